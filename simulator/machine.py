@@ -1,0 +1,120 @@
+"""Machine: GPU memory, copy engines and a roofline.
+
+Presets are data (``configs/machine/*.yaml``), each figure with its source beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields as dataclass_fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from simulator.files import FormatError, fields
+
+PRESETS = Path(__file__).resolve().parent.parent / "configs" / "machine"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One GPU on one host link. Bandwidths are bytes per second, times nanoseconds, sizes bytes.
+
+    Raises:
+        FormatError: a figure is out of range.
+    """
+
+    name: str
+    memory_bytes: int
+    h2d_bytes_per_s: int
+    d2h_bytes_per_s: int
+    copy_latency_ns: int = 10_000
+    copy_engines: int = 2  # 2: full duplex; 1: one transfer at a time
+    host_bytes: int = 64 * 2**30  # pinned host memory for swapped tensors
+    alignment: int = 512  # of addresses; the ledger counts exact bytes
+    flops_per_s: dict[str, int] = field(default_factory=dict)  # by dtype: "float32", "bfloat16", …
+    memory_bytes_per_s: int = 1
+    launch_ns: int = 5_000
+    malloc_ns: int = 0
+    free_ns: int = 0
+    # Fraction of the roofline that kernels reach, by kernel kind; "default" for the kinds not named.
+    efficiency: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("memory_bytes", "h2d_bytes_per_s", "d2h_bytes_per_s", "memory_bytes_per_s", "alignment"):
+            if getattr(self, name) < 1:
+                raise FormatError(f"machine.{name}: expected a positive integer, got {getattr(self, name)}")
+        for name in ("copy_latency_ns", "host_bytes", "launch_ns", "malloc_ns", "free_ns"):
+            if getattr(self, name) < 0:
+                raise FormatError(f"machine.{name}: expected an integer of at least 0, got {getattr(self, name)}")
+        if self.copy_engines not in (1, 2):
+            raise FormatError(f"machine.copy_engines: expected 1 or 2, got {self.copy_engines}")
+        for key, flops in self.flops_per_s.items():
+            if isinstance(flops, bool) or not isinstance(flops, int) or flops < 1:
+                raise FormatError(f"machine.flops_per_s.{key}: expected a positive integer, got {flops!r}")
+        for key, part in self.efficiency.items():
+            if isinstance(part, bool) or not isinstance(part, (int, float)) or not 0 < part <= 1:
+                raise FormatError(f"machine.efficiency.{key}: expected a number in (0, 1], got {part!r}")
+
+    def d2h_ns(self, nbytes: int) -> int:
+        """Duration of a swap-out: latency + nbytes / bandwidth, rounded up."""
+        return self.copy_latency_ns - (-nbytes * 1_000_000_000 // self.d2h_bytes_per_s)
+
+    def h2d_ns(self, nbytes: int) -> int:
+        """Duration of a swap-in: latency + nbytes / bandwidth, rounded up."""
+        return self.copy_latency_ns - (-nbytes * 1_000_000_000 // self.h2d_bytes_per_s)
+
+    def kernel_ns(self, kind: str, flops: int, nbytes: int, dtype: str = "float32") -> int:
+        """Roofline: max(flops / peak, bytes / bandwidth) at the kind's efficiency, plus the launch.
+
+        Raises:
+            FormatError: the machine has no figure for ``dtype``.
+        """
+        part = self.efficiency.get(kind, self.efficiency.get("default", 1.0))
+        seconds = nbytes / self.memory_bytes_per_s
+        if flops:
+            if dtype not in self.flops_per_s:
+                raise FormatError(f"machine.flops_per_s: {self.name} has no figure for {dtype}")
+            seconds = max(seconds, flops / self.flops_per_s[dtype])
+        return self.launch_ns + round(seconds / part * 1e9)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field by name."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: object) -> Machine:
+        """Reads a dictionary of fields; those with a default may be left out.
+
+        Raises:
+            FormatError: naming the first malformed entry.
+        """
+        required = {"name": str, "memory_bytes": int, "h2d_bytes_per_s": int, "d2h_bytes_per_s": int}
+        optional: dict[str, tuple[type, Any]] = {}
+        blank = cls("", 1, 1, 1)
+        for entry in dataclass_fields(cls):
+            if entry.name not in required:
+                default = getattr(blank, entry.name)
+                optional[entry.name] = (type(default), default)
+        return cls(**fields(data, "machine", required, optional))
+
+    @classmethod
+    def load(cls, name_or_path: str | Path) -> Machine:
+        """Reads a preset by name ("gtx1080ti") or any YAML file of the same form.
+
+        Raises:
+            FormatError: no such preset or file, or a malformed entry.
+        """
+        path = Path(name_or_path)
+        if path.suffix not in (".yaml", ".yml", ".json"):
+            path = PRESETS / f"{name_or_path}.yaml"
+            if not path.exists():
+                known = ", ".join(sorted(p.stem for p in PRESETS.glob("*.yaml")))
+                raise FormatError(f"machine: there is no preset {str(name_or_path)!r}; there are {known}")
+        try:
+            return cls.from_dict(yaml.safe_load(path.read_text()))
+        except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+            reason = str(getattr(error, "strerror", None) or error).replace("\n", " ")
+            raise FormatError(f"{path}: cannot be read ({reason})") from None
+        except FormatError as error:
+            raise FormatError(f"{path}: {error}") from None

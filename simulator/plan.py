@@ -1,0 +1,224 @@
+"""Plan: what to swap, what to recompute, and when. A plan is data.
+
+A decision empties one gap of a tensor (simulator.program.Gap): the time between two consecutive uses.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Union
+
+from simulator.files import FormatError, fields, read_json, write_json
+from simulator.program import Program
+
+FORMAT = "plan/1"
+
+
+class PlanError(ValueError):
+    """A plan does not fit its program; the message gives the first reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """Swap ``tensor`` out when kernel ``after`` ends; have it back for kernel ``before``.
+
+    ``after`` is any kernel from the tensor's last use before the gap, up to (not including) ``before``.
+    ``prefetch`` is the kernel at whose end the swap-in is issued; None leaves it to the simulator's
+    rule 5. For a persistent tensor the gap may wrap over the iteration boundary (``after >= before``).
+    """
+
+    tensor: int
+    after: int
+    before: int
+    prefetch: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """Drop ``tensor`` when kernel ``after`` ends; run its producers again for kernel ``before``.
+
+    ``keep`` keeps the dropped tensors that the chain recovers on the way for their own later uses
+    (SuperNeurons' speed-centric recomputation); without it they are freed at once (memory-centric).
+    """
+
+    tensor: int
+    after: int
+    before: int
+    keep: bool = False
+
+
+Decision = Union[Swap, Recompute]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Decisions for one program. Immutable; the order of the decisions has no meaning."""
+
+    decisions: tuple[Decision, ...] = ()
+    fingerprint: str = ""  # of the program; "" fits any program whose ids and gaps fit
+    planner: str = ""
+    limit: int = 0  # bytes the plan was made for; 0: none
+    machine: str = ""
+
+    def check(self, program: Program) -> None:
+        """Raises PlanError with the first reason why this plan does not fit ``program``."""
+        if self.fingerprint and self.fingerprint != program.fingerprint:
+            raise PlanError(
+                f"the plan is for another program (fingerprint {self.fingerprint[:12]}, "
+                f"{program.name!r} has {program.fingerprint[:12]})"
+            )
+        taken: dict[tuple[int, int], int] = {}
+        for i, decision in enumerate(self.decisions):
+            where = f"decisions[{i}]"
+            gap = _gap_index(program, decision, where)
+            if (decision.tensor, gap) in taken:
+                raise PlanError(
+                    f"{where}: tensor {decision.tensor} is already away before kernel {decision.before} "
+                    f"by decisions[{taken[decision.tensor, gap]}]"
+                )
+            taken[decision.tensor, gap] = i
+            if isinstance(decision, Recompute):
+                reason = cannot_recompute(program, decision.tensor, decision.after, decision.before)
+                if reason:
+                    raise PlanError(f"{where}: {reason}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The ``plan/1`` dictionary."""
+        out: list[dict[str, Any]] = []
+        for d in self.decisions:
+            entry = {"kind": "swap" if isinstance(d, Swap) else "recompute",
+                     "tensor": d.tensor, "after": d.after, "before": d.before}  # fmt: skip
+            if isinstance(d, Swap):
+                if d.prefetch is not None:
+                    entry["prefetch"] = d.prefetch
+            elif d.keep:
+                entry["keep"] = True
+            out.append(entry)
+        return {"format": FORMAT, "fingerprint": self.fingerprint, "planner": self.planner,
+                "limit": self.limit, "machine": self.machine, "decisions": out}  # fmt: skip
+
+    @classmethod
+    def from_dict(cls, data: object) -> Plan:
+        """Reads a ``plan/1`` dictionary.
+
+        Raises:
+            FormatError: naming the first malformed entry.
+        """
+        top = fields(
+            data, "plan", {"format": str, "decisions": list},
+            {"fingerprint": (str, ""), "planner": (str, ""), "limit": (int, 0), "machine": (str, "")},
+        )  # fmt: skip
+        if top["format"] != FORMAT:
+            raise FormatError(f"plan.format: expected {FORMAT!r}, got {top['format']!r}")
+        decisions: list[Decision] = []
+        for i, entry in enumerate(top["decisions"]):
+            where = f"decisions[{i}]"
+            kind = entry.get("kind") if isinstance(entry, dict) else None
+            gap = {"kind": str, "tensor": int, "after": int, "before": int}
+            if kind == "recompute":
+                got = fields(entry, where, gap, {"keep": (bool, False)})
+                decisions.append(Recompute(got["tensor"], got["after"], got["before"], got["keep"]))
+                continue
+            got = fields(entry, where, gap, {"prefetch": (int, None)})
+            if kind != "swap":
+                raise FormatError(f"{where}.kind: expected 'swap' or 'recompute', got {kind!r}")
+            decisions.append(Swap(got["tensor"], got["after"], got["before"], got["prefetch"]))
+        return cls(tuple(decisions), top["fingerprint"], top["planner"], top["limit"], top["machine"])
+
+    def save(self, path: str | Path) -> None:
+        """Writes ``plan/1`` JSON."""
+        write_json(path, self.to_dict(), indent=1)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Reads ``plan/1`` JSON.
+
+        Raises:
+            FormatError: naming the file and its first malformed entry.
+        """
+        data = read_json(path)
+        try:
+            return cls.from_dict(data)
+        except FormatError as error:
+            raise FormatError(f"{path}: {error}") from None
+
+
+def _gap_index(program: Program, decision: Decision, where: str) -> int:
+    """Which gap of its tensor a decision empties: the index of the use that opens it.
+
+    Raises:
+        PlanError: an id is dangling or the decision does not lie in one gap.
+    """
+    t, after, before = decision.tensor, decision.after, decision.before
+    n = len(program.kernels)
+    if not 0 <= t < len(program.tensors):
+        raise PlanError(f"{where}: there is no tensor {t}")
+    for label, k in (("after", after), ("before", before)):
+        if not 0 <= k < n:
+            raise PlanError(f"{where}.{label}: there is no kernel {k}")
+    uses = program.accesses[t]
+    if before not in uses:
+        raise PlanError(f"{where}: kernel {before} does not use tensor {t}")
+    previous = bisect_right(uses, after) - 1  # the last use at or before `after`
+    if after < before:
+        if previous < 0 and not program.tensors[t].persistent:
+            raise PlanError(f"{where}: tensor {t} is not born yet when kernel {after} ends")
+        # A persistent tensor's wrapping gap may be entered after the boundary.
+        opens = previous if previous >= 0 else len(uses) - 1
+        closes = uses[previous + 1]
+    else:
+        if not program.tensors[t].persistent:
+            raise PlanError(f"{where}: the gap wraps over the iteration boundary but tensor {t} is not persistent")
+        if isinstance(decision, Recompute):
+            raise PlanError(f"{where}: a persistent tensor cannot be recomputed over the iteration boundary")
+        opens, closes = previous, uses[0]
+        if previous != len(uses) - 1:
+            closes = -1
+    if closes != before:
+        raise PlanError(
+            f"{where}: tensor {t} is used between the end of kernel {after} and kernel {before}; "
+            "a decision empties one gap"
+        )
+    if isinstance(decision, Swap) and decision.prefetch is not None:
+        p = decision.prefetch
+        inside = after <= p < before if after < before else (after <= p < n or 0 <= p < before)
+        if not inside:
+            raise PlanError(f"{where}.prefetch: kernel {p} is not from {after} up to {before}")
+    return opens
+
+
+def cannot_recompute(program: Program, tensor: int, after: int, before: int) -> str | None:
+    """Why ``tensor`` cannot be recovered for kernel ``before`` by running kernels again; None if it can.
+
+    Running the writers of the tensor again needs their inputs as they were. A non-persistent input that
+    is gone or has changed is recovered in turn, from its own writers. A persistent one must still have
+    the content it had, because nothing in the iteration can restore it.
+    """
+    if program.tensors[tensor].persistent:
+        return f"tensor {tensor} is persistent; only tensors born in the iteration can be recomputed"
+    pending = [k for k in program.writes[tensor] if k < before]
+    seen = set(pending)
+    while pending:
+        w = pending.pop()
+        kernel = program.kernels[w]
+        if not kernel.recomputable:
+            return f"tensor {tensor} needs kernel {w} ({kernel.name}), which cannot be run twice"
+        for x in kernel.inputs:
+            writers = program.writes[x]
+            if program.tensors[x].persistent:
+                if any(w <= k < before for k in writers):
+                    return (
+                        f"tensor {tensor} needs kernel {w} ({kernel.name}), whose input {x} is overwritten "
+                        f"before kernel {before}"
+                    )
+                continue
+            alive = program.accesses[x][-1] >= before and x != tensor
+            if alive and not any(w <= k < before for k in writers):
+                continue  # present (or away by its own decision, which is checked on its own)
+            for k in writers:
+                if k < w and k not in seen:
+                    seen.add(k)
+                    pending.append(k)
+    return None

@@ -1,0 +1,323 @@
+"""The vocabulary: Tensor, Kernel, Program. Every other file is written in these words.
+
+Units: time is integer nanoseconds, size is integer bytes. Intervals over kernels are half-open.
+Indices: a tensor is named by its position in ``Program.tensors``, a kernel by its position in
+``Program.kernels``; program order is execution order.
+
+One tensor is one storage: views of it and in-place results share it. A persistent tensor lives across
+iterations. Any other tensor is born at its first write and dies after its last access.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+from simulator.files import FormatError, fields, integers, read_json, write_json
+
+FORMAT = "program/1"
+
+TensorKind = Literal["input", "parameter", "buffer", "optimizer_state", "gradient", "activation"]
+KernelKind = Literal[
+    "conv", "matmul", "norm", "activation", "pool", "lrn", "dropout", "rnn", "reduce", "elementwise",
+    "copy", "optimizer", "other",
+]  # fmt: skip
+Phase = Literal["forward", "backward", "optimizer"]
+
+TENSOR_KINDS: frozenset[str] = frozenset(get_args(TensorKind))
+KERNEL_KINDS: frozenset[str] = frozenset(get_args(KernelKind))
+PHASES: frozenset[str] = frozenset(get_args(Phase))
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One storage."""
+
+    name: str
+    nbytes: int
+    kind: TensorKind = "activation"
+    persistent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One launch on the compute stream.
+
+    A kernel that updates a tensor in place has it in both ``inputs`` and ``outputs``. A tensor that is
+    updated without its old content mattering to the other outputs (batch-norm statistics) is in
+    ``outputs`` alone, which is what lets the kernel be run twice.
+    """
+
+    name: str
+    kind: KernelKind
+    phase: Phase
+    inputs: tuple[int, ...]  # tensors read
+    outputs: tuple[int, ...]  # tensors written; the first write of a tensor allocates it
+    duration_ns: int
+    workspace: int = 0  # bytes held while the kernel runs
+    flops: int = 0
+    bytes: int = 0  # memory traffic
+    recomputable: bool = True  # running it twice changes nothing but its outputs
+    variants: tuple[tuple[int, int], ...] = ()  # (duration_ns, workspace) per algorithm
+
+    @property
+    def accesses(self) -> tuple[int, ...]:
+        """Tensors read or written, each once, inputs first."""
+        return tuple(dict.fromkeys(self.inputs + self.outputs))
+
+
+class Gap(NamedTuple):
+    """An interval in which a tensor is alive and unused: after kernel ``after``, until ``before``.
+
+    ``after > before`` for a persistent tensor means that the gap wraps over the iteration boundary.
+    """
+
+    tensor: int
+    after: int
+    before: int
+
+
+class Operation(NamedTuple):
+    """One line of the iteration in the papers' terms (DQN paper, section 4.2)."""
+
+    kind: Literal["malloc", "write", "read", "free"]
+    tensor: int
+    kernel: int
+    time_ns: int
+
+
+@dataclass(frozen=True)
+class Program:
+    """One iteration of an iterative GPU job: a straight line of kernels over tensors.
+
+    Raises:
+        FormatError: an entry breaks a rule of the format (dangling id, negative size, a read before any
+            write of a non-persistent tensor, …).
+    """
+
+    name: str
+    tensors: tuple[Tensor, ...]
+    kernels: tuple[Kernel, ...]
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @cached_property
+    def accesses(self) -> tuple[tuple[int, ...], ...]:
+        """Per tensor: the kernels that read or write it, ascending."""
+        table: list[list[int]] = [[] for _ in self.tensors]
+        for k, kernel in enumerate(self.kernels):
+            for t in kernel.accesses:
+                table[t].append(k)
+        return tuple(map(tuple, table))
+
+    @cached_property
+    def writes(self) -> tuple[tuple[int, ...], ...]:
+        """Per tensor: the kernels that write it, ascending."""
+        table: list[list[int]] = [[] for _ in self.tensors]
+        for k, kernel in enumerate(self.kernels):
+            for t in dict.fromkeys(kernel.outputs):
+                table[t].append(k)
+        return tuple(map(tuple, table))
+
+    @cached_property
+    def loads(self) -> tuple[int, ...]:
+        """Per kernel: bytes in use while it runs with unlimited memory, its workspace included."""
+        change = [0] * (len(self.kernels) + 1)
+        for t, tensor in enumerate(self.tensors):
+            if tensor.persistent:
+                change[0] += tensor.nbytes
+            elif self.accesses[t]:
+                change[self.accesses[t][0]] += tensor.nbytes
+                change[self.accesses[t][-1] + 1] -= tensor.nbytes
+        resident, out = 0, []
+        for k, kernel in enumerate(self.kernels):
+            resident += change[k]
+            out.append(resident + kernel.workspace)
+        return tuple(out)
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """Peak load: the smallest limit at which the program runs without a plan."""
+        return max(self.loads)
+
+    @cached_property
+    def ideal_ns(self) -> int:
+        """Duration of one iteration with unlimited memory."""
+        return sum(k.duration_ns for k in self.kernels)
+
+    @cached_property
+    def start_ns(self) -> tuple[int, ...]:
+        """Per kernel, and one past the last: when it starts with unlimited memory."""
+        times = [0]
+        for kernel in self.kernels:
+            times.append(times[-1] + kernel.duration_ns)
+        return tuple(times)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 of the canonical JSON: plans name the program that they were made for."""
+        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def gaps(self, min_bytes: int = 0) -> list[Gap]:
+        """Every interval between consecutive accesses of a tensor of at least ``min_bytes`` in which at
+        least one other kernel runs. Persistent tensors have one more, over the iteration boundary."""
+        found = []
+        for t, tensor in enumerate(self.tensors):
+            if tensor.nbytes < max(min_bytes, 1):
+                continue
+            uses = self.accesses[t]
+            found += [Gap(t, a, b) for a, b in zip(uses, uses[1:], strict=False) if b - a > 1]
+            if tensor.persistent and uses and len(self.kernels) - uses[-1] + uses[0] > 1:
+                found.append(Gap(t, uses[-1], uses[0]))
+        return found
+
+    def gap_ns(self, gap: Gap) -> int:
+        """Time from the end of ``after`` to the start of ``before``, with unlimited memory."""
+        between = self.start_ns[gap.before] - self.start_ns[gap.after + 1]
+        return between + self.ideal_ns if gap.after >= gap.before else between
+
+    def operations(self) -> list[Operation]:
+        """The iteration as malloc, write, read and free lines in time order.
+
+        A malloc, the writes and the reads of a kernel carry its start time, its frees its end time.
+        Persistent tensors have no malloc and no free.
+        """
+        lines = []
+        for k, kernel in enumerate(self.kernels):
+            begin, end = self.start_ns[k], self.start_ns[k + 1]
+            fresh = [t for t in dict.fromkeys(kernel.outputs)
+                     if not self.tensors[t].persistent and self.accesses[t][0] == k]  # fmt: skip
+            lines += [Operation("malloc", t, k, begin) for t in fresh]
+            lines += [Operation("read", t, k, begin) for t in dict.fromkeys(kernel.inputs)]
+            lines += [Operation("write", t, k, begin) for t in dict.fromkeys(kernel.outputs)]
+            lines += [Operation("free", t, k, end) for t in kernel.accesses
+                      if not self.tensors[t].persistent and self.accesses[t][-1] == k]  # fmt: skip
+        return lines
+
+    def with_durations(self, durations_ns: Sequence[int]) -> Program:
+        """The same program with other kernel durations (one per kernel)."""
+        kernels = tuple(
+            replace(k, duration_ns=int(d)) for k, d in zip(self.kernels, durations_ns, strict=True)
+        )
+        return Program(self.name, self.tensors, kernels)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The ``program/1`` dictionary, every field present."""
+        return {
+            "format": FORMAT,
+            "name": self.name,
+            "tensors": [
+                {"name": t.name, "nbytes": t.nbytes, "kind": t.kind, "persistent": t.persistent}
+                for t in self.tensors
+            ],
+            "kernels": [
+                {"name": k.name, "kind": k.kind, "phase": k.phase, "inputs": list(k.inputs),
+                 "outputs": list(k.outputs), "duration_ns": k.duration_ns, "workspace": k.workspace,
+                 "flops": k.flops, "bytes": k.bytes, "recomputable": k.recomputable,
+                 "variants": [list(v) for v in k.variants]}
+                for k in self.kernels
+            ],
+        }  # fmt: skip
+
+    @classmethod
+    def from_dict(cls, data: object) -> Program:
+        """Reads a ``program/1`` dictionary.
+
+        Raises:
+            FormatError: naming the first malformed entry.
+        """
+        top = fields(data, "program", {"format": str, "name": str, "tensors": list, "kernels": list}, {})
+        if top["format"] != FORMAT:
+            raise FormatError(f"program.format: expected {FORMAT!r}, got {top['format']!r}")
+        tensors = [
+            Tensor(**fields(entry, f"tensors[{i}]", _TENSOR_REQUIRED, {}))
+            for i, entry in enumerate(top["tensors"])
+        ]
+        kernels = []
+        for i, entry in enumerate(top["kernels"]):
+            where = f"kernels[{i}]"
+            got = fields(entry, where, _KERNEL_REQUIRED, _KERNEL_OPTIONAL)
+            for side in ("inputs", "outputs"):
+                got[side] = integers(got[side], f"{where}.{side}")
+            got["variants"] = tuple(
+                integers(v, f"{where}.variants[{j}]", length=2) for j, v in enumerate(got["variants"])
+            )
+            kernels.append(Kernel(**got))
+        return cls(top["name"], tuple(tensors), tuple(kernels))
+
+    def save(self, path: str | Path) -> None:
+        """Writes ``program/1`` JSON (gzip when the name ends in .gz)."""
+        write_json(path, self.to_dict())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Program:
+        """Reads ``program/1`` JSON (.json or .json.gz).
+
+        Raises:
+            FormatError: naming the file and its first malformed entry.
+        """
+        data = read_json(path)
+        try:
+            return cls.from_dict(data)
+        except FormatError as error:
+            raise FormatError(f"{path}: {error}") from None
+
+
+_TENSOR_REQUIRED = {"name": str, "nbytes": int, "kind": str, "persistent": bool}
+_KERNEL_REQUIRED = {"name": str, "kind": str, "inputs": list, "outputs": list}
+_KERNEL_OPTIONAL: dict[str, tuple[type, Any]] = {
+    "phase": (str, "forward"), "duration_ns": (int, 0), "workspace": (int, 0), "flops": (int, 0),
+    "bytes": (int, 0), "recomputable": (bool, True), "variants": (list, []),
+}  # fmt: skip
+
+
+# One tensor or kernel beyond this is a mistake in units; sums of 2**20 of them still fit 64 bits.
+LARGEST = 2**43
+
+
+def _check(program: Program) -> None:
+    """The rules a program obeys however it was made; raises FormatError naming the entry."""
+
+    def amount(value: int, where: str) -> None:
+        if not 0 <= value <= LARGEST:
+            raise FormatError(f"{where}: expected an integer from 0 to 2**43, got {value}")
+
+    for i, tensor in enumerate(program.tensors):
+        amount(tensor.nbytes, f"tensors[{i}].nbytes")
+        if tensor.kind not in TENSOR_KINDS:
+            raise FormatError(f"tensors[{i}].kind: unknown kind {tensor.kind!r}")
+    if not program.kernels:
+        raise FormatError("kernels: a program needs at least one")
+    written: set[int] = set()
+    for i, kernel in enumerate(program.kernels):
+        where = f"kernels[{i}]"
+        if kernel.kind not in KERNEL_KINDS:
+            raise FormatError(f"{where}.kind: unknown kind {kernel.kind!r}")
+        if kernel.phase not in PHASES:
+            raise FormatError(f"{where}.phase: unknown phase {kernel.phase!r}")
+        for name in ("duration_ns", "workspace", "flops", "bytes"):
+            value = getattr(kernel, name)
+            if name in ("flops", "bytes") and value >= 0:
+                continue
+            amount(value, f"{where}.{name}")
+        for j, (duration, workspace) in enumerate(kernel.variants):
+            amount(duration, f"{where}.variants[{j}][0]")
+            amount(workspace, f"{where}.variants[{j}][1]")
+        for side in ("inputs", "outputs"):
+            for j, t in enumerate(getattr(kernel, side)):
+                if not 0 <= t < len(program.tensors):
+                    raise FormatError(f"{where}.{side}[{j}]: there is no tensor {t}")
+        for j, t in enumerate(kernel.inputs):
+            if t not in written and not program.tensors[t].persistent:
+                raise FormatError(
+                    f"{where}.inputs[{j}]: tensor {t} ({program.tensors[t].name!r}) is read before any "
+                    "write and is not persistent"
+                )
+        written.update(kernel.outputs)

@@ -1,0 +1,174 @@
+"""Timeline: what a simulated (or measured) run looked like. A result, never an input to the clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from simulator.files import FormatError, fields, integers, read_json, write_json
+from simulator.program import Program
+
+FORMAT = "timeline/1"
+STREAMS = ("compute", "d2h", "h2d")
+SPAN_KINDS = ("kernel", "recompute", "swap_out", "swap_in")
+
+
+class Span(NamedTuple):
+    """One piece of work on one stream, over [start_ns, end_ns)."""
+
+    start_ns: int
+    end_ns: int
+    stream: Literal["compute", "d2h", "h2d"]
+    kind: Literal["kernel", "recompute", "swap_out", "swap_in"]
+    index: int  # kernel for the compute stream, tensor for copies
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Where the last iteration went, in ns. The first four add up to ``iteration_ns``."""
+
+    compute_ns: int
+    recompute_ns: int
+    stall_memory_ns: int  # compute waits for memory that swap-outs (d2h) are freeing
+    stall_data_ns: int  # compute waits for an input that a swap-in (h2d) is bringing
+    overlapped_transfer_ns: int  # copy-engine time during which compute was not stalled
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Spans per stream and bytes in use over all simulated iterations; figures of the last one."""
+
+    program: str
+    limit: int
+    iteration_ns: int
+    ideal_ns: int
+    peak_bytes: int
+    required_bytes: int  # the smallest limit at which the plan is feasible
+    breakdown: Breakdown
+    boundaries: tuple[int, ...]  # end time of each iteration
+    spans: tuple[Span, ...]  # sorted
+    memory: tuple[tuple[int, int], ...]  # (time_ns, bytes in use after this change), in order
+
+    @property
+    def overhead(self) -> float:
+        """iteration / ideal − 1; 0 for a program without duration."""
+        return self.iteration_ns / self.ideal_ns - 1 if self.ideal_ns else 0.0
+
+    @classmethod
+    def assemble(
+        cls,
+        program: Program,
+        limit: int,
+        required: int,
+        boundaries: Sequence[int],
+        spans: Sequence[Span],
+        memory: Sequence[tuple[int, int]],
+        stalls: Sequence[tuple[int, int, bool]],
+    ) -> Timeline:
+        """From the raw record of a run. ``stalls``: (start, end, compute waits for data)."""
+        end = boundaries[-1]
+        begin = boundaries[-2] if len(boundaries) > 1 else 0
+
+        def inside(pairs: Iterable[tuple[int, int]]) -> int:
+            return sum(max(0, min(e, end) - max(s, begin)) for s, e in pairs)
+
+        busy = {kind: inside((s.start_ns, s.end_ns) for s in spans if s.kind == kind) for kind in SPAN_KINDS}
+        data = inside((s, e) for s, e, waits_for_data in stalls if waits_for_data)
+        memory_wait = inside((s, e) for s, e, waits_for_data in stalls if not waits_for_data)
+        return cls(
+            program=program.name,
+            limit=limit,
+            iteration_ns=end - begin,
+            ideal_ns=program.ideal_ns,
+            peak_bytes=max(used for _, used in memory),
+            required_bytes=required,
+            breakdown=Breakdown(
+                compute_ns=busy["kernel"],
+                recompute_ns=busy["recompute"],
+                stall_memory_ns=memory_wait,
+                stall_data_ns=data,
+                overlapped_transfer_ns=busy["swap_out"] + busy["swap_in"] - memory_wait - data,
+            ),
+            boundaries=tuple(boundaries),
+            spans=tuple(sorted(spans)),
+            memory=tuple(memory),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The ``timeline/1`` dictionary."""
+        out = asdict(self)
+        out["spans"] = [list(s) for s in self.spans]
+        out["memory"] = [list(m) for m in self.memory]
+        out["boundaries"] = list(self.boundaries)
+        return {"format": FORMAT, **out}
+
+    @classmethod
+    def from_dict(cls, data: object) -> Timeline:
+        """Reads a ``timeline/1`` dictionary.
+
+        Raises:
+            FormatError: naming the first malformed entry.
+        """
+        integer = dict.fromkeys(("limit", "iteration_ns", "ideal_ns", "peak_bytes", "required_bytes"), int)
+        rest = {"format": str, "program": str, "breakdown": dict, "boundaries": list, "spans": list, "memory": list}
+        top = fields(data, "timeline", {**integer, **rest}, {})
+        if top.pop("format") != FORMAT:
+            raise FormatError(f"timeline.format: expected {FORMAT!r}")
+        parts = fields(top["breakdown"], "breakdown", dict.fromkeys(Breakdown.__dataclass_fields__, int), {})
+        top["breakdown"] = Breakdown(**parts)
+        top["boundaries"] = integers(top["boundaries"], "boundaries")
+        top["memory"] = tuple(integers(m, f"memory[{i}]", length=2) for i, m in enumerate(top["memory"]))
+        spans = []
+        for i, entry in enumerate(top["spans"]):
+            where = f"spans[{i}]"
+            if not isinstance(entry, list) or len(entry) != 5:
+                raise FormatError(f"{where}: expected [start_ns, end_ns, stream, kind, index]")
+            start, end, index = integers([entry[0], entry[1], entry[4]], where)
+            if entry[2] not in STREAMS or entry[3] not in SPAN_KINDS:
+                raise FormatError(f"{where}: unknown stream or kind")
+            spans.append(Span(start, end, entry[2], entry[3], index))
+        top["spans"] = tuple(spans)
+        return cls(**top)
+
+    def save(self, path: str | Path) -> None:
+        """Writes ``timeline/1`` JSON."""
+        write_json(path, self.to_dict())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Timeline:
+        """Reads ``timeline/1`` JSON; raises FormatError naming the file and entry."""
+        data = read_json(path)
+        try:
+            return cls.from_dict(data)
+        except FormatError as error:
+            raise FormatError(f"{path}: {error}") from None
+
+    def perfetto(self, program: Program) -> dict[str, Any]:
+        """Chrome trace JSON (opens in Perfetto): one track a stream, and a memory counter.
+
+        Chrome's unit is the microsecond; fractions keep the nanoseconds.
+        """
+        events: list[dict[str, Any]] = [
+            {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": self.program}}
+        ]
+        for tid, stream in enumerate(STREAMS, 1):
+            events.append({"ph": "M", "pid": 1, "tid": tid, "name": "thread_name", "args": {"name": stream}})
+            events.append({"ph": "M", "pid": 1, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})
+        for span in self.spans:
+            on_compute = span.stream == "compute"
+            what = program.kernels[span.index] if on_compute else program.tensors[span.index]
+            args: dict[str, Any] = {"index": span.index}
+            if not on_compute:
+                args["nbytes"] = program.tensors[span.index].nbytes
+            events.append({
+                "ph": "X", "pid": 1, "tid": STREAMS.index(span.stream) + 1, "cat": span.kind,
+                "name": what.name if span.kind == "kernel" else f"{span.kind} {what.name}",
+                "ts": span.start_ns / 1000, "dur": (span.end_ns - span.start_ns) / 1000, "args": args,
+            })  # fmt: skip
+        for time_ns, used in self.memory:
+            events.append(
+                {"ph": "C", "pid": 1, "name": "memory", "ts": time_ns / 1000, "args": {"bytes": used}}
+            )
+        return {"traceEvents": events, "displayTimeUnit": "ns"}

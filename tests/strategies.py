@@ -1,0 +1,68 @@
+"""Random programs and plans for property tests."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from simulator import Kernel, Machine, Plan, Program, Recompute, Swap, Tensor
+from simulator.plan import PlanError
+
+
+@st.composite
+def programs(draw: st.DrawFn, max_kernels: int = 14) -> Program:
+    """Programs with persistent tensors, in-place and multi-output kernels, workspaces and markers."""
+    n_persistent = draw(st.integers(0, 3))
+    tensors = [Tensor(f"p{i}", draw(st.integers(0, 40)), "parameter", True) for i in range(n_persistent)]
+    born: list[int] = list(range(n_persistent))
+    kernels = []
+    for k in range(draw(st.integers(2, max_kernels))):
+        recent = born[-8:] + born[:n_persistent]
+        inputs = draw(st.lists(st.sampled_from(recent), max_size=3, unique=True)) if recent else []
+        outputs = []
+        for _ in range(draw(st.integers(0, 2))):
+            tensors.append(Tensor(f"t{len(tensors)}", draw(st.integers(0, 40))))
+            outputs.append(len(tensors) - 1)
+        if recent and draw(st.booleans()) and draw(st.booleans()):
+            target = draw(st.sampled_from(recent))  # in place, with or without reading
+            outputs.append(target)
+            if draw(st.booleans()) and target not in inputs:
+                inputs.append(target)
+        born += [t for t in outputs if t not in born]
+        kernels.append(Kernel(
+            f"k{k}", "other", "forward", tuple(inputs), tuple(outputs), draw(st.integers(0, 30)),
+            workspace=draw(st.sampled_from([0, 0, 5, 20])), recomputable=draw(st.integers(0, 9)) > 0,
+        ))  # fmt: skip
+    return Program("random", tuple(tensors), tuple(kernels))
+
+
+@st.composite
+def plans(draw: st.DrawFn, program: Program) -> Plan:
+    """Plans that fit the program: swaps with early or pinned returns, wrapping gaps, recomputation."""
+    n = len(program.kernels)
+    decisions: list[Swap | Recompute] = []
+    for gap in program.gaps():
+        kind = draw(st.sampled_from(["none", "swap", "swap", "recompute"]))
+        if kind == "none":
+            continue
+        span = (gap.before - gap.after - 1) % n
+        late = draw(st.integers(0, max(0, span))) if draw(st.booleans()) else 0
+        after = (gap.after + late) % n
+        if kind == "swap":
+            steps = (gap.before - after - 1) % n
+            prefetch = (after + draw(st.integers(0, steps))) % n if draw(st.booleans()) else None
+            decision: Swap | Recompute = Swap(gap.tensor, after, gap.before, prefetch)
+        else:
+            decision = Recompute(gap.tensor, after, gap.before, draw(st.booleans()))
+        try:
+            Plan((decision,)).check(program)
+        except PlanError:
+            continue
+        decisions.append(decision)
+    return Plan(tuple(decisions), program.fingerprint)
+
+
+@st.composite
+def machines(draw: st.DrawFn) -> Machine:
+    """Machines whose copies are about as slow as the kernels of ``programs``."""
+    bandwidth = st.sampled_from([500_000_000, 1_000_000_000, 3_000_000_000])
+    return Machine("random", 10**6, draw(bandwidth), draw(bandwidth), draw(st.integers(0, 3)), draw(st.integers(1, 2)))
