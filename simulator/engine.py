@@ -6,8 +6,10 @@ is then an integer array with one row a decision (``rows_of``), and no Python ob
 How it is fast: sizes, births and deaths are added up per kernel beforehand, so that a kernel that no
 decision touches costs a few additions; the planned residency of a plan without recomputation is one
 prefix sum; tensors on the host are kept sorted by next use (they leave in about the reverse order, so an
-insertion is at the end); a swap-in that does not fit remembers the last kernel that it does not fit
-beside, and is not looked at again before that kernel has ended.
+insertion is at the end). Rule 5's "fits at every kernel until it is used" is decided at the kernel with the
+largest planned residency wherever that settles it: nothing after that kernel can be worse, because what
+came back early only leaves the sum as it is used. A swap-in that does not fit beside a kernel is not tried
+again before that kernel has ended.
 """
 
 from __future__ import annotations
@@ -413,16 +415,23 @@ def _simulate(  # type: ignore[no-untyped-def]
             starts_away[r] = rows[r, AFTER] >= rows[r, BEFORE]
         step_at, steps = np.zeros(1, np.int64), np.empty((0, 3), np.int64)
         resident = step_at
-    need, room = planned[0], planned[1]  # room: planned residency with what comes back early
+    need, enforced = planned[0], planned[1]  # enforced: 0 where the limit does not count
     required, bad = 0, -1
     for k in range(n):
-        room[k] = need[k]
+        enforced[k] = need[k] if k < until else -NEVER
         required = max(required, need[k])
         if bad < 0 and k < until and need[k] > limit:
             bad = k
     if bad >= 0:
         there = resident[bad] if recomputes else need[bad] - workspace[bad] - born[bad]
         return 1, NEVER, required, 0, 0, 0, bad, there
+
+    top_from = np.empty(n, np.int64)  # the kernel with the largest planned residency from this one on
+    top = n - 1
+    for k in range(n - 1, -1, -1):
+        if enforced[k] > enforced[top]:
+            top = k
+        top_from[k] = top
 
     # Per tensor: position of its newest host copy. Per row: kernels since the tensor was last written.
     copied = np.empty(tensors.shape[1], np.int64)
@@ -435,6 +444,12 @@ def _simulate(  # type: ignore[no-untyped-def]
     waiting, n_waiting = np.empty(m, np.int64), 0  # on the host, the next to come back last
     pinned, n_pinned = np.empty(m, np.int64), 0  # on the host, not to come back yet
     queue, q_head, q_tail = np.empty(m * (iterations + 1) + 1, np.int64), 0, 0
+    # Came back before its use: (position of the use, bytes), sorted by position.
+    most = m * (iterations + 2) + 1
+    early, e_head, e_tail, came_early = np.empty((2 * most, 2), np.int64), most, most, 0
+    # 0: plain compute; 1: swap-ins are due at this kernel; 2: something else happens at its start or end.
+    busy = np.zeros(n, np.int8)
+    busy[n - 1] = 2
     used, on_host = base, 0
     for r in range(m):
         t, after = rows[r, TENSOR], rows[r, AFTER]
@@ -447,10 +462,15 @@ def _simulate(  # type: ignore[no-untyped-def]
         else:
             opens_next[previous] = r
         if rows[r, KIND] == RECOMPUTE:
+            busy[after] = busy[returns[r]] = busy[returns[r] - 1] = 2  # -1 is the last kernel
             continue
         if copied[t] == -NEVER:
             copied[t] = -NEVER + 1
             on_host += size[t]
+        busy[after] = 2
+        busy[returns[r]] = max(busy[returns[r]], np.int8(1))
+        if rows[r, EXTRA] >= 0:
+            busy[rows[r, EXTRA]] = 2
         due_next[r] = due[returns[r]]
         due[returns[r]] = r
         gap = returns[r] - after
@@ -556,7 +576,6 @@ def _simulate(  # type: ignore[no-untyped-def]
                                 memory[n_memory, 0], memory[n_memory, 1] = now, used
                             n_memory += size[t] > 0
                     r = opens_next[r]
-                room[k] = need[k]
                 position += 1
                 fresh = True
                 k += 1
@@ -619,18 +638,55 @@ def _simulate(  # type: ignore[no-untyped-def]
             start = position + 1 if running and not again else position
             if start > blocked and used + size[t] <= limit_here:
                 blocked = -1
-                highest = limit - size[t]
-                at = returns[r]
-                for p in range(before[r] - 1, start - 1, -1):
-                    at = at - 1 if at > 0 else n - 1
-                    if room[at] > highest and at < until:
-                        blocked = p
-                        break
+                fits = limit - size[t]
+                while e_head < e_tail and early[e_head, 0] <= position:
+                    came_early -= early[e_head, 1]
+                    e_head += 1
+                p = start
+                while p < before[r] and blocked < 0:  # this iteration's part, then the next one's
+                    at = p % n
+                    origin = p - at
+                    stop = min(before[r], origin + n)
+                    top = origin + top_from[at]
+                    if top < stop:
+                        came, i = came_early, e_head
+                        while i < e_tail and early[i, 0] <= top:
+                            came -= early[i, 1]
+                            i += 1
+                        if enforced[top - origin] + came > fits:
+                            blocked = top
+                            break
+                        last = top if enforced[top - origin] + came_early > fits else p
+                    else:
+                        last = stop
+                    i, came = e_tail - 1, 0
+                    for q in range(last - 1, p - 1, -1):
+                        while i >= e_head and early[i, 0] > q:
+                            came += early[i, 1]
+                            i -= 1
+                        if enforced[q - origin] + came > fits:
+                            blocked = q
+                            break
+                    p = stop
                 if blocked < 0:
-                    at = returns[r]
-                    for _ in range(before[r] - start):
-                        at = at - 1 if at > 0 else n - 1
-                        room[at] += size[t]
+                    low, high = e_head, e_tail
+                    while low < high:
+                        middle = (low + high) // 2
+                        if early[middle, 0] > before[r]:
+                            high = middle
+                        else:
+                            low = middle + 1
+                    if low - e_head < e_tail - low:
+                        for i in range(e_head, low):
+                            early[i - 1, 0], early[i - 1, 1] = early[i, 0], early[i, 1]
+                        e_head -= 1
+                        low -= 1
+                    else:
+                        for i in range(e_tail, low, -1):
+                            early[i, 0], early[i, 1] = early[i - 1, 0], early[i - 1, 1]
+                        e_tail += 1
+                    early[low, 0], early[low, 1] = before[r], size[t]
+                    came_early += size[t]
                     n_waiting -= 1
                     used += size[t]
                     peak = max(peak, used)
@@ -644,6 +700,49 @@ def _simulate(  # type: ignore[no-untyped-def]
                         if n_memory < memory.shape[0]:
                             memory[n_memory, 0], memory[n_memory, 1] = now, used
                         n_memory += size[t] > 0
+        # Plain kernels, up to the next completion of a copy or the next chance of a swap-in.
+        if not running and not record and busy[k] < 2:
+            until_time = NEVER
+            if out_row >= 0:
+                until_time = out_end
+            if back_row >= 0 and back_end < until_time:
+                until_time = back_end
+            until_position = NEVER
+            if n_waiting and back_row < 0 and (copy_engines == 2 or out_row < 0):
+                until_position = blocked
+            came_from = position
+            while busy[k] < 2 and position < until_position:
+                if busy[k] == 1:
+                    due_left = 0
+                    r = due[k]
+                    while r >= 0:
+                        due_left += state[r] != 0
+                        r = due_next[r]
+                    if due_left:
+                        break
+                change = workspace[k] + born[k]
+                if used + change > limit_here or now + duration[k] >= until_time:
+                    break
+                peak = max(peak, used + change)
+                used += born[k] - dies[k]
+                now += duration[k]
+                position += 1
+                k += 1
+                limit_here = limit if k < until else NEVER
+            if position != came_from:
+                due_left, chain_left = 0, 0
+                r = due[k]
+                while r >= 0:
+                    if state[r] != 0:
+                        due_left += 1
+                        if by_chain[r]:
+                            chain_left += 1
+                    r = due_next[r]
+                if recomputes:
+                    s = step_at[k]
+                if due_left and n_pinned:
+                    fresh = True
+                    continue
         # A kernel starts.
         if not running:
             again = recomputes and s < step_at[k + 1]
