@@ -52,7 +52,7 @@ from dataclasses import dataclass, field
 
 from simulator.machine import Machine
 from simulator.plan import Decision, Plan, PlanError, Recompute, Swap
-from simulator.program import Program
+from simulator.program import Gap, Program
 from simulator.timeline import Span, Timeline
 
 
@@ -424,3 +424,9 @@ def simulate(
         run.advance()
     required = max(run.schedule.planned)
     return Timeline.assemble(program, limit, required, run.boundaries, run.spans, run.memory, run.stalls)
+
+
+def recompute_ns(program: Program, gap: Gap) -> int:
+    """Duration of the chain that recovers a gap's tensor when nothing else is away."""
+    chain = _chain(program, gap.before, {gap.tensor}, set(), keep=False)
+    return sum(program.kernels[s.kernel].duration_ns for s in chain.steps) if chain else 0

@@ -1,0 +1,113 @@
+"""The graph that the agent sees: the operations of one iteration (DQN paper, sections 4.2 and 4.4).
+
+Nodes are the operations (malloc, write, read, free) of tensors above a threshold, in time order, after a
+node 0 that stands for the iteration itself and for "do nothing". Edges join consecutive operations and
+consecutive operations on one tensor; the weight of an edge is the time between the two.
+
+No node represents more than one action (section 4.9). Offloading a tensor in a gap is represented by the
+operation that opens the gap, because that is where the copy may begin; removing it by the operation that
+closes the gap, because that is where it is recomputed. Where that operation also opens a gap of its own,
+the tensor's malloc or free stands for the removal; where those are taken too, the gap has no removal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator import Gap, Machine, Program
+from simulator.plan import cannot_recompute
+from simulator.reference import recompute_ns
+
+NOTHING, OFFLOAD, REMOVE = range(3)
+MODES = ("swap", "recompute", "joint")
+
+
+@dataclass(frozen=True)
+class OperationGraph:
+    """Static structure and features of one program on one machine.
+
+    Shapes: N nodes, E directed edges (both directions and self-loops), G gaps, K kernels.
+    """
+
+    gaps: tuple[Gap, ...]
+    features: NDArray[np.float32]  # (N, 5): size, transfer, recompute, revisit, action
+    kernel: NDArray[np.int64]  # (N,) kernel of the operation; node 0 has 0
+    edges: NDArray[np.int64]  # (2, E)
+    weights: NDArray[np.float32]  # (E,) time between the two nodes / ideal time
+    action_kind: NDArray[np.int64]  # (N,) NOTHING, OFFLOAD, REMOVE; -1: the node is no action
+    action_gap: NDArray[np.int64]  # (N,) gap of the action, or -1
+
+    def __len__(self) -> int:
+        return len(self.kernel)
+
+
+def build_graph(program: Program, machine: Machine, min_bytes: int = 2**20, mode: str = "swap") -> OperationGraph:
+    """The graph of a program.
+
+    Args:
+        min_bytes: tensors below this size are left out.
+        mode: which actions there are: "swap", "recompute" or "joint".
+
+    Raises:
+        ValueError: unknown mode.
+    """
+    if mode not in MODES:
+        raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
+    operations = [op for op in program.operations() if program.tensors[op.tensor].nbytes >= max(1, min_bytes)]
+    gaps = tuple(program.gaps(min_bytes))
+    ideal = max(1, program.ideal_ns)
+    n = len(operations) + 1
+    by_tensor: dict[int, list[int]] = {}
+    for i, op in enumerate(operations, 1):
+        by_tensor.setdefault(op.tensor, []).append(i)
+
+    # Which node represents which action.
+    kind, gap_of = np.full(n, -1, np.int64), np.full(n, -1, np.int64)
+    kind[0] = NOTHING
+    opening: dict[tuple[int, int], int] = {}  # (tensor, kernel) -> last access there
+    closing: dict[tuple[int, int], int] = {}  # (tensor, kernel) -> first access there
+    for i, op in enumerate(operations, 1):
+        if op.kind in ("read", "write"):
+            opening[op.tensor, op.kernel] = i
+            closing.setdefault((op.tensor, op.kernel), i)
+    if mode != "recompute":
+        for g, gap in enumerate(gaps):
+            node = opening[gap.tensor, gap.after]
+            kind[node], gap_of[node] = OFFLOAD, g
+    recompute = np.zeros(len(gaps))
+    if mode != "swap":
+        for g, gap in enumerate(gaps):
+            if gap.after >= gap.before or cannot_recompute(program, *gap):
+                continue
+            recompute[g] = recompute_ns(program, gap)
+            nodes = by_tensor[gap.tensor]
+            for node in (closing[gap.tensor, gap.before], nodes[0], nodes[-1]):
+                if kind[node] < 0:
+                    kind[node], gap_of[node] = REMOVE, g
+                    break
+
+    features = np.zeros((n, 5), np.float32)
+    gap_at = {(gap.tensor, gap.after): g for g, gap in enumerate(gaps)}
+    for i, op in enumerate(operations, 1):
+        nbytes = program.tensors[op.tensor].nbytes
+        node_gap = gap_of[i] if gap_of[i] >= 0 else gap_at.get((op.tensor, op.kernel), -1)
+        features[i, 0] = nbytes / program.peak_bytes
+        features[i, 1] = (machine.d2h_ns(nbytes) + machine.h2d_ns(nbytes)) / ideal
+        if node_gap >= 0:
+            features[i, 2] = recompute[node_gap] / ideal
+            features[i, 3] = program.gap_ns(gaps[node_gap]) / ideal
+    features[:, 4] = np.where(kind < 0, 0.0, (kind + 1) / 3)
+
+    times = np.array([0] + [op.time_ns for op in operations], np.float64)
+    pairs = {(i, i + 1) for i in range(n - 1)}
+    for nodes in by_tensor.values():
+        pairs |= set(zip(nodes, nodes[1:], strict=False))
+    one_way = np.array(sorted(pairs), np.int64).reshape(-1, 2).T
+    loops = np.arange(n)[None].repeat(2, 0)
+    edges = np.concatenate([one_way, one_way[::-1], loops], axis=1)
+    weights = np.abs(times[edges[0]] - times[edges[1]]) / ideal
+    kernel = np.array([0] + [op.kernel for op in operations], np.int64)
+    return OperationGraph(gaps, features, kernel, edges, weights.astype(np.float32), kind, gap_of)

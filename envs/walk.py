@@ -1,0 +1,203 @@
+"""An episode without Gymnasium: the agent walks through one iteration and decides what leaves.
+
+Actions, transitions and rewards of "GPU memory management for neural networks using deep Q-network",
+sections 4.5 to 4.8. The position p is the number of kernels that have ended.
+
+- **Do nothing** goes to the next position at which another gap opens or a kernel cannot start.
+- **Offload** swaps out a tensor whose gap is open and holds the agent until the transfer ends, rounded up
+  to the next kernel; while kernel p cannot start for lack of memory the agent stays there.
+- **Remove** drops a tensor whose gap is open, to be recomputed; the agent goes on as with do nothing, or
+  stays while kernel p still cannot start.
+- The episode ends when nothing more need leave: every kernel fits by the planned residency. It is a dead
+  end when kernel p cannot start and nothing can leave.
+- The reward is the change in simulated time of the plan so far over the ideal time, negated, with the
+  limit enforced up to the position. The simulated time of the empty plan without a limit is the ideal
+  time and that of the last step has the limit enforced everywhere, so rewards sum to −overhead.
+
+Choices where the paper is silent:
+1. A wrapping gap of a persistent tensor is open at position 0: its swap-out belongs to the iteration
+   before and does not hold the agent.
+2. Rounding up holds the agent, not the copy engine: an offload is issued at the last kernel that ended
+   before the previous transfer did, if its gap was open then, so that the engine goes from one to the next.
+3. While a transfer holds the agent, kernels take their ideal time (until one cannot start).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envs.graph import NOTHING, OFFLOAD, REMOVE, OperationGraph, build_graph
+from simulator import Engine, Machine, Plan, Program
+from simulator.engine import KIND, RECOMPUTE, SWAP, TENSOR, decisions_of
+
+DEAD_END_REWARD = -10.0  # more than ten iterations lost: below any plan worth having
+
+
+class Task:
+    """One program on one machine under one limit, shared by any number of walks (one thread).
+
+    Args:
+        limit: bytes.
+        min_bytes: tensors below this size are not considered.
+        mode: "swap", "recompute" or "joint".
+
+    Raises:
+        ValueError: unknown mode, or nothing to decide.
+    """
+
+    def __init__(
+        self, program: Program, machine: Machine, limit: int, min_bytes: int = 2**20, mode: str = "swap",
+        graph: OperationGraph | None = None,
+    ):  # fmt: skip
+        self.program, self.machine, self.limit, self.mode = program, machine, int(limit), mode
+        self.graph = graph or build_graph(program, machine, min_bytes, mode)
+        self.engine = Engine(program, machine, self.limit)
+        self.ideal_ns = max(1, program.ideal_ns)
+        gaps = np.array(self.graph.gaps, np.int64).reshape(-1, 3)
+        self.tensor, self.after, self.before = gaps.T
+        self.wraps = self.after >= self.before
+        self.start_ns = np.array(program.start_ns, np.int64)
+        self.nbytes = np.array([program.tensors[t].nbytes for t in self.tensor], np.int64)
+        self.d2h_ns = np.array([machine.d2h_ns(program.tensors[t].nbytes) for t in self.tensor], np.int64)
+        openings = np.unique(self.after[~self.wraps]) + 1
+        n = len(program.kernels)
+        following = np.append(openings, n)
+        self.next_opening = following[np.searchsorted(openings, np.arange(n), side="right")]
+        self.loads = np.array(program.loads, np.int64)
+
+
+class Step(NamedTuple):
+    """What one action led to."""
+
+    reward: float
+    terminated: bool
+    dead_end: bool
+
+
+class Walk:
+    """The state of one episode."""
+
+    def __init__(self, task: Task):
+        self.task = task
+        self._rows = np.zeros((len(task.graph.gaps), 5), np.int64)
+        self.reset()
+
+    def reset(self) -> None:
+        """Back to position 0 with an empty plan."""
+        task = self.task
+        self.position = 0
+        self.count = 0
+        self.taken = np.full(len(task.graph.gaps), -1, np.int64)  # kind of the action taken, or -1
+        self.iteration_ns = task.program.ideal_ns
+        self.free_ns = -task.program.ideal_ns  # when d2h has nothing to do, in ideal time
+        self.need = task.loads
+        self.done = bool((self.need <= task.limit).all())
+        self.dead_end = False
+        self._refresh()
+
+    @property
+    def rows(self) -> NDArray[np.int64]:
+        """The plan so far (simulator.engine.rows_of)."""
+        return self._rows[: self.count]
+
+    @property
+    def overhead(self) -> float:
+        """Simulated time of the plan so far over the ideal time, less 1."""
+        return self.iteration_ns / self.task.ideal_ns - 1
+
+    def plan(self, planner: str = "") -> Plan:
+        """The plan so far."""
+        program, task = self.task.program, self.task
+        return Plan(decisions_of(self.rows), program.fingerprint, planner, task.limit, task.machine.name)
+
+    def _refresh(self) -> None:
+        """Where the plan so far gets stuck, and which gaps are open."""
+        task, p = self.task, self.position
+        over = self.need[p:] > task.limit
+        self.stuck_at = p + int(over.argmax()) if over.any() else len(self.need)
+        # A gap is of use while the tensor would be away for kernel p.
+        began = (task.after < p) | task.wraps
+        self.open = began & (p < task.before) & (self.taken < 0)
+        on_host = {int(t) for t in self.rows[self.rows[:, KIND] == SWAP, TENSOR]}
+        room = task.machine.host_bytes - sum(task.program.tensors[t].nbytes for t in on_host)
+        self.swappable = task.nbytes <= room  # a tensor that is on the host already is refused too: rare, and safe
+        if not self.done and self.stuck_at == p and not self._mask()[1:].any():
+            self.done = self.dead_end = True
+
+    def _mask(self) -> NDArray[np.bool_]:
+        graph, task = self.task.graph, self.task
+        mask = np.zeros(len(graph), np.bool_)
+        actions = graph.action_gap >= 0
+        g = graph.action_gap[actions]
+        mask[actions] = self.open[g] & (self.swappable[g] | (graph.action_kind[actions] == REMOVE))
+        mask[0] = self.stuck_at > self.position
+        return mask
+
+    def mask(self) -> NDArray[np.bool_]:
+        """(N,) which nodes are actions that may be taken now; after the end, only do nothing."""
+        if self.done:
+            mask = np.zeros(len(self.task.graph), np.bool_)
+            mask[0] = True
+            return mask
+        return self._mask()
+
+    def step(self, node: int) -> Step:
+        """Takes the action that a node represents.
+
+        Raises:
+            ValueError: the action is not valid now.
+        """
+        if self.done or not self.mask()[node]:
+            raise ValueError(f"node {node} is not a valid action now")
+        task = self.task
+        kind, g = int(task.graph.action_kind[node]), int(task.graph.action_gap[node])
+        if kind == NOTHING:
+            self.position = min(int(task.next_opening[self.position]), self.stuck_at)
+        elif kind == OFFLOAD:
+            self._offload(g)
+        else:
+            self._remove(g)
+        if kind != NOTHING:
+            self.taken[g] = kind
+            self.need = task.engine.planned(self.rows)
+        self.done = bool((self.need <= task.limit).all())
+        until = None if self.done else self.position
+        score = task.engine.score(self.rows, until)
+        reward = (self.iteration_ns - score.iteration_ns) / task.ideal_ns
+        self.iteration_ns = score.iteration_ns
+        self._refresh()
+        if self.dead_end:
+            reward += DEAD_END_REWARD
+        return Step(reward, self.done, self.dead_end)
+
+    def _add(self, kind: int, g: int, after: int, extra: int) -> None:
+        self._rows[self.count] = kind, self.task.tensor[g], after, self.task.before[g], extra
+        self.count += 1
+
+    def _offload(self, g: int) -> None:
+        task, p = self.task, self.position
+        duration = int(task.d2h_ns[g])
+        if task.wraps[g] and p == 0:
+            begin = int(task.start_ns[task.after[g] + 1]) - task.program.ideal_ns
+            self.free_ns = max(self.free_ns, begin) + duration
+            self._add(SWAP, g, int(task.after[g]), -1)
+            return
+        queued = int(np.searchsorted(task.start_ns, self.free_ns, side="right")) - 2
+        after = max(min(p - 1, queued), 0 if task.wraps[g] else int(task.after[g]))
+        end = max(self.free_ns, int(task.start_ns[after + 1])) + duration
+        self._add(SWAP, g, after, -1)
+        if self.stuck_at == p:  # kernel p waits for this very transfer
+            self.free_ns = int(task.start_ns[p])
+            return
+        reached = min(int(np.searchsorted(task.start_ns, end)), self.stuck_at)
+        self.free_ns = min(end, int(task.start_ns[self.stuck_at]))
+        self.position = max(p, reached)
+
+    def _remove(self, g: int) -> None:
+        task, p = self.task, self.position
+        self._add(RECOMPUTE, g, max(p - 1, int(task.after[g])), 0)
+        if self.stuck_at != p:
+            self.position = min(int(task.next_opening[p]), self.stuck_at)
