@@ -1,7 +1,9 @@
 """The graph that the agent sees: the operations of one iteration (DQN paper, sections 4.2 and 4.4).
 
 Nodes are the operations (malloc, write, read, free) of tensors above a threshold, in time order, after a
-node 0 that stands for the iteration itself and for "do nothing". Edges join consecutive operations and
+node 0 that stands for the iteration itself and for "do nothing". A gap in which the load never passes the
+limit need not be emptied, and is no action; the tensors that no action concerns are left out, because
+their nodes would never change. Edges join consecutive operations and
 consecutive operations on one tensor; the weight of an edge is the time between the two.
 
 No node represents more than one action (section 4.9). Offloading a tensor in a gap is represented by the
@@ -44,10 +46,13 @@ class OperationGraph:
         return len(self.kernel)
 
 
-def build_graph(program: Program, machine: Machine, min_bytes: int = 2**20, mode: str = "swap") -> OperationGraph:
+def build_graph(
+    program: Program, machine: Machine, limit: int, min_bytes: int = 2**20, mode: str = "swap"
+) -> OperationGraph:
     """The graph of a program.
 
     Args:
+        limit: bytes.
         min_bytes: tensors below this size are left out.
         mode: which actions there are: "swap", "recompute" or "joint".
 
@@ -56,8 +61,9 @@ def build_graph(program: Program, machine: Machine, min_bytes: int = 2**20, mode
     """
     if mode not in MODES:
         raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
-    operations = [op for op in program.operations() if program.tensors[op.tensor].nbytes >= max(1, min_bytes)]
-    gaps = tuple(program.gaps(min_bytes))
+    gaps = tuple(g for g in program.gaps(min_bytes) if _passes(program, g, limit))
+    concerned = {g.tensor for g in gaps}
+    operations = [op for op in program.operations() if op.tensor in concerned]
     ideal = max(1, program.ideal_ns)
     n = len(operations) + 1
     by_tensor: dict[int, list[int]] = {}
@@ -111,3 +117,10 @@ def build_graph(program: Program, machine: Machine, min_bytes: int = 2**20, mode
     weights = np.abs(times[edges[0]] - times[edges[1]]) / ideal
     kernel = np.array([0] + [op.kernel for op in operations], np.int64)
     return OperationGraph(gaps, features, kernel, edges, weights.astype(np.float32), kind, gap_of)
+
+
+def _passes(program: Program, gap: Gap, limit: int) -> bool:
+    """Does the load pass the limit while the tensor could be away?"""
+    if gap.after < gap.before:
+        return max(program.loads[gap.after + 1 : gap.before]) > limit
+    return max(program.loads[gap.after + 1 :] + program.loads[: gap.before], default=0) > limit

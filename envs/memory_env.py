@@ -76,13 +76,7 @@ def make_tasks(
     if machine is None:
         raise ValueError("machine: needed with a program")
     limits = list(limit) if isinstance(limit, (list, tuple)) else [limit]
-    tasks = []
-    for one in programs:
-        graph = None
-        for fraction in limits:
-            tasks.append(Task(one, machine, limit_bytes(one, fraction), min_bytes, mode, graph))  # type: ignore[arg-type]
-            graph = tasks[-1].graph
-    return tasks
+    return [Task(one, machine, limit_bytes(one, fraction), min_bytes, mode) for one in programs for fraction in limits]
 
 
 def dynamic_features(walk: Walk, out: NDArray[np.float32]) -> None:

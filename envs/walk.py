@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.graph import NOTHING, OFFLOAD, REMOVE, OperationGraph, build_graph
+from envs.graph import NOTHING, OFFLOAD, REMOVE, build_graph
 from simulator import Engine, Machine, Plan, Program
 from simulator.engine import KIND, RECOMPUTE, SWAP, TENSOR, decisions_of
 
@@ -49,11 +49,10 @@ class Task:
     """
 
     def __init__(
-        self, program: Program, machine: Machine, limit: int, min_bytes: int = 2**20, mode: str = "swap",
-        graph: OperationGraph | None = None,
+        self, program: Program, machine: Machine, limit: int, min_bytes: int = 2**20, mode: str = "swap"
     ):  # fmt: skip
         self.program, self.machine, self.limit, self.mode = program, machine, int(limit), mode
-        self.graph = graph or build_graph(program, machine, min_bytes, mode)
+        self.graph = build_graph(program, machine, self.limit, min_bytes, mode)
         self.engine = Engine(program, machine, self.limit)
         self.ideal_ns = max(1, program.ideal_ns)
         gaps = np.array(self.graph.gaps, np.int64).reshape(-1, 3)

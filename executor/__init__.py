@@ -1,0 +1,6 @@
+"""Everything that touches a framework or a GPU: capture of a training step, and its durations."""
+
+from executor.capture import Captured, CaptureError, capture, capture_step
+from executor.roofline import with_roofline
+
+__all__ = ["CaptureError", "Captured", "capture", "capture_step", "with_roofline"]

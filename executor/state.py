@@ -1,0 +1,256 @@
+"""The state a training step touches, found and replaced by fake tensors for the length of a capture.
+
+Parameters, buffers, optimizer state and any other tensor reachable from the step's Python objects become
+inputs of the captured graph. The user's objects are put back exactly as they were: fake tensors stand in
+for the real ones, and every dictionary, list or cell that was written is restored.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import Optimizer
+
+from simulator.program import TensorKind
+
+
+class Entry(NamedTuple):
+    """One persistent tensor: a placeholder of the captured graph."""
+
+    name: str
+    kind: TensorKind
+    fake: Tensor
+    real: Tensor | None  # the user's tensor; None for optimizer state that does not exist yet
+
+
+class StepState:
+    """Everything persistent that is reachable from ``roots`` (modules, optimizers, callables, tensors).
+
+    Reached: modules and their submodules, attributes of plain objects, lists and dictionaries, closure
+    cells, bound methods, ``functools.partial``, and the globals a Python function names. Equal tensors
+    (tied weights) are one entry; tensors that share a storage share it as fakes.
+    """
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self.mode = mode
+        self.entries: list[Entry] = []
+        self.modules: list[nn.Module] = []
+        self.optimizers: list[Optimizer] = []
+        self._slots: list[tuple[Any, Any, Tensor]] = []  # container, key, fake
+        self._fakes: dict[int, Tensor] = {}
+        self._bases: dict[StorageWeakRef, Tensor] = {}
+        self._visited: set[int] = set()
+        self._keep: list[Any] = []  # an id stays unique while its object lives
+
+    def add(self, value: Any, name: str, kind: TensorKind = "buffer") -> None:
+        """Walks ``value``; tensors that are not parameters or registered buffers are of ``kind``."""
+        self._walk(value, name, kind, 0)
+
+    def fake(self, tensor: Tensor, name: str, kind: TensorKind) -> Tensor:
+        """The fake tensor that stands in for ``tensor``, made and listed on first sight."""
+        if id(tensor) in self._fakes:
+            return self._fakes[id(tensor)]
+        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+            raise TypeError(f"{name} is not a dense tensor")
+        device = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
+        storage = StorageWeakRef(tensor.untyped_storage())
+        with self.mode, torch.no_grad():
+            if storage not in self._bases:
+                size = tensor.untyped_storage().nbytes()
+                self._bases[storage] = torch.empty(size, dtype=torch.uint8, device=device)
+            base = self._bases[storage].untyped_storage()
+            fake = torch.empty(0, dtype=tensor.dtype, device=device)
+            fake.set_(base, tensor.storage_offset(), tensor.size(), tensor.stride())
+            if isinstance(tensor, nn.Parameter):
+                fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+            elif tensor.requires_grad:
+                fake.requires_grad_()
+        kind = "parameter" if isinstance(tensor, nn.Parameter) else kind
+        self._fakes[id(tensor)] = fake
+        self._keep.append(tensor)
+        self.entries.append(Entry(name, kind, fake, tensor))
+        return fake
+
+    def _walk(self, value: Any, name: str, kind: TensorKind, depth: int) -> None:
+        if id(value) in self._visited or depth > 12 or isinstance(value, _OPAQUE):
+            return
+        self._visited.add(id(value))
+        self._keep.append(value)
+        step = functools.partial(self._walk, kind=kind, depth=depth + 1)
+        if isinstance(value, nn.Module):
+            for prefix, module in value.named_modules(prefix=name):
+                self._module(module, prefix, depth)
+        elif isinstance(value, Optimizer):
+            self.optimizers.append(value)
+        elif isinstance(value, dict):
+            self._items(value, [(k, k if isinstance(k, str) else repr(k)) for k in value], name, kind, depth)
+        elif isinstance(value, list):
+            self._items(value, [(i, str(i)) for i in range(len(value))], name, kind, depth)
+        elif isinstance(value, (tuple, set, frozenset)):
+            for i, entry in enumerate(value):
+                step(entry, f"{name}.{i}")
+        elif isinstance(value, functools.partial):
+            for part in (value.func, value.args, value.keywords):
+                step(part, name)
+        elif isinstance(value, types.MethodType):
+            step(value.__self__, name)
+            step(value.__func__, name)
+        elif isinstance(value, types.FunctionType):
+            self._function(value, name, kind, depth)
+        elif hasattr(value, "__dict__"):
+            step(vars(value), name)
+
+    def _items(self, container: Any, keys: list[tuple[Any, str]], name: str, kind: TensorKind, depth: int) -> None:
+        for key, label in keys:
+            value = container[key]
+            if isinstance(value, Tensor):
+                self._slots.append((container, key, self.fake(value, f"{name}.{label}".lstrip("."), kind)))
+            else:
+                self._walk(value, f"{name}.{label}".lstrip("."), kind, depth + 1)
+
+    def _module(self, module: nn.Module, name: str, depth: int) -> None:
+        self._visited.add(id(module))
+        self.modules.append(module)
+        for table in (module._parameters, module._buffers):
+            self._items(table, [(k, k) for k, v in table.items() if v is not None], name, "buffer", depth)
+        own = {k: v for k, v in vars(module).items() if k not in ("_parameters", "_buffers", "_modules")}
+        plain = [(k, k) for k, v in own.items() if not k.startswith("_") or isinstance(v, (Tensor, list))]
+        self._items(vars(module), plain, name, "buffer", depth)
+
+    def _function(self, function: types.FunctionType, name: str, kind: TensorKind, depth: int) -> None:
+        if (function.__module__ or "").partition(".")[0] in ("torch", "builtins"):
+            return
+        for label, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            try:
+                value = cell.cell_contents
+            except ValueError:  # not assigned yet
+                continue
+            if isinstance(value, Tensor):
+                self._slots.append((cell, None, self.fake(value, label, kind)))
+            else:
+                self._walk(value, label, kind, depth + 1)
+        self._walk(function.__defaults__, name, kind, depth + 1)
+        self._walk(function.__kwdefaults__, name, kind, depth + 1)
+        named = [n for n in _names(function.__code__) if n in function.__globals__]
+        self._items(function.__globals__, [(n, n) for n in named], "", kind, depth)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Fakes in place of the user's tensors; on leaving, every object is as it was."""
+        undo: list[Callable[[], None]] = []
+        try:
+            for module in self.modules:  # a forward pass may set attributes or rebind buffers
+                undo.append(_restorer(vars(module)))
+                undo += [_restorer(t) for t in (module._parameters, module._buffers, module._modules)]
+            for container, key, fake in self._slots:
+                undo.append(_put(container, key, fake))
+            for i, optimizer in enumerate(self.optimizers):
+                undo.append(_restorer(vars(optimizer)))
+                self._install_optimizer(optimizer, "optimizer" if i == 0 else f"optimizer{i}")
+            yield
+        finally:
+            for action in reversed(undo):
+                action()
+
+    def _install_optimizer(self, optimizer: Optimizer, prefix: str) -> None:
+        """Swaps in fake parameters and state, and creates the state its first step would create.
+
+        Single-tensor updates (``foreach`` and ``fused`` off), so that a kernel is one update of one
+        tensor. Where the optimizer has a ``capturable`` form it is used: its step count is a tensor, so
+        that running the graph again gives the next step's bias correction.
+        """
+        groups, fresh = [], []
+        for group in optimizer.param_groups:
+            swapped = dict(group, params=[self.fake(p, f"{prefix}.param", "parameter") for p in group["params"]])
+            swapped.update({k: v for k, v in _SINGLE_TENSOR.items() if k in swapped})
+            for option, value in group.items():  # a learning rate that is a tensor
+                if isinstance(value, Tensor):
+                    swapped[option] = self.fake(value, f"{prefix}.{option}", "optimizer_state")
+            groups.append(swapped)
+        names = {id(e.fake): e.name for e in self.entries}
+        state: defaultdict[Any, Any] = defaultdict(dict)
+        for param, values in optimizer.state.items():
+            if isinstance(param, Tensor):
+                key = self.fake(param, f"{prefix}.param", "parameter")
+                state[key] = dict(values)
+                label = f"{prefix}.{names.get(id(key), 'param')}"
+                self._items(state[key], [(k, k) for k in state[key]], label, "optimizer_state", 0)
+                for k, value in state[key].items():
+                    if isinstance(value, Tensor):
+                        state[key][k] = self.fake(value, f"{label}.{k}", "optimizer_state")
+            else:
+                state[param] = values
+        optimizer.param_groups, optimizer.state = groups, state
+        # One untraced step with gradients of no content: creates momentum and the like, as fakes.
+        with self.mode:
+            for group in groups:
+                for param in group["params"]:
+                    if param.requires_grad:
+                        param.grad = torch.empty_like(param)
+                        fresh.append(param)
+            steps = {id(p): dict(s) for p, s in state.items() if isinstance(p, Tensor)}
+            with capturable():
+                type(optimizer).step(optimizer)
+        for param in fresh:
+            param.grad = None
+        for param in fresh:
+            label = f"{prefix}.{names.get(id(param), 'param')}"
+            known = steps.get(id(param), {})
+            for k, value in state[param].items():
+                if isinstance(value, Tensor) and value is not known.get(k):
+                    self.entries.append(Entry(f"{label}.{k}", "optimizer_state", value, None))
+
+
+_OPAQUE = (Tensor, types.ModuleType, type, str, bytes, int, float, complex, type(None), torch.dtype, torch.device,
+           torch.Generator, types.BuiltinFunctionType, types.CodeType)  # fmt: skip
+_SINGLE_TENSOR = {"foreach": False, "fused": False, "capturable": True}
+
+
+@contextmanager
+def capturable() -> Iterator[None]:
+    """Lets optimizers take their ``capturable`` form on any device, as they do under torch.compile."""
+    previous = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = previous
+
+
+def _restorer(table: dict[Any, Any]) -> Callable[[], None]:
+    before = dict(table)
+
+    def restore() -> None:
+        table.clear()
+        table.update(before)
+
+    return restore
+
+
+def _put(container: Any, key: Any, value: Any) -> Callable[[], None]:
+    """Writes one slot; returns what writes the old value back."""
+    if isinstance(container, types.CellType):
+        before = container.cell_contents
+        container.cell_contents = value
+        return functools.partial(setattr, container, "cell_contents", before)
+    before = container[key]
+    container[key] = value
+    return functools.partial(container.__setitem__, key, before)
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """Every global or attribute name in ``code`` and the functions nested in it."""
+    found = set(code.co_names)
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            found |= _names(const)
+    return found
