@@ -48,7 +48,7 @@ class Timeline:
     required_bytes: int  # the smallest limit at which the plan is feasible
     breakdown: Breakdown
     boundaries: tuple[int, ...]  # end time of each iteration
-    spans: tuple[Span, ...]  # sorted
+    spans: tuple[Span, ...]  # as they started, at one instant in the order of rule 9
     memory: tuple[tuple[int, int], ...]  # (time_ns, bytes in use after this change), in order
 
     @property
@@ -67,7 +67,7 @@ class Timeline:
         memory: Sequence[tuple[int, int]],
         stalls: Sequence[tuple[int, int, bool]],
     ) -> Timeline:
-        """From the raw record of a run. ``stalls``: (start, end, compute waits for data)."""
+        """From the raw record of a run, in order of start. ``stalls``: (start, end, compute waits for data)."""
         end = boundaries[-1]
         begin = boundaries[-2] if len(boundaries) > 1 else 0
 
@@ -92,7 +92,7 @@ class Timeline:
                 overlapped_transfer_ns=busy["swap_out"] + busy["swap_in"] - memory_wait - data,
             ),
             boundaries=tuple(boundaries),
-            spans=tuple(sorted(spans)),
+            spans=tuple(spans),
             memory=tuple(memory),
         )
 

@@ -1,0 +1,419 @@
+"""The deep Q-network of "GPU memory management for neural networks using deep Q-network": Algorithm 1 with
+fitted Q-iteration (equations 4 and 5), on the environment of envs/walk.py.
+
+``agent=dqn_paper`` is the paper's form. ``agent=dqn`` differs from it in:
+1. Many walks at once (``walks``): one pass of the network chooses the action of all of them.
+2. n-step returns (``n_step``): an offload early in the step is paid for tens of decisions later.
+3. Double Q-learning and a target network (``double``, ``target_every``).
+4. Adam with clipped gradients and Huber loss in place of SGD on equation 4 (``optimizer``).
+5. Prioritised replay (``priority`` > 0).
+6. The changes of agents/structure2vec.py: mean pooling, mixing, two more features.
+7. Exploration goes from ``epsilon_start`` to ``epsilon_end`` over ``explore`` of the episodes; the paper's
+   e > episode/l is 1 to 0 over all of them.
+Where the paper is silent, in both forms: γ = 1 (an episode ends, and its return is the overhead); rewards
+are multiplied by ``reward_scale``; invalid actions are masked with −1e8 in the argmax, in exploration and
+in the maximum of equation 5; an update follows every ``update_every`` transitions. As in the paper (its
+Figure 3) the plan returned is the best one found; the final greedy policy's is returned beside it.
+
+What the differences are worth is measured by ``python -m experiments.ablation``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from agents.planner import Infeasible
+from agents.replay import Replay, State
+from agents.structure2vec import Structure2Vec
+from envs.memory_env import current_node, dynamic_features
+from envs.walk import Task, Walk
+from simulator import Machine, Plan, Program
+from simulator.engine import rows_of
+
+MASKED = -1e8  # not −inf: 0 · −inf is not a number
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be used; the message is one sentence."""
+
+
+@dataclass(frozen=True)
+class DQNConfig:
+    """Hyperparameters; the names are the keys of configs/agent/*.yaml."""
+
+    episodes: int = 600
+    mode: str = "swap"  # swap, recompute or joint
+    min_bytes: int = 2**20
+    walks: int = 16
+    features: int = 8
+    size: int = 32  # p
+    rounds: int = 4  # T
+    pool: str = "mean"
+    mixing: bool = True
+    n_step: int = 1000  # longer than an episode: the whole return
+    double: bool = True
+    target_every: int = 100  # updates; 0: no target network
+    optimizer: str = "adam"  # adam or sgd
+    learning_rate: float = 1e-3
+    batch_size: int = 32
+    update_every: int = 16  # transitions
+    replay: int = 10_000  # transitions
+    priority: float = 0.0  # exponent of prioritised replay; 0: uniform
+    reward_scale: float = 10.0
+    epsilon_start: float = 1.0
+    epsilon_end: float = 0.02
+    explore: float = 0.5  # fraction of the episodes
+    checkpoint_every: int = 100  # episodes
+
+
+class Episode(NamedTuple):
+    """What is logged of one finished episode."""
+
+    episode: int
+    overhead: float  # of its plan; nan in a dead end
+    feasible: bool
+    best_overhead: float  # so far; nan before the first feasible one
+    epsilon: float
+    loss: float  # mean over the updates since the last episode ended; nan before the first
+    steps: int
+    simulator_calls: int  # in all
+
+
+@dataclass(frozen=True)
+class DQNResult:
+    """The best plan found, the final greedy policy's (None: a dead end), and the episodes."""
+
+    best: Plan
+    greedy: Plan | None
+    history: list[Episode]
+    simulator_calls: int
+
+
+class Trainer:
+    """Algorithm 1. One ``step`` moves every walk by one action and learns."""
+
+    def __init__(self, task: Task, config: DQNConfig, seed: int, planner: str = "dqn"):
+        self.task, self.config, self.seed, self.planner = task, config, seed, planner
+        torch.manual_seed(seed)
+        self.rng = np.random.default_rng(seed)
+        self.q = self._network()
+        self.target = self._network()
+        self.target.load_state_dict(self.q.state_dict())
+        adam = config.optimizer == "adam"
+        self.optimizer = (torch.optim.Adam if adam else torch.optim.SGD)(self.q.parameters(), config.learning_rate)
+        self.actions = self.q.actions.numpy()  # (A,) node of each action
+        self.static = torch.from_numpy(task.graph.features)
+        self.replay = Replay(config.replay, len(task.graph), len(self.actions), config.priority)
+        self.walks = [Walk(task) for _ in range(config.walks)]
+        self.trails: list[list[tuple[State, int, float]]] = [[] for _ in self.walks]  # state, action, reward
+        self.started = 0  # transitions since the last update
+        self.updates = 0
+        self.losses: list[float] = []
+        self.best: Plan | None = None
+        self.best_overhead = float("nan")
+        self.history: list[Episode] = []
+
+    def _network(self) -> Structure2Vec:
+        c = self.config
+        return Structure2Vec(self.task.graph, c.features, c.size, c.rounds, c.pool, c.mixing)
+
+    @property
+    def epsilon(self) -> float:
+        """Probability of a random action now."""
+        c = self.config
+        part = min(1.0, len(self.history) / max(1.0, c.explore * c.episodes))
+        return c.epsilon_start + (c.epsilon_end - c.epsilon_start) * part
+
+    def _state(self, walk: Walk) -> State:
+        node_features = np.zeros((len(self.task.graph), 8), np.float32)
+        dynamic_features(walk, node_features)
+        return State(node_features[:, 5:].astype(np.float16), current_node(walk), walk.mask()[self.actions])
+
+    def _q(self, network: Structure2Vec, dynamic: NDArray[np.float16], current: NDArray[np.int64]) -> Tensor:
+        """Q-values (B, A) of states given by their dynamic features (B, N, 3) and current nodes (B,)."""
+        moving = torch.from_numpy(dynamic).float().transpose(0, 1)[..., : self.config.features - 5]
+        static = self.static[:, None].expand(-1, len(current), -1)
+        return network(torch.cat([static, moving], -1), torch.from_numpy(current))
+
+    @torch.no_grad()
+    def act(self, states: list[State], epsilon: float) -> NDArray[np.int64]:
+        """ε-greedy: an index into ``actions`` per state (Algorithm 1, lines 6 to 10)."""
+        chosen = np.zeros(len(states), np.int64)
+        explore = self.rng.random(len(states)) < epsilon
+        for i in np.flatnonzero(explore):
+            chosen[i] = self.rng.choice(np.flatnonzero(states[i].mask))
+        greedy = np.flatnonzero(~explore)
+        if len(greedy):
+            dynamic = np.stack([states[i].dynamic for i in greedy])
+            q = self._q(self.q, dynamic, np.array([states[i].current for i in greedy])).numpy()
+            mask = np.stack([states[i].mask for i in greedy])
+            chosen[greedy] = np.where(mask, q, MASKED).argmax(1)
+        return chosen
+
+    def step(self) -> list[Episode]:
+        """Lines 5 to 17 for every walk; returns the episodes that ended."""
+        ended = []
+        states = [self._state(walk) for walk in self.walks]
+        chosen = self.act(states, self.epsilon)
+        for walk, trail, state, action in zip(self.walks, self.trails, states, chosen.tolist(), strict=True):
+            result = walk.step(int(self.actions[action]))
+            trail.append((state, action, result.reward * self.config.reward_scale))
+            self.started += 1
+            if result.terminated:
+                self.replay.add(trail, self.config.n_step)
+                ended.append(self._finish(walk, len(trail)))
+                trail.clear()
+                walk.reset()
+        while self.started >= self.config.update_every and self.replay.size >= self.config.batch_size:
+            self.started -= self.config.update_every
+            self.losses.append(self.update())
+        return ended
+
+    def _finish(self, walk: Walk, steps: int) -> Episode:
+        feasible = not walk.dead_end
+        if feasible and not walk.overhead >= self.best_overhead:  # the first one compares with nan
+            self.best, self.best_overhead = walk.plan(self.planner), walk.overhead
+        loss = float(np.mean(self.losses)) if self.losses else float("nan")
+        self.losses = []
+        episode = Episode(
+            len(self.history) + 1, walk.overhead if feasible else float("nan"), feasible, self.best_overhead,
+            self.epsilon, loss, steps, self.task.engine.calls,
+        )  # fmt: skip
+        self.history.append(episode)
+        return episode
+
+    def update(self) -> float:
+        """One minibatch of fitted Q-iteration (lines 12 and 13); returns the loss."""
+        c = self.config
+        batch = self.replay.sample(c.batch_size, self.rng)
+        with torch.no_grad():  # equation 5: y is a constant
+            y = torch.from_numpy(batch.reward)
+            if batch.more.any():
+                network = self.target if c.target_every else self.q
+                mask = torch.from_numpy(batch.next_mask)
+                after = self._q(network, batch.next_dynamic, batch.next_current)
+                if c.double:
+                    own = self._q(self.q, batch.next_dynamic, batch.next_current)
+                    best = own.masked_fill(~mask, MASKED).argmax(1, keepdim=True)
+                    value = after.gather(1, best)[:, 0]
+                else:
+                    value = after.masked_fill(~mask, MASKED).max(1).values
+                y = y + torch.where(torch.from_numpy(batch.more), value, 0.0)
+        q = self._q(self.q, batch.dynamic, batch.current).gather(1, torch.from_numpy(batch.action)[:, None])[:, 0]
+        if c.optimizer == "adam":
+            loss_each = nn.functional.huber_loss(q, y, reduction="none")
+        else:
+            loss_each = (y - q) ** 2  # equation 4
+        loss = (torch.from_numpy(batch.weight) * loss_each).mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        if c.optimizer == "adam":
+            nn.utils.clip_grad_norm_(self.q.parameters(), 10.0)
+        self.optimizer.step()
+        self.replay.set_priority(batch.index, (y - q).abs().detach().numpy())
+        self.updates += 1
+        if c.target_every and self.updates % c.target_every == 0:
+            self.target.load_state_dict(self.q.state_dict())
+        return float(loss.detach())
+
+    def greedy(self) -> Plan | None:
+        """The plan of the greedy policy, or None where it ends in a dead end."""
+        walk = Walk(self.task)
+        while not walk.done:
+            walk.step(int(self.actions[self.act([self._state(walk)], 0.0)[0]]))
+        return None if walk.dead_end else walk.plan(self.planner)
+
+    # ---------------------------------------------------------------------------------- checkpoints
+
+    def save(self, path: Path) -> None:
+        """Writes everything that the rest of the run depends on, whole or not at all."""
+        state = {
+            "format": "dqn-checkpoint/1",
+            "config": asdict(self.config), "seed": self.seed, "limit": self.task.limit,
+            "fingerprint": self.task.program.fingerprint, "machine": json.dumps(self.task.machine.to_dict()),
+            "q": self.q.state_dict(), "target": self.target.state_dict(), "optimizer": self.optimizer.state_dict(),
+            "torch_rng": torch.get_rng_state(), "numpy_rng": json.dumps(self.rng.bit_generator.state),
+            "replay": self.replay.state(),
+            "trails": [[int(self.actions[action]) for _, action, _ in trail] for trail in self.trails],
+            "started": self.started, "updates": self.updates, "losses": list(self.losses),
+            "history": [list(e) for e in self.history], "calls": self.task.engine.calls,
+            "best": json.dumps(self.best.to_dict()) if self.best else "", "best_overhead": self.best_overhead,
+        }  # fmt: skip
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                torch.save(state, file)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+
+    def load(self, path: Path) -> None:
+        """Continues where ``save`` was called.
+
+        Raises:
+            CheckpointError: the file is no checkpoint, or one of another run.
+        """
+        state = read_checkpoint(path)
+        mine = {"config": asdict(self.config), "seed": self.seed, "limit": self.task.limit,
+                "fingerprint": self.task.program.fingerprint, "machine": json.dumps(self.task.machine.to_dict())}  # fmt: skip
+        for key, value in mine.items():
+            if state.get(key) != value:
+                raise CheckpointError(f"{path}: the checkpoint is of a run with another {_what(key, state, value)}")
+        try:
+            self.q.load_state_dict(state["q"])
+            self.target.load_state_dict(state["target"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.replay.restore(state["replay"])
+            for walk, trail, nodes in zip(self.walks, self.trails, state["trails"], strict=True):
+                walk.reset()
+                trail.clear()
+                for node in nodes:
+                    before = self._state(walk)
+                    action = int(np.searchsorted(self.actions, node))
+                    trail.append((before, action, walk.step(node).reward * self.config.reward_scale))
+            self.rng.bit_generator.state = json.loads(state["numpy_rng"])
+            torch.set_rng_state(state["torch_rng"])
+            self.started, self.updates, self.losses = state["started"], state["updates"], list(state["losses"])
+            self.history = [Episode(*e) for e in state["history"]]
+            self.best = Plan.from_dict(json.loads(state["best"])) if state["best"] else None
+            self.best_overhead = state["best_overhead"]
+            self.task.engine.calls = state["calls"]
+        except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise CheckpointError(f"{path}: the checkpoint is damaged ({reason})") from None
+
+
+def _what(key: str, state: dict[str, Any], value: object) -> str:
+    if key != "config":
+        return {"fingerprint": "program"}.get(key, key)
+    theirs = state.get("config")
+    if not isinstance(theirs, dict) or not isinstance(value, dict):
+        return key
+    changed = [k for k in value if theirs.get(k) != value[k]]
+    return "agent." + changed[0] if changed else key
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """The dictionary in a checkpoint file (weights_only: nothing in it is executed).
+
+    Raises:
+        CheckpointError: it cannot be read or is no checkpoint.
+    """
+    try:
+        state = torch.load(path, weights_only=True, map_location="cpu")
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
+    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{path}: not a checkpoint ({str(error).splitlines()[0][:80]})") from None
+    if not isinstance(state, dict) or state.get("format") != "dqn-checkpoint/1":
+        raise CheckpointError(f"{path}: not a checkpoint of this program")
+    return state
+
+
+def config_from(values: dict[str, Any]) -> DQNConfig:
+    """A DQNConfig from a configuration dictionary.
+
+    Raises:
+        ValueError: an unknown key or a value of the wrong type, named.
+    """
+    known = {f.name: f for f in fields(DQNConfig)}
+    out = {}
+    for key, value in values.items():
+        if key not in known:
+            raise ValueError(f"agent.{key}: unknown key")
+        kind = type(known[key].default)
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if type(value) is not kind:
+            raise ValueError(f"agent.{key}: expected {kind.__name__}, got {value!r}")
+        out[key] = value
+    return DQNConfig(**out)
+
+
+def train(
+    program: Program, machine: Machine, limit: int, config: DQNConfig, seed: int = 0, checkpoint: Path | None = None,
+    resume: Path | None = None, on_episode: Callable[[Episode], None] | None = None, planner: str = "dqn",
+) -> DQNResult:  # fmt: skip
+    """Trains an agent to plan one program under one limit.
+
+    Args:
+        checkpoint: where to write the state of the run every ``checkpoint_every`` episodes and at the end.
+        resume: a checkpoint of the same run to continue from; the result is that of an unbroken run.
+        on_episode: called after every episode (on resuming, also with the earlier ones).
+
+    Raises:
+        Infeasible: no plan is feasible at the limit, or none was found.
+        CheckpointError: ``resume`` cannot be used.
+    """
+    task = Task(program, machine, limit, config.min_bytes, config.mode)
+    check_reachable(task)
+    trainer = Trainer(task, config, seed, planner)
+    if resume is not None:
+        trainer.load(resume)
+    for episode in trainer.history:
+        if on_episode:
+            on_episode(episode)
+    saved = len(trainer.history) // config.checkpoint_every
+    while len(trainer.history) < config.episodes and program.peak_bytes > limit:
+        for episode in trainer.step():
+            if on_episode:
+                on_episode(episode)
+        if checkpoint is not None and len(trainer.history) // config.checkpoint_every > saved:
+            saved = len(trainer.history) // config.checkpoint_every
+            trainer.save(checkpoint)
+    if checkpoint is not None:
+        trainer.save(checkpoint)
+    greedy = trainer.greedy()
+    if trainer.best is None and program.peak_bytes <= limit:
+        trainer.best = greedy
+    if trainer.best is None:
+        raise Infeasible(f"none of {len(trainer.history)} episodes found a plan that fits {limit:,} bytes")
+    return DQNResult(trainer.best, greedy, trainer.history, task.engine.calls)
+
+
+def check_reachable(task: Task) -> None:
+    """Raises Infeasible where not even swapping everything out in every gap would fit.
+
+    A recomputed tensor is away in the same gap but costs its chain's memory, so this bounds all modes.
+    """
+    swaps = rows_of([])
+    if task.graph.gaps:
+        swaps = np.zeros((len(task.graph.gaps), 5), np.int64)
+        swaps[:, 1:4], swaps[:, 4] = task.graph.gaps, -1
+    smallest = int(task.engine.planned(swaps).max())
+    if smallest > task.limit:
+        raise Infeasible(
+            f"{task.program.name} cannot run in {task.limit:,} bytes: with every tensor of at least "
+            f"{task.program.tensors and min(task.nbytes, default=0):,} bytes swapped out whenever it is not in "
+            f"use it still needs {smallest:,}"
+        )
+
+
+class DQN:
+    """The trained planner behind ``agents.make("dqn")``; options are the fields of DQNConfig, and ``seed``."""
+
+    name = "dqn"
+
+    def __init__(self, seed: int = 0, **options: Any):
+        self.seed, self.config = seed, config_from(options)
+        self.simulator_calls = 0
+
+    def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
+        """Trains and returns the best plan found; raises Infeasible."""
+        result = train(program, machine, limit, self.config, self.seed)
+        self.simulator_calls = result.simulator_calls
+        return result.best

@@ -1,0 +1,108 @@
+"""Experience replay (Algorithm 1's D): what moves is stored per transition, the rest once per program.
+
+Whole episodes are added, so the state n steps after a transition is n places further on in the ring, and
+is overwritten later than the transition itself; no state is stored twice.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+
+class State(NamedTuple):
+    """What moves in an observation."""
+
+    dynamic: NDArray[np.float16]  # (N, 3): columns 5 to 7 of the node features
+    current: int
+    mask: NDArray[np.bool_]  # (A,)
+
+
+class Batch(NamedTuple):
+    """A sample of B transitions; ``next_*`` is the state after n steps, meaningless where not ``more``."""
+
+    index: NDArray[np.int64]
+    dynamic: NDArray[np.float16]
+    current: NDArray[np.int64]
+    action: NDArray[np.int64]
+    reward: NDArray[np.float32]  # sum over n steps
+    more: NDArray[np.bool_]  # the episode went on after n steps
+    next_dynamic: NDArray[np.float16]
+    next_current: NDArray[np.int64]
+    next_mask: NDArray[np.bool_]
+    weight: NDArray[np.float32]  # importance weights of prioritised replay
+
+
+class Replay:
+    """A ring of transitions.
+
+    Args:
+        capacity: transitions.
+        priority: exponent α of proportional prioritised replay; 0 samples uniformly.
+    """
+
+    def __init__(self, capacity: int, nodes: int, actions: int, priority: float):
+        self.capacity, self.priority = capacity, priority
+        self.size = self.head = 0
+        self.arrays = {
+            "dynamic": np.zeros((capacity, nodes, 3), np.float16),
+            "current": np.zeros(capacity, np.int64),
+            "mask": np.zeros((capacity, actions), np.bool_),
+            "action": np.zeros(capacity, np.int64),
+            "reward": np.zeros(capacity, np.float32),
+            "ahead": np.zeros(capacity, np.int64),  # places to the state after n steps; 0: the episode ended
+            "weight": np.ones(capacity, np.float64),
+        }
+
+    def add(self, trail: list[tuple[State, int, float]], n_step: int) -> None:
+        """Adds an episode that has ended: (state, action, reward) per step. One longer than the ring loses its start."""
+        rewards = np.concatenate([[0.0], np.cumsum([r for _, _, r in trail])])
+        a = self.arrays
+        newest = a["weight"][: self.size].max(initial=1.0)
+        for i in range(max(0, len(trail) - self.capacity), len(trail)):
+            (dynamic, current, mask), action, _ = trail[i]
+            end = min(i + n_step, len(trail))
+            at = self.head
+            a["dynamic"][at], a["current"][at], a["mask"][at], a["action"][at] = dynamic, current, mask, action
+            a["reward"][at] = rewards[end] - rewards[i]
+            a["ahead"][at] = end - i if end < len(trail) else 0
+            a["weight"][at] = newest
+            self.head = (self.head + 1) % self.capacity
+            self.size = min(self.size + 1, self.capacity)
+
+    def sample(self, batch: int, rng: np.random.Generator) -> Batch:
+        """Draws transitions with replacement."""
+        a = self.arrays
+        if self.priority:
+            mass = np.cumsum(a["weight"][: self.size] ** self.priority)
+            index = np.searchsorted(mass, rng.random(batch) * mass[-1], side="right")
+            chance = a["weight"][index] ** self.priority / mass[-1]
+            weight = 1 / (self.size * chance)
+            weight = (weight / weight.max()).astype(np.float32)
+        else:
+            index = rng.integers(self.size, size=batch)
+            weight = np.ones(batch, np.float32)
+        later = (index + a["ahead"][index]) % self.capacity
+        return Batch(
+            index, a["dynamic"][index], a["current"][index], a["action"][index], a["reward"][index],
+            a["ahead"][index] > 0, a["dynamic"][later], a["current"][later], a["mask"][later], weight,
+        )  # fmt: skip
+
+    def set_priority(self, index: NDArray[np.int64], error: NDArray[np.float32]) -> None:
+        """Notes the size of the temporal-difference errors."""
+        if self.priority:
+            self.arrays["weight"][index] = error + 1e-3
+
+    def state(self) -> dict[str, Any]:
+        """For the checkpoint: the filled part."""
+        out: dict[str, Any] = {k: torch.from_numpy(v[: self.size].copy()) for k, v in self.arrays.items()}
+        return {**out, "size": self.size, "head": self.head}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """The inverse of ``state``."""
+        self.size, self.head = int(state["size"]), int(state["head"])
+        for key, array in self.arrays.items():
+            array[: self.size] = state[key].numpy()

@@ -1,0 +1,96 @@
+"""structure2vec over the operation graph, and the Q-value of an action node.
+
+Equations 1 to 3 of "GPU memory management for neural networks using deep Q-network" (sections 4.4, 4.9),
+after "Learning combinatorial optimization algorithms over graphs".
+
+Shapes: N nodes, B states of one program, F features, p embedding size, A action nodes. Node tensors are
+(N, B, p), so that one sparse product sums over the neighbours of all states at once.
+
+Numbered differences from the paper, each switched off in ``agent=dqn_paper``:
+1. ``pool="mean"``: equation 2 sums over all nodes, which grows with the program; the mean does not.
+2. ``mixing``: as printed, equation 3 is w_a·ReLU(g) + w_b·ReLU(W8 s_a), so that the graph state cannot
+   change the order of the actions. A layer W9 before the ReLU lets it.
+3. ``features=8``: two features of the moment are added to the six (see envs/memory_env.py).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.nn import MessagePassing
+from torch_geometric.utils import spmm
+
+from envs.graph import OperationGraph
+
+
+class NeighbourSum(MessagePassing):
+    """Σ over u in N(v) of s_u; N(v) contains v (the graph has self-loops)."""
+
+    def __init__(self) -> None:
+        super().__init__(aggr="sum")
+
+    def forward(self, s: Tensor, adjacency: Tensor) -> Tensor:
+        """s (N, B, p) -> (N, B, p)."""
+        return self.propagate(adjacency, s=s.flatten(1)).view_as(s)
+
+    def message_and_aggregate(self, edge_index: Tensor, s: Tensor) -> Tensor:
+        return spmm(edge_index, s, self.aggr)
+
+
+class Structure2Vec(nn.Module):
+    """Node states, graph state and Q-values of one program's graph.
+
+    Args:
+        graph: the static part: edges and their weights.
+        features: F, 6 as in the paper or 8.
+        size: p.
+        rounds: T.
+    """
+
+    def __init__(self, graph: OperationGraph, features: int, size: int, rounds: int, pool: str, mixing: bool):
+        super().__init__()
+        if features not in (6, 8) or pool not in ("sum", "mean"):
+            raise ValueError(f"agent: expected features 6 or 8 and pool sum or mean, got {features} and {pool!r}")
+        self.rounds, self.pool, self.features = rounds, pool, features
+        self.neighbours = NeighbourSum()
+        self.w1 = nn.Linear(features, size, bias=False)
+        self.w2 = nn.Linear(size, size, bias=False)
+        self.w3 = nn.Linear(size, size, bias=False)
+        self.w4 = nn.Linear(1, size, bias=False)
+        self.w5 = nn.Linear(size, size, bias=False)
+        self.w6 = nn.Linear(size, size, bias=False)
+        self.w7 = nn.Linear(size if mixing else 3 * size, 1, bias=False)
+        self.w8 = nn.Linear(size, size, bias=False)
+        self.w9 = nn.Linear(3 * size, size) if mixing else None
+        n = len(graph)
+        edges, weights = torch.from_numpy(graph.edges), torch.from_numpy(graph.weights)
+
+        def sparse(values: Tensor) -> Tensor:
+            return torch.sparse_coo_tensor(edges.flip(0), values, (n, n)).coalesce()
+
+        # Not part of the checkpoint: they come from the program.
+        self.register_buffer("adjacency", sparse(torch.ones(edges.shape[1])).to_sparse_csr(), persistent=False)
+        self.register_buffer("target", edges[1], persistent=False)
+        self.register_buffer("weights", weights[:, None], persistent=False)
+        self.register_buffer("actions", torch.from_numpy(graph.action_kind >= 0).nonzero()[:, 0], persistent=False)
+
+    def forward(self, x: Tensor, current: Tensor) -> Tensor:
+        """Q-values: x (N, B, F), current (B,) node under execution -> (B, A)."""
+        n, batch, _ = x.shape
+        # Equation 1. S^0 is zero, so the first round has no neighbour term.
+        edge = self.w3(
+            torch.zeros(n, self.w3.in_features).index_add_(0, self.target, self.w4(self.weights).relu())
+        )  # W3 Σ_u ReLU(W4 w(u, v)), the same for all states
+        own = self.w1(x) + edge[:, None]
+        s = own.relu()
+        for _ in range(self.rounds - 1):
+            s = (own + self.w2(self.neighbours(s, self.adjacency))).relu()
+        # Equation 2: g = [W5 Σ_u s_u, W6 s_c].
+        together = s.sum(0) if self.pool == "sum" else s.mean(0)
+        g = torch.cat([self.w5(together), self.w6(s[current, torch.arange(batch)])], -1)  # (B, 2p)
+        # Equation 3: Q = W7 ReLU([g, W8 s_a]).
+        a = self.w8(s[self.actions]).transpose(0, 1)  # (B, A, p)
+        both = torch.cat([g[:, None].expand(-1, a.shape[1], -1), a], -1)
+        if self.w9 is not None:
+            both = self.w9(both)
+        return self.w7(both.relu())[..., 0]

@@ -1,0 +1,140 @@
+"""The speed of simulator, capture and environment, on one core. Prints one JSON object and nothing else.
+
+    python -m experiments.bench
+
+- ``simulate_us``: median time of ``Engine.score`` on rows made beforehand, every candidate swapped, by workload.
+- ``speedup_vs_simpy``, ``speedup_vs_reference``: the same plan in ``experiments/simpy_model.py`` and in
+  ``simulator/reference.py``, timed in the same process, over ``simulate_us``. All three must agree on the
+  iteration to the nanosecond, or there is no number.
+- ``capture_s``: from a model to a Program, the best of three, by workload.
+- ``env_steps_per_s``: GpuMemory-v0 on the first workload, random actions among the valid ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from omegaconf import DictConfig, OmegaConf
+
+from experiments import cli, simpy_model
+from simulator import Plan, Swap, reference
+from simulator.engine import Engine, rows_of
+from simulator.machine import Machine
+from simulator.program import Program
+
+
+@cli.entry("bench")
+def main(cfg: DictConfig) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    machine = cli.machine(cfg)
+    calls, steps = cli.integer(cfg, "calls", 1), cli.integer(cfg, "env_steps", 1)
+    min_bytes = cli.integer(cfg, "min_bytes")
+    found: dict[str, Any] = {name: {} for name in
+                             ("simulate_us", "speedup_vs_simpy", "speedup_vs_reference", "capture_s")}  # fmt: skip
+    programs = []
+    for name in cli.values(cfg, "workloads"):
+        seconds, program = capture(str(name), machine)
+        programs.append(program)
+        found["capture_s"][name] = round(seconds, 3)
+        plan = swap_everything(program, min_bytes)
+        limit = Engine(program, machine, program.peak_bytes).score(rows_of(plan.decisions)).required_bytes
+        limit = max(limit, int(0.65 * program.peak_bytes))
+        speed = simulation(program, plan, machine, limit, calls)
+        for key, value in speed.items():
+            found[key][name] = value
+    found["env_steps_per_s"] = round(environment(programs[0], machine, steps, cli.integer(cfg, "seed")))
+    print(json.dumps(found, indent=1))
+
+
+def swap_everything(program: Program, min_bytes: int) -> Plan:
+    """The plan that empties every gap of every tensor of at least ``min_bytes``."""
+    return Plan(tuple(Swap(*gap) for gap in program.gaps(min_bytes)), program.fingerprint)
+
+
+def simulation(program: Program, plan: Plan, machine: Machine, limit: int, calls: int) -> dict[str, float]:
+    """One plan in the engine, in SimPy and in the reference: the median call, and the ratios.
+
+    Raises:
+        AssertionError: the three disagree.
+    """
+    engine, rows = Engine(program, machine, limit), rows_of(plan.decisions)
+    results = {
+        "engine": engine.score(rows).iteration_ns,
+        "SimPy": simpy_model.simulate(program, plan, machine, limit),
+        "reference": reference.simulate(program, plan, machine, limit).iteration_ns,
+    }
+    if len(set(results.values())) > 1:
+        raise AssertionError(f"{program.name}: the simulators disagree on the iteration (ns): {results}")
+    fast = median_s(lambda: engine.score(rows), calls)
+    simpy = median_s(lambda: simpy_model.simulate(program, plan, machine, limit), 5)
+    slow = median_s(lambda: reference.simulate(program, plan, machine, limit), 3)
+    return {
+        "simulate_us": round(fast * 1e6, 2),
+        "speedup_vs_simpy": round(simpy / fast, 1),
+        "speedup_vs_reference": round(slow / fast, 1),
+    }
+
+
+def median_s(call: Callable[[], object], repeats: int) -> float:
+    """Median duration of a call, in seconds."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def capture(name: str, machine: Machine) -> tuple[float, Program]:
+    """The best of three captures of a workload in seconds, and its program.
+
+    Raises:
+        UsageError: there is no such workload.
+    """
+    from experiments import workloads
+
+    file = cli.CONFIGS / "workload" / f"{name}.yaml"
+    if not file.is_file():
+        known = {path.stem for path in file.parent.glob("*.yaml")}
+        raise cli.UsageError(f"workloads: there is no workload {name!r}{cli.nearest(name, known)}")
+    config = cli.plain(OmegaConf.load(file))  # type: ignore[arg-type]
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        program = workloads.load(config, machine).program
+        times.append(time.perf_counter() - start)
+    return min(times), program
+
+
+def environment(program: Program, machine: Machine, steps: int, seed: int) -> float:
+    """Steps a second of GpuMemory-v0 under random valid actions, resets included."""
+    import gymnasium
+
+    import envs  # registers GpuMemory-v0
+
+    assert envs
+    env = gymnasium.make("GpuMemory-v0", program=program, machine=machine, limit=0.65)
+    generator = np.random.default_rng(seed)
+
+    def play(n: int) -> None:
+        _, info = env.reset(seed=seed)
+        for _ in range(n):
+            action = int(generator.choice(np.flatnonzero(info["action_mask"])))
+            _, _, terminated, truncated, info = env.step(action)
+            if terminated or truncated:
+                _, info = env.reset()
+
+    play(10)  # compiles
+    start = time.perf_counter()
+    play(steps)
+    return steps / (time.perf_counter() - start)
+
+
+if __name__ == "__main__":
+    main()

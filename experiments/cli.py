@@ -1,0 +1,285 @@
+"""What every entry point shares: Hydra with checked keys, and one sentence for every expected error.
+
+An unknown key, a group option that does not exist and any error that bad input can cause end in one
+sentence on stderr and exit status 2. Anything else is a bug in this project and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import UnionType
+from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+
+import hydra
+from hydra._internal.utils import get_args_parser
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, Sweep
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from simulator.files import FormatError
+from simulator.machine import Machine
+from simulator.plan import PlanError
+from simulator.program import Program
+
+T = TypeVar("T")
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+
+
+class UsageError(ValueError):
+    """The command line asks for something that cannot be done; the message is one sentence."""
+
+
+def entry(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
+    """Turns ``task(cfg)`` into the command of ``configs/<config_name>.yaml``.
+
+    Single runs, sweeps (``-m``) and Hydra's launchers all go through it.
+    """
+
+    def decorate(task: Callable[[DictConfig], None]) -> Callable[[], None]:
+        @functools.wraps(task)
+        def guarded(cfg: DictConfig) -> None:
+            try:
+                task(cfg)
+            except Exception as error:
+                if not isinstance(error, expected_errors()):
+                    raise
+                if HydraConfig.get().mode == RunMode.MULTIRUN:  # let the other jobs of the sweep finish
+                    raise UsageError(sentence(error)) from None
+                refuse(error)
+
+        def command() -> None:
+            os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach this function, which explains them
+            args = get_args_parser().parse_intermixed_args()
+            # Hydra's own parser wants the options before the overrides; here they come in any order.
+            sys.argv[1:] = [word for word in sys.argv[1:] if word not in args.overrides] + args.overrides
+            try:
+                check_overrides(config_name, args.overrides, args.multirun, args.config_dir)
+                hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(guarded)()
+            except (HydraException, OmegaConfBaseException, UsageError) as error:
+                refuse(error)
+            except KeyboardInterrupt:
+                print("interrupted", file=sys.stderr)
+                sys.exit(130)
+
+        return command
+
+    return decorate
+
+
+def expected_errors() -> tuple[type[Exception], ...]:
+    """The errors that input from outside can cause. Only the modules that were loaded can have raised."""
+    kinds: list[type[Exception]] = [UsageError, FormatError, PlanError, OmegaConfBaseException]
+    for module, name in (
+        ("agents.planner", "Infeasible"),
+        ("agents.dqn", "CheckpointError"),
+        ("executor.capture", "CaptureError"),
+        ("experiments.workloads", "WorkloadError"),
+    ):
+        if module in sys.modules:
+            kinds.append(getattr(sys.modules[module], name))
+    return tuple(kinds)
+
+
+def sentence(error: object) -> str:
+    """An error's message on one line, without what Hydra and OmegaConf add for their own users."""
+    return " ".join(str(error).partition("See https://")[0].partition("full_key:")[0].split())
+
+
+def refuse(error: object) -> NoReturn:
+    """Prints one sentence on stderr and exits with status 2."""
+    print(f"error: {sentence(error)}", file=sys.stderr)
+    sys.exit(2)
+
+
+# ------------------------------------------------------------------------------------------ the keys
+
+
+def check_overrides(config_name: str, overrides: list[str], sweep: bool, config_dir: str | None = None) -> None:
+    """Checks every ``key=value`` of a command line before anything runs.
+
+    Raises:
+        UsageError: an unknown key or group option, with the nearest right one, or what is no override.
+    """
+    places = [CONFIGS, Path(config_dir).resolve()] if config_dir else [CONFIGS]
+    options: dict[str, set[str]] = {}  # of every config group
+    for place in places:
+        for file in place.glob("*/*.yaml"):
+            options.setdefault(file.parent.name, set()).add(file.stem)
+    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        launchers = GlobalHydra.instance().config_loader().get_group_options("hydra/launcher")
+        chosen = [f"hydra.searchpath=[file://{place}]" for place in places[1:]]
+        keyed = []
+        for line in overrides:
+            try:
+                override = OverridesParser.create().parse_override(line)
+            except HydraException as error:
+                raise UsageError(f"{line}: cannot be read as KEY=VALUE ({sentence(error)})") from None
+            key = override.key_or_group
+            if override.is_delete():
+                raise UsageError(f"{line}: keys cannot be deleted")
+            if override.is_sweep_override() and not sweep:
+                raise UsageError(f"{line}: several values are a sweep, which needs -m; a list is written [a,b]")
+            if key == "hydra/launcher" and override.value() not in launchers:
+                raise UsageError(f"{line}: this launcher is not installed; the extras are joblib, submitit and ray")
+            if key.startswith(("hydra.", "hydra/")):
+                continue  # Hydra checks its own
+            if key in options and not isinstance(override.value(), dict):
+                values = list(_values(override))
+                for value in values:
+                    if str(value) not in options[key]:
+                        raise UsageError(f"{key}={value}: there is no such {key}{nearest(value, options[key])}")
+                chosen.append(f"{key}={values[0]}")
+            else:
+                keyed.append(override)
+        known = set(_keys(hydra.compose(config_name, overrides=chosen)))
+        for override in keyed:
+            key = override.key_or_group
+            parent = key.rpartition(".")[0]
+            if key in known or (override.is_add() and parent in known):
+                continue  # what is added below a known key is checked by whoever reads that key
+            raise UsageError(f"{override.input_line}: unknown key {key!r}{nearest(key, known)}")
+
+
+def _values(override: Override) -> Iterator[Any]:
+    """The values that an override takes: one, or those of its sweep."""
+    if isinstance(override.value(), Sweep):
+        yield from (text.strip("'\"") for text in override.sweep_string_iterator())
+    else:
+        yield override.value()
+
+
+def _keys(cfg: DictConfig, prefix: str = "") -> Iterator[str]:
+    """Every dotted key of a config, those of inner nodes too."""
+    for key in cfg:
+        name = f"{prefix}{key}"
+        yield name
+        node = cfg._get_node(key)
+        if isinstance(node, DictConfig) and not node._is_none():
+            yield from _keys(node, f"{name}.")
+
+
+def nearest(word: object, known: set[str]) -> str:
+    """'; the nearest is …' for an error message.
+
+    Of dotted keys, those with the same last part come first (episodes: agent.episodes), then the siblings.
+    """
+    text = str(word)
+    parent, _, leaf = text.rpartition(".")
+    same = sorted(k for k in known if k.rpartition(".")[2] == leaf)
+    siblings = sorted(k for k in known if k.rpartition(".")[0] == parent) or sorted(known)
+    close = same or difflib.get_close_matches(text, siblings, n=1, cutoff=0.0)
+    return f"; the nearest is {close[0]!r} (of {', '.join(siblings)})" if close else ""
+
+
+# ---------------------------------------------------------------------------------------- the values
+
+
+def integer(cfg: DictConfig, key: str, least: int = 0) -> int:
+    """The integer at a dotted key.
+
+    Raises:
+        UsageError: it is not an integer of at least ``least``.
+    """
+    value = OmegaConf.select(cfg, key)
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UsageError(f"{key}: expected an integer of at least {least}, got {value!r}")
+    return value
+
+
+def path(cfg: DictConfig, key: str) -> Path | None:
+    """The path at a key, None where it is null.
+
+    Raises:
+        UsageError: it is not a path.
+    """
+    value = cfg[key]
+    if value is None:
+        return None
+    if not isinstance(value, (str, int, float)) or isinstance(value, bool) or not str(value):
+        raise UsageError(f"{key}: expected a path, got {value!r}")
+    return Path(str(value)).expanduser()
+
+
+def values(cfg: DictConfig, key: str) -> list[Any]:
+    """The list at a key; one value stands for a list of one.
+
+    Raises:
+        UsageError: it is empty.
+    """
+    value = plain(cfg)[key]
+    out = value if isinstance(value, list) else [value]
+    if not out or out == [None]:
+        raise UsageError(f"{key}: expected at least one value")
+    return out
+
+
+def limit_bytes(value: object, program: Program, key: str = "limit") -> int:
+    """A limit in bytes: a fraction of the program's peak (at most 1), or a whole number of bytes.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if number and 0 < value <= 1:  # type: ignore[operator]
+        return int(program.peak_bytes * value)  # type: ignore[operator]
+    if number and value > 1 and value == value // 1 and value < 2**63:  # type: ignore[operator]
+        return int(value)  # type: ignore[call-overload]
+    raise UsageError(f"{key}: expected a fraction of the peak (above 0, at most 1) or a number of bytes, got {value!r}")
+
+
+def machine(cfg: DictConfig) -> Machine:
+    """The machine of ``cfg.machine``; raises FormatError naming the entry."""
+    return Machine.from_dict(plain(cfg.machine))
+
+
+def program(cfg: DictConfig, on: Machine) -> Program:
+    """The program to plan: the file ``program=``, or else the ``workload=``, captured for a machine."""
+    file = path(cfg, "program")
+    if file is not None:
+        return Program.load(file)
+    from experiments import workloads  # PyTorch is only needed to capture
+
+    return workloads.load(plain(cfg.workload), on).program
+
+
+def plain(cfg: DictConfig) -> dict[str, Any]:
+    """A config node as a dictionary, interpolations resolved; raises an OmegaConf error where a value is missing."""
+    return OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
+
+
+def dataclass_of(kind: type[T], cfg: DictConfig, where: str) -> T:
+    """A dataclass from a config node of the same keys, types checked.
+
+    Raises:
+        UsageError: naming the entry.
+    """
+    hints = get_type_hints(kind)
+    checked: dict[str, Any] = {}
+    for key, value in plain(cfg).items():
+        if key not in hints:
+            raise UsageError(f"{where}.{key}: unknown key {key!r}{nearest(key, set(hints))}")
+        want = hints[key]
+        if isinstance(value, list):
+            value = tuple(value)
+        if want is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        allowed = tuple(get_origin(t) or t for t in (get_args(want) if get_origin(want) is UnionType else (want,)))
+        if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
+            names = " or ".join(t.__name__ for t in allowed)
+            raise UsageError(f"{where}.{key}: expected {names}, got {value!r}")
+        checked[str(key)] = value
+    try:
+        return kind(**checked)
+    except ValueError as error:
+        raise UsageError(f"{where}: {error}") from None

@@ -1,0 +1,143 @@
+"""Capture one training step, train the DQN to plan it, and compare the planners.
+
+    python -m experiments.train_dqn workload=resnet50 machine=gtx1080ti limit=0.6 seed=1
+
+The run directory holds summary.json, results.jsonl (a row per planner), plan.json (the DQN's best plan),
+checkpoint.pt, tb/ (TensorBoard), learning_curve.png, memory_curve.png and timeline.json (for Perfetto).
+Its path is the last line printed.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+import simulator
+from experiments import cli, plots, report
+from simulator.files import write_json
+
+if TYPE_CHECKING:
+    from agents.dqn import Episode
+
+
+@cli.entry("train_dqn")
+def main(cfg: DictConfig) -> None:
+    from agents import dqn  # PyTorch takes seconds to import; a mistyped key is answered before that
+
+    warnings.filterwarnings("ignore", message="Sparse ", category=UserWarning)  # PyTorch on its sparse tensors
+    machine = cli.machine(cfg)
+    seed = cli.integer(cfg, "seed")
+    names = report.planner_names(cli.values(cfg, "planners")) if cfg.planners else []
+    agent = HydraConfig.get().runtime.choices["agent"]
+    config = cli.dataclass_of(dqn.DQNConfig, cfg.agent, "agent")
+    resume = checkpoint_of(cli.path(cfg, "resume"))
+    program = cli.program(cfg, machine)
+    limit = cli.limit_bytes(cfg.limit, program)
+    fraction = limit / program.peak_bytes
+    directory = report.RunDirectory(
+        run_path(cfg, resume), f"{program.name}-{fraction:.3g}-seed{seed}", finished="summary.json"
+    )
+    screen, log = report.console(), report.console(stderr=True)
+    screen.print(
+        f"{program.name} on {machine.name}: {len(program.kernels):,} kernels, {program.ideal_ns / 1e6:.1f} ms an "
+        f"iteration, peak {program.peak_bytes / report.MB:,.0f} MB; limit {limit / report.MB:,.0f} MB ({fraction:.0%})"
+    )
+    with log.status("compiling the simulator"):
+        report.warm_up(machine)
+
+    with directory as out:
+        start = time.perf_counter()
+        with Watch(config.episodes, out / "tb", log) as watch:
+            try:
+                result = dqn.train(program, machine, limit, config, seed, out / "checkpoint.pt", resume, watch, agent)
+            except KeyboardInterrupt:
+                if (out / "checkpoint.pt").exists():
+                    log.print(f"resume={out} continues this run")
+                raise
+        spent = time.perf_counter() - start
+
+        rows = []
+        for name in names:
+            with log.status(f"planning with {name}"):
+                rows.append(report.score(name, program, machine, limit, seed)[0])
+        after = simulator.simulate(program, result.best, machine, limit)
+        calls = result.simulator_calls
+        rows.append(report.row(program, machine, limit, agent, seed, after, spent, calls))
+        greedy = simulator.simulate(program, result.greedy, machine, limit) if result.greedy is not None else None
+        rows.append(
+            report.row(program, machine, limit, f"{agent}_greedy", seed, greedy, spent, calls,
+                       "the final greedy policy's plan does not fit the limit")
+        )  # fmt: skip
+
+        before = simulator.simulate(program, simulator.Plan(), machine, program.peak_bytes)
+        result.best.save(out / "plan.json")
+        write_json(out / "timeline.json", after.perfetto(program))
+        plots.memory_curve(out / "memory_curve.png", before, after, machine.name, agent)
+        title = f"{program.name} on {machine.name}, limit {fraction:.0%} of the peak: training"
+        plots.learning_curve(out / "learning_curve.png", result.history, rows, agent, title)
+        report.write_rows(out / "results.jsonl", rows)
+        report.write_summary(out / "summary.json", cfg, program, rows, episodes=len(result.history), train_s=spent)
+    screen.print(report.table(rows))
+    print(out)
+
+
+def checkpoint_of(path: Path | None) -> Path | None:
+    """The checkpoint at ``path``, or in the run directory ``path``; raises UsageError when there is none."""
+    if path is None:
+        return None
+    file = path / "checkpoint.pt" if path.is_dir() else path
+    if not file.is_file():
+        raise cli.UsageError(f"resume: there is no checkpoint {file}")
+    return file
+
+
+def run_path(cfg: DictConfig, resume: Path | None) -> Path | None:
+    """Where to write: ``out``, else the directory of an unfinished run that is resumed, else a new one."""
+    out = cli.path(cfg, "out")
+    if out is None and resume is not None and not (resume.parent / "summary.json").exists():
+        return resume.parent
+    return out
+
+
+class Watch:
+    """Shows training as it goes: a progress bar on stderr and scalars in TensorBoard."""
+
+    def __init__(self, episodes: int, logs: Path, console: Any):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(logs), purge_step=0)  # a run that is resumed reports all its episodes again
+        self.bar = Progress(
+            TextColumn("training"), BarColumn(40), MofNCompleteColumn(), TextColumn("{task.description}"),
+            TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=console, refresh_per_second=4,
+        )  # fmt: skip
+        self.task = self.bar.add_task("no plan yet", total=episodes)
+
+    def __enter__(self) -> Watch:
+        return self  # the bar starts with the first episode: where there is none, only the error is printed
+
+    def __exit__(self, *error: object) -> None:
+        if self.bar.live.is_started:
+            self.bar.stop()
+        self.writer.close()
+
+    def __call__(self, e: Episode) -> None:
+        """Takes one finished episode."""
+        best = e.best_overhead
+        self.bar.start()
+        text = f"best {best:.2%}" if math.isfinite(best) else "no plan yet"
+        self.bar.update(self.task, completed=e.episode, description=text)
+        scalars = {"overhead": e.overhead, "best_overhead": best, "epsilon": e.epsilon, "loss": e.loss}
+        for name, value in {**scalars, "feasible": float(e.feasible)}.items():
+            if math.isfinite(value):
+                self.writer.add_scalar(name, value, e.episode)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""The entry points as a user meets them: what they write, and what they say to a mistake."""
+
+import json
+import subprocess
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from agents.dqn import DQNConfig
+from experiments import cli
+from experiments.report import ROW_KEYS
+from simulator import Machine, Plan, Program, Swap, simulate
+from simulator.engine import Engine, rows_of
+from tests.experiments.conftest import Run, chain
+
+Done = subprocess.CompletedProcess[str]
+
+
+def refused(done: Done, *words: str) -> None:
+    """One sentence on stderr that holds all the words, status 2."""
+    assert done.returncode == 2, done.stderr
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, done.stderr
+    for word in words:
+        assert word in lines[0]
+
+
+# ------------------------------------------------------------------------------------------- the keys
+
+
+@pytest.mark.parametrize(
+    ("override", "word"),
+    [
+        ("limt=0.6", "'limit'"),
+        ("workloda=resnet50", "'workload'"),
+        ("sead=1", "'seed'"),
+        ("machine=gtx1080", "'gtx1080ti'"),
+        ("workload=vgg-16", "'vgg16'"),
+        ("agent=dqm", "'dqn'"),
+        ("machine.copy_engine=1", "'machine.copy_engines'"),
+        ("copy_engines=1", "'machine.copy_engines'"),
+        ("+limt=0.6", "'limit'"),
+        ("seed=1,2", "-m"),
+        ("limit=[0.6", "limit"),
+        ("~limit", "cannot be deleted"),
+        ("hydra/launcher=nowhere", "not installed"),
+    ],
+)
+def test_a_mistyped_key_names_the_nearest_right_one(override: str, word: str) -> None:
+    with pytest.raises(cli.UsageError) as caught:
+        cli.check_overrides("train_dqn", [override], sweep=False)
+    assert word in cli.sentence(caught.value)
+
+
+@pytest.mark.parametrize("name", ["train_dqn", "evaluate", "bench"])
+def test_right_keys_pass(name: str) -> None:
+    cli.check_overrides(name, ["machine=gtx1080ti", "seed=3", "machine.copy_engines=1"], sweep=False)
+    cli.check_overrides(name, ["seed=1,2,3", "machine=gtx1080ti,h100"], sweep=True)
+
+
+def test_a_sweep_is_checked_value_by_value() -> None:
+    with pytest.raises(cli.UsageError, match="'h100'"):
+        cli.check_overrides("train_dqn", ["machine=gtx1080ti,h10"], sweep=True)
+
+
+@pytest.mark.parametrize("name", ["dqn", "dqn_paper"])
+def test_agent_configs_list_every_key_of_the_agent(name: str) -> None:
+    config = OmegaConf.load(cli.CONFIGS / "agent" / f"{name}.yaml")
+    made = cli.dataclass_of(DQNConfig, config, "agent")
+    assert set(config) == {f.name for f in fields(made)}
+
+
+@pytest.mark.parametrize(("value", "expected"), [(0.5, 0.5), (1, 1.0), (1.0, 1.0), (12345, 12345), (2e6, 2_000_000)])
+def test_a_limit_is_a_fraction_of_the_peak_or_bytes(value: float, expected: float, program: Program) -> None:
+    want = int(program.peak_bytes * expected) if expected <= 1 else expected
+    assert cli.limit_bytes(value, program) == want
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "abc", None, True, float("nan"), float("inf")])
+def test_any_other_limit_is_refused(value: object, program: Program) -> None:
+    with pytest.raises(cli.UsageError, match="limit: expected"):
+        cli.limit_bytes(value, program)
+
+
+@pytest.mark.parametrize("value", ["abc", 1.5, -1, None, True])
+def test_a_seed_is_a_number_from_0(value: object) -> None:
+    with pytest.raises(cli.UsageError, match="seed: expected an integer"):
+        cli.integer(OmegaConf.create({"seed": value}), "seed")
+
+
+# -------------------------------------------------------------------------------------------- mistakes
+
+
+def test_unknown_keys_end_with_status_2(run: Run, tmp_path: Path) -> None:
+    refused(run("train_dqn", "limt=0.6"), "limt", "'limit'")
+    refused(run("evaluate", "machine=gtx1080"), "gtx1080", "'gtx1080ti'")
+    assert not any((tmp_path / "work").iterdir())
+
+
+def test_bad_values_end_with_status_2_and_leave_nothing(run: Run, program_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    broken = tmp_path / "broken.json"
+    broken.write_text('{"format": "program/1"')
+    base = (f"program={program_file}", f"out={out}")
+    refused(run("evaluate", *base, "limits=[abc]"), "limits", "'abc'")
+    refused(run("evaluate", *base, "planners=[anealing]"), "'anealing'", "'annealing'")
+    refused(run("evaluate", *base, "planners=[dqn]"), "train_dqn")
+    refused(run("evaluate", *base, "machine.memory_bytes=-1"), "machine.memory_bytes")
+    refused(run("evaluate", f"program={broken}", f"out={out}"), "broken.json", "not JSON")
+    refused(run("evaluate", f"program={tmp_path / 'none.json'}", f"out={out}"), "none.json", "cannot be read")
+    assert not out.exists()
+    assert not any((tmp_path / "work").iterdir())
+
+
+def test_a_plan_for_another_program_is_refused(run: Run, program_file: Path, tmp_path: Path) -> None:
+    other = chain(layers=7)
+    Plan((Swap(*other.gaps()[0]),), other.fingerprint).save(tmp_path / "plan.json")
+    done = run("evaluate", f"program={program_file}", f"plan={tmp_path / 'plan.json'}", f"out={tmp_path / 'out'}")
+    refused(done, "another program")
+    assert not (tmp_path / "out").exists()
+
+
+def test_training_below_what_any_plan_can_reach_is_refused(run: Run, program_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    refused(run("train_dqn", f"program={program_file}", "limit=0.01", f"out={out}"), "chain", "cannot run in")
+    assert not out.exists()
+
+
+def test_a_checkpoint_that_is_none_is_refused(run: Run, program_file: Path, tmp_path: Path) -> None:
+    out, bad = tmp_path / "out", tmp_path / "checkpoint.pt"
+    refused(run("train_dqn", f"program={program_file}", f"resume={bad}", f"out={out}"), "checkpoint.pt")
+    bad.write_bytes(b"not a checkpoint")
+    refused(run("train_dqn", f"program={program_file}", f"resume={bad}", f"out={out}"), "checkpoint.pt")
+    assert not out.exists()
+
+
+# ----------------------------------------------------------------------------------------------- runs
+
+
+def rows_in(directory: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (directory / "results.jsonl").read_text().splitlines()]
+
+
+def check_rows(rows: list[dict[str, object]]) -> None:
+    for row in rows:
+        assert set(row) - {"reason"} == set(ROW_KEYS)
+        assert ("reason" in row) == (not row["feasible"])
+        if row["feasible"]:
+            assert row["peak_bytes"] <= row["limit_bytes"]  # type: ignore[operator]
+        else:
+            assert row["overhead"] is row["iteration_ns"] is row["peak_bytes"] is row["breakdown"] is None
+
+
+def test_evaluate_scores_planners(run: Run, program: Program, program_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = run(
+        "evaluate", f"program={program_file}", "limits=[0.8,0.01]", "planners=[none,autoswap_swdoa]", f"out={out}"
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == str(out)
+    assert {f.name for f in out.iterdir()} == {"summary.json", "results.jsonl", "overhead.png"}
+    rows = rows_in(out)
+    check_rows(rows)
+    assert [(r["planner"], r["feasible"]) for r in rows] == [
+        ("none", False), ("autoswap_swdoa", True), ("none", False), ("autoswap_swdoa", False)
+    ]  # fmt: skip
+    assert rows[0]["limit_bytes"] == int(0.8 * program.peak_bytes)
+    assert json.loads((out / "summary.json").read_text())["results"] == rows
+
+
+def test_evaluate_scores_a_plan(run: Run, program: Program, program_file: Path, tmp_path: Path) -> None:
+    plan, machine = Plan(tuple(Swap(*g) for g in program.gaps(2**20)), program.fingerprint), Machine.load("gtx1080ti")
+    plan.save(tmp_path / "plan.json")
+    out = tmp_path / "out"
+    done = run("evaluate", f"program={program_file}", f"plan={tmp_path / 'plan.json'}", "limits=0.7", f"out={out}")
+    assert done.returncode == 0, done.stderr
+    (row,) = rows_in(out)
+    assert row["iteration_ns"] == simulate(program, plan, machine, int(0.7 * program.peak_bytes)).iteration_ns
+
+
+def test_a_sweep_makes_a_run_each(run: Run, program_file: Path, tmp_path: Path) -> None:
+    done = run("evaluate", "-m", f"program={program_file}", "planners=none", "limits=1.0,0.9", "jobs=1")
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "work" / "runs").glob("evaluate-chain-*"))) == 2
+
+
+def test_train_writes_its_run_directory(run: Run, program: Program, program_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = (f"program={program_file}", "limit=0.6", "seed=1", "agent.episodes=6", "planners=[none,autoswap_swdoa]")
+    done = run("train_dqn", *words, f"out={out}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == str(out)
+    names = {"summary.json", "results.jsonl", "plan.json", "checkpoint.pt", "tb", "learning_curve.png",
+             "memory_curve.png", "timeline.json"}  # fmt: skip
+    assert {f.name for f in out.iterdir()} == names
+    rows = rows_in(out)
+    check_rows(rows)
+    assert [r["planner"] for r in rows] == ["none", "autoswap_swdoa", "dqn", "dqn_greedy"]
+    plan = Plan.load(out / "plan.json")
+    limit = int(0.6 * program.peak_bytes)
+    score = Engine(program, Machine.load("gtx1080ti"), limit).score(rows_of(plan.decisions))
+    assert score.feasible and score.iteration_ns == rows[2]["iteration_ns"]
+    events = json.loads((out / "timeline.json").read_text())["traceEvents"]
+    tracks = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert tracks == {"compute", "d2h", "h2d"} and any(e["ph"] == "C" for e in events)
+    for picture in ("learning_curve.png", "memory_curve.png"):
+        assert (out / picture).read_bytes().startswith(b"\x89PNG")
+    assert any((out / "tb").glob("events.out.tfevents.*"))
+    refused(run("train_dqn", *words, f"out={out}"), "already holds a finished run")
