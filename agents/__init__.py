@@ -25,6 +25,8 @@ PLANNERS: dict[str, tuple[str, dict[str, Any]]] = {
     "autoswap_swdoa": ("agents.autoswap:AutoSwap", {"score": "swdoa"}),
     "superneurons": ("agents.superneurons:SuperNeurons", {}),
     "annealing": ("agents.annealing:Annealing", {}),
+    "dqn": ("agents.dqn:DQN", {}),
+    "dqn_paper": ("agents.dqn:DQNPaper", {}),
 }
 
 

@@ -10,6 +10,13 @@ fitted Q-iteration (equations 4 and 5), on the environment of envs/walk.py.
 6. The changes of agents/structure2vec.py: mean pooling, mixing, two more features.
 7. Exploration goes from ``epsilon_start`` to ``epsilon_end`` over ``explore`` of the episodes; the paper's
    e > episode/l is 1 to 0 over all of them.
+8. Followers (``followers`` > 0): beside the ε-greedy walks, walks that repeat the best one found and leave
+   it at each step with probability ``leave`` — for an action drawn by Q (Boltzmann) or at random, or by
+   skipping one. The environment is deterministic, so this explores near what is known to be good, as
+   Go-Explore does. What they find counts and enters the replay; no reward or target is changed.
+9. Nine random actions in ten are drawn with weight exp(``prior`` · time of next use / ideal time), Belady's
+   rule softened; the paper draws uniformly. A long step (ResNet-50 has 300 candidates) is hardly ever
+   planned well by uniform choices, so that nothing good is there to learn from.
 Where the paper is silent, in both forms: γ = 1 (an episode ends, and its return is the overhead); rewards
 are multiplied by ``reward_scale``; invalid actions are masked with −1e8 in the argmax, in exploration and
 in the maximum of equation 5; an update follows every ``update_every`` transitions. As in the paper (its
@@ -36,13 +43,15 @@ from torch import Tensor, nn
 
 from agents.planner import Infeasible
 from agents.replay import Replay, State
-from agents.structure2vec import Structure2Vec
+from agents.structure2vec import POOLS, Structure2Vec
+from envs.graph import MODES
 from envs.memory_env import current_node, dynamic_features
 from envs.walk import Task, Walk
 from simulator import Machine, Plan, Program
 from simulator.engine import rows_of
 
 MASKED = -1e8  # not −inf: 0 · −inf is not a number
+RECORDED = 0.2  # of the followers' walks enter the replay: they are much alike
 
 
 class CheckpointError(ValueError):
@@ -56,26 +65,37 @@ class DQNConfig:
     episodes: int = 600
     mode: str = "swap"  # swap, recompute or joint
     min_bytes: int = 2**20
-    walks: int = 16
+    walks: int = 8
     features: int = 8
-    size: int = 32  # p
-    rounds: int = 4  # T
+    size: int = 16  # p
+    rounds: int = 3  # T
     pool: str = "mean"
     mixing: bool = True
-    n_step: int = 1000  # longer than an episode: the whole return
+    n_step: int = 20
     double: bool = True
     target_every: int = 100  # updates; 0: no target network
     optimizer: str = "adam"  # adam or sgd
-    learning_rate: float = 1e-3
+    learning_rate: float = 2e-3
     batch_size: int = 32
-    update_every: int = 16  # transitions
+    update_every: int = 8  # transitions of the ε-greedy walks
     replay: int = 10_000  # transitions
     priority: float = 0.0  # exponent of prioritised replay; 0: uniform
     reward_scale: float = 10.0
     epsilon_start: float = 1.0
     epsilon_end: float = 0.02
-    explore: float = 0.5  # fraction of the episodes
+    explore: float = 0.3  # fraction of the episodes
+    followers: int = 8  # walks after the best one, per step of the others
+    leave: float = 0.015
+    prior: float = 20.0
     checkpoint_every: int = 100  # episodes
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("mode", MODES), ("pool", POOLS), ("optimizer", ("adam", "sgd")), ("features", (6, 8))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"agent.{name}: expected one of {allowed}, got {getattr(self, name)!r}")
+        for name in ("episodes", "walks", "size", "rounds", "n_step", "batch_size", "update_every", "replay"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"agent.{name}: expected at least 1, got {getattr(self, name)}")
 
 
 class Episode(NamedTuple):
@@ -114,15 +134,19 @@ class Trainer:
         adam = config.optimizer == "adam"
         self.optimizer = (torch.optim.Adam if adam else torch.optim.SGD)(self.q.parameters(), config.learning_rate)
         self.actions = self.q.actions.numpy()  # (A,) node of each action
+        gap = task.graph.action_gap[self.actions]
+        self.next_use = np.where(gap >= 0, np.append(task.start_ns[task.before], 0)[gap] / task.ideal_ns, 0.0)  # (A,)
         self.static = torch.from_numpy(task.graph.features)
         self.replay = Replay(config.replay, len(task.graph), len(self.actions), config.priority)
         self.walks = [Walk(task) for _ in range(config.walks)]
+        self.scout = Walk(task)
         self.trails: list[list[tuple[State, int, float]]] = [[] for _ in self.walks]  # state, action, reward
         self.started = 0  # transitions since the last update
         self.updates = 0
         self.losses: list[float] = []
         self.best: Plan | None = None
         self.best_overhead = float("nan")
+        self.best_actions: list[int] = []  # nodes
         self.history: list[Episode] = []
 
     def _network(self) -> Structure2Vec:
@@ -153,7 +177,7 @@ class Trainer:
         chosen = np.zeros(len(states), np.int64)
         explore = self.rng.random(len(states)) < epsilon
         for i in np.flatnonzero(explore):
-            chosen[i] = self.rng.choice(np.flatnonzero(states[i].mask))
+            chosen[i] = self._random(states[i])
         greedy = np.flatnonzero(~explore)
         if len(greedy):
             dynamic = np.stack([states[i].dynamic for i in greedy])
@@ -161,6 +185,12 @@ class Trainer:
             mask = np.stack([states[i].mask for i in greedy])
             chosen[greedy] = np.where(mask, q, MASKED).argmax(1)
         return chosen
+
+    def _random(self, state: State) -> int:
+        """A valid action; the later its tensor is next used, the likelier (difference 9)."""
+        valid = np.flatnonzero(state.mask)
+        prior = self.config.prior if self.rng.random() < 0.9 else 0.0
+        return int(valid[(prior * self.next_use[valid] + self.rng.gumbel(size=len(valid))).argmax()])
 
     def step(self) -> list[Episode]:
         """Lines 5 to 17 for every walk; returns the episodes that ended."""
@@ -173,18 +203,66 @@ class Trainer:
             self.started += 1
             if result.terminated:
                 self.replay.add(trail, self.config.n_step)
-                ended.append(self._finish(walk, len(trail)))
+                self._compare(walk, [int(self.actions[a]) for _, a, _ in trail])
+                ended.append(self._log(walk, len(trail)))
                 trail.clear()
                 walk.reset()
+        if self.best is not None and self.best_overhead > 0:
+            for _ in range(self.config.followers):
+                self.follow()
         while self.started >= self.config.update_every and self.replay.size >= self.config.batch_size:
             self.started -= self.config.update_every
             self.losses.append(self.update())
         return ended
 
-    def _finish(self, walk: Walk, steps: int) -> Episode:
+    def follow(self) -> None:
+        """One walk after the best one (difference 8)."""
+        walk, trail = self.scout, []
+        walk.reset()
+        plan, at, nodes = self.best_actions, 0, []
+        leaves = self.rng.random(4 * len(plan) + 1) < self.config.leave
+        record = self.rng.random() < RECORDED
+        while not walk.done:
+            mask = walk.mask()
+            node = None
+            if not leaves[min(len(nodes), len(leaves) - 1)]:
+                while at < len(plan) and not mask[plan[at]]:
+                    at += 1
+                if at < len(plan):
+                    node = plan[at]
+                    at += 1
+            elif self.rng.random() < 0.5:
+                at += 1  # skip one
+            state = self._state(walk) if record or node is None else None
+            if node is None:
+                assert state is not None
+                node = int(self.actions[self._boltzmann(state)])
+            nodes.append(node)
+            reward = walk.step(node).reward * self.config.reward_scale
+            if record:
+                assert state is not None
+                trail.append((state, int(np.searchsorted(self.actions, node)), reward))
+        if record:
+            self.replay.add(trail, self.config.n_step)
+        self._compare(walk, nodes)
+
+    @torch.no_grad()
+    def _boltzmann(self, state: State) -> int:
+        """A valid action: at random two times in three, else the better its Q-value the likelier."""
+        valid = np.flatnonzero(state.mask)
+        if self.rng.random() < 2 / 3:
+            return self._random(state)
+        q = self._q(self.q, state.dynamic[None], np.array([state.current])).numpy()[0, valid]
+        noise = self.rng.gumbel(size=len(valid))
+        return int(valid[((q - q.mean()) / (q.std() + 1e-9) * 3 + noise).argmax()])
+
+    def _compare(self, walk: Walk, nodes: list[int]) -> None:
+        """Keeps the walk if none before was better."""
+        if not walk.dead_end and not walk.overhead > self.best_overhead:  # the first one compares with nan
+            self.best, self.best_overhead, self.best_actions = walk.plan(self.planner), walk.overhead, nodes
+
+    def _log(self, walk: Walk, steps: int) -> Episode:
         feasible = not walk.dead_end
-        if feasible and not walk.overhead >= self.best_overhead:  # the first one compares with nan
-            self.best, self.best_overhead = walk.plan(self.planner), walk.overhead
         loss = float(np.mean(self.losses)) if self.losses else float("nan")
         self.losses = []
         episode = Episode(
@@ -250,12 +328,14 @@ class Trainer:
             "started": self.started, "updates": self.updates, "losses": list(self.losses),
             "history": [list(e) for e in self.history], "calls": self.task.engine.calls,
             "best": json.dumps(self.best.to_dict()) if self.best else "", "best_overhead": self.best_overhead,
+            "best_actions": self.best_actions,
         }  # fmt: skip
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(handle, "wb") as file:
                 torch.save(state, file)
+            os.chmod(temporary, 0o644)
             os.replace(temporary, path)
         except BaseException:
             os.unlink(temporary)
@@ -290,7 +370,7 @@ class Trainer:
             self.started, self.updates, self.losses = state["started"], state["updates"], list(state["losses"])
             self.history = [Episode(*e) for e in state["history"]]
             self.best = Plan.from_dict(json.loads(state["best"])) if state["best"] else None
-            self.best_overhead = state["best_overhead"]
+            self.best_overhead, self.best_actions = state["best_overhead"], list(state["best_actions"])
             self.task.engine.calls = state["calls"]
         except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -403,17 +483,38 @@ def check_reachable(task: Task) -> None:
         )
 
 
+PAPER = {
+    "episodes": 300, "mode": "joint", "walks": 1, "features": 6, "size": 32, "rounds": 4, "pool": "sum",
+    "mixing": False, "n_step": 1, "double": False, "target_every": 0, "optimizer": "sgd", "learning_rate": 1e-4,
+    "update_every": 1, "reward_scale": 1.0, "epsilon_end": 0.0, "explore": 1.0, "followers": 0, "leave": 0.0,
+    "prior": 0.0,
+}  # fmt: skip
+
+
 class DQN:
-    """The trained planner behind ``agents.make("dqn")``; options are the fields of DQNConfig, and ``seed``."""
+    """``agents.make("dqn")``: trains when asked for a plan. ``config`` stands for all other options but ``seed``."""
 
     name = "dqn"
+    defaults: dict[str, Any] = {}
 
-    def __init__(self, seed: int = 0, **options: Any):
-        self.seed, self.config = seed, config_from(options)
+    def __init__(
+        self, seed: int = 0, min_bytes: int = 2**20, mode: str | None = None, episodes: int | None = None,
+        config: DQNConfig | None = None,
+    ):  # fmt: skip
+        given = {"mode": mode, "episodes": episodes, "min_bytes": min_bytes}
+        values = {**self.defaults, **{k: v for k, v in given.items() if v is not None}}
+        self.seed, self.config = seed, config or config_from(values)
         self.simulator_calls = 0
 
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
         """Trains and returns the best plan found; raises Infeasible."""
-        result = train(program, machine, limit, self.config, self.seed)
+        result = train(program, machine, limit, self.config, self.seed, planner=self.name)
         self.simulator_calls = result.simulator_calls
         return result.best
+
+
+class DQNPaper(DQN):
+    """The paper's plain form."""
+
+    name = "dqn_paper"
+    defaults = PAPER

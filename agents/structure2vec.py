@@ -15,12 +15,16 @@ Numbered differences from the paper, each switched off in ``agent=dqn_paper``:
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 from torch_geometric.utils import spmm
 
 from envs.graph import OperationGraph
+
+POOLS = ("sum", "mean")
 
 
 class NeighbourSum(MessagePassing):
@@ -49,8 +53,6 @@ class Structure2Vec(nn.Module):
 
     def __init__(self, graph: OperationGraph, features: int, size: int, rounds: int, pool: str, mixing: bool):
         super().__init__()
-        if features not in (6, 8) or pool not in ("sum", "mean"):
-            raise ValueError(f"agent: expected features 6 or 8 and pool sum or mean, got {features} and {pool!r}")
         self.rounds, self.pool, self.features = rounds, pool, features
         self.neighbours = NeighbourSum()
         self.w1 = nn.Linear(features, size, bias=False)
@@ -65,11 +67,12 @@ class Structure2Vec(nn.Module):
         n = len(graph)
         edges, weights = torch.from_numpy(graph.edges), torch.from_numpy(graph.weights)
 
-        def sparse(values: Tensor) -> Tensor:
-            return torch.sparse_coo_tensor(edges.flip(0), values, (n, n)).coalesce()
-
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PyTorch announces at the first use that sparse CSR is in beta
+            ones = torch.ones(edges.shape[1])
+            adjacency = torch.sparse_coo_tensor(edges.flip(0), ones, (n, n), check_invariants=True).to_sparse_csr()
         # Not part of the checkpoint: they come from the program.
-        self.register_buffer("adjacency", sparse(torch.ones(edges.shape[1])).to_sparse_csr(), persistent=False)
+        self.register_buffer("adjacency", adjacency, persistent=False)
         self.register_buffer("target", edges[1], persistent=False)
         self.register_buffer("weights", weights[:, None], persistent=False)
         self.register_buffer("actions", torch.from_numpy(graph.action_kind >= 0).nonzero()[:, 0], persistent=False)

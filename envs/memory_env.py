@@ -8,7 +8,8 @@ The observation is a dictionary (N nodes; programs are padded to the largest):
 
 - ``nodes`` (N, 8) float32. Six features of the paper (section 4.4.1): size, transfer time, recompute time,
   time to the next use, kind of action, validity (1 valid, 0 not, −1 taken already); and two of the moment:
-  by how much the kernel of the node is over the limit, by the planned residency, and how far ahead it is.
+  relief, the share of what is over the limit (planned bytes x time) that falls into the gap of the node's
+  action, and how far ahead the node is.
 - ``action_mask`` (N,) int8: which nodes are actions that may be taken now; always honest.
 - ``current`` (1,) int64: the node under execution.
 - ``program`` (1,) int64: index into ``env.unwrapped.tasks``, which hold the static graph (edges, weights).
@@ -86,7 +87,7 @@ def dynamic_features(walk: Walk, out: NDArray[np.float32]) -> None:
     acts = graph.action_gap >= 0
     out[:n, 5] = walk.mask()
     out[:n, 5][acts] -= walk.taken[graph.action_gap[acts]] == graph.action_kind[acts]
-    out[:n, 6] = np.maximum(0, walk.need - task.limit)[graph.kernel] / task.limit
+    out[:n, 6][acts] = walk.relief()[graph.action_gap[acts]]
     out[:n, 7] = (task.start_ns[graph.kernel] - task.start_ns[p]) / task.ideal_ns
 
 

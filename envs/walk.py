@@ -59,8 +59,13 @@ class Task:
         self.tensor, self.after, self.before = gaps.T
         self.wraps = self.after >= self.before
         self.start_ns = np.array(program.start_ns, np.int64)
+        self.duration_ns = np.diff(self.start_ns).astype(np.float64)
         self.nbytes = np.array([program.tensors[t].nbytes for t in self.tensor], np.int64)
         self.d2h_ns = np.array([machine.d2h_ns(program.tensors[t].nbytes) for t in self.tensor], np.int64)
+        self.offloads = np.flatnonzero(self.graph.action_kind == OFFLOAD)
+        self.offload_gap = self.graph.action_gap[self.offloads]
+        self.removals = np.flatnonzero(self.graph.action_kind == REMOVE)
+        self.removal_gap = self.graph.action_gap[self.removals]
         openings = np.unique(self.after[~self.wraps]) + 1
         n = len(program.kernels)
         following = np.append(openings, n)
@@ -95,6 +100,7 @@ class Walk:
         self.need = task.loads
         self.done = bool((self.need <= task.limit).all())
         self.dead_end = False
+        self.host_left = task.machine.host_bytes
         self._refresh()
 
     @property
@@ -119,29 +125,30 @@ class Walk:
         self.stuck_at = p + int(over.argmax()) if over.any() else len(self.need)
         # A gap is of use while the tensor would be away for kernel p.
         began = (task.after < p) | task.wraps
+        # A tensor that is on the host already is refused too where the host is full: rare, and safe.
         self.open = began & (p < task.before) & (self.taken < 0)
-        on_host = {int(t) for t in self.rows[self.rows[:, KIND] == SWAP, TENSOR]}
-        room = task.machine.host_bytes - sum(task.program.tensors[t].nbytes for t in on_host)
-        self.swappable = task.nbytes <= room  # a tensor that is on the host already is refused too: rare, and safe
-        if not self.done and self.stuck_at == p and not self._mask()[1:].any():
+        mask = np.zeros(len(task.graph), np.bool_)
+        mask[task.offloads] = (self.open & (task.nbytes <= self.host_left))[task.offload_gap]
+        mask[task.removals] = self.open[task.removal_gap]
+        if not self.done and self.stuck_at == p and not mask.any():
             self.done = self.dead_end = True
-
-    def _mask(self) -> NDArray[np.bool_]:
-        graph, task = self.task.graph, self.task
-        mask = np.zeros(len(graph), np.bool_)
-        actions = graph.action_gap >= 0
-        g = graph.action_gap[actions]
-        mask[actions] = self.open[g] & (self.swappable[g] | (graph.action_kind[actions] == REMOVE))
-        mask[0] = self.stuck_at > self.position
-        return mask
+        if self.done:
+            mask[:] = False
+        mask[0] = self.done or self.stuck_at > p
+        self._mask = mask
 
     def mask(self) -> NDArray[np.bool_]:
-        """(N,) which nodes are actions that may be taken now; after the end, only do nothing."""
-        if self.done:
-            mask = np.zeros(len(self.task.graph), np.bool_)
-            mask[0] = True
-            return mask
-        return self._mask()
+        """(N,) which nodes are actions that may be taken now; after the end, only do nothing. Do not write to it."""
+        return self._mask
+
+    def relief(self) -> NDArray[np.float64]:
+        """(G,) share of what is over the limit, in bytes x time by the planned residency, within each gap."""
+        task = self.task
+        over = np.maximum(0, self.need - task.limit) * task.duration_ns
+        until = np.concatenate([[0.0], np.cumsum(over)])
+        inside = until[task.before] - until[task.after + 1]
+        inside[task.wraps] += until[-1]
+        return inside / max(until[-1], 1.0)
 
     def step(self, node: int) -> Step:
         """Takes the action that a node represents.
@@ -149,7 +156,7 @@ class Walk:
         Raises:
             ValueError: the action is not valid now.
         """
-        if self.done or not self.mask()[node]:
+        if self.done or not self._mask[node]:
             raise ValueError(f"node {node} is not a valid action now")
         task = self.task
         kind, g = int(task.graph.action_kind[node]), int(task.graph.action_gap[node])
@@ -179,6 +186,8 @@ class Walk:
     def _offload(self, g: int) -> None:
         task, p = self.task, self.position
         duration = int(task.d2h_ns[g])
+        if not (self.rows[self.rows[:, KIND] == SWAP, TENSOR] == task.tensor[g]).any():
+            self.host_left -= int(task.nbytes[g])
         if task.wraps[g] and p == 0:
             begin = int(task.start_ns[task.after[g] + 1]) - task.program.ideal_ns
             self.free_ns = max(self.free_ns, begin) + duration
