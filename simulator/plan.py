@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Union
+from typing import Any
 
 from simulator.files import FormatError, fields, read_json, write_json
 from simulator.program import Program
@@ -49,7 +49,7 @@ class Recompute:
     keep: bool = False
 
 
-Decision = Union[Swap, Recompute]
+Decision = Swap | Recompute
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ class Span(NamedTuple):
     end_ns: int
     stream: Literal["compute", "d2h", "h2d"]
     kind: Literal["kernel", "recompute", "swap_out", "swap_in"]
-    index: int  # kernel for the compute stream, tensor for copies
+    index: int  # type: ignore[assignment]  # kernel for the compute stream, tensor for copies
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,8 @@ def _overlap(timeline: Timeline, machine: Machine) -> Iterator[Violation]:
 
 def _order(timeline: Timeline, program: Program) -> Iterator[Violation]:
     n = len(program.kernels)
-    ran = [s for s in timeline.spans if s.kind == "kernel"]
+    compute = [s for s in timeline.spans if s.stream == "compute"]
+    ran = [s for s in compute if s.kind == "kernel"]
     for position, span in enumerate(ran):
         if span.index != position % n:
             yield Violation("order", span.start_ns, f"kernel {span.index} runs where {position % n} is next")
@@ -109,7 +110,7 @@ def _order(timeline: Timeline, program: Program) -> Iterator[Violation]:
     if len(ran) != n * len(timeline.boundaries):
         when = ran[-1].end_ns if ran else 0
         yield Violation("order", when, f"{len(ran)} kernels in {len(timeline.boundaries)} iterations of {n}")
-    elif timeline.spans[-1].start_ns > ran[-1].end_ns or [s for s in timeline.spans if s.stream == "compute"][-1] != ran[-1]:
+    elif timeline.spans[-1].start_ns > ran[-1].end_ns or compute[-1] != ran[-1]:
         yield Violation("order", timeline.spans[-1].start_ns, "something starts after the last iteration")
 
 
@@ -121,8 +122,9 @@ def _duration(timeline: Timeline, program: Program, machine: Machine) -> Iterato
             rate = machine.d2h_bytes_per_s if span.stream == "d2h" else machine.h2d_bytes_per_s
             whole, rest = divmod(program.tensors[span.index].nbytes * 10**9, rate)
             right = machine.copy_latency_ns + whole + (rest > 0)
-        if span.end_ns - span.start_ns != right:
-            yield Violation("duration", span.start_ns, f"{span.kind} {span.index} lasts {span.end_ns - span.start_ns} ns, not {right}")
+        lasts = span.end_ns - span.start_ns
+        if lasts != right:
+            yield Violation("duration", span.start_ns, f"{span.kind} {span.index} lasts {lasts} ns, not {right}")
 
 
 # ------------------------------------------------------------------------------------ the replay
@@ -183,7 +185,7 @@ class _Replay:
         self.candidates: list[tuple[int, int, int, list[int]]] = []  # swap-ins: time, position, tensor, the others
         self.loads: list[tuple[int, int, dict[int, int]]] = []  # compute: position, used, {tensor: gap opened at}
         self.stalls = {"memory": 0, "data": 0}  # in the last iteration
-        self.last_open: dict[int, int] = {}  # tensor -> position at which its last gap was opened
+        self.opened: dict[int, int] = {}  # tensor -> position at which its last gap was opened
         for d in plan.decisions:
             if isinstance(d, Swap) and d.after >= d.before and not self._fetched_before_boundary(d):
                 del self.device[d.tensor]
@@ -201,16 +203,18 @@ class _Replay:
     def violations(self) -> list[Violation]:
         """Those of the replay, and those that can be told only when it is over."""
         out = list(self.found)
-        for i, (ours, theirs) in enumerate(zip(self.ledger, self.timeline.memory, strict=False)):
-            if ours != theirs:
-                out.append(Violation("memory", ours[0], f"memory[{i}] is {theirs}, the ledger says {ours}"))
-                break
-        else:
-            if len(self.ledger) != len(self.timeline.memory):
-                out.append(Violation("memory", self.now, f"{len(self.timeline.memory)} changes, not {len(self.ledger)}"))
-        for position in range(self.n, len(self.needs)):
-            if self.steps[position] != self.steps[position - self.n]:
-                out.append(Violation("recompute", self.now, f"kernel {position % self.n}: not the same in every iteration"))
+        ours, theirs = self.ledger, list(self.timeline.memory)
+        if ours != theirs:
+            i = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), -1)
+            detail = f"memory[{i}] is {theirs[i]}, the ledger says {ours[i]}"
+            if i < 0:
+                detail = f"the curve has {len(theirs)} points, the ledger {len(ours)}"
+            out.append(Violation("memory", ours[i][0], detail))
+        out += [
+            Violation("recompute", self.now, f"kernel {p % self.n}: not the same chain in every iteration")
+            for p in range(self.n, len(self.needs))
+            if self.steps[p] != self.steps[p - self.n]
+        ]
         for time, position, tensor, others in self.candidates:
             first = min(others, key=lambda t: (self._next_use(t, position), t))
             if first != tensor:
@@ -296,7 +300,7 @@ class _Replay:
         pinned = position
         while d.prefetch is not None and pinned % self.n != d.prefetch:
             pinned += 1
-        self.last_open[d.tensor] = position
+        self.opened[d.tensor] = position
         return _Gap(d.tensor, position, pinned)
 
     def _start_out(self, tensor: int) -> None:
@@ -363,10 +367,11 @@ class _Replay:
         return sum(self.size[t] for t in set(kernel.outputs) if self._born(t, k)) + kernel.workspace
 
     def _note_load(self) -> None:
-        """For ``required_bytes``: tensors in memory whose gap the plan may count as still open."""
-        inside = {t for t, g in self.gaps.items() if g.state != "on host"}
-        early = {t: p for t, p in self.last_open.items() if t in inside or t not in self.gaps}
-        self.loads.append((self.position, self.used, early))
+        """For ``required_bytes``: bytes in use with all that this kernel needs, and the tensors that may be early."""
+        on_host = {t for t, g in self.gaps.items() if g.state == "on host"}
+        missing = sum(self.size[t] for t in on_host & self.needs[self.position])  # a step need not wait for them
+        early = {t: p for t, p in self.opened.items() if t not in on_host}
+        self.loads.append((self.position, self.used + missing, early))
 
     # --------------------------------------------------------------------------------- completions
 
@@ -396,10 +401,10 @@ class _Replay:
                 need = self._need(k)
             if not waits and self.used + need <= self.limit:
                 self._fail("idle", f"nothing keeps kernel {k} from starting")
-            first = next((t for t in sorted(self.needs[self.position] & set(self.gaps)) if self.gaps[t].state == "on host"), None)
+            on_host = sorted(t for t in self.needs[self.position] if t in self.gaps and self.gaps[t].state == "on host")
             engine_free = "h2d" not in self.running and not (self.one_engine and "d2h" in self.running)
-            if first is not None and engine_free and self.used + self.size[first] <= self.limit:
-                self._fail("idle", f"kernel {k} waits for tensor {first}, which does not return")
+            if on_host and engine_free and self.used + self.size[on_host[0]] <= self.limit:
+                self._fail("idle", f"kernel {k} waits for tensor {on_host[0]}, which does not return")
             begin = self.timeline.boundaries[-2] if len(self.timeline.boundaries) > 1 else 0
             why = "data" if waits and "h2d" in self.running else "memory"
             self.stalls[why] += max(0, min(then, self._last_end()) - max(self.now, begin))

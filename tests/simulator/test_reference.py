@@ -1,0 +1,366 @@
+"""The rules of reference.py one by one, worked out by hand; both simulators must say the same.
+
+One byte takes one nanosecond to copy, except where a test says otherwise. Spans are written
+(what, start, end); memory is (time, bytes in use after the change).
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from simulator import Kernel, Machine, OutOfMemory, Plan, PlanError, Program, Recompute, Swap, Tensor, Timeline, engine
+from simulator import reference
+from simulator.timeline import Breakdown
+from tests.tiny import A1, A2, LIMIT, MACHINE, PROGRAM, RECOMPUTE_PLAN, SWAP_PLAN
+
+ONE_ENGINE = replace(MACHINE, copy_engines=1)
+PLENTY = 1000
+
+
+@pytest.fixture(params=[reference.simulate, engine.simulate], ids=["reference", "engine"])
+def simulate(request):
+    return request.param
+
+
+def straight(tensors: list[Tensor], *kernels: tuple) -> Program:
+    """A program from (inputs, outputs, duration_ns[, workspace]) lines."""
+    lines = [
+        Kernel(f"k{i}", "other", "forward", reads, writes, *rest) for i, (reads, writes, *rest) in enumerate(kernels)
+    ]
+    return Program("by hand", tuple(tensors), tuple(lines))
+
+
+def activations(*sizes: int) -> list[Tensor]:
+    return [Tensor(f"t{i}", size) for i, size in enumerate(sizes)]
+
+
+def work(timeline: Timeline, *kinds: str) -> list[tuple[int, int, int]]:
+    """(kernel or tensor, start, end) of the spans of these kinds."""
+    return [(s.index, s.start_ns, s.end_ns) for s in timeline.spans if s.kind in kinds]
+
+
+def compute(timeline: Timeline) -> list[tuple[int, int, int]]:
+    return work(timeline, "kernel", "recompute")
+
+
+# --------------------------------------------------------------------------- rules 1 to 3: kernels
+
+
+def test_without_a_plan(simulate):
+    timeline = simulate(PROGRAM, Plan(), MACHINE, 180, iterations=1)
+    assert compute(timeline) == [
+        (0, 0, 10), (1, 10, 20), (2, 20, 30), (3, 30, 40), (4, 40, 60), (5, 60, 80), (6, 80, 100), (7, 100, 120),
+    ]  # fmt: skip
+    assert timeline.memory == (
+        (0, 10), (0, 50), (10, 90), (20, 130), (30, 170), (40, 180),  # w, a1, a2, a3, a4, g4
+        (60, 140), (60, 150), (80, 100), (80, 110),  # a4 dies, g3 is born; a3 and g4 die, g2 is born
+        (100, 60), (120, 10),  # a2 and g3 die; a1 and g2 die
+    )  # fmt: skip
+    assert timeline.breakdown == Breakdown(120, 0, 0, 0, 0)
+    assert (timeline.iteration_ns, timeline.peak_bytes, timeline.required_bytes) == (120, 180, 180)
+
+
+def test_iterations_repeat(simulate):
+    timeline = simulate(PROGRAM, Plan(), MACHINE, 180, iterations=3)
+    assert timeline.boundaries == (120, 240, 360)
+    assert timeline.iteration_ns == timeline.ideal_ns == 120 and timeline.overhead == 0
+
+
+def test_workspace_is_held_while_the_kernel_runs(simulate):
+    program = straight(activations(10), ((), (0,), 5, 7), ((0,), (), 5, 20))
+    timeline = simulate(program, Plan(), MACHINE, 30, iterations=1)
+    assert timeline.memory == ((0, 0), (0, 17), (5, 10), (5, 30), (10, 0))  # the last: workspace and tensor at once
+
+
+# ---------------------------------------------------------------------- rules 4 and 8: swapping out
+
+
+def test_compute_waits_for_a_swap_out(simulate):
+    """The timeline drawn in tests/tiny.py."""
+    timeline = simulate(PROGRAM, SWAP_PLAN, MACHINE, LIMIT, iterations=1)
+    assert compute(timeline) == [
+        (0, 0, 10), (1, 10, 20), (2, 20, 30), (3, 60, 70), (4, 70, 90), (5, 90, 110), (6, 130, 150), (7, 150, 170),
+    ]  # fmt: skip
+    assert work(timeline, "swap_out") == [(A1, 20, 60)] and work(timeline, "swap_in") == [(A1, 90, 130)]
+    assert timeline.memory == (
+        (0, 10), (0, 50), (10, 90), (20, 130),  # w, a1, a2, a3; a4 would make 170
+        (60, 90), (60, 130), (70, 140),  # a1 has left; a4; g4
+        (90, 100), (90, 140), (90, 150),  # a4 dies, a1 starts to return, g3
+        (110, 100), (130, 110), (150, 60), (170, 10),  # a3 and g4 die; g2; a2 and g3 die; a1 and g2 die
+    )  # fmt: skip
+    # 30 ns until a1 has left, 20 until it is back; 80 ns of copies, 30 of them while compute runs.
+    assert timeline.breakdown == Breakdown(120, 0, 30, 20, 30)
+    # Planned: k3 = w a2 a3 a4, k4 = the same and g4, …; the largest decides.
+    assert reference.resolve(PROGRAM, SWAP_PLAN.decisions).planned == [50, 90, 90, 130, 140, 110, 110, 60]
+    assert (timeline.required_bytes, timeline.peak_bytes) == (140, 150)
+
+
+def test_a_transfer_takes_latency_and_bytes_over_bandwidth_rounded_up(simulate):
+    # 10 bytes at 3 bytes/ns: 3.33 -> 4, at 4 bytes/ns: 2.5 -> 3; both after 2 ns.
+    machine = Machine("m", 100, 4 * 10**9, 3 * 10**9, copy_latency_ns=2)
+    program = straight(activations(10), ((), (0,), 10), ((), (), 50), ((0,), (), 10))
+    timeline = simulate(program, Plan((Swap(0, 0, 2),)), machine, PLENTY, iterations=1)
+    assert work(timeline, "swap_out") == [(0, 10, 16)] and work(timeline, "swap_in") == [(0, 16, 21)]
+
+
+def test_swap_outs_are_first_in_first_out(simulate):
+    # Tensors 0, 1 and 2 are born in k0. 1 leaves after k0; 0 and 2, both after k1, wait for it, 0 first.
+    program = straight(activations(10, 30, 10), ((), (0, 1, 2), 10), ((), (), 10), ((), (), 100), ((0, 1, 2), (), 10))
+    plan = Plan((Swap(2, 1, 3), Swap(0, 1, 3), Swap(1, 0, 3)))
+    timeline = simulate(program, plan, MACHINE, PLENTY, iterations=1)
+    assert work(timeline, "swap_out") == [(1, 10, 40), (0, 40, 50), (2, 50, 60)]
+
+
+X_USED_THREE_TIMES = [((), (0,), 20), ((), (), 20), ((0,), (), 20), ((), (), 20), ((0,), (), 20)]
+X_TWICE_AWAY = Plan((Swap(0, 0, 2), Swap(0, 2, 4)))
+
+
+def test_a_valid_host_copy_is_released_at_once(simulate):
+    program = straight(activations(10), *X_USED_THREE_TIMES)
+    timeline = simulate(program, X_TWICE_AWAY, MACHINE, PLENTY, iterations=1)
+    assert work(timeline, "swap_out") == [(0, 20, 30)]
+    assert work(timeline, "swap_in") == [(0, 30, 40), (0, 60, 70)]
+    assert timeline.memory == ((0, 0), (0, 10), (30, 0), (30, 10), (60, 0), (60, 10), (100, 0))
+
+
+def test_a_written_tensor_is_copied_again(simulate):
+    lines = list(X_USED_THREE_TIMES)
+    lines[2] = ((0,), (0,), 20)  # in place
+    timeline = simulate(straight(activations(10), *lines), X_TWICE_AWAY, MACHINE, PLENTY, iterations=1)
+    assert work(timeline, "swap_out") == [(0, 20, 30), (0, 60, 70)]
+    assert work(timeline, "swap_in") == [(0, 30, 40), (0, 70, 80)]
+
+
+# ----------------------------------------------------------------------- rules 5 and 6: swapping in
+
+
+def test_a_swap_in_waits_until_it_fits_at_every_kernel_to_its_use(simulate):
+    """Under 180 bytes f4 need not wait and a1 leaves at 60, when b4 ends: it returns [60, 100)."""
+    timeline = simulate(PROGRAM, SWAP_PLAN, MACHINE, 180, iterations=1)
+    assert work(timeline, "swap_in") == [(A1, 60, 100)]
+    assert compute(timeline)[-3:] == [(5, 60, 80), (6, 100, 120), (7, 120, 140)]
+    assert timeline.breakdown == Breakdown(120, 0, 0, 20, 60)
+
+
+def test_prefetch_pins_the_swap_in(simulate):
+    """As before, but issued at the end of b3 (80), not when it fits (60)."""
+    plan = Plan((Swap(A1, 1, 6, prefetch=5),))
+    timeline = simulate(PROGRAM, plan, MACHINE, 180, iterations=1)
+    assert work(timeline, "swap_in") == [(A1, 80, 120)]
+    assert timeline.iteration_ns == 160
+
+
+def test_a_prefetch_that_does_not_fit_waits(simulate):
+    """Pinned to the end of f3 (30); under 150 bytes it still starts at 90, as without a pin."""
+    plan = Plan((Swap(A1, 1, 6, prefetch=2),))
+    assert work(simulate(PROGRAM, plan, MACHINE, LIMIT, iterations=1), "swap_in") == [(A1, 90, 130)]
+
+
+def test_tensors_come_back_in_order_of_next_use(simulate):
+    """Under 130 bytes: a1 leaves first, [20, 60), a2 second, [60, 100), and makes room for g4 (b4 [100, 120)).
+    a2 is needed first, at b3: [120, 160). Beside a2 and g3 a1 does not fit: [180, 220)."""
+    plan = Plan((Swap(A1, 1, 6), Swap(A2, 2, 5)))
+    timeline = simulate(PROGRAM, plan, MACHINE, 130, iterations=1)
+    assert work(timeline, "swap_out") == [(A1, 20, 60), (A2, 60, 100)]
+    assert work(timeline, "swap_in") == [(A2, 120, 160), (A1, 180, 220)]
+    assert compute(timeline)[3:] == [(3, 60, 70), (4, 100, 120), (5, 160, 180), (6, 220, 240), (7, 240, 260)]
+    # Stalls: 30 and 30 for memory, 40 and 40 for data; every copy but [20, 30), [60, 70), [90, …) is waited for.
+    assert timeline.breakdown == Breakdown(120, 0, 60, 80, 20)
+
+
+def test_a_kernel_whose_input_is_away_waits_for_it(simulate):
+    """Under 140 bytes a1 (40) fits beside neither b4 (140) nor b3 (110): it is fetched when b2 needs it, at 110."""
+    timeline = simulate(PROGRAM, SWAP_PLAN, MACHINE, 140, iterations=1)
+    assert work(timeline, "swap_in") == [(A1, 110, 150)]
+    assert compute(timeline)[5:] == [(5, 90, 110), (6, 150, 170), (7, 170, 190)]
+    assert timeline.breakdown == Breakdown(120, 0, 30, 40, 10)
+
+
+# ------------------------------------------------------------------------------ rule 7: recomputing
+
+# k0: p -> a, k1: a -> b, k2: b -> c, k3: a marker of 10 ns, k4 reads c, k5 reads b, k6 reads a.
+P, A, B, C = range(4)
+CHAIN = straight(
+    [Tensor("p", 5, "parameter", True), *activations(10, 10, 10)],
+    ((P,), (A,), 10), ((A,), (B,), 10), ((B,), (C,), 10), ((), (), 10), ((C,), (), 10), ((B,), (), 10), ((A,), (), 10),
+)  # fmt: skip
+
+
+def test_recomputation(simulate):
+    """f1 again for b2: nothing waits, 10 ns more."""
+    timeline = simulate(PROGRAM, RECOMPUTE_PLAN, MACHINE, LIMIT)
+    assert compute(timeline)[5:8] == [(5, 60, 80), (0, 80, 90), (6, 90, 110)]
+    assert timeline.breakdown == Breakdown(120, 10, 0, 0, 0) and timeline.iteration_ns == 130
+
+
+def test_a_memory_centric_chain(simulate):
+    plan = Plan((Recompute(A, 1, 6), Recompute(B, 2, 5), Recompute(C, 2, 4)))
+    timeline = simulate(CHAIN, plan, MACHINE, 25, iterations=1)
+    assert work(timeline, "recompute") == [
+        (0, 40, 50), (1, 50, 60), (2, 60, 70),  # for k4 [70, 80)
+        (0, 80, 90), (1, 90, 100),  # for k5 [100, 110)
+        (0, 110, 120),  # for k6 [120, 130)
+    ]  # fmt: skip
+    assert timeline.memory == (
+        (0, 5), (0, 15), (10, 25), (20, 15), (20, 25), (30, 15), (30, 5),  # a; b; a dropped, c; b and c dropped
+        (40, 15), (50, 25), (60, 15), (60, 25), (70, 15), (80, 5),  # a; b, without a; c, without b; c dies
+        (80, 15), (90, 25), (100, 15), (110, 5), (110, 15), (130, 5),
+    )  # fmt: skip
+    assert timeline.breakdown == Breakdown(70, 60, 0, 0, 0) and timeline.required_bytes == 25
+
+
+def test_a_speed_centric_chain(simulate):
+    """keep: what the chain of k4 recovers on the way stays, so that k5 and k6 need no chain."""
+    plan = Plan((Recompute(A, 1, 6), Recompute(B, 2, 5), Recompute(C, 2, 4, keep=True)))
+    timeline = simulate(CHAIN, plan, MACHINE, 35, iterations=1)
+    assert work(timeline, "recompute") == [(0, 40, 50), (1, 50, 60), (2, 60, 70)]
+    assert timeline.memory[7:] == ((40, 15), (50, 25), (60, 35), (80, 25), (90, 15), (100, 5))
+    assert timeline.breakdown == Breakdown(70, 30, 0, 0, 0) and timeline.required_bytes == 35
+
+
+def test_a_chain_fetches_what_is_on_the_host_and_it_stays(simulate):
+    """a is pinned to return after k5; the chain of k4 wants it at 40, and k6 finds it there."""
+    plan = Plan((Swap(A, 1, 6, prefetch=5), Recompute(B, 2, 5), Recompute(C, 2, 4)))
+    timeline = simulate(CHAIN, plan, MACHINE, PLENTY, iterations=1)
+    assert work(timeline, "swap_out") == [(A, 20, 30)] and work(timeline, "swap_in") == [(A, 40, 50)]
+    assert work(timeline, "recompute") == [(1, 50, 60), (2, 60, 70), (1, 80, 90)]
+    assert compute(timeline)[-1] == (6, 100, 110)
+
+
+def test_inputs_that_changed_are_rebuilt_as_they_were(simulate):
+    """y = k1(x), then k2 updates x in place: y needs the x of k0, in memory of the chain's own."""
+    program = straight(
+        activations(10, 4),
+        ((), (0,), 5), ((0,), (1,), 5), ((0,), (0,), 5), ((1,), (), 5), ((0,), (), 5),
+    )  # fmt: skip
+    timeline = simulate(program, Plan((Recompute(1, 1, 3),)), MACHINE, PLENTY, iterations=1)
+    assert compute(timeline)[3:6] == [(0, 15, 20), (1, 20, 25), (3, 25, 30)]
+    # x; y; y dropped; x again beside x, y, the second x freed; y dies; x dies
+    assert timeline.memory == ((0, 0), (0, 10), (5, 14), (10, 10), (15, 20), (20, 24), (25, 14), (30, 10), (35, 0))
+
+
+def test_every_writer_runs_again(simulate):
+    """x is written by k0 and updated in place by k1, which has a workspace."""
+    program = straight(activations(10), ((), (0,), 5), ((0,), (0,), 5, 3), ((), (), 5), ((0,), (), 5))
+    timeline = simulate(program, Plan((Recompute(0, 1, 3),)), MACHINE, 13, iterations=1)
+    assert compute(timeline)[3:] == [(0, 15, 20), (1, 20, 25), (3, 25, 30)]
+    assert timeline.memory[5:] == ((15, 10), (20, 13), (25, 10), (30, 0))
+
+
+# ------------------------------------------------------------------- rules 9 and 10: order, iterations
+
+
+def test_order_at_one_instant(simulate):
+    """At 20 k1 ends, x has left and y's swap-out is issued: y starts to leave, x starts to return, k2 starts."""
+    timeline = simulate(TWO_SWAPS, SWAP_BOTH, MACHINE, PLENTY, iterations=1)
+    assert [s.kind for s in timeline.spans if s.start_ns == 20] == ["swap_out", "swap_in", "kernel"]
+    assert [m for m in timeline.memory if m[0] == 20] == [(20, 10), (20, 20), (20, 25)]  # x out, x in, workspace
+
+
+def test_a_gap_over_the_iteration_boundary(simulate):
+    """p starts on the host. It fits beside k1's workspace only after k1: [30, …) of 10 ns, past the boundary."""
+    program = straight([Tensor("p", 10, "parameter", True)], ((0,), (), 10), ((), (), 10, 10), ((), (), 5))
+    timeline = simulate(program, Plan((Swap(0, 0, 0),)), MACHINE, 10, iterations=2)
+    assert work(timeline, "swap_out") == []  # never written: the copy on the host stays valid
+    assert work(timeline, "swap_in") == [(0, 0, 10), (0, 30, 40), (0, 65, 75)]
+    assert compute(timeline) == [(0, 10, 20), (1, 20, 30), (2, 30, 35), (0, 40, 50), (1, 50, 60), (2, 60, 65)][:5] + [
+        (2, 60, 65)
+    ]
+    assert timeline.boundaries == (35, 65) and timeline.iteration_ns == 30
+    assert timeline.memory[:4] == ((0, 0), (0, 10), (20, 0), (20, 10))
+    assert timeline.breakdown.stall_data_ns == 5
+
+
+def test_a_written_parameter_leaves_over_the_boundary(simulate):
+    """p is updated by k0 in every iteration and must leave in every iteration."""
+    program = straight([Tensor("p", 10, "parameter", True)], ((0,), (0,), 10), ((), (), 10), ((), (), 30))
+    timeline = simulate(program, Plan((Swap(0, 0, 0),)), MACHINE, PLENTY, iterations=2)
+    assert work(timeline, "swap_in") == [(0, 0, 10), (0, 30, 40), (0, 80, 90)]
+    assert work(timeline, "swap_out") == [(0, 20, 30), (0, 70, 80)]
+    assert timeline.boundaries == (60, 110)
+
+
+def test_a_chain_that_ends_a_wrapping_gap_before_the_boundary(simulate):
+    """p is away after k0; the chain of k3 reads it, so that it is there when the next iteration starts."""
+    program = straight(
+        [Tensor("p", 10, "parameter", True), *activations(10)],
+        ((0,), (1,), 10), ((), (), 30), ((), (), 10), ((1,), (), 10),
+    )  # fmt: skip
+    plan = Plan((Swap(0, 0, 0), Recompute(1, 0, 3)))
+    timeline = simulate(program, plan, MACHINE, PLENTY, iterations=2)
+    assert timeline.memory[0] == (0, 10)
+    assert compute(timeline)[0] == (0, 0, 10)
+    assert timeline.iteration_ns == 70  # 60 and k0 again
+
+
+# -------------------------------------------------------------------------------- the four choices
+
+# k0 makes x, k1 makes y, k2 has a workspace of 5, k3 reads x, k4 reads y; all take 10 ns.
+TWO_SWAPS = straight(
+    activations(10, 10), ((), (0,), 10), ((), (1,), 10), ((), (), 10, 5), ((0,), (), 10), ((1,), (), 10)
+)
+SWAP_BOTH = Plan((Swap(0, 0, 3), Swap(1, 1, 4)))
+
+
+def test_choice_a_a_swap_out_is_completed_even_when_it_is_late(simulate):
+    program = straight(activations(100), ((), (0,), 10), ((), (), 5), ((0,), (), 10))
+    timeline = simulate(program, Plan((Swap(0, 0, 2),)), MACHINE, PLENTY, iterations=1)
+    assert [(s.kind, s.start_ns, s.end_ns) for s in timeline.spans if s.stream != "compute"] == [
+        ("swap_out", 10, 110), ("swap_in", 110, 210),
+    ]  # fmt: skip
+    assert compute(timeline)[-1] == (2, 210, 220)
+    # 195 ns of waiting: for the swap-out [15, 110), for the swap-in [110, 210).
+    assert timeline.breakdown == Breakdown(25, 0, 95, 100, 5)
+
+
+def test_choice_b_two_copy_engines(simulate):
+    timeline = simulate(TWO_SWAPS, SWAP_BOTH, MACHINE, PLENTY, iterations=1)
+    assert work(timeline, "swap_out") == [(0, 10, 20), (1, 20, 30)]
+    assert work(timeline, "swap_in") == [(0, 20, 30), (1, 30, 40)]
+    assert timeline.breakdown == Breakdown(50, 0, 0, 0, 40)
+
+
+def test_choice_b_one_copy_engine(simulate):
+    """At 20 x could return and y leave: y goes first."""
+    timeline = simulate(TWO_SWAPS, SWAP_BOTH, ONE_ENGINE, PLENTY, iterations=1)
+    assert work(timeline, "swap_out") == [(0, 10, 20), (1, 20, 30)]
+    assert work(timeline, "swap_in") == [(0, 30, 40), (1, 40, 50)]
+    assert compute(timeline)[2:] == [(2, 20, 30), (3, 40, 50), (4, 50, 60)]
+    assert timeline.breakdown == Breakdown(50, 0, 0, 10, 30)
+
+
+def test_choice_c_nothing_is_evicted_on_demand(simulate):
+    with pytest.raises(OutOfMemory) as caught:
+        simulate(PROGRAM, Plan(), MACHINE, 179)
+    error = caught.value
+    assert (error.kernel, error.requested, error.used, error.limit) == (4, 10, 170, 179)
+    assert str(error) == "kernel 4 needs 10 bytes beside 170 in use, over the limit of 179"
+
+
+def test_out_of_memory_counts_what_the_plan_has_away(simulate):
+    with pytest.raises(OutOfMemory) as caught:
+        simulate(PROGRAM, SWAP_PLAN, MACHINE, 139)
+    error = caught.value
+    assert (error.kernel, error.requested, error.used, error.limit) == (4, 10, 130, 139)
+
+
+def test_choice_d_the_limit_until_a_kernel(simulate):
+    """Under 139 bytes the plan is infeasible at b4 (kernel 4); with the limit enforced before it only, f4 still
+    waits until 60, then a1 returns [70, 110) beside a4 and b2 starts when it is back."""
+    timeline = simulate(PROGRAM, SWAP_PLAN, MACHINE, 139, iterations=1, limit_until=4)
+    assert work(timeline, "swap_in") == [(A1, 70, 110)]
+    assert compute(timeline)[3:] == [(3, 60, 70), (4, 70, 90), (5, 90, 110), (6, 110, 130), (7, 130, 150)]
+    assert (timeline.iteration_ns, timeline.peak_bytes) == (150, 180)
+    with pytest.raises(OutOfMemory):
+        simulate(PROGRAM, SWAP_PLAN, MACHINE, 139, iterations=1, limit_until=5)
+
+
+def test_the_host_must_hold_what_is_swapped(simulate):
+    with pytest.raises(PlanError, match="the plan swaps 40 bytes; tiny has 39 on the host"):
+        simulate(PROGRAM, SWAP_PLAN, replace(MACHINE, host_bytes=39), LIMIT)
+    assert simulate(PROGRAM, SWAP_PLAN, replace(MACHINE, host_bytes=40), LIMIT).iteration_ns == 170
+
+
+def test_a_plan_that_does_not_fit_is_refused(simulate):
+    with pytest.raises(PlanError, match=r"decisions\[0\]: kernel 3 does not use tensor 1"):
+        simulate(PROGRAM, Plan((Swap(A1, 1, 3),)), MACHINE, LIMIT)
