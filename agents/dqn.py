@@ -10,10 +10,11 @@ fitted Q-iteration (equations 4 and 5), on the environment of envs/walk.py.
 6. The changes of agents/structure2vec.py: mean pooling, mixing, two more features.
 7. Exploration goes from ``epsilon_start`` to ``epsilon_end`` over ``explore`` of the episodes; the paper's
    e > episode/l is 1 to 0 over all of them.
-8. Followers (``followers`` > 0): beside the ε-greedy walks, walks that repeat the best one found and leave
-   it at each step with probability ``leave`` — for an action drawn by Q (Boltzmann) or at random, or by
-   skipping one. The environment is deterministic, so this explores near what is known to be good, as
-   Go-Explore does. What they find counts and enters the replay; no reward or target is changed.
+8. Followers (``followers`` > 0): beside the ε-greedy walks, walks that repeat one of the ``elites`` best
+   and leave it at each step with probability ``leave`` — for an action drawn by Q (Boltzmann) or at random,
+   or by skipping one; where the result is no worse it takes that elite's place, and now and then the best
+   elite the worst one's. The environment is deterministic, so this explores near what is known to be good,
+   as Go-Explore does. What they find counts and enters the replay; no reward or target is changed.
 9. Nine random actions in ten are drawn with weight exp(``prior`` · time of next use / ideal time), Belady's
    rule softened; the paper draws uniformly. A long step (ResNet-50 has 300 candidates) is hardly ever
    planned well by uniform choices, so that nothing good is there to learn from.
@@ -51,6 +52,7 @@ from simulator import Machine, Plan, Program
 from simulator.engine import rows_of
 
 MASKED = -1e8  # not −inf: 0 · −inf is not a number
+MIGRATE = 400  # followers between two replacements of the worst elite by the best
 RECORDED = 0.2  # of the followers' walks enter the replay: they are much alike
 
 
@@ -86,6 +88,7 @@ class DQNConfig:
     explore: float = 0.3  # fraction of the episodes
     followers: int = 8  # walks after the best one, per step of the others
     leave: float = 0.015
+    elites: int = 4
     prior: float = 20.0
     checkpoint_every: int = 100  # episodes
 
@@ -93,7 +96,8 @@ class DQNConfig:
         for name, allowed in (("mode", MODES), ("pool", POOLS), ("optimizer", ("adam", "sgd")), ("features", (6, 8))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"agent.{name}: expected one of {allowed}, got {getattr(self, name)!r}")
-        for name in ("episodes", "walks", "size", "rounds", "n_step", "batch_size", "update_every", "replay"):
+        for name in ("episodes", "walks", "size", "rounds", "n_step", "batch_size", "update_every", "replay",
+                     "elites"):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ValueError(f"agent.{name}: expected at least 1, got {getattr(self, name)}")
 
@@ -146,7 +150,8 @@ class Trainer:
         self.losses: list[float] = []
         self.best: Plan | None = None
         self.best_overhead = float("nan")
-        self.best_actions: list[int] = []  # nodes
+        self.elites: list[tuple[float, list[int]]] = []  # overhead, nodes
+        self.followed = 0
         self.history: list[Episode] = []
 
     def _network(self) -> Structure2Vec:
@@ -203,7 +208,10 @@ class Trainer:
             self.started += 1
             if result.terminated:
                 self.replay.add(trail, self.config.n_step)
-                self._compare(walk, [int(self.actions[a]) for _, a, _ in trail])
+                if not walk.dead_end:
+                    self.elites.append((walk.overhead, [int(self.actions[a]) for _, a, _ in trail]))
+                self._compare(walk)
+                del self.elites[self.config.elites :]
                 ended.append(self._log(walk, len(trail)))
                 trail.clear()
                 walk.reset()
@@ -216,10 +224,14 @@ class Trainer:
         return ended
 
     def follow(self) -> None:
-        """One walk after the best one (difference 8)."""
+        """One walk after one of the best (difference 8)."""
         walk, trail = self.scout, []
         walk.reset()
-        plan, at, nodes = self.best_actions, 0, []
+        self.followed += 1
+        if self.followed % MIGRATE == 0:
+            self.elites[-1] = self.elites[0]
+        which = int(self.rng.integers(len(self.elites)))
+        plan, at, nodes = self.elites[which][1], 0, []
         leaves = self.rng.random(4 * len(plan) + 1) < self.config.leave
         record = self.rng.random() < RECORDED
         while not walk.done:
@@ -244,7 +256,9 @@ class Trainer:
                 trail.append((state, int(np.searchsorted(self.actions, node)), reward))
         if record:
             self.replay.add(trail, self.config.n_step)
-        self._compare(walk, nodes)
+        if not walk.dead_end and walk.overhead <= self.elites[which][0]:
+            self.elites[which] = (walk.overhead, nodes)
+        self._compare(walk)
 
     @torch.no_grad()
     def _boltzmann(self, state: State) -> int:
@@ -256,10 +270,11 @@ class Trainer:
         noise = self.rng.gumbel(size=len(valid))
         return int(valid[((q - q.mean()) / (q.std() + 1e-9) * 3 + noise).argmax()])
 
-    def _compare(self, walk: Walk, nodes: list[int]) -> None:
-        """Keeps the walk if none before was better."""
-        if not walk.dead_end and not walk.overhead > self.best_overhead:  # the first one compares with nan
-            self.best, self.best_overhead, self.best_actions = walk.plan(self.planner), walk.overhead, nodes
+    def _compare(self, walk: Walk) -> None:
+        """Keeps the plan if none before was better."""
+        if not walk.dead_end and not walk.overhead >= self.best_overhead:  # the first one compares with nan
+            self.best, self.best_overhead = walk.plan(self.planner), walk.overhead
+        self.elites.sort(key=lambda elite: elite[0])
 
     def _log(self, walk: Walk, steps: int) -> Episode:
         feasible = not walk.dead_end
@@ -328,7 +343,7 @@ class Trainer:
             "started": self.started, "updates": self.updates, "losses": list(self.losses),
             "history": [list(e) for e in self.history], "calls": self.task.engine.calls,
             "best": json.dumps(self.best.to_dict()) if self.best else "", "best_overhead": self.best_overhead,
-            "best_actions": self.best_actions,
+            "elites": [[overhead, nodes] for overhead, nodes in self.elites], "followed": self.followed,
         }  # fmt: skip
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -370,7 +385,8 @@ class Trainer:
             self.started, self.updates, self.losses = state["started"], state["updates"], list(state["losses"])
             self.history = [Episode(*e) for e in state["history"]]
             self.best = Plan.from_dict(json.loads(state["best"])) if state["best"] else None
-            self.best_overhead, self.best_actions = state["best_overhead"], list(state["best_actions"])
+            self.best_overhead, self.followed = state["best_overhead"], state["followed"]
+            self.elites = [(overhead, list(nodes)) for overhead, nodes in state["elites"]]
             self.task.engine.calls = state["calls"]
         except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
