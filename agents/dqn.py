@@ -23,25 +23,24 @@ are multiplied by ``reward_scale``; invalid actions are masked with −1e8 in th
 in the maximum of equation 5; an update follows every ``update_every`` transitions. As in the paper (its
 Figure 3) the plan returned is the best one found; the final greedy policy's is returned beside it.
 
-What the differences are worth is measured by ``python -m experiments.ablation``.
+What each difference is worth is measured by ``python -m experiments.ablation``; its last result lies in
+experiments/results/ablation.json.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import pickle
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from agents.checkpoint import CheckpointError, must_match, read_checkpoint, write_checkpoint
 from agents.planner import Infeasible
 from agents.replay import Replay, State
 from agents.structure2vec import POOLS, Structure2Vec
@@ -54,10 +53,6 @@ from simulator.engine import rows_of
 MASKED = -1e8  # not −inf: 0 · −inf is not a number
 MIGRATE = 400  # followers between two replacements of the worst elite by the best
 RECORDED = 0.2  # of the followers' walks enter the replay: they are much alike
-
-
-class CheckpointError(ValueError):
-    """A checkpoint cannot be used; the message is one sentence."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +125,7 @@ class Trainer:
 
     def __init__(self, task: Task, config: DQNConfig, seed: int, planner: str = "dqn"):
         self.task, self.config, self.seed, self.planner = task, config, seed, planner
+        torch.set_num_threads(1)  # the matrices are small, and sums must not depend on the number of cores
         torch.manual_seed(seed)
         self.rng = np.random.default_rng(seed)
         self.q = self._network()
@@ -330,12 +326,16 @@ class Trainer:
 
     # ---------------------------------------------------------------------------------- checkpoints
 
+    def _identity(self) -> dict[str, Any]:
+        """What makes this run this run."""
+        return {"config": asdict(self.config), "seed": self.seed, "limit": self.task.limit,
+                "program": self.task.program.fingerprint,
+                "machine": json.dumps(self.task.machine.to_dict())}  # fmt: skip
+
     def save(self, path: Path) -> None:
         """Writes everything that the rest of the run depends on, whole or not at all."""
         state = {
-            "format": "dqn-checkpoint/1",
-            "config": asdict(self.config), "seed": self.seed, "limit": self.task.limit,
-            "fingerprint": self.task.program.fingerprint, "machine": json.dumps(self.task.machine.to_dict()),
+            **self._identity(),
             "q": self.q.state_dict(), "target": self.target.state_dict(), "optimizer": self.optimizer.state_dict(),
             "torch_rng": torch.get_rng_state(), "numpy_rng": json.dumps(self.rng.bit_generator.state),
             "replay": self.replay.state(),
@@ -345,16 +345,7 @@ class Trainer:
             "best": json.dumps(self.best.to_dict()) if self.best else "", "best_overhead": self.best_overhead,
             "elites": [[overhead, nodes] for overhead, nodes in self.elites], "followed": self.followed,
         }  # fmt: skip
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                torch.save(state, file)
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        write_checkpoint(path, state)
 
     def load(self, path: Path) -> None:
         """Continues where ``save`` was called.
@@ -363,11 +354,7 @@ class Trainer:
             CheckpointError: the file is no checkpoint, or one of another run.
         """
         state = read_checkpoint(path)
-        mine = {"config": asdict(self.config), "seed": self.seed, "limit": self.task.limit,
-                "fingerprint": self.task.program.fingerprint, "machine": json.dumps(self.task.machine.to_dict())}  # fmt: skip
-        for key, value in mine.items():
-            if state.get(key) != value:
-                raise CheckpointError(f"{path}: the checkpoint is of a run with another {_what(key, state, value)}")
+        must_match(path, state, self._identity())
         try:
             self.q.load_state_dict(state["q"])
             self.target.load_state_dict(state["target"])
@@ -391,33 +378,6 @@ class Trainer:
         except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise CheckpointError(f"{path}: the checkpoint is damaged ({reason})") from None
-
-
-def _what(key: str, state: dict[str, Any], value: object) -> str:
-    if key != "config":
-        return {"fingerprint": "program"}.get(key, key)
-    theirs = state.get("config")
-    if not isinstance(theirs, dict) or not isinstance(value, dict):
-        return key
-    changed = [k for k in value if theirs.get(k) != value[k]]
-    return "agent." + changed[0] if changed else key
-
-
-def read_checkpoint(path: Path) -> dict[str, Any]:
-    """The dictionary in a checkpoint file (weights_only: nothing in it is executed).
-
-    Raises:
-        CheckpointError: it cannot be read or is no checkpoint.
-    """
-    try:
-        state = torch.load(path, weights_only=True, map_location="cpu")
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
-    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{path}: not a checkpoint ({str(error).splitlines()[0][:80]})") from None
-    if not isinstance(state, dict) or state.get("format") != "dqn-checkpoint/1":
-        raise CheckpointError(f"{path}: not a checkpoint of this program")
-    return state
 
 
 def config_from(values: dict[str, Any]) -> DQNConfig:
@@ -511,7 +471,7 @@ class DQN:
     """``agents.make("dqn")``: trains when asked for a plan. ``config`` stands for all other options but ``seed``."""
 
     name = "dqn"
-    defaults: dict[str, Any] = {}
+    defaults: ClassVar[dict[str, Any]] = {}
 
     def __init__(
         self, seed: int = 0, min_bytes: int = 2**20, mode: str | None = None, episodes: int | None = None,
@@ -533,4 +493,4 @@ class DQNPaper(DQN):
     """The paper's plain form."""
 
     name = "dqn_paper"
-    defaults = PAPER
+    defaults: ClassVar[dict[str, Any]] = PAPER

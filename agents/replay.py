@@ -58,7 +58,7 @@ class Replay:
         }
 
     def add(self, trail: list[tuple[State, int, float]], n_step: int) -> None:
-        """Adds an episode that has ended: (state, action, reward) per step. One longer than the ring loses its start."""
+        """Adds an ended episode, (state, action, reward) per step. One longer than the ring loses its start."""
         rewards = np.concatenate([[0.0], np.cumsum([r for _, _, r in trail])])
         a = self.arrays
         newest = a["weight"][: self.size].max(initial=1.0)

@@ -21,7 +21,7 @@ with the reward of a dead end.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -62,7 +62,7 @@ def limit_bytes(program: Program, limit: float | int) -> int:
     """
     if not limit > 0:
         raise ValueError(f"limit: expected a positive number, got {limit}")
-    return round(limit * program.peak_bytes) if limit <= 1 else int(limit)
+    return int(limit * program.peak_bytes) if limit <= 1 else int(limit)
 
 
 def make_tasks(
@@ -107,7 +107,7 @@ class MemoryEnv(gymnasium.Env[Observation, np.int64]):
         mode: "swap", "recompute" or "joint".
     """
 
-    metadata = {"render_modes": []}
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": []}
 
     def __init__(
         self, program: Program | Sequence[Program] | None = None, machine: Machine | None = None,
@@ -120,7 +120,9 @@ class MemoryEnv(gymnasium.Env[Observation, np.int64]):
         self.action_space = spaces.Discrete(size)
         self.observation_space = observation_space(size, len(self.tasks))
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
         """Starts an episode; ``options={"task": i}`` chooses the program and limit."""
         super().reset(seed=seed)
         chosen = (options or {}).get("task")
@@ -180,7 +182,7 @@ class MemoryVectorEnv(gymnasium.vector.VectorEnv[Observation, NDArray[np.int64],
     step, whose action is ignored (Gymnasium's NEXT_STEP autoreset).
     """
 
-    metadata = {"autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP}
+    metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP}
 
     def __init__(
         self, num_envs: int, program: Program | Sequence[Program] | None = None, machine: Machine | None = None,
@@ -197,7 +199,9 @@ class MemoryVectorEnv(gymnasium.vector.VectorEnv[Observation, NDArray[np.int64],
         self._index = np.zeros(num_envs, np.int64)
         self._ended = np.zeros(num_envs, np.bool_)
 
-    def reset(self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, dict[str, Any]]:  # type: ignore[override]
+    def reset(
+        self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
         """Begins every episode anew."""
         if isinstance(seed, list):
             seed = seed[0]
@@ -211,7 +215,9 @@ class MemoryVectorEnv(gymnasium.vector.VectorEnv[Observation, NDArray[np.int64],
         self.walks[i] = Walk(self.tasks[self._index[i]])
         self._ended[i] = False
 
-    def step(self, actions: NDArray[np.int64]) -> tuple[Observation, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]:
+    def step(
+        self, actions: NDArray[np.int64]
+    ) -> tuple[Observation, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]:
         """Steps every walk: actions (num_envs,) of node numbers."""
         rewards = np.zeros(self.num_envs)
         terminated = np.zeros(self.num_envs, np.bool_)

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import tempfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ def read_json(path: str | Path) -> Any:
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         return json.loads(raw)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:  # no such file, cut off, or not gzip inside
         raise FormatError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
     except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, or nested too deeply
         raise FormatError(f"{path}: not JSON ({error})") from None

@@ -112,6 +112,8 @@ class Plan:
         )  # fmt: skip
         if top["format"] != FORMAT:
             raise FormatError(f"plan.format: expected {FORMAT!r}, got {top['format']!r}")
+        if top["limit"] < 0:
+            raise FormatError(f"plan.limit: expected an integer of at least 0, got {top['limit']}")
         decisions: list[Decision] = []
         for i, entry in enumerate(top["decisions"]):
             where = f"decisions[{i}]"

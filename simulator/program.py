@@ -203,9 +203,7 @@ class Program:
 
     def with_durations(self, durations_ns: Sequence[int]) -> Program:
         """The same program with other kernel durations (one per kernel)."""
-        kernels = tuple(
-            replace(k, duration_ns=int(d)) for k, d in zip(self.kernels, durations_ns, strict=True)
-        )
+        kernels = tuple(replace(k, duration_ns=int(d)) for k, d in zip(self.kernels, durations_ns, strict=True))
         return Program(self.name, self.tensors, kernels)
 
     def to_dict(self) -> dict[str, Any]:
@@ -237,8 +235,7 @@ class Program:
         if top["format"] != FORMAT:
             raise FormatError(f"program.format: expected {FORMAT!r}, got {top['format']!r}")
         tensors = [
-            Tensor(**fields(entry, f"tensors[{i}]", _TENSOR_REQUIRED, {}))
-            for i, entry in enumerate(top["tensors"])
+            Tensor(**fields(entry, f"tensors[{i}]", _TENSOR_REQUIRED, {})) for i, entry in enumerate(top["tensors"])
         ]
         kernels = []
         for i, entry in enumerate(top["kernels"]):
@@ -278,16 +275,13 @@ _KERNEL_OPTIONAL: dict[str, tuple[type, Any]] = {
 }  # fmt: skip
 
 
-# One tensor or kernel beyond this is a mistake in units; sums of 2**20 of them still fit 64 bits.
-LARGEST = 2**43
-
-
 def _check(program: Program) -> None:
     """The rules a program obeys however it was made; raises FormatError naming the entry."""
 
-    def amount(value: int, where: str) -> None:
-        if not 0 <= value <= LARGEST:
-            raise FormatError(f"{where}: expected an integer from 0 to 2**43, got {value}")
+    # One size or duration beyond 2**43 is a mistake in units; sums of 2**20 of them still fit 64 bits.
+    def amount(value: int, where: str, bits: int = 43) -> None:
+        if not 0 <= value <= 2**bits:
+            raise FormatError(f"{where}: expected an integer from 0 to 2**{bits}, got {value}")
 
     for i, tensor in enumerate(program.tensors):
         amount(tensor.nbytes, f"tensors[{i}].nbytes")
@@ -303,10 +297,7 @@ def _check(program: Program) -> None:
         if kernel.phase not in PHASES:
             raise FormatError(f"{where}.phase: unknown phase {kernel.phase!r}")
         for name in ("duration_ns", "workspace", "flops", "bytes"):
-            value = getattr(kernel, name)
-            if name in ("flops", "bytes") and value >= 0:
-                continue
-            amount(value, f"{where}.{name}")
+            amount(getattr(kernel, name), f"{where}.{name}", 62 if name in ("flops", "bytes") else 43)
         for j, (duration, workspace) in enumerate(kernel.variants):
             amount(duration, f"{where}.variants[{j}][0]")
             amount(workspace, f"{where}.variants[{j}][1]")

@@ -203,7 +203,8 @@ def _chain(program: Program, k: int, dropped: set[int], on_host: set[int], keep:
         for x in program.kernels[w].inputs:
             if not present(x, w):
                 last[x] = w
-    steps, held = [], set()
+    steps: list[Step] = []
+    held: set[int] = set()
     for w in order:
         new = set(program.kernels[w].outputs) - held
         held |= new

@@ -150,9 +150,7 @@ class Timeline:
 
         Chrome's unit is the microsecond; fractions keep the nanoseconds.
         """
-        events: list[dict[str, Any]] = [
-            {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": self.program}}
-        ]
+        events: list[dict[str, Any]] = [{"ph": "M", "pid": 1, "name": "process_name", "args": {"name": self.program}}]
         for tid, stream in enumerate(STREAMS, 1):
             events.append({"ph": "M", "pid": 1, "tid": tid, "name": "thread_name", "args": {"name": stream}})
             events.append({"ph": "M", "pid": 1, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})
@@ -168,7 +166,5 @@ class Timeline:
                 "ts": span.start_ns / 1000, "dur": (span.end_ns - span.start_ns) / 1000, "args": args,
             })  # fmt: skip
         for time_ns, used in self.memory:
-            events.append(
-                {"ph": "C", "pid": 1, "name": "memory", "ts": time_ns / 1000, "args": {"bytes": used}}
-            )
+            events.append({"ph": "C", "pid": 1, "name": "memory", "ts": time_ns / 1000, "args": {"bytes": used}})
         return {"traceEvents": events, "displayTimeUnit": "ns"}

@@ -25,9 +25,11 @@ The rules (the numbers are those of the docstring of ``reference.py``):
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -85,10 +87,8 @@ def _spans(timeline: Timeline, program: Program) -> Iterator[Violation]:
     for a, b in pairwise(timeline.spans):
         if b.start_ns < a.start_ns:
             yield Violation("spans", b.start_ns, f"{b} is recorded after {a}")
-    if not timeline.boundaries:
-        yield Violation("spans", 0, "no iteration ends")
-    if not timeline.memory:
-        yield Violation("spans", 0, "the memory curve is empty")
+    if not (timeline.spans and timeline.boundaries and timeline.memory):
+        yield Violation("spans", 0, "there are no spans, no boundaries or no memory curve")
 
 
 def _overlap(timeline: Timeline, machine: Machine) -> Iterator[Violation]:
@@ -228,9 +228,16 @@ class _Replay:
             for position, used, early in self.loads
         )
 
+    @cached_property
+    def _needed(self) -> list[list[int]]:
+        """Per tensor: the kernels before which it must be in memory; only when the replay is over."""
+        return [[k for k in range(self.n) if t in self.needs[k]] for t in range(len(self.size))]
+
     def _next_use(self, tensor: int, position: int) -> int:
-        ahead = (p for p in range(position, position + self.n + 1) if p >= 0 and tensor in self.needs[p % self.n])
-        return next(ahead, position + self.n)
+        iteration, k = divmod(max(position, 0), self.n)
+        kernels = self._needed[tensor]
+        later = kernels[bisect_left(kernels, k) :] + [k + self.n for k in kernels]
+        return iteration * self.n + (later[0] if later else 2 * self.n)
 
     def _last_end(self) -> int:
         return max(s.end_ns for s in self.timeline.spans if s.kind == "kernel")

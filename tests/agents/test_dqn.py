@@ -28,7 +28,8 @@ def test_equations_one_to_three_as_printed():
     n, c = len(graph), 5
     x = torch.rand(n, 1, 6)
     s = [torch.zeros(4) for _ in range(n)]
-    neighbours = [[(int(u), w) for u, v, w in zip(*graph.edges, graph.weights, strict=True) if v == k] for k in range(n)]
+    edges = list(zip(*graph.edges.tolist(), graph.weights, strict=True))
+    neighbours = [[(u, w) for u, v, w in edges if v == k] for k in range(n)]
     for _ in range(3):
         s = [
             torch.relu(
@@ -40,7 +41,9 @@ def test_equations_one_to_three_as_printed():
         ]
     g = torch.cat([net.w5.weight @ sum(s), net.w6.weight @ s[c]])
     actions = np.flatnonzero(graph.action_kind >= 0)
-    expected = [float(net.w7.weight @ torch.relu(torch.cat([g, net.w8.weight @ s[a]]))) for a in actions]
+    expected = [
+        float(net.w7.weight.detach()[0] @ torch.relu(torch.cat([g, net.w8.weight @ s[a]])).detach()) for a in actions
+    ]
     got = net(x, torch.tensor([c]))[0].tolist()
     assert got == pytest.approx(expected, rel=1e-4)
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from experiments import simpy_model
-from experiments.bench import swap_everything
+from experiments.bench import swap_all
 from simulator import Machine, Plan, Program, Swap, simulate
 from tests import strategies
 from tests.experiments.conftest import chain
@@ -19,7 +19,7 @@ def machine(copy_engines: int, bandwidth: int) -> Machine:
 @pytest.mark.parametrize("layers", [2, 5, 12])
 def test_equal_to_the_simulator(copy_engines: int, bandwidth: int, layers: int) -> None:
     program, on = chain(layers), machine(copy_engines, bandwidth)
-    plan = swap_everything(program, 2**20)
+    plan = swap_all(program, program.gaps(2**20))
     required = simulate(program, plan, on, program.peak_bytes).required_bytes
     for limit in (required, (required + program.peak_bytes) // 2, program.peak_bytes):
         for iterations in (1, 2, 3):

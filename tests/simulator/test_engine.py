@@ -1,8 +1,7 @@
 """engine.py is reference.py, compiled; and both keep the promises of reference.py's docstring."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from simulator import Engine, OutOfMemory, Plan, reference, simulate
 from simulator.engine import decisions_of, rows_of

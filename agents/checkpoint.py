@@ -1,0 +1,58 @@
+"""Checkpoint files: written whole or not at all, read without executing anything in them."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FORMAT = "dqn-checkpoint/1"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be used; the message is one sentence."""
+
+
+def write_checkpoint(path: Path, state: dict[str, Any]) -> None:
+    """Writes tensors, numbers, strings, lists and dictionaries: to a temporary name beside ``path``, then renamed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            torch.save({"format": FORMAT, **state}, file)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """The dictionary in a checkpoint file (weights_only: nothing in it is executed).
+
+    Raises:
+        CheckpointError: it cannot be read or is no checkpoint.
+    """
+    try:
+        state = torch.load(path, weights_only=True, map_location="cpu")
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from None
+    except Exception:  # torch.load raises half a dozen types, by what is damaged
+        raise CheckpointError(f"{path}: not a checkpoint, or a damaged one") from None
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise CheckpointError(f"{path}: not a checkpoint of this program")
+    return state
+
+
+def must_match(path: Path, state: dict[str, Any], identity: dict[str, Any]) -> None:
+    """Raises CheckpointError naming the first entry of ``identity`` that the checkpoint has otherwise."""
+    for key, value in identity.items():
+        theirs = state.get(key)
+        if theirs == value:
+            continue
+        if key == "config" and isinstance(theirs, dict):
+            key = next((f"agent.{k}" for k in value if theirs.get(k) != value[k]), key)
+        raise CheckpointError(f"{path}: the checkpoint is of a run with another {key}")

@@ -1,0 +1,97 @@
+"""What each change to the paper's agent is worth: one variant of the configuration beside another.
+
+    python -m experiments.ablation workload=vgg16 limit=0.5
+
+Every variant (``variants`` in configs/ablation.yaml) is trained for the same number of episodes from every
+seed. The table and ``ablation.json`` give the overhead of the best plan found and of the final greedy
+policy's plan, mean and range over the seeds, and the simulator calls.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from experiments import cli, report
+from simulator import Machine, Program, simulate
+from simulator.files import write_json
+
+
+@cli.entry("ablation")
+def main(cfg: DictConfig) -> None:
+    from agents import dqn
+
+    machine = cli.machine(cfg)
+    base = replace(cli.dataclass_of(dqn.DQNConfig, cfg.agent, "agent"), episodes=cli.integer(cfg, "episodes", 1))
+    variants = {
+        str(name): cli.dataclass_of(
+            dqn.DQNConfig, OmegaConf.create({**base.__dict__, **dict(changes)}), f"variants.{name}"
+        )
+        for name, changes in cfg.variants.items()
+    }
+    program = cli.program(cfg, machine)
+    limit = cli.limit_bytes(cfg.limit, program)
+    jobs = cli.integer(cfg, "jobs", least=1) if cfg.jobs is not None else os.cpu_count() or 1
+    tasks = list(itertools.product(variants, cli.values(cfg, "seeds")))
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in variants}
+    bar = Progress(TextColumn("{task.description}"), BarColumn(40), MofNCompleteColumn(), TimeElapsedColumn(),
+                   console=report.console(stderr=True), refresh_per_second=4)  # fmt: skip
+    context = multiprocessing.get_context("spawn")
+    with report.RunDirectory(cli.path(cfg, "out"), f"ablation-{program.name}") as out:
+        with bar, ProcessPoolExecutor(min(jobs, len(tasks)), context) as pool:
+            shown = bar.add_task("training", total=len(tasks))
+            futures = {pool.submit(run, program, machine, limit, variants[n], int(s)): n for n, s in tasks}
+            for future in as_completed(futures):
+                found[futures[future]].append(future.result())
+                bar.update(shown, advance=1)
+        for results in found.values():
+            results.sort(key=lambda r: r["seed"])
+        command = f"python -m experiments.ablation workload={program.name} limit={cfg.limit}"
+        write_json(out / "ablation.json", {
+            "command": command, "machine": machine.name, "limit_bytes": limit, "episodes": base.episodes,
+            "variants": {n: {"changes": OmegaConf.to_container(cfg.variants[n]), "runs": found[n]} for n in found},
+        }, indent=1)  # fmt: skip
+    report.console().print(table(found))
+    print(out)
+
+
+def run(program: Program, machine: Machine, limit: int, config: Any, seed: int) -> dict[str, Any]:
+    """Trains one agent; overheads are None where there is no feasible plan."""
+    import torch
+
+    from agents import dqn
+
+    torch.set_num_threads(1)
+    result = dqn.train(program, machine, limit, config, seed)
+    greedy = simulate(program, result.greedy, machine, limit).overhead if result.greedy is not None else None
+    best = simulate(program, result.best, machine, limit).overhead
+    return {"seed": seed, "best": best, "greedy": greedy, "simulator_calls": result.simulator_calls}
+
+
+def table(found: dict[str, list[dict[str, Any]]]) -> Table:
+    """Mean (least to largest) over the seeds."""
+    out = Table("variant", "best found", "greedy policy", "simulator calls", box=None)
+    for name, runs in found.items():
+        out.add_row(name, _spread([r["best"] for r in runs]), _spread([r["greedy"] for r in runs]),
+                    f"{sum(r['simulator_calls'] for r in runs) // max(1, len(runs)):,}")  # fmt: skip
+    return out
+
+
+def _spread(values: list[float | None]) -> str:
+    known = [v for v in values if v is not None]
+    if not known:
+        return "infeasible"
+    text = f"{sum(known) / len(known):.2%} ({min(known):.2%} to {max(known):.2%})"
+    return text if len(known) == len(values) else f"{text}, {len(values) - len(known)} infeasible"
+
+
+if __name__ == "__main__":
+    main()

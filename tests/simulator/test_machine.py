@@ -1,0 +1,119 @@
+"""Machines: presets, durations by hand, and what is refused."""
+
+import json
+import re
+from fractions import Fraction
+from math import ceil
+
+import pytest
+from hypothesis import given, strategies as st
+
+from simulator import FormatError, Machine
+from simulator.machine import PRESETS
+from tests.strategies import machines
+
+GOOD = {"name": "m", "memory_bytes": 100, "h2d_bytes_per_s": 10**9, "d2h_bytes_per_s": 10**9}
+
+
+@pytest.mark.parametrize("name", sorted(p.stem for p in PRESETS.glob("*.yaml")))
+def test_presets(name):
+    machine = Machine.load(name)
+    assert machine.name == name
+    assert 2**33 < machine.memory_bytes < 2**38
+    assert machine.memory_bytes_per_s > machine.h2d_bytes_per_s >= 10**9
+    assert 10**12 <= machine.flops_per_s["float32"] < 10**16
+
+
+def test_every_figure_of_a_preset_has_its_source():
+    for path in PRESETS.glob("*.yaml"):
+        for line in path.read_text().splitlines():
+            figure = re.match(r"(\s*)(\w+): (\d[\d_.]*)(.*)", line)
+            if figure and figure[1] == "" and figure[2] != "free_ns":  # the source of malloc_ns is its source too
+                assert re.match(r" +# .{4}", figure[4]), f"{path.name}: {line}"
+
+
+def test_the_presets_of_the_readme_exist():
+    for name in ("gtx1080ti", "rtx2080ti", "k40c", "v100", "a100_40gb", "h100", "h200"):
+        Machine.load(name)
+
+
+@given(machines())
+def test_dictionary_and_back(machine):
+    assert Machine.from_dict(json.loads(json.dumps(machine.to_dict()))) == machine
+
+
+def test_a_file_of_ones_own(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("name: mine\nmemory_bytes: 8\nh2d_bytes_per_s: 2\nd2h_bytes_per_s: 3\nefficiency: {conv: 1}\n")
+    machine = Machine.load(path)
+    assert (machine.memory_bytes, machine.h2d_bytes_per_s, machine.d2h_bytes_per_s) == (8, 2, 3)
+    assert machine.copy_engines == 2 and machine.efficiency == {"conv": 1}
+
+
+@given(st.integers(0, 2**43), st.integers(1, 10**12), st.integers(0, 10**5))
+def test_copies_round_up(nbytes, rate, latency):
+    machine = Machine("m", 1, rate, 1, latency)
+    assert machine.h2d_ns(nbytes) == latency + ceil(Fraction(nbytes * 10**9, rate))
+    assert Machine("m", 1, 1, rate, latency).d2h_ns(nbytes) == machine.h2d_ns(nbytes)
+
+
+def test_the_roofline():
+    machine = Machine(
+        "m", 1, 1, 1, flops_per_s={"float32": 2 * 10**12}, memory_bytes_per_s=10**11, launch_ns=7,
+        efficiency={"conv": 0.5, "default": 0.25},
+    )  # fmt: skip
+    assert machine.kernel_ns("conv", 10**6, 0) == 7 + 1000  # 500 ns at the peak, half of it reached
+    assert machine.kernel_ns("conv", 10**6, 10**6) == 7 + 20_000  # memory decides: 10 us, half of it
+    assert machine.kernel_ns("pool", 0, 1000) == 7 + 40  # 10 ns at a quarter
+    assert machine.kernel_ns("pool", 0, 1000, "int8") == 7 + 40  # no arithmetic, no figure needed
+    with pytest.raises(FormatError, match=r"machine\.flops_per_s: m has no figure for bfloat16"):
+        machine.kernel_ns("conv", 1, 0, "bfloat16")
+
+
+MALFORMED = [
+    ({"memory_bytes": None}, "machine: missing key 'memory_bytes'"),
+    ({"memory": 1}, "machine: unknown key 'memory'"),
+    ({"memory_bytes": 1.5}, "machine.memory_bytes: expected an integer, got 1.5"),
+    ({"memory_bytes": True}, "machine.memory_bytes: expected an integer, got true"),
+    ({"memory_bytes": "11 GB"}, 'machine.memory_bytes: expected an integer, got "11 GB"'),
+    ({"memory_bytes": 0}, "machine.memory_bytes: expected a positive integer, got 0"),
+    ({"h2d_bytes_per_s": 0}, "machine.h2d_bytes_per_s: expected a positive integer, got 0"),
+    ({"d2h_bytes_per_s": -1}, "machine.d2h_bytes_per_s: expected a positive integer, got -1"),
+    ({"d2h_bytes_per_s": float("nan")}, "machine.d2h_bytes_per_s: expected an integer, got NaN"),
+    ({"memory_bytes_per_s": 0}, "machine.memory_bytes_per_s: expected a positive integer, got 0"),
+    ({"alignment": 0}, "machine.alignment: expected a positive integer, got 0"),
+    ({"copy_latency_ns": -1}, "machine.copy_latency_ns: expected an integer of at least 0, got -1"),
+    ({"host_bytes": -1}, "machine.host_bytes: expected an integer of at least 0, got -1"),
+    ({"copy_engines": 3}, "machine.copy_engines: expected 1 or 2, got 3"),
+    ({"flops_per_s": 1}, "machine.flops_per_s: expected an object, got 1"),
+    ({"flops_per_s": {"float32": 0}}, "machine.flops_per_s.float32: expected a positive integer, got 0"),
+    ({"flops_per_s": {"float32": 1e3}}, "machine.flops_per_s.float32: expected a positive integer, got 1000.0"),
+    ({"flops_per_s": {"float32": True}}, "machine.flops_per_s.float32: expected a positive integer, got True"),
+    ({"efficiency": {"conv": 0}}, "machine.efficiency.conv: expected a number in (0, 1], got 0"),
+    ({"efficiency": {"conv": 1.01}}, "machine.efficiency.conv: expected a number in (0, 1], got 1.01"),
+    ({"efficiency": {"conv": float("nan")}}, "machine.efficiency.conv: expected a number in (0, 1], got nan"),
+    ({"efficiency": {"conv": "fast"}}, "machine.efficiency.conv: expected a number in (0, 1], got 'fast'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "message"), MALFORMED, ids=[m for _, m in MALFORMED])
+def test_a_malformed_machine_is_one_sentence(changes, message):
+    data = {k: v for k, v in {**GOOD, **changes}.items() if v is not None}
+    with pytest.raises(FormatError, match=f"^{re.escape(message)}$"):
+        Machine.from_dict(data)
+
+
+@pytest.mark.parametrize("text", ["", "- 1", "name: [", "name: m", "!!python/object:os.system {}", "a: b: c", "\x00"])
+def test_a_malformed_file_is_one_sentence(tmp_path, text):
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(FormatError) as caught:
+        Machine.load(path)
+    assert str(caught.value).startswith(f"{path}: ") and "\n" not in str(caught.value)
+
+
+def test_no_such_machine(tmp_path):
+    with pytest.raises(FormatError, match="there is no preset 'gtx9000'; there are a100_40gb, gtx1080ti, "):
+        Machine.load("gtx9000")
+    with pytest.raises(FormatError, match=r"none\.yaml: cannot be read \(No such file or directory\)$"):
+        Machine.load(tmp_path / "none.yaml")

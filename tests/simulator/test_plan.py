@@ -1,0 +1,209 @@
+"""plan/1: what is read, what is refused, and which plans fit a program."""
+
+import json
+import os
+import re
+
+import pytest
+from hypothesis import given, strategies as st
+
+from simulator import FormatError, Kernel, Plan, PlanError, Program, Recompute, Swap, Tensor, reference
+from simulator.plan import cannot_recompute
+from tests.strategies import plans, programs
+from tests.tiny import A1, A2, A3, A4, PROGRAM, RECOMPUTE_PLAN, SWAP_PLAN, W
+
+
+@given(st.data())
+def test_dictionary_and_back(data):
+    plan = data.draw(plans(data.draw(programs())))
+    assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+
+
+def test_file_and_back(tmp_path):
+    plan = Plan((Swap(1, 1, 6, 4), Swap(2, 2, 5), Recompute(3, 2, 5, True)), "f", "by hand", 150, "tiny")
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan and os.listdir(tmp_path) == ["plan.json"]
+
+
+@given(st.data())
+def test_random_plans_fit(data):
+    program = data.draw(programs())
+    data.draw(plans(program)).check(program)
+
+
+# ----------------------------------------------------------------------------------- malformed plans
+
+
+def plan(**entry) -> dict:
+    """A plan of one good decision and one changed by ``entry`` (None: the key is missing)."""
+    second = {"kind": "swap", "tensor": 2, "after": 2, "before": 5, **entry}
+    first = {"kind": "recompute", "tensor": 1, "after": 1, "before": 6, "keep": True}
+    return {"format": "plan/1", "decisions": [first, {k: v for k, v in second.items() if v is not None}]}
+
+
+MALFORMED = [
+    ([], "plan: expected an object, got []"),
+    ({"format": "plan/1"}, "plan: missing key 'decisions'"),
+    ({"decisions": []}, "plan: missing key 'format'"),
+    ({"format": "plan/2", "decisions": []}, "plan.format: expected 'plan/1', got 'plan/2'"),
+    ({"format": "plan/1", "decisions": [], "seed": 1}, "plan: unknown key 'seed'"),
+    ({"format": "plan/1", "decisions": {}}, "plan.decisions: expected a list, got {}"),
+    ({"format": "plan/1", "decisions": [1]}, "decisions[0]: expected an object, got 1"),
+    ({"format": "plan/1", "decisions": [], "limit": 0.5}, "plan.limit: expected an integer, got 0.5"),
+    ({"format": "plan/1", "decisions": [], "limit": -1}, "plan.limit: expected an integer of at least 0, got -1"),
+    ({"format": "plan/1", "decisions": [], "fingerprint": 1}, "plan.fingerprint: expected a string, got 1"),
+    (plan(kind=None), "decisions[1]: missing key 'kind'"),
+    (plan(kind="offload"), "decisions[1].kind: expected 'swap' or 'recompute', got 'offload'"),
+    (plan(kind=["swap"]), "decisions[1].kind: expected a string, got [\"swap\"]"),
+    (plan(tensor=None), "decisions[1]: missing key 'tensor'"),
+    (plan(tensor="a2"), 'decisions[1].tensor: expected an integer, got "a2"'),
+    (plan(after=True), "decisions[1].after: expected an integer, got true"),
+    (plan(before=5.0), "decisions[1].before: expected an integer, got 5.0"),
+    (plan(prefetch="4"), 'decisions[1].prefetch: expected an integer, got "4"'),
+    (plan(keep=True), "decisions[1]: unknown key 'keep'"),
+    (plan(kind="recompute", prefetch=3), "decisions[1]: unknown key 'prefetch'"),
+    (plan(kind="recompute", keep=1), "decisions[1].keep: expected true or false, got 1"),
+    (plan(size=4), "decisions[1]: unknown key 'size'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("data", "message"), MALFORMED, ids=[m for _, m in MALFORMED])
+def test_a_malformed_plan_is_one_sentence(tmp_path, data, message):
+    with pytest.raises(FormatError, match=f"^{re.escape(message)}$"):
+        Plan.from_dict(data)
+    path = tmp_path / "bad.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(FormatError, match=f"^{re.escape(f'{path}: {message}')}$"):
+        Plan.load(path)
+
+
+def test_a_prefetch_of_null_is_no_prefetch():
+    data = plan()
+    data["decisions"][1]["prefetch"] = None
+    with pytest.raises(FormatError, match=r"decisions\[1\]\.prefetch: expected an integer, got null"):
+        Plan.from_dict(data)  # leave the key out instead
+
+
+# ------------------------------------------------------------------------- plans that fit, or do not
+
+
+@pytest.mark.parametrize("decision", [
+    Swap(A1, 1, 6), Swap(A1, 5, 6), Swap(A1, 3, 6, 3), Swap(A1, 1, 6, 5), Swap(W, 0, 7), Swap(W, 3, 7, 6),
+    Swap(W, 7, 0), Recompute(A1, 1, 6), Recompute(A2, 4, 5, True), Swap(A3, 3, 4), Swap(W, 7, 0, 7),
+])  # fmt: skip
+def test_decisions_that_fit(decision):
+    Plan((decision,)).check(PROGRAM)
+
+
+MISFITS = [
+    (Swap(8, 1, 6), "decisions[0]: there is no tensor 8"),
+    (Swap(-1, 1, 6), "decisions[0]: there is no tensor -1"),
+    (Swap(A1, 8, 6), "decisions[0].after: there is no kernel 8"),
+    (Swap(A1, 1, -2), "decisions[0].before: there is no kernel -2"),
+    (Swap(A1, 1, 5), "decisions[0]: kernel 5 does not use tensor 1"),
+    (Swap(A1, 0, 6),
+     "decisions[0]: tensor 1 is used between the end of kernel 0 and kernel 6; a decision empties one gap"),
+    (Swap(A4, 0, 3), "decisions[0]: tensor 4 is not born yet when kernel 0 ends"),
+    (Swap(A1, 7, 0), "decisions[0]: the gap wraps over the iteration boundary but tensor 1 is not persistent"),
+    (Swap(A1, 6, 6), "decisions[0]: the gap wraps over the iteration boundary but tensor 1 is not persistent"),
+    (Swap(W, 3, 0),
+     "decisions[0]: tensor 0 is used between the end of kernel 3 and kernel 0; a decision empties one gap"),
+    (Swap(W, 7, 7),
+     "decisions[0]: tensor 0 is used between the end of kernel 7 and kernel 7; a decision empties one gap"),
+    (Swap(A1, 2, 6, 1), "decisions[0].prefetch: kernel 1 is not from 2 up to 6"),
+    (Swap(A1, 2, 6, 6), "decisions[0].prefetch: kernel 6 is not from 2 up to 6"),
+    (Swap(A1, 2, 6, 99), "decisions[0].prefetch: kernel 99 is not from 2 up to 6"),
+    (Swap(W, 7, 0, 3), "decisions[0].prefetch: kernel 3 is not from 7 up to 0"),
+    (Recompute(W, 0, 7), "decisions[0]: tensor 0 is persistent; only tensors born in the iteration can be recomputed"),
+    (Recompute(W, 7, 0), "decisions[0]: a persistent tensor cannot be recomputed over the iteration boundary"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("decision", "message"), MISFITS, ids=[f"{d}" for d, _ in MISFITS])
+def test_decisions_that_do_not_fit(decision, message):
+    with pytest.raises(PlanError, match=f"^{re.escape(message)}$"):
+        Plan((decision,)).check(PROGRAM)
+
+
+def test_two_decisions_for_one_gap():
+    reason = r"^decisions\[1\]: tensor 1 is already away before kernel 6 by decisions\[0\]$"
+    with pytest.raises(PlanError, match=reason):
+        Plan((Swap(A1, 1, 6), Recompute(A1, 3, 6))).check(PROGRAM)
+
+
+def test_two_decisions_for_one_gap_over_the_boundary():
+    """The gap of p after k1 may be entered before or after the boundary, but once."""
+    kernels = tuple(Kernel(f"k{i}", "other", "forward", (0,) if i in (1, 2) else (), (), 1) for i in range(4))
+    program = Program("p", (Tensor("p", 1, "parameter", True),), kernels)
+    with pytest.raises(PlanError, match=r"^decisions\[1\]: tensor 0 is already away before kernel 1"):
+        Plan((Swap(0, 3, 1), Swap(0, 0, 1))).check(program)
+
+
+def test_a_plan_for_another_program():
+    other = PROGRAM.with_durations([1] * 8)
+    SWAP_PLAN.check(PROGRAM)
+    with pytest.raises(PlanError, match=f"fingerprint {PROGRAM.fingerprint[:12]}, 'tiny' has {other.fingerprint[:12]}"):
+        SWAP_PLAN.check(other)
+    Plan(SWAP_PLAN.decisions).check(other)  # no fingerprint: it fits if its gaps do
+
+
+# --------------------------------------------------------------------- what cannot be recomputed
+
+# k0: p -> x (may not run twice, or may), k1: x -> y, k2: p in place, k3 reads y, k4 reads x and y.
+P, X, Y = range(3)
+
+
+def rebuild(first_twice: bool = True, update: bool = True) -> Program:
+    return Program(
+        "rebuild",
+        (Tensor("p", 1, "parameter", True), Tensor("x", 1), Tensor("y", 1)),
+        (
+            Kernel("k0", "dropout", "forward", (P,), (X,), 1, recomputable=first_twice),
+            Kernel("k1", "other", "forward", (X,), (Y,), 1),
+            Kernel("k2", "other", "forward", (P,), (P,) if update else (), 1),
+            Kernel("k3", "other", "forward", (Y,), (), 1),
+            Kernel("k4", "other", "forward", (X, Y), (), 1),
+        ),
+    )
+
+
+def test_what_can_be_recomputed():
+    assert cannot_recompute(rebuild(), Y, 1, 3) is None  # x is there
+    assert cannot_recompute(rebuild(first_twice=False), Y, 1, 3) is None
+    assert cannot_recompute(rebuild(update=False), X, 1, 4) is None
+
+
+def test_a_kernel_that_may_not_run_twice():
+    with pytest.raises(PlanError, match=r"tensor 1 needs kernel 0 \(k0\), which cannot be run twice$"):
+        Plan((Recompute(X, 1, 4),)).check(rebuild(first_twice=False))
+
+
+def test_a_persistent_input_that_has_changed():
+    reason = r"tensor 1 needs kernel 0 \(k0\), whose input 0 is overwritten before kernel 4$"
+    with pytest.raises(PlanError, match=reason):
+        Plan((Recompute(X, 1, 4),)).check(rebuild())
+
+
+def test_the_chain_is_followed_to_inputs_that_are_gone():
+    """y must be rebuilt for k3 from x, which died in k1, hence from k0, which may not run twice."""
+    program = rebuild(first_twice=False)
+    program = Program("gone", program.tensors, program.kernels[:4])
+    with pytest.raises(PlanError, match=r"^decisions\[0\]: tensor 2 needs kernel 0 \(k0\)"):
+        Plan((Recompute(Y, 1, 3),)).check(program)
+
+
+@given(st.data())
+def test_each_decision_that_fits_alone_fits_beside_the_others(data):
+    """Dropping one tensor never makes another one that may be dropped unrecoverable."""
+    program = data.draw(programs())
+    drops = [
+        Recompute(*gap, data.draw(st.booleans())) for gap in program.gaps() if cannot_recompute(program, *gap) is None
+    ]
+    Plan(tuple(drops)).check(program)
+    chains = reference.resolve(program, tuple(drops)).chains.values()
+    assert all(program.kernels[step.kernel].recomputable for chain in chains for step in chain.steps)
+
+
+def test_the_plans_of_the_tiny_program_fit():
+    SWAP_PLAN.check(PROGRAM)
+    RECOMPUTE_PLAN.check(PROGRAM)

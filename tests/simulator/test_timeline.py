@@ -1,0 +1,89 @@
+"""timeline/1 and the Chrome trace."""
+
+import json
+import os
+import re
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from simulator import FormatError, Plan, Timeline, reference, simulate
+from tests.simulator.test_program import DELETE, put
+from tests.strategies import machines, plans, programs
+from tests.tiny import LIMIT, MACHINE, PROGRAM, SWAP_PLAN
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_dictionary_and_back(data):
+    program = data.draw(programs())
+    plan = data.draw(plans(program))
+    limit = max(reference.resolve(program, plan.decisions).planned)
+    timeline = simulate(program, plan, data.draw(machines()), limit)
+    assert Timeline.from_dict(json.loads(json.dumps(timeline.to_dict()))) == timeline
+
+
+@pytest.fixture
+def timeline() -> Timeline:
+    return simulate(PROGRAM, SWAP_PLAN, MACHINE, LIMIT)
+
+
+def test_file_and_back(tmp_path, timeline):
+    timeline.save(tmp_path / "timeline.json")
+    assert Timeline.load(tmp_path / "timeline.json") == timeline and os.listdir(tmp_path) == ["timeline.json"]
+
+
+def test_overhead(timeline):
+    assert timeline.overhead == pytest.approx(50 / 120)
+    assert simulate(PROGRAM.with_durations([0] * 8), Plan(), MACHINE, 180).overhead == 0
+
+
+def test_the_breakdown_is_of_the_last_iteration(timeline):
+    """A swap-in under way at the boundary is split between the iterations: see also the wrapping gaps."""
+    parts = timeline.breakdown
+    assert parts.compute_ns + parts.recompute_ns + parts.stall_memory_ns + parts.stall_data_ns == 170
+    assert timeline.boundaries == (170, 340)
+
+
+MALFORMED = [
+    ([], 1, "timeline: expected an object, got 1"),
+    (["format"], "timeline/0", "timeline.format: expected 'timeline/1'"),
+    (["format"], DELETE, "timeline: missing key 'format'"),
+    (["peak"], 1, "timeline: unknown key 'peak'"),
+    (["peak_bytes"], 1.5, "timeline.peak_bytes: expected an integer, got 1.5"),
+    (["breakdown"], [], "timeline.breakdown: expected an object, got []"),
+    (["breakdown", "compute_ns"], DELETE, "breakdown: missing key 'compute_ns'"),
+    (["breakdown", "stall_ns"], 1, "breakdown: unknown key 'stall_ns'"),
+    (["boundaries"], ["end"], 'boundaries[0]: expected an integer, got "end"'),
+    (["memory", 2], [1], "memory[2]: expected 2 integers, got 1"),
+    (["memory", 2], [1, True], "memory[2][1]: expected an integer, got true"),
+    (["spans", 1], [0, 1, "d2h", "swap_out"], "spans[1]: expected [start_ns, end_ns, stream, kind, index]"),
+    (["spans", 1], [0, 1, "d2d", "swap_out", 1], "spans[1]: unknown stream or kind"),
+    (["spans", 1], [0, 1, "d2h", ["swap_out"], 1], "spans[1]: unknown stream or kind"),
+    (["spans", 1], [0, "1", "d2h", "swap_out", 1], 'spans[1][1]: expected an integer, got "1"'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "value", "message"), MALFORMED, ids=[m for _, _, m in MALFORMED])
+def test_a_malformed_timeline_is_one_sentence(tmp_path, timeline, path, value, message):
+    data = put(timeline.to_dict(), path, value)
+    with pytest.raises(FormatError, match=f"^{re.escape(message)}$"):
+        Timeline.from_dict(data)
+    file = tmp_path / "bad.json"
+    file.write_text(json.dumps(data))
+    with pytest.raises(FormatError, match=f"^{re.escape(f'{file}: {message}')}$"):
+        Timeline.load(file)
+
+
+def test_the_chrome_trace(timeline):
+    trace = timeline.perfetto(PROGRAM)
+    assert json.loads(json.dumps(trace)) == trace
+    events = trace["traceEvents"]
+    assert [e["args"]["name"] for e in events if e["name"] == "thread_name"] == ["compute", "d2h", "h2d"]
+    bars = [e for e in events if e["ph"] == "X"]
+    assert len(bars) == len(timeline.spans)
+    swap_out = next(e for e in bars if e["cat"] == "swap_out")
+    assert (swap_out["tid"], swap_out["name"], swap_out["ts"], swap_out["dur"]) == (2, "swap_out a1", 0.02, 0.04)
+    assert swap_out["args"] == {"index": 1, "nbytes": 40}
+    counter = [(e["ts"], e["args"]["bytes"]) for e in events if e["ph"] == "C"]
+    assert counter == [(t / 1000, used) for t, used in timeline.memory]
