@@ -296,8 +296,6 @@ class _Replay:
     # -------------------------------------------------------------------------------------- starts
 
     def _start(self, span: Span) -> None:
-        if span.stream in self.running:
-            self._fail("overlap", f"{span} starts beside {self.running[span.stream]}")
         self.running[span.stream] = span
         {"kernel": self._start_kernel, "recompute": self._start_step,
          "swap_out": self._start_out, "swap_in": self._start_in}[span.kind](span.index)  # fmt: skip
@@ -457,16 +455,14 @@ class _Replay:
         for d in sorted((d for d in self.plan.decisions if d.after == k), key=lambda d: d.tensor):
             if isinstance(d, Recompute):
                 self.dropped[d.tensor] = d
-                self.device.pop(d.tensor, None)
-                self._charge(-self.size[d.tensor])
-                continue
-            gap = self.gaps[d.tensor] = self._gap(d, self.position)
-            if self.host.get(d.tensor) == self.right[d.tensor]:  # the host copy is valid
-                self.device.pop(d.tensor, None)
-                gap.state = "on host"
-                self._charge(-self.size[d.tensor])
             else:
-                self.queue.append(gap)
+                gap = self.gaps[d.tensor] = self._gap(d, self.position)
+                if self.host.get(d.tensor) != self.right[d.tensor]:
+                    self.queue.append(gap)
+                    continue
+                gap.state = "on host"  # its copy there is valid
+            self.device.pop(d.tensor, None)
+            self._charge(-self.size[d.tensor])
         self.position += 1
         if self.position < self.n * len(self.timeline.boundaries):
             self.chain = self._chain()
