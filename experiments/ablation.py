@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from experiments import cli, report
+from experiments.learning import spread
 from simulator import Machine, Program, simulate
 from simulator.files import write_json
 
@@ -37,6 +38,10 @@ def main(cfg: DictConfig) -> None:
         )
         for name, changes in cfg.variants.items()
     }
+    for name in cli.values(cfg, "only") if cfg.only is not None else []:
+        if name not in variants:
+            raise cli.UsageError(f"only: there is no variant {name!r}{cli.nearest(name, set(variants))}")
+    variants = {n: v for n, v in variants.items() if cfg.only is None or n in cli.values(cfg, "only")}
     program = cli.program(cfg, machine)
     limit = cli.limit_bytes(cfg.limit, program)
     jobs = cli.integer(cfg, "jobs", least=1) if cfg.jobs is not None else os.cpu_count() or 1
@@ -80,17 +85,9 @@ def table(found: dict[str, list[dict[str, Any]]]) -> Table:
     """Mean (least to largest) over the seeds."""
     out = Table("variant", "best found", "greedy policy", "simulator calls", box=None)
     for name, runs in found.items():
-        out.add_row(name, _spread([r["best"] for r in runs]), _spread([r["greedy"] for r in runs]),
+        out.add_row(name, spread([r["best"] for r in runs]), spread([r["greedy"] for r in runs]),
                     f"{sum(r['simulator_calls'] for r in runs) // max(1, len(runs)):,}")  # fmt: skip
     return out
-
-
-def _spread(values: list[float | None]) -> str:
-    known = [v for v in values if v is not None]
-    if not known:
-        return "infeasible"
-    text = f"{sum(known) / len(known):.2%} ({min(known):.2%} to {max(known):.2%})"
-    return text if len(known) == len(values) else f"{text}, {len(values) - len(known)} infeasible"
 
 
 if __name__ == "__main__":

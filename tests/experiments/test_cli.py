@@ -54,10 +54,10 @@ def test_a_mistyped_key_names_the_nearest_right_one(override: str, word: str) ->
     assert word in cli.sentence(caught.value)
 
 
-@pytest.mark.parametrize("name", ["train_dqn", "evaluate", "bench"])
+@pytest.mark.parametrize("name", ["train_dqn", "evaluate", "bench", "ablation"])
 def test_right_keys_pass(name: str) -> None:
-    cli.check_overrides(name, ["machine=gtx1080ti", "seed=3", "machine.copy_engines=1"], sweep=False)
-    cli.check_overrides(name, ["seed=1,2,3", "machine=gtx1080ti,h100"], sweep=True)
+    cli.check_overrides(name, ["machine=gtx1080ti", "machine.copy_engines=1"], sweep=False)
+    cli.check_overrides(name, ["machine=gtx1080ti,h100"], sweep=True)
 
 
 def test_a_sweep_is_checked_value_by_value() -> None:
@@ -209,3 +209,28 @@ def test_train_writes_its_run_directory(run: Run, program: Program, program_file
         assert (out / picture).read_bytes().startswith(b"\x89PNG")
     assert any((out / "tb").glob("events.out.tfevents.*"))
     refused(run("train_dqn", *words, f"out={out}"), "already holds a finished run")
+
+
+def test_learning_compares_the_agent_over_the_seeds(run: Run, program_file: Path, tmp_path: Path) -> None:
+    refused(run("learning", f"runs={tmp_path}"), "no finished run")
+    for seed in (0, 1):
+        words = (f"program={program_file}", "limit=0.6", f"seed={seed}", "planners=[autoswap_doa,annealing]")
+        done = run("train_dqn", *words, "agent.episodes=4", f"out={tmp_path / 'runs' / str(seed)}")
+        assert done.returncode == 0, done.stderr
+    out = tmp_path / "learning.json"
+    assert run("learning", f"runs={tmp_path / 'runs'}", f"out={out}").returncode == 0
+    (case,) = json.loads(out.read_text())["cases"]
+    assert [r["seed"] for r in case["runs"]] == [0, 1]
+    expected = {r["planner"]: r["overhead"] for r in rows_in(tmp_path / "runs" / "0")}
+    assert case["runs"][0]["dqn"] == expected["dqn"]
+    assert case["runs"][0]["autoswap"] == expected["autoswap_doa"]
+
+
+def test_ablation_trains_each_variant(run: Run, program_file: Path, tmp_path: Path) -> None:
+    words = (f"program={program_file}", "limit=0.6", "seeds=[0]", "episodes=3", "jobs=1", f"out={tmp_path / 'out'}")
+    refused(run("ablation", *words, "only=[dqm]"), "'dqn'")
+    done = run("ablation", *words, "only=[dqn,no followers]")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "out" / "ablation.json").read_text())["variants"]
+    assert set(found) == {"dqn", "no followers"}
+    assert found["dqn"]["runs"][0]["simulator_calls"] > 0
