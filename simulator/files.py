@@ -7,9 +7,11 @@ import json
 import os
 import tempfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class FormatError(ValueError):
@@ -85,6 +87,15 @@ def read_json(path: str | Path) -> Any:
         raise FormatError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
     except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, or nested too deeply
         raise FormatError(f"{path}: not JSON ({error})") from None
+
+
+def load_json(path: str | Path, from_dict: Callable[[object], T]) -> T:
+    """Reads a file and makes an object of it; every FormatError names the file."""
+    data = read_json(path)
+    try:
+        return from_dict(data)
+    except FormatError as error:
+        raise FormatError(f"{path}: {error}") from None
 
 
 def write_text(path: str | Path, text: str) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from simulator.files import FormatError, fields, read_json, write_json
+from simulator.files import FormatError, fields, load_json, write_json
 from simulator.program import Program
 
 FORMAT = "plan/1"
@@ -140,11 +140,7 @@ class Plan:
         Raises:
             FormatError: naming the file and its first malformed entry.
         """
-        data = read_json(path)
-        try:
-            return cls.from_dict(data)
-        except FormatError as error:
-            raise FormatError(f"{path}: {error}") from None
+        return load_json(path, cls.from_dict)
 
 
 def _gap_index(program: Program, decision: Decision, where: str) -> int:

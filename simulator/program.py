@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from simulator.files import FormatError, fields, integers, read_json, write_json
+from simulator.files import FormatError, fields, integers, load_json, write_json
 
 FORMAT = "program/1"
 
@@ -260,11 +260,7 @@ class Program:
         Raises:
             FormatError: naming the file and its first malformed entry.
         """
-        data = read_json(path)
-        try:
-            return cls.from_dict(data)
-        except FormatError as error:
-            raise FormatError(f"{path}: {error}") from None
+        return load_json(path, cls.from_dict)
 
 
 _TENSOR_REQUIRED = {"name": str, "nbytes": int, "kind": str, "persistent": bool}

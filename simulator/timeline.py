@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from simulator.files import FormatError, fields, integers, read_json, write_json
+from simulator.files import FormatError, fields, integers, load_json, write_json
 from simulator.program import Program
 
 FORMAT = "timeline/1"
@@ -139,11 +139,7 @@ class Timeline:
     @classmethod
     def load(cls, path: str | Path) -> Timeline:
         """Reads ``timeline/1`` JSON; raises FormatError naming the file and entry."""
-        data = read_json(path)
-        try:
-            return cls.from_dict(data)
-        except FormatError as error:
-            raise FormatError(f"{path}: {error}") from None
+        return load_json(path, cls.from_dict)
 
     def perfetto(self, program: Program) -> dict[str, Any]:
         """Chrome trace JSON (opens in Perfetto): one track a stream, and a memory counter.

@@ -13,10 +13,10 @@ float.
 Captured peaks at batch 100 against Table I: 317, 446, 530, 614 MB against 389, 509, 647, 785, i.e. 18, 12,
 18 and 22 % less. The part missing is not activations. From VGG13 to 16 to 19 the paper's load grows by 138 MB
 each, ours by 84; each step adds 21 MB of weights, and 138 = 3 x 10.65 (three kept activations per layer) +
-5 x 21.24, so its loads look as if they held five copies of the weights where SGD with momentum needs three. What they
-are is inferred, not measured: SINGA keeps a cuDNN workspace in every convolution layer for the whole run (``CudnnConvolution::workspace_``) and the paper
-chose the fastest algorithm without a limit; on the deep layers those (Winograd) are a small multiple of the
-weights; and it keeps cuDNN's random states in every dropout layer.
+5 x 21.24, so its loads look as if they held five copies of the weights where SGD with momentum needs three.
+What they are is inferred, not measured: SINGA keeps a cuDNN workspace in every convolution layer for the whole
+run and the paper chose the fastest algorithm without a limit; on the deep layers those (Winograd) are a small
+multiple of the weights. SINGA also keeps cuDNN's random states in every dropout layer.
 """
 
 from __future__ import annotations

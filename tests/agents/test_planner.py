@@ -56,8 +56,6 @@ def test_no_planner_returns_a_plan_over_the_limit(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("name", agents.PLANNERS)
 def test_every_planner_takes_the_common_options(name: str) -> None:
-    if name.startswith("dqn"):
-        pytest.importorskip("torch")
     assert agents.make(name, seed=3, min_bytes=1).name == name
 
 
