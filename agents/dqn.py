@@ -23,8 +23,13 @@ are multiplied by ``reward_scale``; invalid actions are masked with −1e8 in th
 in the maximum of equation 5; an update follows every ``update_every`` transitions. As in the paper (its
 Figure 3) the plan returned is the best one found; the final greedy policy's is returned beside it.
 
-What each difference is worth is measured by ``python -m experiments.ablation``; its last result lies in
-experiments/results/ablation.json.
+What they are worth, by ``python -m experiments.ablation episodes=100`` (VGG16 at half its peak, three seeds,
+mean overhead of the best plan found and of the greedy policy; experiments/results/ablation.json): all of them
+0.06 % and 12.1 %. Without followers 5.0 % and 28.7 %, without Belady's prior 0.15 % and 28.5 %, with neither
+9.2 % and 28.2 %, with sum pooling 2.3 % and 16.3 %: these four help. One-step returns find 0 % but learn a
+greedy policy of 32.2 %; whole returns (n_step=1000) are better there, 0 % and 3.6 %, and so is prioritised
+replay, 0 % and 7.4 %. Double Q, the target network, mixing and the two features make no difference beyond the
+spread of the seeds.
 """
 
 from __future__ import annotations

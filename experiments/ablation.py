@@ -59,9 +59,8 @@ def main(cfg: DictConfig) -> None:
                 bar.update(shown, advance=1)
         for results in found.values():
             results.sort(key=lambda r: r["seed"])
-        command = f"python -m experiments.ablation workload={program.name} limit={cfg.limit}"
         write_json(out / "ablation.json", {
-            "command": command, "machine": machine.name, "limit_bytes": limit, "episodes": base.episodes,
+            "command": report.command(), "machine": machine.name, "limit_bytes": limit, "episodes": base.episodes,
             "variants": {n: {"changes": OmegaConf.to_container(cfg.variants[n]), "runs": found[n]} for n in found},
         }, indent=1)  # fmt: skip
     report.console().print(table(found))

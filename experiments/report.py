@@ -264,6 +264,12 @@ def write_summary(path: Path, cfg: DictConfig, program: Program, rows: list[Row]
     }, indent=1)  # fmt: skip
 
 
+def command() -> str:
+    """The command that was typed, without where its result went."""
+    words = [w for w in sys.argv[1:] if not w.startswith(("out=", "resume="))]
+    return " ".join(["python", "-m", _module(), *words])
+
+
 def _module() -> str:
     spec = sys.modules["__main__"].__spec__
     return spec.name if spec else Path(sys.argv[0]).name
