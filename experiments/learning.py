@@ -65,7 +65,8 @@ def summarise(file: Path) -> Row | None:
             return None
         return {
             "workload": dqn["workload"], "machine": dqn["machine"], "limit_fraction": round(dqn["limit_fraction"], 4),
-            "seed": dqn["seed"], "command": " ".join(w for w in summary["command"] if not w.startswith("out=")), "episodes": summary["episodes"],
+            "seed": dqn["seed"], "episodes": summary["episodes"],
+            "command": " ".join(w for w in summary["command"] if not w.startswith("out=")),
             "train_s": round(summary["train_s"], 1), "simulator_calls": dqn["simulator_calls"],
             "dqn": dqn["overhead"], "greedy": rows["dqn_greedy"]["overhead"],
             "autoswap": min(autoswap), "annealing": rows["annealing"]["overhead"],

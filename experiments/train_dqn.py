@@ -110,13 +110,13 @@ class Watch:
     """Shows training as it goes: a progress bar on stderr and scalars in TensorBoard."""
 
     def __init__(self, episodes: int, logs: Path, console: Any):
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.writer = SummaryWriter(str(logs), purge_step=0)  # a run that is resumed reports all its episodes again
+        self.logs = logs
+        self.writer: Any = None  # made with the first episode: an error before it leaves nothing behind
         self.bar = Progress(
             TextColumn("training"), BarColumn(40), MofNCompleteColumn(), TextColumn("{task.description}"),
             TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=console, refresh_per_second=4,
         )  # fmt: skip
+        self.total = episodes  # walks side by side may finish a few more
         self.task = self.bar.add_task("no plan yet", total=episodes)
 
     def __enter__(self) -> Watch:
@@ -125,14 +125,19 @@ class Watch:
     def __exit__(self, *error: object) -> None:
         if self.bar.live.is_started:
             self.bar.stop()
-        self.writer.close()
+        if self.writer is not None:
+            self.writer.close()
 
     def __call__(self, e: Episode) -> None:
         """Takes one finished episode."""
+        if self.writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.writer = SummaryWriter(str(self.logs), purge_step=0)  # a resumed run reports all its episodes again
         best = e.best_overhead
         self.bar.start()
         text = f"best {best:.2%}" if math.isfinite(best) else "no plan yet"
-        self.bar.update(self.task, completed=e.episode, description=text)
+        self.bar.update(self.task, completed=min(e.episode, self.total), description=text)
         scalars = {"overhead": e.overhead, "best_overhead": best, "epsilon": e.epsilon, "loss": e.loss}
         for name, value in {**scalars, "feasible": float(e.feasible)}.items():
             if math.isfinite(value):
