@@ -52,7 +52,7 @@ from agents.structure2vec import POOLS, Structure2Vec
 from envs.graph import MODES
 from envs.memory_env import current_node, dynamic_features
 from envs.walk import Task, Walk
-from simulator import Machine, Plan, Program
+from simulator import Machine, Plan, Program, Swap
 from simulator.engine import rows_of
 
 MASKED = -1e8  # not −inf: 0 · −inf is not a number
@@ -454,16 +454,11 @@ def check_reachable(task: Task) -> None:
 
     A recomputed tensor is away in the same gap but costs its chain's memory, so this bounds all modes.
     """
-    swaps = rows_of([])
-    if task.graph.gaps:
-        swaps = np.zeros((len(task.graph.gaps), 5), np.int64)
-        swaps[:, 1:4], swaps[:, 4] = task.graph.gaps, -1
-    smallest = int(task.engine.planned(swaps).max())
+    smallest = int(task.engine.planned(rows_of(Swap(*gap) for gap in task.graph.gaps)).max())
     if smallest > task.limit:
         raise Infeasible(
-            f"{task.program.name} cannot run in {task.limit:,} bytes: with every tensor of at least "
-            f"{task.program.tensors and min(task.nbytes, default=0):,} bytes swapped out whenever it is not in "
-            f"use it still needs {smallest:,}"
+            f"{task.program.name} cannot run in {task.limit:,} bytes: with every candidate tensor swapped out "
+            f"whenever it is not in use it still needs {smallest:,}"
         )
 
 

@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
-import os
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from experiments import cli, report
@@ -44,11 +42,10 @@ def main(cfg: DictConfig) -> None:
     variants = {n: v for n, v in variants.items() if cfg.only is None or n in cli.values(cfg, "only")}
     program = cli.program(cfg, machine)
     limit = cli.limit_bytes(cfg.limit, program)
-    jobs = cli.integer(cfg, "jobs", least=1) if cfg.jobs is not None else os.cpu_count() or 1
+    jobs = cli.jobs(cfg)
     tasks = list(itertools.product(variants, cli.values(cfg, "seeds")))
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in variants}
-    bar = Progress(TextColumn("{task.description}"), BarColumn(40), MofNCompleteColumn(), TimeElapsedColumn(),
-                   console=report.console(stderr=True), refresh_per_second=4)  # fmt: skip
+    bar = report.progress()
     context = multiprocessing.get_context("spawn")
     with report.RunDirectory(cli.path(cfg, "out"), f"ablation-{program.name}") as out:
         with bar, ProcessPoolExecutor(min(jobs, len(tasks)), context) as pool:

@@ -197,6 +197,11 @@ def integer(cfg: DictConfig, key: str, least: int = 0) -> int:
     return value
 
 
+def jobs(cfg: DictConfig) -> int:
+    """``cfg.jobs`` worker processes, by default one per core; raises UsageError as ``integer`` does."""
+    return integer(cfg, "jobs", least=1) if cfg.jobs is not None else os.cpu_count() or 1
+
+
 def path(cfg: DictConfig, key: str) -> Path | None:
     """The path at a key, None where it is null.
 

@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
-import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any
 
 from omegaconf import DictConfig
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from experiments import cli, plots, report
 from experiments.report import Row
@@ -30,7 +28,7 @@ from simulator.program import Program
 def main(cfg: DictConfig) -> None:
     machine = cli.machine(cfg)
     seed = cli.integer(cfg, "seed")
-    jobs = cli.integer(cfg, "jobs", least=1) if cfg.jobs is not None else os.cpu_count() or 1
+    jobs = cli.jobs(cfg)
     plan_file = cli.path(cfg, "plan")
     plan = Plan.load(plan_file) if plan_file is not None else None
     names = report.planner_names(cli.values(cfg, "planners")) if plan is None else []
@@ -59,8 +57,7 @@ def score_all(
     """A row for every limit and planner, in that order, with a progress bar on stderr."""
     tasks = list(itertools.product(limits, names))
     rows: dict[tuple[int, str], Row] = {}
-    bar = Progress(TextColumn("{task.description}"), BarColumn(40), MofNCompleteColumn(), TimeElapsedColumn(),
-                   console=report.console(stderr=True), refresh_per_second=4)  # fmt: skip
+    bar = report.progress()
     with bar:
         task = bar.add_task("starting", total=len(tasks))
         for key, row in _scored(tasks, program, machine, seed, min(jobs, len(tasks))):

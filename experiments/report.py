@@ -20,6 +20,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from rich import box
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import agents
@@ -189,6 +190,12 @@ def console(stderr: bool = False) -> Console:
     """A console: as wide as the terminal, and wide enough for a table where there is none."""
     out = Console(stderr=stderr, highlight=False)
     return out if out.is_terminal else Console(stderr=stderr, highlight=False, width=150)
+
+
+def progress() -> Progress:
+    """A progress bar on stderr for work that comes in equal pieces."""
+    return Progress(TextColumn("{task.description}"), BarColumn(40), MofNCompleteColumn(), TimeElapsedColumn(),
+                    console=console(stderr=True), refresh_per_second=4)  # fmt: skip
 
 
 # --------------------------------------------------------------------------------- the run directory

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 def main(cfg: DictConfig) -> None:
     from agents import dqn  # PyTorch takes seconds to import; a mistyped key is answered before that
 
-    warnings.filterwarnings("ignore", message="Sparse ", category=UserWarning)  # PyTorch on its sparse tensors
     machine = cli.machine(cfg)
     seed = cli.integer(cfg, "seed")
     names = report.planner_names(cli.values(cfg, "planners")) if cfg.planners else []
