@@ -12,40 +12,62 @@ from typing import Any
 
 from agents.planner import Infeasible, Planner
 
-__all__ = ["PLANNERS", "Infeasible", "Planner", "make"]
+__all__ = ["PLANNERS", "Infeasible", "Planner", "make", "options"]
 
 # Name: where the class is, and the options that make it this planner. Imported when asked for, so that
 # only the learned ones need PyTorch.
 PLANNERS: dict[str, tuple[str, dict[str, Any]]] = {
     "none": ("agents.planner:NoPlan", {}),
-    "random": ("agents.random_search:RandomSearch", {}),
+    "random_search": ("agents.random_search:RandomSearch", {}),
     "autoswap_doa": ("agents.autoswap:AutoSwap", {"score": "doa"}),
     "autoswap_aoa": ("agents.autoswap:AutoSwap", {"score": "aoa"}),
     "autoswap_wdoa": ("agents.autoswap:AutoSwap", {"score": "wdoa"}),
     "autoswap_swdoa": ("agents.autoswap:AutoSwap", {"score": "swdoa"}),
+    "autoswap_bo": ("agents.autoswap_bo:AutoSwapBO", {}),
+    "smartpool+autoswap": ("agents.smartpool_autoswap:SmartPoolAutoSwap", {}),
     "superneurons": ("agents.superneurons:SuperNeurons", {}),
+    "vdnn_all": ("agents.vdnn:VDNN", {"policy": "all"}),
+    "vdnn_conv": ("agents.vdnn:VDNN", {"policy": "conv"}),
+    "vdnn_dyn": ("agents.vdnn:VDNN", {"policy": "dyn"}),
+    "capuchin": ("agents.capuchin:Capuchin", {}),
+    "memonger": ("agents.memonger:Memonger", {}),
+    "tflms": ("agents.tflms:TFLMS", {}),
+    "geeps": ("agents.geeps:GeePS", {}),
+    "home": ("agents.home:HOME", {}),
+    "tensile": ("agents.tensile:TENSILE", {}),
+    "checkpoint_sqrt": ("agents.pytorch:Checkpoint", {"segments": "sqrt"}),
+    "checkpoint_all": ("agents.pytorch:Checkpoint", {"segments": "all"}),
+    "offload_all": ("agents.pytorch:OffloadAll", {}),
+    "activation_budget": ("agents.pytorch:ActivationBudget", {}),
     "annealing": ("agents.annealing:Annealing", {}),
+    "lp_round": ("agents.lp_round:LPRound", {}),
+    "milp": ("agents.milp:MILP", {}),
     "dqn": ("agents.dqn:DQN", {}),
     "dqn_paper": ("agents.dqn:DQNPaper", {}),
 }
 
 
-def make(name: str, **options: Any) -> Planner:
+def make(name: str, **chosen: Any) -> Planner:
     """A planner by name, with the keyword options of its class.
 
     Raises:
         ValueError: there is no such planner or it has no such option; the message names the nearest.
     """
+    known = options(name)
+    for option in chosen:
+        if option not in known:
+            raise ValueError(f"planner {name!r} has no option {option!r}{_nearest(option, known)}")
+    where, fixed = PLANNERS[name]
+    made: Planner = resolve_name(where)(**fixed, **chosen)
+    return made
+
+
+def options(name: str) -> list[str]:
+    """The keyword options that ``make`` takes for a planner; raises ValueError when there is none of this name."""
     if name not in PLANNERS:
         raise ValueError(f"there is no planner {name!r}{_nearest(name, list(PLANNERS))}")
     where, fixed = PLANNERS[name]
-    planner = resolve_name(where)
-    known = [p for p in inspect.signature(planner).parameters if p not in fixed]
-    for option in options:
-        if option not in known:
-            raise ValueError(f"planner {name!r} has no option {option!r}{_nearest(option, known)}")
-    made: Planner = planner(**fixed, **options)
-    return made
+    return [p for p in inspect.signature(resolve_name(where)).parameters if p not in fixed]
 
 
 def _nearest(word: str, known: list[str]) -> str:

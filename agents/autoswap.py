@@ -21,7 +21,8 @@ the limit. Choices that the paper leaves open:
 9. The schedule (section IV-E) is a swap-out at the end of the last access and a swap-in by simulator rule 5:
    as soon as the transfer stream is free and the tensor fits until its use. Both streams are FIFO.
 
-The Bayesian optimisation of section IV-C is left out.
+The Bayesian optimisation of section IV-C is agents/autoswap_bo.py, the combination with SmartPool (section V)
+agents/smartpool_autoswap.py.
 """
 
 from __future__ import annotations
@@ -67,16 +68,24 @@ class AutoSwap:
     def select(
         self, candidates: Candidates, program: Program, machine: Machine, limit: int
     ) -> NDArray[np.int64] | None:
-        """Section IV-D: indices of the selected candidates in the order of selection; None when all of them
-        leave the peak above ``limit``."""
-        if candidates.least > limit:
-            return None
-        load, chosen = candidates.loads.copy(), []
-        order = self._order(candidates, program, machine)
-        while load.max() > limit:
-            chosen.append(next(order))
-            candidates.empty(load, chosen[-1])
-        return np.array(chosen, dtype=np.int64)
+        """``select`` in the order of this score."""
+        return select(candidates, self._order(candidates, program, machine), limit)
+
+
+def select(candidates: Candidates, order: Iterator[int], limit: int) -> NDArray[np.int64] | None:
+    """Section IV-D: indices of the selected candidates in the order of selection; None when all of them leave the
+    peak above ``limit``.
+
+    Args:
+        order: every candidate, the highest score first.
+    """
+    if candidates.least > limit:
+        return None
+    load, chosen = candidates.loads.copy(), []
+    while load.max() > limit:
+        chosen.append(next(order))
+        candidates.empty(load, chosen[-1])
+    return np.array(chosen, dtype=np.int64)
 
 
 def peak_gaps(program: Program, min_bytes: int = MIB) -> list[Gap]:
@@ -111,32 +120,39 @@ def weighted_duration(
     return area[before] - area[after + 1] + np.where(after < before, 0.0, area[-1])
 
 
-def _descending(scores: NDArray[np.int64] | NDArray[np.float64]) -> Iterator[int]:
+def submodular_weighted_duration(candidates: Candidates, program: Program) -> Iterator[tuple[int, float]]:
+    """SWDOA: (candidate, byte-nanoseconds) in the order of selection; each maximises WDOA under the load that the
+    ones before it leave (Fig. 6). Loads only fall, and so does the score."""
+    durations, load = np.diff(program.start_ns), candidates.loads.copy()
+    left = np.ones(len(candidates), dtype=bool)
+    while left.any():
+        wdoa = np.where(left, weighted_duration(candidates, load, durations), -np.inf)
+        best = int(np.argmax(wdoa))
+        left[best] = False
+        candidates.empty(load, best)
+        yield best, float(wdoa[best])
+
+
+def descending(scores: NDArray[np.int64] | NDArray[np.float64]) -> Iterator[int]:
+    """Candidates by score, the highest first."""
     return iter(np.argsort(-scores, kind="stable").tolist())
 
 
 def _by_doa(candidates: Candidates, program: Program, machine: Machine) -> Iterator[int]:
-    return _descending(duration_of_absence(candidates, program, machine))
+    return descending(duration_of_absence(candidates, program, machine))
 
 
 def _by_aoa(candidates: Candidates, program: Program, machine: Machine) -> Iterator[int]:
-    return _descending(area_of_absence(candidates, program, machine))
+    return descending(area_of_absence(candidates, program, machine))
 
 
 def _by_wdoa(candidates: Candidates, program: Program, machine: Machine) -> Iterator[int]:
     durations = np.diff(program.start_ns)
-    return _descending(weighted_duration(candidates, candidates.loads, durations))
+    return descending(weighted_duration(candidates, candidates.loads, durations))
 
 
 def _by_swdoa(candidates: Candidates, program: Program, machine: Machine) -> Iterator[int]:
-    """Each pick maximises WDOA under the load that the picks before it leave (Fig. 6)."""
-    durations, load = np.diff(program.start_ns), candidates.loads.copy()
-    left = np.ones(len(candidates), dtype=bool)
-    while left.any():
-        best = int(np.argmax(np.where(left, weighted_duration(candidates, load, durations), -np.inf)))
-        left[best] = False
-        candidates.empty(load, best)
-        yield best
+    return (i for i, _ in submodular_weighted_duration(candidates, program))
 
 
 Order = Callable[[Candidates, Program, Machine], Iterator[int]]

@@ -18,7 +18,7 @@ from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Gap, Program
 
-SWAP, RECOMPUTE = 0, 1  # first column of a row
+SWAP, RECOMPUTE, SYNC_SWAP = 0, 1, 2  # first column of a row
 MIB = 2**20
 
 Rows = NDArray[np.int64]  # (n, 5): kind, tensor, after, before, extra (swap: prefetch or -1; recompute: keep)

@@ -24,7 +24,7 @@ class RandomSearch:
         min_bytes: tensors below this size are no candidates.
     """
 
-    name = "random"
+    name = "random_search"
 
     def __init__(self, calls: int = 2_000, min_bytes: int = MIB, seed: int = 0) -> None:
         if calls < 2:

@@ -1,9 +1,11 @@
 """SuperNeurons: "Superneurons: Dynamic GPU Memory Management for Training Deep Neural Networks".
 
 Outputs of CONV layers go to the host (section 3.3.1), but only as far as a Tensor Cache in LRU order finds
-memory short (section 3.3.2); outputs of cheap layers are dropped and recomputed (section 3.4), each
-recomputation segment speed-centric where the peak of a single layer allows it, else memory-centric. Liveness
-analysis (section 3.2) is what a Program is. Choices that the paper leaves open, or that planning ahead makes:
+memory short (section 3.3.2); outputs of cheap layers are dropped and recomputed (section 3.4). For a segment of k
+dropped outputs, speed-centric recomputation runs k kernels again and keeps what they bring back, memory-centric
+k (k + 1) / 2 and keeps nothing; cost-aware, the paper's own, is speed-centric where the peak of a single layer
+allows it, else memory-centric. Liveness analysis (section 3.2) is what a Program is. Choices that the paper leaves
+open, or that planning ahead makes:
 
 1. A layer's output is a non-persistent tensor first written in the forward phase; its layer is the kernel
    that does so. CONV is kernel kind conv; POOL, ACT, LRN, BN are pool, activation, lrn, norm. Dropout is
@@ -25,7 +27,8 @@ analysis (section 3.2) is what a Program is. Choices that the paper leaves open,
    is that of its dropped outputs together with the tensors of the backward kernel that asks for most; the
    threshold l_peak is the largest sum over one kernel of the tensors it touches and its workspace.
 7. The walk does not see the memory of recomputation chains. Where the simulator then asks for more than the
-   limit, segments become memory-centric, largest first; where that does not do, all that may leave does.
+   limit, cost-aware segments become memory-centric, largest first; where that does not do, all that may leave does.
+   The other two strategies are the same for every segment, and have that last resort only.
 
 The dynamic choice of convolution algorithms (section 3.5) is left out: kernels keep their workspace.
 """
@@ -45,6 +48,7 @@ from simulator.program import Gap, Program
 
 CHEAP = frozenset({"pool", "activation", "lrn", "norm", "dropout"})
 CHECKPOINTS = frozenset({"conv", "matmul"})
+STRATEGIES = ("cost", "speed", "memory")
 
 
 class SuperNeurons:
@@ -52,6 +56,7 @@ class SuperNeurons:
 
     Args:
         mode: swap (section 3.3 alone), recompute (section 3.4 alone) or joint.
+        recompute: cost, speed or memory, the strategy of section 3.4.
         always: drop every cheap output, not only under pressure (choice 3).
         early: leave every prefetch to the simulator (choice 5).
         min_bytes: tensors below this size stay.
@@ -61,8 +66,12 @@ class SuperNeurons:
     name = "superneurons"
 
     def __init__(
-        self, mode: str = "joint", always: bool = False, early: bool = False, min_bytes: int = MIB, seed: int = 0
-    ) -> None:
+        self, mode: str = "joint", recompute: str = "cost", always: bool = False, early: bool = False,
+        min_bytes: int = MIB, seed: int = 0,
+    ) -> None:  # fmt: skip
+        if recompute not in STRATEGIES:
+            raise ValueError(f"recompute: expected one of {', '.join(STRATEGIES)}, got {recompute!r}")
+        self.recompute = recompute
         self.mode, self.always, self.early, self.min_bytes = check_mode(mode), always, early, min_bytes
         self.simulator_calls = 0
 
@@ -92,10 +101,10 @@ class SuperNeurons:
         cost = {s: segment_bytes(program, [gaps[i] for i in members]) for s, members in dropped.items()}
         l_peak = max(layer_bytes(program, k) for k in range(len(program.kernels)))
         for s, members in dropped.items():
-            rows[members, 4] = cost[s] <= l_peak
+            rows[members, 4] = self.recompute == "speed" or (self.recompute == "cost" and cost[s] <= l_peak)
         required = engine.score(rows).required_bytes
         for s in sorted(dropped, key=lambda s: -cost[s]):
-            if required <= limit:
+            if required <= limit or self.recompute != "cost":
                 break
             if cost[s] <= l_peak:
                 rows[dropped[s], 4] = False

@@ -9,11 +9,16 @@
   ``simulator/reference.py``, timed in the same process, over ``simulate_us``. All three must agree on the
   iteration to the nanosecond, or there is no number.
 - ``capture_s``: from a model to a Program, the best of three, by workload.
+- ``home_search_s``: one search of HOME at 60 % of the peak, with the particles and iterations of the config (the paper
+  has 500 of both); ``home_call_us``: the same over its simulator calls, so that they bear all the work of the search.
+  ``home_paper_search_s``, ``home_paper_call_us``: Table 3 of the paper, 500 x 500 with 16 threads and one call of its
+  Policy Evaluator; ``average`` is that of its six models.
 - ``env_steps_per_s``: GpuMemory-v0 on the first workload, random actions among the valid ones.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import statistics
@@ -24,12 +29,20 @@ from typing import Any
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
+from agents import Infeasible
 from agents.autoswap import peak_gaps
+from agents.home import HOME
 from experiments import cli, simpy_model
 from simulator import Plan, Swap, reference
 from simulator.engine import Engine, rows_of
 from simulator.machine import Machine
 from simulator.program import Gap, Program
+
+# HOME, Table 3. Its ResNet does not say how deep it is.
+HOME_PAPER = {
+    "home_paper_search_s": {"vgg16": 25, "resnet50": 10},
+    "home_paper_call_us": {"vgg16": 1400, "resnet50": 600, "average": 4700},
+}
 
 
 @cli.entry("bench")
@@ -38,8 +51,10 @@ def main(cfg: DictConfig) -> None:
     machine = cli.machine(cfg)
     calls, steps = cli.integer(cfg, "calls", 1), cli.integer(cfg, "env_steps", 1)
     min_bytes = cli.integer(cfg, "min_bytes")
+    particles, iterations = cli.integer(cfg, "home.particles", 1), cli.integer(cfg, "home.iterations", 1)
+    seed = cli.integer(cfg, "seed")
     keys = ("simulate_us", "simulate_all_us", "speedup_vs_simpy", "speedup_vs_reference", "capture_s")
-    found: dict[str, Any] = {key: {} for key in keys}
+    found: dict[str, Any] = {key: {} for key in (*keys, "home_search_s", "home_call_us")}
     programs = []
     for name in cli.values(cfg, "workloads"):
         seconds, program = capture(str(name), machine)
@@ -50,7 +65,10 @@ def main(cfg: DictConfig) -> None:
             found[key][name] = value
         every = swap_all(program, program.gaps(min_bytes))
         found["simulate_all_us"][name] = simulation(program, every, machine, calls)["simulate_us"]
-    found["env_steps_per_s"] = round(environment(programs[0], machine, steps, cli.integer(cfg, "seed")))
+        for key, value in home_search(program, machine, particles, iterations, seed).items():
+            found[key][name] = value
+    found |= HOME_PAPER
+    found["env_steps_per_s"] = round(environment(programs[0], machine, steps, seed))
     print(json.dumps(found, indent=1))
 
 
@@ -83,6 +101,24 @@ def simulation(program: Program, plan: Plan, machine: Machine, calls: int) -> di
         "speedup_vs_simpy": round(simpy / fast, 1),
         "speedup_vs_reference": round(slow / fast, 1),
     }
+
+
+def home_search(
+    program: Program, machine: Machine, particles: int, iterations: int, seed: int, limit: float = 0.6
+) -> dict[str, float]:
+    """One search of HOME in this process, in seconds, and that over its simulator calls.
+
+    Raises:
+        Infeasible: HOME has no plan within ``limit`` (a fraction of the peak).
+    """
+    limit_bytes = int(limit * program.peak_bytes)
+    with contextlib.suppress(Infeasible):  # two particles compile, and need not find a plan
+        HOME(particles=2, iterations=1, jobs=1).plan(program, machine, limit_bytes)
+    planner = HOME(particles, iterations, jobs=1, seed=seed)
+    start = time.perf_counter()
+    planner.plan(program, machine, limit_bytes)
+    seconds = time.perf_counter() - start
+    return {"home_search_s": round(seconds, 3), "home_call_us": round(seconds / planner.simulator_calls * 1e6, 2)}
 
 
 def median_s(call: Callable[[], object], repeats: int) -> float:

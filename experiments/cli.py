@@ -197,6 +197,18 @@ def integer(cfg: DictConfig, key: str, least: int = 0) -> int:
     return value
 
 
+def choice(cfg: DictConfig, key: str, known: tuple[str | None, ...]) -> Any:
+    """The value at a key, one of ``known``.
+
+    Raises:
+        UsageError: it is another.
+    """
+    if cfg[key] not in known:
+        names = ["null" if k is None else k for k in known]
+        raise UsageError(f"{key}: expected {', '.join(names[:-1])} or {names[-1]}, got {cfg[key]!r}")
+    return cfg[key]
+
+
 def jobs(cfg: DictConfig) -> int:
     """``cfg.jobs`` worker processes, by default one per core; raises UsageError as ``integer`` does."""
     return integer(cfg, "jobs", least=1) if cfg.jobs is not None else os.cpu_count() or 1

@@ -1,7 +1,8 @@
-"""Score planners, or an existing plan, over a range of limits; no training.
+"""Score planners, or an existing plan, over a range of limits, beside the floor that no plan can beat; no training.
 
     python -m experiments.evaluate workload=vgg16 limits=[0.8,0.6] planners=[autoswap_swdoa,annealing]
     python -m experiments.evaluate program=step.json plan=plan.json limits=[0.6]
+    python -m experiments.evaluate -m workload=vgg16,resnet50 limits=[0.8,0.7,0.6,0.5,0.4,0.3] planners=all
 
 The run directory holds summary.json, results.jsonl (a row per planner and limit) and overhead.png. Its path
 is the last line printed.
@@ -9,7 +10,6 @@ is the last line printed.
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -17,11 +17,17 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from agents.bound import Floor, floor
 from experiments import cli, plots, report
 from experiments.report import Row
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
+
+FLOOR = "the floor"  # a task, as the planners are
+SLOW = ("milp", "home", "lp_round", "annealing")  # first in the queue, so that no core idles at its end
+
+Task = tuple[str, int]  # planner or FLOOR, limit
 
 
 @cli.entry("evaluate")
@@ -29,22 +35,31 @@ def main(cfg: DictConfig) -> None:
     machine = cli.machine(cfg)
     seed = cli.integer(cfg, "seed")
     jobs = cli.jobs(cfg)
+    mode = cli.choice(cfg, "mode", (None, "swap", "recompute", "joint"))
+    scale = cli.choice(cfg, "scale", ("log", "linear"))
+    options = {"mode": mode, "calls": cli.integer(cfg, "calls", least=1) if cfg.calls is not None else None}
     plan_file = cli.path(cfg, "plan")
     plan = Plan.load(plan_file) if plan_file is not None else None
-    names = report.planner_names(cli.values(cfg, "planners")) if plan is None else []
+    names = report.planner_names(cli.values(cfg, "planners"), **options) if plan is None else []
     program = cli.program(cfg, machine)
     limits = [cli.limit_bytes(value, program, "limits") for value in cli.values(cfg, "limits")]
     limits = sorted(set(limits), reverse=True)
     if plan is not None:
         plan.check(program)
 
+    title = f"{program.name} on {machine.name}: overhead against the memory limit{f', mode={mode}' if mode else ''}"
     with report.RunDirectory(cli.path(cfg, "out"), f"evaluate-{program.name}") as out:
         if plan is not None:
-            rows = [report.score_plan(plan, program, machine, limit, seed) for limit in limits]
+            rows = [
+                report.certified(
+                    report.score_plan(plan, program, machine, limit, seed, mode),
+                    floor(program, machine, limit, mode or "joint"),
+                )
+                for limit in limits
+            ]
         else:
-            rows = score_all(program, machine, limits, names, seed, jobs)
-        title = f"{program.name} on {machine.name}: overhead against the limit"
-        plots.overhead_by_limit(out / "overhead.png", rows, title)
+            rows = score_all(program, machine, limits, names, seed, jobs, options)
+        plots.overhead_by_limit(out / "overhead.png", rows, title, scale)
         report.write_rows(out / "results.jsonl", rows)
         report.write_summary(out / "summary.json", cfg, program, rows)
     report.console().print(report.table(rows, limits=True))
@@ -52,31 +67,36 @@ def main(cfg: DictConfig) -> None:
 
 
 def score_all(
-    program: Program, machine: Machine, limits: list[int], names: list[str], seed: int, jobs: int
-) -> list[Row]:
-    """A row for every limit and planner, in that order, with a progress bar on stderr."""
-    tasks = list(itertools.product(limits, names))
-    rows: dict[tuple[int, str], Row] = {}
+    program: Program, machine: Machine, limits: list[int], names: list[str], seed: int, jobs: int,
+    options: dict[str, Any],
+) -> list[Row]:  # fmt: skip
+    """A row for every limit and planner, in that order, with a progress bar on stderr.
+
+    Args:
+        options: as for ``report.score``.
+    """
+    queue = sorted(names, key=lambda name: SLOW.index(name) if name in SLOW else len(SLOW))
+    tasks = [(name, limit) for name in [FLOOR, *queue] for limit in reversed(limits)]  # tight limits take longest
+    found: dict[Task, Any] = {}
     bar = report.progress()
     with bar:
-        task = bar.add_task("starting", total=len(tasks))
-        for key, row in _scored(tasks, program, machine, seed, min(jobs, len(tasks))):
-            rows[key] = row
-            bar.update(task, advance=1, description=f"scored {key[1]}")
-    return [rows[key] for key in tasks]
+        shown = bar.add_task("starting", total=len(tasks))
+        for task, result in _done(tasks, min(jobs, len(tasks)), (program, machine, seed, options)):
+            found[task] = result
+            bar.update(shown, advance=1, description=f"scored {task[0]}")
+    return [report.certified(found[name, limit], found[FLOOR, limit]) for limit in limits for name in names]
 
 
-def _scored(
-    tasks: list[tuple[int, str]], program: Program, machine: Machine, seed: int, jobs: int
-) -> Iterator[tuple[tuple[int, str], Row]]:
+def _done(tasks: list[Task], jobs: int, shared: tuple[Any, ...]) -> Iterator[tuple[Task, Row | Floor]]:
+    """Every task and its result, as they are done."""
     if jobs == 1:
-        _start_worker(program, machine, seed)
-        yield from ((task, _score(*task)) for task in tasks)
+        _start_worker(*shared)
+        yield from ((task, _do(*task)) for task in tasks)
         return
     # Spawned, not forked: the progress bar is a thread.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, context, _start_worker, (program, machine, seed)) as pool:
-        futures = {pool.submit(_score, *task): task for task in tasks}
+    with ProcessPoolExecutor(jobs, context, _start_worker, shared) as pool:
+        futures = {pool.submit(_do, *task): task for task in tasks}
         for future in as_completed(futures):
             yield futures[future], future.result()
 
@@ -84,13 +104,17 @@ def _scored(
 _worker: dict[str, Any] = {}  # what every task of a worker process shares
 
 
-def _start_worker(program: Program, machine: Machine, seed: int) -> None:
+def _start_worker(program: Program, machine: Machine, seed: int, options: dict[str, Any]) -> None:
     report.warm_up(machine)
-    _worker.update(program=program, machine=machine, seed=seed)
+    _worker.update(program=program, machine=machine, seed=seed, options=options)
 
 
-def _score(limit: int, name: str) -> Row:
-    return report.score(name, _worker["program"], _worker["machine"], limit, _worker["seed"])[0]
+def _do(name: str, limit: int) -> Row | Floor:
+    program, machine, seed, options = (_worker[key] for key in ("program", "machine", "seed", "options"))
+    if name == FLOOR:
+        return floor(program, machine, limit, options["mode"] or "joint")
+    # A planner has one process: the cores are shared out over the planners.
+    return report.score(name, program, machine, limit, seed, jobs=1, **options)[0]
 
 
 if __name__ == "__main__":

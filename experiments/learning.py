@@ -1,4 +1,4 @@
-"""What finished training runs learned: the agent beside the best AutoSwap score and annealing, over the seeds.
+"""What finished training runs learned, over the seeds: the agent beside AutoSwap's best score, annealing, the floor.
 
     python -m experiments.train_dqn -m seed=0,1,2 limit=0.7,0.65,0.6
     python -m experiments.learning runs=runs out=experiments/results/learning.json
@@ -34,7 +34,8 @@ def main(cfg: DictConfig) -> None:
             groups.setdefault((one["workload"], one["machine"], one["limit_fraction"]), []).append(one)
     if not groups:
         raise cli.UsageError(f"runs: there is no finished run of train_dqn under {folder}")
-    table = Table("workload", "limit", "seeds", "DQN", "greedy policy", "best AutoSwap", "annealing", "holds", box=None)
+    headings = ("DQN", "greedy policy", "best AutoSwap", "annealing", "floor", "holds")
+    table = Table("workload", "limit", "seeds", *headings, box=None)
     cases = []
     for (workload, machine, fraction), runs in sorted(groups.items()):
         runs.sort(key=lambda r: r["seed"])
@@ -43,7 +44,8 @@ def main(cfg: DictConfig) -> None:
             {"workload": workload, "machine": machine, "limit_fraction": fraction, "holds": holds, "runs": runs}
         )
         columns = [spread([r[key] for r in runs]) for key in ("dqn", "greedy", "autoswap", "annealing")]
-        table.add_row(workload, f"{fraction:.0%}", str(len(runs)), *columns, "yes" if holds else "no")
+        floor = "–" if runs[0]["floor"] is None else f"{runs[0]['floor']:.2%}"
+        table.add_row(workload, f"{fraction:.0%}", str(len(runs)), *columns, floor, "yes" if holds else "no")
     report.console().print(table)
     if out is not None:
         write_json(out, {"margin": MARGIN, "cases": cases}, indent=1)
@@ -70,6 +72,7 @@ def summarise(file: Path) -> Row | None:
             "train_s": round(summary["train_s"], 1), "simulator_calls": dqn["simulator_calls"],
             "dqn": dqn["overhead"], "greedy": rows["dqn_greedy"]["overhead"],
             "autoswap": min(autoswap), "annealing": rows["annealing"]["overhead"],
+            "floor": dqn.get("bound_overhead"), "gap": dqn.get("gap"),  # runs of version 0.1 have no floor
         }  # fmt: skip
     except (KeyError, TypeError) as error:
         raise FormatError(f"{file}: not the summary of a run ({json.dumps(str(error))})") from None

@@ -1,9 +1,9 @@
-"""Figures. Every colour and label of the project is in this file."""
+"""Figures. Colours and labels are in palette.py."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,66 +12,43 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
+from scipy.optimize import isotonic_regression
 
+from experiments.palette import (
+    BEST_OF,
+    FAINT,
+        FAMILY_COLOURS,
+    FLOOR,
+    INK,
+    LIMIT,
+    LOOKS,
+    STYLE,
+    Look,
+    colour,
+    family,
+    label,
+    look,
+)  # fmt: skip
 from experiments.report import MB, Row
 from simulator.timeline import Timeline
 
-INK, FAINT, LIMIT = "#222222", "#9a9a9a", "#222222"
-COLOURS = {
-    "none": "#222222",
-    "random": "#9a9a9a",
-    "autoswap_doa": "#a6cee3",
-    "autoswap_aoa": "#5aa5d6",
-    "autoswap_wdoa": "#1f78b4",
-    "autoswap_swdoa": "#08306b",
-    "superneurons": "#e69f00",
-    "annealing": "#2ca25f",
-    "dqn": "#d6336c",
-    "dqn_greedy": "#f783ac",
-    "dqn_paper": "#7b3294",
-    "dqn_paper_greedy": "#c2a5cf",
-}
-LABELS = {
-    "none": "no plan",
-    "random": "random",
-    "autoswap_doa": "AutoSwap DOA",
-    "autoswap_aoa": "AutoSwap AOA",
-    "autoswap_wdoa": "AutoSwap WDOA",
-    "autoswap_swdoa": "AutoSwap SWDOA",
-    "superneurons": "SuperNeurons",
-    "annealing": "simulated annealing",
-    "dqn": "DQN",
-    "dqn_greedy": "DQN, greedy policy",
-    "dqn_paper": "DQN, as in the paper",
-    "dqn_paper_greedy": "DQN, as in the paper, greedy policy",
-}
-MARKERS = "os^Dvp*Xh<>P"
-STYLE = {
-    "font.size": 11, "axes.titlesize": 12, "axes.titleweight": "bold", "axes.titlelocation": "left",
-    "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": FAINT, "axes.labelcolor": INK,
-    "xtick.color": INK, "ytick.color": INK, "axes.grid": True, "grid.color": "#eeeeee", "axes.axisbelow": True,
-    "legend.frameon": False,
-}  # fmt: skip
-
-
-def colour(planner: str) -> str:
-    """The planner's colour; one that is not known takes one from a fixed cycle, by its name."""
-    spare = ("#8c564b", "#17becf", "#bcbd22", "#e377c2")
-    return COLOURS.get(planner, spare[sum(planner.encode()) % len(spare)])
-
-
-def label(planner: str) -> str:
-    """The planner's name for people."""
-    return LABELS.get(planner, planner)
+Levels = list[tuple[float, str, str]]  # of lines at their right ends: value, name, colour
+TICKS = (0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)  # of the overhead
+BOTTOM = -0.0003  # of a logarithmic axis: a line at 0 is seen whole
+DOTTED, HATCH = (0, (1, 1.2)), "////"
+MARKERS = "osD^vPX"
+CROWD = 8  # planners that one pair of axes can show
 
 
 @contextmanager
-def figure(path: Path, width: float = 8.0, height: float = 4.2) -> Iterator[Axes]:
-    """One pair of axes, saved as PNG at the end: whole or not at all."""
+def figure(path: Path, width: float = 8.0, height: float = 4.2, rows: int = 1, columns: int = 1) -> Iterator[Any]:
+    """Axes (one pair, or an array [rows, columns] of them), saved as PNG at the end: whole or not at all."""
     with matplotlib.rc_context(STYLE):
         fig = Figure(figsize=(width, height), layout="constrained")
-        yield fig.subplots()
+        yield fig.subplots(rows, columns)
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         fig.savefig(temporary, format="png", dpi=150)
         os.replace(temporary, path)
@@ -141,58 +118,151 @@ def learning_curve(path: Path, history: Sequence[Any], rows: Sequence[Row], plan
             levels.append((y[-1], f"{label(planner)} {y[-1]:.2%}", colour(planner)))
         shown = [e.overhead for e in good] + [level[0] for level in levels]
         _overhead_axis(axes, max(shown, default=0.01))
+        floor = rows[0]["bound_overhead"] if rows else None
+        if floor is not None:
+            axes.axhspan(BOTTOM, floor, color=FLOOR, linewidth=0, label=f"no plan can be here: floor {floor:.2%}")
         _labels_at_right(axes, levels)
         axes.set(xlabel="training episode", ylabel="overhead over the ideal time", title=title)
         axes.set_xlim(0, max([e.episode for e in history], default=1) + 1)
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3, fontsize=9.5, markerscale=1.6)
 
 
-def overhead_by_limit(path: Path, rows: Sequence[Row], title: str) -> None:
-    """Overhead against the limit, one line a planner; a planner's line ends where it finds no plan."""
-    with figure(path, 9.0, 4.8) as axes:
-        names = list(dict.fromkeys(r["planner"] for r in rows))
-        top = max([r["overhead"] for r in rows if r["feasible"]], default=0.01)
-        tightest = min((r["limit_fraction"] for r in rows), default=1)
-        levels = []
-        for i, name in enumerate(names):
-            mine = sorted((r["limit_fraction"], r["overhead"]) for r in rows if r["planner"] == name and r["feasible"])
-            if not mine:
-                continue
-            x, y = zip(*mine, strict=True)
-            axes.plot(x, y, color=colour(name), marker=MARKERS[i % len(MARKERS)], markersize=5, linewidth=1.7)
-            reach = "" if x[0] == tightest else f", to {x[0]:.0%}"
-            levels.append((y[0], f"{label(name)}{reach}", colour(name)))
-        _overhead_axis(axes, top)
-        _labels_at_right(axes, levels)
-        axes.invert_xaxis()
-        limits = sorted({r["limit_fraction"] for r in rows})
-        if len(limits) <= 12:
-            axes.xaxis.set_ticks(limits)
-        axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-        axes.set(xlabel="memory limit, of the program's peak (tighter to the right)",
-                 ylabel="overhead over the ideal time", title=title)  # fmt: skip
+def overhead_by_limit(path: Path, rows: Sequence[Row], title: str, scale: str = "log") -> None:
+    """Overhead against the limit: a line a planner, over the floor; a line ends where its planner finds no plan.
+
+    Up to ``CROWD`` planners share one pair of axes. More of them have a pair for each family of methods, and one for
+    the best of each.
+
+    Args:
+        rows: certified, of at least one limit.
+        scale: of the overhead, log or linear.
+    """
+    lines: dict[str, dict[float, float]] = {}  # of planners: overhead by limit
+    for r in rows:
+        line = lines.setdefault(r["planner"], {})
+        if r["feasible"]:
+            line[r["limit_fraction"]] = r["overhead"]
+    crowd = len(lines) > CROWD
+    panels: dict[str, list[str]] = {}
+    for name in sorted(lines, key=[*LOOKS, *lines].index):
+        panels.setdefault(family(name) if crowd else "", []).append(name)
+    best = lowest(lines.values())
+    top = _top(scale, [y for line in lines.values() for y in line.values()], [*best.values()])
+    count = len(panels) + crowd
+    columns = min(count, 3)
+    down = -(-count // columns)
+    with figure(path, *((6.0 * columns, 3.7 * down + 0.8) if crowd else (9.0, 5.0)), down, columns) as made:
+        grid = list(np.atleast_1d(made).flat)
+        for axes in grid[count:]:
+            axes.set_axis_off()
+        for axes, (heading, names) in zip(grid, panels.items(), strict=False):
+            shown = [(lines[name], look(name)) for name in names if lines[name] or name != "none"]
+            _panel(axes, rows, shown, best if crowd else {}, top, scale)
+            axes.set_title(heading)
+        if crowd:
+            shown = [
+                (lowest(lines[name] for name in names), Look(heading, FAMILY_COLOURS[heading], marker))
+                for (heading, names), marker in zip(panels.items(), MARKERS, strict=False)
+            ]
+            _panel(grid[count - 1], rows, shown, best, top, scale)
+            grid[count - 1].set_title(BEST_OF)
+        for axes in grid[:count:columns]:
+            axes.set_ylabel("overhead over the ideal time")
+        for axes in grid[max(0, count - columns) : count]:
+            axes.set_xlabel("memory limit, of the program's peak")
+        keys = [Patch(color=FLOOR, label="the floor: no plan can be here")]
+        if grid[0].patches:  # hatched
+            keys.append(Patch(facecolor="white", edgecolor=FAINT, hatch=HATCH, label="no plan fits (proven)"))
+        if crowd:
+            keys.append(Line2D([], [], color=INK, linewidth=1, linestyle=DOTTED, label="the best planner"))
+        grid[0].figure.legend(handles=keys, loc="outside lower center", ncols=3, fontsize=9.5)
+        grid[0].figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
 
 
-def _overhead_axis(axes: Axes, top: float) -> None:
-    """Overhead in per cent: linear up to 1 %, logarithmic above, so that 0, 2 % and 80 % can all be read."""
-    axes.set_yscale("symlog", linthresh=0.01, linscale=0.7)
-    ticks = [0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10]
-    axes.set_ylim(-0.0003, 1.3 * max(top, 0.01))  # a line at 0 is seen whole
-    axes.yaxis.set_ticks([t for t in ticks if t <= 1.3 * max(top, 0.01)])
+def lowest(lines: Iterable[dict[float, float]]) -> dict[float, float]:
+    """The least overhead at each limit."""
+    out: dict[float, float] = {}
+    for line in lines:
+        for x, y in line.items():
+            out[x] = min(y, out.get(x, y))
+    return out
+
+
+def _top(scale: str, overheads: list[float], best: list[float]) -> float:
+    """The highest overhead that an axis shows. Linear: where the best plans can be told apart, so not all."""
+    top = max(overheads, default=0.01)
+    return top if scale == "log" else min(top, max(0.2, 2 * max(best, default=0.0)))
+
+
+def _panel(
+    axes: Axes, rows: Sequence[Row], lines: list[tuple[dict[float, float], Look]], best: dict[float, float],
+    top: float, scale: str,
+) -> None:  # fmt: skip
+    """One pair of axes of ``overhead_by_limit``: the floor, the ``best`` of all, and lines with their names."""
+    limits = sorted({r["limit_fraction"] for r in rows})
+    margin = 0.06 * (limits[-1] - limits[0]) or 0.02
+    left, right = limits[-1] + margin, limits[0] - margin
+    _overhead_axis(axes, top, scale)
+    axes.set_xlim(left, right)  # tighter to the right
+    _floor(axes, rows, left, right)
+    if best:
+        axes.plot(*zip(*sorted(best.items()), strict=True), color=INK, linewidth=1, linestyle=DOTTED, zorder=4)
+    levels = []
+    for line, (name, ink, marker) in lines:
+        if not line:
+            levels.append((axes.get_ylim()[1], f"{name}: no plan", FAINT))
+            continue
+        x, y = zip(*sorted(line.items()), strict=True)
+        axes.plot(x, y, color=ink, marker=marker, markersize=5, linewidth=1.6, zorder=3, clip_on=max(y) > top)
+        reach = "" if x[0] == limits[0] else f", to {x[0]:.0%}"
+        above = f" ({y[0]:.0%} ↑)" if y[0] > axes.get_ylim()[1] else ""
+        levels.append((min(y[0], axes.get_ylim()[1]), f"{name}{reach}{above}", ink))
+    _labels_at_right(axes, levels)
+    if len(limits) <= 12:
+        axes.xaxis.set_ticks(limits)
+    axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    axes.tick_params(labelsize=9.5)
+
+
+def _floor(axes: Axes, rows: Sequence[Row], left: float, right: float) -> None:
+    """The floor as a band, and hatching over limits that no plan fits, between the edges of the axes.
+
+    A tighter limit has no lower floor, so that between two limits the floor of the wider one holds.
+    """
+    floors = {r["limit_fraction"]: r["bound_overhead"] for r in rows if r["bound_overhead"] is not None}
+    fits = max((r["bound_bytes"] / r["limit_bytes"] * r["limit_fraction"] for r in rows), default=0.0)
+    if floors:
+        x = sorted(floors, reverse=True)
+        y = [floors[v] for v in x]
+        x, y = [*x, max(fits, right)], [*y, y[-1]]
+        axes.fill_between(x, BOTTOM, y, step="post", color=FLOOR, linewidth=0, zorder=1)
+        axes.step(x, y, where="post", color=FAINT, linewidth=1, zorder=2)
+    if fits > right:
+        axes.axvspan(min(fits, left), right, facecolor="white", edgecolor=FAINT, hatch=HATCH, linewidth=0, zorder=1)
+
+
+def _overhead_axis(axes: Axes, top: float, scale: str = "log") -> None:
+    """Overhead in per cent. Log: linear up to 1 %, logarithmic above, so that 0, 2 % and 80 % can all be read."""
+    top = 1.3 * max(top, 0.01) if scale == "log" else 1.05 * max(top, 0.01)
+    if scale == "log":
+        axes.set_yscale("symlog", linthresh=0.01, linscale=0.7)
+        axes.yaxis.set_ticks([t for t in TICKS if t <= top])
+        axes.yaxis.set_minor_locator(NullLocator())
+    axes.set_ylim(BOTTOM if scale == "log" else -0.01 * top, top)  # a line at 0 is seen whole
     axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{100 * v:g}%"))
-    axes.yaxis.set_minor_locator(NullLocator())
 
 
-def _labels_at_right(axes: Axes, levels: list[tuple[float, str, str]], gap: float = 0.052) -> None:
-    """Names lines at their right ends, (value, text, colour) each, moved apart where they would touch."""
+def _labels_at_right(axes: Axes, levels: Levels, points: float = 11.5) -> None:
+    """Names lines at their right ends, each as near to its own as ``points`` between two of them allow."""
+    if not levels:
+        return
     to_axes = axes.transData + axes.transAxes.inverted()
-    places = sorted((to_axes.transform((0, v))[1], text, ink) for v, text, ink in levels)
-    ys = [p[0] for p in places]
-    for i in range(1, len(ys)):
-        ys[i] = max(ys[i], ys[i - 1] + gap)
-    ceiling = 1.0
-    for i in reversed(range(len(ys))):  # back down from the top edge
-        ys[i] = min(ys[i], ceiling)
-        ceiling = ys[i] - gap
+    x = axes.get_xlim()[1]
+    places = sorted((float(to_axes.transform((x, v))[1]), text, ink) for v, text, ink in levels)
+    figure = axes.figure.get_figure(root=True)
+    gap = points / (axes.get_window_extent().height / figure.dpi * 72)
+    apart = gap * np.arange(len(places))
+    ys = isotonic_regression(np.array([y for y, _, _ in places]) - apart).x
+    ys = np.clip(ys, 0.0, max(1.0 - apart[-1], 0.0)) + apart
     for y, (_, text, ink) in zip(ys, places, strict=True):
         axes.text(1.015, y, text, transform=axes.transAxes, color=ink, fontsize=9.5, va="center")

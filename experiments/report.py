@@ -1,13 +1,18 @@
 """Rows, tables and run directories: how every entry point says what it found.
 
 A row is what one planner achieved on one program, machine and limit. Its keys are ROW_KEYS, and
-``reason`` where it found no plan.
+``reason`` where it found no plan. Certified by the floor under all plans of ``mode`` (agents/bound.py):
+
+- ``bound_overhead``: no plan has less; None where no plan fits the limit.
+- ``bound_bytes``: no plan fits a smaller limit.
+- ``gap``: overhead - bound_overhead, how far from the best plan it is at most; None where it is infeasible.
 """
 
 from __future__ import annotations
 
 import json
 import platform
+import re
 import shutil
 import sys
 import time
@@ -25,6 +30,7 @@ from rich.table import Table
 
 import agents
 import simulator
+from agents.bound import Floor
 from experiments.cli import UsageError, expected_errors
 from simulator.files import write_json, write_text
 from simulator.machine import Machine
@@ -33,8 +39,9 @@ from simulator.program import Kernel, Program, Tensor
 from simulator.timeline import Timeline
 
 ROW_KEYS = (
-    "workload", "machine", "limit_bytes", "limit_fraction", "planner", "seed", "feasible", "overhead",
-    "iteration_ns", "ideal_ns", "peak_bytes", "plan_ms", "simulator_calls", "breakdown",
+    "workload", "machine", "limit_bytes", "limit_fraction", "planner", "mode", "seed", "feasible", "overhead",
+    "bound_overhead", "bound_bytes", "gap", "iteration_ns", "ideal_ns", "peak_bytes", "plan_ms", "simulator_calls",
+    "breakdown",
 )  # fmt: skip
 
 Row = dict[str, Any]
@@ -51,17 +58,22 @@ def row(
     plan_s: float | None = None,
     calls: int | None = None,
     reason: str = "",
+    mode: str = "joint",
 ) -> Row:
-    """One line of results.jsonl; without a timeline the planner was infeasible for ``reason``."""
+    """One line of results.jsonl, to be certified; without a timeline the planner was infeasible for ``reason``."""
     found = {
         "workload": program.name,
         "machine": machine.name,
         "limit_bytes": limit,
         "limit_fraction": limit / program.peak_bytes if program.peak_bytes else 1.0,
         "planner": planner,
+        "mode": mode,
         "seed": seed,
         "feasible": timeline is not None,
         "overhead": timeline.overhead if timeline else None,
+        "bound_overhead": None,
+        "bound_bytes": None,
+        "gap": None,
         "iteration_ns": timeline.iteration_ns if timeline else None,
         "ideal_ns": program.ideal_ns,
         "peak_bytes": timeline.peak_bytes if timeline else None,
@@ -72,31 +84,66 @@ def row(
     return found if timeline else {**found, "reason": reason}
 
 
-def score(name: str, program: Program, machine: Machine, limit: int, seed: int) -> tuple[Row, Plan | None]:
-    """Plans with the planner ``name``, simulates the plan, and says what it achieved."""
-    planner = agents.make(name, **({} if name == "none" else {"seed": seed}))
+def certified(found: Row, floor: Floor) -> Row:
+    """A row with the floor under all plans of its mode within its limit."""
+    bound = floor.overhead if floor.feasible else None
+    gap = found["overhead"] - bound if found["feasible"] and bound is not None else None
+    return {**found, "bound_overhead": bound, "bound_bytes": floor.least_bytes, "gap": gap}
+
+
+def score(
+    name: str, program: Program, machine: Machine, limit: int, seed: int, mode: str | None = None, **options: Any
+) -> tuple[Row, Plan | None]:
+    """Plans with the planner ``name``, simulates the plan, and says what it achieved.
+
+    Args:
+        mode: swap, recompute or joint, for every planner that has the option; a plan of a planner without it
+            counts when it happens to be of the mode. None: the planner's own.
+        options: more options for the planners that have them, as ``made``.
+    """
+    planner = made(name, seed=seed, mode=mode, **options)
     start = time.perf_counter()
+    plan, why = None, ""
     try:
         plan = planner.plan(program, machine, limit)
     except agents.Infeasible as error:
-        spent = time.perf_counter() - start
-        return row(program, machine, limit, name, seed, None, spent, planner.simulator_calls, str(error)), None
+        why = str(error)
     spent = time.perf_counter() - start
-    timeline = simulator.simulate(program, plan, machine, limit)
-    return row(program, machine, limit, name, seed, timeline, spent, planner.simulator_calls), plan
+    if plan is not None and (why := other_mode(plan, mode)):
+        plan = None
+    # A plan can be for less than was asked: the addresses of smartpool+autoswap hold under its own limit only.
+    timeline = simulator.simulate(program, plan, machine, min(limit, plan.limit)) if plan is not None else None
+    calls, mode = planner.simulator_calls, mode or "joint"
+    return row(program, machine, limit, name, seed, timeline, spent, calls, why, mode), plan
 
 
-def score_plan(plan: Plan, program: Program, machine: Machine, limit: int, seed: int) -> Row:
-    """What an existing plan achieves. Raises PlanError when it is for another program."""
-    name = plan.planner or "plan"
-    try:
-        return row(program, machine, limit, name, seed, simulator.simulate(program, plan, machine, limit))
-    except simulator.OutOfMemory as error:
-        return row(program, machine, limit, name, seed, None, reason=str(error))
+def score_plan(plan: Plan, program: Program, machine: Machine, limit: int, seed: int, mode: str | None = None) -> Row:
+    """What an existing plan achieves, as ``score``. Raises PlanError when it is for another program."""
+    name, timeline, why = plan.planner or "plan", None, other_mode(plan, mode)
+    if not why:
+        try:
+            timeline = simulator.simulate(program, plan, machine, limit)
+        except simulator.OutOfMemory as error:
+            why = str(error)
+    return row(program, machine, limit, name, seed, timeline, reason=why, mode=mode or "joint")
+
+
+def made(name: str, **options: Any) -> agents.Planner:
+    """A planner with those of the ``options`` that it has and that are not None; raises ValueError as ``make``."""
+    known = agents.options(name)
+    return agents.make(name, **{k: v for k, v in options.items() if k in known and v is not None})
+
+
+def other_mode(plan: Plan, mode: str | None) -> str:
+    """Why a plan is none of ``mode`` (swap, recompute, joint or None for any); '' where it is."""
+    kinds = {"recompute" if isinstance(d, Recompute) else "swap" for d in plan.decisions}
+    if mode not in ("swap", "recompute") or kinds <= {mode}:
+        return ""
+    return f"its plan has decisions to {' and '.join(sorted(kinds))}"
 
 
 def warm_up(machine: Machine) -> None:
-    """Compiles the simulator (Numba) on a program of four kernels, so that no planner is timed doing it."""
+    """Compiles what planners call (Numba) on a program of four kernels, so that none of them is timed doing it."""
     tensors = (Tensor("x", 2**21), Tensor("y", 2**21), Tensor("z", 2**21))
     kernels = (
         Kernel("a", "other", "forward", (), (0,), 1000),
@@ -106,9 +153,8 @@ def warm_up(machine: Machine) -> None:
     )
     tiny = Program("warm-up", tensors, kernels)
     simulator.simulate(tiny, Plan((Recompute(0, 1, 3),)), machine, 2 * tiny.peak_bytes)
-    for name in agents.PLANNERS:
-        if not learned(name) and name != "annealing":  # annealing compiles nothing that random does not
-            score(name, tiny, machine, 3 * 2**21, 0)
+    for name in ("annealing", "lp_round", "smartpool+autoswap"):  # moves, weighted moves, the pool
+        score(name, tiny, machine, 3 * 2**21, 0, calls=40)
 
 
 def learned(name: str) -> bool:
@@ -116,24 +162,25 @@ def learned(name: str) -> bool:
     return name.startswith("dqn")
 
 
-def planner_names(asked: list[Any]) -> list[str]:
+def planner_names(asked: list[Any], **options: Any) -> list[str]:
     """The planners of a config, 'all' standing for every one that needs no training.
 
+    Args:
+        options: as for ``made``.
+
     Raises:
-        UsageError: there is no such planner, or it needs training.
+        UsageError: there is no such planner, it needs training, or it refuses its options.
     """
     names: list[str] = []
-    for name in asked:
-        if name == "all":
-            names += [p for p in agents.PLANNERS if not learned(p)]
-            continue
-        if learned(str(name)):
+    for name in map(str, asked):
+        if learned(name):
             raise UsageError(f"planners: {name} is learned: train_dqn trains it, evaluate plan=FILE scores its plan")
+        names += [p for p in agents.PLANNERS if not learned(p)] if name == "all" else [name]
+    for name in names:
         try:
-            agents.make(str(name))
+            made(name, **options)
         except ValueError as error:
-            raise UsageError(f"planners: {error}") from None
-        names.append(str(name))
+            raise UsageError(f"planners: {name}: {error}") from None
     return list(dict.fromkeys(names))
 
 
@@ -141,7 +188,7 @@ def planner_names(asked: list[Any]) -> list[str]:
 
 
 def table(rows: Iterable[Row], limits: bool = False) -> Table:
-    """The rows for people, in the order given; the best overhead at each limit in bold."""
+    """The rows for people, in the order given, the floor above those of a limit; the best at each in bold."""
     rows = list(rows)
     best: dict[int, float] = {}
     for r in rows:
@@ -151,21 +198,25 @@ def table(rows: Iterable[Row], limits: bool = False) -> Table:
     if limits:
         out.add_column("limit", justify="right", no_wrap=True)
     out.add_column("planner", no_wrap=True)
-    for name in ("overhead", "iteration", "peak", "plan time", "simulator calls"):
+    for name in ("overhead", "gap, points", "iteration", "peak", "plan time", "simulator calls"):
         out.add_column(name, justify="right", no_wrap=True)
     out.add_column("feasible", overflow="fold")
     last = None
     for r in rows:
-        if limits and last not in (None, r["limit_bytes"]):
-            out.add_section()
-        cells = [r["planner"]]
-        if limits:
-            cells.insert(0, f"{r['limit_fraction']:.0%}" if r["limit_bytes"] != last else "")
-        last = r["limit_bytes"]
+        if last != r["limit_bytes"]:
+            if last is not None:
+                out.add_section()
+            last = r["limit_bytes"]
+            overhead = "–" if r["bound_overhead"] is None else f"{r['bound_overhead']:.2%}"
+            cells = ["floor" if r["mode"] == "joint" else f"floor ({r['mode']})", overhead, "", "", "", "", ""]
+            text = f"no plan fits: the smallest limit is {r['bound_bytes'] / MB:,.0f} MB" if overhead == "–" else ""
+            out.add_row(*([f"{r['limit_fraction']:.0%}"] if limits else []), *cells, text, style="italic")
+        cells = [*([""] if limits else []), r["planner"]]
         if r["feasible"]:
-            cells += [f"{r['overhead']:.2%}", f"{r['iteration_ns'] / 1e6:.1f} ms", f"{r['peak_bytes'] / MB:,.0f} MB"]
+            cells += [f"{r['overhead']:.2%}", "–" if r["gap"] is None else f"{100 * r['gap']:.2f}"]
+            cells += [f"{r['iteration_ns'] / 1e6:.1f} ms", f"{r['peak_bytes'] / MB:,.0f} MB"]
         else:
-            cells += ["–", "–", "–"]
+            cells += ["–", "–", "–", "–"]
         cells.append("–" if r["plan_ms"] is None else duration(r["plan_ms"] / 1000))
         cells.append("–" if r["simulator_calls"] is None else f"{r['simulator_calls']:,}")
         cells.append("yes" if r["feasible"] else f"no: {reason(r)}")
@@ -175,8 +226,10 @@ def table(rows: Iterable[Row], limits: bool = False) -> Table:
 
 def reason(r: Row) -> str:
     """Why a row is infeasible, for the table: the part that the other columns do not say already."""
-    text: str = r["reason"]
-    return text.rpartition("; ")[2]
+    if r["bound_overhead"] is None:
+        return "no plan fits (the floor)"
+    text: str = r["reason"].rpartition("; ")[2].replace("the smallest limit it can reach is", "its smallest limit is")
+    return re.sub(r"([\d,]+) bytes$", lambda m: f"{int(m[1].replace(',', '')) / MB:,.0f} MB", text)
 
 
 def duration(seconds: float) -> str:

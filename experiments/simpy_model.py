@@ -17,8 +17,9 @@ import simpy
 from simulator.machine import Machine
 from simulator.plan import Plan, Swap
 from simulator.program import Program
+from simulator.reference import MAX_ITERATIONS
 
-START_OUT, START_IN, START_KERNEL = 2, 3, 4  # after SimPy's URGENT (0) and NORMAL (1)
+COMPLETED, START_OUT, START_IN, START_KERNEL = 1, 2, 3, 4  # the first is SimPy's NORMAL
 
 
 @dataclass
@@ -28,6 +29,7 @@ class Away:
     tensor: int
     before: int  # position of the kernel that needs it
     ready: int  # position from which it may come back
+    sync: bool  # no kernel starts until its bytes have left
     out: bool = False  # its bytes have left
     blocked: int = -1  # the kernel at this position leaves no room for it
 
@@ -62,7 +64,7 @@ class Model:
                 self.used -= nbytes
                 self.host_copy.add(d.tensor)
                 self.away[d.tensor] = self.leave(d, d.after - n)
-                self.away[d.tensor].out = True
+                self.away[d.tensor].sync, self.away[d.tensor].out = False, True
         self.planned = np.array(program.loads) + np.cumsum(change[:n])  # planned residency per kernel
         self.booked = self.planned.copy()  # with what comes back early, for the n kernels ahead
         if self.planned.max() > limit:
@@ -70,16 +72,31 @@ class Model:
         self.position = 0  # the kernel that runs, or else the next one
         self.kernel_runs = False
         self.queue: deque[Away] = deque()
-        self.copying: set[int] = set()  # of START_OUT, START_IN
+        self.copying: dict[int, int] = {}  # START_OUT, START_IN -> end
         self.asleep: dict[int, simpy.Event] = {}
-        self.boundaries: list[int] = []
+        self.lasts: list[int] = []  # what each iteration has lasted
+        self.states = [self.state()]  # before the first iteration and after each
 
     def run(self) -> int:
         """Duration of the last iteration in ns."""
         self.env.process(self.swap_outs())
         self.env.process(self.swap_ins())
         self.env.run(until=self.env.process(self.compute()))
-        return self.boundaries[-1] - (self.boundaries[-2] if len(self.boundaries) > 1 else 0)
+        return self.lasts[-1]
+
+    def state(self) -> object:
+        """What the iterations to come depend on, at a boundary and relative to it."""
+        copies = sorted((what, end - self.env.now) for what, end in self.copying.items())
+        away = sorted((t, a.before - self.position, a.out) for t, a in self.away.items())
+        return copies, away, [a.tensor for a in self.queue], sorted(self.host_copy), self.used
+
+    def ends(self) -> bool:
+        """Rule 10: a state has come again, and the last iteration is the slowest in between."""
+        *before, present = self.states
+        if len(self.lasts) < self.iterations:
+            return False
+        since = [i for i, state in enumerate(before) if state == present][-1:]
+        return len(self.lasts) >= MAX_ITERATIONS or any(self.lasts[-1] == max(self.lasts[i:]) for i in since)
 
     # ------------------------------------------------------------------------------- taking turns
 
@@ -108,12 +125,17 @@ class Model:
     def compute(self) -> Generator[simpy.Event, None, None]:
         """Rules 1 to 3 and 8: kernels in order."""
         kernels = self.program.kernels
-        for _ in range(self.iterations):
+        begin = 0
+        while True:
             for k in range(self.n):
                 kernel = kernels[k]
                 yield self.turn(START_KERNEL)
                 need = self.born[k] + kernel.workspace
-                while self.used + need > self.limit or any(t in self.away for t in kernel.accesses):
+                while (
+                    self.used + need > self.limit
+                    or any(t in self.away for t in kernel.accesses)
+                    or any(a.sync for a in self.away.values())
+                ):
                     yield self.sleep(START_KERNEL)
                 self.used += need
                 self.kernel_runs = True
@@ -132,7 +154,12 @@ class Model:
                 self.completed()
             for t in [t for t in self.host_copy if not self.program.tensors[t].persistent]:
                 self.host_copy.discard(t)  # it died; the next iteration writes another
-            self.boundaries.append(self.env.now)
+            self.lasts.append(self.env.now - begin)
+            begin = self.env.now
+            yield self.turn(COMPLETED)  # copies that complete at this instant
+            self.states.append(self.state())
+            if self.ends():
+                return
 
     def swap_outs(self) -> Generator[simpy.Event, None, None]:
         """Rule 4: first in, first out."""
@@ -140,9 +167,10 @@ class Model:
             while not self.queue or (self.machine.copy_engines == 1 and self.copying):
                 yield self.sleep(START_OUT)
             gone = self.queue.popleft()
-            self.copying.add(START_OUT)
-            yield self.env.timeout(self.machine.d2h_ns(self.size[gone.tensor]))
-            self.copying.discard(START_OUT)
+            lasts = self.machine.d2h_ns(self.size[gone.tensor])
+            self.copying[START_OUT] = self.env.now + lasts
+            yield self.env.timeout(lasts)
+            del self.copying[START_OUT]
             self.left(gone)
             self.host_copy.add(gone.tensor)
             self.completed()
@@ -161,9 +189,10 @@ class Model:
             for part in self.ahead(coming):
                 self.booked[part] += nbytes
             coming.out = False
-            self.copying.add(START_IN)
-            yield self.env.timeout(self.machine.h2d_ns(nbytes))
-            self.copying.discard(START_IN)
+            lasts = self.machine.h2d_ns(nbytes)
+            self.copying[START_IN] = self.env.now + lasts
+            yield self.env.timeout(lasts)
+            del self.copying[START_IN]
             del self.away[coming.tensor]
             self.completed()
             yield self.turn(START_IN)
@@ -175,11 +204,11 @@ class Model:
         ready = position + 1
         if d.prefetch is not None and d.prefetch != d.after:
             ready = position + (d.prefetch - d.after - 1) % self.n + 2
-        return Away(d.tensor, position + (d.before - d.after - 1) % self.n + 1, ready)
+        return Away(d.tensor, position + (d.before - d.after - 1) % self.n + 1, ready, d.sync)
 
     def left(self, gone: Away) -> None:
         """Its bytes are free."""
-        gone.out = True
+        gone.sync, gone.out = False, True
         self.used -= self.size[gone.tensor]
 
     def next_in(self) -> Away | None:
@@ -211,6 +240,10 @@ class Model:
         return [slice(first, last)] if first < last else [slice(first, self.n), slice(0, last)]
 
 
-def simulate(program: Program, plan: Plan, machine: Machine, limit: int, iterations: int = 2) -> int:
-    """Duration of the last iteration in ns, as ``simulator.simulate`` has it; raises MemoryError if infeasible."""
+def simulate(program: Program, plan: Plan, machine: Machine, limit: int, iterations: int = 1) -> int:
+    """Duration of the steady iteration in ns, as ``Engine.score`` has it; raises MemoryError if infeasible.
+
+    Args:
+        iterations: how many are simulated at least.
+    """
     return Model(program, plan, machine, limit, iterations).run()

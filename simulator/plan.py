@@ -27,12 +27,15 @@ class Swap:
     ``after`` is any kernel from the tensor's last use before the gap, up to (not including) ``before``.
     ``prefetch`` is the kernel at whose end the swap-in is issued; None leaves it to the simulator's
     rule 5. For a persistent tensor the gap may wrap over the iteration boundary (``after >= before``).
+    ``sync``: compute waits; no kernel starts between the end of ``after`` and the completion of this
+    swap-out (vDNN's layer-wise synchronisation, PyTorch's save_on_cpu).
     """
 
     tensor: int
     after: int
     before: int
     prefetch: int | None = None
+    sync: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,8 @@ class Plan:
             if isinstance(d, Swap):
                 if d.prefetch is not None:
                     entry["prefetch"] = d.prefetch
+                if d.sync:
+                    entry["sync"] = True
             elif d.keep:
                 entry["keep"] = True
             out.append(entry)
@@ -123,10 +128,10 @@ class Plan:
                 got = fields(entry, where, gap, {"keep": (bool, False)})
                 decisions.append(Recompute(got["tensor"], got["after"], got["before"], got["keep"]))
                 continue
-            got = fields(entry, where, gap, {"prefetch": (int, None)})
+            got = fields(entry, where, gap, {"prefetch": (int, None), "sync": (bool, False)})
             if kind != "swap":
                 raise FormatError(f"{where}.kind: expected 'swap' or 'recompute', got {kind!r}")
-            decisions.append(Swap(got["tensor"], got["after"], got["before"], got["prefetch"]))
+            decisions.append(Swap(got["tensor"], got["after"], got["before"], got["prefetch"], got["sync"]))
         return cls(tuple(decisions), top["fingerprint"], top["planner"], top["limit"], top["machine"])
 
     def save(self, path: str | Path) -> None:

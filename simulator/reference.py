@@ -12,7 +12,8 @@ machine with one copy engine has the last two share it). A ledger counts the byt
    freed at the end of its last use.
 4. A swap-out is enqueued when ``after`` ends. d2h is FIFO; a transfer takes latency + nbytes/bandwidth,
    rounded up; its memory is freed when it completes. A tensor whose host copy is still valid (not
-   written since) is released at once. A swap-out is never called back.
+   written since) is released at once. A swap-out is never called back. While a ``sync`` one is queued
+   or under way, no compute (kernel or step of a chain) starts.
 5. A swap-in charges its memory when its transfer starts. Tensors on the host come back in the order of
    their next use. One starts when the engine is free, its ``prefetch`` kernel has ended (if given), and
    it fits under the limit now and, by the planned residency, at every kernel until it is used.
@@ -22,11 +23,15 @@ machine with one copy engine has the last two share it). A ledger counts the byt
    gone or have changed since recovered in the same way, in the same pass. An input on the host is
    fetched for the chain and stays. Tensors recovered on the way are freed after their last use in the
    chain; with ``keep``, dropped ones among them stay.
-8. When memory is short, compute waits for swap-outs under way.
+8. When memory is short, compute waits for swap-outs under way. A wait counts as one for data where a
+   tensor is missing and a swap-in is under way, else as one for memory, a ``sync`` swap-out's too.
 9. At one instant: copies complete, the kernel completes, tensors are freed and dropped, swap-outs are
    enqueued, copies start (d2h first), the next kernel starts.
 10. Iterations repeat without a barrier. Before the first, a tensor whose gap wraps over the boundary is
-    on the host and the other persistent tensors are resident.
+    on the host and the other persistent tensors are resident. The simulation ends with an iteration that
+    ends in the state in which it began, so that all later ones are like it: the steady state. The state is
+    everything that the future depends on (``_Run.state``), relative to the boundary. Where states recur
+    after several iterations only, it ends with the slowest of these.
 
 The **planned residency** of kernel k is what it needs at least: the load of the program, less the tensors
 that the plan has away at k, plus what is recomputed for k. It follows from the plan alone, without the
@@ -43,17 +48,25 @@ Choices where the rules could be read in several ways:
     evictions beforehand, because the iteration repeats; the plan stays data, and rule 5 stays true.
 (d) ``limit_until`` enforces the limit for the kernels before that one only: the simulated time of a plan
     that is still being made (DQN paper, section 4.7).
+(e) States are finitely many, so that they recur; mostly after one iteration, but a copy that is early in
+    one iteration can be late in the next, and so on. The mean over such a cycle is what a long run shows;
+    the slowest iteration is a figure that no average exceeds, and its spans can be looked at. A queue of
+    copies that takes a little longer than an iteration grows over many of them until compute waits for it:
+    after MAX_ITERATIONS the simulation ends as it is, and the Timeline says so (``period`` 0).
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from simulator.machine import Machine
 from simulator.plan import Decision, Plan, PlanError, Recompute, Swap
 from simulator.program import Gap, Program
 from simulator.timeline import Span, Timeline
+
+MAX_ITERATIONS = 64  # of a simulation that does not become steady (rule 10)
 
 
 class OutOfMemory(RuntimeError):
@@ -172,25 +185,10 @@ def _chain(program: Program, k: int, dropped: set[int], on_host: set[int], keep:
         return None
 
     def present(x: int, w: int) -> bool:
-        """Is tensor x there at k, or on the host, as kernel w read it?"""
-        tensor, uses = program.tensors[x], program.accesses[x]
-        alive = tensor.persistent or uses[0] < k <= uses[-1]
-        return alive and x not in dropped and not any(w <= u < k for u in program.writes[x])
+        return _present(program, x, w, k, dropped)
 
-    # The kernels to run again: the writers of the targets, and of what those read and is not present.
-    again: set[int] = set()
-    pending = [u for t in targets for u in program.writes[t] if u < k]
-    fetched: set[int] = set()
-    while pending:
-        w = pending.pop()
-        if w in again:
-            continue
-        again.add(w)
-        for x in program.kernels[w].inputs:
-            if not present(x, w):
-                pending += [u for u in program.writes[x] if u < w]
-            elif x in on_host:
-                fetched.add(x)
+    again = _again(program, k, targets, dropped)
+    fetched = {x for w in again for x in program.kernels[w].inputs if x in on_host and present(x, w)}
     recovered = set(targets)
     if keep:
         recovered |= {x for x in dropped if all(u in again for u in program.writes[x] if u < k)}
@@ -214,6 +212,35 @@ def _chain(program: Program, k: int, dropped: set[int], on_host: set[int], keep:
     return Chain(tuple(steps), frozenset(fetched), frozenset(recovered))
 
 
+def _present(program: Program, x: int, w: int, k: int, dropped: set[int]) -> bool:
+    """Is tensor x there at kernel k, or on the host, as kernel w read it?"""
+    tensor, uses = program.tensors[x], program.accesses[x]
+    alive = tensor.persistent or uses[0] < k <= uses[-1]
+    return alive and x not in dropped and not any(w <= u < k for u in program.writes[x])
+
+
+def _again(program: Program, k: int, targets: set[int], dropped: set[int]) -> set[int]:
+    """The kernels to run again before kernel k: the writers of the targets, and of what those read and is not
+    present."""
+    again: set[int] = set()
+    pending = [u for t in targets for u in program.writes[t] if u < k]
+    while pending:
+        w = pending.pop()
+        if w in again:
+            continue
+        again.add(w)
+        for x in program.kernels[w].inputs:
+            if not _present(program, x, w, k, dropped):
+                pending += [u for u in program.writes[x] if u < w]
+    return again
+
+
+def reruns(program: Program, tensor: int, k: int) -> list[int]:
+    """Kernels that run again, in order, to have ``tensor`` back before kernel k when nothing else is away. With more
+    away, or later in the same gap, these run again and perhaps others."""
+    return sorted(_again(program, k, {tensor}, {tensor}))
+
+
 # ------------------------------------------------------------------------------------------- the clock
 
 
@@ -224,6 +251,7 @@ class _Away:
     tensor: int
     before: int  # position of the kernel that needs it
     ready: int  # position from which it may come back
+    sync: bool = False  # no compute starts until its bytes have left
     out: bool = False  # its bytes have left
 
 
@@ -260,7 +288,7 @@ class _Run:
         for d in plan.decisions:
             if d.tensor in schedule.away_at_start and d.after >= d.before:
                 self.away[d.tensor] = self._leave(d, d.after - self.n)
-                self.away[d.tensor].out = True
+                self.away[d.tensor].sync, self.away[d.tensor].out = False, True
         self.charged: list[_Away] = []  # come back, or coming, before their use
         self.out_queue: deque[_Away] = deque()
         self.out: tuple[int, _Away] | None = None  # (end, what) of the copy under way
@@ -268,6 +296,7 @@ class _Run:
         self.running: tuple[int, _Work] | None = None
         self.work = self._work_of(0)
         self.boundaries: list[int] = []
+        self.states = [self.state()]  # before the first iteration and after each
         self.spans: list[Span] = []
         self.memory: list[tuple[int, int]] = [(0, self.used)]
         self.stalls: list[tuple[int, int, bool]] = []  # (start, end, waits for data)
@@ -281,7 +310,7 @@ class _Run:
         ready = position + 1
         if isinstance(d, Swap) and d.prefetch is not None and d.prefetch != d.after:
             ready = ahead(d.prefetch) + 1
-        return _Away(d.tensor, ahead(self.schedule.returns[d]), ready)
+        return _Away(d.tensor, ahead(self.schedule.returns[d]), ready, isinstance(d, Swap) and d.sync)
 
     def _work_of(self, k: int) -> deque[_Work]:
         """The compute work for kernel k: its chain, then itself."""
@@ -294,6 +323,29 @@ class _Run:
         waits = frozenset(kernel.accesses) - (chain.recovered if chain else frozenset())
         out.append(_Work(k, False, waits, _allocated(self.program, k), kernel.workspace, _freed(self.program, k)))
         return out
+
+    def state(self) -> tuple[object, ...]:
+        """Everything that the future depends on, at a boundary and relative to it (rule 10)."""
+        now, at = self.now, self.position
+        return (
+            self.out and (self.out[0] - now, self.out[1].tensor),
+            self.back and (self.back[0] - now, self.back[1].tensor),
+            tuple(a.tensor for a in self.out_queue),
+            frozenset((t, a.before - at, a.ready - at, a.sync, a.out) for t, a in self.away.items()),
+            frozenset((c.tensor, c.before - at) for c in self.charged if c.before > at),
+            frozenset(self.host_copy),
+            self.used,
+        )
+
+    def period(self) -> int:
+        """How many iterations ago the state was the present one; 0: never, or the last was not the slowest."""
+        *before, present = self.states
+        if present not in before:
+            return 0
+        period = before[::-1].index(present) + 1
+        ends = [0, *self.boundaries]
+        lasts = [end - begin for begin, end in pairwise(ends[-period - 1 :])]
+        return period if lasts[-1] == max(lasts) else 0
 
     def _limit_at(self, position: int) -> float:
         return self.limit if position % self.n < self.limit_until else float("inf")
@@ -313,7 +365,7 @@ class _Run:
             self.back = None
 
     def _left(self, gone: _Away) -> None:
-        gone.out = True
+        gone.sync, gone.out = False, True
         self._use(-self.program.tensors[gone.tensor].nbytes)
 
     def complete_kernel(self) -> None:
@@ -343,6 +395,7 @@ class _Run:
         self.work = self._work_of(self.position % self.n)
         if self.position % self.n == 0:
             self.boundaries.append(self.now)
+            self.states.append(self.state())
 
     def start_copies(self) -> None:
         machine, size = self.machine, self.program.tensors
@@ -379,7 +432,7 @@ class _Run:
         if self.running:
             return
         work = self.work[0]
-        if any(t in self.away for t in work.waits):
+        if any(a.sync for a in self.away.values()) or any(t in self.away for t in work.waits):
             return
         if self.used + work.allocated + work.workspace > self._limit_at(self.position):
             return
@@ -416,18 +469,20 @@ def simulate(
     if swapped > machine.host_bytes:
         raise PlanError(f"the plan swaps {swapped:,} bytes; {machine.name} has {machine.host_bytes:,} on the host")
     while True:
+        ended = len(run.boundaries)
         run.complete_copies()
         run.complete_kernel()
-        if len(run.boundaries) == iterations:
-            break
+        if ended < len(run.boundaries) >= iterations:
+            period = run.period()
+            if period or len(run.boundaries) >= MAX_ITERATIONS:
+                break
         run.start_copies()
         run.start_kernel()
         run.advance()
     required = max(run.schedule.planned)
-    return Timeline.assemble(program, limit, required, run.boundaries, run.spans, run.memory, run.stalls)
+    return Timeline.assemble(program, limit, required, run.boundaries, run.spans, run.memory, run.stalls, period)
 
 
 def recompute_ns(program: Program, gap: Gap) -> int:
     """Duration of the chain that recovers a gap's tensor when nothing else is away."""
-    chain = _chain(program, gap.before, {gap.tensor}, set(), keep=False)
-    return sum(program.kernels[s.kernel].duration_ns for s in chain.steps) if chain else 0
+    return sum(program.kernels[k].duration_ns for k in reruns(program, gap.tensor, gap.before))

@@ -8,13 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.plan import Decision, Recompute, Swap
+from simulator.timeline import Span
 
 Ints = NDArray[np.int64]
 NEVER = 2**62  # a time or position that does not come
 
 # Columns of a row, one row a decision.
 KIND, TENSOR, AFTER, BEFORE, EXTRA = range(5)  # EXTRA: prefetch or -1; keep 0 or 1
-SWAP, RECOMPUTE = 0, 1
+SWAP, RECOMPUTE, SYNC_SWAP = 0, 1, 2
 
 # Rows of Engine._kernels and Engine._tensors.
 DURATION, WORKSPACE, BORN, DIES, LOAD = range(5)
@@ -22,14 +23,18 @@ SIZE, PERSISTENT, FIRST, LAST, D2H, H2D = range(6)
 
 # Columns of what ``resolve`` returns.
 RETURNS, BY_CHAIN, AWAY_AT_START = range(3)
-STEP_AT, RESIDENT = range(2)
+STEP_AT, GONE = range(2)
 STEP_KERNEL, ALLOCATED, FREED = range(3)
+
+# Columns of the log of a run: start, end, one of these, index or bytes. The first four are spans.
+LOG_KERNEL, LOG_AGAIN, LOG_OUT, LOG_IN, LOG_STALL, LOG_BOUNDARY, LOG_MEMORY = range(7)
+_SPANS = (("compute", "kernel"), ("compute", "recompute"), ("d2h", "swap_out"), ("h2d", "swap_in"))
 
 
 def rows_of(decisions: Iterable[Decision]) -> Ints:
     """Decisions as int64 (n, 5): kind, tensor, after, before, extra."""
     table = [
-        (SWAP, d.tensor, d.after, d.before, -1 if d.prefetch is None else d.prefetch)
+        (SYNC_SWAP if d.sync else SWAP, d.tensor, d.after, d.before, -1 if d.prefetch is None else d.prefetch)
         if isinstance(d, Swap)
         else (RECOMPUTE, d.tensor, d.after, d.before, int(d.keep))
         for d in decisions
@@ -40,7 +45,9 @@ def rows_of(decisions: Iterable[Decision]) -> Ints:
 def decisions_of(rows: Ints) -> tuple[Decision, ...]:
     """The inverse of ``rows_of``."""
     return tuple(
-        Swap(t, a, b, None if extra < 0 else extra) if kind == SWAP else Recompute(t, a, b, bool(extra))
+        Recompute(t, a, b, bool(extra))
+        if kind == RECOMPUTE
+        else Swap(t, a, b, None if extra < 0 else extra, kind == SYNC_SWAP)
         for kind, t, a, b, extra in rows.tolist()
     )
 
@@ -60,3 +67,22 @@ def ragged(*tables: Sequence[Iterable[int]]) -> Ints:
             values += row
         offsets.append(begin + len(values))
     return np.array(offsets + values, np.int64)
+
+
+def read_log(log: Ints) -> tuple[list[int], list[Span], list[tuple[int, int]], list[tuple[int, int, bool]]]:
+    """A log, int64 (entries, 4), as ``Timeline.assemble`` takes it: boundaries, spans, memory, stalls."""
+    boundaries: list[int] = []
+    spans: list[Span] = []
+    memory: list[tuple[int, int]] = []
+    stalls: list[tuple[int, int, bool]] = []
+    for start, end, what, index in log.tolist():
+        if what == LOG_MEMORY:
+            memory.append((start, index))
+        elif what == LOG_STALL:
+            stalls.append((start, end, bool(index)))
+        elif what == LOG_BOUNDARY:
+            boundaries.append(end)
+        else:
+            stream, kind = _SPANS[what]
+            spans.append(Span(start, end, stream, kind, index))  # type: ignore[arg-type]
+    return boundaries, spans, memory, stalls

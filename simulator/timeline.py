@@ -38,7 +38,7 @@ class Breakdown:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans per stream and bytes in use over all simulated iterations; figures of the last one."""
+    """Spans per stream and bytes in use over all simulated iterations; figures of the last one (peak: of all)."""
 
     program: str
     limit: int
@@ -50,6 +50,12 @@ class Timeline:
     boundaries: tuple[int, ...]  # end time of each iteration
     spans: tuple[Span, ...]  # as they started, at one instant in the order of rule 9
     memory: tuple[tuple[int, int], ...]  # (time_ns, bytes in use after this change), in order
+    period: int = 1  # the iterations that repeat, of which the last is the slowest (rule 10); 0: none do yet
+
+    @property
+    def steady(self) -> bool:
+        """Does the last iteration end in the state in which it began?"""
+        return self.period == 1
 
     @property
     def overhead(self) -> float:
@@ -66,6 +72,7 @@ class Timeline:
         spans: Sequence[Span],
         memory: Sequence[tuple[int, int]],
         stalls: Sequence[tuple[int, int, bool]],
+        period: int = 1,
     ) -> Timeline:
         """From the raw record of a run, in order of start. ``stalls``: (start, end, compute waits for data)."""
         end = boundaries[-1]
@@ -94,11 +101,14 @@ class Timeline:
             boundaries=tuple(boundaries),
             spans=tuple(spans),
             memory=tuple(memory),
+            period=period,
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The ``timeline/1`` dictionary."""
+        """The ``timeline/1`` dictionary; ``period`` stands in it where it is not 1."""
         out = asdict(self)
+        if self.steady:
+            del out["period"]
         out["spans"] = [list(s) for s in self.spans]
         out["memory"] = [list(m) for m in self.memory]
         out["boundaries"] = list(self.boundaries)
@@ -113,7 +123,7 @@ class Timeline:
         """
         integer = dict.fromkeys(("limit", "iteration_ns", "ideal_ns", "peak_bytes", "required_bytes"), int)
         rest = {"format": str, "program": str, "breakdown": dict, "boundaries": list, "spans": list, "memory": list}
-        top = fields(data, "timeline", {**integer, **rest}, {})
+        top = fields(data, "timeline", {**integer, **rest}, {"period": (int, 1)})
         if top.pop("format") != FORMAT:
             raise FormatError(f"timeline.format: expected {FORMAT!r}")
         parts = fields(top["breakdown"], "breakdown", dict.fromkeys(Breakdown.__dataclass_fields__, int), {})

@@ -16,6 +16,7 @@ The rules (the numbers are those of the docstring of ``reference.py``):
 - ``recompute``  a chain runs each kernel once, in program order, only before a kernel that needs it, and
                  nothing in vain; it is the same in every iteration (7)
 - ``swap-out``   one for every opening of a gap, in order, after ``after``; none if the host copy is valid (4)
+- ``sync``       no kernel or step starts while a synchronous swap-out is queued or under way (4)
 - ``swap-in``    of a tensor on the host, after ``prefetch``, in order of next use (5)
 - ``idle``       no stream waits while its next piece of work could start (2, 4, 6)
 - ``memory``     the curve is the ledger, change by change (3, 4, 5, 9)
@@ -30,7 +31,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import NamedTuple
 
 from simulator.machine import Machine
@@ -135,9 +136,9 @@ class _Gap:
     """A swap decision at work: opened, and not closed yet."""
 
     tensor: int
-    opened: int  # position of ``after``
     pinned: int  # position of ``prefetch``, or of ``after``
-    state: str = "queued"  # -> "leaving" -> "on host" -> "arriving"
+    sync: bool  # compute waits until it has left
+    state: str  # "queued" -> "leaving" -> "on host" -> "arriving"
 
 
 @dataclass
@@ -190,8 +191,7 @@ class _Replay:
             if isinstance(d, Swap) and d.after >= d.before and not self._fetched_before_boundary(d):
                 del self.device[d.tensor]
                 self.host[d.tensor] = ()
-                self.gaps[d.tensor] = gap = self._gap(d, d.after - n)
-                gap.state = "on host"
+                self.gaps[d.tensor] = self._gap(d, d.after - n, "on host")
         self.used = sum(self.size[t] for t in self.device)
         self.ledger = [(0, self.used)]
         self.chain = self._chain()
@@ -203,13 +203,10 @@ class _Replay:
     def violations(self) -> list[Violation]:
         """Those of the replay, and those that can be told only when it is over."""
         out = list(self.found)
-        ours, theirs = self.ledger, list(self.timeline.memory)
-        if ours != theirs:
-            i = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), -1)
-            detail = f"memory[{i}] is {theirs[i]}, the ledger says {ours[i]}"
-            if i < 0:
-                detail = f"the curve has {len(theirs)} points, the ledger {len(ours)}"
-            out.append(Violation("memory", ours[i][0], detail))
+        for i, (ours, theirs) in enumerate(zip_longest(self.ledger, self.timeline.memory)):
+            if ours != theirs:
+                out.append(Violation("memory", (ours or theirs)[0], f"memory[{i}] is {theirs}, the ledger says {ours}"))
+                break
         out += [
             Violation("recompute", self.now, f"kernel {p % self.n}: not the same chain in every iteration")
             for p in range(self.n, len(self.needs))
@@ -297,16 +294,22 @@ class _Replay:
 
     def _start(self, span: Span) -> None:
         self.running[span.stream] = span
+        if span.stream == "compute" and self._held():
+            self._fail("sync", f"{span.kind} {span.index} starts before tensors {self._held()} have left")
         {"kernel": self._start_kernel, "recompute": self._start_step,
          "swap_out": self._start_out, "swap_in": self._start_in}[span.kind](span.index)  # fmt: skip
 
-    def _gap(self, d: Swap, position: int) -> _Gap:
+    def _gap(self, d: Swap, position: int, state: str) -> _Gap:
         """The gap of a decision, opened by the kernel at ``position``."""
         pinned = position
         while d.prefetch is not None and pinned % self.n != d.prefetch:
             pinned += 1
         self.opened[d.tensor] = position
-        return _Gap(d.tensor, position, pinned)
+        return _Gap(d.tensor, pinned, d.sync, state)
+
+    def _held(self) -> list[int]:
+        """Tensors whose synchronous swap-outs compute waits for."""
+        return [t for t, g in self.gaps.items() if g.sync and g.state in ("queued", "leaving")]
 
     def _start_out(self, tensor: int) -> None:
         if not self.queue or self.queue[0].tensor != tensor:
@@ -343,10 +346,9 @@ class _Replay:
                 self._fail("resident", f"kernel {w} is run again for {k} without tensor {t}")
             elif content != self.read.get((iteration * self.n + w, t)):
                 self._fail("content", f"kernel {w} is run again for {k} on another content of tensor {t}")
-        born = [t for t in set(kernel.outputs) if t not in chain.own]
+        self._charge(self._need(w, again=True))
         for t in set(kernel.outputs):
             chain.own[t] = (*chain.own.get(t, ()), iteration * self.n + w)
-        self._charge(sum(self.size[t] for t in born) + kernel.workspace)
         self._note_load()
 
     def _start_kernel(self, k: int) -> None:
@@ -367,9 +369,11 @@ class _Replay:
     def _born(self, tensor: int, kernel: int) -> bool:
         return not self.program.tensors[tensor].persistent and self.uses[tensor][0] == kernel
 
-    def _need(self, k: int) -> int:
+    def _need(self, k: int, again: bool = False) -> int:
+        """Bytes that kernel k, or the step that runs it again, allocates at its start."""
         kernel = self.program.kernels[k]
-        return sum(self.size[t] for t in set(kernel.outputs) if self._born(t, k)) + kernel.workspace
+        born = (t for t in set(kernel.outputs) if (t not in self.chain.own if again else self._born(t, k)))
+        return sum(self.size[t] for t in born) + kernel.workspace
 
     def _note_load(self) -> None:
         """For ``required_bytes``: bytes in use with all that this kernel needs, and the tensors that may be early."""
@@ -397,14 +401,10 @@ class _Replay:
         if self.queue and "d2h" not in self.running and not (self.one_engine and "h2d" in self.running):
             self._fail("idle", f"tensor {self.queue[0].tensor} does not leave while the copy engine is free")
         if "compute" not in self.running:
-            in_chain = self.chain.done < len(self.chain.steps)
-            waits = sorted(t for t in (self.chain.reads if in_chain else self.needs[self.position]) if t in self.gaps)
-            if in_chain:
-                kernel = self.program.kernels[self.chain.steps[self.chain.done]]
-                need = sum(self.size[t] for t in set(kernel.outputs) - set(self.chain.own)) + kernel.workspace
-            else:
-                need = self._need(k)
-            if not waits and self.used + need <= self.limit:
+            steps_left = self.chain.steps[self.chain.done :]
+            waits = sorted(t for t in (self.chain.reads if steps_left else self.needs[self.position]) if t in self.gaps)
+            need = self._need(steps_left[0], again=True) if steps_left else self._need(k)
+            if not waits and not self._held() and self.used + need <= self.limit:
                 self._fail("idle", f"nothing keeps kernel {k} from starting")
             on_host = sorted(t for t in self.needs[self.position] if t in self.gaps and self.gaps[t].state == "on host")
             engine_free = "h2d" not in self.running and not (self.one_engine and "d2h" in self.running)
@@ -456,11 +456,11 @@ class _Replay:
             if isinstance(d, Recompute):
                 self.dropped[d.tensor] = d
             else:
-                gap = self.gaps[d.tensor] = self._gap(d, self.position)
-                if self.host.get(d.tensor) != self.right[d.tensor]:
-                    self.queue.append(gap)
+                valid = self.host.get(d.tensor) == self.right[d.tensor]  # its copy on the host
+                self.gaps[d.tensor] = self._gap(d, self.position, "on host" if valid else "queued")
+                if not valid:
+                    self.queue.append(self.gaps[d.tensor])
                     continue
-                gap.state = "on host"  # its copy there is valid
             self.device.pop(d.tensor, None)
             self._charge(-self.size[d.tensor])
         self.position += 1

@@ -37,7 +37,7 @@ def programs(draw: st.DrawFn, max_kernels: int = 14) -> Program:
 
 @st.composite
 def plans(draw: st.DrawFn, program: Program) -> Plan:
-    """Plans that fit the program: swaps with early or pinned returns, wrapping gaps, recomputation."""
+    """Plans that fit the program: early or pinned returns, synchronous swap-outs, wrapping gaps, recomputation."""
     n = len(program.kernels)
     decisions: list[Swap | Recompute] = []
     for gap in program.gaps():
@@ -50,7 +50,8 @@ def plans(draw: st.DrawFn, program: Program) -> Plan:
         if kind == "swap":
             steps = (gap.before - after - 1) % n
             prefetch = (after + draw(st.integers(0, steps))) % n if draw(st.booleans()) else None
-            decision: Swap | Recompute = Swap(gap.tensor, after, gap.before, prefetch)
+            sync = draw(st.integers(0, 2)) == 2
+            decision: Swap | Recompute = Swap(gap.tensor, after, gap.before, prefetch, sync)
         else:
             decision = Recompute(gap.tensor, after, gap.before, draw(st.booleans()))
         try:

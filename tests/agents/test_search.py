@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import agents
-from agents.annealing import _State
-from agents.planner import Candidates
+from agents.local_search import Moves
+from agents.planner import RECOMPUTE, SWAP, Candidates
 from agents.random_search import random_subset
 from simulator import Kernel, Machine, Program, Tensor
 from simulator.engine import Engine, rows_of
@@ -40,7 +40,7 @@ def overhead(program: Program, limit: int, name: str, **options: object) -> floa
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [("random", {}), ("annealing", {}), ("annealing", {"mode": "joint", "restarts": 2})]
+    ("name", "options"), [("random_search", {}), ("annealing", {}), ("annealing", {"mode": "joint", "restarts": 2})]
 )
 def test_same_seed_same_plan_within_the_budget(name: str, options: dict[str, object]) -> None:
     program = pyramid(12, 0)
@@ -86,32 +86,57 @@ def test_random_subset_fits_and_stops_there() -> None:
 
 
 @pytest.mark.parametrize("mode", ["swap", "joint", "recompute"])
-def test_annealing_moves_keep_the_residency(mode: str) -> None:
-    """After any moves and undos the residency is that of the rows, and the rows fit the program."""
+def test_moves_keep_the_residency(mode: str) -> None:
+    """After any moves the residency is that of the rows, within the limit, and the rows fit the program."""
     program = pyramid(8, 2)
     limit = int(0.7 * program.peak_bytes)
-    state = _State(program, limit, mode, 1, random.Random(0))
+    moves = Moves(program, limit, mode, 1, seed=0)
     engine = Engine(program, MACHINE, limit)
     chance = random.Random(1)
+    proposed, kinds, shifted = 0, set(), 0
     for _ in range(300):
-        before = state.plan()
-        if not state.propose():
+        before = moves.plan()
+        rows = moves.propose()
+        if rows is None:
             break
+        proposed += 1
+        assert np.array_equal(moves.plan(), before)  # a proposal changes nothing until it is accepted
         if chance.random() < 0.5:
-            state.undo()
-            assert np.array_equal(state.plan(), before)
-        rows = state.plan()
+            continue
+        moves.accept()
+        assert np.array_equal(moves.plan(), rows)
+        kinds |= {(int(r[0]), bool(r[4] > (-1 if r[0] == SWAP else 0))) for r in rows}  # pinned, or kept
+        shifted += sum(int(r[2]) != moves.gaps[moves.index[int(r[1]), int(r[3])]].after for r in rows)
         if mode == "swap":
-            assert np.array_equal(state.load, engine.planned(rows))
-            assert not len(rows) or state.load.max() <= limit
+            assert np.array_equal(moves.load, engine.planned(rows))
+            assert moves.load.max() <= limit
         else:
-            assert (state.load <= engine.planned(rows)).all()
+            assert (moves.load <= engine.planned(rows)).all()
         agents.planner.Plan(agents.planner.decisions_of(rows)).check(program)
+    assert proposed > 100 or mode == "recompute"
+    wanted = {"swap": {(SWAP, False), (SWAP, True)}, "recompute": {(RECOMPUTE, False), (RECOMPUTE, True)}}
+    assert kinds >= wanted.get(mode, wanted["swap"] | wanted["recompute"])
+    assert shifted or mode == "recompute"
+
+
+def test_weights_decide_what_is_picked() -> None:
+    program = pyramid(8, 2)
+    weights = np.zeros((len(program.gaps(1)), 3))
+    weights[:5, 0] = 1.0
+    moves = Moves(program, program.peak_bytes, "joint", 1, seed=0, weights=weights)
+    seen = set()
+    for _ in range(200):
+        rows = moves.propose()
+        assert rows is not None
+        moves.accept()
+        seen |= {moves.index[int(r[1]), int(r[3])] for r in rows}
+        assert (rows[:, 0] == SWAP).all()
+    assert seen == set(range(5))
 
 
 def test_bad_options() -> None:
     with pytest.raises(ValueError, match="calls: expected at least"):
-        agents.make("random", calls=1)
+        agents.make("random_search", calls=1)
     with pytest.raises(ValueError, match="calls: expected at least"):
         agents.make("annealing", calls=3)
     with pytest.raises(ValueError, match="hot, cold"):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from agents.bound import floor
 from agents.dqn import DQNConfig
 from experiments import cli
 from experiments.report import ROW_KEYS
@@ -90,6 +91,13 @@ def test_a_seed_is_a_number_from_0(value: object) -> None:
         cli.integer(OmegaConf.create({"seed": value}), "seed")
 
 
+def test_a_choice_is_one_of_those_known() -> None:
+    cfg = OmegaConf.create({"scale": 3, "mode": None})
+    with pytest.raises(cli.UsageError, match="scale: expected log or linear, got 3"):
+        cli.choice(cfg, "scale", ("log", "linear"))
+    assert cli.choice(cfg, "mode", (None, "swap")) is None
+
+
 # -------------------------------------------------------------------------------------------- mistakes
 
 
@@ -107,6 +115,8 @@ def test_bad_values_end_with_status_2_and_leave_nothing(run: Run, program_file: 
     refused(run("evaluate", *base, "limits=[abc]"), "limits", "'abc'")
     refused(run("evaluate", *base, "planners=[anealing]"), "'anealing'", "'annealing'")
     refused(run("evaluate", *base, "planners=[dqn]"), "train_dqn")
+    refused(run("evaluate", *base, "mode=both"), "mode: expected null, swap, recompute or joint, got 'both'")
+    refused(run("evaluate", *base, "planners=[lp_round]", "calls=3"), "lp_round: calls: expected at least 20")
     refused(run("evaluate", *base, "machine.memory_bytes=-1"), "machine.memory_bytes")
     refused(run("evaluate", f"program={broken}", f"out={out}"), "broken.json", "not JSON")
     refused(run("evaluate", f"program={tmp_path / 'none.json'}", f"out={out}"), "none.json", "cannot be read")
@@ -149,8 +159,9 @@ def check_rows(rows: list[dict[str, object]]) -> None:
         assert ("reason" in row) == (not row["feasible"])
         if row["feasible"]:
             assert row["peak_bytes"] <= row["limit_bytes"]  # type: ignore[operator]
+            assert row["gap"] == row["overhead"] - row["bound_overhead"] >= 0  # type: ignore[operator]
         else:
-            assert row["overhead"] is row["iteration_ns"] is row["peak_bytes"] is row["breakdown"] is None
+            assert row["gap"] is row["overhead"] is row["iteration_ns"] is row["peak_bytes"] is row["breakdown"] is None
 
 
 def test_evaluate_scores_planners(run: Run, program: Program, program_file: Path, tmp_path: Path) -> None:
@@ -168,6 +179,28 @@ def test_evaluate_scores_planners(run: Run, program: Program, program_file: Path
     ]  # fmt: skip
     assert rows[0]["limit_bytes"] == int(0.8 * program.peak_bytes)
     assert json.loads((out / "summary.json").read_text())["results"] == rows
+    on = Machine.load("gtx1080ti")
+    assert [r["bound_overhead"] for r in rows] == [floor(program, on, int(0.8 * program.peak_bytes)).overhead] * 2 + [
+        None
+    ] * 2
+    assert all(r["bound_bytes"] > r["limit_bytes"] for r in rows[2:])  # type: ignore[operator]
+    assert "no plan fits: the smallest limit is" in done.stdout and "no plan fits (the floor)" in done.stdout
+
+
+def test_evaluate_in_a_mode_with_a_budget(run: Run, program: Program, program_file: Path, tmp_path: Path) -> None:
+    base = (f"program={program_file}", "limits=[0.8]", "planners=[annealing,home,memonger]", "calls=400", "jobs=1")
+    for mode in ("swap", "recompute"):
+        out = tmp_path / mode
+        done = run("evaluate", *base, f"mode={mode}", "scale=linear", f"out={out}")
+        assert done.returncode == 0, done.stderr
+        assert f"floor ({mode})" in done.stdout
+        rows = rows_in(out)
+        check_rows(rows)
+        bound = floor(program, Machine.load("gtx1080ti"), int(0.8 * program.peak_bytes), mode)
+        for row in rows:
+            assert (row["mode"], row["bound_overhead"]) == (mode, bound.overhead)
+            assert row["simulator_calls"] <= 400  # type: ignore[operator]
+        assert [r["feasible"] for r in rows] == ([True, True, False] if mode == "swap" else [True, True, True])
 
 
 def test_evaluate_scores_a_plan(run: Run, program: Program, program_file: Path, tmp_path: Path) -> None:
@@ -224,6 +257,7 @@ def test_learning_compares_the_agent_over_the_seeds(run: Run, program_file: Path
     expected = {r["planner"]: r["overhead"] for r in rows_in(tmp_path / "runs" / "0")}
     assert case["runs"][0]["dqn"] == expected["dqn"]
     assert case["runs"][0]["autoswap"] == expected["autoswap_doa"]
+    assert case["runs"][0]["dqn"] - case["runs"][0]["floor"] == case["runs"][0]["gap"] >= 0
 
 
 def test_ablation_trains_each_variant(run: Run, program_file: Path, tmp_path: Path) -> None:

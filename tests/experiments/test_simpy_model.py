@@ -1,5 +1,7 @@
 """The SimPy model that bench times obeys the same rules: equal to the nanosecond on plans of swaps."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings, strategies as st
 
@@ -22,8 +24,8 @@ def test_equal_to_the_simulator(copy_engines: int, bandwidth: int, layers: int) 
     plan = swap_all(program, program.gaps(2**20))
     required = simulate(program, plan, on, program.peak_bytes).required_bytes
     for limit in (required, (required + program.peak_bytes) // 2, program.peak_bytes):
+        expected = simulate(program, plan, on, limit).iteration_ns
         for iterations in (1, 2, 3):
-            expected = simulate(program, plan, on, limit, iterations).iteration_ns
             assert simpy_model.simulate(program, plan, on, limit, iterations) == expected
 
 
@@ -34,7 +36,11 @@ def test_equal_on_random_programs(data: st.DataObject) -> None:
     drawn = data.draw(strategies.plans(program))
     plan = Plan(tuple(d for d in drawn.decisions if isinstance(d, Swap)))
     limit = simulate(program, plan, on, 2**40).required_bytes + data.draw(st.integers(0, 40))
-    assert simpy_model.simulate(program, plan, on, limit, 3) == simulate(program, plan, on, limit, 3).iteration_ns
+    iterations = data.draw(st.integers(1, 4))
+    expected = simulate(program, plan, on, limit, iterations)
+    model = simpy_model.Model(program, plan, on, limit, iterations)
+    assert model.run() == expected.iteration_ns
+    assert model.lasts == [end - begin for begin, end in pairwise((0, *expected.boundaries))]  # as many iterations
 
 
 def test_a_plan_over_the_limit_is_refused(program: Program) -> None:

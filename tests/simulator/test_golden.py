@@ -54,6 +54,13 @@ def one_engine() -> tuple[Program, Plan, Machine, int]:
     return tight(program, swaps, Machine("one engine", 2**20, 4 * 10**9, 3 * 10**9, 2_000, copy_engines=1))
 
 
+def synchronous() -> tuple[Program, Plan, Machine, int]:
+    """Every second swap-out makes compute wait."""
+    program = residual()
+    swaps = [Swap(*g, sync=i % 2 == 0) for i, g in enumerate(program.gaps(min_bytes=32 * 1024))]
+    return tight(program, swaps, Machine("two engines", 2**20, 6 * 10**9, 6 * 10**9, 2_000))
+
+
 def mixed(keep: bool) -> tuple[Program, Plan, Machine, int]:
     """Swaps and recomputation side by side on two copy engines."""
     program = residual()
@@ -80,6 +87,7 @@ def tight(program: Program, decisions: list, machine: Machine) -> tuple[Program,
 CASES: dict[str, Callable[[], tuple[Program, Plan, Machine, int]]] = {
     "tiny_swap": lambda: (tiny.PROGRAM, tiny.SWAP_PLAN, tiny.MACHINE, tiny.LIMIT),
     "residual_one_engine": one_engine,
+    "residual_synchronous": synchronous,
     "residual_memory_centric": lambda: mixed(keep=False),
     "residual_speed_centric": lambda: mixed(keep=True),
 }

@@ -20,9 +20,15 @@ def test_dictionary_and_back(data):
 
 
 def test_file_and_back(tmp_path):
-    plan = Plan((Swap(1, 1, 6, 4), Swap(2, 2, 5), Recompute(3, 2, 5, True)), "f", "by hand", 150, "tiny")
+    decisions = (Swap(1, 1, 6, 4), Swap(2, 2, 5), Swap(3, 2, 5, sync=True), Recompute(3, 2, 5, True))
+    plan = Plan(decisions, "f", "by hand", 150, "tiny")
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan and os.listdir(tmp_path) == ["plan.json"]
+
+
+def test_only_a_synchronous_swap_has_the_key():
+    entries = Plan((Swap(1, 1, 6), Swap(2, 2, 5, sync=True))).to_dict()["decisions"]
+    assert ["sync" in entry for entry in entries] == [False, True] and entries[1]["sync"] is True
 
 
 @given(st.data())
@@ -61,6 +67,8 @@ MALFORMED = [
     (plan(before=5.0), "decisions[1].before: expected an integer, got 5.0"),
     (plan(prefetch="4"), 'decisions[1].prefetch: expected an integer, got "4"'),
     (plan(keep=True), "decisions[1]: unknown key 'keep'"),
+    (plan(sync=1), "decisions[1].sync: expected true or false, got 1"),
+    (plan(kind="recompute", sync=True), "decisions[1]: unknown key 'sync'"),
     (plan(kind="recompute", prefetch=3), "decisions[1]: unknown key 'prefetch'"),
     (plan(kind="recompute", keep=1), "decisions[1].keep: expected true or false, got 1"),
     (plan(size=4), "decisions[1]: unknown key 'size'"),

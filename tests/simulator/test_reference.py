@@ -19,7 +19,6 @@ from simulator import (
     Swap,
     Tensor,
     Timeline,
-    engine,
     reference,
 )
 from simulator.timeline import Breakdown
@@ -27,11 +26,6 @@ from tests.tiny import A1, A2, LIMIT, MACHINE, PROGRAM, RECOMPUTE_PLAN, SWAP_PLA
 
 ONE_ENGINE = replace(MACHINE, copy_engines=1)
 PLENTY = 1000
-
-
-@pytest.fixture(params=[reference.simulate, engine.simulate], ids=["reference", "engine"])
-def simulate(request):
-    return request.param
 
 
 def straight(tensors: list[Tensor], *kernels: tuple) -> Program:
@@ -143,6 +137,58 @@ def test_a_written_tensor_is_copied_again(simulate):
     assert work(timeline, "swap_in") == [(0, 30, 40), (0, 70, 80)]
 
 
+SYNC_PLAN = Plan((Swap(A1, 1, 6, sync=True),))
+
+
+def test_compute_waits_for_a_synchronous_swap_out(simulate):
+    """There is room for all, and yet f3 starts only when a1 has left [20, 60); it returns [60, 100), long before b2."""
+    timeline = simulate(PROGRAM, SYNC_PLAN, MACHINE, PLENTY, iterations=1)
+    assert compute(timeline) == [
+        (0, 0, 10), (1, 10, 20), (2, 60, 70), (3, 70, 80), (4, 80, 100), (5, 100, 120), (6, 120, 140), (7, 140, 160),
+    ]  # fmt: skip
+    assert work(timeline, "swap_out") == [(A1, 20, 60)] and work(timeline, "swap_in") == [(A1, 60, 100)]
+    assert timeline.breakdown == Breakdown(120, 0, 40, 0, 40)
+    assert timeline.required_bytes == simulate(PROGRAM, SWAP_PLAN, MACHINE, PLENTY).required_bytes
+
+
+def test_compute_waits_for_what_a_synchronous_swap_out_waits_for(simulate):
+    """x (30 bytes) leaves [10, 40) and nobody waits for it; y, synchronous, is behind it: [40, 50)."""
+    program = straight(
+        activations(30, 10), ((), (0,), 10), ((), (1,), 10), ((), (), 10), ((0,), (), 10), ((1,), (), 10)
+    )
+    plan = Plan((Swap(0, 0, 3), Swap(1, 1, 4, sync=True)))
+    timeline = simulate(program, plan, MACHINE, PLENTY, iterations=1)
+    assert work(timeline, "swap_out") == [(0, 10, 40), (1, 40, 50)]
+    assert work(timeline, "swap_in") == [(0, 40, 70), (1, 70, 80)]
+    assert compute(timeline) == [(0, 0, 10), (1, 10, 20), (2, 50, 60), (3, 70, 80), (4, 80, 90)]
+    assert timeline.breakdown == Breakdown(50, 0, 30, 10, 40)  # [20, 50) for y to leave, [60, 70) for x
+
+
+@pytest.mark.parametrize(("machine", "y_leaves", "rest", "breakdown"), [
+    # Both are over when x is back: all of [60, 90) is a wait for data. Then k4 waits for y [100, 110).
+    (MACHINE, (60, 80), [(3, 90, 100), (4, 110, 120)], Breakdown(80, 0, 0, 40, 80)),
+    # y leaves when x is back: [90, 110) is a wait for memory.
+    (ONE_ENGINE, (90, 110), [(3, 110, 120), (4, 130, 140)], Breakdown(80, 0, 20, 40, 60)),
+])  # fmt: skip
+def test_a_synchronous_swap_out_beside_a_swap_in(simulate, machine, y_leaves, rest, breakdown):
+    """x (40 bytes) leaves [10, 50) and returns [50, 90) for k3; y (20 bytes) leaves after k2, which ends at 60."""
+    program = straight(
+        activations(40, 20), ((), (0,), 10), ((), (), 40), ((), (1,), 10), ((0,), (), 10), ((1,), (), 10)
+    )
+    plan = Plan((Swap(0, 0, 3), Swap(1, 2, 4, sync=True)))
+    timeline = simulate(program, plan, machine, PLENTY, iterations=1)
+    assert work(timeline, "swap_out") == [(0, 10, 50), (1, *y_leaves)]
+    assert compute(timeline)[3:] == rest and timeline.breakdown == breakdown
+
+
+def test_nothing_waits_where_the_host_copy_is_valid(simulate):
+    """k1 waits for the first swap-out [20, 30); at 70 the copy is valid and k3 starts at once."""
+    plan = Plan(tuple(replace(d, sync=True) for d in X_TWICE_AWAY.decisions))
+    timeline = simulate(straight(activations(10), *X_USED_THREE_TIMES), plan, MACHINE, PLENTY, iterations=1)
+    assert work(timeline, "swap_out") == [(0, 20, 30)]
+    assert compute(timeline) == [(0, 0, 20), (1, 30, 50), (2, 50, 70), (3, 70, 90), (4, 90, 110)]
+
+
 # ----------------------------------------------------------------------- rules 5 and 6: swapping in
 
 
@@ -239,6 +285,15 @@ def test_a_chain_fetches_what_is_on_the_host_and_it_stays(simulate):
     assert compute(timeline)[-1] == (6, 100, 110)
 
 
+def test_a_chain_waits_for_a_synchronous_swap_out(simulate):
+    """a leaves when k3 ends [40, 50); the chain of k4, which does not read it, starts then."""
+    plan = Plan((Swap(A, 3, 6, sync=True), Recompute(C, 2, 4)))
+    timeline = simulate(CHAIN, plan, MACHINE, PLENTY, iterations=1)
+    assert work(timeline, "swap_out") == [(A, 40, 50)]
+    assert compute(timeline)[3:] == [(3, 30, 40), (2, 50, 60), (4, 60, 70), (5, 70, 80), (6, 80, 90)]
+    assert timeline.breakdown == Breakdown(70, 10, 10, 0, 10)
+
+
 def test_inputs_that_changed_are_rebuilt_as_they_were(simulate):
     """y = k1(x), then k2 updates x in place: y needs the x of k0, in memory of the chain's own."""
     program = straight(
@@ -290,6 +345,16 @@ def test_a_written_parameter_leaves_over_the_boundary(simulate):
     assert timeline.boundaries == (60, 110)
 
 
+def test_the_next_iteration_waits_for_a_synchronous_swap_out(simulate):
+    """p, updated by k1, leaves [30, 40) at the end of the iteration; k0, which does not use it, starts at 40."""
+    program = straight([Tensor("p", 10, "parameter", True)], ((), (), 10), ((0,), (0,), 10), ((), (), 10))
+    timeline = simulate(program, Plan((Swap(0, 2, 1, sync=True),)), MACHINE, PLENTY, iterations=3)
+    assert work(timeline, "swap_in") == [(0, 0, 10), (0, 40, 50), (0, 80, 90)]
+    assert work(timeline, "swap_out") == [(0, 30, 40), (0, 70, 80)]
+    assert compute(timeline)[3:6] == [(0, 40, 50), (1, 50, 60), (2, 60, 70)]
+    assert timeline.boundaries == (30, 70, 110) and timeline.breakdown == Breakdown(30, 0, 10, 0, 10)
+
+
 def test_a_chain_that_ends_a_wrapping_gap_before_the_boundary(simulate):
     """p is away after k0; the chain of k3 reads it, so that it is there when the next iteration starts."""
     program = straight(
@@ -303,7 +368,7 @@ def test_a_chain_that_ends_a_wrapping_gap_before_the_boundary(simulate):
     assert timeline.iteration_ns == 70  # 60 and k0 again
 
 
-# -------------------------------------------------------------------------------- the four choices
+# -------------------------------------------------------------------------------- the five choices
 
 # k0 makes x, k1 makes y, k2 has a workspace of 5, k3 reads x, k4 reads y; all take 10 ns.
 TWO_SWAPS = straight(

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -31,6 +32,12 @@ def timeline() -> Timeline:
 def test_file_and_back(tmp_path, timeline):
     timeline.save(tmp_path / "timeline.json")
     assert Timeline.load(tmp_path / "timeline.json") == timeline and os.listdir(tmp_path) == ["timeline.json"]
+
+
+def test_a_period_other_than_one_is_written(timeline):
+    assert "period" not in timeline.to_dict() and Timeline.from_dict(timeline.to_dict()).steady
+    cycle = replace(timeline, period=2)
+    assert cycle.to_dict()["period"] == 2 and Timeline.from_dict(cycle.to_dict()) == cycle and not cycle.steady
 
 
 def test_overhead(timeline):

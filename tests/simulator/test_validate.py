@@ -161,7 +161,7 @@ def test_every_lie_is_named(rule, lie, make):
 
 def test_the_rules_are_those_of_the_docstring():
     documented = set(re.findall(r"^- ``([a-z-]+)``", validate.__doc__, re.MULTILINE))
-    assert documented == {rule for rule, _, _ in LIES} | {"content", "recompute", "limit", "figures"}
+    assert documented == {rule for rule, _, _ in LIES} | {"content", "recompute", "limit", "figures", "sync"}
     assert rules(SWAPPED, tiny.SWAP_PLAN) == set()
 
 
@@ -195,6 +195,38 @@ def test_copies_at_once_on_one_engine():
     one_engine = replace(tiny.MACHINE, copy_engines=1)
     early = altered(timeline, "swap_in", tiny.A2, start_ns=99, end_ns=139)
     assert "overlap" in rules(early, plan, machine=one_engine, limit=1000)
+
+
+def test_a_kernel_beside_a_synchronous_swap_out():
+    """f3 starts at 60, when a1 has left."""
+    plan = Plan((Swap(tiny.A1, 1, 6, sync=True),))
+    timeline = simulate(tiny.PROGRAM, plan, tiny.MACHINE, 1000)
+    assert rules(timeline, plan, limit=1000) == set()
+    assert "sync" in rules(altered(timeline, "kernel", 2, start_ns=59, end_ns=69), plan, limit=1000)
+    # Nobody waited, and nobody should have: the same timeline for a plan that is not synchronous, and the reverse.
+    loose = Plan((Swap(tiny.A1, 1, 6),))
+    assert "idle" in rules(timeline, loose, limit=1000)
+    assert "sync" in rules(simulate(tiny.PROGRAM, loose, tiny.MACHINE, 1000), plan, limit=1000)
+
+
+def test_a_step_beside_a_synchronous_swap_out():
+    """c leaves [15, 23); k1 runs again for k3 [23, 28)."""
+    program = Program(
+        "a step",
+        (Tensor("a", 8), Tensor("b", 8), Tensor("c", 8)),
+        (
+            Kernel("k0", "other", "forward", (), (0, 2), 5),
+            Kernel("k1", "other", "forward", (0,), (1,), 5),
+            Kernel("k2", "other", "forward", (), (), 5),
+            Kernel("k3", "other", "forward", (1,), (), 5),
+            Kernel("k4", "other", "forward", (0, 2), (), 5),
+        ),
+    )
+    plan = Plan((Recompute(1, 1, 3), Swap(2, 2, 4, sync=True)))
+    timeline = simulate(program, plan, tiny.MACHINE, 100)
+    assert rules(timeline, plan, program, limit=100) == set()
+    early = altered(timeline, "recompute", 1, start_ns=22, end_ns=27)
+    assert "sync" in rules(early, plan, program, limit=100)
 
 
 def test_a_swap_in_before_its_prefetch_kernel():

@@ -1,0 +1,97 @@
+"""How each planner looks: its name for people, its colour and its marker. Every colour of the project is in this file.
+
+Hues are families of methods: AutoSwap blue, other swapping orange and brown, recomputation purple, both green,
+search red, exact and none black, learned pink.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+INK, FAINT, LIMIT, FLOOR, GRID = "#222222", "#9a9a9a", "#222222", "#d9d9d9", "#eeeeee"
+BEST_OF = "the best of each family"
+
+
+class Look(NamedTuple):
+    """A planner in a figure."""
+
+    label: str
+    colour: str
+    marker: str = "o"
+
+
+FAMILIES: dict[str, dict[str, Look]] = {
+    "swap: AutoSwap": {
+        "autoswap_doa": Look("AutoSwap DOA", "#8cc5ee", "o"),
+        "autoswap_aoa": Look("AutoSwap AOA", "#4a9bd4", "s"),
+        "autoswap_wdoa": Look("AutoSwap WDOA", "#1f5fa8", "^"),
+        "autoswap_swdoa": Look("AutoSwap SWDOA", "#08306b", "D"),
+        "autoswap_bo": Look("AutoSwap BO", "#00a6c8", "v"),
+        "smartpool+autoswap": Look("SmartPool + AutoSwap", "#5b5be0", "P"),
+    },
+    "swap: other heuristics": {
+        "vdnn_all": Look("vDNN all", "#fdae6b", "o"),
+        "vdnn_conv": Look("vDNN conv", "#f16913", "s"),
+        "vdnn_dyn": Look("vDNN dyn", "#a63603", "^"),
+        "geeps": Look("GeePS", "#b8860b", "D"),
+        "tflms": Look("TFLMS", "#7a5c3a", "v"),
+        "offload_all": Look("save_on_cpu", "#d4c200", "P"),
+    },
+    "recompute": {
+        "checkpoint_sqrt": Look("checkpoints, √n segments", "#b39ddb", "o"),
+        "checkpoint_all": Look("checkpoints, every block", "#8e5bd0", "s"),
+        "memonger": Look("memonger", "#4a148c", "^"),
+        "activation_budget": Look("activation budget", "#a3319f", "D"),
+    },
+    "swap and recompute": {
+        "superneurons": Look("SuperNeurons", "#74c476", "o"),
+        "capuchin": Look("Capuchin", "#238b45", "s"),
+        "tensile": Look("TENSILE", "#00441b", "^"),
+    },
+    "search and exact": {
+        "none": Look("no plan", "#222222", "x"),
+        "random_search": Look("random search", "#9a9a9a", "o"),
+        "annealing": Look("simulated annealing", "#fb6a4a", "s"),
+        "home": Look("HOME", "#cb181d", "^"),
+        "lp_round": Look("LP rounding", "#67000d", "D"),
+        "milp": Look("MILP", "#000000", "v"),
+    },
+    "learned": {
+        "dqn": Look("DQN", "#d6336c", "o"),
+        "dqn_greedy": Look("DQN, greedy policy", "#f783ac", "s"),
+        "dqn_paper": Look("DQN, as in the paper", "#8a1253", "^"),
+        "dqn_paper_greedy": Look("DQN, as in the paper, greedy policy", "#d3a0bd", "D"),
+    },
+}
+LOOKS = {name: look for family in FAMILIES.values() for name, look in family.items()}
+FAMILY_COLOURS = {
+    "swap: AutoSwap": "#1f5fa8", "swap: other heuristics": "#f16913", "recompute": "#8e5bd0",
+    "swap and recompute": "#238b45", "search and exact": "#cb181d", "learned": "#d6336c", "other": "#17becf",
+}  # fmt: skip
+STYLE = {
+    "font.size": 11, "axes.titlesize": 12, "axes.titleweight": "bold", "axes.titlelocation": "left",
+    "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": FAINT, "axes.labelcolor": INK,
+    "xtick.color": INK, "ytick.color": INK, "axes.grid": True, "grid.color": GRID, "axes.axisbelow": True,
+    "legend.frameon": False, "hatch.linewidth": 0.6,
+}  # fmt: skip
+
+
+def look(planner: str) -> Look:
+    """A planner's looks; one that is not known takes a colour from a fixed cycle, by its name."""
+    spare = ("#8c564b", "#17becf", "#bcbd22", "#e377c2")
+    return LOOKS.get(planner, Look(planner, spare[sum(planner.encode()) % len(spare)]))
+
+
+def colour(planner: str) -> str:
+    """The planner's colour."""
+    return look(planner).colour
+
+
+def label(planner: str) -> str:
+    """The planner's name for people."""
+    return look(planner).label
+
+
+def family(planner: str) -> str:
+    """The family of methods that the planner is of."""
+    return next((name for name, members in FAMILIES.items() if planner in members), "other")

@@ -1,0 +1,152 @@
+"""The floor: exact where it can be computed by hand, and never above a plan."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings, strategies as st
+
+from agents import bound
+from agents.bound import floor
+from agents.local_search import ways_of
+from simulator import Kernel, Machine, Plan, Program, Recompute, Swap, Tensor, simulate
+from simulator.engine import Engine
+from tests import tiny
+from tests.agents.test_search import pyramid
+from tests.strategies import machines, plans, programs
+
+MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, copy_latency_ns=0)
+
+
+def sandwich(persistent: bool = False, recomputable: bool = True) -> Program:
+    """100 bytes, written by the first kernel (10 ns) and read by the last (10 ns); the one between (30 ns) has a
+    workspace of 100 bytes. A persistent tensor is only read, by both."""
+    first = ((0,), ()) if persistent else ((), (0,))
+    kernels = (
+        Kernel("write", "other", "forward", *first, 10, recomputable=recomputable),
+        Kernel("work", "other", "forward", (), (), 30, workspace=100),
+        Kernel("read", "other", "backward", (0,), (), 10),
+    )
+    return Program("sandwich", (Tensor("t", 100, "activation", persistent),), kernels)
+
+
+def test_one_tensor_by_hand() -> None:
+    # All of it is away while the second kernel runs: 100 ns out before, 100 ns in after; or 10 ns to write it again.
+    program = sandwich()
+    assert floor(program, MACHINE, 100, "swap").iteration_ns == 50 + 200
+    assert floor(program, MACHINE, 100, "recompute").iteration_ns == 50 + 10
+    joint = floor(program, MACHINE, 100)
+    assert (joint.iteration_ns, joint.feasible) == (60, True) and joint.overhead == pytest.approx(0.2)
+    assert floor(sandwich(recomputable=False), MACHINE, 100).iteration_ns == 250
+    assert simulate(program, Plan((Swap(0, 0, 2),)), MACHINE, 100).iteration_ns == 250
+    assert simulate(program, Plan((Recompute(0, 0, 2),)), MACHINE, 100).iteration_ns == 60
+    # 40 bytes fit beside the workspace: as bytes could stay, 60 leave and return (relaxation 1).
+    assert floor(program, MACHINE, 140, "swap").iteration_ns == 50 + 120
+    assert floor(program, MACHINE, 200).iteration_ns == 50
+
+
+def test_latency_and_direction_by_hand() -> None:
+    slow = replace(MACHINE, copy_latency_ns=7, h2d_bytes_per_s=5 * 10**8)
+    assert floor(sandwich(), slow, 100, "swap").iteration_ns == 50 + 107 + 207
+
+
+def test_a_tensor_with_a_host_copy_leaves_for_nothing() -> None:
+    # Never written: its host copy is valid for ever, so only the 100 ns in remain, before the last kernel.
+    assert floor(sandwich(persistent=True), MACHINE, 100).iteration_ns == 50 + 100
+    assert simulate(sandwich(persistent=True), Plan((Swap(0, 0, 2),)), MACHINE, 100).iteration_ns == 150
+
+
+def test_one_copy_engine_does_not_do_both_at_once() -> None:
+    # Two tensors of 100, the first away during kernels 2, 3 and the second during 5, 6: at kernel 4 both move, in 60 ns
+    # of which two engines need 40 more and one needs 140 more.
+    kernels = [Kernel(f"k{k}", "other", "forward", r, w, d, workspace=s, recomputable=False) for k, (r, w, d, s) in
+               enumerate([((), (0,), 0, 0), ((), (1,), 100, 0), ((), (), 1, 100), ((1,), (), 60, 0), ((), (), 1, 100),
+                          ((0, 1), (), 100, 0)])]  # fmt: skip
+    program = Program("both", (Tensor("a", 100), Tensor("b", 100)), tuple(kernels))
+    two, one = (floor(program, replace(MACHINE, copy_engines=n), 200).iteration_ns for n in (2, 1))
+    assert two <= one
+    for engines, least in ((2, two), (1, one)):
+        machine = replace(MACHINE, copy_engines=engines)
+        assert best_of_all(program, machine, 200) >= least > program.ideal_ns
+
+
+def test_infeasible_names_the_least_limit() -> None:
+    found = floor(sandwich(), MACHINE, 99)
+    assert (found.feasible, found.least_bytes) == (False, 100)
+    assert floor(tiny.PROGRAM, tiny.MACHINE, tiny.LIMIT).least_bytes <= tiny.LIMIT
+
+
+def test_the_program_planned_by_hand() -> None:
+    best = tiny.PROGRAM.ideal_ns + 10  # tests/tiny.py proves it
+    assert floor(tiny.PROGRAM, tiny.MACHINE, tiny.LIMIT).iteration_ns <= best
+    assert floor(tiny.PROGRAM, tiny.MACHINE, tiny.LIMIT, "swap").iteration_ns <= best + 40
+    # 30 bytes too many at the peak: three quarters of a2 at 10 ns for the whole, 7.5 ns, and times are integers.
+    assert floor(tiny.PROGRAM, tiny.MACHINE, tiny.LIMIT, "recompute").iteration_ns == tiny.PROGRAM.ideal_ns + 8
+
+
+def test_small_gaps_are_free_beyond_the_largest() -> None:
+    program = pyramid(6, 0)
+    limit = int(0.5 * program.peak_bytes)
+    floors = [floor(program, MACHINE, limit, max_gaps=m).iteration_ns for m in (2, 6, 1000)]
+    assert floors == sorted(floors) and floors[0] < floors[-1]
+
+
+def test_solver_tolerances_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound is the dual value, whatever the solver returns: a wrong dual solution gives a lower bound."""
+    program = pyramid(6, 0)
+    limit = int(0.5 * program.peak_bytes)
+    true = floor(program, MACHINE, limit).iteration_ns
+    solve = bound.linprog
+
+    def careless(*args: object, **options: object) -> object:
+        found = solve(*args, **options)
+        rng = np.random.default_rng(0)
+        found.ineqlin.marginals = found.ineqlin.marginals + 0.1 * rng.standard_normal(len(found.ineqlin.marginals))
+        return found
+
+    monkeypatch.setattr(bound, "linprog", careless)
+    assert floor(program, MACHINE, limit).iteration_ns <= true
+
+
+def best_of_all(program: Program, machine: Machine, limit: int) -> float:
+    """The shortest iteration over all plans that empty gaps as they open, prefetch left to the simulator."""
+    engine = Engine(program, machine, limit)
+    ways = [[None, *ways_of(program, gap, "joint")] for gap in program.gaps(1)]
+    best = np.inf
+    for rows in itertools.product(*ways):
+        score = engine.score(np.array([r for r in rows if r], dtype=np.int64).reshape(-1, 5))
+        if score.feasible:
+            best = min(best, score.iteration_ns)
+    return float(best)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("fraction", [0.5, 0.65])
+def test_brute_force_is_never_below(seed: int, fraction: float) -> None:
+    program = pyramid(3, seed)
+    limit = int(fraction * program.peak_bytes)
+    found = floor(program, MACHINE, limit)
+    best = best_of_all(program, MACHINE, limit)
+    assert found.feasible or best == np.inf
+    assert found.iteration_ns <= best
+
+
+@settings(max_examples=250, deadline=None)
+@given(st.data())
+def test_no_plan_is_below(data: st.DataObject) -> None:
+    program, machine = data.draw(programs()), data.draw(machines())
+    plan = data.draw(plans(program))
+    required = simulate(program, plan, machine, 10**9).required_bytes
+    limit = required + data.draw(st.sampled_from([0, 0, 5]))
+    swaps = [isinstance(d, Swap) for d in plan.decisions]
+    modes = ["joint"] + ["swap"] * all(swaps) + ["recompute"] * (not any(swaps))
+    timeline = simulate(program, plan, machine, limit)
+    assume(timeline.period)  # steady, or in a cycle: the floor is under what lasts
+    for mode in modes:
+        found = floor(program, machine, limit, mode)
+        assert found.feasible and found.least_bytes <= required
+        assert found.iteration_ns <= timeline.iteration_ns
+        assert ((found.swapped >= 0) & (found.swapped + found.recomputed <= 1 + 1e-6)).all()

@@ -1,0 +1,10 @@
+"""Both forms of the simulator, for the hand-computed tests."""
+
+import pytest
+
+from simulator import engine, reference
+
+
+@pytest.fixture(params=[reference.simulate, engine.simulate], ids=["reference", "engine"])
+def simulate(request):
+    return request.param

@@ -1,0 +1,72 @@
+"""Rule 10 of reference.py: the simulation goes on until the figures are those of the steady state."""
+
+from dataclasses import replace
+
+import pytest
+
+from simulator import Plan, Swap, Tensor, reference
+from tests.simulator.test_reference import PLENTY, straight, work
+from tests.tiny import LIMIT, MACHINE, PROGRAM, SWAP_PLAN
+
+# p0 (50 bytes), updated by k0 [10 ns], and p1 (20 bytes), read by k1 [20 ns], are away from each use to the next.
+NOT_STEADY_AT_ONCE = straight(
+    [Tensor("p0", 50, "parameter", True), Tensor("p1", 20, "parameter", True)], ((0,), (0,), 10), ((1,), (), 20)
+)
+
+
+@pytest.mark.parametrize("iterations", [1, 2, 3])
+def test_the_second_iteration_need_not_be_steady(simulate, iterations):
+    """Between two runs of k0, p0 leaves (50 ns) and returns (50 ns): no steady iteration is below 110 ns.
+
+    Both start on the host. p0 leaves from 60; at the first boundary, 90, it has 20 ns to go and is back at 160, so
+    that the second iteration ends at 190, after 100 ns. Now p0 has 30 ns to go, and so it is from then on.
+    """
+    timeline = simulate(NOT_STEADY_AT_ONCE, Plan((Swap(0, 0, 0), Swap(1, 1, 1))), MACHINE, PLENTY, iterations)
+    assert timeline.boundaries == (90, 190, 300)
+    assert work(timeline, "swap_out") == [(0, 60, 110), (0, 170, 220), (0, 280, 330)]
+    assert work(timeline, "swap_in")[:4] == [(0, 0, 50), (1, 50, 70), (1, 90, 110), (0, 110, 160)]
+    assert (timeline.iteration_ns, timeline.steady) == (110, True)
+
+
+def test_an_iteration_more_where_a_host_copy_stays_valid(simulate):
+    """p, never written, is away while k1 runs. The first time it is copied, [10, 20) and back [20, 30); k2 waits.
+    Later it leaves at once and is back when k1 ends."""
+    program = straight([Tensor("p", 10, "parameter", True)], ((0,), (), 10), ((), (), 10), ((0,), (), 10))
+    timeline = simulate(program, Plan((Swap(0, 0, 2),)), MACHINE, PLENTY, iterations=1)
+    assert timeline.boundaries == (40, 70) and timeline.steady
+
+
+def test_one_iteration_where_nothing_is_carried_over(simulate):
+    assert simulate(PROGRAM, SWAP_PLAN, MACHINE, LIMIT, iterations=1).boundaries == (170,)
+
+
+def test_iterations_that_repeat_in_turn(simulate):
+    """p1 (40 bytes) is read by k0 [20 ns], p0 (20 bytes) updated by k2 [10 ns] after k1 [30 ns].
+
+    At 100 p1 is back and p0 about to leave, [100, 120), so that p0 returns first: [120, 140), and p1 [140, 180). The
+    iteration ends at 160. k0 waits for p1 until 180; in the meantime p0 leaves, [160, 180), and returns, [180, 200),
+    so that p1 can follow as soon as k0 has ended: [200, 240). The iteration ends at 240, as the first ended at 100.
+    """
+    program = straight(
+        [Tensor("p0", 20, "parameter", True), Tensor("p1", 40, "parameter", True)],
+        ((1,), (), 20), ((), (), 30), ((0,), (0,), 10),
+    )  # fmt: skip
+    plan = Plan((Swap(0, 2, 2), Swap(1, 0, 0)))
+    for iterations, boundaries in ((1, (100, 160, 240)), (4, (100, 160, 240, 300, 380))):  # 60, 80, 60, 80
+        timeline = simulate(program, plan, MACHINE, PLENTY, iterations)
+        assert timeline.boundaries == boundaries
+        assert (timeline.iteration_ns, timeline.period, timeline.steady) == (80, 2, False)
+    assert work(timeline, "swap_in")[2:6] == [(1, 60, 100), (0, 120, 140), (1, 140, 180), (0, 180, 200)]
+
+
+def test_a_simulation_that_does_not_become_steady(simulate):
+    """Three parameters leave in 1001 ns each, in iterations of 3000 ns: the queue grows by 3 ns in each of them, and
+    has some 1000 ns to grow until kernels wait."""
+    tensors = [Tensor(f"p{i}", 1001, "parameter", True) for i in range(3)]
+    program = straight(tensors, *(((i,), (i,), 1000) for i in range(3)))
+    machine = replace(MACHINE, h2d_bytes_per_s=10**12)
+    plan = Plan(tuple(Swap(i, i, i) for i in range(3)))
+    early = simulate(program, plan, machine, 10**4, iterations=1)
+    assert (len(early.boundaries), early.iteration_ns, early.period) == (reference.MAX_ITERATIONS, 3000, 0)
+    late = simulate(program, plan, machine, 10**4, iterations=400)
+    assert (len(late.boundaries), late.iteration_ns, late.steady) == (400, 3003, True)
