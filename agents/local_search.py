@@ -67,7 +67,7 @@ class Moves:
                 self._ways[i, column] = row
                 self.weights[i, column] = 1.0 if weights is None else weights[j, column]
         self._after = np.array([g.after for g in self.gaps], dtype=np.int64)
-        self._limit, self._rng = limit, np.random.default_rng(seed)
+        self._limit, self._rng = limit, np.random.default_rng(seed).integers(1, 2**63, 1, dtype=np.uint64)
         self.rows, self.on, self.load = self._empty()
         self._tried = self._empty()
 
@@ -147,6 +147,21 @@ def ways_of(program: Program, gap: Gap, mode: str) -> list[Row]:
 
 
 @njit(cache=True)
+def _random(state):  # type: ignore[no-untyped-def]
+    """Uniform in [0, 1), by xorshift64* (Vigna, 2016). A NumPy generator takes longer to pass than a move to make.
+
+    Args:
+        state: uint64[1], not 0.
+    """
+    x = state[0]
+    x ^= x >> np.uint64(12)
+    x ^= x << np.uint64(25)
+    x ^= x >> np.uint64(27)
+    state[0] = x
+    return np.float64((x * np.uint64(2685821657736338717)) >> np.uint64(11)) / 9007199254740992.0
+
+
+@njit(cache=True)
 def _add(load, after, before, nbytes):  # type: ignore[no-untyped-def]
     """Adds to the load between ``after`` and ``before``, over the boundary where they wrap."""
     n = load.shape[0]
@@ -188,7 +203,7 @@ def _pick(rng, on, want):  # type: ignore[no-untyped-def]
         count += on[i] == want
     if not count:
         return -1
-    left = int(rng.random() * count)
+    left = int(_random(rng) * count)
     for i in range(on.shape[0]):
         if on[i] == want:
             if not left:
@@ -202,7 +217,7 @@ def _weighted_off(rng, on, weights, rows, moved, k):  # type: ignore[no-untyped-
     """A random gap that is not emptied, by weight; with k >= 0 one that is open at kernel k and not ``moved``."""
     total = 0.0
     for turn in range(2):
-        at = rng.random() * total if turn else 0.0
+        at = _random(rng) * total if turn else 0.0
         for i in range(on.shape[0]):
             if on[i] or i == moved:
                 continue
@@ -224,7 +239,7 @@ def _weighted_off(rng, on, weights, rows, moved, k):  # type: ignore[no-untyped-
 @njit(cache=True)
 def _way(rng, weights, ways, i):  # type: ignore[no-untyped-def]
     """A random way to empty gap i, by weight."""
-    at = rng.random() * (weights[i, 0] + weights[i, 1] + weights[i, 2])
+    at = _random(rng) * (weights[i, 0] + weights[i, 1] + weights[i, 2])
     for w in range(2):
         at -= weights[i, w]
         if at < 0.0:
@@ -237,8 +252,8 @@ def _shifted(rng, row, opens, n):  # type: ignore[no-untyped-def]
     """A swap with another ``after`` or another ``prefetch``; ``opens`` is where its gap opens."""
     out = row.copy()
     out[4] = -1
-    shift = int(-SHIFT * math.log(1.0 - rng.random()))
-    what = rng.random()
+    shift = int(-SHIFT * math.log(1.0 - _random(rng)))
+    what = _random(rng)
     if what < 0.5:
         out[2] = (opens + min(shift, (row[3] - opens - 2) % n)) % n
     elif what < 0.75:
@@ -252,7 +267,7 @@ def _propose(rng, limit, nbytes, ways, weights, opens, rows, on, load, new_rows,
     m, n = on.shape[0], load.shape[0]
     for _ in range(TRIES):
         new_rows[:], new_on[:], new_load[:] = rows, on, load
-        kind = rng.random()
+        kind = _random(rng)
         if FILL <= kind < FILL + EMPTY:
             i = _weighted_off(rng, on, weights, rows, -1, -1)
             if i < 0:
@@ -269,7 +284,7 @@ def _propose(rng, limit, nbytes, ways, weights, opens, rows, on, load, new_rows,
             several = (weights[i] > 0.0).sum() > 1
             if kind < FILL:
                 _put(new_rows, new_on, new_load, nbytes, i, False, rows[i])
-            elif several and rng.random() < 0.5:
+            elif several and _random(rng) < 0.5:
                 _put(new_rows, new_on, new_load, nbytes, i, True, _way(rng, weights, ways, i))
             elif rows[i, 0] == SWAP:
                 _put(new_rows, new_on, new_load, nbytes, i, True, _shifted(rng, rows[i], opens[i], n))

@@ -7,8 +7,8 @@ solves: HiGHS as SciPy has it, or CP-SAT of OR-Tools. What Checkmate leaves to i
 1. The rules are the simulator's: one pass of recomputation before a kernel, its memory step by step, ``keep``.
 2. It is exact over all recompute-only plans of the gaps of ``Program.gaps(min_bytes)``, late drops included (a tensor
    that a chain still needs is dropped after it). The simulator checks the result.
-3. The search starts from the best heuristic plan (ruin and recreate, SuperNeurons, annealing) and never returns a
-   worse one. CP-SAT is given it; SciPy's interface to HiGHS does not take a start.
+3. The search starts from the best heuristic plan (ruin and recreate, SuperNeurons, annealing, the rounded floor) and
+   never returns a worse one. CP-SAT is given it; SciPy's interface to HiGHS does not take a start.
 4. Checkmate's two-phase rounding of the linear relaxation is not needed for that, and is left out.
 
 With transfers (``mode="swap"`` or ``"joint"``) time is what the simulator says and no formula has it. Where there are
@@ -113,7 +113,8 @@ class MILP:
         if best is None:
             self.simulator_calls = engine.calls
             self.status = "infeasible" if proven else self.status
-            why = {"infeasible": f"it is proven that no {self.mode} plan fits", "searched": "no plan that it tried fits"}
+            proof = f"it is proven that no {self.mode} plan fits"
+            why = {"infeasible": proof, "searched": "no plan that it tried fits"}
             raise Infeasible(
                 f"{self.name}: {program.name!r} cannot be planned within {limit:,} bytes (peak "
                 f"{program.peak_bytes:,}); {why.get(self.status, 'it found no plan that fits')}"
@@ -133,8 +134,13 @@ class MILP:
             search = RuinRecreate(program, machine, limit, self.min_bytes, self.calls, PATIENCE, self.seed)
             found.append(search.search())
             engine.calls += search.calls
-        options: dict[str, Any] = {"mode": self.mode, "min_bytes": self.min_bytes, "seed": self.seed}
-        for planner in (agents.make("superneurons", **options), agents.make("annealing", calls=self.calls, **options)):
+        options: dict[str, Any] = {"min_bytes": self.min_bytes, "seed": self.seed}
+        heuristics = [agents.make("superneurons", mode=self.mode, **options)]
+        for mode in ("swap", "joint") if self.mode == "joint" else (self.mode,):
+            heuristics += [
+                agents.make(name, mode=mode, calls=self.calls, **options) for name in ("annealing", "lp_round")
+            ]
+        for planner in heuristics:
             try:
                 found.append(rows_of(planner.plan(program, machine, limit).decisions))
             except Infeasible:
@@ -280,7 +286,9 @@ def highs(model: ZeroOne, seconds: float, hint: list[int] | None, seed: int) -> 
         )  # fmt: skip
     x = None if found.x is None else np.rint(found.x * upper).astype(int).tolist()
     bound = None
-    if found.mip_dual_bound is not None and math.isfinite(found.mip_dual_bound):
+    if found.status == 0 and x is not None:
+        bound = sum(c * v for c, v in zip(model.cost, x, strict=True))
+    elif found.mip_dual_bound is not None and math.isfinite(found.mip_dual_bound):
         bound = math.ceil(found.mip_dual_bound - TOLERANCE * max(1.0, abs(found.mip_dual_bound)))
     return Answer(x, bound, found.status == 2)
 
