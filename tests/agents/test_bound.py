@@ -59,6 +59,25 @@ def test_a_tensor_with_a_host_copy_leaves_for_nothing() -> None:
     assert simulate(sandwich(persistent=True), Plan((Swap(0, 0, 2),)), MACHINE, 100).iteration_ns == 150
 
 
+def test_a_chain_for_another_tensor_can_bring_it_back_earlier_and_for_less() -> None:
+    # t (100 bytes) must be away in kernel 3. For kernel 5 it takes 101 ns to write again, because x is gone by then.
+    # For kernel 4, which asks for u, the chain runs kernels 1 and 2 (2 ns) and keeps t on the way.
+    x, t, u = 0, 1, 2
+    kernels = (
+        Kernel("x", "other", "forward", (), (x,), 100),
+        Kernel("t", "other", "forward", (x,), (t,), 1),
+        Kernel("u", "other", "forward", (t,), (u,), 1),
+        Kernel("peak", "other", "forward", (), (), 10, workspace=100),
+        Kernel("reads u, x", "other", "backward", (u, x), (), 10),
+        Kernel("reads t", "other", "backward", (t,), (), 10),
+    )
+    program = Program("early", (Tensor("x", 10), Tensor("t", 100), Tensor("u", 1)), kernels)
+    plan = Plan((Recompute(t, 2, 5), Recompute(u, 2, 4, keep=True)))
+    assert simulate(program, plan, MACHINE, 111).iteration_ns == 132 + 2
+    assert simulate(program, Plan((Recompute(t, 2, 5),)), MACHINE, 111).iteration_ns == 132 + 101
+    assert floor(program, MACHINE, 111).iteration_ns == 132 + 2
+
+
 def test_one_copy_engine_does_not_do_both_at_once() -> None:
     # Two tensors of 100, the first away during kernels 2, 3 and the second during 5, 6: at kernel 4 both move, in 60 ns
     # of which two engines need 40 more and one needs 140 more.
