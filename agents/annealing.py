@@ -17,9 +17,9 @@ from agents.autoswap import SCORES, AutoSwap
 from agents.capuchin import Capuchin
 from agents.local_search import Moves, anneal, ways_of
 from agents.memonger import Memonger
-from agents.planner import MIB, Infeasible, Planner, Rows, check_mode, finish, infeasible
+from agents.planner import MIB, Planner, Rows, check_mode, finish, infeasible, plans_of
 from agents.superneurons import SuperNeurons
-from simulator.engine import Engine, rows_of
+from simulator.engine import Engine
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
@@ -83,14 +83,7 @@ def start(
     if mode != "swap":
         heuristics += [SuperNeurons(mode, early=True, min_bytes=min_bytes), Memonger(min_bytes=min_bytes)]
     heuristics += [Capuchin(mode, min_bytes=min_bytes)]
-    found = []
-    for planner in heuristics:
-        try:
-            found.append(rows_of(planner.plan(program, machine, limit).decisions))
-        except Infeasible:
-            pass
-        engine.calls += planner.simulator_calls
-    found = found or [everything(program, mode, min_bytes)]
+    found = plans_of(heuristics, program, machine, limit, engine) or [everything(program, mode, min_bytes)]
     scores = [engine.score(rows) for rows in found]
     best = min(range(len(found)), key=lambda i: (not scores[i].feasible, scores[i].iteration_ns))
     feasible, iteration_ns, required, _ = scores[best]

@@ -42,9 +42,9 @@ import agents
 from agents.bound import floor
 from agents.local_search import ways_of
 from agents.milp_model import Recomputation, ZeroOne
-from agents.planner import MIB, RECOMPUTE, Candidates, Infeasible, Rows, check_mode, finish
+from agents.planner import MIB, RECOMPUTE, Candidates, Infeasible, Rows, check_mode, finish, plans_of
 from agents.ruin_recreate import RuinRecreate
-from simulator.engine import Engine, rows_of
+from simulator.engine import Engine
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
@@ -140,12 +140,7 @@ class MILP:
             heuristics += [
                 agents.make(name, mode=mode, calls=self.calls, **options) for name in ("annealing", "lp_round")
             ]
-        for planner in heuristics:
-            try:
-                found.append(rows_of(planner.plan(program, machine, limit).decisions))
-            except Infeasible:
-                pass
-            engine.calls += planner.simulator_calls
+        found += plans_of(heuristics, program, machine, limit, engine)
         scored = [(engine.score(rows).iteration_ns, i) for i, rows in enumerate(found) if rows is not None]
         if not scored:
             return None, 0

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.engine import Engine, decisions_of
+from simulator.engine import Engine, decisions_of, rows_of
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Gap, Program
@@ -116,6 +116,18 @@ def finish(planner: Planner, program: Program, machine: Machine, limit: int, eng
     if not score.feasible:
         raise infeasible(planner, program, limit, score.required_bytes)
     return Plan(decisions_of(rows), program.fingerprint, planner.name, limit, machine.name)
+
+
+def plans_of(planners: Sequence[Planner], program: Program, machine: Machine, limit: int, engine: Engine) -> list[Rows]:
+    """Rows of the plans of those ``planners`` that have one. ``engine`` is charged with the calls of all."""
+    found = []
+    for planner in planners:
+        try:
+            found.append(rows_of(planner.plan(program, machine, limit).decisions))
+        except Infeasible:
+            pass
+        engine.calls += planner.simulator_calls
+    return found
 
 
 def infeasible(planner: Planner, program: Program, limit: int, least: int | None) -> Infeasible:
