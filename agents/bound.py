@@ -42,7 +42,7 @@ from numpy.typing import NDArray
 from scipy.optimize import linprog
 from scipy.sparse import csr_matrix
 
-from agents.planner import check_mode, spans
+from agents.planner import Candidates, check_mode
 from simulator.machine import Machine
 from simulator.plan import cannot_recompute
 from simulator.program import Gap, Program
@@ -87,16 +87,10 @@ def floor(program: Program, machine: Machine, limit: int, mode: str = "joint", m
     check_mode(mode)
     gaps = [g for g in program.gaps(1) if mode != "recompute" or _recomputable(program, g)]
     gaps.sort(key=lambda g: -program.tensors[g.tensor].nbytes)
-    n = len(program.kernels)
-    loads = np.array(program.loads, dtype=np.int64)
-    least = loads.copy()
-    for i, g in enumerate(gaps):
-        for span in spans(g.after, g.before, n):
-            least[span] -= program.tensors[g.tensor].nbytes
-            if i >= max_gaps:
-                loads[span] -= program.tensors[g.tensor].nbytes
+    least_bytes = Candidates(program, gaps).least
+    small = Candidates(program, gaps[max_gaps:])
+    loads = small.residency(np.ones(len(small), dtype=bool))
     gaps = sorted(gaps[:max_gaps])
-    least_bytes = int(least.max())
     none = np.zeros(len(gaps))
     if least_bytes > limit or loads.max() <= limit:
         return Floor(least_bytes <= limit, least_bytes, program.ideal_ns, 0.0, tuple(gaps), none, none)
@@ -122,6 +116,11 @@ class _Problem:
         self.duration = np.array([k.duration_ns for k in program.kernels]) / self.tick
         self.out_time = np.array([machine.d2h_ns(b) for b in nbytes]) / self.tick
         self.in_time = np.array([machine.h2d_ns(b) for b in nbytes]) / self.tick
+        self.opens: list[list[int]] = [[] for _ in program.kernels]  # gaps that open after each kernel
+        self.closes: list[list[int]] = [[] for _ in program.kernels]  # and that close before it
+        for i, g in enumerate(gaps):
+            self.opens[g.after].append(i)
+            self.closes[g.before].append(i)
         self._upper: list[NDArray[np.float64]] = []
         self._columns = 0
         self._rows: tuple[_Rows, _Rows] = (([], []), ([], []))  # inequalities, equations
@@ -202,7 +201,7 @@ class _Problem:
         # Recoveries of one tensor in one window each run its kernels anew: they are in different chains.
         recoveries: dict[tuple[int, int, int], list[tuple[int, float]]] = defaultdict(list)
         paths: list[tuple[int, int, float]] = []  # column, window, time of the chain that it needs at least
-        readers = _readers(program)
+        readers = _readers(program) if chains else []
         for i in chains:
             g = self.gaps[i]
             far = self._paths(readers, max(w for w in program.writes[g.tensor] if w <= g.after), g.before)
@@ -271,11 +270,7 @@ class _Problem:
 
     def _flows(self, machine: Machine, limit: int, loads: NDArray[np.int64]) -> None:
         n, gaps, size = self.n, self.gaps, self.size
-        opens: list[list[int]] = [[] for _ in range(n)]
-        closes: list[list[int]] = [[] for _ in range(n)]
-        for i, g in enumerate(gaps):
-            opens[g.after].append(i)
-            closes[g.before].append(i)
+        opens, closes = self.opens, self.closes
         back: list[list[tuple[int, float]]] = [[] for _ in range(n)]  # recomputed bytes that are back for a kernel
         for i, g in enumerate(gaps):
             back[g.before].append((self.late[i], size[i]))
@@ -344,10 +339,6 @@ class _Problem:
         most what is there plus the sum of sizes x waits / (D - D_0).
         """
         n, gaps, size = self.n, self.gaps, self.size
-        opens, closes = (defaultdict(list), defaultdict(list))
-        for i, g in enumerate(gaps):
-            opens[g.after].append(i)
-            closes[g.before].append(i)
         for i, g in enumerate(gaps):
             if self.out_time[i] + self.in_time[i] < WHOLE * self.duration.sum():
                 continue
@@ -376,7 +367,9 @@ class _Problem:
                         self._row([*terms, (self.whole[end][side][at], -1)], 0)
                     if time >= transfer * (1 - 1e-9):
                         break
-                    with_it = with_it + [j for j in (opens, closes)[side][at] if size[j] >= size[i] and j != i]
+                    with_it = with_it + [
+                        j for j in (self.opens, self.closes)[side][at] if size[j] >= size[i] and j != i
+                    ]
                     k = at
 
     def _classes(self) -> NDArray[np.int64]:

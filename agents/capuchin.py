@@ -52,6 +52,7 @@ from simulator.engine import Engine, decisions_of
 from simulator.machine import Machine
 from simulator.plan import Plan, cannot_recompute
 from simulator.program import Program
+from simulator.reference import present, reruns
 from simulator.timeline import Timeline
 
 STEP = 0.05  # of the swap-in time: how much earlier a trigger gets when it was late
@@ -260,22 +261,10 @@ class Policy:
             away.setdefault(self.gaps[r].tensor, []).append(r)
         for i in list(which):
             target, _, at = self.gaps[i]
-            again: set[int] = set()
-            self.sources[i] = set()
-            pending = [w for w in self.program.writes[target] if w < at]
-            while pending:
-                w = pending.pop()
-                if w in again:
-                    continue
-                again.add(w)
-                for x in self.program.kernels[w].inputs:
-                    uses, writers = self.program.accesses[x], self.program.writes[x]
-                    alive = self.program.tensors[x].persistent or uses[0] < at <= uses[-1]
-                    gone = x == target or any(self.is_open(r, at) for r in away.get(x, ()))
-                    if alive and not gone and not any(w <= u < at for u in writers):
-                        self.sources[i].add(x)
-                    else:
-                        pending += [u for u in writers if u < w]
+            gone = {target} | {t for t, rs in away.items() if any(self.is_open(r, at) for r in rs)}
+            again = reruns(self.program, target, at, gone)
+            read = {(x, w) for w in again for x in self.program.kernels[w].inputs}
+            self.sources[i] = {x for x, w in read if present(self.program, x, w, at, gone)}
             self.time[i] = sum(self.program.kernels[w].duration_ns for w in again)
 
     def trigger(self, i: int, start: int) -> int:

@@ -67,6 +67,7 @@ from simulator.engine import Engine
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
+from simulator.reference import reruns
 
 COMPUTE_INTENSIVE = frozenset({"conv", "matmul", "rnn"})
 ALLOWLIST = frozenset({"activation", "elementwise", "norm", "reduce", "copy"})
@@ -198,7 +199,7 @@ class Partitioner:
         self._total = sum(size[m.tensor] for m in maps)
         self._nbytes = {m.tensor: size[m.tensor] for m in maps}
         self._maps = recomputable(program, maps)
-        self._needs = [makers(program, m) for m in self._maps]
+        self._needs = [set(reruns(program, m.tensor, m.gap.before)) for m in self._maps]
         used = sorted(set().union(*self._needs))
         reductions = {k for k in used if 4 * sum(size[t] for t in set(program.kernels[k].outputs))
                       < sum(size[t] for t in set(program.kernels[k].inputs))}  # fmt: skip
@@ -232,23 +233,6 @@ class Partitioner:
     def _cut(self, banned: set[int]) -> list[FeatureMap]:
         """The minimum cut (choice 9): what can be made again without the banned kernels."""
         return [m for m, needs in zip(self._maps, self._needs, strict=True) if not needs & banned]
-
-
-def makers(program: Program, m: FeatureMap) -> set[int]:
-    """The kernels that run to make one feature map again when everything else that is alive is there."""
-    before = m.gap.before
-    pending = [k for k in program.writes[m.tensor] if k < before]
-    seen = set(pending)
-    while pending:
-        w = pending.pop()
-        for x in program.kernels[w].inputs:
-            alive = program.tensors[x].persistent or (program.accesses[x][-1] >= before and x != m.tensor)
-            if alive and not any(w <= k < before for k in program.writes[x]):
-                continue
-            more = {k for k in program.writes[x] if k < w} - seen
-            seen |= more
-            pending += more
-    return seen
 
 
 def knapsack(weights: list[int], values: list[int]) -> NDArray[np.bool_]:

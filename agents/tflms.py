@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from agents.autoswap import select
 from agents.layers import feature_maps
 from agents.planner import MIB, SWAP, Candidates, Rows, finish, infeasible
 from simulator.engine import Engine
@@ -72,14 +73,8 @@ class TFLMS:
 
 def least_tensors(program: Program, gaps: list[Gap], limit: int) -> int | None:
     """How many of ``gaps`` must be emptied, in their order, for the planned residency to fit; None: all do not do."""
-    candidates = Candidates(program, gaps)
-    load = candidates.loads.copy()
-    for n in range(len(gaps) + 1):
-        if load.max() <= limit:
-            return n
-        if n < len(gaps):
-            candidates.empty(load, n)
-    return None
+    chosen = select(Candidates(program, gaps), iter(range(len(gaps))), limit)
+    return None if chosen is None else len(chosen)
 
 
 def rewrite(program: Program, gaps: list[Gap], lower_bound: int) -> Rows:

@@ -58,6 +58,7 @@ Choices where the rules could be read in several ways:
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Set
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -184,11 +185,9 @@ def _chain(program: Program, k: int, dropped: set[int], on_host: set[int], keep:
     if not targets:
         return None
 
-    def present(x: int, w: int) -> bool:
-        return _present(program, x, w, k, dropped)
-
     again = _again(program, k, targets, dropped)
-    fetched = {x for w in again for x in program.kernels[w].inputs if x in on_host and present(x, w)}
+    read = {(x, w) for w in again for x in program.kernels[w].inputs}
+    fetched = {x for x, w in read if x in on_host and present(program, x, w, k, dropped)}
     recovered = set(targets)
     if keep:
         recovered |= {x for x in dropped if all(u in again for u in program.writes[x] if u < k)}
@@ -199,7 +198,7 @@ def _chain(program: Program, k: int, dropped: set[int], on_host: set[int], keep:
         for x in program.kernels[w].outputs:
             last[x] = w
         for x in program.kernels[w].inputs:
-            if not present(x, w):
+            if not present(program, x, w, k, dropped):
                 last[x] = w
     steps: list[Step] = []
     held: set[int] = set()
@@ -212,14 +211,14 @@ def _chain(program: Program, k: int, dropped: set[int], on_host: set[int], keep:
     return Chain(tuple(steps), frozenset(fetched), frozenset(recovered))
 
 
-def _present(program: Program, x: int, w: int, k: int, dropped: set[int]) -> bool:
+def present(program: Program, x: int, w: int, k: int, dropped: Set[int]) -> bool:
     """Is tensor x there at kernel k, or on the host, as kernel w read it?"""
     tensor, uses = program.tensors[x], program.accesses[x]
     alive = tensor.persistent or uses[0] < k <= uses[-1]
     return alive and x not in dropped and not any(w <= u < k for u in program.writes[x])
 
 
-def _again(program: Program, k: int, targets: set[int], dropped: set[int]) -> set[int]:
+def _again(program: Program, k: int, targets: set[int], dropped: Set[int]) -> set[int]:
     """The kernels to run again before kernel k: the writers of the targets, and of what those read and is not
     present."""
     again: set[int] = set()
@@ -230,15 +229,15 @@ def _again(program: Program, k: int, targets: set[int], dropped: set[int]) -> se
             continue
         again.add(w)
         for x in program.kernels[w].inputs:
-            if not _present(program, x, w, k, dropped):
+            if not present(program, x, w, k, dropped):
                 pending += [u for u in program.writes[x] if u < w]
     return again
 
 
-def reruns(program: Program, tensor: int, k: int) -> list[int]:
-    """Kernels that run again, in order, to have ``tensor`` back before kernel k when nothing else is away. With more
-    away, or later in the same gap, these run again and perhaps others."""
-    return sorted(_again(program, k, {tensor}, {tensor}))
+def reruns(program: Program, tensor: int, k: int, dropped: Set[int] = frozenset()) -> list[int]:
+    """Kernels that run again, in order, to have ``tensor`` back before kernel k when of the others ``dropped`` are
+    away. With more away, or later in the same gap, these run again and perhaps others."""
+    return sorted(_again(program, k, {tensor}, dropped | {tensor}))
 
 
 # ------------------------------------------------------------------------------------------- the clock

@@ -29,6 +29,7 @@ import numpy as np
 
 from simulator.plan import Decision, Plan, Recompute
 from simulator.program import Program
+from simulator.reference import present
 from simulator.tables import NEVER, Ints
 from simulator.timeline import Span, Timeline
 
@@ -246,15 +247,9 @@ class _Walk:
         """Rule 7: what the chain of the next kernel holds of its own, for how long, and what stays."""
         k = self.position % len(self.program.kernels)
         again = set(self.steps[self.position])
-        writes, uses = self.program.writes, self.program.accesses
-
-        def present(x: int, w: int) -> bool:
-            """Is tensor x there as kernel w read it?"""
-            alive = self.program.tensors[x].persistent or uses[x][0] < k <= uses[x][-1]
-            return alive and x not in self.dropped and not any(w <= u < k for u in writes[x])
-
+        writes = self.program.writes
         for w in sorted(again):
-            own = [x for x in self.program.kernels[w].inputs if not present(x, w)]
+            own = [x for x in self.program.kernels[w].inputs if not present(self.program, x, w, k, self.dropped.keys())]
             self.last |= dict.fromkeys([*self.program.kernels[w].outputs, *own], w)
         self.stay = self.dropped.keys() & self.program.kernels[k].accesses
         if any(self.dropped[t].keep for t in self.stay):

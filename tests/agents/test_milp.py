@@ -57,8 +57,6 @@ def pyramid(layers: int) -> Program:
     ],
 )
 def test_pyramid_by_hand(limit: int, expected: int, solver: str) -> None:
-    if solver == "cpsat":
-        pytest.importorskip("ortools")
     found, planner = extra_ns(pyramid(6), limit, mode="recompute", solver=solver)
     assert (found, planner.gap, planner.status) == (expected, 0.0, "optimal")
 
