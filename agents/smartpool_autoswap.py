@@ -19,6 +19,9 @@ that the limit is one of memory as a driver sees it. Choices that the paper leav
 5. Blocks are those of the simulated last iteration (simulator/pool/intervals.py): a tensor is at its address from
    the start of the kernel that writes it, or of its swap-in, to the end of its last use or of its swap-out.
    Persistent tensors and workspaces have addresses, too.
+6. Deviation: the selections of all four scores are tried. Section IV-C combines the scores by Bayesian optimisation,
+   which "safeguards the overhead to be no larger than the minimum of the 4 PS" (VI-B-2); here it is that minimum, at
+   each limit, and no more.
 
 The packing is no part of the plan: it follows from it, as simulator/pool/__init__.py shows.
 """
@@ -26,24 +29,39 @@ The packing is no part of the plan: it follows from it, as simulator/pool/__init
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import product
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from agents.autoswap import AutoSwap, peak_gaps
+from agents.autoswap import SCORES, AutoSwap, peak_gaps
 from agents.planner import MIB, Candidates, Rows, finish, infeasible
 from simulator.engine import Engine, decisions_of
 from simulator.machine import Machine
 from simulator.plan import Plan
-from simulator.pool import smartpool, timeline_lifetimes
+from simulator.pool import allocator, run as pack, timeline_lifetimes
 from simulator.program import Gap, Program
+from simulator.tables import NEVER
+
+
+class _Run(NamedTuple):
+    """Swaps under the load limit of an engine."""
+
+    iteration_ns: int
+    peak_bytes: int
+    engine: Engine
+    rows: Rows
 
 
 class SmartPoolAutoSwap:
     """AutoSwap under the load limit that makes SmartPool's footprint fit.
 
     Args:
-        score: doa, aoa, wdoa or swdoa (agents/autoswap.py).
-        fit: best or first (simulator/pool/smartpool.py).
+        score: doa, aoa, wdoa or swdoa (agents/autoswap.py); or all of them.
+        pool: who packs, one that knows the whole iteration (simulator.pool.ALLOCATORS): smartpool, smartpool_first, …
+        seconds: that each packing may take, where ``pool`` is one that searches.
         align: round blocks up to the machine's alignment, as addresses on a GPU are.
         steps: load limits to try, evenly spaced from the limit down to half of it or the least that swaps reach.
         min_bytes: tensors below this size are no candidates.
@@ -53,15 +71,15 @@ class SmartPoolAutoSwap:
     name = "smartpool+autoswap"
 
     def __init__(
-        self, score: str = "swdoa", fit: str = "best", align: bool = True, steps: int = 16, min_bytes: int = MIB,
-        seed: int = 0,
+        self, score: str = "all", pool: str = "smartpool", seconds: float = 1.0, align: bool = True, steps: int = 16,
+        min_bytes: int = MIB, seed: int = 0,
     ) -> None:  # fmt: skip
-        if fit not in smartpool.FITS:
-            raise ValueError(f"fit: expected one of {', '.join(smartpool.FITS)}, got {fit!r}")
+        if allocator(pool).online:
+            raise ValueError(f"pool: {pool} sees one malloc after another; expected one that knows the whole iteration")
         if steps < 2:
             raise ValueError(f"steps: expected at least 2, got {steps}")
-        self.autoswap = AutoSwap(score, min_bytes)
-        self.fit, self.align, self.steps, self.min_bytes = fit, align, steps, min_bytes
+        self.autoswaps = [AutoSwap(name, min_bytes) for name in (SCORES if score == "all" else (score,))]
+        self.pool, self.seconds, self.align, self.steps, self.min_bytes = pool, seconds, align, steps, min_bytes
         self.simulator_calls = 0
 
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
@@ -69,32 +87,65 @@ class SmartPoolAutoSwap:
         grid does."""
         candidates = Candidates(program, peak_gaps(program, self.min_bytes))
         lowest = min(limit, max(candidates.least, limit // 2))
-        loads = np.unique(np.linspace(limit, lowest, self.steps, dtype=np.int64))[::-1].tolist()
+        runs = self._runs(candidates, program, machine, limit, lowest, self.steps)
+        for run in sorted(runs, key=lambda run: (run.iteration_ns, len(run.rows), run.peak_bytes)):
+            if self._footprint(run, program, machine) <= limit:
+                return self._finish(run, program, machine)
+        raise infeasible(self, program, limit, None)
+
+    def smallest(self, program: Program, machine: Machine, overheads: Sequence[float]) -> list[Plan]:
+        """The other way round: for each of ``overheads``, all at least 0, the plan of the smallest footprint whose
+        overhead is at most that. Load limits are ``2 * steps``, from the peak to the least that swaps reach."""
+        candidates = Candidates(program, peak_gaps(program, self.min_bytes))
+        runs = self._runs(candidates, program, machine, program.peak_bytes, candidates.least, 2 * self.steps)
+        runs.sort(key=lambda run: (run.peak_bytes, run.iteration_ns, len(run.rows)))
+        footprints: dict[int, int] = {}
+        plans = []
+        for overhead in overheads:
+            best, footprint = 0, NEVER
+            for i, run in enumerate(runs):
+                if run.peak_bytes >= footprint:  # and so is every footprint from here on
+                    break
+                if run.iteration_ns <= program.ideal_ns * (1 + overhead):
+                    if i not in footprints:
+                        footprints[i] = self._footprint(run, program, machine)
+                    if footprints[i] < footprint:
+                        best, footprint = i, footprints[i]
+            plans.append(self._finish(runs[best], program, machine))
+        return plans
+
+    def _runs(
+        self, candidates: Candidates, program: Program, machine: Machine, highest: int, lowest: int, steps: int
+    ) -> list[_Run]:
+        """Every selection for one of the load limits, run under every load limit that it fits."""
+        loads = np.unique(np.linspace(highest, lowest, steps, dtype=np.int64))[::-1].tolist()
         engines = [Engine(program, machine, load) for load in loads]
-        found: dict[tuple[int, int, int], tuple[Engine, Rows]] = {}
-        selected = -1
-        for load in loads:
-            chosen = self.autoswap.select(candidates, program, machine, load)
-            if chosen is None or len(chosen) == selected:  # a lower load limit appends to the selection
-                continue
-            selected = len(chosen)
+        selections: dict[frozenset[int], NDArray[np.int64]] = {}
+        for autoswap, load in product(self.autoswaps, loads):
+            chosen = autoswap.select(candidates, program, machine, load)
+            if chosen is not None:
+                selections.setdefault(frozenset(chosen.tolist()), chosen)
+        found: dict[tuple[int, int, int], _Run] = {}
+        for i, chosen in enumerate(selections.values()):
             rows = just_in_time(program, machine, candidates.rows[chosen])
             for engine in engines:
                 score = engine.score(rows)
                 if score.feasible:  # the same time and peak as under a higher load limit: the same run
-                    found.setdefault((score.iteration_ns, selected, score.peak_bytes), (engine, rows))
-        alignment = machine.alignment if self.align else 1
-        fitting = None
-        for _, (engine, rows) in sorted(found.items(), key=lambda item: item[0]):
-            plan = Plan(decisions_of(rows))
-            lives = timeline_lifetimes(engine.timeline(plan), program, plan)
-            if smartpool.pack(lives.intervals, alignment, self.fit).footprint <= limit:
-                fitting = finish(self, program, machine, engine.limit, engine, rows)
-                break
+                    run = _Run(score.iteration_ns, score.peak_bytes, engine, rows)
+                    found.setdefault((i, score.iteration_ns, score.peak_bytes), run)
         self.simulator_calls = sum(engine.calls for engine in engines)
-        if fitting is None:
-            raise infeasible(self, program, limit, None)
-        return fitting
+        return list(found.values())
+
+    def _footprint(self, run: _Run, program: Program, machine: Machine) -> int:
+        plan = Plan(decisions_of(run.rows))
+        lives = timeline_lifetimes(run.engine.timeline(plan), program, plan)
+        return pack(self.pool, lives.intervals, machine.alignment if self.align else 1, self.seconds)[1].footprint
+
+    def _finish(self, run: _Run, program: Program, machine: Machine) -> Plan:
+        calls = self.simulator_calls
+        plan = finish(self, program, machine, run.engine.limit, run.engine, run.rows)
+        self.simulator_calls = calls + 1
+        return plan
 
 
 def just_in_time(program: Program, machine: Machine, rows: Rows) -> Rows:

@@ -30,17 +30,20 @@ open, or that planning ahead makes:
    limit, cost-aware segments become memory-centric, largest first; where that does not do, all that may leave does.
    The other two strategies are the same for every segment, and have that last resort only.
 
-The dynamic choice of convolution algorithms (section 3.5) is left out: kernels keep their workspace.
+The dynamic choice of convolution algorithms (section 3.5) is agents/workspace.py; without ``workspace`` kernels keep
+their own algorithms.
 """
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from agents.planner import MIB, RECOMPUTE, SWAP, Rows, check_mode, finish, infeasible
+from agents.workspace import planned
 from simulator.engine import Engine
 from simulator.machine import Machine
 from simulator.plan import Plan, cannot_recompute
@@ -59,6 +62,7 @@ class SuperNeurons:
         recompute: cost, speed or memory, the strategy of section 3.4.
         always: drop every cheap output, not only under pressure (choice 3).
         early: leave every prefetch to the simulator (choice 5).
+        workspace: plan with the least workspaces, then give kernels the fastest algorithms that fit (section 3.5).
         min_bytes: tensors below this size stay.
         seed: unused; nothing is drawn.
     """
@@ -67,16 +71,23 @@ class SuperNeurons:
 
     def __init__(
         self, mode: str = "joint", recompute: str = "cost", always: bool = False, early: bool = False,
-        min_bytes: int = MIB, seed: int = 0,
+        workspace: bool = False, min_bytes: int = MIB, seed: int = 0,
     ) -> None:  # fmt: skip
         if recompute not in STRATEGIES:
             raise ValueError(f"recompute: expected one of {', '.join(STRATEGIES)}, got {recompute!r}")
-        self.recompute = recompute
+        self.recompute, self.workspace = recompute, workspace
         self.mode, self.always, self.early, self.min_bytes = check_mode(mode), always, early, min_bytes
         self.simulator_calls = 0
 
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
         """The plan by the rules; raises Infeasible when they do not reach ``limit``."""
+        if self.workspace:
+            tensors_only = copy.copy(self)
+            tensors_only.workspace = False
+            try:
+                return planned(tensors_only, program, machine, limit, own=False)
+            finally:
+                self.simulator_calls = tensors_only.simulator_calls
         engine = Engine(program, machine, limit)
         ways = leaving(program, self.mode, self.min_bytes)
         first = [g for g, way in ways.items() if way == RECOMPUTE] if self.always else []

@@ -15,9 +15,9 @@ value in ``node.meta["val"]``; the recorder takes it away, since it would keep e
 One thing a trace shows differently: where gradients meet, autograd adds in place if nothing else holds the
 sum, but under any dispatch mode it allocates. Such an ``add`` is turned back into ``add_``: eager
 reuses the first operand when it dies there and is no view. Known differences that remain: cuDNN's fused kernels and
-workspaces are not seen from CPU operators; ``foreach`` and ``fused`` optimizers are captured as their
-single-tensor form, Adam and its kin in their ``capturable`` form (a few scalars more); a parameter that
-gets a gradient but belongs to no optimizer loses it at the end of the step.
+workspaces are not seen from CPU operators (algorithms.py is a model of the workspaces, on request); ``foreach`` and
+``fused`` optimizers are captured as their single-tensor form, Adam and its kin in their ``capturable`` form (a few
+scalars more); a parameter that gets a gradient but belongs to no optimizer loses it at the end of the step.
 
 A captured step is straight-line code: Python branches are taken as they fall during the trace, learning
 rates are constants of the graph.
@@ -50,6 +50,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
+from executor.algorithms import convolution_of, with_algorithms
 from executor.operators import ALLOCATIONS, adds_gradients, caller, kind_of, mutated, running_statistics, touched_bytes
 from executor.roofline import with_roofline
 from executor.state import Entry, StepState, capturable
@@ -78,9 +79,19 @@ class Captured:
     sources: tuple[Tensor | None, ...]  # per placeholder: the user's tensor; None: state not created yet
     outputs: tuple[fx.Node, ...]
 
-    def on(self, machine: Machine, dtype: str = "float32", iteration_ns: int | None = None) -> Captured:
-        """The same capture with durations for another machine (see ``with_roofline``)."""
-        return replace(self, program=with_roofline(self.program, machine, dtype, iteration_ns))
+    def on(
+        self, machine: Machine, dtype: str = "float32", iteration_ns: int | None = None, algorithms: bool = False
+    ) -> Captured:
+        """The same capture with durations for another machine (see ``with_roofline``).
+
+        Args:
+            algorithms: convolutions have the workspace of their fastest algorithm, and the others as variants (see
+                ``with_algorithms``); without it they have neither.
+        """
+        found = {k: convolution_of(nodes[0]) for k, nodes in enumerate(self.nodes) if nodes and algorithms}
+        known = {k: convolution for k, convolution in found.items() if convolution is not None}
+        program = with_roofline(self.program, machine, dtype, iteration_ns)
+        return replace(self, program=with_algorithms(program, known, machine, dtype))
 
 
 def capture(
@@ -91,6 +102,7 @@ def capture(
     *,
     machine: Machine | None = None,
     name: str | None = None,
+    algorithms: bool = False,
 ) -> Captured:
     """Captures ``loss_fn(model(x), y)``, its backward pass, the optimizer's step and ``zero_grad``.
 
@@ -100,6 +112,7 @@ def capture(
     Args:
         example_batch: ``(x, y)``; only shapes and dtypes matter.
         machine: whose roofline gives the kernels' durations; gtx1080ti when not given.
+        algorithms: give convolutions workspaces and variants, as in ``Captured.on``.
 
     Raises:
         CaptureError: the step cannot be traced.
@@ -120,12 +133,13 @@ def capture(
         return loss
 
     roots = [(model, ""), (loss_fn, "loss_fn"), (optimizer, "optimizer")]
-    return _capture(step, tuple(example_batch), roots, machine, name or type(model).__name__)
+    return _capture(step, tuple(example_batch), roots, machine, name or type(model).__name__, algorithms)
 
 
 def capture_step(
-    step: Callable[..., Any], *args: Any, machine: Machine | None = None, name: str | None = None
-) -> Captured:
+    step: Callable[..., Any], *args: Any, machine: Machine | None = None, name: str | None = None,
+    algorithms: bool = False,
+) -> Captured:  # fmt: skip
     """Captures one call ``step(*args)`` of any callable.
 
     Modules, optimizers and tensors that ``step`` reaches (closure, globals it names, ``self``) are found
@@ -136,12 +150,13 @@ def capture_step(
     """
     roots = [(step, ""), (args, "")]
     label = name or getattr(step, "__qualname__", type(step).__name__)
-    return _capture(step, args, roots, machine, str(label))
+    return _capture(step, args, roots, machine, str(label), algorithms)
 
 
 def _capture(
-    step: Callable[..., Any], args: tuple[Any, ...], roots: list[tuple[Any, str]], machine: Machine | None, name: str
-) -> Captured:
+    step: Callable[..., Any], args: tuple[Any, ...], roots: list[tuple[Any, str]], machine: Machine | None, name: str,
+    algorithms: bool,
+) -> Captured:  # fmt: skip
     mode = FakeTensorMode()
     state = StepState(mode)
     recorder = _Recorder()
@@ -183,7 +198,7 @@ def _capture(
     if not recorder.ops:
         raise CaptureError("the step runs no tensor operation")
     captured = recorder.build(graph, state.entries, name)
-    return captured.on(machine or Machine.load("gtx1080ti"))
+    return captured.on(machine or Machine.load("gtx1080ti"), algorithms=algorithms)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
     python -m experiments.evaluate workload=vgg16 limits=[0.8,0.6] planners=[autoswap_swdoa,annealing]
     python -m experiments.evaluate program=step.json plan=plan.json limits=[0.6]
+    python -m experiments.evaluate workload.algorithms=true workspace=true limits=[0.8,0.6] planners=[superneurons]
     python -m experiments.evaluate -m workload=vgg16,resnet50 limits=[0.8,0.7,0.6,0.5,0.4,0.3] planners=all
 
 The run directory holds summary.json, results.jsonl (a row per planner and limit) and overhead.png. Its path
@@ -13,11 +14,13 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
 from typing import Any
 
 from omegaconf import DictConfig
 
 from agents.bound import Floor, floor
+from agents.workspace import relaxed
 from experiments import cli, plots, report
 from experiments.report import Row
 from simulator.machine import Machine
@@ -38,32 +41,45 @@ def main(cfg: DictConfig) -> None:
     mode = cli.choice(cfg, "mode", (None, "swap", "recompute", "joint"))
     scale = cli.choice(cfg, "scale", ("log", "linear"))
     options = {"mode": mode, "calls": cli.integer(cfg, "calls", least=1) if cfg.calls is not None else None}
+    workspace = cfg.workspace
+    if not (isinstance(workspace, bool) or workspace == "least"):
+        raise cli.UsageError(f"workspace: expected true, false or least, got {workspace!r}")
     plan_file = cli.path(cfg, "plan")
     plan = Plan.load(plan_file) if plan_file is not None else None
     names = report.planner_names(cli.values(cfg, "planners"), **options) if plan is None else []
     program = cli.program(cfg, machine)
+    if workspace and not any(kernel.variants for kernel in program.kernels):
+        hint = "" if cfg.program is not None else "; workload.algorithms=true gives convolutions theirs"
+        raise cli.UsageError(f"workspace: no kernel of {program.name!r} has several algorithms{hint}")
     limits = [cli.limit_bytes(value, program, "limits") for value in cli.values(cfg, "limits")]
     limits = sorted(set(limits), reverse=True)
     if plan is not None:
         plan.check(program)
 
     title = f"{program.name} on {machine.name}: overhead against the memory limit{f', mode={mode}' if mode else ''}"
+    title += f", workspace={str(workspace).lower()}" if workspace else ""
     with report.RunDirectory(cli.path(cfg, "out"), f"evaluate-{program.name}") as out:
         if plan is not None:
             rows = [
                 report.certified(
-                    report.score_plan(plan, program, machine, limit, seed, mode),
-                    floor(program, machine, limit, mode or "joint"),
+                    report.score_plan(plan, program, machine, limit, seed, mode, workspace),
+                    floor_under(program, machine, limit, mode, bool(workspace or plan.variants)),
                 )
                 for limit in limits
             ]
         else:
-            rows = score_all(program, machine, limits, names, seed, jobs, options)
+            rows = score_all(program, machine, limits, names, seed, jobs, {**options, "workspace": workspace})
         plots.overhead_by_limit(out / "overhead.png", rows, title, scale)
         report.write_rows(out / "results.jsonl", rows)
         report.write_summary(out / "summary.json", cfg, program, rows)
     report.console().print(report.table(rows, limits=True))
     print(out)
+
+
+def floor_under(program: Program, machine: Machine, limit: int, mode: str | None, variants: bool) -> Floor:
+    """The floor under the plans of a mode; with ``variants``, under those with any algorithms of the kernels."""
+    found = floor(relaxed(program) if variants else program, machine, limit, mode or "joint")
+    return replace(found, overhead=found.iteration_ns / program.ideal_ns - 1 if program.ideal_ns else 0.0)
 
 
 def score_all(
@@ -112,7 +128,7 @@ def _start_worker(program: Program, machine: Machine, seed: int, options: dict[s
 def _do(name: str, limit: int) -> Row | Floor:
     program, machine, seed, options = (_worker[key] for key in ("program", "machine", "seed", "options"))
     if name == FLOOR:
-        return floor(program, machine, limit, options["mode"] or "joint")
+        return floor_under(program, machine, limit, options["mode"], bool(options.get("workspace")))
     # A planner has one process: the cores are shared out over the planners.
     return report.score(name, program, machine, limit, seed, jobs=1, **options)[0]
 

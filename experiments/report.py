@@ -6,6 +6,9 @@ A row is what one planner achieved on one program, machine and limit. Its keys a
 - ``bound_overhead``: no plan has less; None where no plan fits the limit.
 - ``bound_bytes``: no plan fits a smaller limit.
 - ``gap``: overhead - bound_overhead, how far from the best plan it is at most; None where it is infeasible.
+
+``workspace`` says which algorithms kernels run with (agents/workspace.py): false, their own; "least", those of the
+least workspace; true, under that plan the fastest that fit the memory it leaves.
 """
 
 from __future__ import annotations
@@ -17,10 +20,10 @@ import shutil
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 from rich import box
@@ -31,6 +34,7 @@ from rich.table import Table
 import agents
 import simulator
 from agents.bound import Floor
+from agents.workspace import least_workspaces, planned, with_fastest_variants
 from experiments.cli import UsageError, expected_errors
 from simulator.files import write_json, write_text
 from simulator.machine import Machine
@@ -39,12 +43,13 @@ from simulator.program import Kernel, Program, Tensor
 from simulator.timeline import Timeline
 
 ROW_KEYS = (
-    "workload", "machine", "limit_bytes", "limit_fraction", "planner", "mode", "seed", "feasible", "overhead",
-    "bound_overhead", "bound_bytes", "gap", "iteration_ns", "ideal_ns", "peak_bytes", "plan_ms", "simulator_calls",
-    "breakdown",
+    "workload", "machine", "limit_bytes", "limit_fraction", "planner", "mode", "workspace", "seed", "feasible",
+    "overhead", "bound_overhead", "bound_bytes", "gap", "iteration_ns", "ideal_ns", "peak_bytes", "plan_ms",
+    "simulator_calls", "breakdown",
 )  # fmt: skip
 
 Row = dict[str, Any]
+Workspace = Literal["least"] | bool
 MB = 1e6
 
 
@@ -59,6 +64,7 @@ def row(
     calls: int | None = None,
     reason: str = "",
     mode: str = "joint",
+    workspace: Workspace = False,
 ) -> Row:
     """One line of results.jsonl, to be certified; without a timeline the planner was infeasible for ``reason``."""
     found = {
@@ -68,6 +74,7 @@ def row(
         "limit_fraction": limit / program.peak_bytes if program.peak_bytes else 1.0,
         "planner": planner,
         "mode": mode,
+        "workspace": workspace,
         "seed": seed,
         "feasible": timeline is not None,
         "overhead": timeline.overhead if timeline else None,
@@ -92,20 +99,25 @@ def certified(found: Row, floor: Floor) -> Row:
 
 
 def score(
-    name: str, program: Program, machine: Machine, limit: int, seed: int, mode: str | None = None, **options: Any
-) -> tuple[Row, Plan | None]:
+    name: str, program: Program, machine: Machine, limit: int, seed: int, mode: str | None = None,
+    workspace: Workspace = False, **options: Any,
+) -> tuple[Row, Plan | None]:  # fmt: skip
     """Plans with the planner ``name``, simulates the plan, and says what it achieved.
 
     Args:
         mode: swap, recompute or joint, for every planner that has the option; a plan of a planner without it
             counts when it happens to be of the mode. None: the planner's own.
+        workspace: which algorithms kernels run with, as in a row.
         options: more options for the planners that have them, as ``made``.
     """
     planner = made(name, seed=seed, mode=mode, **options)
     start = time.perf_counter()
     plan, why = None, ""
     try:
-        plan = planner.plan(program, machine, limit)
+        if workspace:
+            plan = planned(planner, program, machine, limit, fill=workspace is True)
+        else:
+            plan = planner.plan(program, machine, limit)
     except agents.Infeasible as error:
         why = str(error)
     spent = time.perf_counter() - start
@@ -114,18 +126,29 @@ def score(
     # A plan can be for less than was asked: the addresses of smartpool+autoswap hold under its own limit only.
     timeline = simulator.simulate(program, plan, machine, min(limit, plan.limit)) if plan is not None else None
     calls, mode = planner.simulator_calls, mode or "joint"
-    return row(program, machine, limit, name, seed, timeline, spent, calls, why, mode), plan
+    return row(program, machine, limit, name, seed, timeline, spent, calls, why, mode, workspace), plan
 
 
-def score_plan(plan: Plan, program: Program, machine: Machine, limit: int, seed: int, mode: str | None = None) -> Row:
-    """What an existing plan achieves, as ``score``. Raises PlanError when it is for another program."""
+def score_plan(
+    plan: Plan, program: Program, machine: Machine, limit: int, seed: int, mode: str | None = None,
+    workspace: Workspace = False,
+) -> Row:  # fmt: skip
+    """What an existing plan achieves, as ``score``; with ``workspace`` its variants are replaced.
+
+    Raises:
+        PlanError: it is for another program.
+    """
     name, timeline, why = plan.planner or "plan", None, other_mode(plan, mode)
     if not why:
         try:
+            if workspace == "least":
+                plan = replace(plan, variants=least_workspaces(program))
+            elif workspace:
+                plan = with_fastest_variants(program, plan, machine, limit)
             timeline = simulator.simulate(program, plan, machine, limit)
-        except simulator.OutOfMemory as error:
+        except (simulator.OutOfMemory, agents.Infeasible) as error:
             why = str(error)
-    return row(program, machine, limit, name, seed, timeline, reason=why, mode=mode or "joint")
+    return row(program, machine, limit, name, seed, timeline, reason=why, mode=mode or "joint", workspace=workspace)
 
 
 def made(name: str, **options: Any) -> agents.Planner:

@@ -246,4 +246,4 @@ def simulate(program: Program, plan: Plan, machine: Machine, limit: int, iterati
     Args:
         iterations: how many are simulated at least.
     """
-    return Model(program, plan, machine, limit, iterations).run()
+    return Model(program.with_variants(plan.variants), plan, machine, limit, iterations).run()

@@ -8,6 +8,8 @@ The clock itself is in clock.py, what recomputation adds to a plan in chains.py.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +24,8 @@ from simulator.timeline import Timeline
 
 # isort: off
 from simulator.tables import (
-    KIND, NEVER, RECOMPUTE, SWAP, SYNC_SWAP, TENSOR, Ints, decisions_of, ragged, read_log, rows_of,
+    DURATION, KIND, LOAD, NEVER, RECOMPUTE, SWAP, SYNC_SWAP, TENSOR, WORKSPACE, Ints, decisions_of, ragged, read_log,
+    rows_of,
 )  # fmt: skip
 # isort: on
 
@@ -42,6 +45,8 @@ class Score(NamedTuple):
 class Engine:
     """One program on one machine, ready to score many plans. Not for several threads at once.
 
+    Rows are a plan's decisions; ``with_variants`` is the engine for its variants.
+
     Args:
         limit: bytes, persistent tensors included.
         iterations: how many a ``timeline`` has at least; the last one counts. The figures do not depend on it, so
@@ -50,6 +55,7 @@ class Engine:
 
     def __init__(self, program: Program, machine: Machine, limit: int, iterations: int = 2):
         self.program, self.machine = program, machine
+        self.variants: tuple[tuple[int, int], ...] = ()
         self.limit, self.iterations = limit, iterations
         self.calls = 0
         kernels, tensors = program.kernels, program.tensors
@@ -61,7 +67,8 @@ class Engine:
         born = np.bincount(first[persistent == 0], size[persistent == 0], n + 1)[:n].astype(np.int64)
         dies = np.bincount(last[persistent == 0] + 1, size[persistent == 0], n + 1)[1:].astype(np.int64)
         workspace = [k.workspace for k in kernels]
-        self._kernels = np.array([[k.duration_ns for k in kernels], workspace, born, dies, program.loads], np.int64)
+        duration = [k.duration_ns for k in kernels]
+        self._own = self._kernels = np.array([duration, workspace, born, dies, program.loads], np.int64)
         self._tensors = np.array([
             size, persistent, first, last, [machine.d2h_ns(t.nbytes) for t in tensors],
             [machine.h2d_ns(t.nbytes) for t in tensors]], np.int64)  # fmt: skip
@@ -72,6 +79,22 @@ class Engine:
         self._planned = np.empty((2, n), np.int64)
         self._no_log = np.empty((0, 4), np.int64)
         self._no_chains = (np.empty((0, 3), np.int64), np.empty((0, 2), np.int64), np.empty((0, 3), np.int64))
+
+    def with_variants(self, variants: Sequence[tuple[int, int]]) -> Engine:
+        """This engine for the program as it runs under a plan's ``variants``; its calls are counted anew.
+
+        ``program`` remains the one given: ideal times are its, and plans are checked against it.
+
+        Raises:
+            ValueError: as ``Program.chosen``.
+        """
+        out = copy.copy(self)
+        out.variants, out.calls = tuple(variants), 0
+        out._kernels, out._planned = self._own.copy(), np.empty_like(self._planned)
+        for k, (duration, workspace) in self.program.chosen(variants).items():
+            out._kernels[LOAD, k] += workspace - out._kernels[WORKSPACE, k]
+            out._kernels[[DURATION, WORKSPACE], k] = duration, workspace
+        return out
 
     def score(self, rows: Ints, limit_until: int | None = None) -> Score:
         """Simulates the plan ``rows``; the rows must fit the program (``Plan.check``), which is not tested here.
@@ -104,13 +127,19 @@ class Engine:
         )  # fmt: skip
 
     def timeline(self, plan: Plan, limit_until: int | None = None) -> Timeline:
-        """Simulates a plan and returns everything that happened.
+        """Simulates a plan, its variants included, and returns everything that happened.
 
         Raises:
             PlanError: the plan does not fit the program or the host.
             OutOfMemory: the plan is infeasible at the limit.
         """
         plan.check(self.program)
+        if plan.variants != self.variants:
+            engine = self.with_variants(plan.variants)
+            try:
+                return engine.timeline(plan, limit_until)
+            finally:
+                self.calls += engine.calls
         rows = rows_of(plan.decisions)
         n_log, room = 4096, 0
         while n_log > room:

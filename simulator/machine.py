@@ -20,6 +20,9 @@ PRESETS = Path(__file__).resolve().parent.parent / "configs" / "machine"
 class Machine:
     """One GPU on one host link. Bandwidths are bytes per second, times nanoseconds, sizes bytes.
 
+    The simulator ignores what the driver takes for memory (``driver_ns``): its tensors come from a pool. Only
+    ``simulator.pool.times``, which compares pools with bare cudaMalloc and cudaFree, asks for it.
+
     Raises:
         FormatError: a figure is out of range.
     """
@@ -35,8 +38,11 @@ class Machine:
     flops_per_s: dict[str, int] = field(default_factory=dict)  # by dtype: "float32", "bfloat16", …
     memory_bytes_per_s: int = 1
     launch_ns: int = 5_000
-    malloc_ns: int = 0
-    free_ns: int = 0
+    malloc_ns: int = 0  # a call of cudaMalloc
+    free_ns: int = 0  # a call of cudaFree
+    malloc_bytes_per_s: int = (
+        0  # at which memory is mapped and unmapped again, besides the calls; 0: size costs nothing
+    )
     # Fraction of the roofline that kernels reach, by kernel kind; "default" for the kinds not named.
     efficiency: dict[str, float] = field(default_factory=dict)
 
@@ -44,7 +50,7 @@ class Machine:
         for name in ("memory_bytes", "h2d_bytes_per_s", "d2h_bytes_per_s", "memory_bytes_per_s", "alignment"):
             if getattr(self, name) < 1:
                 raise FormatError(f"machine.{name}: expected a positive integer, got {getattr(self, name)}")
-        for name in ("copy_latency_ns", "host_bytes", "launch_ns", "malloc_ns", "free_ns"):
+        for name in ("copy_latency_ns", "host_bytes", "launch_ns", "malloc_ns", "free_ns", "malloc_bytes_per_s"):
             if getattr(self, name) < 0:
                 raise FormatError(f"machine.{name}: expected an integer of at least 0, got {getattr(self, name)}")
         if self.copy_engines not in (1, 2):
@@ -63,6 +69,11 @@ class Machine:
     def h2d_ns(self, nbytes: int) -> int:
         """Duration of a swap-in: latency + nbytes / bandwidth, rounded up."""
         return self.copy_latency_ns - (-nbytes * 1_000_000_000 // self.h2d_bytes_per_s)
+
+    def driver_ns(self, mallocs: int, frees: int, nbytes: int) -> int:
+        """Time of so many calls of cudaMalloc and cudaFree over ``nbytes`` in all, rounded up."""
+        mapped = -(-nbytes * 1_000_000_000 // self.malloc_bytes_per_s) if self.malloc_bytes_per_s else 0
+        return mallocs * self.malloc_ns + frees * self.free_ns + mapped
 
     def kernel_ns(self, kind: str, flops: int, nbytes: int, dtype: str = "float32") -> int:
         """Roofline: max(flops / peak, bytes / bandwidth) at the kind's efficiency, plus the launch.

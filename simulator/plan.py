@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from simulator.files import FormatError, fields, load_json, write_json
+from simulator.files import FormatError, fields, integers, load_json, write_json
 from simulator.program import Program
 
 FORMAT = "plan/1"
@@ -57,13 +57,19 @@ Decision = Swap | Recompute
 
 @dataclass(frozen=True)
 class Plan:
-    """Decisions for one program. Immutable; the order of the decisions has no meaning."""
+    """Decisions for one program. Immutable; the order of the decisions has no meaning.
+
+    ``variants``: pairs (kernel, index into its ``Kernel.variants``), ascending by kernel: the algorithms to run with.
+    A kernel that is not named runs with its own duration and workspace. Times of recomputation are those of the
+    chosen algorithms, too; the ideal time remains that of the program as given.
+    """
 
     decisions: tuple[Decision, ...] = ()
     fingerprint: str = ""  # of the program; "" fits any program whose ids and gaps fit
     planner: str = ""
     limit: int = 0  # bytes the plan was made for; 0: none
     machine: str = ""
+    variants: tuple[tuple[int, int], ...] = ()
 
     def check(self, program: Program) -> None:
         """Raises PlanError with the first reason why this plan does not fit ``program``."""
@@ -72,6 +78,10 @@ class Plan:
                 f"the plan is for another program (fingerprint {self.fingerprint[:12]}, "
                 f"{program.name!r} has {program.fingerprint[:12]})"
             )
+        try:
+            program.chosen(self.variants)
+        except ValueError as error:
+            raise PlanError(str(error)) from None
         taken: dict[tuple[int, int], int] = {}
         for i, decision in enumerate(self.decisions):
             where = f"decisions[{i}]"
@@ -88,7 +98,7 @@ class Plan:
                     raise PlanError(f"{where}: {reason}")
 
     def to_dict(self) -> dict[str, Any]:
-        """The ``plan/1`` dictionary."""
+        """The ``plan/1`` dictionary; ``variants`` stand in it where there are any."""
         out: list[dict[str, Any]] = []
         for d in self.decisions:
             entry = {"kind": "swap" if isinstance(d, Swap) else "recompute",
@@ -101,8 +111,9 @@ class Plan:
             elif d.keep:
                 entry["keep"] = True
             out.append(entry)
-        return {"format": FORMAT, "fingerprint": self.fingerprint, "planner": self.planner,
-                "limit": self.limit, "machine": self.machine, "decisions": out}  # fmt: skip
+        top = {"format": FORMAT, "fingerprint": self.fingerprint, "planner": self.planner,
+               "limit": self.limit, "machine": self.machine, "decisions": out}  # fmt: skip
+        return {**top, "variants": [list(pair) for pair in self.variants]} if self.variants else top
 
     @classmethod
     def from_dict(cls, data: object) -> Plan:
@@ -113,7 +124,8 @@ class Plan:
         """
         top = fields(
             data, "plan", {"format": str, "decisions": list},
-            {"fingerprint": (str, ""), "planner": (str, ""), "limit": (int, 0), "machine": (str, "")},
+            {"fingerprint": (str, ""), "planner": (str, ""), "limit": (int, 0), "machine": (str, ""),
+             "variants": (list, [])},
         )  # fmt: skip
         if top["format"] != FORMAT:
             raise FormatError(f"plan.format: expected {FORMAT!r}, got {top['format']!r}")
@@ -132,7 +144,9 @@ class Plan:
             if kind != "swap":
                 raise FormatError(f"{where}.kind: expected 'swap' or 'recompute', got {kind!r}")
             decisions.append(Swap(got["tensor"], got["after"], got["before"], got["prefetch"], got["sync"]))
-        return cls(tuple(decisions), top["fingerprint"], top["planner"], top["limit"], top["machine"])
+        pairs = [integers(pair, f"variants[{i}]", length=2) for i, pair in enumerate(top["variants"])]
+        variants = tuple((kernel, index) for kernel, index in pairs)
+        return cls(tuple(decisions), top["fingerprint"], top["planner"], top["limit"], top["machine"], variants)
 
     def save(self, path: str | Path) -> None:
         """Writes ``plan/1`` JSON."""

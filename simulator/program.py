@@ -202,9 +202,43 @@ class Program:
         return lines
 
     def with_durations(self, durations_ns: Sequence[int]) -> Program:
-        """The same program with other kernel durations (one per kernel)."""
+        """The same program with other kernel durations (one per kernel); those of variants stay."""
         kernels = tuple(replace(k, duration_ns=int(d)) for k, d in zip(self.kernels, durations_ns, strict=True))
         return Program(self.name, self.tensors, kernels)
+
+    def chosen(self, variants: Sequence[tuple[int, int]]) -> dict[int, tuple[int, int]]:
+        """(duration_ns, workspace) of every kernel that ``variants`` names.
+
+        Args:
+            variants: pairs (kernel, index into its ``variants``), ascending by kernel.
+
+        Raises:
+            ValueError: with the first pair that is dangling, repeated or out of order.
+        """
+        out: dict[int, tuple[int, int]] = {}
+        last = -1
+        for i, (k, index) in enumerate(variants):
+            if not 0 <= k < len(self.kernels):
+                raise ValueError(f"variants[{i}]: there is no kernel {k}")
+            if k <= last:
+                raise ValueError(f"variants[{i}]: kernel {k} after kernel {last}; each comes once, ascending")
+            if not 0 <= index < len(self.kernels[k].variants):
+                count = len(self.kernels[k].variants)
+                raise ValueError(f"variants[{i}]: kernel {k} has no variant {index}; it has {count}")
+            out[k], last = self.kernels[k].variants[index], k
+        return out
+
+    def with_variants(self, variants: Sequence[tuple[int, int]]) -> Program:
+        """The program as it runs under ``variants``: their durations and workspaces in the place of the kernels' own.
+
+        Args, Raises: as ``chosen``.
+        """
+        if not variants:
+            return self
+        kernels = list(self.kernels)
+        for k, (duration, workspace) in self.chosen(variants).items():
+            kernels[k] = replace(kernels[k], duration_ns=duration, workspace=workspace)
+        return Program(self.name, self.tensors, tuple(kernels))
 
     def to_dict(self) -> dict[str, Any]:
         """The ``program/1`` dictionary, every field present."""

@@ -10,7 +10,7 @@ The rules (the numbers are those of the docstring of ``reference.py``):
 - ``spans``      well formed, in order of start
 - ``overlap``    one piece of work at a time on a stream; on both copy streams with one copy engine (4)
 - ``order``      the kernels run in program order and every iteration is complete (1)
-- ``duration``   a kernel lasts as long as the program says, a copy latency + bytes / bandwidth (4)
+- ``duration``   a kernel lasts as long as its algorithm does, a copy latency + bytes / bandwidth (4)
 - ``resident``   what a kernel or a step uses is in device memory when it starts (2, 6)
 - ``content``    … and has the content that program order gives it (7)
 - ``recompute``  a chain runs each kernel once, in program order, only before a kernel that needs it, and
@@ -59,14 +59,12 @@ def violations(
         plan: fits the program (``Plan.check``).
         limit: bytes; None where the timeline was simulated with the limit not enforced.
     """
-    found = list(_spans(timeline, program))
-    if found:
-        return found
-    found = [*_overlap(timeline, machine), *_order(timeline, program)]
+    found = list(_spans(timeline, program)) or [*_overlap(timeline, machine), *_order(timeline, program)]
     if found:  # a replay needs one thing at a time, in order
         return found
-    replay = _Replay(timeline, program, plan, machine, limit)
-    found = [*_duration(timeline, program, machine), *replay.violations(), *_figures(timeline, program, replay)]
+    runs = program.with_variants(plan.variants)
+    replay = _Replay(timeline, runs, plan, machine, limit)
+    found = [*_duration(timeline, runs, machine), *replay.violations(), *_figures(timeline, program, replay)]
     if limit is not None:
         found += [Violation("limit", t, f"{used} bytes of {limit}") for t, used in timeline.memory if used > limit]
     return sorted(found, key=lambda v: v.time_ns)

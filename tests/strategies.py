@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from simulator import Kernel, Machine, Plan, Program, Recompute, Swap, Tensor
@@ -67,3 +69,16 @@ def machines(draw: st.DrawFn) -> Machine:
     """Machines whose copies are about as slow as the kernels of ``programs``."""
     bandwidth = st.sampled_from([500_000_000, 1_000_000_000, 3_000_000_000])
     return Machine("random", 10**6, draw(bandwidth), draw(bandwidth), draw(st.integers(0, 3)), draw(st.integers(1, 2)))
+
+
+@st.composite
+def with_algorithms(draw: st.DrawFn, program: Program) -> tuple[Program, tuple[tuple[int, int], ...]]:
+    """The program with several algorithms for some of its kernels, and a choice of them for a plan."""
+    algorithm = st.tuples(st.integers(0, 30), st.integers(0, 30))
+    kernels, chosen = [], []
+    for k, kernel in enumerate(program.kernels):
+        variants = draw(st.lists(algorithm, max_size=3))
+        kernels.append(replace(kernel, variants=tuple(variants)))
+        if variants and draw(st.booleans()):
+            chosen.append((k, draw(st.integers(0, len(variants) - 1))))
+    return replace(program, kernels=tuple(kernels)), tuple(chosen)

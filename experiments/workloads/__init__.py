@@ -6,6 +6,8 @@ A workload is a configuration (``configs/workload/*.yaml``): ``name``, ``family`
 - module: ``target``, ``"pkg.mod:factory"``;
 - ``iteration_ms``: measured iteration time by machine name; on those machines the kernels' durations are
   scaled to it, elsewhere they are the roofline's;
+- ``algorithms``: true gives convolutions the workspace of their fastest algorithm, and the others as variants
+  (executor/algorithms.py); the durations stay. Without it no kernel has a workspace;
 - ``paper_peak_mb``: the paper's peak load, for comparison.
 """
 
@@ -28,7 +30,7 @@ _NETWORKS: dict[str, tuple[type[nn.Module], Mapping[int, object]]] = {
     "vgg": (vgg.VGG, vgg.BLOCKS),
     "resnet": (resnet.ResNet, resnet.STAGES),
 }
-_KEYS = {"name", "family", "depth", "batch_size", "iteration_ms", "target", "paper_peak_mb"}
+_KEYS = {"name", "family", "depth", "batch_size", "iteration_ms", "target", "paper_peak_mb", "algorithms"}
 
 
 def load(workload: Mapping[str, Any], machine: Machine) -> Captured:
@@ -43,8 +45,12 @@ def load(workload: Mapping[str, Any], machine: Machine) -> Captured:
     measured = iteration_ms.get(machine.name) if isinstance(iteration_ms, Mapping) else iteration_ms
     if measured is not None and (isinstance(measured, bool) or not isinstance(measured, (int, float)) or measured <= 0):
         raise WorkloadError(f"workload.iteration_ms: expected positive numbers by machine, got {iteration_ms!r}")
+    algorithms = workload.get("algorithms", False)
+    if not isinstance(algorithms, bool):
+        raise WorkloadError(f"workload.algorithms: expected true or false, got {algorithms!r}")
     captured = capture(*parts, machine=machine, name=str(workload.get("name") or type(parts[0]).__name__))
-    return captured if measured is None else captured.on(machine, iteration_ns=round(measured * 1e6))
+    iteration_ns = None if measured is None else round(measured * 1e6)
+    return captured.on(machine, iteration_ns=iteration_ns, algorithms=algorithms)
 
 
 def build(workload: Mapping[str, Any]) -> Parts:

@@ -10,9 +10,10 @@ pixels. The definition here follows SINGA's example (no ReLU after the sum, whic
 - blocks per stage as in He et al. (2016), Table 1; two 3x3 convolutions per block in ResNet18 and 34, three
   in ResNet50 and 101, all at the stage's width: not the 1-3-1 bottleneck.
 
-Captured peaks at batch 100 against Table I: 1463, 2789, 4335, 8141 MB against 1452, 2824, 4418, 8367, i.e.
-+0.8, -1.2, -1.9 and -2.7 %. The usual CIFAR ResNet (strides 1, 2, 2, 2, bottlenecks, ReLU after the sum, the
-same ReLU) needs 3903 MB for ResNet50 and 6061 MB for ResNet101, 12 and 28 % less. Operations agree too: 1.06,
+Captured peaks at batch 100 against Table I, whose MB are 2^20 bytes (experiments/figures/smartpool_table1.py): 1396,
+2660, 4134, 7764 against 1452, 2824, 4418, 8367, i.e. 4, 6, 6 and 7 % less; with what SINGA keeps besides 1503, 2874,
+4468, 8417, i.e. 3.5, 1.8, 1.1 and 0.6 % more. The usual CIFAR ResNet (strides 1, 2, 2, 2, bottlenecks, ReLU after the
+sum, the same ReLU) needs 3722 MB for ResNet50 and 5780 MB for ResNet101, 16 and 31 % less. Operations agree too: 1.06,
 2.37, 3.62 and 8.24 TFLOP in the measured 195, 368, 540 and 1048 ms are 48 to 69 % of a GTX 1080 Ti's peak.
 """
 

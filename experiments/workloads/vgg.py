@@ -10,13 +10,11 @@ other depths have 1, 2, 3 or 4 convolutions per block as in Simonyan and Zisserm
 the paper's runs (on SINGA): ReLU keeps its input, not its output, and dropout one byte per element, not a
 float.
 
-Captured peaks at batch 100 against Table I: 317, 446, 530, 614 MB against 389, 509, 647, 785, i.e. 18, 12,
-18 and 22 % less. The part missing is not activations. From VGG13 to 16 to 19 the paper's load grows by 138 MB
-each, ours by 84; each step adds 21 MB of weights, and 138 = 3 x 10.65 (three kept activations per layer) +
-5 x 21.24, so its loads look as if they held five copies of the weights where SGD with momentum needs three.
-What they are is inferred, not measured: SINGA keeps a cuDNN workspace in every convolution layer for the whole
-run and the paper chose the fastest algorithm without a limit; on the deep layers those (Winograd) are a small
-multiple of the weights. SINGA also keeps cuDNN's random states in every dropout layer.
+Captured peaks at batch 100 against Table I, whose MB are 2^20 bytes (experiments/figures/smartpool_table1.py): 302,
+426, 506, 586 against 389, 509, 647, 785, i.e. 22, 16, 22 and 25 % less. What is missing is not activations but what
+SINGA keeps besides: the gradients of the previous iteration, and in every convolution a workspace that, to judge by
+the ResNets of the table, holds its filters transformed for Winograd, 16 values for 9. With both the peaks are 401,
+526, 663 and 799, 2 to 3 % more. They are no part of the captured program.
 """
 
 from __future__ import annotations

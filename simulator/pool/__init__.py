@@ -1,13 +1,97 @@
 """Bytes to addresses. The ledger of the simulator counts bytes; here the same tensors get offsets.
 
 ``intervals`` says who holds how many bytes from when to when. An allocator is a module with one function,
-``pack(intervals, …) -> Packing``. ``validate`` finds blocks that share an address.
+``pack(intervals, …) -> Packing``; ``ALLOCATORS`` names them all and ``run`` runs one of them. Offline ones know the
+whole iteration and pack a circle; online ones (the driver, PyTorch's caching allocator, CnMem, SuperNeurons' heap) see
+one malloc or free after another on a line. ``times`` says how long they take, ``validate`` finds blocks that share an
+address, ``trace`` finds the iteration in a stream of mallocs and frees, ``files`` reads and writes instances.
 
-    lives = timeline_lifetimes(simulate(program, plan, machine, limit), program, plan)
-    packing = smartpool.pack(lives.intervals, machine.alignment)
-    packing.footprint, packing.offsets[i], lives.owner[i]
+    lives = program_lifetimes(program)                       # or timeline_lifetimes(timeline, program, plan)
+    blocks, packing = run("smartpool", lives.intervals, machine.alignment)
+    packing.footprint, packing.ratio(blocks), packing.offsets[i]
 """
 
-from simulator.pool.intervals import Intervals, Lifetimes, Packing, program_lifetimes, timeline_lifetimes
+from __future__ import annotations
 
-__all__ = ["Intervals", "Lifetimes", "Packing", "program_lifetimes", "timeline_lifetimes"]
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+from simulator.pool.intervals import Intervals, Lifetimes, Packing, program_lifetimes, timeline_lifetimes
+from simulator.tables import NEVER
+
+__all__ = [
+    "ALLOCATORS",
+    "ITERATIONS",
+    "Allocator",
+    "Intervals",
+    "Lifetimes",
+    "Packing",
+    "allocator",
+    "program_lifetimes",
+    "run",
+    "timeline_lifetimes",
+]
+
+ITERATIONS = 3  # that an online allocator sees of a circle: one to grow, two in the steady state
+
+
+@dataclass(frozen=True)
+class Allocator:
+    """How to call one of the allocators.
+
+    Attributes:
+        module: in this package.
+        online: it sees mallocs and frees one by one, on a line.
+        timed: it takes ``seconds`` and returns the best packing found within them.
+        options: of its ``pack``.
+    """
+
+    module: str
+    online: bool = False
+    timed: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+# In the order of tables.
+ALLOCATORS = {
+    "cudamalloc": Allocator("cudamalloc", online=True),
+    "caching": Allocator("caching", online=True),
+    "cnmem": Allocator("cnmem", online=True),
+    "superneurons": Allocator("heap", online=True),
+    "smartpool": Allocator("smartpool", options={"fit": "best"}),
+    "smartpool_first": Allocator("smartpool", options={"fit": "first"}),
+    "portfolio": Allocator("portfolio", timed=True),
+    "optimal": Allocator("optimal", timed=True),
+}
+
+
+def allocator(name: str) -> Allocator:
+    """The allocator of a name; raises ValueError with the names that there are."""
+    if name not in ALLOCATORS:
+        raise ValueError(f"there is no allocator {name!r}; there are {', '.join(ALLOCATORS)}")
+    return ALLOCATORS[name]
+
+
+def run(name: str, intervals: Intervals, alignment: int = 1, seconds: float = 5.0) -> tuple[Intervals, Packing]:
+    """Packs blocks with the allocator of a name.
+
+    Args:
+        intervals: on a circle or a line. For an online allocator a circle is unrolled over ``ITERATIONS``.
+        alignment: bytes, of an offline allocator; an online one rounds sizes by rules of its own.
+        seconds: for those that search.
+
+    Returns:
+        The blocks as they were packed, and their packing.
+
+    Raises:
+        ValueError: an unknown name, or a bad option.
+    """
+    how = allocator(name)
+    pack = import_module(f"simulator.pool.{how.module}").pack
+    if how.online:
+        blocks = intervals if intervals.period == NEVER else intervals.unrolled(ITERATIONS)[0]
+        return blocks, pack(blocks, **how.options)
+    options = {**how.options, **({"seconds": seconds} if how.timed else {})}
+    return intervals, pack(intervals, alignment=alignment, **options)

@@ -64,19 +64,62 @@ class Intervals:
         held = np.cumsum(changes[np.argsort(times, kind="stable")])
         return int(self.nbytes[over].sum() + held.max(initial=0))
 
+    def rounded(self, alignment: int) -> Intervals:
+        """The same blocks, sizes rounded up to a multiple of ``alignment`` bytes; raises ValueError below 1."""
+        if alignment < 1:
+            raise ValueError(f"alignment: expected at least 1, got {alignment}")
+        return Intervals(self.lower, self.upper, -(-self.nbytes // alignment) * alignment, self.period)
+
+    def unrolled(self, iterations: int) -> tuple[Intervals, Ints]:
+        """The blocks of so many iterations on a line, for allocators that do not know that time repeats.
+
+        What fills the circle is one block. What stays over a boundary is there at the start, too, and the last
+        iteration ends what it still holds.
+
+        Returns:
+            The m blocks by ascending ``lower``, and int64[m], which of ours each one is.
+
+        Raises:
+            ValueError: time does not repeat.
+        """
+        if self.period == NEVER:
+            raise ValueError("these blocks are on a line; only a circle can be unrolled")
+        end = iterations * self.period
+        always = self.upper - self.lower == self.period
+        source = [np.flatnonzero(always)]
+        lower, upper = [np.zeros_like(source[0])], [np.full_like(source[0], end)]
+        for shift in range(-self.period, end, self.period):
+            here = np.flatnonzero(~always & (self.upper + shift > 0))
+            lower.append(np.maximum(self.lower[here] + shift, 0))
+            upper.append(np.minimum(self.upper[here] + shift, end))
+            source.append(here)
+        order = np.argsort(np.concatenate(lower), kind="stable")
+        which = np.concatenate(source)[order]
+        return Intervals(np.concatenate(lower)[order], np.concatenate(upper)[order], self.nbytes[which]), which
+
 
 @dataclass(frozen=True)
 class Packing:
-    """Where an allocator put the blocks of an ``Intervals``.
+    """Where an allocator put the blocks of an ``Intervals``, and what that took.
 
     Attributes:
         offsets: int64[n], first byte of each block.
-        footprint: bytes from 0 to the highest end of a block; over ``Intervals.peak_bytes`` it is the competitive
-            ratio.
+        footprint: bytes from 0 to the highest end of a block.
+        proven: no packing has a smaller footprint.
+        steps: entries of a list or a table that all its mallocs and frees look at.
+        driver_mallocs, driver_frees: calls of cudaMalloc and cudaFree.
     """
 
     offsets: Ints
     footprint: int
+    proven: bool = False
+    steps: int = 0
+    driver_mallocs: int = 0
+    driver_frees: int = 0
+
+    def ratio(self, intervals: Intervals) -> float:
+        """Competitive ratio: the footprint over the peak load of the blocks; 1 where there are none."""
+        return self.footprint / intervals.peak_bytes if self.footprint else 1.0
 
 
 @dataclass(frozen=True)
@@ -92,6 +135,13 @@ class Lifetimes:
     intervals: Intervals
     owner: Ints
     time_ns: Ints
+
+    def addresses(self, packing: Packing) -> dict[int, dict[int, int]]:
+        """The table that an executor looks up (SmartPool, section V): event -> owner -> offset, for every malloc."""
+        table: dict[int, dict[int, int]] = {}
+        for event, who, offset in zip(self.intervals.lower, self.owner, packing.offsets, strict=True):
+            table.setdefault(int(event), {})[int(who)] = int(offset)
+        return table
 
 
 def program_lifetimes(program: Program) -> Lifetimes:
@@ -120,7 +170,7 @@ def timeline_lifetimes(timeline: Timeline, program: Program, plan: Plan) -> Life
     """
     if len(timeline.boundaries) < 2:
         raise ValueError("timeline: expected at least two iterations; the first has nothing under way at its start")
-    walk = _Walk(timeline, program, plan)
+    walk = _Walk(timeline, program.with_variants(plan.variants), plan)
     begin, held = walk.begin, dict(walk.held)
     period = len(walk.times) - begin
     blocks = []

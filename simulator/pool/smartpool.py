@@ -38,12 +38,14 @@ def pack(intervals: Intervals, alignment: int = 1, fit: str = "best") -> Packing
     """
     if fit not in FITS:
         raise ValueError(f"fit: expected one of {', '.join(FITS)}, got {fit!r}")
-    if alignment < 1:
-        raise ValueError(f"alignment: expected at least 1, got {alignment}")
-    size = -(-intervals.nbytes // alignment) * alignment
+    intervals = intervals.rounded(alignment)
+    size = intervals.nbytes
     order = np.lexsort((intervals.lower, -size))
     offsets = _colour(intervals.lower, intervals.upper, size, order, intervals.period, fit == "best")
-    return Packing(offsets, int((offsets + size).max(initial=0)))
+    footprint = int((offsets + size).max(initial=0))
+    # Running, a malloc looks its address up and a free does nothing (section V); the pool itself is one cudaMalloc,
+    # made once.
+    return Packing(offsets, footprint, footprint == intervals.peak_bytes, steps=len(size) * len(size).bit_length())
 
 
 @njit(cache=True)

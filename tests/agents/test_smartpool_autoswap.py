@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import agents
-from agents.planner import SWAP
+from agents.autoswap import SCORES, peak_gaps
+from agents.planner import SWAP, Candidates
 from agents.smartpool_autoswap import SmartPoolAutoSwap, just_in_time
 from simulator import Kernel, Machine, Plan, Program, Swap, Tensor, simulate
 from simulator.pool import Packing, program_lifetimes, smartpool, timeline_lifetimes
@@ -75,15 +76,26 @@ def test_addresses_are_aligned_unless_told_otherwise() -> None:
     assert make(align=True).plan(program, MACHINE, 1024).decisions == ()
 
 
-def test_the_fit_decides() -> None:
+def test_the_pool_decides() -> None:
     # By size: 7 at 0; the workspace of kernel 0, 4, at 7; 4 at 11; 2 at 7, between 7 and 4; the other 2 comes when 7
     # has gone: first-fit puts it at 0, best-fit at 9, where 1, which still meets 7, would have had its place.
     program = straight([(1, 4), (3, 5), (1, 4), (0, 2), (0, 4)], [1, 2, 2, 7, 4], [10] * 6, [4, 0, 0, 0, 0, 0])
     assert program.peak_bytes == 15
-    assert make(min_bytes=100, fit="first").plan(program, MACHINE, 15).decisions == ()
+    assert make(min_bytes=100, pool="smartpool_first").plan(program, MACHINE, 15).decisions == ()
     with pytest.raises(agents.Infeasible):
         make(min_bytes=100).plan(program, MACHINE, 15)
     assert make(min_bytes=100).plan(program, MACHINE, 16).decisions == ()
+
+
+def test_all_scores_are_no_worse_than_each() -> None:
+    overheads = {}
+    for score in ("all", *SCORES):
+        try:
+            plan = SmartPoolAutoSwap(score, align=False, min_bytes=1).plan(tiny.PROGRAM, tiny.MACHINE, 150)
+        except agents.Infeasible:
+            continue
+        overheads[score] = simulate(tiny.PROGRAM, plan, tiny.MACHINE, plan.limit).overhead
+    assert overheads["all"] == min(overheads.values()) and len(overheads) > 1
 
 
 def test_swap_ins_are_just_in_time_and_one_at_a_time() -> None:
@@ -124,10 +136,35 @@ def test_the_footprint_fits_or_it_says_so(data: st.DataObject) -> None:
     assert planner.plan(program, machine, limit) == plan and planner.simulator_calls >= 2
 
 
+def test_the_smallest_footprint_at_an_overhead() -> None:
+    # What the limit of 7 finds above takes no time; SmartPool's order of sizes makes nothing of more.
+    plans = SmartPoolAutoSwap(align=False, min_bytes=1).smallest(FRAGMENTED, MACHINE, [0.0, 10.0])
+    assert plans[0].decisions == (Swap(0, 0, 5, prefetch=3),)
+    assert [pack(FRAGMENTED, plan, MACHINE).footprint for plan in plans] == [7, 7]
+
+
+@settings(max_examples=40, deadline=None)
+@given(programs(), machines())
+def test_no_smaller_footprint_is_passed_over(program: Program, machine: Machine) -> None:
+    planner = SmartPoolAutoSwap(align=False, min_bytes=1, steps=3)
+    overheads = (0.0, 0.2, 100.0)
+    plans = planner.smallest(program, machine, overheads)
+    assert planner.simulator_calls >= len(overheads)
+    candidates = Candidates(program, peak_gaps(program, 1))
+    runs = planner._runs(candidates, program, machine, program.peak_bytes, candidates.least, 6)
+    for overhead, plan in zip(overheads, plans, strict=True):
+        assert simulate(program, plan, machine, plan.limit).iteration_ns <= program.ideal_ns * (1 + overhead)
+        within = [run for run in runs if run.iteration_ns <= program.ideal_ns * (1 + overhead)]
+        least = min(planner._footprint(run, program, machine) for run in within)
+        assert pack(program, plan, machine).footprint == least
+
+
 def test_bad_options() -> None:
     with pytest.raises(ValueError, match="score: expected one of"):
         SmartPoolAutoSwap(score="bo")
-    with pytest.raises(ValueError, match="fit: expected one of best, first, got 'worst'"):
-        SmartPoolAutoSwap(fit="worst")
+    with pytest.raises(ValueError, match="there is no allocator 'worst'; there are cudamalloc, "):
+        SmartPoolAutoSwap(pool="worst")
+    with pytest.raises(ValueError, match="pool: cnmem sees one malloc after another"):
+        SmartPoolAutoSwap(pool="cnmem")
     with pytest.raises(ValueError, match="steps: expected at least 2, got 1"):
         SmartPoolAutoSwap(steps=1)

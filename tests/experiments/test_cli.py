@@ -2,7 +2,7 @@
 
 import json
 import subprocess
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -211,6 +211,19 @@ def test_evaluate_scores_a_plan(run: Run, program: Program, program_file: Path, 
     assert done.returncode == 0, done.stderr
     (row,) = rows_in(out)
     assert row["iteration_ns"] == simulate(program, plan, machine, int(0.7 * program.peak_bytes)).iteration_ns
+
+
+def test_evaluate_with_the_dynamic_workspace(run: Run, program: Program, program_file: Path, tmp_path: Path) -> None:
+    base = (f"program={program_file}", "limits=0.8", "planners=autoswap_swdoa", f"out={tmp_path / 'out'}", "jobs=1")
+    refused(run("evaluate", *base, "workspace=fast"), "workspace: expected true, false or least, got 'fast'")
+    refused(run("evaluate", *base, "workspace=true"), "no kernel of 'chain' has several algorithms")
+    several = (replace(k, workspace=2**24, variants=((3_000_000, 0),)) for k in program.kernels)
+    replace(program, kernels=tuple(several)).save(program_file)
+    done = run("evaluate", *base, "workspace=true")
+    assert done.returncode == 0, done.stderr
+    rows = rows_in(tmp_path / "out")
+    check_rows(rows)
+    assert [row["workspace"] for row in rows] == [True]
 
 
 def test_a_sweep_makes_a_run_each(run: Run, program_file: Path, tmp_path: Path) -> None:

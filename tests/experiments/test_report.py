@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -93,6 +94,44 @@ def test_a_plan_of_another_mode_does_not_count(program: Program) -> None:
     assert plan is not None
     assert not report.score_plan(plan, program, MACHINE, limit, 0, "recompute")["feasible"]
     assert report.score_plan(plan, program, MACHINE, limit, 0, "swap")["feasible"]
+
+
+def with_workspaces(program: Program) -> Program:
+    """Every kernel has an algorithm of twice the time without its workspace of 40 MiB."""
+    return replace(program, kernels=tuple(
+        replace(k, workspace=40 * 2**20, variants=((2 * k.duration_ns, 0),)) for k in program.kernels
+    ))  # fmt: skip
+
+
+def test_rows_of_the_three_workspaces(program: Program) -> None:
+    program = with_workspaces(program)
+    limit = int(0.75 * program.peak_bytes)
+    rows = {}
+    for workspace in (False, "least", True):
+        row, plan = report.score("autoswap_swdoa", program, MACHINE, limit, 0, workspace=workspace)
+        assert plan is not None and row["feasible"] and row["workspace"] is workspace
+        assert row["iteration_ns"] == report.simulator.simulate(program, plan, MACHINE, limit).iteration_ns
+        assert row["ideal_ns"] == program.ideal_ns
+        rows[workspace] = report.certified(row, evaluate.floor_under(program, MACHINE, limit, None, bool(workspace)))
+        assert rows[workspace]["gap"] >= 0
+        again = report.score_plan(plan, program, MACHINE, limit, 0, workspace=workspace)
+        assert (again["workspace"], again["iteration_ns"]) == (workspace, row["iteration_ns"])
+    assert rows[True]["iteration_ns"] < rows["least"]["iteration_ns"]
+    assert rows[True]["iteration_ns"] <= rows[False]["iteration_ns"]
+    assert rows["least"]["breakdown"]["compute_ns"] == 2 * program.ideal_ns
+    # Below what every plan needs with its own workspaces, another algorithm fits.
+    needs = floor(program, MACHINE, limit).least_bytes
+    tight = needs - 2**20
+    assert not report.score("autoswap_swdoa", program, MACHINE, tight, 0)[0]["feasible"]
+    found, _ = report.score("autoswap_swdoa", program, MACHINE, tight, 0, workspace=True)
+    assert found["feasible"] and found["peak_bytes"] <= tight
+    bound = evaluate.floor_under(program, MACHINE, tight, None, True)
+    assert bound.least_bytes <= tight and 0 <= bound.overhead == bound.iteration_ns / program.ideal_ns - 1
+    assert report.certified(found, bound)["gap"] >= 0
+    plan = report.score("autoswap_swdoa", program, MACHINE, limit, 0)[1]
+    assert plan is not None
+    nothing = report.score_plan(plan, program, MACHINE, needs // 2, 0, workspace=True)
+    assert not nothing["feasible"] and "with the least workspaces" in nothing["reason"]
 
 
 def test_home_has_one_process_in_a_worker(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """The SimPy model that bench times obeys the same rules: equal to the nanosecond on plans of swaps."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -41,6 +42,16 @@ def test_equal_on_random_programs(data: st.DataObject) -> None:
     model = simpy_model.Model(program, plan, on, limit, iterations)
     assert model.run() == expected.iteration_ns
     assert model.lasts == [end - begin for begin, end in pairwise((0, *expected.boundaries))]  # as many iterations
+
+
+def test_equal_with_other_algorithms() -> None:
+    program, on = chain(4), machine(2, 12 * 10**9)
+    program = replace(program, kernels=tuple(replace(k, variants=((10**5, 2**20),)) for k in program.kernels))
+    plan = replace(swap_all(program, program.gaps(2**20)), variants=((1, 0), (4, 0)))
+    limit = simulate(program, plan, on, 2**40).required_bytes
+    expected = simulate(program, plan, on, limit).iteration_ns
+    assert simpy_model.simulate(program, plan, on, limit) == expected
+    assert simulate(program, replace(plan, variants=()), on, 2**40).iteration_ns != expected
 
 
 def test_a_plan_over_the_limit_is_refused(program: Program) -> None:

@@ -54,6 +54,16 @@ def test_every_network_builds_and_scales_only_where_measured():
     assert k40c.ideal_ns != 43 * 10**6
 
 
+def test_algorithms_are_an_option():
+    entry, machine = config("vgg11"), Machine.load("gtx1080ti")
+    assert entry["algorithms"] is False
+    plain, asked = load(entry, machine).program, load({**entry, "algorithms": True}, machine).program
+    assert not any(k.variants for k in plain.kernels) and plain.tensors == asked.tensors
+    assert load({k: v for k, v in entry.items() if k != "algorithms"}, machine).program == plain
+    assert asked.ideal_ns == plain.ideal_ns and asked.peak_bytes > plain.peak_bytes
+    assert {k.kind for k in asked.kernels if k.variants} == {"conv"}
+
+
 FACTORY = textwrap.dedent("""
     import torch
     from torch import nn
@@ -114,6 +124,7 @@ def test_bad_target_is_one_sentence(own, target, message):
         ({"batch_size": 0}, "workload.batch_size"),
         ({"iteration_ms": {"gtx1080ti": -1}}, "workload.iteration_ms"),
         ({"bach_size": 4}, "unknown key 'bach_size'"),
+        ({"algorithms": "fft"}, "workload.algorithms: expected true or false, got 'fft'"),
     ],
 )
 def test_bad_configuration(change, message):

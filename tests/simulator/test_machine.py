@@ -57,6 +57,19 @@ def test_copies_round_up(nbytes, rate, latency):
     assert Machine("m", 1, 1, rate, latency).d2h_ns(nbytes) == machine.h2d_ns(nbytes)
 
 
+def test_the_driver():
+    machine = Machine("m", 1, 1, 1, malloc_ns=100, free_ns=10, malloc_bytes_per_s=3 * 10**9)
+    assert machine.driver_ns(2, 1, 3000) == 2 * 100 + 10 + 1000
+    assert machine.driver_ns(1, 0, 1) == 100 + 1  # rounded up
+    assert Machine("m", 1, 1, 1, malloc_ns=100).driver_ns(2, 5, 10**12) == 200  # size and frees cost nothing
+
+
+def test_every_preset_says_what_the_driver_takes():
+    for path in PRESETS.glob("*.yaml"):
+        machine = Machine.load(path)
+        assert machine.malloc_ns > 0 and machine.free_ns > 0 and machine.malloc_bytes_per_s > 0, path.name
+
+
 def test_the_roofline():
     machine = Machine(
         "m", 1, 1, 1, flops_per_s={"float32": 2 * 10**12}, memory_bytes_per_s=10**11, launch_ns=7,
@@ -84,6 +97,7 @@ MALFORMED = [
     ({"alignment": 0}, "machine.alignment: expected a positive integer, got 0"),
     ({"copy_latency_ns": -1}, "machine.copy_latency_ns: expected an integer of at least 0, got -1"),
     ({"host_bytes": -1}, "machine.host_bytes: expected an integer of at least 0, got -1"),
+    ({"malloc_bytes_per_s": -1}, "machine.malloc_bytes_per_s: expected an integer of at least 0, got -1"),
     ({"copy_engines": 3}, "machine.copy_engines: expected 1 or 2, got 3"),
     ({"flops_per_s": 1}, "machine.flops_per_s: expected an object, got 1"),
     ({"flops_per_s": {"float32": 0}}, "machine.flops_per_s.float32: expected a positive integer, got 0"),

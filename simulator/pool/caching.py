@@ -1,0 +1,172 @@
+"""PyTorch's caching allocator (``c10/cuda/CUDACachingAllocator.cpp``, BSD licence), with its default settings.
+
+- A request is rounded up to 512 bytes (``round_size``). Up to 1 MiB it belongs to the small pool, else to the large.
+- In its pool it takes the smallest free block that is large enough, of several the lowest (``get_free_block``; the
+  pool is a set ordered by size and address).
+- Where there is none, a cudaMalloc makes a segment (``get_allocation_size``): 2 MiB in the small pool; in the large
+  one 20 MiB for requests below 10 MiB, else the request rounded up to 2 MiB.
+- A block is split (``should_split``) if at least 512 bytes are left in the small pool, or more than 1 MiB in the
+  large one. What is left over goes into the pool; otherwise the request keeps all of the block.
+- A free merges the block with the free ones before and after it in its segment (``try_merge_blocks``).
+
+What is left open, and deviations:
+
+1. Segments lie one after another, in the order of time, so that the footprint is ``reserved_bytes``.
+2. Memory is unlimited, so that segments are never given back: PyTorch calls cudaFree when a cudaMalloc fails, or in
+   ``empty_cache``.
+3. One stream, no graphs, and every setting of PYTORCH_CUDA_ALLOC_CONF at its default: no ``max_split_size_mb``,
+   ``roundup_power2_divisions``, ``garbage_collection_threshold`` or ``expandable_segments``.
+4. ``steps``: a search, an insertion and a removal each go down a balanced tree of m free blocks, whose depth is taken
+   to be the number of binary digits of m.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from simulator.pool.freelist import events
+from simulator.pool.intervals import Intervals, Packing
+
+MIN_BLOCK_SIZE = 512  # kMinBlockSize: all sizes are multiples of it
+SMALL_SIZE = 1 << 20  # kSmallSize: the largest small request
+SMALL_BUFFER = 2 << 20  # kSmallBuffer: a segment of the small pool
+LARGE_BUFFER = 20 << 20  # kLargeBuffer: a segment for requests of 1 to 10 MiB
+MIN_LARGE_ALLOC = 10 << 20  # kMinLargeAlloc: requests from here on get a segment of their own
+ROUND_LARGE = 2 << 20  # kRoundLarge: what these segments are rounded up to
+
+_SIZE, _OFFSET, _PREV, _NEXT, _FREE = range(5)  # rows of the table of PyTorch's blocks; PREV and NEXT: -1 for none
+
+
+def pack(intervals: Intervals) -> Packing:
+    """Offsets for blocks on a line; raises ValueError if time repeats."""
+    order = events(intervals)
+    offsets, reserved, steps, segments = _serve(order, intervals.rounded(MIN_BLOCK_SIZE).nbytes)
+    return Packing(offsets, reserved, steps=steps, driver_mallocs=segments)
+
+
+@njit(cache=True)
+def _serve(order, size):  # type: ignore[no-untyped-def]
+    """All mallocs and frees; offsets, reserved bytes, tree entries looked at, and segments."""
+    n = len(size)
+    offsets, holds = np.zeros(n, np.int64), np.empty(n, np.int64)  # holds: row of the block that a request got
+    blocks, n_blocks = np.empty((5, 2 * n), np.int64), 0
+    pools, counts = np.empty((2, 2 * n), np.int64), np.zeros(2, np.int64)  # free blocks, small and large
+    reserved, steps, segments = 0, 0, 0
+    for event in order:
+        request = event if event >= 0 else ~event
+        nbytes = size[request]
+        which = 0 if nbytes <= SMALL_SIZE else 1
+        pool, m = pools[which], counts[which]
+        if event >= 0:
+            steps += _depth(m)
+            at = _place(blocks, pool, m, nbytes, -1)
+            if at < m:
+                steps += _depth(m)
+                block = pool[at]
+                m = _remove(pool, m, at)
+            else:
+                block, n_blocks = n_blocks, n_blocks + 1
+                segment = _segment(nbytes)
+                _fill(blocks, block, segment, reserved, -1, -1)
+                reserved += segment
+                segments += 1
+            left = blocks[_SIZE, block] - nbytes
+            if (which == 0 and left >= MIN_BLOCK_SIZE) or left > SMALL_SIZE:
+                rest, n_blocks = n_blocks, n_blocks + 1
+                after = blocks[_NEXT, block]
+                _fill(blocks, rest, left, blocks[_OFFSET, block] + nbytes, block, after)
+                if after >= 0:
+                    blocks[_PREV, after] = rest
+                blocks[_NEXT, block] = rest
+                blocks[_SIZE, block] = nbytes
+                steps += _depth(m)
+                m = _insert(blocks, pool, m, rest)
+            blocks[_FREE, block] = 0
+            holds[request], offsets[request] = block, blocks[_OFFSET, block]
+        else:
+            block = holds[request]
+            before, after = blocks[_PREV, block], blocks[_NEXT, block]
+            if before >= 0 and blocks[_FREE, before]:
+                steps += _depth(m)
+                m = _remove(pool, m, _place(blocks, pool, m, blocks[_SIZE, before], blocks[_OFFSET, before]))
+                block = _join(blocks, before, block)
+            if after >= 0 and blocks[_FREE, after]:
+                steps += _depth(m)
+                m = _remove(pool, m, _place(blocks, pool, m, blocks[_SIZE, after], blocks[_OFFSET, after]))
+                block = _join(blocks, block, after)
+            blocks[_FREE, block] = 1
+            steps += _depth(m)
+            m = _insert(blocks, pool, m, block)
+        counts[which] = m
+    return offsets, reserved, steps, segments
+
+
+@njit(cache=True)
+def _segment(nbytes):  # type: ignore[no-untyped-def]
+    """Bytes that cudaMalloc is asked for."""
+    if nbytes <= SMALL_SIZE:
+        return SMALL_BUFFER
+    if nbytes < MIN_LARGE_ALLOC:
+        return LARGE_BUFFER
+    return (nbytes + ROUND_LARGE - 1) // ROUND_LARGE * ROUND_LARGE
+
+
+@njit(cache=True)
+def _depth(m):  # type: ignore[no-untyped-def]
+    """Binary digits of m."""
+    digits = 0
+    while m:
+        m >>= 1
+        digits += 1
+    return digits
+
+
+@njit(cache=True)
+def _fill(blocks, block, nbytes, offset, before, after):  # type: ignore[no-untyped-def]
+    """Writes the row of a new, free block."""
+    blocks[_SIZE, block], blocks[_OFFSET, block], blocks[_FREE, block] = nbytes, offset, 1
+    blocks[_PREV, block], blocks[_NEXT, block] = before, after
+
+
+@njit(cache=True)
+def _join(blocks, low, high):  # type: ignore[no-untyped-def]
+    """Makes two neighbours one, the low one; returns it."""
+    after = blocks[_NEXT, high]
+    blocks[_SIZE, low] += blocks[_SIZE, high]
+    blocks[_NEXT, low] = after
+    if after >= 0:
+        blocks[_PREV, after] = low
+    return low
+
+
+@njit(cache=True)
+def _place(blocks, pool, m, nbytes, offset):  # type: ignore[no-untyped-def]
+    """Index of the first of m free blocks that is not below (nbytes, offset)."""
+    low, high = 0, m
+    while low < high:
+        middle = (low + high) // 2
+        here = blocks[_SIZE, pool[middle]]
+        if here < nbytes or (here == nbytes and blocks[_OFFSET, pool[middle]] < offset):
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@njit(cache=True)
+def _insert(blocks, pool, m, block):  # type: ignore[no-untyped-def]
+    """Puts a block into a pool of m. Returns the new m."""
+    at = _place(blocks, pool, m, blocks[_SIZE, block], blocks[_OFFSET, block])
+    for j in range(m, at, -1):
+        pool[j] = pool[j - 1]
+    pool[at] = block
+    return m + 1
+
+
+@njit(cache=True)
+def _remove(pool, m, at):  # type: ignore[no-untyped-def]
+    """Takes the block at index ``at`` out of a pool of m. Returns the new m."""
+    for j in range(at, m - 1):
+        pool[j] = pool[j + 1]
+    return m - 1

@@ -1,0 +1,316 @@
+"""Buffers from outside, and packings back.
+
+Four kinds of file are told apart by their suffix and content:
+
+- **MiniMalloc CSV** ("MiniMalloc: A Lightweight Memory Allocator for Hardware-Accelerated Machine Learning", ASPLOS
+  2023): a header with the columns ``id,lower,upper,size`` in any order, then a buffer a line, held over the half-open
+  [lower, upper). The older names ``buffer`` or ``buffer_id``, ``start`` or ``begin``, and ``end`` are read, too. An
+  ``end`` is half-open as in the benchmarks when they were first published; MiniMalloc has since come to read it as the
+  last instant, and such a file needs 1 added. Other columns are ignored: ``offset`` and ``hint`` (an address that is
+  given or proposed), ``gaps`` (times at which a buffer is not needed: it keeps its bytes) and ``alignment`` (ask
+  ``pack`` for the largest).
+- **Snapshots of PyTorch's allocator** (``torch.cuda.memory._dump_snapshot``, a pickle): the alloc and free_completed
+  events of ``device_traces``, with the bytes that were requested; a block is held until its free has completed. What
+  the trace frees but never allocates, and what ``segments`` holds at the end and the trace never names, was there
+  before it. Of several devices the one with the most events is read, the first of equals. Everything else in the file
+  (stack traces, segments of cudaMalloc, streams, pools) is ignored. Unpickling admits containers, numbers and strings
+  only.
+- **Logs**: text, an operation a line: ``malloc ID BYTES``, ``free ID``, ``read ID``, ``write ID``, with ``#`` before
+  comments. ID and BYTES are integers, decimal or 0x and hexadecimal; an ID may be malloc'ed again after its free.
+- **program/1** (.json, .json.gz): the blocks of one iteration with unlimited memory: tensor 3 is ``t3``, the workspace
+  of kernel 7 ``w7``.
+
+In a stream of operations (a snapshot, a log) time is the operation index, blocks are named by their ID or address, and
+where one names several, as ID@operation of the malloc. What was there before is malloc'ed first.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import pickle
+import pickletools
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from simulator.files import FormatError, write_text
+from simulator.pool.intervals import Intervals, Packing, program_lifetimes
+from simulator.pool.trace import KINDS, NoIteration, Stream, StreamError, detect
+from simulator.program import Program
+from simulator.tables import NEVER
+
+MAX_BYTES = 2**43  # of one block, as in program/1: more is a mistake in units
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """n buffers with their names, each name once."""
+
+    ids: tuple[str, ...]
+    intervals: Intervals
+
+
+def load(path: str | Path, iteration: bool | None = None) -> Buffers:
+    """Reads the buffers of a file.
+
+    Args:
+        iteration: of a snapshot or a log: True takes the iteration that repeats in it, on a circle; False all of it,
+            on a line; None the iteration if one is found, else all. A program is an iteration, and with False it is put
+            on a line. A CSV is on a line.
+
+    Raises:
+        FormatError: the file cannot be read or is malformed, naming the line or entry; or ``iteration`` is True and
+            nothing repeats.
+    """
+    path = Path(path)
+    if path.name.endswith((".json", ".json.gz")):
+        return _program(Program.load(path), iteration)
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise FormatError(f"{path}: cannot be read ({error.strerror})") from None
+    try:
+        if raw[:1] == pickle.PROTO or path.suffix in (".pickle", ".pkl"):
+            return _snapshot(raw, iteration)
+        try:
+            text = raw.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise FormatError(f"neither text nor a snapshot ({error})") from None
+        lines = [line.strip() for line in text.splitlines()]
+        first = next((i for i, line in enumerate(lines) if line and not line.startswith("#")), None)
+        if first is None:
+            raise FormatError("holds no line")
+        return _csv(lines, iteration) if "," in lines[first] else _log(lines, iteration)
+    except (FormatError, csv.Error) as error:
+        raise FormatError(f"{path}: {error}") from None
+
+
+def save_solution(path: str | Path, buffers: Buffers, packing: Packing) -> None:
+    """Writes MiniMalloc's solution format, ``id,lower,upper,size,offset`` with a line for each buffer.
+
+    Of a circle, ``upper`` is beyond the period where a buffer stays into the next iteration.
+
+    Args:
+        packing: of ``buffers.intervals``.
+    """
+    blocks = buffers.intervals
+    columns = (blocks.lower.tolist(), blocks.upper.tolist(), blocks.nbytes.tolist(), packing.offsets.tolist())
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(("id", "lower", "upper", "size", "offset"))
+    writer.writerows(zip(buffers.ids, *columns, strict=True))
+    write_text(path, out.getvalue())
+
+
+def _program(program: Program, iteration: bool | None) -> Buffers:
+    lives = program_lifetimes(program)
+    blocks = lives.intervals
+    if iteration is False:
+        blocks = Intervals(blocks.lower, blocks.upper, blocks.nbytes)
+    return Buffers(tuple(f"t{x}" if x >= 0 else f"w{-1 - x}" for x in lives.owner.tolist()), blocks)
+
+
+# ----------------------------------------------------------------------------------------------------- MiniMalloc
+
+_COLUMNS = {"id": "id", "buffer": "id", "buffer_id": "id", "lower": "lower", "start": "lower", "begin": "lower",
+            "upper": "upper", "end": "upper", "size": "size"}  # fmt: skip
+
+
+def _csv(lines: list[str], iteration: bool | None) -> Buffers:
+    if iteration:
+        raise FormatError("no iteration: a CSV of buffers holds no stream of operations")
+    rows = csv.reader(lines, skipinitialspace=True)
+    header: list[str] | None = None
+    ids: dict[str, int] = {}
+    table = []
+    for row in rows:
+        cells = [cell.strip() for cell in row]
+        if not any(cells):
+            continue
+        if header is None:
+            header = [_COLUMNS.get(cell.lower(), cell.lower()) for cell in cells]
+            for name in dict.fromkeys(_COLUMNS.values()):
+                if header.count(name) != 1:
+                    many = "no" if name not in header else "more than one"
+                    raise FormatError(f"line {rows.line_num}: {many} column {name!r}")
+            continue
+        if len(cells) != len(header):
+            raise FormatError(f"line {rows.line_num}: expected {len(header)} cells, got {len(cells)}")
+        entry = dict(zip(header, cells, strict=True))
+        name = entry["id"]
+        if name in ids:
+            raise FormatError(f"line {rows.line_num}: id {name!r} was in line {ids[name]} already")
+        ids[name] = rows.line_num
+        where = f"line {rows.line_num}: "
+        lower = _integer(entry["lower"], f"{where}lower", NEVER - 1)
+        upper = _integer(entry["upper"], f"{where}upper", NEVER - 1)
+        if lower >= upper:
+            raise FormatError(f"{where}expected lower < upper, got {lower} and {upper}")
+        table.append((lower, upper, _integer(entry["size"], f"{where}size", MAX_BYTES)))
+    columns = np.array(table, np.int64).reshape(-1, 3).T.copy()
+    return Buffers(tuple(ids), Intervals(columns[0], columns[1], columns[2]))
+
+
+def _integer(text: str, where: str, most: int) -> int:
+    """Of a cell or word: decimal, or hexadecimal after 0x."""
+    # More digits than these are too many for every number here.
+    if not re.fullmatch(r"[+-]?(0[xX][0-9a-fA-F]{1,20}|[0-9]{1,20})", text):
+        raise FormatError(f"{where}: expected an integer, got {text[:40]!r}")
+    return _amount(int(text, 16 if "x" in text.lower() else 10), where, most)
+
+
+def _amount(value: int, where: str, most: int) -> int:
+    if not 0 <= value <= most:
+        raise FormatError(f"{where}: expected an integer from 0 to {most}, got {value}")
+    return value
+
+
+# ---------------------------------------------------------------------------------------------------------- streams
+
+_Lines = list[tuple[str, int, int]]  # kind, block, bytes
+
+
+def _stream(lines: _Lines, where: Callable[[int], str], shown: Callable[[int], str], iteration: bool | None) -> Buffers:
+    """Buffers of operations. ``where`` names the entry of an operation, ``shown`` a block."""
+    try:
+        stream = Stream.of(lines)
+    except StreamError as error:
+        i = error.operation
+        raise FormatError(f"{where(i)}: {error.reason}, {shown(lines[i][1])}") from None
+    intervals, source = stream.intervals()
+    if iteration is not False:
+        try:
+            found = detect(stream)
+            intervals, source = found.intervals, found.source
+        except NoIteration as error:
+            if iteration:
+                raise FormatError(str(error)) from None
+    names = [lines[i][1] for i in source.tolist()]
+    times = Counter(names)
+    ids = (shown(b) + f"@{i}" * (times[b] > 1) for b, i in zip(names, source.tolist(), strict=True))
+    return Buffers(tuple(ids), intervals)
+
+
+def _log(text: list[str], iteration: bool | None) -> Buffers:
+    lines: _Lines = []
+    numbers = []  # the line of each operation
+    for number, line in enumerate(text, 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        kind = words[0]
+        if kind not in KINDS:
+            raise FormatError(f"line {number}: expected {', '.join(KINDS)} or the header of a CSV, got {kind[:40]!r}")
+        usage = "malloc ID BYTES" if kind == "malloc" else f"{kind} ID"
+        if len(words) != len(usage.split()):
+            raise FormatError(f"line {number}: expected '{usage}', got {len(words)} words")
+        block = _integer(words[1], f"line {number}: id", 2**64 - 1)
+        nbytes = _integer(words[2], f"line {number}: bytes", MAX_BYTES) if kind == "malloc" else 0
+        lines.append((kind, block, nbytes))
+        numbers.append(number)
+    return _stream(lines, lambda i: f"line {numbers[i]}", str, iteration)
+
+
+# -------------------------------------------------------------------------------------------------------- snapshots
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Makes dicts, lists, tuples, sets, numbers, strings, bytes, booleans and None, which need no name looked up."""
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise FormatError(f"refused to unpickle {module}.{name}: containers, numbers and strings only")
+
+    def persistent_load(self, pid: object) -> NoReturn:
+        raise FormatError("refused to unpickle a persistent id: containers, numbers and strings only")
+
+
+def _unpickled(raw: bytes) -> Any:
+    """The object in a pickle that names no class or function.
+
+    The unpickler's table of shared objects grows to twice the highest index in the file, whatever the file's size, and
+    an extension code may stand for a class that was looked up before. Neither is found in what a pickler wrote.
+    """
+    try:
+        for opcode, argument, position in pickletools.genops(raw):
+            # An entry takes a byte at least.
+            if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and (argument or 0) > (position or 0):
+                raise FormatError(
+                    f"refused to unpickle byte {position}: {argument} shared objects do not come before it"
+                )
+            if opcode.name.startswith("EXT"):
+                raise FormatError(f"refused to unpickle byte {position}: extension code {argument}")
+        return _PlainUnpickler(io.BytesIO(raw)).load()
+    except FormatError:
+        raise
+    except Exception as error:  # a broken pickle may raise any
+        raise FormatError(f"not a pickle ({type(error).__name__}: {error})") from None
+
+
+def _snapshot(raw: bytes, iteration: bool | None) -> Buffers:
+    data = _unpickled(raw)
+    if not isinstance(data, dict):
+        raise FormatError("snapshot: expected a dict with 'segments' and 'device_traces'")
+    traces = _item(data, "device_traces", list, "snapshot")
+    events = [list(_events(trace, f"device_traces[{i}]")) for i, trace in enumerate(traces)]
+    device = max(range(len(traces)), key=lambda i: len(events[i]), default=-1)
+    if device < 0 or not events[device]:
+        raise FormatError("device_traces: no alloc and no free_completed; was _record_memory_history() called first?")
+    before: dict[int, int] = {}  # bytes by address
+    seen = set()
+    for _, alloc, address, nbytes in events[device]:
+        if address not in seen and not alloc:
+            before[address] = nbytes
+        seen.add(address)
+    # Those that stay first, as in a stream that was recorded from the start.
+    stay = {a: n for a, n in _held(data, device) if a not in seen}
+    lines: _Lines = [("malloc", address, nbytes) for address, nbytes in (stay | before).items()]
+    setup = len(lines)
+    lines += [("malloc" if alloc else "free", address, nbytes) for _, alloc, address, nbytes in events[device]]
+    return _stream(lines, lambda i: f"device_traces[{device}][{events[device][i - setup][0]}]", hex, iteration)
+
+
+def _events(trace: Any, where: str) -> Iterator[tuple[int, bool, int, int]]:
+    """The entry, whether it allocates, address and bytes of each malloc and free."""
+    if not isinstance(trace, list):
+        raise FormatError(f"{where}: expected a list, got {type(trace).__name__}")
+    for i, entry in enumerate(trace):
+        at = f"{where}[{i}]"
+        action = _item(entry, "action", str, at)
+        if action in ("alloc", "free_completed"):
+            address = _amount(_item(entry, "addr", int, at), f"{at}.addr", 2**64 - 1)
+            yield i, action == "alloc", address, _amount(_item(entry, "size", int, at), f"{at}.size", MAX_BYTES)
+
+
+def _held(data: dict[Any, Any], device: int) -> Iterator[tuple[int, int]]:
+    """Address and requested bytes of what the segments of a device hold."""
+    for i, segment in enumerate(_item(data, "segments", list, "snapshot")):
+        at = f"segments[{i}]"
+        blocks = _item(segment, "blocks", list, at)
+        if segment.get("device", 0) != device:
+            continue
+        address = _item(segment, "address", int, at)
+        for j, block in enumerate(blocks):
+            at = f"segments[{i}].blocks[{j}]"
+            size = _amount(_item(block, "size", int, at), f"{at}.size", MAX_BYTES)
+            if _item(block, "state", str, at) != "inactive":  # active_allocated, or its free has not completed
+                requested = _item(block, "requested_size", int, at) if "requested_size" in block else size
+                here = _item(block, "address", int, at) if "address" in block else address
+                yield here, _amount(requested, f"{at}.requested_size", MAX_BYTES)
+            address += size  # older snapshots give the segment's only
+
+
+def _item(entry: Any, key: str, kind: type, where: str) -> Any:
+    if not isinstance(entry, dict):
+        raise FormatError(f"{where}: expected a dict, got {type(entry).__name__}")
+    if key not in entry:
+        raise FormatError(f"{where}: missing key {key!r}")
+    value = entry[key]
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise FormatError(f"{where}.{key}: expected {kind.__name__}, got {type(value).__name__}")
+    return value

@@ -1,0 +1,160 @@
+"""The smallest footprint, proven where it can be: a portfolio of heuristics, then an exact search.
+
+The search is after Moffitt, "MiniMalloc: A Lightweight Memory Allocator for Hardware-Accelerated Machine Learning"
+(ASPLOS 2023): branch and bound over canonical packings, in which every block rests on the bottom or on another one;
+sections of the time axis, each with a load that has to fit above its floor; parts of the time axis that nothing joins
+any more as problems of their own. What is done in another way:
+
+1. It asks whether a capacity fits; here the peak load is asked for first, then what lies between it and the best
+   packing known, by bisection. A footprint that equals the load, or one below which nothing fits, is proven.
+2. It places blocks by rising offset, so that a node branches over all the blocks that could come next. Here a node
+   branches over one section of any basin of the skyline (``skyline``): which block rests on its ground there, or none.
+   The section with the fewest such branches is taken. Its rule of dominance is implied: a block that fits under
+   another one was a branch before.
+3. A section where branches failed before is preferred (Boussemart et al., "Boosting Systematic Search by
+   Weighting Constraints", ECAI 2004): the branches are divided by its failures, which fade from run to run.
+4. Subproblems that do not fit are remembered by a hash of 64 bits, so that the same skyline under the same blocks
+   is searched once. Two that share a hash would be taken for one; with 2^19 of them the odds are below 10^-8.
+5. Runs are restarted (Luby, Sinclair and Zuckerman, 1993), each with another order of the blocks to try: by
+   duration, size, area or between, with noise or without. As runs get longer they exhaust small problems. Threads
+   search side by side, each with an order of its own; the first answer counts.
+6. Time may be a circle: sections are a ring, until nothing crosses some point of it.
+7. Above ``MAX_BLOCKS`` blocks only the heuristics (``portfolio``) run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from simulator.pool import portfolio, skyline
+from simulator.pool.intervals import Intervals, Packing
+from simulator.pool.skyline import BUDGET, DOES_NOT_FIT, FAILED, FITS, GAVE_UP, NODES, State
+from simulator.tables import Ints
+
+MAX_BLOCKS = 2000
+RUN = 100  # least nodes of the shortest run, which has half as many as blocks
+MIXES = np.array([(1, 0), (0, 1), (1, 1), (0.5, 1), (1, 0.5)])  # exponents of duration and size in the order to try
+NOISE = (0.0, 0.2, 0.5)
+
+
+def pack(
+    intervals: Intervals, alignment: int = 1, seconds: float = 5.0, seed: int = 0, workers: int | None = None
+) -> Packing:
+    """The best packing found within so many seconds; ``Packing.proven`` where no smaller footprint exists.
+
+    Args:
+        alignment: bytes; sizes are rounded up to it, so that every offset is a multiple.
+        seconds: wall time for heuristics and search together. Nothing is spent once the footprint is proven.
+        seed: of the orders to try. With more than one worker, or where time runs out, the packing may differ from run
+            to run.
+        workers: threads; None: one per core.
+
+    Raises:
+        ValueError: ``alignment`` is below 1.
+    """
+    deadline = time.monotonic() + seconds
+    blocks = intervals.rounded(alignment)
+    small = len(blocks) <= MAX_BLOCKS
+    best = portfolio.pack(blocks, seconds=0.1 * seconds if small else seconds, seed=seed)
+    if best.proven or not small:
+        return best
+    # What is always held lies at the bottom: it meets every other block, so that none is worse off above it.
+    always = blocks.upper - blocks.lower == blocks.period
+    rest = np.flatnonzero(~always & (blocks.nbytes > 0))
+    base = int(blocks.nbytes[always].sum())
+    offsets = best.offsets.copy()
+    offsets[always] = np.cumsum(blocks.nbytes[always]) - blocks.nbytes[always]
+    others = Intervals(blocks.lower[rest], blocks.upper[rest], blocks.nbytes[rest], blocks.period)
+    search = _Search(others, seed, workers)
+    unit = math.gcd(*others.nbytes.tolist())
+
+    low, high = blocks.peak_bytes - base, best.footprint - base  # the footprint of the rest is from low to high
+    packing, aim = best, 0.0  # how far from low to high the capacity lies
+    while low < high and (left := deadline - time.monotonic()) > 0:
+        capacity = low + int(aim * (high - low)) // unit * unit
+        answer, found = search.fits(capacity, min(left, seconds / 10 if aim else max(left / 2, seconds / 10)))
+        if answer == FITS:
+            offsets[rest] = found + base
+            high = int((found + others.nbytes).max())
+            packing = Packing(offsets.copy(), high + base, steps=best.steps)
+        elif answer == DOES_NOT_FIT:
+            low = capacity + unit
+        else:
+            aim = (1 + aim) / 2 if aim < 0.9 else 0.0
+    return Packing(packing.offsets, packing.footprint, low >= high, packing.steps)
+
+
+class _Search:
+    """Runs ``skyline.fits`` again and again on one set of blocks, of which none is held always, in a few threads."""
+
+    def __init__(self, blocks: Intervals, seed: int, workers: int | None):
+        first, count, n_sections = sections(blocks)
+        self.shape = np.log(np.stack((count, blocks.nbytes)))
+        self.stop = np.zeros(1, np.int64)
+        workers = workers or os.cpu_count() or 1
+        self.states = [skyline.state(first, count, blocks.nbytes, n_sections, self.stop) for _ in range(workers)]
+        self.rngs = [np.random.default_rng((seed, worker)) for worker in range(workers)]
+        self.capacity = 0
+
+    def fits(self, capacity: int, seconds: float) -> tuple[int, Ints]:
+        """FITS and the offsets, DOES_NOT_FIT, or GAVE_UP after so many seconds."""
+        for x in self.states:
+            skyline.undo(x, 0, 0)
+            if capacity > self.capacity:  # what does not fit under one capacity does not under a smaller one
+                x.failed[:] = x.counters[FAILED] = 0
+        self.capacity, self.stop[0] = capacity, 0
+        until = time.monotonic() + seconds
+        with ThreadPoolExecutor(len(self.states)) as pool:
+            answers = [pool.submit(self._runs, x, rng, until) for x, rng in zip(self.states, self.rngs, strict=True)]
+            try:
+                found = {answer.result(): x.offsets for answer, x in zip(answers, self.states, strict=True)}
+            finally:
+                self.stop[0] = 1  # whatever happens here, the threads end
+        answer = next(kind for kind in (FITS, DOES_NOT_FIT, GAVE_UP) if kind in found)
+        return answer, found[answer]
+
+    def _runs(self, x: State, rng: np.random.Generator, until: float) -> int:
+        """The runs of one thread, until one has the answer."""
+        for run in itertools.count(1):
+            if self.stop[0] or time.monotonic() > until:
+                break
+            x.priority[:] = rng.choice(MIXES) @ self.shape + rng.choice(NOISE) * rng.standard_normal(len(x.size))
+            x.weight[:] = 0.95 * x.weight + 0.05
+            x.counters[NODES], x.counters[BUDGET] = 0, max(RUN, len(x.size) // 2) * luby(run)
+            answer = skyline.fits(x, self.capacity, 0, len(x.skyline), 0, bool(rng.random() < 2 / 3))
+            if answer != GAVE_UP:
+                self.stop[0] = 1
+                return int(answer)
+            skyline.undo(x, 0, 0)
+        return GAVE_UP
+
+
+def sections(blocks: Intervals) -> tuple[Ints, Ints, int]:
+    """The instants at which most blocks are held together, by the mallocs that no free parts.
+
+    Returns:
+        int64[n] the first section of each block, int64[n] how many it covers, going round, and how many there are.
+    """
+    n = len(blocks)
+    ends = blocks.upper if blocks.upper.max() <= blocks.period else (blocks.upper - 1) % blocks.period + 1
+    when = np.concatenate((blocks.lower, ends))
+    is_malloc = np.arange(2 * n) < n
+    order = np.lexsort((is_malloc, when))  # frees come first
+    opens = is_malloc[order] & ~np.roll(is_malloc[order], 1)
+    section = np.empty(2 * n, np.int64)
+    # A free before the first malloc is of a block that came in the last section of the round before.
+    section[order] = (np.cumsum(opens) - 1) % opens.sum()
+    first, last = section[:n], section[n:]
+    return first, (last - first) % opens.sum() + 1, int(opens.sum())
+
+
+def luby(i: int) -> int:
+    """1, 1, 2, 1, 1, 2, 4, …: lengths of runs that are within a logarithm of the best for any search."""
+    k = i.bit_length()
+    return 1 << (k - 1) if i == (1 << k) - 1 else luby(i - (1 << (k - 1)) + 1)

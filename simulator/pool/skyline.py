@@ -1,0 +1,357 @@
+"""The compiled search of ``optimal``: do these blocks fit under a capacity?
+
+Time is cut into *sections*, the instants at which most blocks are held together: two blocks meet if and only if they
+share a section. A block covers consecutive ones (of a ring, since time may be a circle). Blocks are placed from the
+bottom up. The *skyline* of a section is a height below which nothing more will go; a *basin* is a run of sections of
+one height between higher ones. A block whose sections all lie in a basin can rest on its ground, any other that
+reaches into it must lie at the height of a bank or above.
+
+So, for any section of any basin: either one of the blocks that cover it and fit into the basin rests on the ground,
+or the section stays empty up to the next height at which something can lie, which is the lower bank or the top of
+a block that rests in the basin beside it. Those are the branches. They are complete for *canonical* packings
+(MiniMalloc, section 4: every block rests on the bottom or on another one), and every packing can be made canonical.
+
+``fits`` walks them depth first; ``State`` is what it works on. What a step changes is written to a trail, from which
+``_undo`` takes it back.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+
+from simulator.tables import Ints
+
+NODES, BUDGET, PLACED, CHANGED, FAILED, STAMP = range(6)  # of State.counters
+FITS, DOES_NOT_FIT, GAVE_UP = 1, 0, -1
+NOWHERE = np.int64(1 << 62)
+MAX_DEPTH = 8000  # recursion; a frame is some 500 bytes of a stack of 8 MiB
+
+
+class State(NamedTuple):
+    """n blocks over m sections, and how far the search is. Heights and sizes are in one unit, say bytes."""
+
+    first: Ints  # [n] the first section of a block
+    count: Ints  # [n] and how many it covers
+    size: Ints  # [n]
+    waiting: Any  # bool[n] not placed
+    lowest: Ints  # [n] highest skyline under a waiting block
+    offsets: Ints  # [n] of the placed ones
+    priority: Any  # float64[n] which block to try first
+    name: Any  # uint64[n] random, for the hash
+    # A section's blocks: those that wait are members[members_at[s] : members_at[s] + held[s]]. The place in there of
+    # block j for the c-th section that it covers is place[place_at[j] + c].
+    members: Ints
+    members_at: Ints  # [m + 1]
+    held: Ints  # [m]
+    place: Ints
+    place_at: Ints  # [n + 1]
+    skyline: Ints  # [m]
+    load: Ints  # [m] sizes of the waiting blocks
+    crossed: Ints  # [m] waiting blocks that go on into the next section
+    names: Any  # uint64[m] sum of the names of the waiting blocks that start here
+    weight: Any  # float64[m] how often a section was where it failed
+    raised: Ints  # [m] sections whose skyline rose, to look at
+    stamped: Ints  # [m] equal to counters[STAMP]: some block's lowest rose here
+    placed: Ints  # [n] in this order
+    changes: Ints  # [2, ...] trail of the skyline (index s) and of lowest (index m + j), with the value before
+    failed: Any  # uint64[2**k] hash table of the subproblems that do not fit
+    counters: Ints
+    stop: Ints  # [1] not 0: another search has the answer
+
+
+def state(first: Ints, count: Ints, size: Ints, sections: int, stop: Ints, table_bits: int = 20) -> State:
+    """Nothing placed; the arguments are those of ``State``."""
+    n = len(size)
+    place_at = np.concatenate(([0], np.cumsum(count)))
+    owner = np.repeat(np.arange(n), count)
+    where = (first[owner] + np.arange(len(owner)) - place_at[owner]) % sections
+    order = np.argsort(where, kind="stable")
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    load, crossed, names = np.zeros(sections, np.int64), np.zeros(sections, np.int64), np.zeros(sections, np.uint64)
+    np.add.at(load, where, size[owner])
+    np.add.at(crossed, where, np.arange(1, len(owner) + 1) < place_at[owner + 1])
+    name = np.random.default_rng(0).integers(1 << 63, size=n, dtype=np.uint64)
+    np.add.at(names, first, name)
+    return State(
+        first, count, size, np.ones(n, np.bool_), np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n), name,
+        owner[order], np.searchsorted(where[order], np.arange(sections + 1)), np.bincount(where, minlength=sections),
+        place, place_at, np.zeros(sections, np.int64), load, crossed, names, np.ones(sections),
+        np.zeros(sections, np.int64), np.zeros(sections, np.int64), np.zeros(n, np.int64),
+        np.zeros((2, 32 * (len(where) + n)), np.int64), np.zeros(1 << table_bits, np.uint64),
+        np.zeros(6, np.int64), stop,
+    )  # fmt: skip
+
+
+@njit(cache=True, nogil=True)
+def fits(x, capacity, begin, length, depth, by_weight):  # type: ignore[no-untyped-def]
+    """Whether the waiting blocks of an arc of sections fit under ``capacity``; their offsets are in ``x`` if so.
+
+    Args:
+        x: the State; unless they fit, whoever calls takes back what was changed (``undo``).
+        begin, length: the arc; no waiting block crosses its ends unless it is the whole ring.
+        depth: calls above this one.
+        by_weight: branch where failures were frequent, else where the skyline is lowest, among equally few branches.
+
+    Returns:
+        FITS, DOES_NOT_FIT, or GAVE_UP where the budget of nodes ends or ``x.stop`` is set.
+    """
+    m = len(x.skyline)
+    if x.counters[NODES] >= x.counters[BUDGET] or x.stop[0] or depth > MAX_DEPTH:
+        return GAVE_UP
+    closed = False  # a ring without a cut
+    if length == m and x.crossed[(begin - 1) % m]:
+        closed = True
+        for s in range(m):
+            if x.crossed[s] == 0:
+                begin, closed = (s + 1) % m, False
+                break
+    if not closed:  # parts that no waiting block joins are problems of their own
+        whole, i = False, 0
+        while i < length:
+            part = i
+            while x.crossed[(begin + i) % m]:
+                i += 1
+            i += 1
+            whole = i - part == length
+            if not whole and x.load[(begin + part) % m]:
+                answer = fits(x, capacity, (begin + part) % m, i - part, depth + 1, by_weight)
+                if answer != FITS:
+                    return answer
+        if not whole or x.load[begin] == 0:
+            return FITS
+
+    key = _key(x, begin, length)
+    if _find(x.failed, key) < 0:
+        return DOES_NOT_FIT
+    section, beside = _branch(x, capacity, begin, length, closed, by_weight)
+    ground = x.skyline[section]
+    resting, n_resting = _resting(x, section)
+    placed, changed = x.counters[PLACED], x.counters[CHANGED]
+    for i in range(n_resting + 1):
+        x.counters[NODES] += 1
+        if i < n_resting:
+            j = resting[i]
+            twin = False
+            for k in resting[:i]:
+                twin |= x.size[k] == x.size[j] and x.first[k] == x.first[j] and x.count[k] == x.count[j]
+            if twin:
+                continue
+            possible = _place(x, capacity, j, ground)
+        elif beside < NOWHERE:
+            _lift(x, section, beside)
+            x.raised[0] = section
+            possible = _settle(x, capacity, 1)
+        else:
+            break
+        if possible:
+            answer = fits(x, capacity, begin, length, depth + 1, by_weight)
+            if answer != DOES_NOT_FIT:
+                return answer
+        undo(x, placed, changed)
+    if 2 * x.counters[FAILED] < len(x.failed):
+        x.failed[_find(x.failed, key)] = key
+        x.counters[FAILED] += 1
+    return DOES_NOT_FIT
+
+
+@njit(cache=True, nogil=True)
+def _place(x, capacity, j, ground):  # type: ignore[no-untyped-def]
+    """Rests block j on the ground; False where the rest cannot fit."""
+    m = len(x.skyline)
+    x.waiting[j] = False
+    x.offsets[j] = ground
+    x.placed[x.counters[PLACED]] = j
+    x.counters[PLACED] += 1
+    x.names[x.first[j]] -= x.name[j]
+    for c in range(x.count[j]):
+        s = (x.first[j] + c) % m
+        x.load[s] -= x.size[j]
+        x.crossed[s] -= c + 1 < x.count[j]
+        x.held[s] -= 1  # the last one that waits changes places with it
+        here, last = x.place[x.place_at[j] + c], x.members_at[s] + x.held[s]
+        other = x.members[last]
+        x.members[last], x.members[here] = j, other
+        x.place[x.place_at[other] + (s - x.first[other]) % m] = here
+        x.place[x.place_at[j] + c] = last
+        _lift(x, s, ground + x.size[j])
+        x.raised[c] = s
+    return _settle(x, capacity, x.count[j])
+
+
+@njit(cache=True, nogil=True)
+def undo(x, placed, changed):  # type: ignore[no-untyped-def]
+    """Back to so many placed blocks and changes."""
+    m = len(x.skyline)
+    while x.counters[PLACED] > placed:
+        x.counters[PLACED] -= 1
+        j = x.placed[x.counters[PLACED]]
+        x.waiting[j] = True
+        x.names[x.first[j]] += x.name[j]
+        for c in range(x.count[j]):
+            s = (x.first[j] + c) % m
+            x.load[s] += x.size[j]
+            x.crossed[s] += c + 1 < x.count[j]
+            x.held[s] += 1
+    while x.counters[CHANGED] > changed:
+        x.counters[CHANGED] -= 1
+        at = x.changes[0, x.counters[CHANGED]]
+        before = x.changes[1, x.counters[CHANGED]]
+        if at < m:
+            x.skyline[at] = before
+        else:
+            x.lowest[at - m] = before
+
+
+@njit(cache=True, nogil=True)
+def _log(x, index, before):  # type: ignore[no-untyped-def]
+    at = x.counters[CHANGED]
+    x.changes[0, at] = index
+    x.changes[1, at] = before
+    x.counters[CHANGED] = at + 1
+
+
+@njit(cache=True, nogil=True)
+def _lift(x, section, height):  # type: ignore[no-untyped-def]
+    _log(x, section, x.skyline[section])
+    x.skyline[section] = height
+
+
+@njit(cache=True, nogil=True)
+def _settle(x, capacity, n_raised):  # type: ignore[no-untyped-def]
+    """Lifts the skyline everywhere to the lowest height at which anything can come, given the sections
+    ``x.raised[:n_raised]`` in which it rose; False where a load does not fit above it."""
+    m = len(x.skyline)
+    if x.counters[CHANGED] + 2 * len(x.members) > x.changes.shape[1]:
+        x.counters[BUDGET] = 0  # no room on the trail: give up
+        return True
+    while n_raised:
+        x.counters[STAMP] += 1
+        stamp = x.counters[STAMP]
+        for s in x.raised[:n_raised]:
+            x.stamped[s] = stamp
+            for j in x.members[x.members_at[s] : x.members_at[s] + x.held[s]]:
+                if x.lowest[j] < x.skyline[s]:
+                    _log(x, m + j, x.lowest[j])
+                    x.lowest[j] = x.skyline[s]
+                    at = x.first[j]
+                    for _ in range(x.count[j]):
+                        x.stamped[at] = stamp
+                        at = at + 1 if at + 1 < m else 0
+        n_raised = 0
+        for s in range(m):
+            if x.stamped[s] != stamp or x.held[s] == 0:
+                continue
+            height = NOWHERE
+            for j in x.members[x.members_at[s] : x.members_at[s] + x.held[s]]:
+                height = min(height, x.lowest[j])
+            if height > x.skyline[s]:
+                _lift(x, s, height)
+                x.raised[n_raised] = s
+                n_raised += 1
+            if height + x.load[s] > capacity:
+                x.weight[s] += 1
+                return False
+    return True
+
+
+@njit(cache=True, nogil=True)
+def _mix(value):  # type: ignore[no-untyped-def]
+    """splitmix64's finalizer (Steele, Lea and Flood, 2014)."""
+    value = np.uint64(value)
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
+
+
+@njit(cache=True, nogil=True)
+def _key(x, begin, length):  # type: ignore[no-untyped-def]
+    """64 bits for a subproblem: the waiting blocks of the arc and the skyline under them. Never 0."""
+    m = len(x.skyline)
+    key = np.uint64(0)
+    s = begin
+    for _ in range(length):
+        key += x.names[s] + _mix(np.uint64(x.skyline[s]) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(s))
+        s = s + 1 if s + 1 < m else 0
+    return key | np.uint64(1)
+
+
+@njit(cache=True, nogil=True)
+def _find(table, key):  # type: ignore[no-untyped-def]
+    """The free place for a key; below 0 where the table has it."""
+    mask = len(table) - 1
+    at = np.int64(key >> np.uint64(8)) & mask
+    while table[at] != 0:
+        if table[at] == key:
+            return np.int64(-1)
+        at = (at + 1) & mask
+    return np.int64(at)
+
+
+@njit(cache=True, nogil=True)
+def _resting(x, section):  # type: ignore[no-untyped-def]
+    """The blocks that can rest on the ground of a basin in this section, by falling priority, and how many."""
+    members = x.members[x.members_at[section] : x.members_at[section] + x.held[section]]
+    found = np.empty(len(members), np.int64)
+    n = 0
+    for j in members:
+        if x.lowest[j] == x.skyline[section]:
+            at = n
+            while at > 0 and x.priority[found[at - 1]] < x.priority[j]:
+                found[at] = found[at - 1]
+                at -= 1
+            found[at] = j
+            n += 1
+    return found, n
+
+
+@njit(cache=True, nogil=True)
+def _branch(x, capacity, begin, length, closed, by_weight):  # type: ignore[no-untyped-def]
+    """The section of a basin with the fewest branches for its weight, and the height up to which it may stay empty
+    (NOWHERE: it may not)."""
+    m = len(x.skyline)
+    if closed:  # start at an edge of a basin
+        for i in range(m):
+            if x.skyline[(begin + i - 1) % m] != x.skyline[(begin + i) % m]:
+                begin = (begin + i) % m
+                break
+    best, best_score, best_beside = -1, np.inf, NOWHERE
+    inside = np.empty(len(x.size), np.int64)
+    i = 0
+    while i < length:
+        ground, basin = x.skyline[(begin + i) % m], i
+        while i < length and x.skyline[(begin + i) % m] == ground:
+            i += 1
+        walled = not closed or i - basin == length  # the ends of an arc are banks without a top
+        left = NOWHERE if walled and basin == 0 else x.skyline[(begin + basin - 1) % m]
+        right = NOWHERE if walled and i == length else x.skyline[(begin + i) % m]
+        if left <= ground or right <= ground:
+            continue
+        n_inside = 0
+        for at in range(basin, i):
+            s = (begin + at) % m
+            for j in x.members[x.members_at[s] : x.members_at[s] + x.held[s]]:
+                if x.first[j] == s and x.lowest[j] == ground:
+                    inside[n_inside] = j
+                    n_inside += 1
+        for at in range(basin, i):
+            s = (begin + at) % m
+            beside, branches = min(left, right), 0
+            for j in inside[:n_inside]:
+                if (s - x.first[j]) % m < x.count[j]:
+                    branches += 1
+                else:
+                    beside = min(beside, ground + x.size[j])
+            if beside < NOWHERE and beside + x.load[s] <= capacity:
+                branches += 1
+            else:
+                beside = NOWHERE
+            score = branches / x.weight[s] if by_weight else branches + ground / capacity
+            if branches == 1:
+                return s, beside
+            if score < best_score:
+                best, best_score, best_beside = s, score, beside
+    return best, best_beside

@@ -1,0 +1,264 @@
+"""Iteration detection: "Efficient Memory Management for GPU-based Deep Learning Systems" (2020), section V.
+
+The device records every malloc, free, read and write; "once two consecutive subsequences are detected to be
+repeating, the subsequence is fed into PoolOpt": here, packed as a circle. The paper does not say how it detects them.
+Choices:
+
+1. Block ids and addresses differ between iterations and are not compared. Two operations are equal that do the same
+   (malloc, write, read, free) to blocks of the same bytes, and either to one and the same block (a parameter) or so
+   many operations after the malloc of their block.
+2. Which of the two holds is decided by how long the block is held, against half of the stream: what is held for less
+   may be the iteration's own, what is held for longer stays over iterations. Choice 3 makes that exact.
+3. The repeating part must be at least half of the stream, the set-up (the leading mallocs of blocks that stay) not
+   counted: else it may be a loop inside the only iteration. A changed first or last iteration may precede or follow.
+   A block that is held throughout is then held for half of the stream, and one that is freed within its iteration,
+   of which there are at least two, for less.
+4. So the repeating part covers the middle of the stream, and all its candidates, one for each period, come out of
+   four Z-functions in linear time (M. G. Main and R. J. Lorentz, "An O(n log n) algorithm for finding all repetitions
+   in a string", Journal of Algorithms, 1984, the step that looks at one position). Sorting makes it O(n log n).
+5. Of the periods that repeat at least twice, the one with the longest repeating part is the iteration, which tells it
+   from loops inside it (layers, time steps, accumulated micro-batches, the batches of an epoch): a loop of period q in
+   an iteration of p repeats through fewer than p + q operations, the iteration through at least 2 p. A multiple of the
+   period repeats through the same operations; the shortest is taken. Where one iteration of an outer loop was recorded
+   only, its inner loop is all that repeats.
+6. Lifetimes must close: a block of the iteration is freed before its malloc comes again. Two buffers in turn, each held
+   for 1.5 iterations, make an iteration of two. Mallocs at the start of the repeating part that never come to a free
+   belong to a changed first iteration, and the part begins after them. If no multiple of the period closes, the next
+   longest is tried; if none is left, memory grows, and there is no iteration.
+7. As far as two repetitions are left, the iteration begins where the fewest bytes are held: between iterations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from simulator.pool.intervals import Intervals
+from simulator.tables import Ints
+
+KINDS = ("malloc", "write", "read", "free")  # those of simulator.program.Operation
+MALLOC, WRITE, READ, FREE = range(4)
+
+
+class StreamError(ValueError):
+    """An operation on a block that is not held, or a malloc of one that is.
+
+    Attributes:
+        operation: its index.
+    """
+
+    def __init__(self, operation: int, reason: str):
+        super().__init__(f"operation {operation}: {reason}")
+        self.operation, self.reason = operation, reason
+
+
+class NoIteration(ValueError):
+    """Nothing in a stream repeats; the message says what was found instead."""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """n operations in the order in which they happened.
+
+    Attributes:
+        kind: int8[n], MALLOC, WRITE, READ or FREE.
+        block: int64[n], any name of the block: its address, or a number. It may be used again once it is free.
+        nbytes: int64[n], of each malloc; of no meaning elsewhere.
+
+    Raises:
+        StreamError: a block is malloc'ed while it is held, or used or freed while it is not.
+    """
+
+    kind: NDArray[np.int8]
+    block: Ints
+    nbytes: Ints
+
+    def __post_init__(self) -> None:
+        _ = self.mallocs  # checks
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+    @classmethod
+    def of(cls, operations: Iterable[tuple[str, Hashable, int]]) -> Stream:
+        """From (one of KINDS, block, bytes) per operation; bytes count in a malloc only."""
+        rows = list(operations)
+        names: dict[Hashable, int] = {}
+        block = [names.setdefault(name, len(names)) for _, name, _ in rows]
+        kind = [KINDS.index(kind) for kind, _, _ in rows]
+        return cls(np.array(kind, np.int8), np.array(block, np.int64), np.array([n for *_, n in rows], np.int64))
+
+    @cached_property
+    def mallocs(self) -> Ints:
+        """int64[n], the malloc of the block that each operation is on."""
+        order = np.argsort(self.block, kind="stable")  # the operations of a block stand together, in time order
+        block, kind = self.block[order], self.kind[order]
+        absent = np.ones(len(self), bool)  # the block is not held
+        absent[1:] = (block[1:] != block[:-1]) | (kind[:-1] == FREE)
+        malloc = kind == MALLOC
+        wrong = order[malloc != absent]
+        if len(wrong):
+            i = int(wrong.min())
+            reason = "is held already" if self.kind[i] == MALLOC else "is not held"
+            raise StreamError(i, f"{KINDS[self.kind[i]]} of a block that {reason}")
+        out = np.empty(len(self), np.int64)
+        out[order] = order[np.maximum.accumulate(np.where(malloc, np.arange(len(self)), 0))]
+        return out
+
+    @cached_property
+    def frees(self) -> Ints:
+        """int64[n], the free of the block that each operation is on; n where there is none."""
+        free = np.flatnonzero(self.kind == FREE)
+        ends = np.full(len(self), len(self))
+        ends[self.mallocs[free]] = free
+        return ends[self.mallocs]
+
+    def intervals(self) -> tuple[Intervals, Ints]:
+        """The whole stream on a line, by operation index, and int64[m], the malloc of each block."""
+        source = np.flatnonzero(self.kind == MALLOC)
+        return Intervals(source, self.frees[source], self.nbytes[source]), source
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """What repeats in a stream. Operation k of it, 0 <= k < length, is operation begin + k of the stream first.
+
+    An executor looks the address of malloc k up as ``packing.offsets[iteration.block[k]]``.
+
+    Attributes:
+        begin: where the first repetition begins in the stream.
+        length: operations.
+        repetitions: whole ones, from ``begin`` on.
+        intervals: of m blocks, those that stay over iterations first; a circle of ``length`` operations.
+        source: int64[m], the malloc of each block in the stream, ascending.
+        block: int64[length], the block that each operation is on.
+    """
+
+    begin: int
+    length: int
+    repetitions: int
+    intervals: Intervals
+    source: Ints
+    block: Ints
+
+
+def detect(stream: Stream) -> Iteration:
+    """The iteration of a stream.
+
+    Raises:
+        NoIteration: nothing repeats twice in a row, or not for half of the stream, or memory grows.
+    """
+    n = len(stream)
+    kind, mallocs, frees = stream.kind, stream.mallocs, stream.frees
+    age, held_for = np.arange(n) - mallocs, frees - mallocs
+    remains = (kind == MALLOC) & ((frees == n) | (2 * held_for >= n))
+    setup = n if remains.all() else int(remains.argmin())
+    half = -(-(n - setup) // 2)
+    stays = held_for >= half  # choice 2
+
+    size = np.unique(stream.nbytes[mallocs], return_inverse=True)[1]
+    whom = np.unique(np.where(stays & (kind != MALLOC), -1 - mallocs, age), return_inverse=True)[1]
+    begins, ends = _repeating(((whom * n + size) * len(KINDS) + kind)[setup:])  # below 4 n², each a symbol
+    begins, ends = begins + setup, ends + setup
+    length = np.where(ends - begins >= 2 * np.arange(1, len(begins) + 1), ends - begins, 0)  # if it repeats at all
+    if length.max(initial=0) < max(half, 1):
+        raise NoIteration(_nothing(n - setup, length))
+
+    reason = ""
+    while length.max() >= half:
+        shortest = int(length.argmax()) + 1
+        too_short = 0
+        for p in range(shortest, len(length) + 1, shortest):
+            if p <= too_short or not length[p - 1]:
+                continue
+            begin, end = int(begins[p - 1]), int(ends[p - 1])
+            here = np.arange(begin, end)
+            late = np.where(kind[here] == MALLOC, held_for[here] >= p, ~stays[here] & (age[here] >= p))
+            late[-p:] &= kind[here[-p:]] != MALLOC  # their frees may lie beyond
+            late = here[late]
+            first = int(late[-1]) + 1 if len(late) else begin
+            if end - first >= max(2 * p, half):
+                return _iteration(stream, first, end, p)
+            # The first that no later start would leave out: it is too late for every period that is not longer.
+            i = int(late[np.searchsorted(late, end - max(2 * p, half))])
+            too_short = int(held_for[i])
+            reason = reason or (
+                f"no iteration: {(end - begin) // p} times {p} operations repeat from operation {begin} on, but the "
+                f"{stream.nbytes[mallocs[i]]} bytes of operation {mallocs[i]} are held for {too_short} operations at "
+                "least: memory grows, or more iterations are needed"
+            )
+        length[shortest - 1 :: shortest] = 0  # choice 6: the next longest, if any
+    raise NoIteration(reason)
+
+
+def _nothing(n: int, length: Ints) -> str:
+    if not length.any():
+        return (
+            f"no iteration: after the set-up, no two consecutive subsequences in the middle of {n} operations are equal"
+        )
+    p = int(length.argmax()) + 1
+    return (
+        f"no iteration: after the set-up, the longest repetition in the middle, {length[p - 1] // p} times {p} "
+        f"operations, is {length[p - 1] / n:.0%} of {n} operations and must be half of them"
+    )
+
+
+def _iteration(stream: Stream, begin: int, end: int, period: int) -> Iteration:
+    """From operations [begin, end), which repeat."""
+    size = stream.nbytes[stream.mallocs]
+    change = np.where(stream.kind == MALLOC, size, np.where(stream.kind == FREE, -size, 0))
+    held = np.cumsum(change) - change  # before each operation
+    begin += int(held[begin : begin + min(period, end - begin - 2 * period + 1)].argmin())  # choice 7
+    malloc = np.flatnonzero(stream.kind == MALLOC)
+    always = malloc[(malloc < begin) & (stream.frees[malloc] >= end)]
+    own = malloc[(malloc >= begin) & (malloc < begin + period)]
+    source = np.concatenate((always, own))
+    lower = np.concatenate((np.zeros(len(always), np.int64), own - begin))
+    upper = np.concatenate((np.full(len(always), period), stream.frees[own] - begin))
+    index = np.full(len(stream), -1)
+    index[source] = np.arange(len(source))
+    on = stream.mallocs[begin : begin + period]
+    block = np.where(index[on] < 0, index[on + period], index[on])  # malloc'ed before begin: it comes again
+    intervals = Intervals(lower, upper, stream.nbytes[source], period)
+    return Iteration(begin, period, (end - begin) // period, intervals, source, block)
+
+
+def _repeating(symbols: Ints) -> tuple[Ints, Ints]:
+    """For every period p from 1 to half: the part [begin, end) around the middle in which p repeats (choice 4)."""
+    n = len(symbols)
+    middle = n // 2
+    begin, end = _around(symbols, middle)
+    back_end, back_begin = (n - x for x in _around(symbols[::-1], n - middle))
+    forward = end - begin >= back_end - back_begin
+    return np.where(forward, begin, back_begin), np.where(forward, end, back_end)
+
+
+def _around(symbols: Ints, at: int) -> tuple[Ints, Ints]:
+    """The same, of those parts in which ``at`` is not in the last period."""
+    n = len(symbols)
+    p = np.arange(1, n // 2 + 1)
+    back = symbols[::-1]
+    right = np.append(_z_function(symbols[at:].copy()), 0)[p]
+    left = _z_function(np.concatenate((back[n - at :], [-1], back)))[n + 1 - p]
+    return at - left, at + right + p
+
+
+@njit(cache=True)
+def _z_function(text):  # type: ignore[no-untyped-def]
+    """int64[n]: how many symbols from i on equal those from 0 on."""
+    n = len(text)
+    z = np.zeros(n, np.int64)
+    begin, end = 0, 0  # of the match that reaches furthest
+    for i in range(1, n):
+        length = min(z[i - begin], end - i) if i < end else 0
+        while i + length < n and text[length] == text[i + length]:
+            length += 1
+        z[i] = length
+        if i + length > end:
+            begin, end = i, i + length
+    return z

@@ -1,0 +1,322 @@
+"""Iteration detection: streams by hand, and programs whose iterations are found again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings, strategies as st
+
+from simulator import Program
+from simulator.pool import program_lifetimes, smartpool
+from simulator.pool.trace import FREE, MALLOC, Iteration, NoIteration, Stream, StreamError, detect
+from tests import tiny
+from tests.strategies import programs
+
+Rows = list[tuple[str, object, int]]
+
+
+def stream(text: str) -> Stream:
+    """From words: "+a8" mallocs a with 8 bytes, "-a" frees it, "<a" reads it, ">a" writes it."""
+    kinds = {"+": "malloc", "-": "free", "<": "read", ">": "write"}
+    return Stream.of((kinds[w[0]], w[1:2], int(w[2:] or 0)) for w in text.split())
+
+
+def blocks(found: Iteration) -> list[tuple[int, int, int]]:
+    """(lower, upper, bytes) of each block."""
+    table = found.intervals
+    return list(zip(table.lower.tolist(), table.upper.tolist(), table.nbytes.tolist(), strict=True))
+
+
+def replay(recorded: Stream, found: Iteration) -> None:
+    """Runs every repetition with the addresses of SmartPool; no two blocks that are held may share a byte."""
+    offsets = smartpool.pack(found.intervals).offsets
+    always = np.flatnonzero(found.intervals.upper - found.intervals.lower == found.length)
+    at = {int(found.source[b]): int(b) for b in always}  # block of the circle, by malloc
+    for i in range(found.begin, found.begin + found.repetitions * found.length):
+        malloc, block = int(recorded.mallocs[i]), int(found.block[(i - found.begin) % found.length])
+        assert at.setdefault(malloc, block) == block
+        assert recorded.nbytes[malloc] == found.intervals.nbytes[block]
+        if recorded.kind[i] == FREE:
+            del at[malloc]
+        elif recorded.kind[i] == MALLOC:
+            held = sorted((offsets[b], offsets[b] + recorded.nbytes[m]) for m, b in at.items() if recorded.nbytes[m])
+            assert all(end <= begin for (_, end), (begin, _) in zip(held, held[1:], strict=False))
+
+
+# ------------------------------------------------------------------------------------------------------ by hand
+
+
+def test_what_is_found() -> None:
+    # The set-up is operations 0 and 1. An iteration is 6 operations; its blocks lie at other ids each time.
+    recorded = stream(
+        "+w9 +v7  "
+        "+a4 <w >a +b8 -a -b  "
+        "+c4 <w >c +a8 -c -a  "
+        "+b4 <w >b +c8 -b -c"
+    )  # fmt: skip
+    found = detect(recorded)
+    assert (found.begin, found.length, found.repetitions) == (2, 6, 3)
+    # w and v stay; a is held from operation 0 to 4, b from 3 to 5.
+    assert blocks(found) == [(0, 6, 9), (0, 6, 7), (0, 4, 4), (3, 5, 8)]
+    assert found.source.tolist() == [0, 1, 2, 5]
+    assert found.block.tolist() == [2, 0, 2, 3, 2, 3]
+    assert found.intervals.peak_bytes == 9 + 7 + 4 + 8
+    replay(recorded, found)
+
+
+def test_a_block_that_stays_over_the_boundary() -> None:
+    # Of 4 operations, a and c are held from 0 to 3, b and d from 2 to operation 1 of the next iteration. The first
+    # iteration (operations 1 to 3) has nothing to free yet, and what it frees it malloc'ed 2 and not 3 operations ago.
+    recorded = stream("+w9  +a4 +b8 -a  +c4 -b +d8 -c  +a4 -d +b8 -a")
+    found = detect(recorded)
+    assert (found.begin, found.length, found.repetitions) == (4, 4, 2)
+    assert blocks(found) == [(0, 4, 9), (0, 3, 4), (2, 5, 8)]
+    assert found.source.tolist() == [0, 4, 6]
+    assert found.block.tolist() == [1, 2, 2, 1]  # b, malloc'ed before, is what d is one iteration later
+    assert found.intervals.peak_bytes == 9 + 4 + 8
+    replay(recorded, found)
+    # With one more iteration, the begin is moved to where c alone is held: before "+d8", operation 6.
+    found = detect(stream("+w9  +a4 +b8 -a  +c4 -b +d8 -c  +a4 -d +b8 -a  +c4 -b +d8 -c"))
+    assert (found.begin, found.length, found.repetitions) == (6, 4, 2)
+    assert blocks(found) == [(0, 4, 9), (0, 3, 8), (2, 5, 4)]
+
+
+def test_a_changed_first_and_last_iteration() -> None:
+    # The first iteration makes the momentum m, the last one prints the loss (p).
+    middle = "+a4 <w >a +b6 <a >b -a <b >m >w -b "
+    first = "+a4 <w >a +b6 <a >b -a <b +m9 >m >w -b "
+    last = "+a4 <w >a +b6 <a >b -a <b +p1 >p -p >m >w -b "
+    found = detect(stream("+w9 " + first + 3 * middle + last))
+    # 1 operation of set-up, 12 of the first: the longest part goes from ">m >w -b" of the first, operations 10 to 12,
+    # to "<b" of the last, and of its starts that leave two repetitions, 13 is where w and m alone are held.
+    assert (found.begin, found.length, found.repetitions) == (13, 11, 3)
+    assert blocks(found) == [(0, 11, 9), (0, 11, 9), (0, 6, 4), (3, 10, 6)]
+
+
+def test_blocks_of_the_changed_first_iteration_that_look_like_the_iterations() -> None:
+    # m is malloc'ed where later iterations malloc b, of the same bytes, but it is never freed.
+    found = detect(stream("+w2 +m5 " + "<w +a3 -a +b5 -b " * 4)).intervals
+    assert found.upper.tolist() == [5, 5, 2, 4]
+    found = detect(stream("<".replace("<", "+w2 ") + "<w +a3 -a +m5 " + "<w +a3 -a +b5 <m -b " * 4))
+    assert (found.length, found.repetitions, found.intervals.peak_bytes) == (6, 4, 2 + 5 + 5)
+
+
+def test_inner_loops_are_not_the_iteration() -> None:
+    # 50 equal layers, each with an input that is freed once the output is there: they repeat every 2 operations.
+    ids = "abcdefghij"
+    layers = " ".join(f"+{ids[(k + 1) % 10]}8 -{ids[k % 10]}" for k in range(50))
+    iteration = f"+a8 {layers} +z3 -z -{ids[0]} "  # the 50th layer writes a again
+    found = detect(stream("+w5 " + 2 * iteration))
+    assert (found.begin, found.length, found.repetitions) == (1, 104, 2)
+
+
+def test_an_activation_is_kept_for_each_of_many_layers() -> None:
+    # The mallocs of the forward pass repeat with a period of 1, but do not close.
+    ids = "abcdefghijklmnopqrst"
+    iteration = "".join(f"+{x}8 " for x in ids) + "".join(f"-{x} " for x in reversed(ids))
+    found = detect(stream(3 * iteration))
+    assert (found.length, found.repetitions) == (40, 3)
+    with pytest.raises(NoIteration):
+        detect(stream(iteration))
+
+
+def test_accumulated_gradients() -> None:
+    # Four micro-batches of 6 operations, then an optimizer step of 4: 28.
+    micro = "+a4 <w >a >g <a -a "
+    step = "<g <w >w >g "
+    found = detect(stream("+w4 +g4 " + 3 * (4 * micro + step)))
+    assert (found.begin, found.length, found.repetitions) == (2, 28, 3)
+    # What was recorded of the outer loop must repeat, too.
+    found = detect(stream("+w4 +g4 " + 4 * micro + step))
+    assert (found.length, found.repetitions) == (6, 4)
+
+
+def test_two_levels_of_loops() -> None:
+    train, validate = "+a4 >a +b2 -a -b ", "+c7 <c -c "
+    epoch = 6 * train + 2 * validate
+    assert detect(stream(2 * epoch)).length == 36
+    assert detect(stream(epoch + 2 * train)).length == 5  # 30 of 46
+    # Of one epoch and as many iterations of the next, 30 of the 66 operations are training iterations in a row, too
+    # few. In the middle stand the two of validation.
+    with pytest.raises(NoIteration, match=r"2 times 3 operations, is 9% of 66 operations and must be half of them"):
+        detect(stream(epoch + 6 * train))
+
+
+def test_two_buffers_in_turn_make_an_iteration_of_two() -> None:
+    # Each batch is loaded in one iteration of 5 operations and freed at the end of the next: held for 9.
+    turns = "+a8 <b +x1 -x -b " + "+b8 <a +x1 -x -a "
+    recorded = stream("+b8 " + 4 * turns)
+    found = detect(recorded)
+    assert (found.length, found.intervals.peak_bytes) == (10, 17)
+    replay(recorded, found)
+    with pytest.raises(NoIteration, match=r"bytes of operation 1 are held for 9 operations at least: .*, or more it"):
+        detect(stream("+b8 " + 2 * turns))
+
+
+def test_other_parameters_of_the_same_bytes_are_other_parameters() -> None:
+    # By kinds and bytes alone 3 operations would repeat 8 times.
+    found = detect(stream("+v4 +w4 " + 4 * "+a1 <v -a +a1 <w -a "))
+    assert (found.length, found.repetitions) == (6, 4)
+
+
+def test_half_of_the_stream_wherever_it_is() -> None:
+    twice, other = 2 * "+a4 >a -a +b2 -b ", "+c1 +d3 <c +e5 >d -c -d <e "
+    for before, after in ("", other), (other, ""), (other[:15], other[15:]):  # 10 of 18 operations
+        assert detect(stream(before + twice + after)).begin == len(before.split())
+    with pytest.raises(NoIteration, match="2 times 5 operations, is 45% of 22 operations and must be half of them"):
+        detect(stream("+w1 " + other + twice + "+f6 >f -f <w"))
+
+
+def test_a_long_set_up_does_not_count() -> None:
+    setup = "".join(f"+{chr(0x100 + i)}{i + 1} " for i in range(30))
+    found = detect(stream(setup + 2 * "+a4 >a -a +b2 -b "))
+    assert (found.begin, found.length, found.repetitions, len(found.source)) == (30, 5, 2, 32)
+
+
+def test_the_longest_repetition_that_closes() -> None:
+    # Operations 0 to 11 equal the 6 before or after them but for ids, yet x, operation 5, is freed by none of them.
+    # Operations 6 to 15 repeat every 5.
+    found = detect(stream("+a2 -a +b2 >b -b +x2 +c2 -c +d2 >d -d +e2 -e +f2 >f -f"))
+    assert (found.begin, found.length, found.repetitions) == (6, 5, 2)
+    assert blocks(found) == [(0, 5, 2), (0, 1, 2), (2, 4, 2)]
+
+
+def test_an_iteration_without_mallocs() -> None:
+    found = detect(stream("+v4 +w2 " + 3 * "<v <v >w "))
+    assert (found.length, blocks(found), found.block.tolist()) == (3, [(0, 3, 4), (0, 3, 2)], [0, 0, 1])
+
+
+# ----------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "no two consecutive subsequences in the middle of 0 operations are equal"),
+        ("+a4 +b4 +c4", "after the set-up, no two .* of 0 operations"),
+        ("+w4 +a4 <w >a -a", "in the middle of 3 operations"),  # a counts as set-up
+        ("+a1 -a +a2 -a +a3 -a +a4 -a +a5 -a +a6 -a", "no two consecutive subsequences"),  # sizes grow
+        # A list of losses that nobody empties: 5 iterations of 4.
+        ("".join(f"+a4 >a -a +{x}1 " for x in "vwxyz"),
+         "5 times 4 operations repeat from operation 0 on, but the 1 bytes of operation 11 are held for 9 operations"),
+        # An optimizer that repeats after a network that does not: 6 of 16 operations.
+        ("+w4 +a1 <a +b2 <b +c3 <c +d5 <d -d -c -b -a +t9 -t +t9 -t +t9 -t", "no iteration"),
+    ],
+)  # fmt: skip
+def test_nothing_repeats(text: str, reason: str) -> None:
+    with pytest.raises(NoIteration, match=reason):
+        detect(stream(text))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_random_streams_are_refused(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows: Rows = []
+    held: list[int] = []
+    for i in range(200):
+        if held and rng.random() < 0.5:
+            rows.append(("free" if rng.random() < 0.5 else "read", held[rng.integers(len(held))], 0))
+            if rows[-1][0] == "free":
+                held.remove(rows[-1][1])  # type: ignore[arg-type]
+        else:
+            held.append(i)
+            rows.append(("malloc", i, int(rng.integers(1, 6))))
+    with pytest.raises(NoIteration):
+        detect(Stream.of(rows))
+
+
+@pytest.mark.parametrize(
+    ("text", "operation", "reason"),
+    [
+        ("+a4 +b4 +a4", 2, "malloc of a block that is held already"),
+        ("+a4 -a <a", 2, "read of a block that is not held"),
+        (">a", 0, "write of a block that is not held"),
+        ("+b1 +a4 -a -a +b2", 3, "free of a block that is not held"),
+    ],
+)
+def test_wrong_streams(text: str, operation: int, reason: str) -> None:
+    with pytest.raises(StreamError, match=f"operation {operation}: {reason}") as caught:
+        stream(text)
+    assert caught.value.operation == operation
+
+
+# ----------------------------------------------------------------------------------------------------- programs
+
+
+def unrolled(program: Program, iterations: int, rng: np.random.Generator, changed: bool) -> Iterator[tuple]:
+    """The raw stream of a program: persistent tensors first, ids at random, used again once they are free.
+
+    If ``changed``, the second half of the persistent tensors is malloc'ed in the first iteration, where it is used
+    first, and the last one mallocs and frees something else on the way.
+    """
+    free, used, ids = [], 0, {}
+
+    def fresh() -> int:
+        nonlocal used
+        if free and rng.random() < 0.5:
+            return free.pop(rng.integers(len(free)))
+        used += 1
+        return 512 * used
+
+    persistent = [t for t, x in enumerate(program.tensors) if x.persistent]
+    for t in persistent[: len(persistent) // 2] if changed else persistent:
+        ids[t] = fresh()
+        yield "malloc", ids[t], program.tensors[t].nbytes
+    operations = program.operations()
+    for iteration in range(iterations):
+        for i, (kind, t, *_) in enumerate(operations):
+            if changed and iteration == iterations - 1 and i == len(operations) // 2:
+                yield from (("malloc", -1, 77), ("free", -1, 0))
+            if kind == "malloc" or t not in ids:
+                ids[t] = fresh()
+                yield "malloc", ids[t], program.tensors[t].nbytes
+            if kind != "malloc":
+                yield kind, ids[t], 0
+            if kind == "free":
+                free.append(ids.pop(t))
+
+
+@settings(max_examples=100, deadline=None)
+@given(programs(), st.integers(0, 2**32 - 1), st.booleans())
+def test_the_iteration_of_a_program_is_found_again(program: Program, seed: int, changed: bool) -> None:
+    # Each tensor has bytes of its own, so that nothing repeats inside the iteration, and there is no workspace.
+    tensors = tuple(replace(x, nbytes=1000 + t) for t, x in enumerate(program.tensors))
+    program = Program("own bytes", tensors, tuple(replace(k, workspace=0) for k in program.kernels))
+    operations = program.operations()
+    assume(any(x.kind == "malloc" for x in operations))
+    recorded = Stream.of(unrolled(program, 6, np.random.default_rng(seed), changed))
+    found = detect(recorded)
+    assert found.length == len(operations)
+    assert found.repetitions >= (4 if changed else 6)
+    lives = program_lifetimes(program).intervals
+    unused = sum(x.nbytes for x, uses in zip(tensors, program.accesses, strict=True) if x.persistent and not uses)
+    # Of the changed stream, tensors that nothing uses may be missing.
+    assert lives.peak_bytes - (unused if changed else 0) <= found.intervals.peak_bytes <= lives.peak_bytes
+    replay(recorded, found)
+
+
+def test_the_tiny_program() -> None:
+    recorded = Stream.of(unrolled(tiny.PROGRAM, 3, np.random.default_rng(0), False))
+    found = detect(recorded)
+    assert (found.begin, found.length, found.repetitions) == (1, len(tiny.PROGRAM.operations()), 3)
+    assert found.intervals.peak_bytes == tiny.PROGRAM.peak_bytes == 180
+    assert len(found.source) == 8
+
+
+def test_twenty_thousand_operations_an_iteration() -> None:
+    rng = np.random.default_rng(0)
+    # 5000 blocks, each malloc'ed, written, read and freed, at random places of the iteration.
+    times = np.sort(rng.permutation(20_000).reshape(5000, 4), axis=1)
+    kind = np.tile(np.array([MALLOC, 1, 2, FREE], np.int8), 5000)[np.argsort(times.ravel())]
+    block = np.repeat(np.arange(5000), 4)[np.argsort(times.ravel())]
+    nbytes = np.where(kind == MALLOC, rng.integers(1, 50, 5000)[block] * 512, 0)
+    recorded = Stream(np.tile(kind, 5), np.concatenate([block + 5000 * (i % 2) for i in range(5)]), np.tile(nbytes, 5))
+    begin = time.process_time()
+    found = detect(recorded)
+    assert time.process_time() - begin < 4  # with compilation; 0.02 s without
+    assert (found.begin, found.length, found.repetitions) == (0, 20_000, 5)

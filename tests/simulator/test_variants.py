@@ -1,0 +1,172 @@
+"""Plans that choose among the algorithms of kernels (``Plan.variants``)."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from simulator import Engine, FormatError, OutOfMemory, Plan, PlanError, Program, Recompute, Swap, reference, simulate
+from simulator.engine import rows_of
+from simulator.pool import smartpool, timeline_lifetimes
+from simulator.pool.validate import overlaps
+from simulator.validate import violations
+from tests import tiny
+from tests.strategies import machines, plans, programs, with_algorithms
+from tests.tiny import A1, MACHINE
+
+# f1 (10 ns) in 4 ns with a workspace of 20 bytes, or in 3 with one of 60; b4 (20 ns) in 50.
+F1, B4 = 0, 4
+PROGRAM = Program("tiny", tiny.PROGRAM.tensors, tuple(
+    replace(kernel, variants={F1: ((4, 20), (3, 60)), B4: ((50, 0),)}.get(k, ()))
+    for k, kernel in enumerate(tiny.PROGRAM.kernels)
+))  # fmt: skip
+RECOMPUTE = Recompute(A1, 1, 6)
+
+
+# ------------------------------------------------------------------------------------------ by hand
+
+
+@pytest.mark.parametrize("run", [simulate, reference.simulate])
+def test_a_kernel_and_its_recomputation_use_the_variant(run) -> None:
+    plan = Plan((RECOMPUTE,), variants=((F1, 0),))
+    timeline = run(PROGRAM, plan, MACHINE, tiny.LIMIT)
+    # Without variants 120 and f1 again for b2, 10; f1 is 6 ns faster both times.
+    assert timeline.iteration_ns == 130 - 6 - 6
+    assert (timeline.breakdown.compute_ns, timeline.breakdown.recompute_ns) == (114, 4)
+    # The ideal is that of the program as given, so that the overhead may be below 0.
+    assert timeline.ideal_ns == PROGRAM.ideal_ns == 120 and timeline.overhead == 118 / 120 - 1
+    assert timeline.required_bytes == 140  # b4: w a2 a3 a4 g4; f1 again: w a2 g3 a1 and 20 is 120
+    assert violations(timeline, PROGRAM, plan, MACHINE, tiny.LIMIT) == []
+
+
+@pytest.mark.parametrize("run", [simulate, reference.simulate])
+def test_the_workspace_of_a_variant_counts(run) -> None:
+    # Before b2: w 10, a2 40, g3 10; f1 again writes a1, 40, beside a workspace of 60.
+    with pytest.raises(OutOfMemory, match=r"^kernel 6 needs 100 bytes beside 60 in use, over the limit of 150$"):
+        run(PROGRAM, Plan((RECOMPUTE,), variants=((F1, 1),)), MACHINE, 150)
+    assert run(PROGRAM, Plan((RECOMPUTE,), variants=((F1, 1),)), MACHINE, 160).iteration_ns == 130 - 7 - 7
+
+
+def test_a_slower_variant_hides_a_transfer() -> None:
+    # tiny.py draws the swap of a1: b3 starts at 90 and b2 waits for 20 ns. Now b4 lasts from 70 to 120; a1 still
+    # comes back while b3 runs, from 120 to 160, and b2 waits from 140 on.
+    timeline = simulate(PROGRAM, Plan((Swap(A1, 1, 6),), variants=((B4, 0),)), MACHINE, tiny.LIMIT)
+    assert timeline.iteration_ns == 170 + 30 and timeline.breakdown.stall_data_ns == 20
+
+
+def test_blocks_of_a_timeline_have_the_workspaces_of_the_plan() -> None:
+    plan = Plan((RECOMPUTE,), variants=((F1, 0),))
+    lives = timeline_lifetimes(simulate(PROGRAM, plan, MACHINE, tiny.LIMIT), PROGRAM, plan)
+    workspace = lives.owner == -1 - F1
+    assert lives.intervals.nbytes[workspace].tolist() == [20, 20]
+    assert lives.intervals.peak_bytes == 140
+
+
+def test_the_checker_knows_the_variants() -> None:
+    plan = Plan((RECOMPUTE,), variants=((F1, 0),))
+    timeline = simulate(PROGRAM, plan, MACHINE, tiny.LIMIT)
+    without = replace(plan, variants=())
+    assert {"duration", "memory"} <= {v.rule for v in violations(timeline, PROGRAM, without, MACHINE, tiny.LIMIT)}
+    found = violations(replace(timeline, ideal_ns=114), PROGRAM, plan, MACHINE, tiny.LIMIT)
+    assert [v.detail for v in found] == ["ideal_ns is 114, the spans give 120"]
+
+
+def test_an_engine_of_variants() -> None:
+    engine, rows = Engine(PROGRAM, MACHINE, 200), rows_of([RECOMPUTE])
+    fast = engine.with_variants(((F1, 0),))
+    assert fast.score(rows).iteration_ns == 118 and engine.score(rows).iteration_ns == 130
+    assert fast.with_variants(()).score(rows) == engine.score(rows)
+    assert fast.with_variants(((F1, 1),)).score(rows).iteration_ns == 116  # the program's, not one on another
+    assert (fast.calls, engine.calls) == (1, 2)
+    plan = Plan((RECOMPUTE,), variants=((F1, 1),))
+    assert fast.timeline(plan) == engine.timeline(plan) == reference.simulate(PROGRAM, plan, MACHINE, 200)
+    assert (fast.calls, engine.calls) == (2, 3)
+    # Planned residency: f1 holds w and a1; b2 f1's workspace while it runs again.
+    assert fast.planned(rows).tolist() == [70, *engine.planned(rows)[1:6].tolist(), 120, engine.planned(rows)[7]]
+
+
+# ------------------------------------------------------------------------------------------ at random
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_a_plan_is_simulated_as_the_program_that_it_runs(data: st.DataObject) -> None:
+    program, variants = data.draw(with_algorithms(data.draw(programs())))
+    plan, machine = replace(data.draw(plans(program)), variants=variants), data.draw(machines())
+    runs = program.with_variants(variants)
+    limit = max(reference.resolve(runs, plan.decisions).planned) + data.draw(st.integers(0, 60))
+    timeline = simulate(program, plan, machine, limit)
+    assert timeline == reference.simulate(program, plan, machine, limit)
+    assert timeline == replace(simulate(runs, Plan(plan.decisions), machine, limit), ideal_ns=program.ideal_ns)
+    assert violations(timeline, program, plan, machine, limit) == []
+    if timeline.period == 1:
+        blocks = timeline_lifetimes(timeline, program, plan).intervals
+        assert overlaps(blocks, smartpool.pack(blocks).offsets) == []
+        assert blocks.peak_bytes <= limit
+    if timeline.required_bytes:
+        for run in (simulate, reference.simulate):
+            with pytest.raises(OutOfMemory):
+                run(program, plan, machine, timeline.required_bytes - 1)
+
+
+@given(st.data())
+def test_dictionary_and_back(data: st.DataObject) -> None:
+    program, variants = data.draw(with_algorithms(data.draw(programs())))
+    plan = replace(data.draw(plans(program)), variants=variants)
+    plan.check(program)
+    assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+    assert ("variants" in plan.to_dict()) == bool(variants)
+
+
+# ---------------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("variants", "message"),
+    [
+        (((8, 0),), "variants[0]: there is no kernel 8"),
+        (((-1, 0),), "variants[0]: there is no kernel -1"),
+        (((F1, 2),), "variants[0]: kernel 0 has no variant 2; it has 2"),
+        (((F1, -1),), "variants[0]: kernel 0 has no variant -1; it has 2"),
+        (((F1, 0), (1, 0)), "variants[1]: kernel 1 has no variant 0; it has 0"),
+        (((F1, 0), (F1, 1)), "variants[1]: kernel 0 after kernel 0; each comes once, ascending"),
+        (((B4, 0), (F1, 1)), "variants[1]: kernel 0 after kernel 4; each comes once, ascending"),
+    ],
+)
+def test_variants_that_do_not_fit(variants: tuple[tuple[int, int], ...], message: str) -> None:
+    plan = Plan((RECOMPUTE,), PROGRAM.fingerprint, variants=variants)
+    with pytest.raises(PlanError, match=f"^{re.escape(message)}$"):
+        plan.check(PROGRAM)
+    for run in (simulate, reference.simulate):
+        with pytest.raises(PlanError, match=f"^{re.escape(message)}$"):
+            run(PROGRAM, plan, MACHINE, 1000)
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        PROGRAM.with_variants(variants)
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        Engine(PROGRAM, MACHINE, 1000).with_variants(variants)
+
+
+@pytest.mark.parametrize(
+    ("variants", "message"),
+    [
+        ({}, "plan.variants: expected a list, got {}"),
+        ([1], "variants[0]: expected a list, got 1"),
+        ([[0, 1], [4]], "variants[1]: expected 2 integers, got 1"),
+        ([[0, 0.5]], "variants[0][1]: expected an integer, got 0.5"),
+    ],
+)
+def test_malformed_variants_are_one_sentence(variants: object, message: str) -> None:
+    with pytest.raises(FormatError, match=f"^{re.escape(message)}$"):
+        Plan.from_dict({"format": "plan/1", "decisions": [], "variants": variants})
+
+
+def test_the_program_as_it_runs() -> None:
+    runs = PROGRAM.with_variants(((F1, 1), (B4, 0)))
+    assert (runs.kernels[F1].duration_ns, runs.kernels[F1].workspace) == (3, 60)
+    assert runs.ideal_ns == 120 - 7 + 30 and runs.loads[F1] == 50 + 60
+    assert runs.with_variants(((F1, 0),)).kernels[F1].workspace == 20  # its variants stay
+    assert PROGRAM.with_variants(()) is PROGRAM
