@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import difflib
 import functools
+import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,10 +42,15 @@ class UsageError(ValueError):
     """The command line asks for something that cannot be done; the message is one sentence."""
 
 
-def entry(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
+def entry(
+    config_name: str, positional: str | None = None
+) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
     """Turns ``task(cfg)`` into the command of ``configs/<config_name>.yaml``.
 
     Single runs, sweeps (``-m``) and Hydra's launchers all go through it.
+
+    Args:
+        positional: the key that words without one stand for; several such words are a sweep over them.
     """
 
     def decorate(task: Callable[[DictConfig], None]) -> Callable[[], None]:
@@ -61,10 +68,11 @@ def entry(config_name: str) -> Callable[[Callable[[DictConfig], None]], Callable
         def command() -> None:
             os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach this function, which explains them
             args = get_args_parser().parse_intermixed_args()
+            overrides = keyed(args.overrides, positional) if positional else args.overrides
             # Hydra's own parser wants the options before the overrides; here they come in any order.
-            sys.argv[1:] = [word for word in sys.argv[1:] if word not in args.overrides] + args.overrides
+            sys.argv[1:] = [word for word in sys.argv[1:] if word not in args.overrides] + overrides
             try:
-                check_overrides(config_name, args.overrides, args.multirun, args.config_dir)
+                check_overrides(config_name, overrides, args.multirun, args.config_dir)
                 hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(guarded)()
             except (HydraException, OmegaConfBaseException, UsageError) as error:
                 refuse(error)
@@ -103,6 +111,14 @@ def refuse(error: object) -> NoReturn:
 
 
 # ------------------------------------------------------------------------------------------ the keys
+
+
+def keyed(words: list[str], key: str) -> list[str]:
+    """The words of a command line, those without a key (or that name a file) as one override of ``key``, quoted."""
+    deletes = re.compile(r"~[^/]")  # ~key, but not ~/file
+    bare = [w for w in words if Path(w).is_file() or not ("=" in w or deletes.match(w))]
+    quoted = ["'" + w.replace("'", "\\'") + "'" for w in bare]
+    return [w for w in words if w not in bare] + ([f"{key}={','.join(quoted)}"] if bare else [])
 
 
 def check_overrides(config_name: str, overrides: list[str], sweep: bool, config_dir: str | None = None) -> None:
@@ -197,14 +213,26 @@ def integer(cfg: DictConfig, key: str, least: int = 0) -> int:
     return value
 
 
-def choice(cfg: DictConfig, key: str, known: tuple[str | None, ...]) -> Any:
+def number(cfg: DictConfig, key: str) -> float:
+    """The number at a key.
+
+    Raises:
+        UsageError: it is not a finite number above 0.
+    """
+    value = cfg[key]
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        raise UsageError(f"{key}: expected a number above 0, got {value!r}")
+    return float(value)
+
+
+def choice(cfg: DictConfig, key: str, known: tuple[str | bool | None, ...]) -> Any:
     """The value at a key, one of ``known``.
 
     Raises:
         UsageError: it is another.
     """
     if cfg[key] not in known:
-        names = ["null" if k is None else k for k in known]
+        names = [json.dumps(k).strip('"') for k in known]
         raise UsageError(f"{key}: expected {', '.join(names[:-1])} or {names[-1]}, got {cfg[key]!r}")
     return cfg[key]
 

@@ -1,7 +1,7 @@
-"""How each planner looks: its name for people, its colour and its marker. Every colour of the project is in this file.
+"""How each planner and allocator looks: its name for people, its colour and its marker. Every colour is in this file.
 
-Hues are families of methods: AutoSwap blue, other swapping orange and brown, recomputation purple, both green,
-search red, exact and none black, learned pink.
+Hues of planners are families of methods: AutoSwap blue, other swapping orange and brown, recomputation purple, both
+green, search red, exact and none black, learned pink. Of allocators: the rivals grey and warm, offline ones cool.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ BEST_OF = "the best of each family"
 
 
 class Look(NamedTuple):
-    """A planner in a figure."""
+    """A planner or an allocator in a figure."""
 
     label: str
     colour: str
@@ -68,6 +68,20 @@ FAMILY_COLOURS = {
     "swap: AutoSwap": "#1f5fa8", "swap: other heuristics": "#f16913", "recompute": "#8e5bd0",
     "swap and recompute": "#238b45", "search and exact": "#cb181d", "learned": "#d6336c", "other": "#17becf",
 }  # fmt: skip
+ALLOCATORS = {  # of simulator.pool, whose names they have; "superneurons" is its heap
+    "cudamalloc": Look("cudaMalloc", "#9a9a9a", "x"),
+    "caching": Look("PyTorch's caching allocator", "#e6550d", "o"),
+    "cnmem": Look("CnMem", "#fdae6b", "s"),
+    "superneurons": Look("SuperNeurons' heap", "#b8860b", "v"),
+    "smartpool": Look("SmartPool, best-fit", "#1f5fa8", "D"),
+    "smartpool_first": Look("SmartPool, first-fit", "#8cc5ee", "d"),
+    "portfolio": Look("portfolio of heuristics", "#238b45", "^"),
+    "optimal": Look("optimal", "#222222", "P"),
+}
+BLOCKS = ("#f6d98f", "#9fd08b", "#45b0a8", "#3a8fc9", "#4a5fb5", "#6a2c80")  # of a packing, from small to large
+LOAD, CAPACITY = "#cb181d", "#238b45"  # lines across a packing
+KEPT = "#238b45"  # a load with what a framework keeps besides
+SWAPPED = ("#8f8ff0", "#5b5be0", "#25258f")  # SmartPool + AutoSwap, from no overhead to much
 STYLE = {
     "font.size": 11, "axes.titlesize": 12, "axes.titleweight": "bold", "axes.titlelocation": "left",
     "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": FAINT, "axes.labelcolor": INK,

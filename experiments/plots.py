@@ -121,7 +121,7 @@ def learning_curve(path: Path, history: Sequence[Any], rows: Sequence[Row], plan
         floor = rows[0]["bound_overhead"] if rows else None
         if floor is not None:
             axes.axhspan(BOTTOM, floor, color=FLOOR, linewidth=0, label=f"no plan can be here: floor {floor:.2%}")
-        _labels_at_right(axes, levels)
+        labels_at_right(axes, levels)
         axes.set(xlabel="training episode", ylabel="overhead over the ideal time", title=title)
         axes.set_xlim(0, max([e.episode for e in history], default=1) + 1)
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3, fontsize=9.5, markerscale=1.6)
@@ -217,7 +217,7 @@ def _panel(
         reach = "" if x[0] == limits[0] else f", to {x[0]:.0%}"
         above = f" ({y[0]:.0%} ↑)" if y[0] > axes.get_ylim()[1] else ""
         levels.append((min(y[0], axes.get_ylim()[1]), f"{name}{reach}{above}", ink))
-    _labels_at_right(axes, levels)
+    labels_at_right(axes, levels)
     if len(limits) <= 12:
         axes.xaxis.set_ticks(limits)
     axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
@@ -252,7 +252,7 @@ def _overhead_axis(axes: Axes, top: float, scale: str = "log") -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{100 * v:g}%"))
 
 
-def _labels_at_right(axes: Axes, levels: Levels, points: float = 11.5) -> None:
+def labels_at_right(axes: Axes, levels: Levels, points: float = 11.5) -> None:
     """Names lines at their right ends, each as near to its own as ``points`` between two of them allow."""
     if not levels:
         return

@@ -1,0 +1,54 @@
+"""Figures and tables of the papers, one module each; experiments/reproduce.py says what a module has.
+
+Here is what several of them need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig
+
+from experiments import cli
+from simulator.machine import Machine
+from simulator.pool import Intervals, Packing, run
+from simulator.pool.validate import overlap
+
+WORKLOADS = cli.CONFIGS / "workload"
+
+
+def networks(settings: DictConfig) -> list[str]:
+    """The workloads of ``settings.networks``, shipped ones; raises UsageError for one that there is not."""
+    known = {path.stem for path in WORKLOADS.glob("*.yaml") if "batch_size" in workload(path.stem)}
+    found = [str(name) for name in cli.values(settings, "networks")]
+    for name in found:
+        if name not in known:
+            raise cli.UsageError(f"figure.networks: there is no workload {name!r}{cli.nearest(name, known)}")
+    return found
+
+
+def workload(name: str) -> dict[str, Any]:
+    """The configuration of a workload, by name."""
+    config: dict[str, Any] = yaml.safe_load((WORKLOADS / f"{name}.yaml").read_text())
+    return config
+
+
+def label(network: str) -> str:
+    """A network's name for people."""
+    return network.replace("resnet", "ResNet").replace("vgg", "VGG")
+
+
+def measured_ms(config: Mapping[str, Any], machine: Machine) -> float | None:
+    """A workload's measured iteration time on a machine, if there is one."""
+    times: Mapping[str, float] = config.get("iteration_ms") or {}
+    return times.get(machine.name)
+
+
+def packed(name: str, intervals: Intervals, alignment: int = 1, seconds: float = 5.0) -> Packing:
+    """The packing of an allocator of simulator.pool, checked: no two blocks share a byte at any time."""
+    blocks, packing = run(name, intervals, alignment, seconds)
+    if pair := overlap(blocks, packing.offsets):
+        raise AssertionError(f"{name}: blocks {pair[0]} and {pair[1]} share a byte")
+    return packing

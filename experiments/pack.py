@@ -1,0 +1,195 @@
+"""From bytes to addresses: pack the blocks of a file with every allocator, and see how near each comes to the load.
+
+    python -m experiments.pack blocks.csv out=packed
+    python -m experiments.pack step.json.gz algorithms=[cnmem,smartpool] alignment=512
+    python -m experiments.pack -m benchmarks/*.csv algorithms=[smartpool,optimal] seconds=10
+
+The file is a CSV of MiniMalloc's, an allocator snapshot of PyTorch, a log of mallocs and frees, or a program/1 file
+(simulator/pool/files.py). The directory holds
+
+- results.json: {algorithm: {footprint, load, ratio, seconds, proven, allocation_ns}}: bytes; the seconds that packing
+  took, without compilation; and the time that its mallocs and frees take in an iteration, once it is running, on
+  ``machine`` (simulator/pool/times.py);
+- packing.png and solution.csv: the best packing (the smallest footprint; of several, one that is proven, the quickest),
+  as a picture and in MiniMalloc's format. cudaMalloc's is none: what it needs is physical, its addresses are virtual.
+
+Its path is the last line printed. Every packing is checked for blocks that share a byte before anything is written.
+Allocators that do not know that time repeats get an iteration ITERATIONS times in a row. A packing of one iteration
+is better than theirs of the same footprint; should theirs be the best, its blocks are named ID@0, ID@1, … in
+the order of their mallocs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any, NamedTuple
+
+import numpy as np
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from rich import box
+from rich.table import Table
+
+from experiments import cli, pack_plot, palette, report
+from experiments.pack_plot import binary
+from simulator.files import write_json
+from simulator.machine import Machine
+from simulator.pool import ALLOCATORS, ITERATIONS, Intervals, Packing, files, run
+from simulator.pool.times import allocation_ns
+from simulator.pool.validate import overlap
+from simulator.tables import NEVER
+
+VIRTUAL = ("cudamalloc",)  # its footprint is of physical memory, its addresses are not
+WARM_UP = 30  # blocks
+
+
+class Packed(NamedTuple):
+    """What one allocator made of the blocks: the blocks as it packed them, their packing, and how long it takes."""
+
+    name: str
+    intervals: Intervals
+    packing: Packing
+    seconds: float
+    allocation_ns: int
+
+
+@cli.entry("pack", positional="file")
+def main(cfg: DictConfig) -> None:
+    file = cli.path(cfg, "file")
+    if file is None:
+        raise cli.UsageError("file: expected a file to pack, as in python -m experiments.pack blocks.csv")
+    names, machine = allocator_names(cli.values(cfg, "algorithms")), cli.machine(cfg)
+    alignment, seconds = cli.integer(cfg, "alignment", least=1), cli.number(cfg, "seconds")
+    capacity = cli.integer(cfg, "capacity", least=1) if cfg.capacity is not None else None
+    buffers = files.load(file, cli.choice(cfg, "iteration", (None, True, False)))
+    load = buffers.intervals.peak_bytes
+    if not load:
+        raise cli.UsageError(f"{file}: holds no block of any bytes, so there is nothing to pack")
+    sweep = HydraConfig.get().mode == RunMode.MULTIRUN  # whose jobs must not overwrite each other's results
+    label = f"pack-{file.name.removesuffix('.gz').rpartition('.')[0] or file.name}"
+    with report.RunDirectory(cli.path(cfg, "out"), label, "results.json" if sweep else None) as out:
+        done = pack_all(names, buffers.intervals, machine, alignment, seconds)
+        best = min(
+            (p for p in done if p.name not in VIRTUAL),
+            key=lambda p: (p.packing.footprint, len(p.intervals), not p.packing.proven, p.seconds),
+        )
+        solution = repeated(buffers, best.intervals)
+        title = (
+            f"{file.name}, {palette.ALLOCATORS[best.name].label}: {binary(best.packing.footprint)}, "
+            f"{best.packing.footprint / load:.4f} × the peak load{', proven optimal' * best.packing.proven}"
+        )
+        pack_plot.draw(out / "packing.png", best.intervals, best.packing, title, solution.ids, capacity)
+        files.save_solution(out / "solution.csv", solution, best.packing)
+        write_json(out / "results.json", {p.name: row(p, load) for p in done}, indent=1)
+    report.console().print(table(done, best, load, capacity))
+    repeats = ", one iteration, repeated" if buffers.intervals.period != NEVER else ""
+    print(f"{file.name}: {len(buffers.intervals):,} blocks{repeats}; best: {best.name}")
+    print(out)
+
+
+def allocator_names(asked: list[Any]) -> list[str]:
+    """The allocators of a config in the order of ALLOCATORS, 'all' standing for every one.
+
+    Raises:
+        UsageError: there is no such allocator.
+    """
+    known = {*ALLOCATORS, "all"}
+    for name in map(str, asked):
+        if name not in known:
+            raise cli.UsageError(f"algorithms: there is no {name!r}{cli.nearest(name, known)}")
+    names = [name for name in ALLOCATORS if name in asked or "all" in asked]
+    if set(names) <= set(VIRTUAL):
+        raise cli.UsageError(f"algorithms: {names[0]} has no physical addresses to write; name another one beside it")
+    return names
+
+
+def pack_all(
+    names: list[str], intervals: Intervals, machine: Machine, alignment: int, seconds: float
+) -> list[Packed]:
+    """What every allocator makes of the blocks, checked, with a progress bar on stderr.
+
+    Raises:
+        RuntimeError: two blocks share a byte, or one lies outside the footprint, which is a bug of the allocator.
+    """
+    done = []
+    bar = report.progress()
+    with bar:
+        shown = bar.add_task("", total=len(names))
+        for name in names:
+            bar.update(shown, description=f"packing with {name}")
+            warm_up(name, intervals.period != NEVER)
+            start = time.perf_counter()
+            packed, packing = run(name, intervals, alignment, seconds)
+            took = time.perf_counter() - start
+            done.append(Packed(name, packed, packing, took, allocation_ns(name, intervals, machine)))
+            if pair := overlap(packed, packing.offsets):
+                raise RuntimeError(f"{name}: blocks {pair[0]} and {pair[1]} overlap")
+            ends = packing.offsets + packed.nbytes
+            if packing.offsets.min() < 0 or (name not in VIRTUAL and ends.max() > packing.footprint):
+                raise RuntimeError(f"{name}: a block lies outside the footprint")
+            bar.update(shown, advance=1)
+    return done
+
+
+def warm_up(name: str, circle: bool) -> None:
+    """Compiles an allocator (Numba), so that it is not timed doing it, on a few blocks that are not easy to pack."""
+    rng = np.random.default_rng(0)
+    lower, length, nbytes = rng.integers(0, 20, WARM_UP), rng.integers(1, 10, WARM_UP), rng.integers(1, 9, WARM_UP)
+    blocks = Intervals(lower, lower + length, nbytes, 20 if circle else NEVER)
+    for _ in range(10):  # a search that is out of time after it compiled its first part goes on to compile the next
+        start = time.perf_counter()
+        run(name, blocks, 1, 0.1)
+        if time.perf_counter() - start < 0.3:
+            break
+
+
+def repeated(buffers: files.Buffers, intervals: Intervals) -> files.Buffers:
+    """The buffers with the blocks as they were packed: themselves, or those of several iterations on a line."""
+    if intervals.period == buffers.intervals.period:
+        return files.Buffers(buffers.ids, intervals)
+    _, source = buffers.intervals.unrolled(ITERATIONS)
+    seen: Counter[int] = Counter()
+    ids = []
+    for i in source.tolist():
+        ids.append(f"{buffers.ids[i]}@{seen[i]}")
+        seen[i] += 1
+    return files.Buffers(tuple(ids), intervals)
+
+
+def row(packed: Packed, load: int) -> dict[str, Any]:
+    """The entry of results.json."""
+    footprint = packed.packing.footprint
+    return {
+        "footprint": footprint,
+        "load": load,
+        "ratio": footprint / load,
+        "seconds": round(packed.seconds, 6),
+        "proven": packed.packing.proven,
+        "allocation_ns": packed.allocation_ns,
+    }
+
+
+def table(done: list[Packed], best: Packed, load: int, capacity: int | None) -> Table:
+    """The packings for people, the best in bold."""
+    out = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    out.add_column("allocator", no_wrap=True)
+    for name in ("footprint", "", "load", "ratio", "seconds"):
+        out.add_column(name, justify="right", no_wrap=True)
+    out.add_column("proven", no_wrap=True)
+    out.add_column("ms to allocate", justify="right", no_wrap=True)
+    if capacity is not None:
+        out.add_column(f"fits {capacity:,}", no_wrap=True)
+    for p in done:
+        n = p.packing.footprint
+        cells = [p.name, f"{n:,}", binary(n), f"{load:,}", f"{n / load:.4f}", f"{p.seconds:.6f}"]
+        cells += ["yes" if p.packing.proven else "–", f"{p.allocation_ns / 1e6:.3f}"]
+        if capacity is not None:
+            cells.append("yes" if n <= capacity else "no")
+        out.add_row(*cells, style="bold" if p is best else "")
+    return out
+
+
+if __name__ == "__main__":
+    main()

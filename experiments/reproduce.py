@@ -1,0 +1,242 @@
+"""Reproduce figures and tables of the papers: ours beside the paper's numbers, and why they differ.
+
+    python -m experiments.reproduce figure=smartpool_table1
+    python -m experiments.reproduce figure=all jobs=8 out=experiments/results
+    python -m experiments.reproduce figure=all quick=true                  # fewer points, to see that it runs
+    python -m experiments.reproduce -m figure=smartpool_table1,smartpool_fig10 hydra/launcher=joblib
+
+The directory holds NAME.json (the command, the settings, a row per task) and NAME.png of every figure, and README.md,
+which shows all that are there. Its path is the last line printed. Until a figure is finished, NAME.jsonl holds the rows
+so far: a run that was stopped goes on where it was, if neither the settings nor the code have changed.
+
+A figure is a YAML in configs/figure/ and a module of its name in experiments/figures/, which has a docstring that names
+the paper, and
+
+- ``TITLE``, a heading;
+- ``tasks(settings) -> list[Row]``: what to compute, from the YAML, as data that can be JSON; one process each;
+- ``run(task, machine) -> Row``: what comes out of one, which is added to the task;
+- ``table(rows) -> (heads, cells)``: strings, the paper's numbers beside ours;
+- ``notes(rows) -> list[str]``: sentences, why they differ;
+- ``draw(rows, path)``: the picture.
+
+A YAML's ``quick`` says what ``quick=true`` changes in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from rich import box
+from rich.table import Table
+
+from experiments import cli, report
+from experiments.report import Row
+from simulator.files import FormatError, read_json, write_json, write_text
+from simulator.machine import Machine
+
+CONFIGS = cli.CONFIGS / "figure"
+ALL = "all"
+PACKAGES = ("simulator", "agents", "executor", "experiments")  # whose code the rows depend on
+
+
+@cli.entry("reproduce")
+def main(cfg: DictConfig) -> None:
+    machine = cli.machine(cfg)
+    jobs = cli.jobs(cfg)
+    quick = cli.choice(cfg, "quick", (False, True))
+    asked = cli.plain(cfg.figure)
+    out = cli.path(cfg, "out") or Path("runs/reproduce")
+    every = [cli.plain(OmegaConf.load(CONFIGS / f"{name}.yaml")) for name in names()]
+    figures = [Figure(settings, quick, machine, out) for settings in (every if asked.get("name") == ALL else [asked])]
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cli.UsageError(f"out: {out} cannot be made ({error.strerror})") from None
+
+    console, bar = report.console(), report.progress()
+    # The last ones first: they are the largest networks, and no core is to idle at the end.
+    left = [(figure, task) for figure in figures for task in reversed(figure.left)]
+    with bar:
+        shown = bar.add_task("starting", total=sum(len(f.tasks) for f in figures))
+        bar.update(shown, advance=sum(len(f.tasks) - len(f.left) for f in figures))
+        for figure, task, row in done(left, min(jobs, len(left)), machine):
+            figure.keep(task, row)
+            bar.update(shown, advance=1, description=figure.name)
+    for figure in figures:
+        figure.finish()
+        console.print(rich_table(figure.module, figure.rows))
+        for note in figure.module.notes(figure.rows):
+            console.print(f"- {note}", highlight=False)
+    write_text(out / "README.md", page(out))
+    print(out)
+
+
+def names() -> list[str]:
+    """Every figure that has a configuration."""
+    return sorted(path.stem for path in CONFIGS.glob("*.yaml") if path.stem != ALL)
+
+
+def module(name: object) -> ModuleType:
+    """The module of a figure; raises UsageError where there is none."""
+    if name not in names():
+        raise cli.UsageError(f"figure.name: there is no figure {name!r}{cli.nearest(name, set(names()))}")
+    return import_module(f"experiments.figures.{name}")
+
+
+class Figure:
+    """One figure under way.
+
+    Attributes:
+        tasks: all of them; ``left``: those that have no row yet; ``rows``: in the order of the tasks.
+
+    Raises:
+        UsageError: there is no such figure, or a setting is wrong.
+    """
+
+    def __init__(self, settings: dict[str, Any], quick: bool, machine: Machine, out: Path):
+        self.name = settings.pop("name", None)
+        self.module = module(self.name)
+        fewer = settings.pop("quick", {})
+        self.settings, self.quick, self.machine, self.out = (
+            {**settings, **(fewer if quick else {})},
+            quick,
+            machine,
+            out,
+        )
+        self.tasks: list[Row] = self.module.tasks(OmegaConf.create(self.settings))
+        self._part = out / f"{self.name}.jsonl"
+        self._same = hashlib.sha256(json.dumps([code(), machine.to_dict()], sort_keys=True).encode()).hexdigest()
+        self._found = dict(self._kept())
+
+    @property
+    def left(self) -> list[Row]:
+        return [task for task in self.tasks if _key(task) not in self._found]
+
+    @property
+    def rows(self) -> list[Row]:
+        return [self._found[_key(task)] for task in self.tasks]
+
+    def keep(self, task: Row, row: Row) -> None:
+        """Takes a finished task's row, and writes it down at once."""
+        self._found[_key(task)] = row
+        with self._part.open("a") as file:  # the line before may have been cut off
+            file.write("\n" + json.dumps({"code": self._same, "task": task, "row": row}) + "\n")
+
+    def _kept(self) -> Iterator[tuple[str, Row]]:
+        lines = self._part.read_text().splitlines() if self._part.exists() else []
+        for line in lines:
+            try:
+                entry = json.loads(line)
+            except ValueError:  # empty, or the line that was being written when the run was stopped
+                continue
+            if entry["code"] == self._same:
+                yield _key(entry["task"]), entry["row"]
+
+    def finish(self) -> None:
+        """Writes the JSON and the picture, and forgets the unfinished run."""
+        write_json(self.out / f"{self.name}.json", {
+            "command": report.command(), "machine": self.machine.name, "quick": self.quick, "settings": self.settings,
+            "rows": self.rows,
+        }, indent=1)  # fmt: skip
+        self.module.draw(self.rows, self.out / f"{self.name}.png")
+        self._part.unlink(missing_ok=True)
+
+
+def _key(task: Row) -> str:
+    return json.dumps(task, sort_keys=True)
+
+
+def code() -> str:
+    """sha256 of the packages' code and of the workloads' settings."""
+    root = cli.CONFIGS.parent
+    files = [path for package in PACKAGES for path in (root / package).rglob("*.py")]
+    files += (cli.CONFIGS / "workload").glob("*.yaml")
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()
+
+
+def done(tasks: list[tuple[Figure, Row]], jobs: int, machine: Machine) -> Iterator[tuple[Figure, Row, Row]]:
+    """Every task and its row, as they are done."""
+    if jobs <= 1:
+        yield from ((figure, task, _run(figure.name, task, machine)) for figure, task in tasks)
+        return
+    # Spawned, not forked: the progress bar is a thread.
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _end_with_parent) as pool:
+        futures = {pool.submit(_run, figure.name, task, machine): (figure, task) for figure, task in tasks}
+        try:
+            for future in as_completed(futures):
+                yield *futures[future], future.result()
+        finally:  # stopped: without what has not begun
+            pool.shutdown(cancel_futures=True)
+
+
+def _end_with_parent() -> None:
+    """A worker whose parent was killed would wait for its next task forever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+
+def _run(name: str, task: Row, machine: Machine) -> Row:
+    return {**task, **module(name).run(task, machine)}
+
+
+# ------------------------------------------------------------------------------------------ for people
+
+
+def rich_table(figure: ModuleType, rows: list[Row]) -> Table:
+    """A figure's table for a terminal."""
+    heads, cells = figure.table(rows)
+    out = Table(title=figure.TITLE, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for i, head in enumerate(heads):
+        out.add_column(head, justify="right" if i else "left", overflow="fold")
+    for row in cells:
+        out.add_row(*row)
+    return out
+
+
+def page(out: Path) -> str:
+    """README.md: a section for every figure whose JSON is in ``out``; raises FormatError where one is not ours."""
+    parts = [
+        "# The papers' tables and figures, reproduced",
+        "This page is generated. Every section ends with the command that made it; `python -m experiments.reproduce "
+        "figure=all out=experiments/results` makes them all.",
+    ]
+    for name in names():
+        path = out / f"{name}.json"
+        if path.exists():
+            parts += _section(path, module(name))
+    return "\n\n".join(parts) + "\n"
+
+
+def _section(path: Path, figure: ModuleType) -> list[str]:
+    found = read_json(path)
+    try:
+        rows, command = found["rows"], found["command"]
+        heads, cells = figure.table(rows)
+        notes = figure.notes(rows)
+    except (KeyError, TypeError) as error:
+        raise FormatError(f"{path}: not a result of this figure ({error})") from None
+    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *cells]
+    return [
+        f"## {figure.TITLE}",
+        " ".join((figure.__doc__ or "").partition("\n\n")[0].split()),
+        f"![{figure.TITLE}]({path.stem}.png)",
+        "\n".join(f"| {' | '.join(line)} |" for line in lines),
+        "\n".join(f"- {note}" for note in notes),
+        f"`{command}` ([JSON]({path.name}))",
+    ]
+
+
+if __name__ == "__main__":
+    main()
