@@ -34,6 +34,7 @@ import numpy as np
 
 from simulator.pool import portfolio, skyline
 from simulator.pool.intervals import Intervals, Packing
+from simulator.pool.portfolio import sections
 from simulator.pool.skyline import BUDGET, DOES_NOT_FIT, FAILED, FITS, GAVE_UP, NODES, State
 from simulator.tables import Ints
 
@@ -61,7 +62,7 @@ def pack(
     deadline = time.monotonic() + seconds
     blocks = intervals.rounded(alignment)
     small = len(blocks) <= MAX_BLOCKS
-    best = portfolio.pack(blocks, seconds=0.1 * seconds if small else seconds, seed=seed)
+    best = portfolio.pack(blocks, seconds=0.01 * seconds if small else seconds, seed=seed)
     if best.proven or not small:
         return best
     # What is always held lies at the bottom: it meets every other block, so that none is worse off above it.
@@ -133,25 +134,6 @@ class _Search:
                 return int(answer)
             skyline.undo(x, 0, 0)
         return GAVE_UP
-
-
-def sections(blocks: Intervals) -> tuple[Ints, Ints, int]:
-    """The instants at which most blocks are held together, by the mallocs that no free parts.
-
-    Returns:
-        int64[n] the first section of each block, int64[n] how many it covers, going round, and how many there are.
-    """
-    n = len(blocks)
-    ends = blocks.upper if blocks.upper.max() <= blocks.period else (blocks.upper - 1) % blocks.period + 1
-    when = np.concatenate((blocks.lower, ends))
-    is_malloc = np.arange(2 * n) < n
-    order = np.lexsort((is_malloc, when))  # frees come first
-    opens = is_malloc[order] & ~np.roll(is_malloc[order], 1)
-    section = np.empty(2 * n, np.int64)
-    # A free before the first malloc is of a block that came in the last section of the round before.
-    section[order] = (np.cumsum(opens) - 1) % opens.sum()
-    first, last = section[:n], section[n:]
-    return first, (last - first) % opens.sum() + 1, int(opens.sum())
 
 
 def luby(i: int) -> int:

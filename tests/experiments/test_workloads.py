@@ -30,16 +30,16 @@ def test_machine_presets(name):
     assert machine.flops_per_s["float32"] > 10**12 and 0 < machine.kernel_ns("conv", 10**9, 10**6) < 10**7
 
 
-# Megabytes against Table I of the SmartPool and AutoSwap paper; the VGGs' gap is explained in vgg.py.
+# Megabytes (2**20) against Table I of the SmartPool and AutoSwap paper; the gap is explained in vgg.py.
 @pytest.mark.parametrize(
-    ("name", "low", "high"), [("vgg11", -0.20, -0.17), ("vgg16", -0.20, -0.16), ("resnet18", -0.02, 0.02),
-                              ("resnet34", -0.03, 0.01), ("resnet50", -0.03, 0.01)],
+    ("name", "low", "high"), [("vgg11", -0.23, -0.21), ("vgg16", -0.23, -0.21), ("resnet18", -0.05, -0.03),
+                              ("resnet34", -0.07, -0.05), ("resnet50", -0.07, -0.05)],
 )  # fmt: skip
 def test_peaks_of_the_papers_networks(name, low, high):
     entry = config(name)
     machine = Machine.load("gtx1080ti")
     program = load(entry, machine).program
-    assert low < program.peak_bytes / 1e6 / entry["paper_peak_mb"] - 1 < high
+    assert low < program.peak_bytes / 2**20 / entry["paper_peak_mb"] - 1 < high
     assert program.ideal_ns == entry["iteration_ms"]["gtx1080ti"] * 10**6
     assert program.name == name and program.peak_bytes < machine.memory_bytes
 

@@ -1,0 +1,429 @@
+"""The best of several heuristics within a time, for instances that an exact search gives up: up to tens of thousands
+of blocks.
+
+Three kinds of heuristics start, and two searches improve on the best of them in turns until the time is over or the
+footprint equals the peak load:
+
+- SmartPool's best-fit and first-fit by size (``smartpool``).
+- *Skyline*: the best-fit heuristic of Burke, Kendall and Whitwell ("A New Placement Heuristic for the Orthogonal
+  Stock-Cutting Problem", Operations Research 52(4), 2004), for blocks whose place in time is given. Time is cut into
+  sections, the instants at which most blocks are held together; the skyline is the height up to which each is full. In
+  a basin of the skyline, a run of sections of one height between higher ones, the block of the highest priority among
+  those whose lifetime lies in it goes on its ground; where none does, the basin is filled up to its lower bank.
+- *Squeaky wheel*: "Squeaky Wheel Optimization" (Joslin and Clements, JAIR 10, 1999) over the priorities of the
+  skyline. A run ends where a section cannot beat the best footprint any more, since what waits there does not fit
+  above its skyline; the blocks of that section get a higher priority in the next run.
+- *Ejection*: the guided ejection search of Nagata and Bräysy ("A Powerful Route Minimization Heuristic for the Vehicle
+  Routing Problem with Time Windows", Operations Research Letters 37(5), 2009), with addresses below a target for
+  routes. The blocks of the best packing that lie above the target are taken out. One after another is put into the
+  smallest hole that holds it, or else where the blocks in its way have the least weight together, and these are taken
+  out instead; a block that found no hole gains weight. When no block is out, the target is the new footprint.
+
+What they leave open, and what is done in another way:
+
+1. The priority of the skyline is duration^a * size^b, in sections and bytes. The first runs have the exponents of
+   ``MIXES``; squeaky wheel starts over with random ones, and noise, every ``TURNS`` runs.
+2. Basins are filled wherever they are, not the lowest first: they do not meet before they are full, so that it makes
+   no difference.
+3. Squeaky wheel multiplies priorities by ``BLAME`` and does not sort by them: a skyline picks among those that fit.
+4. Ejection has no limit to how many blocks are taken out at once, takes the next one at random, not the last one
+   taken out, and does not move others at random in between. Weights start at size times duration over their mean,
+   gain 1, and half of what they gained is left when a target is given up.
+5. A target is given up when as many blocks as ``PATIENCE`` found no better count of those that are out. It lies part
+   of the way from the best footprint to the load: half at first, twice as far after a success, half as far after
+   a failure.
+6. The two searches get shares of the work that they count themselves, not of the time, so that ``seconds`` only says
+   when to stop.
+7. What is always held lies at the bottom: it meets every other block, so that none is worse off above it.
+8. Ejection packs offset and block into 64 bits to sort them; where that has no room it is left out.
+
+Known and not used, since they are orders for first-fit or best-fit, which the skyline beats on every hard instance that
+was tried: by size (TensorFlow Lite's greedy memory planner), by size and conflicts (TVM's unified static memory
+planner, whose hill climbing swaps the order), by size alone with best-fit (XLA's global decreasing size).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+
+from simulator.pool import smartpool
+from simulator.pool.intervals import Intervals, Packing
+from simulator.tables import Ints
+
+MIXES = ((1.0, 0.5), (1.0, 0.0), (1.0, 1.0), (0.5, 1.0), (0.0, 1.0))  # exponents of duration and size
+NOISE = (0.0, 0.1, 0.3)
+TURNS = 400  # runs of squeaky wheel from one start
+BLAME = math.exp(0.5)
+PATIENCE = 10_000  # steps of ejection
+BURST = 2_000_000  # work between two looks at the clock, some milliseconds
+SHARES = (1, 3)  # of the work, for squeaky wheel and for ejection
+NOTHING_WAITS = np.int64(1 << 62)
+
+
+class Blocks(NamedTuple):
+    """n blocks over m sections; sizes are multiples of 1."""
+
+    first: Ints  # [n] the first section of a block
+    count: Ints  # [n] and how many it covers, going round
+    size: Ints  # [n]
+    load: Ints  # [m]
+    begin: Ints  # [n] the blocks by their first section
+    begin_at: Ints  # [m + 1] where those of a section begin in there
+    # The same for the blocks with 2^k <= count < 2^(k+1), one k after another: what meets a block is in one stretch of
+    # each k.
+    kin: Ints  # [n]
+    kin_at: Ints  # [k, m + 1]
+
+
+class _Best:
+    """The best packing so far of the blocks that are not always held."""
+
+    def __init__(self, offsets: Ints, footprint: int):
+        self.offsets, self.footprint = offsets, footprint
+
+    def offer(self, offsets: Ints, footprint: int) -> None:
+        if footprint < self.footprint:
+            self.offsets, self.footprint = offsets.copy(), footprint
+
+
+def pack(
+    intervals: Intervals, alignment: int = 1, seconds: float = 5.0, seed: int = 0, work: int | None = None
+) -> Packing:
+    """The best packing found within so many seconds; ``Packing.proven`` where its footprint is the peak load.
+
+    Args:
+        alignment: bytes; sizes are rounded up to it, so that every offset is a multiple.
+        seconds: wall time. One skyline and SmartPool's two heuristics run whatever it is, and no run is broken off.
+        work: entries that the searches look at, instead of ``seconds``: the same packing every time.
+
+    Raises:
+        ValueError: ``alignment`` is below 1.
+    """
+    deadline = time.monotonic() + seconds
+    rounded = intervals.rounded(alignment)
+    always = rounded.upper - rounded.lower == rounded.period
+    rest = np.flatnonzero(~always & (rounded.nbytes > 0))
+    offsets = np.zeros(len(rounded), np.int64)
+    offsets[always] = np.cumsum(rounded.nbytes[always]) - rounded.nbytes[always]
+    footprint = base = int(rounded.nbytes[always].sum())
+    if len(rest):
+        others = Intervals(rounded.lower[rest], rounded.upper[rest], rounded.nbytes[rest], rounded.period)
+        found = _search(others, deadline if work is None else math.inf, work, seed)
+        offsets[rest] = base + found
+        footprint += int((found + others.nbytes).max())
+    # The addresses are known before the iteration starts: a malloc looks its own up, a free does nothing.
+    return Packing(offsets, footprint, footprint == rounded.peak_bytes, steps=len(rounded))
+
+
+def _search(intervals: Intervals, deadline: float, work: int | None, seed: int) -> Ints:
+    """Offsets of blocks of which none is empty or always held."""
+    unit = math.gcd(*intervals.nbytes.tolist())
+    intervals = Intervals(intervals.lower, intervals.upper, intervals.nbytes // unit, intervals.period)
+    x, rng = _blocks(intervals), np.random.default_rng(seed)
+    load = intervals.peak_bytes
+    best = _Best(np.empty(0, np.int64), int(NOTHING_WAITS))
+
+    def over() -> bool:
+        return best.footprint == load or time.monotonic() > deadline
+
+    offsets = np.empty(len(x.size), np.int64)
+    for by_duration, by_size in MIXES:
+        footprint, _ = _skyline(x, _priority(x, by_duration, by_size), best.footprint - 1, offsets)
+        best.offer(offsets, footprint)
+        if over():
+            break
+    for fit in smartpool.FITS:
+        if best.footprint > load:
+            packing = smartpool.pack(intervals, fit=fit)
+            best.offer(packing.offsets, packing.footprint)
+    searches = [_squeaky_wheel(x, best, rng)]
+    if best.footprint.bit_length() + len(x.size).bit_length() < 63:
+        searches.append(_ejection(x, best, rng, load))
+    spent = [0.0] * len(searches)
+    while not over() and (work is None or sum(spent) < work):
+        turn = min(range(len(searches)), key=lambda i: spent[i] / SHARES[i])
+        spent[turn] += next(searches[turn], 0)
+    return best.offsets * unit
+
+
+def _squeaky_wheel(x: Blocks, best: _Best, rng: np.random.Generator) -> Iterator[int]:
+    """Skylines whose priorities learn from where they fail; yields the work of each burst."""
+    offsets = np.empty(len(x.size), np.int64)
+    work = 0
+    while True:
+        # Half of the starts are for the longest block, the others for any mix.
+        by_duration = 1.0 if rng.random() < 0.5 else rng.random()
+        priority = _priority(x, by_duration, rng.random())
+        priority *= np.exp(rng.choice(NOISE) * rng.standard_normal(len(priority)))
+        for _ in range(TURNS):
+            footprint, looked = _skyline(x, priority, best.footprint - 1, offsets)
+            best.offer(offsets, footprint)
+            work += looked
+            if work > BURST:
+                yield work
+                work = 0
+
+
+def _ejection(x: Blocks, best: _Best, rng: np.random.Generator, load: int) -> Iterator[int]:
+    """Targets between the load and the best footprint; yields the work of each burst."""
+    area = x.size * x.count.astype(np.float64)
+    area /= area.mean()
+    weight, way = area.copy(), 0.5
+    while best.footprint > load:
+        target = max(load, math.floor(best.footprint - 1 - (best.footprint - load) * way))
+        offsets = best.offsets.copy()
+        offsets[offsets + x.size > target] = -1
+        state = np.array([np.count_nonzero(offsets < 0), 0])
+        while state[0] and state[1] < PATIENCE:
+            yield _eject(x, offsets, weight, target, rng, state)
+        if state[0]:
+            way = way / 2 if way > 0.02 else 0.5
+        else:
+            best.offer(offsets, int((offsets + x.size).max()))
+            way = min(1.0, 2 * way)
+        weight = (weight + area) / 2
+
+
+def _priority(x: Blocks, by_duration: float, by_size: float) -> Any:
+    return x.count**by_duration * x.size**by_size
+
+
+def _blocks(intervals: Intervals) -> Blocks:
+    first, count, m = sections(intervals)
+    begin = np.argsort(first, kind="stable")
+    kind = np.frexp(count)[1] - 1
+    kin = np.lexsort((first, kind))
+    kinds = range(int(kind.max()) + 1)
+    kin_at = np.stack([np.searchsorted(kind[kin] * m + first[kin], k * m + np.arange(m + 1)) for k in kinds])
+    change = np.zeros(2 * m + 1, np.int64)  # two rounds
+    np.add.at(change, first, intervals.nbytes)
+    np.add.at(change, first + count, -intervals.nbytes)
+    load = np.cumsum(change)[: 2 * m].reshape(2, m).sum(axis=0)
+    return Blocks(
+        first, count, intervals.nbytes, load, begin, np.searchsorted(first[begin], np.arange(m + 1)), kin, kin_at
+    )
+
+
+def sections(blocks: Intervals) -> tuple[Ints, Ints, int]:
+    """The instants at which most blocks are held together, by the mallocs that no free parts.
+
+    Returns:
+        int64[n] the first section of each block, int64[n] how many it covers, going round, and how many there are.
+    """
+    n = len(blocks)
+    ends = blocks.upper if blocks.upper.max() <= blocks.period else (blocks.upper - 1) % blocks.period + 1
+    when = np.concatenate((blocks.lower, ends))
+    is_malloc = np.arange(2 * n) < n
+    order = np.lexsort((is_malloc, when))  # frees come first
+    opens = is_malloc[order] & ~np.roll(is_malloc[order], 1)
+    section = np.empty(2 * n, np.int64)
+    # A free before the first malloc is of a block that came in the last section of the round before.
+    section[order] = (np.cumsum(opens) - 1) % opens.sum()
+    first, last = section[:n], section[n:]
+    return first, (last - first) % opens.sum() + 1, int(opens.sum())
+
+
+@njit(cache=True)
+def _skyline(x, priority, limit, offsets):  # type: ignore[no-untyped-def]
+    """Fills basins until nothing waits; the footprint and the work.
+
+    Where it would be above ``limit`` the footprint is NOTHING_WAITS, and the blocks of the section that says so get
+    more ``priority``.
+    """
+    m = len(x.load)
+    left = x.load.copy()  # bytes that wait
+    height = np.where(left > 0, np.int64(0), NOTHING_WAITS)
+    waiting = x.begin.copy()  # of each section those that wait come first
+    held = x.begin_at[1:] - x.begin_at[:-1]
+    footprint, work, s, scanned = np.int64(0), 0, 0, 0
+    while True:
+        if height[s] == NOTHING_WAITS:
+            while scanned < m and height[scanned] == NOTHING_WAITS:
+                scanned += 1
+            if scanned == m:
+                return footprint, work
+            s = scanned
+        ground, begin, length = height[s], s, 1
+        bank, end = height[begin - 1], s + 1 if s + 1 < m else 0
+        while length < m and height[begin - 1] == ground:
+            begin = begin - 1 if begin else m - 1
+            length += 1
+        while length < m and height[end] == ground:
+            end = end + 1 if end + 1 < m else 0
+            length += 1
+        bank = NOTHING_WAITS
+        if length < m:  # downhill
+            before = begin - 1 if begin else m - 1
+            if height[before] < ground or height[end] < ground:
+                s = before if height[before] < ground else end
+                continue
+            bank = min(height[before], height[end])
+        work += length
+        block, place, at = -1, 0, begin
+        for i in range(length):
+            for k in range(x.begin_at[at], x.begin_at[at] + held[at]):
+                j = waiting[k]
+                if (i + x.count[j] <= length or length == m) and (block < 0 or priority[j] > priority[block]):
+                    block, place = j, k
+            work += held[at]
+            at = at + 1 if at + 1 < m else 0
+        s, at, top, covered = begin, begin, bank, length
+        if block >= 0:
+            at, top, covered = x.first[block], ground + x.size[block], x.count[block]
+            held[at] -= 1
+            waiting[place] = waiting[x.begin_at[at] + held[at]]
+            offsets[block] = ground
+            footprint = max(footprint, top)
+            if at == begin:  # on with what is left of the basin
+                s = end - 1 if end else m - 1
+        for _ in range(covered):
+            if block >= 0:
+                left[at] -= x.size[block]
+            height[at] = top if left[at] else NOTHING_WAITS
+            if left[at] and top + left[at] > limit or footprint > limit:
+                for j in range(len(priority)):
+                    if (at - x.first[j]) % m < x.count[j]:
+                        priority[j] *= BLAME
+                return NOTHING_WAITS, work + len(priority)
+            at = at + 1 if at + 1 < m else 0
+
+
+@njit(cache=True)
+def _eject(x, offsets, weight, target, rng, state):  # type: ignore[no-untyped-def]
+    """A burst of guided ejection; its work.
+
+    Args:
+        offsets: int64[n], below 0 for the blocks that are out.
+        weight: float64[n] of each block.
+        state: int64[2], the fewest blocks that were out, and steps since.
+    """
+    n = len(offsets)
+    bits = 0
+    while n >> bits:
+        bits += 1
+    mask = (np.int64(1) << bits) - 1
+    begins, ends = np.empty(n, np.int64), np.empty(n, np.int64)  # height << bits | block, of what meets the next block
+    out, n_out, work = np.empty(n, np.int64), 0, 0
+    for j in range(n):
+        if offsets[j] < 0:
+            out[n_out] = j
+            n_out += 1
+    while work < BURST and state[0] and state[1] < PATIENCE:
+        i = rng.integers(0, n_out)
+        block, n_out = out[i], n_out - 1
+        out[i] = out[n_out]
+        size = x.size[block]
+        d, looked = _neighbours(x, offsets, block, bits, begins)
+        work += looked + 16 * d
+        # The smallest hole, the block at one of its ends.
+        top, offset, hole = np.int64(0), np.int64(-1), np.int64(0)
+        for k in range(d + 1):
+            begin = begins[k] >> bits if k < d else target
+            if begin - top >= size and (offset < 0 or begin - top < hole):
+                offset, hole = top, begin - top
+            if k < d:
+                j = begins[k] & mask
+                top = max(top, begin + x.size[j])
+                ends[k] = (begin + x.size[j]) << bits | j
+        if offset >= 0:
+            if rng.random() < 0.5:
+                offset += hole - size
+        else:
+            weight[block] += 1
+            _sort(ends, d)
+            offset = _cheapest(begins[:d], ends[:d], bits, size, target, weight, rng)
+            for k in range(d):
+                if begins[k] >> bits >= offset + size:
+                    break
+                j = begins[k] & mask
+                if offsets[j] + x.size[j] > offset:
+                    offsets[j] = -1
+                    out[n_out] = j
+                    n_out += 1
+        offsets[block] = offset
+        state[1] += 1
+        if n_out < state[0]:
+            state[0], state[1] = n_out, 0
+    return work + n
+
+
+@njit(cache=True)
+def _neighbours(x, offsets, block, bits, begins):  # type: ignore[no-untyped-def]
+    """Writes offset << bits | block of what lies somewhere and meets a block, ascending; how many, and how many were
+    looked at."""
+    m, first, count = len(x.load), x.first[block], x.count[block]
+    d, looked = 0, 0
+    for k in range(len(x.kin_at)):
+        low, high = first - (2 << k) + 2, first + count  # sections in which they begin
+        if high - low >= m:
+            low, high = 0, m
+        at = x.kin_at[k]
+        for part in range(2):  # what lies inside [0, m), and what is beyond one of its ends
+            if part == 0:
+                a, b = at[max(low, 0)], at[min(high, m)]
+            elif low < 0:
+                a, b = at[low + m], at[m]
+            elif high > m:
+                a, b = at[0], at[high - m]
+            else:
+                break
+            looked += b - a
+            for j in x.kin[a:b]:
+                begins[d] = offsets[j] << bits | j
+                after = x.first[j] - first
+                after += m if after < 0 else 0
+                d += (offsets[j] >= 0) & ((after < count) | (m - after < x.count[j]))
+    _sort(begins, d)
+    return d, looked
+
+
+@njit(cache=True)
+def _sort(keys, n):  # type: ignore[no-untyped-def]
+    """Sorts the first n."""
+    if n > 40:
+        keys[:n].sort()
+        return
+    for i in range(1, n):
+        key, k = keys[i], i
+        while k and keys[k - 1] > key:
+            keys[k] = keys[k - 1]
+            k -= 1
+        keys[k] = key
+
+
+@njit(cache=True)
+def _cheapest(begins, ends, bits, size, target, weight, rng):  # type: ignore[no-untyped-def]
+    """The offset below target - size where the blocks in the way have the least weight together; any of the best."""
+    d, mask = len(begins), (np.int64(1) << bits) - 1
+    best, least, ties = np.int64(0), np.inf, 0
+    cost, entered, gone, offset = 0.0, 0, 0, np.int64(0)
+    while True:
+        while entered < d and begins[entered] >> bits < offset + size:
+            cost += weight[begins[entered] & mask]
+            entered += 1
+        while gone < d and ends[gone] >> bits <= offset:
+            cost -= weight[ends[gone] & mask]
+            gone += 1
+        if cost < least - 1e-9:
+            best, least, ties = offset, cost, 1
+        elif cost < least + 1e-9:
+            ties += 1
+            if rng.random() * ties < 1:
+                best = offset
+        if offset >= target - size:
+            return best
+        # The next one on top of a block or right below one.
+        k = entered
+        while k < d and begins[k] >> bits == offset + size:
+            k += 1
+        offset = target - size
+        if gone < d:
+            offset = min(offset, ends[gone] >> bits)
+        if k < d:
+            offset = min(offset, (begins[k] >> bits) - size)
