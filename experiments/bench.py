@@ -1,4 +1,4 @@
-"""The speed of simulator, capture and environment, on one core. Prints one JSON object and nothing else.
+"""The speed of simulator, capture, environment and allocators, on one core. Prints one JSON object and nothing else.
 
     python -m experiments.bench
 
@@ -14,11 +14,17 @@
   ``home_paper_search_s``, ``home_paper_call_us``: Table 3 of the paper, 500 x 500 with 16 threads and one call of its
   Policy Evaluator; ``average`` is that of its six models.
 - ``env_steps_per_s``: GpuMemory-v0 on the first workload, random actions among the valid ones.
+- ``smartpool_s``: SmartPool's best-fit on ``scattered`` blocks, by their number. ``smartpool_ratio``,
+  ``portfolio_ratio``: footprint over load on them, of SmartPool and of the best that ``portfolio`` finds in
+  ``pack_seconds``.
+- ``optimal_s``: until ``optimal`` with one thread fits ``perfect_blocks`` blocks that fill a rectangle (``perfect``),
+  after ``pack_seconds`` at most, and ``optimal_ratio``: the footprint over the height of the rectangle.
 """
 
 from __future__ import annotations
 
 import contextlib
+import heapq
 import json
 import os
 import statistics
@@ -36,6 +42,7 @@ from experiments import cli, simpy_model
 from simulator import Plan, Swap, reference
 from simulator.engine import Engine, rows_of
 from simulator.machine import Machine
+from simulator.pool import Intervals, optimal, portfolio, smartpool
 from simulator.program import Gap, Program
 
 # HOME, Table 3. Its ResNet does not say how deep it is.
@@ -51,6 +58,8 @@ def main(cfg: DictConfig) -> None:
     machine = cli.machine(cfg)
     calls, steps = cli.integer(cfg, "calls", 1), cli.integer(cfg, "env_steps", 1)
     min_bytes = cli.integer(cfg, "min_bytes")
+    blocks = [int(n) for n in cli.values(cfg, "blocks")]
+    perfect_blocks, pack_seconds = cli.integer(cfg, "perfect_blocks", 1), float(cfg.pack_seconds)
     particles, iterations = cli.integer(cfg, "home.particles", 1), cli.integer(cfg, "home.iterations", 1)
     seed = cli.integer(cfg, "seed")
     keys = ("simulate_us", "simulate_all_us", "speedup_vs_simpy", "speedup_vs_reference", "capture_s")
@@ -69,6 +78,7 @@ def main(cfg: DictConfig) -> None:
             found[key][name] = value
     found |= HOME_PAPER
     found["env_steps_per_s"] = round(environment(programs[0], machine, steps, seed))
+    found |= packing(blocks, perfect_blocks, pack_seconds, seed)
     print(json.dumps(found, indent=1))
 
 
@@ -174,6 +184,55 @@ def environment(program: Program, machine: Machine, steps: int, seed: int) -> fl
     start = time.perf_counter()
     play(steps)
     return steps / (time.perf_counter() - start)
+
+
+def packing(sizes: list[int], perfect_blocks: int, seconds: float, seed: int) -> dict[str, Any]:
+    """The allocators on instances of so many blocks: their seconds and ratios."""
+    smartpool.pack(scattered(10, seed))  # these compile
+    for allocator in (portfolio, optimal):
+        allocator.pack(perfect(perfect_blocks, seed + 1), seconds=0.5)
+    found: dict[str, Any] = {"smartpool_s": {}, "smartpool_ratio": {}, "portfolio_ratio": {}}
+    for n in sizes:
+        blocks = scattered(n, seed)
+        start = time.perf_counter()
+        greedy = smartpool.pack(blocks)
+        found["smartpool_s"][n] = round(time.perf_counter() - start, 3)
+        found["smartpool_ratio"][n] = round(greedy.ratio(blocks), 5)
+        found["portfolio_ratio"][n] = round(portfolio.pack(blocks, seconds=seconds, seed=seed).ratio(blocks), 5)
+    blocks = perfect(perfect_blocks, seed)
+    start = time.perf_counter()
+    exact = optimal.pack(blocks, seconds=seconds, seed=seed, workers=1)
+    found["optimal_s"] = round(time.perf_counter() - start, 3)
+    return found | {"optimal_ratio": round(exact.ratio(blocks), 5)}
+
+
+def scattered(n: int, seed: int) -> Intervals:
+    """n blocks that come at any time, stay for up to a tenth of it, and have any size up to 100 MB."""
+    rng = np.random.default_rng(seed)
+    lower = rng.integers(0, n, n)
+    return Intervals(lower, lower + rng.integers(1, max(n // 10, 2), n), rng.integers(1, 10**8, n))
+
+
+def perfect(n: int, seed: int, width: int = 2**20, height: int = 2**20) -> Intervals:
+    """n blocks that fill ``height`` bytes over ``width`` instants: straight cuts of a rectangle, shuffled."""
+    rng = np.random.default_rng(seed)
+    heap = [(0.0, 0, width, height)]  # of rectangles, large ones first: rank, start, duration, bytes
+    while len(heap) < n:
+        _, start, duration, nbytes = heapq.heappop(heap)
+        if max(duration, nbytes) < 2:
+            raise ValueError(f"a rectangle of {width} x {height} cannot be cut into {n}")
+        part = rng.uniform(0.2, 0.8)
+        in_time = duration / width * rng.uniform(0.5, 1.5) > nbytes / height * rng.uniform(0.5, 1.5)
+        if duration > 1 and (in_time or nbytes < 2):
+            first = min(max(int(part * duration), 1), duration - 1)
+            parts = [(start, first, nbytes), (start + first, duration - first, nbytes)]
+        else:
+            first = min(max(int(part * nbytes), 1), nbytes - 1)
+            parts = [(start, duration, first), (start, duration, nbytes - first)]
+        for piece in parts:
+            heapq.heappush(heap, (-piece[1] * piece[2] * rng.uniform(0.3, 1), *piece))
+    _, starts, durations, sizes = np.array(heap)[rng.permutation(n)].T.astype(np.int64)
+    return Intervals(starts, starts + durations, sizes)
 
 
 if __name__ == "__main__":

@@ -105,9 +105,7 @@ def allocator_names(asked: list[Any]) -> list[str]:
     return names
 
 
-def pack_all(
-    names: list[str], intervals: Intervals, machine: Machine, alignment: int, seconds: float
-) -> list[Packed]:
+def pack_all(names: list[str], intervals: Intervals, machine: Machine, alignment: int, seconds: float) -> list[Packed]:
     """What every allocator makes of the blocks, checked, with a progress bar on stderr.
 
     Raises:

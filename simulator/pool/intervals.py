@@ -70,6 +70,19 @@ class Intervals:
             raise ValueError(f"alignment: expected at least 1, got {alignment}")
         return Intervals(self.lower, self.upper, -(-self.nbytes // alignment) * alignment, self.period)
 
+    def above_always(self) -> tuple[Intervals, Ints, Ints, int]:
+        """What is always held lies at the bottom: it meets every other block, so that none is worse off above it.
+
+        Returns:
+            The m blocks of some bytes that come and go, int64[m], which of ours each is, int64[n] the offsets of what
+            is always held (0 for the others), and the bytes that it takes.
+        """
+        always = self.upper - self.lower == self.period
+        held = np.where(always, self.nbytes, 0)
+        rest = np.flatnonzero(~always & (self.nbytes > 0))
+        others = Intervals(self.lower[rest], self.upper[rest], self.nbytes[rest], self.period)
+        return others, rest, np.where(always, np.cumsum(held) - held, 0), int(held.sum())
+
     def unrolled(self, iterations: int) -> tuple[Intervals, Ints]:
         """The blocks of so many iterations on a line, for allocators that do not know that time repeats.
 

@@ -65,13 +65,7 @@ def pack(
     best = portfolio.pack(blocks, seconds=0.01 * seconds if small else seconds, seed=seed)
     if best.proven or not small:
         return best
-    # What is always held lies at the bottom: it meets every other block, so that none is worse off above it.
-    always = blocks.upper - blocks.lower == blocks.period
-    rest = np.flatnonzero(~always & (blocks.nbytes > 0))
-    base = int(blocks.nbytes[always].sum())
-    offsets = best.offsets.copy()
-    offsets[always] = np.cumsum(blocks.nbytes[always]) - blocks.nbytes[always]
-    others = Intervals(blocks.lower[rest], blocks.upper[rest], blocks.nbytes[rest], blocks.period)
+    others, rest, offsets, base = blocks.above_always()
     search = _Search(others, seed, workers)
     unit = math.gcd(*others.nbytes.tolist())
 

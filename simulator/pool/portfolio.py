@@ -37,9 +37,9 @@ What they leave open, and what is done in another way:
 7. What is always held lies at the bottom: it meets every other block, so that none is worse off above it.
 8. Ejection packs offset and block into 64 bits to sort them; where that has no room it is left out.
 
-Known and not used, since they are orders for first-fit or best-fit, which the skyline beats on every hard instance that
-was tried: by size (TensorFlow Lite's greedy memory planner), by size and conflicts (TVM's unified static memory
-planner, whose hill climbing swaps the order), by size alone with best-fit (XLA's global decreasing size).
+Known and not used, since they are orders for first-fit or best-fit, which the skyline beats on nearly every hard
+instance that was tried: by size (TensorFlow Lite's greedy memory planner, XLA's global decreasing size), by size and
+conflicts (TVM's unified static memory planner, whose hill climbing swaps the order).
 """
 
 from __future__ import annotations
@@ -58,24 +58,24 @@ from simulator.tables import Ints
 
 MIXES = ((1.0, 0.5), (1.0, 0.0), (1.0, 1.0), (0.5, 1.0), (0.0, 1.0))  # exponents of duration and size
 NOISE = (0.0, 0.1, 0.3)
-TURNS = 400  # runs of squeaky wheel from one start
+TURNS = 200  # runs of squeaky wheel from one start
 BLAME = math.exp(0.5)
-PATIENCE = 10_000  # steps of ejection
+PATIENCE = 3_000  # steps of ejection
 BURST = 2_000_000  # work between two looks at the clock, some milliseconds
 SHARES = (1, 3)  # of the work, for squeaky wheel and for ejection
 NOTHING_WAITS = np.int64(1 << 62)
 
 
 class Blocks(NamedTuple):
-    """n blocks over m sections; sizes are multiples of 1."""
+    """n blocks over m sections; sizes in units of their greatest common divisor."""
 
     first: Ints  # [n] the first section of a block
-    count: Ints  # [n] and how many it covers, going round
+    covers: Ints  # [n] how many it covers, going round
     size: Ints  # [n]
     load: Ints  # [m]
     begin: Ints  # [n] the blocks by their first section
     begin_at: Ints  # [m + 1] where those of a section begin in there
-    # The same for the blocks with 2^k <= count < 2^(k+1), one k after another: what meets a block is in one stretch of
+    # The same for the blocks with 2^k <= covers < 2^(k+1), one k after another: what meets a block is in one stretch of
     # each k.
     kin: Ints  # [n]
     kin_at: Ints  # [k, m + 1]
@@ -105,34 +105,28 @@ def pack(
     Raises:
         ValueError: ``alignment`` is below 1.
     """
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds if work is None else math.inf
     rounded = intervals.rounded(alignment)
-    always = rounded.upper - rounded.lower == rounded.period
-    rest = np.flatnonzero(~always & (rounded.nbytes > 0))
-    offsets = np.zeros(len(rounded), np.int64)
-    offsets[always] = np.cumsum(rounded.nbytes[always]) - rounded.nbytes[always]
-    footprint = base = int(rounded.nbytes[always].sum())
+    others, rest, offsets, footprint = rounded.above_always()
     if len(rest):
-        others = Intervals(rounded.lower[rest], rounded.upper[rest], rounded.nbytes[rest], rounded.period)
-        found = _search(others, deadline if work is None else math.inf, work, seed)
-        offsets[rest] = base + found
+        found = _search(rounded, others, rest, deadline, work, seed)
+        offsets[rest] = footprint + found
         footprint += int((found + others.nbytes).max())
     # The addresses are known before the iteration starts: a malloc looks its own up, a free does nothing.
     return Packing(offsets, footprint, footprint == rounded.peak_bytes, steps=len(rounded))
 
 
-def _search(intervals: Intervals, deadline: float, work: int | None, seed: int) -> Ints:
-    """Offsets of blocks of which none is empty or always held."""
-    unit = math.gcd(*intervals.nbytes.tolist())
-    intervals = Intervals(intervals.lower, intervals.upper, intervals.nbytes // unit, intervals.period)
-    x, rng = _blocks(intervals), np.random.default_rng(seed)
-    load = intervals.peak_bytes
+def _search(blocks: Intervals, others: Intervals, rest: Ints, deadline: float, work: int | None, seed: int) -> Ints:
+    """Offsets of ``others``, which are the blocks ``rest``: those that are not always held."""
+    unit = math.gcd(*others.nbytes.tolist())
+    x = _blocks(Intervals(others.lower, others.upper, others.nbytes // unit, others.period))
+    load = int(x.load.max())
     best = _Best(np.empty(0, np.int64), int(NOTHING_WAITS))
 
     def over() -> bool:
         return best.footprint == load or time.monotonic() > deadline
 
-    offsets = np.empty(len(x.size), np.int64)
+    offsets = np.empty(len(rest), np.int64)
     for by_duration, by_size in MIXES:
         footprint, _ = _skyline(x, _priority(x, by_duration, by_size), best.footprint - 1, offsets)
         best.offer(offsets, footprint)
@@ -140,15 +134,19 @@ def _search(intervals: Intervals, deadline: float, work: int | None, seed: int) 
             break
     for fit in smartpool.FITS:
         if best.footprint > load:
-            packing = smartpool.pack(intervals, fit=fit)
-            best.offer(packing.offsets, packing.footprint)
+            found, always = smartpool.pack(blocks, fit=fit).offsets, blocks.upper - blocks.lower == blocks.period
+            order = np.argsort(found[always])  # what is always held below the others is taken out from under them
+            below = np.cumsum(np.append(0, blocks.nbytes[always][order]))
+            offsets = (found[rest] - below[np.searchsorted(found[always][order], found[rest])]) // unit
+            best.offer(offsets, int((offsets + x.size).max()))
+    rng = np.random.default_rng(seed)
     searches = [_squeaky_wheel(x, best, rng)]
-    if best.footprint.bit_length() + len(x.size).bit_length() < 63:
+    if best.footprint.bit_length() + len(rest).bit_length() < 63:
         searches.append(_ejection(x, best, rng, load))
     spent = [0.0] * len(searches)
     while not over() and (work is None or sum(spent) < work):
         turn = min(range(len(searches)), key=lambda i: spent[i] / SHARES[i])
-        spent[turn] += next(searches[turn], 0)
+        spent[turn] += next(searches[turn], 0)  # 0: it has reached the load
     return best.offsets * unit
 
 
@@ -172,7 +170,7 @@ def _squeaky_wheel(x: Blocks, best: _Best, rng: np.random.Generator) -> Iterator
 
 def _ejection(x: Blocks, best: _Best, rng: np.random.Generator, load: int) -> Iterator[int]:
     """Targets between the load and the best footprint; yields the work of each burst."""
-    area = x.size * x.count.astype(np.float64)
+    area: Any = x.size * x.covers.astype(np.float64)
     area /= area.mean()
     weight, way = area.copy(), 0.5
     while best.footprint > load:
@@ -191,22 +189,22 @@ def _ejection(x: Blocks, best: _Best, rng: np.random.Generator, load: int) -> It
 
 
 def _priority(x: Blocks, by_duration: float, by_size: float) -> Any:
-    return x.count**by_duration * x.size**by_size
+    return x.covers**by_duration * x.size**by_size
 
 
 def _blocks(intervals: Intervals) -> Blocks:
-    first, count, m = sections(intervals)
+    first, covers, m = sections(intervals)
     begin = np.argsort(first, kind="stable")
-    kind = np.frexp(count)[1] - 1
+    kind = np.frexp(covers)[1] - 1
     kin = np.lexsort((first, kind))
     kinds = range(int(kind.max()) + 1)
     kin_at = np.stack([np.searchsorted(kind[kin] * m + first[kin], k * m + np.arange(m + 1)) for k in kinds])
     change = np.zeros(2 * m + 1, np.int64)  # two rounds
     np.add.at(change, first, intervals.nbytes)
-    np.add.at(change, first + count, -intervals.nbytes)
+    np.add.at(change, first + covers, -intervals.nbytes)
     load = np.cumsum(change)[: 2 * m].reshape(2, m).sum(axis=0)
     return Blocks(
-        first, count, intervals.nbytes, load, begin, np.searchsorted(first[begin], np.arange(m + 1)), kin, kin_at
+        first, covers, intervals.nbytes, load, begin, np.searchsorted(first[begin], np.arange(m + 1)), kin, kin_at
     )
 
 
@@ -249,8 +247,7 @@ def _skyline(x, priority, limit, offsets):  # type: ignore[no-untyped-def]
             if scanned == m:
                 return footprint, work
             s = scanned
-        ground, begin, length = height[s], s, 1
-        bank, end = height[begin - 1], s + 1 if s + 1 < m else 0
+        ground, begin, end, length = height[s], s, s + 1 if s + 1 < m else 0, 1
         while length < m and height[begin - 1] == ground:
             begin = begin - 1 if begin else m - 1
             length += 1
@@ -269,13 +266,13 @@ def _skyline(x, priority, limit, offsets):  # type: ignore[no-untyped-def]
         for i in range(length):
             for k in range(x.begin_at[at], x.begin_at[at] + held[at]):
                 j = waiting[k]
-                if (i + x.count[j] <= length or length == m) and (block < 0 or priority[j] > priority[block]):
+                if (i + x.covers[j] <= length or length == m) and (block < 0 or priority[j] > priority[block]):
                     block, place = j, k
             work += held[at]
             at = at + 1 if at + 1 < m else 0
         s, at, top, covered = begin, begin, bank, length
         if block >= 0:
-            at, top, covered = x.first[block], ground + x.size[block], x.count[block]
+            at, top, covered = x.first[block], ground + x.size[block], x.covers[block]
             held[at] -= 1
             waiting[place] = waiting[x.begin_at[at] + held[at]]
             offsets[block] = ground
@@ -286,9 +283,9 @@ def _skyline(x, priority, limit, offsets):  # type: ignore[no-untyped-def]
             if block >= 0:
                 left[at] -= x.size[block]
             height[at] = top if left[at] else NOTHING_WAITS
-            if left[at] and top + left[at] > limit or footprint > limit:
+            if (left[at] and top + left[at] > limit) or footprint > limit:
                 for j in range(len(priority)):
-                    if (at - x.first[j]) % m < x.count[j]:
+                    if (at - x.first[j]) % m < x.covers[j]:
                         priority[j] *= BLAME
                 return NOTHING_WAITS, work + len(priority)
             at = at + 1 if at + 1 < m else 0
@@ -357,10 +354,10 @@ def _eject(x, offsets, weight, target, rng, state):  # type: ignore[no-untyped-d
 def _neighbours(x, offsets, block, bits, begins):  # type: ignore[no-untyped-def]
     """Writes offset << bits | block of what lies somewhere and meets a block, ascending; how many, and how many were
     looked at."""
-    m, first, count = len(x.load), x.first[block], x.count[block]
+    m, first, covers = len(x.load), x.first[block], x.covers[block]
     d, looked = 0, 0
     for k in range(len(x.kin_at)):
-        low, high = first - (2 << k) + 2, first + count  # sections in which they begin
+        low, high = first - (2 << k) + 2, first + covers  # sections in which they begin
         if high - low >= m:
             low, high = 0, m
         at = x.kin_at[k]
@@ -378,7 +375,7 @@ def _neighbours(x, offsets, block, bits, begins):  # type: ignore[no-untyped-def
                 begins[d] = offsets[j] << bits | j
                 after = x.first[j] - first
                 after += m if after < 0 else 0
-                d += (offsets[j] >= 0) & ((after < count) | (m - after < x.count[j]))
+                d += (offsets[j] >= 0) & ((after < covers) | (m - after < x.covers[j]))
     _sort(begins, d)
     return d, looked
 

@@ -34,7 +34,7 @@ class State(NamedTuple):
     """n blocks over m sections, and how far the search is. Heights and sizes are in one unit, say bytes."""
 
     first: Ints  # [n] the first section of a block
-    count: Ints  # [n] and how many it covers
+    width: Ints  # [n] and how many it covers
     size: Ints  # [n]
     waiting: Any  # bool[n] not placed
     lowest: Ints  # [n] highest skyline under a waiting block
@@ -62,11 +62,11 @@ class State(NamedTuple):
     stop: Ints  # [1] not 0: another search has the answer
 
 
-def state(first: Ints, count: Ints, size: Ints, sections: int, stop: Ints, table_bits: int = 20) -> State:
+def state(first: Ints, width: Ints, size: Ints, sections: int, stop: Ints, table_bits: int = 20) -> State:
     """Nothing placed; the arguments are those of ``State``."""
     n = len(size)
-    place_at = np.concatenate(([0], np.cumsum(count)))
-    owner = np.repeat(np.arange(n), count)
+    place_at = np.concatenate(([0], np.cumsum(width)))
+    owner = np.repeat(np.arange(n), width)
     where = (first[owner] + np.arange(len(owner)) - place_at[owner]) % sections
     order = np.argsort(where, kind="stable")
     place = np.empty_like(order)
@@ -77,7 +77,7 @@ def state(first: Ints, count: Ints, size: Ints, sections: int, stop: Ints, table
     name = np.random.default_rng(0).integers(1 << 63, size=n, dtype=np.uint64)
     np.add.at(names, first, name)
     return State(
-        first, count, size, np.ones(n, np.bool_), np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n), name,
+        first, width, size, np.ones(n, np.bool_), np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n), name,
         owner[order], np.searchsorted(where[order], np.arange(sections + 1)), np.bincount(where, minlength=sections),
         place, place_at, np.zeros(sections, np.int64), load, crossed, names, np.ones(sections),
         np.zeros(sections, np.int64), np.zeros(sections, np.int64), np.zeros(n, np.int64),
@@ -137,7 +137,7 @@ def fits(x, capacity, begin, length, depth, by_weight):  # type: ignore[no-untyp
             j = resting[i]
             twin = False
             for k in resting[:i]:
-                twin |= x.size[k] == x.size[j] and x.first[k] == x.first[j] and x.count[k] == x.count[j]
+                twin |= x.size[k] == x.size[j] and x.first[k] == x.first[j] and x.width[k] == x.width[j]
             if twin:
                 continue
             possible = _place(x, capacity, j, ground)
@@ -167,10 +167,10 @@ def _place(x, capacity, j, ground):  # type: ignore[no-untyped-def]
     x.placed[x.counters[PLACED]] = j
     x.counters[PLACED] += 1
     x.names[x.first[j]] -= x.name[j]
-    for c in range(x.count[j]):
+    for c in range(x.width[j]):
         s = (x.first[j] + c) % m
         x.load[s] -= x.size[j]
-        x.crossed[s] -= c + 1 < x.count[j]
+        x.crossed[s] -= c + 1 < x.width[j]
         x.held[s] -= 1  # the last one that waits changes places with it
         here, last = x.place[x.place_at[j] + c], x.members_at[s] + x.held[s]
         other = x.members[last]
@@ -179,7 +179,7 @@ def _place(x, capacity, j, ground):  # type: ignore[no-untyped-def]
         x.place[x.place_at[j] + c] = last
         _lift(x, s, ground + x.size[j])
         x.raised[c] = s
-    return _settle(x, capacity, x.count[j])
+    return _settle(x, capacity, x.width[j])
 
 
 @njit(cache=True, nogil=True)
@@ -191,10 +191,10 @@ def undo(x, placed, changed):  # type: ignore[no-untyped-def]
         j = x.placed[x.counters[PLACED]]
         x.waiting[j] = True
         x.names[x.first[j]] += x.name[j]
-        for c in range(x.count[j]):
+        for c in range(x.width[j]):
             s = (x.first[j] + c) % m
             x.load[s] += x.size[j]
-            x.crossed[s] += c + 1 < x.count[j]
+            x.crossed[s] += c + 1 < x.width[j]
             x.held[s] += 1
     while x.counters[CHANGED] > changed:
         x.counters[CHANGED] -= 1
@@ -238,7 +238,7 @@ def _settle(x, capacity, n_raised):  # type: ignore[no-untyped-def]
                     _log(x, m + j, x.lowest[j])
                     x.lowest[j] = x.skyline[s]
                     at = x.first[j]
-                    for _ in range(x.count[j]):
+                    for _ in range(x.width[j]):
                         x.stamped[at] = stamp
                         at = at + 1 if at + 1 < m else 0
         n_raised = 0
@@ -341,7 +341,7 @@ def _branch(x, capacity, begin, length, closed, by_weight):  # type: ignore[no-u
             s = (begin + at) % m
             beside, branches = min(left, right), 0
             for j in inside[:n_inside]:
-                if (s - x.first[j]) % m < x.count[j]:
+                if (s - x.first[j]) % m < x.width[j]:
                     branches += 1
                 else:
                     beside = min(beside, ground + x.size[j])

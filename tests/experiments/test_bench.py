@@ -1,11 +1,15 @@
 """What bench times is what it says."""
 
+import itertools
+
+import numpy as np
 import pytest
 
 from agents import Infeasible
 from agents.home import HOME
 from experiments import bench
 from simulator import Machine
+from simulator.pool.validate import overlaps
 from tests.experiments.conftest import chain
 
 MACHINE = Machine("m", 2**40, 12 * 10**9, 12 * 10**9)
@@ -25,3 +29,28 @@ def test_home_search_is_per_simulator_call(monkeypatch: pytest.MonkeyPatch) -> N
 def test_home_search_within_no_limit_is_infeasible() -> None:
     with pytest.raises(Infeasible):
         bench.home_search(chain(8), MACHINE, 6, 3, seed=1, limit=0.01)
+
+
+def test_a_perfect_packing_fills_its_rectangle() -> None:
+    blocks = bench.perfect(40, seed=3, width=60, height=50)
+    assert len(blocks) == 40 and min(blocks.nbytes) >= 1 and min(blocks.upper - blocks.lower) >= 1
+    held = [int(blocks.nbytes[(blocks.lower <= t) & (t < blocks.upper)].sum()) for t in range(60)]
+    assert held == [50] * 60
+    with pytest.raises(ValueError, match="a rectangle of 2 x 3 cannot be cut into 7"):
+        bench.perfect(7, seed=0, width=2, height=3)
+
+
+def test_packing_is_timed_per_instance(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.accumulate(itertools.count(1), initial=0)  # 0 1 3 6 10 15: pairs of calls are 1, 3, 5 apart
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: next(clock))
+    found = bench.packing([50, 80], perfect_blocks=30, seconds=0.1, seed=0)
+    assert found["smartpool_s"] == {50: 1, 80: 3} and found["optimal_s"] == 5
+    for n, ratio in found["portfolio_ratio"].items():
+        assert 1 <= ratio <= found["smartpool_ratio"][n]
+    assert found["optimal_ratio"] == 1
+
+
+def test_scattered_blocks_depend_on_the_seed() -> None:
+    one, same, other = (bench.scattered(30, seed) for seed in (1, 1, 2))
+    assert np.array_equal(one.nbytes, same.nbytes) and not np.array_equal(one.nbytes, other.nbytes)
+    assert overlaps(one, np.cumsum(one.nbytes) - one.nbytes) == []

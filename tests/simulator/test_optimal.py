@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from experiments.bench import perfect
 from simulator.pool import Intervals, optimal, smartpool
 from simulator.pool.files import load
 from simulator.pool.validate import overlaps
@@ -82,25 +83,9 @@ def test_what_is_always_held_lies_at_the_bottom() -> None:
     assert overlaps(blocks.rounded(4), packing.offsets) == []
 
 
-def cut_rectangle(n: int, capacity: int, period: int, rng: np.random.Generator) -> Intervals:
-    """n blocks that fill a rectangle of time and memory, made by cutting it: the load is the capacity throughout."""
-    parts = [(0, period, 0, capacity)]
-    while len(parts) < n:
-        areas = np.array([(b - a) * (d - c) for a, b, c, d in parts], float)
-        a, b, c, d = parts.pop(rng.choice(len(parts), p=areas / areas.sum()))
-        if d - c < 2 or (b - a > 1 and (b - a) / period > (d - c) / capacity):
-            at = int(rng.integers(a + 1, b))
-            parts += [(a, at, c, d), (at, b, c, d)]
-        else:
-            at = int(rng.integers(c + 1, d))
-            parts += [(a, b, c, at), (a, b, at, d)]
-    rng.shuffle(parts)
-    return table([(a, b, d - c) for a, b, c, d in parts])
-
-
 @pytest.mark.parametrize("n", [30, 100])
 def test_a_cut_rectangle_is_put_together_again(n: int) -> None:
-    blocks = cut_rectangle(n, 1 << 20, 1000, np.random.default_rng(n))
+    blocks = perfect(n, seed=n)
     packing = optimal.pack(blocks, seconds=20)
     assert (packing.footprint, packing.proven) == (1 << 20, True)
     assert overlaps(blocks, packing.offsets) == []
