@@ -130,7 +130,7 @@ class _Search:
             if self.stop[0] or time.monotonic() > until:
                 break
             x.priority[:] = rng.choice(MIXES) @ self.shape + rng.choice(NOISE) * rng.standard_normal(len(x.size))
-            x.weight[:] = 0.95 * x.weight + 0.05
+            x.weight[:] = 0.8 * x.weight + 0.2
             x.counters[NODES], x.counters[BUDGET] = 0, max(RUN, len(x.size) // 2) * luby(run)
             answer = skyline.fits(x, self.capacity, 0, len(x.skyline), 0, bool(rng.random() < 2 / 3))
             if answer != GAVE_UP:

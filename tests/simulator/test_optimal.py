@@ -94,10 +94,11 @@ def test_a_cut_rectangle_is_put_together_again(n: int) -> None:
 @pytest.mark.parametrize("file", sorted(BENCHMARK.glob("*.csv")), ids=lambda file: file.name[0])
 def test_benchmark(file: Path) -> None:
     blocks = load(file).intervals
-    packing = optimal.pack(blocks, seconds=5)
+    hard = file.name[0] in "DJ"  # their loads are 6 % below the capacity, and what is between is not known
+    packing = optimal.pack(blocks, seconds=8 if hard else 30)  # a second where no other test runs beside it
     assert overlaps(blocks, packing.offsets) == []
     assert packing.footprint <= CAPACITY
-    if file.name[0] not in "DJ":  # their loads are 6 % below the capacity, and what is between is not known
+    if not hard:
         assert packing.proven
         assert packing.footprint == blocks.peak_bytes
 
