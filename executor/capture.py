@@ -16,17 +16,19 @@ One thing a trace shows differently: where gradients meet, autograd adds in plac
 sum, but under any dispatch mode it allocates. Such an ``add`` is turned back into ``add_``: eager
 reuses the first operand when it dies there and is no view. Known differences that remain: cuDNN's fused kernels and
 workspaces are not seen from CPU operators (algorithms.py is a model of the workspaces, on request); ``foreach`` and
-``fused`` optimizers are captured as their single-tensor form, Adam and its kin in their ``capturable`` form (a few
-scalars more); a parameter that gets a gradient but belongs to no optimizer loses it at the end of the step.
+``fused`` optimizers are captured as their single-tensor form; a parameter that gets a gradient but belongs to no
+optimizer loses it at the end of the step.
 
-A captured step is straight-line code: Python branches are taken as they fall during the trace, learning
-rates are constants of the graph.
+A captured step is straight-line code: Python branches are taken as they fall during the trace, learning rates are
+constants of the graph unless they are tensors. What an optimizer computes on the host from a tensor (the bias
+correction of Adam from its step count) is arithmetic of numbers in the graph, with eager PyTorch's results to the
+bit. Where its Python branches on such a number (RAdam, ASGD) it is captured in its ``capturable`` form, in which the
+number stays a tensor.
 """
 
 from __future__ import annotations
 
 import operator
-import random
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -36,24 +38,24 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tag, Tensor, fx, nn
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental.proxy_tensor import autograd_would_have_decomposed, get_proxy_mode, make_fx
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
 from executor.algorithms import convolution_of, with_algorithms
 from executor.operators import ALLOCATIONS, adds_gradients, caller, kind_of, mutated, running_statistics, touched_bytes
 from executor.roofline import with_roofline
-from executor.state import Entry, StepState, capturable
+from executor.state import Entry, Home, StepState, capturable, options, takes_capturable, untouched
 from simulator.machine import Machine
 from simulator.program import Kernel, Phase, Program, Tensor as Storage, TensorKind
 
@@ -77,7 +79,13 @@ class Captured:
     placeholders: tuple[fx.Node, ...]
     names: tuple[str, ...]  # per placeholder, e.g. "features.0.weight", "optimizer.features.0.weight.momentum_buffer"
     sources: tuple[Tensor | None, ...]  # per placeholder: the user's tensor; None: state not created yet
+    homes: tuple[Home | None, ...]  # per placeholder: where the step finds its tensor; None for its arguments
+    devices: tuple[torch.device, ...]  # per placeholder
     outputs: tuple[fx.Node, ...]
+    spec: TreeSpec  # of the step's arguments
+    leaves: tuple[Any, ...]  # those, flat; a tensor's placeholder stands for it
+    settings: tuple[tuple[Optimizer, tuple[dict[str, Any], ...]], ...]  # per optimizer and group: options, no tensors
+    modules: tuple[tuple[nn.Module, bool, tuple[nn.Module | None, ...]], ...]  # whether it trains, its submodules
 
     def on(
         self, machine: Machine, dtype: str = "float32", iteration_ns: int | None = None, algorithms: bool = False
@@ -97,7 +105,7 @@ class Captured:
 def capture(
     model: nn.Module,
     loss_fn: Callable[[Any, Any], Tensor],
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     example_batch: tuple[Any, Any],
     *,
     machine: Machine | None = None,
@@ -119,7 +127,7 @@ def capture(
     """
     if not isinstance(example_batch, (tuple, list)) or len(example_batch) != 2:
         raise CaptureError("example_batch is not a pair (x, y); capture_step takes a step of any form")
-    if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer) or not callable(loss_fn):
+    if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer) or not callable(loss_fn):
         raise CaptureError("capture takes a torch.nn.Module, a callable loss, a torch.optim.Optimizer and a batch")
 
     def step(x: Any, y: Any) -> Tensor:
@@ -155,10 +163,11 @@ def capture_step(
 
 def _capture(
     step: Callable[..., Any], args: tuple[Any, ...], roots: list[tuple[Any, str]], machine: Machine | None, name: str,
-    algorithms: bool,
+    algorithms: bool, as_capturable: bool = False,
 ) -> Captured:  # fmt: skip
-    mode = FakeTensorMode()
-    state = StepState(mode)
+    # Sizes are those of the example; only numbers that an optimizer reads may be symbols.
+    mode = FakeTensorMode(shape_env=ShapeEnv(allow_dynamic_output_shape_ops=False), static_shapes=True)
+    state = StepState(mode, as_capturable)
     recorder = _Recorder()
     returned: list[Tensor] = []
 
@@ -176,7 +185,7 @@ def _capture(
         return tuple(returned)
 
     try:
-        with _untouched(), warnings.catch_warnings():
+        with untouched(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for value, label in roots:
                 state.add(value, label)
@@ -186,6 +195,10 @@ def _capture(
                 for i, v in enumerate(leaves)
             ]
             batch = tree_unflatten(inputs, spec)
+            settings = tuple((o, tuple(map(options, o.param_groups))) for o in state.optimizers)
+            modules = tuple((m, m.training, tuple(m._modules.values())) for m in state.modules)
+            place = {id(e.fake): i for i, e in enumerate(state.entries)}
+            flat = [(place[id(v)], None) if isinstance(v, Tensor) else (None, v) for v in inputs]
             del leaves, inputs
             with state.installed(), capturable_optimizers(recorder):
                 fakes = [e.fake for e in state.entries]
@@ -194,20 +207,23 @@ def _capture(
     except CaptureError:
         raise
     except Exception as error:
+        if isinstance(error, GuardOnDataDependentSymNode) and state.optimizers and not as_capturable:
+            return _capture(step, args, roots, machine, name, algorithms, as_capturable=True)
         raise CaptureError(_sentence(error)) from error
     if not recorder.ops:
         raise CaptureError("the step runs no tensor operation")
-    captured = recorder.build(graph, state.entries, name)
+    captured = recorder.build(graph, state.entries, name, (spec, flat))
+    captured = replace(captured, settings=settings, modules=modules)
     return captured.on(machine or Machine.load("gtx1080ti"), algorithms=algorithms)
 
 
 @contextmanager
 def capturable_optimizers(recorder: _Recorder) -> Iterator[None]:
-    """Tells the recorder when an optimizer's step runs, in its capturable form."""
+    """Tells the recorder when an optimizer's step runs, in the form that it is to be captured in."""
     stack: list[Any] = []
 
-    def enter(*_: Any) -> None:
-        context = capturable()
+    def enter(optimizer: Optimizer, *_: Any) -> None:
+        context = capturable(takes_capturable(optimizer))
         context.__enter__()
         stack.append(context)
         recorder.stepping = True
@@ -224,18 +240,6 @@ def capturable_optimizers(recorder: _Recorder) -> Iterator[None]:
             hook.remove()
         while stack:  # the step raised
             stack.pop().__exit__(None, None, None)
-
-
-@contextmanager
-def _untouched() -> Iterator[None]:
-    """Random states as they were: the step may draw on the host (stochastic depth)."""
-    saved = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002 (the global state is meant)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(saved[0])
-        random.setstate(saved[1])
-        np.random.set_state(saved[2])  # noqa: NPY002
 
 
 @dataclass(slots=True)
@@ -320,6 +324,8 @@ class _Recorder(TorchDispatchMode):
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
+        if func is torch.ops.aten._local_scalar_dense.default and not self.stepping:
+            raise DataDependentOutputException(func)
         self.reap()
         phase = self._phase(func)
         # A constant that the host makes is not on the device until it is copied there.
@@ -356,7 +362,9 @@ class _Recorder(TorchDispatchMode):
         count = len(self.graph.nodes) - before
         return list(islice(reversed(self.graph.nodes), count))[::-1]
 
-    def build(self, graph: fx.GraphModule, entries: list[Entry], name: str) -> Captured:
+    def build(
+        self, graph: fx.GraphModule, entries: list[Entry], name: str, batch: tuple[TreeSpec, list[tuple[Any, Any]]]
+    ) -> Captured:
         """The program of what was recorded."""
         self._add_in_place()
         ops = [op for op in self.ops if op.launches]
@@ -394,7 +402,9 @@ class _Recorder(TorchDispatchMode):
         return Captured(
             Program(name, tuple(tensors), tuple(kernels)), graph, tuple(nodes),
             {node: index[s] for node, s in self.values.items() if s in index}, placeholders,
-            tuple(e.name for e in entries), tuple(e.real for e in entries), tuple(returned),
+            tuple(e.name for e in entries), tuple(e.real for e in entries), tuple(e.home for e in entries),
+            tuple(e.fake.device for e in entries), tuple(returned), batch[0],
+            tuple(v if i is None else placeholders[i] for i, v in batch[1]), (), (),
         )  # fmt: skip
 
     def _add_in_place(self) -> None:
@@ -464,7 +474,7 @@ def _sentence(error: Exception) -> str:
             where = f" ({Path(file).name}:{line})"
     text = " ".join(str(error).split())
     if isinstance(error, (DataDependentOutputException, GuardOnDataDependentSymNode)):
-        return f"the step's Python depends on the values of a tensor: {error.args[0]}{where}"
+        return f"the step's Python depends on the values of a tensor: {str(error.args[0]).splitlines()[0]}{where}"
     if isinstance(error, DynamicOutputShapeException):
         return f"the shape of a result depends on the values of a tensor: {error.args[0]}{where}"
     if "convert all Tensors to FakeTensors" in text:

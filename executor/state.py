@@ -8,12 +8,14 @@ for the real ones, and every dictionary, list or cell that was written is restor
 from __future__ import annotations
 
 import functools
+import random
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
@@ -23,6 +25,27 @@ from torch.optim import Optimizer
 from simulator.program import TensorKind
 
 
+class Home(NamedTuple):
+    """Where the step finds a tensor: a slot of a dictionary, a list or a closure cell; or of an optimizer, then
+    ``key`` is (parameter, name of its state) or (number of a parameter group, option)."""
+
+    container: Any
+    key: Any
+
+    def get(self) -> Any:
+        """What is there now; None where nothing is."""
+        if isinstance(self.container, types.CellType):
+            return self.container.cell_contents
+        try:
+            if isinstance(self.container, Optimizer):
+                first, name = self.key
+                table = self.container.param_groups[first] if isinstance(first, int) else self.container.state[first]
+                return table.get(name)
+            return self.container[self.key]
+        except LookupError:
+            return None
+
+
 class Entry(NamedTuple):
     """One persistent tensor: a placeholder of the captured graph."""
 
@@ -30,6 +53,7 @@ class Entry(NamedTuple):
     kind: TensorKind
     fake: Tensor
     real: Tensor | None  # the user's tensor; None for optimizer state that does not exist yet
+    home: Home | None = None  # None: the step's arguments, or a parameter that only an optimizer knows
 
 
 class StepState:
@@ -40,8 +64,9 @@ class StepState:
     (tied weights) are one entry; tensors that share a storage share it as fakes.
     """
 
-    def __init__(self, mode: FakeTensorMode) -> None:
+    def __init__(self, mode: FakeTensorMode, as_capturable: bool = False) -> None:
         self.mode = mode
+        self.as_capturable = as_capturable  # optimizers take their ``capturable`` form
         self.entries: list[Entry] = []
         self.modules: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
@@ -55,7 +80,7 @@ class StepState:
         """Walks ``value``; tensors that are not parameters or registered buffers are of ``kind``."""
         self._walk(value, name, kind, 0)
 
-    def fake(self, tensor: Tensor, name: str, kind: TensorKind) -> Tensor:
+    def fake(self, tensor: Tensor, name: str, kind: TensorKind, home: Home | None = None) -> Tensor:
         """The fake tensor that stands in for ``tensor``, made and listed on first sight."""
         if id(tensor) in self._fakes:
             return self._fakes[id(tensor)]
@@ -77,7 +102,7 @@ class StepState:
         kind = "parameter" if isinstance(tensor, nn.Parameter) else kind
         self._fakes[id(tensor)] = fake
         self._keep.append(tensor)
-        self.entries.append(Entry(name, kind, fake, tensor))
+        self.entries.append(Entry(name, kind, fake, tensor, home))
         return fake
 
     def _walk(self, value: Any, name: str, kind: TensorKind, depth: int) -> None:
@@ -113,7 +138,8 @@ class StepState:
         for key, label in keys:
             value = container[key]
             if isinstance(value, Tensor):
-                self._slots.append((container, key, self.fake(value, f"{name}.{label}".lstrip("."), kind)))
+                home = Home(container, key)
+                self._slots.append((container, key, self.fake(value, f"{name}.{label}".lstrip("."), kind, home)))
             else:
                 self._walk(value, f"{name}.{label}".lstrip("."), kind, depth + 1)
 
@@ -135,7 +161,7 @@ class StepState:
             except ValueError:  # not assigned yet
                 continue
             if isinstance(value, Tensor):
-                self._slots.append((cell, None, self.fake(value, label, kind)))
+                self._slots.append((cell, None, self.fake(value, label, kind, Home(cell, None))))
             else:
                 self._walk(value, label, kind, depth + 1)
         self._walk(function.__defaults__, name, kind, depth + 1)
@@ -164,17 +190,19 @@ class StepState:
     def _install_optimizer(self, optimizer: Optimizer, prefix: str) -> None:
         """Swaps in fake parameters and state, and creates the state its first step would create.
 
-        Single-tensor updates (``foreach`` and ``fused`` off), so that a kernel is one update of one
-        tensor. Where the optimizer has a ``capturable`` form it is used: its step count is a tensor, so
-        that running the graph again gives the next step's bias correction.
+        Single-tensor updates (``foreach`` and ``fused`` off), so that a kernel is one update of one tensor. The
+        step count of Adam and its kin is read as a number that is not known (a SymFloat), so that the arithmetic
+        of the bias correction becomes part of the graph, as eager PyTorch does it on the host.
         """
         groups, fresh = [], []
-        for group in optimizer.param_groups:
+        options = _SINGLE_TENSOR | ({"capturable": True} if self.as_capturable else {})
+        for g, group in enumerate(optimizer.param_groups):
             swapped = dict(group, params=[self.fake(p, f"{prefix}.param", "parameter") for p in group["params"]])
-            swapped.update({k: v for k, v in _SINGLE_TENSOR.items() if k in swapped})
+            swapped.update({k: v for k, v in options.items() if k in swapped})
             for option, value in group.items():  # a learning rate that is a tensor
                 if isinstance(value, Tensor):
-                    swapped[option] = self.fake(value, f"{prefix}.{option}", "optimizer_state")
+                    swapped[option] = self.fake(value, f"{prefix}.{option}", "optimizer_state",
+                                                Home(optimizer, (g, option)))  # fmt: skip
             groups.append(swapped)
         names = {id(e.fake): e.name for e in self.entries}
         state: defaultdict[Any, Any] = defaultdict(dict)
@@ -183,22 +211,28 @@ class StepState:
                 key = self.fake(param, f"{prefix}.param", "parameter")
                 state[key] = dict(values)
                 label = f"{prefix}.{names.get(id(key), 'param')}"
-                self._items(state[key], [(k, k) for k in state[key]], label, "optimizer_state", 0)
                 for k, value in state[key].items():
                     if isinstance(value, Tensor):
-                        state[key][k] = self.fake(value, f"{label}.{k}", "optimizer_state")
+                        home = Home(optimizer, (param, k))
+                        state[key][k] = self.fake(value, f"{label}.{k}", "optimizer_state", home)
+                    else:
+                        self._walk(value, f"{label}.{k}", "optimizer_state", 1)
             else:
                 state[param] = values
+        optimizer_groups = optimizer.param_groups
         optimizer.param_groups, optimizer.state = groups, state
         # One untraced step with gradients of no content: creates momentum and the like, as fakes.
-        with self.mode:
-            for group in groups:
-                for param in group["params"]:
+        reals = {}
+        assert self.mode.shape_env is not None
+        with self.mode, self.mode.shape_env.ignore_fresh_unbacked_symbols():
+            for group, own in zip(groups, optimizer_groups, strict=True):
+                for param, real in zip(group["params"], own["params"], strict=True):
+                    reals[id(param)] = real
                     if param.requires_grad:
                         param.grad = torch.empty_like(param)
                         fresh.append(param)
             steps = {id(p): dict(s) for p, s in state.items() if isinstance(p, Tensor)}
-            with capturable():
+            with capturable(takes_capturable(optimizer)):
                 type(optimizer).step(optimizer)
         for param in fresh:
             param.grad = None
@@ -207,23 +241,49 @@ class StepState:
             known = steps.get(id(param), {})
             for k, value in state[param].items():
                 if isinstance(value, Tensor) and value is not known.get(k):
-                    self.entries.append(Entry(f"{label}.{k}", "optimizer_state", value, None))
+                    home = Home(optimizer, (reals[id(param)], k))
+                    self.entries.append(Entry(f"{label}.{k}", "optimizer_state", value, None, home))
+        for entry in self.entries:  # a count of 1 after that step, or a number read in it, is no constant
+            entry.fake.constant = entry.fake.item_memo = None  # type: ignore[attr-defined]
 
 
 _OPAQUE = (Tensor, types.ModuleType, type, str, bytes, int, float, complex, type(None), torch.dtype, torch.device,
            torch.Generator, types.BuiltinFunctionType, types.CodeType)  # fmt: skip
-_SINGLE_TENSOR = {"foreach": False, "fused": False, "capturable": True}
+_SINGLE_TENSOR = {"foreach": False, "fused": False}
+
+
+def takes_capturable(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is to take its ``capturable`` form, in which the step count stays a tensor."""
+    return any(group.get("capturable") for group in optimizer.param_groups)
 
 
 @contextmanager
-def capturable() -> Iterator[None]:
+def capturable(allowed: bool = True) -> Iterator[None]:
     """Lets optimizers take their ``capturable`` form on any device, as they do under torch.compile."""
     previous = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
+    torch.compiler._is_compiling_flag = previous or allowed
     try:
         yield
     finally:
         torch.compiler._is_compiling_flag = previous
+
+
+@contextmanager
+def untouched() -> Iterator[None]:
+    """Random states as they were: the step may draw on the host (stochastic depth)."""
+    saved = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002 (the global state is meant)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(saved[0])
+        random.setstate(saved[1])
+        np.random.set_state(saved[2])  # noqa: NPY002
+
+
+def options(group: dict[str, Any]) -> dict[str, Any]:
+    """A parameter group's options that are not tensors, and how many parameters it has."""
+    plain = {k: v for k, v in group.items() if k != "params" and not isinstance(v, Tensor)}
+    return {**plain, "params": len(group["params"])}
 
 
 def _restorer(table: dict[Any, Any]) -> Callable[[], None]:

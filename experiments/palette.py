@@ -82,6 +82,8 @@ BLOCKS = ("#f6d98f", "#9fd08b", "#45b0a8", "#3a8fc9", "#4a5fb5", "#6a2c80")  # o
 LOAD, CAPACITY = "#cb181d", "#238b45"  # lines across a packing
 KEPT = "#238b45"  # a load with what a framework keeps besides
 SWAPPED = ("#8f8ff0", "#5b5be0", "#25258f")  # SmartPool + AutoSwap, from no overhead to much
+SPANS = {"kernel": "#9a9a9a", "recompute": "#8e5bd0", "swap_out": "#f16913", "swap_in": "#1f5fa8"}  # of a timeline
+PREDICTED, MEASURED = "#9a9a9a", "#cb181d"
 STYLE = {
     "font.size": 11, "axes.titlesize": 12, "axes.titleweight": "bold", "axes.titlelocation": "left",
     "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": FAINT, "axes.labelcolor": INK,

@@ -1,0 +1,208 @@
+"""Measures what a Machine says about transfers and launches, on a backend.
+
+    python -m executor.calibrate machine.yaml [--backend cuda|host] [--machine h200] [--max-bytes N]
+
+writes a Machine that ``Machine.load`` reads, each figure with how it was measured, and machine.json with every
+measurement. What is not measured (FLOP rates, memory bandwidth, efficiencies, alignment, what the driver takes) is
+that of the machine given.
+
+1. *Transfers*: one copy from 4 KiB to 1 GiB, in steps of four, as far as a quarter of either memory goes; the median
+   of REPEATS. It is timed from the end of a kernel to the end of the copy, as the simulator counts it (rule 4): that
+   includes the wait for the kernel's event. The kernel is long enough for the host to issue all of it meanwhile.
+2. *Latency and bandwidths*: least squares of the relative errors of latency + bytes / bandwidth over all sizes and
+   both directions, with one latency, as the simulator has it. The largest relative error is reported.
+3. *Duplex*: the largest copy in both directions at once, over each alone. The simulator's engines do not slow each
+   other down, so that this is reported and not used; but where both at once take nearly as long as one after the
+   other, the machine has one copy engine.
+4. *Launch*: LAUNCHES empty kernels, issued while a long one runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import numpy as np
+import yaml
+
+from executor.backend import Backend, BackendError, open_backend
+from simulator.files import FormatError, write_json, write_text
+from simulator.machine import Machine
+
+FORMAT = "calibration/1"
+SMALLEST, LARGEST = 2**12, 2**30
+REPEATS = 7
+LAUNCHES = 500  # a stream takes about a thousand before the host must wait
+ISSUE_NS = 1_000_000  # of the kernel during which the host issues a few calls
+ONE_ENGINE = 0.85  # of one after the other: from here on, both at once are one engine
+
+Direction = Literal["d2h", "h2d"]
+DIRECTIONS: tuple[Direction, Direction] = ("h2d", "d2h")
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was measured.
+
+    Attributes:
+        machine: with the measured figures.
+        device: in words.
+        transfers: direction -> (bytes, ns) by size.
+        fit_error: the largest relative error of latency + bytes / bandwidth.
+        duplex: direction -> how many times as long a copy of the largest size takes while one goes the other way.
+    """
+
+    machine: Machine
+    device: str
+    transfers: dict[str, list[tuple[int, int]]]
+    fit_error: float
+    duplex: dict[str, float]
+
+    def to_yaml(self) -> str:
+        """The machine as Machine.load reads it, with comments."""
+        sizes = f"copies of {_size(self.transfers['h2d'][0][0])} to {_size(self.transfers['h2d'][-1][0])}"
+        fit = f"measured: least squares over {sizes}, worst error {self.fit_error:.1%}"
+        slower = " and ".join(f"{d} {self.duplex[d]:.2f}" for d in DIRECTIONS)
+        measured = {
+            "name": "",
+            "memory_bytes": "as the device says",
+            "h2d_bytes_per_s": fit,
+            "d2h_bytes_per_s": fit,
+            "copy_latency_ns": f"{fit}; from the end of the kernel",
+            "copy_engines": f"measured: with both directions at once {slower} times as long as alone",
+            "launch_ns": f"measured: mean of {LAUNCHES} empty kernels on one stream",
+        }
+        lines = [f"# {self.device}: measured by executor.calibrate.", "#", "# GB/s     h2d     d2h"]
+        for (nbytes, there), (_, back) in zip(self.transfers["h2d"], self.transfers["d2h"], strict=True):
+            lines.append(f"# {_size(nbytes):8}{nbytes / there:6.2f}  {nbytes / back:6.2f}")
+        for key, value in self.machine.to_dict().items():
+            comment = measured.get(key, "not measured")
+            text = yaml.safe_dump({key: value}, sort_keys=False).rstrip()
+            head, _, rest = text.partition("\n")
+            lines.append(f"{head}  # {comment}" if comment else head)
+            lines += [rest] if rest else []
+        return "\n".join(lines) + "\n"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every measurement."""
+        return {"format": FORMAT, **asdict(self)}
+
+    def save(self, path: str | Path) -> None:
+        """Writes the machine as YAML and, beside it, every measurement as JSON."""
+        write_text(path, self.to_yaml())
+        write_json(Path(path).with_suffix(".json"), self.to_dict(), indent=1)
+
+
+def calibrate(backend: Backend, base: Machine, max_bytes: int = LARGEST, name: str = "") -> Calibration:
+    """Measures a backend.
+
+    Args:
+        base: gives what is not measured.
+        max_bytes: of the largest copy, at least 16 KiB.
+        name: of the new machine; "" for that of ``base``.
+
+    Raises:
+        ValueError: there is room for one size only.
+        BackendError: the device refused or failed.
+    """
+    room = min(max_bytes, backend.memory_bytes // 4, base.host_bytes // 4)
+    sizes = [s for s in (SMALLEST * 4**i for i in range(32)) if s <= room]
+    if len(sizes) < 2:
+        raise ValueError(f"copies of at most {room:,} bytes are too small; expected at least {4 * SMALLEST:,}")
+    largest = sizes[-1]
+    with backend.arena(2 * largest, 2 * largest):
+        _copies(backend, DIRECTIONS, largest)  # the first of everything is slow
+        transfers = {
+            str(d): [(n, round(median(_copies(backend, [d], n)[d] for _ in range(REPEATS)))) for n in sizes]
+            for d in DIRECTIONS
+        }
+        both = [_copies(backend, DIRECTIONS, largest) for _ in range(REPEATS)]
+        launch = median(_launch(backend) for _ in range(REPEATS))
+    alone = {d: transfers[d][-1][1] for d in DIRECTIONS}
+    duplex = {str(d): median(times[d] for times in both) / alone[d] for d in DIRECTIONS}
+    at_once = median(max(times.values()) for times in both)
+    latency, rates, error = _fit(transfers)
+    machine = replace(
+        base, name=name or base.name, memory_bytes=backend.memory_bytes, h2d_bytes_per_s=rates["h2d"],
+        d2h_bytes_per_s=rates["d2h"], copy_latency_ns=latency, launch_ns=round(launch),
+        copy_engines=1 if at_once >= ONE_ENGINE * sum(alone.values()) else 2,
+    )  # fmt: skip
+    return Calibration(machine, backend.name, transfers, error, duplex)
+
+
+def _copies(backend: Backend, directions: Sequence[Direction], nbytes: int) -> dict[str, int]:
+    """Copies in one or both directions at once; ns of each from the end of the kernel before them."""
+    backend.task = f"copy {' and '.join(directions)} of {nbytes:,} bytes"
+    backend.spin(ISSUE_NS)
+    begin = backend.record("compute")
+    ends = {}
+    for i, direction in enumerate(directions):
+        backend.wait(direction, begin)
+        backend.copy(direction, i * nbytes, i * nbytes, nbytes)
+        ends[direction] = backend.record(direction)
+    backend.synchronize()
+    return {d: max(backend.time_ns(end) - backend.time_ns(begin), 1) for d, end in ends.items()}
+
+
+def _launch(backend: Backend) -> float:
+    """ns per empty kernel."""
+    backend.task = "empty kernels"
+    backend.spin(20 * ISSUE_NS)
+    begin = backend.record("compute")
+    for _ in range(LAUNCHES):
+        backend.spin(0)
+    end = backend.record("compute")
+    backend.synchronize()
+    return (backend.time_ns(end) - backend.time_ns(begin)) / LAUNCHES
+
+
+def _fit(transfers: dict[str, list[tuple[int, int]]]) -> tuple[int, dict[str, int], float]:
+    """Latency, bandwidths, and the largest relative error of latency + bytes / bandwidth."""
+    rows = [(1.0, *(n * (d == e) for e in DIRECTIONS), ns) for d in DIRECTIONS for n, ns in transfers[d]]
+    table = np.array(rows, np.float64)
+    table /= table[:, -1:]
+    terms, ones = table[:, :-1], table[:, -1]
+    latency, *per_byte = np.linalg.lstsq(terms, ones)[0].tolist()
+    if latency < 0:
+        latency, per_byte = 0.0, np.linalg.lstsq(terms[:, 1:], ones)[0].tolist()
+    if min(per_byte) <= 0:
+        raise BackendError(f"larger copies do not take longer: {transfers}")
+    error = float(np.abs(terms @ np.array([latency, *per_byte]) - 1).max())
+    return round(latency), {d: round(1e9 / x) for d, x in zip(DIRECTIONS, per_byte, strict=True)}, error
+
+
+def _size(nbytes: int) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if nbytes < 1024:
+            return f"{nbytes} {unit}"
+        nbytes //= 1024
+    return f"{nbytes} GiB"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit status."""
+    parser = argparse.ArgumentParser("executor.calibrate", description="Measures transfers and launches of a GPU.")
+    parser.add_argument("out", type=Path, help="YAML file of the machine; a JSON file of the same name beside it")
+    parser.add_argument("--backend", choices=("cuda", "host"), default="cuda")
+    parser.add_argument("--machine", default="h200", help="preset or YAML file that gives what is not measured")
+    parser.add_argument("--max-bytes", type=int, default=LARGEST, help="of the largest copy")
+    options = parser.parse_args(arguments)
+    try:
+        base = Machine.load(options.machine)
+        with open_backend(options.backend, base) as backend:
+            found = calibrate(backend, base, options.max_bytes, options.out.stem)
+        found.save(options.out)
+    except (BackendError, FormatError, ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(found.to_yaml(), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,448 @@
+"""Storages that leave the device and come back: where each one is, the copies, and the ledger of bytes.
+
+A tensor of a program is one storage. It leaves by ``resize_(0)`` of that storage once its bytes are on the host, and
+comes back by ``resize_(nbytes)``: every tensor and view that shares it stays as it is, nothing is bound anew.
+
+Two implementations of the copy engines (``HostEngines``, ``CudaEngines``), the same calls for tensors in host memory
+and on a GPU. Work is ordered by events alone; why no byte is overwritten too early, on a GPU:
+
+1. The allocator hands out freed memory in the order of the calls, at once, for work of the stream that allocated it.
+   All memory here is allocated and freed while the compute stream is the current one. So memory freed after a wait
+   of the compute stream can only be met by work that comes after that wait.
+2. A swap-out starts after everything on the compute stream so far (an event), so it copies the final content. Before
+   its memory is freed (``reclaim``) the compute stream waits for the copy.
+3. A swap-in writes memory that was just allocated. The h2d stream first waits for the compute stream, hence for all
+   that used this memory before, copies on the d2h stream included, by 2. Compute waits for the swap-in before it
+   uses the tensor (``wait``), hence before it is freed.
+4. A place on the host belongs to one tensor. It is written by a swap-out, after a kernel that came after the wait for
+   the last swap-in from it.
+
+So ``record_stream`` is not needed, and memory is never held back longer than the plan says. On the host the compute
+stream is the calling thread, and its waits block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence, Set
+from enum import Enum
+from queue import SimpleQueue
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 512
+
+
+class TransferError(RuntimeError):
+    """A copy between device and host failed, or host memory for it cannot be had."""
+
+
+class Engines(Protocol):
+    """One copy engine each way; copies of one direction are done in order, after the compute enqueued before them."""
+
+    def pinned(self, nbytes: int) -> Tensor:
+        """Host memory for copies, uint8[nbytes]; raises TransferError."""
+
+    def copy_out(self, host: Tensor, device: Tensor) -> Any:
+        """Starts a swap-out; returns its event."""
+
+    def copy_in(self, device: Tensor, host: Tensor) -> Any:
+        """Starts a swap-in; returns its event."""
+
+    def wait(self, event: Any) -> None:
+        """What is computed from now on comes after the event; raises TransferError where its copy failed."""
+
+    def join(self, event: Any) -> None:
+        """The calling thread waits for the event."""
+
+    def synchronize(self) -> None:
+        """The calling thread waits for all copies and all compute; what failed is not raised."""
+
+
+def move(target: Tensor, source: Tensor) -> None:
+    """What a copy engine of the host does."""
+    target.copy_(source)
+
+
+class _Copy:
+    """A copy on a host engine, and its event."""
+
+    def __init__(self, target: Tensor, source: Tensor):
+        self.tensors: tuple[Tensor, Tensor] | None = (target, source)
+        self.done = threading.Event()
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            if self.tensors:
+                move(*self.tensors)
+        except BaseException as error:
+            self.error = error.with_traceback(None)  # whose frames hold the tensors
+        finally:
+            self.tensors = None
+            self.done.set()
+
+
+def _engine(queue: SimpleQueue[_Copy | None]) -> None:
+    while copy := queue.get():
+        copy.run()
+        del copy  # its error holds no memory while the engine waits
+
+
+class HostEngines:
+    """For tensors in host memory: each engine is a thread that really copies (PyTorch releases the GIL meanwhile)."""
+
+    def __init__(self) -> None:
+        self._queues: list[SimpleQueue[_Copy | None]] = [SimpleQueue(), SimpleQueue()]
+        for name, queue in zip(("d2h", "h2d"), self._queues, strict=True):
+            threading.Thread(target=_engine, args=(queue,), name=name, daemon=True).start()
+            weakref.finalize(self, queue.put, None)
+
+    def pinned(self, nbytes: int) -> Tensor:
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise TransferError(f"{nbytes:,} bytes of host memory cannot be had: {_line(error)}") from None
+
+    def copy_out(self, host: Tensor, device: Tensor) -> _Copy:
+        return self._enqueue(0, host, device)
+
+    def copy_in(self, device: Tensor, host: Tensor) -> _Copy:
+        return self._enqueue(1, device, host)
+
+    def _enqueue(self, engine: int, target: Tensor, source: Tensor) -> _Copy:
+        copy = _Copy(target, source)
+        self._queues[engine].put(copy)
+        return copy
+
+    def join(self, event: _Copy) -> None:
+        event.done.wait()
+
+    def wait(self, event: _Copy) -> None:
+        event.done.wait()
+        if event.error:
+            raise TransferError(_line(event.error)) from event.error
+
+    def synchronize(self) -> None:
+        for engine in range(2):
+            last = _Copy(torch.empty(0), torch.empty(0))
+            last.tensors = None
+            self._queues[engine].put(last)
+            last.done.wait()
+
+
+class CudaEngines:
+    """For tensors on a GPU: a stream each way. Host memory is registered with the driver, which takes the exact size
+    (PyTorch's own pinned memory is rounded up to a power of two)."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.d2h, self.h2d = (torch.cuda.Stream(device) for _ in range(2))
+
+    def pinned(self, nbytes: int) -> Tensor:
+        try:
+            memory = torch.empty(nbytes, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise TransferError(f"{nbytes:,} bytes of host memory cannot be had: {_line(error)}") from None
+        runtime = torch.cuda.cudart()
+        with torch.cuda.device(self.device):
+            status = runtime.cudaHostRegister(memory.data_ptr(), nbytes, 0)
+        if int(status) != 0:
+            with contextlib.suppress(RuntimeError):  # the driver tells the next launch once more
+                torch.zeros((), device=self.device)
+            raise TransferError(f"{nbytes:,} bytes of host memory cannot be pinned: cudaHostRegister says {status}")
+        weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr())
+        return memory
+
+    def copy_out(self, host: Tensor, device: Tensor) -> torch.cuda.Event:
+        return self._copy(self.d2h, host, device)
+
+    def copy_in(self, device: Tensor, host: Tensor) -> torch.cuda.Event:
+        return self._copy(self.h2d, device, host)
+
+    def _copy(self, stream: torch.cuda.Stream, target: Tensor, source: Tensor) -> torch.cuda.Event:
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        try:
+            with torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=True)
+                return stream.record_event()
+        except RuntimeError as error:
+            raise TransferError(_line(error)) from error
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        torch.cuda.current_stream(self.device).wait_event(event)
+
+    def join(self, event: torch.cuda.Event) -> None:
+        event.synchronize()
+
+    def synchronize(self) -> None:
+        with contextlib.suppress(RuntimeError):  # who drains the streams has an error to report already
+            torch.cuda.synchronize(self.device)
+
+
+class Place(Enum):
+    """Where a storage's content is."""
+
+    DEVICE = "device"
+    OUT = "out"  # on the device, a swap-out under way
+    HOST = "host"
+    IN = "in"  # on the host, a swap-in under way
+
+
+class Shared:
+    """A tensor of the user's that steps use: ``own`` is what it is on the device, ``seen`` what the user sees."""
+
+    user: Tensor
+    own: Tensor
+    seen: Tensor
+
+    def see(self, what: Tensor) -> None:
+        self.user.data = self.seen = what
+
+
+class Block:
+    """One tensor of the program that a plan swaps.
+
+    Attributes:
+        slots: where tensors of this storage are in the table of values, its maker first.
+        storage: None for a tensor born in the step while it is on the device.
+        host: its place in pinned memory, uint8[nbytes].
+        valid: the content there is that of the tensor.
+        users: of a persistent tensor: the user's.
+        shown: the user's tensors show the content on the host.
+    """
+
+    def __init__(self, name: str, nbytes: int, slots: Sequence[int], host: Tensor, persistent: bool):
+        self.name, self.nbytes, self.slots, self.host, self.persistent = name, nbytes, slots, host, persistent
+        self.place = Place.DEVICE
+        self.storage: torch.UntypedStorage | None = None
+        self.bytes: Tensor | None = None
+        self.event: Any = None
+        self.valid = self.shown = False
+        self.users: Sequence[Shared] = ()
+
+    def on(self, tensor: Tensor) -> None:
+        """It is this tensor's storage from now on."""
+        self.storage = tensor.untyped_storage()
+        self.bytes = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(self.storage)  # type: ignore[call-overload]
+
+    def adopt(self) -> None:
+        """It is the storage of ``users`` from now on; if that cannot be emptied, they get another one."""
+        if not movable(self.users[0].own):
+            memory = self.users[0].own.untyped_storage().clone()
+            for shared in self.users:
+                own = shared.own
+                shared.own = torch.empty(0, dtype=own.dtype, device=own.device).set_(
+                    memory, own.storage_offset(), own.size(), own.stride()
+                )  # type: ignore[call-overload]
+                shared.see(shared.own)
+        self.on(self.users[0].own)
+
+    def show(self) -> None:
+        """The user's tensors become the copy on the host."""
+        for shared in self.users:
+            shared.see(as_tensor(self.host, shared.own))
+        self.shown = True
+
+    def hide(self) -> None:
+        """The user's tensors are on the device again."""
+        if self.shown:
+            for shared in self.users:
+                shared.see(shared.own)
+            self.shown = False
+
+
+class Blocks:
+    """All blocks of a plan, by tensor; the moves of order.py, and the bytes in use.
+
+    Attributes:
+        values: the table of values of the step that runs.
+        total: bytes of the persistent tensors.
+        used: bytes of the program's tensors on the device.
+        tolerant: a failed copy does not stop the step; ``faults`` has what failed.
+    """
+
+    def __init__(self, engines: Engines | None, blocks: dict[int, Block], total: int):
+        self.engines, self.blocks, self.total, self.used = engines, blocks, total, total
+        self.values: list[Any] = []
+        self.tolerant = False
+        self.faults: list[str] = []
+
+    def out(self, t: int) -> None:
+        """Starts the swap-out."""
+        block = self.blocks[t]
+        if block.storage is None:
+            block.on(next(v for v in (self.values[s] for s in block.slots) if v is not None))
+        block.event = self.engines.copy_out(block.host, block.bytes)  # type: ignore[union-attr, arg-type]
+        block.place, block.valid = Place.OUT, False
+
+    def reclaim(self, t: int) -> None:
+        """Waits for the swap-out and frees the memory."""
+        block = self.blocks[t]
+        if block.place is not Place.OUT:
+            return
+        try:
+            self.engines.wait(block.event)  # type: ignore[union-attr]
+        except TransferError as error:
+            self._fault(block, "out", error)
+            self._arrive(block)  # it has never left
+            return
+        block.valid = True
+        self._leave(block)
+
+    def release(self, t: int) -> None:
+        """Frees the memory: the copy on the host is valid."""
+        block = self.blocks[t]
+        if block.valid:
+            if block.storage is None:
+                block.on(next(v for v in (self.values[s] for s in block.slots) if v is not None))
+            self._leave(block)
+
+    def _leave(self, block: Block) -> None:
+        assert block.storage is not None
+        block.storage.resize_(0)
+        block.place = Place.HOST
+        self.used -= block.nbytes
+
+    def swap_in(self, t: int) -> None:
+        """Takes memory and starts the swap-in."""
+        block = self.blocks[t]
+        if block.place is not Place.HOST:
+            return
+        assert block.storage is not None
+        block.storage.resize_(block.nbytes)
+        self.used += block.nbytes
+        block.place = Place.IN
+        block.event = self.engines.copy_in(block.bytes, block.host)  # type: ignore[union-attr, arg-type]
+
+    def wait(self, t: int) -> None:
+        """Waits for the swap-in."""
+        block = self.blocks[t]
+        if block.place is not Place.IN:
+            return
+        try:
+            self.engines.wait(block.event)  # type: ignore[union-attr]
+        except TransferError as error:
+            self._fault(block, "in", error)
+            block.bytes.copy_(block.host)  # type: ignore[union-attr]
+        self._arrive(block)
+
+    def _arrive(self, block: Block) -> None:
+        block.place = Place.DEVICE
+        block.hide()
+        if not block.persistent:
+            block.storage = block.bytes = None  # it lives as long as its values
+
+    def _fault(self, block: Block, way: str, error: TransferError) -> None:
+        what = f"the swap-{way} of {block.name} failed: {error}"
+        if not self.tolerant:
+            raise TransferError(what) from error
+        self.faults.append(what)
+
+    # ---------------------------------------------------------------------------------- between steps
+
+    def start(self, places: dict[int, Literal["host", "out", "in"]]) -> None:
+        """Before the first kernel: tensors go where the steady iteration begins; the others are on the device."""
+        for t in places:
+            if places[t] != "in":
+                self.wait(t)
+                if self.blocks[t].place is Place.DEVICE:
+                    self.out(t)
+        for t in places:
+            if places[t] == "host":
+                self.reclaim(t)
+            elif places[t] == "in":
+                self.swap_in(t)
+        self.back(t for t, block in self.blocks.items() if block.persistent and t not in places)
+
+    def back(self, which: Iterable[int]) -> None:
+        """Brings tensors to the device; one whose swap-out is under way stays there."""
+        which = list(which)
+        for t in which:
+            block = self.blocks[t]
+            if block.place is Place.OUT:
+                self.engines.join(block.event)  # type: ignore[union-attr]
+                block.place = Place.DEVICE
+            self.swap_in(t)
+        for t in which:
+            self.wait(t)
+
+    def settle(self, wait: bool = True) -> None:
+        """Between two steps the user's tensors are right: on the device, or their content on the host is shown.
+
+        Args:
+            wait: until no copy is under way. Else what is on its way is left so, and content on the host may lag.
+        """
+        for t, block in self.blocks.items():
+            if block.persistent and wait:
+                self.reclaim(t)
+                self.wait(t)
+        for block in self.blocks.values():
+            block.valid = block.place is Place.HOST
+            if block.valid and not block.shown:
+                if wait:
+                    self.engines.join(block.event)  # type: ignore[union-attr]
+                block.show()
+
+    def drain(self, away: Set[int]) -> None:
+        """After a failure: copies end, what was born in the step is gone, persistent tensors are whole.
+
+        Args:
+            away: persistent tensors that may stay on the host; the others come to the device, without the engines.
+        """
+        if self.engines:
+            self.engines.synchronize()
+        self.used = self.total
+        for t, block in self.blocks.items():
+            if not block.persistent:
+                block.place, block.storage, block.bytes = Place.DEVICE, None, None
+            elif block.place is Place.HOST and t in away:
+                self.used -= block.nbytes
+            elif block.place in (Place.HOST, Place.IN):
+                assert block.storage is not None and block.bytes is not None
+                block.storage.resize_(block.nbytes)
+                block.bytes.copy_(block.host)
+                self._arrive(block)
+            else:
+                block.place = Place.DEVICE
+
+
+def slab(engines: Engines, sizes: dict[int, int]) -> dict[int, Tensor]:
+    """One piece of pinned memory, cut: a place for each tensor, with a storage of its own (it is all that is saved when
+    a tensor that shows it is saved)."""
+    offsets, end = {}, 0
+    for t, nbytes in sizes.items():
+        offsets[t] = end
+        end += -(-nbytes // ALIGNMENT) * ALIGNMENT
+    memory = engines.pinned(end).numpy()
+    return {t: torch.frombuffer(memory, dtype=torch.uint8, count=sizes[t], offset=at) for t, at in offsets.items()}
+
+
+def movable(tensor: Tensor) -> bool:
+    """Can its storage be emptied? Not where a NumPy array, a file or another process has it."""
+    return tensor.untyped_storage().resizable()
+
+
+def as_tensor(memory: Tensor, like: Tensor) -> Tensor:
+    """uint8[nbytes] with the bytes of a storage as a tensor that looks as ``like``, one of that storage."""
+    return memory.view(like.dtype).as_strided(like.size(), like.stride(), like.storage_offset())
+
+
+def engines_for(device: torch.device) -> Engines:
+    """The copy engines for tensors on a device.
+
+    Raises:
+        TransferError: there are none for this kind of device.
+    """
+    makers: dict[str, Callable[[], Engines]] = {"cpu": HostEngines, "cuda": lambda: CudaEngines(device)}
+    if device.type not in makers:
+        raise TransferError(f"there are no copy engines for {device.type} tensors; there are for cpu and cuda")
+    return makers[device.type]()
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]

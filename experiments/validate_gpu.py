@@ -1,0 +1,433 @@
+"""``python -m experiments.validate_gpu``: does the simulator say what a GPU does?
+
+    python -m experiments.validate_gpu [backend=cuda|host] [key=value …]
+
+1. calibrates the machine;  2. captures and profiles each workload;  3. plans it, by every planner that needs no
+training, in worker processes with a time limit;  4. replays each plan;  5. trains real steps under some of them, with
+PyTorch's memory capped;  6. with ``compare=true``, runs what PyTorch offers beside ours (experiments/side_by_side.py).
+
+Everything measured is appended to ``measurements.jsonl`` at once, so that a run that is stopped leaves what it has. At
+the end, and also then, it is gathered in results.json, table.md and PNGs. What does not fit into ``seconds`` is left
+out and named. A limit of 0.7 is persistent tensors and 70 % of what the peak has above them.
+
+``backend=host`` does the same in small without a GPU: tiny models, the host backend as the GPU, kernels' durations
+scaled up to what threads can keep. Training then runs on the CPU at its own speed: no times are predicted for it.
+Nothing but PyTorch, CuPy, NumPy, SciPy, Numba, Matplotlib, PyYAML and rich is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+# Before PyTorch is: memory in segments that grow, so that a cap counts bytes and not fragments.
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import agents
+from executor import CaptureError, PlannedStep, ReplayError, capture, open_backend, replay
+from executor.backend import BackendError
+from executor.calibrate import calibrate
+from executor.capture import Captured
+from executor.profile import ProfileError, measure, path_of, with_profile
+from experiments import side_by_side
+from experiments.networks import Network, build
+from experiments.validate_plot import scatter, timelines
+from experiments.validate_settings import Settings, UsageError, parse
+from simulator import Machine, Plan, Program, simulate
+from simulator.files import FormatError, write_json, write_text
+from simulator.plan import PlanError
+from simulator.reference import OutOfMemory
+
+FORMAT = "validation/1"
+CAPS = (1.02, 1.1, 1.25)  # of the limit: what PyTorch's allocator may take, the first that a step runs with
+# Of the time that is left when it begins; less for the last two where the comparison comes after them.
+PLANNING, REPLAYING, TRAINING = 0.4, 0.65, 1.0
+REPLAYING_BEFORE, TRAINING_BEFORE = 0.3, 0.2
+# Less work for planners that search, so that all have their turn.
+LESS = {"cuda": {"calls": 4000, "time_limit": 20.0, "iterations": 50},
+        "host": {"calls": 500, "time_limit": 3.0, "iterations": 10, "particles": 50}}  # fmt: skip
+MIB = 2**20
+REPLAY: dict[str, dict[str, Any]] = {"cuda": {}, "host": {"iterations": 3, "warmup": 1, "seconds": 1.0}}
+# The host as a GPU: transfers slow enough for threads.
+HOST = Machine("host", 2**30, 50_000_000, 50_000_000, copy_latency_ns=200_000, host_bytes=2**30,
+               flops_per_s={"float32": 10**10}, memory_bytes_per_s=10**10)  # fmt: skip
+HOST_ITERATION_NS, HOST_KERNEL_NS = 40_000_000, 150_000  # about, and at least
+
+
+class Record:
+    """What was measured: rows in memory and, at once, lines of a file."""
+
+    def __init__(self, out: Path, seconds: float, console: Console):
+        out.mkdir(parents=True, exist_ok=True)
+        self.out, self.console, self.begin, self.seconds = out, console, time.monotonic(), seconds
+        self.rows: list[dict[str, Any]] = []
+        self.file = (out / "measurements.jsonl").open("w")
+
+    def add(self, kind: str, **row: Any) -> None:
+        """One row."""
+        self.rows.append({"kind": kind, **row})
+        self.file.write(json.dumps(self.rows[-1]) + "\n")
+        self.file.flush()
+        head = " ".join(str(row[k]) for k in ("workload", "fraction", "planner", "method") if k in row)
+        times = (f"{k.removesuffix('_ns')} {row[k] / 1e6:.2f} ms" for k in row if k.endswith("_ns") and row[k])
+        what = row.get("failed") or ", ".join(times)
+        line = f"[{time.monotonic() - self.begin:5.0f} s] {kind} {head}: {what}"
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def left(self, until: float | None = None) -> float:
+        """Seconds until then; else until the budget is spent."""
+        return (self.begin + self.seconds if until is None else until) - time.monotonic()
+
+    def share(self, part: float) -> float:
+        """When this part of what is left now is spent."""
+        return time.monotonic() + part * self.left()
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        """The rows of a kind that did not fail."""
+        return [r for r in self.rows if r["kind"] == kind and "failed" not in r]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A workload at a limit."""
+
+    workload: str
+    program: Program
+    fraction: float
+    limit: int
+
+
+def cases(settings: Settings, machine: Machine, record: Record) -> list[Case]:
+    """Captures and profiles the workloads."""
+    out = []
+    for name in settings.workloads:
+        try:
+            program = profiled(settings, name, machine, record)
+        except ProfileError as error:
+            record.add("profile", workload=name, failed=str(error))
+            continue
+        persistent = sum(t.nbytes for t in program.tensors if t.persistent)
+        out += [Case(name, program, f, persistent + round(f * (program.peak_bytes - persistent)))
+                for f in settings.limits]  # fmt: skip
+    return out
+
+
+def profiled(settings: Settings, name: str, machine: Machine, record: Record) -> Program:
+    """The program of a workload with measured durations."""
+    captured = captured_step(fresh(name, settings.device), machine)
+    profile = measure(captured, settings.device, machine.name)
+    profile.save(record.out / "profiles" / path_of(profile).name)
+    program = with_profile(captured.program, profile)
+    if settings.backend == "host":
+        scale = HOST_ITERATION_NS / max(program.ideal_ns, 1)
+        durations = [k.duration_ns and max(HOST_KERNEL_NS, round(k.duration_ns * scale)) for k in program.kernels]
+        program = program.with_durations(durations)
+    record.add("profile", workload=name, kernels=len(program.kernels), ideal_ns=program.ideal_ns,
+               peak_bytes=program.peak_bytes, device=profile.device)  # fmt: skip
+    return program
+
+
+def fresh(name: str, device: str) -> Network:
+    """A network, in the memory of those before it."""
+    give_back()
+    return build(name, device)
+
+
+def give_back() -> None:
+    """Memory of what is not used any more goes back to the device."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def captured_step(network: Network, machine: Machine) -> Captured:
+    """The network's step as a program."""
+    return capture(network.model, network.loss_fn, network.optimizer, network.batch, machine=machine, name=network.name)
+
+
+# ------------------------------------------------------------------------------------------- plans
+
+
+def plan_one(planner: str, case: Case, machine: Machine, less: dict[str, float]) -> tuple[Plan | str, float]:
+    """The plan, or why there is none; and seconds. Of the options ``less``, those that the planner has."""
+    begin = time.monotonic()
+    try:
+        wanted = {**less, "min_bytes": max(1, min(MIB, case.program.peak_bytes // 500))}
+        options = {key: value for key, value in wanted.items() if key in agents.options(planner)}
+        found: Plan | str = agents.make(planner, **options).plan(case.program, machine, case.limit)
+    except agents.Infeasible as error:
+        found = str(error)
+    except ImportError as error:
+        found = f"{planner} is left out: {error}"
+    except Exception as error:  # a planner that breaks must not end the run; the row says so
+        found = f"{planner} raised {type(error).__name__}: {error}"
+    return found, time.monotonic() - begin
+
+
+@contextmanager
+def planning(workers: int) -> Iterator[Any]:
+    """A pool of processes, None for none; what still runs at the end is terminated.
+
+    They are forked, so it must be made before there are threads and before CUDA is used.
+    """
+    if not workers:
+        yield None
+        return
+    ignore = signal.SIGINT, signal.SIG_IGN  # Ctrl-C is for the parent
+    with multiprocessing.get_context("fork").Pool(workers, signal.signal, ignore) as pool:
+        yield pool
+
+
+def make_plans(
+    settings: Settings, todo: list[Case], machine: Machine, record: Record, pool: Any
+) -> list[tuple[Case, Plan]]:
+    """Plans of all planners for all cases, those that came in time."""
+    found: list[tuple[Case, Plan]] = []
+
+    def keep(case: Case, planner: str, answer: tuple[Plan | str, float] | None) -> None:
+        row = {"workload": case.workload, "fraction": case.fraction, "limit": case.limit, "planner": planner}
+        if answer is None:
+            record.add("plan", **row, failed="no plan within the time")
+        elif isinstance(answer[0], str):
+            record.add("plan", **row, failed=answer[0], seconds=answer[1])
+        else:
+            predicted = simulate(case.program, answer[0], machine, case.limit)
+            record.add("plan", **row, seconds=answer[1], predicted_ns=predicted.iteration_ns,
+                       ideal_ns=case.program.ideal_ns, decisions=len(answer[0].decisions))  # fmt: skip
+            answer[0].save(record.out / "plans" / f"{case.workload}-{case.fraction}-{planner}.json")
+            found.append((case, answer[0]))
+
+    less, until = LESS[settings.backend], record.share(PLANNING)
+    jobs = [(planner, case, machine, less) for planner in settings.planners for case in todo]  # the exact one is last
+    if pool is None:
+        for job in jobs:
+            keep(job[1], job[0], plan_one(*job) if record.left(until) > 0 else None)
+        return found
+    answers = [pool.apply_async(plan_one, job) for job in jobs]
+    for job, answer in zip(jobs, answers, strict=True):
+        try:
+            keep(job[1], job[0], answer.get(max(0.0, record.left(until))))
+        except multiprocessing.TimeoutError:
+            keep(job[1], job[0], None)
+    pool.terminate()  # nothing else may run while times are measured
+    pool.join()
+    return found
+
+
+# ------------------------------------------------------------------------------------------- measurements
+
+
+def replay_all(settings: Settings, plans: list[tuple[Case, Plan]], machine: Machine, record: Record) -> None:
+    """Replays every plan; draws the one that moves most."""
+    most: tuple[int, Any] = (0, None)
+    give_back()
+    checked: set[tuple[str, float]] = set()
+    until = record.share(REPLAYING_BEFORE if settings.compare else REPLAYING)
+    with open_backend(settings.backend, HOST if settings.backend == "host" else machine) as backend:
+        for case, plan in plans:
+            row = {"workload": case.workload, "fraction": case.fraction, "limit": case.limit, "planner": plan.planner}
+            if record.left(until) <= 0:
+                record.add("replay", **row, failed="no time left")
+                continue
+            try:
+                found = replay(case.program, plan, machine, case.limit, backend, **REPLAY[settings.backend])
+                if (case.workload, case.fraction) not in checked and plan.decisions:
+                    checked.add((case.workload, case.fraction))
+                    row["checks"] = replay(case.program, plan, machine, case.limit, backend, 2, 1, "check").checks
+            except (ReplayError, BackendError, PlanError, OutOfMemory) as error:
+                record.add("replay", **row, failed=str(error))
+                continue
+            record.add(
+                "replay", **row, predicted_ns=found.predicted_ns, measured_ns=found.iteration_ns, error=found.error,
+                predicted_peak=found.predicted.peak_bytes, measured_peak=found.timeline.peak_bytes,
+                footprint=found.footprint, device_bytes=found.device_bytes, fits=found.fits, device=found.device,
+            )  # fmt: skip
+            moves = sum(s.stream != "compute" for s in found.timeline.spans)
+            if moves > most[0]:
+                most = moves, (found, f"{case.workload} at {case.fraction:.0%}", plan.planner)
+    if most[1]:
+        timelines(record.out / "timeline.png", *most[1])
+
+
+def train_all(settings: Settings, plans: list[tuple[Case, Plan]], machine: Machine, record: Record) -> None:
+    """Real steps under the plans of ``settings.train``, beside eager steps from the same start."""
+    eager: dict[str, dict[str, Any]] = {}
+    until = record.share(TRAINING_BEFORE if settings.compare else TRAINING)
+    for case, plan in plans:
+        if plan.planner not in settings.train:
+            continue
+        row = {"workload": case.workload, "fraction": case.fraction, "limit": case.limit, "planner": plan.planner}
+        if record.left(until) <= 0:
+            record.add("train", **row, failed="no time left")
+            continue
+        if case.workload not in eager:
+            eager[case.workload] = steps(settings, fresh(case.workload, settings.device).step)
+        timeline = simulate(case.program, plan, machine, case.limit)
+        for cap in CAPS if settings.device == "cuda" else (1.0,):
+            try:
+                got = train_one(settings, case, plan, machine, cap)
+                break
+            except (RuntimeError, PlanError) as error:  # StepError, and what a device out of memory raises
+                got = {"failed": f"within {cap} times the limit: {error}"}
+        if "failed" not in got:
+            losses = got.pop("losses")
+            got |= {"cap": cap, "equal": losses == eager[case.workload]["losses"],
+                    "measured_peak": got.get("device_peak", got["ledger"]),
+                    "predicted_ns": timeline.iteration_ns if settings.device == "cuda" else None,
+                    "predicted_peak": timeline.peak_bytes, "eager_ns": eager[case.workload]["measured_ns"]}  # fmt: skip
+            if got["predicted_ns"]:
+                got["error"] = got["measured_ns"] / got["predicted_ns"] - 1
+        record.add("train", **row, **got)
+
+
+def train_one(settings: Settings, case: Case, plan: Plan, machine: Machine, cap: float) -> dict[str, Any]:
+    """Steps under a plan with PyTorch's memory capped at ``cap`` times the limit."""
+    cuda = settings.device == "cuda"
+    network = fresh(case.workload, settings.device)
+    captured = replace(captured_step(network, machine), program=case.program)
+    if cuda:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, cap * case.limit / total))
+    try:
+        step = PlannedStep(captured, plan, machine, case.limit)
+        with step:
+            found = steps(settings, lambda: step(*network.batch))
+    finally:
+        if cuda:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+    return {**found, "ledger": step.peak_bytes}
+
+
+def steps(settings: Settings, step: Any) -> dict[str, Any]:
+    """Losses, median time per step in ns, and PyTorch's own count of the peak (CUDA)."""
+    cuda = settings.device == "cuda"
+    wait = torch.cuda.synchronize if cuda else (lambda: None)
+    torch.manual_seed(1)
+    losses = [step() for _ in range(2)]  # warm-up; the optimizer makes its state
+    wait()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(settings.steps):
+        begin = time.perf_counter_ns()
+        losses.append(step())
+        wait()
+        times.append(time.perf_counter_ns() - begin)
+    peak = {"device_peak": torch.cuda.max_memory_allocated()} if cuda else {}
+    return {"losses": [float(x) for x in losses], "measured_ns": median(times), **peak}
+
+
+# ------------------------------------------------------------------------------------------- results
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Errors of the time and of the peak: mean absolute and worst; and what took more than its limit."""
+    time_errors = [abs(r["error"]) for r in rows if r.get("error") is not None]
+    peaks = [abs(r["measured_peak"] / r["predicted_peak"] - 1) for r in rows]
+    out: dict[str, Any] = {"count": len(rows)}
+    for name, errors in (("time", time_errors), ("peak", peaks)):
+        if errors:
+            out[name] = {"mean_absolute": sum(errors) / len(errors), "worst": max(errors)}
+    return out | {"over_limit": sum(r["measured_peak"] > r["limit"] for r in rows)}
+
+
+def write_results(settings: Settings, machine: Machine | None, record: Record) -> None:
+    """results.json, table.md and the scatter, of what there is."""
+    sums = {kind: summary(record.of(kind)) for kind in ("replay", "train")}
+    write_json(record.out / "results.json", {
+        "format": FORMAT, "settings": asdict(settings), "torch": str(torch.__version__),
+        "device": torch.cuda.get_device_name() if settings.device == "cuda" else "host",
+        "machine": machine.to_dict() if machine else None, "seconds": time.monotonic() - record.begin,
+        "summary": sums, "rows": record.rows,
+    }, indent=1)  # fmt: skip
+    head = ("", "workload", "limit", "planner", "predicted ms", "measured ms", "error", "peak MiB", "measured", "limit")
+    lines = [("---",) * len(head)]
+    table = Table(*head)
+    for kind in ("replay", "train"):
+        for r in record.of(kind):
+            cells = (
+                kind, r["workload"], f"{r['fraction']:.0%}", r["planner"],
+                f"{r['predicted_ns'] / 1e6:.2f}" if r["predicted_ns"] else "", f"{r['measured_ns'] / 1e6:.2f}",
+                f"{r['error']:+.2%}" if r.get("error") is not None else "",
+                *(f"{r[k] / MIB:.2f}" for k in ("predicted_peak", "measured_peak", "limit")),
+            )  # fmt: skip
+            lines.append(cells)
+            table.add_row(*cells)
+    text = "\n".join("| " + " | ".join(cells) + " |" for cells in [head, *lines]) + "\n"
+    for kind, found in sums.items():
+        for what in ("time", "peak"):
+            if what in found:
+                e = found[what]
+                said = f"{kind}, {what}: mean absolute error {e['mean_absolute']:.2%}, worst {e['worst']:.2%}"
+                text += f"\n{said} over {found['count']} plans.\n"
+                record.console.print(said, markup=False)
+    failed = [r for r in record.rows if "failed" in r]
+    text += "".join(f"\n- {r['kind']} {r.get('workload', '')} {r.get('fraction', '')} "
+                    f"{r.get('planner', r.get('method', ''))}: {r['failed']}" for r in failed) + "\n"  # fmt: skip
+    if any("method" in r for r in record.rows):
+        text += "\n" + side_by_side.table(record.of("compare"))
+    write_text(record.out / "table.md", text)
+    record.console.print(table)
+    if record.of("replay"):
+        scatter(record.out / "predicted_vs_measured.png", record.of("replay"), record.of("train"))
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """The command; returns its exit status."""
+    parser = argparse.ArgumentParser("experiments.validate_gpu", description=str(__doc__).splitlines()[0],
+                                     epilog="keys: " + ", ".join(f.name for f in fields(Settings)))  # fmt: skip
+    parser.add_argument("settings", nargs="*", metavar="key=value")
+    try:
+        settings = parse(parser.parse_args(words).settings)
+        if settings.backend == "cuda" and not torch.cuda.is_available():
+            raise UsageError("there is no CUDA GPU here; backend=host runs the same in small without one")
+        base = HOST if settings.backend == "host" else Machine.load(settings.machine)
+    except (UsageError, FormatError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    out = Path(settings.out or f"runs/validate_gpu-{time.strftime('%Y%m%d-%H%M%S')}")
+    record, machine = Record(out, settings.seconds, Console(width=None if sys.stdout.isatty() else 150)), None
+    try:
+        with planning(settings.workers) as pool:
+            with open_backend(settings.backend, base) as backend:
+                found = calibrate(backend, base, 2**20 if settings.backend == "host" else 2**30)
+            machine = found.machine
+            found.save(out / "machine.yaml")
+            record.add("calibration", device=found.device, fit_error=found.fit_error, machine=machine.to_dict())
+            plans = make_plans(settings, cases(settings, machine, record), machine, record, pool)
+        replay_all(settings, plans, machine, record)
+        train_all(settings, plans, machine, record)
+        if settings.compare:
+            methods = [m for m in side_by_side.METHODS if m != "compile" or settings.backend == "cuda"]
+            side_by_side.compare(settings.workloads, settings.limits, settings.device, machine, record, methods)
+    except (BackendError, CaptureError, FormatError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped; what was measured until now is kept", file=sys.stderr)
+        return 130
+    finally:
+        write_results(settings, machine, record)
+        record.file.close()
+        record.console.print(f"results are in {out}", markup=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

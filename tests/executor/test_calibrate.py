@@ -1,0 +1,89 @@
+"""Calibration finds back what the host backend was told, and writes what Machine.load reads."""
+
+from dataclasses import replace
+
+import pytest
+
+from executor.backend import BackendError, HostBackend
+from executor.calibrate import _fit, calibrate, main
+from simulator import Machine
+from simulator.files import read_json
+
+# The largest copy of these tests, 4 MiB, takes 9.4 ms in and 17.8 ms out, of which 1 ms is latency.
+MACHINE = Machine("given", 2**28, 500_000_000, 250_000_000, copy_latency_ns=1_000_000, alignment=256,
+                  flops_per_s={"float32": 10**13}, efficiency={"default": 0.75})  # fmt: skip
+
+
+def measured(machine, max_bytes=2**22):
+    with HostBackend(machine) as backend:
+        return calibrate(backend, machine, max_bytes, "found")
+
+
+def test_the_figures_are_found_back(tmp_path):
+    found = measured(MACHINE)
+    assert [n for n, _ in found.transfers["h2d"]] == [2**12, 2**14, 2**16, 2**18, 2**20, 2**22]
+    machine = found.machine
+    assert machine.h2d_bytes_per_s == pytest.approx(MACHINE.h2d_bytes_per_s, rel=0.2)
+    assert machine.d2h_bytes_per_s == pytest.approx(MACHINE.d2h_bytes_per_s, rel=0.2)
+    assert MACHINE.copy_latency_ns * 0.9 < machine.copy_latency_ns < MACHINE.copy_latency_ns * 2  # threads wake up late
+    assert (machine.copy_engines, machine.memory_bytes) == (2, 2**28)
+    assert 0 < machine.launch_ns < 100_000
+    assert all(0.8 < slower < 1.4 for slower in found.duplex.values())
+
+    path = tmp_path / "machine.yaml"
+    found.save(path)
+    assert Machine.load(path) == machine
+    # What is not measured is given.
+    assert (machine.name, machine.alignment, machine.efficiency) == ("found", 256, {"default": 0.75})
+    text = path.read_text()
+    assert "copy_latency_ns: " in text and "worst error" in text and "4 MiB" in text and "not measured" in text
+    data = read_json(tmp_path / "machine.json")
+    assert data["format"] == "calibration/1" and data["duplex"] == found.duplex
+    assert [tuple(x) for x in data["transfers"]["d2h"]] == found.transfers["d2h"]
+
+
+def test_one_copy_engine_is_noticed():
+    found = measured(replace(MACHINE, copy_engines=1), 2**20)
+    assert found.machine.copy_engines == 1 and max(found.duplex.values()) > 1.3
+
+
+def test_the_fit_by_hand():
+    # 1 us + 1 ns a byte in, 1 us + 2 ns a byte out.
+    transfers = {"h2d": [(1000, 2000), (9000, 10_000)], "d2h": [(1000, 3000), (9000, 19_000)]}
+    latency, rates, error = _fit(transfers)
+    assert (latency, rates) == (1000, {"h2d": 10**9, "d2h": 5 * 10**8}) and error < 1e-9
+
+
+def test_a_latency_below_zero_is_none():
+    latency, rates, _ = _fit({d: [(1000, 900), (2000, 2000)] for d in ("h2d", "d2h")})
+    assert latency == 0 and rates["h2d"] == pytest.approx(10**9, rel=0.1)
+
+
+def test_copies_that_cost_nothing_are_an_error():
+    with pytest.raises(BackendError, match="do not take longer"):
+        _fit({d: [(1000, 900), (2000, 100)] for d in ("h2d", "d2h")})
+
+
+def test_there_must_be_two_sizes():
+    with pytest.raises(ValueError, match="expected at least 16,384"):
+        measured(replace(MACHINE, memory_bytes=50_000))
+
+
+def test_the_command(tmp_path, capsys):
+    given, out = tmp_path / "given.yaml", tmp_path / "out.yaml"
+    given.write_text("name: given\nmemory_bytes: 1000000\nh2d_bytes_per_s: 500000000\nd2h_bytes_per_s: 250000000\n")
+    assert main([str(out), "--backend", "host", "--machine", str(given), "--max-bytes", "65536"]) == 0
+    assert capsys.readouterr().out == out.read_text()
+    assert Machine.load(out).name == "out" and (tmp_path / "out.json").exists()
+
+
+def test_the_command_says_in_one_sentence_what_is_wrong(tmp_path, capsys):
+    assert main([str(tmp_path / "out.yaml"), "--machine", "abacus"]) == 2
+    assert "there is no preset 'abacus'" in capsys.readouterr().err
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(__import__("sys").modules, "cupy", None)
+        patch.delitem(__import__("sys").modules, "executor.cupy_backend", raising=False)
+        assert main([str(tmp_path / "out.yaml")]) == 2
+    err = capsys.readouterr().err
+    assert "needs CuPy" in err and err.count("\n") == 1
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,244 @@
+"""The whole validation on the host backend in small, and what it says where it cannot run."""
+
+import json
+import multiprocessing
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from rich.console import Console
+
+from experiments import side_by_side, validate_gpu
+from experiments.networks import build
+from experiments.side_by_side import Unreachable, _Counter, _Levels
+from experiments.validate_gpu import Case, Record, main, make_plans, summary
+from experiments.validate_settings import COMPARING, ON_HOST, Settings, UsageError, parse
+from simulator import Machine
+from simulator.files import read_json
+from tests.experiments.conftest import ROOT, chain
+
+LINK = Machine("link", 2**33, 10**10, 10**10, host_bytes=2**34)
+
+
+def record(tmp_path, seconds=60.0):
+    return Record(tmp_path / "out", seconds, Console(quiet=True))
+
+
+def test_on_the_host_in_small(tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main([
+        "backend=host", f"out={out}", "workloads=tiny_resnet", "limits=0.8", "planners=none,capuchin,autoswap_swdoa",
+        "train=capuchin", "workers=0", "steps=1", "seconds=60",
+    ]) == 0  # fmt: skip
+    found = read_json(out / "results.json")
+    rows = found["rows"]
+    assert [json.loads(line) for line in (out / "measurements.jsonl").read_text().splitlines()] == rows
+    kinds = [(r["kind"], r.get("planner"), "failed" in r) for r in rows]
+    assert kinds == [
+        ("calibration", None, False), ("profile", None, False), ("plan", "none", True), ("plan", "capuchin", False),
+        ("plan", "autoswap_swdoa", False), ("replay", "capuchin", False), ("replay", "autoswap_swdoa", False),
+        ("train", "capuchin", False),
+    ]  # fmt: skip
+    first, second, trained = rows[-3:]
+    for row in (first, second):
+        assert 0.9 < row["measured_ns"] / row["predicted_ns"] < 3  # threads wake up late, on a busy computer very late
+        assert row["measured_peak"] == row["predicted_peak"] <= row["limit"]
+        assert row["device_bytes"] == row["footprint"]
+    assert first["checks"] > 100 and "checks" not in second  # patterns, once per workload and limit
+    assert trained["equal"] and trained["measured_peak"] <= trained["limit"] and trained["predicted_ns"] is None
+    assert found["summary"]["replay"]["count"] == 2 and found["summary"]["replay"]["over_limit"] == 0
+    table = (out / "table.md").read_text()
+    assert "| replay | tiny_resnet | 80% | capuchin |" in table and "replay, time: mean absolute error" in table
+    assert "- plan tiny_resnet 0.8 none: none: 'tiny_resnet' cannot be planned" in table
+    assert Machine.load(out / "machine.yaml").name == "host"
+    assert (out / "profiles" / "tiny_resnet-host.json").exists()
+    for name in ("predicted_vs_measured.png", "timeline.png"):
+        assert (out / name).read_bytes().startswith(b"\x89PNG")
+    assert "results are in" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main([]) == 2
+    assert capsys.readouterr().err == "there is no CUDA GPU here; backend=host runs the same in small without one\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_it_needs_no_gymnasium_and_no_hydra():
+    code = """
+import sys
+for name in ("hydra", "omegaconf", "gymnasium", "stable_baselines3", "sklearn", "torch_geometric"):
+    sys.modules[name] = None
+import experiments.validate_gpu as v, agents
+for name in v.Settings().planners:
+    agents.make(name)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_words():
+    assert parse([]) == Settings() and parse(["backend=host"]) == ON_HOST
+    got = parse(["limits=0.5,1", "workloads=vgg16", "compare=true", "seconds=9", "backend=cuda", "train="])
+    assert parse(["compare=true"]).seconds == COMPARING
+    assert got == Settings(limits=(0.5, 1.0), workloads=("vgg16",), compare=True, seconds=9.0, train=())
+    assert not {"dqn", "dqn_paper"} & set(got.planners)
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("limit=0.5", "'limit=0.5': expected key=value; the nearest key is 'limits'"),
+        ("backend=tpu", "backend: expected cuda or host, got 'tpu'"),
+        ("limits=a", r"limits: expected tuple\[float, ...\], got 'a'"),
+        ("compare=yes", "compare: expected bool, got 'yes'"),
+        ("workloads=alexnet", "workloads: there is no 'alexnet'; there are vgg16"),
+        ("planners=best", "planners: there is no 'best'"),
+        ("limits=1.5", "limits above 0 and at most 1"),
+        ("steps=0", "steps and seconds: expected more than 0"),
+    ],
+)
+def test_bad_words(word, message, capsys):
+    with pytest.raises(UsageError, match=message):
+        parse([word])
+    assert main([word]) == 2 and capsys.readouterr().err.count("\n") == 1
+
+
+def test_errors_are_summed_up():
+    # Times off by +2 %, -4 %: mean 3 %, worst 4 %. Peaks off by 0 and 10 %; the second is over its limit.
+    rows = [
+        {"error": 0.02, "measured_peak": 100, "predicted_peak": 100, "limit": 100},
+        {"error": -0.04, "measured_peak": 110, "predicted_peak": 100, "limit": 100},
+    ]
+    found = summary(rows)
+    assert found["time"] == pytest.approx({"mean_absolute": 0.03, "worst": 0.04})
+    assert found["peak"] == pytest.approx({"mean_absolute": 0.05, "worst": 0.1})
+    assert (found["count"], found["over_limit"]) == (2, 1)
+    assert summary([]) == {"count": 0, "over_limit": 0}
+
+
+def test_a_planner_that_breaks_or_is_missing_is_named(tmp_path, monkeypatch):
+    case = Case("chain", chain(), 0.7, chain().peak_bytes * 7 // 10)
+
+    class Broken:
+        def __init__(self, min_bytes=1):
+            pass
+
+        def plan(self, *_):
+            raise ZeroDivisionError("by nothing")
+
+    class Missing(Broken):
+        def plan(self, *_):
+            raise ImportError("No module named 'sklearn'")
+
+    made = {"broken": Broken, "missing": Missing, "autoswap_doa": None}
+    real = validate_gpu.agents.make
+    monkeypatch.setattr(validate_gpu.agents, "options", lambda name: ["min_bytes"])
+    monkeypatch.setattr(validate_gpu.agents, "make", lambda name, **o: (made[name] or (lambda **o: real(name)))(**o))
+    rows = record(tmp_path)
+    plans = make_plans(Settings(planners=tuple(made), workers=0), [case], LINK, rows, None)
+    assert [plan.planner for _, plan in plans] == ["autoswap_doa"]
+    assert [r.get("failed") for r in rows.rows] == [
+        "broken raised ZeroDivisionError: by nothing", "missing is left out: No module named 'sklearn'", None,
+    ]  # fmt: skip
+
+
+def test_planners_in_processes_are_stopped_in_time(tmp_path):
+    case = Case("chain", chain(), 0.7, chain().peak_bytes * 7 // 10)
+    begin, threads = time.monotonic(), threading.active_count()
+    with validate_gpu.planning(1) as pool:
+        slow = pool.apply_async(time.sleep, (60,))  # in the way of all planners
+        rows = record(tmp_path, 1.0)
+        assert make_plans(Settings(planners=("autoswap_doa",)), [case], LINK, rows, pool) == []
+    assert rows.rows[0]["failed"] == "no plan within the time" and not slow.ready()
+    assert time.monotonic() - begin < 20 and not multiprocessing.active_children()
+    assert threading.active_count() == threads
+
+
+def test_what_was_measured_is_kept_when_the_run_is_stopped(tmp_path, monkeypatch, capsys):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(validate_gpu, "cases", stop)
+    out = tmp_path / "out"
+    assert main(["backend=host", f"out={out}", "workers=0"]) == 130
+    assert "stopped; what was measured until now is kept" in capsys.readouterr().err
+    (row,) = read_json(out / "results.json")["rows"]
+    assert row["kind"] == "calibration" and json.loads((out / "measurements.jsonl").read_text()) == row
+
+
+# ------------------------------------------------------------------------------------------- side by side
+
+
+def test_methods_side_by_side(tmp_path, monkeypatch):
+    monkeypatch.setattr(side_by_side, "OURS", {"capuchin": {}})
+    rows = record(tmp_path)
+    methods = ("eager", "ours", "checkpoint", "save_on_cpu")
+    side_by_side.compare(["tiny_resnet"], [0.8], "cpu", Machine.load("h200"), rows, methods)
+    eager, ours, checkpoint, offload = rows.rows
+    assert ours["measured_peak"] <= ours["limit"] < eager["measured_peak"]
+    assert checkpoint["measured_peak"] <= checkpoint["limit"] and checkpoint["setting"] == "1 of 3 blocks"
+    assert "at its strongest it needs" in offload["failed"]  # host memory is this device's memory
+    table = side_by_side.table([r for r in rows.rows if "failed" not in r])
+    assert table.count("\n") == 5 and "| tiny_resnet | 80% | checkpoint | 1 of 3 blocks |" in table
+
+
+@pytest.mark.parametrize("method", ["checkpoint", "selective", "save_on_cpu"])
+def test_a_method_changes_no_result(method):
+    def losses(level):
+        network = build("tiny_gpt2", "cpu")
+        _Levels("tiny_gpt2", "cpu", method, 3).prepare(network, level)
+        torch.manual_seed(1)
+        return [float(network.step()) for _ in range(2)]
+
+    assert losses(0) == losses(3)
+
+
+def test_the_mildest_setting_within_the_limit(monkeypatch):
+    # Peaks 100, 90, 80, 70 with 0 to 3 blocks.
+    levels = _Levels("", "cpu", "checkpoint", 3)
+    monkeypatch.setattr(
+        side_by_side, "trial", lambda n, d, p, setting: side_by_side.Trial(1, 100 - 10 * int(setting[0]))
+    )
+    assert [levels.within(limit).peak for limit in (100, 99, 85, 70)] == [100, 90, 80, 70]
+    with pytest.raises(Unreachable, match="needs 70 bytes, over the limit of 69"):
+        levels.within(69)
+
+
+def test_bytes_are_counted():
+    # 400 and 800 bytes at once, then 800 alone.
+    with _Counter() as counter:
+        a = torch.zeros(100)
+        b = torch.cat([a, a])
+        del a
+    assert counter.peak == 1200 and counter.count() == b.nbytes == 800
+
+
+def test_a_network_without_blocks_is_named(tmp_path):
+    rows = record(tmp_path)
+    side_by_side.compare(["vgg16"], [0.8], "cpu", LINK, rows)
+    assert rows.rows[0]["failed"] == "the network has no blocks to checkpoint"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_on_a_gpu(tmp_path):
+    words = ["workloads=vgg16", "limits=0.7", "planners=autoswap_swdoa,capuchin", "train=capuchin", "seconds=120"]
+    assert main([f"out={tmp_path}", *words]) == 0
+    found = read_json(tmp_path / "results.json")
+    assert found["summary"]["replay"]["time"]["worst"] < 0.05 and found["summary"]["replay"]["over_limit"] == 0
+    assert [r for r in found["rows"] if r["kind"] == "train" and "failed" not in r]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_side_by_side_on_a_gpu(tmp_path):
+    rows = record(tmp_path, 300)
+    side_by_side.compare(["resnet50"], [0.7], "cuda", Machine.load("h200"), rows)
+    found = {r["method"]: r for r in rows.rows if "failed" not in r}
+    assert {"ours", "checkpoint", "save_on_cpu"} <= set(found)
+    assert all(r["measured_peak"] <= r["limit"] for r in found.values())
