@@ -136,11 +136,7 @@ def warm_up(name: str, circle: bool) -> None:
     rng = np.random.default_rng(0)
     lower, length, nbytes = rng.integers(0, 20, WARM_UP), rng.integers(1, 10, WARM_UP), rng.integers(1, 9, WARM_UP)
     blocks = Intervals(lower, lower + length, nbytes, 20 if circle else NEVER)
-    for _ in range(10):  # a search that is out of time after it compiled its first part goes on to compile the next
-        start = time.perf_counter()
-        run(name, blocks, 1, 0.1)
-        if time.perf_counter() - start < 0.3:
-            break
+    run(name, blocks, 1, 0.1)
 
 
 def repeated(buffers: files.Buffers, intervals: Intervals) -> files.Buffers:

@@ -36,8 +36,7 @@ class State(NamedTuple):
     first: Ints  # [n] the first section of a block
     width: Ints  # [n] and how many it covers
     size: Ints  # [n]
-    waiting: Any  # bool[n] not placed
-    lowest: Ints  # [n] highest skyline under a waiting block
+    lowest: Ints  # [n] highest skyline under a block that waits, not placed yet
     offsets: Ints  # [n] of the placed ones
     priority: Any  # float64[n] which block to try first
     name: Any  # uint64[n] random, for the hash
@@ -77,7 +76,7 @@ def state(first: Ints, width: Ints, size: Ints, sections: int, stop: Ints, table
     name = np.random.default_rng(0).integers(1 << 63, size=n, dtype=np.uint64)
     np.add.at(names, first, name)
     return State(
-        first, width, size, np.ones(n, np.bool_), np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n), name,
+        first, width, size, np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n), name,
         owner[order], np.searchsorted(where[order], np.arange(sections + 1)), np.bincount(where, minlength=sections),
         place, place_at, np.zeros(sections, np.int64), load, crossed, names, np.ones(sections),
         np.zeros(sections, np.int64), np.zeros(sections, np.int64), np.zeros(n, np.int64),
@@ -162,7 +161,6 @@ def fits(x, capacity, begin, length, depth, by_weight):  # type: ignore[no-untyp
 def _place(x, capacity, j, ground):  # type: ignore[no-untyped-def]
     """Rests block j on the ground; False where the rest cannot fit."""
     m = len(x.skyline)
-    x.waiting[j] = False
     x.offsets[j] = ground
     x.placed[x.counters[PLACED]] = j
     x.counters[PLACED] += 1
@@ -189,7 +187,6 @@ def undo(x, placed, changed):  # type: ignore[no-untyped-def]
     while x.counters[PLACED] > placed:
         x.counters[PLACED] -= 1
         j = x.placed[x.counters[PLACED]]
-        x.waiting[j] = True
         x.names[x.first[j]] += x.name[j]
         for c in range(x.width[j]):
             s = (x.first[j] + c) % m

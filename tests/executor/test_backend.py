@@ -9,6 +9,7 @@ import pytest
 
 from executor.backend import BackendError, HostBackend, first_difference, open_backend, pattern
 from simulator import Machine
+from tests.executor.conftest import gpu_backend
 
 MS = 1_000_000
 # 1 MB takes 10 ms out and 20 ms in; 1 ms of latency.
@@ -17,13 +18,7 @@ MACHINE = Machine("test", 2**26, 50_000_000, 100_000_000, copy_latency_ns=MS, ho
 
 @pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])
 def backend(request):
-    if request.param == "cuda":
-        pytest.importorskip("cupy")
-    try:
-        opened = open_backend(request.param, MACHINE)
-    except BackendError as error:
-        pytest.skip(str(error))
-    with opened:
+    with gpu_backend(MACHINE) if request.param == "cuda" else open_backend("host", MACHINE) as opened:
         yield opened
 
 
@@ -118,12 +113,7 @@ def test_memory_is_taken_once_and_given_back(backend):
 
 @pytest.mark.gpu
 def test_spins_of_a_gpu_are_exact_to_the_microsecond():
-    pytest.importorskip("cupy")
-    try:
-        backend = open_backend("cuda", MACHINE)
-    except BackendError as error:
-        pytest.skip(str(error))
-    with backend, backend.arena(16, 16):
+    with gpu_backend(MACHINE) as backend, backend.arena(16, 16):
         events = []
         backend.spin(20 * MS)
         for ns in [50_000] * 200 + [2000] * 100:

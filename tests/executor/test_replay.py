@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from executor import streams
-from executor.backend import Backend, BackendError, HostBackend, open_backend
+from executor.backend import Backend, BackendError, HostBackend
 from executor.replay import replay
 from executor.streams import ReplayError, circle, unrolled
 from simulator import Kernel, Machine, OutOfMemory, Plan, Program, Recompute, Swap, Tensor, Timeline, simulate
 from simulator.reference import resolve
+from tests.executor.conftest import gpu_backend
 from tests.strategies import machines, plans, programs, with_algorithms
 from tests.tiny import A1, A2, A4, LIMIT, MACHINE, PROGRAM, RECOMPUTE_PLAN, SWAP_PLAN, W
 
@@ -292,15 +293,10 @@ def test_what_repeats_in_turn_keeps_every_byte(host):
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["time", "check"])
 def test_a_gpu_takes_as_long_as_calibrated(mode):
-    pytest.importorskip("cupy")
     from executor.calibrate import calibrate
 
     base = Machine.load("h200")
-    try:
-        backend = open_backend("cuda", base)
-    except BackendError as error:
-        pytest.skip(str(error))
-    with backend:
+    with gpu_backend(base) as backend:
         machine = calibrate(backend, base, 2**26).machine
         program = replace(LARGE, tensors=tuple(replace(t, nbytes=1000 * t.nbytes) for t in LARGE.tensors))
         measured = replay(program, LARGE_SWAP, machine, 150_020_000, backend, mode=mode)
