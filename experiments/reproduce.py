@@ -4,22 +4,25 @@
     python -m experiments.reproduce figure=all jobs=8 out=experiments/results
     python -m experiments.reproduce figure=all quick=true                  # fewer points, to see that it runs
     python -m experiments.reproduce -m figure=smartpool_table1,smartpool_fig10 hydra/launcher=joblib
+    python -m experiments.reproduce figure=all redraw=true out=experiments/results  # of the JSON that is there
 
 The directory holds NAME.json (the command, the settings, a row per task) and NAME.png of every figure, and README.md,
 which shows all that are there. Its path is the last line printed. Until a figure is finished, NAME.jsonl holds the rows
-so far: a run that was stopped goes on where it was, if neither the settings nor the code have changed.
+so far: a run that was stopped goes on where it was, if neither the settings nor the code have changed (the packages,
+the workloads, the figure's own module). Each figure is for the GPU of its paper, unless ``gpu=`` names another.
 
 A figure is a YAML in configs/figure/ and a module of its name in experiments/figures/, which has a docstring that names
 the paper, and
 
 - ``TITLE``, a heading;
-- ``tasks(settings) -> list[Row]``: what to compute, from the YAML, as data that can be JSON; one process each;
+- ``tasks(settings) -> list[Row]``: what to compute, from the YAML, as data that can be JSON; the largest ones last, as
+  they are begun from the end; a process runs one at a time;
 - ``run(task, machine) -> Row``: what comes out of one, which is added to the task;
 - ``table(rows) -> (heads, cells)``: strings, the paper's numbers beside ours;
 - ``notes(rows) -> list[str]``: sentences, why they differ;
 - ``draw(rows, path)``: the picture.
 
-A YAML's ``quick`` says what ``quick=true`` changes in it.
+A YAML's ``machine`` names its GPU, and its ``quick`` says what ``quick=true`` changes in it.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -47,30 +51,33 @@ from simulator.machine import Machine
 
 CONFIGS = cli.CONFIGS / "figure"
 ALL = "all"
-PACKAGES = ("simulator", "agents", "executor", "experiments")  # whose code the rows depend on
+CODE = ("simulator", "envs", "agents", "executor", "experiments/workloads")  # that every row depends on
 
 
 @cli.entry("reproduce")
 def main(cfg: DictConfig) -> None:
-    machine = cli.machine(cfg)
     jobs = cli.jobs(cfg)
-    quick = cli.choice(cfg, "quick", (False, True))
+    quick, redraw = (cli.choice(cfg, key, (False, True)) for key in ("quick", "redraw"))
     asked = cli.plain(cfg.figure)
     out = cli.path(cfg, "out") or Path("runs/reproduce")
+    if redraw:
+        draw_again(names() if asked.get("name") == ALL else [str(asked.get("name"))], out)
+        print(out)
+        return
     every = [cli.plain(OmegaConf.load(CONFIGS / f"{name}.yaml")) for name in names()]
-    figures = [Figure(settings, quick, machine, out) for settings in (every if asked.get("name") == ALL else [asked])]
+    chosen = every if asked.get("name") == ALL else [asked]
+    figures = [Figure(settings, quick, cfg.gpu, out) for settings in chosen]
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise cli.UsageError(f"out: {out} cannot be made ({error.strerror})") from None
 
     console, bar = report.console(), report.progress()
-    # The last ones first: they are the largest networks, and no core is to idle at the end.
     left = [(figure, task) for figure in figures for task in reversed(figure.left)]
     with bar:
         shown = bar.add_task("starting", total=sum(len(f.tasks) for f in figures))
         bar.update(shown, advance=sum(len(f.tasks) - len(f.left) for f in figures))
-        for figure, task, row in done(left, min(jobs, len(left)), machine):
+        for figure, task, row in done(left, min(jobs, len(left))):
             figure.keep(task, row)
             bar.update(shown, advance=1, description=figure.name)
     for figure in figures:
@@ -100,23 +107,25 @@ class Figure:
     Attributes:
         tasks: all of them; ``left``: those that have no row yet; ``rows``: in the order of the tasks.
 
+    Args:
+        machine: a preset or a YAML file in the place of the one that ``settings`` names.
+
     Raises:
         UsageError: there is no such figure, or a setting is wrong.
+        FormatError: the machine is wrong.
     """
 
-    def __init__(self, settings: dict[str, Any], quick: bool, machine: Machine, out: Path):
+    def __init__(self, settings: dict[str, Any], quick: bool, machine: str | None, out: Path):
         self.name = settings.pop("name", None)
         self.module = module(self.name)
-        fewer = settings.pop("quick", {})
-        self.settings, self.quick, self.machine, self.out = (
-            {**settings, **(fewer if quick else {})},
-            quick,
-            machine,
-            out,
-        )
+        fewer, own = settings.pop("quick", {}), settings.pop("machine", None)
+        self.settings = {**settings, **(fewer if quick else {})}
+        self.quick, self.machine, self.out = quick, Machine.load(machine or own), out
         self.tasks: list[Row] = self.module.tasks(OmegaConf.create(self.settings))
         self._part = out / f"{self.name}.jsonl"
-        self._same = hashlib.sha256(json.dumps([code(), machine.to_dict()], sort_keys=True).encode()).hexdigest()
+        self._same = hashlib.sha256(
+            json.dumps([code(self.name), self.machine.to_dict()], sort_keys=True).encode()
+        ).hexdigest()
         self._found = dict(self._kept())
 
     @property
@@ -146,8 +155,8 @@ class Figure:
     def finish(self) -> None:
         """Writes the JSON and the picture, and forgets the unfinished run."""
         write_json(self.out / f"{self.name}.json", {
-            "command": report.command(), "machine": self.machine.name, "quick": self.quick, "settings": self.settings,
-            "rows": self.rows,
+            "command": own_command(self.name), "machine": self.machine.name, "quick": self.quick,
+            "settings": self.settings, "rows": self.rows,
         }, indent=1)  # fmt: skip
         self.module.draw(self.rows, self.out / f"{self.name}.png")
         self._part.unlink(missing_ok=True)
@@ -157,22 +166,38 @@ def _key(task: Row) -> str:
     return json.dumps(task, sort_keys=True)
 
 
-def code() -> str:
-    """sha256 of the packages' code and of the workloads' settings."""
+def code(name: str) -> str:
+    """sha256 of what a figure's rows depend on: the packages' code, the workloads' settings, and its own module."""
     root = cli.CONFIGS.parent
-    files = [path for package in PACKAGES for path in (root / package).rglob("*.py")]
+    files = [path for folder in CODE for path in (root / folder).rglob("*.py")]
     files += (cli.CONFIGS / "workload").glob("*.yaml")
+    here = root / "experiments" / "figures"
+    files += [path for path in here.glob("*.py") if path.stem == name or path.stem not in names()]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()
 
 
-def done(tasks: list[tuple[Figure, Row]], jobs: int, machine: Machine) -> Iterator[tuple[Figure, Row, Row]]:
+def own_command(name: str) -> str:
+    """What was typed, for one of several figures."""
+    typed = re.sub(r" figure=\S+", "", report.command())
+    return typed.replace("experiments.reproduce", f"experiments.reproduce figure={name}")
+
+
+def draw_again(figures: list[str], out: Path) -> None:
+    """Pictures and page of what is in ``out``; raises FormatError where a JSON is not one of ours."""
+    for name in figures:
+        if (path := out / f"{name}.json").exists():
+            module(name).draw(read_json(path)["rows"], out / f"{name}.png")
+    write_text(out / "README.md", page(out))
+
+
+def done(tasks: list[tuple[Figure, Row]], jobs: int) -> Iterator[tuple[Figure, Row, Row]]:
     """Every task and its row, as they are done."""
     if jobs <= 1:
-        yield from ((figure, task, _run(figure.name, task, machine)) for figure, task in tasks)
+        yield from ((figure, task, _run(figure.name, task, figure.machine)) for figure, task in tasks)
         return
     # Spawned, not forked: the progress bar is a thread.
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _end_with_parent) as pool:
-        futures = {pool.submit(_run, figure.name, task, machine): (figure, task) for figure, task in tasks}
+        futures = {pool.submit(_run, figure.name, task, figure.machine): (figure, task) for figure, task in tasks}
         try:
             for future in as_completed(futures):
                 yield *futures[future], future.result()

@@ -15,6 +15,7 @@ from experiments import cli
 from simulator.machine import Machine
 from simulator.pool import Intervals, Packing, run
 from simulator.pool.validate import overlap
+from simulator.program import Program
 
 WORKLOADS = cli.CONFIGS / "workload"
 
@@ -33,6 +34,17 @@ def workload(name: str) -> dict[str, Any]:
     """The configuration of a workload, by name."""
     config: dict[str, Any] = yaml.safe_load((WORKLOADS / f"{name}.yaml").read_text())
     return config
+
+
+def program(name: str, machine: Machine, **changes: Any) -> Program:
+    """A workload's program, by name, with keys of its configuration changed.
+
+    Raises:
+        WorkloadError: a key or value is wrong.
+    """
+    from experiments import workloads  # PyTorch is only needed to capture
+
+    return workloads.load({**workload(name), **changes}, machine).program
 
 
 def label(network: str) -> str:

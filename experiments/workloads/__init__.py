@@ -1,9 +1,8 @@
 """Workloads: the papers' networks, and anybody's own model.
 
-A workload is a configuration (``configs/workload/*.yaml``): ``name``, ``family`` (vgg, resnet, module) and
+A workload is a configuration (``configs/workload/*.yaml``): ``name``, ``family``, what the family's module beside this
+file asks for (the keyword arguments of its ``build``: ``depth``, ``batch_size``, …), and
 
-- vgg, resnet: ``depth``, ``batch_size``;
-- module: ``target``, ``"pkg.mod:factory"``;
 - ``iteration_ms``: measured iteration time by machine name; on those machines the kernels' durations are
   scaled to it, elsewhere they are the roofline's;
 - ``algorithms``: true gives convolutions the workspace of their fastest algorithm, and the others as variants
@@ -13,24 +12,22 @@ A workload is a configuration (``configs/workload/*.yaml``): ``name``, ``family`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from executor.capture import Captured, capture
-from experiments.workloads import module, resnet, vgg
 from experiments.workloads.module import Parts, WorkloadError
 from simulator.machine import Machine
 
 __all__ = ["WorkloadError", "build", "load"]
 
-_NETWORKS: dict[str, tuple[type[nn.Module], Mapping[int, object]]] = {
-    "vgg": (vgg.VGG, vgg.BLOCKS),
-    "resnet": (resnet.ResNet, resnet.STAGES),
-}
-_KEYS = {"name", "family", "depth", "batch_size", "iteration_ms", "target", "paper_peak_mb", "algorithms"}
+FAMILIES = tuple(sorted(path.stem for path in Path(__file__).parent.glob("[!_]*.py")))
+_KEYS = {"name", "family", "iteration_ms", "paper_peak_mb", "algorithms"}
 
 
 def load(workload: Mapping[str, Any], machine: Machine) -> Captured:
@@ -59,22 +56,20 @@ def build(workload: Mapping[str, Any]) -> Parts:
     Raises:
         WorkloadError: the configuration is wrong.
     """
-    for key in workload:
-        if key not in _KEYS:
-            raise WorkloadError(f"workload: unknown key {key!r}")
     family = workload.get("family")
-    if family == "module":
-        return module.build(workload.get("target"))
-    if family not in _NETWORKS:
-        raise WorkloadError(f"workload.family: expected vgg, resnet or module, got {family!r}")
-    network, depths = _NETWORKS[family]
-    depth, batch = workload.get("depth"), workload.get("batch_size", 100)
-    if depth not in depths:
-        raise WorkloadError(f"workload.depth: {family} has {', '.join(map(str, depths))}, not {depth!r}")
-    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 2:  # batch-norm of one row is an error
-        raise WorkloadError(f"workload.batch_size: expected an integer of at least 2, got {batch!r}")
-    with torch.device("meta"):
-        model = network(depth)
-        batch_tensors = torch.empty(batch, 3, 32, 32), torch.empty(batch, dtype=torch.int64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return model, nn.CrossEntropyLoss(), optimizer, batch_tensors
+    if family not in FAMILIES:
+        raise WorkloadError(f"workload.family: expected {', '.join(FAMILIES)}, got {family!r}")
+    make: Callable[..., Parts] = importlib.import_module(f"experiments.workloads.{family}").build
+    asked = inspect.signature(make).parameters
+    given = {str(key): value for key, value in workload.items() if key not in _KEYS}
+    for key, value in given.items():
+        if key not in asked:
+            raise WorkloadError(f"workload: unknown key {key!r}; {family} has {', '.join(asked)}")
+        # Numbers of a network are counts; what a family demands beyond that it checks itself.
+        if asked[key].annotation == "int" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise WorkloadError(f"workload.{key}: expected a positive integer, got {value!r}")
+    for key, parameter in asked.items():
+        if parameter.default is parameter.empty and key not in given:
+            raise WorkloadError(f"workload.{key}: missing; {family} needs {', '.join(asked)}")
+    with torch.device("cpu" if family == "module" else "meta"):
+        return make(**given)

@@ -10,14 +10,14 @@ from typing import Any
 
 from torch import nn, optim
 
-Parts = tuple[nn.Module, Callable[[Any, Any], Any], optim.Optimizer, tuple[Any, Any]]
+Parts = tuple[nn.Module, Callable[[Any, Any], Any], optim.Optimizer, tuple[Any, Any]]  # what capture() takes
 
 
 class WorkloadError(ValueError):
     """A workload's configuration is wrong; the message is one sentence naming the entry."""
 
 
-def build(target: object) -> Parts:
+def build(*, target: object) -> Parts:
     """Calls the factory ``target`` names.
 
     Args:

@@ -21,6 +21,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from experiments.workloads._images import classifier
+from experiments.workloads.module import Parts, WorkloadError
 from experiments.workloads.vgg import ReLU
 
 # Blocks in each of the four stages, and 3x3 convolutions in each block.
@@ -67,3 +69,10 @@ class ResNet(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         logits: Tensor = self.layers(images)
         return logits
+
+
+def build(*, depth: int, batch_size: int = 100) -> Parts:
+    """Depths 18, 34, 50 and 101; see ``_images.classifier``."""
+    if depth not in STAGES:
+        raise WorkloadError(f"workload.depth: resnet has {', '.join(map(str, STAGES))}, not {depth}")
+    return classifier(ResNet(depth), batch_size)

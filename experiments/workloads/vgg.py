@@ -22,6 +22,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from experiments.workloads._images import classifier
+from experiments.workloads.module import Parts, WorkloadError
+
 # Convolutions in each of the five blocks.
 BLOCKS = {11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
 WIDTHS = (64, 128, 256, 512, 512)
@@ -62,3 +65,10 @@ class VGG(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         logits: Tensor = self.layers(images)
         return logits
+
+
+def build(*, depth: int, batch_size: int = 100) -> Parts:
+    """Depths 11, 13, 16 and 19; see ``_images.classifier``."""
+    if depth not in BLOCKS:
+        raise WorkloadError(f"workload.depth: vgg has {', '.join(map(str, BLOCKS))}, not {depth}")
+    return classifier(VGG(depth), batch_size)

@@ -47,7 +47,7 @@ def test_an_unknown_figure_is_refused_with_the_nearest() -> None:
         cli.check_overrides("reproduce", ["figure=smartpool_tabel1"], sweep=False)
     with pytest.raises(cli.UsageError, match="there is no figure None"):
         reproduce.module(None)
-    cli.check_overrides("reproduce", ["figure=all", "quick=true", "machine=k40c"], sweep=False)
+    cli.check_overrides("reproduce", ["figure=all", "quick=true", "gpu=k40c"], sweep=False)
 
 
 @pytest.mark.parametrize(
@@ -97,23 +97,24 @@ def squares(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reproduce, "names", lambda: ["squares"])
 
 
-def start(out: Path, machine: Machine = MACHINE, **more: Any) -> Figure:
-    return Figure({"name": "squares", "x": [1, 2, 3], "quick": {"x": [2]}, **more}, False, machine, out)
+def start(out: Path, machine: str | None = None, **more: Any) -> Figure:
+    own = {"name": "squares", "machine": "gtx1080ti", "x": [1, 2, 3], "quick": {"x": [2]}}
+    return Figure({**own, **more}, False, machine, out)
 
 
 def test_a_stopped_run_goes_on(squares: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = start(tmp_path)
     assert first.left == first.tasks == [{"x": 1}, {"x": 2}, {"x": 3}]
-    for figure, task, row in reproduce.done([(first, t) for t in first.left[1:]], 1, MACHINE):
+    for figure, task, row in reproduce.done([(first, t) for t in first.left[1:]], 1):
         figure.keep(task, row)
     with (tmp_path / "squares.jsonl").open("a") as file:
         file.write('{"code": "sto')  # stopped while writing
     assert start(tmp_path).left == [{"x": 1}]
     assert start(tmp_path, x=[3, 4]).left == [{"x": 4}]
-    assert len(start(tmp_path, machine=Machine.load("k40c")).left) == 3
+    assert len(start(tmp_path, machine="k40c").left) == 3
     second = start(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(reproduce, "code", lambda: "changed")
+        patch.setattr(reproduce, "code", lambda name: "changed")
         assert len(start(tmp_path).left) == 3
     second.keep({"x": 1}, {"x": 1, "y": 1})
     assert [row["y"] for row in second.rows] == [1, 4, 9]  # in the order of the tasks
@@ -133,8 +134,8 @@ def test_a_line_cut_off_does_not_swallow_the_next(squares: None, tmp_path: Path)
 
 
 def test_quick_takes_fewer_points(squares: None, tmp_path: Path) -> None:
-    made = Figure({"name": "squares", "x": [1, 2, 3], "quick": {"x": [2]}}, True, MACHINE, tmp_path)
-    assert made.tasks == [{"x": 2}]
+    made = Figure({"name": "squares", "x": [1, 2, 3], "quick": {"x": [2]}}, True, "v100", tmp_path)
+    assert made.tasks == [{"x": 2}] and made.machine.name == "v100"
 
 
 def test_the_page_shows_what_is_there(squares: None, tmp_path: Path) -> None:
@@ -149,6 +150,21 @@ def test_the_page_shows_what_is_there(squares: None, tmp_path: Path) -> None:
     (tmp_path / "squares.json").write_text('{"rows": [{"x": 3}], "command": ""}')
     with pytest.raises(reproduce.FormatError, match=r"squares\.json: not a result of this figure"):
         reproduce.page(tmp_path)
+
+
+def test_the_pictures_are_drawn_again(squares: None, tmp_path: Path) -> None:
+    made = start(tmp_path, x=[3])
+    made.keep({"x": 3}, {"x": 3, "y": 9})
+    made.finish()
+    (tmp_path / "squares.png").unlink()
+    reproduce.draw_again(["squares"], tmp_path)
+    assert (tmp_path / "squares.png").exists() and "| 3 | 9 |" in (tmp_path / "README.md").read_text()
+
+
+def test_a_figures_own_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = "python -m experiments.reproduce figure=all jobs=2"
+    monkeypatch.setattr(reproduce.report, "command", lambda: typed)
+    assert reproduce.own_command("squares") == "python -m experiments.reproduce figure=squares jobs=2"
 
 
 # ---------------------------------------------------------------------------------- SmartPool, Table I
