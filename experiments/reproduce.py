@@ -33,6 +33,7 @@ import multiprocessing
 import os
 import re
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from importlib import import_module
@@ -51,6 +52,7 @@ from simulator.machine import Machine
 
 CONFIGS = cli.CONFIGS / "figure"
 ALL = "all"
+SECONDS = "task_seconds"  # of a row: what it took
 CODE = ("simulator", "envs", "agents", "executor", "experiments/workloads")  # that every row depends on
 
 
@@ -72,21 +74,40 @@ def main(cfg: DictConfig) -> None:
     except OSError as error:
         raise cli.UsageError(f"out: {out} cannot be made ({error.strerror})") from None
 
-    console, bar = report.console(), report.progress()
+    wrong, console = compute(figures, jobs), report.console()
+    for figure in figures:
+        if not figure.left:
+            console.print(rich_table(figure.module, figure.rows))
+            for note in figure.module.notes(figure.rows):
+                console.print(f"- {note}", highlight=False)
+    write_text(out / "README.md", page(out))
+    if wrong:
+        raise wrong[0]
+    for figure in figures:
+        figure.forget()
+    print(out)
+
+
+def compute(figures: list[Figure], jobs: int) -> list[Exception]:
+    """Runs what is left of the figures, and finishes each that has all; returns what tasks raised."""
+    wrong: list[Exception] = []
+    for figure in figures:
+        if not figure.left:  # stopped when it only had to be drawn
+            figure.finish()
     left = [(figure, task) for figure in figures for task in reversed(figure.left)]
-    with bar:
+    with report.progress() as bar:
         shown = bar.add_task("starting", total=sum(len(f.tasks) for f in figures))
         bar.update(shown, advance=sum(len(f.tasks) - len(f.left) for f in figures))
         for figure, task, row in done(left, min(jobs, len(left))):
-            figure.keep(task, row)
+            if isinstance(row, Exception):  # the others go on
+                row.add_note(f"in {figure.name}, {task}")
+                wrong.append(row)
+            else:
+                figure.keep(task, row)
             bar.update(shown, advance=1, description=figure.name)
-    for figure in figures:
-        figure.finish()
-        console.print(rich_table(figure.module, figure.rows))
-        for note in figure.module.notes(figure.rows):
-            console.print(f"- {note}", highlight=False)
-    write_text(out / "README.md", page(out))
-    print(out)
+            if not figure.left:
+                figure.finish()
+    return wrong
 
 
 def names() -> list[str]:
@@ -153,12 +174,15 @@ class Figure:
                 yield _key(entry["task"]), entry["row"]
 
     def finish(self) -> None:
-        """Writes the JSON and the picture, and forgets the unfinished run."""
+        """Writes the JSON and the picture."""
         write_json(self.out / f"{self.name}.json", {
             "command": own_command(self.name), "machine": self.machine.name, "quick": self.quick,
             "settings": self.settings, "rows": self.rows,
         }, indent=1)  # fmt: skip
         self.module.draw(self.rows, self.out / f"{self.name}.png")
+
+    def forget(self) -> None:
+        """Removes the rows of the unfinished run; only once every figure is finished, so that it can go on."""
         self._part.unlink(missing_ok=True)
 
 
@@ -190,30 +214,40 @@ def draw_again(figures: list[str], out: Path) -> None:
     write_text(out / "README.md", page(out))
 
 
-def done(tasks: list[tuple[Figure, Row]], jobs: int) -> Iterator[tuple[Figure, Row, Row]]:
-    """Every task and its row, as they are done."""
+def done(tasks: list[tuple[Figure, Row]], jobs: int) -> Iterator[tuple[Figure, Row, Row | Exception]]:
+    """Every task and its row, or what it raised, as they are done."""
     if jobs <= 1:
-        yield from ((figure, task, _run(figure.name, task, figure.machine)) for figure, task in tasks)
+        for figure, task in tasks:
+            try:
+                yield figure, task, _run(figure.name, task, figure.machine)
+            except Exception as error:
+                yield figure, task, error
         return
     # Spawned, not forked: the progress bar is a thread.
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _end_with_parent) as pool:
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _begin) as pool:
         futures = {pool.submit(_run, figure.name, task, figure.machine): (figure, task) for figure, task in tasks}
         try:
             for future in as_completed(futures):
-                yield *futures[future], future.result()
+                error = future.exception()
+                if error is not None and not isinstance(error, Exception):
+                    raise error
+                yield *futures[future], error or future.result()
         finally:  # stopped: without what has not begun
             pool.shutdown(cancel_futures=True)
 
 
-def _end_with_parent() -> None:
-    """A worker whose parent was killed would wait for its next task forever."""
+def _begin() -> None:
+    """One thread each. A worker whose parent was killed would wait for its next task forever: it ends with it."""
+    os.environ["OMP_NUM_THREADS"] = "1"
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def _run(name: str, task: Row, machine: Machine) -> Row:
-    return {**task, **module(name).run(task, machine)}
+    begin = time.perf_counter()
+    row = module(name).run(task, machine)
+    return {**task, **row, SECONDS: round(time.perf_counter() - begin, 1)}
 
 
 # ------------------------------------------------------------------------------------------ for people
@@ -232,15 +266,16 @@ def rich_table(figure: ModuleType, rows: list[Row]) -> Table:
 
 def page(out: Path) -> str:
     """README.md: a section for every figure whose JSON is in ``out``; raises FormatError where one is not ours."""
+    there = [name for name in names() if (out / f"{name}.json").exists()]
+    minutes = sum(row.get(SECONDS, 0) for name in there for row in read_json(out / f"{name}.json")["rows"]) / 60
     parts = [
         "# The papers' tables and figures, reproduced",
         "This page is generated. Every section ends with the command that made it; `python -m experiments.reproduce "
-        "figure=all out=experiments/results` makes them all.",
+        f"figure=all out=experiments/results` makes them all ({minutes:,.0f} minutes of one core).",
+        "\n".join(f"- [{module(name).TITLE}](#{name})" for name in there),
     ]
-    for name in names():
-        path = out / f"{name}.json"
-        if path.exists():
-            parts += _section(path, module(name))
+    for name in there:
+        parts += _section(out / f"{name}.json", module(name))
     return "\n\n".join(parts) + "\n"
 
 
@@ -254,6 +289,7 @@ def _section(path: Path, figure: ModuleType) -> list[str]:
         raise FormatError(f"{path}: not a result of this figure ({error})") from None
     lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *cells]
     return [
+        f'<a id="{path.stem}"></a>',
         f"## {figure.TITLE}",
         " ".join((figure.__doc__ or "").partition("\n\n")[0].split()),
         f"![{figure.TITLE}]({path.stem}.png)",

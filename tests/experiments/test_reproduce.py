@@ -106,6 +106,7 @@ def test_a_stopped_run_goes_on(squares: None, tmp_path: Path, monkeypatch: pytes
     first = start(tmp_path)
     assert first.left == first.tasks == [{"x": 1}, {"x": 2}, {"x": 3}]
     for figure, task, row in reproduce.done([(first, t) for t in first.left[1:]], 1):
+        assert isinstance(row, dict) and row.pop(reproduce.SECONDS) >= 0
         figure.keep(task, row)
     with (tmp_path / "squares.jsonl").open("a") as file:
         file.write('{"code": "sto')  # stopped while writing
@@ -119,10 +120,26 @@ def test_a_stopped_run_goes_on(squares: None, tmp_path: Path, monkeypatch: pytes
     second.keep({"x": 1}, {"x": 1, "y": 1})
     assert [row["y"] for row in second.rows] == [1, 4, 9]  # in the order of the tasks
     second.finish()
+    assert start(tmp_path).left == []  # until all figures of a run are finished
+    second.forget()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["squares.json", "squares.png"]
     assert len(start(tmp_path).left) == 3  # a finished run is not gone on with
     found = json.loads((tmp_path / "squares.json").read_text())
     assert found["rows"] == second.rows and found["settings"] == {"x": [1, 2, 3]} and found["machine"] == "gtx1080ti"
+
+
+def test_the_others_go_on_where_one_fails(squares: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(self: Any, task: dict[str, Any], machine: Machine) -> dict[str, Any]:
+        if task["x"] == 2:
+            raise ZeroDivisionError("two")
+        return {"y": task["x"]}
+
+    monkeypatch.setattr(Squares, "run", run)
+    made = start(tmp_path)
+    (error,) = reproduce.compute([made], jobs=1)
+    assert isinstance(error, ZeroDivisionError) and error.__notes__ == ["in squares, {'x': 2}"]
+    assert made.left == start(tmp_path).left == [{"x": 2}] and not (tmp_path / "squares.json").exists()
+    monkeypatch.undo()
 
 
 def test_a_line_cut_off_does_not_swallow_the_next(squares: None, tmp_path: Path) -> None:
@@ -144,6 +161,7 @@ def test_the_page_shows_what_is_there(squares: None, tmp_path: Path) -> None:
     made.keep({"x": 3}, {"x": 3, "y": 9})
     made.finish()
     page = reproduce.page(tmp_path)
+    assert "- [Squares](#squares)" in page
     for words in ("## Squares", 'Fig. 1 of "Numbers".', "![Squares](squares.png)", "| 3 | 9 |", "- There are 1."):
         assert words in page
     assert "More." not in page and "](squares.json)" in page
