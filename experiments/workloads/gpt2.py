@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from experiments.workloads.module import Parts, WorkloadError
+
 # Layers, width, heads.
 SIZES = {"small": (12, 768, 12), "medium": (24, 1024, 16), "large": (36, 1280, 20)}
 VOCABULARY, CONTEXT = 50257, 1024
@@ -53,3 +55,21 @@ class GPT2(nn.Module):
         for block in self.blocks:
             x = block(x)
         return F.linear(self.norm(x), self.tokens.weight).flatten(0, 1)
+
+
+def build(*, size: str, batch_size: int = 8, length: int = CONTEXT) -> Parts:
+    """``batch_size`` sequences of ``length`` tokens for one of SIZES, with AdamW.
+
+    Raises:
+        WorkloadError: no such size, or more tokens than positions.
+    """
+    if not isinstance(size, str) or size not in SIZES:
+        raise WorkloadError(f"workload.size: gpt2 has {', '.join(SIZES)}, not {size!r}")
+    if length > CONTEXT:
+        raise WorkloadError(f"workload.length: gpt2 has {CONTEXT} positions, not {length}")
+    model = GPT2(*SIZES[size])
+    batch = (
+        torch.empty(batch_size, length, dtype=torch.int64),
+        torch.empty(batch_size * length, dtype=torch.int64),
+    )
+    return model, nn.CrossEntropyLoss(), torch.optim.AdamW(model.parameters(), lr=1e-4), batch

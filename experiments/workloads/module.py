@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import nn, optim
 
-Parts = tuple[nn.Module, Callable[[Any, Any], Any], optim.Optimizer, tuple[Any, Any]]  # what capture() takes
+# What capture() takes; no optimizer: a step without gradients.
+Parts = tuple[nn.Module, Callable[[Any, Any], Any], optim.Optimizer | None, tuple[Any, Any]]
 
 
 class WorkloadError(ValueError):

@@ -1,0 +1,74 @@
+"""Karpathy's character-level LSTM (github.com/karpathy/char-rnn: train.lua and model/LSTM.lua), unrolled.
+
+One-hot characters, layers of LSTM cells with dropout 0, a linear decoder and cross-entropy over all time steps;
+RMSprop with learning rate 0.002 and decay 0.95. The cells are plain layers, not one cuDNN call, so that the kernels
+and tensors of every time step are seen: both linear layers of a cell have a bias, the three sigmoid gates are computed
+in one go, in the order in, forget, out, as in the source.
+
+What is open, or not as there:
+
+1. the batch: train.lua has 128 hidden units in 2 layers, 50 steps and 50 sequences at once, with which no tensor
+   reaches 1 MiB, the least that the agent plans for. Here 2048 sequences: a state ``[batch, hidden]`` has 1 MiB. The
+   DQN paper names the data ("Karpathy's char-RNN dataset") and no sizes;
+2. vocabulary: 65 characters, those of its example, the works of Shakespeare;
+3. the state is zero at the start of every step; the source takes the last state of the batch before it;
+4. gradients are not clamped to [-5, 5], which the source does.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from experiments.workloads.module import Parts
+
+
+class Cell(nn.Module):
+    """One layer at one time step: x ``[batch, inputs]``, h and c ``[batch, hidden]`` to the next h and c."""
+
+    def __init__(self, inputs: int, hidden: int) -> None:
+        super().__init__()
+        self.i2h, self.h2h = nn.Linear(inputs, 4 * hidden), nn.Linear(hidden, 4 * hidden)
+
+    def forward(self, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+        sums = self.i2h(x) + self.h2h(h)
+        gates, write = sums.split([3 * h.shape[1], h.shape[1]], dim=1)
+        enter, forget, leave = gates.sigmoid().chunk(3, dim=1)
+        c = forget * c + enter * write.tanh()
+        return leave * c.tanh(), c
+
+
+class CharRNN(nn.Module):
+    """Characters ``[batch, length]`` to logits ``[length · batch, vocabulary]``, time first."""
+
+    def __init__(self, vocabulary: int, hidden: int, layers: int) -> None:
+        super().__init__()
+        self.hidden = hidden
+        self.eye: Tensor
+        self.register_buffer("eye", torch.eye(vocabulary))  # its rows are the one-hot characters
+        self.cells = nn.ModuleList(Cell(hidden if i else vocabulary, hidden) for i in range(layers))
+        self.decoder = nn.Linear(hidden, vocabulary)
+
+    def forward(self, characters: Tensor) -> Tensor:
+        zero = self.eye.new_zeros(characters.shape[0], self.hidden)
+        states = [(zero, zero)] * len(self.cells)
+        logits = []
+        for step in characters.unbind(1):
+            x = self.eye.index_select(0, step)
+            for i, cell in enumerate(self.cells):
+                states[i] = cell(x, *states[i])
+                x = states[i][0]
+            logits.append(self.decoder(x))
+        return torch.cat(logits)
+
+
+def build(
+    *, batch_size: int = 2048, hidden: int = 128, layers: int = 2, length: int = 50, vocabulary: int = 65
+) -> Parts:
+    """``length`` characters of ``batch_size`` sequences, and the character that follows each."""
+    model = CharRNN(vocabulary, hidden, layers)
+    batch = (
+        torch.empty(batch_size, length, dtype=torch.int64),
+        torch.empty(length * batch_size, dtype=torch.int64),
+    )
+    return model, nn.CrossEntropyLoss(), torch.optim.RMSprop(model.parameters(), lr=2e-3, alpha=0.95), batch

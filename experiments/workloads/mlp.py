@@ -1,0 +1,32 @@
+"""A multi-layer perceptron on flattened CIFAR images with ReLU between its layers, cross-entropy and Adam.
+
+The example network of the TENSILE paper (2021, Figure 5). The paper gives no sizes and does not name the optimizer of
+its example; it swaps optimizer state across iterations, with Adam as its case. All sizes are chosen here: layers wide
+enough that parameters and optimizer state outweigh the activations, which is what that paper is about.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from experiments.workloads.module import Parts, WorkloadError
+
+PIXELS, CLASSES = 3 * 32 * 32, 10
+
+
+def build(*, batch_size: int = 4096, width: int = 4096, layers: int = 5) -> Parts:
+    """``layers`` linear layers, ``width`` between them: ``[batch_size, 3072]`` to logits ``[batch_size, 10]``.
+
+    Raises:
+        WorkloadError: fewer than two layers.
+    """
+    if layers < 2:
+        raise WorkloadError(f"workload.layers: expected an integer of at least 2, got {layers}")
+    widths = [PIXELS, *[width] * (layers - 1), CLASSES]
+    parts: list[nn.Module] = []
+    for inputs, outputs in zip(widths, widths[1:], strict=False):
+        parts += [nn.Linear(inputs, outputs), nn.ReLU()]
+    model = nn.Sequential(*parts[:-1])
+    batch = torch.empty(batch_size, PIXELS), torch.empty(batch_size, dtype=torch.int64)
+    return model, nn.CrossEntropyLoss(), torch.optim.Adam(model.parameters(), lr=1e-3), batch
