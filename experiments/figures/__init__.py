@@ -47,9 +47,16 @@ def program(name: str, machine: Machine, **changes: Any) -> Program:
     return workloads.load({**workload(name), **changes}, machine).program
 
 
+_LABELS = {"unet": "U-Net", "lstm": "LSTM", "kmeans": "K-means", "resnet_stochastic": "ResNet110, stochastic depth",
+           "mlp": "MLP", "gpt2_small": "GPT-2 small", "gpt2_medium": "GPT-2 medium", "llama": "Llama",
+           "inception_v3": "Inception V3", "inception_v3_cifar": "Inception V3", "inception_v4": "Inception V4",
+           "densenet121": "DenseNet121", "mobilenet": "MobileNet", "squeezenet": "SqueezeNet", "plain20": "Plain20",
+           "resnet18_cifar": "ResNet18", "vgg16_imagenet": "VGG16", "alexnet": "AlexNet"}  # fmt: skip
+
+
 def label(network: str) -> str:
     """A network's name for people."""
-    return network.replace("resnet", "ResNet").replace("vgg", "VGG")
+    return _LABELS.get(network) or network.replace("resnet", "ResNet").replace("vgg", "VGG")
 
 
 def measured_ms(config: Mapping[str, Any], machine: Machine) -> float | None:

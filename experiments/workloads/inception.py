@@ -1,0 +1,136 @@
+"""Inception V3 and V4.
+
+V3: Szegedy et al., "Rethinking the Inception Architecture for Computer Vision", 2015, Table 1 and Figures 5 to 7 and
+10; V4: Szegedy et al., "Inception-v4, Inception-ResNet and the Impact of Residual Connections on Learning", 2017,
+Figures 3 to 9. 299 px, 1000 classes; batch-norm and ReLU after every convolution. 23,834,568 parameters
+(torchvision's, without the auxiliary classifier) and 42,679,816 (Cadene's pretrained-models). Open or different:
+
+1. V3 is as in torchvision, which follows the authors' published model where Table 1 leaves widths open; the auxiliary
+   classifier is left out;
+2. on images of at most 64 px the stem's convolutions have stride 1 and padding, and its max-pools on their own are
+   left out: 32 px stay 32 up to the first reduction (35 at 299 px), then 15 and 7 (17 and 8). CIFAR-10 collections
+   differ here;
+3. ReLU keeps its input (``vgg.ReLU``), as PyTorch's ``nn.ReLU()`` did until 2021 (mobilenet.py).
+
+Inferred for HOME (2022), whose Table 2 has 125 images as V3's largest batch in 11 GB: at 32 px, as here, they peak at
+7.0 GiB (5.9 with ReLU in place), and our roofline of its RTX 2080 Ti gives 329 images/s (paper: 257). At 299 px they
+peak at 14.8 (11.7 in place), which does not fit. 7.0 is less than HOME's other networks have at their largest batches
+(7.8 to 10.0), but two other stems of CIFAR-10 collections, 3x3 to 192 channels alone and one whose last convolution
+is not padded, have 6.7 and 6.1.
+
+A network is written in a small notation. A string is a chain of steps: ``64`` a 1x1 convolution to 64 channels,
+``64/5`` a 5x5 one, ``64/1x7`` one of height 1 and width 7; ``avg`` and ``max`` are 3x3 pools. Images keep their size,
+but for steps that end in ``v`` (no padding) or ``s`` (no padding, stride 2). A list is branches on one input whose
+results are concatenated by channel, a tuple a chain of any of these.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from experiments.workloads._images import SMALL, classifier
+from experiments.workloads.module import Parts, WorkloadError
+from experiments.workloads.vgg import Dropout, ReLU
+
+Spec = str | list["Spec"] | tuple["Spec", ...]
+
+
+def _a3(pool: int) -> Spec:
+    return ["64", "48 64/5", "64 96/3 96/3", f"avg {pool}"]
+
+
+def _b3(c: int) -> Spec:
+    return ["192", f"{c} {c}/1x7 192/7x1", f"{c} {c}/7x1 {c}/1x7 {c}/7x1 192/1x7", "avg 192"]
+
+
+_PAIR3: Spec = ["384/1x3", "384/3x1"]
+_C3: Spec = ["320", ("384", _PAIR3), ("448 384/3", _PAIR3), "avg 192"]
+V3: tuple[Spec, ...] = (
+    _a3(32), _a3(64), _a3(64),
+    ["384/3s", "64 96/3 96/3s", "maxs"],
+    _b3(128), _b3(160), _b3(160), _b3(192),
+    ["192 320/3s", "192 192/1x7 192/7x1 192/3s", "maxs"],
+    _C3, _C3,
+)  # fmt: skip
+STEM3: Spec = "32/3s 32/3v 64/3 maxs 80 192/3v maxs"
+STEM3_SMALL: Spec = "32/3 32/3 64/3 80 192/3"
+
+_A4: Spec = ["96", "64 96/3", "64 96/3 96/3", "avg 96"]
+_B4: Spec = ["384", "192 224/1x7 256/7x1", "192 192/7x1 224/1x7 224/7x1 256/1x7", "avg 128"]
+_PAIR4: Spec = ["256/1x3", "256/3x1"]
+_C4: Spec = ["256", ("384", _PAIR4), ("384 448/3x1 512/1x3", _PAIR4), "avg 256"]
+V4: tuple[Spec, ...] = (
+    *4 * (_A4,),
+    ["384/3s", "192 224/3 256/3s", "maxs"],
+    *7 * (_B4,),
+    ["192 192/3s", "256 256/1x7 320/7x1 320/3s", "maxs"],
+    *3 * (_C4,),
+)  # fmt: skip
+STEM4: Spec = (
+    "32/3s 32/3v 64/3", ["maxs", "96/3s"], ["64 96/3v", "64 64/7x1 64/1x7 96/3v"], ["192/3s", "maxs"],
+)  # fmt: skip
+STEM4_SMALL: Spec = (
+    "32/3 32/3 64/3", ["max", "96/3"], ["64 96/3", "64 64/7x1 64/1x7 96/3"], ["192/3", "max"],
+)  # fmt: skip
+
+
+class Branches(nn.ModuleList):
+    """Applies every branch to the input and concatenates the results by channel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([branch(x) for branch in self], 1)
+
+
+def network(spec: Spec, channels: int) -> tuple[nn.Module, int]:
+    """The module of a specification, and how many channels come out where ``channels`` go in."""
+    if isinstance(spec, list):
+        branches = [network(branch, channels) for branch in spec]
+        return Branches(module for module, _ in branches), sum(width for _, width in branches)
+    layers: list[nn.Module] = []
+    for step in spec.split() if isinstance(spec, str) else spec:
+        if isinstance(spec, str):
+            layer, channels = _step(step, channels)
+        else:
+            layer, channels = network(step, channels)
+        layers.append(layer)
+    return nn.Sequential(*layers), channels
+
+
+def _step(step: str, channels: int) -> tuple[nn.Module, int]:
+    stride = 2 if step.endswith("s") else 1
+    padded = not step.endswith(("s", "v"))
+    what, _, kernel = step.rstrip("sv").partition("/")
+    if what == "max":
+        return nn.MaxPool2d(3, stride, padding=int(padded)), channels
+    if what == "avg":
+        return nn.AvgPool2d(3, stride, padding=int(padded)), channels
+    sizes = [int(size) for size in (kernel or "1").split("x")]
+    height, width = sizes[0], sizes[-1]
+    padding = (height // 2, width // 2) if padded else 0
+    conv = nn.Conv2d(channels, int(what), (height, width), stride, padding, bias=False)
+    return nn.Sequential(conv, nn.BatchNorm2d(int(what), eps=0.001), ReLU()), int(what)
+
+
+class Inception(nn.Module):
+    """Images ``[batch, 3, image, image]`` to logits ``[batch, classes]``."""
+
+    def __init__(self, version: int, image: int = 299, classes: int = 1000) -> None:
+        super().__init__()
+        small = image <= SMALL
+        stem, body = (STEM3_SMALL if small else STEM3, V3) if version == 3 else (STEM4_SMALL if small else STEM4, V4)
+        self.features, channels = network((stem, *body), 3)
+        self.head = nn.Sequential(
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(), Dropout(0.5 if version == 3 else 0.2), nn.Linear(channels, classes)
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.features(images))
+        return logits
+
+
+def build(*, version: int, batch_size: int = 32, image: int = 299, classes: int = 1000) -> Parts:
+    """Versions 3 and 4; see ``_images.classifier``. Two pixels are left of 7, or of 75 where the stem reduces."""
+    if version not in (3, 4):
+        raise WorkloadError(f"workload.version: inception has 3 and 4, not {version}")
+    return classifier(Inception(version, image, classes), batch_size, image, least=7 if image <= SMALL else 75)
