@@ -33,15 +33,21 @@ class Binding(Shared):
     def found(self) -> bool:
         """Is it as the last step left it?"""
         now = self.present()
-        if now is None or now is not self.user or not self.seen.is_set_to(now):
+        if now is None or now is not self.user or now.device != self.seen.device or not self.seen.is_set_to(now):
             return False
         return self.block is None or self.block.place is not Place.DEVICE or movable(now)
 
     def take(self, nbytes: int) -> None:
-        """Takes what is there, which has to look as at the capture."""
+        """Takes what is there, which has to look as at the capture.
+
+        Where a parameter is on the host between two steps, what was made after it is there, too (loaded optimizer
+        state, a parameter's new ``data``): that goes to the device.
+        """
         now = self.present()
         if isinstance(self.source, nn.Parameter) and now is not self.source:
             raise StepError(f"{self.name} was replaced by another parameter after the capture; capture the step again")
+        if isinstance(now, Tensor) and now.device.type == "cpu" != self.meant[0].type and self._may_be_away():
+            now.data = now.data.to(self.meant[0])
         compare(self.name, now, self.node, *self.meant)
         if self.block and now.untyped_storage().nbytes() != nbytes:
             raise StepError(f"{self.name} is part of other memory than at the capture; capture the step again")
@@ -49,6 +55,9 @@ class Binding(Shared):
             raise StepError(f"the plan swaps {self.name}, which is in memory shared with other processes")
         self.user, self.own = now, now.detach()
         self.seen = self.own
+
+    def _may_be_away(self) -> bool:
+        return self.block is not None or (self.home is not None and isinstance(self.home.container, Optimizer))
 
 
 def meant(captured: Captured, i: int) -> tuple[torch.device, int | None]:

@@ -6,9 +6,10 @@ writes a Machine that ``Machine.load`` reads, each figure with how it was measur
 measurement. What is not measured (FLOP rates, memory bandwidth, efficiencies, alignment, what the driver takes) is
 that of the machine given.
 
-1. *Transfers*: one copy from 4 KiB to 1 GiB, in steps of four, as far as a quarter of either memory goes; the median
-   of REPEATS. It is timed from the end of a kernel to the end of the copy, as the simulator counts it (rule 4): that
-   includes the wait for the kernel's event. The kernel is long enough for the host to issue all of it meanwhile.
+1. *Transfers*: one copy from 4 KiB to 1 GiB, in steps of four, as far as a quarter of either memory and the time
+   (``seconds``) go; the median of REPEATS. It is timed from the end of a kernel to the end of the copy, as the
+   simulator counts it (rule 4): that includes the wait for the kernel's event. The kernel is long enough for the host
+   to issue all of it meanwhile.
 2. *Latency and bandwidths*: least squares of the relative errors of latency + bytes / bandwidth over all sizes and
    both directions, with one latency, as the simulator has it. The largest relative error is reported.
 3. *Duplex*: the largest copy in both directions at once, over each alone. The simulator's engines do not slow each
@@ -20,7 +21,9 @@ that of the machine given.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -98,13 +101,16 @@ class Calibration:
         write_json(Path(path).with_suffix(".json"), self.to_dict(), indent=1)
 
 
-def calibrate(backend: Backend, base: Machine, max_bytes: int = LARGEST, name: str = "") -> Calibration:
+def calibrate(
+    backend: Backend, base: Machine, max_bytes: int = LARGEST, name: str = "", seconds: float = math.inf
+) -> Calibration:
     """Measures a backend.
 
     Args:
         base: gives what is not measured.
         max_bytes: of the largest copy, at least 16 KiB.
         name: of the new machine; "" for that of ``base``.
+        seconds: when they are over, no larger size is begun. The two smallest are always measured.
 
     Raises:
         ValueError: there is room for one size only.
@@ -114,13 +120,16 @@ def calibrate(backend: Backend, base: Machine, max_bytes: int = LARGEST, name: s
     sizes = [s for s in (SMALLEST * 4**i for i in range(32)) if s <= room]
     if len(sizes) < 2:
         raise ValueError(f"copies of at most {room:,} bytes are too small; expected at least {4 * SMALLEST:,}")
-    largest = sizes[-1]
-    with backend.arena(2 * largest, 2 * largest):
-        _copies(backend, DIRECTIONS, largest)  # the first of everything is slow
-        transfers = {
-            str(d): [(n, round(median(_copies(backend, [d], n)[d] for _ in range(REPEATS)))) for n in sizes]
-            for d in DIRECTIONS
-        }
+    begin = time.monotonic()
+    transfers: dict[str, list[tuple[int, int]]] = {str(d): [] for d in DIRECTIONS}
+    with backend.arena(2 * sizes[-1], 2 * sizes[-1]):
+        for i, n in enumerate(sizes):
+            if i >= 2 and time.monotonic() - begin > seconds:
+                break
+            largest = n
+            _copies(backend, DIRECTIONS, n)  # the first of everything is slow
+            for d in DIRECTIONS:
+                transfers[d].append((n, round(median(_copies(backend, [d], n)[d] for _ in range(REPEATS)))))
         both = [_copies(backend, DIRECTIONS, largest) for _ in range(REPEATS)]
         launch = median(_launch(backend) for _ in range(REPEATS))
     alone = {d: transfers[d][-1][1] for d in DIRECTIONS}

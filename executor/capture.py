@@ -105,7 +105,7 @@ class Captured:
 def capture(
     model: nn.Module,
     loss_fn: Callable[[Any, Any], Tensor],
-    optimizer: Optimizer,
+    optimizer: Optimizer | None,
     example_batch: tuple[Any, Any],
     *,
     machine: Machine | None = None,
@@ -118,6 +118,7 @@ def capture(
     it is then captured as a CPU model.
 
     Args:
+        optimizer: None for a step without gradients: ``loss_fn(model(x), y)`` is all of it.
         example_batch: ``(x, y)``; only shapes and dtypes matter.
         machine: whose roofline gives the kernels' durations; gtx1080ti when not given.
         algorithms: give convolutions workspaces and variants, as in ``Captured.on``.
@@ -127,17 +128,18 @@ def capture(
     """
     if not isinstance(example_batch, (tuple, list)) or len(example_batch) != 2:
         raise CaptureError("example_batch is not a pair (x, y); capture_step takes a step of any form")
-    if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer) or not callable(loss_fn):
-        raise CaptureError("capture takes a torch.nn.Module, a callable loss, a torch.optim.Optimizer and a batch")
+    if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer | None) or not callable(loss_fn):
+        raise CaptureError("capture takes a torch.nn.Module, a callable loss, an Optimizer or None, and a batch")
 
     def step(x: Any, y: Any) -> Tensor:
         loss = loss_fn(model(x), y)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise CaptureError(f"the loss is {what}, not a tensor of one element")
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        if optimizer is not None:
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         return loss
 
     roots = [(model, ""), (loss_fn, "loss_fn"), (optimizer, "optimizer")]

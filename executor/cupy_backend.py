@@ -1,7 +1,8 @@
 """A GPU behind ``executor.backend``, with CuPy. The only file that imports it.
 
-The arena is one cudaMalloc, the host buffer one cudaHostAlloc, made once a run; no pool of CuPy's is used. Each stream
-is a CUDA stream without the legacy default stream's barriers.
+The arena is one cudaMalloc a run, the host buffer one cudaHostAlloc; pinning takes a third of a second per GiB, so that
+the buffer stays for the runs to come, grows where one needs more, and goes with ``close``. No pool of CuPy's is used.
+Each stream is a CUDA stream without the legacy default stream's barriers.
 
 1. A spin reads the GPU's own ``globaltimer``, in ns, so that its duration does not depend on clock rates. Between two
    kernels on a stream a GPU takes a few microseconds to launch and to record events, which the duration of a real
@@ -109,13 +110,14 @@ class CupyBackend(Backend):
             major, minor = divmod(runtime.runtimeGetVersion() // 10, 100)
             self.name = f"{properties['name'].decode()}, CUDA {major}.{minor}, CuPy {cupy.__version__}"
             kernels = cupy.RawModule(code=SOURCE)
+            kernels.compile()
             self._spin, self._fill, self._verify = (kernels.get_function(name) for name in ("spin", "fill", "verify"))
             self._blocks = 4 * int(properties["multiProcessorCount"])
             compute, d2h = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
             h2d = cupy.cuda.Stream(non_blocking=True) if copy_engines == 2 else d2h
         self._streams: dict[str, Any] = {"compute": compute, "d2h": d2h, "h2d": h2d}
         self._arena = self._pinned = self._clock = 0  # addresses
-        self._bytes = self._taken = self._checks = 0
+        self._bytes = self._taken = self._checks = self._pinned_bytes = 0
         self._slots: list[int] = []  # addresses of uint64[SLOTS]
         self._base: Any = None
 
@@ -124,8 +126,11 @@ class CupyBackend(Backend):
         """Errors of CUDA become one sentence."""
         try:
             yield
-        except (runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError, cupy.cuda.compiler.CompileException) as e:
-            raise BackendError(f"{self.task}: {what} ({e})" if self.task else f"{what} ({e})") from e
+        except BackendError:
+            raise
+        except (RuntimeError, OSError, cupy.cuda.compiler.CompileException) as e:  # of the runtime, driver, or loader
+            reason = f"{what} ({e})".splitlines()[0]
+            raise BackendError(f"{self.task}: {reason}" if self.task else reason) from e
 
     # ---------------------------------------------------------------------------------- memory
 
@@ -134,7 +139,9 @@ class CupyBackend(Backend):
             raise BackendError("there is an arena already; free it first")
         try:
             with self._talk(f"{host_bytes:,} bytes of host memory cannot be pinned"):
-                self._pinned = runtime.hostAlloc(max(host_bytes, 1), 0)
+                if not self._pinned or host_bytes > self._pinned_bytes:
+                    self._unpin()
+                    self._pinned, self._pinned_bytes = runtime.hostAlloc(max(host_bytes, 1), 0), host_bytes
             self.host = np.ctypeslib.as_array((ctypes.c_uint8 * host_bytes).from_address(self._pinned))
             with self._talk(f"an arena of {device_bytes:,} bytes cannot be allocated"):
                 self._clock = runtime.malloc(16)
@@ -161,17 +168,26 @@ class CupyBackend(Backend):
             pass  # after an error nothing runs any more, and the context gives back its memory with the process
         if hasattr(self, "host"):
             del self.host
-        for address in (self._pinned, self._arena, self._clock, *self._slots):
+        for address in (self._arena, self._clock, *self._slots):
             try:
                 if address:
-                    (runtime.freeHost if address == self._pinned else runtime.free)(address)
+                    runtime.free(address)
             except runtime.CUDARuntimeError:
                 pass  # as above
-        self._arena = self._pinned = self._clock = self._bytes = self._taken = self._checks = 0
+        self._arena = self._clock = self._bytes = self._taken = self._checks = 0
         self._slots, self._base, self.task = [], None, ""
+
+    def _unpin(self) -> None:
+        address, self._pinned, self._pinned_bytes = self._pinned, 0, 0
+        if address:
+            runtime.freeHost(address)
 
     def close(self) -> None:
         self.free()
+        try:
+            self._unpin()
+        except runtime.CUDARuntimeError:
+            pass  # as in free
         self._streams = {}
 
     # ---------------------------------------------------------------------------------- work

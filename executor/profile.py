@@ -13,6 +13,8 @@ kernel's inputs, outputs and workspace, so that a model larger than the GPU can 
    kernel is run for them. Numbers that the optimizer reads from a tensor (step counts) are 1.
 2. *Time*: the median of ``repeats`` runs after WARMUP ones. On CUDA between two torch.cuda.Events, all runs issued
    while the stream is kept busy, so that the time of the host is not in it; elsewhere by ``time.perf_counter_ns``.
+   An event costs a GPU a microsecond or two; so a run of a kernel shorter than SHORT_NS is ROW of them in a row, which
+   is how they follow each other in a step.
    Runs repeat on the same inputs, so that those that fit the cache are found there, as they mostly are in a step
    whose last kernel wrote them.
 3. *Workspace*: the peak of CUDA's caching allocator during one run, less what stood before it and less what is there
@@ -25,6 +27,7 @@ kernel's inputs, outputs and workspace, so that a model larger than the GPU can 
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 import time
@@ -45,7 +48,8 @@ from simulator.program import Program
 FORMAT = "profile/1"
 PROFILES = Path(__file__).resolve().parent.parent / "configs" / "profiles"
 WARMUP = 3
-ISSUE_CYCLES = 2_000_000  # of a GPU's clock, about 1 ms: the host issues the runs of a kernel meanwhile
+SHORT_NS, ROW = 1_000_000, 8
+CYCLES_PER_NS = 2.0  # of a GPU's clock, at most: the stream is kept busy while the host issues the runs of a kernel
 SLOW_NS = 50_000_000  # a run that takes longer is repeated three times only
 
 aten = torch.ops.aten
@@ -162,23 +166,26 @@ def with_profile(program: Program, profile: Profile) -> Program:
     return Program(program.name, program.tensors, kernels)
 
 
-def measure(captured: Captured, device: str | torch.device, machine: str = "", repeats: int = 7) -> Profile:
+def measure(
+    captured: Captured, device: str | torch.device, machine: str = "", repeats: int = 7, seconds: float = math.inf
+) -> Profile:
     """Measures every kernel of a captured program.
 
     Args:
         device: where; "cuda" or "cpu".
         machine: name of the machine that the profile is for.
         repeats: measured runs of each kernel, at least 1.
+        seconds: when they are over, no kernel is begun.
 
     Raises:
-        ProfileError: a kernel cannot be run alone, or there is no such device.
+        ProfileError: a kernel cannot be run alone, the time is over, or there is no such device.
     """
     if repeats < 1:
         raise ValueError(f"repeats: expected at least 1, got {repeats}")
     where = torch.device(device)
     if where.type == "cuda" and not torch.cuda.is_available():
         raise ProfileError("there is no CUDA GPU to profile on")
-    run = _Runner(captured, where, repeats)
+    run = _Runner(captured, where, repeats, time.monotonic() + seconds)
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else f"{where.type} ({torch.get_num_threads()})"
     with torch.random.fork_rng([torch.cuda.current_device()] if where.type == "cuda" else []), torch.enable_grad():
         # Without grad mode oneDNN's LSTM would keep nothing for its way back; no input asks for a gradient.
@@ -193,8 +200,8 @@ def measure(captured: Captured, device: str | torch.device, machine: str = "", r
 class _Runner:
     """Runs kernels one by one."""
 
-    def __init__(self, captured: Captured, device: torch.device, repeats: int):
-        self.captured, self.device, self.repeats = captured, device, repeats
+    def __init__(self, captured: Captured, device: torch.device, repeats: int, until: float = math.inf):
+        self.captured, self.device, self.repeats, self.until = captured, device, repeats, until
         self.known: dict[str, tuple[int, int]] = {}
         own = [d for node, d in zip(captured.placeholders, captured.devices, strict=True) if node in captured.values]
         main = next((d for d in own if d.type != "cpu"), torch.device("cpu"))
@@ -209,6 +216,8 @@ class _Runner:
         node = nodes[0]
         key = self._key(node)
         if key not in self.known:
+            if time.monotonic() > self.until:
+                raise ProfileError(f"the time for profiling was over at kernel {k} of {len(self.captured.nodes)}")
             try:
                 args, kwargs = self._inputs(node)
                 self.known[key] = self._measure(lambda: node.target(*args, **kwargs))  # type: ignore[operator]
@@ -228,26 +237,26 @@ class _Runner:
             for _ in range(WARMUP):
                 begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 begin.record()
-                call()
+                _, issue_ns = _timed(call)
                 end.record()
                 torch.cuda.synchronize()
-            slow = begin.elapsed_time(end) * 1e6 >= SLOW_NS
+            ns = begin.elapsed_time(end) * 1e6
+            runs, row = min(3, self.repeats) if ns >= SLOW_NS else self.repeats, ROW if ns < SHORT_NS else 1
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             out = call()
             torch.cuda.synchronize()
             workspace = max(0, torch.cuda.max_memory_allocated() - max(before, torch.cuda.memory_allocated()))
             del out
-            torch.cuda._sleep(ISSUE_CYCLES)
-            pairs = []
-            for _ in range(min(3, self.repeats) if slow else self.repeats):
-                pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                pair[0].record()
-                call()
-                pair[1].record()
-                pairs.append(pair)
+            pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(runs)]
+            torch.cuda._sleep(round(CYCLES_PER_NS * (500_000 + 1.5 * issue_ns * runs * row)))
+            for begin, end in pairs:
+                begin.record()
+                for _ in range(row):
+                    call()
+                end.record()
             torch.cuda.synchronize()
-            return round(median(a.elapsed_time(b) for a, b in pairs) * 1e6), workspace
+            return round(median(a.elapsed_time(b) for a, b in pairs) / row * 1e6), workspace
 
     # ------------------------------------------------------------------------------------ inputs
 

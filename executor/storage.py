@@ -31,10 +31,15 @@ from enum import Enum
 from queue import SimpleQueue
 from typing import Any, Literal, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 ALIGNMENT = 512
+PAGE = 4096  # bytes; the driver pins whole pages
+
+Bytes = npt.NDArray[np.uint8]
 
 
 class TransferError(RuntimeError):
@@ -44,8 +49,8 @@ class TransferError(RuntimeError):
 class Engines(Protocol):
     """One copy engine each way; copies of one direction are done in order, after the compute enqueued before them."""
 
-    def pinned(self, nbytes: int) -> Tensor:
-        """Host memory for copies, uint8[nbytes]; raises TransferError."""
+    def pinned(self, nbytes: int) -> Bytes:
+        """Host memory for copies, uint8[nbytes], given back with the array; raises TransferError."""
 
     def copy_out(self, host: Tensor, device: Tensor) -> Any:
         """Starts a swap-out; returns its event."""
@@ -102,11 +107,8 @@ class HostEngines:
             threading.Thread(target=_engine, args=(queue,), name=name, daemon=True).start()
             weakref.finalize(self, queue.put, None)
 
-    def pinned(self, nbytes: int) -> Tensor:
-        try:
-            return torch.empty(nbytes, dtype=torch.uint8)
-        except RuntimeError as error:
-            raise TransferError(f"{nbytes:,} bytes of host memory cannot be had: {_line(error)}") from None
+    def pinned(self, nbytes: int) -> Bytes:
+        return _memory(nbytes)
 
     def copy_out(self, host: Tensor, device: Tensor) -> _Copy:
         return self._enqueue(0, host, device)
@@ -143,20 +145,21 @@ class CudaEngines:
         self.device = device
         self.d2h, self.h2d = (torch.cuda.Stream(device) for _ in range(2))
 
-    def pinned(self, nbytes: int) -> Tensor:
-        try:
-            memory = torch.empty(nbytes, dtype=torch.uint8)
-        except RuntimeError as error:
-            raise TransferError(f"{nbytes:,} bytes of host memory cannot be had: {_line(error)}") from None
-        runtime = torch.cuda.cudart()
+    def pinned(self, nbytes: int) -> Bytes:
+        size = -(-nbytes // PAGE) * PAGE  # whole pages that nobody else pins
+        room = _memory(size + PAGE)
+        skip = -room.ctypes.data % PAGE
+        memory = room[skip : skip + size]
+        runtime, address = torch.cuda.cudart(), memory.ctypes.data
         with torch.cuda.device(self.device):
-            status = runtime.cudaHostRegister(memory.data_ptr(), nbytes, 0)
-        if int(status) != 0:
-            with contextlib.suppress(RuntimeError):  # the driver tells the next launch once more
-                torch.zeros((), device=self.device)
-            raise TransferError(f"{nbytes:,} bytes of host memory cannot be pinned: cudaHostRegister says {status}")
-        weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr())
-        return memory
+            status = runtime.cudaHostRegister(address, size, 0)
+            if int(status) != 0:
+                with contextlib.suppress(RuntimeError):  # the driver tells the next launch once more
+                    torch.zeros((), device=self.device)
+                why = runtime.cudaGetErrorString(status)
+                raise TransferError(f"{nbytes:,} bytes of host memory cannot be pinned: {why}")
+        weakref.finalize(room, _unpin, runtime, self.device, address)  # views keep it, not each other
+        return memory[:nbytes]
 
     def copy_out(self, host: Tensor, device: Tensor) -> torch.cuda.Event:
         return self._copy(self.d2h, host, device)
@@ -182,6 +185,20 @@ class CudaEngines:
     def synchronize(self) -> None:
         with contextlib.suppress(RuntimeError):  # who drains the streams has an error to report already
             torch.cuda.synchronize(self.device)
+
+
+def _memory(nbytes: int) -> Bytes:
+    try:
+        return np.empty(nbytes, np.uint8)
+    except MemoryError as error:
+        raise TransferError(f"{nbytes:,} bytes of host memory cannot be had: {_line(error)}") from None
+
+
+def _unpin(runtime: Any, device: torch.device, address: int) -> None:
+    with contextlib.suppress(RuntimeError):  # what failed before is not told here
+        torch.cuda.synchronize(device)  # no copy may still be under way there
+    with torch.cuda.device(device):
+        runtime.cudaHostUnregister(address)
 
 
 class Place(Enum):
@@ -410,6 +427,10 @@ class Blocks:
             else:
                 block.place = Place.DEVICE
 
+    def __del__(self) -> None:
+        for block in self.blocks.values():  # it knows its users and they know it: memory would wait for the collector
+            block.users = ()
+
 
 def slab(engines: Engines, sizes: dict[int, int]) -> dict[int, Tensor]:
     """One piece of pinned memory, cut: a place for each tensor, with a storage of its own (it is all that is saved when
@@ -418,7 +439,7 @@ def slab(engines: Engines, sizes: dict[int, int]) -> dict[int, Tensor]:
     for t, nbytes in sizes.items():
         offsets[t] = end
         end += -(-nbytes // ALIGNMENT) * ALIGNMENT
-    memory = engines.pinned(end).numpy()
+    memory = engines.pinned(end)  # a tensor made from it keeps the array, and so the memory
     return {t: torch.frombuffer(memory, dtype=torch.uint8, count=sizes[t], offset=at) for t, at in offsets.items()}
 
 

@@ -21,6 +21,8 @@ training eagerly or moving the model. A state dict is as ever a view: copy it, o
 For this the end of a step waits for copies of such tensors. ``with step:`` does not: copies run on over the
 boundary, as in the simulator, the parameters, buffers and optimizer state may not be looked at between two steps, and
 leaving it finishes.
+A step that nobody holds any more ends its copy engines and gives back its memory at once. What is away then stays on
+the host, in memory that lives as long as the tensors there: call ``finish()`` first where training goes on otherwise.
 
 Faults. Until the optimizer first writes, a step that fails (a kernel, a copy, memory) is undone: copies end, memory is
 returned, buffers written so far and the random state are put back, and StepError says what happened; the model is as
@@ -146,8 +148,7 @@ class PlannedStep:
         """The work of a step; see the module."""
         order, calls, program = self.order, self.calls, self.program
         again = {item.kernel for item in order.items if item.again and calls.random(item.kernel)}
-        self._generators = _generators(self.captured, self.device)
-        self._seeds: dict[int, list[Tensor]] = {}  # kernel -> random state before its first run; -1: the present one
+        self._random = _Random(_generators(self.captured, self.device))
         work: list[tuple[Any, ...]] = []
         grad_mode = False
         for k, group in groupby(order.items, key=lambda item: item.before_kernel):
@@ -162,9 +163,9 @@ class PlannedStep:
                     grad_mode = forward
                     before.append((torch._C._set_grad_enabled, forward))
                 if item.kernel in again:
-                    before.append((self._replay if item.again else self._save, item.kernel))
+                    before.append((self._random.replay if item.again else self._random.save, item.kernel))
                     if item.again:
-                        after.insert(0, (self._restore, -1))
+                        after.insert(0, (self._random.restore, _NOW))
                 work.append((tuple(before), item.charged, tuple(run), clear, item.freed, tuple(after)))
         first_write = (i for i, item in enumerate(order.items) if program.kernels[item.kernel].phase == "optimizer"
                        and not item.again and any(program.tensors[t].persistent
@@ -173,10 +174,16 @@ class PlannedStep:
         return work
 
     def _actions(self, moves: tuple[Move, ...]) -> list[Action]:
-        blocks = self._blocks
+        blocks, of, tensors = self._blocks, self.calls.of, self.program.tensors
+
+        def drop(t: int) -> None:
+            for slot in of.get(t, ()):
+                blocks.values[slot] = None
+            blocks.used -= tensors[t].nbytes
+
         acts = {"out": blocks.out, "in": blocks.swap_in, "reclaim": blocks.reclaim, "wait": blocks.wait,
-                "release": blocks.release, "drop": self._drop}  # fmt: skip
-        return [(acts[kind], t) for kind, t in moves if self.program.tensors[t].nbytes]
+                "release": blocks.release, "drop": drop}  # fmt: skip
+        return [(acts[kind], t) for kind, t in moves if tensors[t].nbytes]
 
     def _make_undo(self, everything: bool) -> None:
         """Where the content of what a step overwrites is kept: copies, by device and type, and their bindings."""
@@ -319,7 +326,7 @@ class PlannedStep:
 
     def _begin(self, batch: dict[fx.Node, Tensor], table: list[Any]) -> None:
         """What can be undone is noted; the batch is in its place, and what the plan has away at the boundary is."""
-        self._rng = [g.get_state() for g in self._generators]
+        self._random.save(_BEGIN)
         for into, bindings in self._undone:
             torch._foreach_copy_(into, [b.seen for b in bindings], non_blocking=True)
         for node, tensor in batch.items():
@@ -353,8 +360,7 @@ class PlannedStep:
                     torch._foreach_copy_([b.seen for b in bindings], copies)
                 for tensor, copy in self._undo_batch:
                     tensor.copy_(copy)
-                for generator, state in zip(self._generators, self._rng, strict=True):
-                    generator.set_state(state)
+                self._random.restore(_BEGIN)
                 left = "the model is as before the step"
             else:
                 left = "the optimizer had begun, and what it updated before this kernel is a step ahead of the rest"
@@ -362,22 +368,6 @@ class PlannedStep:
             raise StepError(f"{what} failed: {reason}; then the model could not be restored: {second}") from error
         if not isinstance(error, KeyboardInterrupt):
             raise StepError(f"{what} failed: {reason}; {left}") from error
-
-    def _drop(self, t: int) -> None:
-        for slot in self.calls.of.get(t, ()):
-            self._blocks.values[slot] = None
-        self._blocks.used -= self.program.tensors[t].nbytes
-
-    def _save(self, kernel: int) -> None:
-        self._seeds[kernel] = [g.get_state() for g in self._generators]
-
-    def _replay(self, kernel: int) -> None:
-        self._save(-1)
-        self._restore(kernel)
-
-    def _restore(self, kernel: int) -> None:
-        for generator, state in zip(self._generators, self._seeds[kernel], strict=True):
-            generator.set_state(state)
 
     # ------------------------------------------------------------------------------------ between steps
 
@@ -398,6 +388,28 @@ class PlannedStep:
     def __exit__(self, *_: object) -> None:
         self._open = False
         self.finish()
+
+
+_BEGIN, _NOW = -2, -1  # random states that are no kernel's: before the step, before a kernel runs again
+
+
+class _Random:
+    """States of all random generators, by what comes after them. (A class of its own: were these methods of the step,
+    its list of work would hold the step, and its memory would wait for the garbage collector.)"""
+
+    def __init__(self, generators: list[torch.Generator]):
+        self.generators, self.states = generators, dict[int, list[Tensor]]()
+
+    def save(self, kernel: int) -> None:
+        self.states[kernel] = [g.get_state() for g in self.generators]
+
+    def restore(self, kernel: int) -> None:
+        for generator, state in zip(self.generators, self.states[kernel], strict=True):
+            generator.set_state(state)
+
+    def replay(self, kernel: int) -> None:
+        self.save(_NOW)
+        self.restore(kernel)
 
 
 class _Interrupt:

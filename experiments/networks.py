@@ -1,9 +1,13 @@
-"""Networks that are really trained: built on a device, with content, ready to step."""
+"""Networks that are really trained: built on a device, with content, ready to step; their steps timed."""
 
 from __future__ import annotations
 
+import gc
+import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,27 +50,73 @@ def _tiny_resnet() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *blocks, nn.AvgPool2d(8), nn.Flatten(), nn.Linear(16, 10))
 
 
-NETWORKS: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, Tensor]]]] = {
-    "vgg16": lambda: _images(vgg.VGG(16), 100),
-    "resnet50": lambda: _images(resnet.ResNet(50), 100),
-    "gpt2_medium": lambda: _text(gpt2.GPT2(*gpt2.SIZES["medium"]), 8, gpt2.CONTEXT, gpt2.VOCABULARY),
-    "tiny_resnet": lambda: _images(_tiny_resnet(), 8, 16),
-    "tiny_gpt2": lambda: _text(gpt2.GPT2(3, 32, 2, vocabulary=64, context=16), 4, 16, 64),
+# Name -> the batch that it is trained with, and the model and one batch of any size.
+NETWORKS: dict[str, tuple[int, Callable[[int], tuple[nn.Module, tuple[Tensor, Tensor]]]]] = {
+    "vgg16": (100, lambda n: _images(vgg.VGG(16), n)),
+    "resnet50": (100, lambda n: _images(resnet.ResNet(50), n)),
+    "gpt2_medium": (8, lambda n: _text(gpt2.GPT2(*gpt2.SIZES["medium"]), n, gpt2.CONTEXT, gpt2.VOCABULARY)),
+    "tiny_resnet": (8, lambda n: _images(_tiny_resnet(), n, 16)),
+    "tiny_gpt2": (4, lambda n: _text(gpt2.GPT2(3, 32, 2, vocabulary=64, context=16), n, 16, 64)),
 }
 
 
-def build(name: str, device: str, seed: int = 0, foreach: bool | None = False) -> Network:
+def own_batch(name: str) -> int:
+    """The batch that a network is trained with."""
+    return NETWORKS[name][0]
+
+
+def build(name: str, device: str, seed: int = 0, foreach: bool | None = False, batch: int | None = None) -> Network:
     """A network with random content; the same seed gives the same on one device.
 
     ``foreach``: of the optimizer; None as PyTorch chooses, False one parameter at a time, as captured steps do it.
     """
     torch.manual_seed(seed)
+    own, make = NETWORKS[name]
     with torch.device(device):
-        model, batch = NETWORKS[name]()
-    text = batch[0].dtype == torch.int64
+        model, data = make(batch or own)
+    text = data[0].dtype == torch.int64
     optimizer: torch.optim.Optimizer = (
         torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=foreach) if text
         else torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, foreach=foreach)
     )  # fmt: skip
     blocks = tuple(m for m in model.modules() if isinstance(m, (resnet.Block, gpt2.Block)))
-    return Network(name, model, nn.CrossEntropyLoss(), optimizer, batch, blocks)
+    return Network(name, model, nn.CrossEntropyLoss(), optimizer, data, blocks)
+
+
+def timed(step: Callable[[], Any], count: int, device: str) -> tuple[list[Any], list[int]]:
+    """So many steps: what they return, and ns of each. On CUDA they follow each other without a wait in between, as in
+    training, and events on the current stream tell when each was over."""
+    results: list[Any] = []
+    times: list[int] = []
+    if device != "cuda":
+        for _ in range(count):
+            begin = time.perf_counter_ns()
+            results.append(step())
+            times.append(time.perf_counter_ns() - begin)
+        return results, times
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    torch.cuda.synchronize()
+    marks[0].record()
+    for mark in marks[1:]:
+        results.append(step())
+        mark.record()
+    torch.cuda.synchronize()
+    return results, [round(1e6 * a.elapsed_time(b)) for a, b in zip(marks, marks[1:], strict=False)]
+
+
+def give_back() -> None:
+    """Memory of what is not used any more goes back to the device and to the host."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        if hasattr(torch._C, "_host_emptyCache"):  # of PyTorch 2.6 and later: pinned memory
+            torch._C._host_emptyCache()
+
+
+def host_bytes() -> int:
+    """Memory of this computer that may be pinned: three quarters of what it has, or of what this process may take."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    group = Path("/sys/fs/cgroup/memory.max")
+    if group.exists() and (text := group.read_text().strip()).isdigit():
+        total = min(total, int(text))
+    return total * 3 // 4

@@ -12,16 +12,14 @@ setting is the mildest whose measured peak is within the limit, found by bisecti
 the plan's limit is lowered by what the measured peak was over, up to TRIES times.
 
 Choices: (a) each trial starts with a new model of the same seed and the same batch; (b) time is the median of STEPS
-steps after two, each waited for; (c) the peak is that of the measured steps, PyTorch's allocator's ``allocated``;
-(d) on the CPU storages seen by a dispatch mode are counted, and for ours its ledger, so that everything but
-save_on_cpu can be tried without a GPU; (e) optimizers are as PyTorch chooses (``foreach``), except for ours, which
-updates one parameter at a time.
+steps after two, which follow each other without a wait; (c) the peak is that of the measured steps, PyTorch's
+allocator's ``allocated``; (d) on the CPU storages seen by a dispatch mode are counted, and for ours its ledger, so that
+everything but save_on_cpu can be tried without a GPU; (e) optimizers are as PyTorch chooses (``foreach``), except for
+ours, which updates one parameter at a time.
 """
 
 from __future__ import annotations
 
-import gc
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,11 +37,17 @@ import agents
 from executor import PlannedStep, StepError, capture
 from executor.capture import CaptureError
 from executor.profile import ProfileError, measure, with_profile
-from experiments.networks import Network, build
+from experiments.deadline import TimeUp, within
+from experiments.networks import Network, build, give_back, timed
 from simulator import Machine, Plan, Program, simulate
 
 STEPS, TRIES = 5, 4
-OURS = {"capuchin": {}, "superneurons": {}, "lp_round": {"calls": 2000}}  # planners and options
+GRACE = 5.0  # seconds that what has begun may take longer than there are
+OURS: dict[str, dict[str, int]] = {
+    "capuchin": {},
+    "superneurons": {},
+    "lp_round": {"calls": 2000},
+}  # planners and options
 BUDGETS = (1.0, 0.7, 0.5, 0.35, 0.2, 0.0)  # of torch.compile
 METHODS = ("eager", "ours", "checkpoint", "save_on_cpu", "selective", "compile")
 MIB = 2**20
@@ -84,17 +88,27 @@ def compare(
     """Adds a row per workload, limit and method: ``measured_ns``, ``measured_peak``, ``limit``, ``setting``,
     ``overhead`` against eager without a limit; or ``failed``. Workloads without blocks are left out."""
     for name in workloads:
+        if record.left() <= 0:
+            record.add("compare", workload=name, method="all", failed="no time left")
+            continue
         count = len(_build(name, device).blocks)
         if not count:
             record.add("compare", workload=name, method="all", failed="the network has no blocks to checkpoint")
             continue
-        eager = trial(name, device, lambda network: None)
+        try:
+            with within(record.left() + GRACE):
+                if device == "cuda":
+                    trial(name, device, lambda network: None)  # libraries take what they keep
+                eager = trial(name, device, lambda network: None)
+        except TimeUp:
+            record.add("compare", workload=name, method="all", failed="stopped: the time was over")
+            continue
         record.add("compare", workload=name, fraction=1.0, method="eager", measured_ns=eager.ns, limit=eager.peak,
                    measured_peak=eager.peak, overhead=0.0, setting="")  # fmt: skip
         for method in methods:
             if method == "eager":
                 continue
-            search = _Ours(name, device, machine) if method == "ours" else _Levels(name, device, method, count)
+            search = _Ours(name, device, machine) if method == "ours" else Levels(name, device, method, count)
             for f in limits:
                 limit = eager.between + round(f * (eager.peak - eager.between))
                 row = {"workload": name, "fraction": f, "method": method, "limit": limit}
@@ -102,7 +116,10 @@ def compare(
                     record.add("compare", **row, failed="no time left")
                     continue
                 try:
-                    found = search.within(limit)
+                    with within(record.left() + GRACE):
+                        found = search.within(limit)
+                except TimeUp:
+                    record.add("compare", **row, failed="stopped: the time was over")
                 except Unreachable as error:
                     record.add("compare", **row, failed=str(error))
                 except Exception as error:  # a method that breaks must not end the run; the row says so
@@ -127,9 +144,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _build(name: str, device: str) -> Network:
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
+    give_back()
     return build(name, device, foreach=None)
 
 
@@ -137,7 +152,7 @@ def trial(
     name: str, device: str, prepare: Callable[[Network], Callable[[Tensor], Any] | None], setting: str = ""
 ) -> Trial:
     """Trains a new network as ``prepare`` leaves it; what it returns is run in the place of the model."""
-    gc.collect()
+    give_back()
     before = torch.cuda.memory_allocated() if device == "cuda" else 0
     network = _build(name, device)
     forward = prepare(network)
@@ -147,7 +162,7 @@ def trial(
 def _measured(device: str, step: Callable[[], Any], before: int) -> Trial:
     """Time and peak of a step."""
     torch.manual_seed(1)
-    cuda, counter = device == "cuda", _Counter()
+    cuda, counter = device == "cuda", Counter()
     step()
     if cuda:
         step()
@@ -157,43 +172,41 @@ def _measured(device: str, step: Callable[[], Any], before: int) -> Trial:
         with counter:
             step()
     between = torch.cuda.memory_allocated() - before if cuda else counter.count()
-    times = []
-    for _ in range(STEPS):
-        begin = time.perf_counter_ns()
-        step()
-        if cuda:
-            torch.cuda.synchronize()
-        times.append(time.perf_counter_ns() - begin)
+    _, times = timed(step, STEPS, device)
     peak = torch.cuda.max_memory_allocated() - before if cuda else counter.peak
     return Trial(median(times), peak, between)
 
 
-class _Counter(TorchDispatchMode):
+class Counter(TorchDispatchMode):
     """Bytes of the storages that operators have met and that are still there."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.live: dict[StorageWeakRef, int] = {}
-        self.peak = 0
+        self.known: dict[StorageWeakRef, int] = {}
+        self.bytes = self.peak = 0  # of all known, some of which may be gone; of those that were there at once
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for x in tree_leaves((args, kwargs, out)):
             if isinstance(x, Tensor) and x.device.type == "cpu":
-                self.live[StorageWeakRef(x.untyped_storage())] = x.untyped_storage().nbytes()
-        self.peak = max(self.peak, self.count())
+                ref, nbytes = StorageWeakRef(x.untyped_storage()), x.untyped_storage().nbytes()
+                self.bytes += nbytes - self.known.get(ref, 0)
+                self.known[ref] = nbytes
+        if self.bytes > self.peak:  # only then it matters what is gone
+            self.peak = max(self.peak, self.count())
         return out
 
     def count(self) -> int:
         """Bytes now."""
-        self.live = {s: n for s, n in self.live.items() if not s.expired()}
-        return sum(self.live.values())
+        self.known = {s: n for s, n in self.known.items() if not s.expired()}
+        self.bytes = sum(self.known.values())
+        return self.bytes
 
 
 # ------------------------------------------------------------------------------------------- PyTorch's own
 
 
-class _Levels:
+class Levels:
     """A method with settings from mild to strong; each is measured once."""
 
     def __init__(self, name: str, device: str, method: str, blocks: int):
@@ -280,7 +293,7 @@ class _Ours:
 
     def at(self, aim: int) -> Trial:
         """A step planned for ``aim`` bytes."""
-        gc.collect()
+        give_back()
         before = torch.cuda.memory_allocated() if self.device == "cuda" else 0
         n = _build(self.name, self.device)
         try:
@@ -297,13 +310,18 @@ class _Ours:
         return replace(found, setting=setting, peak=found.peak if self.device == "cuda" else step.peak_bytes)
 
 
+def smallest_block(program: Program) -> int:
+    """Bytes from which on a tensor is worth moving."""
+    return max(1, min(MIB, program.peak_bytes // 500))
+
+
 def best_plan(program: Program, machine: Machine, limit: int) -> Plan:
     """The fastest of OURS' plans, simulated; raises Unreachable where none has one."""
     plans, reasons = [], []
     for planner, options in OURS.items():
-        smallest = {"min_bytes": max(1, min(MIB, program.peak_bytes // 500))}
         try:
-            plans.append(agents.make(planner, **options, **smallest).plan(program, machine, limit))
+            made = agents.make(planner, **options, min_bytes=smallest_block(program))
+            plans.append(made.plan(program, machine, limit))
         except agents.Infeasible as error:
             reasons.append(str(error))
     if not plans:

@@ -4,11 +4,17 @@
 
 1. calibrates the machine;  2. captures and profiles each workload;  3. plans it, by every planner that needs no
 training, in worker processes with a time limit;  4. replays each plan;  5. trains real steps under some of them, with
-PyTorch's memory capped;  6. with ``compare=true``, runs what PyTorch offers beside ours (experiments/side_by_side.py).
+PyTorch's memory capped;  6. with ``compare=true``, runs what PyTorch offers beside ours (experiments/side_by_side.py);
+7. with ``largest=true``, searches the largest batch of each (experiments/largest_batch.py).
 
 Everything measured is appended to ``measurements.jsonl`` at once, so that a run that is stopped leaves what it has. At
-the end, and also then, it is gathered in results.json, table.md and PNGs. What does not fit into ``seconds`` is left
-out and named. A limit of 0.7 is persistent tensors and 70 % of what the peak has above them.
+the end, and also then, it is gathered in results.json, table.md and PNGs. A limit of 0.7 is persistent tensors and
+70 % of what the peak has above them.
+
+Time. The default run ends within 8 minutes: ``seconds`` are 440, and the rest is for imports and for the PNGs. Each
+stage has a share of what is left when it begins, and looks at the clock before each of its items; an item that has
+begun is broken off GRACE after the end of its stage, when Python next has its turn. What is left out or broken off has
+a row that says so. ``compare`` makes ``seconds`` 1500; ``largest`` has its own ``largest_seconds`` on top.
 
 ``backend=host`` does the same in small without a GPU: tiny models, the host backend as the GPU, kernels' durations
 scaled up to what threads can keep. Training then runs on the CPU at its own speed: no times are predicted for it.
@@ -18,7 +24,6 @@ Nothing but PyTorch, CuPy, NumPy, SciPy, Numba, Matplotlib, PyYAML and rich is n
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import multiprocessing
 import os
@@ -32,7 +37,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-# Before PyTorch is: memory in segments that grow, so that a cap counts bytes and not fragments.
+# Before PyTorch is: memory in segments that grow, so that a cap counts bytes and not fragments. (2.9 calls this name
+# deprecated and does not hear its new one.)
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import torch
@@ -45,9 +51,12 @@ from executor.backend import BackendError
 from executor.calibrate import calibrate
 from executor.capture import Captured
 from executor.profile import ProfileError, measure, path_of, with_profile
-from experiments import side_by_side
-from experiments.networks import Network, build
-from experiments.validate_plot import scatter, timelines
+from experiments import largest_batch, side_by_side
+from experiments.deadline import TimeUp, within
+from experiments.largest_batch import CAPS
+from experiments.networks import Network, build, give_back, host_bytes, timed
+from experiments.side_by_side import GRACE, METHODS, smallest_block
+from experiments.validate_plot import batches, scatter, timelines
 from experiments.validate_settings import Settings, UsageError, parse
 from simulator import Machine, Plan, Program, simulate
 from simulator.files import FormatError, write_json, write_text
@@ -55,14 +64,14 @@ from simulator.plan import PlanError
 from simulator.reference import OutOfMemory
 
 FORMAT = "validation/1"
-CAPS = (1.02, 1.1, 1.25)  # of the limit: what PyTorch's allocator may take, the first that a step runs with
 # Of the time that is left when it begins; less for the last two where the comparison comes after them.
-PLANNING, REPLAYING, TRAINING = 0.4, 0.65, 1.0
+CALIBRATING, PROFILING, PLANNING, REPLAYING, TRAINING = 0.06, 0.35, 0.4, 0.65, 1.0
 REPLAYING_BEFORE, TRAINING_BEFORE = 0.3, 0.2
 # Less work for planners that search, so that all have their turn.
 LESS = {"cuda": {"calls": 4000, "time_limit": 20.0, "iterations": 50},
         "host": {"calls": 500, "time_limit": 3.0, "iterations": 10, "particles": 50}}  # fmt: skip
-MIB = 2**20
+MIB, PAGE = 2**20, 2**21  # a GPU gives memory in pages
+LATE, STOPPED = "no time left", "stopped: the time was over"
 REPLAY: dict[str, dict[str, Any]] = {"cuda": {}, "host": {"iterations": 3, "warmup": 1, "seconds": 1.0}}
 # The host as a GPU: transfers slow enough for threads.
 HOST = Machine("host", 2**30, 50_000_000, 50_000_000, copy_latency_ns=200_000, host_bytes=2**30,
@@ -86,7 +95,7 @@ class Record:
         self.file.flush()
         head = " ".join(str(row[k]) for k in ("workload", "fraction", "planner", "method") if k in row)
         times = (f"{k.removesuffix('_ns')} {row[k] / 1e6:.2f} ms" for k in row if k.endswith("_ns") and row[k])
-        what = row.get("failed") or ", ".join(times)
+        what = row.get("failed") or ", ".join(times) or (f"batch {row['batch']}" if "batch" in row else "")
         line = f"[{time.monotonic() - self.begin:5.0f} s] {kind} {head}: {what}"
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -115,12 +124,16 @@ class Case:
 
 def cases(settings: Settings, machine: Machine, record: Record) -> list[Case]:
     """Captures and profiles the workloads."""
-    out = []
+    out, until = [], record.share(PROFILING)
     for name in settings.workloads:
+        if record.left(until) <= 0:
+            record.add("profile", workload=name, failed=f"{LATE}; it is not planned, replayed or trained")
+            continue
         try:
-            program = profiled(settings, name, machine, record)
-        except ProfileError as error:
-            record.add("profile", workload=name, failed=str(error))
+            with within(record.left(until) + GRACE):
+                program = profiled(settings, name, machine, record, record.left(until))
+        except (ProfileError, TimeUp) as error:
+            record.add("profile", workload=name, failed=str(error) or STOPPED)
             continue
         persistent = sum(t.nbytes for t in program.tensors if t.persistent)
         out += [Case(name, program, f, persistent + round(f * (program.peak_bytes - persistent)))
@@ -128,10 +141,10 @@ def cases(settings: Settings, machine: Machine, record: Record) -> list[Case]:
     return out
 
 
-def profiled(settings: Settings, name: str, machine: Machine, record: Record) -> Program:
+def profiled(settings: Settings, name: str, machine: Machine, record: Record, seconds: float) -> Program:
     """The program of a workload with measured durations."""
     captured = captured_step(fresh(name, settings.device), machine)
-    profile = measure(captured, settings.device, machine.name)
+    profile = measure(captured, settings.device, machine.name, seconds=seconds)
     profile.save(record.out / "profiles" / path_of(profile).name)
     program = with_profile(captured.program, profile)
     if settings.backend == "host":
@@ -149,13 +162,6 @@ def fresh(name: str, device: str) -> Network:
     return build(name, device)
 
 
-def give_back() -> None:
-    """Memory of what is not used any more goes back to the device."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
 def captured_step(network: Network, machine: Machine) -> Captured:
     """The network's step as a program."""
     return capture(network.model, network.loss_fn, network.optimizer, network.batch, machine=machine, name=network.name)
@@ -168,7 +174,7 @@ def plan_one(planner: str, case: Case, machine: Machine, less: dict[str, float])
     """The plan, or why there is none; and seconds. Of the options ``less``, those that the planner has."""
     begin = time.monotonic()
     try:
-        wanted = {**less, "min_bytes": max(1, min(MIB, case.program.peak_bytes // 500))}
+        wanted = {**less, "min_bytes": smallest_block(case.program)}
         options = {key: value for key, value in wanted.items() if key in agents.options(planner)}
         found: Plan | str = agents.make(planner, **options).plan(case.program, machine, case.limit)
     except agents.Infeasible as error:
@@ -182,13 +188,10 @@ def plan_one(planner: str, case: Case, machine: Machine, less: dict[str, float])
 
 @contextmanager
 def planning(workers: int) -> Iterator[Any]:
-    """A pool of processes, None for none; what still runs at the end is terminated.
+    """A pool of processes; what still runs at the end is terminated.
 
     They are forked, so it must be made before there are threads and before CUDA is used.
     """
-    if not workers:
-        yield None
-        return
     ignore = signal.SIGINT, signal.SIG_IGN  # Ctrl-C is for the parent
     with multiprocessing.get_context("fork").Pool(workers, signal.signal, ignore) as pool:
         yield pool
@@ -215,10 +218,6 @@ def make_plans(
 
     less, until = LESS[settings.backend], record.share(PLANNING)
     jobs = [(planner, case, machine, less) for planner in settings.planners for case in todo]  # the exact one is last
-    if pool is None:
-        for job in jobs:
-            keep(job[1], job[0], plan_one(*job) if record.left(until) > 0 else None)
-        return found
     answers = [pool.apply_async(plan_one, job) for job in jobs]
     for job, answer in zip(jobs, answers, strict=True):
         try:
@@ -243,15 +242,16 @@ def replay_all(settings: Settings, plans: list[tuple[Case, Plan]], machine: Mach
         for case, plan in plans:
             row = {"workload": case.workload, "fraction": case.fraction, "limit": case.limit, "planner": plan.planner}
             if record.left(until) <= 0:
-                record.add("replay", **row, failed="no time left")
+                record.add("replay", **row, failed=LATE)
                 continue
             try:
-                found = replay(case.program, plan, machine, case.limit, backend, **REPLAY[settings.backend])
-                if (case.workload, case.fraction) not in checked and plan.decisions:
-                    checked.add((case.workload, case.fraction))
-                    row["checks"] = replay(case.program, plan, machine, case.limit, backend, 2, 1, "check").checks
-            except (ReplayError, BackendError, PlanError, OutOfMemory) as error:
-                record.add("replay", **row, failed=str(error))
+                with within(record.left(until) + GRACE):
+                    found = replay(case.program, plan, machine, case.limit, backend, **REPLAY[settings.backend])
+                    if (case.workload, case.fraction) not in checked and plan.decisions:
+                        checked.add((case.workload, case.fraction))
+                        row["checks"] = replay(case.program, plan, machine, case.limit, backend, 2, 1, "check").checks
+            except (ReplayError, BackendError, PlanError, OutOfMemory, TimeUp) as error:
+                record.add("replay", **row, failed=str(error) or STOPPED)
                 continue
             record.add(
                 "replay", **row, predicted_ns=found.predicted_ns, measured_ns=found.iteration_ns, error=found.error,
@@ -274,20 +274,20 @@ def train_all(settings: Settings, plans: list[tuple[Case, Plan]], machine: Machi
             continue
         row = {"workload": case.workload, "fraction": case.fraction, "limit": case.limit, "planner": plan.planner}
         if record.left(until) <= 0:
-            record.add("train", **row, failed="no time left")
+            record.add("train", **row, failed=LATE)
             continue
-        if case.workload not in eager:
-            eager[case.workload] = steps(settings, fresh(case.workload, settings.device).step)
-        timeline = simulate(case.program, plan, machine, case.limit)
-        for cap in CAPS if settings.device == "cuda" else (1.0,):
-            try:
-                got = train_one(settings, case, plan, machine, cap)
-                break
-            except (RuntimeError, PlanError) as error:  # StepError, and what a device out of memory raises
-                got = {"failed": f"within {cap} times the limit: {error}"}
+        try:
+            with within(record.left(until) + GRACE):
+                if case.workload not in eager:  # twice: the second tells whether eager is equal to itself
+                    first, again = (steps(settings, fresh(case.workload, settings.device).step) for _ in range(2))
+                    eager[case.workload] = again | {"equal": first["losses"] == again["losses"]}
+                got = train_capped(settings, case, plan, machine)
+        except TimeUp:
+            got = {"failed": STOPPED}
         if "failed" not in got:
+            timeline = simulate(case.program, plan, machine, case.limit)
             losses = got.pop("losses")
-            got |= {"cap": cap, "equal": losses == eager[case.workload]["losses"],
+            got |= {"equal": losses == eager[case.workload]["losses"], "eager_equal": eager[case.workload]["equal"],
                     "measured_peak": got.get("device_peak", got["ledger"]),
                     "predicted_ns": timeline.iteration_ns if settings.device == "cuda" else None,
                     "predicted_peak": timeline.peak_bytes, "eager_ns": eager[case.workload]["measured_ns"]}  # fmt: skip
@@ -296,14 +296,27 @@ def train_all(settings: Settings, plans: list[tuple[Case, Plan]], machine: Machi
         record.add("train", **row, **got)
 
 
+def train_capped(settings: Settings, case: Case, plan: Plan, machine: Machine) -> dict[str, Any]:
+    """Steps under a plan within the smallest of CAPS that they run with, or why there is none."""
+    failed = ""
+    for cap in CAPS if settings.device == "cuda" else (1.0,):
+        try:
+            return {**train_one(settings, case, plan, machine, cap), "cap": cap}
+        except (RuntimeError, PlanError) as error:  # StepError, and what a device out of memory raises
+            failed = f"within {cap} times the limit: {error}"
+    return {"failed": failed}
+
+
 def train_one(settings: Settings, case: Case, plan: Plan, machine: Machine, cap: float) -> dict[str, Any]:
-    """Steps under a plan with PyTorch's memory capped at ``cap`` times the limit."""
+    """Steps under a plan with PyTorch's memory capped at ``cap`` times the limit, above what libraries hold."""
     cuda = settings.device == "cuda"
+    give_back()
+    held = (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) if cuda else (0, 0)
     network = fresh(case.workload, settings.device)
     captured = replace(captured_step(network, machine), program=case.program)
     if cuda:
         total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, cap * case.limit / total))
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (cap * case.limit + held[1]) / total))
     try:
         step = PlannedStep(captured, plan, machine, case.limit)
         with step:
@@ -311,7 +324,9 @@ def train_one(settings: Settings, case: Case, plan: Plan, machine: Machine, cap:
     finally:
         if cuda:
             torch.cuda.set_per_process_memory_fraction(1.0)
-    return {**found, "ledger": step.peak_bytes}
+    if cuda:
+        found["device_peak"] -= held[0]
+    return {**found, "ledger": step.peak_bytes, "libraries": held[0]}
 
 
 def steps(settings: Settings, step: Any) -> dict[str, Any]:
@@ -323,12 +338,8 @@ def steps(settings: Settings, step: Any) -> dict[str, Any]:
     wait()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    times = []
-    for _ in range(settings.steps):
-        begin = time.perf_counter_ns()
-        losses.append(step())
-        wait()
-        times.append(time.perf_counter_ns() - begin)
+    more, times = timed(step, settings.steps, settings.device)
+    losses += more
     peak = {"device_peak": torch.cuda.max_memory_allocated()} if cuda else {}
     return {"losses": [float(x) for x in losses], "measured_ns": median(times), **peak}
 
@@ -337,14 +348,19 @@ def steps(settings: Settings, step: Any) -> dict[str, Any]:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Errors of the time and of the peak: mean absolute and worst; and what took more than its limit."""
+    """Errors of the time and of the peak, mean absolute and worst; how many took more than their limit, and how many
+    replays' arenas did by the device's own count, which is of whole pages."""
     time_errors = [abs(r["error"]) for r in rows if r.get("error") is not None]
     peaks = [abs(r["measured_peak"] / r["predicted_peak"] - 1) for r in rows]
     out: dict[str, Any] = {"count": len(rows)}
     for name, errors in (("time", time_errors), ("peak", peaks)):
         if errors:
             out[name] = {"mean_absolute": sum(errors) / len(errors), "worst": max(errors)}
-    return out | {"over_limit": sum(r["measured_peak"] > r["limit"] for r in rows)}
+    arenas = [r for r in rows if "device_bytes" in r]
+    return out | {
+        "over_limit": sum(r["measured_peak"] > r["limit"] for r in rows),
+        "arenas_over_limit": sum(r["device_bytes"] > -(-r["limit"] // PAGE) * PAGE for r in arenas),
+    }
 
 
 def write_results(settings: Settings, machine: Machine | None, record: Record) -> None:
@@ -380,12 +396,15 @@ def write_results(settings: Settings, machine: Machine | None, record: Record) -
     failed = [r for r in record.rows if "failed" in r]
     text += "".join(f"\n- {r['kind']} {r.get('workload', '')} {r.get('fraction', '')} "
                     f"{r.get('planner', r.get('method', ''))}: {r['failed']}" for r in failed) + "\n"  # fmt: skip
-    if any("method" in r for r in record.rows):
-        text += "\n" + side_by_side.table(record.of("compare"))
+    for kind, made in (("compare", side_by_side.table), ("largest", largest_batch.table)):
+        if any(r["kind"] == kind for r in record.rows):
+            text += "\n" + made(record.of(kind))
     write_text(record.out / "table.md", text)
     record.console.print(table)
     if record.of("replay"):
         scatter(record.out / "predicted_vs_measured.png", record.of("replay"), record.of("train"))
+    if record.of("largest"):
+        batches(record.out / "largest_batch.png", record.of("largest"))
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -406,16 +425,25 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         with planning(settings.workers) as pool:
             with open_backend(settings.backend, base) as backend:
-                found = calibrate(backend, base, 2**20 if settings.backend == "host" else 2**30)
+                seconds = CALIBRATING * settings.seconds
+                with within(seconds + GRACE):
+                    found = calibrate(backend, base, 2**20 if settings.backend == "host" else 2**30, seconds=seconds)
             machine = found.machine
+            if settings.backend == "cuda":
+                machine = replace(machine, host_bytes=min(machine.host_bytes, host_bytes()))
             found.save(out / "machine.yaml")
             record.add("calibration", device=found.device, fit_error=found.fit_error, machine=machine.to_dict())
             plans = make_plans(settings, cases(settings, machine, record), machine, record, pool)
         replay_all(settings, plans, machine, record)
         train_all(settings, plans, machine, record)
+        names, device = settings.workloads, settings.device
+        methods = [m for m in METHODS if m != "compile" or device == "cuda"]
         if settings.compare:
-            methods = [m for m in side_by_side.METHODS if m != "compile" or settings.backend == "cuda"]
-            side_by_side.compare(settings.workloads, settings.limits, settings.device, machine, record, methods)
+            side_by_side.compare(names, settings.limits, device, machine, record, methods)
+        if settings.largest:
+            largest_batch.search(names, device, machine, record, settings.largest_seconds, methods)
+    except TimeUp:
+        record.add("calibration", failed=f"{STOPPED}; nothing else was measured")
     except (BackendError, CaptureError, FormatError) as error:
         print(error, file=sys.stderr)
         return 2

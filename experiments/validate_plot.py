@@ -108,6 +108,28 @@ def timelines(path: Path, found: Measured, workload: str, planner: str) -> None:
         made.legend(handles=handles, loc="outside upper right", ncols=4, fontsize=9)
 
 
+def batches(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """The largest batch of each method, a panel per workload, the largest on top.
+
+    Args:
+        rows: with ``workload``, ``method``, ``batch``, ``own_batch``, ``cap`` (bytes) and ``time_over``.
+    """
+    names = list(dict.fromkeys(r["workload"] for r in rows))
+    with _figure(path, 4.2 * max(2, len(names)), 3.6) as made:
+        for axes, name in zip(made.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+            shown = sorted((r for r in rows if r["workload"] == name), key=lambda r: r["batch"])
+            most = max(r["batch"] for r in shown)
+            axes.barh([r["method"] for r in shown], [r["batch"] for r in shown], color=MEASURED, height=0.6)
+            for i, r in enumerate(shown):
+                text = f"{'at least ' * r['time_over']}{r['batch']} ({r['batch'] / r['own_batch']:.1f}×)"
+                axes.annotate(text, (r["batch"], i), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)
+            axes.axvline(shown[0]["own_batch"], color=LIMIT, lw=0.9, ls="--")
+            axes.set(xlim=(0, most * 1.45), xlabel="largest batch", title=f"{name}, {shown[0]['cap'] / MIB:,.1f} MiB")
+            axes.grid(visible=False, axis="y")
+        made.suptitle("Largest batch in the memory that eager needs for its own (dashed)", x=0.01, ha="left",
+                      fontweight="bold")  # fmt: skip
+
+
 def _streams(axes: Axes, timeline: Timeline, start: int) -> None:
     """Three rows of bars."""
     for row, stream in enumerate(reversed(STREAMS)):

@@ -30,8 +30,10 @@ class Settings:
         planners, train: which plan and replay, and which plans are trained under.
         steps: measured training steps.
         seconds: for everything; COMPARING with ``compare``.
-        workers: processes that plan; 0: none but this one, without a time limit for single planners.
+        workers: processes that plan, at least 1.
         compare: also run experiments/side_by_side.py.
+        largest, largest_seconds: also search the largest batches (experiments/largest_batch.py), in a time of its own
+            that comes after ``seconds``.
     """
 
     backend: str = "cuda"
@@ -42,9 +44,11 @@ class Settings:
     planners: tuple[str, ...] = tuple(name for name in agents.PLANNERS if name not in TRAINED)
     train: tuple[str, ...] = ("autoswap_swdoa", "superneurons", "capuchin", "lp_round")
     steps: int = 5
-    seconds: float = 450.0
+    seconds: float = 440.0
     workers: int = 14
     compare: bool = False
+    largest: bool = False
+    largest_seconds: float = 900.0
 
     @property
     def device(self) -> str:
@@ -53,7 +57,7 @@ class Settings:
 
 
 ON_HOST = Settings("host", machine="", workloads=("tiny_resnet", "tiny_gpt2"), limits=(0.7,), steps=2, seconds=40.0,
-                   workers=2)  # fmt: skip
+                   workers=2, largest_seconds=60.0)  # fmt: skip
 
 
 def parse(words: Sequence[str]) -> Settings:
@@ -93,6 +97,6 @@ def parse(words: Sequence[str]) -> Settings:
                 raise UsageError(f"{key}: there is no {name!r}; there are {', '.join(known)}")
     if not settings.workloads or not all(0 < f <= 1 for f in settings.limits) or not settings.limits:
         raise UsageError("workloads and limits: expected at least one of each, limits above 0 and at most 1")
-    if settings.steps < 1 or settings.workers < 0 or settings.seconds <= 0:
-        raise UsageError("steps and seconds: expected more than 0, workers at least 0")
+    if settings.steps < 1 or settings.workers < 1 or min(settings.seconds, settings.largest_seconds) <= 0:
+        raise UsageError("steps, workers, seconds and largest_seconds: expected more than 0")
     return settings

@@ -47,6 +47,12 @@ def test_one_copy_engine_is_noticed():
     assert found.machine.copy_engines == 1 and max(found.duplex.values()) > 1.3
 
 
+def test_no_larger_copy_is_begun_when_the_time_is_over():
+    with HostBackend(MACHINE) as backend:
+        found = calibrate(backend, MACHINE, 2**22, seconds=0.0)
+    assert [n for n, _ in found.transfers["d2h"]] == [2**12, 2**14]  # the two smallest are always there
+
+
 def test_the_fit_by_hand():
     # 1 us + 1 ns a byte in, 1 us + 2 ns a byte out.
     transfers = {"h2d": [(1000, 2000), (9000, 10_000)], "d2h": [(1000, 3000), (9000, 19_000)]}

@@ -232,11 +232,13 @@ def test_adam_replays_with_its_bias_correction():
     assert optimizer.param_groups[0]["capturable"] is False and not optimizer.state
     inputs = values(captured)
     for _ in range(3):
-        run_graph(captured, inputs)
-        eager_step(model, loss_fn, optimizer, example)
+        (loss,) = run_graph(captured, inputs)
+        assert torch.equal(loss, eager_step(model, loss_fn, optimizer, example))
     got = dict(zip(captured.names, inputs, strict=True))
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(got[name], parameter.detach(), rtol=1e-4, atol=1e-5)
+        assert torch.equal(got[name], parameter.detach()), name
+        for key, value in optimizer.state[parameter].items():
+            assert torch.equal(got[f"optimizer.{name}.{key}"], value), (name, key)
 
 
 def test_nothing_of_the_users_changes():

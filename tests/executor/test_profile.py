@@ -99,6 +99,12 @@ def test_a_kernel_that_fails_is_named():
         measure(replace(step, nodes=tuple(nodes)), "cpu", repeats=1)
 
 
+def test_the_time_may_be_over():
+    step = captured()
+    with pytest.raises(ProfileError, match=rf"^the time for profiling was over at kernel 0 of {len(step.nodes)}$"):
+        measure(step, "cpu", repeats=1, seconds=-1)
+
+
 def test_durations_and_workspaces_are_put_in():
     # 30 + 40 in place of 5 + 6; variants of another scale go.
     program = with_profile(PROGRAM, PROFILE)

@@ -1,5 +1,6 @@
 """A step that fails leaves a sound model, and what does not fit is refused in one sentence."""
 
+import contextlib
 import copy
 import gc
 import signal
@@ -183,7 +184,7 @@ def test_host_memory_that_cannot_be_had(monkeypatch):
     captured = twins.captured()
     plan = random_plan(captured.program, 0)
 
-    def none(self, nbytes: int) -> Tensor:
+    def none(self, nbytes: int) -> storage.Bytes:
         raise storage.TransferError(f"{nbytes:,} bytes of host memory cannot be pinned")
 
     monkeypatch.setattr(storage.HostEngines, "pinned", none)
@@ -193,17 +194,72 @@ def test_host_memory_that_cannot_be_had(monkeypatch):
         PlannedStep(captured, Plan(), undo=True)
 
 
-def test_copy_engines_end_with_their_step():
-    before = set(threading.enumerate())
-    twins, step = planned("lstm")
-    twins.train(step)
-    made = [t for t in threading.enumerate() if t not in before and t.name in ("d2h", "h2d")]
-    assert len(made) == 2
-    del step
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_step_that_nobody_holds_returns_threads_and_memory_at_once(failed):
+    """Without the garbage collector; what the user still sees of the memory on the host stays right."""
     gc.collect()
-    for thread in made:
-        thread.join(5)
-        assert not thread.is_alive()
+    gc.disable()
+    try:
+        before = set(threading.enumerate())
+        twins, step = planned()
+        twins.train(step, 2)
+        if failed:
+            break_kernel(step, "backward", once(RuntimeError("bad luck")))
+            try:
+                step(*twins.next_batch())
+            except StepError:
+                pass
+        made = [t for t in threading.enumerate() if t not in before and t.name in ("d2h", "h2d")]
+        assert len(made) == 2
+        memory = {StorageWeakRef(b.host.untyped_storage()) for b in step._blocks.blocks.values()}
+        away = {StorageWeakRef(b.user.untyped_storage()) for b in step._bindings
+                if b.block and b.block.place is storage.Place.HOST}  # fmt: skip
+        assert away and away < memory
+        del step
+        for thread in made:
+            thread.join(5)
+            assert not thread.is_alive()
+        assert {s for s in memory if not s.expired()} == away
+        twins.compare()
+    finally:
+        gc.enable()
+
+
+def test_what_cuda_pins_is_given_back_with_the_last_tensor(monkeypatch):
+    """The driver's calls, seen from outside: whole pages, kept as long as a tensor shows the memory."""
+    pinned: dict[int, int] = {}
+
+    class Runtime:
+        def cudaHostRegister(self, address, size, flags):
+            assert not any(a < address + size and address < a + n for a, n in pinned.items())
+            pinned[address] = size
+            return 0 if size < 10**6 else 2
+
+        def cudaHostUnregister(self, address):
+            del pinned[address]
+
+        def cudaGetErrorString(self, status):
+            return "out of memory"
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    engines = storage.CudaEngines(torch.device("cpu"))
+    places = storage.slab(engines, {3: 5000, 4: 10})  # 5,120 and 512 bytes: two pages
+    assert list(pinned.values()) == [8192] and next(iter(pinned)) % 4096 == 0
+    assert next(iter(pinned)) == places[3].data_ptr() and places[4].data_ptr() == places[3].data_ptr() + 5120
+    last = places[4].view(torch.int16)
+    other = storage.slab(engines, {0: 1})
+    assert len(pinned) == 2
+    del places
+    assert len(pinned) == 2
+    del last, other
+    assert not pinned
+    with pytest.raises(
+        storage.TransferError, match=r"^2,000,000 bytes of host memory cannot be pinned: out of memory$"
+    ):
+        engines.pinned(2 * 10**6)
 
 
 # ------------------------------------------------------------------------------------------------- errors at the edge

@@ -12,8 +12,9 @@ import torch
 from rich.console import Console
 
 from experiments import side_by_side, validate_gpu
-from experiments.networks import build
-from experiments.side_by_side import Unreachable, _Counter, _Levels
+from experiments.deadline import TimeUp, within
+from experiments.networks import build, timed
+from experiments.side_by_side import Counter, Levels, Unreachable
 from experiments.validate_gpu import Case, Record, main, make_plans, summary
 from experiments.validate_settings import COMPARING, ON_HOST, Settings, UsageError, parse
 from simulator import Machine
@@ -31,7 +32,7 @@ def test_on_the_host_in_small(tmp_path, capsys):
     out = tmp_path / "out"
     assert main([
         "backend=host", f"out={out}", "workloads=tiny_resnet", "limits=0.8", "planners=none,capuchin,autoswap_swdoa",
-        "train=capuchin", "workers=0", "steps=1", "seconds=60",
+        "train=capuchin", "workers=1", "steps=1", "seconds=60",
     ]) == 0  # fmt: skip
     found = read_json(out / "results.json")
     rows = found["rows"]
@@ -99,7 +100,8 @@ def test_words():
         ("workloads=alexnet", "workloads: there is no 'alexnet'; there are vgg16"),
         ("planners=best", "planners: there is no 'best'"),
         ("limits=1.5", "limits above 0 and at most 1"),
-        ("steps=0", "steps and seconds: expected more than 0"),
+        ("steps=0", "steps, workers, seconds and largest_seconds: expected more than 0"),
+        ("workers=0", "workers, seconds and largest_seconds: expected more than 0"),
     ],
 )
 def test_bad_words(word, message, capsys):
@@ -117,8 +119,11 @@ def test_errors_are_summed_up():
     found = summary(rows)
     assert found["time"] == pytest.approx({"mean_absolute": 0.03, "worst": 0.04})
     assert found["peak"] == pytest.approx({"mean_absolute": 0.05, "worst": 0.1})
-    assert (found["count"], found["over_limit"]) == (2, 1)
-    assert summary([]) == {"count": 0, "over_limit": 0}
+    assert (found["count"], found["over_limit"], found["arenas_over_limit"]) == (2, 1, 0)
+    # An arena counts by pages of 2 MiB: 3 MiB may take two of them, not three.
+    arenas = [{**rows[0], "limit": 3 * 2**20, "device_bytes": pages * 2**21} for pages in (2, 3)]
+    assert summary(arenas)["arenas_over_limit"] == 1
+    assert summary([]) == {"count": 0, "over_limit": 0, "arenas_over_limit": 0}
 
 
 def test_a_planner_that_breaks_or_is_missing_is_named(tmp_path, monkeypatch):
@@ -140,7 +145,8 @@ def test_a_planner_that_breaks_or_is_missing_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(validate_gpu.agents, "options", lambda name: ["min_bytes"])
     monkeypatch.setattr(validate_gpu.agents, "make", lambda name, **o: (made[name] or (lambda **o: real(name)))(**o))
     rows = record(tmp_path)
-    plans = make_plans(Settings(planners=tuple(made), workers=0), [case], LINK, rows, None)
+    with validate_gpu.planning(1) as pool:  # forked, so that it has what is patched
+        plans = make_plans(Settings(planners=tuple(made)), [case], LINK, rows, pool)
     assert [plan.planner for _, plan in plans] == ["autoswap_doa"]
     assert [r.get("failed") for r in rows.rows] == [
         "broken raised ZeroDivisionError: by nothing", "missing is left out: No module named 'sklearn'", None,
@@ -159,13 +165,66 @@ def test_planners_in_processes_are_stopped_in_time(tmp_path):
     assert threading.active_count() == threads
 
 
+@pytest.mark.parametrize(("seconds", "profiled"), [(0.01, False), (4.0, True)])
+def test_a_run_ends_in_time_and_names_what_it_left_out(seconds, profiled, tmp_path, monkeypatch):
+    """Every workload, planner, replay and training is in the results, measured or with why it is not."""
+    monkeypatch.setattr(validate_gpu, "GRACE", 1.0)
+    monkeypatch.setattr(side_by_side, "GRACE", 1.0)
+    out, begin = tmp_path / "out", time.monotonic()
+    words = ["workloads=tiny_resnet,tiny_gpt2", "limits=0.8,0.6", "planners=capuchin,milp", "train=capuchin"]
+    words += [f"seconds={seconds}", "largest_seconds=0.1", "compare=true", "largest=true"]
+    assert main(["backend=host", f"out={out}", *words]) == 0
+    assert time.monotonic() - begin < seconds + 10  # of which most is to calibrate and to draw
+    rows = read_json(out / "results.json")["rows"]
+    profiles = [r for r in rows if r["kind"] == "profile"]
+    assert [r["workload"] for r in profiles] == ["tiny_resnet", "tiny_gpt2"]
+    known = [r["workload"] for r in profiles if "failed" not in r]
+    assert bool(known) is profiled
+    plans = {(r["workload"], r["fraction"], r["planner"]): r for r in rows if r["kind"] == "plan"}
+    assert set(plans) == {(w, f, p) for w in known for f in (0.8, 0.6) for p in ("capuchin", "milp")}
+    found = {key for key, r in plans.items() if "failed" not in r}
+    assert {(r["workload"], r["fraction"], r["planner"]) for r in rows if r["kind"] == "replay"} == found
+    trained = {(r["workload"], r["fraction"], r["planner"]) for r in rows if r["kind"] == "train"}
+    assert trained == {key for key in found if key[2] == "capuchin"}
+    assert {r["workload"] for r in rows if r["kind"] == "compare"} == {"tiny_resnet", "tiny_gpt2"}
+    assert len([r for r in rows if r["kind"] == "largest"]) == 2 * 5  # all methods but torch.compile
+    text = (out / "table.md").read_text()
+    assert all(r["failed"] in text for r in rows if "failed" in r)
+
+
+def test_a_block_is_broken_off():
+    begin = time.monotonic()
+    with pytest.raises(TimeUp), within(0.05):
+        try:
+            time.sleep(5)
+        except Exception:
+            pytest.fail("it is no Exception")
+    assert time.monotonic() - begin < 2
+    with within(0.05):
+        pass
+    time.sleep(0.1)  # nothing rings any more
+
+
+def test_a_finalizer_does_not_swallow_the_end():
+    class Slow:
+        def __del__(self):
+            time.sleep(0.2)
+
+    begin = time.monotonic()
+    with pytest.raises(TimeUp), within(0.05):
+        slow = Slow()
+        del slow
+        time.sleep(5)
+    assert 0.15 < time.monotonic() - begin < 2
+
+
 def test_what_was_measured_is_kept_when_the_run_is_stopped(tmp_path, monkeypatch, capsys):
     def stop(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(validate_gpu, "cases", stop)
     out = tmp_path / "out"
-    assert main(["backend=host", f"out={out}", "workers=0"]) == 130
+    assert main(["backend=host", f"out={out}"]) == 130
     assert "stopped; what was measured until now is kept" in capsys.readouterr().err
     (row,) = read_json(out / "results.json")["rows"]
     assert row["kind"] == "calibration" and json.loads((out / "measurements.jsonl").read_text()) == row
@@ -191,7 +250,7 @@ def test_methods_side_by_side(tmp_path, monkeypatch):
 def test_a_method_changes_no_result(method):
     def losses(level):
         network = build("tiny_gpt2", "cpu")
-        _Levels("tiny_gpt2", "cpu", method, 3).prepare(network, level)
+        Levels("tiny_gpt2", "cpu", method, 3).prepare(network, level)
         torch.manual_seed(1)
         return [float(network.step()) for _ in range(2)]
 
@@ -200,7 +259,7 @@ def test_a_method_changes_no_result(method):
 
 def test_the_mildest_setting_within_the_limit(monkeypatch):
     # Peaks 100, 90, 80, 70 with 0 to 3 blocks.
-    levels = _Levels("", "cpu", "checkpoint", 3)
+    levels = Levels("", "cpu", "checkpoint", 3)
     monkeypatch.setattr(
         side_by_side, "trial", lambda n, d, p, setting: side_by_side.Trial(1, 100 - 10 * int(setting[0]))
     )
@@ -209,9 +268,15 @@ def test_the_mildest_setting_within_the_limit(monkeypatch):
         levels.within(69)
 
 
+def test_steps_are_timed_one_by_one():
+    waits = iter([0.02, 0.05])
+    results, times = timed(lambda: time.sleep(next(waits)) or "loss", 2, "cpu")
+    assert results == ["loss", "loss"] and 20e6 <= times[0] < 45e6 and times[1] >= 50e6
+
+
 def test_bytes_are_counted():
     # 400 and 800 bytes at once, then 800 alone.
-    with _Counter() as counter:
+    with Counter() as counter:
         a = torch.zeros(100)
         b = torch.cat([a, a])
         del a
