@@ -1,0 +1,433 @@
+"""The figures of the SmartPool paper: what they compute, on cases small enough to do by hand, and what they say."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+
+from experiments import cli, figures, reproduce
+from experiments.figures import (
+    smartpool,
+    smartpool_fig2 as fig2,
+    smartpool_fig8 as fig8,
+    smartpool_fig9 as fig9,
+    smartpool_fig11 as fig11,
+    smartpool_optimality as optimality,
+    smartpool_table2 as table2,
+)
+from simulator import Kernel, Machine, Plan, Program, Swap, Tensor, simulate
+
+MB = 2**20
+# A megabyte takes 1,000,000 ns each way.
+MACHINE = replace(Machine.load("gtx1080ti"), h2d_bytes_per_s=1000 * MB, d2h_bytes_per_s=1000 * MB, copy_latency_ns=0)
+
+
+def chain(durations: tuple[int, ...], last_ms: int = 10) -> Program:
+    """Layers of 10 MB, forward and back, durations in ms. Of n layers, forward i makes activation i of activation
+    i - 1, backward i reads activation i; the load is i + 1 activations at forward i."""
+    n = len(durations)
+    tensors = tuple(Tensor(f"a{i}", 10 * MB) for i in range(n))
+    forward = [
+        Kernel(f"f{i}", "conv", "forward", (i - 1,) if i else (), (i,), ms * 1_000_000)
+        for i, ms in enumerate(durations)
+    ]
+    backward = [Kernel(f"b{i}", "conv", "backward", (i,), (), last_ms * 1_000_000) for i in reversed(range(n))]
+    return Program("chain", tensors, (*forward, *backward))
+
+
+def settings(name: str, **more: Any) -> Any:
+    config = OmegaConf.to_container(OmegaConf.load(reproduce.CONFIGS / f"{name}.yaml"))
+    assert isinstance(config, dict)
+    return OmegaConf.create({**config, **more})
+
+
+@pytest.mark.parametrize(
+    ("made", "wrong", "words"),
+    [
+        (fig2, {"iterations": 2}, "iterations: expected an integer of at least 3"),
+        (fig8, {"network": "vgg12"}, "'vgg12' is not in Table I"),
+        (fig8, {"limits": [648]}, "figure.limits: expected MB above 0, at most vgg16's 647, got 648"),
+        (fig9, {"limits": [True]}, "figure.limits: expected MB"),
+        (fig9, {"seeds": [-1]}, "figure.seeds: expected integers of at least 0, got -1"),
+        (table2, {"steps": 1}, "steps: expected an integer of at least 2"),
+        (table2, {"networks": ["plain20"]}, "'plain20' is not in the table"),
+        (fig11, {"overheads": [-1]}, "figure.overheads: expected numbers from 0 to inf, got -1"),
+        (fig11, {"geeps": [2]}, "figure.geeps: expected numbers from 0 to 1, got 2"),
+        (optimality, {"leave": [1]}, "figure.leave: expected shares between 0 and 1, got 1"),
+        (optimality, {"calls": 1}, "calls: expected an integer of at least 20"),
+    ],
+)
+def test_bad_settings_are_refused(made: ModuleType, wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(cli.UsageError) as caught:
+        made.tasks(settings(made.__name__.rpartition(".")[2], **wrong))
+    assert words in str(caught.value)
+
+
+def test_as_much_leaves_as_in_the_paper() -> None:
+    program = chain((10,) * 30)  # of 300 MB; VGG16's 647 MB less 500 MB are 147 MB
+    assert program.peak_bytes == 300 * MB
+    assert smartpool.our_limit(program, "vgg16", 500) == 153 * MB
+    assert smartpool.our_limit(program, "vgg16", 647) == program.peak_bytes
+    with pytest.raises(ValueError, match="the paper's load is 647 MB, below a limit of 648 MB"):
+        smartpool.our_limit(program, "vgg16", 648)
+
+
+def test_waits() -> None:
+    # Under 20 MB f2 waits while a0 leaves, from 20 ms, when f1 has read it, to 30 ms; f3 while a1 leaves, from 40 to 50
+    # ms. On the way back a1 comes into the room of a3 while b2 runs, a0 into that of a2 while b1 does: no wait.
+    program = chain((10, 10, 10, 10))
+    swaps = Plan((Swap(0, 1, 7), Swap(1, 2, 6)))
+    timeline = simulate(program, swaps, MACHINE, 20 * MB)
+    found = smartpool.waits(timeline, program)
+    assert found == [0, 0, 10_000_000, 10_000_000, 0, 0, 0, 0]
+    assert sum(found) == timeline.iteration_ns - program.ideal_ns
+    assert [s.index for s in smartpool.last_kernels(timeline, program)] == list(range(8))
+
+
+# ------------------------------------------------------------------------------------------------ Fig. 2
+
+
+def test_a_recorded_iteration() -> None:
+    # A layer without bias, y = w x of 4 to 4 numbers for a batch of 4, its loss the sum: 64 bytes each, 4 the loss.
+    with torch.device("meta"):
+        model = nn.Linear(4, 4, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        batch = torch.empty(4, 4), torch.empty(4)
+    before, lines, starts = fig2.record((model, lambda y, _: y.sum(), optimizer, batch), 4)
+    assert before == 64 and len(starts) == 4 and starts[0] == 0
+    parts = [lines[a:b] for a, b in zip(starts, [*starts[1:], len(lines)], strict=True)]
+    first, second, third, fourth = (fig2.signature(part) for part in parts)
+    assert second == third == fourth != first
+    change = [sum({"malloc": b, "free": -b}.get(kind, 0) for kind, b, _ in part) for part in (first, second)]
+    assert change == [64, 0]  # the momentum stays
+    # The batch (0) and labels (1), the product (2) of batch and weight (3), the loss (4), for which the product dies.
+    assert second[:10] == [
+        ("malloc", 64, 0), ("malloc", 16, 1), ("malloc", 64, 2), ("read", 64, 0), ("read", 64, 3), ("write", 64, 2),
+        ("malloc", 4, 4), ("read", 64, 2), ("write", 4, 4), ("free", 64, 2),
+    ]  # fmt: skip
+    # The optimizer: momentum (7) times 0.9, plus the gradient (6); then the weight. All but these two die.
+    assert second[19:] == [
+        ("read", 64, 7), ("write", 64, 7), ("read", 64, 7), ("read", 64, 6), ("write", 64, 7), ("read", 64, 3),
+        ("read", 64, 7), ("write", 64, 3), ("free", 64, 6), ("free", 64, 0), ("free", 16, 1),
+    ]  # fmt: skip
+
+
+def test_signatures_do_not_depend_on_numbers() -> None:
+    lines = [fig2.Line("malloc", 7, 3), fig2.Line("read", 5, 2), fig2.Line("free", 7, 3)]
+    assert fig2.signature(lines) == [("malloc", 3, 0), ("read", 2, 1), ("free", 3, 0)]
+    other = [line._replace(tensor=line.tensor + 10) for line in lines]
+    assert fig2.signature(other) == fig2.signature(lines)
+    assert fig2.signature(lines[1:]) != fig2.signature(lines[:2])
+
+
+def repeats(network: str, same: list[bool], **more: Any) -> dict[str, Any]:
+    return {
+        "network": network, "iterations": len(same), "operations": [8, 10, 10, 10][: len(same)],
+        "peaks": [2 * MB, 3 * MB, 3 * MB, 3 * MB][: len(same)], "same": same, "starts": [0, 8, 18, 28][: len(same)],
+        "before": MB, "captured": 3 * MB, "points": [[0, 2 * MB], [9, 3 * MB], [30, MB]], **more,
+    }  # fmt: skip
+
+
+def test_fig2_says_what_repeats(tmp_path: Path) -> None:
+    rows = [repeats("vgg16", [False, True, True, True]), repeats("vgg11", [False, True, False, True], captured=2 * MB)]
+    heads, cells = fig2.table(rows)
+    assert cells[0] == ["VGG16", "8", "10", "2.0", "3.0", "3.0", "647", "2, 3, 4"] and len(heads) == len(cells[0])
+    assert cells[1][-1] == "2, 4"
+    notes = fig2.notes(rows)
+    assert "in 1 of 2 networks iterations 2 to 4 are the same" in notes[0]
+    assert "by up to 2 operations" in notes[1] and "in 1 of 2 networks" in notes[2]
+    assert len(fig2.notes([repeats("vgg16", [True, True, True])])) == 3  # and no word of momentum
+    picture(fig2, rows, tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------ Fig. 8
+
+
+def test_load_min() -> None:
+    # Peak 40 MB at f3, which uses a2 and a3: a0 and a1 are away, from the end of f1 and f2 to b0 and b1. So f1, f2 and
+    # f3 have two activations, as has b3: a2 is not a candidate, so that it waits there for b2.
+    program = chain((10, 10, 10, 10))
+    load, timeline = fig8.load_min(program, MACHINE)
+    assert load.tolist() == [n * 10 * MB for n in (1, 2, 2, 2, 2, 1, 1, 1)]
+    # Both leave and come back, 10 ms each way, while nothing runs.
+    assert timeline.iteration_ns - program.ideal_ns == 40_000_000
+
+
+def test_gradients_alive() -> None:
+    tensors = (Tensor("a", 3), Tensor("g", 5, "gradient"), Tensor("h", 7, "gradient"), Tensor("unused", 9, "gradient"))
+    kernels = (
+        Kernel("x", "other", "forward", (), (0,), 1),
+        Kernel("y", "other", "backward", (0,), (1,), 1),
+        Kernel("z", "other", "backward", (1,), (2,), 1),
+    )
+    program = Program("p", tensors, kernels)
+    assert [fig8.gradient_bytes(program, k) for k in range(3)] == [0, 5, 12]
+
+
+def curve(name: str, peak: int, **more: Any) -> dict[str, Any]:
+    return {
+        "network": "vgg16", "curve": name, "limit": None, "ours": None, "load": 500 * MB, "peak": peak * MB,
+        "gradients": None, "peak_ms": 25.0, "iteration_ns": 100, "ideal_ns": 100, "moved": 0, "swaps": 0,
+        "curve_points": [[0.0, 10.0], [25.0, float(peak)], [70.0, 10.0]], **more,
+    }  # fmt: skip
+
+
+def test_fig8_speaks_of_limits(tmp_path: Path) -> None:
+    least = curve(fig8.MINIMUM, 130, gradients=90 * MB, iteration_ns=150, peak_ms=6e-5)
+    rows = [curve(fig8.NONE, 500), least, curve("limit 400 MB", 250, limit=400, ours=253 * MB, iteration_ns=101)]
+    heads, cells = fig8.table(rows)
+    assert cells[2] == ["limit 400 MB", "400", "253", "250", "25.0", "0", "0", "1.0%"] and len(heads) == 8
+    notes = fig8.notes(rows)
+    assert "500 MB here and 647 MB in the paper" in notes[0]
+    assert "at most 370 MB can leave, 367 MB or slightly more" in notes[1]  # 500 - 130, 647 - 280
+    assert "in the backward pass, where 90 MB are gradients" in notes[2] and "would cost 50%" in notes[2]
+    assert "near the start" in fig8.notes([least | {"peak_ms": 1e-5}])[2]
+    picture(fig8, rows, tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------ Fig. 9
+
+
+def scored(scores: dict[str, list[float]], floor: list[float], seeds: list[list[float]]) -> list[dict[str, Any]]:
+    shared = {"network": "vgg16", "limits": [647, 447, 400, 280], "ours": [500 * MB, 300 * MB, 253 * MB, 133 * MB]}
+    shared |= {"load": 500 * MB}
+    found = {f"autoswap_{name}": line for name, line in scores.items()}
+    forward = {name: line[-1] / 2 for name, line in found.items()}
+    first = {**shared, "seed": None, "overheads": {**found, "floor": floor}, "forward": forward}
+    return [first, *({**shared, "seed": i, "overheads": {"bo": line}} for i, line in enumerate(seeds))]
+
+
+def test_fig9_tests_the_claims(tmp_path: Path) -> None:
+    scores = {
+        "aoa": [0, 0.01, 0.02, 0.24], "doa": [0, 0.02, 0.01, 0.25], "wdoa": [0, 0, 0.03, 0.2],
+        "swdoa": [0, 0.01, 0, 0.22],
+    }  # fmt: skip
+    rows = scored(scores, [0, 0, 0, 0.1], [[0, 0, 0.01, 0.19], [0, 0.01, 0, 0.2], [0, 0, 0, 0.2]])
+    heads, cells = fig9.table(rows)
+    assert heads[2:6] == ["AOA", "DOA", "WDOA", "SWDOA"]
+    assert cells[2] == ["400", "253", "2.0%", "1.0%", "3.0%", "0.0%", "0.0%", "0.0%–1.0%", "0.0%"]
+    notes = fig9.notes(rows)
+    assert "at 3 of the 3 limits" in notes[1]  # the better of WDOA and SWDOA is 0, 0 and 0.2
+    assert "at 2 of 4 limits; the most is 5.0 points at 280 MB" in notes[2]  # 0, 2, 3 and 5 points
+    assert "at 3 of 4 limits; the most is 25.0% at 280 MB" in notes[3]
+    assert "lower at 0 limits" in notes[4] and "at most 1.0 points" in notes[4]
+    assert "none down to 400 MB, the best score alone down to 400 MB" in notes[5]
+    assert "the floor is 0 down to 400 MB" in notes[5]
+    # DOA falls from 2 to 1 %, SWDOA from 1 to 0 %.
+    assert "falls at 2 of 12 steps of the four scores and at 0 of 3 of BO" in notes[6]
+    assert "at 280 MB the forward pass waits 10% to 12%" in notes[7]
+    low = {name: [0, 0, 0, 0.1] for name in scores}
+    assert len(fig9.notes(scored(low, [0] * 4, [[0, 0, 0.1, 0]]))) == 7
+    picture(fig9, rows, tmp_path)
+
+
+def test_free_of_overhead_from_the_top() -> None:
+    lines = fig9.Lines(scored(dict.fromkeys(("aoa", "doa", "wdoa", "swdoa"), [0.0] * 4), [0.0] * 4, [[0.0] * 4]))
+    assert lines.free(np.zeros(4)) == 280
+    assert lines.free(np.array([0, 0.1, 0, 0])) == 647
+    assert np.isnan(lines.free(np.array([0.1, 0, 0, 0])))
+
+
+def test_fig9_runs_the_planners(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = chain((10,) * 12)
+    monkeypatch.setattr(figures, "program", lambda name, machine: program)
+    task = {"network": "vgg16", "limits": [647, 607]}
+    found = fig9.run({**task, "seed": None}, MACHINE)
+    assert found["ours"] == [120 * MB, 80 * MB]
+    assert set(found["overheads"]) == {*fig9.SCORES, "floor"} and found["overheads"]["floor"][0] == 0
+    bo = fig9.run({**task, "seed": 1}, MACHINE)["overheads"]["bo"]
+    for i, best in enumerate(bo):
+        assert found["overheads"]["floor"][i] <= best <= min(found["overheads"][name][i] for name in fig9.SCORES)
+
+
+# ---------------------------------------------------------------------------------------------- Table II
+
+
+@pytest.fixture
+def quick_planner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One score: here it is as good as Bayesian optimisation, and makes no process to fit."""
+    monkeypatch.setattr(table2, "PLANNER", "autoswap_wdoa")
+
+
+def test_lowest_loads_without_overhead(quick_planner: None) -> None:
+    # An activation of 10 MB leaves in 10 ms, as long as a layer takes: while f(i) runs, a(i - 2) leaves. So 30 MB are
+    # enough for the forward pass; backward the same: while b(i) runs, a(i - 1) comes back into the room of a(i + 1).
+    program = chain((10,) * 8)
+    least = table2.lowest_floor(program, MACHINE)
+    lowest = table2.lowest_free(program, MACHINE, 3, least)  # of 80, 60, 40 and 20 MB
+    assert least <= lowest
+    assert table2.is_free(program, MACHINE, lowest) and not table2.is_free(program, MACHINE, 20 * MB)
+    slow = replace(MACHINE, h2d_bytes_per_s=500 * MB, d2h_bytes_per_s=500 * MB)
+    assert table2.lowest_free(program, slow, 3, 0) > lowest
+    assert table2.lowest_floor(program, slow) > least
+
+
+def test_the_slowest_link(quick_planner: None) -> None:
+    program = chain((10,) * 8)
+    limit = table2.lowest_free(program, MACHINE, 3, 0)
+    factor = table2.slowest_link(program, MACHINE, limit)
+    assert factor is not None and 0.4 < factor < 1.03  # 1, to a bisection's step of 20 ** (1 / 2 ** 7)
+    assert table2.slowest_link(program, MACHINE, 20 * MB) is None
+
+
+def reduced(network: str, load: int, ours: int, least: int, link: float | None, at_theirs: float) -> dict[str, Any]:
+    return {
+        "network": network, "load": load * MB, "reduced": ours * MB, "least": least * MB, "link": link,
+        "at_theirs": at_theirs, "swapped_ns": 80, "ideal_ns": 100,
+    }  # fmt: skip
+
+
+def test_table2(tmp_path: Path) -> None:
+    rows = [reduced("vgg16", 500, 250, 200, 0.5, 0.0), reduced("resnet18", 1400, 1260, 700, None, 0.1)]
+    heads, cells = table2.table(rows)
+    # 647 - 447 = 200 and 500 - 250 = 250 MB: 30.9 %; 50 % of 500, 38.6 % of 647. 300 of 500 at most.
+    assert cells[0][1:] == [
+        "647 / 500", "447 / 250", "200 / 250", "30.9% / 50.0%", "30.9% / 38.6%", "60.0%", "0.50×"
+    ]  # fmt: skip
+    assert cells[1][-1] == "more than 2×" and len(heads) == len(cells[0])
+    notes = table2.notes(rows)
+    assert "no overhead in 1 of 2 networks" in notes[0] and "in 1 of them" in notes[0]
+    assert "reduction 50% of the measured link" in notes[1] and "(50% to 60% of our load)" in notes[2]
+    assert not any("VGGs need" in note for note in notes)  # no ResNet has a link
+    assert any("250 MB leave (200 in the paper)" in n and "busy for 40%" in n for n in notes)
+    both = table2.notes([rows[0], rows[1] | {"link": 0.25}])
+    assert any("VGGs need 50% of" in note and "ResNets 25%:" in note for note in both)
+    picture(table2, rows, tmp_path)
+
+
+# ----------------------------------------------------------------------------------------------- Fig. 11
+
+
+def test_points_of_four_methods(program: Program) -> None:
+    machine = Machine.load("gtx1080ti")
+    found = list(fig11.autoswap(program, machine, [0.0, 1.0, 10.0], 4))
+    assert found[0] == (Plan(), program.peak_bytes)
+    points = [fig11.point("smartpool", plan, limit, program, machine) for plan, limit in found]
+    assert points[0][0] == 0 and points[-1][1] < points[0][1]
+    assert len(list(fig11.memonger(program, machine))) == len(list(fig11.superneurons(program, machine))) == 3
+    limits = [limit for _, limit in fig11.geeps(program, machine, [1.0, 0.5, 0.01])]
+    assert limits == [program.peak_bytes, program.peak_bytes // 2]  # and none at 1 %
+    swap, recompute, both = fig11.superneurons(program, machine)
+    assert all(isinstance(d, Swap) for d in swap[0].decisions)
+    assert not any(isinstance(d, Swap) for d in recompute[0].decisions)
+    sizes = [fig11.point("cudamalloc", plan, limit, program, machine)[1] for plan, limit in (swap, recompute, both)]
+    assert sizes[2] <= min(sizes[:2])
+
+
+def methods(network: str, points: dict[str, list[list[float]]]) -> dict[str, Any]:
+    return {
+        "network": network, "load": 100, "memory": 1000, "caffe": 200,
+        "bases": {"smartpool+autoswap": 110, "memonger": 100, "superneurons": 100, "geeps": 100},
+        "points": {name: [[o, f, 9 if name == "geeps" else 3] for o, f in found] for name, found in points.items()},
+    }  # fmt: skip
+
+
+def test_fig11_tests_the_claims(tmp_path: Path) -> None:
+    vgg = {
+        "smartpool+autoswap": [[0, 99], [0, 55], [0.2, 33]], "memonger": [[0.2, 80], [0.25, 60], [0.28, 62]],
+        "superneurons": [[0.01, 80], [0.3, 70], [0.4, 50]], "geeps": [[0, 100], [0.0, 60], [0.19, 33]],
+    }  # fmt: skip
+    resnet = vgg | {"geeps": [], "superneurons": [[0.01, 80], [0.2, 70], [0.21, 65]]}
+    rows = [methods("vgg16", vgg), methods("resnet18", resnet)]
+    heads, cells = fig11.table(rows)
+    assert cells[0] == [
+        "VGG16", "50%", "50%", "70% (20%)", "20% (20%), 38% (28%), 40% (25%)", "20% (1%)", "30% (30%)", "50% (40%)",
+        "40%", "67% (19%)",
+    ]  # fmt: skip
+    assert cells[1][-2:] == ["0%", "–"] and len(heads) == len(cells[0])
+    notes = fig11.notes(rows)
+    assert "40% (25%) for VGG" in notes[1] and "40% (25%)" in notes[2]
+    assert "so in 1 of 2 networks" in notes[3] and "so in 1." in notes[3]
+    assert "reduces by 0% to 40%" in notes[4] and "50% take no swap" in notes[4]
+    # GeePS at 0, 40 and 67 %; ours has at least that at 0, 0 and 20 %: within 2 points each. Ours reaches 70 %.
+    assert "of the 3 points of GeePS 3 are within 2%" in notes[5] and "0 are below and 0 above" in notes[5]
+    assert "3.0 to 3.0 times as many bytes" in notes[5]
+    assert "in 2 of 2 networks" in notes[6] and "at 0 points" in notes[6]
+    # At 70 % GeePS is beyond our 67 %, at 50 % 5 points above ours.
+    tight = fig11.notes([methods("vgg16", vgg | {"geeps": [[0.05, 50], [0.5, 30]], "smartpool+autoswap": [[0, 36.3]]})])
+    assert "0 are below and 1 above" in tight[5] and "in 0 of 1 networks, GeePS at 1 points" in tight[6]
+    picture(fig11, rows, tmp_path)
+
+
+# -------------------------------------------------------------------------------------------- optimality
+
+
+def test_idle_times() -> None:
+    program = chain((10, 10, 10, 10))
+    timeline = simulate(program, Plan((Swap(0, 1, 7),)), MACHINE, 40 * MB)  # a0 leaves from 20 to 30 ms
+    begin = timeline.boundaries[-2]
+    assert optimality.idle(timeline, begin, begin + 40_000_000) == [
+        (begin, begin + 20_000_000), (begin + 30_000_000, begin + 40_000_000)
+    ]  # fmt: skip
+    assert optimality.idle(timeline, begin, begin + 25_000_000) == [(begin, begin + 20_000_000)]
+
+
+def test_what_is_avoidable_the_papers_way() -> None:
+    # Layers of 10, 10, 10, 30 and 10 ms. Under 40 MB f4 waits for memory. Only a2 is chosen, which f3 reads last, at 60
+    # ms, so that it leaves from 60 to 70 ms and f4 waits for 10 ms. The stream is idle before, where a0, from 20 ms,
+    # and a1, from 30 ms, could have left: 20 ms of transfers, but no more than 10 ms are waited.
+    program = chain((10, 10, 10, 30, 10))
+    plan = Plan((Swap(2, 3, 7),))
+    timeline = simulate(program, plan, MACHINE, 40 * MB)
+    assert timeline.iteration_ns - program.ideal_ns == 10_000_000
+    assert optimality.avoidable(timeline, program, plan, MACHINE) == (10_000_000, 10_000_000)
+    # With a0 in its place nothing waits.
+    plan = Plan((Swap(0, 1, 9),))
+    assert optimality.avoidable(simulate(program, plan, MACHINE, 40 * MB), program, plan, MACHINE) == (0, 0)
+
+
+def test_a_transfer_that_does_not_fit_is_not_avoidable() -> None:
+    # Of 5 ms, f0 to f2 leave no time for a transfer of 10 ms before f2 waits, from 10 ms: a0 is free at 10 ms.
+    program = chain((5, 5, 5))
+    plan = Plan((Swap(0, 1, 5),))
+    timeline = simulate(program, plan, MACHINE, 20 * MB)
+    assert optimality.avoidable(timeline, program, plan, MACHINE) == (10_000_000, 0)
+
+
+def test_one_limit() -> None:
+    program = chain((10,) * 8)
+    found = optimality.at_limit(program, MACHINE, 30 * MB, 200, 0.5)
+    assert found is not None
+    assert program.ideal_ns <= found["floor_ns"] <= found["annealing_ns"] <= found["iteration_ns"]
+    assert found["out_ns"] % 10_000_000 == 0 and found["avoidable_ns"] <= found["forward_wait_ns"]
+    assert optimality.at_limit(program, MACHINE, 10 * MB, 200, 0.5) is None
+
+
+def limited(share: float | None, iteration: int, better: int, floor: int, avoidable: int) -> dict[str, Any]:
+    return {
+        "share": share, "limit": 200 * MB, "iteration_ns": iteration * 10**6, "annealing_ns": better * 10**6,
+        "floor_ns": floor * 10**6, "avoidable_ns": avoidable * 10**6, "out_ns": 30 * 10**6,
+        "forward_wait_ns": (iteration - 71) * 10**6,
+    }  # fmt: skip
+
+
+def test_optimality_tests_the_claims(tmp_path: Path) -> None:
+    shared = {"load": 500 * MB, "ideal_ns": 71 * 10**6, "ramp_ns": 22 * 10**6}
+    rows = [
+        {"network": "vgg16", **shared, "limits": [limited(0.5, 71, 71, 71, 0), limited(None, 79, 73, 71, 1)]},
+        {"network": "resnet18", **shared, "limits": [limited(0.5, 75, 74, 73, 0)]},
+    ]
+    heads, cells = optimality.table(rows)
+    # 8 of 71 ms are 11.3%; 1 is 1.4%, 6 are 8.5%, 2 are 2.8%.
+    assert cells[1] == ["VGG16 paper", "200", "11.3%", "11.3%", "1.4%", "8.5%", "11.3%", "2.8%", "0.0%"]
+    assert len(heads) == 9
+    notes = optimality.notes(rows)
+    assert "at 1 of the 2 limits" in notes[0] and "known at 2 of them, by up to 8.5 points" in notes[1]
+    assert "75% of AutoSwap's overhead for VGGs and 25% for ResNets" in notes[2] and "at 2 of 2" in notes[3]
+    assert "24 / 22.0 ms" in notes[4] and "28.9 / 30.0 ms" in notes[4] and "7.3 / 8.0 ms" in notes[4]
+    assert "less than 1.7 / 1.0 ms" in notes[4] and "at least 6.0, at most 8.0 ms" in notes[4]
+    assert optimality.notes([{**rows[0], "limits": rows[0]["limits"][:1]}]) == [
+        "AutoSwap has no overhead at any of these limits."
+    ]
+    picture(optimality, rows, tmp_path)
+
+
+def picture(made: ModuleType, rows: list[dict[str, Any]], folder: Path) -> None:
+    made.draw(rows, folder / "a.png")
+    assert (folder / "a.png").read_bytes().startswith(b"\x89PNG")
