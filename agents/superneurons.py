@@ -10,7 +10,9 @@ open, or that planning ahead makes:
 1. A layer's output is a non-persistent tensor first written in the forward phase; its layer is the kernel
    that does so. CONV is kernel kind conv; POOL, ACT, LRN, BN are pool, activation, lrn, norm. Dropout is
    cheap too: it lies within the segments, and is only dropped where the program can repeat its draw. The
-   other kinds (matmul: FC, reduce, elementwise joins, …) neither leave nor are dropped, as in the paper.
+   other kinds (matmul: FC, reduce, elementwise joins, …) neither leave nor are dropped, as section 3 has it.
+   ``joins=True`` lets what sums and concatenations write go to the host like a CONV's output: in section 4.2
+   nothing but the largest layer bounds the depth of a ResNet, whose blocks each end with a sum.
 2. The cache is walked over one iteration before it runs: at each kernel its own tensors are locked, and
    while the planned residency is above the limit the least recently used unlocked output leaves, until its
    next use. Recency is that of the last access, ties to the lower tensor id.
@@ -51,6 +53,7 @@ from simulator.program import Gap, Program
 
 CHEAP = frozenset({"pool", "activation", "lrn", "norm", "dropout"})
 CHECKPOINTS = frozenset({"conv", "matmul"})
+JOINS = frozenset({"elementwise", "copy"})  # sums; concatenations
 STRATEGIES = ("cost", "speed", "memory")
 
 
@@ -62,6 +65,7 @@ class SuperNeurons:
         recompute: cost, speed or memory, the strategy of section 3.4.
         always: drop every cheap output, not only under pressure (choice 3).
         early: leave every prefetch to the simulator (choice 5).
+        joins: outputs of joins go to the host, too (choice 1).
         workspace: plan with the least workspaces, then give kernels the fastest algorithms that fit (section 3.5).
         min_bytes: tensors below this size stay.
         seed: unused; nothing is drawn.
@@ -71,12 +75,13 @@ class SuperNeurons:
 
     def __init__(
         self, mode: str = "joint", recompute: str = "cost", always: bool = False, early: bool = False,
-        workspace: bool = False, min_bytes: int = MIB, seed: int = 0,
+        joins: bool = False, workspace: bool = False, min_bytes: int = MIB, seed: int = 0,
     ) -> None:  # fmt: skip
         if recompute not in STRATEGIES:
             raise ValueError(f"recompute: expected one of {', '.join(STRATEGIES)}, got {recompute!r}")
         self.recompute, self.workspace = recompute, workspace
         self.mode, self.always, self.early, self.min_bytes = check_mode(mode), always, early, min_bytes
+        self.joins = joins
         self.simulator_calls = 0
 
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
@@ -89,7 +94,7 @@ class SuperNeurons:
             finally:
                 self.simulator_calls = tensors_only.simulator_calls
         engine = Engine(program, machine, limit)
-        ways = leaving(program, self.mode, self.min_bytes)
+        ways = leaving(program, self.mode, self.min_bytes, self.joins)
         first = [g for g, way in ways.items() if way == RECOMPUTE] if self.always else []
         for target in (limit, 0):
             rows, required = self._segments(program, engine, tensor_cache(program, ways, target, first), ways, limit)
@@ -123,8 +128,8 @@ class SuperNeurons:
         return rows, required
 
 
-def leaving(program: Program, mode: str = "joint", min_bytes: int = MIB) -> dict[Gap, int]:
-    """Gaps in which an output may leave, and the way: SWAP for CONV, RECOMPUTE for the cheap layers."""
+def leaving(program: Program, mode: str = "joint", min_bytes: int = MIB, joins: bool = False) -> dict[Gap, int]:
+    """Gaps in which an output may leave, and the way: SWAP for CONV (and joins), RECOMPUTE for the cheap layers."""
     ways = {}
     for gap in program.gaps(min_bytes):
         t, after, before = gap
@@ -133,7 +138,7 @@ def leaving(program: Program, mode: str = "joint", min_bytes: int = MIB) -> dict
         layer = program.kernels[program.writes[t][0]]
         if layer.phase != "forward":
             continue
-        if layer.kind == "conv" and mode != "recompute":
+        if (layer.kind == "conv" or (joins and layer.kind in JOINS)) and mode != "recompute":
             ways[gap] = SWAP
         elif layer.kind in CHEAP and mode != "swap" and program.kernels[before].phase == "backward":
             if cannot_recompute(program, t, after, before) is None:

@@ -51,7 +51,8 @@ _LABELS = {"unet": "U-Net", "lstm": "LSTM", "kmeans": "K-means", "resnet_stochas
            "mlp": "MLP", "gpt2_small": "GPT-2 small", "gpt2_medium": "GPT-2 medium", "llama": "Llama",
            "inception_v3": "Inception V3", "inception_v3_cifar": "Inception V3", "inception_v4": "Inception V4",
            "densenet121": "DenseNet121", "mobilenet": "MobileNet", "squeezenet": "SqueezeNet", "plain20": "Plain20",
-           "resnet18_cifar": "ResNet18", "vgg16_imagenet": "VGG16", "alexnet": "AlexNet"}  # fmt: skip
+           "resnet18_cifar": "ResNet18", "vgg16_imagenet": "VGG16", "resnet50_imagenet": "ResNet50",
+           "resnet101_imagenet": "ResNet101", "resnet152_imagenet": "ResNet152", "alexnet": "AlexNet"}  # fmt: skip
 
 
 def label(network: str) -> str:

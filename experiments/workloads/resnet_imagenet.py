@@ -2,8 +2,8 @@
 Recognition", 2016, Table 1).
 
 Depth is 3 (n1 + n2 + n3 + n4) + 2 for ni blocks in stage i, each of three convolutions, 1x1, 3x3 and 1x1, after a stem
-of one and before a linear layer: 3-4-6-3 is He's ResNet50, 3-4-23-3 ResNet101 and 3-8-36-3 ResNet152. SuperNeurons (PPoPP 2018, section 4.2) goes
-deeper in the third stage only: "we fix n1=6, n2=32, n4=6 while varying n3".
+of one and before a linear layer: 3-4-6-3 is He's ResNet50, 3-4-23-3 ResNet101 and 3-8-36-3 ResNet152. SuperNeurons
+(2018, section 4.2) goes deeper in the third stage only: 6-32-n3-6 in the program that its authors released.
 
 Stages 2 to 4 halve the image in their first 1x1 convolution, as in the paper; torchvision halves it in the 3x3
 convolution, which keeps larger images and no other number of parameters. Shortcuts are identities, but for 1x1

@@ -1,0 +1,126 @@
+"""What SuperNeurons' Tables 4 and 5 share: the frameworks that they compare, and what stands for them here.
+
+The paper runs Caffe, MXNet, Torch, TensorFlow and its own runtime on a K40c with 12 GB. Here are memory strategies on
+the captured programs of PyTorch, with no workspaces and nothing else on the GPU:
+
+- ``own``: every tensor has memory of its own, the paper's baseline; Caffe and Torch are at best twice as good (2.2);
+- ``none``: dead tensors are freed (liveness analysis), as MXNet's and TensorFlow's engines do; nothing is planned;
+- ``memonger``: sqrt(n) checkpoints, from the authors of MXNet; all between them is run again;
+- ``vdnn_all``: every layer's input goes to the host;
+- ``superneurons``: CONV outputs go to the host, cheap layers run again; and ``superneurons_joins``, where sums and
+  concatenations go to the host, too (agents/superneurons.py, choice 1);
+- ``bound``: no method, but what none goes beyond: every tensor away whenever no kernel uses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+from omegaconf import DictConfig
+
+import agents
+from agents.layers import feature_maps
+from agents.planner import spans
+from agents.superneurons import leaving
+from experiments import cli
+from experiments.figures.capacity import largest
+from experiments.report import Row
+from simulator.engine import simulate
+from simulator.machine import Machine
+from simulator.program import Program
+from simulator.timeline import Timeline
+
+
+class Method(NamedTuple):
+    """One strategy.
+
+    Attributes:
+        planner: in ``agents``; "" for a strategy that plans nothing.
+        options: of the planner.
+    """
+
+    label: str
+    planner: str = ""
+    options: Mapping[str, Any] = MappingProxyType({})
+
+
+METHODS = {
+    "own": Method("every tensor its own memory"),
+    "none": Method("dead tensors freed", "none"),
+    "memonger": Method("memonger", "memonger"),
+    "vdnn_all": Method("vDNN all", "vdnn_all"),
+    "superneurons": Method("SuperNeurons", "superneurons"),
+    "superneurons_joins": Method("SuperNeurons, sums too", "superneurons", MappingProxyType({"joins": True})),
+    "bound": Method("no plan goes beyond"),
+}
+FRAMEWORKS = ("Caffe", "MXNet", "Torch", "TensorFlow", "SuperNeurons")
+
+
+def methods(settings: DictConfig) -> list[str]:
+    """``settings.methods``; raises UsageError for one that there is not."""
+    found = [str(name) for name in cli.values(settings, "methods")]
+    for name in found:
+        if name not in METHODS:
+            raise cli.UsageError(f"figure.methods: there is no {name!r}{cli.nearest(name, set(METHODS))}")
+    return found
+
+
+def planned(method: str, program: Program, machine: Machine) -> Timeline | None:
+    """The iteration of a method in the machine's memory; None where it does not fit."""
+    if floor(method, program) > machine.memory_bytes:
+        return None
+    how = METHODS[method]
+    try:
+        plan = agents.make(how.planner, **how.options).plan(program, machine, machine.memory_bytes)
+    except agents.Infeasible:
+        return None
+    return simulate(program, plan, machine, machine.memory_bytes)
+
+
+def floor(method: str, program: Program) -> int:
+    """Bytes that a method cannot do without: with everything away that it moves, whenever it is not in use."""
+    if method == "own":
+        return sum(t.nbytes for t in program.tensors)
+    if method == "none":
+        return program.peak_bytes
+    how = METHODS[method]
+    if how.planner == "superneurons":
+        gaps = list(leaving(program, **how.options))
+    else:
+        gaps = list(program.gaps()) if method == "bound" else [m.gap for m in feature_maps(program)]
+    n = len(program.kernels)
+    change = np.zeros(n + 1, np.int64)
+    for gap in gaps:
+        for span in spans(gap.after, gap.before, n):
+            change[span.start] -= program.tensors[gap.tensor].nbytes
+            change[span.stop] += program.tensors[gap.tensor].nbytes
+    return int((np.array(program.loads) + np.cumsum(change)[:n]).max())
+
+
+def most(method: str, at: Callable[[int], Program], machine: Machine, first: int, limit: int) -> tuple[int, Row]:
+    """The largest size of a program with which a method fits, at most ``limit``, and what an iteration takes there, if
+    the method has a plan.
+
+    Args:
+        at: the program of a size.
+        first: a size to begin with.
+    """
+    top = largest(lambda n: floor(method, at(n)) <= machine.memory_bytes, min(first, limit), limit)
+    if not METHODS[method].planner:
+        return top, {}
+    found: dict[int, Timeline | None] = {0: None}
+
+    def fits(n: int) -> bool:
+        if n not in found:
+            found[n] = planned(method, at(n), machine)
+        return n == 0 or found[n] is not None
+
+    # The floor is near, so the search goes down from it: how far does it not fit?
+    size = top if fits(top) else top - 1 - largest(lambda less: not fits(top - less), 1, top)
+    timeline = found[size]
+    if timeline is None:
+        return 0, {}
+    return size, {"overhead": timeline.overhead, "iteration_ns": timeline.iteration_ns, "peak": timeline.peak_bytes}

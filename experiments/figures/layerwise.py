@@ -1,0 +1,287 @@
+"""A network as SuperNeurons counts it (its paper, sections 3.1, 3.2 and 4.1): one kernel per layer forward and one
+backward, over the tensors that cuDNN's calls take; images, parameters and workspaces are not counted.
+
+The tensors of a layer's backward step decide every number of the paper's Table 1 and section 4.1.1. The authors' code
+(github.com/linnanwang/superneurons-release, src/layer) allocates them so, and the paper's 36 tensors and 2189.437 MB
+come out of nothing else:
+
+- convolution, fully connected: input, output's gradient, and a new gradient of the input;
+- pooling: input, output, output's gradient, and a new gradient of the input;
+- activation, LRN: input, output, and one gradient, changed in place;
+- batch-norm: input, output's gradient, and a new gradient of the input; its output is not read;
+- dropout: the output's gradient and a new gradient of the input; neither input nor output is read;
+- softmax: input and output, which becomes the gradient in place; the loss is no tensor;
+- fork: forward a copy per branch; backward the first branch's gradient, to which the others are added;
+- join: forward a new sum; backward the gradient, and a copy for every branch but the first.
+
+The gradient with respect to the images is computed, too.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from agents.planner import RECOMPUTE, SWAP
+from agents.superneurons import STRATEGIES, layer_bytes, leaving, segment_bytes, segments
+from simulator.engine import simulate
+from simulator.machine import Machine
+from simulator.plan import Decision, Plan, Recompute, Swap
+from simulator.program import Gap, Kernel, KernelKind, Phase, Program, Tensor, TensorKind
+
+MB = 2**20  # the paper's: CONV1's output at batch 200 is 221.56
+FLOAT = 4
+STEP_NS = 1000  # of every kernel: the accounting has no clock
+IN_PLACE: tuple[KernelKind, ...] = ("activation", "lrn")
+Part = tuple[str, KernelKind, int]  # name, kind, numbers in the output for one image
+FREE = Machine("copies that take no time", 2**60, 10**18, 10**18, copy_latency_ns=0, host_bytes=2**60)
+
+
+class Layer(NamedTuple):
+    """One layer; its output for one image has ``floats`` numbers. ``inputs`` are positions of earlier layers."""
+
+    name: str
+    kind: KernelKind  # copy: fork; elementwise: join; other: softmax
+    floats: int
+    inputs: tuple[int, ...]
+
+
+class Step(NamedTuple):
+    """What is in memory during one kernel."""
+
+    name: str
+    phase: Phase
+    nbytes: int
+    tensors: tuple[int, ...]
+
+
+def alexnet() -> list[Layer]:
+    """AlexNet's 23 layers, for images of 3 x 227 x 227 (section 4.1.1, footnote)."""
+    return _chain([
+        ("CONV1", "conv", 96 * 55 * 55), ("RELU1", "activation", 0), ("LRN1", "lrn", 0),
+        ("POOL1", "pool", 96 * 27 * 27),
+        ("CONV2", "conv", 256 * 27 * 27), ("RELU2", "activation", 0), ("LRN2", "lrn", 0),
+        ("POOL2", "pool", 256 * 13 * 13),
+        ("CONV3", "conv", 384 * 13 * 13), ("RELU3", "activation", 0),
+        ("CONV4", "conv", 384 * 13 * 13), ("RELU4", "activation", 0),
+        ("CONV5", "conv", 256 * 13 * 13), ("RELU5", "activation", 0), ("POOL5", "pool", 256 * 6 * 6),
+        ("FC1", "matmul", 4096), ("RELU6", "activation", 0), ("DROPOUT1", "dropout", 0),
+        ("FC2", "matmul", 4096), ("RELU7", "activation", 0), ("DROPOUT2", "dropout", 0),
+        ("FC3", "matmul", 1000), ("SOFTMAX", "other", 0),
+    ], [])  # fmt: skip
+
+
+def resnet(*blocks: int) -> list[Layer]:
+    """A ResNet of bottleneck blocks per stage, for images of 3 x 227 x 227, as in the authors' code: CONV1's output is
+    114 x 114, and pooled without padding 56 x 56; a block begins with a fork and ends with a join and a ReLU."""
+    pixels = 56 * 56
+    layers = _chain([("CONV1", "conv", 64 * 114 * 114), ("BN1", "norm", 0), ("ACT1", "activation", 0),
+                     ("POOL1", "pool", 64 * pixels)], [])  # fmt: skip
+    for stage, count in enumerate(blocks, 2):
+        width = 64 * 2 ** (stage - 2)
+        for i in range(count):
+            here = f"{stage}.{i + 1}"
+            fork = len(layers)
+            layers.append(Layer(f"FORK{here}", "copy", layers[-1].floats, (fork - 1,)))
+            if i == 0 and stage > 2:
+                pixels //= 4
+            parts: list[Part] = []
+            for j, channels in enumerate((width, width, 4 * width), 1):
+                parts += [(f"CONV{here}.{j}", "conv", channels * pixels), (f"BN{here}.{j}", "norm", 0)]
+                parts += [(f"ACT{here}.{j}", "activation", 0)] if j < 3 else []
+            layers = _chain(parts, layers)
+            right = len(layers) - 1
+            left = fork
+            if i == 0:
+                projection: list[Part] = [(f"CONV{here}.0", "conv", 4 * width * pixels), (f"BN{here}.0", "norm", 0)]
+                layers = _chain(projection, layers, fork)
+                left = len(layers) - 1
+            layers.append(Layer(f"JOIN{here}", "elementwise", 4 * width * pixels, (left, right)))
+            layers = _chain([(f"ACT{here}", "activation", 0)], layers)
+    return _chain([("POOL2", "pool", layers[-1].floats // pixels), ("FC1", "matmul", 1000), ("SOFTMAX", "other", 0)],
+                  layers)  # fmt: skip
+
+
+def _chain(parts: Sequence[Part], before: list[Layer], after: int = -1) -> list[Layer]:
+    """``before`` and layers that each read the one before it, the first of them ``after``; 0 floats: its input's."""
+    layers = list(before)
+    previous = len(layers) - 1 if after < 0 else after
+    for name, kind, floats in parts:
+        inputs = (previous,) if previous >= 0 else ()
+        layers.append(Layer(name, kind, floats or layers[previous].floats, inputs))
+        previous = len(layers) - 1
+    return layers
+
+
+def backward_order(layers: Sequence[Layer]) -> list[int]:
+    """The paper's Algorithm 1 from the last layer: depth first, a layer when all that read it are done; the first
+    branch of a join last."""
+    readers = [0] * len(layers)
+    for layer in layers:
+        for i in layer.inputs:
+            readers[i] += 1
+    order, todo = [], [len(layers) - 1]
+    while todo:
+        i = todo.pop()
+        readers[i] -= 1
+        if readers[i] <= 0:
+            order.append(i)
+            todo += [layers[i].inputs[0], *reversed(layers[i].inputs[1:])] if layers[i].inputs else []
+    return order
+
+
+def program(name: str, layers: Sequence[Layer], batch_size: int, image: int = 3 * 227 * 227) -> Program:
+    """The layers' steps over their tensors; ``image``: numbers in one, for the gradient of the first layer's input."""
+    tensors: list[Tensor] = []
+    kernels: list[Kernel] = []
+
+    def new(label: str, floats: int, kind: TensorKind) -> int:
+        tensors.append(Tensor(label, batch_size * floats * FLOAT, kind))
+        return len(tensors) - 1
+
+    def step(layer: Layer, phase: Phase, inputs: list[int], outputs: list[int]) -> None:
+        kernels.append(Kernel(layer.name, layer.kind, phase, tuple(inputs), tuple(outputs), STEP_NS))
+
+    readers: list[list[int]] = [[] for _ in layers]
+    for i, layer in enumerate(layers):
+        for source in layer.inputs:
+            readers[source].append(i)
+    outputs: list[dict[int, int]] = []  # of a layer: the tensor for each of its readers; a fork has several
+    for i, layer in enumerate(layers):
+        names = [f"{layer.name} for {layers[r].name}" for r in readers[i]] if layer.kind == "copy" else [layer.name]
+        made = [new(label, layer.floats, "activation") for label in names]
+        outputs.append({r: made[b % len(made)] for b, r in enumerate(readers[i] or [-1])})
+        step(layer, "forward", [outputs[s][i] for s in layer.inputs], made)
+
+    gradients: list[dict[int, int]] = [{} for _ in layers]  # of a layer's output, by the reader that it comes from
+    for i in backward_order(layers):
+        layer = layers[i]
+        x, y = [outputs[s][i] for s in layer.inputs], next(iter(outputs[i].values()))
+        dy = list(gradients[i].values())
+        label, floats = f"gradient of {layer.name}'s input", layers[layer.inputs[0]].floats if layer.inputs else image
+        if layer.kind == "other":
+            dx = [y]
+            step(layer, "backward", [*x, y], dx)
+        elif layer.kind in IN_PLACE:
+            dx = dy
+            step(layer, "backward", [*x, y, *dy], dx)
+        elif layer.kind == "copy":
+            dx = dy[:1]
+            step(layer, "backward", dy, dx)
+        elif layer.kind == "elementwise":
+            copies = [new(f"{label} {b}", layer.floats, "gradient") for b in range(1, len(x))]
+            dx = [*dy, *copies]
+            step(layer, "backward", dy, copies)
+        else:
+            dx = [new(label, floats, "gradient")]
+            step(layer, "backward", {"pool": [*x, y, *dy], "dropout": dy}.get(layer.kind, [*x, *dy]), dx)
+        for source, tensor in zip(layer.inputs, dx, strict=False):
+            gradients[source][i] = tensor
+    return Program(name, tuple(tensors), tuple(kernels))
+
+
+def plan(program: Program, offload: bool = True, strategy: str | None = None, branches: bool = False) -> Plan:
+    """The paper's techniques, applied to all that they may be applied to, short of memory or not.
+
+    Args:
+        offload: section 3.3.1; outputs of convolutions go to the host, and come back when the backward step of the
+            last checkpoint before their use begins (a fully connected layer is one, or nothing would bring CONV5 of
+            AlexNet back).
+        strategy: speed, memory or cost (section 3.4); None recomputes nothing.
+        branches: forks and joins are checkpoints that go to the host, too, as in the authors' code, and whatever is
+            there comes back only when it is used. Table 1's ResNets need both.
+
+    Raises:
+        ValueError: there is no such strategy.
+    """
+    if strategy not in (None, *STRATEGIES):
+        raise ValueError(f"strategy: expected one of {', '.join(STRATEGIES)}, got {strategy!r}")
+    ways = leaving(program, "joint", 1, joins=branches)
+    decisions: list[Decision] = [
+        Swap(*gap, prefetch=gap.before - 1 if branches else _prefetch(program, gap), sync=True)
+        for gap, way in ways.items() if way == SWAP and offload and program.kernels[gap.before].phase == "backward"
+    ]  # fmt: skip
+    dropped: dict[int, list[Gap]] = {}
+    segment = segments(program)
+    for gap, way in ways.items():
+        if way == RECOMPUTE and strategy:
+            dropped.setdefault(segment[gap.tensor], []).append(gap)
+    l_peak = max(layer_bytes(program, k) for k in range(len(program.kernels)))
+    for gaps in dropped.values():
+        keep = strategy == "speed" or (strategy == "cost" and segment_bytes(program, gaps) <= l_peak)
+        decisions += [Recompute(*gap, keep=keep) for gap in gaps]
+    return Plan(tuple(decisions), program.fingerprint)
+
+
+def _prefetch(program: Program, gap: Gap) -> int:
+    """The kernel before the last checkpoint's backward step in the gap."""
+    for k in range(gap.before - 1, gap.after, -1):
+        if program.kernels[k].kind in ("conv", "matmul") and program.kernels[k].phase == "backward":
+            return k - 1
+    return gap.before - 1
+
+
+def steps(program: Program, plan: Plan) -> tuple[list[Step], int, int]:
+    """A program under a plan whose copies take no time.
+
+    Returns:
+        What is in memory during each kernel; how many kernels are run again; and the peak in bytes, with what a
+        recomputation needs before its kernel. Tensors are followed by the plan; bytes, runs and peak are the
+        simulator's, and must agree.
+    """
+    inside, runs = _residents(program, plan)
+    timeline = simulate(program, plan, FREE, FREE.memory_bytes)
+    begin = timeline.boundaries[-2] if len(timeline.boundaries) > 1 else 0
+    again = sum(span.kind == "recompute" and span.start_ns >= begin for span in timeline.spans)
+    times = [time for time, _ in timeline.memory]
+    used = [
+        timeline.memory[bisect_right(times, span.start_ns) - 1][1]
+        for span in timeline.spans
+        if span.kind == "kernel" and span.start_ns >= begin
+    ]
+    counted = [sum(program.tensors[t].nbytes for t in tensors) for tensors in inside]
+    if counted != used or runs != again:
+        raise AssertionError(f"{program.name}: the tensors of the plan are not the simulator's bytes")
+    found = [Step(kernel.name, kernel.phase, n, tuple(sorted(tensors)))
+             for kernel, n, tensors in zip(program.kernels, counted, inside, strict=True)]  # fmt: skip
+    return found, again, timeline.peak_bytes
+
+
+def _residents(program: Program, plan: Plan) -> tuple[list[set[int]], int]:
+    """The tensors in memory during each kernel, and how many kernels are run again, by sections 3.2 to 3.4."""
+    dropped = {(d.tensor, d.before): d.keep for d in plan.decisions if isinstance(d, Recompute)}
+    leave: dict[int, list[int]] = {}
+    arrive: dict[int, list[int]] = {}
+    for d in plan.decisions:
+        leave.setdefault(d.after, []).append(d.tensor)
+        if isinstance(d, Swap) and d.prefetch is not None:
+            arrive.setdefault(d.prefetch + 1, []).append(d.tensor)
+    resident = {t for t, tensor in enumerate(program.tensors) if tensor.persistent}
+    found, runs = [], 0
+
+    def recover(t: int, k: int, back: list[int]) -> None:
+        """Brings ``t`` back at kernel ``k``; ``back``: what is dropped again when the chain is through."""
+        nonlocal runs
+        if t in resident:
+            return
+        before = next((use for use in program.accesses[t] if use >= k), -1)  # -1: it was freed
+        if before < 0 or (t, before) in dropped:
+            for i in program.kernels[program.writes[t][0]].inputs:
+                recover(i, k, back)
+            runs += 1
+            if not dropped.get((t, before)):
+                back.append(t)
+        resident.add(t)
+
+    for k, kernel in enumerate(program.kernels):
+        resident.update(arrive.get(k, ()))
+        back: list[int] = []
+        for t in kernel.inputs:
+            recover(t, k, back)
+        resident.difference_update(set(back).difference(kernel.inputs))
+        resident.update(kernel.outputs)
+        found.append(set(resident))
+        gone = [t for t in kernel.accesses if not program.tensors[t].persistent and program.accesses[t][-1] == k]
+        resident.difference_update(gone, leave.get(k, ()))
+    return found, runs

@@ -1,0 +1,276 @@
+"""SuperNeurons' AlexNet: the accounting by hand, Table 1, the steps of Fig. 10, and the traffic of Table 3."""
+
+from itertools import combinations_with_replacement
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings as limits, strategies as st
+from omegaconf import OmegaConf
+
+from experiments import cli, figures, reproduce
+from experiments.figures import (
+    layerwise,
+    superneurons_alexnet as fig10,
+    superneurons_table1 as table1,
+    superneurons_table3 as table3,
+)
+from experiments.figures.layerwise import MB, Layer
+from experiments.workloads.alexnet import AlexNet
+from simulator import Machine, Plan, Swap
+
+MACHINE = Machine.load("k40c")
+ALEXNET = layerwise.program("alexnet", layerwise.alexnet(), 200)
+# Batch 1, 256 numbers = 1 KiB: CONV a (1 KiB), RELU b (1), POOL c (0.5), CONV d (0.5), softmax e (0.5).
+TINY = [
+    Layer("a", "conv", 256, ()),
+    Layer("b", "activation", 256, (0,)),
+    Layer("c", "pool", 128, (1,)),
+    Layer("d", "conv", 128, (2,)),
+    Layer("e", "other", 128, (3,)),
+]
+
+
+def settings(name: str, **more: Any) -> Any:
+    config = OmegaConf.to_container(OmegaConf.load(reproduce.CONFIGS / f"{name}.yaml"))
+    assert isinstance(config, dict)
+    config.pop("quick")
+    return OmegaConf.create({**config, **more})
+
+
+def rows(made: ModuleType, **more: Any) -> list[dict[str, Any]]:
+    tasks = made.tasks(settings(made.__name__.rpartition(".")[2], **more))
+    return [{**task, **made.run(task, MACHINE)} for task in tasks]
+
+
+# ------------------------------------------------------------------------------------------ the accounting
+
+
+def test_a_tiny_network_by_hand() -> None:
+    program = layerwise.program("tiny", TINY, 1, image=64)
+    # Outputs a 1024, b 1024, c 512, d 512, e 512; gradients of the inputs of d 512, c 1024 (in which b's is, too), and
+    # a 256, the images'. e's gradient is in e.
+    assert [(t.name, t.nbytes) for t in program.tensors] == [
+        ("a", 1024), ("b", 1024), ("c", 512), ("d", 512), ("e", 512),
+        ("gradient of d's input", 512), ("gradient of c's input", 1024), ("gradient of a's input", 256),
+    ]  # fmt: skip
+    assert [k.name for k in program.kernels] == ["a", "b", "c", "d", "e", "e", "d", "c", "b", "a"]
+    steps, again, peak = layerwise.steps(program, Plan())
+    assert again == 0 and peak == program.peak_bytes
+    # d is read by e's two steps only, c by d's step and its own. e backward: a, b, c, d, e; d backward: a, b, c, e and
+    # the new gradient; c backward: a, b, c and both gradients; b backward: a, b and one gradient; a backward: that
+    # and 256 bytes more.
+    assert [s.nbytes for s in steps] == [1024, 2048, 2560, 3072, 3584, 3584, 3584, 4096, 3072, 1280]
+    assert [len(s.tensors) for s in steps] == [1, 2, 3, 4, 5, 5, 5, 5, 3, 2]
+    # a goes to the host behind b, and comes back when d's backward step begins (step 7): away in steps 3 to 6.
+    offloaded = [s.nbytes for s in layerwise.steps(program, layerwise.plan(program))[0]]
+    assert offloaded == [1024, 2048, 1536, 2048, 2560, 2560, 3584, 4096, 3072, 1280]
+    # b and c dropped, too, behind c and d. Step 7 runs b and c again for c; speed-centric keeps b.
+    for strategy, runs, after in (("speed", 2, 4096), ("memory", 3, 4096)):
+        steps, again, _ = layerwise.steps(program, layerwise.plan(program, strategy=strategy))
+        # Step 7: a 1024, c 512, e 512, gradient 512, and b 1024 where it is kept.
+        assert again == runs and steps[6].nbytes == (3584 if strategy == "speed" else 2560)
+        assert steps[7].nbytes == after
+    with pytest.raises(ValueError, match="strategy: expected one of cost, speed, memory, got 'fast'"):
+        layerwise.plan(program, strategy="fast")
+
+
+def test_forks_and_joins_by_hand() -> None:
+    # fork(CONV a) -> CONV l, BN r -> join -> softmax. Forward: right branch first, as listed.
+    layers = [
+        Layer("a", "conv", 256, ()), Layer("f", "copy", 256, (0,)), Layer("r", "norm", 256, (1,)),
+        Layer("l", "conv", 256, (1,)), Layer("j", "elementwise", 256, (3, 2)), Layer("e", "other", 256, (4,)),
+    ]  # fmt: skip
+    assert [layers[i].name for i in layerwise.backward_order(layers)] == ["e", "j", "r", "l", "f", "a"]
+    program = layerwise.program("branches", layers, 1)
+    names = [t.name for t in program.tensors]
+    assert names[:3] == ["a", "f for r", "f for l"]
+    backward = {k.name: k for k in program.kernels if k.phase == "backward"}
+    # The first branch's gradient is the join's own, which softmax left in e; the second has a copy.
+    assert [names[t] for t in backward["j"].inputs] == ["e"]
+    assert [names[t] for t in backward["j"].outputs] == ["gradient of j's input 1"]
+    assert [names[t] for t in backward["r"].inputs] == ["f for r", "gradient of j's input 1"]
+    assert [names[t] for t in backward["l"].inputs] == ["f for l", "e"]
+    assert {names[t] for t in backward["f"].inputs} == {"gradient of r's input", "gradient of l's input"}
+    assert len(backward["f"].outputs) == 1
+
+
+def test_alexnet_is_the_network_that_pytorch_trains() -> None:
+    with torch.device("meta"):
+        model, x = AlexNet(), torch.empty(2, 3, 227, 227)
+        sizes = {}
+        for name, layer in model.named_children():
+            x = layer(x)
+            sizes[name.upper()] = x.numel() // 2
+    sizes.pop("FLATTEN")
+    assert sizes == {layer.name: layer.floats for layer in layerwise.alexnet()[:-1]}
+    # CONV 34,944 + 614,656 + 885,120 + 1,327,488 + 884,992; FC 37,752,832 + 16,781,312 + 4,097,000.
+    assert sum(p.numel() for p in model.parameters()) == 62_378_344
+    program = figures.program("alexnet", MACHINE, batch_size=2)
+    assert {"conv", "pool", "dropout", "matmul", "activation"} <= {k.kind for k in program.kernels}
+
+
+KINDS = st.sampled_from(["conv", "activation", "lrn", "pool", "norm", "dropout", "matmul"])
+
+
+@limits(max_examples=40, deadline=None)
+@given(data=st.data(), kinds=st.lists(KINDS, min_size=1, max_size=12))
+def test_any_chain_agrees_with_the_simulator(data: st.DataObject, kinds: list[Any]) -> None:
+    layers = [Layer("L0", "conv", data.draw(st.integers(1, 9)), ())]
+    for i, kind in enumerate(kinds, 1):
+        same = kind in ("activation", "lrn", "norm", "dropout")
+        floats = layers[-1].floats if same else data.draw(st.integers(1, 9))
+        layers.append(Layer(f"L{i}", kind, floats, (i - 1,)))
+    layers.append(Layer("end", "other", layers[-1].floats, (len(layers) - 1,)))
+    program = layerwise.program("chain", layers, 1)
+    peaks, runs = [], []
+    for strategy in ("speed", "memory"):
+        for offload in (False, True):  # steps() compares every kernel's bytes with the simulator's
+            _, again, peak = layerwise.steps(program, layerwise.plan(program, offload, strategy))
+            peaks.append(peak)
+            runs.append(again)
+    assert runs[0] == runs[1] <= runs[2] == runs[3]
+    assert max(peaks) <= sum(t.nbytes for t in program.tensors)
+
+
+# ------------------------------------------------------------------------------------------ Table 1
+
+
+def test_table_1() -> None:
+    found = rows(table1, networks=["alexnet", "resnet50"])
+    by_key = {(row["network"], row["strategy"]): row for row in found}
+    assert all(row["again"] == table1.PAPER[n][s][0] for (n, s), row in by_key.items())
+    # A = 200 * 96 * 55 * 55 floats, B = 200 * 96 * 27 * 27: 4 A + 2 B and 4 A.
+    a, b = 200 * 96 * 55 * 55 * 4, 200 * 96 * 27 * 27 * 4
+    assert by_key["alexnet", "speed"]["peak"] == 4 * a + 2 * b
+    assert by_key["alexnet", "memory"]["peak"] == by_key["alexnet", "cost"]["peak"] == 4 * a
+    # The same of ResNet50, A = 32 * 64 * 114 * 114, B = 32 * 64 * 56 * 56: 455.125 MB, and 406.125 for the paper's 401.
+    a, b = 32 * 64 * 114 * 114 * 4, 32 * 64 * 56 * 56 * 4
+    assert by_key["resnet50", "speed"]["peak"] == 4 * a + 2 * b == 455.125 * MB
+    assert by_key["resnet50", "memory"]["peak"] == by_key["resnet50", "cost"]["peak"] == 4 * a == 406.125 * MB
+    assert all(row["planner"] == row["peak"] for row in found)
+    heads, cells = table1.table(found)
+    assert all(len(line) == len(heads) for line in cells)
+    assert cells[0][1:6] == ["14", "14", "993.018", "993.018", "POOL1 backward"]
+    text = " ".join(table1.notes(found))
+    assert text.startswith("6 of 6 counts and 4 of 6 peaks agree") and "to the byte" in text
+    assert "5.125 MB less" in text
+    worse = table1.notes([{**row, "planner": row["peak"] + MB} for row in found])
+    assert worse[-1] == "The planner needs the same memory, but for 1.000 to 1.000 MB more."
+
+
+def test_nothing_in_the_resnets_explains_401_mb() -> None:
+    program = layerwise.program("resnet50", layerwise.resnet(3, 4, 6, 3), 32)
+    sizes = sorted({t.nbytes for t in program.tensors if t.nbytes > MB})
+    assert {t.nbytes for t in program.tensors}.isdisjoint({round(5.125 * MB)})
+    for count in range(1, 6):
+        for some in combinations_with_replacement(sizes, count):
+            assert not 400.5 * MB <= sum(some) < 401.5 * MB
+
+
+# ------------------------------------------------------------------------------------------ Fig. 10
+
+
+def test_fig_10() -> None:
+    found = rows(fig10, shown=["liveness", "offload", "recompute"])
+    ours = fig10.found(found)
+    assert ours.keys() >= fig10.PAPER.keys()
+    differ = {key for key, paper in fig10.PAPER.items() if abs(ours[key] - paper) >= fig10._unit(key)}
+    assert differ == {"offload, MB", "offload, MB at step 32"}
+    sizes = {t.name: t.nbytes / MB for t in ALEXNET.tensors}
+    # The nine tensors at POOL2: 2 CONV1's, POOL1's, 4 CONV2's (one a gradient), 2 POOL2's.
+    nine = 2 * sizes["CONV1"] + sizes["POOL1"] + 4 * sizes["CONV2"] + 2 * sizes["POOL2"]
+    assert ours["offload, MB"] == pytest.approx(nine) and round(nine, 3) == 1132.056
+    # 1489.355 less what is named as offloaded; the paper leaves CONV4 in.
+    named = ["CONV1", "CONV2", "CONV3", "CONV4"]
+    assert ours["offload, MB at step 32"] == pytest.approx(ours["liveness, MB"] - sum(sizes[n] for n in named))
+    assert fig10.PAPER["offload, MB at step 32"] == pytest.approx(
+        ours["offload, MB at step 32"] + sizes["CONV4"], abs=0.05
+    )
+    heads, cells = fig10.table(found)
+    assert len(cells) == len(fig10.PAPER) and all(len(line) == len(heads) for line in cells)
+    assert cells[2] == ["liveness analysis: peak, MB", "1,489.355", "1,489.355", ""]
+    text = fig10.notes(found)
+    assert text[0] == "12 of the 14 numbers agree to the last digit that is printed."
+    assert "13 and 80.078 MB are the 4" in text[1] and "0.099 MB more" in text[2]
+
+
+def test_what_pytorch_keeps() -> None:
+    row = {"shown": "captured", "batch_size": 2, **fig10.captured(2, MACHINE)}
+    program = figures.program("alexnet", MACHINE, batch_size=2)
+    kept = sum(t.nbytes for t in program.tensors if t.persistent)
+    assert row["kept"] == kept and row["peak"] == program.peak_bytes - kept == sum(n for *_, n in row["at_peak"])
+    assert row["peaks"]["liveness"] == row["peak"] >= row["peaks"]["offload"] >= row["peaks"]["recompute"]
+    assert len(row["steps"]) == len(program.kernels) and max(s[2] for s in row["steps"]) == row["peak"]
+    assert any("It has no LRN kernel" in note for note in fig10.notes([row]))
+
+
+# ------------------------------------------------------------------------------------------ Table 3
+
+
+def test_table_3() -> None:
+    found = rows(table3, batches=[256, 1024, 1792])
+    small, large, beyond = found
+    # CONV outputs of an image: 96*55*55 + 256*27*27 + 2*384*13*13 + 256*13*13 = 650,080 floats, out and in.
+    assert small["copied"] == 256 * 650_080 * 4 * 2 and large["copied"] == 4 * small["copied"]
+    assert small["cached"] == large["cached"] == 0 and 0 < beyond["cached"] < beyond["copied"]
+    assert small["weights"] == 62_378_344 * 4
+    # Of the peak, 17 tensors are proportional to the batch.
+    first = table3.limit(small)
+    assert first == table3.limit(large) and 1024 < first < 1792
+    per_image = ALEXNET.peak_bytes // 200
+    assert 3 * small["weights"] + first * per_image <= MACHINE.memory_bytes
+    assert 3 * small["weights"] + (first + 1) * per_image > MACHINE.memory_bytes
+    heads, cells = table3.table(found)
+    assert cells[0][:5] == ["256", "2.56", "1.33", "0.00", "0.00"] and cells[2][1] == ""
+    assert all(len(line) == len(heads) for line in cells)
+    text = " ".join(table3.notes(found))
+    assert "0.88 GB at 1024" in text and "3,102 MB free" in text
+    assert table3.table([{**small, "cached": None}])[1][0][4] == "does not fit"
+
+
+def test_choices_that_give_the_papers_numbers() -> None:
+    # By hand: the weights once, and RELU1, POOL1, RELU2 twice, POOL2, RELU5, RELU3 twice, POOL5.
+    floats = 96 * (55 * 55 + 27 * 27) + 256 * (2 * 27 * 27 + 2 * 13 * 13 + 6 * 6) + 2 * 384 * 13 * 13
+    found = [{"batch_size": b, "weights": 62_378_344 * 4, "copied": b * 650_080 * 8} for b in table3.PAPER]
+    assert all(table3.agrees(r["copied"] + r["weights"] + r["batch_size"] * 4 * floats, r) for r in found)
+    assert not table3.agrees(found[0]["copied"], found[0])
+    chosen, counted = table3.choices(found)
+    assert counted == 5 * 3 * 5 * 5 * 5 * 3 and len(chosen) == 7
+    sizes = {layer.name: layer.floats for layer in layerwise.alexnet()}
+    assert floats in [sum(sizes[name] for name in names) for names in chosen]
+
+
+def test_copies_are_counted_both_ways() -> None:
+    assert table3.copied(ALEXNET, Plan((Swap(0, 1, 44),))) == 2 * ALEXNET.tensors[0].nbytes
+
+
+# ------------------------------------------------------------------------------------------ settings and pictures
+
+
+@pytest.mark.parametrize(
+    ("made", "wrong", "words"),
+    [
+        (fig10, {"shown": ["livenes"]}, "there is no 'livenes'; the nearest is 'liveness'"),
+        (table1, {"networks": ["vgg16"]}, "'vgg16' is not in the table"),
+        (table3, {"batches": [0]}, "figure.batches: expected positive integers, got [0]"),
+        (table3, {"batches": []}, "batches: expected at least one value"),
+    ],
+)
+def test_bad_settings_are_refused(made: ModuleType, wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(cli.UsageError) as caught:
+        made.tasks(settings(made.__name__.rpartition(".")[2], **wrong))
+    assert words in str(caught.value)
+
+
+def test_pictures(tmp_path: Path) -> None:
+    for made, more in (
+        (fig10, {"shown": ["offload"]}),
+        (table1, {"networks": ["alexnet"]}),
+        (table3, {"batches": [256, 1792]}),
+    ):
+        path = tmp_path / "picture.png"
+        made.draw(rows(made, **more), path)
+        assert path.read_bytes().startswith(b"\x89PNG")
