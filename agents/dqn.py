@@ -19,6 +19,9 @@ fitted Q-iteration (equations 4 and 5), on the environment of envs/walk.py.
 9. Nine random actions in ten are drawn with weight exp(``prior`` · time of next use / ideal time), Belady's
    rule softened; the paper draws uniformly. A long step (ResNet-50 has 300 candidates) is hardly ever
    planned well by uniform choices, so that nothing good is there to learn from.
+Where one agent plans many limits and networks (agents/carry_over.py), and only there, also:
+10. It carries over: weights, the best walks and plans, from limit to limit, mode to mode and program to program.
+11. The best walks are refined by local search on the plan. It can do what no action of the environment does.
 Where the paper is silent, in both forms: γ = 1 (an episode ends, and its return is the overhead); rewards
 are multiplied by ``reward_scale``; invalid actions are masked with −1e8 in the argmax, in exploration and
 in the maximum of equation 5; an update follows every ``update_every`` transitions. As in the paper (its
@@ -36,7 +39,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -46,10 +49,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from agents.checkpoint import CheckpointError, must_match, read_checkpoint, write_checkpoint
+from agents.dqn_config import PAPER, DQNConfig, config_from
 from agents.planner import Infeasible
 from agents.replay import Replay, State
-from agents.structure2vec import POOLS, Structure2Vec
-from envs.graph import MODES
+from agents.structure2vec import Structure2Vec
 from envs.memory_env import current_node, dynamic_features
 from envs.walk import Task, Walk
 from simulator import Machine, Plan, Program, Swap
@@ -58,48 +61,6 @@ from simulator.engine import rows_of
 MASKED = -1e8  # not −inf: 0 · −inf is not a number
 MIGRATE = 400  # followers between two replacements of the worst elite by the best
 RECORDED = 0.2  # of the followers' walks enter the replay: they are much alike
-
-
-@dataclass(frozen=True)
-class DQNConfig:
-    """Hyperparameters; the names are the keys of configs/agent/*.yaml."""
-
-    episodes: int = 600
-    mode: str = "swap"  # swap, recompute or joint
-    min_bytes: int = 2**20
-    walks: int = 8
-    features: int = 8
-    size: int = 16  # p
-    rounds: int = 3  # T
-    pool: str = "mean"
-    mixing: bool = True
-    n_step: int = 1000  # longer than an episode: the whole return
-    double: bool = True
-    target_every: int = 100  # updates; 0: no target network
-    optimizer: str = "adam"  # adam or sgd
-    learning_rate: float = 2e-3
-    batch_size: int = 32
-    update_every: int = 8  # transitions of the ε-greedy walks
-    replay: int = 10_000  # transitions
-    priority: float = 0.0  # exponent of prioritised replay; 0: uniform
-    reward_scale: float = 10.0
-    epsilon_start: float = 1.0
-    epsilon_end: float = 0.02
-    explore: float = 0.3  # fraction of the episodes
-    followers: int = 8  # walks after the best one, per step of the others
-    leave: float = 0.015
-    elites: int = 4
-    prior: float = 20.0
-    checkpoint_every: int = 100  # episodes
-
-    def __post_init__(self) -> None:
-        for name, allowed in (("mode", MODES), ("pool", POOLS), ("optimizer", ("adam", "sgd")), ("features", (6, 8))):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}: expected one of {allowed}, got {getattr(self, name)!r}")
-        for name in ("episodes", "walks", "size", "rounds", "n_step", "batch_size", "update_every", "replay",
-                     "elites"):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
 
 
 class Episode(NamedTuple):
@@ -226,15 +187,32 @@ class Trainer:
 
     def follow(self) -> None:
         """One walk after one of the best (difference 8)."""
-        walk, trail = self.scout, []
-        walk.reset()
         self.followed += 1
         if self.followed % MIGRATE == 0:
             self.elites[-1] = self.elites[0]
         which = int(self.rng.integers(len(self.elites)))
-        plan, at, nodes = self.elites[which][1], 0, []
+        plan = self.elites[which][1]
         leaves = self.rng.random(4 * len(plan) + 1) < self.config.leave
-        record = self.rng.random() < RECORDED
+        nodes = self._follow(plan, leaves, self.rng.random() < RECORDED)
+        if not self.scout.dead_end and self.scout.overhead <= self.elites[which][0]:
+            self.elites[which] = (self.scout.overhead, nodes)
+        self._compare(self.scout)
+
+    def repeat(self, plan: list[int]) -> Walk:
+        """The walk that takes the actions of ``plan`` in their order where it may, and goes on as a follower where
+        they end. It enters the replay, and competes with the elites. Valid until the next walk."""
+        nodes = self._follow(plan, np.zeros(1, np.bool_), True)
+        if not self.scout.dead_end:
+            self.elites.append((self.scout.overhead, nodes))
+        self._compare(self.scout)
+        del self.elites[self.config.elites :]
+        return self.scout
+
+    def _follow(self, plan: list[int], leaves: NDArray[np.bool_], record: bool) -> list[int]:
+        """Takes the scout after ``plan``, leaving it at the steps that ``leaves`` says; returns the nodes."""
+        walk, trail = self.scout, []
+        walk.reset()
+        at, nodes = 0, []
         while not walk.done:
             mask = walk.mask()
             node = None
@@ -257,9 +235,7 @@ class Trainer:
                 trail.append((state, int(np.searchsorted(self.actions, node)), reward))
         if record:
             self.replay.add(trail, self.config.n_step)
-        if not walk.dead_end and walk.overhead <= self.elites[which][0]:
-            self.elites[which] = (walk.overhead, nodes)
-        self._compare(walk)
+        return nodes
 
     @torch.no_grad()
     def _boltzmann(self, state: State) -> int:
@@ -385,29 +361,6 @@ class Trainer:
             raise CheckpointError(f"{path}: the checkpoint is damaged ({reason})") from None
 
 
-def config_from(values: dict[str, Any]) -> DQNConfig:
-    """A DQNConfig from a configuration dictionary.
-
-    Raises:
-        ValueError: an unknown key or a value of the wrong type, named.
-    """
-    known = {f.name: f for f in fields(DQNConfig)}
-    out = {}
-    for key, value in values.items():
-        if key not in known:
-            raise ValueError(f"agent.{key}: unknown key")
-        kind = type(known[key].default)
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
-        if type(value) is not kind:
-            raise ValueError(f"agent.{key}: expected {kind.__name__}, got {value!r}")
-        out[key] = value
-    try:
-        return DQNConfig(**out)
-    except ValueError as error:
-        raise ValueError(f"agent.{error}") from None
-
-
 def train(
     program: Program, machine: Machine, limit: int, config: DQNConfig, seed: int = 0, checkpoint: Path | None = None,
     resume: Path | None = None, on_episode: Callable[[Episode], None] | None = None, planner: str = "dqn",
@@ -460,14 +413,6 @@ def check_reachable(task: Task) -> None:
             f"{task.program.name} cannot run in {task.limit:,} bytes: with every candidate tensor swapped out "
             f"whenever it is not in use it still needs {smallest:,}"
         )
-
-
-PAPER = {
-    "episodes": 300, "mode": "joint", "walks": 1, "features": 6, "size": 32, "rounds": 4, "pool": "sum",
-    "mixing": False, "n_step": 1, "double": False, "target_every": 0, "optimizer": "sgd", "learning_rate": 1e-4,
-    "update_every": 1, "reward_scale": 1.0, "epsilon_end": 0.0, "explore": 1.0, "followers": 0, "leave": 0.0,
-    "prior": 0.0,
-}  # fmt: skip
 
 
 class DQN:

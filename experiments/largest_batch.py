@@ -2,7 +2,7 @@
 
 The cap is what eager needs for the network's own batch. Each method has its strongest setting: all blocks; of
 torch.compile a budget of 0; ours has any of OURS' plans for the cap. A batch is trained if two steps run, the first of
-which makes the optimizer's state. The search doubles the batch and then halves the interval (``largest``).
+which makes the optimizer's state. The search doubles the batch and then halves the interval (experiments/bisection.py).
 
 Choices:
 
@@ -30,6 +30,7 @@ import agents
 from executor import PlannedStep, StepError, capture
 from executor.capture import Captured, CaptureError
 from executor.profile import ProfileError, measure, with_profile
+from experiments.bisection import largest
 from experiments.deadline import TimeUp, within
 from experiments.networks import Network, build, give_back, host_bytes, own_batch
 from experiments.side_by_side import METHODS, OURS, Counter, Levels, Record, smallest_block
@@ -42,23 +43,6 @@ STEPS = 2
 MOST = 64  # times the network's own batch
 PART = 32  # the answer is exact to this part of it
 MIB = 2**20
-
-
-def largest(fits: Callable[[int], bool], first: int, most: int, part: int) -> int:
-    """The largest number up to ``most`` that fits; 0 where 1 does not.
-
-    ``fits`` holds up to some number and for none above. It is asked at ``first``, 2 * ``first``, … up to one that does
-    not fit, then in the middle of what is left, until that is at most 1 / ``part`` of the answer.
-    """
-    low, high, n = 0, most + 1, min(first, most)
-    while n < high and fits(n):
-        low, n = n, min(2 * n, most) if n < most else high
-    if n < high:
-        high = n
-    while high - low > max(1, low // part):
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
 
 
 def search(

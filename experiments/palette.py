@@ -85,7 +85,8 @@ SWAPPED = ("#8f8ff0", "#5b5be0", "#25258f")  # SmartPool + AutoSwap, from no ove
 SPANS = {"kernel": "#9a9a9a", "recompute": "#8e5bd0", "swap_out": "#f16913", "swap_in": "#1f5fa8"}  # of a timeline
 STRATEGY = {"speed": "#f16913", "memory": "#1f5fa8", "cost": "#238b45"}  # of recomputation, SuperNeurons'
 TECHNIQUES = {"liveness": "#1f5fa8", "offload": "#f16913", "recompute": "#8e5bd0", "captured": "#5f6b75"}
-PARTS = {"computation": "#9a9a9a", "overlap": "#1f5fa8", "recomputation": "#8e5bd0", "swapping": "#cb181d"}  # of an iteration
+# Of an iteration.
+PARTS = {"computation": "#9a9a9a", "overlap": "#1f5fa8", "recomputation": "#8e5bd0", "swapping": "#cb181d"}
 SWARM = {"worst": "#9a9a9a", "mean": "#1f5fa8", "best": "#cb181d"}  # of HOME's particles
 CAPACITY_OF = {  # methods of SuperNeurons' Tables 4 and 5
     "own": "#c9c9c9", "none": "#6b6b6b", "memonger": "#4a148c", "vdnn_all": "#fdae6b", "superneurons": "#74c476",

@@ -1,45 +1,13 @@
-"""The largest batch, or depth, that a memory holds: the papers' tables of capacity."""
+"""Networks of any depth, of one capture: for the papers' tables of capacity."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, groupby
 
 from simulator.program import Kernel, Program, Tensor
-
-
-def largest(fits: Callable[[int], bool], first: int, most: int) -> int:
-    """The largest integer that fits, by doubling, then bisection: about 2 log2(answer / first) calls.
-
-    Args:
-        fits: whether a size fits; where a size does, every smaller one is taken to.
-        first: tried first; at least 1. The nearer to the answer, the fewer calls.
-        most: nothing above it is tried.
-
-    Returns:
-        A size for which ``fits`` was true, at most ``most``; 0 where not even 1 fits. Unless it is ``most``, ``fits``
-        was false for the next one.
-
-    Raises:
-        ValueError: ``first`` is below 1 or above ``most``.
-    """
-    if not 1 <= first <= most:
-        raise ValueError(f"first: expected 1 to {most}, got {first}")
-    if fits(first):
-        low, high = first, min(2 * first, most + 1)
-        while high <= most and fits(high):
-            low, high = high, min(2 * high, most + 1)
-    else:
-        low, high = 0, first
-    while high - low > 1:  # low fits, high does not (or is above most)
-        middle = (low + high) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle
-    return low
 
 
 class Deeper:

@@ -26,7 +26,7 @@ from agents.layers import feature_maps
 from agents.planner import spans
 from agents.superneurons import leaving
 from experiments import cli
-from experiments.figures.capacity import largest
+from experiments.bisection import largest
 from experiments.report import Row
 from simulator.engine import simulate
 from simulator.machine import Machine

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import torch
 
+from agents.carry_over import Agent, Carry, actions_of
 from agents.dqn import CheckpointError, DQNConfig, Trainer, config_from, train
 from agents.planner import Infeasible
 from agents.replay import Replay, State
 from agents.structure2vec import Structure2Vec
 from envs.memory_env import small_task
-from envs.walk import Task
-from simulator import Engine, Swap
+from envs.walk import Task, Walk
+from simulator import Engine, Program, Swap, simulate
 from simulator.engine import rows_of
 
 PROGRAM, MACHINE = small_task()
@@ -67,7 +68,7 @@ def test_finds_the_optimum_of_a_small_task():
 
 @pytest.mark.parametrize("priority", [0.0, 0.6])
 def test_same_seed_same_run_and_resume(tmp_path, priority):
-    config = config_from({**SMALL.__dict__, "priority": priority, "n_step": 3})
+    config = config_from({**SMALL.__dict__, "priority": priority, "n_step": 3, "episodes": 48, "checkpoint_every": 12})
     whole = train(PROGRAM, MACHINE, LIMIT, config, seed=3, checkpoint=tmp_path / "a.pt")
     assert repr(train(PROGRAM, MACHINE, LIMIT, config, seed=3)) == repr(whole)  # repr: losses may be nan
     assert train(PROGRAM, MACHINE, LIMIT, config, seed=4).history != whole.history
@@ -76,7 +77,7 @@ def test_same_seed_same_run_and_resume(tmp_path, priority):
         pass
 
     def kill(episode):
-        if episode.episode == 70:
+        if episode.episode == 30:
             raise Killed
 
     with pytest.raises(Killed):
@@ -136,3 +137,107 @@ def test_replay_n_step_returns():
     batch = replay.sample(200, np.random.default_rng(0))
     assert (batch.next_current[batch.more] == batch.current[batch.more] + 2).all()
     assert (batch.more == (batch.current < 2)).all()
+
+
+# ------------------------------------------------------------------------------------- carrying over
+
+LEARN = DQNConfig(walks=4, size=8, rounds=3, replay=2000, batch_size=8, followers=1)
+CARRY = Carry(first=8, episodes=4, kernels=8_000, most=500, updates=2)
+
+
+def limits_of(program, *fractions):
+    return [round(f * program.peak_bytes) for f in fractions]
+
+
+def test_a_sweep_is_a_monotone_envelope_of_plans_that_fit():
+    limits = limits_of(PROGRAM, 0.58, 0.9, 0.65, 0.6, 0.3)
+    agent = Agent(LEARN, CARRY)
+    swaps = agent.sweep(PROGRAM, MACHINE, limits, "swap")
+    both = agent.sweep(PROGRAM, MACHINE, limits, "joint", swaps)
+    for found in (swaps, both):
+        assert [f.limit for f in found] == sorted(limits, reverse=True)
+        overheads = [f.overhead for f in found if f.plan is not None]
+        assert overheads == sorted(overheads)
+        for f in found:
+            if f.plan is not None:
+                timeline = simulate(PROGRAM, f.plan, MACHINE, f.plan.limit)
+                assert f.plan.limit <= f.limit
+                assert timeline.overhead == pytest.approx(f.overhead, abs=1e-12)
+    # A plan of swaps is one of swaps and recomputations.
+    assert all(b.overhead <= s.overhead for s, b in zip(swaps, both, strict=True) if s.plan is not None)
+    assert all(isinstance(d, Swap) for f in swaps if f.plan for d in f.plan.decisions)
+
+
+def test_a_sweep_says_where_nothing_fits():
+    found = Agent(LEARN, CARRY).sweep(PROGRAM, MACHINE, limits_of(PROGRAM, 0.7, 0.1), "swap")
+    assert found[0].plan is not None and found[1].plan is None and np.isnan(found[1].overhead)
+
+
+def test_same_seed_same_sweep():
+    limits = limits_of(PROGRAM, 0.6, 0.58)
+    one, again, other = (Agent(LEARN, CARRY, seed).sweep(PROGRAM, MACHINE, limits, "joint") for seed in (1, 1, 2))
+    assert repr(one) == repr(again)
+    assert repr(one) != repr(other)
+
+
+def test_the_network_goes_from_program_to_program(monkeypatch):
+    """Its weights do not depend on the graph: what it learned of one program is where it begins with the next."""
+    agent = Agent(LEARN, CARRY)
+    agent.sweep(PROGRAM, MACHINE, limits_of(PROGRAM, 0.6), "swap")
+    learned = {k: v.clone() for k, v in agent.weights.items()}
+    shorter = Program("shorter", PROGRAM.tensors, PROGRAM.kernels[:-2])
+    seen = []
+    repeat = Trainer.repeat
+
+    def watched(self, plan):
+        seen.append({k: v.clone() for k, v in self.q.state_dict().items()})
+        return repeat(self, plan)
+
+    monkeypatch.setattr(Trainer, "repeat", watched)
+    agent.sweep(shorter, MACHINE, limits_of(shorter, 0.58), "joint")
+    assert all(torch.equal(seen[0][k], v) for k, v in learned.items())
+    assert any(not torch.equal(agent.weights[k], v) for k, v in learned.items())  # and it goes on learning
+
+
+def test_nothing_is_spent_where_a_carried_plan_costs_nothing():
+    limits = limits_of(PROGRAM, 0.9)
+    swaps = Agent(LEARN, CARRY).sweep(PROGRAM, MACHINE, limits, "swap")
+    assert swaps[0].overhead == 0
+    both = Agent(LEARN, CARRY).sweep(PROGRAM, MACHINE, limits, "joint", swaps)
+    # Two walks of a few decisions, and a score: an episode more would be hundreds of calls with its followers.
+    assert both[0].overhead == 0 and both[0].simulator_calls < 40
+
+
+@pytest.mark.parametrize("mode", ["swap", "joint"])
+def test_a_plan_becomes_the_walk_that_makes_it(mode):
+    task = Task(PROGRAM, MACHINE, LIMIT, mode=mode)
+    rng = np.random.default_rng(0)
+    repeated = 0
+    for _ in range(20):
+        walk = Walk(task)
+        while not walk.done:
+            walk.step(int(rng.choice(np.flatnonzero(walk.mask()))))
+        nodes = actions_of(task, walk.rows)
+        again = Walk(task)
+        for node in nodes:
+            again.step(node)  # raises where the action is not valid
+        emptied = {(kind, t, before) for kind, t, _, before, _ in again.rows.tolist()}
+        assert emptied <= {(kind, t, before) for kind, t, _, before, _ in walk.rows.tolist()}
+        repeated += again.done and not again.dead_end
+    assert repeated >= 15  # taken as early as they may, a few actions no longer make the plan fit
+
+
+def test_a_carried_walk_is_followed_and_learned_from():
+    task = Task(PROGRAM, MACHINE, LIMIT)
+    trainer = Trainer(task, SMALL, 0)
+    walk = trainer.repeat([])
+    steps, overhead = trainer.replay.size, walk.overhead
+    assert steps > 0 and trainer.elites[0][0] == overhead == trainer.best_overhead
+    trainer.repeat(trainer.elites[0][1])
+    assert trainer.replay.size == 2 * steps and trainer.elites[1][0] == overhead
+
+
+@pytest.mark.parametrize("change", [{"first": -1}, {"most": 0}, {"epsilon": 1.5}])
+def test_bad_budgets_are_named(change):
+    with pytest.raises(ValueError, match=next(iter(change))):
+        Carry(**change)

@@ -15,13 +15,14 @@ import agents
 from agents.planner import MIB
 from agents.superneurons import leaving
 from experiments import cli, figures, workloads
+from experiments.bisection import largest
 from experiments.figures import (
     frameworks,
     superneurons_table2 as table2,
     superneurons_table4 as table4,
     superneurons_table5 as table5,
 )
-from experiments.figures.capacity import Deeper, anonymous, largest
+from experiments.figures.capacity import Deeper, anonymous
 from experiments.workloads import WorkloadError
 from simulator import Gap, Kernel, Machine, Program, Tensor, simulate
 from tests import tiny
