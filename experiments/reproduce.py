@@ -111,8 +111,9 @@ def compute(figures: list[Figure], jobs: int) -> list[Exception]:
 
 
 def names() -> list[str]:
-    """Every figure that has a configuration."""
-    return sorted(path.stem for path in CONFIGS.glob("*.yaml") if path.stem != ALL)
+    """Every figure that has a configuration; Fig. 2 before Fig. 10."""
+    found = [path.stem for path in CONFIGS.glob("*.yaml") if path.stem != ALL]
+    return sorted(found, key=lambda name: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)])
 
 
 def module(name: object) -> ModuleType:
@@ -201,8 +202,8 @@ def code(name: str) -> str:
 
 
 def own_command(name: str) -> str:
-    """What was typed, for one of several figures."""
-    typed = re.sub(r" figure=\S+", "", report.command())
+    """What was typed, for one of several figures; without how many did it at once."""
+    typed = re.sub(r" (figure|jobs)=\S+", "", report.command())
     return typed.replace("experiments.reproduce", f"experiments.reproduce figure={name}")
 
 

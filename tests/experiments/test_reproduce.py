@@ -180,9 +180,9 @@ def test_the_pictures_are_drawn_again(squares: None, tmp_path: Path) -> None:
 
 
 def test_a_figures_own_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    typed = "python -m experiments.reproduce figure=all jobs=2"
+    typed = "python -m experiments.reproduce figure=all jobs=2 quick=true"
     monkeypatch.setattr(reproduce.report, "command", lambda: typed)
-    assert reproduce.own_command("squares") == "python -m experiments.reproduce figure=squares jobs=2"
+    assert reproduce.own_command("squares") == "python -m experiments.reproduce figure=squares quick=true"
 
 
 # ---------------------------------------------------------------------------------- SmartPool, Table I
