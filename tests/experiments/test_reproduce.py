@@ -334,7 +334,7 @@ def test_table_1_of_one_network(run: Run, tmp_path: Path) -> None:
     ]  # fmt: skip
     found = json.loads((tmp_path / "out" / "smartpool_table1.json").read_text())
     (row,) = found["rows"]
-    assert found["command"] == "python -m experiments.reproduce figure=smartpool_table1 figure.networks=[vgg11] jobs=1"
+    assert found["command"] == "python -m experiments.reproduce figure=smartpool_table1 figure.networks=[vgg11]"
     assert row["ratios"]["smartpool"] <= row["ratios"]["aligned"] <= table1.WORST
     assert row["ratios"]["smartpool"] < row["ratios"]["cnmem"]
     paper = table1.PAPER["vgg11"]["load"] * table1.MB
