@@ -165,11 +165,11 @@ class Agent:
         while len(trainer.history) < episodes and visits < carry.visits and not trainer.best_overhead <= 0:
             trainer.step()
             visits += len(trainer.walks) * len(task.graph)
-        for _ in range(
-            carry.first
-        ):  # a policy of another limit may end in dead ends only: its followers are more random
-            if trainer.best is None:
-                trainer.repeat([])
+        # The policy of another limit may end in dead ends only: its followers are more random.
+        for _ in range(carry.first):
+            if trainer.best is not None:
+                break
+            trainer.repeat([])
         if trainer.best is not None:
             starts.append(rows_of(trainer.best.decisions))
         walked = trainer.best_overhead
@@ -243,8 +243,9 @@ def actions_of(task: Task, rows: Rows) -> list[int]:
     todo = [node_of[key] for key in wanted if key in node_of]
     walk, nodes = Walk(task), []
     while not walk.done:
-        node = next((i for i in todo if walk.mask()[i]), 0)
-        if not walk.mask()[node]:
+        mask = walk.mask()
+        node = next((i for i in todo if mask[i]), 0)
+        if not mask[node]:
             break  # the limit is tighter than the plan's
         if node:
             todo.remove(node)

@@ -291,9 +291,7 @@ class Blocks:
 
     def out(self, t: int) -> None:
         """Starts the swap-out."""
-        block = self.blocks[t]
-        if block.storage is None:
-            block.on(next(v for v in (self.values[s] for s in block.slots) if v is not None))
+        block = self._found(t)
         block.event = self.engines.copy_out(block.host, block.bytes)  # type: ignore[union-attr, arg-type]
         block.place, block.valid = Place.OUT, False
 
@@ -313,11 +311,15 @@ class Blocks:
 
     def release(self, t: int) -> None:
         """Frees the memory: the copy on the host is valid."""
+        if self.blocks[t].valid:
+            self._leave(self._found(t))
+
+    def _found(self, t: int) -> Block:
+        """A block with its storage, which one of its values has."""
         block = self.blocks[t]
-        if block.valid:
-            if block.storage is None:
-                block.on(next(v for v in (self.values[s] for s in block.slots) if v is not None))
-            self._leave(block)
+        if block.storage is None:
+            block.on(next(v for v in (self.values[s] for s in block.slots) if v is not None))
+        return block
 
     def _leave(self, block: Block) -> None:
         assert block.storage is not None

@@ -54,6 +54,25 @@ def figure(path: Path, width: float = 8.0, height: float = 4.2, rows: int = 1, c
         os.replace(temporary, path)
 
 
+@contextmanager
+def panel_grid(
+    path: Path, n: int, most: int, size: tuple[float, float], besides: tuple[float, float]
+) -> Iterator[tuple[list[Axes], int]]:
+    """``n`` axes in rows of at most ``most``, and how many are in a row; saved as by ``figure``.
+
+    Args:
+        size, besides: inches [width, height] of each of the axes, and of the whole besides.
+    """
+    columns = min(n, most)
+    rows = -(-n // columns)
+    width, height = size[0] * columns + besides[0], size[1] * rows + besides[1]
+    with figure(path, width, height, rows, columns) as made:
+        grid = list(np.atleast_1d(made).flat)
+        for axes in grid[n:]:
+            axes.set_axis_off()
+        yield grid[:n], columns
+
+
 def steady_memory(timeline: Timeline) -> tuple[np.ndarray, np.ndarray]:
     """The memory curve of the last simulated iteration, as steps.
 
@@ -143,32 +162,27 @@ def overhead_by_limit(path: Path, rows: Sequence[Row], title: str, scale: str = 
         if r["feasible"]:
             line[r["limit_fraction"]] = r["overhead"]
     crowd = len(lines) > CROWD
-    panels: dict[str, list[str]] = {}
+    families: dict[str, list[str]] = {}
     for name in sorted(lines, key=[*LOOKS, *lines].index):
-        panels.setdefault(family(name) if crowd else "", []).append(name)
+        families.setdefault(family(name) if crowd else "", []).append(name)
     best = lowest(lines.values())
     top = _top(scale, [y for line in lines.values() for y in line.values()], [*best.values()])
-    count = len(panels) + crowd
-    columns = min(count, 3)
-    down = -(-count // columns)
-    with figure(path, *((6.0 * columns, 3.7 * down + 0.8) if crowd else (9.0, 5.0)), down, columns) as made:
-        grid = list(np.atleast_1d(made).flat)
-        for axes in grid[count:]:
-            axes.set_axis_off()
-        for axes, (heading, names) in zip(grid, panels.items(), strict=False):
+    size, besides = ((6.0, 3.7), (0.0, 0.8)) if crowd else ((9.0, 5.0), (0.0, 0.0))
+    with panel_grid(path, len(families) + crowd, 3, size, besides) as (grid, columns):
+        for axes, (heading, names) in zip(grid, families.items(), strict=False):
             shown = [(lines[name], look(name)) for name in names if lines[name] or name != "none"]
             _panel(axes, rows, shown, best if crowd else {}, top, scale)
             axes.set_title(heading)
         if crowd:
             shown = [
                 (lowest(lines[name] for name in names), Look(heading, FAMILY_COLOURS[heading], marker))
-                for (heading, names), marker in zip(panels.items(), MARKERS, strict=False)
+                for (heading, names), marker in zip(families.items(), MARKERS, strict=False)
             ]
-            _panel(grid[count - 1], rows, shown, best, top, scale)
-            grid[count - 1].set_title(BEST_OF)
-        for axes in grid[:count:columns]:
+            _panel(grid[-1], rows, shown, best, top, scale)
+            grid[-1].set_title(BEST_OF)
+        for axes in grid[::columns]:
             axes.set_ylabel("overhead over the ideal time")
-        for axes in grid[max(0, count - columns) : count]:
+        for axes in grid[-columns:]:
             axes.set_xlabel("memory limit, of the program's peak")
         keys = [Patch(color=FLOOR, label="the floor: no plan can be here")]
         if grid[0].patches:  # hatched

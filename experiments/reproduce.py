@@ -211,7 +211,7 @@ def draw_again(figures: list[str], out: Path) -> None:
     """Pictures and page of what is in ``out``; raises FormatError where a JSON is not one of ours."""
     for name in figures:
         if (path := out / f"{name}.json").exists():
-            module(name).draw(read_json(path)["rows"], out / f"{name}.png")
+            module(name).draw(result(path)["rows"], out / f"{name}.png")
     write_text(out / "README.md", page(out))
 
 
@@ -267,23 +267,30 @@ def rich_table(figure: ModuleType, rows: list[Row]) -> Table:
 
 def page(out: Path) -> str:
     """README.md: a section for every figure whose JSON is in ``out``; raises FormatError where one is not ours."""
-    there = [name for name in names() if (out / f"{name}.json").exists()]
-    minutes = sum(row.get(SECONDS, 0) for name in there for row in read_json(out / f"{name}.json")["rows"]) / 60
+    there = {path.stem: result(path) for name in names() if (path := out / f"{name}.json").exists()}
+    minutes = sum(row.get(SECONDS, 0) for found in there.values() for row in found["rows"]) / 60
     parts = [
         "# The papers' tables and figures, reproduced",
         "This page is generated. Every section ends with the command that made it; `python -m experiments.reproduce "
         f"figure=all out=experiments/results` makes them all ({minutes:,.0f} minutes of one core).",
         "\n".join(f"- [{module(name).TITLE}](#{name})" for name in there),
     ]
-    for name in there:
-        parts += _section(out / f"{name}.json", module(name))
+    for name, found in there.items():
+        parts += _section(out / f"{name}.json", found, module(name))
     return "\n\n".join(parts) + "\n"
 
 
-def _section(path: Path, figure: ModuleType) -> list[str]:
+def result(path: Path) -> dict[str, Any]:
+    """A figure's JSON; raises FormatError where it is none."""
     found = read_json(path)
+    if not isinstance(found, dict) or not isinstance(found.get("rows"), list) or "command" not in found:
+        raise FormatError(f"{path}: not a result of a figure (expected rows and command)")
+    return found
+
+
+def _section(path: Path, found: dict[str, Any], figure: ModuleType) -> list[str]:
+    rows = found["rows"]
     try:
-        rows, command = found["rows"], found["command"]
         heads, cells = figure.table(rows)
         notes = figure.notes(rows)
     except (KeyError, TypeError) as error:
@@ -296,7 +303,7 @@ def _section(path: Path, figure: ModuleType) -> list[str]:
         f"![{figure.TITLE}]({path.stem}.png)",
         "\n".join(f"| {' | '.join(line)} |" for line in lines),
         "\n".join(f"- {note}" for note in notes),
-        f"`{command}` ([JSON]({path.name}))",
+        f"`{found['command']}` ([JSON]({path.name}))",
     ]
 
 

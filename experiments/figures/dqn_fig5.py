@@ -30,7 +30,7 @@ import agents
 from agents.bound import floor
 from experiments import cli, figures
 from experiments.palette import FAINT, INK, colour
-from experiments.plots import figure
+from experiments.plots import panel_grid
 from experiments.report import Row
 from simulator import Machine, Program, simulate
 
@@ -416,15 +416,10 @@ def _runs(found: list[Panel]) -> list[str]:
 def draw(rows: list[Row], path: Path) -> None:
     """A panel per network: overhead against memory reduction."""
     found = panels(rows)
-    columns = min(4, len(found))
-    down = -(-len(found) // columns)
-    with figure(path, 4.4 * columns, 4.0 * down + 0.9, down, columns) as made:
-        grid = list(np.atleast_1d(made).flat)
-        for axes in grid[len(found) :]:
-            axes.set_axis_off()
-        for axes, panel in zip(grid, found, strict=False):
+    with panel_grid(path, len(found), 4, (4.4, 4.0), (0.0, 0.9)) as (grid, columns):
+        for axes, panel in zip(grid, found, strict=True):
             _panel(axes, panel, rows[0]["limits"])
-        for axes in grid[: len(found) : columns]:
+        for axes in grid[::columns]:
             axes.set_ylabel("overhead over the ideal time")
         fig = grid[0].figure
         fig.suptitle("Overhead against memory reduction, GTX 1080 Ti", x=0.01, ha="left", fontsize=13,

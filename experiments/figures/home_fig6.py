@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 from omegaconf import DictConfig
@@ -23,7 +22,7 @@ from experiments import cli, palette
 from experiments.figures import home
 from experiments.figures.home import METHODS, NETWORKS, TABLE2
 from experiments.palette import INK
-from experiments.plots import figure
+from experiments.plots import panel_grid
 from experiments.report import Row
 from simulator.machine import Machine
 
@@ -162,15 +161,10 @@ def why(lines: list[Row]) -> str:
 def draw(rows: list[Row], path: Path) -> None:
     """A panel per network: images per second across batch sizes, and the paper's points of Table 2."""
     networks = by_network(rows)
-    columns = min(3, len(networks))
-    down = -(-len(networks) // columns)
     looks = {method: palette.look(planners[0][0]) for method, planners in METHODS.items()}
     hollow = {m: looks[m].marker.replace("x", "o") for m in TABLE2}  # a cross has no inside
-    with figure(path, 4.9 * columns, 3.5 * down + 1.1, down, columns) as made:
-        grid = list(np.atleast_1d(made).flat)
-        for axes in grid[len(networks) :]:
-            axes.set_axis_off()
-        for axes, (network, lines) in zip(grid, networks.items(), strict=False):
+    with panel_grid(path, len(networks), 3, (4.9, 3.5), (0.0, 1.1)) as (grid, columns):
+        for axes, (network, lines) in zip(grid, networks.items(), strict=True):
             paper = NETWORKS[network]
             for method, look in looks.items():
                 shown = [r for r in lines if r["methods"][method]]
@@ -183,9 +177,9 @@ def draw(rows: list[Row], path: Path) -> None:
             axes.set(title=paper.label, ylim=(0, None), xlim=(0, None))
             for axis in (axes.xaxis, axes.yaxis):
                 axis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}"))
-        for axes in grid[: len(networks) : columns]:
+        for axes in grid[::columns]:
             axes.set_ylabel("images/s")
-        for axes in grid[max(0, len(networks) - columns) : len(networks)]:
+        for axes in grid[-columns:]:
             axes.set_xlabel("batch size")
         keys = [
             Line2D([], [], color=look.colour, marker=look.marker, linewidth=3.5 if method == "Capuchin" else 1.5,

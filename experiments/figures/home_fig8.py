@@ -21,7 +21,7 @@ from experiments import cli
 from experiments.figures import home
 from experiments.figures.home import NETWORKS
 from experiments.palette import INK, SWARM
-from experiments.plots import figure
+from experiments.plots import panel_grid
 from experiments.report import Row
 from simulator.machine import Machine
 
@@ -170,13 +170,8 @@ def why(runs: list[Row]) -> str:
 def draw(rows: list[Row], path: Path) -> None:
     """A panel per network: worst, mean and best over the iterations; every seed thin, their mean thick."""
     networks = by_network(rows)
-    columns = min(3, len(networks))
-    down = -(-len(networks) // columns)
-    with figure(path, 4.4 * columns, 3.2 * down + 0.9, down, columns) as made:
-        grid = list(np.atleast_1d(made).flat)
-        for axes in grid[len(networks) :]:
-            axes.set_axis_off()
-        for axes, (network, runs) in zip(grid, networks.items(), strict=False):
+    with panel_grid(path, len(networks), 3, (4.4, 3.2), (0.0, 0.9)) as (grid, columns):
+        for axes, (network, runs) in zip(grid, networks.items(), strict=True):
             for which, ink in SWARM.items():
                 for run in runs:
                     line = np.array(run[which], float) / run["ideal_ns"]
@@ -187,9 +182,9 @@ def draw(rows: list[Row], path: Path) -> None:
             axes.set_title(f"{NETWORKS[network].label}, batch {runs[0]['batch']:,}")
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}×"))
-        for axes in grid[: len(networks) : columns]:
+        for axes in grid[::columns]:
             axes.set_ylabel("iteration time / kernels alone")
-        for axes in grid[max(0, len(networks) - columns) : len(networks)]:
+        for axes in grid[-columns:]:
             axes.set_xlabel("iteration of the search")
         fig = grid[0].figure
         handles, labels = grid[0].get_legend_handles_labels()

@@ -26,7 +26,7 @@ from agents.smartpool_autoswap import SmartPoolAutoSwap
 from experiments import cli, figures
 from experiments.figures.smartpool_table1 import kept_by_singa
 from experiments.palette import ALLOCATORS, INK, SWAPPED, Look
-from experiments.plots import figure, labels_at_right
+from experiments.plots import labels_at_right, panel_grid
 from experiments.report import Row
 from simulator import Machine, Program, simulate
 from simulator.pool import ALLOCATORS as POOLS, program_lifetimes, timeline_lifetimes
@@ -220,15 +220,10 @@ def _range(shares: list[float]) -> str:
 def draw(rows: list[Row], path: Path) -> None:
     """A panel per network: footprint across batch sizes, named at the right with what is saved there."""
     networks = _by_network(rows)
-    columns = min(3, len(networks))
-    down = -(-len(networks) // columns)
     overheads = rows[0]["overheads"]
     shades = [SWAPPED[round(i * (len(SWAPPED) - 1) / max(len(overheads) - 1, 1))] for i in range(len(overheads))]
-    with figure(path, 5.2 * columns, 3.7 * down + 0.5, down, columns) as made:
-        grid = list(np.atleast_1d(made).flat)
-        for axes in grid[len(networks) :]:
-            axes.set_axis_off()
-        for axes, (network, lines) in zip(grid, networks.items(), strict=False):
+    with panel_grid(path, len(networks), 3, (5.2, 3.7), (0.0, 0.5)) as (grid, columns):
+        for axes, (network, lines) in zip(grid, networks.items(), strict=True):
             x = [row["batch"] for row in lines]
             series: list[tuple[Look, list[int], str]] = [
                 (ALLOCATORS[pool], _plain(lines, pool), ALLOCATORS[pool].label.partition(",")[0]) for pool in PLAIN
@@ -257,9 +252,9 @@ def draw(rows: list[Row], path: Path) -> None:
             axes.set_title(figures.label(network))
             axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
             labels_at_right(axes, levels)
-        for axes in grid[: len(networks) : columns]:
+        for axes in grid[::columns]:
             axes.set_ylabel("footprint (GiB)")
-        for axes in grid[max(0, len(networks) - columns) : len(networks)]:
+        for axes in grid[-columns:]:
             axes.set_xlabel("batch size")
         fig = grid[0].figure
         fig.suptitle("Footprint against batch size on a GTX 1080 Ti", x=0.01, ha="left", fontsize=13, fontweight="bold",

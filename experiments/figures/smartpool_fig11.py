@@ -35,7 +35,7 @@ from agents.smartpool_autoswap import SmartPoolAutoSwap
 from experiments import cli, figures
 from experiments.figures.smartpool import ZERO, span
 from experiments.palette import INK, look
-from experiments.plots import figure
+from experiments.plots import panel_grid
 from experiments.report import Row
 from simulator import Machine, Plan, Program, simulate
 from simulator.engine import decisions_of
@@ -252,13 +252,8 @@ def _list(words: list[str]) -> str:
 
 def draw(rows: list[Row], path: Path) -> None:
     """A panel per network."""
-    columns = min(4, len(rows))
-    down = -(-len(rows) // columns)
-    with figure(path, 3.9 * columns + 0.4, 3.5 * down + 0.9, down, columns) as made:
-        grid = list(np.atleast_1d(made).flat)
-        for axes in grid[len(rows) :]:
-            axes.set_axis_off()
-        for axes, row in zip(grid, rows, strict=False):
+    with panel_grid(path, len(rows), 4, (3.9, 3.5), (0.4, 0.9)) as (grid, columns):
+        for axes, row in zip(grid, rows, strict=True):
             for name in POOLS:
                 points = reductions(row, name)
                 points = points[points[:, 0].argsort()]
@@ -276,9 +271,9 @@ def draw(rows: list[Row], path: Path) -> None:
             axes.set(xlim=(0, 1), ylim=(-0.015, TOP), title=figures.label(row["network"]))
             axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
             axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-        for axes in grid[: len(rows) : columns]:
+        for axes in grid[::columns]:
             axes.set_ylabel(f"overhead (up to {TOP:.0%})")
-        for axes in grid[max(0, len(rows) - columns) : len(rows)]:
+        for axes in grid[-columns:]:
             axes.set_xlabel("reduction of the footprint")
         fig = grid[0].figure
         keys = [

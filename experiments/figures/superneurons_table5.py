@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 from omegaconf import DictConfig
 
 import agents
@@ -22,7 +21,7 @@ from experiments.figures import frameworks
 from experiments.figures.frameworks import METHODS
 from experiments.figures.home import Sizes
 from experiments.palette import CAPACITY_OF, INK, label
-from experiments.plots import figure
+from experiments.plots import panel_grid
 from experiments.report import Row
 from simulator.engine import simulate
 from simulator.machine import Machine
@@ -186,15 +185,10 @@ def why(row: Row, ours: Row) -> str:
 def draw(rows: list[Row], path: Path) -> None:
     """A panel per network: a bar per framework, hollow, and per method; a line where no plan goes beyond."""
     searched = _searched(rows)
-    columns = min(3, len(searched))
-    down = -(-len(searched) // columns)
     methods = [m for m in searched[0]["found"] if METHODS[m].planner or m == "own"]
     count = len(frameworks.FRAMEWORKS) + len(methods)
-    with figure(path, 2.2 + 4.3 * columns, (0.7 + 0.3 * count) * down + 0.7, down, columns) as made:
-        grid = list(np.atleast_1d(made).flat)
-        for axes in grid[len(searched) :]:
-            axes.set_axis_off()
-        for i, (axes, row) in enumerate(zip(grid, searched, strict=False)):
+    with panel_grid(path, len(searched), 3, (4.3, 0.7 + 0.3 * count), (2.2, 0.7)) as (grid, columns):
+        for i, (axes, row) in enumerate(zip(grid, searched, strict=True)):
             bars = [(f"{name} (paper)", batch, "none") for name, batch in PAPER[row["network"]].items()]
             bars += [(METHODS[m].label, row["found"][m]["batch"], CAPACITY_OF[m]) for m in methods]
             for y, (_, value, fill) in enumerate(bars):
@@ -213,7 +207,7 @@ def draw(rows: list[Row], path: Path) -> None:
             axes.grid(axis="y", visible=False)
             axes.set_xlim(0, 1.12 * top)
             axes.set_title(figures.label(row["network"]))
-        for axes in grid[max(0, len(searched) - columns) : len(searched)]:
+        for axes in grid[-columns:]:
             axes.set_xlabel("largest batch, images")
         grid[0].figure.suptitle("Largest batch in 12 GB: frameworks in the paper (hollow), methods here (filled)",
                                 x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)  # fmt: skip
