@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.engine import Engine, decisions_of, rows_of
+from simulator.compiled.engine import Engine, decisions_of, rows_of
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Gap, Program

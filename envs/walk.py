@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from envs.graph import NOTHING, OFFLOAD, REMOVE, build_graph
 from simulator import Engine, Machine, Plan, Program
-from simulator.engine import KIND, RECOMPUTE, SWAP, TENSOR, decisions_of
+from simulator.compiled.engine import KIND, RECOMPUTE, SWAP, TENSOR, decisions_of
 
 DEAD_END_REWARD = -10.0  # more than ten iterations lost: below any plan worth having
 
@@ -105,7 +105,7 @@ class Walk:
 
     @property
     def rows(self) -> NDArray[np.int64]:
-        """The plan so far (simulator.engine.rows_of)."""
+        """The plan so far (simulator.compiled.engine.rows_of)."""
         return self._rows[: self.count]
 
     @property

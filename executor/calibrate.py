@@ -33,7 +33,8 @@ from typing import Any, Literal
 import numpy as np
 import yaml
 
-from executor.backend import Backend, BackendError, open_backend
+from executor.replay import open_backend
+from executor.replay.backend import Backend, BackendError
 from simulator.files import FormatError, write_json, write_text
 from simulator.machine import Machine
 

@@ -26,7 +26,7 @@ from simulator.files import write_json
 
 @cli.entry("ablation")
 def main(cfg: DictConfig) -> None:
-    from agents import dqn
+    from agents.learned import dqn
 
     machine = cli.machine(cfg)
     base = replace(cli.dataclass_of(dqn.DQNConfig, cfg.agent, "agent"), episodes=cli.integer(cfg, "episodes", 1))
@@ -68,7 +68,7 @@ def run(program: Program, machine: Machine, limit: int, config: Any, seed: int) 
     """Trains one agent; overheads are None where there is no feasible plan."""
     import torch
 
-    from agents import dqn
+    from agents.learned import dqn
 
     torch.set_num_threads(1)
     result = dqn.train(program, machine, limit, config, seed)

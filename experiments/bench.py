@@ -5,7 +5,7 @@
 - ``simulate_us``: median time of ``Engine.score`` on rows made beforehand, by workload: every candidate of
   AutoSwap swapped (gaps across the peak of tensors of at least a MiB), limit 65 % of the peak or what the
   plan needs. ``simulate_all_us``: with every gap of those tensors swapped, about twice as many.
-- ``speedup_vs_simpy``, ``speedup_vs_reference``: the same plan in ``experiments/simpy_model.py`` and in
+- ``speedup_vs_simpy``, ``speedup_vs_reference``: the same plan in ``experiments/benchmarks/simpy_model.py`` and in
   ``simulator/reference.py``, timed in the same process, over ``simulate_us``. All three must agree on the
   iteration to the nanosecond, or there is no number.
 - ``capture_s``: from a model to a Program, the best of three, by workload.
@@ -36,11 +36,12 @@ import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
 from agents import Infeasible
-from agents.autoswap import peak_gaps
-from agents.home import HOME
-from experiments import cli, simpy_model
+from agents.heuristics.autoswap import peak_gaps
+from agents.heuristics.home import HOME
+from experiments import cli
+from experiments.benchmarks import simpy_model
 from simulator import Plan, Swap, reference
-from simulator.engine import Engine, rows_of
+from simulator.compiled.engine import Engine, rows_of
 from simulator.machine import Machine
 from simulator.pool import Intervals, optimal, portfolio, smartpool
 from simulator.program import Gap, Program

@@ -90,8 +90,8 @@ def expected_errors() -> tuple[type[Exception], ...]:
     kinds: list[type[Exception]] = [UsageError, FormatError, PlanError, OmegaConfBaseException]
     for module, name in (
         ("agents.planner", "Infeasible"),
-        ("agents.dqn", "CheckpointError"),
-        ("executor.capture", "CaptureError"),
+        ("agents.learned.dqn", "CheckpointError"),
+        ("executor.capture.capture", "CaptureError"),
         ("experiments.workloads", "WorkloadError"),
     ):
         if module in sys.modules:

@@ -20,8 +20,9 @@ from typing import Any
 from omegaconf import DictConfig
 
 from agents.bound import Floor, floor
-from agents.workspace import relaxed
-from experiments import cli, plots, report
+from agents.heuristics.workspace import relaxed
+from experiments import cli, report
+from experiments.plotting import plots
 from experiments.report import Row
 from simulator.machine import Machine
 from simulator.plan import Plan

@@ -32,14 +32,15 @@ from omegaconf import DictConfig
 from rich import box
 from rich.table import Table
 
-from experiments import cli, pack_plot, palette, report
-from experiments.pack_plot import binary
+from experiments import cli, report
+from experiments.plotting import packing as pack_plot, palette
+from experiments.plotting.packing import binary
+from simulator.compiled.encoding import NEVER
 from simulator.files import write_json
 from simulator.machine import Machine
 from simulator.pool import ALLOCATORS, ITERATIONS, Intervals, Packing, files, run
 from simulator.pool.times import allocation_ns
 from simulator.pool.validate import overlap
-from simulator.tables import NEVER
 
 VIRTUAL = ("cudamalloc",)  # its footprint is of physical memory, its addresses are not
 WARM_UP = 30  # blocks

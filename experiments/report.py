@@ -7,7 +7,7 @@ A row is what one planner achieved on one program, machine and limit. Its keys a
 - ``bound_bytes``: no plan fits a smaller limit.
 - ``gap``: overhead - bound_overhead, how far from the best plan it is at most; None where it is infeasible.
 
-``workspace`` says which algorithms kernels run with (agents/workspace.py): false, their own; "least", those of the
+``workspace`` says which algorithms kernels run with (heuristics/workspace.py): false, their own; "least", those of the
 least workspace; true, under that plan the fastest that fit the memory it leaves.
 """
 
@@ -34,7 +34,7 @@ from rich.table import Table
 import agents
 import simulator
 from agents.bound import Floor
-from agents.workspace import least_workspaces, planned, with_fastest_variants
+from agents.heuristics.workspace import least_workspaces, planned, with_fastest_variants
 from experiments.cli import UsageError, expected_errors
 from simulator.files import write_json, write_text
 from simulator.machine import Machine

@@ -20,16 +20,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import simulator
 from agents.bound import floor
-from experiments import cli, plots, report
+from experiments import cli, report
+from experiments.plotting import plots
 from simulator.files import write_json
 
 if TYPE_CHECKING:
-    from agents.dqn import Episode
+    from agents.learned.dqn import Episode
 
 
 @cli.entry("train_dqn")
 def main(cfg: DictConfig) -> None:
-    from agents import dqn  # PyTorch takes seconds to import; a mistyped key is answered before that
+    from agents.learned import dqn  # PyTorch takes seconds to import; a mistyped key is answered before that
 
     machine = cli.machine(cfg)
     seed = cli.integer(cfg, "seed")

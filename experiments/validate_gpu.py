@@ -4,8 +4,8 @@
 
 1. calibrates the machine;  2. captures and profiles each workload;  3. plans it, by every planner that needs no
 training, in worker processes with a time limit;  4. replays each plan;  5. trains real steps under some of them, with
-PyTorch's memory capped;  6. with ``compare=true``, runs what PyTorch offers beside ours (experiments/side_by_side.py);
-7. with ``largest=true``, searches the largest batch of each (experiments/largest_batch.py).
+PyTorch's memory capped;  6. with ``compare=true``, runs what PyTorch offers beside ours (gpu/side_by_side.py);
+7. with ``largest=true``, searches the largest batch of each (gpu/largest_batch.py).
 
 Everything measured is appended to ``measurements.jsonl`` at once, so that a run that is stopped leaves what it has. At
 the end, and also then, it is gathered in results.json, table.md and PNGs. A limit of 0.7 is persistent tensors and
@@ -47,17 +47,17 @@ from rich.table import Table
 
 import agents
 from executor import CaptureError, PlannedStep, ReplayError, capture, open_backend, replay
-from executor.backend import BackendError
 from executor.calibrate import calibrate
-from executor.capture import Captured
-from executor.profile import ProfileError, measure, path_of, with_profile
-from experiments import largest_batch, side_by_side
-from experiments.deadline import TimeUp, within
-from experiments.largest_batch import CAPS
-from experiments.networks import Network, build, give_back, host_bytes, timed
-from experiments.side_by_side import GRACE, METHODS, smallest_block
-from experiments.validate_plot import batches, scatter, timelines
-from experiments.validate_settings import Settings, UsageError, parse
+from executor.capture.capture import Captured
+from executor.capture.profile import ProfileError, measure, path_of, with_profile
+from executor.replay.backend import BackendError
+from experiments.gpu import largest_batch, side_by_side
+from experiments.gpu.deadline import TimeUp, within
+from experiments.gpu.largest_batch import CAPS
+from experiments.gpu.networks import Network, build, give_back, host_bytes, timed
+from experiments.gpu.plots import batches, scatter, timelines
+from experiments.gpu.settings import Settings, UsageError, parse
+from experiments.gpu.side_by_side import GRACE, METHODS, smallest_block
 from simulator import Machine, Plan, Program, simulate
 from simulator.files import FormatError, write_json, write_text
 from simulator.plan import PlanError

@@ -1,6 +1,6 @@
 """The machine: programs, machines, plans, and the simulator that runs one on another."""
 
-from simulator.engine import Engine, simulate
+from simulator.compiled.engine import Engine, simulate
 from simulator.files import FormatError
 from simulator.machine import Machine
 from simulator.plan import Decision, Plan, PlanError, Recompute, Swap

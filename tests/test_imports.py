@@ -1,8 +1,11 @@
-"""Imports point one way: simulator <- envs <- agents <- experiments, and simulator <- executor <- experiments."""
+"""Imports point one way: simulator <- envs <- agents <- experiments, and simulator <- executor <- experiments.
+
+So do those between the rooms of a package: each uses the ones before it.
+"""
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,16 +18,39 @@ MAY_IMPORT = {
     "executor": {"simulator"},
     "experiments": {"simulator", "envs", "agents", "executor"},
 }
+# Of each package, from the first to the last; "" is its top, without __init__.py, which opens the door to all of it.
+ROOMS = {
+    "simulator": ["", "compiled", "pool"],
+    "agents": ["", "heuristics", "search", "exact", "learned"],
+    "executor": ["capture", "training", "replay", ""],
+    "experiments": [
+        "workloads",
+        "plotting",
+        "figures",
+        "gpu",
+        "benchmarks",
+    ],  # the top has commands, and what all share
+}
+
+
+def modules(file: Path) -> Iterator[str]:
+    """Full names of what every import statement of a file may import, those inside functions too."""
+    for node in ast.walk(ast.parse(file.read_text(), str(file))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def imported(file: Path) -> Iterator[str]:
-    """Top-level names of every import statement of a file, those inside functions too."""
-    for node in ast.walk(ast.parse(file.read_text(), str(file))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name.split(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{file}: imports are absolute"
-            yield str(node.module).split(".")[0]
+    """Top-level names of every import statement of a file."""
+    return (name.split(".")[0] for name in modules(file))
+
+
+def room_of(parts: Sequence[str], rooms: Sequence[str]) -> str:
+    """The room that a module, given by the names after its package's, lies in."""
+    return parts[0] if parts and parts[0] in rooms else ""
 
 
 @pytest.mark.parametrize("package", MAY_IMPORT)
@@ -37,6 +63,23 @@ def test_imports_point_one_way(package: str) -> None:
         for name in imported(file)
         if name in MAY_IMPORT and name != package and name not in MAY_IMPORT[package]
     ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_rooms_use_those_before_them(package: str) -> None:
+    rooms = ROOMS[package]
+    folders = {p.name for p in (ROOT / package).iterdir() if p.is_dir() and (p / "__init__.py").exists()}
+    assert folders == set(rooms) - {""}
+    wrong = []
+    for file in sorted((ROOT / package).rglob("*.py")):
+        parts = file.relative_to(ROOT / package).with_suffix("").parts
+        if parts == ("__init__",) or (room := room_of(parts, rooms)) not in rooms:
+            continue
+        for name in modules(file):
+            top, *rest = name.split(".")
+            if top == package and (other := room_of(rest, rooms)) in rooms and rooms.index(other) > rooms.index(room):
+                wrong.append(f"{file.relative_to(ROOT)} imports {name}")
     assert not wrong
 
 

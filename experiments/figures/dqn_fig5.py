@@ -11,7 +11,7 @@ The paper's text gives neither depths, sizes nor numbers, only claims, which the
 3. A baseline has the settings that serve it best at a limit: memonger its budget, TFLMS the number of swapped tensors
    and its lower bound. The paper has one point for each mode of SuperNeurons; here each mode plans at every limit that
    it reaches.
-4. The DQN is one agent that carries over (agents/carry_over.py): from limit to limit, from swapping to swapping and
+4. The DQN is one agent that carries over (transfer.py): from limit to limit, from swapping to swapping and
    recomputing, and from network to network of a group.
 """
 
@@ -29,8 +29,8 @@ from omegaconf import DictConfig, OmegaConf
 import agents
 from agents.bound import floor
 from experiments import cli, figures
-from experiments.palette import FAINT, INK, colour
-from experiments.plots import panel_grid
+from experiments.plotting.palette import FAINT, INK, colour
+from experiments.plotting.plots import panel_grid
 from experiments.report import Row
 from simulator import Machine, Program, simulate
 
@@ -97,8 +97,8 @@ def tasks(settings: DictConfig) -> list[Row]:
 
 def _agent(seed: int, task: Row) -> Any:
     """The agent of a task; raises UsageError where a setting is wrong."""
-    from agents.carry_over import Agent, Carry  # PyTorch takes seconds to import
-    from agents.dqn_config import DQNConfig
+    from agents.learned.dqn_config import DQNConfig
+    from agents.learned.transfer import Agent, Carry  # PyTorch takes seconds to import
 
     config = cli.dataclass_of(DQNConfig, OmegaConf.create({**task["agent"], "min_bytes": task["min_bytes"]}), "agent")
     return Agent(config, cli.dataclass_of(Carry, OmegaConf.create(task["carry"]), "carry"), seed)
@@ -334,7 +334,7 @@ def _parts(found: list[Panel]) -> str:
     return (
         f"What does the work: over the {len(points)} points at which the best walk had an overhead it was "
         f"{means[0]:.1f} % on average{alone}, and {means[1]:.1f} % after the refinement around it "
-        f"(agents/carry_over.py, 3); {spent:,} simulator calls in all."
+        f"(transfer.py, 3); {spent:,} simulator calls in all."
     )
 
 

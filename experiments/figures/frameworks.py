@@ -8,7 +8,7 @@ the captured programs of PyTorch, with no workspaces and nothing else on the GPU
 - ``memonger``: sqrt(n) checkpoints, from the authors of MXNet; all between them is run again;
 - ``vdnn_all``: every layer's input goes to the host;
 - ``superneurons``: CONV outputs go to the host, cheap layers run again; and ``superneurons_joins``, where sums and
-  concatenations go to the host, too (agents/superneurons.py, choice 1);
+  concatenations go to the host, too (agents/heuristics/superneurons.py, choice 1);
 - ``bound``: no method, but what none goes beyond: every tensor away whenever no kernel uses it.
 """
 
@@ -22,13 +22,13 @@ import numpy as np
 from omegaconf import DictConfig
 
 import agents
-from agents.layers import feature_maps
+from agents.heuristics.layers import feature_maps
+from agents.heuristics.superneurons import leaving
 from agents.planner import spans
-from agents.superneurons import leaving
 from experiments import cli
 from experiments.bisection import largest
 from experiments.report import Row
-from simulator.engine import simulate
+from simulator.compiled.engine import simulate
 from simulator.machine import Machine
 from simulator.program import Program
 from simulator.timeline import Timeline

@@ -17,7 +17,7 @@ import agents
 from experiments import cli, figures
 from experiments.bisection import largest
 from experiments.report import Row
-from simulator.engine import simulate
+from simulator.compiled.engine import simulate
 from simulator.machine import Machine
 from simulator.plan import Plan, Recompute, Swap
 from simulator.program import Program
@@ -154,7 +154,7 @@ class Sizes:
 
     def timed(self, program: Program) -> Program:
         """A program of the network with its durations."""
-        from executor.roofline import with_roofline  # its package imports PyTorch, which only a run needs
+        from executor.capture.roofline import with_roofline  # its package imports PyTorch, which only a run needs
 
         program = with_roofline(program, self.machine)
         if self.factor != 1:

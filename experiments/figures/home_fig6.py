@@ -18,11 +18,12 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 from omegaconf import DictConfig
 
-from experiments import cli, palette
+from experiments import cli
 from experiments.figures import home
 from experiments.figures.home import METHODS, NETWORKS, TABLE2
-from experiments.palette import INK
-from experiments.plots import panel_grid
+from experiments.plotting import palette
+from experiments.plotting.palette import INK
+from experiments.plotting.plots import panel_grid
 from experiments.report import Row
 from simulator.machine import Machine
 

@@ -22,10 +22,10 @@ from omegaconf import DictConfig
 from experiments import cli
 from experiments.figures import home
 from experiments.figures.home import METHODS, NETWORKS
-from experiments.palette import INK, PARTS
-from experiments.plots import figure
+from experiments.plotting.palette import INK, PARTS
+from experiments.plotting.plots import figure
 from experiments.report import Row
-from simulator.engine import simulate
+from simulator.compiled.engine import simulate
 from simulator.machine import Machine
 from simulator.timeline import Timeline
 

@@ -16,12 +16,12 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 from omegaconf import DictConfig
 
-from agents.home import HOME
+from agents.heuristics.home import HOME
 from experiments import cli
 from experiments.figures import home
 from experiments.figures.home import NETWORKS
-from experiments.palette import INK, SWARM
-from experiments.plots import panel_grid
+from experiments.plotting.palette import INK, SWARM
+from experiments.plotting.plots import panel_grid
 from experiments.report import Row
 from simulator.machine import Machine
 

@@ -22,14 +22,15 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 from omegaconf import DictConfig
 
-from agents.layers import feature_maps
+from agents.heuristics.layers import feature_maps
 from agents.planner import MIB, Candidates
-from experiments import cli, palette
+from experiments import cli
 from experiments.bisection import largest
 from experiments.figures import home
 from experiments.figures.home import NETWORKS, TABLE2
-from experiments.palette import INK
-from experiments.plots import figure
+from experiments.plotting import palette
+from experiments.plotting.palette import INK
+from experiments.plotting.plots import figure
 from experiments.report import Row
 from simulator.machine import Machine
 from simulator.plan import Plan

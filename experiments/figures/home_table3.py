@@ -18,13 +18,13 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 from omegaconf import DictConfig
 
-from agents.home import HOME, RECOMPUTED, RETAINED, SWAPPED, Evaluator
-from agents.layers import feature_maps
+from agents.heuristics.home import HOME, RECOMPUTED, RETAINED, SWAPPED, Evaluator
+from agents.heuristics.layers import feature_maps
 from experiments import cli
 from experiments.figures import home
 from experiments.figures.home import NETWORKS
-from experiments.palette import INK, look
-from experiments.plots import figure
+from experiments.plotting.palette import INK, look
+from experiments.plotting.plots import figure
 from experiments.report import Row, warm_up
 from simulator.machine import Machine
 from simulator.plan import cannot_recompute

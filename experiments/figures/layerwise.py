@@ -23,9 +23,9 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from agents.heuristics.superneurons import STRATEGIES, layer_bytes, leaving, segment_bytes, segments
 from agents.planner import RECOMPUTE, SWAP
-from agents.superneurons import STRATEGIES, layer_bytes, leaving, segment_bytes, segments
-from simulator.engine import simulate
+from simulator.compiled.engine import simulate
 from simulator.machine import Machine
 from simulator.plan import Decision, Plan, Recompute, Swap
 from simulator.program import Gap, Kernel, KernelKind, Phase, Program, Tensor, TensorKind

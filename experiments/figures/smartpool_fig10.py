@@ -7,7 +7,7 @@ The paper's text gives neither the figure's networks and batch sizes nor its num
 2. An iteration was measured at batch size 100 only. At others the roofline of the program is scaled by the factor
    between the measured time and the roofline at that size.
 3. SmartPool+AutoSwap at an overhead is the smallest footprint that the planner finds whose simulated overhead is at
-   most that (agents/smartpool_autoswap.py, ``smallest``); 0 % is what rounds to 0.0 %.
+   most that (agents/heuristics/smartpool_autoswap.py, ``smallest``); 0 % is what rounds to 0.0 %.
 4. Footprints are the highest address in use, with the machine's alignment; every packing is checked for blocks that
    share a byte. cudaMalloc's is the load.
 5. What SINGA keeps besides (experiments/figures/smartpool_table1.py) is not in the programs.
@@ -22,11 +22,11 @@ import numpy as np
 from matplotlib.ticker import FuncFormatter
 from omegaconf import DictConfig
 
-from agents.smartpool_autoswap import SmartPoolAutoSwap
+from agents.heuristics.smartpool_autoswap import SmartPoolAutoSwap
 from experiments import cli, figures
 from experiments.figures.smartpool_table1 import kept_by_singa
-from experiments.palette import ALLOCATORS, INK, SWAPPED, Look
-from experiments.plots import labels_at_right, panel_grid
+from experiments.plotting.palette import ALLOCATORS, INK, SWAPPED, Look
+from experiments.plotting.plots import labels_at_right, panel_grid
 from experiments.report import Row
 from simulator import Machine, Program, simulate
 from simulator.pool import ALLOCATORS as POOLS, program_lifetimes, timeline_lifetimes

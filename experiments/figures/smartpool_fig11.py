@@ -8,9 +8,9 @@ The text names the points of each method, but neither the figure's networks nor 
    the allocator of the method (``POOLS``): SINGA's is CnMem, and SmartPool with the plan; SuperNeurons has its heap;
    MXNet shares memory ahead of time and GeePS reserves it, for which the load stands.
 2. SmartPool+AutoSwap: the smallest footprint at each of several overheads, down to load_min
-   (agents/smartpool_autoswap.py, ``smallest``).
+   (agents/heuristics/smartpool_autoswap.py, ``smallest``).
 3. memonger: three points, of budgets B / 4, B / 2 and B, where B balances what is kept and the largest stage
-   (agents/memonger.py). The paper moves the searching nodes by hand.
+   (agents/heuristics/memonger.py). The paper moves the searching nodes by hand.
 4. SuperNeurons: three points: swap, recompute, both. As much leaves as its rules allow, whatever the limit; it then
    runs with the memory of the GPU, as in the paper.
 5. GeePS: a plan for each of several limits. Its original, Caffe, never frees (inferred from its source): against the
@@ -30,15 +30,15 @@ from matplotlib.ticker import PercentFormatter
 from omegaconf import DictConfig
 
 import agents
-from agents.memonger import Stages, recomputations
-from agents.smartpool_autoswap import SmartPoolAutoSwap
+from agents.heuristics.memonger import Stages, recomputations
+from agents.heuristics.smartpool_autoswap import SmartPoolAutoSwap
 from experiments import cli, figures
 from experiments.figures.smartpool import ZERO, span
-from experiments.palette import INK, look
-from experiments.plots import panel_grid
+from experiments.plotting.palette import INK, look
+from experiments.plotting.plots import panel_grid
 from experiments.report import Row
 from simulator import Machine, Plan, Program, simulate
-from simulator.engine import decisions_of
+from simulator.compiled.engine import decisions_of
 from simulator.pool import Intervals, program_lifetimes, timeline_lifetimes
 
 TITLE = "SmartPool, Fig. 11: overhead against footprint reduction, four methods"

@@ -22,8 +22,8 @@ from omegaconf import DictConfig
 from experiments import cli, figures
 from experiments.figures.smartpool import MB
 from experiments.figures.smartpool_table1 import PAPER
-from experiments.palette import ALLOCATORS, FAINT, INK, LOAD
-from experiments.plots import figure
+from experiments.plotting.palette import ALLOCATORS, FAINT, INK, LOAD
+from experiments.plotting.plots import figure
 from experiments.report import Row
 from simulator import Machine
 
@@ -110,7 +110,7 @@ def _recorder() -> Any:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
-    from executor.operators import ALLOCATIONS, mutated, running_statistics
+    from executor.capture.operators import ALLOCATIONS, mutated, running_statistics
 
     class Recorder(TorchDispatchMode):
         def __init__(self) -> None:

@@ -3,7 +3,7 @@ VGG16 over one iteration, without swaps, with AutoSwap at limits of 500 and 400 
 100, GTX 1080 Ti.
 
 1. At a limit of ours as much must leave as at the paper's (experiments/figures/smartpool.py).
-2. Plans are AutoSwap's with Bayesian optimisation (agents/autoswap_bo.py). The curve is that of the simulated steady
+2. Plans are AutoSwap's with Bayesian optimisation (autoswap_bo.py). The curve is that of the simulated steady
    state, with waits, so that it may be longer than an iteration without swaps.
 3. load_min: "swapping out and in all candidate variables synchronously". No kernel runs while one leaves or comes back;
    the curve is drawn without the time that this takes, which the table has.
@@ -17,13 +17,14 @@ import numpy as np
 from omegaconf import DictConfig
 
 import agents
-from agents.autoswap import peak_gaps
+from agents.heuristics.autoswap import peak_gaps
 from agents.planner import Candidates
-from experiments import figures, plots
+from experiments import figures
 from experiments.figures.smartpool import MB, limits_of, our_limit, percent, planned
 from experiments.figures.smartpool_table1 import PAPER
-from experiments.palette import FAINT, GRID, LOAD, SWAPPED
-from experiments.plots import figure
+from experiments.plotting import plots
+from experiments.plotting.palette import FAINT, GRID, LOAD, SWAPPED
+from experiments.plotting.plots import figure
 from experiments.report import MB as MEGABYTE, Row
 from simulator import Machine, Plan, Program, Swap, Timeline, simulate
 

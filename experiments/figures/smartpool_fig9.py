@@ -3,7 +3,7 @@ overhead of AutoSwap with each of its four priority scores and with Bayesian opt
 to 280 MB; VGG16, batch size 100, GTX 1080 Ti.
 
 1. At a limit of ours as much must leave as at the paper's (experiments/figures/smartpool.py).
-2. BO begins with the four scores as they are, so that it is never worse than the best of them (agents/autoswap_bo.py,
+2. BO begins with the four scores as they are, so that it is never worse than the best of them (autoswap_bo.py,
    choice 3); 30 evaluations, as the paper says. It draws, so that it is run with several seeds: the line is the median,
    the band from the best to the worst.
 3. The floor is what no plan of swaps can beat at a limit (agents/bound.py).
@@ -18,13 +18,13 @@ from matplotlib.ticker import PercentFormatter
 from omegaconf import DictConfig
 
 import agents
-from agents.autoswap_bo import BASIC
 from agents.bound import floor
+from agents.heuristics.autoswap_bo import BASIC
 from experiments import cli, figures
 from experiments.figures.smartpool import MB, ZERO, limits_of, our_limit, percent, planned, span, waits
 from experiments.figures.smartpool_table1 import PAPER
-from experiments.palette import FAINT, FLOOR, INK, look
-from experiments.plots import figure, labels_at_right
+from experiments.plotting.palette import FAINT, FLOOR, INK, look
+from experiments.plotting.plots import figure, labels_at_right
 from experiments.report import Row
 from simulator import Machine
 

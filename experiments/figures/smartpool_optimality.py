@@ -31,8 +31,8 @@ from agents.bound import floor
 from agents.planner import MIB
 from experiments import cli, figures
 from experiments.figures.smartpool import MB, ZERO, last_kernels, our_limit, percent, waits
-from experiments.palette import FAINT, FLOOR, INK, look
-from experiments.plots import figure
+from experiments.plotting.palette import FAINT, FLOOR, INK, look
+from experiments.plotting.plots import figure
 from experiments.report import Row
 from simulator import Machine, Plan, Program, Timeline, simulate
 

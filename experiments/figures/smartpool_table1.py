@@ -21,7 +21,7 @@ SINGA, on which the paper runs, keeps more than the captured program (the column
 
 Left out are cuDNN's random states in each dropout layer, whose size is not known, and that cuDNN keeps a bit of a
 dropout mask where PyTorch keeps a byte. ``fastest`` is another reading of "the fastest cuDNN algorithm (without
-workspace limit)": every layer keeps the workspace of the fastest algorithm of executor/algorithms.py.
+workspace limit)": every layer keeps the workspace of the fastest algorithm of executor/capture/algorithms.py.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from matplotlib.ticker import FuncFormatter
 from omegaconf import DictConfig
 
 from experiments import cli, figures
-from experiments.palette import ALLOCATORS, FAINT, INK, KEPT
-from experiments.plots import figure
+from experiments.plotting.palette import ALLOCATORS, FAINT, INK, KEPT
+from experiments.plotting.plots import figure
 from experiments.report import Row
 from simulator.machine import Machine
 from simulator.pool import Intervals, program_lifetimes
@@ -187,8 +187,9 @@ def notes(rows: list[Row]) -> list[str]:
         )
     return [
         *out,
-        "Another reading, that each layer keeps the workspace of the fastest algorithm of executor/algorithms.py, does "
-        f"not explain the loads: it makes them {min(far):.1f} to {max(far):.1f} times the paper's.",
+        "Another reading, that each layer keeps the workspace of the fastest algorithm "
+        "(executor/capture/algorithms.py), does not explain the loads: "
+        f"it makes them {min(far):.1f} to {max(far):.1f} times the paper's.",
         "Where CnMem leaves holes depends on the order of mallocs, which is PyTorch's here and SINGA's there.",
         "What cudaMalloc and cudaFree cost was fitted to this table's times (configs/machine/gtx1080ti.yaml), so that "
         "their level says nothing; how they spread over the networks does.",

@@ -24,14 +24,14 @@ from matplotlib.ticker import PercentFormatter
 from omegaconf import DictConfig
 
 import agents
-from agents.autoswap import peak_gaps
 from agents.bound import floor
+from agents.heuristics.autoswap import peak_gaps
 from agents.planner import Candidates
 from experiments import cli, figures
 from experiments.figures.smartpool import MB, ZERO, our_limit, planned, span
 from experiments.figures.smartpool_table1 import PAPER as LOADS
-from experiments.palette import FAINT, GRID, INK, look
-from experiments.plots import figure
+from experiments.plotting.palette import FAINT, GRID, INK, look
+from experiments.plotting.plots import figure
 from experiments.report import Row
 from simulator import Machine, Program
 

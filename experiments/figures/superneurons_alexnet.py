@@ -19,10 +19,10 @@ from omegaconf import DictConfig
 from experiments import cli, figures
 from experiments.figures import layerwise
 from experiments.figures.layerwise import FREE, MB
-from experiments.palette import INK, TECHNIQUES
-from experiments.plots import figure
+from experiments.plotting.palette import INK, TECHNIQUES
+from experiments.plotting.plots import figure
 from experiments.report import Row
-from simulator.engine import simulate
+from simulator.compiled.engine import simulate
 from simulator.machine import Machine
 
 TITLE = "SuperNeurons, Fig. 10: AlexNet's memory step by step"

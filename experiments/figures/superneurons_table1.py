@@ -11,7 +11,7 @@ The networks are counted as the paper counts them (experiments/figures/layerwise
 3. In the ResNets forks and joins go to the host, too, and come back when they are used. Left in memory they alone are
    more than the table's peaks.
 
-The last column is the planner that this project has for SuperNeurons (agents/superneurons.py): the smallest memory for
+The last column is the planner that this project has for SuperNeurons (superneurons.py): the smallest memory for
 which it finds a plan. It looks at the memory that it is given, and moves no more than it must.
 """
 
@@ -24,12 +24,12 @@ from matplotlib.patches import Patch
 from omegaconf import DictConfig
 
 import agents
-from agents.superneurons import JOINS
+from agents.heuristics.superneurons import JOINS
 from experiments import cli, figures
 from experiments.figures import layerwise
 from experiments.figures.layerwise import FREE, MB
-from experiments.palette import INK, STRATEGY
-from experiments.plots import figure
+from experiments.plotting.palette import INK, STRATEGY
+from experiments.plotting.plots import figure
 from experiments.report import Row
 from simulator.machine import Machine
 from simulator.program import Program

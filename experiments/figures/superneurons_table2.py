@@ -19,8 +19,8 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from experiments import cli, figures
-from experiments.palette import ALLOCATORS, FAINT, INK
-from experiments.plots import figure
+from experiments.plotting.palette import ALLOCATORS, FAINT, INK
+from experiments.plotting.plots import figure
 from experiments.report import Row
 from simulator.machine import Machine
 from simulator.pool import program_lifetimes

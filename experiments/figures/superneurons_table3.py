@@ -18,8 +18,8 @@ from omegaconf import DictConfig
 import agents
 from experiments import cli, figures
 from experiments.figures import layerwise
-from experiments.palette import INK, MEASURED, PREDICTED
-from experiments.plots import figure
+from experiments.plotting.palette import INK, MEASURED, PREDICTED
+from experiments.plotting.plots import figure
 from experiments.report import Row
 from simulator.machine import Machine
 from simulator.plan import Plan, Swap

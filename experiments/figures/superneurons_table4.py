@@ -17,15 +17,15 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from agents.layers import feature_maps
-from agents.superneurons import JOINS
-from executor.roofline import with_roofline
+from agents.heuristics.layers import feature_maps
+from agents.heuristics.superneurons import JOINS
+from executor.capture.roofline import with_roofline
 from experiments import cli, figures
 from experiments.figures import frameworks
 from experiments.figures.capacity import Deeper, anonymous
 from experiments.figures.frameworks import METHODS
-from experiments.palette import CAPACITY_OF, INK
-from experiments.plots import figure
+from experiments.plotting.palette import CAPACITY_OF, INK
+from experiments.plotting.plots import figure
 from experiments.report import Row
 from simulator.machine import Machine
 from simulator.program import Program

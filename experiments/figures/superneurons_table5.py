@@ -15,15 +15,15 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 import agents
-from agents.superneurons import JOINS
+from agents.heuristics.superneurons import JOINS
 from experiments import cli, figures
 from experiments.figures import frameworks
 from experiments.figures.frameworks import METHODS
 from experiments.figures.home import Sizes
-from experiments.palette import CAPACITY_OF, INK, label
-from experiments.plots import panel_grid
+from experiments.plotting.palette import CAPACITY_OF, INK, label
+from experiments.plotting.plots import panel_grid
 from experiments.report import Row
-from simulator.engine import simulate
+from simulator.compiled.engine import simulate
 from simulator.machine import Machine
 from simulator.program import Program
 

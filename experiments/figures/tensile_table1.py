@@ -29,13 +29,14 @@ from matplotlib.ticker import FuncFormatter
 from omegaconf import DictConfig
 
 import agents
-from agents.layers import feature_maps
-from experiments import cli, figures, palette
+from agents.heuristics.layers import feature_maps
+from experiments import cli, figures
 from experiments.bisection import largest
-from experiments.palette import INK
-from experiments.plots import figure
+from experiments.plotting import palette
+from experiments.plotting.palette import INK
+from experiments.plotting.plots import figure
 from experiments.report import Row
-from simulator.engine import simulate
+from simulator.compiled.engine import simulate
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program

@@ -6,7 +6,7 @@ file asks for (the keyword arguments of its ``build``: ``depth``, ``batch_size``
 - ``iteration_ms``: measured iteration time by machine name; on those machines the kernels' durations are
   scaled to it, elsewhere they are the roofline's;
 - ``algorithms``: true gives convolutions the workspace of their fastest algorithm, and the others as variants
-  (executor/algorithms.py); the durations stay. Without it no kernel has a workspace;
+  (executor/capture/algorithms.py); the durations stay. Without it no kernel has a workspace;
 - ``paper_peak_mb``: the paper's peak load, for comparison.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from executor.capture import Captured, capture
+from executor.capture.capture import Captured, capture
 from experiments.workloads.module import Parts, WorkloadError
 from simulator.machine import Machine
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
+from simulator.compiled.encoding import NEVER
 from simulator.pool.intervals import Intervals, Lifetimes, Packing, program_lifetimes, timeline_lifetimes
-from simulator.tables import NEVER
 
 __all__ = [
     "ALLOCATORS",

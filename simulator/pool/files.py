@@ -39,11 +39,11 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from simulator.compiled.encoding import NEVER
 from simulator.files import FormatError, write_text
 from simulator.pool.intervals import Intervals, Packing, program_lifetimes
 from simulator.pool.trace import KINDS, NoIteration, Stream, StreamError, detect
 from simulator.program import Program
-from simulator.tables import NEVER
 
 MAX_BYTES = 2**43  # of one block, as in program/1: more is a mistake in units
 

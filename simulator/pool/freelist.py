@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from simulator.compiled.encoding import NEVER, Ints
 from simulator.pool.intervals import Intervals
-from simulator.tables import NEVER, Ints
 
 BEGIN, END, HEAD = range(3)  # rows of a free list: int64[3, capacity], pieces by ascending address
 

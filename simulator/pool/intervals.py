@@ -27,10 +27,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from simulator.compiled.encoding import NEVER, Ints
 from simulator.plan import Decision, Plan, Recompute
 from simulator.program import Program
 from simulator.reference import present
-from simulator.tables import NEVER, Ints
 from simulator.timeline import Span, Timeline
 
 

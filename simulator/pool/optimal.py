@@ -33,11 +33,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from simulator.compiled.encoding import Ints
 from simulator.pool import portfolio, skyline
 from simulator.pool.intervals import Intervals, Packing
 from simulator.pool.portfolio import sections
 from simulator.pool.skyline import BUDGET, DOES_NOT_FIT, FAILED, FITS, GAVE_UP, NODES, State
-from simulator.tables import Ints
 
 MAX_BLOCKS = 2000
 RUN = 100  # least nodes of the shortest run, which has half as many as blocks

@@ -53,9 +53,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
+from simulator.compiled.encoding import Ints
 from simulator.pool import smartpool
 from simulator.pool.intervals import Intervals, Packing
-from simulator.tables import Ints
 
 MIXES = ((1.0, 0.5), (1.0, 0.0), (1.0, 1.0), (0.5, 1.0), (0.0, 1.0))  # exponents of duration and size
 NOISE = (0.0, 0.1, 0.3)

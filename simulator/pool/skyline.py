@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
-from simulator.tables import Ints
+from simulator.compiled.encoding import Ints
 
 NODES, BUDGET, PLACED, CHANGED, FAILED, STAMP = range(6)  # of State.counters
 FITS, DOES_NOT_FIT, GAVE_UP = 1, 0, -1

@@ -12,10 +12,10 @@ tables, which the allocators count (``Packing.steps``).
 
 from __future__ import annotations
 
+from simulator.compiled.encoding import NEVER
 from simulator.machine import Machine
 from simulator.pool import ITERATIONS, allocator, run
 from simulator.pool.intervals import Intervals
-from simulator.tables import NEVER
 
 # A list of nodes as CnMem's takes 2 ns a node for up to a thousand of them in a random order, 5 ns for ten thousand,
 # measured on a core of 2.5 GHz; a level of a tree is one node, too.

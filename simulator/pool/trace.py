@@ -38,8 +38,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from simulator.compiled.encoding import Ints
 from simulator.pool.intervals import Intervals
-from simulator.tables import Ints
 
 KINDS = ("malloc", "write", "read", "free")  # those of simulator.program.Operation
 MALLOC, WRITE, READ, FREE = range(4)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect, insort
 
+from simulator.compiled.encoding import Ints
 from simulator.pool.intervals import Intervals
-from simulator.tables import Ints
 
 
 def overlaps(intervals: Intervals, offsets: Ints) -> list[tuple[int, int]]:

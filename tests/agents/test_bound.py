@@ -11,11 +11,11 @@ from hypothesis import assume, given, settings, strategies as st
 
 from agents import bound
 from agents.bound import floor
-from agents.local_search import ways_of
+from agents.search.local_search import ways_of
 from simulator import Kernel, Machine, Plan, Program, Recompute, Swap, Tensor, simulate
-from simulator.engine import Engine
+from simulator.compiled.engine import Engine
 from tests import tiny
-from tests.agents.test_search import pyramid
+from tests.agents.search.test_search import pyramid
 from tests.strategies import machines, plans, programs
 
 MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, copy_latency_ns=0)

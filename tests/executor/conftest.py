@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from executor.backend import Backend, BackendError, open_backend
+from executor.replay import open_backend
+from executor.replay.backend import Backend, BackendError
 from simulator import Machine
 
 

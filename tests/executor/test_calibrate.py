@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from executor.backend import BackendError, HostBackend
 from executor.calibrate import _fit, calibrate, main
+from executor.replay.backend import BackendError
+from executor.replay.host_backend import HostBackend
 from simulator import Machine
 from simulator.files import read_json
 
@@ -88,7 +89,7 @@ def test_the_command_says_in_one_sentence_what_is_wrong(tmp_path, capsys):
     assert "there is no preset 'abacus'" in capsys.readouterr().err
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(__import__("sys").modules, "cupy", None)
-        patch.delitem(__import__("sys").modules, "executor.cupy_backend", raising=False)
+        patch.delitem(__import__("sys").modules, "executor.replay.cupy_backend", raising=False)
         assert main([str(tmp_path / "out.yaml")]) == 2
     err = capsys.readouterr().err
     assert "needs CuPy" in err and err.count("\n") == 1

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from agents import Infeasible
-from agents.home import HOME
+from agents.heuristics.home import HOME
 from experiments import bench
 from simulator import Machine
 from simulator.pool.validate import overlaps

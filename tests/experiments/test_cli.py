@@ -9,11 +9,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from agents.bound import floor
-from agents.dqn import DQNConfig
+from agents.learned.dqn import DQNConfig
 from experiments import cli
 from experiments.report import ROW_KEYS
 from simulator import Machine, Plan, Program, Swap, simulate
-from simulator.engine import Engine, rows_of
+from simulator.compiled.engine import Engine, rows_of
 from tests.experiments.conftest import Run, chain
 
 Done = subprocess.CompletedProcess[str]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import yaml
 
-from agents.dqn import DQN, DQNPaper, config_from
+from agents.learned.dqn import DQN, DQNPaper, config_from
 
 AGENTS = Path(__file__).parents[2] / "configs" / "agent"
 

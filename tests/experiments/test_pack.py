@@ -14,12 +14,13 @@ from hypothesis import given, settings, strategies as st
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
-from experiments import cli, pack, pack_plot, palette
-from experiments.pack_plot import binary
+from experiments import cli, pack
+from experiments.plotting import packing as pack_plot, palette
+from experiments.plotting.packing import binary
 from simulator import Machine, Program
+from simulator.compiled.encoding import NEVER
 from simulator.pool import ALLOCATORS, Intervals, Packing, files, program_lifetimes, smartpool
 from simulator.pool.validate import overlap, overlaps
-from simulator.tables import NEVER
 from tests.experiments.conftest import Run
 
 # lower, upper and bytes. Held at once: a, c and e until 3, b, c and e until 9, then d and e: 12, 12 and 8 bytes.

@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 import agents
-from agents import home
 from agents.bound import Floor, floor
+from agents.heuristics import home
 from experiments import evaluate, report
 from experiments.cli import UsageError
 from simulator import Machine, Program, Recompute, Swap

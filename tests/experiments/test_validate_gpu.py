@@ -11,12 +11,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from experiments import side_by_side, validate_gpu
-from experiments.deadline import TimeUp, within
-from experiments.networks import build, timed
-from experiments.side_by_side import Counter, Levels, Unreachable
+from experiments import validate_gpu
+from experiments.gpu import side_by_side
+from experiments.gpu.deadline import TimeUp, within
+from experiments.gpu.networks import build, timed
+from experiments.gpu.settings import COMPARING, ON_HOST, Settings, UsageError, parse
+from experiments.gpu.side_by_side import Counter, Levels, Unreachable
 from experiments.validate_gpu import Case, Record, main, make_plans, summary
-from experiments.validate_settings import COMPARING, ON_HOST, Settings, UsageError, parse
 from simulator import Machine
 from simulator.files import read_json
 from tests.experiments.conftest import ROOT, chain

@@ -2,7 +2,8 @@
 
 import pytest
 
-from simulator import engine, reference
+from simulator import reference
+from simulator.compiled import engine
 
 
 @pytest.fixture(params=[reference.simulate, engine.simulate], ids=["reference", "engine"])

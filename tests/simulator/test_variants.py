@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from simulator import Engine, FormatError, OutOfMemory, Plan, PlanError, Program, Recompute, Swap, reference, simulate
-from simulator.engine import rows_of
+from simulator.compiled.engine import rows_of
 from simulator.pool import smartpool, timeline_lifetimes
 from simulator.pool.validate import overlaps
 from simulator.validate import violations

@@ -1,0 +1,348 @@
+"""Recompute-only planning as a 0/1 program that is exact for the simulator's rules.
+
+In the spirit of Checkmate ("Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization", MLSys
+2020, section 4): which tensors are there at which kernel (its S), which kernels run again for which (its R),
+and memory counted within every such pass, freed values included (its U and FREE). The rules are those of
+simulator/reference.py, rule 7, instead of Checkmate's: a gap is emptied once, all that kernel k lacks is
+recovered in one pass right before it, in program order, by all writers of its present content, into memory
+of the pass's own. A plan that only recomputes waits for nothing, so that its time is the ideal time and the
+durations of the passes, and it runs exactly when its planned residency fits.
+
+0/1 variables; k is a kernel that ends at least one candidate gap, w < k a kernel that may run again for it:
+
+    away[g, s]   gap g is empty in its segment s. A gap is cut after each kernel k whose pass could recover
+                 its tensor; in between its state has no use but memory, so that dropping at once is best
+    drop[g, s]   the decision: dropped at the beginning of segment s; at most one per gap
+    again[k, w]  kernel w runs again before kernel k; the objective is their duration
+    keep[k]      the pass of k keeps what it recovers
+    back[g, k]   it recovers gap g's tensor, which is needed later than k, and keeps it:
+                 keep[k] and away[g, .] and again[k, w] for every writer w of it
+    need[k, w, x]   again[k, w] and x, which w reads, is away then; every writer of x before w runs again
+    held[k, w, x]   the pass has memory for x while w runs: needed by w or later, or recovered to stay
+
+Every AND is linearised in both directions where ``keep`` could gain from a kernel that runs for nothing.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from itertools import product
+
+import numpy as np
+
+from agents.planner import RECOMPUTE, Rows
+from simulator.compiled.engine import decisions_of
+from simulator.plan import Recompute, cannot_recompute
+from simulator.program import Program
+from simulator.reference import resolve
+
+Terms = list[tuple[int, int]]  # (coefficient, variable)
+
+
+class ZeroOne:
+    """Minimise ``cost @ x`` over x in {0, 1}, each row ``sum(c * x[v] for c, v in terms) <= bound``.
+
+    Attributes:
+        cost: one per variable.
+        upper: one per variable, 1; larger for a number of bytes, which the rows determine.
+        rows: (terms, bound).
+        defined: variables that others determine: (variable, is it the AND of all or the OR, of these).
+        sums: likewise: (variable, terms, constant).
+    """
+
+    def __init__(self) -> None:
+        self.cost: list[int] = []
+        self.upper: list[int] = []
+        self.rows: list[tuple[Terms, int]] = []
+        self.defined: list[tuple[int, bool, tuple[int, ...]]] = []
+        self.sums: list[tuple[int, Terms, int]] = []
+
+    def new(self, cost: int = 0, upper: int = 1) -> int:
+        """Another variable: its index."""
+        self.cost.append(cost)
+        self.upper.append(upper)
+        return len(self.cost) - 1
+
+    def at_most(self, terms: Terms, bound: int) -> None:
+        """Another row."""
+        self.rows.append((terms, bound))
+
+    def implies(self, one: int, other: int) -> None:
+        """one <= other."""
+        self.rows.append(([(1, one), (-1, other)], 0))
+
+    def all_of(self, parts: Sequence[int], exact: bool) -> int:
+        """A variable that is 1 where all ``parts`` are; where not, it may be 1 unless ``exact``."""
+        if len(parts) == 1:
+            return parts[0]
+        v = self.new()
+        self.at_most([(1, p) for p in parts] + [(-1, v)], len(parts) - 1)
+        if exact:
+            for p in parts:
+                self.implies(v, p)
+        self.defined.append((v, True, tuple(parts)))
+        return v
+
+    def total(self, terms: Terms, constant: int, bound: int) -> int:
+        """A variable of at least ``constant`` and the sum of ``terms``, up to ``bound``."""
+        v = self.new(upper=bound)
+        self.at_most([*terms, (-1, v)], -constant)
+        self.sums.append((v, terms, constant))
+        return v
+
+    def complete(self, x: list[int]) -> None:
+        """Fills in the variables that others determine, in the order of their definition."""
+        for v, every, parts in self.defined:
+            x[v] = int(all(x[p] for p in parts) if every else any(x[p] for p in parts))
+        for v, terms, constant in self.sums:
+            x[v] = max(0, constant + sum(c * x[u] for c, u in terms))
+
+    def any_of(self, parts: Sequence[int]) -> int:
+        """A variable that is 1 where one of ``parts`` is; where none is, it may be."""
+        if len(parts) == 1:
+            return parts[0]
+        v = self.new()
+        for p in parts:
+            self.implies(p, v)
+        self.defined.append((v, False, tuple(parts)))
+        return v
+
+
+class Recomputation:
+    """The 0/1 program of the recompute-only plans of one program.
+
+    Args:
+        limit: bytes.
+        min_bytes: tensors below this size stay.
+
+    Attributes:
+        model: the 0/1 program. Its cost is the simulated time beyond the ideal.
+        gaps: candidates, of ``Program.gaps``.
+    """
+
+    def __init__(self, program: Program, limit: int, min_bytes: int) -> None:
+        self.program, self.limit, self.model = program, limit, ZeroOne()
+        self.gaps = [g for g in program.gaps(min_bytes) if cannot_recompute(program, *g) is None]
+        self._of: dict[int, list[int]] = {}  # tensor: its gaps
+        self._ends: dict[int, list[int]] = {}  # kernel: gaps that it ends
+        for i, g in enumerate(self.gaps):
+            self._of.setdefault(g.tensor, []).append(i)
+            self._ends.setdefault(g.before, []).append(i)
+        self._size = [program.tensors[g.tensor].nbytes for g in self.gaps]
+        self._again = {k: self._passes(k) for k in sorted(self._ends)}
+        # Per kernel k: gaps that its pass could recover and that end later.
+        self._others = {k: self._recoverable(k) for k in self._ends}
+        self._cuts: list[list[int]] = [[] for _ in self.gaps]
+        for k in sorted(self._ends):
+            for i in self._others[k]:
+                self._cuts[i].append(k)
+        self._keep: dict[int, int] = {}
+        self._back: dict[tuple[int, int], int] = {}
+        self._gaps()
+        for k in sorted(self._ends):
+            self._pass(k)
+        self._loads()
+
+    # ------------------------------------------------------------------------------------------ structure
+
+    def _open(self, x: int, k: int) -> int:
+        """The candidate gap of tensor x with after < k <= before; -1 where there is none."""
+        return next((i for i in self._of.get(x, ()) if self.gaps[i].after < k <= self.gaps[i].before), -1)
+
+    def _gone(self, x: int, w: int, k: int) -> bool:
+        """Is the content of x that kernel w read gone at k, whatever the plan?"""
+        uses = self.program.accesses[x]
+        alive = self.program.tensors[x].persistent or uses[0] < k <= uses[-1]
+        return not alive or any(w <= u < k for u in self.program.writes[x])
+
+    def _passes(self, k: int) -> dict[int, int]:
+        """again[k, .]: the kernels that may run again before k."""
+        writes = self.program.writes
+        pending = [u for i in self._ends[k] for u in writes[self.gaps[i].tensor] if u < k]
+        found = set(pending)
+        while pending:
+            w = pending.pop()
+            for x in self.program.kernels[w].inputs:
+                if self._gone(x, w, k) or self._open(x, k) >= 0:
+                    more = {u for u in writes[x] if u < w} - found
+                    found |= more
+                    pending += more
+        return {w: self.model.new(self.program.kernels[w].duration_ns) for w in sorted(found)}
+
+    def _recoverable(self, k: int) -> list[int]:
+        again = self._again[k]
+        return [
+            i for i, g in enumerate(self.gaps)
+            if g.after < k < g.before and all(w in again for w in self.program.writes[g.tensor] if w < k)
+        ]  # fmt: skip
+
+    # ---------------------------------------------------------------------------------------- constraints
+
+    def _gaps(self) -> None:
+        """Each gap is emptied at most once, and filled by the pass of a kernel that keeps, or at its end."""
+        model = self.model
+        for k, others in self._others.items():
+            if others:
+                self._keep[k] = model.new()
+                for i in others:
+                    self._back[i, k] = model.new()
+        self._away, self._drop = [], []
+        for i, cuts in enumerate(self._cuts):
+            drop = [model.new() for _ in range(len(cuts) + 1)]
+            away = [drop[0]] + [model.new() for _ in cuts]
+            for s, k in enumerate(cuts):
+                change = [(1, away[s + 1]), (-1, away[s]), (-1, drop[s + 1]), (1, self._back[i, k])]
+                model.at_most(change, 0)
+                model.at_most([(-c, v) for c, v in change], 0)
+            if cuts:
+                model.at_most([(1, v) for v in drop], 1)
+            self._away.append(away)
+            self._drop.append(drop)
+
+    def _is_away(self, i: int, k: int) -> int:
+        """away[i, .] at kernel k, before its pass."""
+        return self._away[i][bisect_left(self._cuts[i], k)]
+
+    def _pass(self, k: int) -> None:
+        """The pass of kernel k: what runs again, what stays, and the memory while it does."""
+        model, kernels, writes = self.model, self.program.kernels, self.program.writes
+        again, exact = self._again[k], k in self._keep
+        targets = {self.gaps[i].tensor: self._is_away(i, k) for i in self._ends[k]}
+        reasons: dict[int, set[int]] = {w: set() for w in again}
+
+        def requires(what: int, w: int) -> None:
+            if what not in reasons[w]:
+                reasons[w].add(what)
+                model.implies(what, again[w])
+
+        for x, away in targets.items():
+            for u in writes[x]:
+                if u < k:
+                    requires(away, u)
+        needs: dict[int, list[tuple[int, int]]] = {}  # tensor: (w, need[k, w, x])
+        for w in reversed(again):
+            for x in dict.fromkeys(kernels[w].inputs):
+                gap = self._open(x, k)
+                gone = self._gone(x, w, k)
+                if not gone and (gap < 0 or x in targets):
+                    continue
+                need = again[w] if gone else model.all_of((again[w], self._is_away(gap, k)), exact)
+                needs.setdefault(x, []).append((w, need))
+                for u in writes[x]:
+                    if u < w:
+                        requires(need, u)
+        stays = dict(targets)
+        if exact:
+            for w, why in reasons.items():
+                model.at_most([(1, again[w])] + [(-1, v) for v in why], 0)
+            for i in self._others[k]:
+                x, back = self.gaps[i].tensor, self._back[i, k]
+                parts = [self._keep[k], self._is_away(i, k), *(again[u] for u in writes[x] if u < k)]
+                model.at_most([(1, v) for v in parts] + [(-1, back)], len(parts) - 1)
+                for v in parts:
+                    model.implies(back, v)
+                model.defined.append((back, True, tuple(parts)))
+                stays[x] = back
+        self._pass_memory(k, needs, stays)
+
+    def _pass_memory(self, k: int, needs: dict[int, list[tuple[int, int]]], stays: dict[int, int]) -> None:
+        """While any kernel of the pass runs, what it holds fits beside what is resident.
+
+        A kernel that does not run again has no row to switch off: the pass then holds no more than it did
+        when its last kernel ran.
+        """
+        model, kernels, tensors = self.model, self.program.kernels, self.program.tensors
+        again = self._again[k]
+        born = sum(tensors[t].nbytes for t in kernels[k].accesses
+                   if not tensors[t].persistent and self.program.accesses[t][0] == k)  # fmt: skip
+        there = self.program.loads[k] - born - kernels[k].workspace
+        held: dict[int, Terms] = {w: [(kernels[w].workspace, again[w])] for w in again}
+        settled: dict[int, Terms] = {w: [] for w in again}  # held from w to the end
+        for x in {x for w in again for x in kernels[w].outputs if tensors[x].nbytes}:
+            for w, v, last in self._held(k, x, needs.get(x, []), stays.get(x, -1)):
+                (settled if last else held)[w].append((tensors[x].nbytes, v))
+        beside = [(-self._size[i], self._is_away(i, k)) for i, g in enumerate(self.gaps) if g.after < k <= g.before]
+        most, base = there, -1
+        for w in again:
+            beside += settled[w]
+            most += sum(c for c, _ in settled[w])
+            if most + sum(c for c, _ in held[w]) > self.limit:
+                if beside or base < 0:  # what all later rows have too, as one variable
+                    known, constant = ([(1, base)], 0) if base >= 0 else ([], there)
+                    base, beside = model.total(known + beside, constant, self.limit), []
+                model.at_most([(1, base), *held[w]], self.limit)
+
+    def _held(self, k: int, x: int, readers: list[tuple[int, int]], stays: int) -> list[tuple[int, int, bool]]:
+        """What has the pass of k hold tensor x while w runs: (w, variable, from w to the end?).
+
+        Args:
+            readers: (w, need[k, w, x]), w descending.
+            stays: the variable that has it stay, or -1.
+        """
+        model, again, writes = self.model, self._again[k], self.program.writes[x]
+        writers = [w for w in again if w in writes]
+        blind = [w for w in writers if x not in self.program.kernels[w].inputs]
+        until = max([w for w, _ in readers[:1]] + writers)
+        found: list[tuple[int, int, bool]] = []
+        pending, why = list(readers), stays
+        for w in sorted((w for w in again if writers[0] <= w <= until), reverse=True):
+            while pending and pending[0][0] >= w:
+                why = model.any_of([v for v in (pending.pop(0)[1], why) if v >= 0])
+            parts = [why] if why >= 0 and w >= writes[0] else []
+            if w in writers:
+                parts = [again[w]]  # whoever needs x later has all its writers run
+            # Overwritten without being read: held in between all the same.
+            parts += [model.all_of((again[u], again[v]), False) for u, v in product(writers, blind) if u < w < v]
+            if parts:
+                found.append((w, model.any_of(parts), False))
+        if stays >= 0:
+            found += [(w, stays, True) for w in again if w > until][:1]
+        return found
+
+    def _loads(self) -> None:
+        """The load of every kernel, less what is away and with what its pass keeps for later, fits."""
+        for k, load in enumerate(self.program.loads):
+            if load > self.limit:
+                terms = []
+                for i, g in enumerate(self.gaps):
+                    if g.after < k < g.before:
+                        terms.append((-self._size[i], self._is_away(i, k)))
+                        if (i, k) in self._back:
+                            terms.append((self._size[i], self._back[i, k]))
+                self.model.at_most(terms, self.limit - load)
+
+    # ------------------------------------------------------------------------------ plans and assignments
+
+    def rows(self, x: Sequence[int]) -> Rows:
+        """int64[n, 5]: the plan of an assignment."""
+        found = []
+        for i, (g, drop) in enumerate(zip(self.gaps, self._drop, strict=True)):
+            for after, v in zip([g.after, *self._cuts[i]], drop, strict=True):
+                if x[v]:
+                    keep = g.before in self._keep and x[self._keep[g.before]]
+                    found.append((RECOMPUTE, g.tensor, after, g.before, int(keep)))
+        return np.array(found, dtype=np.int64).reshape(-1, 5)
+
+    def assignment(self, rows: Rows) -> list[int]:
+        """The assignment of a plan of the candidate gaps. It costs what the plan does, and keeps every row where the
+        plan fits the limit."""
+        decisions = decisions_of(rows)
+        schedule = resolve(self.program, decisions)
+        index = {(g.tensor, g.before): i for i, g in enumerate(self.gaps)}
+        x = [0] * len(self.model.cost)
+        for d in decisions:
+            assert isinstance(d, Recompute)
+            i, until = index[d.tensor, d.before], schedule.returns[d]
+            opens = [self.gaps[i].after, *self._cuts[i]]
+            dropped = bisect_right(opens, d.after) - 1
+            x[self._drop[i][dropped]] = 1
+            for s, v in enumerate(self._away[i]):
+                x[v] = int(s >= dropped and opens[s] < until)
+            if d.keep and until == d.before and d.before in self._keep:
+                x[self._keep[d.before]] = 1
+        for k, chain in schedule.chains.items():
+            for step in chain.steps:
+                x[self._again[k][step.kernel]] = 1
+        self.model.complete(x)
+        return x

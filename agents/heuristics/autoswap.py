@@ -1,0 +1,159 @@
+"""AutoSwap: "Efficient Memory Management for GPU-based Deep Learning Systems", section IV.
+
+Candidate gaps are ranked by a priority score and selected one by one until the peak load is no larger than
+the limit. Choices that the paper leaves open:
+
+1. A candidate (section IV-A) is a gap, not a variable: a gap of a tensor of at least ``min_bytes`` that is
+   open at the peak kernel (the first kernel of largest load). A variable accessed several times then has
+   the one absence that spans the peak. Gaps over the iteration boundary count when they span the peak, as
+   those of optimizer state do (section VI-B-3).
+2. t_{i+1} - t_i is from the end of one access to the start of the next, with unlimited memory.
+3. Load at a time is the load of the kernel that runs then, its workspace included.
+4. A zero DOA gives a zero AOA by either of its definitions.
+5. WDOA integrates between the two accesses (as the text says), not between the transfers, so that it is
+   never negative.
+6. SWDOA updates the load by the planned residency, i.e. the selected tensor is absent between its accesses.
+   So does the selection (section IV-D); this is LOAD' of Fig. 7 with transfers that take no time. What the
+   transfers cost is left to the simulator, which delays kernels as Fig. 7's LOAD'' does.
+7. Ties go to the gap that comes first in ``Program.gaps``.
+8. Selection inserts in the order of the score without asking whether the gap lowers the peak that is left,
+   and removes nothing afterwards.
+9. The schedule (section IV-E) is a swap-out at the end of the last access and a swap-in by simulator rule 5:
+   as soon as the transfer stream is free and the tensor fits until its use. Both streams are FIFO.
+
+The Bayesian optimisation of section IV-C is autoswap_bo.py, the combination with SmartPool (section V)
+smartpool_autoswap.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agents.planner import MIB, Candidates, finish, infeasible
+from simulator.compiled.engine import Engine
+from simulator.machine import Machine
+from simulator.plan import Plan
+from simulator.program import Gap, Program
+
+
+class AutoSwap:
+    """AutoSwap with one of its four scores.
+
+    Args:
+        score: doa, aoa, wdoa or swdoa.
+        min_bytes: tensors below this size are no candidates.
+        seed: unused; AutoSwap draws nothing.
+    """
+
+    def __init__(self, score: str = "swdoa", min_bytes: int = MIB, seed: int = 0) -> None:
+        if score not in SCORES:
+            raise ValueError(f"score: expected one of {', '.join(SCORES)}, got {score!r}")
+        self.name = f"autoswap_{score}"
+        self.min_bytes = min_bytes
+        self.simulator_calls = 0
+        self._order = SCORES[score]
+
+    def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
+        """Swaps until the planned residency fits ``limit``; raises Infeasible when all candidates do not do."""
+        candidates = Candidates(program, peak_gaps(program, self.min_bytes))
+        chosen = self.select(candidates, program, machine, limit)
+        if chosen is None:
+            self.simulator_calls = 0
+            raise infeasible(self, program, limit, candidates.least)
+        return finish(self, program, machine, limit, Engine(program, machine, limit), candidates.rows[chosen])
+
+    def select(
+        self, candidates: Candidates, program: Program, machine: Machine, limit: int
+    ) -> NDArray[np.int64] | None:
+        """``select`` in the order of this score."""
+        return select(candidates, self._order(candidates, program, machine), limit)
+
+
+def select(candidates: Candidates, order: Iterator[int], limit: int) -> NDArray[np.int64] | None:
+    """Section IV-D: indices of the selected candidates in the order of selection; None when all of them leave the
+    peak above ``limit``.
+
+    Args:
+        order: every candidate, the highest score first.
+    """
+    if candidates.least > limit:
+        return None
+    load, chosen = candidates.loads.copy(), []
+    while load.max() > limit:
+        chosen.append(next(order))
+        candidates.empty(load, chosen[-1])
+    return np.array(chosen, dtype=np.int64)
+
+
+def peak_gaps(program: Program, min_bytes: int = MIB) -> list[Gap]:
+    """Section IV-A: gaps of tensors of at least ``min_bytes`` that are open at the peak."""
+    peak = int(np.argmax(program.loads))
+    return [
+        g
+        for g in program.gaps(min_bytes)
+        if (g.after < peak < g.before if g.after < g.before else not g.before <= peak <= g.after)
+    ]
+
+
+def duration_of_absence(candidates: Candidates, program: Program, machine: Machine) -> NDArray[np.int64]:
+    """DOA, int64[m] nanoseconds: time between the accesses less both transfers."""
+    free = [program.gap_ns(g) for g in candidates.gaps]
+    transfers = [machine.d2h_ns(b) + machine.h2d_ns(b) for b in candidates.nbytes.tolist()]
+    return np.array(free, dtype=np.int64) - np.array(transfers, dtype=np.int64)
+
+
+def area_of_absence(candidates: Candidates, program: Program, machine: Machine) -> NDArray[np.float64]:
+    """AOA, float64[m]: DOA times the size; where DOA is negative, DOA over the size."""
+    doa, nbytes = duration_of_absence(candidates, program, machine), candidates.nbytes.astype(np.float64)
+    return np.where(doa >= 0, doa * nbytes, doa / nbytes)
+
+
+def weighted_duration(
+    candidates: Candidates, loads: NDArray[np.int64], durations: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """WDOA, float64[m] byte-nanoseconds: area under ``loads`` between the two accesses of each gap."""
+    area = np.concatenate(([0.0], np.cumsum(loads.astype(np.float64) * durations)))  # beyond 64-bit integers
+    after, before = candidates.rows[:, 2], candidates.rows[:, 3]
+    return area[before] - area[after + 1] + np.where(after < before, 0.0, area[-1])
+
+
+def submodular_weighted_duration(candidates: Candidates, program: Program) -> Iterator[tuple[int, float]]:
+    """SWDOA: (candidate, byte-nanoseconds) in the order of selection; each maximises WDOA under the load that the
+    ones before it leave (Fig. 6). Loads only fall, and so does the score."""
+    durations, load = np.diff(program.start_ns), candidates.loads.copy()
+    left = np.ones(len(candidates), dtype=bool)
+    while left.any():
+        wdoa = np.where(left, weighted_duration(candidates, load, durations), -np.inf)
+        best = int(np.argmax(wdoa))
+        left[best] = False
+        candidates.empty(load, best)
+        yield best, float(wdoa[best])
+
+
+def descending(scores: NDArray[np.int64] | NDArray[np.float64]) -> Iterator[int]:
+    """Candidates by score, the highest first."""
+    return iter(np.argsort(-scores, kind="stable").tolist())
+
+
+def _by_doa(candidates: Candidates, program: Program, machine: Machine) -> Iterator[int]:
+    return descending(duration_of_absence(candidates, program, machine))
+
+
+def _by_aoa(candidates: Candidates, program: Program, machine: Machine) -> Iterator[int]:
+    return descending(area_of_absence(candidates, program, machine))
+
+
+def _by_wdoa(candidates: Candidates, program: Program, machine: Machine) -> Iterator[int]:
+    durations = np.diff(program.start_ns)
+    return descending(weighted_duration(candidates, candidates.loads, durations))
+
+
+def _by_swdoa(candidates: Candidates, program: Program, machine: Machine) -> Iterator[int]:
+    return (i for i, _ in submodular_weighted_duration(candidates, program))
+
+
+Order = Callable[[Candidates, Program, Machine], Iterator[int]]
+SCORES: dict[str, Order] = {"doa": _by_doa, "aoa": _by_aoa, "wdoa": _by_wdoa, "swdoa": _by_swdoa}

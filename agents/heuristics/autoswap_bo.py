@@ -1,0 +1,135 @@
+"""AutoSwap with Bayesian optimisation: "Efficient Memory Management for GPU-based Deep Learning Systems" (2020),
+section IV-C.
+
+    BO = a * AOA + b * DOA + c * WDOA + d * SWDOA        (equation 3)
+
+The four scores of autoswap.py are standardised and summed with weights in [-1, 1]; Bayesian optimisation with
+a Gaussian process prior finds the weights whose selection (section IV-D) has the least communication overhead, here
+the simulated one. Choices that the paper leaves open:
+
+1. SWDOA's score is the value that a candidate had when it was selected in SWDOA's own order, in which every
+   candidate is (section IV-B iv). These values fall along that order, so that d = 1 alone is SWDOA.
+2. Standardised: mean 0, standard deviation 1 over the candidates; a score that is the same for all becomes 0.
+3. The first four weight vectors are the unit vectors, i.e. the four scores by themselves, so that the result is never
+   worse than the best of them; Fig. 9 shows BO so, but with the paper's random start that is luck. ``random``
+   vectors drawn uniformly follow, then the optimisation; all of them count as ``evaluations``.
+4. The process (Snoek et al., "Practical Bayesian Optimization of Machine Learning Algorithms", 2012, which the paper
+   cites for its prior): a Matern 5/2 kernel with a length scale a weight, fitted by marginal likelihood at every
+   update; standardised objective; expected improvement, maximised over 2,048 weight vectors drawn uniformly.
+5. A plan that the host memory cannot hold is no observation. The optimisation ends early at no overhead.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agents.heuristics.autoswap import (
+    SCORES,
+    area_of_absence,
+    descending,
+    duration_of_absence,
+    peak_gaps,
+    select,
+    submodular_weighted_duration,
+    weighted_duration,
+)  # fmt: skip
+from agents.planner import MIB, Candidates, finish, infeasible
+from simulator.compiled.engine import Engine
+from simulator.machine import Machine
+from simulator.plan import Plan
+from simulator.program import Program
+
+BASIC = ("aoa", "doa", "wdoa", "swdoa")  # as in equation 3
+PROPOSALS = 2048  # weight vectors among which expected improvement is maximised
+
+Floats = NDArray[np.float64]
+
+
+class AutoSwapBO:
+    """AutoSwap with the weights of its four scores optimised.
+
+    Args:
+        evaluations: weight vectors tried, at least the four unit vectors.
+        random: how many of them are drawn before the first update.
+        min_bytes: tensors below this size are no candidates.
+    """
+
+    name = "autoswap_bo"
+
+    def __init__(self, evaluations: int = 30, random: int = 4, min_bytes: int = MIB, seed: int = 0) -> None:
+        if evaluations < 4:
+            raise ValueError(f"evaluations: expected at least the 4 unit vectors, got {evaluations}")
+        if random < 0:
+            raise ValueError(f"random: expected at least 0, got {random}")
+        self.evaluations, self.random, self.min_bytes, self.seed = evaluations, random, min_bytes, seed
+        self.simulator_calls = 0
+
+    def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
+        """The plan of the best weights; raises Infeasible when all candidates leave the peak above ``limit``."""
+        candidates = Candidates(program, peak_gaps(program, self.min_bytes))
+        if candidates.least > limit:
+            self.simulator_calls = 0
+            raise infeasible(self, program, limit, candidates.least)
+        engine = Engine(program, machine, limit)
+        rng = np.random.default_rng(self.seed)
+        scores = standardised_scores(candidates, program, machine)
+        tried: list[Floats] = []
+        overheads: list[float] = []
+        best, best_overhead = candidates.rows, np.inf
+        for i in range(self.evaluations):
+            if i < 4:
+                weights = np.eye(4)[i]
+                order = SCORES[BASIC[i]](candidates, program, machine)  # as it is, without rounding
+            else:
+                drawn = i < 4 + self.random or not tried
+                weights = rng.uniform(-1, 1, 4) if drawn else propose(np.array(tried), np.array(overheads), rng)
+                order = descending(scores @ weights)
+            rows = candidates.rows[select(candidates, order, limit)]
+            score = engine.score(rows)
+            if not score.feasible:
+                continue
+            tried.append(weights)
+            overheads.append(score.iteration_ns / max(program.ideal_ns, 1) - 1)
+            if overheads[-1] < best_overhead:
+                best, best_overhead = rows, overheads[-1]
+            if best_overhead <= 0:
+                break
+        return finish(self, program, machine, limit, engine, best)
+
+
+def standardised_scores(candidates: Candidates, program: Program, machine: Machine) -> Floats:
+    """float64[m, 4]: the scores of ``BASIC`` of each candidate, each of mean 0 and standard deviation 1."""
+    scores = np.empty((len(candidates), 4))
+    scores[:, 0] = area_of_absence(candidates, program, machine)
+    scores[:, 1] = duration_of_absence(candidates, program, machine)
+    scores[:, 2] = weighted_duration(candidates, candidates.loads, np.diff(program.start_ns))
+    for i, value in submodular_weighted_duration(candidates, program):
+        scores[i, 3] = value
+    if not len(scores):
+        return scores
+    scores -= scores.mean(axis=0)
+    deviation = scores.std(axis=0)
+    return scores / np.where(deviation > 0, deviation, 1)
+
+
+def propose(tried: Floats, overheads: Floats, rng: np.random.Generator) -> Floats:
+    """The weights of largest expected improvement, float64[4], after ``tried`` (float64[k, 4]) gave ``overheads``
+    (float64[k])."""
+    from scipy.stats import norm
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.gaussian_process import GaussianProcessRegressor
+    from sklearn.gaussian_process.kernels import ConstantKernel, Matern
+
+    kernel = ConstantKernel(1.0, (1e-2, 1e2)) * Matern(np.ones(4), (1e-1, 1e2), nu=2.5)
+    process = GaussianProcessRegressor(kernel, alpha=1e-6, normalize_y=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # a length scale at its bound: a weight that is idle
+        process.fit(tried, overheads)
+    proposals = rng.uniform(-1, 1, (PROPOSALS, 4))
+    mean, deviation = process.predict(proposals, return_std=True)
+    gain = overheads.min() - mean
+    z = gain / np.maximum(deviation, 1e-12)
+    return proposals[np.argmax(gain * norm.cdf(z) + deviation * norm.pdf(z))]

@@ -1,0 +1,319 @@
+"""Capuchin: "Capuchin: Tensor-based GPU Memory Management for Deep Learning" (ASPLOS 2020).
+
+One measured iteration gives the access times of every tensor (passive mode); the policy maker then decides which
+tensors to evict at which access, whether they are swapped or recomputed, and when each swap-in is triggered (guided
+mode); run-time feedback corrects the triggers. A candidate is a pair of consecutive accesses of one tensor, the
+evicted-access and the back-access: a gap here. Its free time is
+
+    FT = SwapInStartTime - SwapOutEndTime = (back-access - swap-in time) - (end of the evicted-access + swap-out time)
+
+Swaps come first, longest free time first, as long as they can be hidden. After that a swap competes with the
+recomputation of the highest MSPS, memory saving per second of recomputation (hybrid policy). Written without the text
+of the paper, from what is known of it. Choices and deviations:
+
+1. Passive mode: access times are those of the program with unlimited memory (the paper evicts on demand while it
+   measures, and takes the time lost by that out of its figures).
+2. The memory to be saved is not one number but a number per kernel: planned residency (reference.py, recomputation
+   chains included) above the limit. Decisions are made until there is none. A candidate must be open at the peak, i.e.
+   at a kernel whose load is above the limit, and is passed over unless it lowers the excess, summed over the kernels,
+   that is left when its turn comes. A pair may span the iteration boundary (parameters, optimizer state).
+3. A lane carries one transfer at a time: swap-outs follow one another in the order of their evicted-accesses, and each
+   swap-in ends before the next one has to start, so that on a busy lane SwapOutEndTime is later and SwapInStartTime
+   earlier. The overhead of a set of swaps is the largest SwapOutEndTime - SwapInStartTime among them or, if that is
+   more, what the peak costs: how late bytes that must be gone at a kernel have left, and how early bytes that must
+   still be gone are due back, each at its worst kernel, added up. A set is hidden when this is at most 0. (The
+   paper states the rule for one tensor, by its own free time; whether it counts the peak is not known to us.)
+   Pairs over the boundary are taken to be away throughout; with one copy engine the estimate is optimistic.
+4. MSPS = size / (time + extra time). Time is that of the kernels that must run again, from what is there at the
+   back-access and is not to be recomputed itself. When a tensor is chosen, the times of those that have it for a source
+   are worked out anew, and the extra time of its own sources is charged: what choosing them would add to the
+   chains of those chosen before.
+5. Hybrid: the next swap is the one of longest free time among the rest. Its cost is what it adds to the overhead of
+   the swaps; that of the recomputation is its time and extra time. The lower one is taken, the swap on a tie.
+6. The in-trigger is the latest kernel that ends by the SwapInStartTime of choice 3. Feedback: in the simulated
+   iteration, a swap-in that the back-access had to wait for is triggered earlier by 5 % of its transfer time, and so on
+   until nothing waits, no trigger moves, or ``rounds`` simulations are made; the fastest plan is kept. The simulator
+   starts no swap-in before it fits (rule 5), which keeps them out of the peak.
+7. Collective recomputation keeps what a chain recovers for its own later use while memory lasts: tried for one
+   recomputation after the other in the order of their back-accesses, kept where the simulated iteration is shorter.
+8. Where a chain leaves an excess that nothing can take, recomputations become swaps, latest choice first (joint mode).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agents.planner import MIB, RECOMPUTE, Candidates, Rows, check_mode, finish, infeasible
+from simulator.compiled.engine import Engine, decisions_of
+from simulator.machine import Machine
+from simulator.plan import Plan, cannot_recompute
+from simulator.program import Program
+from simulator.reference import present, reruns
+from simulator.timeline import Timeline
+
+STEP = 0.05  # of the swap-in time: how much earlier a trigger gets when it was late
+NEVER = 2**61  # ns
+
+
+class Capuchin:
+    """Capuchin's policy maker and its feedback.
+
+    Args:
+        mode: swap, recompute or joint (the hybrid policy).
+        rounds: simulated iterations of feedback, at least 1.
+        min_bytes: tensors below this size stay.
+        seed: unused; nothing is drawn.
+    """
+
+    name = "capuchin"
+
+    def __init__(self, mode: str = "joint", rounds: int = 50, min_bytes: int = MIB, seed: int = 0) -> None:
+        if rounds < 1:
+            raise ValueError(f"rounds: expected at least 1, got {rounds}")
+        self.mode, self.rounds, self.min_bytes = check_mode(mode), rounds, min_bytes
+        self.simulator_calls = 0
+
+    def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
+        """The plan of the policy maker after feedback; raises Infeasible when the candidates do not reach ``limit``."""
+        engine = Engine(program, machine, limit)
+        policy = Policy(program, machine, engine, self.mode, self.min_bytes)
+        if not policy.decide():
+            self.simulator_calls = 0
+            least = policy.candidates.least if self.mode != "recompute" else None
+            raise infeasible(self, program, limit, least)
+        rows = policy.rows()
+        if engine.score(rows).feasible:  # it is not where the host cannot hold what leaves
+            rows = self._feedback(policy, engine, collective(engine, rows, len(policy.swaps)))
+        return finish(self, program, machine, limit, engine, rows)
+
+    def _feedback(self, policy: Policy, engine: Engine, rows: Rows) -> Rows:
+        """Choice 6: ``rows``, the swaps of ``policy`` first, with the triggers of the fastest round."""
+        rows, best, best_ns = rows.copy(), rows, 0
+        swaps = policy.swaps
+        start = policy.lanes(swaps)[1]
+        for _ in range(self.rounds if swaps else 0):
+            timeline = engine.timeline(Plan(decisions_of(rows)))
+            if not best_ns or timeline.iteration_ns < best_ns:
+                best, best_ns = rows.copy(), timeline.iteration_ns
+            late = [i for i in waited_for(timeline, rows[: len(swaps)]) if rows[i, 4] != rows[i, 2]]
+            moved = False
+            while late and not moved:  # one step may be shorter than a kernel
+                for i in late:
+                    start[i] -= max(1, int(STEP * policy.h2d[swaps[i]]))
+                    trigger = policy.trigger(swaps[i], start[i])
+                    moved |= trigger != rows[i, 4]
+                    rows[i, 4] = trigger
+            if not moved:
+                break
+        return best
+
+
+class Policy:
+    """The policy maker: the decisions made so far, and what the next one would cost.
+
+    Attributes:
+        gaps: m candidates.
+        free: int64[m] nanoseconds, their free times.
+        swaps, recomputed: candidates in the order in which they were chosen.
+    """
+
+    def __init__(self, program: Program, machine: Machine, engine: Engine, mode: str, min_bytes: int):
+        above = np.array(program.loads, dtype=np.int64) > engine.limit
+        everywhere = Candidates(program, program.gaps(min_bytes))
+        self.candidates = Candidates(
+            program, [g for g, open_at in zip(everywhere.gaps, everywhere.absent, strict=True) if open_at[above].any()]
+        )
+        self.program, self.engine, self.gaps = program, engine, self.candidates.gaps
+        nbytes, start = self.candidates.nbytes.tolist(), program.start_ns
+        self.evicted = np.array([start[g.after + 1] for g in self.gaps], dtype=np.int64)
+        self.back = self.evicted + np.array([program.gap_ns(g) for g in self.gaps], dtype=np.int64)
+        self.d2h = np.array([machine.d2h_ns(b) for b in nbytes], dtype=np.int64)
+        self.h2d = np.array([machine.h2d_ns(b) for b in nbytes], dtype=np.int64)
+        self.free = (self.back - self.h2d) - (self.evicted + self.d2h)
+        # At the kernels of the peak: bytes above the limit, bytes that each candidate takes away, starts and ends.
+        self.over = self.candidates.loads[above] - engine.limit
+        self.away = np.where(self.candidates.absent[:, above], self.candidates.nbytes[:, None], 0)
+        self.starts, self.ends = np.array(start[:-1])[above], np.array(start[1:])[above]
+        self.wraps = np.array([g.after >= g.before for g in self.gaps], dtype=bool)
+        self.swaps: list[int] = []
+        self.recomputed: list[int] = []
+        self.by_free_time = np.argsort(-self.free, kind="stable").tolist() if mode != "recompute" else []
+        self.can_swap = dict.fromkeys(self.by_free_time)
+        self.can_recompute = dict.fromkeys(
+            i for i, g in enumerate(self.gaps)
+            if mode != "swap" and g.after < g.before and cannot_recompute(program, *g) is None
+        )  # fmt: skip
+        self.time: dict[int, int] = {}
+        self.sources: dict[int, set[int]] = {}
+        self.regenerate(self.can_recompute)
+        self.excess = self.excess_left()
+
+    def decide(self) -> bool:
+        """Makes decisions until nothing is above the limit; False when that cannot be."""
+        for i in list(self.can_swap):
+            if self.useful()[i] and self.overhead([*self.swaps, i]) <= 0:  # hidden
+                self.take(i, self.swaps, self.can_swap)
+        while self.excess.any():
+            useful = self.useful()
+            swap = next((i for i in self.can_swap if useful[i]), None)
+            again = max((i for i in self.can_recompute if useful[i]), key=self.msps, default=None)
+            if again is not None and (swap is None or self.recompute_ns(again) < self.swap_ns(swap)):
+                self.take(again, self.recomputed, self.can_recompute)
+            elif swap is not None:
+                self.take(swap, self.swaps, self.can_swap)
+            elif not self.fall_back():
+                return False
+        return True
+
+    def useful(self) -> NDArray[np.bool_]:
+        """bool[m]: the candidates that are undecided and open where there is an excess."""
+        out: NDArray[np.bool_] = np.logical_or.reduce(self.candidates.absent[:, self.excess > 0], axis=1)
+        out[self.swaps + self.recomputed] = False
+        return out
+
+    def take(self, i: int, chosen: list[int], pool: dict[int, None]) -> None:
+        """Candidate i joins ``chosen`` if that lowers the excess, else it leaves the ``pool`` that it came from."""
+        before = self.excess
+        chosen.append(i)
+        self.excess = self.excess_left()
+        if self.excess.sum() >= before.sum():
+            chosen.pop()
+            del pool[i]
+            self.excess = before
+        elif chosen is self.recomputed:
+            t = self.gaps[i].tensor
+            self.regenerate([j for j in self.sources if t in self.sources[j] and self.is_open(i, self.gaps[j].before)])
+
+    def fall_back(self) -> bool:
+        """Choice 8: the latest recomputation becomes a swap; False when there is none or nothing may be swapped."""
+        if not self.recomputed or not self.by_free_time:
+            return False
+        self.swaps.append(self.recomputed.pop())
+        del self.can_recompute[self.swaps[-1]]
+        self.can_swap = dict.fromkeys(self.by_free_time)  # those that left may help now
+        self.regenerate(self.sources)
+        self.excess = self.excess_left()
+        return True
+
+    def excess_left(self) -> NDArray[np.int64]:
+        """int64[n]: bytes above the limit per kernel, by the planned residency of the decisions."""
+        return np.maximum(self.engine.planned(self.rows()) - self.engine.limit, 0)
+
+    def rows(self) -> Rows:
+        """The decisions, swaps first, each with its in-trigger (choice 6)."""
+        rows = self.candidates.rows[self.swaps + self.recomputed]
+        rows[len(self.swaps) :, [0, 4]] = RECOMPUTE, 0
+        starts = self.lanes(self.swaps)[1].tolist()
+        rows[: len(self.swaps), 4] = [self.trigger(i, s) for i, s in zip(self.swaps, starts, strict=True)]
+        return rows
+
+    def lanes(self, swaps: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """SwapOutEndTime and SwapInStartTime of ``swaps``, int64 each, when a lane carries one at a time (choice 3)."""
+        chosen = np.array(swaps, dtype=np.int64)
+        end, begin = np.empty_like(chosen), np.empty_like(chosen)
+        order = np.argsort(self.evicted[chosen], kind="stable")
+        busy = np.cumsum(self.d2h[chosen[order]])
+        free_from = self.evicted[chosen[order]] - busy + self.d2h[chosen[order]]
+        end[order] = np.maximum.accumulate(free_from) + busy
+        order = np.argsort(-self.back[chosen], kind="stable")
+        busy = np.cumsum(self.h2d[chosen[order]])
+        free_until = self.back[chosen[order]] + busy - self.h2d[chosen[order]]
+        begin[order] = np.minimum.accumulate(free_until) - busy
+        return end, begin
+
+    def overhead(self, swaps: list[int]) -> int:
+        """Nanoseconds that ``swaps`` cost beside what is recomputed (choice 3); at most 0: all of it is hidden."""
+        end, begin = self.lanes(swaps)
+        shortfall = int((end - begin).max(initial=-NEVER))
+        once = ~self.wraps[swaps]
+        need = self.over - self.away[self.recomputed].sum(axis=0) - self.away[swaps][~once].sum(axis=0)
+        away, end, begin = self.away[swaps][once], end[once, None], begin[once, None]
+        late = worst(away, end - self.starts, need, np.argsort(end[:, 0], kind="stable"))
+        early = worst(away, self.ends - begin, need, np.argsort(-begin[:, 0], kind="stable"))
+        return max(shortfall, late, early, late + early)
+
+    def swap_ns(self, i: int) -> int:
+        """What swapping candidate i as well adds to the overhead."""
+        return max(self.overhead([*self.swaps, i]), 0) - max(self.overhead(self.swaps), 0)
+
+    def recompute_ns(self, i: int) -> int:
+        """Time and extra time of recomputing candidate i as well (choice 4)."""
+        t = self.gaps[i].tensor
+        users = sum(t in self.sources[r] and self.is_open(i, self.gaps[r].before) for r in self.recomputed)
+        return self.time[i] * (1 + users)
+
+    def msps(self, i: int) -> float:
+        """Bytes that recomputing candidate i saves per nanosecond of its time."""
+        return int(self.candidates.nbytes[i]) / max(self.recompute_ns(i), 1)
+
+    def is_open(self, i: int, kernel: int) -> bool:
+        """Is the tensor of candidate i, which does not wrap, away before ``kernel`` if i is taken?"""
+        return self.gaps[i].after < kernel <= self.gaps[i].before
+
+    def regenerate(self, which: Iterable[int]) -> None:
+        """Time and sources of the recomputations ``which``, given the tensors that are recomputed themselves."""
+        away: dict[int, list[int]] = {}
+        for r in self.recomputed:
+            away.setdefault(self.gaps[r].tensor, []).append(r)
+        for i in list(which):
+            target, _, at = self.gaps[i]
+            gone = {target} | {t for t, rs in away.items() if any(self.is_open(r, at) for r in rs)}
+            again = reruns(self.program, target, at, gone)
+            read = {(x, w) for w in again for x in self.program.kernels[w].inputs}
+            self.sources[i] = {x for x, w in read if present(self.program, x, w, at, gone)}
+            self.time[i] = sum(self.program.kernels[w].duration_ns for w in again)
+
+    def trigger(self, i: int, start: int) -> int:
+        """The in-trigger of candidate i for a swap-in at ``start`` ns: the last kernel of the gap to end by then."""
+        n, (_, after, before) = len(self.program.kernels), self.gaps[i]
+        iterations, time = divmod(int(start), max(self.program.ideal_ns, 1))
+        last = iterations * n + bisect_right(self.program.start_ns, time) - 2
+        return max(after, min(last, before - 1 + (n if after >= before else 0))) % n
+
+
+def worst(away: NDArray[np.int64], late: NDArray[np.int64], need: NDArray[np.int64], order: NDArray[np.int64]) -> int:
+    """The longest delay at any kernel when tensors move one after another.
+
+    Args:
+        away: int64[m, p], bytes that the transfer of each tensor matters for at each kernel.
+        late: int64[m, p], by how much it misses the kernel, nanoseconds.
+        need: int64[p], bytes that have to have moved; where the tensors together have less, all of them.
+        order: int64[m], of the transfers.
+    """
+    if not len(order):
+        return -NEVER
+    moved = np.cumsum(away[order], axis=0)
+    last = np.argmax(moved >= np.minimum(need, moved[-1]), axis=0)  # the transfer that completes the need
+    return int(late[order[last], np.arange(len(need))][np.minimum(need, moved[-1]) > 0].max(initial=-NEVER))
+
+
+def collective(engine: Engine, rows: Rows, first: int) -> Rows:
+    """Choice 7: ``rows`` (recomputations from row ``first`` on) with ``keep`` where that helps."""
+    rows, best_ns = rows.copy(), engine.score(rows).iteration_ns if first < len(rows) else 0
+    for i in sorted(range(first, len(rows)), key=lambda i: (rows[i, 3], rows[i, 1])):
+        rows[i, 4] = 1
+        score = engine.score(rows)
+        if score.feasible and score.iteration_ns < best_ns:
+            best_ns = score.iteration_ns
+        else:
+            rows[i, 4] = 0
+    return rows
+
+
+def waited_for(timeline: Timeline, swaps: Rows) -> list[int]:
+    """Which of ``swaps`` compute waited for in the last iteration: their swap-in ended when the wait did."""
+    free, begin = 0, timeline.boundaries[-2] if len(timeline.boundaries) > 1 else 0
+    came: dict[int, set[int]] = {}
+    wait_ends: set[int] = set()
+    for span in timeline.spans:
+        if span.kind == "swap_in":
+            came.setdefault(span.index, set()).add(span.end_ns)
+        elif span.stream == "compute":
+            if span.start_ns > free and span.start_ns >= begin:
+                wait_ends.add(span.start_ns)
+            free = span.end_ns
+    return [i for i, t in enumerate(swaps[:, 1].tolist()) if came.get(t, set()) & wait_ends]

@@ -1,0 +1,113 @@
+"""GeePS: "GeePS: Scalable deep learning on distributed GPUs with a GPU-specialized parameter server" (EuroSys 2016).
+
+GPU memory is a pinned part and a pool of buffers. Pinned tensors stay. All other data, parameters and optimizer state
+as much as the intermediate states of layers, live in CPU memory: they are fetched into the pool before each kernel
+that accesses them and written back after it, in the background. The pool is twice the largest layer, so that one
+layer is computed while the next is fetched and the last is written back. Written without the text of the paper, from
+its abstract and from how its published implementation behaves. Choices and deviations:
+
+1. A layer is a kernel: GeePS is told of the data of each computation (Read, LocalAccess and their releases), and a
+   kernel is the computation here. A tensor of at least ``min_bytes`` that waits at all is either pinned or swapped in
+   every gap; data used by neighbouring kernels stays in the pool between them.
+2. The pool is twice the most bytes that one kernel accesses of tensors which are not pinned. Pinned data, small
+   tensors, what never waits and workspaces are charged while they are alive, as everywhere in the simulator; GeePS
+   reserves them for good.
+3. The pinned set is chosen as GeePS does in its virtual iteration. All is pinned if it fits. Else pinning a tensor
+   that is accessed in the layer of largest access shrinks the pool by up to twice its size, so those come first, as
+   long as pinned part and pool fit the limit; when none of that layer fits, the others are pinned as they fit. GeePS
+   takes them in no particular order; here the one with the shortest gap goes first, in kernels (GeePS knows the
+   sequence, not the times), because least of its transfers can be hidden; ties go to the lower id.
+4. Where the limit leaves less than twice the largest layer with nothing pinned, the pool is what it leaves.
+5. Prefetching: background threads fetch in the order of access as soon as the pool has room. The swap-in for a kernel
+   is thus issued at the end of the first kernel from which on everything accessed up to that one fits the pool: one
+   layer ahead of the largest layer, more of small ones. Simulator rule 5 lets it wait longer where it does not fit.
+6. Data that was not written since it came is not copied out again (rule 4), as in GeePS (its keep flag).
+7. The parameter server itself (sharding, staleness, updates sent over the network) is not part of a program.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from agents.planner import MIB, SWAP, Candidates, finish, infeasible
+from simulator.compiled.engine import Engine
+from simulator.machine import Machine
+from simulator.plan import Plan
+from simulator.program import Gap, Program
+
+
+class GeePS:
+    """GeePS' memory management as a plan of swaps.
+
+    Args:
+        min_bytes: tensors below this size are pinned.
+        seed: unused; nothing is drawn.
+    """
+
+    name = "geeps"
+
+    def __init__(self, min_bytes: int = MIB, seed: int = 0) -> None:
+        self.min_bytes = min_bytes
+        self.simulator_calls = 0
+
+    def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
+        """Swaps of all that is not pinned; raises Infeasible when ``limit`` is less than one kernel needs."""
+        gaps = program.gaps(self.min_bytes)
+        candidates = Candidates(program, gaps)
+        if candidates.least > limit:
+            self.simulator_calls = 0
+            raise infeasible(self, program, limit, candidates.least)
+        swapped, pool = unpinned(program, gaps, limit)
+        rows = [(SWAP, *g, trigger(program, g, swapped, pool)) for g in gaps if g.tensor in swapped]
+        engine = Engine(program, machine, limit)
+        return finish(self, program, machine, limit, engine, np.array(rows, dtype=np.int64).reshape(-1, 5))
+
+
+def unpinned(program: Program, gaps: list[Gap], limit: int) -> tuple[set[int], int]:
+    """Tensors that are swapped, and the bytes of the pool that they pass through (choices 2 to 4)."""
+    n = len(program.kernels)
+    shortest: dict[int, int] = {}  # tensor: kernels from one access to the next, over its gaps
+    for g in gaps:
+        shortest[g.tensor] = min((g.before - g.after - 1) % n + 1, shortest.get(g.tensor, n))
+    ids = sorted(shortest, key=lambda t: (shortest[t], t))
+    pinned_load = np.array(program.loads, dtype=np.int64)  # per kernel, without the tensors that are swapped
+    access = np.zeros(n, dtype=np.int64)  # bytes of them that it accesses
+
+    def move(t: int, pin: bool) -> None:
+        nbytes = program.tensors[t].nbytes if pin else -program.tensors[t].nbytes
+        uses = program.accesses[t]
+        pinned_load[slice(None) if program.tensors[t].persistent else slice(uses[0], uses[-1] + 1)] += nbytes
+        access[list(uses)] -= nbytes
+
+    swapped = dict.fromkeys(ids if program.peak_bytes > limit else [])
+    for t in swapped:
+        move(t, pin=False)
+
+    def pins(t: int) -> bool:
+        """Pins ``t`` if pinned part and pool then fit."""
+        move(t, pin=True)
+        if int(pinned_load.max()) + 2 * int(access.max()) <= limit:
+            del swapped[t]
+            return True
+        move(t, pin=False)
+        return False
+
+    while swapped:
+        largest = set(program.kernels[int(access.argmax())].accesses)
+        if any(pins(t) for t in list(swapped) if t in largest):
+            continue
+        if not [t for t in list(swapped) if pins(t)]:
+            break
+    return set(swapped), min(2 * int(access.max()), limit - int(pinned_load.max()))
+
+
+def trigger(program: Program, gap: Gap, swapped: set[int], pool: int) -> int:
+    """Choice 5: the kernel at whose end the swap-in for ``gap`` is issued, as early as ``pool`` allows."""
+    n, k, held = len(program.kernels), gap.before, set[int]()
+    while True:
+        held |= swapped.intersection(program.kernels[k].accesses)
+        k = (k - 1) % n
+        if sum(program.tensors[t].nbytes for t in held | swapped.intersection(program.kernels[k].accesses)) > pool:
+            return k
+        if k == gap.after:
+            return k

@@ -1,0 +1,295 @@
+"""HOME: "HOME: A Holistic GPU Memory Management Framework for Deep Learning" (He et al., IEEE TC 2022).
+
+A particle is a placement per feature map: 0 retain, 1 swap, 2 recompute (section 3.3). Algorithm 1 starts from
+random particles and repeats: evaluate every particle, remember the best ever, update the particles. Algorithm 3
+is the update of one particle: tensor by tensor it tries the placement of P_1, the best particle of the last
+iteration, and that of P_2, the particle's own best so far, and keeps the one with the smaller overhead, the
+others of its placements being as they are. Constants: 500 particles, 500 iterations. Choices that the paper
+leaves open, and deviations:
+
+1. A feature map is a non-persistent tensor that the forward phase writes and a later phase uses, of at least
+   ``min_bytes``. Its placement is for the gap from its last use forward to its first use after that (section 3.6:
+   it leaves when the forward phase needs it no longer); afterwards it stays.
+2. The Policy Evaluator (Algorithm 2) is the simulator: transfers have their own streams and queue up. Algorithm 2
+   also evicts on demand where memory is short (lines 3-9: it waits for the swap-out at the head of its list); here
+   a kernel waits for swap-outs under way (simulator rule 8), and nothing leaves that the particle does not send.
+3. ``return error`` (Algorithm 2, line 5): a particle over the limit loses to every particle within it, and of two
+   over it the one that needs fewer bytes wins, so that a swarm that starts above the limit is drawn under it.
+4. A particle starts with a placement drawn uniformly for each feature map, among those that the mode and the
+   program allow (some kernels cannot be run twice).
+5. A swapped feature map comes back by simulator rule 5, in order of its use as soon as it fits (section 3.6 begins
+   when its backward layer begins). What a recomputation recovers on the way is freed at once.
+6. Algorithm 3 evaluates P_1's placement, then P_2's; a tie is P_2's (line 9). Where they agree nothing is
+   evaluated, nor is a particle whose cost is known already: the costs are the same with fewer simulator calls.
+   Particles that are equal and have the same history are updated once.
+7. P_1 is the best particle of the last iteration, not the best ever (line 1); ties go to the lower index.
+8. The update after the last iteration, which nobody evaluates, is left out. A swarm that an update leaves as it
+   was can change no more: the search ends there, before ``iterations`` are over.
+9. Every ``evaluate`` of Algorithm 3 counts as a simulator call, about the number of feature maps for each particle
+   and iteration while the swarm still differs. The search times of the paper's Table 3 are 500 × 500 times of one
+   evaluation over 16 threads, as if there were one.
+10. A limit at or above the peak asks for no plan, and one below the residency of every feature map away has none:
+   neither is searched.
+11. ``calls``, which the paper does not have, bounds the simulator calls, the check of the plan included. The swarm
+   has no more particles than that. The iteration that could go over is the last: it updates particles, the first ones
+   first, while the most calls that the next update can take (two for each placement on which its P_1 and P_2 differ,
+   and one) are within it.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agents.heuristics.layers import feature_maps
+from agents.planner import MIB, RECOMPUTE, SWAP, Candidates, Rows, check_mode, finish, infeasible
+from simulator.compiled.engine import NEVER, Engine
+from simulator.machine import Machine
+from simulator.plan import Plan, cannot_recompute
+from simulator.program import Gap, Program
+
+RETAINED, SWAPPED, RECOMPUTED = 0, 1, 2
+SHARE = 2000  # placements in a swarm that make a worker process worth its while
+
+Placements = NDArray[np.int8]  # (feature maps,), or (particles, feature maps)
+Costs = NDArray[np.int64]  # (particles, 2): bytes over the limit, iteration_ns; compared in this order
+Cost = tuple[int, int]
+Result = tuple[Placements, Costs, int]  # particles, their costs, simulator calls made
+
+
+class Iteration(NamedTuple):
+    """A swarm in one iteration (figure 8): times of its particles within the limit, nan where there is none."""
+
+    worst_ns: float
+    mean_ns: float
+    best_ns: float
+    feasible: int  # particles within the limit
+
+
+class HOME:
+    """HOME's particle swarm.
+
+    Args:
+        particles: m of Algorithm 1.
+        iterations: iters of Algorithm 1.
+        calls: simulator calls, at most; None: as many as it takes.
+        mode: swap (placements 0 and 1), recompute (0 and 2) or joint.
+        jobs: processes that share an update; None: one per core, or one within a worker process of the caller's.
+            The plan does not depend on it.
+        min_bytes: tensors below this size stay.
+
+    Attributes:
+        history: an ``Iteration`` for each that the last ``plan`` ran.
+    """
+
+    name = "home"
+
+    def __init__(
+        self,
+        particles: int = 500,
+        iterations: int = 500,
+        calls: int | None = None,
+        mode: str = "joint",
+        jobs: int | None = None,
+        min_bytes: int = MIB,
+        seed: int = 0,
+    ) -> None:
+        for option, value, least in (
+            ("particles", particles, 1), ("iterations", iterations, 1), ("calls", calls, 2), ("jobs", jobs, 1)
+        ):  # fmt: skip
+            if value is not None and value < least:
+                raise ValueError(f"{option}: expected at least {least}, got {value}")
+        self.particles, self.iterations, self.mode, self.jobs = particles, iterations, check_mode(mode), jobs
+        self.calls = calls
+        self.min_bytes, self.seed = min_bytes, seed
+        self.simulator_calls = 0
+        self.history: list[Iteration] = []
+
+    def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
+        """The best particle ever; raises Infeasible when none was within ``limit``."""
+        self.simulator_calls, self.history = 0, []
+        gaps, allowed = self._placements(program)
+        evaluator = Evaluator(program, machine, limit, gaps)
+        if limit >= program.peak_bytes:
+            return finish(self, program, machine, limit, evaluator.engine, evaluator.swaps[:0])
+        # Swaps alone reach the least; chains of recomputation add to it.
+        least = Candidates(program, gaps).least
+        if least > limit:
+            raise infeasible(self, program, limit, None if self.mode == "recompute" else least)
+        best, cost, evaluator.engine.calls = self._search(evaluator, allowed)
+        if cost[0]:
+            self.simulator_calls = evaluator.engine.calls
+            raise infeasible(self, program, limit, None)
+        return finish(self, program, machine, limit, evaluator.engine, evaluator.rows(best))
+
+    def _placements(self, program: Program) -> tuple[list[Gap], list[list[int]]]:
+        """The gaps of the feature maps that may leave, and the placements each may have."""
+        gaps, allowed = [], []
+        for item in feature_maps(program, self.min_bytes):
+            ways = [RETAINED] if self.mode == "recompute" else [RETAINED, SWAPPED]
+            if self.mode != "swap" and cannot_recompute(program, *item.gap) is None:
+                ways.append(RECOMPUTED)
+            if len(ways) > 1:
+                gaps.append(item.gap)
+                allowed.append(ways)
+        return gaps, allowed
+
+    def _search(self, evaluator: Evaluator, allowed: list[list[int]]) -> tuple[Placements, Cost, int]:
+        """Algorithm 1: the best particle, its cost, and the simulator calls."""
+        rng = np.random.default_rng(self.seed)
+        budget = math.inf if self.calls is None else self.calls - 1  # one is for the check of the plan
+        particles = int(min(self.particles, budget))
+        x = np.stack([rng.choice(np.array(ways, np.int8), particles) for ways in allowed], axis=1)
+        todo = np.arange(0)  # what an iteration could not update
+        with processes(self._jobs(x.size), evaluator) as run:
+            x, cost, calls = run("evaluate", x)
+            own, own_cost = x, cost  # the best that each particle has been
+            while True:
+                self.history.append(statistics(cost))
+                if len(self.history) == self.iterations or len(todo):
+                    break
+                # Equal particles with equal pasts have one future.
+                _, first, which = np.unique(np.hstack([x, own]), axis=0, return_index=True, return_inverse=True)
+                leader = np.broadcast_to(x[lowest(cost)], x.shape)
+                new, new_cost, todo = x[first], cost[first], np.argsort(first)
+                at_most = 2 * (leader != own).sum(axis=1)[first] + 1  # calls of an update
+                while count := int(np.searchsorted(at_most[todo].cumsum(), budget - calls, side="right")):
+                    part, todo = todo[:count], todo[count:]
+                    i = first[part]
+                    new[part], new_cost[part], more = run("update", x[i], cost[i], leader[i], own[i])
+                    calls += more
+                if np.array_equal(new[which], x):
+                    break
+                x, cost = new[which], new_cost[which]
+                (over, ns), (own_over, own_ns) = cost.T, own_cost.T
+                better = ((over < own_over) | (over == own_over) & (ns < own_ns))[:, None]
+                own, own_cost = np.where(better, x, own), np.where(better, cost, own_cost)
+        best = lowest(own_cost)
+        return own[best], tuple(own_cost[best].tolist()), calls
+
+    def _jobs(self, work: int) -> int:
+        """Processes for a swarm of ``work`` placements."""
+        nested = multiprocessing.parent_process() is not None  # the caller has shared the cores out already
+        jobs = self.jobs or (1 if nested else os.cpu_count() or 1)
+        return max(1, min(jobs, work // SHARE))
+
+
+class Evaluator:
+    """Algorithms 2 and 3 on some of the particles.
+
+    Attributes:
+        engine: the simulator.
+        swaps: int64[feature maps, 5], the rows that swap them.
+    """
+
+    def __init__(self, program: Program, machine: Machine, limit: int, gaps: list[Gap]) -> None:
+        self.engine = Engine(program, machine, limit)
+        self.swaps: Rows = np.array([(SWAP, *g, -1) for g in gaps], np.int64).reshape(-1, 5)
+        self._drops: Rows = np.array([(RECOMPUTE, *g, 0) for g in gaps], np.int64).reshape(-1, 5)
+
+    def rows(self, x: Placements) -> Rows:
+        """int64[n, 5]: the plan of one particle."""
+        return self._ways(x)[x != RETAINED]
+
+    def _ways(self, x: Placements) -> Rows:
+        """int64[feature maps, 5]: a row for each, meaningless where it is retained."""
+        return np.where((x == SWAPPED)[:, None], self.swaps, self._drops)
+
+    def cost(self, rows: Rows) -> Cost:
+        """Algorithm 2: bytes over the limit, iteration_ns."""
+        score = self.engine.score(rows)
+        return max(score.required_bytes - self.engine.limit, 0), score.iteration_ns
+
+    def evaluate(self, x: Placements) -> Result:
+        """The costs of particles as they are."""
+        return x, np.array([self.cost(self.rows(particle)) for particle in x], np.int64), len(x)
+
+    def update(self, x: Placements, cost: Costs, leader: Placements, own: Placements) -> Result:
+        """Algorithm 3 on particles ``x`` of known cost; each has its P_1 (``leader``) and P_2 (``own``)."""
+        before, new, new_cost = self.engine.calls, x.copy(), cost.copy()
+        for i, particle in enumerate(new):
+            new_cost[i] = self._update(particle, tuple(cost[i].tolist()), leader[i].tolist(), own[i].tolist())
+        return new, new_cost, self.engine.calls - before
+
+    def _update(self, x: Placements, known: Cost | None, leader: list[int], own: list[int]) -> Cost:
+        """Algorithm 3 on one particle, in place; ``known`` is its cost before, the result its cost after."""
+        rows, away = self._ways(x), x != RETAINED
+
+        def put(j: int, placement: int) -> None:
+            away[j] = placement != RETAINED
+            if placement != RETAINED:
+                rows[j] = self.swaps[j] if placement == SWAPPED else self._drops[j]
+
+        def cost(j: int, placement: int) -> Cost:
+            if known is not None and placement == x[j]:
+                return known
+            put(j, placement)
+            return self.cost(rows[away])
+
+        for j, (p1, p2) in enumerate(zip(leader, own, strict=True)):
+            if p1 != p2:
+                o1, o2 = cost(j, p1), cost(j, p2)
+                chosen, known = (p1, o1) if o1 < o2 else (p2, o2)
+            elif p1 != x[j]:
+                chosen, known = p1, None
+            else:
+                continue
+            put(j, chosen)
+            x[j] = chosen
+        return self.cost(rows[away]) if known is None else known
+
+
+def lowest(cost: Costs) -> int:
+    """The first particle of least cost."""
+    return int(np.lexsort(cost.T[::-1])[0])
+
+
+def statistics(cost: Costs) -> Iteration:
+    """The swarm of these costs."""
+    times = cost[cost[:, 1] < NEVER, 1]
+    if not len(times):
+        return Iteration(math.nan, math.nan, math.nan, 0)
+    return Iteration(float(times.max()), float(times.mean()), float(times.min()), len(times))
+
+
+Run = Callable[..., Result]  # (a method of Evaluator by name, arrays with an entry per particle)
+
+
+@contextmanager
+def processes(jobs: int, evaluator: Evaluator) -> Iterator[Run]:
+    """Calls methods of an evaluator, with the particles shared out over ``jobs`` processes, in order."""
+    if jobs == 1:
+        yield lambda method, *arrays: getattr(evaluator, method)(*arrays)
+        return
+    # Forked: spawned workers would import the caller's main script again. They run nothing but NumPy and the
+    # engine, which holds the GIL: threads would take turns.
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork"), _begin, (evaluator,)) as pool:
+
+        def run(method: str, *arrays: NDArray[np.generic]) -> Result:
+            n = min(4 * jobs, len(arrays[0]))
+            parts = [np.array_split(a, n) for a in arrays]
+            x, cost, calls = zip(*pool.map(_call, [method] * n, *parts), strict=True)
+            return np.concatenate(x), np.concatenate(cost), sum(calls)
+
+        yield run
+
+
+_evaluator: Evaluator  # of a worker process
+
+
+def _begin(evaluator: Evaluator) -> None:
+    global _evaluator
+    _evaluator = evaluator
+
+
+def _call(method: str, *arrays: NDArray[np.generic]) -> Result:
+    result: Result = getattr(_evaluator, method)(*arrays)
+    return result

@@ -1,0 +1,152 @@
+"""Memonger: "Training Deep Nets with Sublinear Memory Cost" (Chen, Xu, Zhang, Guestrin; arXiv 1604.06174, 2016).
+
+The forward pass is cut into stages. What leaves a stage is kept, the other feature maps are dropped and made again,
+a stage at a time, when the backward pass reaches them (Algorithm 1): the mirror count m(v) of Algorithm 2 is 0 for a
+layer whose results are kept and 1 for one that is run a second time. Algorithm 3 places the cuts for a budget B: it
+walks the layers, adds up their results, and ends a stage at the first candidate where the sum exceeds B. It returns x,
+the bytes kept between the stages, and y, the bytes of the largest stage; B = sqrt(x y) balances the two, which gives
+2 sqrt(n) feature maps for a chain of n equal layers, and a grid around it finds the plan. Choices that the paper leaves
+open, and deviations:
+
+1. A layer's results are the feature maps (``layers.feature_maps``) that its kernel writes first. Other tensors die in
+   the forward pass in any case and count for nothing.
+2. The candidates (C in Algorithm 3; users mark them with ``mirror_stage`` in MXNet-memonger) are found: the kernels
+   after which at most one tensor of ``min_bytes`` crosses from the forward kernels so far to those to come, the cut of
+   a chain (``splits``). In ResNet these are the ends of the residual blocks.
+3. A tensor cannot be kept longer than the program keeps it, nor be kept as it was once it has been overwritten. A
+   kernel is no candidate where a tensor that crosses dies in the forward pass or is written there again.
+4. At a split, what crosses and what its kernel wrote is kept, tensors below ``min_bytes`` always are.
+5. Convolutions are run again like all else between the splits, as MXNet-memonger's ``force_mirroring`` does. MXNet
+   never mirrors Dropout, because it cannot repeat the draw; here each kernel says whether it can. What would run one
+   that cannot is kept.
+6. A dropped feature map is a ``Recompute`` with ``keep``. Its chain runs what the first kernel that asks needs; a
+   branch of the stage that this kernel does not need follows when it is asked for.
+7. The last stage is dropped and made again too, as Algorithms 1 and 3 have it, although it is needed at once. It
+   counts in y.
+8. The paper's search is B = 0, B = sqrt(x y), then a grid over [B / sqrt(2), sqrt(2) B], and the smallest peak wins.
+   Here B is iterated to a third estimate, as MXNet-memonger does, the grid goes from 0 to sqrt(2) B, and the simulator
+   judges: the plan of least simulated time among those that fit the limit wins.
+9. Memory sharing and in-place operation (section 3) are what a Program already is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from agents.heuristics.layers import FeatureMap, feature_maps
+from agents.planner import MIB, RECOMPUTE, Rows, finish, infeasible
+from simulator.compiled.engine import Engine
+from simulator.machine import Machine
+from simulator.plan import Plan, cannot_recompute
+from simulator.program import Program
+
+
+class Memonger:
+    """Sublinear-memory checkpointing, its budget tuned to the limit.
+
+    Args:
+        trials: steps of the grid over the budget.
+        min_bytes: feature maps below this size stay.
+        seed: unused; nothing is drawn.
+    """
+
+    name = "memonger"
+
+    def __init__(self, trials: int = 64, min_bytes: int = MIB, seed: int = 0) -> None:
+        if trials < 1:
+            raise ValueError(f"trials: expected at least 1, got {trials}")
+        self.trials, self.min_bytes = trials, min_bytes
+        self.simulator_calls = 0
+
+    def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
+        """The fastest of the plans of the grid that fit ``limit``; raises Infeasible when none does."""
+        engine = Engine(program, machine, limit)
+        stages = Stages(program, self.min_bytes)
+        budget = 0
+        for _ in range(3):
+            x, y, _ = stages.divide(budget)
+            budget = math.isqrt(x * y)
+        grid = (round(math.sqrt(2) * budget * i / self.trials) for i in range(self.trials + 1))
+        plans = {tuple(dropped): dropped for _, _, dropped in map(stages.divide, grid)}
+        scored = [(engine.score(rows), rows) for rows in map(recomputations, plans.values())]
+        best, rows = min(scored, key=lambda s: (not s[0].feasible, s[0].iteration_ns))
+        if not best.feasible:
+            self.simulator_calls = engine.calls
+            raise infeasible(self, program, limit, min(score.required_bytes for score, _ in scored))
+        return finish(self, program, machine, limit, engine, rows)
+
+
+class Stages:
+    """Algorithm 3 for one program."""
+
+    def __init__(self, program: Program, min_bytes: int = MIB) -> None:
+        self._maps = feature_maps(program, min_bytes)
+        self._nbytes = {m.tensor: program.tensors[m.tensor].nbytes for m in self._maps}
+        self._can = {m.tensor for m in recomputable(program, self._maps)}
+        self._results: dict[int, list[int]] = {}
+        for m in self._maps:
+            self._results.setdefault(m.layer, []).append(m.tensor)
+        self._splits = {s.kernel: s for s in splits(program, min_bytes)}
+
+    def divide(self, budget: int) -> tuple[int, int, list[FeatureMap]]:
+        """The stages for a budget of that many bytes.
+
+        Returns:
+            x, the bytes kept between the stages; y, the bytes of the largest stage; the feature maps that are dropped.
+        """
+        x = y = temp = 0
+        kept: set[int] = set()
+        for v in sorted(self._results.keys() | self._splits.keys()):
+            temp += sum(self._nbytes[t] for t in self._results.get(v, ()))
+            if v in self._splits and temp > budget:
+                stays = {t for t in (*self._results.get(v, ()), *self._splits[v].crossing) if t in self._nbytes} - kept
+                x += sum(self._nbytes[t] for t in stays)
+                y = max(y, temp)
+                kept |= stays
+                temp = 0
+        return x, max(y, temp), [m for m in self._maps if m.tensor in self._can and m.tensor not in kept]
+
+
+class Split(NamedTuple):
+    """A place where the forward pass can be cut in two."""
+
+    kernel: int  # the last before the cut
+    crossing: frozenset[int]  # tensors written up to it and used by forward kernels after it
+
+
+def splits(program: Program, min_bytes: int = MIB) -> list[Split]:
+    """Where at most one tensor of ``min_bytes`` crosses, and all that cross reach the backward pass unchanged. Of
+    kernels in a row with the same tensors crossing, the first."""
+    forward = [k for k, kernel in enumerate(program.kernels) if kernel.phase == "forward"]
+    begins: dict[int, list[int]] = {}
+    until: dict[int, int] = {}  # last use in the forward pass
+    for t, uses in enumerate(program.accesses):
+        mine = [k for k in uses if program.kernels[k].phase == "forward"]
+        if mine and not program.tensors[t].persistent:
+            begins.setdefault(mine[0], []).append(t)
+            until[t] = mine[-1]
+    written = {t: max(k for k in program.writes[t] if k <= last) for t, last in until.items()}
+    dies = {t for t, last in until.items() if program.accesses[t][-1] == last}
+    found: list[Split] = []
+    crossing: set[int] = set()
+    for k in forward:
+        crossing = {t for t in crossing.union(begins.get(k, ())) if until[t] > k}
+        large = sum(program.tensors[t].nbytes >= max(min_bytes, 1) for t in crossing)
+        if large <= 1 and all(t not in dies and written[t] <= k for t in crossing):
+            if not found or found[-1].crossing != crossing:
+                found.append(Split(k, frozenset(crossing)))
+    return found
+
+
+def recomputable(program: Program, maps: Iterable[FeatureMap]) -> list[FeatureMap]:
+    """Those of the feature maps that kernels of the program can make again."""
+    return [m for m in maps if cannot_recompute(program, *m.gap) is None]
+
+
+def recomputations(dropped: Sequence[FeatureMap]) -> Rows:
+    """int64[n, 5]: rows that drop the feature maps and make each once, when the first of their stage is needed."""
+    return np.array([(RECOMPUTE, *m.gap, 1) for m in dropped], dtype=np.int64).reshape(-1, 5)

@@ -1,0 +1,252 @@
+"""What PyTorch users reach for today (torch 2.13): segment checkpointing, save_on_cpu, the compiler's memory budget.
+
+A saved tensor is a feature map (``layers.feature_maps``); those below ``min_bytes`` are left alone by all three.
+
+**Checkpoint**, torch.utils.checkpoint.checkpoint_sequential: the model is a list of layers, cut into segments of equal
+numbers of layers, the remainder in the last one, which is run plainly. Of the others only the input is kept; when the
+backward pass reaches a segment, its forward pass is run again and the results stay for the rest of its backward pass.
+
+1. A layer is what a user would make a module of nn.Sequential: one convolution, matrix product or recurrent kernel and
+   what follows it. It ends between two such kernels where at most one large tensor crosses (``memonger.splits``), of
+   several places the one of fewest bytes, of equal ones the last; where there is none, as within a residual block or
+   an attention, the layer goes on. A program without such kernels counts every kernel that writes a feature map.
+2. ``sqrt`` makes floor(sqrt(layers)) segments, ``all`` makes every layer a segment.
+3. A tensor cannot be kept longer than the program keeps it: a segment starts where its input is a feature map (or
+   small). Every other feature map of the segment is dropped, dropout masks and pooling indices too, unless making it
+   again would run a kernel that cannot run twice.
+4. The whole segment is not run at one blow: a chain of simulator rule 7 runs what the first kernel that asks needs and
+   keeps it (``Recompute`` with ``keep``). In a chain of layers that is the segment (up to its last saved tensor, where
+   PyTorch's early stop ends too); a branch that the kernel does not need, such as the convolution on a residual
+   block's shortcut, follows when it is asked for, and a tensor that both need but that nobody saved is made twice.
+5. The plan does not depend on the limit.
+
+**OffloadAll**, torch.autograd.graph.save_on_cpu(pin_memory=True): every saved tensor is copied to the host in the
+forward pass and copied back when a backward kernel unpacks it, both on the compute stream.
+
+6. The copy out is a synchronous swap-out at the last use in the forward pass, when the device memory can be returned;
+   PyTorch copies at each kernel that saves the tensor, and twice if two do.
+7. The copy in is issued at the end of the kernel before the one that needs it. A tensor that several backward kernels
+   use is unpacked by each: between them it is away, without another copy out. A marker (a kernel without outputs)
+   unpacks nothing and finds the tensor still there.
+8. Parameters and other persistent tensors stay (PyTorch packs those that are saved as well, to no avail, since the
+   parameter keeps its memory). The plan does not depend on the limit.
+
+**ActivationBudget**, torch.compile with torch._functorch.config.activation_memory_budget. The budget is the fraction
+of saved bytes that may be saved. The partitioner bans kernels from being run again, and a minimum cut saves the fewest
+bytes from which the rest follows. It tries ever shorter lists of bans and takes the first whose saved fraction is
+below the budget; at last it lifts the ban from single kernels, which a 0/1 knapsack chooses: those whose results are
+saved have the largest total runtime that fits the budget.
+
+9.  Every feature map is used by the backward pass, and nothing else can be kept (choice 3). Hence the minimum cut is
+    unique: a feature map is saved exactly when making it from other feature maps would run a banned kernel.
+10. What is free to recompute is so in PyTorch because it is fused into the backward kernel. A Program fuses nothing,
+    every feature map is materialised in the backward pass, and this bans all of them at first: budget 1 drops nothing.
+11. Then kernels of kind activation, elementwise, norm, reduce and copy may run again (the allowlist of pointwise
+    operators and reductions; batch norm is decomposed into such), unless their outputs are under a quarter of their
+    inputs. Then all but convolution, matrix product, recurrent, dropout, and again those reductions.
+12. Knapsack: an item is a banned kernel that a feature map needs. Its memory is the bytes of its outputs over those of
+    all feature maps, in units of 1/10000 as in PyTorch's default solver; its runtime is max(flops, 1), or with
+    ``runtime="profile"`` its duration. The dynamic program runs once for every budget.
+13. A kernel that cannot run twice is never offered; budget 0 drops all else.
+14. The budget is tuned to the limit: of 1, 1 - 1/``steps``, …, 0 the first whose plan fits, by the simulator.
+15. Each is recomputed once, when first needed, and then stays (``Recompute`` with ``keep``).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agents.heuristics.layers import FeatureMap, feature_maps
+from agents.heuristics.memonger import Split, recomputable, recomputations, splits
+from agents.planner import MIB, SYNC_SWAP, finish, infeasible
+from simulator.compiled.engine import Engine
+from simulator.machine import Machine
+from simulator.plan import Plan
+from simulator.program import Program
+from simulator.reference import reruns
+
+COMPUTE_INTENSIVE = frozenset({"conv", "matmul", "rnn"})
+ALLOWLIST = frozenset({"activation", "elementwise", "norm", "reduce", "copy"})
+UNITS = 10_000  # of the knapsack
+
+
+class Checkpoint:
+    """torch.utils.checkpoint.checkpoint_sequential.
+
+    Args:
+        segments: sqrt or all.
+        min_bytes: feature maps below this size stay.
+        seed: unused; nothing is drawn.
+    """
+
+    def __init__(self, segments: str = "sqrt", min_bytes: int = MIB, seed: int = 0) -> None:
+        if segments not in ("sqrt", "all"):
+            raise ValueError(f"segments: expected 'sqrt' or 'all', got {segments!r}")
+        self.name = f"checkpoint_{segments}"
+        self.segments, self.min_bytes = segments, min_bytes
+        self.simulator_calls = 0
+
+    def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
+        """The one plan it has; raises Infeasible when that does not fit ``limit``."""
+        rows = recomputations(self.dropped(program))
+        return finish(self, program, machine, limit, Engine(program, machine, limit), rows)
+
+    def dropped(self, program: Program) -> list[FeatureMap]:
+        """The feature maps that are not kept."""
+        ends = layer_ends(program, self.min_bytes)
+        layers = len(ends) + 1
+        segments = math.isqrt(layers) if self.segments == "sqrt" else layers
+        size = layers // segments
+        cuts = ends[size - 1 : size * (segments - 1) : size]
+        kept = {t for cut in cuts for t in cut.crossing}
+        maps = [m for m in feature_maps(program, self.min_bytes) if cuts and m.layer <= cuts[-1].kernel]
+        return recomputable(program, (m for m in maps if m.tensor not in kept))
+
+
+def layer_ends(program: Program, min_bytes: int = MIB) -> list[Split]:
+    """Where each layer but the last ends (choice 1)."""
+    forward = [k for k, kernel in enumerate(program.kernels) if kernel.phase == "forward"]
+    heads = [k for k in forward if program.kernels[k].kind in COMPUTE_INTENSIVE]
+    heads = heads or sorted({m.layer for m in feature_maps(program, min_bytes)})
+    places = splits(program, min_bytes)
+    kernels = [s.kernel for s in places]
+    ends = []
+    for head, following in zip(heads, heads[1:], strict=False):
+        between = places[bisect_left(kernels, head) : bisect_left(kernels, following)]
+        if between:
+            ends.append(min(between, key=lambda s: (sum(program.tensors[t].nbytes for t in s.crossing), -s.kernel)))
+    return ends
+
+
+class OffloadAll:
+    """torch.autograd.graph.save_on_cpu.
+
+    Args:
+        min_bytes: feature maps below this size stay.
+        seed: unused; nothing is drawn.
+    """
+
+    name = "offload_all"
+
+    def __init__(self, min_bytes: int = MIB, seed: int = 0) -> None:
+        self.min_bytes = min_bytes
+        self.simulator_calls = 0
+
+    def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
+        """The one plan it has; raises Infeasible when that does not fit ``limit`` or the host."""
+        rows = []
+        for tensor, _, gap in feature_maps(program, self.min_bytes):
+            rows.append((SYNC_SWAP, *gap, gap.before - 1))
+            later = [k for k in program.accesses[tensor] if k >= gap.before]
+            if program.writes[tensor][-1] > gap.before:
+                continue  # no longer the tensor that was saved
+            for after, before in zip(later, later[1:], strict=False):
+                if before - after > 1 and program.kernels[before].outputs:
+                    rows.append((SYNC_SWAP, tensor, after, before, before - 1))
+        engine = Engine(program, machine, limit)
+        return finish(self, program, machine, limit, engine, np.array(rows, dtype=np.int64).reshape(-1, 5))
+
+
+class ActivationBudget:
+    """torch.compile's activation_memory_budget, tuned to the limit.
+
+    Args:
+        runtime: flops (PyTorch's default) or profile: how the knapsack estimates what a kernel costs.
+        steps: budgets that are tried, less one.
+        min_bytes: feature maps below this size stay.
+        seed: unused; nothing is drawn.
+    """
+
+    name = "activation_budget"
+
+    def __init__(self, runtime: str = "flops", steps: int = 100, min_bytes: int = MIB, seed: int = 0) -> None:
+        if runtime not in ("flops", "profile"):
+            raise ValueError(f"runtime: expected 'flops' or 'profile', got {runtime!r}")
+        if steps < 1:
+            raise ValueError(f"steps: expected at least 1, got {steps}")
+        self.runtime, self.steps, self.min_bytes = runtime, steps, min_bytes
+        self.simulator_calls = 0
+
+    def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
+        """The plan of the largest budget that fits ``limit``; raises Infeasible when none does."""
+        engine = Engine(program, machine, limit)
+        partitioner = Partitioner(program, self.runtime, self.min_bytes)
+        needs = set()
+        last = None
+        for i in range(self.steps, -1, -1):
+            dropped = partitioner.dropped(i / self.steps)
+            if dropped == last:
+                continue
+            last, rows = dropped, recomputations(dropped)
+            score = engine.score(rows)
+            if score.feasible:
+                return finish(self, program, machine, limit, engine, rows)
+            needs.add(score.required_bytes)
+        self.simulator_calls = engine.calls
+        raise infeasible(self, program, limit, min(needs))
+
+
+class Partitioner:
+    """Which feature maps a budget saves, for one program."""
+
+    def __init__(self, program: Program, runtime: str = "flops", min_bytes: int = MIB) -> None:
+        maps = feature_maps(program, min_bytes)
+        size = [t.nbytes for t in program.tensors]
+        self._total = sum(size[m.tensor] for m in maps)
+        self._nbytes = {m.tensor: size[m.tensor] for m in maps}
+        self._maps = recomputable(program, maps)
+        self._needs = [set(reruns(program, m.tensor, m.gap.before)) for m in self._maps]
+        used = sorted(set().union(*self._needs))
+        reductions = {k for k in used if 4 * sum(size[t] for t in set(program.kernels[k].outputs))
+                      < sum(size[t] for t in set(program.kernels[k].inputs))}  # fmt: skip
+        kinds = {k: program.kernels[k].kind for k in used}
+        hard = {k for k in used if kinds[k] in COMPUTE_INTENSIVE or kinds[k] == "dropout"} | reductions
+        self._bans = ({k for k in used if kinds[k] not in ALLOWLIST} | reductions, hard)
+        outputs = {k: sum(size[t] for t in set(program.kernels[k].outputs)) for k in hard}
+        self._items = sorted(hard, key=lambda k: (-outputs[k], k))
+        self._weights = [round(UNITS * outputs[k] / max(self._total, 1)) for k in self._items]
+        kernels = [program.kernels[k] for k in self._items]
+        values = [max(k.flops if runtime == "flops" else k.duration_ns, 1) for k in kernels]
+        self._taken = knapsack(self._weights, values)
+
+    def dropped(self, budget: float) -> list[FeatureMap]:
+        """The feature maps that are recomputed under ``budget``, a fraction of their bytes from 0 to 1."""
+        if budget == 1:
+            return []
+        if budget == 0:
+            return list(self._maps)
+        for banned in self._bans:
+            dropped = self._cut(banned)
+            if self._total - sum(self._nbytes[m.tensor] for m in dropped) < budget * self._total:
+                return dropped
+        saved, room = set(), round(budget * UNITS)
+        for i in range(len(self._items) - 1, -1, -1):
+            if self._taken[i, room]:
+                saved.add(self._items[i])
+                room -= self._weights[i]
+        return self._cut(saved)
+
+    def _cut(self, banned: set[int]) -> list[FeatureMap]:
+        """The minimum cut (choice 9): what can be made again without the banned kernels."""
+        return [m for m, needs in zip(self._maps, self._needs, strict=True) if not needs & banned]
+
+
+def knapsack(weights: list[int], values: list[int]) -> NDArray[np.bool_]:
+    """The 0/1 knapsack by dynamic programming, for every capacity from 0 to ``UNITS``.
+
+    Returns:
+        bool[items, UNITS + 1]: whether the best choice among items 0 … i for capacity c takes item i.
+    """
+    best = np.zeros(UNITS + 1, dtype=np.int64)
+    taken = np.zeros((len(weights), UNITS + 1), dtype=bool)
+    for i, (weight, value) in enumerate(zip(weights, values, strict=True)):
+        if weight > UNITS:
+            continue
+        with_it = best[: UNITS + 1 - weight] + value
+        taken[i, weight:] = with_it > best[weight:]
+        best[weight:] = np.maximum(best[weight:], with_it)
+    return taken

@@ -1,0 +1,163 @@
+"""SmartPool+AutoSwap: "Efficient Memory Management for GPU-based Deep Learning Systems" (2020), the combined mode.
+
+AutoSwap plans first, then SmartPool gives addresses to the mallocs and frees that the plan makes, those of its swaps
+included (section V, last paragraph; section VI-C). What must fit is the *footprint*, the highest address in use, so
+that the limit is one of memory as a driver sees it. Choices that the paper leaves open:
+
+1. The user's limit bounds the footprint; AutoSwap's bounds the load. How the second follows from the first is not
+   said: here AutoSwap selects for each of ``steps`` load limits from the limit downwards.
+2. A load limit is kept while running, too: kernels and swap-ins wait for memory under it (section IV-E). Each
+   selection may run under any of those load limits that it fits. Of all the pairs the one of least
+   simulated iteration time whose packing fits is returned, ties to the fewer swaps, then the lower peak.
+3. ``Plan.limit`` is the load limit to run (and to simulate) under, at most the limit that was asked for; under
+   another one other blocks meet and the addresses do not hold.
+   Where AutoSwap and the pool leave no room, nothing is returned, even at a limit that the program's load fits.
+4. Section IV-E starts a swap-in such that it ends just before its access, one at a time. It is pinned to the
+   last kernel that, with unlimited memory, has ended by then (``just_in_time``). Simulator rule 5, which AutoSwap
+   alone uses, fetches as early as there is room; that fills memory to the limit with blocks that come in another
+   order than they go, and the footprint is up to a quarter above the load.
+5. Blocks are those of the simulated last iteration (simulator/pool/intervals.py): a tensor is at its address from
+   the start of the kernel that writes it, or of its swap-in, to the end of its last use or of its swap-out.
+   Persistent tensors and workspaces have addresses, too.
+6. Deviation: the selections of all four scores are tried. Section IV-C combines the scores by Bayesian optimisation,
+   which "safeguards the overhead to be no larger than the minimum of the 4 PS" (VI-B-2); here it is that minimum, at
+   each limit, and no more.
+
+The packing is no part of the plan: it follows from it, as simulator/pool/__init__.py shows.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agents.heuristics.autoswap import SCORES, AutoSwap, peak_gaps
+from agents.planner import MIB, Candidates, Rows, finish, infeasible
+from simulator.compiled.encoding import NEVER
+from simulator.compiled.engine import Engine, decisions_of
+from simulator.machine import Machine
+from simulator.plan import Plan
+from simulator.pool import allocator, run as pack, timeline_lifetimes
+from simulator.program import Gap, Program
+
+
+class _Run(NamedTuple):
+    """Swaps under the load limit of an engine."""
+
+    iteration_ns: int
+    peak_bytes: int
+    engine: Engine
+    rows: Rows
+
+
+class SmartPoolAutoSwap:
+    """AutoSwap under the load limit that makes SmartPool's footprint fit.
+
+    Args:
+        score: doa, aoa, wdoa or swdoa (autoswap.py); or all of them.
+        pool: who packs, one that knows the whole iteration (simulator.pool.ALLOCATORS): smartpool, smartpool_first, …
+        seconds: that each packing may take, where ``pool`` is one that searches.
+        align: round blocks up to the machine's alignment, as addresses on a GPU are.
+        steps: load limits to try, evenly spaced from the limit down to half of it or the least that swaps reach.
+        min_bytes: tensors below this size are no candidates.
+        seed: unused; nothing is drawn.
+    """
+
+    name = "smartpool+autoswap"
+
+    def __init__(
+        self, score: str = "all", pool: str = "smartpool", seconds: float = 1.0, align: bool = True, steps: int = 16,
+        min_bytes: int = MIB, seed: int = 0,
+    ) -> None:  # fmt: skip
+        if allocator(pool).online:
+            raise ValueError(f"pool: {pool} sees one malloc after another; expected one that knows the whole iteration")
+        if steps < 2:
+            raise ValueError(f"steps: expected at least 2, got {steps}")
+        self.autoswaps = [AutoSwap(name, min_bytes) for name in (SCORES if score == "all" else (score,))]
+        self.pool, self.seconds, self.align, self.steps, self.min_bytes = pool, seconds, align, steps, min_bytes
+        self.simulator_calls = 0
+
+    def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
+        """A plan whose footprint fits ``limit`` when run under ``Plan.limit``; raises Infeasible when none on the
+        grid does."""
+        candidates = Candidates(program, peak_gaps(program, self.min_bytes))
+        lowest = min(limit, max(candidates.least, limit // 2))
+        runs = self._runs(candidates, program, machine, limit, lowest, self.steps)
+        for run in sorted(runs, key=lambda run: (run.iteration_ns, len(run.rows), run.peak_bytes)):
+            if self._footprint(run, program, machine) <= limit:
+                return self._finish(run, program, machine)
+        raise infeasible(self, program, limit, None)
+
+    def smallest(self, program: Program, machine: Machine, overheads: Sequence[float]) -> list[Plan]:
+        """The other way round: for each of ``overheads``, all at least 0, the plan of the smallest footprint whose
+        overhead is at most that. Load limits are ``2 * steps``, from the peak to the least that swaps reach."""
+        candidates = Candidates(program, peak_gaps(program, self.min_bytes))
+        runs = self._runs(candidates, program, machine, program.peak_bytes, candidates.least, 2 * self.steps)
+        runs.sort(key=lambda run: (run.peak_bytes, run.iteration_ns, len(run.rows)))
+        footprints: dict[int, int] = {}
+        plans = []
+        for overhead in overheads:
+            best, footprint = 0, NEVER
+            for i, run in enumerate(runs):
+                if run.peak_bytes >= footprint:  # and so is every footprint from here on
+                    break
+                if run.iteration_ns <= program.ideal_ns * (1 + overhead):
+                    if i not in footprints:
+                        footprints[i] = self._footprint(run, program, machine)
+                    if footprints[i] < footprint:
+                        best, footprint = i, footprints[i]
+            plans.append(self._finish(runs[best], program, machine))
+        return plans
+
+    def _runs(
+        self, candidates: Candidates, program: Program, machine: Machine, highest: int, lowest: int, steps: int
+    ) -> list[_Run]:
+        """Every selection for one of the load limits, run under every load limit that it fits."""
+        loads = np.unique(np.linspace(highest, lowest, steps, dtype=np.int64))[::-1].tolist()
+        engines = [Engine(program, machine, load) for load in loads]
+        selections: dict[frozenset[int], NDArray[np.int64]] = {}
+        for autoswap, load in product(self.autoswaps, loads):
+            chosen = autoswap.select(candidates, program, machine, load)
+            if chosen is not None:
+                selections.setdefault(frozenset(chosen.tolist()), chosen)
+        found: dict[tuple[int, int, int], _Run] = {}
+        for i, chosen in enumerate(selections.values()):
+            rows = just_in_time(program, machine, candidates.rows[chosen])
+            for engine in engines:
+                score = engine.score(rows)
+                if score.feasible:  # the same time and peak as under a higher load limit: the same run
+                    run = _Run(score.iteration_ns, score.peak_bytes, engine, rows)
+                    found.setdefault((i, score.iteration_ns, score.peak_bytes), run)
+        self.simulator_calls = sum(engine.calls for engine in engines)
+        return list(found.values())
+
+    def _footprint(self, run: _Run, program: Program, machine: Machine) -> int:
+        plan = Plan(decisions_of(run.rows))
+        lives = timeline_lifetimes(run.engine.timeline(plan), program, plan)
+        return pack(self.pool, lives.intervals, machine.alignment if self.align else 1, self.seconds)[1].footprint
+
+    def _finish(self, run: _Run, program: Program, machine: Machine) -> Plan:
+        calls = self.simulator_calls
+        plan = finish(self, program, machine, run.engine.limit, run.engine, run.rows)
+        self.simulator_calls = calls + 1
+        return plan
+
+
+def just_in_time(program: Program, machine: Machine, rows: Rows) -> Rows:
+    """Section IV-E: the swaps ``rows`` (int64[m, 5]), each pinned so that it is back just before its access, and
+    one at a time; times are those with unlimited memory."""
+    n, lap = len(program.kernels), program.ideal_ns
+    ends = [t + i * lap for i in (0, 1) for t in program.start_ns[1:]]  # of the kernels of two iterations
+    gaps = [Gap(*row[1:4]) for row in rows.tolist()]
+    access = [g.before + n * (g.after >= g.before) for g in gaps]  # counting kernels over the boundary
+    pinned, next_in = rows.copy(), ends[-1]
+    for i in sorted(range(len(gaps)), key=lambda i: (-access[i], -gaps[i].tensor)):
+        start = ends[access[i] - 1] if access[i] else 0
+        next_in = min(next_in, start) - machine.h2d_ns(program.tensors[gaps[i].tensor].nbytes)
+        pinned[i, 4] = max(gaps[i].after, min(access[i], bisect_right(ends, next_in)) - 1) % n
+    return pinned

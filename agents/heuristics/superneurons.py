@@ -1,0 +1,207 @@
+"""SuperNeurons: "Superneurons: Dynamic GPU Memory Management for Training Deep Neural Networks".
+
+Outputs of CONV layers go to the host (section 3.3.1), but only as far as a Tensor Cache in LRU order finds
+memory short (section 3.3.2); outputs of cheap layers are dropped and recomputed (section 3.4). For a segment of k
+dropped outputs, speed-centric recomputation runs k kernels again and keeps what they bring back, memory-centric
+k (k + 1) / 2 and keeps nothing; cost-aware, the paper's own, is speed-centric where the peak of a single layer
+allows it, else memory-centric. Liveness analysis (section 3.2) is what a Program is. Choices that the paper leaves
+open, or that planning ahead makes:
+
+1. A layer's output is a non-persistent tensor first written in the forward phase; its layer is the kernel
+   that does so. CONV is kernel kind conv; POOL, ACT, LRN, BN are pool, activation, lrn, norm. Dropout is
+   cheap too: it lies within the segments, and is only dropped where the program can repeat its draw. The
+   other kinds (matmul: FC, reduce, elementwise joins, …) neither leave nor are dropped, as section 3 has it.
+   ``joins=True`` lets what sums and concatenations write go to the host like a CONV's output: in section 4.2
+   nothing but the largest layer bounds the depth of a ResNet, whose blocks each end with a sum.
+2. The cache is walked over one iteration before it runs: at each kernel its own tensors are locked, and
+   while the planned residency is above the limit the least recently used unlocked output leaves, until its
+   next use. Recency is that of the last access, ties to the lower tensor id.
+3. Offloading and dropping share the one LRU list: an output leaves in the way that its layer is eligible for.
+   The paper drops every cheap output whether or not memory is short; here both wait for pressure
+   (``always=True`` is the paper's way). Only backward kernels are served by recomputation.
+4. An output that is to leave does so as soon as its last use before the gap ends, as section 3.3.1 offloads
+   (the paper's cache copies when the pressure comes; the plan knows it earlier).
+5. A prefetch for a backward kernel is issued at the start of the last backward CONV before it (section
+   3.3.1), i.e. at the end of the kernel before that. Without one in the gap, simulator rule 5 decides.
+   One layer's time is short for a transfer; ``early=True`` leaves every prefetch to rule 5, as the other
+   planners do, and takes most of the overhead away.
+6. A recomputation segment is the run of cheap outputs since the last checkpoint (CONV or FC layer). Its cost
+   is that of its dropped outputs together with the tensors of the backward kernel that asks for most; the
+   threshold l_peak is the largest sum over one kernel of the tensors it touches and its workspace.
+7. The walk does not see the memory of recomputation chains. Where the simulator then asks for more than the
+   limit, cost-aware segments become memory-centric, largest first; where that does not do, all that may leave does.
+   The other two strategies are the same for every segment, and have that last resort only.
+
+The dynamic choice of convolution algorithms (section 3.5) is workspace.py; without ``workspace`` kernels keep
+their own algorithms.
+"""
+
+from __future__ import annotations
+
+import copy
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from agents.heuristics.workspace import planned
+from agents.planner import MIB, RECOMPUTE, SWAP, Rows, check_mode, finish, infeasible
+from simulator.compiled.engine import Engine
+from simulator.machine import Machine
+from simulator.plan import Plan, cannot_recompute
+from simulator.program import Gap, Program
+
+CHEAP = frozenset({"pool", "activation", "lrn", "norm", "dropout"})
+CHECKPOINTS = frozenset({"conv", "matmul"})
+JOINS = frozenset({"elementwise", "copy"})  # sums; concatenations
+STRATEGIES = ("cost", "speed", "memory")
+
+
+class SuperNeurons:
+    """SuperNeurons' rules as a plan.
+
+    Args:
+        mode: swap (section 3.3 alone), recompute (section 3.4 alone) or joint.
+        recompute: cost, speed or memory, the strategy of section 3.4.
+        always: drop every cheap output, not only under pressure (choice 3).
+        early: leave every prefetch to the simulator (choice 5).
+        joins: outputs of joins go to the host, too (choice 1).
+        workspace: plan with the least workspaces, then give kernels the fastest algorithms that fit (section 3.5).
+        min_bytes: tensors below this size stay.
+        seed: unused; nothing is drawn.
+    """
+
+    name = "superneurons"
+
+    def __init__(
+        self, mode: str = "joint", recompute: str = "cost", always: bool = False, early: bool = False,
+        joins: bool = False, workspace: bool = False, min_bytes: int = MIB, seed: int = 0,
+    ) -> None:  # fmt: skip
+        if recompute not in STRATEGIES:
+            raise ValueError(f"recompute: expected one of {', '.join(STRATEGIES)}, got {recompute!r}")
+        self.recompute, self.workspace = recompute, workspace
+        self.mode, self.always, self.early, self.min_bytes = check_mode(mode), always, early, min_bytes
+        self.joins = joins
+        self.simulator_calls = 0
+
+    def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
+        """The plan by the rules; raises Infeasible when they do not reach ``limit``."""
+        if self.workspace:
+            tensors_only = copy.copy(self)
+            tensors_only.workspace = False
+            try:
+                return planned(tensors_only, program, machine, limit, own=False)
+            finally:
+                self.simulator_calls = tensors_only.simulator_calls
+        engine = Engine(program, machine, limit)
+        ways = leaving(program, self.mode, self.min_bytes, self.joins)
+        first = [g for g, way in ways.items() if way == RECOMPUTE] if self.always else []
+        for target in (limit, 0):
+            rows, required = self._segments(program, engine, tensor_cache(program, ways, target, first), ways, limit)
+            if required <= limit:
+                return finish(self, program, machine, limit, engine, rows)
+        self.simulator_calls = engine.calls
+        raise infeasible(self, program, limit, required)
+
+    def _segments(
+        self, program: Program, engine: Engine, gaps: Sequence[Gap], ways: Mapping[Gap, int], limit: int
+    ) -> tuple[Rows, int]:
+        """Section 3.4: rows of the decisions, and the bytes they need; the strategy of every segment chosen."""
+        segment = segments(program)
+        rows = np.array([(ways[g], *g, -1 if self.early else prefetch(program, g)) for g in gaps], dtype=np.int64)
+        rows = rows.reshape(-1, 5)
+        dropped: dict[int, list[int]] = {}
+        for i, g in enumerate(gaps):
+            if ways[g] == RECOMPUTE:
+                dropped.setdefault(segment[g.tensor], []).append(i)
+        cost = {s: segment_bytes(program, [gaps[i] for i in members]) for s, members in dropped.items()}
+        l_peak = max(layer_bytes(program, k) for k in range(len(program.kernels)))
+        for s, members in dropped.items():
+            rows[members, 4] = self.recompute == "speed" or (self.recompute == "cost" and cost[s] <= l_peak)
+        required = engine.score(rows).required_bytes
+        for s in sorted(dropped, key=lambda s: -cost[s]):
+            if required <= limit or self.recompute != "cost":
+                break
+            if cost[s] <= l_peak:
+                rows[dropped[s], 4] = False
+                required = engine.score(rows).required_bytes
+        return rows, required
+
+
+def leaving(program: Program, mode: str = "joint", min_bytes: int = MIB, joins: bool = False) -> dict[Gap, int]:
+    """Gaps in which an output may leave, and the way: SWAP for CONV (and joins), RECOMPUTE for the cheap layers."""
+    ways = {}
+    for gap in program.gaps(min_bytes):
+        t, after, before = gap
+        if program.tensors[t].persistent:
+            continue
+        layer = program.kernels[program.writes[t][0]]
+        if layer.phase != "forward":
+            continue
+        if (layer.kind == "conv" or (joins and layer.kind in JOINS)) and mode != "recompute":
+            ways[gap] = SWAP
+        elif layer.kind in CHEAP and mode != "swap" and program.kernels[before].phase == "backward":
+            if cannot_recompute(program, t, after, before) is None:
+                ways[gap] = RECOMPUTE
+    return ways
+
+
+def tensor_cache(program: Program, ways: Mapping[Gap, int], limit: int, first: Sequence[Gap] = ()) -> list[Gap]:
+    """Sections 3.3.2: the gaps that LRU empties to keep the planned residency within ``limit`` bytes, as far
+    as it can.
+
+    Args:
+        first: gaps of ``ways`` that are emptied in any case.
+    """
+    load = np.array(program.loads, dtype=np.int64)
+    emptied = []
+
+    def empty(gap: Gap) -> None:
+        load[gap.after + 1 : gap.before] -= program.tensors[gap.tensor].nbytes
+        emptied.append(gap)
+
+    for gap in first:
+        empty(gap)
+    todo = sorted(set(ways) - set(first), key=lambda g: (g.after, g.tensor))
+    for k in range(len(program.kernels)):
+        if load[k] <= limit:
+            continue
+        unlocked = [g for g in todo if g.after < k < g.before]  # least recently used first
+        for gap in unlocked:
+            if load[k] <= limit:
+                break
+            empty(gap)
+            todo.remove(gap)
+    return emptied
+
+
+def segments(program: Program) -> list[int]:
+    """Per tensor: how many checkpoints come before the layer that writes it (-1: nobody does)."""
+    checkpoints = [k for k, kernel in enumerate(program.kernels) if kernel.kind in CHECKPOINTS]
+    return [bisect_right(checkpoints, writers[0]) if writers else -1 for writers in program.writes]
+
+
+def layer_bytes(program: Program, k: int) -> int:
+    """l_i: bytes of the tensors that kernel ``k`` touches, and its workspace."""
+    kernel = program.kernels[k]
+    return kernel.workspace + sum(program.tensors[t].nbytes for t in kernel.accesses)
+
+
+def segment_bytes(program: Program, dropped: Sequence[Gap]) -> int:
+    """Bytes that one segment needs when it keeps what it recomputes: its dropped outputs, together with the
+    tensors of the kernel, of those it serves, where that sum is largest."""
+    outputs = {g.tensor for g in dropped}
+    return sum(program.tensors[t].nbytes for t in outputs) + max(
+        layer_bytes(program, k)
+        - sum(program.tensors[t].nbytes for t in outputs.intersection(program.kernels[k].accesses))
+        for k in {g.before for g in dropped}
+    )
+
+
+def prefetch(program: Program, gap: Gap) -> int:
+    """Section 3.3.1: the kernel at whose end the swap-in for ``gap`` is issued; -1 for simulator rule 5."""
+    if program.kernels[gap.before].phase == "backward":
+        for k in range(gap.before - 1, gap.after, -1):
+            if program.kernels[k].kind == "conv" and program.kernels[k].phase == "backward":
+                return k - 1
+    return -1

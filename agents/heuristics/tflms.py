@@ -1,0 +1,84 @@
+"""TFLMS: "TFLMS: Large Model Support in TensorFlow by Graph Rewriting" (Le, Imai, Negishi, Kawachiya; 2018).
+
+The graph is rewritten: an edge from a forward to a backward operation becomes a swap-out and a swap-in, for the
+first ``n_tensors`` tensors from the input on. A control dependency triggers the swap-in: an operation that comes at
+least ``lower_bound`` (the paper's lb) operations before the consumer, so that the transfer overlaps with them. Both
+numbers are the user's to tune. Written without the text of the paper, from the abstract and from the documented
+options of the module (n_tensors, lb, ub, ctrld_strategy, fuse_swapins, swap_branches). Choices and deviations:
+
+1. The topological order is program order, so that both the breadth-first order from the input in which tensors are
+   counted and the distance between operations are read off it. Operations are kernels.
+2. A tensor is a feature map (layers.py): swapped out after its last use in the forward pass, which is when
+   TensorFlow drops it, and swapped in for its first use after that. Parameters, optimizer state and gradients stay.
+3. fuse_swapins is on: the uses of a tensor in the backward pass share one swap-in, and it stays until the last of
+   them. swap_branches is off: gaps between two forward uses are left alone.
+4. The control dependency is found by the direct-order strategy: the swap-in is issued at the end of kernel
+   ``before - lower_bound``, or of the first kernel after the forward pass where that comes later (a control
+   dependency is a backward operation). The chain-rule strategy walks forward from the swapped tensor and takes the
+   backward operation of the layer it arrives at; in program order the two differ by the kernels of a layer.
+5. ub, which only keeps that search from going too far, is left out.
+6. n_tensors=None: the smallest number that fits the limit, which takes no simulation. lower_bound=None: the power of
+   two with the shortest simulated iteration, up to the longest distance in the program; ties go to the smaller one.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from agents.heuristics.autoswap import select
+from agents.heuristics.layers import feature_maps
+from agents.planner import MIB, SWAP, Candidates, Rows, finish, infeasible
+from simulator.compiled.engine import Engine
+from simulator.machine import Machine
+from simulator.plan import Plan
+from simulator.program import Gap, Program
+
+
+class TFLMS:
+    """TFLMS with its two numbers tuned to the limit where they are not given.
+
+    Args:
+        n_tensors: tensors that are swapped, counted from the input; None: as few as fit.
+        lower_bound: kernels between the trigger of a swap-in and its consumer; None: the fastest.
+        min_bytes: tensors below this size stay and are not counted.
+        seed: unused; nothing is drawn.
+    """
+
+    name = "tflms"
+
+    def __init__(
+        self, n_tensors: int | None = None, lower_bound: int | None = None, min_bytes: int = MIB, seed: int = 0
+    ) -> None:
+        if n_tensors is not None and n_tensors < 0:
+            raise ValueError(f"n_tensors: expected at least 0, got {n_tensors}")
+        if lower_bound is not None and lower_bound < 1:
+            raise ValueError(f"lower_bound: expected at least 1, got {lower_bound}")
+        self.n_tensors, self.lower_bound, self.min_bytes = n_tensors, lower_bound, min_bytes
+        self.simulator_calls = 0
+
+    def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
+        """The rewritten graph; raises Infeasible when the swapped tensors do not make room enough."""
+        gaps = [f.gap for f in feature_maps(program, self.min_bytes)]
+        n = least_tensors(program, gaps, limit) if self.n_tensors is None else min(self.n_tensors, len(gaps))
+        if n is None:
+            self.simulator_calls = 0
+            raise infeasible(self, program, limit, Candidates(program, gaps).least)
+        engine = Engine(program, machine, limit)
+        farthest = max((g.before - g.after for g in gaps[:n]), default=1)
+        bounds = [2**i for i in range(farthest.bit_length())] if self.lower_bound is None else [self.lower_bound]
+        grid = [rewrite(program, gaps[:n], bound) for bound in bounds]
+        best = min(grid, key=lambda rows: engine.score(rows).iteration_ns) if len(grid) > 1 else grid[0]
+        return finish(self, program, machine, limit, engine, best)
+
+
+def least_tensors(program: Program, gaps: list[Gap], limit: int) -> int | None:
+    """How many of ``gaps`` must be emptied, in their order, for the planned residency to fit; None: all do not do."""
+    chosen = select(Candidates(program, gaps), iter(range(len(gaps))), limit)
+    return None if chosen is None else len(chosen)
+
+
+def rewrite(program: Program, gaps: list[Gap], lower_bound: int) -> Rows:
+    """int64[n, 5]: swaps of ``gaps``, each swap-in triggered ``lower_bound`` kernels before its consumer (choice 4)."""
+    turn = next((k for k, kernel in enumerate(program.kernels) if kernel.phase != "forward"), 0)
+    rows = [(SWAP, *g, max(g.after, min(max(g.before - lower_bound, turn), g.before - 1))) for g in gaps]
+    return np.array(rows, dtype=np.int64).reshape(-1, 5)

@@ -1,0 +1,109 @@
+"""vDNN: "vDNN: Virtualized Deep Neural Networks for Scalable, Memory-Efficient Neural Network Design", MICRO 2016.
+
+Offloads the input feature map X of a layer while that layer's forward pass runs, and does not start the next layer
+before X has left (section III-B, memory offload); in the backward pass, every layer prefetches for the nearest
+layer before it that has something on the host, up to a CONV layer (III-B, memory prefetch, findPrefetchLayer). The
+static policies (III-C) offload for every layer (``vdnn_all``) or for CONV layers (``vdnn_conv``), whatever the
+limit; ``vdnn_dyn`` tries configurations and keeps one. Choices that the paper leaves open, and deviations:
+
+1. A layer is a kernel. Its X is a non-persistent tensor (layers.py) that it reads and does not write; a
+   layer that works in place has no X of its own, which is why the paper offloads nothing for ACTV layers.
+   What a layer writes for its own backward pass (a dropout mask, the indices of a max pooling) is no X and stays.
+2. An X with several consumers is offloaded by the last one, as in the paper; ``vdnn_conv`` offloads it where that
+   last consumer is a CONV layer.
+3. The paper leaves the classification layers (FC) alone, because they hold little. Programs of other networks have
+   no such border: ``vdnn_all`` takes every layer of the forward pass. The input batch is persistent here and stays.
+4. The paper starts the copy with the layer's forward pass, so that the next layer waits for the longer of the two.
+   In the simulator a swap-out starts when the last kernel that reads the tensor has ended: the next layer waits
+   for the whole transfer. Overheads are upper bounds therefore; ``sync=False`` (nobody waits for an offload unless
+   memory is short) is below what the paper does.
+5. The layers before a layer in findPrefetchLayer, from near to far, are the kernels after it in the backward pass.
+   Every backward kernel searches, where a layer of the paper with several kernels would search once.
+6. A prefetch is issued when its layer starts, i.e. at the end of the kernel before that. The paper also makes the
+   end of that layer wait for the prefetch; here only the kernel that uses the tensor does. A prefetch waits until it
+   fits (simulator rule 5).
+7. What no search has found is fetched when it is needed, at the end of the kernel before.
+8. Kernels keep the algorithm that the Program runs. Of the configurations of vDNN_dyn, in the order of the paper
+   (all with memory-optimal algorithms, to see whether the network can be trained; nothing offloaded; conv; all;
+   then a slower algorithm layer by layer), nothing, conv and all are left. The fastest by simulation of those that
+   fit is taken, the earlier one of equals; the paper takes the first that fits.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from agents.heuristics.layers import feature_maps
+from agents.planner import MIB, SWAP, SYNC_SWAP, Rows, finish
+from simulator.compiled.engine import Engine
+from simulator.machine import Machine
+from simulator.plan import Plan
+from simulator.program import Gap, Program
+
+CONFIGURATIONS = {"all": ("all",), "conv": ("conv",), "dyn": ("none", "conv", "all")}
+
+
+class VDNN:
+    """vDNN with one of its policies.
+
+    Args:
+        policy: all, conv or dyn.
+        sync: compute waits for every offload (choice 4).
+        min_bytes: tensors below this size stay.
+        seed: unused; nothing is drawn.
+    """
+
+    def __init__(self, policy: str = "dyn", sync: bool = True, min_bytes: int = MIB, seed: int = 0) -> None:
+        if policy not in CONFIGURATIONS:
+            raise ValueError(f"policy: expected one of {', '.join(CONFIGURATIONS)}, got {policy!r}")
+        self.name = f"vdnn_{policy}"
+        self.policy, self.sync, self.min_bytes = policy, sync, min_bytes
+        self.simulator_calls = 0
+
+    def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
+        """The plan of the policy; raises Infeasible when it does not fit ``limit``."""
+        engine = Engine(program, machine, limit)
+        tried = [self.rows(program, configuration) for configuration in CONFIGURATIONS[self.policy]]
+        scores = [engine.score(rows) for rows in tried] if len(tried) > 1 else []
+        best = min(range(len(scores)), key=lambda i: (scores[i].iteration_ns, scores[i].required_bytes), default=0)
+        return finish(self, program, machine, limit, engine, tried[best])
+
+    def rows(self, program: Program, configuration: str) -> Rows:
+        """int64[m, 5]: the swaps of ``configuration`` (none, conv or all)."""
+        gaps = offloads(program, configuration, self.min_bytes)
+        kind, pins = SYNC_SWAP if self.sync else SWAP, prefetches(program, gaps)
+        return np.array([(kind, *gap, pins[gap]) for gap in gaps], dtype=np.int64).reshape(-1, 5)
+
+
+def offloads(program: Program, configuration: str, min_bytes: int = MIB) -> list[Gap]:
+    """Section III-C: the gaps in which an X is away, each opened by its last consumer in the forward pass."""
+    if configuration == "none":
+        return []
+    kernels = program.kernels
+    return [
+        gap
+        for tensor, _, gap in feature_maps(program, min_bytes)
+        if tensor in kernels[gap.after].inputs
+        and tensor not in kernels[gap.after].outputs
+        and (configuration == "all" or kernels[gap.after].kind == "conv")
+    ]
+
+
+def prefetches(program: Program, gaps: list[Gap]) -> dict[Gap, int]:
+    """findPrefetchLayer, once for every backward kernel: per gap, the kernel at whose end its swap-in is issued."""
+    kernels = program.kernels
+    waiting: dict[int, list[Gap]] = {}  # by the kernel that needs them
+    for gap in gaps:
+        waiting.setdefault(gap.before, []).append(gap)
+    pins = {gap: gap.before - 1 for gap in gaps}
+    for current, kernel in enumerate(kernels):
+        if kernel.phase != "backward" or not waiting:
+            continue
+        for layer in range(current + 1, len(kernels)):
+            due = waiting.get(layer)
+            if due and all(gap.after < current for gap in due):  # on the host, and not on its way back
+                pins |= dict.fromkeys(waiting.pop(layer), current - 1)
+                break
+            if kernels[layer].kind == "conv":
+                break
+    return pins

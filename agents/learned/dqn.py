@@ -1,0 +1,444 @@
+"""The deep Q-network of "GPU memory management for neural networks using deep Q-network": Algorithm 1 with
+fitted Q-iteration (equations 4 and 5), on the environment of envs/walk.py.
+
+``agent=dqn_paper`` is the paper's form. ``agent=dqn`` differs from it in:
+1. Many walks at once (``walks``): one pass of the network chooses the action of all of them.
+2. n-step returns (``n_step``), by default the whole return: an offload early in the step is paid for tens of
+   decisions later. Difference 3 then has no effect; it is for shorter returns.
+3. Double Q-learning and a target network (``double``, ``target_every``).
+4. Adam with clipped gradients and Huber loss in place of SGD on equation 4 (``optimizer``).
+5. Prioritised replay (``priority`` > 0).
+6. The changes of structure2vec.py: mean pooling, mixing, two more features.
+7. Exploration goes from ``epsilon_start`` to ``epsilon_end`` over ``explore`` of the episodes; the paper's
+   e > episode/l is 1 to 0 over all of them.
+8. Followers (``followers`` > 0): beside the ε-greedy walks, walks that repeat one of the ``elites`` best
+   and leave it at each step with probability ``leave`` — for an action drawn by Q (Boltzmann) or at random,
+   or by skipping one; where the result is no worse it takes that elite's place, and now and then the best
+   elite the worst one's. The environment is deterministic, so this explores near what is known to be good,
+   as Go-Explore does. What they find counts and enters the replay; no reward or target is changed.
+9. Nine random actions in ten are drawn with weight exp(``prior`` · time of next use / ideal time), Belady's
+   rule softened; the paper draws uniformly. A long step (ResNet-50 has 300 candidates) is hardly ever
+   planned well by uniform choices, so that nothing good is there to learn from.
+Where one agent plans many limits and networks (transfer.py), and only there, also:
+10. It carries over: weights, the best walks and plans, from limit to limit, mode to mode and program to program.
+11. The best walks are refined by local search on the plan. It can do what no action of the environment does.
+Where the paper is silent, in both forms: γ = 1 (an episode ends, and its return is the overhead); rewards
+are multiplied by ``reward_scale``; invalid actions are masked with −1e8 in the argmax, in exploration and
+in the maximum of equation 5; an update follows every ``update_every`` transitions. As in the paper (its
+Figure 3) the plan returned is the best one found; the final greedy policy's is returned beside it.
+
+What they are worth, by ``python -m experiments.ablation`` (VGG16 at half its peak, 100 episodes, three seeds,
+mean overhead of the best plan found and of the greedy policy; experiments/results/ablation.json), measured
+with 20-step returns: all of them 0.06 % and 12.1 %. Without followers 5.0 % and 28.7 %, without Belady's prior
+0.15 % and 28.5 %, with neither 9.2 % and 28.2 %, with sum pooling 2.3 % and 16.3 %: these help. One-step returns
+find 0 % but learn a policy of 32.2 %; whole returns, 0 % and 3.6 %, became the default for it. Prioritised replay,
+0 % and 7.4 %, is within the spread of the seeds, as are double Q, the target network, mixing and the two features.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from agents.learned.dqn_config import PAPER, DQNConfig, config_from
+from agents.learned.experience_buffer import Replay, State
+from agents.learned.structure2vec import Structure2Vec
+from agents.learned.training_state import CheckpointError, must_match, read_checkpoint, write_checkpoint
+from agents.planner import Infeasible
+from envs.memory_env import current_node, dynamic_features
+from envs.walk import Task, Walk
+from simulator import Machine, Plan, Program, Swap
+from simulator.compiled.engine import rows_of
+
+MASKED = -1e8  # not −inf: 0 · −inf is not a number
+MIGRATE = 400  # followers between two replacements of the worst elite by the best
+RECORDED = 0.2  # of the followers' walks enter the replay: they are much alike
+
+
+class Episode(NamedTuple):
+    """What is logged of one finished episode."""
+
+    episode: int
+    overhead: float  # of its plan; nan in a dead end
+    feasible: bool
+    best_overhead: float  # so far; nan before the first feasible one
+    epsilon: float
+    loss: float  # mean over the updates since the last episode ended; nan before the first
+    steps: int
+    simulator_calls: int  # in all
+
+
+@dataclass(frozen=True)
+class DQNResult:
+    """The best plan found, the final greedy policy's (None: a dead end), and the episodes."""
+
+    best: Plan
+    greedy: Plan | None
+    history: list[Episode]
+    simulator_calls: int
+
+
+class Trainer:
+    """Algorithm 1. One ``step`` moves every walk by one action and learns."""
+
+    def __init__(self, task: Task, config: DQNConfig, seed: int, planner: str = "dqn"):
+        self.task, self.config, self.seed, self.planner = task, config, seed, planner
+        torch.set_num_threads(1)  # the matrices are small, and sums must not depend on the number of cores
+        torch.manual_seed(seed)
+        self.rng = np.random.default_rng(seed)
+        self.q = self._network()
+        self.target = self._network()
+        self.target.load_state_dict(self.q.state_dict())
+        adam = config.optimizer == "adam"
+        self.optimizer = (torch.optim.Adam if adam else torch.optim.SGD)(self.q.parameters(), config.learning_rate)
+        self.actions = self.q.actions.numpy()  # (A,) node of each action
+        gap = task.graph.action_gap[self.actions]
+        self.next_use = np.where(gap >= 0, np.append(task.start_ns[task.before], 0)[gap] / task.ideal_ns, 0.0)  # (A,)
+        self.static = torch.from_numpy(task.graph.features)
+        self.replay = Replay(config.replay, len(task.graph), len(self.actions), config.priority)
+        self.walks = [Walk(task) for _ in range(config.walks)]
+        self.scout = Walk(task)
+        self.trails: list[list[tuple[State, int, float]]] = [[] for _ in self.walks]  # state, action, reward
+        self.started = 0  # transitions since the last update
+        self.updates = 0
+        self.losses: list[float] = []
+        self.best: Plan | None = None
+        self.best_overhead = float("nan")
+        self.elites: list[tuple[float, list[int]]] = []  # overhead, nodes
+        self.followed = 0
+        self.history: list[Episode] = []
+
+    def _network(self) -> Structure2Vec:
+        c = self.config
+        return Structure2Vec(self.task.graph, c.features, c.size, c.rounds, c.pool, c.mixing)
+
+    @property
+    def epsilon(self) -> float:
+        """Probability of a random action now."""
+        c = self.config
+        part = min(1.0, len(self.history) / max(1.0, c.explore * c.episodes))
+        return c.epsilon_start + (c.epsilon_end - c.epsilon_start) * part
+
+    def _state(self, walk: Walk) -> State:
+        node_features = np.zeros((len(self.task.graph), 8), np.float32)
+        dynamic_features(walk, node_features)
+        return State(node_features[:, 5:].astype(np.float16), current_node(walk), walk.mask()[self.actions])
+
+    def _q(self, network: Structure2Vec, dynamic: NDArray[np.float16], current: NDArray[np.int64]) -> Tensor:
+        """Q-values (B, A) of states given by their dynamic features (B, N, 3) and current nodes (B,)."""
+        moving = torch.from_numpy(dynamic).float().transpose(0, 1)[..., : self.config.features - 5]
+        static = self.static[:, None].expand(-1, len(current), -1)
+        return network(torch.cat([static, moving], -1), torch.from_numpy(current))
+
+    @torch.no_grad()
+    def act(self, states: list[State], epsilon: float) -> NDArray[np.int64]:
+        """ε-greedy: an index into ``actions`` per state (Algorithm 1, lines 6 to 10)."""
+        chosen = np.zeros(len(states), np.int64)
+        explore = self.rng.random(len(states)) < epsilon
+        for i in np.flatnonzero(explore):
+            chosen[i] = self._random(states[i])
+        greedy = np.flatnonzero(~explore)
+        if len(greedy):
+            dynamic = np.stack([states[i].dynamic for i in greedy])
+            q = self._q(self.q, dynamic, np.array([states[i].current for i in greedy])).numpy()
+            mask = np.stack([states[i].mask for i in greedy])
+            chosen[greedy] = np.where(mask, q, MASKED).argmax(1)
+        return chosen
+
+    def _random(self, state: State) -> int:
+        """A valid action; the later its tensor is next used, the likelier (difference 9)."""
+        valid = np.flatnonzero(state.mask)
+        prior = self.config.prior if self.rng.random() < 0.9 else 0.0
+        return int(valid[(prior * self.next_use[valid] + self.rng.gumbel(size=len(valid))).argmax()])
+
+    def step(self) -> list[Episode]:
+        """Lines 5 to 17 for every walk; returns the episodes that ended."""
+        ended = []
+        states = [self._state(walk) for walk in self.walks]
+        chosen = self.act(states, self.epsilon)
+        for walk, trail, state, action in zip(self.walks, self.trails, states, chosen.tolist(), strict=True):
+            result = walk.step(int(self.actions[action]))
+            trail.append((state, action, result.reward * self.config.reward_scale))
+            self.started += 1
+            if result.terminated:
+                self.replay.add(trail, self.config.n_step)
+                if not walk.dead_end:
+                    self.elites.append((walk.overhead, [int(self.actions[a]) for _, a, _ in trail]))
+                self._compare(walk)
+                del self.elites[self.config.elites :]
+                ended.append(self._log(walk, len(trail)))
+                trail.clear()
+                walk.reset()
+        if self.best is not None and self.best_overhead > 0:
+            for _ in range(self.config.followers):
+                self.follow()
+        while self.started >= self.config.update_every and self.replay.size >= self.config.batch_size:
+            self.started -= self.config.update_every
+            self.losses.append(self.update())
+        return ended
+
+    def follow(self) -> None:
+        """One walk after one of the best (difference 8)."""
+        self.followed += 1
+        if self.followed % MIGRATE == 0:
+            self.elites[-1] = self.elites[0]
+        which = int(self.rng.integers(len(self.elites)))
+        plan = self.elites[which][1]
+        leaves = self.rng.random(4 * len(plan) + 1) < self.config.leave
+        nodes = self._follow(plan, leaves, self.rng.random() < RECORDED)
+        if not self.scout.dead_end and self.scout.overhead <= self.elites[which][0]:
+            self.elites[which] = (self.scout.overhead, nodes)
+        self._compare(self.scout)
+
+    def repeat(self, plan: list[int]) -> Walk:
+        """The walk that takes the actions of ``plan`` in their order where it may, and goes on as a follower where
+        they end. It enters the replay, and competes with the elites. Valid until the next walk."""
+        nodes = self._follow(plan, np.zeros(1, np.bool_), True)
+        if not self.scout.dead_end:
+            self.elites.append((self.scout.overhead, nodes))
+        self._compare(self.scout)
+        del self.elites[self.config.elites :]
+        return self.scout
+
+    def _follow(self, plan: list[int], leaves: NDArray[np.bool_], record: bool) -> list[int]:
+        """Takes the scout after ``plan``, leaving it at the steps that ``leaves`` says; returns the nodes."""
+        walk, trail = self.scout, []
+        walk.reset()
+        at, nodes = 0, []
+        while not walk.done:
+            mask = walk.mask()
+            node = None
+            if not leaves[min(len(nodes), len(leaves) - 1)]:
+                while at < len(plan) and not mask[plan[at]]:
+                    at += 1
+                if at < len(plan):
+                    node = plan[at]
+                    at += 1
+            elif self.rng.random() < 0.5:
+                at += 1  # skip one
+            state = self._state(walk) if record or node is None else None
+            if node is None:
+                assert state is not None
+                node = int(self.actions[self._boltzmann(state)])
+            nodes.append(node)
+            reward = walk.step(node).reward * self.config.reward_scale
+            if record:
+                assert state is not None
+                trail.append((state, int(np.searchsorted(self.actions, node)), reward))
+        if record:
+            self.replay.add(trail, self.config.n_step)
+        return nodes
+
+    @torch.no_grad()
+    def _boltzmann(self, state: State) -> int:
+        """A valid action: at random two times in three, else the better its Q-value the likelier."""
+        valid = np.flatnonzero(state.mask)
+        if self.rng.random() < 2 / 3:
+            return self._random(state)
+        q = self._q(self.q, state.dynamic[None], np.array([state.current])).numpy()[0, valid]
+        noise = self.rng.gumbel(size=len(valid))
+        return int(valid[((q - q.mean()) / (q.std() + 1e-9) * 3 + noise).argmax()])
+
+    def _compare(self, walk: Walk) -> None:
+        """Keeps the plan if none before was better."""
+        if not walk.dead_end and not walk.overhead >= self.best_overhead:  # the first one compares with nan
+            self.best, self.best_overhead = walk.plan(self.planner), walk.overhead
+        self.elites.sort(key=lambda elite: elite[0])
+
+    def _log(self, walk: Walk, steps: int) -> Episode:
+        feasible = not walk.dead_end
+        loss = float(np.mean(self.losses)) if self.losses else float("nan")
+        self.losses = []
+        episode = Episode(
+            len(self.history) + 1, walk.overhead if feasible else float("nan"), feasible, self.best_overhead,
+            self.epsilon, loss, steps, self.task.engine.calls,
+        )  # fmt: skip
+        self.history.append(episode)
+        return episode
+
+    def update(self) -> float:
+        """One minibatch of fitted Q-iteration (lines 12 and 13); returns the loss."""
+        c = self.config
+        batch = self.replay.sample(c.batch_size, self.rng)
+        with torch.no_grad():  # equation 5: y is a constant
+            y = torch.from_numpy(batch.reward)
+            if batch.more.any():
+                network = self.target if c.target_every else self.q
+                mask = torch.from_numpy(batch.next_mask)
+                after = self._q(network, batch.next_dynamic, batch.next_current)
+                if c.double:
+                    own = self._q(self.q, batch.next_dynamic, batch.next_current)
+                    best = own.masked_fill(~mask, MASKED).argmax(1, keepdim=True)
+                    value = after.gather(1, best)[:, 0]
+                else:
+                    value = after.masked_fill(~mask, MASKED).max(1).values
+                y = y + torch.where(torch.from_numpy(batch.more), value, 0.0)
+        q = self._q(self.q, batch.dynamic, batch.current).gather(1, torch.from_numpy(batch.action)[:, None])[:, 0]
+        if c.optimizer == "adam":
+            loss_each = nn.functional.huber_loss(q, y, reduction="none")
+        else:
+            loss_each = (y - q) ** 2  # equation 4
+        loss = (torch.from_numpy(batch.weight) * loss_each).mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        if c.optimizer == "adam":
+            nn.utils.clip_grad_norm_(self.q.parameters(), 10.0)
+        self.optimizer.step()
+        self.replay.set_priority(batch.index, (y - q).abs().detach().numpy())
+        self.updates += 1
+        if c.target_every and self.updates % c.target_every == 0:
+            self.target.load_state_dict(self.q.state_dict())
+        return float(loss.detach())
+
+    def greedy(self) -> Plan | None:
+        """The plan of the greedy policy, or None where it ends in a dead end."""
+        walk = Walk(self.task)
+        while not walk.done:
+            walk.step(int(self.actions[self.act([self._state(walk)], 0.0)[0]]))
+        return None if walk.dead_end else walk.plan(self.planner)
+
+    # ---------------------------------------------------------------------------------- checkpoints
+
+    def _identity(self) -> dict[str, Any]:
+        """What makes this run this run."""
+        return {"config": asdict(self.config), "seed": self.seed, "limit": self.task.limit,
+                "program": self.task.program.fingerprint,
+                "machine": json.dumps(self.task.machine.to_dict())}  # fmt: skip
+
+    def save(self, path: Path) -> None:
+        """Writes everything that the rest of the run depends on, whole or not at all."""
+        state = {
+            **self._identity(),
+            "q": self.q.state_dict(), "target": self.target.state_dict(), "optimizer": self.optimizer.state_dict(),
+            "torch_rng": torch.get_rng_state(), "numpy_rng": json.dumps(self.rng.bit_generator.state),
+            "replay": self.replay.state(),
+            "trails": [[int(self.actions[action]) for _, action, _ in trail] for trail in self.trails],
+            "started": self.started, "updates": self.updates, "losses": list(self.losses),
+            "history": [list(e) for e in self.history], "calls": self.task.engine.calls,
+            "best": json.dumps(self.best.to_dict()) if self.best else "", "best_overhead": self.best_overhead,
+            "elites": [[overhead, nodes] for overhead, nodes in self.elites], "followed": self.followed,
+        }  # fmt: skip
+        write_checkpoint(path, state)
+
+    def load(self, path: Path) -> None:
+        """Continues where ``save`` was called.
+
+        Raises:
+            CheckpointError: the file is no checkpoint, or one of another run.
+        """
+        state = read_checkpoint(path)
+        must_match(path, state, self._identity())
+        try:
+            self.q.load_state_dict(state["q"])
+            self.target.load_state_dict(state["target"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.replay.restore(state["replay"])
+            for walk, trail, nodes in zip(self.walks, self.trails, state["trails"], strict=True):
+                walk.reset()
+                trail.clear()
+                for node in nodes:
+                    before = self._state(walk)
+                    action = int(np.searchsorted(self.actions, node))
+                    trail.append((before, action, walk.step(node).reward * self.config.reward_scale))
+            self.rng.bit_generator.state = json.loads(state["numpy_rng"])
+            torch.set_rng_state(state["torch_rng"])
+            self.started, self.updates, self.losses = state["started"], state["updates"], list(state["losses"])
+            self.history = [Episode(*e) for e in state["history"]]
+            self.best = Plan.from_dict(json.loads(state["best"])) if state["best"] else None
+            self.best_overhead, self.followed = state["best_overhead"], state["followed"]
+            self.elites = [(overhead, list(nodes)) for overhead, nodes in state["elites"]]
+            self.task.engine.calls = state["calls"]
+        except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise CheckpointError(f"{path}: the checkpoint is damaged ({reason})") from None
+
+
+def train(
+    program: Program, machine: Machine, limit: int, config: DQNConfig, seed: int = 0, checkpoint: Path | None = None,
+    resume: Path | None = None, on_episode: Callable[[Episode], None] | None = None, planner: str = "dqn",
+) -> DQNResult:  # fmt: skip
+    """Trains an agent to plan one program under one limit.
+
+    Args:
+        checkpoint: where to write the state of the run every ``checkpoint_every`` episodes and at the end.
+        resume: a checkpoint of the same run to continue from; the result is that of an unbroken run.
+        on_episode: called after every episode (on resuming, also with the earlier ones).
+
+    Raises:
+        Infeasible: no plan is feasible at the limit, or none was found.
+        CheckpointError: ``resume`` cannot be used.
+    """
+    task = Task(program, machine, limit, config.min_bytes, config.mode)
+    check_reachable(task)
+    trainer = Trainer(task, config, seed, planner)
+    if resume is not None:
+        trainer.load(resume)
+    for episode in trainer.history:
+        if on_episode:
+            on_episode(episode)
+    saved = len(trainer.history) // config.checkpoint_every
+    while len(trainer.history) < config.episodes and program.peak_bytes > limit:
+        for episode in trainer.step():
+            if on_episode:
+                on_episode(episode)
+        if checkpoint is not None and len(trainer.history) // config.checkpoint_every > saved:
+            saved = len(trainer.history) // config.checkpoint_every
+            trainer.save(checkpoint)
+    if checkpoint is not None:
+        trainer.save(checkpoint)
+    greedy = trainer.greedy()
+    if trainer.best is None and program.peak_bytes <= limit:
+        trainer.best = greedy
+    if trainer.best is None:
+        raise Infeasible(f"none of {len(trainer.history)} episodes found a plan that fits {limit:,} bytes")
+    return DQNResult(trainer.best, greedy, trainer.history, task.engine.calls)
+
+
+def check_reachable(task: Task) -> None:
+    """Raises Infeasible where not even swapping everything out in every gap would fit.
+
+    A recomputed tensor is away in the same gap but costs its chain's memory, so this bounds all modes.
+    """
+    smallest = int(task.engine.planned(rows_of(Swap(*gap) for gap in task.graph.gaps)).max())
+    if smallest > task.limit:
+        raise Infeasible(
+            f"{task.program.name} cannot run in {task.limit:,} bytes: with every candidate tensor swapped out "
+            f"whenever it is not in use it still needs {smallest:,}"
+        )
+
+
+class DQN:
+    """``agents.make("dqn")``: trains when asked for a plan. ``config`` stands for all other options but ``seed``."""
+
+    name = "dqn"
+    defaults: ClassVar[dict[str, Any]] = {}
+
+    def __init__(
+        self, seed: int = 0, min_bytes: int = 2**20, mode: str | None = None, episodes: int | None = None,
+        config: DQNConfig | None = None,
+    ):  # fmt: skip
+        given = {"mode": mode, "episodes": episodes, "min_bytes": min_bytes}
+        values = {**self.defaults, **{k: v for k, v in given.items() if v is not None}}
+        self.seed, self.config = seed, config or config_from(values)
+        self.simulator_calls = 0
+
+    def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
+        """Trains and returns the best plan found; raises Infeasible."""
+        result = train(program, machine, limit, self.config, self.seed, planner=self.name)
+        self.simulator_calls = result.simulator_calls
+        return result.best
+
+
+class DQNPaper(DQN):
+    """The paper's plain form."""
+
+    name = "dqn_paper"
+    defaults: ClassVar[dict[str, Any]] = PAPER

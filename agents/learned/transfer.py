@@ -1,0 +1,254 @@
+"""An agent that carries over between limits, modes and networks instead of starting anew (dqn.py, 10 and 11).
+
+``Agent.sweep`` plans one program under many limits, from the loosest to the tightest and then back up:
+
+1. **Weights.** structure2vec does not depend on the size of the graph (section 4.4.2: "train a DQN on a small graph
+   and fine-tune on a large graph"). One network goes through all limits, modes and programs that an agent is asked
+   for. The first limit at which something must be learned has ``first`` episodes, every other ``episodes``, with
+   less exploration. The replay, whose states have the shape of one graph, begins anew.
+2. **Walks.** The plan of the limit before, and what another sweep found at this limit (a swap-only plan is one of
+   swap and recompute too), are repeated as walks: their actions are taken in order where they are valid, and the
+   walk goes on by policy where they do not suffice. They enter the replay and are elites, to be followed.
+3. **Refinement.** The best walk and the carried plans are improved by small changes of the plan (local_search.py),
+   accepted at falling temperatures: which gaps are emptied, in which way (a recomputation that keeps its chain is
+   none of the environment's actions), when a swap is issued. A gap and way is picked the likelier the more of the
+   elites have it. The result is repeated as a walk, so that the network learns from what was found.
+4. **Envelope.** On the way back up, a plan for a tighter limit, which fits a looser one as it is, takes the place of
+   one that is slower. So the overhead never falls as the limit does.
+
+Nothing is spent at a limit where a carried plan has no overhead.
+
+What they are worth (VGG16 with swap and recompute in 40, 30 and 25 % of its peak, 20 million kernels simulated at each,
+means over three seeds): all of them 0.05, 2.68 and 4.67 % overhead; every limit anew, swapping's plans neither, 1.01,
+2.70 and 5.75 %; without refinement 14.7, 20.5 and 22.7 %. So the refinement does most of the work, and carrying plans
+over helps it. That the weights are carried over (else 0.03, 2.42, 5.70 %), and that the elites weigh the refinement's
+moves (else 0.03, 2.79, 6.44 %), is within the spread of the seeds. With so few episodes the network's own walk is poor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from agents.learned.dqn import Trainer, check_reachable
+from agents.learned.dqn_config import DQNConfig
+from agents.planner import RECOMPUTE, Infeasible, Rows
+from agents.search.local_search import Floats, Moves, anneal
+from envs.graph import NOTHING, OFFLOAD, REMOVE
+from envs.walk import Task, Walk
+from simulator import Engine, Machine, Plan, Program
+from simulator.compiled.engine import NEVER, decisions_of, rows_of
+
+HOT, COLD = (1e-2, 3e-3, 1e-3), 1e-5  # temperatures of the refinement's runs, of the ideal time
+EXPLORE = 0.2  # weight of a gap and way that no elite has; one that all have weighs 1 more
+
+
+@dataclass(frozen=True)
+class Carry:
+    """How much is spent at each limit.
+
+    Attributes:
+        first: episodes at the first limit that asks for any.
+        episodes: episodes at every other.
+        epsilon: probability of a random action that these begin with.
+        kernels, most: the refinement makes as many simulator calls as simulate ``kernels`` kernels, at most ``most``.
+        updates: minibatches that the network learns from the refined plan.
+        visits: the episodes at a limit end early when the network has seen so many nodes, over all states: a state of
+            a program with thousands of tensors costs as much as a hundred of a small one.
+    """
+
+    first: int = 48
+    episodes: int = 8
+    epsilon: float = 0.3
+    kernels: int = 60_000_000
+    most: int = 100_000
+    updates: int = 20
+    visits: int = 3_000_000
+
+    def __post_init__(self) -> None:
+        for name in ("first", "episodes", "updates", "visits"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}: expected at least 0, got {getattr(self, name)}")
+        for name in ("kernels", "most"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if not 0 <= self.epsilon <= 1:
+            raise ValueError(f"epsilon: expected 0 to 1, got {self.epsilon}")
+
+
+class Found(NamedTuple):
+    """What an agent found at one limit."""
+
+    limit: int
+    plan: Plan | None  # None: none that fits. Its own limit may be a tighter one (4)
+    overhead: float  # of the plan, under its own limit; nan without one, as the next two
+    walked: float  # of the best walk, before it was refined
+    greedy: float  # of the network's own walk
+    simulator_calls: int
+
+    def or_better(self, other: Found) -> Found:
+        """With the plan of ``other``, which fits the limit, where that is faster."""
+        if other.plan is None or self.overhead <= other.overhead:
+            return self
+        return self._replace(plan=other.plan, overhead=other.overhead)
+
+
+class Agent:
+    """One network, and what it found so far.
+
+    Args:
+        config: its ``episodes``, ``epsilon_start`` and ``mode`` stand for those of a run that starts anew.
+    """
+
+    def __init__(self, config: DQNConfig, carry: Carry, seed: int = 0):
+        self.config, self.carry, self.seed = config, carry, seed
+        self.weights: dict[str, Any] | None = None  # a state_dict
+
+    def sweep(
+        self, program: Program, machine: Machine, limits: Iterable[int], mode: str, also: Sequence[Found] = ()
+    ) -> list[Found]:
+        """Plans a program under many limits (bytes).
+
+        Args:
+            also: what a sweep of the same program in a mode that this one includes found.
+
+        Returns:
+            one per limit, the loosest first; the overheads never fall.
+        """
+        found: list[Found] = []
+        for limit in sorted(set(limits), reverse=True):
+            given = [f for f in also if f.limit == limit]
+            plans = [f.plan for f in (*found[-1:], *given) if f.plan is not None]
+            found.append(self._at(program, machine, limit, mode, plans))
+            for other in given:
+                found[-1] = found[-1].or_better(other)
+        for i in range(len(found) - 2, -1, -1):
+            found[i] = self._with_tighter(program, machine, mode, found[i], found[i + 1])
+        return found
+
+    def _with_tighter(self, program: Program, machine: Machine, mode: str, own: Found, tighter: Found) -> Found:
+        """Where the plan of a tighter limit is faster: that plan, refined within the limit."""
+        if tighter.plan is None or own.overhead <= tighter.overhead:
+            return own
+        engine = Engine(program, machine, own.limit)
+        moves = Moves(program, own.limit, mode, self.config.min_bytes, self.seed)
+        rows, ns = rows_of(tighter.plan.decisions), round((1 + tighter.overhead) * program.ideal_ns)
+        rows, ns = anneal(moves, engine, rows, ns, self._calls(program) // 4, HOT[-1], COLD, self.seed)
+        own = own._replace(simulator_calls=own.simulator_calls + engine.calls)
+        refined = own._replace(plan=self._plan(program, machine, own.limit, rows), overhead=ns / program.ideal_ns - 1)
+        return own.or_better(tighter).or_better(refined)
+
+    def _at(self, program: Program, machine: Machine, limit: int, mode: str, carried: list[Plan]) -> Found:
+        """One limit: learns, refines, learns from the refined plan."""
+        carry, fresh = self.carry, self.weights is None
+        episodes, epsilon = (carry.first, 1.0) if fresh else (carry.episodes, carry.epsilon)
+        config = replace(self.config, mode=mode, episodes=episodes, epsilon_start=epsilon)
+        task = Task(program, machine, limit, config.min_bytes, mode)
+        nothing = Found(limit, None, *3 * [float("nan")], task.engine.calls)
+        try:
+            check_reachable(task)
+        except Infeasible:
+            return nothing
+        trainer = Trainer(task, config, self.seed)
+        if self.weights is not None:
+            trainer.q.load_state_dict(self.weights)
+            trainer.target.load_state_dict(self.weights)
+        starts = [rows_of(plan.decisions) for plan in carried]
+        for rows in starts:
+            trainer.repeat(actions_of(task, rows))
+        if not starts:
+            trainer.repeat([])
+        visits = 0
+        while len(trainer.history) < episodes and visits < carry.visits and not trainer.best_overhead <= 0:
+            trainer.step()
+            visits += len(trainer.walks) * len(task.graph)
+        # The policy of another limit may end in dead ends only: its followers are more random.
+        for _ in range(carry.first):
+            if trainer.best is not None:
+                break
+            trainer.repeat([])
+        if trainer.best is not None:
+            starts.append(rows_of(trainer.best.decisions))
+        walked = trainer.best_overhead
+        rows, ns = self._refine(trainer, starts)
+        if rows is None:
+            return nothing._replace(simulator_calls=task.engine.calls)
+        if not trainer.best_overhead <= 0:
+            trainer.repeat(actions_of(task, rows))
+            if trainer.replay.size >= config.batch_size:
+                for _ in range(carry.updates):
+                    trainer.update()
+            self.weights = trainer.q.state_dict()
+        alone = trainer.greedy()
+        greedy_ns = task.engine.score(rows_of(alone.decisions)).iteration_ns if alone is not None else float("nan")
+        return Found(
+            limit, self._plan(program, machine, limit, rows), ns / task.ideal_ns - 1, walked,
+            greedy_ns / task.ideal_ns - 1, task.engine.calls,
+        )  # fmt: skip
+
+    def _calls(self, program: Program) -> int:
+        return min(self.carry.kernels // max(len(program.kernels), 1), self.carry.most)
+
+    def _plan(self, program: Program, machine: Machine, limit: int, rows: Rows) -> Plan:
+        return Plan(decisions_of(rows), program.fingerprint, "dqn", limit, machine.name)
+
+    def _refine(self, trainer: Trainer, starts: list[Rows]) -> tuple[Rows | None, int]:
+        """Rows and iteration time of the best plan near the ``starts``; None, NEVER where none fits."""
+        task, calls = trainer.task, self._calls(trainer.task.program)
+        program, engine = task.program, task.engine
+        scored = sorted(((engine.score(rows), rows) for rows in starts), key=lambda s: s[0].iteration_ns)
+        if not scored:
+            return None, NEVER
+        best, best_ns = scored[0][1], scored[0][0].iteration_ns
+        weights = self._weights(trainer)
+
+        def run(start: Rows, start_ns: int, calls: int, hot: float, seed: int) -> None:
+            nonlocal best, best_ns
+            if best_ns > program.ideal_ns:
+                moves = Moves(program, task.limit, task.mode, self.config.min_bytes, seed, weights)
+                rows, ns = anneal(moves, engine, start, start_ns, calls, hot, COLD, seed)
+                if ns < best_ns:
+                    best, best_ns = rows, ns
+
+        for score, rows in scored:
+            run(rows, score.iteration_ns, calls // 2 // len(scored), HOT[0], self.seed)
+        for i, hot in enumerate(HOT[1:], 1):
+            run(best, best_ns, calls // 2 // (len(HOT) - 1), hot, self.seed + i)
+        return (best if best_ns < NEVER else None), best_ns
+
+    def _weights(self, trainer: Trainer) -> Floats:
+        """float64[m, 3] for ``Moves``: how many of the elites empty each of ``program.gaps`` in each way."""
+        graph, gaps = trainer.task.graph, trainer.task.program.gaps(self.config.min_bytes)
+        at = {gap: i for i, gap in enumerate(gaps)}
+        weights = np.full((len(gaps), 3), EXPLORE)
+        for _, nodes in trainer.elites:
+            for node in nodes:
+                if graph.action_kind[node] != NOTHING:
+                    ways = [0] if graph.action_kind[node] == OFFLOAD else [1, 2]
+                    weights[at[graph.gaps[graph.action_gap[node]]], ways] += 1 / len(trainer.elites)
+        return weights
+
+
+def actions_of(task: Task, rows: Rows) -> list[int]:
+    """The nodes of a walk that makes the plan of ``rows``, as far as the environment's actions allow: each action as
+    soon as it is valid, and "do nothing" where none is."""
+    graph = task.graph
+    node_of = {(int(graph.action_kind[i]), graph.gaps[graph.action_gap[i]][::2]): i
+               for i in np.flatnonzero(graph.action_gap >= 0).tolist()}  # fmt: skip
+    ordered = sorted(rows.tolist(), key=lambda row: (row[2] < row[3], row[2]))  # those that wrap are open first
+    wanted = [(REMOVE if kind == RECOMPUTE else OFFLOAD, (t, before)) for kind, t, _, before, _ in ordered]
+    todo = [node_of[key] for key in wanted if key in node_of]
+    walk, nodes = Walk(task), []
+    while not walk.done:
+        mask = walk.mask()
+        node = next((i for i in todo if mask[i]), 0)
+        if not mask[node]:
+            break  # the limit is tighter than the plan's
+        if node:
+            todo.remove(node)
+        nodes.append(node)
+        walk.step(node)
+    return nodes

@@ -1,0 +1,301 @@
+"""Moves between plans, compiled: what simulated annealing and the rounding of the floor's program search with.
+
+A state is a plan as one row per candidate gap, switched on or off, with its planned residency (without the memory
+of recomputation chains, which the simulator adds). Only plans whose residency fits are proposed: a move that breaks
+the limit is repaired by emptying random gaps that are open where the load is largest, so that hardly a simulator
+call is spent on a plan that cannot run. Moves:
+
+- fill: an emptied gap is filled, then the plan is repaired;
+- empty: a gap is emptied, then emptied ones are filled at random while the limit holds;
+- shift: a swap-out is issued some kernels later, so that others go before it on the FIFO, or a swap-in waits for a
+  kernel to end;
+- way: an emptied gap changes between swap, recompute, and recompute that keeps.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from agents.planner import RECOMPUTE, SWAP, Candidates, Rows
+from simulator.compiled.engine import Engine
+from simulator.plan import cannot_recompute
+from simulator.program import Gap, Program
+
+FILL, EMPTY = 0.4, 0.4  # shares of the moves; the rest are shifts and ways
+PRUNE = 3  # gaps that an empty move tries to fill
+SHIFT = 8.0  # kernels, mean of a shift
+TRIES = 100  # moves tried before giving up
+
+Row = tuple[int, int, int, int, int]
+Floats = NDArray[np.float64]
+
+
+class Moves:
+    """The candidate gaps of a program, the plan that the search is at, and the one that it tries.
+
+    Args:
+        weights: float64[m, 3], how likely each way of each of the m gaps of ``program.gaps(min_bytes)`` is picked
+            (swap, recompute, recompute that keeps); None: all alike.
+
+    Attributes:
+        gaps: those that can be emptied in at least one way.
+        rows: int64[len(gaps), 5], a row per gap, whether it is in use or not.
+        weights: float64[len(gaps), 3], as above; may be changed.
+        on: bool[len(gaps)], gaps that the plan empties.
+        load: int64[n], planned residency per kernel.
+    """
+
+    def __init__(
+        self, program: Program, limit: int, mode: str, min_bytes: int, seed: int, weights: Floats | None = None
+    ) -> None:
+        gaps = program.gaps(min_bytes)
+        ways = [ways_of(program, gap, mode) for gap in gaps]
+        kept = [i for i, w in enumerate(ways) if w]
+        self.gaps = [gaps[i] for i in kept]
+        candidates = Candidates(program, self.gaps)
+        self.index = {(g.tensor, g.before): i for i, g in enumerate(self.gaps)}
+        self._loads, self._nbytes = candidates.loads, candidates.nbytes
+        self._ways = np.zeros((len(kept), 3, 5), dtype=np.int64)
+        self.weights = np.zeros((len(kept), 3))
+        for i, j in enumerate(kept):
+            for row in ways[j]:
+                column = row[0] + row[0] * row[4]
+                self._ways[i, column] = row
+                self.weights[i, column] = 1.0 if weights is None else weights[j, column]
+        self._after = np.array([g.after for g in self.gaps], dtype=np.int64)
+        self._limit, self._rng = limit, np.random.default_rng(seed).integers(1, 2**63, 1, dtype=np.uint64)
+        self.rows, self.on, self.load = self._empty()
+        self._tried = self._empty()
+
+    def _empty(self) -> tuple[Rows, NDArray[np.bool_], NDArray[np.int64]]:
+        first = self.weights.argmax(1)
+        return self._ways[np.arange(len(first)), first], np.zeros(len(first), dtype=np.bool_), self._loads.copy()
+
+    def reset(self, rows: Rows) -> None:
+        """Makes this the plan of ``rows`` (int64[k, 5]), of gaps that are candidates."""
+        self.rows, self.on, self.load = self._empty()
+        for row in rows:
+            i = self.index[int(row[1]), int(row[3])]
+            _put(self.rows, self.on, self.load, self._nbytes, i, True, row)
+
+    def plan(self) -> Rows:
+        """int64[k, 5]: the rows in use, a copy."""
+        return self.rows[self.on]
+
+    def propose(self) -> Rows | None:
+        """Rows of a neighbouring plan whose residency fits; None when ``TRIES`` moves in a row did not."""
+        rows, on, load = self._tried
+        ok = _propose(self._rng, self._limit, self._nbytes, self._ways, self.weights, self._after,
+                      self.rows, self.on, self.load, rows, on, load)  # fmt: skip
+        return rows[on] if ok else None
+
+    def accept(self) -> None:
+        """Goes to the plan that was proposed last."""
+        self._tried, (self.rows, self.on, self.load) = (self.rows, self.on, self.load), self._tried
+
+
+def anneal(
+    moves: Moves, engine: Engine, start: Rows, start_ns: int, calls: int, hot: float, cold: float, seed: int,
+    enough_ns: int = 0,
+) -> tuple[Rows, int]:  # fmt: skip
+    """Metropolis acceptance, the temperature falling geometrically from ``hot`` to ``cold``.
+
+    Args:
+        start: rows of a plan that fits, and its iteration time.
+        calls: simulator calls.
+        hot, cold: temperatures, as fractions of the ideal time.
+        enough_ns: stop at a plan that is at least this fast.
+
+    Returns:
+        rows and iteration time of the best plan.
+    """
+    ideal = max(engine.program.ideal_ns, 1)
+    chance = np.random.default_rng(seed).random(calls).tolist()
+    moves.reset(start)
+    best, best_ns, now_ns = start, start_ns, start_ns
+    enough = max(enough_ns, engine.program.ideal_ns)
+    for step in range(calls):
+        if best_ns <= enough:
+            break
+        rows = moves.propose()
+        if rows is None:
+            break
+        score = engine.score(rows)
+        temperature = ideal * hot * (cold / hot) ** (step / calls)
+        if score.feasible and score.iteration_ns - now_ns < -temperature * math.log(1.0 - chance[step]):
+            moves.accept()
+            now_ns = score.iteration_ns
+            if now_ns < best_ns:
+                best, best_ns = rows, now_ns
+    return best, best_ns
+
+
+def ways_of(program: Program, gap: Gap, mode: str) -> list[Row]:
+    """The rows that can empty ``gap``: a swap, a recomputation, one that keeps; none where ``mode`` and the
+    program allow none."""
+    ways: list[Row] = [(SWAP, *gap, -1)] if mode != "recompute" else []
+    if mode != "swap" and gap.after < gap.before and cannot_recompute(program, *gap) is None:
+        ways += [(RECOMPUTE, *gap, 0), (RECOMPUTE, *gap, 1)]
+    return ways
+
+
+# ------------------------------------------------------------------------------------- compiled part
+
+
+@njit(cache=True)
+def _random(state):  # type: ignore[no-untyped-def]
+    """Uniform in [0, 1), by xorshift64* (Vigna, 2016). A NumPy generator takes longer to pass than a move to make.
+
+    Args:
+        state: uint64[1], not 0.
+    """
+    x = state[0]
+    x ^= x >> np.uint64(12)
+    x ^= x << np.uint64(25)
+    x ^= x >> np.uint64(27)
+    state[0] = x
+    return np.float64((x * np.uint64(2685821657736338717)) >> np.uint64(11)) / 9007199254740992.0
+
+
+@njit(cache=True)
+def _add(load, after, before, nbytes):  # type: ignore[no-untyped-def]
+    """Adds to the load between ``after`` and ``before``, over the boundary where they wrap."""
+    n = load.shape[0]
+    if after < before:
+        load[after + 1 : before] += nbytes
+    else:
+        load[after + 1 : n] += nbytes
+        load[:before] += nbytes
+
+
+@njit(cache=True)
+def _put(rows, on, load, nbytes, i, empty, row):  # type: ignore[no-untyped-def]
+    """Makes gap i emptied as ``row`` says, or filled."""
+    if on[i]:
+        _add(load, rows[i, 2], rows[i, 3], nbytes[i])
+    if empty:
+        _add(load, row[2], row[3], -nbytes[i])
+    on[i] = empty
+    rows[i] = row
+
+
+@njit(cache=True)
+def _fits(load, after, before, room):  # type: ignore[no-untyped-def]
+    """Is the load between ``after`` and ``before`` at most ``room``?"""
+    n = load.shape[0]
+    k = after + 1 if after + 1 < n else 0
+    while k != before:
+        if load[k] > room:
+            return False
+        k = k + 1 if k + 1 < n else 0
+    return True
+
+
+@njit(cache=True)
+def _pick(rng, on, want):  # type: ignore[no-untyped-def]
+    """A random gap that is on (or off); -1 where there is none."""
+    count = 0
+    for i in range(on.shape[0]):
+        count += on[i] == want
+    if not count:
+        return -1
+    left = int(_random(rng) * count)
+    for i in range(on.shape[0]):
+        if on[i] == want:
+            if not left:
+                return i
+            left -= 1
+    return -1
+
+
+@njit(cache=True)
+def _weighted_off(rng, on, weights, rows, moved, k):  # type: ignore[no-untyped-def]
+    """A random gap that is not emptied, by weight; with k >= 0 one that is open at kernel k and not ``moved``."""
+    total = 0.0
+    for turn in range(2):
+        at = _random(rng) * total if turn else 0.0
+        for i in range(on.shape[0]):
+            if on[i] or i == moved:
+                continue
+            if k >= 0:
+                after, before = rows[i, 2], rows[i, 3]
+                inside = after < k < before if after < before else k > after or k < before
+                if not inside:
+                    continue
+            w = weights[i, 0] + weights[i, 1] + weights[i, 2]
+            if turn:
+                at -= w
+                if at < 0.0:
+                    return i
+            else:
+                total += w
+    return -1
+
+
+@njit(cache=True)
+def _way(rng, weights, ways, i):  # type: ignore[no-untyped-def]
+    """A random way to empty gap i, by weight."""
+    at = _random(rng) * (weights[i, 0] + weights[i, 1] + weights[i, 2])
+    for w in range(2):
+        at -= weights[i, w]
+        if at < 0.0:
+            return ways[i, w]
+    return ways[i, 2] if weights[i, 2] > 0.0 else ways[i, 1] if weights[i, 1] > 0.0 else ways[i, 0]
+
+
+@njit(cache=True)
+def _shifted(rng, row, opens, n):  # type: ignore[no-untyped-def]
+    """A swap with another ``after`` or another ``prefetch``; ``opens`` is where its gap opens."""
+    out = row.copy()
+    out[4] = -1
+    shift = int(-SHIFT * math.log(1.0 - _random(rng)))
+    what = _random(rng)
+    if what < 0.5:
+        out[2] = (opens + min(shift, (row[3] - opens - 2) % n)) % n
+    elif what < 0.75:
+        out[4] = (row[3] - 1 - min(shift, (row[3] - row[2] - 1) % n)) % n
+    return out
+
+
+@njit(cache=True)
+def _propose(rng, limit, nbytes, ways, weights, opens, rows, on, load, new_rows, new_on, new_load):  # type: ignore[no-untyped-def]
+    """Writes a neighbour of (rows, on, load) into the new ones; False when no move was found."""
+    m, n = on.shape[0], load.shape[0]
+    for _ in range(TRIES):
+        new_rows[:], new_on[:], new_load[:] = rows, on, load
+        kind = _random(rng)
+        if FILL <= kind < FILL + EMPTY:
+            i = _weighted_off(rng, on, weights, rows, -1, -1)
+            if i < 0:
+                continue
+            _put(new_rows, new_on, new_load, nbytes, i, True, _way(rng, weights, ways, i))
+            for _ in range(PRUNE):
+                j = _pick(rng, new_on, True)
+                if j != i and _fits(new_load, new_rows[j, 2], new_rows[j, 3], limit - nbytes[j]):
+                    _put(new_rows, new_on, new_load, nbytes, j, False, new_rows[j])
+        else:
+            i = _pick(rng, on, True)
+            if i < 0:
+                continue
+            several = (weights[i] > 0.0).sum() > 1
+            if kind < FILL:
+                _put(new_rows, new_on, new_load, nbytes, i, False, rows[i])
+            elif several and _random(rng) < 0.5:
+                _put(new_rows, new_on, new_load, nbytes, i, True, _way(rng, weights, ways, i))
+            elif rows[i, 0] == SWAP:
+                _put(new_rows, new_on, new_load, nbytes, i, True, _shifted(rng, rows[i], opens[i], n))
+            else:
+                continue
+        for _ in range(m):
+            k = int(new_load.argmax())
+            if new_load[k] <= limit:
+                return True
+            j = _weighted_off(rng, new_on, weights, new_rows, i, k)
+            if j < 0:
+                break
+            _put(new_rows, new_on, new_load, nbytes, j, True, _way(rng, weights, ways, j))
+    return False

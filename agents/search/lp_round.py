@@ -1,0 +1,123 @@
+"""Rounding the floor: the linear program of ``bound.py`` says what the best plan would look like, local search makes
+it a plan.
+
+1. Solve the program of the floor. Its optimum swaps and recomputes fractions of gaps, few of them neither 0 nor 1.
+2. Round: a gap that it recomputes by more than ``DROP`` is recomputed, any other that it empties at all is swapped.
+   That has at least as much away as the optimum, so that it nearly always fits; where the memory of recomputation
+   chains stands in the way, the start is the best plan of the published heuristics, as in annealing.
+3. Repair: annealing with the moves of ``local_search.py``, each gap and way picked in proportion to its fraction in
+   the optimum plus a constant. A third of the calls go to one run from the rounded plan for each of ``RUNS``. The best
+   plan is then kicked: one of its recomputed gaps must be emptied in another way or stay, which no small move does at
+   a low temperature, and a short run goes on from there; this takes half of the calls. The rest cools the best plan.
+   It stops at the floor: a plan there is proven to be the best.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from agents.bound import floor
+from agents.planner import MIB, RECOMPUTE, SWAP, Rows, check_mode, finish, infeasible
+from agents.search.annealing import start
+from agents.search.local_search import Moves, anneal
+from simulator.compiled.engine import NEVER, Engine
+from simulator.machine import Machine
+from simulator.plan import Plan
+from simulator.program import Program
+
+DROP = 0.3
+RUNS = ((0.05, 1e-3), (0.2, 1e-3), (1.0, 3e-3))  # explore: added to every weight; hot: of the ideal time
+KICK = 4000  # simulator calls
+KERNELS, MOST = 10**8, 300_000
+HOT, WARM, COLD = 1e-3, 3e-4, 1e-5  # temperatures, of the ideal time
+
+
+class LPRound:
+    """The floor's program, rounded and repaired.
+
+    Args:
+        calls: simulator calls; None: as many as simulate ``KERNELS`` kernels, at most ``MOST``.
+        mode: swap, recompute or joint.
+        min_bytes: tensors below this size stay.
+
+    Attributes:
+        floor: the floor under all plans of the mode, after ``plan``.
+    """
+
+    name = "lp_round"
+
+    def __init__(self, calls: int | None = None, mode: str = "joint", min_bytes: int = MIB, seed: int = 0) -> None:
+        if calls is not None and calls < 20:
+            raise ValueError(f"calls: expected at least 20, got {calls}")
+        self.calls, self.mode, self.min_bytes, self.seed = calls, check_mode(mode), min_bytes, seed
+        self.simulator_calls = 0
+
+    def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
+        """The best plan found; raises Infeasible where the floor proves that there is none, or none was found."""
+        engine = Engine(program, machine, limit)
+        self.floor = floor(program, machine, limit, self.mode)
+        self.simulator_calls = 0
+        if not self.floor.feasible:
+            raise infeasible(self, program, limit, self.floor.least_bytes)
+        at = {gap: i for i, gap in enumerate(self.floor.gaps)}
+        gaps = program.gaps(self.min_bytes)
+        swapped, recomputed = (
+            np.array([part[at[g]] if g in at else 0.0 for g in gaps])
+            for part in (self.floor.swapped, self.floor.recomputed)
+        )
+        rounded = [
+            (RECOMPUTE, *g, 0) if drop > DROP else (SWAP, *g, -1)
+            for g, leave, drop in zip(gaps, swapped, recomputed, strict=True)
+            if drop > DROP or (leave + drop > 1e-3 and self.mode != "recompute")
+        ]
+        best = np.array(rounded, dtype=np.int64).reshape(-1, 5)
+        feasible, best_ns, required, _ = engine.score(best)
+        if not feasible:
+            found, best_ns, required = start(program, machine, limit, engine, self.mode, self.min_bytes)
+            if found is None:
+                self.simulator_calls = engine.calls
+                raise infeasible(self, program, limit, required if self.mode == "swap" else None)
+            best = found
+        fractions = np.stack([swapped, recomputed / 2, recomputed / 2], 1)
+        search = _Search(engine, best, best_ns, self.floor.iteration_ns, np.random.default_rng(self.seed))
+        calls = self.calls or min(KERNELS // len(program.kernels), MOST)
+        left = max(calls - 1 - engine.calls, 0)  # the last call is the final check
+        for run, (explore, hot) in enumerate(RUNS):
+            moves = Moves(program, limit, self.mode, self.min_bytes, self.seed + run, fractions + explore)
+            search.run(moves, best, best_ns, left // 3 // len(RUNS), hot)
+        for _ in range(max(left // 2 // KICK, 1)):
+            search.kick(min(KICK, left // 2))
+        search.run(search.moves, search.best, search.best_ns, max(calls - 1 - engine.calls, 0), WARM)
+        return finish(self, program, machine, limit, engine, search.best)
+
+
+class _Search:
+    """The best plan so far, and the moves that found it."""
+
+    def __init__(self, engine: Engine, best: Rows, best_ns: int, enough_ns: int, rng: np.random.Generator) -> None:
+        self.engine, self.best, self.best_ns, self.enough_ns, self.rng = engine, best, best_ns, enough_ns, rng
+        self.moves: Moves | None = None
+
+    def run(self, moves: Moves, start: Rows, start_ns: int, calls: int, hot: float) -> None:
+        """One run of annealing."""
+        if self.moves is None:
+            self.moves = moves
+        if self.best_ns > self.enough_ns:
+            seed = int(self.rng.integers(2**31))
+            found, found_ns = anneal(moves, self.engine, start, start_ns, calls, hot, COLD, seed, self.enough_ns)
+            if found_ns < self.best_ns:
+                self.best, self.best_ns, self.moves = found, found_ns, moves
+
+    def kick(self, calls: int) -> None:
+        """A run from the best plan without one of its recomputed gaps (or else swapped ones), which may not be
+        emptied in that way."""
+        if self.best_ns <= self.enough_ns:
+            return
+        dropped = np.flatnonzero(self.best[:, 0] == RECOMPUTE)
+        out = int(self.rng.choice(dropped if len(dropped) else len(self.best)))
+        moves, row = self.moves, self.best[out]
+        i = moves.index[int(row[1]), int(row[3])]
+        weights = moves.weights[i].copy()
+        moves.weights[i] = np.where(np.arange(3) == 0, 0.0, weights) if row[0] == SWAP else weights * [1, 0, 0]
+        self.run(moves, np.delete(self.best, out, 0), NEVER, calls, HOT)
+        moves.weights[i] = weights

@@ -1,0 +1,64 @@
+"""Random search: the yardstick that says what a simulator call is worth without any thought.
+
+Every sample empties candidate gaps in random order until the planned residency fits the limit; the best
+by simulated iteration time is kept.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agents.planner import MIB, Candidates, Rows, finish, infeasible
+from simulator.compiled.engine import Engine
+from simulator.machine import Machine
+from simulator.plan import Plan
+from simulator.program import Program
+
+
+class RandomSearch:
+    """Best of ``calls`` random feasible plans of swaps.
+
+    Args:
+        calls: simulator calls, the final check included.
+        min_bytes: tensors below this size are no candidates.
+    """
+
+    name = "random_search"
+
+    def __init__(self, calls: int = 2_000, min_bytes: int = MIB, seed: int = 0) -> None:
+        if calls < 2:
+            raise ValueError(f"calls: expected at least 2 (one sample and the final check), got {calls}")
+        self.calls, self.min_bytes, self.seed = calls, min_bytes, seed
+        self.simulator_calls = 0
+
+    def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
+        """The best sample; raises Infeasible when all candidate gaps together leave the peak above ``limit``."""
+        candidates = Candidates(program, program.gaps(self.min_bytes))
+        self.simulator_calls = 0
+        if candidates.least > limit:
+            raise infeasible(self, program, limit, candidates.least)
+        engine = Engine(program, machine, limit)
+        rng = np.random.default_rng(self.seed)
+        best: Rows = candidates.rows
+        best_ns: float = np.inf
+        for _ in range(self.calls - 1):
+            rows = candidates.rows[random_subset(candidates, limit, rng)]
+            ns = engine.score(rows).iteration_ns
+            if ns < best_ns:
+                best, best_ns = rows, ns
+            if not len(rows):  # nothing need leave: every sample is the empty plan
+                break
+        return finish(self, program, machine, limit, engine, best)
+
+
+def random_subset(candidates: Candidates, limit: int, rng: np.random.Generator) -> NDArray[np.bool_]:
+    """bool[m]: gaps added in random order until the planned residency is at most ``limit``, which all of
+    them together must allow."""
+    load, chosen = candidates.loads.copy(), np.zeros(len(candidates), dtype=bool)
+    for i in rng.permutation(len(candidates)).tolist():
+        if load.max() <= limit:
+            break
+        candidates.empty(load, i)
+        chosen[i] = True
+    return chosen

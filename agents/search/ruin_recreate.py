@@ -1,0 +1,161 @@
+"""Ruin and recreate for recompute-only plans: a greedy plan, a part of it undone and made again, many times.
+
+After Schrimpf et al., "Record Breaking Optimization Results Using the Ruin and Recreate Principle" (Journal of
+Computational Physics, 2000), with what is published for choosing tensors to drop as its greedy step. A plan that only
+recomputes waits for nothing: its time is that of its chains, its planned residency says whether it fits. The excess
+of a plan is the bytes above the limit, added up over the kernels.
+
+Recreate: at the kernel with the largest excess, of all gaps that are open there, make the one change (drop, drop and
+keep, change between the two, fill) that takes the most excess away per ns of iteration time that it adds; until
+nothing is in excess. Then every decision whose removal or other way of recovery is feasible and faster is undone.
+Ruin: decisions are taken out, either a few anywhere or of one neighbourhood in the program.
+
+The residency counts what chains need while they run, which is what decides at low limits: a plan that drops
+everything does not fit, one whose chains restart from tensors that stay does.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agents.planner import RECOMPUTE, Rows
+from simulator.compiled.engine import Engine
+from simulator.machine import Machine
+from simulator.plan import cannot_recompute
+from simulator.program import Program
+
+FILLED, DROP, KEEP = -1, 0, 1  # what a plan does with a gap; the last two are the last column of its row
+NEAR_BEST = 1e-3  # a plan replaces the one that is ruined where it is worse than the best by less, over the ideal time
+NEAR, FEW, ANY = 12, 5, 0.7  # ruins: largest neighbourhood, most decisions anywhere, share of a neighbourhood
+
+State = NDArray[np.int64]  # (gaps,)
+
+
+class RuinRecreate:
+    """The search on one program under one limit.
+
+    Args:
+        limit: bytes.
+        min_bytes: tensors below this size stay.
+        calls: simulator calls at most.
+        patience: rounds without a better plan, after which it stops.
+
+    Attributes:
+        calls: simulator calls made.
+    """
+
+    def __init__(
+        self, program: Program, machine: Machine, limit: int, min_bytes: int, calls: int, patience: int, seed: int
+    ) -> None:
+        self.gaps = [g for g in program.gaps(min_bytes) if cannot_recompute(program, *g) is None]
+        self.limit, self.budget, self.patience = limit, calls, patience
+        self.engine = Engine(program, machine, 2**62, iterations=1)  # each iteration of such a plan is like the first
+        self._rows = np.array([(RECOMPUTE, *g, 0) for g in self.gaps], dtype=np.int64).reshape(-1, 5)
+        self._open: list[list[int]] = [[] for _ in program.kernels]
+        for i, g in enumerate(self.gaps):
+            for k in range(g.after, g.before + 1):
+                self._open[k].append(i)
+        self._rng = random.Random(seed)
+
+    @property
+    def calls(self) -> int:
+        return self.engine.calls
+
+    def search(self) -> Rows | None:
+        """int64[n, 5]: the best plan found, None where none fits."""
+        best: State | None = None
+        best_ns = 0
+        # The greedy steps of different kinds fail at different limits.
+        for start in (FILLED, KEEP, DROP):
+            for ways in ((DROP, KEEP), (KEEP,), (DROP,)):
+                state = np.full(len(self.gaps), start, dtype=np.int64)
+                ns = self._recreate(state, ways)
+                if ns is not None and (best is None or ns < best_ns):
+                    best, best_ns = state, ns
+            if best is not None:
+                break
+        if best is None:
+            return None
+        dull, now = 0, best
+        near = int(NEAR_BEST * max(self.engine.program.ideal_ns, 1))
+        while dull < self.patience and self.calls < self.budget and best_ns > self.engine.program.ideal_ns:
+            state = now.copy()
+            self._ruin(state)
+            ns = self._recreate(state, (DROP, KEEP), 1.0, best_ns + 4 * near)
+            dull += 1
+            if ns is not None and ns <= best_ns + near:
+                now = state
+                if ns < best_ns:
+                    best, best_ns, dull = state, ns, 0
+        return self.rows(best)
+
+    def rows(self, state: State) -> Rows:
+        """int64[n, 5]: the rows of a state."""
+        on = state != FILLED
+        rows = self._rows[on]
+        rows[:, 4] = state[on]
+        return rows
+
+    def _excess(self, state: State) -> tuple[NDArray[np.int64], int]:
+        """int64[kernels]: bytes above the limit; iteration time."""
+        rows = self.rows(state)
+        return np.maximum(self.engine.planned(rows) - self.limit, 0), self.engine.score(rows).iteration_ns
+
+    def _ruin(self, state: State) -> None:
+        on = np.flatnonzero(state != FILLED).tolist()
+        rng = self._rng
+        if rng.random() < 0.5:
+            at = self.gaps[rng.choice(on)].after
+            near = sorted(on, key=lambda i: abs(self.gaps[i].after - at))[: rng.randint(1, NEAR)]
+            out = [i for i in near if rng.random() < ANY]
+        else:
+            out = rng.sample(on, min(len(on), rng.randint(1, FEW)))
+        state[out] = FILLED
+
+    def _recreate(self, state: State, ways: tuple[int, ...], noise: float = 0.0, hope: int | None = None) -> int | None:
+        """Makes ``state`` fit, then faster; its iteration time, or None where no change takes excess away.
+
+        Args:
+            noise: the worth of a change is multiplied by a random number from 1 to 1 + ``noise``.
+            hope: a plan that takes longer is left as it is; None: none.
+        """
+        excess, ns = self._excess(state)
+        while excess.any():
+            total, best_worth = int(excess.sum()), 0.0
+            for i in self._open[int(excess.argmax())]:
+                old = int(state[i])
+                for way in (*ways, FILLED):
+                    if way == old:
+                        continue
+                    state[i] = way
+                    left, then_ns = self._excess(state)
+                    worth = (total - int(left.sum())) / max(then_ns - ns, 1) * (1.0 + noise * self._rng.random())
+                    if worth > best_worth:
+                        best_worth, change, after = worth, (i, way), (left, then_ns)
+                state[i] = old
+            if best_worth <= 0.0:
+                return None
+            state[change[0]] = change[1]
+            excess, ns = after
+        return self._prune(state, ns) if hope is None or ns <= hope else ns
+
+    def _prune(self, state: State, ns: int) -> int:
+        """Undoes what is not needed; the iteration time then."""
+        better = True
+        while better:
+            better = False
+            order = np.flatnonzero(state != FILLED).tolist()
+            self._rng.shuffle(order)
+            for i in order:
+                old = int(state[i])
+                for way in (FILLED, KEEP if old == DROP else DROP):
+                    state[i] = way
+                    excess, then_ns = self._excess(state)
+                    if then_ns < ns and not excess.any():
+                        ns, better = then_ns, True
+                        break
+                    state[i] = old
+        return ns

@@ -1,0 +1,1 @@
+"""From a training step of PyTorch to a Program: tracing, operators, state, durations."""

@@ -1,0 +1,208 @@
+"""Algorithms of convolutions: a model of what cuDNN offers, as ``Kernel.variants`` of captured kernels.
+
+Each algorithm is some kernels, one after the other. Its workspace follows exactly from the shapes; its time is the
+sum of the rooflines of its kernels' own arithmetic and memory traffic (``Machine.kernel_ns``). For N images, C
+channels in and K out, images of H x W and P x Q, filters of R x S, elements of 4 bytes:
+
+- *Implicit GEMM* (S. Chetlur et al., "cuDNN: Efficient Primitives for Deep Learning", 2014): the matrix of
+  unrolled images is formed tile by tile on the chip. No workspace; 2 NKPQCRS FLOPs, and the arithmetic of indices.
+- *GEMM* (im2col; K. Chellapilla, S. Puri and P. Simard, "High Performance Convolutional Neural Networks for Document
+  Processing", 2006): the unrolled matrix, N P Q x C R S, is the workspace.
+- *FFT* (M. Mathieu, M. Henaff and Y. LeCun, "Fast Training of Convolutional Networks through FFTs", 2014): the spectra
+  of images, filters and outputs are the workspace, 8 T (T / 2 + 1) (NC + CK + NK) bytes for transforms of T x T.
+- *Winograd*, not fused, F(4x4, 3x3) (A. Lavin and S. Gray, "Fast Algorithms for Convolutional Neural Networks", 2016):
+  images in t tiles of 6 x 6, filters and outputs transformed are the workspace, 4 x 36 (tC + CK + tK) bytes.
+
+cuDNN does not say what its algorithms do. What is assumed:
+
+1. Where they apply is as documented for cudnnConvolutionForward: no dilation; FFT for stride 1, filters wider than
+   the padding, padded images up to 256; Winograd for 3 x 3 filters of stride 1. Grouped, transposed, 1-D and 3-D
+   convolutions have one algorithm, without workspace: the model has no figures for them.
+2. GEMM unrolls the whole batch: so large a workspace is what cuDNN documents ("significant"), and with one image at a
+   time (Caffe) the products of small images would be too small to fill a GPU. 1 x 1 filters of stride 1 without
+   padding need no unrolling: images are the matrix.
+3. Implicit GEMM computes an address and tests it against the padding for each element of the unrolled matrix in each
+   tile of TILE output channels that needs it: INDEXING instructions, each in the place of a multiply-add. That is
+   19 % of the multiply-adds where channels fill the tiles, 38 % for 64 channels.
+4. Otherwise every kernel reads its operands and writes its result once, at the machine's efficiency of ``conv``.
+5. T is the least power of two that holds the padded image (the wrapped-around outputs are not used). A transform of
+   n real points takes 2.5 n log2 n FLOPs (M. Frigo and S. Johnson's convention for FFTW), a complex multiply-add 8.
+6. The transforms of Winograd take 144 FLOPs per tile of images, 72 per filter, 100 per tile of outputs, after Lavin
+   and Gray; memory bounds them, so that these hardly matter. The gradient of images is the same with filters turned.
+   That of filters is F(3x3, 4x4): its transforms are the transposed ones and are taken to cost as much.
+7. Both gradients need the unrolled matrix and the spectra of the forward pass. Winograd's t counts tiles of 4 x 4
+   outputs, for the gradient of images tiles of 4 x 4 pixels of these.
+8. One captured kernel computes both gradients (aten.convolution_backward): one after the other in the same workspace,
+   each with the algorithm that is fastest in it. The gradient of the bias is left out of the comparison.
+9. A kernel's own algorithm is the fastest, as without a limit. The machine's efficiency of ``conv`` counts the
+   multiply-adds of implicit GEMM, and stands for runs in which cuDNN took the fastest algorithm. So all times are
+   multiplied by one factor, with which the convolutions of a program take together as long as they do without this
+   model; the iteration time, measured or not, stays to the nanosecond.
+10. Only algorithms that no other beats in both bytes and time are kept. cuDNN's others are not modelled: precomputed
+   indices, FFT in tiles, fused Winograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import log2, prod
+from typing import Literal
+
+import torch
+from torch import fx
+
+from executor.capture.operators import arguments
+from simulator.machine import Machine
+from simulator.program import Program
+
+TILE = 128  # output channels of a thread block's tile
+INDEXING = 24  # instructions per element of the unrolled matrix and tile
+
+Pass = Literal["forward", "images", "filters"]  # the output, and the gradients of images and of filters
+Stage = tuple[float, float]  # FLOPs, bytes moved
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A 2-D convolution, not grouped, transposed or dilated."""
+
+    batch: int
+    channels: int
+    image: tuple[int, int]
+    filters: int
+    filter: tuple[int, int]
+    padding: tuple[int, int] = (0, 0)
+    stride: tuple[int, int] = (1, 1)
+    itemsize: int = 4
+
+    @property
+    def output(self) -> tuple[int, int]:
+        """Height and width of the output."""
+        sizes = zip(self.image, self.filter, self.padding, self.stride, strict=True)
+        height, width = ((n + 2 * p - r) // u + 1 for n, r, p, u in sizes)
+        return height, width
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One way to compute one pass."""
+
+    name: str
+    workspace: int  # bytes
+    stages: tuple[Stage, ...]  # the kernels it launches
+
+    def time_ns(self, machine: Machine, dtype: str = "float32") -> int:
+        """The sum of its kernels' rooflines."""
+        return sum(machine.kernel_ns("conv", round(flops), round(nbytes), dtype) for flops, nbytes in self.stages)
+
+
+def algorithms(conv: Convolution, what: Pass) -> list[Algorithm]:
+    """All that apply to one pass."""
+    n, c, k, item = conv.batch, conv.channels, conv.filters, conv.itemsize
+    taps, pixels = prod(conv.filter), prod(conv.output)
+    tensors = item * n * c * prod(conv.image), item * c * k * taps, item * n * k * pixels  # images, filters, outputs
+    flops = 2 * n * k * pixels * c * taps
+    # Of the gradient of images, the unrolled matrix is the outputs', and the channels in are those of the result.
+    unrolled, result = (k, c) if what == "images" else (c, k)
+    indexing = 2 * INDEXING * n * pixels * taps * unrolled * -(-result // TILE)
+    found = [Algorithm("implicit GEMM", 0, ((flops + indexing, sum(tensors)),))]
+
+    matrix = item * n * pixels * c * taps
+    if taps == 1 and conv.stride == (1, 1) and conv.padding == (0, 0):
+        found.append(Algorithm("GEMM", 0, ((flops, sum(tensors)),)))
+    else:  # the matrix is made from the images and read, or written and added up to their gradient
+        product = flops, matrix + tensors[1] + tensors[2]
+        found.append(Algorithm("GEMM", matrix, ((0, tensors[0] + matrix), product)))
+
+    padded = [size + 2 * p for size, p in zip(conv.image, conv.padding, strict=True)]
+    narrow = all(p < r for p, r in zip(conv.padding, conv.filter, strict=True))
+    if conv.stride == (1, 1) and narrow and max(padded) <= 256:
+        height, width = (1 << (size - 1).bit_length() for size in padded)
+        planes = n * c, c * k, n * k
+        bins = height * (width // 2 + 1)
+        spectra = [2 * item * bins * count for count in planes]
+        work = [2.5 * height * width * log2(height * width) * count for count in planes]
+        found.append(_transformed("FFT", tensors, spectra, work, 8 * bins * n * c * k))
+
+    if conv.stride == (1, 1) and conv.filter == (3, 3):
+        cut = conv.image if what == "images" else conv.output
+        tiles = n * prod(-(-size // 4) for size in cut)
+        counts = tiles * c, c * k, tiles * k
+        spectra = [36 * item * count for count in counts]
+        # The gradient of images is a convolution of the outputs' gradient: the transforms change places.
+        each = (100.0, 72.0, 144.0) if what == "images" else (144.0, 72.0, 100.0)
+        work = [flop * count for flop, count in zip(each, counts, strict=True)]
+        found.append(_transformed("Winograd", tensors, spectra, work, 2 * 36 * tiles * c * k))
+    return found
+
+
+def _transformed(name: str, tensors: tuple[int, ...], spectra: list[int], work: list[float], product: int) -> Algorithm:
+    """Two operands are transformed, multiplied, and the result is transformed back: the same stages in every pass."""
+    transforms = [(w, t + s) for w, t, s in zip(work, tensors, spectra, strict=True)]
+    return Algorithm(name, sum(spectra), (*transforms, (product, sum(spectra))))
+
+
+def front(
+    conv: Convolution, passes: tuple[Pass, ...], machine: Machine, dtype: str = "float32"
+) -> list[tuple[int, int]]:
+    """(time in ns, workspace) of the choices that no other beats in both, by workspace; the passes run in turn."""
+    every = [[(a.time_ns(machine, dtype), a.workspace) for a in algorithms(conv, what)] for what in passes]
+    out: list[tuple[int, int]] = []
+    for room in sorted({w for choices in every for _, w in choices}):
+        time = sum(min(t for t, w in choices if w <= room) for choices in every)
+        if not out or time < out[-1][0]:
+            out.append((time, room))
+    return out
+
+
+def with_algorithms(
+    program: Program,
+    convolutions: Mapping[int, tuple[Convolution, tuple[Pass, ...]]],
+    machine: Machine,
+    dtype: str = "float32",
+) -> Program:
+    """The program with the algorithms of its convolutions as variants, by workspace.
+
+    A kernel's own duration and workspace are those of its fastest algorithm, which is its last variant, too. Kernels
+    that are not named keep their duration, and have no workspace and no variants.
+
+    Args:
+        program: with its durations for ``machine``.
+        convolutions: by kernel; what it computes.
+    """
+    choices = {k: front(*asked, machine, dtype) for k, asked in sorted(convolutions.items())}
+    now = sum(program.kernels[k].duration_ns for k in choices)
+    modelled = sum(every[-1][0] for every in choices.values())
+    kernels = [replace(kernel, workspace=0, variants=()) for kernel in program.kernels]
+    clock = 0
+    for k, every in choices.items():
+        fastest, workspace = every[-1]
+        # Rounding ends, not durations, keeps the sum exact.
+        begin, clock = clock, clock + fastest
+        own = clock * now // modelled - begin * now // modelled, workspace
+        slower = [(t * now // modelled, w) for t, w in every[:-1]]
+        variants = (*(v for v in slower if v[0] > own[0]), own)
+        kernels[k] = replace(kernels[k], duration_ns=own[0], workspace=workspace,
+                             variants=variants if len(variants) > 1 else ())  # fmt: skip
+    return Program(program.name, program.tensors, tuple(kernels))
+
+
+def convolution_of(node: fx.Node) -> tuple[Convolution, tuple[Pass, ...]] | None:
+    """What a captured operator computes, None where it is no convolution that the model knows."""
+    aten = torch.ops.aten
+    if node.target not in (aten.convolution.default, aten.convolution_backward.default):
+        return None
+    given = {argument.name: value for argument, value in arguments(node.target, node.args, node.kwargs)}
+    passes: list[Pass] = ["forward"]
+    if "output_mask" in given:
+        both: tuple[Pass, Pass] = ("images", "filters")
+        passes = [what for what, asked in zip(both, given["output_mask"], strict=False) if asked]
+    x, weight = (given[key].meta.get("tensor_meta") for key in ("input", "weight"))
+    known = passes and x is not None and weight is not None and len(x.shape) == 4
+    if not known or given["transposed"] or given["groups"] != 1 or any(d != 1 for d in given["dilation"]):
+        return None
+    padding, stride = (tuple(given[key]) * (2 // len(given[key])) for key in ("padding", "stride"))
+    (batch, channels, *image), (filters, _, *size) = x.shape, weight.shape
+    item = x.dtype.itemsize
+    return Convolution(batch, channels, tuple(image), filters, tuple(size), padding, stride, item), tuple(passes)

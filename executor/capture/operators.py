@@ -1,0 +1,129 @@
+"""What one ATen operator reads, writes and costs, as far as its schema and name tell."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo import eval_frame
+from torch._ops import OpOverload
+from torch._prims_common import is_non_overlapping_and_dense_or_false
+from torch.utils import _python_dispatch
+from torch.utils._pytree import tree_leaves
+
+from simulator.program import KernelKind, Phase
+
+aten = torch.ops.aten
+
+# Memory is reserved and nothing is launched.
+ALLOCATIONS = frozenset({aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided,
+                         aten.empty_permuted})  # fmt: skip
+
+# First match wins; the strings are parts of operator names.
+_KINDS: tuple[tuple[KernelKind, tuple[str, ...]], ...] = (
+    ("conv", ("convolution", "conv_depthwise", "slow_conv")),
+    ("rnn", ("rnn", "lstm", "gru")),
+    ("dropout", ("dropout", "bernoulli")),
+    ("pool", ("_pool",)),
+    ("norm", ("batch_norm", "layer_norm", "group_norm", "rms_norm", "weight_norm")),
+    ("lrn", ("local_response_norm", "cross_map_lrn")),
+    ("matmul", ("mm", "linear", "attention", "mv", "dot", "einsum")),
+    ("activation", ("relu", "threshold", "gelu", "silu", "sigmoid", "tanh", "elu", "softplus", "hardswish", "mish",
+                    "softmax")),
+    ("copy", ("copy", "clone", "cat", "stack", "constant_pad", "_to_dense")),
+    ("reduce", ("sum", "mean", "amax", "amin", "argmax", "argmin", "vector_norm", "var", "std", "prod", "nll_loss",
+                "mse_loss", "bce_loss", "binary_cross_entropy", "cumsum", "logsumexp", "any", "all", "max", "min")),
+    ("elementwise", ("fill", "zero", "ones", "full", "where", "_like")),
+)  # fmt: skip
+
+
+def kind_of(func: OpOverload, phase: Phase) -> KernelKind:
+    """The kind of kernel an operator is; everything in an optimizer's step is ``optimizer``."""
+    if phase == "optimizer":
+        return "optimizer"
+    name = func._overloadpacket.__name__
+    if func._overloadpacket in ALLOCATIONS:
+        return "other"
+    for kind, parts in _KINDS[:-4]:
+        if any(part in name for part in parts):
+            return kind
+    for kind, parts in _KINDS[-4:]:
+        if kind == "reduce" and torch.Tag.pointwise in func.tags:
+            return "elementwise"
+        if any(part in name for part in parts):
+            return kind
+    return "elementwise" if torch.Tag.pointwise in func.tags else "other"
+
+
+def touched_bytes(tensor: Tensor) -> int:
+    """Memory traffic of one pass over a (view of a) tensor: an expanded view is read once."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def arguments(func: OpOverload, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
+    """Schema argument and value, for every argument given."""
+    for i, argument in enumerate(func._schema.arguments):
+        if i < len(args):
+            yield argument, args[i]
+        elif argument.name in kwargs:
+            yield argument, kwargs[argument.name]
+
+
+def mutated(func: OpOverload, args: Any, kwargs: Any) -> list[Tensor]:
+    """Tensor arguments that the schema declares written."""
+    if not func._schema.is_mutable:
+        return []
+    return [
+        leaf
+        for argument, value in arguments(func, args, kwargs)
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for leaf in tree_leaves(value)
+        if isinstance(leaf, Tensor)
+    ]
+
+
+def running_statistics(func: OpOverload, args: Any, kwargs: Any) -> list[Tensor]:
+    """Batch-norm's running mean and variance where a forward kernel updates them.
+
+    The plain schemas do not say that they are written. Their old content does not reach the other
+    outputs, so that the kernel may be run twice if they are put aside.
+    """
+    name = func._overloadpacket.__name__
+    if "batch_norm" not in name or "backward" in name or "no_stats" in name or "stats" in name:
+        return []
+    given = {argument.name: value for argument, value in arguments(func, args, kwargs)}
+    if not given.get("training", given.get("train", "with_update" in name)):
+        return []
+    return [given[key] for key in ("running_mean", "running_var") if isinstance(given.get(key), Tensor)]
+
+
+def adds_gradients(func: OpOverload, args: Any, kwargs: Any) -> bool:
+    """Whether this ``add`` is autograd's own sum of two gradients, in a form that it does in place.
+
+    ``can_accumulate_inplace`` in PyTorch's input_buffer.cpp: the first operand is dense and no view; that
+    nothing else holds it is for the caller to see.
+    """
+    if func is not aten.add.Tensor or kwargs or len(args) != 2 or torch.is_grad_enabled():
+        return False
+    a, b = args
+    if not isinstance(b, Tensor) or a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
+        return False
+    if a._is_view() or not is_non_overlapping_and_dense_or_false(a):
+        return False
+    # Not Python code that the engine runs (a custom Function, a hook); its own threads have no Python at all.
+    return caller() in ("_engine_run_backward", "")
+
+
+def caller() -> str:
+    """Name of the innermost Python function outside this package and the dispatch machinery."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_MACHINERY):
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame.f_code.co_name if frame is not None else ""
+
+
+_MACHINERY = (str(Path(__file__).parents[1]), torch._compile.__file__, eval_frame.__file__, _python_dispatch.__file__)

@@ -1,0 +1,352 @@
+"""Profile: how long each kernel of a captured program takes on a device, and how much workspace it needs.
+
+    profile = measure(captured, "cuda", machine="h200")
+    profile.save(path_of(profile))                      # configs/profiles/<program>-<machine>.json
+    program = with_profile(captured.program, profile)
+
+Each kernel runs alone, on inputs made for it and freed after it: at no time is there more on the device than one
+kernel's inputs, outputs and workspace, so that a model larger than the GPU can be profiled.
+
+1. *Inputs* have the shapes, strides and types of the capture. Floats are uniform in [0, 1). Integers that index
+   something are uniform in what is indexed (``_BOUNDS``); other integers are 0. Booleans are fair coins. Bytes that
+   a kernel returns among others are what a library keeps for its way back (cuDNN, oneDNN), in a form of its own: that
+   kernel is run for them. Numbers that the optimizer reads from a tensor (step counts) are 1.
+2. *Time*: the median of ``repeats`` runs after WARMUP ones. On CUDA between two torch.cuda.Events, all runs issued
+   while the stream is kept busy, so that the time of the host is not in it; elsewhere by ``time.perf_counter_ns``.
+   An event costs a GPU a microsecond or two; so a run of a kernel shorter than SHORT_NS is ROW of them in a row, which
+   is how they follow each other in a step.
+   Runs repeat on the same inputs, so that those that fit the cache are found there, as they mostly are in a step
+   whose last kernel wrote them.
+3. *Workspace*: the peak of CUDA's caching allocator during one run, less what stood before it and less what is there
+   after it (the outputs). What a library keeps for all its calls, as cuBLAS does, is made in the warm-up and not
+   counted. Other devices have no such figure; the workspaces of the program then stay.
+4. Kernels that are equal (operator, shapes, strides, types, constants) are measured once. A marker takes no time.
+5. A program captured on the CPU can be measured on a GPU; its kernels are then the CPU's operators on GPU tensors. A
+   program captured from a model on the GPU has the GPU's own.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+
+from executor.capture.capture import Captured
+from simulator.files import FormatError, fields, integers, load_json, write_json
+from simulator.program import Program
+
+FORMAT = "profile/1"
+PROFILES = Path(__file__).resolve().parents[2] / "configs" / "profiles"
+WARMUP = 3
+SHORT_NS, ROW = 1_000_000, 8
+CYCLES_PER_NS = 2.0  # of a GPU's clock, at most: the stream is kept busy while the host issues the runs of a kernel
+SLOW_NS = 50_000_000  # a run that takes longer is repeated three times only
+
+aten = torch.ops.aten
+# Operator -> (which argument is of indices, what they index: from the arguments to a bound).
+_BOUNDS: dict[Any, tuple[int, Callable[[list[Any]], int]]] = {
+    aten.embedding: (1, lambda a: a[0].shape[0]),
+    aten.embedding_dense_backward: (1, lambda a: a[2]),
+    aten.nll_loss_forward: (1, lambda a: a[0].shape[-1]),
+    aten.nll_loss_backward: (2, lambda a: a[1].shape[-1]),
+    aten.nll_loss2d_forward: (1, lambda a: a[0].shape[1]),
+    aten.nll_loss2d_backward: (2, lambda a: a[1].shape[1]),
+    aten.gather: (2, lambda a: a[0].shape[a[1]]),
+    aten.scatter: (2, lambda a: a[0].shape[a[1]]),
+    aten.scatter_add: (2, lambda a: a[0].shape[a[1]]),
+    aten.index_select: (2, lambda a: a[0].shape[a[1]]),
+    aten.max_pool2d_with_indices_backward: (7, lambda a: a[1].shape[-1] * a[1].shape[-2]),
+}
+
+
+class ProfileError(RuntimeError):
+    """A kernel cannot be run alone; the message is one sentence and names it."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was measured of one program on one device.
+
+    Attributes:
+        program: its name.
+        fingerprint: of the program without durations, workspaces and variants (``shape_of``).
+        machine: name of the machine that it is for, as in ``configs/machine``.
+        device: in words.
+        torch: its version.
+        durations_ns: per kernel.
+        workspaces: per kernel, bytes; None where the device does not tell.
+    """
+
+    program: str
+    fingerprint: str
+    machine: str
+    device: str
+    torch: str
+    durations_ns: tuple[int, ...]
+    workspaces: tuple[int, ...] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The ``profile/1`` dictionary; ``workspaces`` stand in it where there are any."""
+        out = {"format": FORMAT, "program": self.program, "fingerprint": self.fingerprint, "machine": self.machine,
+               "device": self.device, "torch": self.torch, "durations_ns": list(self.durations_ns)}  # fmt: skip
+        return out if self.workspaces is None else {**out, "workspaces": list(self.workspaces)}
+
+    @classmethod
+    def from_dict(cls, data: object) -> Profile:
+        """Reads a ``profile/1`` dictionary.
+
+        Raises:
+            FormatError: naming the first malformed entry.
+        """
+        words = ("format", "program", "fingerprint", "machine", "device", "torch")
+        top = fields(data, "profile", {**dict.fromkeys(words, str), "durations_ns": list}, {"workspaces": (list, None)})
+        if top.pop("format") != FORMAT:
+            raise FormatError(f"profile.format: expected {FORMAT!r}, got {data['format']!r}")  # type: ignore[index]
+        top["durations_ns"] = integers(top["durations_ns"], "profile.durations_ns")
+        if top["workspaces"] is not None:
+            top["workspaces"] = integers(top["workspaces"], "profile.workspaces", len(top["durations_ns"]))
+        for name in ("durations_ns", "workspaces"):
+            for i, value in enumerate(top[name] or ()):
+                if value < 0:
+                    raise FormatError(f"profile.{name}[{i}]: expected an integer of at least 0, got {value}")
+        return cls(**top)
+
+    def save(self, path: str | Path) -> None:
+        """Writes ``profile/1`` JSON."""
+        write_json(path, self.to_dict())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Reads ``profile/1`` JSON.
+
+        Raises:
+            FormatError: naming the file and its first malformed entry.
+        """
+        return load_json(path, cls.from_dict)
+
+
+def path_of(profile: Profile) -> Path:
+    """``configs/profiles/<program>-<machine>.json``; what a file name does not like becomes ``_``."""
+    return PROFILES / (re.sub(r"[^\w.+-]", "_", f"{profile.program}-{profile.machine}") + ".json")
+
+
+def shape_of(program: Program) -> Program:
+    """The program without what a profile says about it, so that its fingerprint is the same on every machine."""
+    kernels = tuple(replace(k, duration_ns=0, workspace=0, variants=()) for k in program.kernels)
+    return Program(program.name, program.tensors, kernels)
+
+
+def with_profile(program: Program, profile: Profile) -> Program:
+    """The program with measured durations and, where the profile has them, workspaces.
+
+    Variants go: their durations are of another scale.
+
+    Raises:
+        FormatError: the profile is of another program.
+    """
+    shape = shape_of(program)
+    if profile.fingerprint != shape.fingerprint or len(profile.durations_ns) != len(program.kernels):
+        raise FormatError(
+            f"the profile is of another program ({profile.program!r}, fingerprint {profile.fingerprint[:12]}; "
+            f"{program.name!r} has {shape.fingerprint[:12]})"
+        )
+    spaces = profile.workspaces or [k.workspace for k in program.kernels]
+    kernels = tuple(replace(k, duration_ns=ns, workspace=space)
+                    for k, ns, space in zip(shape.kernels, profile.durations_ns, spaces, strict=True))  # fmt: skip
+    return Program(program.name, program.tensors, kernels)
+
+
+def measure(
+    captured: Captured, device: str | torch.device, machine: str = "", repeats: int = 7, seconds: float = math.inf
+) -> Profile:
+    """Measures every kernel of a captured program.
+
+    Args:
+        device: where; "cuda" or "cpu".
+        machine: name of the machine that the profile is for.
+        repeats: measured runs of each kernel, at least 1.
+        seconds: when they are over, no kernel is begun.
+
+    Raises:
+        ProfileError: a kernel cannot be run alone, the time is over, or there is no such device.
+    """
+    if repeats < 1:
+        raise ValueError(f"repeats: expected at least 1, got {repeats}")
+    where = torch.device(device)
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise ProfileError("there is no CUDA GPU to profile on")
+    run = _Runner(captured, where, repeats, time.monotonic() + seconds)
+    name = torch.cuda.get_device_name(where) if where.type == "cuda" else f"{where.type} ({torch.get_num_threads()})"
+    with torch.random.fork_rng([torch.cuda.current_device()] if where.type == "cuda" else []), torch.enable_grad():
+        # Without grad mode oneDNN's LSTM would keep nothing for its way back; no input asks for a gradient.
+        figures = [run.kernel(k) for k in range(len(captured.nodes))]
+    durations, workspaces = zip(*figures, strict=True)
+    return Profile(
+        captured.program.name, shape_of(captured.program).fingerprint, machine, name, str(torch.__version__),
+        durations, workspaces if where.type == "cuda" else None,
+    )  # fmt: skip
+
+
+class _Runner:
+    """Runs kernels one by one."""
+
+    def __init__(self, captured: Captured, device: torch.device, repeats: int, until: float = math.inf):
+        self.captured, self.device, self.repeats, self.until = captured, device, repeats, until
+        self.known: dict[str, tuple[int, int]] = {}
+        own = [d for node, d in zip(captured.placeholders, captured.devices, strict=True) if node in captured.values]
+        main = next((d for d in own if d.type != "cpu"), torch.device("cpu"))
+        self.moved = main.type != device.type  # measured elsewhere than captured
+        self.devices = self._devices()
+
+    def kernel(self, k: int) -> tuple[int, int]:
+        """(ns, workspace in bytes) of one kernel."""
+        nodes = self.captured.nodes[k]
+        if not nodes:
+            return 0, 0
+        node = nodes[0]
+        key = self._key(node)
+        if key not in self.known:
+            if time.monotonic() > self.until:
+                raise ProfileError(f"the time for profiling was over at kernel {k} of {len(self.captured.nodes)}")
+            try:
+                args, kwargs = self._inputs(node)
+                self.known[key] = self._measure(lambda: node.target(*args, **kwargs))  # type: ignore[operator]
+            except (RuntimeError, TypeError, IndexError, NotImplementedError) as error:
+                reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+                raise ProfileError(f"kernel {k} ({node.target}) cannot be run alone: {reason}") from error
+        return self.known[key]
+
+    def _measure(self, call: Callable[[], Any]) -> tuple[int, int]:
+        if self.device.type != "cuda":
+            for _ in range(WARMUP):
+                out, ns = _timed(call)
+            times = [_timed(call)[1] for _ in range(self.repeats if ns < SLOW_NS else min(3, self.repeats))]
+            del out
+            return round(median(times)), 0
+        with torch.cuda.device(self.device):
+            for _ in range(WARMUP):
+                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                begin.record()
+                _, issue_ns = _timed(call)
+                end.record()
+                torch.cuda.synchronize()
+            ns = begin.elapsed_time(end) * 1e6
+            runs, row = min(3, self.repeats) if ns >= SLOW_NS else self.repeats, ROW if ns < SHORT_NS else 1
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            out = call()
+            torch.cuda.synchronize()
+            workspace = max(0, torch.cuda.max_memory_allocated() - max(before, torch.cuda.memory_allocated()))
+            del out
+            pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(runs)]
+            torch.cuda._sleep(round(CYCLES_PER_NS * (500_000 + 1.5 * issue_ns * runs * row)))
+            for begin, end in pairs:
+                begin.record()
+                for _ in range(row):
+                    call()
+                end.record()
+            torch.cuda.synchronize()
+            return round(median(a.elapsed_time(b) for a, b in pairs) / row * 1e6), workspace
+
+    # ------------------------------------------------------------------------------------ inputs
+
+    def _devices(self) -> dict[fx.Node, torch.device]:
+        """Where each node's value is: what an operator names, else where its tensors are (a GPU before the host)."""
+        given = dict(zip(self.captured.placeholders, self.captured.devices, strict=True))
+        out: dict[fx.Node, torch.device] = {}
+        for node in self.captured.graph.graph.nodes:
+            if node.op == "get_attr":
+                value = getattr(self.captured.graph, node.target, None)
+                place = value.device if isinstance(value, Tensor) else torch.device("cpu")
+            elif node in given:
+                place = given[node]
+            elif isinstance(named := node.kwargs.get("device"), torch.device):
+                place = named
+            else:
+                places = [out[a] for a in node.all_input_nodes]
+                place = next((p for p in places if p.type != "cpu"), torch.device("cpu"))
+            out[node] = self.device if self.moved else place
+        return out
+
+    def _inputs(self, node: fx.Node) -> tuple[list[Any], dict[str, Any]]:
+        """Fresh arguments of a kernel, each node one value."""
+        values: dict[fx.Node, Any] = {}
+
+        def value(a: fx.Node) -> Any:
+            if a not in values:
+                meta = a.meta.get("tensor_meta")
+                if meta is not None and meta.dtype == torch.uint8 and (maker := _maker(a)):
+                    args, kwargs = self._inputs(maker[0])
+                    values[a] = maker[0].target(*args, **kwargs)[maker[1]]  # type: ignore[operator]
+                else:
+                    values[a] = _number(a) if meta is None else _fresh(meta, self.devices[a])
+            return values[a]
+
+        args, kwargs = list(map_arg(node.args, value)), dict(map_arg(node.kwargs, value))
+        if self.moved and isinstance(kwargs.get("device"), torch.device):
+            kwargs["device"] = self.device
+        packet = getattr(node.target, "overloadpacket", None)
+        if packet in _BOUNDS:
+            at, bound = _BOUNDS[packet]
+            args[at].random_(max(1, bound(args)))
+        elif packet in (aten.index, aten.index_put, aten.index_put_):  # a list of indices, one per dimension
+            for d, index in enumerate(args[1]):
+                if isinstance(index, Tensor) and index.dtype == torch.int64:
+                    index.random_(max(1, args[0].shape[d]))
+        return args, kwargs
+
+    def _key(self, node: fx.Node) -> str:
+        """Equal for kernels that are measured alike."""
+        order: dict[fx.Node, int] = {}  # the same tensor twice is another call than two
+
+        def describe(a: fx.Node) -> str:
+            meta = a.meta.get("tensor_meta")
+            what = _number(a) if meta is None else (tuple(meta.shape), meta.stride, meta.dtype, str(self.devices[a]))
+            return f"<{order.setdefault(a, len(order))} {what}>"
+
+        return f"{node.target} {map_arg(node.args, describe)} {map_arg(node.kwargs, describe)}"
+
+
+def _timed(call: Callable[[], Any]) -> tuple[Any, int]:
+    begin = time.perf_counter_ns()
+    out = call()
+    return out, time.perf_counter_ns() - begin
+
+
+def _fresh(meta: Any, device: torch.device) -> Tensor:
+    """A tensor of such a shape, stride and type, with content as the module says."""
+    reach = 1 + sum((n - 1) * s for n, s in zip(meta.shape, meta.stride, strict=True)) if meta.shape.numel() else 0
+    flat = torch.empty(reach, dtype=meta.dtype, device=device)
+    if meta.dtype == torch.bool:
+        flat.random_(2)
+    elif meta.dtype.is_floating_point and meta.dtype.itemsize > 1:
+        flat.uniform_()
+    else:
+        flat.zero_()
+    return flat.as_strided(tuple(meta.shape), tuple(meta.stride))
+
+
+def _maker(node: fx.Node) -> tuple[fx.Node, int] | None:
+    """The kernel of several results that a value is one of, and which."""
+    while node.target in (aten.detach.default, aten.alias.default):
+        node = node.args[0]  # type: ignore[assignment]
+    return (node.args[0], node.args[1]) if node.target is operator.getitem else None  # type: ignore[return-value]
+
+
+def _number(node: fx.Node) -> Any:
+    """A number of the graph; what is read from a tensor is 1. A constant that is no tensor stays what it is."""
+    if node.op == "get_attr":
+        return getattr(node.graph.owning_module, str(node.target))
+    if node.target is aten._local_scalar_dense.default:
+        return 1
+    return node.target(*map_arg(node.args, _number), **map_arg(node.kwargs, _number))  # type: ignore[operator]

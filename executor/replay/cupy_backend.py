@@ -1,0 +1,266 @@
+"""A GPU behind ``executor.replay.backend``, with CuPy. The only file that imports it.
+
+The arena is one cudaMalloc a run, the host buffer one cudaHostAlloc; pinning takes a third of a second per GiB, so that
+the buffer stays for the runs to come, grows where one needs more, and goes with ``close``. No pool of CuPy's is used.
+Each stream is a CUDA stream without the legacy default stream's barriers.
+
+1. A spin reads the GPU's own ``globaltimer``, in ns, so that its duration does not depend on clock rates. Between two
+   kernels on a stream a GPU takes a few microseconds to launch and to record events, which the duration of a real
+   kernel, measured with events, contains. So a spin that begins at most PAUSE_NS after the last one ended counts from
+   when that one was due, not from now: a train of spins takes the sum of its durations to the microsecond. A kernel
+   that is shorter than a launch makes up for it in the next ones. The price: a wait of compute for a copy that lasts
+   less than PAUSE_NS is not seen.
+2. Patterns are written and checked 16 bytes at a time by all multiprocessors; only the ends of a range that is not
+   aligned to 16 bytes go byte by byte. A check leaves the lowest wrong byte in a slot of its own; slots are a few KiB
+   beside the arena.
+3. Events have the resolution of cudaEventElapsedTime: half a microsecond, and 32-bit floats of milliseconds, which
+   keep 0.1 microseconds over a run of one second.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from executor.replay.backend import Backend, BackendError, Stream
+
+try:
+    import cupy
+    from cupy.cuda import runtime
+except ImportError as error:
+    raise BackendError(f"the cuda backend needs CuPy ({error}): pip install 'headroom[gpu]'") from None
+
+PAUSE_NS = 10_000
+SLOTS = 4096  # of answers of checks, per allocation
+THREADS = 256
+
+SOURCE = r"""
+typedef unsigned long long u64;
+typedef unsigned int u32;
+
+__device__ u64 now() { u64 ns; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(ns)); return ns; }
+
+// last: when the last spin was over, and when it was due.
+extern "C" __global__ void spin(u64 ns, u64 pause, u64* last) {
+    u64 begin = now();
+    u64 due = (begin - last[0] <= pause ? last[1] : begin) + ns, end = begin;
+    while (end < due) end = now();
+    last[0] = end;
+    last[1] = due;
+}
+
+__device__ u32 word(u64 i, u32 seed) { return seed + (u32)i * 2654435761u; }
+__device__ unsigned char byte_at(u64 i, u32 seed) { return word(i >> 2, seed) >> (8 * (i & 3)); }
+
+// Byte i of the range is p[i]. The vectors are those of 16 bytes that lie in it and that start at a multiple of 4 of
+// it and of 16 in memory; where there are none (p is odd), all bytes are done singly.
+__device__ void parts(const unsigned char* p, u64 n, u64* begin, u64* end) {
+    u64 skip = (16 - ((u64)p & 15)) & 15;
+    *begin = (skip & 3) || skip > n ? n : skip;
+    *end = *begin + (n - *begin) / 16 * 16;
+}
+
+extern "C" __global__ void fill(unsigned char* p, u64 n, u32 seed) {
+    u64 begin, end, first = blockIdx.x * (u64)blockDim.x + threadIdx.x, step = gridDim.x * (u64)blockDim.x;
+    parts(p, n, &begin, &end);
+    for (u64 at = begin + 16 * first; at < end; at += 16 * step) {
+        u64 w = at / 4;
+        *(uint4*)(p + at) = make_uint4(word(w, seed), word(w + 1, seed), word(w + 2, seed), word(w + 3, seed));
+    }
+    for (u64 at = first; at < begin; at += step) p[at] = byte_at(at, seed);
+    for (u64 at = end + first; at < n; at += step) p[at] = byte_at(at, seed);
+}
+
+__device__ void check(const unsigned char* p, u64 at, u32 seed, u64* wrong) {
+    if (p[at] != byte_at(at, seed)) atomicMin(wrong, at);
+}
+
+extern "C" __global__ void verify(const unsigned char* p, u64 n, u32 seed, u64* wrong) {
+    u64 begin, end, first = blockIdx.x * (u64)blockDim.x + threadIdx.x, step = gridDim.x * (u64)blockDim.x;
+    parts(p, n, &begin, &end);
+    for (u64 at = begin + 16 * first; at < end; at += 16 * step) {
+        u64 w = at / 4;
+        uint4 v = *(const uint4*)(p + at);
+        if (v.x != word(w, seed) || v.y != word(w + 1, seed) || v.z != word(w + 2, seed) || v.w != word(w + 3, seed))
+            for (int i = 0; i < 16; i++) check(p, at + i, seed, wrong);
+    }
+    for (u64 at = first; at < begin; at += step) check(p, at, seed, wrong);
+    for (u64 at = end + first; at < n; at += step) check(p, at, seed, wrong);
+}
+"""
+
+
+class CupyBackend(Backend):
+    """The GPU of number ``device``; with ``copy_engines`` 1 both directions share one stream.
+
+    Raises:
+        BackendError: there is no such GPU.
+    """
+
+    def __init__(self, copy_engines: int = 2, device: int = 0):
+        self._device = device
+        with self._talk("no CUDA GPU can be used"):
+            runtime.setDevice(device)
+            properties = runtime.getDeviceProperties(device)
+            self.memory_bytes = int(properties["totalGlobalMem"])
+            major, minor = divmod(runtime.runtimeGetVersion() // 10, 100)
+            self.name = f"{properties['name'].decode()}, CUDA {major}.{minor}, CuPy {cupy.__version__}"
+            kernels = cupy.RawModule(code=SOURCE)
+            kernels.compile()
+            self._spin, self._fill, self._verify = (kernels.get_function(name) for name in ("spin", "fill", "verify"))
+            self._blocks = 4 * int(properties["multiProcessorCount"])
+            compute, d2h = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
+            h2d = cupy.cuda.Stream(non_blocking=True) if copy_engines == 2 else d2h
+        self._streams: dict[str, Any] = {"compute": compute, "d2h": d2h, "h2d": h2d}
+        self._arena = self._pinned = self._clock = 0  # addresses
+        self._bytes = self._taken = self._checks = self._pinned_bytes = 0
+        self._slots: list[int] = []  # addresses of uint64[SLOTS]
+        self._base: Any = None
+
+    @contextmanager
+    def _talk(self, what: str) -> Iterator[None]:
+        """Errors of CUDA become one sentence."""
+        try:
+            yield
+        except BackendError:
+            raise
+        except (RuntimeError, OSError, cupy.cuda.compiler.CompileException) as e:  # of the runtime, driver, or loader
+            reason = f"{what} ({e})".splitlines()[0]
+            raise BackendError(f"{self.task}: {reason}" if self.task else reason) from e
+
+    # ---------------------------------------------------------------------------------- memory
+
+    def allocate(self, device_bytes: int, host_bytes: int) -> None:
+        if self._clock:
+            raise BackendError("there is an arena already; free it first")
+        try:
+            with self._talk(f"{host_bytes:,} bytes of host memory cannot be pinned"):
+                if not self._pinned or host_bytes > self._pinned_bytes:
+                    self._unpin()
+                    self._pinned, self._pinned_bytes = runtime.hostAlloc(max(host_bytes, 1), 0), host_bytes
+            self.host = np.ctypeslib.as_array((ctypes.c_uint8 * host_bytes).from_address(self._pinned))
+            with self._talk(f"an arena of {device_bytes:,} bytes cannot be allocated"):
+                self._clock = runtime.malloc(16)
+                free, _ = runtime.memGetInfo()
+                self._arena = runtime.malloc(max(device_bytes, 1))
+                self._taken = free - runtime.memGetInfo()[0]
+                runtime.memset(self._clock, 0, 16)
+                runtime.deviceSynchronize()
+                self._bytes = device_bytes
+                self._base = self.record("compute")
+        except BaseException:
+            self.free()
+            raise
+
+    @property
+    def allocated_bytes(self) -> int:
+        return self._taken
+
+    def free(self) -> None:
+        try:
+            for stream in self._streams.values():
+                stream.synchronize()
+        except runtime.CUDARuntimeError:
+            pass  # after an error nothing runs any more, and the context gives back its memory with the process
+        if hasattr(self, "host"):
+            del self.host
+        for address in (self._arena, self._clock, *self._slots):
+            try:
+                if address:
+                    runtime.free(address)
+            except runtime.CUDARuntimeError:
+                pass  # as above
+        self._arena = self._clock = self._bytes = self._taken = self._checks = 0
+        self._slots, self._base, self.task = [], None, ""
+
+    def _unpin(self) -> None:
+        address, self._pinned, self._pinned_bytes = self._pinned, 0, 0
+        if address:
+            runtime.freeHost(address)
+
+    def close(self) -> None:
+        self.free()
+        try:
+            self._unpin()
+        except runtime.CUDARuntimeError:
+            pass  # as in free
+        self._streams = {}
+
+    # ---------------------------------------------------------------------------------- work
+
+    def copy(self, stream: Stream, device: int, host: int, nbytes: int) -> None:
+        on_device, on_host = self._address(device, nbytes), self._pinned + host
+        if not 0 <= host <= host + nbytes <= len(self.host):
+            raise BackendError(f"{self.task}: bytes {host:,} to {host + nbytes:,} are not in the host buffer")
+        target, source, kind = (
+            (on_host, on_device, runtime.memcpyDeviceToHost) if stream == "d2h"
+            else (on_device, on_host, runtime.memcpyHostToDevice)
+        )  # fmt: skip
+        with self._talk(f"a copy of {nbytes:,} bytes failed"):
+            runtime.memcpyAsync(target, source, nbytes, kind, self._streams[stream].ptr)
+
+    def spin(self, ns: int) -> None:
+        self._launch(self._spin, 1, 1, np.uint64(ns), np.uint64(PAUSE_NS), np.uint64(self._clock))
+
+    def fill(self, device: int, nbytes: int, seed: int) -> None:
+        if nbytes:
+            args = (np.uint64(self._address(device, nbytes)), np.uint64(nbytes), np.uint32(seed))
+            self._launch(self._fill, self._grid(nbytes), THREADS, *args)
+
+    def verify(self, device: int, nbytes: int, seed: int) -> int:
+        number, at = self._checks, self._checks % SLOTS
+        if at == 0:
+            with self._talk("the answers of checks cannot be allocated"):
+                self._slots.append(runtime.malloc(8 * SLOTS))
+                runtime.memsetAsync(self._slots[-1], 0xFF, 8 * SLOTS, self._streams["compute"].ptr)
+        self._checks += 1
+        if nbytes:
+            args = (np.uint64(self._address(device, nbytes)), np.uint64(nbytes), np.uint32(seed))
+            self._launch(self._verify, self._grid(nbytes), THREADS, *args, np.uint64(self._slots[-1] + 8 * at))
+        return number
+
+    def mismatches(self) -> dict[int, int]:
+        wrong: dict[int, int] = {}
+        answers = np.empty(SLOTS, np.uint64)
+        for i, slots in enumerate(self._slots):
+            with self._talk("the answers of checks cannot be read"):
+                runtime.memcpy(answers.ctypes.data, slots, 8 * SLOTS, runtime.memcpyDeviceToHost)
+            wrong |= {SLOTS * i + int(j): int(answers[j]) for j in np.flatnonzero(answers != 2**64 - 1)}
+        return wrong
+
+    def _launch(self, kernel: Any, blocks: int, threads: int, *args: Any) -> None:
+        with self._talk("a kernel cannot be launched"), self._streams["compute"]:
+            kernel((blocks,), (threads,), args)
+
+    def _grid(self, nbytes: int) -> int:
+        return min(self._blocks, -(-nbytes // (16 * THREADS)))
+
+    def _address(self, offset: int, nbytes: int) -> int:
+        if not 0 <= offset <= offset + nbytes <= self._bytes:
+            raise BackendError(f"{self.task}: bytes {offset:,} to {offset + nbytes:,} are not in the arena")
+        return int(self._arena) + offset
+
+    # ---------------------------------------------------------------------------------- order and time
+
+    def record(self, stream: Stream) -> Any:
+        with self._talk("an event cannot be recorded"):
+            event = cupy.cuda.Event()
+            event.record(self._streams[stream])
+            return event
+
+    def wait(self, stream: Stream, event: Any) -> None:
+        with self._talk("a stream cannot wait"):
+            self._streams[stream].wait_event(event)
+
+    def synchronize(self, event: Any = None) -> None:
+        with self._talk("the GPU reports that earlier work failed"):
+            for each in [event] if event else list(self._streams.values()):
+                each.synchronize()
+
+    def time_ns(self, event: Any) -> int:
+        with self._talk("an event has no time"):
+            return round(1e6 * float(cupy.cuda.get_elapsed_time(self._base, event)))

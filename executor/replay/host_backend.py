@@ -1,0 +1,221 @@
+"""This computer behind ``executor.replay.backend``: a GPU played with what every computer has.
+
+The arena and the host buffer are NumPy arrays, each stream is a thread that does its work in order, copies really move
+their bytes at the speed of a ``Machine``, and the threads run in parallel (NumPy releases the GIL while it copies).
+
+How it keeps time:
+
+1. A spin is over, and the last byte of a copy moves, when it is due, never before. It is due its duration after the
+   moment at which it could begin: its predecessor was due, what it waits for has happened, and it was enqueued. So a
+   thread that wakes up late does not make all that follows late, as a GPU would not; the event after it says when it
+   really was over.
+2. A copy moves in up to PARTS pieces, each when it is due. Whoever reads the target too early, or overwrites the
+   source, therefore meets a copy that is half done, as on a GPU.
+3. Filling and checking take as long as NumPy takes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from executor.replay.backend import RAMP, Backend, BackendError, Bytes, Stream, first_difference, pattern, pieces
+from simulator.machine import Machine
+
+PARTS = 16  # of a copy
+PART_BYTES = 1024  # at least, of each part
+
+
+class _Event:
+    """When it happened, and whether it has."""
+
+    def __init__(self) -> None:
+        self.happened = threading.Event()
+        self.ns = 0
+
+
+class _Dropped(Exception):
+    """Work was called off while it ran."""
+
+
+_Work = Callable[[int], int]  # from when it could begin to when it was due to be over
+
+
+class HostBackend(Backend):
+    """This computer as a machine's GPU: its memory sizes, its copy engines, its transfer times."""
+
+    def __init__(self, machine: Machine):
+        self.machine = machine
+        self.name = f"host, as {machine.name}"
+        self.memory_bytes = machine.memory_bytes
+        self._stop = threading.Event()  # what has not begun is dropped
+        self._error: tuple[str, BaseException] | None = None
+        self._arena: Bytes | None = None
+        self._mismatches: dict[int, int] = {}
+        self._checks = 0
+        self._base = 0
+        names = ("compute", "d2h", "h2d") if machine.copy_engines == 2 else ("compute", "d2h")
+        self._queues: dict[str, SimpleQueue[Any]] = {stream: SimpleQueue() for stream in names}
+        self._threads = [threading.Thread(target=self._run, args=(q,), daemon=True) for q in self._queues.values()]
+        for thread in self._threads:
+            thread.start()
+        self._queues.setdefault("h2d", self._queues["d2h"])
+
+    # ---------------------------------------------------------------------------------- memory
+
+    def allocate(self, device_bytes: int, host_bytes: int) -> None:
+        if self._arena is not None:
+            raise BackendError("there is an arena already; free it first")
+        if device_bytes > self.memory_bytes:
+            raise BackendError(f"{self.name} has {self.memory_bytes:,} bytes, too few for {device_bytes:,}")
+        self.host = self._pin(host_bytes)
+        try:
+            self._arena = np.zeros(device_bytes, np.uint8)
+        except MemoryError as error:
+            del self.host
+            raise BackendError(f"an arena of {device_bytes:,} bytes cannot be allocated ({error})") from None
+        self._base = time.perf_counter_ns()
+
+    def _pin(self, nbytes: int) -> Bytes:
+        try:
+            if nbytes > self.machine.host_bytes:
+                raise MemoryError(f"{self.machine.name} has {self.machine.host_bytes:,}")
+            return np.zeros(nbytes, np.uint8)
+        except (MemoryError, ValueError) as error:
+            raise BackendError(f"{nbytes:,} bytes of host memory cannot be pinned ({error})") from None
+
+    @property
+    def allocated_bytes(self) -> int:
+        return 0 if self._arena is None else self._arena.nbytes
+
+    def free(self) -> None:
+        self._stop.set()
+        for event in [self.record(stream) for stream in self._streams()]:
+            event.happened.wait()
+        self._stop.clear()
+        self._error, self._arena, self._mismatches, self._checks, self.task = None, None, {}, 0, ""
+        if hasattr(self, "host"):
+            del self.host
+
+    def close(self) -> None:
+        self.free()
+        for stream in self._streams():
+            self._queues[stream].put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _streams(self) -> list[Stream]:
+        return ["compute", "d2h", "h2d"]
+
+    # ---------------------------------------------------------------------------------- work
+
+    def copy(self, stream: Stream, device: int, host: int, nbytes: int) -> None:
+        on_device, on_host = self._range(device, nbytes), self.host[host : host + nbytes]
+        if host < 0 or len(on_host) < nbytes:
+            raise BackendError(f"{self.task}: bytes {host:,} to {host + nbytes:,} are not in the host buffer")
+        source, target = (on_device, on_host) if stream == "d2h" else (on_host, on_device)
+        ns = self.machine.d2h_ns(nbytes) if stream == "d2h" else self.machine.h2d_ns(nbytes)
+        self._put(stream, lambda ready: self._copy(source, target, ready, ns))
+
+    def _copy(self, source: Bytes, target: Bytes, ready: int, ns: int) -> int:
+        nbytes, latency = len(source), self.machine.copy_latency_ns
+        parts = min(PARTS, max(1, nbytes // PART_BYTES))
+        for i in range(parts):
+            self._sleep_until(ready + latency + (ns - latency) * (i + 1) // parts)
+            begin, end = nbytes * i // parts, nbytes * (i + 1) // parts
+            target[begin:end] = source[begin:end]
+        return ready + ns
+
+    def spin(self, ns: int) -> None:
+        self._put("compute", lambda ready: self._sleep_until(ready + ns))
+
+    def fill(self, device: int, nbytes: int, seed: int) -> None:
+        where = self._range(device, nbytes)
+
+        def work(ready: int) -> int:
+            for at in pieces(nbytes):
+                piece = where[at : at + 4 * len(RAMP)]
+                piece[:] = pattern(len(piece), seed, at // 4)
+            return time.perf_counter_ns()
+
+        self._put("compute", work)
+
+    def verify(self, device: int, nbytes: int, seed: int) -> int:
+        where, number = self._range(device, nbytes), self._checks
+        self._checks += 1
+
+        def work(ready: int) -> int:
+            wrong = first_difference(where, seed)
+            if wrong is not None:
+                self._mismatches[number] = wrong
+            return time.perf_counter_ns()
+
+        self._put("compute", work)
+        return number
+
+    def mismatches(self) -> dict[int, int]:
+        return dict(self._mismatches)
+
+    def _range(self, offset: int, nbytes: int) -> Bytes:
+        assert self._arena is not None, "there is no arena"
+        if not 0 <= offset <= offset + nbytes <= len(self._arena):
+            raise BackendError(f"{self.task}: bytes {offset:,} to {offset + nbytes:,} are not in the arena")
+        return self._arena[offset : offset + nbytes]
+
+    # ---------------------------------------------------------------------------------- order and time
+
+    def record(self, stream: Stream) -> _Event:
+        event = _Event()
+        self._queues[stream].put((time.perf_counter_ns(), self.task, event))
+        return event
+
+    def wait(self, stream: Stream, event: _Event) -> None:
+        def work(ready: int) -> int:
+            event.happened.wait()
+            return max(ready, event.ns)
+
+        self._put(stream, work)
+
+    def synchronize(self, event: _Event | None = None) -> None:
+        for each in [event] if event else [self.record(stream) for stream in self._streams()]:
+            each.happened.wait()
+        if self._error:
+            task, error = self._error
+            raise BackendError(f"{task}: {error}" if task else str(error)) from error
+
+    def time_ns(self, event: _Event) -> int:
+        return event.ns - self._base
+
+    def _put(self, stream: Stream, work: _Work) -> None:
+        self._queues[stream].put((time.perf_counter_ns(), self.task, work))
+
+    def _run(self, queue: SimpleQueue[Any]) -> None:
+        """A stream: does what is in its queue, in order, until None comes. Events happen even where work is dropped."""
+        due = 0
+        while (item := queue.get()) is not None:
+            enqueued, task, work = item
+            if isinstance(work, _Event):
+                work.ns = time.perf_counter_ns()
+                work.happened.set()
+            elif not self._stop.is_set():
+                try:
+                    due = work(max(due, enqueued))
+                except _Dropped:
+                    pass
+                except BaseException as error:  # whatever it is, nobody may wait for this thread in vain
+                    self._error = self._error or (task, error)
+                    self._stop.set()
+
+    def _sleep_until(self, due: int) -> int:
+        """Sleeps until then, the last 0.1 ms awake; returns ``due``."""
+        while (left := due - time.perf_counter_ns()) > 0:
+            if left < 100_000:
+                time.sleep(0)
+            elif self._stop.wait((left - 60_000) / 1e9):
+                raise _Dropped
+        return due

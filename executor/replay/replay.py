@@ -1,0 +1,310 @@
+"""A program and a plan on a device: what the simulator says, measured.
+
+Kernels are spins of their durations; memory and transfers are real. The arena is exactly as large as the footprint of
+the packing, and nothing else on the device holds tensors. The order of issue and the waits are those of
+``executor.replay.streams``; hardware decides when anything happens. The measured Timeline is of the simulator's type.
+
+    with open_backend("cuda", machine) as backend:
+        measured = replay(program, plan, machine, limit, backend)
+    measured.iteration_ns, measured.error, measured.timeline.save("measured.json")
+
+``mode``:
+
+- ``time``: kernels only spin.
+- ``check``: in addition, every block is written with a pattern of its tensor and version and is compared with it where
+  it is read: before and after the spin of each kernel that reads it, at the end of the run, and after its way over the
+  host. What is written first, workspaces too, is written when the kernel starts, what is updated when it ends. A wait
+  that is missing, an address that is wrong or a byte that is lost is a ReplayError that names tensor and kernel.
+  This is work on the compute stream, so that the times are not those of the plan.
+
+Choices:
+
+(a) The host issues at most AHEAD iterations ahead of the device: an endless queue would need endless events, and Ctrl-C
+    has to wait for what a GPU has been given.
+(b) A kernel that waits for nothing but its predecessor starts in the Timeline when that ended, as in the simulator:
+    launch overhead between two kernels belongs to the later one. Another starts when its waits are over.
+(c) A stall of compute is one for data if the last thing that it waited for is a swap-in, else for memory.
+(d) The iteration time is the median over the measured iterations; the Timeline's own figure is that of the last.
+(e) Blocks count as in use from the start of the job that takes them to the end of the one that frees them, so that the
+    memory curve of the measured Timeline is exact to the events' resolution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Literal
+
+from executor.replay.backend import Backend, first_difference, pattern
+from executor.replay.streams import Block, Circle, Job, ReplayError, circle
+from simulator.machine import Machine
+from simulator.plan import Plan
+from simulator.program import Program
+from simulator.timeline import Span, Timeline
+
+AHEAD = 2  # iterations
+
+Mode = Literal["time", "check"]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a replay measured, beside what was simulated.
+
+    Attributes:
+        timeline: of the measured iterations.
+        iterations_ns: of each of them.
+        predicted: the simulated timeline that gave the order of issue; ``predicted_ns`` is its time per iteration.
+        period: iterations after which everything repeats; ``predicted`` is of so many as one.
+        limit, footprint: bytes; the arena had ``footprint`` bytes.
+        device_bytes: what the arena took by the device's own count, which a GPU rounds up to its pages (2 MiB).
+        allocator: that packed.
+        checks: how many comparisons there were, each of a whole block.
+        device: in words.
+    """
+
+    timeline: Timeline
+    iterations_ns: tuple[int, ...]
+    predicted: Timeline
+    predicted_ns: float
+    period: int
+    limit: int
+    footprint: int
+    device_bytes: int
+    allocator: str
+    checks: int
+    device: str
+
+    @property
+    def iteration_ns(self) -> float:
+        """Median over the measured iterations; over the means of those that repeat as a group."""
+        times, group = self.iterations_ns, self.period
+        return median(sum(times[i : i + group]) / group for i in range(0, len(times), group))
+
+    @property
+    def error(self) -> float:
+        """Measured over predicted iteration time, minus 1."""
+        return self.iteration_ns / self.predicted_ns - 1 if self.predicted_ns else 0.0
+
+    @property
+    def fits(self) -> bool:
+        """Is the arena at most the limit?"""
+        return self.footprint <= self.limit
+
+
+def replay(
+    program: Program,
+    plan: Plan,
+    machine: Machine,
+    limit: int,
+    backend: Backend,
+    iterations: int = 5,
+    warmup: int = 2,
+    mode: Mode = "time",
+    strict: bool = False,
+    allocators: Sequence[str] = ("smartpool", "optimal"),
+    seconds: float = 5.0,
+) -> Measured:
+    """Runs a plan on a backend.
+
+    Args:
+        machine: what the simulator predicts with; the backend does as it does.
+        limit: bytes, persistent tensors included.
+        iterations: measured ones, at least 2; this and ``warmup`` are rounded up where iterations repeat in groups.
+        warmup: iterations before them. The first begins with nothing under way, unlike the others.
+        strict: refuse a plan whose footprint is over the limit although its bytes are not. Else the arena is as large
+            as the footprint, and the result says so (``fits``).
+        allocators, seconds: as ``executor.replay.streams.circle``.
+
+    Raises:
+        PlanError, OutOfMemory: as ``simulate``.
+        ReplayError: the plan does not become steady, does not fit (``strict``), or a check failed.
+        BackendError: the device refused or failed; the streams are drained and its memory is given back.
+    """
+    if iterations < 2 or warmup < 1:
+        raise ValueError(f"expected at least 2 iterations and 1 of warm-up, got {iterations} and {warmup}")
+    if mode not in ("time", "check"):
+        raise ValueError(f"mode: expected time or check, got {mode!r}")
+    order = circle(program, plan, machine, limit, allocators, seconds)
+    if strict and order.footprint > limit:
+        raise ReplayError(
+            f"{order.allocator} needs {order.footprint:,} bytes for blocks of {order.predicted.peak_bytes:,}, "
+            f"over the limit of {limit:,}"
+        )
+    with backend.arena(order.footprint, order.host_bytes):
+        run = _Run(order, backend, mode == "check")
+        group = order.iterations
+        warmup, iterations = (-(-count // group) * group for count in (warmup, iterations))
+        for i in range((warmup + iterations) // group):
+            if i >= AHEAD:
+                backend.synchronize(run.ends[i - AHEAD][-1])
+            run.issue(i)
+        run.finish()
+        timeline = run.read(program, limit, warmup)
+        device_bytes = backend.allocated_bytes
+    ends = (0, *timeline.boundaries)
+    return Measured(
+        timeline, tuple(b - a for a, b in zip(ends, ends[1:], strict=False)), order.predicted,
+        order.predicted.iteration_ns / group, group, limit, order.footprint, device_bytes, order.allocator,
+        len(run.checks), backend.name,
+    )  # fmt: skip
+
+
+class _Run:
+    """Issues the circle of jobs again and again and keeps the events."""
+
+    def __init__(self, order: Circle, backend: Backend, check: bool):
+        self.order, self.backend, self.check = order, backend, check
+        self.program = order.program
+        self.begins: list[list[Any]] = []  # per round and job; None where it starts when the one before ends
+        self.ends: list[list[Any]] = []
+        self.checks: list[tuple[Block, str]] = []
+        if check:
+            backend.task = "filling the arena"
+            for block in order.start:
+                backend.fill(block.offset, block.nbytes, _seed(block))
+            for t, at in order.host.items():
+                block = Block(t, at, self.program.tensors[t].nbytes)
+                backend.host[at : at + block.nbytes] = pattern(block.nbytes, _seed(block))
+            backend.synchronize()
+
+    def issue(self, i: int) -> None:
+        """Enqueues round i."""
+        backend, begins, ends = self.backend, list[Any](), list[Any]()
+        self.begins.append(begins)
+        self.ends.append(ends)
+        for job in self.order.jobs:
+            stream, index = job.span.stream, job.span.index
+            backend.task = self._name(job, i)
+            for back, other in job.waits:
+                if i >= back:
+                    backend.wait(stream, self.ends[i - back][other])
+            begins.append(backend.record(stream) if job.waits or stream != "compute" or not (i or ends) else None)
+            if stream != "compute":
+                if job.block:
+                    backend.copy(stream, job.block.offset, self.order.host[index], job.block.nbytes)
+            elif self.check:
+                self._checked(job, i)
+            else:
+                self._spin(job)
+            ends.append(backend.record(stream))
+
+    def _spin(self, job: Job) -> None:
+        if ns := self.program.kernels[job.span.index].duration_ns:
+            self.backend.spin(ns)
+
+    def _checked(self, job: Job, i: int) -> None:
+        """A kernel that really writes and reads."""
+        who = self._name(job, i)
+        self._compare(job.reads, i, f"before {who}")
+        self._fill(job.fresh, i)
+        self._spin(job)
+        self._compare(job.reads, i, f"during {who}")
+        self._compare(job.fresh, i, f"after {who}")
+        self._fill(job.writes, i)
+
+    def _fill(self, blocks: list[Block], i: int) -> None:
+        for b in blocks:
+            self.backend.fill(b.offset, b.nbytes, self._seed(b, i))
+
+    def _compare(self, blocks: list[Block], i: int, when: str) -> None:
+        for b in blocks:
+            number = self.backend.verify(b.offset, b.nbytes, self._seed(b, i))
+            assert number == len(self.checks)
+            self.checks.append((b, when))
+
+    def finish(self) -> None:
+        """Waits, and in mode check looks at all that is left and raises what went wrong first.
+
+        Raises:
+            ReplayError: naming tensor and kernel.
+        """
+        rounds, start = len(self.ends), {b.owner: b for b in self.order.start}
+        self.backend.task = "the end of the run"
+        self.backend.synchronize()
+        if not self.check:
+            return
+        self._compare(list(start.values()), rounds, "at the end of the run")
+        self.backend.synchronize()
+        if wrong := self.backend.mismatches():
+            first = min(wrong)
+            self._raise(*self.checks[first], wrong[first])
+        for t, at in self.order.host.items():
+            tensor = self.program.tensors[t]
+            if tensor.persistent and t not in start:
+                block = Block(t, at, tensor.nbytes)
+                byte = first_difference(self.backend.host[at : at + block.nbytes], self._seed(block, rounds))
+                self.checks.append((block, "on the host at the end of the run"))
+                if byte is not None:
+                    self._raise(*self.checks[-1], byte)
+
+    def _raise(self, block: Block, when: str, byte: int) -> None:
+        raise ReplayError(f"{self._owner(block)}, {when}: byte {byte:,} of {block.nbytes:,} is wrong")
+
+    def _seed(self, block: Block, i: int) -> int:
+        """Of the pattern of a block in round i."""
+        owner = block.owner
+        return _seed(block, i * len(self.program.writes[owner]) if owner >= 0 else 0)
+
+    def _owner(self, block: Block) -> str:
+        if block.owner < 0:
+            return f"the workspace of kernel {-1 - block.owner} ({self.program.kernels[-1 - block.owner].name!r})"
+        return f"tensor {self.order.original[block.owner]} ({self.program.tensors[block.owner].name!r})"
+
+    def _name(self, job: Job, i: int) -> str:
+        index, n = job.span.index, len(self.program.kernels) // self.order.iterations
+        if job.span.stream != "compute":
+            what = "swap-out" if job.span.kind == "swap_out" else "swap-in"
+            return f"{what} of {self._owner(Block(index, 0, 0))}, iteration {i * self.order.iterations}"
+        again = " run again" if job.span.kind == "recompute" else ""
+        name = self.program.kernels[index].name
+        return f"kernel {index % n} ({name!r}){again}, iteration {i * self.order.iterations + index // n}"
+
+    def read(self, program: Program, limit: int, skip: int) -> Timeline:
+        """What happened from the end of iteration ``skip`` on, its time 0, in the given program's indices."""
+        n, jobs, time_ns = len(program.kernels), self.order.jobs, self.backend.time_ns
+        boundaries: list[int] = []
+        spans: list[tuple[Span, int]] = []  # and the iteration
+        changes: list[tuple[int, int]] = [(0, self.order.used)]
+        stalls: list[tuple[int, int, bool]] = []
+        over: list[list[int]] = []  # per round and job
+        before = 0  # when compute was last busy
+        for begins, ends in zip(self.begins, self.ends, strict=True):
+            over.append([time_ns(e) for e in ends])
+            for j, job in enumerate(jobs):
+                stream, kind, index = job.span[2:]
+                begin = before if begins[j] is None else time_ns(begins[j])
+                end = max(over[-1][j], begin)
+                changes += [(end, -job.freed), (begin, job.charged)]
+                if stream != "compute":
+                    spans.append((Span(begin, end, stream, kind, self.order.original[index]), len(boundaries)))
+                    continue
+                if begin > before:
+                    waits = [(over[-1 - back][i], jobs[i].span.kind) for back, i in job.waits if back < len(over)]
+                    stalls.append((before, begin, bool(waits) and max(waits)[1] == "swap_in"))
+                before = end
+                spans.append((Span(begin, end, stream, kind, index % n), len(boundaries)))
+                if kind == "kernel" and index % n == n - 1:
+                    boundaries.append(end)
+        zero, last = boundaries[skip - 1], boundaries[-1]
+        kept = [
+            s._replace(start_ns=max(s.start_ns - zero, 0), end_ns=s.end_ns - zero) for s, i in spans
+            if (i >= skip if s.stream == "compute" else s.end_ns > zero and s.start_ns < last)
+        ]  # fmt: skip
+        kept.sort(key=lambda s: s.start_ns)
+        used, memory = 0, [(0, 0)]
+        for now, change in sorted(changes, key=lambda c: (c[0], c[1] > 0)):  # at one instant frees first (rule 9)
+            used += change
+            if now <= zero:
+                memory = [(0, used)]
+            elif change and now <= last:
+                memory.append((now - zero, used))
+        waited = [(a - zero, b - zero, data) for a, b, data in stalls]
+        required = self.order.predicted.required_bytes
+        return Timeline.assemble(program, limit, required, [b - zero for b in boundaries[skip:]], kept, memory, waited)
+
+
+def _seed(block: Block, written: int = 0) -> int:
+    """32 bits that tell owner and version, after ``written`` writes more, from all others."""
+    return (block.owner * 0x9E3779B1 + (block.version + written) * 0x85EBCA77 + 0x27D4EB2F) % 2**32

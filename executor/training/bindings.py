@@ -1,0 +1,149 @@
+"""The user's tensors of a captured step, found anew before every step, and optimizer state that is not there yet."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.optim import Optimizer
+
+from executor.capture.capture import Captured
+from executor.training.storage import Block, Place, Shared, movable
+
+
+class StepError(RuntimeError):
+    """A step cannot be made or failed; the message is one sentence and says what became of the model."""
+
+
+class Binding(Shared):
+    """A tensor of the user's that is a placeholder of the graph."""
+
+    def __init__(self, captured: Captured, i: int):
+        self.node, self.name, self.home = captured.placeholders[i], captured.names[i], captured.homes[i]
+        self.source, self.tensor, self.meant = captured.sources[i], captured.values[self.node], meant(captured, i)
+        self.user = self.own = self.seen = None  # type: ignore[assignment]
+        self.block: Block | None = None  # where the plan swaps it
+
+    def present(self) -> Any:
+        """What stands where the step finds the tensor; None where nothing does."""
+        return self.home.get() if self.home else self.source
+
+    def found(self) -> bool:
+        """Is it as the last step left it?"""
+        now = self.present()
+        if now is None or now is not self.user or now.device != self.seen.device or not self.seen.is_set_to(now):
+            return False
+        return self.block is None or self.block.place is not Place.DEVICE or movable(now)
+
+    def take(self, nbytes: int) -> None:
+        """Takes what is there, which has to look as at the capture.
+
+        Where a parameter is on the host between two steps, what was made after it is there, too (loaded optimizer
+        state, a parameter's new ``data``): that goes to the device.
+        """
+        now = self.present()
+        if isinstance(self.source, nn.Parameter) and now is not self.source:
+            raise StepError(f"{self.name} was replaced by another parameter after the capture; capture the step again")
+        if isinstance(now, Tensor) and now.device.type == "cpu" != self.meant[0].type and self._may_be_away():
+            now.data = now.data.to(self.meant[0])
+        compare(self.name, now, self.node, *self.meant)
+        if self.block and now.untyped_storage().nbytes() != nbytes:
+            raise StepError(f"{self.name} is part of other memory than at the capture; capture the step again")
+        if self.block and now.device.type == "cpu" and now.is_shared():
+            raise StepError(f"the plan swaps {self.name}, which is in memory shared with other processes")
+        self.user, self.own = now, now.detach()
+        self.seen = self.own
+
+    def _may_be_away(self) -> bool:
+        return self.block is not None or (self.home is not None and isinstance(self.home.container, Optimizer))
+
+
+def meant(captured: Captured, i: int) -> tuple[torch.device, int | None]:
+    """Device of a placeholder's tensors, and their offset in their storage where the graph depends on it."""
+    node, source = captured.placeholders[i], captured.sources[i]
+    absolute = any(user.target is torch.ops.aten.as_strided.default for user in node.users)
+    return captured.devices[i], source.storage_offset() if absolute and source is not None else None
+
+
+def compare(name: str, tensor: Any, node: fx.Node, device: torch.device, offset: int | None) -> None:
+    """Raises StepError where a tensor is not as its placeholder."""
+    want = node.meta["tensor_meta"]
+    if not isinstance(tensor, Tensor):
+        raise StepError(f"{name} is a {type(tensor).__name__}, not a tensor")
+    for what, now, was in (
+        ("shape", tuple(tensor.shape), tuple(want.shape)), ("type", tensor.dtype, want.dtype),
+        ("device", tensor.device, device), ("stride", tensor.stride(), tuple(want.stride)),
+        ("offset", tensor.storage_offset() if offset is not None else None, offset),
+    ):  # fmt: skip
+        if now != was:
+            raise StepError(f"{name} has {what} {now}, at the capture it had {was}")
+
+
+def check(captured: Captured, parameters: list[Binding]) -> None:
+    """What the graph has as constants must be as it was at the capture; raises StepError."""
+    for module, training, children in captured.modules:
+        if tuple(module._modules.values()) != children:
+            raise StepError(f"module {type(module).__name__} has other parts than at the capture; capture it again")
+        if module.training is not training:
+            now, was = ("train" if mode else "eval" for mode in (module.training, training))
+            raise StepError(f"module {type(module).__name__} is in {now} mode, at the capture it was in {was} mode")
+    for optimizer, groups in captured.settings:
+        if len(groups) != len(optimizer.param_groups):
+            raise StepError("the optimizer has other parameter groups than at the capture; capture the step again")
+        for was_options, group in zip(groups, optimizer.param_groups, strict=True):
+            for option, value in was_options.items():
+                present = len(group["params"]) if option == "params" else group[option]
+                if present is not value and present != value:
+                    raise StepError(
+                        f"the optimizer's {option} was {value} at the capture and is {present} now; capture the step "
+                        "again, or make it a tensor before the capture"
+                    )
+    for b in parameters:
+        if b.user.grad is not None:
+            raise StepError(f"{b.name} has a gradient; a captured step begins with none: set it to None")
+        if b.user.requires_grad is not b.node.meta["tensor_meta"].requires_grad:
+            raise StepError(f"{b.name} was frozen or unfrozen after the capture; capture the step again")
+
+
+class _First(dict[Any, Any]):
+    """A state that remembers what was put into it first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: dict[Any, Any] = {}
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.first.setdefault(key, value.clone() if isinstance(value, Tensor) else value)
+        super().__setitem__(key, value)
+
+
+def create_state(b: Binding, bindings: list[Binding]) -> None:
+    """The state that an optimizer's first step would create for a parameter; see choice 4."""
+    if b.home is None or not isinstance(b.home.container, Optimizer) or isinstance(b.home.key[0], int):
+        raise StepError(f"{b.name} is not where it was at the capture; capture the step again")
+    optimizer, (param, _) = b.home.container, b.home.key
+    group = next(g for g in optimizer.param_groups if any(p is param for p in g["params"]))
+    if group.get("dampening") and group.get("momentum"):
+        raise StepError("SGD with dampening takes its first gradient undamped: make the first step eagerly")
+    probe = torch.full((1,) * param.dim(), -0.0, dtype=param.dtype, device=param.device, requires_grad=True)
+    probe.grad = torch.full_like(probe, -0.0)
+    before = dict(vars(optimizer))
+    first: defaultdict[Any, _First] = defaultdict(_First)
+    try:
+        optimizer.param_groups, optimizer.state = [{**group, "params": [probe]}], first
+        type(optimizer).step(optimizer)
+    finally:
+        vars(optimizer).clear()
+        vars(optimizer).update(before)
+    placeholders = {x.home.key[1]: x.node for x in bindings if x.home and x.home.container is optimizer
+                    and x.home.key[0] is param}  # fmt: skip
+    state = optimizer.state[param]
+    for key, value in first[probe].first.items():
+        if isinstance(value, Tensor) and key in placeholders and key not in state:
+            like = placeholders[key].meta["tensor_meta"]
+            made = torch.empty_strided(like.shape, like.stride, dtype=value.dtype, device=value.device)
+            state[key] = made.fill_(value.flatten()[0].item())
+        elif not isinstance(value, Tensor):
+            state.setdefault(key, value)

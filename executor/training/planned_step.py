@@ -1,0 +1,457 @@
+"""Training under a plan: a captured step run kernel by kernel, with its swaps and recomputations.
+
+    captured = capture(model, loss_fn, optimizer, (x, y))
+    step = PlannedStep(captured, agents.make("lp_round").plan(captured.program, machine, limit))
+    for x, y in loader:
+        loss = step(x, y)                   # forward, backward, optimizer.step(), zero_grad()
+
+A step does to the bit what the eager step does: the same kernels, on the user's own parameters, buffers and optimizer
+state, with the same random numbers. Tensors that the plan swaps or drops leave the device and come back in between.
+All is worked out beforehand. A step is one loop over a flat list of **work**, one entry per kernel or step of a chain:
+
+    before   moves (order.py): in, reclaim, wait; take or put back the random state
+    calls    the operator, the items of its result and its views, as calls on a table of values (calls.py)
+    clear    slots of the table that are emptied: what dies here is freed
+    after    moves: out, release, drop, reclaim
+
+Between steps. The user's tensors stay the same objects. One that is away over the iteration boundary then *is* its
+copy on the host (``tensor.data``): reading it, ``state_dict``, ``torch.save`` and loading a checkpoint work as usual,
+and the next step takes what is found there. After the step ``step.finish()`` brings everything to the device, for
+training eagerly or moving the model. A state dict is as ever a view: copy it, or save it, before the next step.
+For this the end of a step waits for copies of such tensors. ``with step:`` does not: copies run on over the
+boundary, as in the simulator, the parameters, buffers and optimizer state may not be looked at between two steps, and
+leaving it finishes.
+A step that nobody holds any more ends its copy engines and gives back its memory at once. What is away then stays on
+the host, in memory that lives as long as the tensors there: call ``finish()`` first where training goes on otherwise.
+
+Faults. Until the optimizer first writes, a step that fails (a kernel, a copy, memory) is undone: copies end, memory is
+returned, buffers written so far and the random state are put back, and StepError says what happened; the model is as
+before the step. So it is after Ctrl-C, which is heard between two kernels. From then on Ctrl-C is delayed to the end
+of the step. A swap-out that fails leaves its tensor on the device, a swap-in that fails is repeated, the step ends,
+and StepError says that the model is as after it. A kernel of the optimizer that fails leaves some parameters updated
+and others not, as in eager PyTorch, and StepError says so; with ``undo`` what it overwrites is copied to the host
+before each step, and put back.
+
+Choices:
+
+1. ``Plan.variants`` have no meaning here: PyTorch chooses algorithms itself. They count in the simulated times.
+2. When swap-ins are issued follows the simulated Timeline on ``machine`` at ``limit``; see order.py.
+3. Kernels of the forward pass run in grad mode, as in the eager step, because oneDNN's LSTM asks for it; no tensor
+   here requires a gradient. Of the random operators the state before the first run is kept, set again before the
+   second, and put back after it. Kernels that run again write batch-norm's statistics to scratch memory.
+4. State that the optimizer has not created yet is created as it would do it: its own ``step`` runs on parameters of
+   one element, and what it first puts into the state is the content. (SGD's momentum begins as the first gradient;
+   -0.0, to which it is added, gives that to the bit.) State is found anew before each step, so that
+   ``optimizer.load_state_dict`` works. A NumPy array made of a tensor that the plan swaps shares its memory until the
+   next step only: PyTorch cannot empty such memory, so that the tensor gets its own.
+5. The ledger behind ``peak_bytes`` counts the storages of the program that are there, workspaces as the program
+   says them, from the first kernel to the last. Not in it: the copies of buffers for undoing (``undo_bytes``), the
+   caller's tensors that the program does not know.
+6. The batch's storages are the caller's. Where the plan swaps them they leave the device, too, and are back when the
+   step returns; so each must have a storage of its own.
+7. The model has the modules, the mode (``train``) and the frozen parameters of the capture, the optimizer its options;
+   a learning rate that changes is a tensor. Gradients begin as None.
+8. The loss is returned without a graph: ``loss.backward()`` has been done.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_flatten
+
+from executor.capture.capture import Captured
+from executor.training.bindings import Binding, StepError, check, compare, create_state, meant
+from executor.training.calls import Calls
+from executor.training.order import Move, order
+from executor.training.storage import Block, Blocks, Place, TransferError, as_tensor, engines_for, movable, slab
+from simulator.machine import Machine
+from simulator.plan import Plan, Swap
+from simulator.program import Program
+
+Action = tuple[Callable[[int], None], int]
+
+
+class PlannedStep:
+    """One training step under a plan; calling it trains.
+
+    Args:
+        captured: the step.
+        plan: for ``captured.program``.
+        machine: whose times decide when swap-ins are issued; the plan's by default.
+        limit: bytes; the plan's by default, and the program's peak where it has none.
+        undo: keep a copy on the host of all that a step overwrites.
+
+    Attributes:
+        peak_bytes: largest number of bytes in use at any kernel of any step so far; at most ``limit``.
+        undo_bytes: copies of buffers on the device that are kept beside, to undo a step.
+        order: what is issued when.
+
+    Raises:
+        PlanError: the plan is for another program, or needs more host memory than the machine has.
+        OutOfMemory: the plan is infeasible at the limit.
+        StepError: the captured tensors cannot be trained, or host memory cannot be had.
+    """
+
+    def __init__(
+        self, captured: Captured, plan: Plan, machine: Machine | None = None, limit: int | None = None,
+        undo: bool = False,
+    ) -> None:  # fmt: skip
+        plan.check(captured.program)
+        self.captured, self.plan = captured, plan
+        machine = machine or Machine.load(plan.machine or "gtx1080ti")
+        self.limit = limit or plan.limit or captured.program.peak_bytes
+        self.order = order(captured.program, plan, machine, self.limit)
+        self.program: Program = self.order.program
+        self.calls = Calls(captured, self.program)
+        self.device = _device(captured)
+        self.peak_bytes = 0
+        self._open = False
+        self._meant = {node: meant(captured, i) for i, node in enumerate(captured.placeholders)}
+        self._bindings = [Binding(captured, i) for i, node in enumerate(captured.placeholders)
+                          if node in captured.values and node not in captured.leaves]  # fmt: skip
+        self._inputs = {captured.values[leaf] for leaf in captured.leaves if leaf in captured.values}
+        self._make_blocks(plan)
+        self._work = self._compile()
+        self._bind()
+        self._parameters = [b for b in self._bindings if isinstance(b.user, nn.Parameter)]
+        self._make_undo(undo)
+
+    # ------------------------------------------------------------------------------------ construction
+
+    def _make_blocks(self, plan: Plan) -> None:
+        """A block for each tensor that the plan swaps, with its place in pinned memory."""
+        program, swapped = self.program, sorted({d.tensor for d in plan.decisions if isinstance(d, Swap)})
+        swapped = [t for t in swapped if program.tensors[t].nbytes]
+        known = {b.tensor for b in self._bindings} | self._inputs
+        for t in swapped:
+            if program.tensors[t].persistent and (t not in known or t in self.calls.read_first):
+                raise StepError(f"the plan swaps {program.tensors[t].name}, which the step reads on the host")
+        try:
+            engines = engines_for(self.device) if swapped else None
+            host = slab(engines, {t: program.tensors[t].nbytes for t in swapped}) if engines else {}
+        except TransferError as error:
+            raise StepError(f"the plan cannot be run: {error}") from error
+        blocks = {t: Block(program.tensors[t].name, program.tensors[t].nbytes, self.calls.of.get(t, ()), host[t],
+                           program.tensors[t].persistent) for t in swapped}  # fmt: skip
+        for b in self._bindings:
+            b.block = blocks.get(b.tensor)
+        self._blocks = Blocks(engines, blocks, sum(t.nbytes for t in program.tensors if t.persistent))
+
+    def _compile(self) -> list[tuple[Any, ...]]:
+        """The work of a step; see the module."""
+        order, calls, program = self.order, self.calls, self.program
+        again = {item.kernel for item in order.items if item.again and calls.random(item.kernel)}
+        self._random = _Random(_generators(self.captured, self.device))
+        work: list[tuple[Any, ...]] = []
+        grad_mode = False
+        for k, group in groupby(order.items, key=lambda item: item.before_kernel):
+            items = list(group)
+            chain = order.schedule.chains.get(k)
+            lists = calls.chain(k, chain, order.dropped[k]) if chain else []
+            lists.append((calls.kernels[k], calls.clears[k]))
+            for item, (run, clear) in zip(items, lists, strict=True):
+                before, after = self._actions(item.before), self._actions(item.after)
+                forward = program.kernels[item.kernel].phase == "forward"
+                if forward is not grad_mode:
+                    grad_mode = forward
+                    before.append((torch._C._set_grad_enabled, forward))
+                if item.kernel in again:
+                    before.append((self._random.replay if item.again else self._random.save, item.kernel))
+                    if item.again:
+                        after.insert(0, (self._random.restore, _NOW))
+                work.append((tuple(before), item.charged, tuple(run), clear, item.freed, tuple(after)))
+        first_write = (i for i, item in enumerate(order.items) if program.kernels[item.kernel].phase == "optimizer"
+                       and not item.again and any(program.tensors[t].persistent
+                                                  for t in program.kernels[item.kernel].outputs))  # fmt: skip
+        self._commit = next(first_write, len(work))
+        return work
+
+    def _actions(self, moves: tuple[Move, ...]) -> list[Action]:
+        blocks, of, tensors = self._blocks, self.calls.of, self.program.tensors
+
+        def drop(t: int) -> None:
+            for slot in of.get(t, ()):
+                blocks.values[slot] = None
+            blocks.used -= tensors[t].nbytes
+
+        acts = {"out": blocks.out, "in": blocks.swap_in, "reclaim": blocks.reclaim, "wait": blocks.wait,
+                "release": blocks.release, "drop": drop}  # fmt: skip
+        return [(acts[kind], t) for kind, t in moves if tensors[t].nbytes]
+
+    def _make_undo(self, everything: bool) -> None:
+        """Where the content of what a step overwrites is kept: copies, by device and type, and their bindings."""
+        early, late = set(), set()
+        for i, item in enumerate(self.order.items):
+            if not item.again:
+                (early if i < self._commit else late).update(self.program.kernels[item.kernel].outputs)
+        self._everything = everything
+        self._written_inputs = self._inputs & early
+        self._undo_batch: list[tuple[Tensor, Tensor]] = []
+        pairs = [(torch.empty_like(b.own), b) for b in self._bindings if b.tensor in early]
+        self.undo_bytes = sum(copy.nbytes for copy, _ in pairs)
+        rest = [b for b in self._bindings if b.tensor in late - early] if everything else []
+        if rest:
+            try:
+                engines = self._blocks.engines or engines_for(self.device)
+                places = slab(engines, {i: b.own.untyped_storage().nbytes() for i, b in enumerate(rest)})
+            except TransferError as error:
+                raise StepError(f"there is no memory to undo a step: {error}") from error
+            pairs += [(as_tensor(places[i], b.own), b) for i, b in enumerate(rest)]
+        groups: dict[Any, list[tuple[Tensor, Binding]]] = {}
+        for copy, b in pairs:
+            groups.setdefault((copy.device, copy.dtype), []).append((copy, b))
+        self._undoes_away = any(b.tensor in self._blocks.blocks for _, b in pairs)
+        self._undone = [([copy for copy, _ in group], [b for _, b in group]) for group in groups.values()]
+
+    # ------------------------------------------------------------------------------------ what a step runs on
+
+    def _bind(self) -> None:
+        """Finds the user's tensors, creates state that is missing, and takes what changed since the last step."""
+        changed = [b for b in self._bindings if not b.found()]
+        if not changed:
+            return
+        if self._blocks.engines:
+            self._blocks.engines.synchronize()
+        try:
+            self._take_state(changed)
+        except StepError:
+            for b in changed:
+                b.user = None  # type: ignore[assignment]  # the next step looks again
+            raise
+        self._table = self.calls.table.copy()
+        for b in self._bindings:
+            self._table[self.calls.slots[b.node]] = b.own
+        with torch.no_grad():
+            for out, function, get, options in self.calls.fixed:
+                self._table[out] = function(*get(self._table), **options)
+
+    def _take_state(self, changed: list[Binding]) -> None:
+        for b in changed:
+            if b.present() is None:
+                create_state(b, self._bindings)
+            b.take(self.program.tensors[b.tensor].nbytes)
+        groups: dict[int, list[Binding]] = {}
+        for b in self._bindings:
+            groups.setdefault(b.tensor, []).append(b)
+        for t in dict.fromkeys(b.tensor for b in changed):
+            if len({b.own.untyped_storage()._cdata for b in groups[t]}) > 1:
+                names = " and ".join(b.name for b in groups[t])
+                raise StepError(f"{names} shared their memory when the step was captured; capture it again")
+            if block := self._blocks.blocks.get(t):
+                if block.place is Place.HOST:  # what was there is no longer the user's
+                    self._blocks.used += block.nbytes
+                block.place, block.shown, block.users = Place.DEVICE, False, groups[t]
+                block.adopt()
+        self.finish()  # no view can be made of what is away
+
+    def _take(self, args: tuple[Any, ...]) -> dict[fx.Node, Tensor]:
+        """The batch by placeholder."""
+        leaves, spec = tree_flatten(args)
+        if spec != self.captured.spec:
+            forms = (" ".join(str(s).split()) for s in (spec, self.captured.spec))
+            raise StepError("the batch is {}, the step was captured with {}".format(*forms))
+        batch: dict[fx.Node, Tensor] = {}
+        for i, (leaf, want) in enumerate(zip(leaves, self.captured.leaves, strict=True)):
+            if not isinstance(want, fx.Node):
+                if leaf is not want and leaf != want:
+                    raise StepError(f"argument {i} of the step is {leaf!r}, at the capture it was {want!r}")
+                continue
+            compare(f"tensor {i} of the batch", leaf, want, *self._meant[want])
+            if batch.setdefault(want, leaf) is not leaf:
+                raise StepError(f"tensor {i} of the batch was the same as another one at the capture; now it is not")
+            block = self._blocks.blocks.get(self.captured.values.get(want, -1))
+            if block is not None:
+                if leaf.untyped_storage().nbytes() != block.nbytes or not movable(leaf):
+                    raise StepError(f"the plan swaps tensor {i} of the batch, which has no memory of its own: clone it")
+                block.on(leaf)
+        return batch
+
+    # ------------------------------------------------------------------------------------ a step
+
+    def __call__(self, *args: Any) -> Any:
+        """One training step.
+
+        Returns:
+            What the captured step returns: a tensor (the loss), or a tuple of them.
+
+        Raises:
+            StepError: the batch or the model is not as at the capture (nothing has happened then), or the step failed.
+        """
+        batch = self._take(args)
+        self._bind()
+        check(self.captured, self._parameters)
+        blocks, commit, peak = self._blocks, self._commit, self.peak_bytes
+        table = blocks.values = self._table.copy()
+        at = -1
+        with _Interrupt() as interrupt, torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+            try:
+                self._begin(batch, table)
+                for at, (before, charged, calls, clear, freed, after) in enumerate(self._work):
+                    if at <= commit:
+                        if interrupt.stop and at < commit:
+                            raise KeyboardInterrupt
+                        blocks.tolerant = at == commit
+                    for act, t in before:
+                        act(t)
+                    blocks.used += charged
+                    if blocks.used > peak:
+                        peak = self.peak_bytes = blocks.used
+                    for out, function, get, options in calls:
+                        table[out] = function(*get(table), **options)
+                    for slot in clear:
+                        table[slot] = None
+                    blocks.used -= freed
+                    for act, t in after:
+                        act(t)
+                results = tuple(table[slot] for slot in self.calls.outputs)
+                blocks.back(t for t in self._inputs if t in blocks.blocks)
+                blocks.settle(wait=not self._open or self._undoes_away)
+            except BaseException as error:
+                table.clear()
+                self._fail(at, error)
+                raise
+            finally:
+                blocks.tolerant, blocks.values, self._undo_batch = False, [], []
+                for t in self._inputs & blocks.blocks.keys():  # the caller's memory
+                    blocks.blocks[t].storage = blocks.blocks[t].bytes = None
+        self._report("the step went on to its end, and the model is as after it")
+        return results[0] if len(results) == 1 else results
+
+    def _begin(self, batch: dict[fx.Node, Tensor], table: list[Any]) -> None:
+        """What can be undone is noted; the batch is in its place, and what the plan has away at the boundary is."""
+        self._random.save(_BEGIN)
+        for into, bindings in self._undone:
+            torch._foreach_copy_(into, [b.seen for b in bindings], non_blocking=True)
+        for node, tensor in batch.items():
+            table[self.calls.slots[node]] = tensor.detach()
+            if self.captured.values.get(node) in self._written_inputs:
+                self._undo_batch.append((tensor, tensor.clone()))
+        for out, function, get, options in self.calls.first:
+            table[out] = function(*get(table), **options)
+        self._blocks.start(self.order.start)
+
+    def _report(self, left: str) -> None:
+        """Raises StepError where copies have failed although nothing is lost."""
+        faults, self._blocks.faults = self._blocks.faults, []
+        if faults:
+            raise StepError(f"{faults[0]}; {left}")
+
+    @torch.no_grad()
+    def _fail(self, at: int, error: BaseException) -> None:
+        """A step has failed before its end: see Faults in the module. Raises StepError unless it was interrupted."""
+        what = "the step"
+        if at >= 0:
+            k = self.order.items[at].kernel
+            what = f"kernel {k} ({self.program.kernels[k].name})"
+        reason = f"{type(error).__name__}: {error}".splitlines()[0] if not isinstance(error, TransferError) else error
+        try:
+            self._blocks.tolerant, self._blocks.faults = False, []
+            self._blocks.drain(self.order.start.keys() - self._inputs)
+            self._blocks.settle()
+            if at < self._commit or self._everything:
+                for copies, bindings in self._undone if at >= 0 else ():  # before that nothing is written
+                    torch._foreach_copy_([b.seen for b in bindings], copies)
+                for tensor, copy in self._undo_batch:
+                    tensor.copy_(copy)
+                self._random.restore(_BEGIN)
+                left = "the model is as before the step"
+            else:
+                left = "the optimizer had begun, and what it updated before this kernel is a step ahead of the rest"
+        except Exception as second:
+            raise StepError(f"{what} failed: {reason}; then the model could not be restored: {second}") from error
+        if not isinstance(error, KeyboardInterrupt):
+            raise StepError(f"{what} failed: {reason}; {left}") from error
+
+    # ------------------------------------------------------------------------------------ between steps
+
+    def finish(self) -> None:
+        """All of the user's tensors are on the device again, and no copy is under way. Steps may follow."""
+        self._blocks.tolerant = True
+        try:
+            self._blocks.back(t for t, block in self._blocks.blocks.items() if block.users)
+        finally:
+            self._blocks.tolerant = False
+        self._report("it was repeated, and everything is on the device")
+
+    def __enter__(self) -> PlannedStep:
+        """Until the end of the ``with``, copies run on over the boundary of steps."""
+        self._open = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open = False
+        self.finish()
+
+
+_BEGIN, _NOW = -2, -1  # random states that are no kernel's: before the step, before a kernel runs again
+
+
+class _Random:
+    """States of all random generators, by what comes after them. (A class of its own: were these methods of the step,
+    its list of work would hold the step, and its memory would wait for the garbage collector.)"""
+
+    def __init__(self, generators: list[torch.Generator]):
+        self.generators, self.states = generators, dict[int, list[Tensor]]()
+
+    def save(self, kernel: int) -> None:
+        self.states[kernel] = [g.get_state() for g in self.generators]
+
+    def restore(self, kernel: int) -> None:
+        for generator, state in zip(self.generators, self.states[kernel], strict=True):
+            generator.set_state(state)
+
+    def replay(self, kernel: int) -> None:
+        self.save(_NOW)
+        self.restore(kernel)
+
+
+class _Interrupt:
+    """Ctrl-C while a step runs: noted, and handled when the step is over, done or undone.
+
+    Attributes:
+        stop: it should be undone, if it still can. Another handler than Python's own is not asked before the end.
+    """
+
+    def __enter__(self) -> _Interrupt:
+        self.stop, self.caught = False, None
+        handler = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
+        self.handler = handler if callable(handler) else None
+        if self.handler:
+            signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def _note(self, *caught: Any) -> None:
+        self.caught = caught
+        self.stop = self.handler is signal.default_int_handler
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        if self.handler:
+            signal.signal(signal.SIGINT, self.handler)
+            if self.caught and kind is not KeyboardInterrupt:
+                self.handler(*self.caught)
+
+
+def _device(captured: Captured) -> torch.device:
+    """Where the step runs; scalars of an optimizer may be on the host."""
+    devices = {d for node, d in zip(captured.placeholders, captured.devices, strict=True) if node in captured.values}
+    others = sorted({str(d) for d in devices if d.type != "cpu"})
+    if len(others) > 1:
+        raise StepError(f"the model is on several devices ({', '.join(others)}); a plan is for one")
+    return torch.device(others[0]) if others else torch.device("cpu")
+
+
+def _generators(captured: Captured, device: torch.device) -> list[torch.Generator]:
+    """Every generator that the step may draw from."""
+    found = [torch.default_generator]
+    if device.type == "cuda":
+        found.append(torch.cuda.default_generators[torch.empty(0, device=device).get_device()])
+    for node in captured.graph.graph.nodes:
+        found += [v for v in node.kwargs.values() if isinstance(v, torch.Generator) and v not in found]
+    return found

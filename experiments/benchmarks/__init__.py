@@ -1,0 +1,1 @@
+"""What `make bench` times, and the peer it is timed against."""

@@ -1,0 +1,102 @@
+"""Settings of experiments.validate_gpu: ``key=value`` words, without Hydra, which a GPU machine may not have."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import agents
+from experiments.gpu.networks import NETWORKS
+
+TRAINED = ("dqn", "dqn_paper")  # planners that need training
+COMPARING = 1500.0  # seconds; torch.compile takes most of them
+
+
+class UsageError(ValueError):
+    """A setting is wrong; the message is one sentence."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run does; each field is a key of the command line, lists with commas.
+
+    Attributes:
+        out: folder of the results.
+        machine: preset that gives what calibration does not measure.
+        workloads: of experiments.gpu.networks.
+        limits: fractions of the activation peak.
+        planners, train: which plan and replay, and which plans are trained under.
+        steps: measured training steps.
+        seconds: for everything; COMPARING with ``compare``.
+        workers: processes that plan, at least 1.
+        compare: also run side_by_side.py.
+        largest, largest_seconds: also search the largest batches (largest_batch.py), in a time of its own
+            that comes after ``seconds``.
+    """
+
+    backend: str = "cuda"
+    out: str = ""
+    machine: str = "h200"
+    workloads: tuple[str, ...] = ("vgg16", "resnet50", "gpt2_medium")
+    limits: tuple[float, ...] = (0.7, 0.5, 0.35)
+    planners: tuple[str, ...] = tuple(name for name in agents.PLANNERS if name not in TRAINED)
+    train: tuple[str, ...] = ("autoswap_swdoa", "superneurons", "capuchin", "lp_round")
+    steps: int = 5
+    seconds: float = 440.0
+    workers: int = 14
+    compare: bool = False
+    largest: bool = False
+    largest_seconds: float = 900.0
+
+    @property
+    def device(self) -> str:
+        """PyTorch's name of the device."""
+        return "cuda" if self.backend == "cuda" else "cpu"
+
+
+ON_HOST = Settings("host", machine="", workloads=("tiny_resnet", "tiny_gpt2"), limits=(0.7,), steps=2, seconds=40.0,
+                   workers=2, largest_seconds=60.0)  # fmt: skip
+
+
+def parse(words: Sequence[str]) -> Settings:
+    """Settings from ``key=value`` words.
+
+    Raises:
+        UsageError: naming the word.
+    """
+    given: dict[str, str] = {}
+    kinds = {f.name: str(f.type) for f in fields(Settings)}
+    for word in words:
+        key, sign, value = word.partition("=")
+        if not sign or key not in kinds:
+            near = difflib.get_close_matches(key, kinds, n=1, cutoff=0.0)[0]
+            raise UsageError(f"{word!r}: expected key=value; the nearest key is {near!r} (of {', '.join(kinds)})")
+        given[key] = value
+    if given.get("backend", "cuda") not in ("cuda", "host"):
+        raise UsageError(f"backend: expected cuda or host, got {given['backend']!r}")
+    chosen: dict[str, Any] = {}
+    for key, value in given.items():
+        try:
+            if kinds[key].startswith("tuple"):
+                parts = [part for part in value.split(",") if part]
+                chosen[key] = tuple(map(float, parts)) if "float" in kinds[key] else tuple(parts)
+            elif kinds[key] == "bool":
+                chosen[key] = {"true": True, "false": False}[value]
+            else:
+                chosen[key] = {"str": str, "int": int, "float": float}[kinds[key]](value)
+        except (ValueError, KeyError):
+            raise UsageError(f"{key}: expected {kinds[key]}, got {value!r}") from None
+    if chosen.get("compare"):
+        chosen.setdefault("seconds", COMPARING)
+    settings = replace(ON_HOST if given.get("backend") == "host" else Settings(), **chosen)
+    for key, known in (("workloads", NETWORKS), ("planners", agents.PLANNERS), ("train", agents.PLANNERS)):
+        for name in getattr(settings, key):
+            if name not in known:
+                raise UsageError(f"{key}: there is no {name!r}; there are {', '.join(known)}")
+    if not settings.workloads or not all(0 < f <= 1 for f in settings.limits) or not settings.limits:
+        raise UsageError("workloads and limits: expected at least one of each, limits above 0 and at most 1")
+    if settings.steps < 1 or settings.workers < 1 or min(settings.seconds, settings.largest_seconds) <= 0:
+        raise UsageError("steps, workers, seconds and largest_seconds: expected more than 0")
+    return settings

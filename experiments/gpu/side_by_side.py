@@ -1,0 +1,329 @@
+"""What PyTorch offers against memory, beside a planned step, each at the same measured peak.
+
+    eager        nothing; its peak and its time are what the others are compared with
+    ours         the fastest of OURS' plans on the measured profile, run by PlannedStep
+    checkpoint   torch.utils.checkpoint around each of the first n blocks
+    save_on_cpu  torch.autograd.graph.save_on_cpu(pin_memory=True) around the first n blocks
+    selective    checkpoints that keep what products and convolutions return, around the first n blocks
+    compile      torch.compile with activation_memory_budget
+
+A limit f is what eager holds between steps and f of what its peak has above it, by the device's own count. A method's
+setting is the mildest whose measured peak is within the limit, found by bisection: memory falls as n grows. For ours
+the plan's limit is lowered by what the measured peak was over, up to TRIES times.
+
+Choices: (a) each trial starts with a new model of the same seed and the same batch; (b) time is the median of STEPS
+steps after two, which follow each other without a wait; (c) the peak is that of the measured steps, PyTorch's
+allocator's ``allocated``; (d) on the CPU storages seen by a dispatch mode are counted, and for ours its ledger, so that
+everything but save_on_cpu can be tried without a GPU; (e) optimizers are as PyTorch chooses (``foreach``), except for
+ours, which updates one parameter at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import agents
+from executor import PlannedStep, StepError, capture
+from executor.capture.capture import CaptureError
+from executor.capture.profile import ProfileError, measure, with_profile
+from experiments.gpu.deadline import TimeUp, within
+from experiments.gpu.networks import Network, build, give_back, timed
+from simulator import Machine, Plan, Program, simulate
+
+STEPS, TRIES = 5, 4
+GRACE = 5.0  # seconds that what has begun may take longer than there are
+OURS: dict[str, dict[str, int]] = {
+    "capuchin": {},
+    "superneurons": {},
+    "lp_round": {"calls": 2000},
+}  # planners and options
+BUDGETS = (1.0, 0.7, 0.5, 0.35, 0.2, 0.0)  # of torch.compile
+METHODS = ("eager", "ours", "checkpoint", "save_on_cpu", "selective", "compile")
+MIB = 2**20
+
+aten = torch.ops.aten
+_KEPT = {
+    aten.convolution, aten.mm, aten.addmm, aten.bmm, aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_cudnn_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu,
+}  # fmt: skip
+
+
+class Record(Protocol):
+    """Where rows go, and the time that is left."""
+
+    def add(self, kind: str, **row: Any) -> None: ...
+    def left(self) -> float: ...
+
+
+class Unreachable(Exception):
+    """The method does not come down to the limit; the message says how far."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One setting of one method, measured: ns per step, bytes at the peak and between steps."""
+
+    ns: float
+    peak: int
+    between: int = 0
+    setting: str = ""
+
+
+def compare(
+    workloads: Sequence[str], limits: Sequence[float], device: str, machine: Machine, record: Record,
+    methods: Sequence[str] = METHODS,
+) -> None:  # fmt: skip
+    """Adds a row per workload, limit and method: ``measured_ns``, ``measured_peak``, ``limit``, ``setting``,
+    ``overhead`` against eager without a limit; or ``failed``. Workloads without blocks are left out."""
+    for name in workloads:
+        if record.left() <= 0:
+            record.add("compare", workload=name, method="all", failed="no time left")
+            continue
+        count = len(_build(name, device).blocks)
+        if not count:
+            record.add("compare", workload=name, method="all", failed="the network has no blocks to checkpoint")
+            continue
+        try:
+            with within(record.left() + GRACE):
+                if device == "cuda":
+                    trial(name, device, lambda network: None)  # libraries take what they keep
+                eager = trial(name, device, lambda network: None)
+        except TimeUp:
+            record.add("compare", workload=name, method="all", failed="stopped: the time was over")
+            continue
+        record.add("compare", workload=name, fraction=1.0, method="eager", measured_ns=eager.ns, limit=eager.peak,
+                   measured_peak=eager.peak, overhead=0.0, setting="")  # fmt: skip
+        for method in methods:
+            if method == "eager":
+                continue
+            search = _Ours(name, device, machine) if method == "ours" else Levels(name, device, method, count)
+            for f in limits:
+                limit = eager.between + round(f * (eager.peak - eager.between))
+                row = {"workload": name, "fraction": f, "method": method, "limit": limit}
+                if record.left() <= 0:
+                    record.add("compare", **row, failed="no time left")
+                    continue
+                try:
+                    with within(record.left() + GRACE):
+                        found = search.within(limit)
+                except TimeUp:
+                    record.add("compare", **row, failed="stopped: the time was over")
+                except Unreachable as error:
+                    record.add("compare", **row, failed=str(error))
+                except Exception as error:  # a method that breaks must not end the run; the row says so
+                    record.add("compare", **row, failed=f"{type(error).__name__}: {error}".splitlines()[0])
+                else:
+                    record.add("compare", **row, measured_ns=found.ns, measured_peak=found.peak,
+                               overhead=found.ns / eager.ns - 1, setting=found.setting)  # fmt: skip
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows as Markdown."""
+    lines = ["| workload | limit | method | setting | ms | against eager | peak MiB | limit MiB |", "| --- " * 8 + "|"]
+    lines += [
+        f"| {r['workload']} | {r['fraction']:.0%} | {r['method']} | {r['setting']} | {r['measured_ns'] / 1e6:.2f} | "
+        f"{r['overhead']:+.1%} | {r['measured_peak'] / MIB:.2f} | {r['limit'] / MIB:.2f} |"
+        for r in sorted(rows, key=lambda r: (r["workload"], -r["fraction"], r["measured_ns"]))
+    ]
+    return "\n".join(lines) + "\n"
+
+
+# ------------------------------------------------------------------------------------------- measuring
+
+
+def _build(name: str, device: str) -> Network:
+    give_back()
+    return build(name, device, foreach=None)
+
+
+def trial(
+    name: str, device: str, prepare: Callable[[Network], Callable[[Tensor], Any] | None], setting: str = ""
+) -> Trial:
+    """Trains a new network as ``prepare`` leaves it; what it returns is run in the place of the model."""
+    give_back()
+    before = torch.cuda.memory_allocated() if device == "cuda" else 0
+    network = _build(name, device)
+    forward = prepare(network)
+    return replace(_measured(device, lambda: network.step(forward), before), setting=setting)
+
+
+def _measured(device: str, step: Callable[[], Any], before: int) -> Trial:
+    """Time and peak of a step."""
+    torch.manual_seed(1)
+    cuda, counter = device == "cuda", Counter()
+    step()
+    if cuda:
+        step()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        with counter:
+            step()
+    between = torch.cuda.memory_allocated() - before if cuda else counter.count()
+    _, times = timed(step, STEPS, device)
+    peak = torch.cuda.max_memory_allocated() - before if cuda else counter.peak
+    return Trial(median(times), peak, between)
+
+
+class Counter(TorchDispatchMode):
+    """Bytes of the storages that operators have met and that are still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: dict[StorageWeakRef, int] = {}
+        self.bytes = self.peak = 0  # of all known, some of which may be gone; of those that were there at once
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves((args, kwargs, out)):
+            if isinstance(x, Tensor) and x.device.type == "cpu":
+                ref, nbytes = StorageWeakRef(x.untyped_storage()), x.untyped_storage().nbytes()
+                self.bytes += nbytes - self.known.get(ref, 0)
+                self.known[ref] = nbytes
+        if self.bytes > self.peak:  # only then it matters what is gone
+            self.peak = max(self.peak, self.count())
+        return out
+
+    def count(self) -> int:
+        """Bytes now."""
+        self.known = {s: n for s, n in self.known.items() if not s.expired()}
+        self.bytes = sum(self.known.values())
+        return self.bytes
+
+
+# ------------------------------------------------------------------------------------------- PyTorch's own
+
+
+class Levels:
+    """A method with settings from mild to strong; each is measured once."""
+
+    def __init__(self, name: str, device: str, method: str, blocks: int):
+        self.name, self.device, self.method = name, device, method
+        self.count = len(BUDGETS) if method == "compile" else blocks + 1
+        self.known: dict[int, Trial] = {}
+
+    def within(self, limit: int) -> Trial:
+        """The mildest setting within the limit; raises Unreachable."""
+        low, high = 0, self.count - 1
+        if self.at(high).peak > limit:
+            raise Unreachable(f"at its strongest it needs {self.at(high).peak:,} bytes, over the limit of {limit:,}")
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.at(middle).peak <= limit else (middle + 1, high)
+        return self.at(low)
+
+    def at(self, level: int) -> Trial:
+        """One setting."""
+        if level not in self.known:
+            setting = f"budget {BUDGETS[level]}" if self.method == "compile" else f"{level} of {self.count - 1} blocks"
+            self.known[level] = trial(self.name, self.device, lambda network: self.prepare(network, level), setting)
+        return self.known[level]
+
+    def prepare(self, network: Network, level: int) -> Callable[[Tensor], Any] | None:
+        """Puts the method around the first ``level`` blocks."""
+        if self.method == "compile":
+            from torch._functorch import config
+
+            torch._dynamo.reset()
+            config.activation_memory_budget = BUDGETS[level]
+            compiled: Callable[[Tensor], Any] = torch.compile(network.model)
+            return compiled
+        wrap = {"checkpoint": _checkpointed, "selective": _selected, "save_on_cpu": _offloaded}[self.method]
+        for block in network.blocks[:level]:
+            block.forward = wrap(block)  # type: ignore[method-assign]
+        return None
+
+
+def _checkpointed(block: nn.Module) -> Callable[[Tensor], Any]:
+    return partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def _selected(block: nn.Module) -> Callable[[Tensor], Any]:
+    contexts = partial(create_selective_checkpoint_contexts, _policy)
+    return partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+
+
+def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    kept = getattr(op, "overloadpacket", op) in _KEPT
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _offloaded(block: nn.Module) -> Callable[[Tensor], Any]:
+    inner = block.forward
+
+    def forward(x: Tensor) -> Any:
+        with torch.autograd.graph.save_on_cpu(pin_memory=x.device.type == "cuda"):
+            return inner(x)
+
+    return forward
+
+
+# ------------------------------------------------------------------------------------------- ours
+
+
+class _Ours:
+    """Plans on the measured profile."""
+
+    def __init__(self, name: str, device: str, machine: Machine):
+        self.name, self.device, self.machine = name, device, machine
+        self.program: Program | None = None
+        self.failed = ""
+
+    def within(self, limit: int) -> Trial:
+        """A planned step within the limit; raises Unreachable."""
+        aim = limit
+        for _ in range(TRIES):
+            found = self.at(aim)
+            if found.peak <= limit:
+                return found
+            aim -= found.peak - limit + limit // 200
+        raise Unreachable(f"{found.setting}: its measured peak is {found.peak:,} bytes, over the limit of {limit:,}")
+
+    def at(self, aim: int) -> Trial:
+        """A step planned for ``aim`` bytes."""
+        give_back()
+        before = torch.cuda.memory_allocated() if self.device == "cuda" else 0
+        n = _build(self.name, self.device)
+        try:
+            captured = capture(n.model, n.loss_fn, n.optimizer, n.batch, machine=self.machine, name=n.name)
+            if self.program is None:
+                self.program = with_profile(captured.program, measure(captured, self.device, self.machine.name))
+            plan = best_plan(self.program, self.machine, aim)
+            step = PlannedStep(replace(captured, program=self.program), plan, self.machine, aim)
+            with step:
+                found = _measured(self.device, lambda: step(*n.batch), before)
+        except (CaptureError, ProfileError, StepError) as error:
+            raise Unreachable(str(error)) from error
+        setting = f"{plan.planner}, planned for {aim:,} bytes"
+        return replace(found, setting=setting, peak=found.peak if self.device == "cuda" else step.peak_bytes)
+
+
+def smallest_block(program: Program) -> int:
+    """Bytes from which on a tensor is worth moving."""
+    return max(1, min(MIB, program.peak_bytes // 500))
+
+
+def best_plan(program: Program, machine: Machine, limit: int) -> Plan:
+    """The fastest of OURS' plans, simulated; raises Unreachable where none has one."""
+    plans, reasons = [], []
+    for planner, options in OURS.items():
+        try:
+            made = agents.make(planner, **options, min_bytes=smallest_block(program))
+            plans.append(made.plan(program, machine, limit))
+        except agents.Infeasible as error:
+            reasons.append(str(error))
+    if not plans:
+        raise Unreachable("; ".join(reasons))
+    return min(plans, key=lambda plan: simulate(program, plan, machine, limit).iteration_ns)

@@ -1,0 +1,1 @@
+"""Pictures: the shared panels and axes, colours and names, packings."""

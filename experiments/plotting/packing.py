@@ -1,0 +1,121 @@
+"""The picture of a packing: time across, address up, every block a rectangle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import LinearSegmentedColormap, LogNorm
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, MultipleLocator
+
+from experiments.plotting.palette import BLOCKS, CAPACITY, INK, LOAD
+from experiments.plotting.plots import figure, labels_at_right
+from simulator.pool import Intervals, Packing
+
+EDGE = 4.0  # pixels: narrower or lower rectangles have no white edge, which would be all that is seen of them
+SHADES, GOLDEN = 0.35, (5**0.5 - 1) / 2  # at most so much white in a colour; its multiples spread over [0, 1) evenly
+NAMED = 60  # blocks whose names are written, where they have room
+
+
+def binary(nbytes: float) -> str:
+    """Bytes in the binary unit that reads best: 768 B, 1.5 KiB, 23.4 MiB, 1.02 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1000 or unit == "GiB":
+            break
+        nbytes /= 1024
+    return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.3g} {unit}" if nbytes < 1000 else f"{nbytes:,.0f} {unit}"
+
+
+def rectangles(intervals: Intervals, packing: Packing) -> tuple[np.ndarray, np.ndarray]:
+    """What to draw: a block that stays over the end of the circle is two rectangles, one of no bytes is none.
+
+    Returns:
+        float64[m, 4], left, right, bottom and top of each; int64[m], the block that it is of.
+    """
+    held = np.flatnonzero(intervals.nbytes)
+    over = held[intervals.upper[held] > intervals.period]
+    block = np.concatenate((held, over))
+    left = np.concatenate((intervals.lower[held], np.zeros(len(over))))
+    right = np.concatenate(
+        (np.minimum(intervals.upper[held], intervals.period), intervals.upper[over] - intervals.period)
+    )
+    bottom = packing.offsets[block]
+    return np.stack((left, right, bottom, bottom + intervals.nbytes[block]), axis=1).astype(float), block
+
+
+def draw(
+    path: Path, intervals: Intervals, packing: Packing, title: str, ids: Sequence[str] = (), capacity: int | None = None
+) -> None:
+    """A packing as PNG, with the peak load, its footprint and the ``capacity`` as lines.
+
+    Args:
+        intervals: at least one block of at least one byte.
+        ids: of the blocks, to be written into them where they have room.
+    """
+    boxes, block = rectangles(intervals, packing)
+    scale = ScalarMappable(_norm(boxes), LinearSegmentedColormap.from_list("blocks", BLOCKS))
+    # Neighbours are often of one size: shades tell them apart where there is no room for an edge.
+    white = SHADES * (block * GOLDEN % 1)[:, None]
+    inks = (1 - white) * scale.to_rgba(boxes[:, 3] - boxes[:, 2])[:, :3] + white
+    with figure(path, 11.0, 6.4) as axes:
+        made = PolyCollection(boxes[:, [[0, 2], [1, 2], [1, 3], [0, 3]]], facecolors=inks, edgecolors="white")
+        axes.add_collection(made)
+        axes.grid(False)
+        axes.set(xlabel="time, as the file counts it", ylabel="address", title=title)
+        axes.set_xlim(boxes[:, 0].min(), boxes[:, 1].max())
+        axes.set_ylim(0, 1.04 * max(packing.footprint, capacity or 0))
+        axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda t, _: f"{t:,.0f}"))
+        axes.yaxis.set_major_locator(MultipleLocator(2.0 ** max(0, np.ceil(np.log2(axes.get_ylim()[1] / 8)))))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: binary(v)))
+        _lines(axes, {"peak load": intervals.peak_bytes, "capacity": capacity, "footprint": packing.footprint})
+        smaller = "min" if (boxes[:, 3] - boxes[:, 2]).min() < scale.norm.vmin else "neither"
+        bar = axes.figure.colorbar(
+            scale, ax=axes, location="bottom", fraction=0.03, aspect=60, shrink=0.6, pad=0.02, extend=smaller
+        )
+        few = scale.norm.vmax < 32 * scale.norm.vmin
+        bar.ax.xaxis.set_major_locator(LogLocator(base=2, subs=(1.0, 1.5) if few else (1.0,), numticks=7))
+        bar.ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: binary(v)))
+        bar.ax.minorticks_off()
+        bar.set_label("size of a block")
+        bar.outline.set_visible(False)
+        axes.figure.draw_without_rendering()  # lays it out: from here on a rectangle has its size in pixels
+        low, high = (axes.transData.transform(boxes[:, corner]) for corner in ([0, 2], [1, 3]))
+        pixels = high - low
+        made.set_linewidths(np.where(pixels.min(axis=1) > EDGE, 0.7, 0.0))
+        if len(intervals) <= NAMED and ids:
+            _names(axes, boxes, [ids[i] for i in block], pixels, inks)
+
+
+def _norm(boxes: np.ndarray) -> LogNorm:
+    """Of sizes to colours: from the largest down to where the smaller ones cover 1 % of what is drawn."""
+    sizes = boxes[:, 3] - boxes[:, 2]
+    order = np.argsort(sizes)
+    area = np.cumsum((sizes * (boxes[:, 1] - boxes[:, 0]))[order])
+    low, high = sizes[order[np.searchsorted(area, area[-1] / 100)]], sizes.max()
+    return LogNorm(low, high) if low < high else LogNorm(high / 2, 2 * high)
+
+
+def _lines(axes: Axes, levels: dict[str, int | None]) -> None:
+    """A line across and a label at its right for every level; levels that are the same share them."""
+    inks = {"peak load": LOAD, "capacity": CAPACITY, "footprint": INK}
+    labels = []
+    for level in sorted({level for level in levels.values() if level is not None}):
+        names = [name for name, other in levels.items() if other == level]
+        axes.axhline(level, color=inks[names[0]], linewidth=1.4, linestyle=(0, (5, 3)), zorder=3, clip_on=False)
+        lines = [" =\n".join(names), binary(level)] + ([f"({level:,})"] if level >= 1000 else [])
+        labels.append((float(level), "\n".join(lines), inks[names[0]]))
+    labels_at_right(axes, labels, points=46)
+
+
+def _names(axes: Axes, boxes: np.ndarray, names: list[str], pixels: np.ndarray, inks: np.ndarray) -> None:
+    """Names in the middle of the rectangles that have room for them."""
+    for (left, right, bottom, top), name, (wide, high), ink in zip(boxes, names, pixels, inks, strict=True):
+        if wide > 8 * (len(name) + 1) and high > 16:
+            dark = ink @ (0.299, 0.587, 0.114) < 0.55
+            axes.text((left + right) / 2, (bottom + top) / 2, name, ha="center", va="center", fontsize=9,
+                      color="white" if dark else INK)  # fmt: skip

@@ -1,0 +1,282 @@
+"""Figures. Colours and labels are in palette.py."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
+from scipy.optimize import isotonic_regression
+
+from experiments.plotting.palette import (
+    BEST_OF,
+    FAINT,
+        FAMILY_COLOURS,
+    FLOOR,
+    INK,
+    LIMIT,
+    LOOKS,
+    STYLE,
+    Look,
+    colour,
+    family,
+    label,
+    look,
+)  # fmt: skip
+from experiments.report import MB, Row
+from simulator.timeline import Timeline
+
+Levels = list[tuple[float, str, str]]  # of lines at their right ends: value, name, colour
+TICKS = (0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)  # of the overhead
+BOTTOM = -0.0003  # of a logarithmic axis: a line at 0 is seen whole
+DOTTED, HATCH = (0, (1, 1.2)), "////"
+MARKERS = "osD^vPX"
+CROWD = 8  # planners that one pair of axes can show
+
+
+@contextmanager
+def figure(path: Path, width: float = 8.0, height: float = 4.2, rows: int = 1, columns: int = 1) -> Iterator[Any]:
+    """Axes (one pair, or an array [rows, columns] of them), saved as PNG at the end: whole or not at all."""
+    with matplotlib.rc_context(STYLE):
+        fig = Figure(figsize=(width, height), layout="constrained")
+        yield fig.subplots(rows, columns)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        fig.savefig(temporary, format="png", dpi=150)
+        os.replace(temporary, path)
+
+
+@contextmanager
+def panel_grid(
+    path: Path, n: int, most: int, size: tuple[float, float], besides: tuple[float, float]
+) -> Iterator[tuple[list[Axes], int]]:
+    """``n`` axes in rows of at most ``most``, and how many are in a row; saved as by ``figure``.
+
+    Args:
+        size, besides: inches [width, height] of each of the axes, and of the whole besides.
+    """
+    columns = min(n, most)
+    rows = -(-n // columns)
+    width, height = size[0] * columns + besides[0], size[1] * rows + besides[1]
+    with figure(path, width, height, rows, columns) as made:
+        grid = list(np.atleast_1d(made).flat)
+        for axes in grid[n:]:
+            axes.set_axis_off()
+        yield grid[:n], columns
+
+
+def steady_memory(timeline: Timeline) -> tuple[np.ndarray, np.ndarray]:
+    """The memory curve of the last simulated iteration, as steps.
+
+    Returns:
+        float64[n] time in ms from its start, float64[n] MB in use from then on.
+    """
+    end = timeline.boundaries[-1]
+    begin = timeline.boundaries[-2] if len(timeline.boundaries) > 1 else 0
+    times, used = (np.array(column, dtype=float) for column in zip(*timeline.memory, strict=True))
+    first = int(np.searchsorted(times, begin, side="right")) - 1
+    last = int(np.searchsorted(times, end, side="right")) - 1
+    x = np.append(np.clip(times[first : last + 1], begin, end), end)
+    y = np.append(used[first : last + 1], used[last])
+    return (x - begin) / 1e6, y / MB
+
+
+def memory_curve(path: Path, before: Timeline, after: Timeline, machine: str, planner: str) -> None:
+    """Bytes in use over one iteration, without and with the plan, and the limit."""
+    limit = after.limit / MB
+    with figure(path) as axes:
+        (x0, y0), (x1, y1) = steady_memory(before), steady_memory(after)
+        axes.fill_between(x0, y0, step="post", color="#e9e9e9", linewidth=0)
+        axes.step(x0, y0, where="post", color=FAINT, linewidth=1.3, label=f"no plan: peak {y0.max():,.0f} MB")
+        name = f"{label(planner)} plan: peak {y1.max():,.0f} MB, {after.overhead:+.1%} time"
+        axes.step(x1, y1, where="post", color=colour(planner), linewidth=1.5, label=name)
+        percent = after.limit / before.peak_bytes
+        axes.axhline(limit, color=LIMIT, linewidth=1.3, linestyle=(0, (5, 3)),
+                     label=f"limit: {limit:,.0f} MB, {percent:.0%} of the peak")  # fmt: skip
+        axes.set(
+            xlim=(0, max(x0[-1], x1[-1])), ylim=(0, 1.28 * max(y0.max(), y1.max(), limit)),
+            xlabel="time in the iteration (ms)", ylabel="GPU memory in use (MB)",
+            title=f"{before.program} on {machine}: one training iteration",
+        )  # fmt: skip
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}"))
+        axes.legend(loc="upper left", ncols=1, fontsize=10, handlelength=1.6)
+
+
+def learning_curve(path: Path, history: Sequence[Any], rows: Sequence[Row], planner: str, title: str) -> None:
+    """Overhead of every training episode, the best so far, and the other planners' as level lines.
+
+    Args:
+        history: episodes with ``episode``, ``overhead``, ``feasible`` and ``best_overhead``.
+        rows: what the other planners achieved.
+    """
+    with figure(path, 9.0, 4.8) as axes:
+        good = [e for e in history if e.feasible]
+        bad = [e.episode for e in history if not e.feasible]
+        found = [e for e in history if np.isfinite(e.best_overhead)]
+        axes.scatter([e.episode for e in good], [e.overhead for e in good], s=9, color=colour(planner), alpha=0.3,
+                     linewidths=0, label="one training episode")  # fmt: skip
+        if bad:
+            axes.plot(bad, [0.985] * len(bad), "|", color=FAINT, markersize=6, alpha=0.5, clip_on=False,
+                      transform=axes.get_xaxis_transform(), label="episode with no plan in the limit")  # fmt: skip
+        levels = []
+        for r in rows:
+            if r["feasible"] and r["planner"] not in (planner, f"{planner}_greedy", "none"):
+                axes.axhline(r["overhead"], color=colour(r["planner"]), linewidth=1.1, linestyle=(0, (5, 3)))
+                levels.append((r["overhead"], f"{label(r['planner'])} {r['overhead']:.2%}", colour(r["planner"])))
+        if found:
+            x, y = [e.episode for e in found], [e.best_overhead for e in found]
+            axes.step(x, y, where="post", color=colour(planner), linewidth=2.4, label="best plan so far")
+            levels.append((y[-1], f"{label(planner)} {y[-1]:.2%}", colour(planner)))
+        shown = [e.overhead for e in good] + [level[0] for level in levels]
+        _overhead_axis(axes, max(shown, default=0.01))
+        floor = rows[0]["bound_overhead"] if rows else None
+        if floor is not None:
+            axes.axhspan(BOTTOM, floor, color=FLOOR, linewidth=0, label=f"no plan can be here: floor {floor:.2%}")
+        labels_at_right(axes, levels)
+        axes.set(xlabel="training episode", ylabel="overhead over the ideal time", title=title)
+        axes.set_xlim(0, max([e.episode for e in history], default=1) + 1)
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3, fontsize=9.5, markerscale=1.6)
+
+
+def overhead_by_limit(path: Path, rows: Sequence[Row], title: str, scale: str = "log") -> None:
+    """Overhead against the limit: a line a planner, over the floor; a line ends where its planner finds no plan.
+
+    Up to ``CROWD`` planners share one pair of axes. More of them have a pair for each family of methods, and one for
+    the best of each.
+
+    Args:
+        rows: certified, of at least one limit.
+        scale: of the overhead, log or linear.
+    """
+    lines: dict[str, dict[float, float]] = {}  # of planners: overhead by limit
+    for r in rows:
+        line = lines.setdefault(r["planner"], {})
+        if r["feasible"]:
+            line[r["limit_fraction"]] = r["overhead"]
+    crowd = len(lines) > CROWD
+    families: dict[str, list[str]] = {}
+    for name in sorted(lines, key=[*LOOKS, *lines].index):
+        families.setdefault(family(name) if crowd else "", []).append(name)
+    best = lowest(lines.values())
+    top = _top(scale, [y for line in lines.values() for y in line.values()], [*best.values()])
+    size, besides = ((6.0, 3.7), (0.0, 0.8)) if crowd else ((9.0, 5.0), (0.0, 0.0))
+    with panel_grid(path, len(families) + crowd, 3, size, besides) as (grid, columns):
+        for axes, (heading, names) in zip(grid, families.items(), strict=False):
+            shown = [(lines[name], look(name)) for name in names if lines[name] or name != "none"]
+            _panel(axes, rows, shown, best if crowd else {}, top, scale)
+            axes.set_title(heading)
+        if crowd:
+            shown = [
+                (lowest(lines[name] for name in names), Look(heading, FAMILY_COLOURS[heading], marker))
+                for (heading, names), marker in zip(families.items(), MARKERS, strict=False)
+            ]
+            _panel(grid[-1], rows, shown, best, top, scale)
+            grid[-1].set_title(BEST_OF)
+        for axes in grid[::columns]:
+            axes.set_ylabel("overhead over the ideal time")
+        for axes in grid[-columns:]:
+            axes.set_xlabel("memory limit, of the program's peak")
+        keys = [Patch(color=FLOOR, label="the floor: no plan can be here")]
+        if grid[0].patches:  # hatched
+            keys.append(Patch(facecolor="white", edgecolor=FAINT, hatch=HATCH, label="no plan fits (proven)"))
+        if crowd:
+            keys.append(Line2D([], [], color=INK, linewidth=1, linestyle=DOTTED, label="the best planner"))
+        grid[0].figure.legend(handles=keys, loc="outside lower center", ncols=3, fontsize=9.5)
+        grid[0].figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
+
+
+def lowest(lines: Iterable[dict[float, float]]) -> dict[float, float]:
+    """The least overhead at each limit."""
+    out: dict[float, float] = {}
+    for line in lines:
+        for x, y in line.items():
+            out[x] = min(y, out.get(x, y))
+    return out
+
+
+def _top(scale: str, overheads: list[float], best: list[float]) -> float:
+    """The highest overhead that an axis shows. Linear: where the best plans can be told apart, so not all."""
+    top = max(overheads, default=0.01)
+    return top if scale == "log" else min(top, max(0.2, 2 * max(best, default=0.0)))
+
+
+def _panel(
+    axes: Axes, rows: Sequence[Row], lines: list[tuple[dict[float, float], Look]], best: dict[float, float],
+    top: float, scale: str,
+) -> None:  # fmt: skip
+    """One pair of axes of ``overhead_by_limit``: the floor, the ``best`` of all, and lines with their names."""
+    limits = sorted({r["limit_fraction"] for r in rows})
+    margin = 0.06 * (limits[-1] - limits[0]) or 0.02
+    left, right = limits[-1] + margin, limits[0] - margin
+    _overhead_axis(axes, top, scale)
+    axes.set_xlim(left, right)  # tighter to the right
+    _floor(axes, rows, left, right)
+    if best:
+        axes.plot(*zip(*sorted(best.items()), strict=True), color=INK, linewidth=1, linestyle=DOTTED, zorder=4)
+    levels = []
+    for line, (name, ink, marker) in lines:
+        if not line:
+            levels.append((axes.get_ylim()[1], f"{name}: no plan", FAINT))
+            continue
+        x, y = zip(*sorted(line.items()), strict=True)
+        axes.plot(x, y, color=ink, marker=marker, markersize=5, linewidth=1.6, zorder=3, clip_on=max(y) > top)
+        reach = "" if x[0] == limits[0] else f", to {x[0]:.0%}"
+        above = f" ({y[0]:.0%} ↑)" if y[0] > axes.get_ylim()[1] else ""
+        levels.append((min(y[0], axes.get_ylim()[1]), f"{name}{reach}{above}", ink))
+    labels_at_right(axes, levels)
+    if len(limits) <= 12:
+        axes.xaxis.set_ticks(limits)
+    axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    axes.tick_params(labelsize=9.5)
+
+
+def _floor(axes: Axes, rows: Sequence[Row], left: float, right: float) -> None:
+    """The floor as a band, and hatching over limits that no plan fits, between the edges of the axes.
+
+    A tighter limit has no lower floor, so that between two limits the floor of the wider one holds.
+    """
+    floors = {r["limit_fraction"]: r["bound_overhead"] for r in rows if r["bound_overhead"] is not None}
+    fits = max((r["bound_bytes"] / r["limit_bytes"] * r["limit_fraction"] for r in rows), default=0.0)
+    if floors:
+        x = sorted(floors, reverse=True)
+        y = [floors[v] for v in x]
+        x, y = [*x, max(fits, right)], [*y, y[-1]]
+        axes.fill_between(x, BOTTOM, y, step="post", color=FLOOR, linewidth=0, zorder=1)
+        axes.step(x, y, where="post", color=FAINT, linewidth=1, zorder=2)
+    if fits > right:
+        axes.axvspan(min(fits, left), right, facecolor="white", edgecolor=FAINT, hatch=HATCH, linewidth=0, zorder=1)
+
+
+def _overhead_axis(axes: Axes, top: float, scale: str = "log") -> None:
+    """Overhead in per cent. Log: linear up to 1 %, logarithmic above, so that 0, 2 % and 80 % can all be read."""
+    top = 1.3 * max(top, 0.01) if scale == "log" else 1.05 * max(top, 0.01)
+    if scale == "log":
+        axes.set_yscale("symlog", linthresh=0.01, linscale=0.7)
+        axes.yaxis.set_ticks([t for t in TICKS if t <= top])
+        axes.yaxis.set_minor_locator(NullLocator())
+    axes.set_ylim(BOTTOM if scale == "log" else -0.01 * top, top)  # a line at 0 is seen whole
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{100 * v:g}%"))
+
+
+def labels_at_right(axes: Axes, levels: Levels, points: float = 11.5) -> None:
+    """Names lines at their right ends, each as near to its own as ``points`` between two of them allow."""
+    if not levels:
+        return
+    to_axes = axes.transData + axes.transAxes.inverted()
+    x = axes.get_xlim()[1]
+    places = sorted((float(to_axes.transform((x, v))[1]), text, ink) for v, text, ink in levels)
+    figure = axes.figure.get_figure(root=True)
+    gap = points / (axes.get_window_extent().height / figure.dpi * 72)
+    apart = gap * np.arange(len(places))
+    ys = isotonic_regression(np.array([y for y, _, _ in places]) - apart).x
+    ys = np.clip(ys, 0.0, max(1.0 - apart[-1], 0.0)) + apart
+    for y, (_, text, ink) in zip(ys, places, strict=True):
+        axes.text(1.015, y, text, transform=axes.transAxes, color=ink, fontsize=9.5, va="center")

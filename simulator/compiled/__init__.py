@@ -1,0 +1,1 @@
+"""The rules of reference.py, compiled with Numba: encoding, event loop, rematerialisation, Engine."""

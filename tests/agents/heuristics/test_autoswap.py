@@ -1,0 +1,108 @@
+"""AutoSwap against scores computed by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import agents
+from agents.heuristics.autoswap import (
+    SCORES,
+    AutoSwap,
+    area_of_absence,
+    duration_of_absence,
+    peak_gaps,
+    weighted_duration,
+)
+from agents.planner import Candidates
+from simulator import Gap, Kernel, Machine, Program, Swap, Tensor
+
+MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, copy_latency_ns=0)
+
+
+def straight(gaps: list[tuple[int, int]], sizes: list[int], durations: list[int], workspaces: list[int]) -> Program:
+    """Tensor i is written by kernel gaps[i][0] and read by kernel gaps[i][1]."""
+    kernels = tuple(
+        Kernel(
+            f"k{k}", "other", "forward", tuple(i for i, g in enumerate(gaps) if g[1] == k),
+            tuple(i for i, g in enumerate(gaps) if g[0] == k), duration, workspaces[k],
+        )
+        for k, duration in enumerate(durations)
+    )  # fmt: skip
+    return Program("straight", tuple(Tensor(f"t{i}", s) for i, s in enumerate(sizes)), kernels)
+
+
+# Loads are 7 7 10 14 14 2 6 2, start times 0 8 12 18 24 25 26 34 38; the peak is kernel 3.
+FOUR = straight([(2, 7), (1, 6), (0, 4), (1, 4)], [1, 1, 3, 3], [8, 4, 6, 6, 1, 1, 8, 4], [4, 0, 2, 6, 6, 0, 4, 1])
+
+
+def test_scores_by_hand() -> None:
+    candidates = Candidates(FOUR, peak_gaps(FOUR, 1))
+    assert candidates.gaps == [Gap(0, 2, 7), Gap(1, 1, 6), Gap(2, 0, 4), Gap(3, 1, 4)]
+    assert FOUR.loads == (7, 7, 10, 14, 14, 2, 6, 2)
+    # 34 - 18 - 2, 26 - 12 - 2, 24 - 8 - 6, 24 - 12 - 6
+    assert duration_of_absence(candidates, FOUR, MACHINE).tolist() == [14, 12, 10, 6]
+    assert area_of_absence(candidates, FOUR, MACHINE).tolist() == [14, 12, 30, 18]
+    # 14*6 + 14*1 + 2*1 + 6*8; 10*6 + 14*6 + 14*1 + 2*1; 7*4 + 10*6 + 14*6; 10*6 + 14*6
+    wdoa = weighted_duration(candidates, candidates.loads, np.diff(FOUR.start_ns))
+    assert wdoa.tolist() == [148, 160, 172, 144]
+
+
+@pytest.mark.parametrize(
+    ("score", "order"),
+    [
+        ("doa", [0]),  # 14; open at kernels 3 and 4, the only ones above 13
+        ("aoa", [2, 3, 0]),  # 30, 18, 14; the first two leave kernel 4 at 14
+        ("wdoa", [2, 1]),  # 172, 160
+        ("swdoa", [2, 0]),  # 172; then 148 - 18 = 130 against 160 - 36 = 124 and 144 - 36 = 108
+    ],
+)
+def test_each_score_selects_its_own_tensors(score: str, order: list[int]) -> None:
+    candidates = Candidates(FOUR, peak_gaps(FOUR, 1))
+    chosen = AutoSwap(score, min_bytes=1).select(candidates, FOUR, MACHINE, 13)
+    assert chosen is not None and chosen.tolist() == order
+    plan = agents.make(f"autoswap_{score}", min_bytes=1).plan(FOUR, MACHINE, 13)
+    assert plan.decisions == tuple(Swap(*candidates.gaps[i]) for i in order)
+    assert (plan.planner, plan.limit, plan.machine) == (f"autoswap_{score}", 13, "byte per ns")
+
+
+def test_negative_aoa_divides_by_the_size() -> None:
+    # Both are absent for 10 ns at best; the transfers take 16 and 20: DOA -6 and -10.
+    program = straight([(0, 2), (0, 2)], [8, 10], [1, 10, 1], [0, 1, 0])
+    candidates = Candidates(program, peak_gaps(program, 1))
+    assert duration_of_absence(candidates, program, MACHINE).tolist() == [-6, -10]
+    assert area_of_absence(candidates, program, MACHINE).tolist() == [-0.75, -1.0]
+
+
+def test_candidates_are_large_and_open_at_the_peak() -> None:
+    # Kernel 3 is the peak by its workspace. 0 spans it, 1 is too small, 2 is used at it, 3 ends before it.
+    program = straight([(0, 5), (0, 5), (0, 3), (0, 2)], [4, 1, 4, 4], [1] * 6, [0, 0, 0, 50, 0, 0])
+    assert peak_gaps(program, 2) == [Gap(0, 0, 5)]
+
+
+def test_gaps_over_the_boundary_are_candidates_when_they_span_the_peak() -> None:
+    state = Tensor("momentum", 4, "optimizer_state", persistent=True)
+    weight = Tensor("weight", 4, "parameter", persistent=True)
+    kernels = (
+        Kernel("forward", "conv", "forward", (1,), (), 10),
+        Kernel("backward", "conv", "backward", (1,), (), 10, workspace=6),
+        Kernel("idle", "other", "optimizer", (), (), 10),
+        Kernel("step", "optimizer", "optimizer", (0, 1), (0, 1), 10),
+    )
+    program = Program("persistent", (state, weight), kernels)
+    assert peak_gaps(program, 1) == [Gap(0, 3, 3)]
+    plan = agents.make("autoswap_doa", min_bytes=1).plan(program, MACHINE, 10)
+    assert plan.decisions == (Swap(0, 3, 3),)
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_infeasible_says_how_far_it_can_go(score: str) -> None:
+    # All four away: kernel 1 still writes 1 and 3 (4 bytes), kernel 4 reads 2 and 3 beside 6 of workspace.
+    with pytest.raises(agents.Infeasible, match="smallest limit it can reach is 12 bytes"):
+        agents.make(f"autoswap_{score}", min_bytes=1).plan(FOUR, MACHINE, 11)
+    agents.make(f"autoswap_{score}", min_bytes=1).plan(FOUR, MACHINE, 12)
+
+
+def test_unknown_score() -> None:
+    with pytest.raises(ValueError, match="score: expected one of"):
+        AutoSwap("best")

@@ -1,0 +1,138 @@
+"""Capuchin against free times, lanes and MSPS computed by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import agents
+from agents.heuristics.capuchin import Policy
+from simulator import Gap, Plan, Recompute, Swap, simulate
+from simulator.compiled.engine import Engine
+from tests.agents.heuristics.test_autoswap import straight
+from tests.tiny import A1, A2, LIMIT, MACHINE, PROGRAM, W
+
+
+def policy(mode: str = "joint") -> Policy:
+    return Policy(PROGRAM, MACHINE, Engine(PROGRAM, MACHINE, LIMIT), mode, 1)
+
+
+def overhead_ns(plan: Plan) -> int:
+    return simulate(PROGRAM, plan, MACHINE, LIMIT).iteration_ns - PROGRAM.ideal_ns
+
+
+# Candidates w (0, 7), a1 (1, 6), a2 (2, 5): open at f4 or b4, the kernels above 150 bytes, by 20 and by 30.
+w, a1, a2 = 0, 1, 2
+
+
+def test_free_time_is_what_the_transfers_leave() -> None:
+    made = policy()
+    assert made.gaps == [Gap(W, 0, 7), Gap(A1, 1, 6), Gap(A2, 2, 5)]
+    # Back-access less swap-in time, less end of the evicted-access and swap-out time:
+    # (100 - 10) - (10 + 10), (80 - 40) - (20 + 40), (60 - 40) - (30 + 40)
+    assert made.free.tolist() == [70, -20, -50]
+    assert list(made.can_swap) == [w, a1, a2]
+
+
+def test_a_lane_carries_one_transfer_at_a_time() -> None:
+    # Out: w 10-20, a1 20-60, then a2, evicted at 30, 60-100. In, from the last: w 90-100, a1 40-80, a2 0-40 where
+    # alone it would start at 20.
+    end, begin = policy().lanes([w, a1, a2])
+    assert end.tolist() == [20, 60, 100]
+    assert begin.tolist() == [90, 40, 0]
+
+
+def test_overhead_of_a_set_of_swaps() -> None:
+    made = policy()
+    # w has left at 20, before f4 at 30, and need not start back before 90, after b4 has ended at 60.
+    assert made.overhead([w]) == max(20 - 90, 20 - 30, 60 - 90)
+    # a1 is out at 60, f4 would start at 30: 30 ns; its way back begins at 40, b4 ends at 60: 20 ns. The simulator
+    # agrees: 50 ns are what the docstring of tests.tiny proves for the swap of a1.
+    assert made.overhead([a1]) == 50
+    made.swaps = [w]
+    assert made.swap_ns(a1) == 50
+    # With a2 recomputed nothing of a1 is needed at the peak; the transfers still take 20 ns more than the gap.
+    made.recomputed = [a2]
+    assert made.overhead([a1]) == 20
+
+
+def test_msps_is_updated_when_a_source_or_a_user_is_chosen() -> None:
+    made = policy()
+    assert [made.recompute_ns(i) for i in (a1, a2)] == [10, 10]  # f1 from w; f2 from a1
+    assert made.msps(a1) == 4.0  # 40 bytes in 10 ns
+    made.take(a1, made.recomputed, made.can_recompute)
+    assert made.recompute_ns(a2) == 20  # a1 is gone at b3 now: f1 and f2
+    made = policy()
+    made.take(a2, made.recomputed, made.can_recompute)
+    assert made.recompute_ns(a1) == 20  # for itself, and again in the chain of a2
+    assert made.msps(a1) == 2.0
+
+
+def test_hybrid_swaps_what_is_hidden_and_recomputes_what_is_cheaper() -> None:
+    # w is hidden; 10 and 20 bytes are left. a1 by swap costs 50 ns, a1 again costs f1, 10 ns.
+    # w's swap-in should start at 90: the last kernel to end by then is b3 (5), at 80.
+    plan = agents.make("capuchin", rounds=1, min_bytes=1).plan(PROGRAM, MACHINE, LIMIT)
+    assert plan.decisions == (Swap(W, 0, 7, prefetch=5), Recompute(A1, 1, 6))
+    # f1 runs again at 80 for b2 and waits for w, which it reads, from 80 to 90: the feedback makes that b4 (4).
+    assert overhead_ns(plan) == 20
+    plan = agents.make("capuchin", min_bytes=1).plan(PROGRAM, MACHINE, LIMIT)
+    assert plan.decisions == (Swap(W, 0, 7, prefetch=4), Recompute(A1, 1, 6))
+    assert overhead_ns(plan) == 10  # the optimum of tests.tiny
+
+
+def test_modes() -> None:
+    swaps = agents.make("capuchin", mode="swap", min_bytes=1).plan(PROGRAM, MACHINE, LIMIT)
+    assert [(type(d), d.tensor) for d in swaps.decisions] == [(Swap, W), (Swap, A1)]
+    assert overhead_ns(swaps) == 50
+    again = agents.make("capuchin", mode="recompute", min_bytes=1).plan(PROGRAM, MACHINE, LIMIT)
+    assert again.decisions == (Recompute(A1, 1, 6),)
+
+
+def test_a_dear_recomputation_is_swapped() -> None:
+    # f1 and f2 take 60 ns each, and so does recomputing a1 or a2.
+    dear = tuple(replace(k, duration_ns=60) if i < 2 else k for i, k in enumerate(PROGRAM.kernels))
+    slow = replace(PROGRAM, kernels=dear)
+    made = Policy(slow, MACHINE, Engine(slow, MACHINE, LIMIT), "joint", 1)
+    # a1 leaves 120-160, f4 would start at 130: 30 ns. It has to start back at 140, b4 ends at 160: 20 ns.
+    assert (made.overhead([a1]), made.recompute_ns(a1)) == (50, 60)
+    plan = agents.make("capuchin", min_bytes=1).plan(slow, MACHINE, LIMIT)
+    assert [(type(d), d.tensor) for d in plan.decisions] == [(Swap, W), (Swap, A1)]
+
+
+def test_candidates_are_open_at_the_peak_window_where_autoswap_asks_for_the_peak() -> None:
+    # Loads 4 10 4 0 4 11 4: two tensors, a workspace between the uses of each; 8 is below both peaks.
+    program = straight([(0, 2), (4, 6)], [4, 4], [9] * 7, [0, 6, 0, 0, 0, 7, 0])
+    plan = agents.make("capuchin", mode="swap", min_bytes=1).plan(program, MACHINE, 8)
+    assert {d.tensor for d in plan.decisions} == {0, 1}
+    with pytest.raises(agents.Infeasible):
+        agents.make("autoswap_doa", min_bytes=1).plan(program, MACHINE, 8)
+
+
+def test_feedback_moves_a_late_trigger_earlier() -> None:
+    # Kernels of 10 ns; tensor 0 (20 bytes) is needed gone at kernel 3, tensor 1 (20 bytes) at kernel 10.
+    gaps = [(0, 8), (5, 13)]
+    program = straight(gaps, [20, 20], [10] * 14, [30 if k in (3, 10) else 0 for k in range(14)])
+    one = replace(MACHINE, copy_engines=1)
+    # Tensor 0 must start back at 60, when kernel 5 ends. On the one engine the swap-out of tensor 1 goes first, 60-80,
+    # and kernel 8 waits from 80 to 100. A step of 5 % (1 ns) makes it kernel 4: 50-70, and tensor 1 leaves 70-90.
+    first = agents.make("capuchin", rounds=1, min_bytes=1).plan(program, one, 40)
+    assert first.decisions == (Swap(0, 0, 8, prefetch=5), Swap(1, 5, 13, prefetch=10))
+    assert simulate(program, first, one, 40).iteration_ns == 140 + 20
+    planner = agents.make("capuchin", min_bytes=1)
+    plan = planner.plan(program, one, 40)
+    assert plan.decisions == (Swap(0, 0, 8, prefetch=4), Swap(1, 5, 13, prefetch=10))
+    assert simulate(program, plan, one, 40).iteration_ns == 140
+    assert planner.simulator_calls == 1 + 2 + 1  # before, two rounds of feedback, the last check
+
+
+def test_swaps_that_the_host_cannot_hold_are_infeasible() -> None:
+    with pytest.raises(agents.Infeasible, match="it found no plan that fits"):
+        agents.make("capuchin", mode="swap", min_bytes=1).plan(PROGRAM, replace(MACHINE, host_bytes=20), LIMIT)
+
+
+def test_bad_options() -> None:
+    with pytest.raises(ValueError, match="rounds: expected at least 1"):
+        agents.make("capuchin", rounds=0)
+    with pytest.raises(ValueError, match="mode: expected"):
+        agents.make("capuchin", mode="both")

@@ -1,0 +1,83 @@
+"""GeePS: the pinned set and the buffer pool by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+import agents
+from agents.heuristics.geeps import trigger, unpinned
+from simulator import Gap, Kernel, Program, Swap, Tensor
+from tests.agents.heuristics.test_autoswap import MACHINE, straight
+
+# Six tensors, each written on the way in and read on the way out; tensor 2 has 20 bytes, the others 10.
+# Loads 10 20 40 50 60 70 70 60 50 40 20 10. Tensor 5 has no gap.
+STACK = straight([(i, 11 - i) for i in range(6)], [10, 10, 20, 10, 10, 10], [10] * 12, [0] * 12)
+
+
+def test_the_largest_layer_is_pinned_first_because_that_shrinks_the_pool() -> None:
+    # Nothing pinned: 10 (tensor 5) + 2 * 20. The layer of most access is kernel 2; with tensor 2 pinned 30 + 2 * 10.
+    # Next kernel 0: with tensor 0 pinned 40 + 2 * 10 = 60. Any third tensor would make it 70.
+    assert unpinned(STACK, STACK.gaps(1), 60) == ({1, 3, 4}, 20)
+    # 55 has no room for tensor 0, nor for any other, beside tensor 2 and the pool.
+    assert unpinned(STACK, STACK.gaps(1), 55) == ({0, 1, 3, 4}, 20)
+    # 49 cannot hold a pool of twice the largest layer: with nothing pinned, it is what tensor 5 leaves.
+    assert unpinned(STACK, STACK.gaps(1), 49) == ({0, 1, 2, 3, 4}, 39)
+    assert unpinned(STACK, STACK.gaps(1), 70) == (set(), 0)
+
+
+def test_the_shortest_gap_is_pinned_first_where_nothing_of_the_largest_layer_fits() -> None:
+    # Two tensors of 20 bytes. Nothing pinned 10 + 2 * 20; with one of the two 30 + 2 * 20; with one of 10 bytes
+    # 20 + 2 * 20 = 60. Of those, tensor 4 waits for 3 kernels, tensor 3 for 5, tensor 0 for 11.
+    program = straight([(i, 11 - i) for i in range(6)], [10, 20, 20, 10, 10, 10], [10] * 12, [0] * 12)
+    assert unpinned(program, program.gaps(1), 60) == ({0, 1, 2, 3}, 40)
+
+
+def test_fetching_runs_as_far_ahead_as_the_pool_has_room() -> None:
+    swapped = {0, 1, 2, 3, 4}
+    # On the way back kernels 7 to 11 fetch tensors 4 to 0. Kernel 11's fits a pool of 20 beside that of kernel 10, so
+    # it is issued when kernel 9 ends: one layer ahead. In 40 it fits beside those of kernels 10 and 9, not with 8's.
+    assert trigger(STACK, Gap(0, 0, 11), swapped, 20) == 9
+    assert trigger(STACK, Gap(0, 0, 11), swapped, 40) == 8
+    # Without room for two it waits for the kernel before; kernels that access nothing in the pool do not count.
+    assert trigger(STACK, Gap(0, 0, 11), swapped, 10) == 10
+    assert trigger(STACK, Gap(4, 4, 7), swapped, 10) == 4
+
+
+def test_plan() -> None:
+    # Pinned 0, 2 and 5; pool 20. Tensor 1 is fetched beside tensor 3 (kernel 8) but not tensor 4 (kernel 7).
+    plan = agents.make("geeps", min_bytes=1).plan(STACK, MACHINE, 60)
+    assert plan.decisions == (Swap(1, 1, 10, prefetch=7), Swap(3, 3, 8, prefetch=3), Swap(4, 4, 7, prefetch=4))
+
+
+def test_parameters_and_optimizer_state_are_swapped_in_every_gap() -> None:
+    state = Tensor("momentum", 4, "optimizer_state", persistent=True)
+    weight = Tensor("weight", 4, "parameter", persistent=True)
+    kernels = (
+        Kernel("forward", "conv", "forward", (1,), (), 10),
+        Kernel("idle", "other", "forward", (), (), 10),
+        Kernel("backward", "conv", "backward", (1,), (), 10, workspace=6),
+        Kernel("idle", "other", "optimizer", (), (), 10),
+        Kernel("step", "optimizer", "optimizer", (0, 1), (0, 1), 10),
+    )
+    program = Program("persistent", (state, weight), kernels)
+    # The step accesses 8 bytes, and the workspace is 6: no pool of 16 beside it, the pool is the 4 that 10 leaves. The
+    # momentum (4, 4) goes over the boundary; the weight is away from 0 to 2 and from 2 to 4. The fetches for the step
+    # are issued before it, as 8 is more than 4; the one for the backward pass right after the swap-out.
+    plan = agents.make("geeps", min_bytes=1).plan(program, MACHINE, 10)
+    assert plan.decisions == (Swap(0, 4, 4, prefetch=3), Swap(1, 0, 2, prefetch=0), Swap(1, 2, 4, prefetch=3))
+    with pytest.raises(agents.Infeasible):  # feature maps alone, as TFLMS swaps them: there are none
+        agents.make("tflms", min_bytes=1).plan(program, MACHINE, 10)
+    with pytest.raises(agents.Infeasible, match="smallest limit it can reach is 10 bytes"):
+        agents.make("geeps", min_bytes=1).plan(program, MACHINE, 9)
+
+
+def test_more_memory_pins_more() -> None:
+    sizes = [
+        sum(STACK.tensors[t].nbytes for t in unpinned(STACK, STACK.gaps(1), limit)[0]) for limit in range(30, 71, 5)
+    ]
+    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) > 2
+
+
+def test_bad_options() -> None:
+    with pytest.raises(ValueError, match="no option 'mode'"):
+        agents.make("geeps", mode="joint")

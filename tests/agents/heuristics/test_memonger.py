@@ -1,0 +1,113 @@
+"""Memonger, on chains of equal layers worked out by hand.
+
+    forward    m1 m2 … mn        m_i: a_(i-1) → a_i, 10 bytes, 10 ns
+    backward   loss, tn … t1     t_i: a_(i-1) → ·, gradients have no bytes
+
+a_1 … a_(n-1) wait for the way back; each of them is a candidate. Tensor i is a_i; a_0 is the persistent input.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+import agents
+from agents.heuristics.memonger import Memonger, Stages, splits
+from simulator import Kernel, Machine, Program, Recompute, Tensor, simulate
+
+MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, copy_latency_ns=0)
+
+
+def chain(n: int) -> Program:
+    g = n + 1
+    tensors = [Tensor("a0", 0, "input", True), *(Tensor(f"a{i}", 10) for i in range(1, n + 1)), Tensor("g", 0)]
+    forward = [Kernel(f"m{i}", "matmul", "forward", (i - 1,), (i,), 10) for i in range(1, n + 1)]
+    backward = [Kernel(f"t{i}", "matmul", "backward", (i - 1, g), (g,), 20) for i in range(n, 0, -1)]
+    return Program("chain", tuple(tensors), (*forward, Kernel("loss", "reduce", "backward", (n,), (g,), 20), *backward))
+
+
+def test_algorithm_3_by_hand() -> None:
+    stages = Stages(chain(17), 1)  # a1 … a16
+    dropped = {b: [m.tensor for m in stages.divide(b)[2]] for b in (0, 40, 38)}
+    # B = 0: every layer exceeds it: x = 160, y = 10; sqrt(1600) = 40.
+    assert (stages.divide(0)[:2], dropped[0]) == ((160, 10), [])
+    # B = 40: the fifth, tenth, fifteenth; a16 is the last stage. x = 30, y = 50; isqrt(1500) = 38.
+    assert (stages.divide(40)[:2], dropped[40]) == ((30, 50), [i for i in range(1, 17) if i % 5])
+    # B = 38: every fourth. x = y = 40, where it stays.
+    assert (stages.divide(38)[:2], dropped[38]) == ((40, 40), [i for i in range(1, 17) if i % 4])
+    # B above all: one stage.
+    assert stages.divide(160)[:2] == (0, 160)
+
+
+def test_plans_by_hand() -> None:
+    # limit: which a_i are kept, and why. m17 reads a16 and writes a17; the chain of a stage is made at its end.
+    #   170  all of them
+    #    90  every 2nd: 8 and a17 at m17; 8 kernels run again
+    #    70  every 3rd: a3 a6 a9 a12 a15 a16 a17 at m17; 11 run again (a16 is in the last stage, and dropped)
+    #    60  every 4th: a4 a8 a12 and a13 a14 a15 at t16; 12 run again. Every 5th or 6th needs 60 too, 13 or 14 run.
+    program = chain(17)
+    assert program.peak_bytes == 170
+    for limit, every in ((170, 1), (169, 2), (90, 2), (89, 3), (70, 3), (69, 4), (60, 4)):
+        plan = agents.make("memonger", min_bytes=1).plan(program, MACHINE, limit)
+        gone = [i for i in range(1, 17) if i % every]
+        assert plan.decisions == tuple(Recompute(i, i, 17 + (17 - i), keep=True) for i in gone)
+        timeline = simulate(program, plan, MACHINE, limit)
+        assert timeline.iteration_ns == program.ideal_ns + 10 * len(gone)  # every one of them once
+    with pytest.raises(agents.Infeasible, match="smallest limit it can reach is 60 bytes"):
+        agents.make("memonger", min_bytes=1).plan(program, MACHINE, 59)
+
+
+@pytest.mark.parametrize("n", [26, 65, 145])
+def test_memory_grows_with_the_square_root(n: int) -> None:
+    program, root = chain(n), math.isqrt(n - 1)
+    plan = agents.make("memonger", min_bytes=1).plan(program, MACHINE, 2 * root * 10)  # of n * 10
+    kept = n - 1 - len(plan.decisions)
+    assert root - 2 <= kept <= 2 * root
+    assert simulate(program, plan, MACHINE, 2 * root * 10).overhead <= 1 / 3  # one forward pass at most
+
+
+def test_a_plain_last_segment_costs_checkpoint_sqrt_memory() -> None:
+    # 4 segments of 4 layers, the last of 5 runs plainly: a4 a8 a12, a13 … a16 and a17 at m17.
+    program = chain(17)
+    with pytest.raises(agents.Infeasible, match="smallest limit it can reach is 80 bytes"):
+        agents.make("checkpoint_sqrt", min_bytes=1).plan(program, MACHINE, 60)
+    fast = simulate(program, agents.make("checkpoint_sqrt", min_bytes=1).plan(program, MACHINE, 80), MACHINE, 80)
+    assert fast.iteration_ns == program.ideal_ns + 90  # m1-3 m5-7 m9-11
+
+
+def test_what_cannot_be_kept_or_run_again() -> None:
+    program = chain(6)
+    assert [s.kernel for s in splits(program, 1)] == [0, 1, 2, 3, 4, 5]  # nothing crosses after the last
+    # m3 cannot run twice: a3, and nothing else, is kept whatever the budget.
+    kernels = [replace(k, recomputable=k.name != "m3") for k in program.kernels]
+    assert [m.tensor for m in Stages(replace(program, kernels=tuple(kernels)), 1).divide(1000)[2]] == [1, 2, 4, 5]
+    # t4 does not read a3, which then dies in the forward pass: no split after m3.
+    kernels = [replace(k, inputs=k.inputs[1:]) if k.name == "t4" else k for k in program.kernels]
+    assert [s.kernel for s in splits(replace(program, kernels=tuple(kernels)), 1)] == [0, 1, 3, 4, 5]
+    # m4 overwrites a3: what m4 read is no longer there.
+    kernels = [replace(k, outputs=(4, 3)) if k.name == "m4" else k for k in program.kernels]
+    assert 2 not in [s.kernel for s in splits(replace(program, kernels=tuple(kernels)), 1)]
+
+
+def test_two_tensors_side_by_side_are_one_stage() -> None:
+    # The skip connection from m1 to m4 crosses at m2 and m3.
+    program = chain(6)
+    kernels = tuple(replace(k, inputs=(*k.inputs, 1)) if k.name == "m4" else k for k in program.kernels)
+    skip = replace(program, kernels=kernels)
+    assert [s.kernel for s in splits(skip, 1)] == [0, 3, 4, 5]
+    assert [m.tensor for m in Stages(skip, 1).divide(0)[2]] == [2, 3]
+    assert [s.kernel for s in splits(skip, 11)] == [0, 1, 2, 3, 4, 5]  # small ones stay and do not count
+
+
+def test_without_a_backward_pass_it_can_do_nothing() -> None:
+    program = Program("forward", chain(6).tensors, chain(6).kernels[:6])
+    assert agents.make("memonger", min_bytes=1).plan(program, MACHINE, program.peak_bytes).decisions == ()
+    with pytest.raises(agents.Infeasible):
+        agents.make("memonger", min_bytes=1).plan(program, MACHINE, program.peak_bytes - 1)
+
+
+def test_bad_options() -> None:
+    with pytest.raises(ValueError, match="trials: expected at least 1, got 0"):
+        Memonger(trials=0)

@@ -1,0 +1,232 @@
+"""What PyTorch users reach for, against chains worked out by hand.
+
+A layer of ``chain`` is a matrix product, which writes h_i, and an activation, which writes a_i:
+
+    forward    m1 r1 m2 r2 … mn rn        m_i: a_(i-1) → h_i     r_i: h_i → a_i
+    backward   loss, sn tn … s1 t1        s_i: h_i → ·           t_i: a_(i-1) → ·        (gradients have no bytes)
+
+All h_i and a_i wait for the way back but a_n, which the loss reads at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import agents
+from agents.heuristics.layers import feature_maps
+from agents.heuristics.memonger import splits
+from agents.heuristics.pytorch import UNITS, ActivationBudget, Checkpoint, Partitioner, knapsack, layer_ends
+from simulator import Kernel, Machine, Plan, Program, Recompute, Swap, Tensor, simulate
+from tests import tiny
+
+MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, copy_latency_ns=0)
+
+
+def chain(
+    n: int, h: list[int] | int = 10, a: int = 10, flops: list[int] | None = None, times: list[int] | None = None
+) -> Program:
+    """h_i is tensor 2 i, a_i is tensor 2 i + 1; a_0 (tensor 1) is the persistent input and has no bytes."""
+    sizes = h if isinstance(h, list) else [h] * n
+    tensors = [Tensor("g", 0, "gradient"), Tensor("a0", 0, "input", True)]
+    forward, backward = [], [Kernel("loss", "reduce", "backward", (2 * n + 1,), (0,), 20)]
+    for i in range(1, n + 1):
+        tensors += [Tensor(f"h{i}", sizes[i - 1]), Tensor(f"a{i}", a)]
+        forward.append(Kernel(f"m{i}", "matmul", "forward", (2 * i - 1,), (2 * i,), times[i - 1] if times else 10,
+                              flops=flops[i - 1] if flops else 0))  # fmt: skip
+        forward.append(Kernel(f"r{i}", "activation", "forward", (2 * i,), (2 * i + 1,), 10))
+    for i in range(n, 0, -1):
+        backward.append(Kernel(f"s{i}", "activation", "backward", (2 * i, 0), (0,), 20))
+        backward.append(Kernel(f"t{i}", "matmul", "backward", (2 * i - 1, 0), (0,), 20))
+    return Program("chain", tuple(tensors), tuple(forward + backward))
+
+
+def names(program: Program, plan: Plan) -> list[str]:
+    return sorted(program.tensors[d.tensor].name for d in plan.decisions)
+
+
+def test_nine_layers_by_hand() -> None:
+    program = chain(9)
+    assert program.peak_bytes == 180  # 18 tensors at r9
+    # all: the cuts are a1 … a8. h1 … h8 are dropped; at r9 there are a1 … a8, h9, a9. m1 … m8 run again.
+    everything = agents.make("checkpoint_all", min_bytes=1).plan(program, MACHINE, 100)
+    assert names(program, everything) == [f"h{i}" for i in range(1, 9)]
+    assert all(isinstance(d, Recompute) and d.keep for d in everything.decisions)
+    timeline = simulate(program, everything, MACHINE, 100)
+    assert (timeline.peak_bytes, timeline.iteration_ns - program.ideal_ns) == (100, 80)
+    # sqrt: 3 segments, the cuts are a3 and a6, the last one is plain. At r9 there are a3, a6, and six of layers 7 to
+    # 9. In the way back s6 makes m4 r4 m5 r5 m6 run, s3 makes m1 r1 m2 r2 m3 run: 100 ns; 5 tensors + a3 at s6.
+    root = agents.make("checkpoint_sqrt", min_bytes=1).plan(program, MACHINE, 80)
+    assert names(program, root) == ["a1", "a2", "a4", "a5", "h1", "h2", "h3", "h4", "h5", "h6"]
+    timeline = simulate(program, root, MACHINE, 80)
+    assert (timeline.peak_bytes, timeline.iteration_ns - program.ideal_ns) == (80, 100)
+    again = [program.kernels[s.index].name for s in timeline.spans if s.kind == "recompute"]
+    # Each segment at one blow, in both of the simulated iterations.
+    assert again == 2 * ["m4", "r4", "m5", "r5", "m6", "m1", "r1", "m2", "r2", "m3"]
+
+
+def test_wide_layers_turn_the_order_round() -> None:
+    # all: 8 a_i and h9 and a9: 90 + 100. sqrt: a3, a6 and the last three layers: 20 + 3 (100 + 10).
+    program = chain(9, h=100)
+    for name, least in (("checkpoint_all", 190), ("checkpoint_sqrt", 350)):
+        agents.make(name, min_bytes=1).plan(program, MACHINE, least)
+        with pytest.raises(agents.Infeasible, match=f"{name}: .* smallest limit it can reach is {least} bytes"):
+            agents.make(name, min_bytes=1).plan(program, MACHINE, least - 1)
+
+
+def test_checkpointing_does_not_depend_on_the_limit() -> None:
+    program = chain(5)  # isqrt(5) = 2 segments of 2 and 3 layers
+    plan = agents.make("checkpoint_sqrt", min_bytes=1).plan(program, MACHINE, program.peak_bytes)
+    assert names(program, plan) == ["a1", "h1", "h2"]
+    assert Checkpoint("sqrt", min_bytes=1).dropped(chain(3)) == []  # one segment, which is the last one
+
+
+def test_layers_end_where_one_tensor_crosses() -> None:
+    # A residual block: y = x + conv2(relu(conv1(x))), then a convolution. Within the block x crosses as well.
+    kernels = (
+        Kernel("stem", "conv", "forward", (0,), (1,), 1),
+        Kernel("conv1", "conv", "forward", (1,), (2,), 1),
+        Kernel("relu", "activation", "forward", (2,), (3,), 1),
+        Kernel("conv2", "conv", "forward", (3,), (4,), 1),
+        Kernel("add", "elementwise", "forward", (4, 1), (5,), 1),
+        Kernel("pool", "pool", "forward", (5,), (6,), 1),
+        Kernel("head", "conv", "forward", (6,), (7,), 1),
+        Kernel("back", "conv", "backward", (1, 2, 3, 5, 6, 7), (), 1),
+    )
+    sizes = (0, 8, 8, 8, 8, 8, 2, 8)
+    tensors = tuple(Tensor(f"t{i}", b, "activation", i == 0) for i, b in enumerate(sizes))
+    program = Program("residual", tensors, kernels)
+    assert [(s.kernel, set(s.crossing)) for s in splits(program, 1)] == [(0, {1}), (4, {5}), (5, {6}), (6, set())]
+    assert [s.kernel for s in layer_ends(program, 1)] == [0, 5]  # the pooled tensor is smaller than the sum
+    # Three layers, the last is plain: t2 and t3 are dropped, and t5 within its layer; t1 and t6 are kept.
+    assert [m.tensor for m in Checkpoint("all", min_bytes=1).dropped(program)] == [2, 3, 5]
+    # An output that dies in the forward pass ends no layer: it cannot be kept.
+    unsaved = (*kernels[:7], Kernel("back", "conv", "backward", (1, 2, 3, 5, 7), (), 1))
+    assert [s.kernel for s in layer_ends(replace(program, kernels=unsaved), 1)] == [0, 4]
+
+
+def test_without_weights_every_kernel_is_a_layer() -> None:
+    kernels = tuple(replace(k, kind="other") for k in chain(2).kernels)
+    program = replace(chain(2), kernels=kernels)
+    assert [s.kernel for s in layer_ends(program, 1)] == [0, 1]  # m1 | r1 | m2 (r2: its output is not saved)
+
+
+def test_offload_all_by_hand() -> None:
+    # a1 leaves after f2, a2 after f3 (a3 does not wait); compute waits for all four transfers of 40 ns:
+    # f1 f2 | 20: a1 out | f3 60 | 70: a2 out | f4 110, b4 120 | 140: a2 in | b3 180 | 200: a1 in | b2 240, b1 280
+    plan = agents.make("offload_all", min_bytes=20).plan(tiny.PROGRAM, tiny.MACHINE, tiny.LIMIT)
+    assert plan.decisions == (Swap(tiny.A1, 1, 6, 5, sync=True), Swap(tiny.A2, 2, 5, 4, sync=True))
+    timeline = simulate(tiny.PROGRAM, plan, tiny.MACHINE, tiny.LIMIT)
+    assert timeline.iteration_ns == 280 == tiny.PROGRAM.ideal_ns + 4 * 40
+    spans = {(s.kind, s.index): s.start_ns - 280 for s in timeline.spans if s.stream != "compute"}
+    assert spans == {("swap_out", 1): 20, ("swap_out", 2): 70, ("swap_in", 2): 140, ("swap_in", 1): 200}
+
+
+@pytest.mark.parametrize("program", [tiny.PROGRAM, chain(4), chain(6, h=30)])
+def test_plain_swaps_are_faster_than_save_on_cpu(program: Program) -> None:
+    plan = agents.make("offload_all", min_bytes=10).plan(program, MACHINE, program.peak_bytes)
+    times = []
+    for change in ({}, {"sync": False}, {"sync": False, "prefetch": None}):
+        swaps = tuple(replace(d, **change) for d in plan.decisions)
+        times.append(simulate(program, replace(plan, decisions=swaps), MACHINE, program.peak_bytes).iteration_ns)
+    assert times[0] > times[1] >= times[2]
+
+
+def test_each_backward_kernel_unpacks_its_own_copy() -> None:
+    kernels = (
+        Kernel("f1", "matmul", "forward", (), (0,), 10),
+        Kernel("f2", "matmul", "forward", (0,), (1,), 10),
+        Kernel("b3", "reduce", "backward", (1,), (2,), 10),
+        Kernel("b2", "matmul", "backward", (0, 2), (2,), 10),
+        Kernel("other", "matmul", "backward", (2,), (2,), 10),
+        Kernel("b1", "matmul", "backward", (0, 2), (2,), 10),
+        Kernel("other", "matmul", "backward", (2,), (2,), 10),
+        Kernel("marker", "other", "backward", (0,), (), 0),
+    )
+    program = Program("twice", (Tensor("a", 40), Tensor("b", 4), Tensor("g", 4)), kernels)
+    plan = agents.make("offload_all", min_bytes=20).plan(program, MACHINE, program.peak_bytes)
+    assert plan.decisions == (Swap(0, 1, 3, 2, sync=True), Swap(0, 3, 5, 4, sync=True))  # none for the marker
+    timeline = simulate(program, plan, MACHINE, program.peak_bytes)
+    assert [s.kind for s in timeline.spans if s.stream != "compute"] == 2 * ["swap_out", "swap_in", "swap_in"]
+    assert timeline.iteration_ns == program.ideal_ns + 3 * 40
+
+
+# Feature maps: h1 h2 h3 a1 a2, 10 bytes each. The a_i follow from the h_i without a matrix product.
+THREE = chain(3, flops=[100, 300, 200], times=[30, 10, 20])
+
+
+def test_the_knapsack_keeps_what_is_dearest_to_run() -> None:
+    def dropped(budget: float, runtime: str = "flops") -> list[str]:
+        return sorted(THREE.tensors[m.tensor].name for m in Partitioner(THREE, runtime, 1).dropped(budget))
+
+    assert dropped(1) == []  # nothing is free to run again
+    assert dropped(0.99) == dropped(0.61) == ["a1", "a2"]  # the allowlist saves 30 of 50 bytes, whatever the budget
+    assert dropped(0.6) == ["a1", "a2"]  # knapsack: three products of 0.2
+    assert dropped(0.59) == dropped(0.4) == ["a1", "a2", "h1"]  # two: 300 + 200 flops
+    assert dropped(0.39) == ["a1", "a2", "h1", "h3"]
+    assert dropped(0.39, "profile") == ["a1", "a2", "h2", "h3"]  # 30 ns
+    assert dropped(0.19) == dropped(0) == ["a1", "a2", "h1", "h2", "h3"]
+
+
+def test_the_budget_is_tuned_to_the_limit() -> None:
+    # 60: nothing. Without a1 and a2, r3 sees h1 h2 h3 a3: 40. Without h1 too: 30.
+    for limit, gone, extra in ((60, [], 0), (59, ["a1", "a2"], 20), (40, ["a1", "a2"], 20),
+                               (39, ["a1", "a2", "h1"], 50), (30, ["a1", "a2", "h1"], 50)):  # fmt: skip
+        plan = agents.make("activation_budget", min_bytes=1).plan(THREE, MACHINE, limit)
+        assert names(THREE, plan) == gone
+        assert simulate(THREE, plan, MACHINE, limit).iteration_ns == THREE.ideal_ns + extra  # m1 takes 30
+    with pytest.raises(agents.Infeasible, match="smallest limit it can reach is 30 bytes"):
+        agents.make("activation_budget", min_bytes=1).plan(THREE, MACHINE, 29)
+
+
+def test_small_results_and_draws_are_banned() -> None:
+    # A draw, a reduction to less than a quarter, and a norm behind an unsaved product are not free to run again.
+    kernels = (
+        Kernel("product", "matmul", "forward", (0,), (1,), 1),  # its output dies at "norm"
+        Kernel("norm", "norm", "forward", (1,), (2,), 1),
+        Kernel("relu", "activation", "forward", (2,), (3,), 1),
+        Kernel("drop", "dropout", "forward", (3,), (4,), 1),
+        Kernel("mean", "reduce", "forward", (4,), (5,), 1),
+        Kernel("double", "elementwise", "forward", (5,), (6,), 1),
+        Kernel("pool", "pool", "forward", (3,), (7,), 1),
+        Kernel("loss", "reduce", "backward", (6,), (), 1),
+        Kernel("back", "matmul", "backward", (2, 3, 4, 5, 6, 7), (), 1),
+    )
+    sizes = (0, 40, 40, 40, 40, 8, 32, 40)
+    tensors = tuple(Tensor(f"t{i}", b, "activation", i == 0) for i, b in enumerate(sizes))
+    program = Program("banned", tensors, kernels)
+    assert [m.tensor for m in feature_maps(program, 1)] == [2, 3, 4, 5, 6, 7] and sum(sizes[2:]) == 200
+    partitioner = Partitioner(program, "flops", 1)
+    # Allowlist: relu and double may run again; 128 of 200 bytes (0.64) are saved. Then pool as well: 88 (0.44).
+    assert [m.tensor for m in partitioner.dropped(0.65)] == [3, 6]
+    assert [m.tensor for m in partitioner.dropped(0.64)] == [3, 6, 7]
+    # Items product (t1, 40 bytes, without which t2 cannot be made), drop (40) and mean (8), worth 1 each: all fit.
+    assert [m.tensor for m in partitioner.dropped(0.44)] == [3, 6, 7]
+    # 48 bytes hold mean and one of the equals, the first: drop may run again.
+    assert [m.tensor for m in partitioner.dropped(0.24)] == [3, 4, 6, 7]
+
+
+def test_the_knapsack_is_exact() -> None:
+    # Best per byte first would take item 0 alone (9 in 25); items 1 and 2 are worth 14 in 40.
+    taken = knapsack([2500, 2000, 2000], [9, 7, 7])
+    assert taken[2, 4000] and taken[1, 4000 - 2000] and not taken[0, 0]
+    assert taken[0, 2500] and not taken[0, 2499] and not taken[1, 2500]
+    assert not knapsack([UNITS + 1], [5]).any()
+
+
+def test_only_the_budget_can_do_nothing() -> None:
+    program = chain(4)
+    full = {name: len(agents.make(name, min_bytes=1).plan(program, MACHINE, program.peak_bytes).decisions)
+            for name in ("activation_budget", "checkpoint_sqrt", "checkpoint_all", "offload_all")}  # fmt: skip
+    # 2 segments of 2: h1 a1 h2; h1 h2 h3; h1 … h4 and a1 a2 a3
+    assert full == {"activation_budget": 0, "checkpoint_sqrt": 3, "checkpoint_all": 3, "offload_all": 7}
+
+
+def test_bad_options() -> None:
+    with pytest.raises(ValueError, match="segments: expected 'sqrt' or 'all', got 'two'"):
+        Checkpoint("two")
+    with pytest.raises(ValueError, match="runtime: expected 'flops' or 'profile', got 'guess'"):
+        ActivationBudget("guess")
+    with pytest.raises(ValueError, match="steps: expected at least 1, got 0"):
+        ActivationBudget(steps=0)

@@ -1,0 +1,170 @@
+"""SmartPool+AutoSwap: the limit is one of addresses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+import agents
+from agents.heuristics.autoswap import SCORES, peak_gaps
+from agents.heuristics.smartpool_autoswap import SmartPoolAutoSwap, just_in_time
+from agents.planner import SWAP, Candidates
+from simulator import Kernel, Machine, Plan, Program, Swap, Tensor, simulate
+from simulator.pool import Packing, program_lifetimes, smartpool, timeline_lifetimes
+from simulator.pool.validate import overlaps
+from tests import tiny
+from tests.agents.heuristics.test_autoswap import MACHINE, straight
+from tests.strategies import machines, programs
+
+# Six kernels of 10 ns; kernel 4 has R, 3 bytes of workspace; tensors (written by, read by, bytes):
+#   S (0, 5, 2)  G (0, 1, 3)  P (1, 3, 2)  Q (3, 5, 2)
+# Coloured by size: G and R at 0 (they do not meet), then S on them at 3, P on S at 5, and Q, which meets P, R and S,
+# on P at 7: a footprint of 9 for a load of 7.
+FRAGMENTED = straight([(0, 5), (0, 1), (1, 3), (3, 5)], [2, 3, 2, 2], [10] * 6, [0, 0, 0, 0, 3, 0])
+
+
+def pack(program: Program, plan: Plan, machine: Machine, alignment: int = 1) -> Packing:
+    timeline = simulate(program, plan, machine, plan.limit)
+    lives = timeline_lifetimes(timeline, program, plan)
+    packing = smartpool.pack(lives.intervals, alignment)
+    assert overlaps(lives.intervals, packing.offsets) == []
+    return packing
+
+
+def make(**options: object) -> agents.Planner:
+    return agents.make("smartpool+autoswap", **{"min_bytes": 1, "align": False, **options})
+
+
+def test_fragments_make_it_swap_more() -> None:
+    assert FRAGMENTED.loads == (5, 7, 4, 6, 7, 4)
+    assert smartpool.pack(program_lifetimes(FRAGMENTED).intervals).footprint == 9
+    assert agents.make("autoswap_swdoa", min_bytes=1).plan(FRAGMENTED, MACHINE, 7).decisions == ()
+    # Without S from 12 (its 2 bytes have left) to 40: S at 3, P on it at 5; Q now finds the hole at 3 above R, and
+    # S, back beside R and Q, takes P's place at 5. It must be back at 50, so it must start at 48: after kernel 3.
+    plan = make().plan(FRAGMENTED, MACHINE, 7)
+    assert plan.decisions == (Swap(0, 0, 5, prefetch=3),)
+    assert plan.limit == 7 and pack(FRAGMENTED, plan, MACHINE).footprint == 7
+    assert simulate(FRAGMENTED, plan, MACHINE, 7).overhead == 0
+
+
+def test_the_same_as_autoswap_where_nothing_is_lost_between_blocks() -> None:
+    assert make().plan(FRAGMENTED, MACHINE, 9).decisions == ()
+    for limit in (180, 170, 150):  # lives of tiny.py are nested
+        plain = agents.make("autoswap_swdoa", min_bytes=1).plan(tiny.PROGRAM, tiny.MACHINE, limit)
+        plan = make().plan(tiny.PROGRAM, tiny.MACHINE, limit)
+        gaps = [(d.tensor, d.after, d.before) for d in plan.decisions]
+        assert gaps == [(d.tensor, d.after, d.before) for d in plain.decisions]
+        assert plan.limit == limit
+
+
+def test_a_lower_load_limit_keeps_blocks_apart() -> None:
+    # Only with 156 of 160 bytes in use at most do the addresses stay below 160; the same swaps under a load limit
+    # of 160 do not.
+    plan = make().plan(tiny.PROGRAM, tiny.MACHINE, 160)
+    assert plan.limit == 156 and pack(tiny.PROGRAM, plan, tiny.MACHINE).footprint <= 160
+    assert pack(tiny.PROGRAM, replace(plan, limit=160), tiny.MACHINE).footprint > 160
+
+
+def test_addresses_are_aligned_unless_told_otherwise() -> None:
+    program = straight([(0, 1), (1, 2)], [10, 10], [1] * 3, [0] * 3)
+    assert make().plan(program, MACHINE, 20).decisions == ()
+    with pytest.raises(agents.Infeasible, match="it found no plan that fits"):
+        make(align=True).plan(program, MACHINE, 1023)
+    assert make(align=True).plan(program, MACHINE, 1024).decisions == ()
+
+
+def test_the_pool_decides() -> None:
+    # By size: 7 at 0; the workspace of kernel 0, 4, at 7; 4 at 11; 2 at 7, between 7 and 4; the other 2 comes when 7
+    # has gone: first-fit puts it at 0, best-fit at 9, where 1, which still meets 7, would have had its place.
+    program = straight([(1, 4), (3, 5), (1, 4), (0, 2), (0, 4)], [1, 2, 2, 7, 4], [10] * 6, [4, 0, 0, 0, 0, 0])
+    assert program.peak_bytes == 15
+    assert make(min_bytes=100, pool="smartpool_first").plan(program, MACHINE, 15).decisions == ()
+    with pytest.raises(agents.Infeasible):
+        make(min_bytes=100).plan(program, MACHINE, 15)
+    assert make(min_bytes=100).plan(program, MACHINE, 16).decisions == ()
+
+
+def test_all_scores_are_no_worse_than_each() -> None:
+    overheads = {}
+    for score in ("all", *SCORES):
+        try:
+            plan = SmartPoolAutoSwap(score, align=False, min_bytes=1).plan(tiny.PROGRAM, tiny.MACHINE, 150)
+        except agents.Infeasible:
+            continue
+        overheads[score] = simulate(tiny.PROGRAM, plan, tiny.MACHINE, plan.limit).overhead
+    assert overheads["all"] == min(overheads.values()) and len(overheads) > 1
+
+
+def test_swap_ins_are_just_in_time_and_one_at_a_time() -> None:
+    # Kernels of 10 ns; 12 and 6 bytes are both due at kernel 5, at 50. Of two with one access the higher tensor
+    # comes later: 1 starts at 44, after kernel 3 has ended at 40; 0 must end by 44: it starts at 32, after kernel 2.
+    program = straight([(0, 5), (0, 5)], [12, 6], [10] * 6, [0] * 6)
+    rows = np.array([(SWAP, 0, 0, 5, -1), (SWAP, 1, 0, 5, -1)])
+    assert just_in_time(program, MACHINE, rows)[:, 4].tolist() == [2, 3]
+    # 60 bytes cannot be in time: at once.
+    program = straight([(0, 5), (0, 5)], [60, 6], [10] * 6, [0] * 6)
+    assert just_in_time(program, MACHINE, rows)[:, 4].tolist() == [0, 3]
+
+
+@pytest.mark.parametrize(("nbytes", "pinned"), [(5, 3), (15, 2), (25, 1)])
+def test_swap_ins_over_the_boundary(nbytes: int, pinned: int) -> None:
+    # Used by kernel 1 only: away from 20 to 10 of the next iteration, i.e. 50. To be back it starts at 45, 35, 25.
+    kernels = tuple(Kernel(f"k{i}", "other", "forward", (0,) if i == 1 else (), (), 10) for i in range(4))
+    program = Program("state", (Tensor("state", nbytes, "optimizer_state", True),), kernels)
+    assert just_in_time(program, MACHINE, np.array([(SWAP, 0, 1, 1, -1)]))[0, 4] == pinned
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_the_footprint_fits_or_it_says_so(data: st.DataObject) -> None:
+    program = data.draw(programs())
+    machine = data.draw(machines())
+    limit = data.draw(st.integers(program.peak_bytes // 2, 2 * program.peak_bytes))
+    planner = make(steps=6)
+    try:
+        plan = planner.plan(program, machine, limit)
+    except agents.Infeasible as error:
+        assert f"within {limit:,} bytes" in str(error)
+        assert limit < smartpool.pack(program_lifetimes(program).intervals).footprint
+        return
+    assert plan.limit <= limit
+    assert simulate(program, plan, machine, plan.limit).peak_bytes <= pack(program, plan, machine).footprint <= limit
+    assert simulate(program, plan, machine, limit).peak_bytes <= limit
+    assert planner.plan(program, machine, limit) == plan and planner.simulator_calls >= 2
+
+
+def test_the_smallest_footprint_at_an_overhead() -> None:
+    # What the limit of 7 finds above takes no time; SmartPool's order of sizes makes nothing of more.
+    plans = SmartPoolAutoSwap(align=False, min_bytes=1).smallest(FRAGMENTED, MACHINE, [0.0, 10.0])
+    assert plans[0].decisions == (Swap(0, 0, 5, prefetch=3),)
+    assert [pack(FRAGMENTED, plan, MACHINE).footprint for plan in plans] == [7, 7]
+
+
+@settings(max_examples=40, deadline=None)
+@given(programs(), machines())
+def test_no_smaller_footprint_is_passed_over(program: Program, machine: Machine) -> None:
+    planner = SmartPoolAutoSwap(align=False, min_bytes=1, steps=3)
+    overheads = (0.0, 0.2, 100.0)
+    plans = planner.smallest(program, machine, overheads)
+    assert planner.simulator_calls >= len(overheads)
+    candidates = Candidates(program, peak_gaps(program, 1))
+    runs = planner._runs(candidates, program, machine, program.peak_bytes, candidates.least, 6)
+    for overhead, plan in zip(overheads, plans, strict=True):
+        assert simulate(program, plan, machine, plan.limit).iteration_ns <= program.ideal_ns * (1 + overhead)
+        within = [run for run in runs if run.iteration_ns <= program.ideal_ns * (1 + overhead)]
+        least = min(planner._footprint(run, program, machine) for run in within)
+        assert pack(program, plan, machine).footprint == least
+
+
+def test_bad_options() -> None:
+    with pytest.raises(ValueError, match="score: expected one of"):
+        SmartPoolAutoSwap(score="bo")
+    with pytest.raises(ValueError, match="there is no allocator 'worst'; there are cudamalloc, "):
+        SmartPoolAutoSwap(pool="worst")
+    with pytest.raises(ValueError, match="pool: cnmem sees one malloc after another"):
+        SmartPoolAutoSwap(pool="cnmem")
+    with pytest.raises(ValueError, match="steps: expected at least 2, got 1"):
+        SmartPoolAutoSwap(steps=1)

@@ -1,0 +1,165 @@
+"""SuperNeurons' rules on programs small enough to follow by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import agents
+from agents.heuristics.superneurons import layer_bytes, leaving, prefetch, segment_bytes, segments, tensor_cache
+from agents.planner import RECOMPUTE, SWAP
+from simulator import Gap, Kernel, Machine, Program, Recompute, Swap, Tensor, simulate
+
+MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, copy_latency_ns=0)
+
+
+def network(layers: list[tuple[str, int]], large_gradients: bool = False) -> Program:
+    """A chain of layers (kind, bytes of output); the backward kernel of a layer reads its input and output.
+
+    Tensor i is the output of layer i - 1 (tensor 0 the input), kernel i is layer i's forward; kernel
+    2 * len(layers) - 1 - i is its backward. Gradients are tensors of one byte, or as large as what they belong to.
+    """
+    n = len(layers)
+    tensors = [Tensor("x", 1, "input", True)] + [Tensor(kind, size) for kind, size in layers]
+    kernels = [Kernel(kind, kind, "forward", (i,), (i + 1,), 10) for i, (kind, _) in enumerate(layers)]  # type: ignore[arg-type]
+    for i in reversed(range(n)):
+        gradient = (len(tensors) - 1,) if i < n - 1 else ()
+        tensors.append(Tensor(f"gradient{i}", tensors[i].nbytes if large_gradients else 1, "gradient"))
+        kind = layers[i][0]
+        reads = (i, i + 1, *gradient)
+        kernels.append(Kernel(f"{kind}_backward", kind, "backward", reads, (len(tensors) - 1,), 10))  # type: ignore[arg-type]
+    return Program("network", tuple(tensors), tuple(kernels))
+
+
+# Tensors: 1 conv, 2 norm, 3 activation, 4 conv, 5 activation, 6 matmul.
+NET = network([("conv", 10), ("norm", 10), ("activation", 10), ("conv", 10), ("activation", 10), ("matmul", 10)])
+
+
+def test_conv_outputs_are_swapped_and_cheap_ones_recomputed() -> None:
+    # 5 is used by neighbouring kernels (matmul and its backward), 6 is an FC layer's.
+    conv = dict.fromkeys([Gap(1, 1, 10), Gap(4, 4, 7)], SWAP)
+    cheap = dict.fromkeys([Gap(2, 2, 9), Gap(3, 3, 8)], RECOMPUTE)
+    assert leaving(NET, "joint", 1) == conv | cheap
+    assert leaving(NET, "swap", 1) == conv
+    assert leaving(NET, "recompute", 1) == cheap
+    assert leaving(NET, "joint", 11) == {}
+
+
+def test_a_layer_that_cannot_run_twice_is_not_dropped() -> None:
+    once = replace(NET.kernels[2], kind="dropout", recomputable=False)
+    ways = leaving(replace(NET, kernels=(*NET.kernels[:2], once, *NET.kernels[3:])), min_bytes=1)
+    assert {g.tensor for g in ways} == {1, 2, 4}
+
+
+def test_least_recently_used_first_and_only_under_pressure() -> None:
+    ways = leaving(NET, min_bytes=1)
+    one, two, three, four = Gap(1, 1, 10), Gap(2, 2, 9), Gap(3, 3, 8), Gap(4, 4, 7)
+    assert NET.loads[:8] == (11, 21, 31, 41, 51, 61, 62, 53)
+    assert tensor_cache(NET, ways, 62) == []
+    assert tensor_cache(NET, ways, 52) == [one]  # at kernel 5
+    assert tensor_cache(NET, ways, 51) == [one, two]  # 52 at kernel 6
+    # Kernel 3 sends 1 away, 4 sends 2, 5 sends 3 (4 and 5 are younger or locked), 6 sends 4.
+    assert tensor_cache(NET, ways, 31) == [one, two, three, four]
+    assert tensor_cache(NET, ways, 52, first=[three]) == [three]
+
+
+def test_recency_is_that_of_the_last_use() -> None:
+    # 0 is born before 1 and used after it, so that 1 leaves.
+    kernels = (
+        Kernel("a", "conv", "forward", (), (0,), 1),
+        Kernel("b", "conv", "forward", (), (1,), 1),
+        Kernel("c", "pool", "forward", (0,), (), 1),
+        Kernel("peak", "other", "forward", (), (), 1, workspace=5),
+        Kernel("use", "other", "backward", (0, 1), (), 1),
+    )
+    program = Program("reuse", (Tensor("0", 10), Tensor("1", 10)), kernels)
+    assert agents.make("superneurons", min_bytes=1).plan(program, MACHINE, 20).decisions == (Swap(1, 1, 4),)
+
+
+def test_prefetch_is_issued_at_the_conv_layer_before() -> None:
+    assert prefetch(NET, Gap(1, 1, 10)) == 7  # the start of conv_backward, kernel 8
+    assert prefetch(NET, Gap(4, 4, 7)) == -1  # no backward conv before it
+
+
+def test_speed_centric_where_the_segment_fits_in_a_layer() -> None:
+    assert segments(NET)[1:7] == [1, 1, 1, 2, 2, 3]
+    assert max(layer_bytes(NET, k) for k in range(12)) == 22  # l_peak
+    # Outputs of 10 each; kernels 8 and 9 touch 22 bytes, 10 and 20 of which are among them.
+    assert segment_bytes(NET, [Gap(2, 2, 9)]) == 22
+    assert segment_bytes(NET, [Gap(2, 2, 9), Gap(3, 3, 8)]) == 32
+    planner = agents.make("superneurons", min_bytes=1)
+    assert planner.plan(NET, MACHINE, 51).decisions == (Swap(1, 1, 10, 7), Recompute(2, 2, 9, keep=True))
+    both = agents.make("superneurons", min_bytes=1, mode="recompute").plan(NET, MACHINE, 51).decisions
+    assert both == (Recompute(2, 2, 9, keep=False), Recompute(3, 3, 8, keep=False))
+
+
+def recomputed(program: Program, strategy: str) -> tuple[int, int]:
+    """Kernels run again in one iteration when every cheap output is dropped, and the peak."""
+    planner = agents.make("superneurons", mode="recompute", recompute=strategy, always=True, min_bytes=1)
+    timeline = simulate(program, planner.plan(program, MACHINE, program.peak_bytes), MACHINE, program.peak_bytes)
+    extra = [s for s in timeline.spans if s.kind == "recompute" and s.start_ns >= timeline.boundaries[-2]]
+    return len(extra), timeline.peak_bytes
+
+
+# Tensors 2 to 5 are a segment of four; they are asked for by kernels 11, 10, 9 and 8.
+SEGMENT = network([(kind, 10) for kind in ("conv", "norm", "activation", "pool", "activation", "conv", "matmul")])
+
+
+def test_speed_and_memory_centric_recomputation_by_hand() -> None:
+    # Speed: layers 1 to 4 for kernel 8, and all are there: 40 bytes, beside the input (1), the CONV outputs
+    # 1 and 6 (20) and two gradients (2).
+    assert recomputed(SEGMENT, "speed") == (4, 63)
+    # Memory: layers 1 to 4 for kernel 8, 1 to 3 for kernel 9, 1 and 2, 1. Two outputs at a time (20) beside 1 and 6
+    # for kernel 8, or 1 and 5 for kernel 9 (20), the input (1) and a gradient (1).
+    assert recomputed(SEGMENT, "memory") == (4 + 3 + 2 + 1, 42)
+    # 52 bytes, the four and kernel 8's 12 others, are more than the 22 that a layer takes.
+    assert recomputed(SEGMENT, "cost") == recomputed(SEGMENT, "memory")
+
+
+def test_table_1_alexnet() -> None:
+    """Extra recomputations of AlexNet in Table 1: 14 speed-centric, 23 memory-centric, 17 cost-aware."""
+    blocks = [  # layers, and C * H * W of each one's output (section 4.1.1)
+        ("conv activation lrn", 96 * 55 * 55), ("pool", 96 * 27 * 27),
+        ("conv activation lrn", 256 * 27 * 27), ("pool", 256 * 13 * 13),
+        ("conv activation conv activation", 384 * 13 * 13), ("conv activation", 256 * 13 * 13), ("pool", 256 * 6 * 6),
+        ("matmul activation dropout matmul activation dropout", 4096), ("matmul other", 1000),
+    ]  # fmt: skip
+    layers = [(kind, size * 200 * 4) for kinds, size in blocks for kind in kinds.split()]  # a batch of 200, float32
+    alexnet = network(layers, large_gradients=True)
+    assert len(layers) == 23
+    # "l_peak at the backward LRN1", 886 MB: four tensors of CONV1's size, 221.56 MB.
+    assert max(layer_bytes(alexnet, k) for k in range(46)) == layer_bytes(alexnet, 45 - 2) == 4 * layers[0][1]
+    assert round(4 * layers[0][1] / 2**20, 2) == 886.23
+    extra = {strategy: recomputed(alexnet, strategy)[0] for strategy in ("speed", "memory", "cost")}
+    assert extra == {"speed": 14, "memory": 23, "cost": 17}  # the first segment alone is too large to keep
+
+
+@pytest.mark.parametrize(("strategy", "least"), [("speed", 63), ("memory", 42), ("cost", 42)])
+def test_how_far_each_strategy_reaches(strategy: str, least: int) -> None:
+    planner = agents.make("superneurons", mode="recompute", recompute=strategy, always=True, min_bytes=1)
+    assert {d.keep for d in planner.plan(SEGMENT, MACHINE, least).decisions} == {strategy == "speed"}
+    with pytest.raises(agents.Infeasible, match=f"smallest limit it can reach is {least} bytes"):
+        planner.plan(SEGMENT, MACHINE, least - 1)
+
+
+def test_every_cheap_output_is_dropped_on_request() -> None:
+    plan = agents.make("superneurons", min_bytes=1, always=True).plan(NET, MACHINE, NET.peak_bytes)
+    assert {(type(d), d.tensor) for d in plan.decisions} == {(Recompute, 2), (Recompute, 3)}
+
+
+def test_infeasible_says_how_far_it_can_go() -> None:
+    # Kernel 8 holds 1, 2 and 3 while it recovers 3, beside 4 and two gradients.
+    with pytest.raises(agents.Infeasible, match="smallest limit it can reach is 42 bytes"):
+        agents.make("superneurons", min_bytes=1).plan(NET, MACHINE, 41)
+    assert simulate(NET, agents.make("superneurons", min_bytes=1).plan(NET, MACHINE, 42), MACHINE, 42)
+
+
+def test_unknown_mode() -> None:
+    with pytest.raises(ValueError, match="mode: expected"):
+        agents.make("superneurons", mode="both")
+
+
+def test_unknown_strategy() -> None:
+    with pytest.raises(ValueError, match="recompute: expected one of cost, speed, memory, got 'fast'"):
+        agents.make("superneurons", recompute="fast")

@@ -1,0 +1,155 @@
+"""TENSILE: its schedule against ones made by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+import agents
+from agents.heuristics.tensile import TENSILE, Channel
+from simulator import Kernel, Machine, Program, Recompute, Swap, Tensor, simulate
+from tests.tiny import A1, A2, LIMIT, MACHINE, PROGRAM, W
+
+BYTE_PER_NS = Machine("byte per ns", 10**6, 10**9, 10**9, copy_latency_ns=0)
+
+
+def straight(tensors: list[Tensor], uses: list[tuple[str, str]], durations: list[int], peak: int) -> Program:
+    """Kernel k reads and writes the tensors named in uses[k]; kernel ``peak`` has 50 bytes of workspace."""
+    index = {t.name: i for i, t in enumerate(tensors)}
+    kernels = tuple(
+        Kernel(f"k{k}", "other", "forward", tuple(index[c] for c in reads), tuple(index[c] for c in writes),
+               durations[k], workspace=50 * (k == peak), recomputable=False)
+        for k, (reads, writes) in enumerate(uses)
+    )  # fmt: skip
+    return Program("straight", tuple(tensors), kernels)
+
+
+# a (30 bytes) and b (20) are idle around the peak, k3.
+#   time      0   10   20         80   90        120       150  160  170
+#   compute   |k0 |k1 |    k2     |k3  |    k4    |    k5   |k6  |k7 |
+#   uses       a   b                                         b    a
+#   channel       |-- a out --|b out|       ...   |b in|--- a in --|
+#                 10         40    60            110  130         160
+TWO = straight(
+    [Tensor("a", 30), Tensor("b", 20)],
+    [("", "a"), ("", "b"), ("", ""), ("", ""), ("", ""), ("", ""), ("b", ""), ("a", "")],
+    [10, 10, 60, 10, 30, 30, 10, 10],
+    peak=3,
+)
+
+
+def test_swaps_lie_in_the_free_intervals_of_the_channel() -> None:
+    assert TWO.loads == (30, 50, 50, 100, 50, 50, 50, 30)
+    # The largest first: a leaves at once, [10, 40), and returns as late as possible, [130, 160). b cannot leave
+    # at 20: the channel is free at 40, [40, 60), while k2 runs, which began when k1 ended. It would return in
+    # [130, 150), but for a: [110, 130). The last kernels that end by 130 and 110 are k4 and k3.
+    planner = agents.make("tensile", min_bytes=1)
+    plan = planner.plan(TWO, BYTE_PER_NS, 50)
+    assert plan.decisions == (Swap(0, 0, 7, prefetch=4), Swap(1, 1, 6, prefetch=3))
+    assert simulate(TWO, plan, BYTE_PER_NS, 50).iteration_ns == TWO.ideal_ns  # nothing waits
+    # One swap is enough for 70 bytes, and none for 100.
+    assert planner.plan(TWO, BYTE_PER_NS, 70).decisions == (Swap(0, 0, 7, prefetch=4),)
+    assert planner.plan(TWO, BYTE_PER_NS, 100).decisions == ()
+
+
+def test_a_tensor_is_refused_where_the_channel_is_taken() -> None:
+    # With k2 of 30 ns the peak begins at 50: once a has the channel until 40, 10 ns are left for b's 20.
+    durations = [10, 10, 30, 10, 30, 30, 10, 10]
+    program = straight(list(TWO.tensors), [("", "a"), ("", "b"), *[("", "")] * 4, ("b", ""), ("a", "")], durations, 3)
+    with pytest.raises(agents.Infeasible, match="smallest limit it can reach is 70 bytes"):
+        agents.make("tensile", min_bytes=1).plan(program, BYTE_PER_NS, 50)
+    swaps = agents.make("autoswap_doa", min_bytes=1).plan(program, BYTE_PER_NS, 50)
+    assert {d.tensor for d in swaps.decisions} == {0, 1}
+    assert simulate(program, swaps, BYTE_PER_NS, 50).iteration_ns > program.ideal_ns
+
+
+def test_no_feasible_region_where_autoswap_waits() -> None:
+    # Kernel b4 [40, 60) is the peak. a1 could leave in [20, 40), a2 in [30, 40): too short for 40 bytes. w leaves in
+    # [10, 20) and returns in [90, 100), 10 bytes. AutoSwap sends a1 or a2 out and computation waits.
+    with pytest.raises(agents.Infeasible, match="smallest limit it can reach is 170 bytes"):
+        agents.make("tensile", min_bytes=1, mode="swap").plan(PROGRAM, MACHINE, LIMIT)
+    autoswap = agents.make("autoswap_swdoa", min_bytes=1).plan(PROGRAM, MACHINE, LIMIT)
+    assert {d.tensor for d in autoswap.decisions} & {A1, A2}
+    assert simulate(PROGRAM, autoswap, MACHINE, LIMIT).iteration_ns >= PROGRAM.ideal_ns + 50
+
+
+def test_recomputation_comes_when_swaps_do_not_succeed() -> None:
+    # After w (above) the peak is 170. a1 and a2 are open at it, both of MSPS 40 bytes / 10 ns: the first.
+    plan = agents.make("tensile", min_bytes=1).plan(PROGRAM, MACHINE, LIMIT)
+    assert plan.decisions == (Swap(W, 0, 7, prefetch=5), Recompute(A1, 1, 6))
+    assert agents.make("tensile", min_bytes=1).plan(PROGRAM, MACHINE, 170).decisions == plan.decisions[:1]
+    alone = agents.make("tensile", min_bytes=1, mode="recompute").plan(PROGRAM, MACHINE, LIMIT)
+    assert alone.decisions == (Recompute(A1, 1, 6),)
+
+
+def test_recomputation_goes_by_msps() -> None:
+    # With f1 of 40 ns a1 saves 1 byte a nanosecond, a2 still 4.
+    slower = PROGRAM.with_durations([40, *(k.duration_ns for k in PROGRAM.kernels[1:])])
+    plan = agents.make("tensile", min_bytes=1, mode="recompute").plan(slower, MACHINE, LIMIT)
+    assert plan.decisions == (Recompute(A2, 2, 5),)
+
+
+def test_across_iterations() -> None:
+    # The momentum m is used by the last kernel only. It leaves when that has ended, at 100, i.e. at 0 of the next
+    # iteration; the peak k1 begins at 30, its copy ends at 20. It is back at 90, [70, 90), after k1 [30, 60).
+    program = straight(
+        [Tensor("m", 20, "optimizer_state", True), Tensor("x", 5)],
+        [("", "x"), ("", ""), ("x", ""), ("m", "m")],
+        [30, 30, 30, 10],
+        peak=1,
+    )
+    assert program.peak_bytes == 75
+    plan = agents.make("tensile", min_bytes=6).plan(program, BYTE_PER_NS, 55)
+    assert plan.decisions == (Swap(0, 3, 3, prefetch=1),)
+    timeline = simulate(program, plan, BYTE_PER_NS, 55)
+    assert timeline.iteration_ns == 100
+
+
+def test_the_copy_on_the_host_serves_the_rest_of_the_accesses() -> None:
+    # The peak k2 [70, 80) lies between k0 and k4. Its copy being good, x leaves again when k4 has ended, up to k7, with
+    # a swap-in alone.
+    uses = [("", "x"), ("", ""), ("", ""), ("", ""), ("x", ""), ("", ""), ("", ""), ("x", "")]
+    durations = [10, 60, 10, 30, 10, 30, 30, 10]
+    program = straight([Tensor("x", 20)], uses, durations, peak=2)
+    # Gap 0-4: out [10, 30), in [90, 110), issued by k2 (ends 80). Gap 4-7: [120, 180): in [160, 180), by k5 (150).
+    plan = agents.make("tensile", min_bytes=1).plan(program, BYTE_PER_NS, 50)
+    assert plan.decisions == (Swap(0, 0, 4, prefetch=2), Swap(0, 4, 7, prefetch=5))
+    spans = simulate(program, plan, BYTE_PER_NS, 50).spans
+    assert [s.kind for s in spans if s.stream != "compute"].count("swap_out") == 2  # once in each of two iterations
+    # Written by k4, it would need a second swap-out: it stays.
+    uses[4] = ("x", "x")
+    program = straight([Tensor("x", 20)], uses, durations, peak=2)
+    assert agents.make("tensile", min_bytes=1).plan(program, BYTE_PER_NS, 50).decisions == plan.decisions[:1]
+
+
+def test_max_swap_ratio() -> None:
+    half = agents.make("tensile", min_bytes=1, max_swap_ratio=0.5)
+    assert {d.tensor for d in half.plan(TWO, BYTE_PER_NS, 70).decisions} == {0}
+    with pytest.raises(agents.Infeasible, match="70 bytes"):
+        half.plan(TWO, BYTE_PER_NS, 50)
+    with pytest.raises(agents.Infeasible, match="100 bytes"):
+        agents.make("tensile", min_bytes=1, max_swap_ratio=0.0).plan(TWO, BYTE_PER_NS, 70)
+
+
+def test_no_more_is_swapped_than_the_host_holds() -> None:
+    small = Machine("small host", 10**6, 10**9, 10**9, copy_latency_ns=0, host_bytes=29)
+    with pytest.raises(agents.Infeasible, match="80 bytes"):  # b alone
+        agents.make("tensile", min_bytes=1).plan(TWO, small, 70)
+
+
+def test_channel() -> None:
+    channel = Channel(100)
+    channel.busy += [(20, 40), (90, 110)]  # the second over the boundary: [90, 100) and [0, 10)
+    assert channel.regions(0, 100) == [(10, 20), (40, 90)]
+    assert channel.regions(150, 205) == [(150, 190)]
+    assert channel.early(15, 0, 100) == 40 and channel.early(10, 0, 100) == 10
+    assert channel.late(15, 0, 130) == 75 and channel.late(10, 0, 130) == 110
+    assert channel.early(51, 0, 190) is None and channel.late(51, 0, 190) is None
+    assert Channel(100).early(101, 0, 200) is None  # it would overlap itself
+    assert Channel(0).early(1, 0, 0) is None
+
+
+def test_bad_options() -> None:
+    with pytest.raises(ValueError, match="max_swap_ratio: expected"):
+        TENSILE(max_swap_ratio=1.5)
+    with pytest.raises(ValueError, match="mode: expected"):
+        TENSILE(mode="both")

@@ -1,0 +1,72 @@
+"""TFLMS on the program of tests.tiny, its distances counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+import agents
+from agents.heuristics.tflms import least_tensors, rewrite
+from simulator import Gap, Swap, simulate
+from tests.agents.heuristics.test_autoswap import FOUR
+from tests.tiny import A1, A2, LIMIT, MACHINE, PROGRAM, W
+
+A1_GAP, A2_GAP = Gap(A1, 1, 6), Gap(A2, 2, 5)  # the feature maps that wait, in the order of their layers
+
+
+def test_n_tensors_count_from_the_input() -> None:
+    # Loads 170 and 180 in kernels 3 and 4; a1 is away in 2 to 5, a2 in 3 and 4, 40 bytes each.
+    assert [least_tensors(PROGRAM, [A1_GAP, A2_GAP], limit) for limit in (180, 179, 140, 139, 110, 109)] == [
+        0, 1, 1, 2, 2, None,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("lower_bound", "trigger"), [(1, 5), (2, 4), (3, 4), (100, 4)])
+def test_the_control_dependency_is_a_backward_kernel_at_that_distance(lower_bound: int, trigger: int) -> None:
+    # b2 (6) consumes a1; the backward pass starts with b4 (4).
+    assert rewrite(PROGRAM, [A1_GAP], lower_bound).tolist() == [[0, A1, 1, 6, trigger]]
+
+
+def test_first_backward_kernel_as_consumer() -> None:
+    # No backward kernel comes before b4: the swap-in waits for f4 (3), the last one before it.
+    assert rewrite(PROGRAM, [Gap(A2, 1, 4)], 2).tolist() == [[0, A2, 1, 4, 3]]
+
+
+def test_lower_bound_is_tuned() -> None:
+    # One swap does. Issued when b3 ends (bound 1), a1 moves 110-150 and b2 waits for all of it: 190 ns. Issued when b4
+    # ends (bound 2), it moves 90-130: 170 ns, as in tests.tiny. Bound 4 is the same, so 2 it is.
+    late = agents.make("tflms", lower_bound=1, min_bytes=1).plan(PROGRAM, MACHINE, LIMIT)
+    assert late.decisions == (Swap(A1, 1, 6, prefetch=5),)
+    assert simulate(PROGRAM, late, MACHINE, LIMIT).iteration_ns == 190
+    planner = agents.make("tflms", min_bytes=1)
+    tuned = planner.plan(PROGRAM, MACHINE, LIMIT)
+    assert tuned.decisions == (Swap(A1, 1, 6, prefetch=4),)
+    assert simulate(PROGRAM, tuned, MACHINE, LIMIT).iteration_ns == 170
+    assert planner.simulator_calls == 3 + 1  # bounds 1, 2, 4, and the last check
+
+
+def test_given_numbers_are_kept() -> None:
+    plan = agents.make("tflms", n_tensors=2, lower_bound=1, min_bytes=1).plan(PROGRAM, MACHINE, LIMIT)
+    assert plan.decisions == (Swap(A1, 1, 6, prefetch=5), Swap(A2, 2, 5, prefetch=4))
+    with pytest.raises(agents.Infeasible):
+        agents.make("tflms", n_tensors=0, min_bytes=1).plan(PROGRAM, MACHINE, LIMIT)
+
+
+def test_only_feature_maps_are_swapped_where_others_take_parameters() -> None:
+    swapped = {d.tensor for d in agents.make("tflms", min_bytes=1).plan(PROGRAM, MACHINE, 110).decisions}
+    assert swapped == {A1, A2}
+    assert W in {d.tensor for d in agents.make("autoswap_doa", min_bytes=1).plan(PROGRAM, MACHINE, 110).decisions}
+    with pytest.raises(agents.Infeasible, match="smallest limit it can reach is 110 bytes"):
+        agents.make("tflms", min_bytes=1).plan(PROGRAM, MACHINE, 109)
+
+
+def test_a_program_without_a_backward_pass_has_nothing_to_swap() -> None:
+    assert agents.make("tflms", min_bytes=1).plan(FOUR, MACHINE, 14).decisions == ()
+    with pytest.raises(agents.Infeasible, match="smallest limit it can reach is 14 bytes"):
+        agents.make("tflms", min_bytes=1).plan(FOUR, MACHINE, 13)
+
+
+def test_bad_options() -> None:
+    with pytest.raises(ValueError, match="n_tensors: expected at least 0"):
+        agents.make("tflms", n_tensors=-1)
+    with pytest.raises(ValueError, match="lower_bound: expected at least 1"):
+        agents.make("tflms", lower_bound=0)

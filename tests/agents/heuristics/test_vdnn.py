@@ -1,0 +1,188 @@
+"""vDNN on a small network, by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+import agents
+from agents.heuristics.vdnn import VDNN, offloads, prefetches
+from agents.planner import SWAP, SYNC_SWAP
+from simulator import Gap, Kernel, Machine, Program, Swap, Tensor, simulate
+from simulator.program import KernelKind
+from simulator.timeline import Breakdown
+from tests.strategies import machines, programs
+
+MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, copy_latency_ns=0)
+PLENTY = 1000
+
+# Every kernel takes 10 ns. A1 waits from k1 to k6, A2 from k2 to k5; A3 and A4 are used again at once.
+#   kernel    k0    k1    k2    k3    k4    k5    k6    k7
+#   layer     conv1 pool  conv2 act   act   conv2 pool  conv1
+#   load      45    55    75    85    105   85    70    10
+W, A1, A2, A3, A4, G3, G2, G1 = range(8)
+SIZES = (5, 40, 10, 20, 10, 20, 10, 5)
+
+
+def network(second: KernelKind = "conv") -> Program:
+    """The network above; ``second`` is the kind of conv2 and conv2_back."""
+    return Program(
+        "network",
+        tuple(
+            Tensor(f"t{i}", nbytes, "parameter" if i == W else "activation", i == W) for i, nbytes in enumerate(SIZES)
+        ),
+        (
+            Kernel("conv1", "conv", "forward", (W,), (A1,), 10),
+            Kernel("pool", "pool", "forward", (A1,), (A2,), 10),
+            Kernel("conv2", second, "forward", (A2,), (A3,), 10),
+            Kernel("act", "activation", "forward", (A3,), (A4,), 10),
+            Kernel("act_back", "activation", "backward", (A3, A4), (G3,), 10),
+            Kernel("conv2_back", second, "backward", (A2, G3), (G2,), 10),
+            Kernel("pool_back", "pool", "backward", (A1, A2, G2), (G1,), 10),
+            Kernel("conv1_back", "conv", "backward", (W, G1), (W,), 10),
+        ),
+    )
+
+
+NETWORK = network()
+X1, X2 = Gap(A1, 1, 6), Gap(A2, 2, 5)
+# k4 looks for layers before it and finds conv2 (k5); then k5 finds pool (k6).
+ALL = (Swap(*X1, prefetch=4, sync=True), Swap(*X2, prefetch=3, sync=True))
+
+
+def plan(policy: str, limit: int, program: Program = NETWORK, **options: object) -> agents.Planner:
+    return agents.make(f"vdnn_{policy}", min_bytes=1, **options).plan(program, MACHINE, limit)
+
+
+def test_all_offloads_every_input_and_waits() -> None:
+    assert NETWORK.loads == (45, 55, 75, 85, 105, 85, 70, 10)
+    made = plan("all", PLENTY)
+    assert made.decisions == ALL and made.planner == "vdnn_all"
+    timeline = simulate(NETWORK, made, MACHINE, PLENTY, iterations=1)
+    work = [(s.kind, s.index, s.start_ns, s.end_ns) for s in timeline.spans]
+    assert work == [
+        ("kernel", 0, 0, 10), ("kernel", 1, 10, 20),
+        ("swap_out", A1, 20, 60), ("kernel", 2, 60, 70),  # conv2 waits for the input of pool
+        ("swap_out", A2, 70, 80), ("kernel", 3, 80, 90),  # act waits for the input of conv2
+        ("swap_in", A2, 90, 100), ("kernel", 4, 90, 100),
+        ("swap_in", A1, 100, 140), ("kernel", 5, 100, 110),  # issued when conv2's backward pass starts
+        ("kernel", 6, 140, 150), ("kernel", 7, 150, 160),
+    ]  # fmt: skip
+    assert timeline.breakdown == Breakdown(80, 0, 50, 30, 20)
+
+
+def test_conv_offloads_for_conv_layers_only() -> None:
+    assert plan("conv", PLENTY).decisions == (ALL[1],)
+
+
+def test_nobody_waits_without_sync() -> None:
+    loose = plan("all", PLENTY, sync=False)
+    assert loose.decisions == tuple(replace(d, sync=False) for d in ALL)
+    # a1 leaves [20, 60), a2 [60, 70), beside k2 … k5; a2 returns [70, 80) for k5 and then a1 [80, 120) for k6.
+    assert simulate(NETWORK, loose, MACHINE, PLENTY, iterations=1).iteration_ns == 140
+
+
+def test_static_policies_do_not_look_at_the_limit() -> None:
+    assert [plan("all", limit).decisions for limit in (70, 105, PLENTY)] == [ALL] * 3
+    with pytest.raises(agents.Infeasible, match="smallest limit it can reach is 70 bytes"):  # k6 uses all but g3
+        plan("all", 69)
+    with pytest.raises(agents.Infeasible, match="smallest limit it can reach is 95 bytes"):  # k4 without a2
+        plan("conv", 94)
+
+
+def test_the_search_for_a_prefetch_ends_at_a_conv_layer() -> None:
+    """X2 is too small to leave. k4 meets conv2 (k5) on its way to pool; were that no CONV layer, it would not stop."""
+    assert prefetches(NETWORK, [X1]) == {X1: 4}
+    assert prefetches(network("norm"), [X1]) == {X1: 3}
+    assert prefetches(network("norm"), [X1, X2]) == {X1: 4, X2: 3}  # one search, one layer
+
+
+def test_what_no_search_finds_is_fetched_when_it_is_needed() -> None:
+    """The first backward kernel needs x itself: at its start, k3's end, nothing has been looked for."""
+    kernels = (
+        Kernel("k0", "conv", "forward", (), (0,), 10),
+        Kernel("k1", "pool", "forward", (0,), (), 10),
+        Kernel("k2", "other", "forward", (), (), 10),
+        Kernel("k3", "other", "forward", (), (), 10),
+        Kernel("k4", "pool", "backward", (0,), (), 10),
+    )
+    program = Program("first", (Tensor("x", 20),), kernels)
+    assert plan("all", PLENTY, program).decisions == (Swap(0, 1, 4, prefetch=3, sync=True),)
+
+
+def test_the_last_consumer_offloads_and_in_place_layers_do_not() -> None:
+    """x is read by a conv, then by a join; y is updated in place by the last layer that has it."""
+    x, y, z = range(3)
+    kernels = (
+        Kernel("stem", "conv", "forward", (), (x,), 10),
+        Kernel("conv", "conv", "forward", (x,), (y,), 10),
+        Kernel("join", "elementwise", "forward", (x, y), (z,), 10),
+        Kernel("act", "activation", "forward", (y,), (y,), 10),
+        Kernel("loss", "reduce", "forward", (z,), (), 10),
+        Kernel("idle", "other", "backward", (), (), 10),
+        Kernel("back", "conv", "backward", (x, y), (), 10),
+    )
+    program = Program("shared", tuple(Tensor(name, 10) for name in "xyz"), kernels)
+    assert offloads(program, "all", 1) == [Gap(x, 2, 6)]
+    assert offloads(program, "conv", 1) == []
+
+
+@pytest.mark.parametrize(
+    ("limit", "decisions", "iteration_ns"),
+    [
+        (105, (), 80),  # the peak: nothing need leave
+        # conv: a2 leaves [30, 40), k3 waits; beside k4 (95) there is no room for it, so that k5 waits [60, 70).
+        # all takes 160, as above.
+        (100, ALL[1:], 100),
+        (94, ALL, 160),
+    ],
+)
+def test_dyn_takes_the_fastest_that_fits(limit: int, decisions: tuple[Swap, ...], iteration_ns: int) -> None:
+    made = plan("dyn", limit)
+    assert made.decisions == decisions
+    assert simulate(NETWORK, made, MACHINE, limit, iterations=1).iteration_ns == iteration_ns
+
+
+def test_dyn_says_how_far_down_it_can_go() -> None:
+    planner = VDNN("dyn", min_bytes=1)
+    with pytest.raises(agents.Infeasible, match="smallest limit it can reach is 70 bytes"):
+        planner.plan(NETWORK, MACHINE, 69)
+    assert planner.simulator_calls == 4
+
+
+def test_differs_from_planners_that_look_at_the_limit() -> None:
+    """Where all fits, AutoSwap swaps nothing; under 100 bytes it swaps one tensor and waits for none to leave."""
+    assert agents.make("autoswap_swdoa", min_bytes=1).plan(NETWORK, MACHINE, 105).decisions == ()
+    assert len(agents.make("autoswap_swdoa", min_bytes=1).plan(NETWORK, MACHINE, 100).decisions) == 1
+    assert len(plan("all", 105).decisions) == 2
+
+
+def test_rows_are_of_the_kind_asked_for() -> None:
+    for sync, kind in ((True, SYNC_SWAP), (False, SWAP)):
+        rows = VDNN("all", sync=sync, min_bytes=1).rows(NETWORK, "all")
+        assert rows.dtype == np.int64 and rows.tolist() == [[kind, A1, 1, 6, 4], [kind, A2, 2, 5, 3]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_survives_any_program(data: st.DataObject) -> None:
+    """Phases are drawn freely: backward kernels may come before forward ones."""
+    program, machine = data.draw(programs()), data.draw(machines())
+    phases, kinds = st.sampled_from(["forward", "backward", "optimizer"]), st.sampled_from(["conv", "norm"])
+    kernels = tuple(replace(k, phase=data.draw(phases), kind=data.draw(kinds)) for k in program.kernels)
+    program = replace(program, kernels=kernels)
+    limit = data.draw(st.integers(0, program.peak_bytes + 1))
+    for name in ("vdnn_all", "vdnn_conv", "vdnn_dyn"):
+        try:
+            made = agents.make(name, min_bytes=1).plan(program, machine, limit)
+        except agents.Infeasible:
+            continue
+        assert simulate(program, made, machine, limit).peak_bytes <= limit
+
+
+def test_unknown_policy() -> None:
+    with pytest.raises(ValueError, match="policy: expected one of all, conv, dyn, got 'most'"):
+        VDNN("most")

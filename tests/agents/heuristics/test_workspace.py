@@ -1,0 +1,242 @@
+"""The dynamic workspace on programs small enough to follow by hand, and its promises on random ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings, strategies as st
+
+import agents
+from agents.bound import floor
+from agents.heuristics.workspace import free_bytes, least_workspaces, planned, relaxed, with_fastest_variants
+from simulator import Engine, Kernel, Machine, OutOfMemory, Plan, PlanError, Program, Recompute, Swap, Tensor, simulate
+from tests.strategies import machines, plans, programs, with_algorithms
+
+MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, copy_latency_ns=0, alignment=1)
+
+# Two layers of 40 bytes. Bytes in use: 40 while a is written, 80 then. Algorithms are (duration, workspace).
+PAIR = Program(
+    "pair",
+    (Tensor("a", 40), Tensor("b", 40)),
+    (
+        Kernel("first", "conv", "forward", (), (0,), 6, workspace=30, variants=((10, 0), (6, 30), (2, 100))),
+        Kernel("second", "conv", "forward", (0,), (1,), 20, variants=((10, 20), (5, 60))),
+        Kernel("last", "other", "backward", (0, 1), (), 7),
+    ),
+)
+
+
+def filled(program: Program, plan: Plan, limit: int, machine: Machine = MACHINE, **options: bool) -> Plan:
+    found = with_fastest_variants(program, plan, machine, limit, **options)
+    assert (found.decisions, replace(found, variants=plan.variants)) == (plan.decisions, plan)
+    return found
+
+
+# The first has 40 bytes left at a limit of 80, the second none; 60 and 20 at 100; 100 and 60 at 140.
+@pytest.mark.parametrize(
+    ("limit", "variants", "iteration_ns"),
+    [
+        (80, (), 6 + 20 + 7),  # 6 ns in 30 bytes are the first's own
+        (99, (), 6 + 20 + 7),
+        (100, ((1, 0),), 6 + 10 + 7),
+        (139, ((1, 0),), 6 + 10 + 7),
+        (140, ((0, 2), (1, 1)), 2 + 5 + 7),
+    ],
+)
+def test_the_fastest_that_fit_the_bytes_left(
+    limit: int, variants: tuple[tuple[int, int], ...], iteration_ns: int
+) -> None:
+    found = filled(PAIR, Plan(), limit)
+    assert found.variants == variants
+    assert simulate(PAIR, found, MACHINE, limit).iteration_ns == iteration_ns
+
+
+def test_least_workspaces_and_the_best_of_both() -> None:
+    assert least_workspaces(PAIR) == ((0, 0),)  # the second's own needs none
+    assert [(k.duration_ns, k.workspace) for k in relaxed(PAIR).kernels] == [(2, 0), (5, 0), (7, 0)]
+    ties = replace(PAIR.kernels[0], variants=((5, 30), (6, 30)))
+    assert least_workspaces(replace(PAIR, kernels=(ties, *PAIR.kernels[1:]))) == ((0, 0),)
+
+
+def test_over_the_limit_with_the_least_workspaces() -> None:
+    with pytest.raises(agents.Infeasible, match=r"^the plan: with the least workspaces, kernel 1 needs 40 bytes"):
+        with_fastest_variants(PAIR, Plan(), MACHINE, 79)
+    with pytest.raises(PlanError, match="there is no kernel 9"):
+        with_fastest_variants(PAIR, Plan(variants=((9, 0),)), MACHINE, 100)
+
+
+def test_bytes_left_are_the_fewest_of_all_runs() -> None:
+    # first 10, second 10, third 10, then first again 10 and last 10. While first runs: 40 bytes at first; again 80
+    # of b and the a that it makes, beside c of 30: 110.
+    program = Program(
+        "again",
+        (Tensor("a", 40), Tensor("b", 40), Tensor("c", 30)),
+        (
+            Kernel("first", "conv", "forward", (), (0,), 10, variants=((4, 50), (3, 60))),
+            Kernel("second", "conv", "forward", (0,), (1,), 10),
+            Kernel("third", "conv", "forward", (1,), (2,), 10),
+            Kernel("last", "other", "backward", (0, 1, 2), (), 10),
+        ),
+    )
+    plan = Plan((Recompute(0, 1, 3),))
+    timeline = simulate(program, plan, MACHINE, 160)
+    assert free_bytes(program, timeline) == {0: 50, 1: 80, 2: 90, 3: 50}
+    assert filled(program, plan, 160).variants == ((0, 0),)
+    assert filled(program, plan, 170).variants == ((0, 1),)
+    assert filled(program, plan, 159).variants == ()
+
+
+# k0 writes a, which is swapped while k1 runs, for 100 ns, and is back before k2, the one with a faster algorithm,
+# because rule 5 fetches early. Copies take 5 ns.
+EARLY = Program(
+    "early",
+    (Tensor("a", 50), Tensor("b", 10)),
+    (
+        Kernel("k0", "other", "forward", (), (0,), 10),
+        Kernel("k1", "other", "forward", (), (1,), 100),
+        Kernel("k2", "conv", "backward", (), (), 40, variants=((10, 50),)),
+        Kernel("k3", "other", "backward", (0, 1), (), 10),
+    ),
+)
+FAST = Machine("ten bytes per ns", 10**6, 10**10, 10**10, copy_latency_ns=0)
+
+
+def test_copies_give_way_only_where_that_is_shorter() -> None:
+    plan, limit = Plan((Swap(0, 0, 3),)), 100
+    # a and b are there when k2 runs: 40 bytes are left of 100, of which 90 are planned to be (a away, b).
+    assert free_bytes(EARLY, simulate(EARLY, plan, FAST, limit))[2] == 40
+    assert filled(EARLY, plan, limit, FAST, refine=False).variants == ()
+    # With 50 of workspace a cannot be back before k2 ends; k3 then waits for 5 ns, but k2 is 30 faster.
+    found = filled(EARLY, plan, limit, FAST)
+    assert found.variants == ((2, 0),)
+    assert simulate(EARLY, found, FAST, limit).iteration_ns == 10 + 100 + 10 + 5 + 10
+    # Where the copy takes 50 ns it is not worth it: 10 + 100 + 10 + 50 + 10 against 10 + 100 + 40 + 10.
+    assert filled(EARLY, plan, limit).variants == ()
+
+
+def test_a_choice_that_makes_the_iteration_longer_is_undone() -> None:
+    plan, limit = Plan((Swap(0, 0, 3),), variants=((2, 0),)), 100
+    assert simulate(EARLY, plan, MACHINE, limit).iteration_ns == 180  # the trade of the last lines above
+    found = filled(EARLY, plan, limit)
+    assert found.variants == () and simulate(EARLY, found, MACHINE, limit).iteration_ns == 160
+
+
+def test_the_plans_own_choice_is_kept_where_it_is_shorter() -> None:
+    plan, limit = Plan((Swap(0, 0, 3),), variants=((2, 0),)), 100
+    assert filled(EARLY, plan, limit, FAST, refine=False) == plan  # the profile of the least workspaces finds nothing
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_never_over_the_limit_and_never_slower(data: st.DataObject) -> None:
+    program, variants = data.draw(with_algorithms(data.draw(programs())))
+    plan, machine = replace(data.draw(plans(program)), variants=variants), data.draw(machines())
+    least = replace(plan, variants=least_workspaces(program))
+    required = simulate(program, least, machine, 10**6).required_bytes
+    limit = required + data.draw(st.integers(0, 40))
+    before = [simulate(program, least, machine, limit).iteration_ns]
+    try:
+        before.append(simulate(program, plan, machine, limit).iteration_ns)
+    except OutOfMemory:
+        pass
+    engine = Engine(program, machine, limit)
+    found = with_fastest_variants(program, plan, machine, limit, engine)
+    after = simulate(program, found, machine, limit)
+    assert after.required_bytes <= limit and after.peak_bytes <= limit
+    assert after.iteration_ns <= min(before)
+    assert 0 < engine.calls < 200
+    with pytest.raises(agents.Infeasible):
+        with_fastest_variants(program, plan, machine, required - 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_the_relaxed_program_has_the_floor(data: st.DataObject) -> None:
+    program, variants = data.draw(with_algorithms(data.draw(programs())))
+    plan, machine = replace(data.draw(plans(program)), variants=variants), data.draw(machines())
+    required = simulate(program, plan, machine, 10**6).required_bytes
+    timeline = simulate(program, plan, machine, required)
+    assume(timeline.period)
+    bound = floor(relaxed(program), machine, required)
+    assert bound.feasible and bound.least_bytes <= required
+    assert bound.iteration_ns <= timeline.iteration_ns
+
+
+# ------------------------------------------------------------------------------------------ planners
+
+
+def network(layers: int = 6) -> Program:
+    """Convolutions, forward and backward, of 4 ns in 30 bytes, or of 10 ns without; outputs of 20 bytes."""
+    tensors = [Tensor("x", 1, "input", True), *(Tensor(f"y{i}", 20) for i in range(layers))]
+    tensors += [Tensor(f"d{i}", 5, "gradient") for i in range(layers)]
+    slow = ((10_000, 0),)
+    kernels = [Kernel("conv", "conv", "forward", (i,), (i + 1,), 4_000, 30, variants=slow) for i in range(layers)]
+    for i in reversed(range(layers)):
+        reads = (i + 1, layers + i + 2) if i < layers - 1 else (i + 1,)
+        kernels.append(Kernel("back", "conv", "backward", reads, (layers + i + 1,), 4_000, 30, variants=slow))
+    return Program("network", tuple(tensors), tuple(kernels))
+
+
+def test_a_limit_below_the_peak_of_fast_algorithms() -> None:
+    program = network()
+    # Six outputs, a gradient and its input: 121 + 5 bytes at the first backward kernel, and 30.
+    assert program.peak_bytes == 156 and program.with_variants(least_workspaces(program)).peak_bytes == 126
+    with pytest.raises(agents.Infeasible):
+        agents.make("none").plan(program, MACHINE, 130)
+    planner = agents.make("none")
+    plan = planned(planner, program, MACHINE, 130)
+    timeline = simulate(program, plan, MACHINE, 130)
+    # Beside at most 100 bytes 30 fit: in 4 forward and, as d0 and d1 stay below, the last 4 backward kernels ...
+    fast = [k for k in range(12) if program.with_variants(least_workspaces(program)).loads[k] <= 100]
+    assert timeline.iteration_ns == 4_000 * len(fast) + 10_000 * (12 - len(fast)) < 120_000
+    assert [k for k, _ in plan.variants] == [k for k in range(12) if k not in fast]
+    assert (plan.planner, plan.limit, plan.fingerprint) == ("none", 130, program.fingerprint)
+    assert planner.simulator_calls > 1
+    assert planned(agents.make("none"), program, MACHINE, 130, fill=False).variants == least_workspaces(program)
+
+
+@pytest.mark.parametrize("name", ["superneurons", "autoswap_swdoa", "annealing", "smartpool+autoswap"])
+def test_every_planner_plans_for_tensors_and_then_fills(name: str) -> None:
+    program, options = network(), {"min_bytes": 1}
+    for limit in (75, 95, 130):
+        runs = program.with_variants(least_workspaces(program))
+        alone = agents.make(name, **options).plan(runs, MACHINE, limit)
+        plan = planned(agents.make(name, **options), program, MACHINE, limit, own=False)
+        assert plan.decisions == alone.decisions and plan.limit == alone.limit <= limit
+        least = replace(plan, variants=least_workspaces(program))
+        times = [simulate(program, p, MACHINE, plan.limit).iteration_ns for p in (least, plan)]
+        assert times[1] <= times[0]
+        if name == "smartpool+autoswap":  # its addresses are for these workspaces
+            assert plan == least
+
+
+@pytest.mark.parametrize("name", ["superneurons", "autoswap_swdoa", "smartpool+autoswap"])
+def test_no_planner_loses_to_its_plan_for_fast_algorithms(name: str) -> None:
+    program, options = network(), {"min_bytes": 1}
+    shorter = 0
+    for limit in range(100, 157, 8):
+        planner = agents.make(name, **options)
+        plan = planned(planner, program, MACHINE, limit)
+        others = [planned(agents.make(name, **options), program, MACHINE, limit, own=False)]
+        try:
+            others.append(agents.make(name, **options).plan(program, MACHINE, limit))
+        except agents.Infeasible:
+            pass
+        times = [simulate(program, p, MACHINE, p.limit).iteration_ns for p in (plan, *others)]
+        assert times[0] <= min(times[1:])
+        shorter += times[0] < times[1]
+        assert plan.fingerprint == program.fingerprint and planner.simulator_calls > len(others)
+    assert shorter  # planning for fast algorithms is worth something
+
+
+def test_superneurons_has_the_option() -> None:
+    program, limit = network(), 95
+    planner = agents.make("superneurons", min_bytes=1, workspace=True)
+    plan = planner.plan(program, MACHINE, limit)
+    paper = planned(agents.make("superneurons", min_bytes=1), program, MACHINE, limit, own=False)
+    assert plan == paper and plan.variants
+    assert planner.simulator_calls > agents.make("superneurons", min_bytes=1).simulator_calls
+    assert simulate(program, plan, MACHINE, limit).peak_bytes <= limit
+    with pytest.raises(agents.Infeasible):
+        planner.plan(program, MACHINE, 20)

@@ -1,0 +1,243 @@
+"""The agent: equations against a plain loop, learning on a task with known optimum, same seed same run, resume."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from agents.learned.dqn import CheckpointError, DQNConfig, Trainer, config_from, train
+from agents.learned.experience_buffer import Replay, State
+from agents.learned.structure2vec import Structure2Vec
+from agents.learned.transfer import Agent, Carry, actions_of
+from agents.planner import Infeasible
+from envs.memory_env import small_task
+from envs.walk import Task, Walk
+from simulator import Engine, Program, Swap, simulate
+from simulator.compiled.engine import rows_of
+
+PROGRAM, MACHINE = small_task()
+LIMIT = round(0.6 * PROGRAM.peak_bytes)
+SMALL = DQNConfig(episodes=120, walks=4, size=8, rounds=3, replay=2000, update_every=8, checkpoint_every=30)
+
+
+def test_equations_one_to_three_as_printed():
+    """Against the sums of the paper, written as loops over nodes and neighbours."""
+    graph = Task(PROGRAM, MACHINE, LIMIT, mode="joint").graph
+    torch.manual_seed(0)
+    net = Structure2Vec(graph, features=6, size=4, rounds=3, pool="sum", mixing=False)
+    n, c = len(graph), 5
+    x = torch.rand(n, 1, 6)
+    s = [torch.zeros(4) for _ in range(n)]
+    edges = list(zip(*graph.edges.tolist(), graph.weights, strict=True))
+    neighbours = [[(u, w) for u, v, w in edges if v == k] for k in range(n)]
+    for _ in range(3):
+        s = [
+            torch.relu(
+                net.w1.weight @ x[v, 0]
+                + net.w2.weight @ sum(s[u] for u, _ in neighbours[v])
+                + net.w3.weight @ sum(torch.relu(net.w4.weight @ torch.tensor([w])) for _, w in neighbours[v])
+            )
+            for v in range(n)
+        ]
+    g = torch.cat([net.w5.weight @ sum(s), net.w6.weight @ s[c]])
+    actions = np.flatnonzero(graph.action_kind >= 0)
+    expected = [
+        float(net.w7.weight.detach()[0] @ torch.relu(torch.cat([g, net.w8.weight @ s[a]])).detach()) for a in actions
+    ]
+    got = net(x, torch.tensor([c]))[0].tolist()
+    assert got == pytest.approx(expected, rel=1e-4)
+
+
+def test_finds_the_optimum_of_a_small_task():
+    """Against every subset of the gaps, all simulated."""
+    task = Task(PROGRAM, MACHINE, LIMIT)
+    engine = Engine(PROGRAM, MACHINE, LIMIT)
+    rows = rows_of([Swap(*gap) for gap in task.graph.gaps])
+    best = min(
+        engine.score(rows[list(chosen)]).iteration_ns
+        for size in range(len(rows) + 1)
+        for chosen in itertools.combinations(range(len(rows)), size)
+    )
+    result = train(PROGRAM, MACHINE, LIMIT, SMALL, seed=0)
+    assert engine.score(rows_of(result.best.decisions)).iteration_ns <= best
+    late = [e.overhead for e in result.history[-20:]]
+    early = [e.overhead for e in result.history[:20]]
+    assert np.nanmean(late) < np.nanmean(early)  # the policy itself got better, not only the search
+
+
+@pytest.mark.parametrize("priority", [0.0, 0.6])
+def test_same_seed_same_run_and_resume(tmp_path, priority):
+    config = config_from({**SMALL.__dict__, "priority": priority, "n_step": 3, "episodes": 48, "checkpoint_every": 12})
+    whole = train(PROGRAM, MACHINE, LIMIT, config, seed=3, checkpoint=tmp_path / "a.pt")
+    assert repr(train(PROGRAM, MACHINE, LIMIT, config, seed=3)) == repr(whole)  # repr: losses may be nan
+    assert train(PROGRAM, MACHINE, LIMIT, config, seed=4).history != whole.history
+
+    class Killed(Exception):
+        pass
+
+    def kill(episode):
+        if episode.episode == 30:
+            raise Killed
+
+    with pytest.raises(Killed):
+        train(PROGRAM, MACHINE, LIMIT, config, seed=3, checkpoint=tmp_path / "b.pt", on_episode=kill)
+    resumed = train(PROGRAM, MACHINE, LIMIT, config, seed=3, resume=tmp_path / "b.pt")
+    assert repr(resumed) == repr(whole)
+
+
+def test_checkpoints_are_checked(tmp_path):
+    path = tmp_path / "c.pt"
+    config = config_from({**SMALL.__dict__, "episodes": 8})
+    train(PROGRAM, MACHINE, LIMIT, config, checkpoint=path)
+    with pytest.raises(CheckpointError, match=r"another seed"):
+        train(PROGRAM, MACHINE, LIMIT, config, seed=1, resume=path)
+    with pytest.raises(CheckpointError, match=r"another agent\.size"):
+        train(PROGRAM, MACHINE, LIMIT, config_from({**config.__dict__, "size": 9}), resume=path)
+    path.write_bytes(path.read_bytes()[:500])
+    with pytest.raises(CheckpointError, match="not a checkpoint"):
+        train(PROGRAM, MACHINE, LIMIT, config, resume=path)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        train(PROGRAM, MACHINE, LIMIT, config, resume=tmp_path / "none.pt")
+
+
+def test_a_limit_below_reach_is_refused_at_once():
+    with pytest.raises(Infeasible, match="cannot run in"):
+        train(PROGRAM, MACHINE, PROGRAM.peak_bytes // 10, SMALL)
+
+
+def test_no_action_is_needed_above_the_peak():
+    result = train(PROGRAM, MACHINE, PROGRAM.peak_bytes, SMALL)
+    assert result.best.decisions == ()
+
+
+@pytest.mark.parametrize("values", [{"sise": 8}, {"size": "8"}, {"size": 0}, {"pool": "max"}, {"mode": "both"}])
+def test_bad_configs_are_named(values):
+    with pytest.raises(ValueError, match="agent." + next(iter(values))):
+        config_from(values)
+
+
+def test_masked_argmax_and_maximum():
+    """An invalid action is never taken and never enters the target, whatever its Q-value."""
+    task = Task(PROGRAM, MACHINE, LIMIT)
+    trainer = Trainer(task, SMALL, 0)
+    state = trainer._state(trainer.walks[0])
+    for epsilon in (0.0, 1.0):
+        chosen = trainer.act([state] * 50, epsilon)
+        assert state.mask[chosen].all()
+
+
+def test_replay_n_step_returns():
+    replay = Replay(16, nodes=2, actions=3, priority=0.0)
+    zero = np.zeros((2, 3), np.float16)
+    trail = [(State(zero + i, i, np.ones(3, bool)), i, 10.0**i) for i in range(4)]
+    replay.add(trail, n_step=2)
+    assert replay.arrays["reward"][:4].tolist() == [11, 110, 1100, 1000]
+    assert replay.arrays["ahead"][:4].tolist() == [2, 2, 0, 0]
+    batch = replay.sample(200, np.random.default_rng(0))
+    assert (batch.next_current[batch.more] == batch.current[batch.more] + 2).all()
+    assert (batch.more == (batch.current < 2)).all()
+
+
+# ------------------------------------------------------------------------------------- carrying over
+
+LEARN = DQNConfig(walks=4, size=8, rounds=3, replay=2000, batch_size=8, followers=1)
+CARRY = Carry(first=8, episodes=4, kernels=8_000, most=500, updates=2)
+
+
+def limits_of(program, *fractions):
+    return [round(f * program.peak_bytes) for f in fractions]
+
+
+def test_a_sweep_is_a_monotone_envelope_of_plans_that_fit():
+    limits = limits_of(PROGRAM, 0.58, 0.9, 0.65, 0.6, 0.3)
+    agent = Agent(LEARN, CARRY)
+    swaps = agent.sweep(PROGRAM, MACHINE, limits, "swap")
+    both = agent.sweep(PROGRAM, MACHINE, limits, "joint", swaps)
+    for found in (swaps, both):
+        assert [f.limit for f in found] == sorted(limits, reverse=True)
+        overheads = [f.overhead for f in found if f.plan is not None]
+        assert overheads == sorted(overheads)
+        for f in found:
+            if f.plan is not None:
+                timeline = simulate(PROGRAM, f.plan, MACHINE, f.plan.limit)
+                assert f.plan.limit <= f.limit
+                assert timeline.overhead == pytest.approx(f.overhead, abs=1e-12)
+    # A plan of swaps is one of swaps and recomputations.
+    assert all(b.overhead <= s.overhead for s, b in zip(swaps, both, strict=True) if s.plan is not None)
+    assert all(isinstance(d, Swap) for f in swaps if f.plan for d in f.plan.decisions)
+
+
+def test_a_sweep_says_where_nothing_fits():
+    found = Agent(LEARN, CARRY).sweep(PROGRAM, MACHINE, limits_of(PROGRAM, 0.7, 0.1), "swap")
+    assert found[0].plan is not None and found[1].plan is None and np.isnan(found[1].overhead)
+
+
+def test_same_seed_same_sweep():
+    limits = limits_of(PROGRAM, 0.6, 0.58)
+    one, again, other = (Agent(LEARN, CARRY, seed).sweep(PROGRAM, MACHINE, limits, "joint") for seed in (1, 1, 2))
+    assert repr(one) == repr(again)
+    assert repr(one) != repr(other)
+
+
+def test_the_network_goes_from_program_to_program(monkeypatch):
+    """Its weights do not depend on the graph: what it learned of one program is where it begins with the next."""
+    agent = Agent(LEARN, CARRY)
+    agent.sweep(PROGRAM, MACHINE, limits_of(PROGRAM, 0.6), "swap")
+    learned = {k: v.clone() for k, v in agent.weights.items()}
+    shorter = Program("shorter", PROGRAM.tensors, PROGRAM.kernels[:-2])
+    seen = []
+    repeat = Trainer.repeat
+
+    def watched(self, plan):
+        seen.append({k: v.clone() for k, v in self.q.state_dict().items()})
+        return repeat(self, plan)
+
+    monkeypatch.setattr(Trainer, "repeat", watched)
+    agent.sweep(shorter, MACHINE, limits_of(shorter, 0.58), "joint")
+    assert all(torch.equal(seen[0][k], v) for k, v in learned.items())
+    assert any(not torch.equal(agent.weights[k], v) for k, v in learned.items())  # and it goes on learning
+
+
+def test_nothing_is_spent_where_a_carried_plan_costs_nothing():
+    limits = limits_of(PROGRAM, 0.9)
+    swaps = Agent(LEARN, CARRY).sweep(PROGRAM, MACHINE, limits, "swap")
+    assert swaps[0].overhead == 0
+    both = Agent(LEARN, CARRY).sweep(PROGRAM, MACHINE, limits, "joint", swaps)
+    # Two walks of a few decisions, and a score: an episode more would be hundreds of calls with its followers.
+    assert both[0].overhead == 0 and both[0].simulator_calls < 40
+
+
+@pytest.mark.parametrize("mode", ["swap", "joint"])
+def test_a_plan_becomes_the_walk_that_makes_it(mode):
+    task = Task(PROGRAM, MACHINE, LIMIT, mode=mode)
+    rng = np.random.default_rng(0)
+    repeated = 0
+    for _ in range(20):
+        walk = Walk(task)
+        while not walk.done:
+            walk.step(int(rng.choice(np.flatnonzero(walk.mask()))))
+        nodes = actions_of(task, walk.rows)
+        again = Walk(task)
+        for node in nodes:
+            again.step(node)  # raises where the action is not valid
+        emptied = {(kind, t, before) for kind, t, _, before, _ in again.rows.tolist()}
+        assert emptied <= {(kind, t, before) for kind, t, _, before, _ in walk.rows.tolist()}
+        repeated += again.done and not again.dead_end
+    assert repeated >= 15  # taken as early as they may, a few actions no longer make the plan fit
+
+
+def test_a_carried_walk_is_followed_and_learned_from():
+    task = Task(PROGRAM, MACHINE, LIMIT)
+    trainer = Trainer(task, SMALL, 0)
+    walk = trainer.repeat([])
+    steps, overhead = trainer.replay.size, walk.overhead
+    assert steps > 0 and trainer.elites[0][0] == overhead == trainer.best_overhead
+    trainer.repeat(trainer.elites[0][1])
+    assert trainer.replay.size == 2 * steps and trainer.elites[1][0] == overhead
+
+
+@pytest.mark.parametrize("change", [{"first": -1}, {"most": 0}, {"epsilon": 1.5}])
+def test_bad_budgets_are_named(change):
+    with pytest.raises(ValueError, match=next(iter(change))):
+        Carry(**change)

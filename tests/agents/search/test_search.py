@@ -1,0 +1,143 @@
+"""Random search and simulated annealing: repeatable, within their budget, and right where the answer is known."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+import agents
+from agents.planner import RECOMPUTE, SWAP, Candidates
+from agents.search.local_search import Moves
+from agents.search.random_search import random_subset
+from simulator import Kernel, Machine, Program, Tensor
+from simulator.compiled.engine import Engine, rows_of
+
+MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, copy_latency_ns=0)
+
+
+def pyramid(layers: int, seed: int) -> Program:
+    """Layers forward then back; the output of each is read again by its backward kernel. One weight per layer,
+    read by both and written at the end."""
+    rng = random.Random(seed)
+    tensors = [Tensor(f"y{i}", rng.randint(5, 30)) for i in range(layers)]
+    tensors += [Tensor(f"w{i}", rng.randint(1, 10), "parameter", True) for i in range(layers)]
+    duration = [rng.randint(2, 12) for _ in range(layers)]
+    w = range(layers, 2 * layers)
+    kernels = [
+        Kernel(f"f{i}", "conv", "forward", (*((i - 1,) if i else ()), w[i]), (i,), duration[i]) for i in range(layers)
+    ]
+    kernels += [Kernel(f"b{i}", "conv", "backward", (i, w[i]), (), 2 * duration[i]) for i in reversed(range(layers))]
+    kernels += [Kernel(f"u{i}", "optimizer", "optimizer", (w[i],), (w[i],), 1) for i in range(layers)]
+    return Program(f"pyramid{seed}", tuple(tensors), tuple(kernels))
+
+
+def overhead(program: Program, limit: int, name: str, **options: object) -> float:
+    plan = agents.make(name, min_bytes=1, **options).plan(program, MACHINE, limit)
+    return Engine(program, MACHINE, limit).score(rows_of(plan.decisions)).iteration_ns / program.ideal_ns - 1
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("random_search", {}), ("annealing", {}), ("annealing", {"mode": "joint", "restarts": 2})]
+)
+def test_same_seed_same_plan_within_the_budget(name: str, options: dict[str, object]) -> None:
+    program = pyramid(12, 0)
+    limit = int(0.6 * program.peak_bytes)
+    planners = [agents.make(name, min_bytes=1, calls=300, seed=s, **options) for s in (0, 0, 1)]
+    first, again, other = (p.plan(program, MACHINE, limit) for p in planners)
+    assert first == again
+    assert first != other
+    assert {p.simulator_calls for p in planners} <= set(range(299, 301))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_annealing_finds_the_best_set_of_swaps(seed: int) -> None:
+    """Against all sets of gaps; shifts may do better still."""
+    program = pyramid(4, seed)
+    limit = int(0.65 * program.peak_bytes)
+    candidates, engine = Candidates(program, program.gaps(1)), Engine(program, MACHINE, limit)
+    scores = [
+        engine.score(candidates.rows[np.array(chosen)])
+        for chosen in itertools.product([False, True], repeat=len(candidates))
+    ]
+    best = min(s.iteration_ns for s in scores if s.feasible) / program.ideal_ns - 1
+    assert best > 0
+    assert overhead(program, limit, "annealing", calls=3_000) <= best
+
+
+def test_annealing_is_never_worse_than_autoswap() -> None:
+    program = pyramid(16, 5)
+    for fraction in (0.5, 0.6, 0.7):
+        limit = int(fraction * program.peak_bytes)
+        scores = [overhead(program, limit, f"autoswap_{s}") for s in ("doa", "aoa", "wdoa", "swdoa")]
+        assert overhead(program, limit, "annealing", calls=500) <= min(scores)
+
+
+def test_random_subset_fits_and_stops_there() -> None:
+    program = pyramid(10, 1)
+    candidates = Candidates(program, program.gaps(1))
+    limit = (candidates.least + program.peak_bytes) // 2
+    for seed in range(20):
+        chosen = random_subset(candidates, limit, np.random.default_rng(seed))
+        assert candidates.residency(chosen).max() <= limit
+    assert not random_subset(candidates, program.peak_bytes, np.random.default_rng(0)).any()
+
+
+@pytest.mark.parametrize("mode", ["swap", "joint", "recompute"])
+def test_moves_keep_the_residency(mode: str) -> None:
+    """After any moves the residency is that of the rows, within the limit, and the rows fit the program."""
+    program = pyramid(8, 2)
+    limit = int(0.7 * program.peak_bytes)
+    moves = Moves(program, limit, mode, 1, seed=0)
+    engine = Engine(program, MACHINE, limit)
+    chance = random.Random(1)
+    proposed, kinds, shifted = 0, set(), 0
+    for _ in range(300):
+        before = moves.plan()
+        rows = moves.propose()
+        if rows is None:
+            break
+        proposed += 1
+        assert np.array_equal(moves.plan(), before)  # a proposal changes nothing until it is accepted
+        if chance.random() < 0.5:
+            continue
+        moves.accept()
+        assert np.array_equal(moves.plan(), rows)
+        kinds |= {(int(r[0]), bool(r[4] > (-1 if r[0] == SWAP else 0))) for r in rows}  # pinned, or kept
+        shifted += sum(int(r[2]) != moves.gaps[moves.index[int(r[1]), int(r[3])]].after for r in rows)
+        if mode == "swap":
+            assert np.array_equal(moves.load, engine.planned(rows))
+            assert moves.load.max() <= limit
+        else:
+            assert (moves.load <= engine.planned(rows)).all()
+        agents.planner.Plan(agents.planner.decisions_of(rows)).check(program)
+    assert proposed > 100 or mode == "recompute"
+    wanted = {"swap": {(SWAP, False), (SWAP, True)}, "recompute": {(RECOMPUTE, False), (RECOMPUTE, True)}}
+    assert kinds >= wanted.get(mode, wanted["swap"] | wanted["recompute"])
+    assert shifted or mode == "recompute"
+
+
+def test_weights_decide_what_is_picked() -> None:
+    program = pyramid(8, 2)
+    weights = np.zeros((len(program.gaps(1)), 3))
+    weights[:5, 0] = 1.0
+    moves = Moves(program, program.peak_bytes, "joint", 1, seed=0, weights=weights)
+    seen = set()
+    for _ in range(200):
+        rows = moves.propose()
+        assert rows is not None
+        moves.accept()
+        seen |= {moves.index[int(r[1]), int(r[3])] for r in rows}
+        assert (rows[:, 0] == SWAP).all()
+    assert seen == set(range(5))
+
+
+def test_bad_options() -> None:
+    with pytest.raises(ValueError, match="calls: expected at least"):
+        agents.make("random_search", calls=1)
+    with pytest.raises(ValueError, match="calls: expected at least"):
+        agents.make("annealing", calls=3)
+    with pytest.raises(ValueError, match="hot, cold"):
+        agents.make("annealing", hot=1e-5, cold=1e-3)

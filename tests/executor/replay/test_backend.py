@@ -1,0 +1,234 @@
+"""The device seam: the same tests for the host and, where there is one, a GPU; then what only the host can show."""
+
+import threading
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from executor.replay import open_backend
+from executor.replay.backend import BackendError, first_difference, pattern
+from executor.replay.host_backend import HostBackend
+from simulator import Machine
+from tests.executor.conftest import gpu_backend
+
+MS = 1_000_000
+# 1 MB takes 10 ms out and 20 ms in; 1 ms of latency.
+MACHINE = Machine("test", 2**26, 50_000_000, 100_000_000, copy_latency_ns=MS, host_bytes=2**26)
+
+
+@pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])
+def backend(request):
+    with gpu_backend(MACHINE) if request.param == "cuda" else open_backend("host", MACHINE) as opened:
+        yield opened
+
+
+def test_a_pattern_by_hand():
+    # Words 7 and 7 + 2654435761 = 0x9E3779B8, little-endian, cut after six bytes.
+    assert pattern(6, 7).tolist() == [7, 0, 0, 0, 0xB8, 0x79]
+    assert pattern(6, 7)[4:].tolist() == pattern(2, 7, first_word=1).tolist()
+
+
+def test_a_long_pattern_is_told_from_all_others():
+    whole = pattern(600_001, 3)
+    assert first_difference(whole, 3) is None
+    assert first_difference(whole, 4) == 0
+    whole[500_003] ^= 1
+    assert first_difference(whole, 3) == 500_003
+    assert first_difference(pattern(1000, 3)[4:], 3) == 0  # it lies a word too far
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 15, 16, 1000, 300_001])
+@pytest.mark.parametrize("offset", [0, 3, 512])
+def test_bytes_go_to_the_host_and_back(backend, nbytes, offset):
+    with backend.arena(400_000, 400_000):
+        backend.fill(offset, nbytes, 5)
+        event = backend.record("compute")
+        backend.wait("d2h", event)
+        backend.copy("d2h", offset, 7, nbytes)
+        event = backend.record("d2h")
+        backend.wait("compute", event)
+        backend.fill(offset, nbytes, 6)
+        right = backend.verify(offset, nbytes, 6)
+        wrong = backend.verify(offset, nbytes, 7)
+        backend.wait("h2d", backend.record("compute"))
+        backend.copy("h2d", offset, 7, nbytes)
+        backend.wait("compute", backend.record("h2d"))
+        back = backend.verify(offset, nbytes, 5)
+        backend.synchronize()
+        found = backend.mismatches()
+        assert right not in found and back not in found
+        assert found == ({wrong: 0} if nbytes else {})
+        assert first_difference(backend.host[7 : 7 + nbytes], 5) is None
+
+
+def test_a_check_finds_the_first_wrong_byte(backend):
+    with backend.arena(4096, 4096):
+        backend.fill(0, 4096, 1)
+        backend.fill(1003, 2, 2)
+        number = backend.verify(4, 2000, 1)  # a word too far: its low byte differs by that of STEP, 0xB1
+        whole = backend.verify(0, 4096, 1)
+        before = backend.verify(0, 1003, 1)
+        backend.synchronize()
+        expected = np.flatnonzero(pattern(4096, 1)[1003:1005] != pattern(2, 2))[0] + 1003
+        assert backend.mismatches() == {number: 0, whole: expected}
+        assert before not in backend.mismatches()
+
+
+def test_a_stream_is_in_order_and_an_event_orders_two(backend):
+    with backend.arena(1000, 1000):
+        backend.host[:] = pattern(1000, 8)
+        begin = backend.record("compute")
+        for _ in range(4):
+            backend.spin(5 * MS)
+        late = backend.record("compute")
+        backend.wait("h2d", late)
+        start = backend.record("h2d")
+        backend.copy("h2d", 0, 0, 1000)
+        end = backend.record("h2d")
+        backend.synchronize(end)
+        times = [backend.time_ns(e) for e in (begin, late, start, end)]
+        assert times == sorted(times)
+        assert times[1] - times[0] >= 10 * MS
+
+
+def test_memory_is_taken_once_and_given_back(backend):
+    with backend.arena(2**20, 2**20):
+        assert backend.allocated_bytes >= 2**20 and len(backend.host) == 2**20
+        with pytest.raises(BackendError, match="free it first"):
+            backend.allocate(1, 1)
+        with pytest.raises(BackendError, match="not in the arena"):
+            backend.fill(2**20 - 3, 4, 0)
+        with pytest.raises(BackendError, match="not in the arena"):
+            backend.copy("d2h", -1, 0, 1)
+        with pytest.raises(BackendError, match="not in the host buffer"):
+            backend.copy("d2h", 0, 2**20 - 3, 4)
+    assert backend.allocated_bytes == 0 and not hasattr(backend, "host")
+    with pytest.raises(BackendError):
+        backend.allocate(2**62, 0)
+    with pytest.raises(BackendError, match="pinned"):
+        backend.allocate(16, 2**62)
+    with backend.arena(16, 16):  # what was refused left nothing behind
+        pass
+
+
+@pytest.mark.gpu
+def test_spins_of_a_gpu_are_exact_to_the_microsecond():
+    with gpu_backend(MACHINE) as backend, backend.arena(16, 16):
+        events = []
+        backend.spin(20 * MS)
+        for ns in [50_000] * 200 + [2000] * 100:
+            events.append(backend.record("compute"))
+            backend.spin(ns)
+        events.append(backend.record("compute"))
+        backend.synchronize()
+        assert backend.time_ns(events[200]) - backend.time_ns(events[0]) == pytest.approx(10 * MS, rel=0.005)
+
+
+def test_there_is_no_other_backend():
+    with pytest.raises(BackendError, match="there are cuda, host"):
+        open_backend("tpu", MACHINE)
+
+
+# ------------------------------------------------------------------------------------------- the host
+
+
+def duplex(machine):
+    """How long 1 MB takes in each direction at once, ms; the best of three."""
+    found = []
+    with HostBackend(machine) as backend, backend.arena(2 * 10**6, 2 * 10**6):
+        for _ in range(3):
+            begin = backend.record("compute")
+            ends = []
+            for i, stream in enumerate(("d2h", "h2d")):
+                backend.wait(stream, begin)
+                backend.copy(stream, i * 10**6, i * 10**6, 10**6)
+                ends.append(backend.record(stream))
+            backend.synchronize()
+            found.append([(backend.time_ns(e) - backend.time_ns(begin)) / MS for e in ends])
+    return np.array(found).min(axis=0)
+
+
+def test_copies_take_their_time_and_run_at_once_on_two_engines():
+    out, back = duplex(MACHINE)  # 1 + 10 and 1 + 20 ms
+    assert 11 <= out < 16 and 21 <= back < 27
+
+
+def test_one_engine_does_one_copy_after_the_other():
+    out, back = duplex(replace(MACHINE, copy_engines=1))  # 11 ms, then 21 more
+    assert 11 <= out < 16 and 32 <= back < 39
+
+
+def test_spins_add_up_without_drift():
+    with HostBackend(MACHINE) as backend, backend.arena(16, 16):
+        best = None
+        for _ in range(3):
+            begin = backend.record("compute")
+            for _ in range(40):
+                backend.spin(MS // 2)
+            end = backend.record("compute")
+            backend.synchronize()
+            took = backend.time_ns(end) - backend.time_ns(begin)
+            best = took if best is None else min(best, took)
+        # A thread that sleeps is woken up some 0.1 ms late; 40 times 0.1 ms would be 4 ms more than 20 ms.
+        assert 19.5 * MS <= best < 23 * MS
+
+
+def test_a_reader_that_does_not_wait_meets_half_a_copy():
+    with HostBackend(MACHINE) as backend, backend.arena(10**6, 10**6):
+        backend.host[:] = pattern(10**6, 9)
+        backend.copy("h2d", 0, 0, 10**6)  # 21 ms
+        backend.spin(10 * MS)
+        number = backend.verify(0, 10**6, 9)
+        backend.synchronize()
+        assert 0 < backend.mismatches()[number] < 10**6
+
+
+class Failing(HostBackend):
+    """The third copy fails."""
+
+    copies = 0
+
+    def _copy(self, source, target, ready, ns):
+        self.copies += 1
+        if self.copies == 3:
+            raise OSError("the link is down")
+        return super()._copy(source, target, ready, ns)
+
+
+def test_a_failure_names_the_task_drops_the_rest_and_leaves_the_backend_usable():
+    with Failing(MACHINE) as backend:
+        begin = time.monotonic()
+        with pytest.raises(BackendError, match="swap-out of x 2: the link is down"), backend.arena(1000, 1000):
+            for i in range(5):
+                backend.task = f"swap-out of x {i}"
+                backend.copy("d2h", 0, 0, 1000)
+            backend.wait("compute", backend.record("d2h"))
+            backend.spin(10**12)  # is never begun
+            backend.synchronize()
+        assert time.monotonic() - begin < 5
+        assert backend.allocated_bytes == 0 and backend.copies == 3
+        with backend.arena(1000, 1000):
+            backend.copy("d2h", 0, 0, 1000)
+            backend.synchronize()
+
+
+def test_free_calls_off_what_is_under_way_and_close_ends_the_threads():
+    before = threading.active_count()
+    backend = HostBackend(MACHINE)
+    assert threading.active_count() == before + 3
+    backend.allocate(1000, 1000)
+    backend.spin(10**12)
+    backend.wait("h2d", backend.record("compute"))
+    backend.copy("h2d", 0, 0, 1000)
+    begin = time.monotonic()
+    backend.close()
+    assert time.monotonic() - begin < 5
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize(("device", "host", "match"), [(2**26 + 1, 0, "too few"), (0, 2**26 + 1, "cannot be pinned")])
+def test_the_host_has_the_memory_of_the_machine(device, host, match):
+    with HostBackend(MACHINE) as backend, pytest.raises(BackendError, match=match):
+        backend.allocate(device, host)

@@ -1,0 +1,467 @@
+"""Replay: the order of issue on a clock without noise, then real bytes on the host backend, and broken on purpose."""
+
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from executor.replay import streams
+from executor.replay.backend import Backend, BackendError
+from executor.replay.host_backend import HostBackend
+from executor.replay.replay import replay
+from executor.replay.streams import ReplayError, circle, unrolled
+from simulator import Kernel, Machine, OutOfMemory, Plan, Program, Recompute, Swap, Tensor, Timeline, simulate
+from simulator.reference import resolve
+from tests.executor.conftest import gpu_backend
+from tests.strategies import machines, plans, programs, with_algorithms
+from tests.tiny import A1, A2, A4, LIMIT, MACHINE, PROGRAM, RECOMPUTE_PLAN, SWAP_PLAN, W
+
+MS = 1_000_000
+
+
+class Virtual(Backend):
+    """A device without noise: everything lasts exactly as long as the machine says."""
+
+    name, memory_bytes = "virtual", 2**62
+
+    def __init__(self, machine):
+        self.machine = machine
+
+    def allocate(self, device_bytes, host_bytes):
+        self.allocated, self.now = device_bytes, dict.fromkeys(("compute", "d2h", "h2d"), 0)
+
+    def free(self):
+        self.allocated = 0
+
+    close = free
+
+    @property
+    def allocated_bytes(self):
+        return self.allocated
+
+    def _on(self, stream):
+        return "d2h" if stream == "h2d" and self.machine.copy_engines == 1 else stream
+
+    def copy(self, stream, device, host, nbytes):
+        self.now[self._on(stream)] += self.machine.d2h_ns(nbytes) if stream == "d2h" else self.machine.h2d_ns(nbytes)
+
+    def spin(self, ns):
+        self.now["compute"] += ns
+
+    def fill(self, device, nbytes, seed): ...
+
+    def verify(self, device, nbytes, seed): ...
+
+    def mismatches(self): ...
+
+    def record(self, stream):
+        return self.now[self._on(stream)]
+
+    def wait(self, stream, event):
+        self.now[self._on(stream)] = max(self.now[self._on(stream)], event)
+
+    def synchronize(self, event=None): ...
+
+    def time_ns(self, event):
+        return event
+
+
+BYTES = replace(MACHINE, alignment=1)  # addresses count bytes, as the ledger does
+
+# ------------------------------------------------------------------------- order and waits, without noise
+
+
+def test_the_swap_plan_of_the_picture_by_hand():
+    """tests/tiny.py draws it: f4 waits for a1 to leave, b2 for it to return. 170 ns, 30 for memory and 20 for data."""
+    measured = replay(PROGRAM, SWAP_PLAN, BYTES, LIMIT, Virtual(BYTES), iterations=3, strict=True)
+    assert measured.iterations_ns == (170, 170, 170)
+    assert measured.timeline.breakdown == measured.predicted.breakdown
+    assert (measured.timeline.breakdown.stall_memory_ns, measured.timeline.breakdown.stall_data_ns) == (30, 20)
+    assert (measured.footprint, measured.device_bytes, measured.timeline.peak_bytes) == (150, 150, 150)
+    assert (measured.error, measured.fits, measured.checks, measured.period) == (0, True, 0, 1)
+    # Iteration for iteration the spans are those of the simulation.
+    simulated = simulate(PROGRAM, SWAP_PLAN, BYTES, LIMIT, iterations=3)
+    assert measured.timeline.spans == simulated.spans and measured.timeline.boundaries == simulated.boundaries
+    assert measured.timeline.memory[-10:] == simulated.memory[-10:]
+
+
+def test_the_waits_of_that_plan_by_hand():
+    """Besides the order of each stream: the swap-out waits for f2, f4 for the swap-out (its address), the swap-in for
+    the swap-out and b4, the last kernel that had ended when it started, b2 for the swap-in."""
+    jobs = circle(PROGRAM, SWAP_PLAN, BYTES, LIMIT).jobs
+    name = {j: job.span[3:] for j, job in enumerate(jobs)}
+    waits = {name[j]: {(back, name[i]) for back, i in job.waits} for j, job in enumerate(jobs) if job.waits}
+    assert waits == {
+        ("swap_out", A1): {(0, ("kernel", 1))},
+        ("kernel", 3): {(0, ("swap_out", A1))},
+        ("swap_in", A1): {(0, ("swap_out", A1)), (0, ("kernel", 4))},
+        ("kernel", 6): {(0, ("swap_in", A1))},
+    }
+
+
+def test_a_prefetch_is_issued_when_its_kernel_ends_and_a_synchronous_swap_out_holds_compute():
+    # a1 leaves [20, 60) and f3 waits for it: 40 ns more. Pinned to f4's end, 80, it is back at 120, when b3 ends.
+    # w (10 bytes) is away around the boundary: used by b1, it comes back for f1.
+    plan = Plan((Swap(A1, 1, 6, prefetch=3, sync=True), Swap(W, 7, 0)))
+    measured = replay(PROGRAM, plan, BYTES, 300, Virtual(BYTES))
+    jobs = circle(PROGRAM, plan, BYTES, 300).jobs
+    swap_in = next(job for job in jobs if job.span[3:] == ("swap_in", A1))
+    kinds = {(back, jobs[i].span[3:]) for back, i in swap_in.waits}
+    assert (0, ("kernel", 3)) in kinds
+    f3 = next(job for job in jobs if job.span[3:] == ("kernel", 2))
+    assert [jobs[i].span.kind for _, i in f3.waits] == ["swap_out"]
+    assert measured.iteration_ns == measured.predicted_ns == 180
+
+
+def test_recomputation_by_hand():
+    measured = replay(PROGRAM, RECOMPUTE_PLAN, BYTES, LIMIT, Virtual(BYTES))
+    assert measured.iteration_ns == 130 and measured.timeline.breakdown.recompute_ns == 10
+
+
+ALTERNATING = Program(
+    "alternating",
+    (Tensor("p0", 20, "parameter", True), Tensor("p1", 40, "parameter", True), Tensor("a", 5)),
+    (
+        Kernel("k0", "other", "forward", (1,), (2,), 20),
+        Kernel("k1", "other", "forward", (), (), 30),
+        Kernel("k2", "other", "forward", (0, 2), (0,), 10),
+    ),
+)
+ALTERNATING_PLAN = Plan((Swap(0, 2, 2), Swap(1, 0, 0)))
+
+
+def test_iterations_that_repeat_in_turn_are_one_circle():
+    """As in tests/simulator/test_steady.py: 60 and 80 ns in turn, 70 on average."""
+    measured = replay(ALTERNATING, ALTERNATING_PLAN, BYTES, 1000, Virtual(BYTES), iterations=5)
+    assert measured.period == 2 and len(measured.iterations_ns) == 6
+    assert set(measured.iterations_ns) == {60, 80}
+    assert measured.iteration_ns == measured.predicted_ns == 70
+    assert {s.index for s in measured.timeline.spans if s.stream == "compute"} == {0, 1, 2}
+
+
+def test_unrolling_by_hand():
+    program, plan, original = unrolled(ALTERNATING, Plan((Swap(0, 2, 2, prefetch=0), Swap(1, 0, 0))), 2)
+    assert original == [0, 1, 2, 2] and [k.outputs for k in program.kernels] == [(2,), (), (0,), (3,), (), (0,)]
+    assert set(plan.decisions) == {
+        Swap(0, 2, 5, prefetch=3), Swap(0, 5, 2, prefetch=0), Swap(1, 0, 3), Swap(1, 3, 0)
+    }  # fmt: skip
+
+
+def test_a_plan_that_never_becomes_steady_is_refused(monkeypatch):
+    monkeypatch.setattr(streams, "LONGEST", 64)  # as in tests/simulator/test_steady.py, which needs 400
+    tensors = tuple(Tensor(f"p{i}", 1001, "parameter", True) for i in range(3))
+    program = Program("p", tensors, tuple(Kernel(f"k{i}", "other", "forward", (i,), (i,), 1000) for i in range(3)))
+    with pytest.raises(ReplayError, match="do not repeat"):
+        circle(program, Plan(tuple(Swap(i, i, i) for i in range(3))), replace(BYTES, h2d_bytes_per_s=10**12), 10**4)
+
+
+@st.composite
+def cases(draw):
+    """A program, a plan that fits it, a machine and a limit at which it runs."""
+    program, variants = draw(with_algorithms(draw(programs())))
+    plan = replace(draw(plans(program)), variants=variants, fingerprint="")
+    machine = replace(draw(machines()), alignment=draw(st.sampled_from([1, 4, 512])))
+    need = max(resolve(program.with_variants(variants), plan.decisions).planned)
+    return program, plan, machine, need + draw(st.integers(0, 40))
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_without_noise_no_plan_takes_longer_than_simulated(case):
+    program, plan, machine, limit = case
+    backend = Virtual(machine)
+    measured = replay(program, plan, machine, limit, backend, iterations=4, warmup=2, allocators=("smartpool",))
+    assert backend.now["compute"] <= 6 * measured.predicted_ns
+    timeline = measured.timeline
+    assert timeline.peak_bytes <= measured.footprint
+    parts = timeline.breakdown
+    stalls = parts.stall_memory_ns + parts.stall_data_ns
+    assert parts.compute_ns + parts.recompute_ns + stalls == timeline.iteration_ns
+    kernels = [s.index for s in timeline.spans if s.kind == "kernel"]
+    assert kernels == list(range(len(program.kernels))) * 4
+    durations = [k.duration_ns for k in program.with_variants(plan.variants).kernels]
+    assert all(s.end_ns - s.start_ns == durations[s.index] for s in timeline.spans if s.stream == "compute")
+
+
+# ------------------------------------------------------------------------- the footprint and the limit
+
+
+def test_the_arena_is_as_large_as_the_footprint_and_strict_refuses_more_than_the_limit():
+    aligned = replace(MACHINE, alignment=64)  # blocks of 40 and 10 bytes take 64 each; w, a1, a2, a3 at once and more
+    measured = replay(PROGRAM, SWAP_PLAN, aligned, LIMIT, Virtual(aligned))
+    assert measured.footprint > LIMIT and not measured.fits and measured.device_bytes == measured.footprint
+    with pytest.raises(ReplayError, match="over the limit of 150"):
+        replay(PROGRAM, SWAP_PLAN, aligned, LIMIT, Virtual(aligned), strict=True)
+
+
+def test_a_plan_that_does_not_fit_by_bytes_is_out_of_memory():
+    with pytest.raises(OutOfMemory):
+        replay(PROGRAM, Plan(), BYTES, LIMIT, Virtual(BYTES))
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [({"iterations": 1}, "at least 2"), ({"warmup": 0}, "at least 2"), ({"mode": "fast"}, "time or check"),
+     ({"allocators": ("caching",)}, "one by one"), ({"allocators": ("best",)}, "no allocator"),
+     ({"allocators": ()}, "at least one")],
+)  # fmt: skip
+def test_bad_options(options, match):
+    with pytest.raises(ValueError, match=match):
+        replay(PROGRAM, SWAP_PLAN, BYTES, LIMIT, Virtual(BYTES), **options)
+
+
+# ------------------------------------------------------------------------- real bytes
+
+# tests/tiny.py, a thousand times larger and 200,000 times slower: f1 takes 2 ms, a1 8 ms each way, SWAP_PLAN 34 ms.
+LARGE = Program(
+    "large",
+    tuple(replace(t, nbytes=1000 * t.nbytes) for t in PROGRAM.tensors),
+    tuple(replace(k, duration_ns=200_000 * k.duration_ns) for k in PROGRAM.kernels),
+)
+LINK = Machine("link", 10**6, 5_000_000, 5_000_000, copy_latency_ns=0, alignment=16)
+LARGE_SWAP, LARGE_RECOMPUTE = Plan(SWAP_PLAN.decisions), Plan(RECOMPUTE_PLAN.decisions)
+
+
+@pytest.fixture
+def host():
+    with HostBackend(LINK) as backend:
+        yield backend
+
+
+@pytest.mark.parametrize(("plan", "ms"), [(LARGE_SWAP, 102), (LARGE_RECOMPUTE, 78)])
+def test_the_host_takes_as_long_as_simulated(plan, ms):
+    slow = replace(LINK, h2d_bytes_per_s=LINK.h2d_bytes_per_s // 3, d2h_bytes_per_s=LINK.d2h_bytes_per_s // 3)
+    program = LARGE.with_durations([3 * k.duration_ns for k in LARGE.kernels])
+    with HostBackend(slow) as backend:
+        for _ in range(4):  # a busy computer only makes it slower, so that the best iteration counts
+            measured = replay(program, plan, slow, 150_000, backend, iterations=3, warmup=1, strict=True)
+            best = min(measured.iterations_ns)
+            if best <= 1.25 * ms * MS:
+                break
+    assert measured.predicted_ns == pytest.approx(ms * MS, rel=1e-5)
+    assert 0.9 * ms * MS <= best <= 1.25 * ms * MS
+    assert measured.timeline.peak_bytes <= measured.footprint == measured.device_bytes <= 150_000
+
+
+@pytest.mark.parametrize(
+    ("plan", "checks"),
+    [
+        # In each of 3 iterations 15 reads, before and during their kernels, and 7 results after them; w in the end.
+        (LARGE_SWAP, 3 * 37 + 1),
+        (Plan((Swap(A2, 2, 5), Swap(W, 0, 7))), 3 * 37 + 1),
+        (Plan((Swap(W, 7, 0),)), 3 * 37 + 1),
+        (LARGE_RECOMPUTE, 3 * 40 + 1),  # f1 again: it reads w, twice, and writes a1
+    ],
+)
+def test_patterns_are_right(host, plan, checks):
+    measured = replay(LARGE, plan, LINK, 180_000, host, iterations=2, warmup=1, mode="check")
+    assert measured.checks == checks
+    assert host.allocated_bytes == 0 and not hasattr(host, "host")
+
+
+def test_the_measured_timeline_is_of_the_simulators_type(host, tmp_path):
+    measured = replay(LARGE, LARGE_SWAP, LINK, 150_000, host, iterations=2, warmup=1)
+    path = tmp_path / "measured.json"
+    measured.timeline.save(path)
+    assert Timeline.load(path) == measured.timeline
+    events = measured.timeline.perfetto(LARGE)["traceEvents"]
+    assert sum(e.get("cat") == "swap_in" for e in events) == 2
+    assert measured.timeline.breakdown.stall_memory_ns > 0 < measured.timeline.breakdown.stall_data_ns
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases())
+def test_random_plans_keep_every_byte(case):
+    program, plan, machine, limit = case
+    with HostBackend(machine) as backend:
+        measured = replay(
+            program, plan, machine, limit, backend, iterations=2, warmup=1, mode="check", allocators=("smartpool",)
+        )  # fmt: skip
+    assert measured.timeline.peak_bytes <= measured.footprint == measured.device_bytes
+
+
+def test_what_repeats_in_turn_keeps_every_byte(host):
+    machine = replace(LINK, alignment=1)
+    program = replace(ALTERNATING, tensors=tuple(replace(t, nbytes=100 * t.nbytes) for t in ALTERNATING.tensors))
+    program = program.with_durations([2000 * k.duration_ns * 10 for k in program.kernels])
+    assert replay(program, ALTERNATING_PLAN, machine, 10**5, host, mode="check").period == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["time", "check"])
+def test_a_gpu_takes_as_long_as_calibrated(mode):
+    from executor.calibrate import calibrate
+
+    base = Machine.load("h200")
+    with gpu_backend(base) as backend:
+        machine = calibrate(backend, base, 2**26).machine
+        program = replace(LARGE, tensors=tuple(replace(t, nbytes=1000 * t.nbytes) for t in LARGE.tensors))
+        measured = replay(program, LARGE_SWAP, machine, 150_020_000, backend, mode=mode)
+    assert measured.fits and (mode == "check" or abs(measured.error) < 0.02)
+
+
+# ------------------------------------------------------------------------- broken on purpose
+
+
+class Mutant(HostBackend):
+    """Of the tasks whose names begin so, skips the first call of one method, or changes its arguments."""
+
+    method = tasks = last = ""
+    change = None
+    happened = 0
+
+    def _call(self, method, *arguments):
+        if method == self.method and self.task.startswith(self.tasks) and self.task != self.last:
+            self.last = self.task
+            self.happened += 1
+            if self.change is None:
+                return
+            arguments = self.change(*arguments)
+        getattr(super(), method)(*arguments)
+
+    def wait(self, *arguments):
+        self._call("wait", *arguments)
+
+    def copy(self, *arguments):
+        self._call("copy", *arguments)
+
+
+def broken(program, plan, limit, method, tasks, change, match):
+    """A replay in which a Mutant does so, and the error that must come of it; how often it was done."""
+    with Mutant(LINK) as backend:
+        backend.method, backend.tasks, backend.change = method, tasks, change
+        with pytest.raises(ReplayError, match=match):
+            replay(program, plan, LINK, limit, backend, iterations=2, warmup=1, mode="check")
+    return backend.happened
+
+
+def shifted(stream, device, host, nbytes):
+    return stream, device + 4, host, nbytes
+
+
+def shorter(stream, device, host, nbytes):
+    return stream, device, host, nbytes - 1
+
+
+@pytest.mark.parametrize(
+    ("method", "tasks", "change", "match"),
+    [
+        # a1 leaves before f1 has written it again: what comes back is that of an iteration before.
+        ("wait", "swap-out of tensor 1", None, r"tensor 1 \('a1'\), before kernel 6 \('b2'\)"),
+        # f4 puts a4 where a1 still is.
+        ("wait", "kernel 3", None, r"tensor 1 \('a1'\), before kernel 6 \('b2'\)"),
+        # a1 comes back to where a4 is in use.
+        ("wait", "swap-in of tensor 1", None, r"tensor 4 \('a4'\), \w+ kernel [34] \('[fb]4'\)"),
+        # b2 reads a1 before it is back.
+        ("wait", "kernel 6", None, r"tensor 1 \('a1'\), before kernel 6 \('b2'\)"),
+        ("copy", "swap-out of tensor 1", None, r"tensor 1 \('a1'\), before kernel 6 \('b2'\)"),
+        ("copy", "swap-in of tensor 1", None, r"tensor 1 \('a1'\), before kernel 6 \('b2'\)"),
+        ("copy", "swap-out of tensor 1", shifted, r"tensor 1 \('a1'\), before kernel 6 \('b2'\)"),
+        ("copy", "swap-in of tensor 1", shifted, r"tensor 1 \('a1'\), before kernel 6 \('b2'\)"),
+        ("copy", "swap-in of tensor 1", shorter, r"tensor 1 .*: byte 39,999 of 40,000 is wrong"),
+    ],
+)
+def test_every_wait_and_every_byte_counts(method, tasks, change, match):
+    assert broken(LARGE, LARGE_SWAP, 150_000, method, tasks, change, match) == 3
+
+
+def test_what_is_on_the_host_in_the_end_is_looked_at():
+    """p, updated by f2 only, is on the host from f2 until it is fetched when f1 ends."""
+    p, f2 = len(LARGE.tensors), LARGE.kernels[1]
+    kernels = list(LARGE.kernels)
+    kernels[1] = replace(f2, inputs=(*f2.inputs, p), outputs=(*f2.outputs, p))
+    program = Program("p", (*LARGE.tensors, Tensor("p", 5000, "parameter", True)), tuple(kernels))
+    plan = Plan((Swap(p, 1, 1, prefetch=0),))
+    match = r"tensor 8 \('p'\), on the host at the end of the run: byte 0 of 5,000 is wrong"
+    tasks = "swap-out of tensor 8 ('p'), iteration 2"  # the last
+    assert broken(program, plan, 200_000, "copy", tasks, None, match) == 1
+
+
+def test_a_wrong_address_is_found(monkeypatch):
+    """a4 lies 4 bytes behind the begin of a2, which is in use."""
+    right = streams._pack
+
+    def wrong(lives, *arguments):
+        name, packing = right(lives, *arguments)
+        a2, a4 = (lives.owner.tolist().index(t) for t in (A2, A4))
+        offsets = packing.offsets.copy()
+        offsets[a4] = offsets[a2] + 4
+        return name, replace(packing, offsets=offsets)
+
+    monkeypatch.setattr(streams, "_pack", wrong)
+    with HostBackend(LINK) as backend, pytest.raises(ReplayError, match=r"tensor [23] \('a[23]'\), \w+ kernel \d"):
+        replay(LARGE, Plan(), LINK, 180_000, backend, iterations=2, warmup=1, mode="check")
+
+
+# ------------------------------------------------------------------------- faults
+
+
+class Broken(HostBackend):
+    """Copies to the host fail from the second on, or kernels do from the twentieth on."""
+
+    copies = spins = 0
+    what = ""
+
+    def _copy(self, *arguments):
+        self.copies += 1
+        if self.what == "copy" and self.copies > 2:
+            raise OSError("the link is down")
+        return super()._copy(*arguments)
+
+    def spin(self, ns):
+        def work(ready):
+            raise ZeroDivisionError("a kernel")
+
+        self.spins += 1
+        return self._put("compute", work) if self.what == "spin" and self.spins == 20 else super().spin(ns)
+
+
+@pytest.mark.parametrize(
+    ("what", "match"),
+    [("copy", r"swap-out of tensor 1 \('a1'\), iteration 1: the link is down"),
+     ("spin", r"kernel 3 \('f4'\), iteration 2: a kernel")],
+)  # fmt: skip
+def test_a_fault_is_named_drains_the_streams_and_returns_the_memory(what, match):
+    with Broken(LINK) as backend:
+        backend.what = what
+        begin = time.monotonic()
+        with pytest.raises(BackendError, match=match):
+            replay(LARGE, LARGE_SWAP, LINK, 150_000, backend, iterations=50)
+        assert time.monotonic() - begin < 10
+        assert backend.allocated_bytes == 0 and not hasattr(backend, "host")
+        backend.what = ""
+        assert replay(LARGE, LARGE_SWAP, LINK, 150_000, backend, iterations=2, mode="check").fits
+
+
+def test_host_memory_that_cannot_be_pinned(monkeypatch):
+    def no_memory(self, nbytes):
+        raise BackendError(f"{nbytes:,} bytes of host memory cannot be pinned (none left)")
+
+    monkeypatch.setattr(HostBackend, "_pin", no_memory)
+    with HostBackend(LINK) as backend:
+        with pytest.raises(BackendError, match="40,000 bytes of host memory cannot be pinned"):
+            replay(LARGE, LARGE_SWAP, LINK, 150_000, backend)
+        assert backend.allocated_bytes == 0
+
+
+def test_an_arena_larger_than_the_device(host):
+    small = replace(LINK, memory_bytes=100_000)
+    with HostBackend(small) as backend, pytest.raises(BackendError, match="has 100,000 bytes, too few for"):
+        replay(LARGE, LARGE_SWAP, small, 150_000, backend)
+
+
+def test_ctrl_c_stops_everything(host):
+    threads = threading.active_count()
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        timer.start()
+        replay(LARGE.with_durations([10**9] * 8), LARGE_SWAP, LINK, 150_000, host)
+    assert time.monotonic() - begin < 5  # an iteration takes 8 s
+    timer.join()
+    assert host.allocated_bytes == 0 and threading.active_count() == threads
+    assert replay(LARGE, Plan((Recompute(A1, 1, 6),)), LINK, 150_000, host, iterations=2, mode="check").fits

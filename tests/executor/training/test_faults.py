@@ -1,0 +1,363 @@
+"""A step that fails leaves a sound model, and what does not fit is refused in one sentence."""
+
+import contextlib
+import copy
+import gc
+import signal
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from executor import PlannedStep, StepError, capture
+from executor.training import storage
+from simulator import Plan, Swap
+from simulator.plan import PlanError
+from simulator.reference import OutOfMemory
+from tests.executor.networks import sgd
+from tests.executor.training.programs import (
+    GPU,
+    Bytes,
+    Twins,
+    equal_states,
+    planned,
+    random_plan,
+    required,
+    same,
+    state,
+    tight,
+)
+
+# ------------------------------------------------------------------------------------------------------------- faults
+
+
+def break_kernel(step: PlannedStep, phase: str, action: Callable[[], None], which: int = 0.5) -> int:
+    """``action`` before the operator of a kernel in the middle of a phase."""
+    items = [i for i, item in enumerate(step.order.items)
+             if step.program.kernels[item.kernel].phase == phase and step._work[i][2]]  # fmt: skip
+    i = items[int(which * len(items))]
+    work = list(step._work[i])
+    (out, function, get, options), *rest = work[2]
+
+    def broken(*args, **kwargs):
+        action()
+        return function(*args, **kwargs)
+
+    work[2] = ((out, broken, get, options), *rest)
+    step._work[i] = tuple(work)
+    return i
+
+
+def once(error: BaseException) -> Callable[[], None]:
+    errors = [error]
+
+    def act() -> None:
+        if errors:
+            raise errors.pop()
+
+    return act
+
+
+def fails(twins: Twins, step: PlannedStep, error: type[BaseException], message: str) -> list[StorageWeakRef]:
+    """A step that fails and is undone; returns the storages that were made meanwhile."""
+    before = copy.deepcopy(state(twins.ours))
+    torch.manual_seed(twins.seed)
+    rng = torch.get_rng_state()
+    batch = twins.next_batch()
+    content = [t.clone() for t in batch]
+    with Bytes(step, ()) as seen, pytest.raises(error, match=message) as caught:
+        step(*batch)
+    assert "\n" not in str(caught.value)
+    assert all(torch.equal(a, b) for a, b in zip(batch, content, strict=True))
+    assert torch.equal(rng, torch.get_rng_state())
+    if not before[1]["state"]:  # the first step has created it
+        for values in state(twins.ours)[1]["state"].values():
+            assert not any(v.any() for v in values.values())
+        before[1]["state"] = copy.deepcopy(state(twins.ours)[1]["state"])
+    equal_states(state(twins.ours), before)
+    del batch, caught
+    gc.collect()
+    whole = sum(b.own.nbytes for b in {id(b.own.untyped_storage()): b for b in step._bindings}.values())
+    assert seen.bytes() <= whole
+    return list(seen.live)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_kernel_that_fails_is_as_if_the_step_had_not_been(phase, steps):
+    twins, step = planned()
+    twins.train(step, steps)
+    break_kernel(step, phase, once(RuntimeError("bad\nluck")))
+    fails(twins, step, StepError, r"kernel \d+ \(aten.* failed: RuntimeError: bad; the model is as before the step")
+    twins.train(step, 2)
+
+
+@pytest.mark.parametrize("way", ["out", "in"])
+def test_a_copy_that_fails_is_as_if_the_step_had_not_been(way, monkeypatch):
+    twins, step = planned()
+    twins.train(step, 2)
+    hosts = {b.host.data_ptr(): b for b in step._blocks.blocks.values() if not b.persistent}
+    move, errors = storage.move, [OSError("no link")]
+
+    def failing(target: Tensor, source: Tensor) -> None:
+        if (target if way == "out" else source).data_ptr() in hosts and errors:
+            raise errors.pop()
+        move(target, source)
+
+    monkeypatch.setattr(storage, "move", failing)
+    fails(twins, step, StepError, f"the swap-{way} of .* failed: OSError: no link; the model is as before the step")
+    twins.train(step, 2)
+
+
+@pytest.mark.parametrize("way", ["out", "in"])
+def test_a_copy_that_fails_while_the_optimizer_runs_loses_nothing(way, monkeypatch):
+    twins, step = planned()
+    twins.train(step, 2)
+    late = {t for item in step.order.items[step._commit + 1 :] for kind, t in item.before + item.after if kind == way}
+    hosts = {step._blocks.blocks[t].host.data_ptr() for t in late}
+    began = []
+    i = step._commit
+    move, errors = storage.move, [OSError("no link")]
+    work = list(step._work[i])
+    work[5] = (*work[5], (began.append, 0))
+    step._work[i] = tuple(work)
+
+    def failing(target: Tensor, source: Tensor) -> None:
+        if (target if way == "out" else source).data_ptr() in hosts and began and errors:
+            raise errors.pop()
+        move(target, source)
+
+    monkeypatch.setattr(storage, "move", failing)
+    torch.manual_seed(twins.seed)
+    with pytest.raises(StepError, match=f"swap-{way} of .*no link; the step went on to its end, and the model is as "):
+        step(*twins.next_batch())
+    assert not errors
+    twins.eager_step()
+    twins.seed += 1
+    twins.compare()
+    twins.train(step, 2)
+
+
+def test_ctrl_c_before_the_optimizer_undoes_the_step():
+    twins, step = planned()
+    twins.train(step, 1)
+    fired = []
+    break_kernel(step, "backward", lambda: fired or (fired.append(1), signal.raise_signal(signal.SIGINT)))
+    fails(twins, step, KeyboardInterrupt, "^$")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    twins.train(step, 2)
+
+
+def test_ctrl_c_while_the_optimizer_runs_waits_for_its_end():
+    twins, step = planned()
+    fired = []
+    break_kernel(step, "optimizer", lambda: fired or (fired.append(1), signal.raise_signal(signal.SIGINT)))
+    torch.manual_seed(twins.seed)
+    with pytest.raises(KeyboardInterrupt):
+        step(*twins.next_batch())
+    twins.eager_step()
+    twins.seed += 1
+    twins.compare()
+    twins.train(step, 2)
+
+
+def test_a_handler_of_the_users_is_called_after_the_step():
+    twins, step = planned("lstm")
+    heard: list[int] = []
+    fired = []
+    break_kernel(step, "forward", lambda: fired or (fired.append(1), signal.raise_signal(signal.SIGINT)))
+    before = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
+    try:
+        twins.train(step, 1)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert heard == [signal.SIGINT]
+
+
+def test_a_kernel_of_the_optimizer_that_fails():
+    """Undone where the step keeps what it overwrites; else the error says what the model is."""
+    twins, step = planned(undo=True)
+    twins.train(step, 2)
+    break_kernel(step, "optimizer", once(RuntimeError("bad luck")))
+    fails(twins, step, StepError, "bad luck; the model is as before the step")
+    twins.train(step, 2)
+    twins, step = planned()
+    break_kernel(step, "optimizer", once(RuntimeError("bad luck")))
+    with pytest.raises(StepError, match="the optimizer had begun, and what it updated before this kernel is a "):
+        step(*twins.next_batch())
+    assert step._blocks.used <= sum(t.nbytes for t in step.program.tensors if t.persistent)
+
+
+def test_host_memory_that_cannot_be_had(monkeypatch):
+    twins = Twins("lstm")
+    captured = twins.captured()
+    plan = random_plan(captured.program, 0)
+
+    def none(self, nbytes: int) -> storage.Bytes:
+        raise storage.TransferError(f"{nbytes:,} bytes of host memory cannot be pinned")
+
+    monkeypatch.setattr(storage.HostEngines, "pinned", none)
+    with pytest.raises(StepError, match=r"^the plan cannot be run: [\d,]+ bytes of host memory cannot be pinned$"):
+        PlannedStep(captured, plan, GPU, required(captured.program, plan))
+    with pytest.raises(StepError, match="no memory to undo a step"):
+        PlannedStep(captured, Plan(), undo=True)
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_step_that_nobody_holds_returns_threads_and_memory_at_once(failed):
+    """Without the garbage collector; what the user still sees of the memory on the host stays right."""
+    gc.collect()
+    gc.disable()
+    try:
+        before = set(threading.enumerate())
+        twins, step = planned()
+        twins.train(step, 2)
+        if failed:
+            break_kernel(step, "backward", once(RuntimeError("bad luck")))
+            try:
+                step(*twins.next_batch())
+            except StepError:
+                pass
+        made = [t for t in threading.enumerate() if t not in before and t.name in ("d2h", "h2d")]
+        assert len(made) == 2
+        memory = {StorageWeakRef(b.host.untyped_storage()) for b in step._blocks.blocks.values()}
+        away = {StorageWeakRef(b.user.untyped_storage()) for b in step._bindings
+                if b.block and b.block.place is storage.Place.HOST}  # fmt: skip
+        assert away and away < memory
+        del step
+        for thread in made:
+            thread.join(5)
+            assert not thread.is_alive()
+        assert {s for s in memory if not s.expired()} == away
+        twins.compare()
+    finally:
+        gc.enable()
+
+
+def test_what_cuda_pins_is_given_back_with_the_last_tensor(monkeypatch):
+    """The driver's calls, seen from outside: whole pages, kept as long as a tensor shows the memory."""
+    pinned: dict[int, int] = {}
+
+    class Runtime:
+        def cudaHostRegister(self, address, size, flags):
+            assert not any(a < address + size and address < a + n for a, n in pinned.items())
+            pinned[address] = size
+            return 0 if size < 10**6 else 2
+
+        def cudaHostUnregister(self, address):
+            del pinned[address]
+
+        def cudaGetErrorString(self, status):
+            return "out of memory"
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    engines = storage.CudaEngines(torch.device("cpu"))
+    places = storage.slab(engines, {3: 5000, 4: 10})  # 5,120 and 512 bytes: two pages
+    assert list(pinned.values()) == [8192] and next(iter(pinned)) % 4096 == 0
+    assert next(iter(pinned)) == places[3].data_ptr() and places[4].data_ptr() == places[3].data_ptr() + 5120
+    last = places[4].view(torch.int16)
+    other = storage.slab(engines, {0: 1})
+    assert len(pinned) == 2
+    del places
+    assert len(pinned) == 2
+    del last, other
+    assert not pinned
+    with pytest.raises(
+        storage.TransferError, match=r"^2,000,000 bytes of host memory cannot be pinned: out of memory$"
+    ):
+        engines.pinned(2 * 10**6)
+
+
+# ------------------------------------------------------------------------------------------------- errors at the edge
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (lambda x, y: (x[:1], y), r"tensor 0 of the batch has shape \(1, 9\), at the capture it had \(3, 9\)"),
+        (lambda x, y: (x, y.int()), "tensor 1 of the batch has type torch.int32"),
+        (lambda x, y: (x.to("meta"), y), "tensor 0 of the batch has device meta, at the capture it had cpu"),
+        (lambda x, y: (x.t().contiguous().t(), y), "tensor 0 of the batch has stride"),
+        (lambda x, y: (x, y, y), "the batch is .*, the step was captured with"),
+        (lambda x, y: (x, 3), "tensor 1 of the batch is a int, not a tensor"),
+    ],
+)
+def test_a_batch_that_does_not_fit(batch, message):
+    twins, step = planned("lstm", optimizer=sgd)
+    with pytest.raises(StepError, match=message) as caught:
+        step(*batch(*twins.next_batch()))
+    assert len(str(caught.value).splitlines()) == 1
+    twins.train(step)
+
+
+def test_a_swapped_batch_needs_memory_of_its_own():
+    twins = Twins("small")
+    captured = twins.captured()
+    (x,) = (i for i, t in enumerate(captured.program.tensors) if t.name == "input0")
+    uses = captured.program.accesses[x]
+    plan = Plan((Swap(x, uses[0], uses[-1]), Swap(x, uses[-1], uses[0])))
+    step = tight(captured, plan)
+    twins.train(step, 2)
+    data, y = torch.randn(8, 3, 16, 16), twins.next_batch()[1]
+    with pytest.raises(StepError, match="clone it"):
+        step(data[2:4], y)
+    with pytest.raises(StepError, match="clone it"):
+        step(torch.from_numpy(data[2:4].numpy()), y)
+    model, loss_fn, _ = twins.eager
+    torch.manual_seed(3)
+    want = loss_fn(model(data[2:4]), y).detach()
+    torch.manual_seed(3)
+    assert same(PlannedStep(captured, Plan())(data[2:4], y), want)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda p: p[0].to(torch.float64), "words.weight has type torch.float64, at the capture it had torch.float32"),
+        (lambda p: setattr(p[0].out, "weight", nn.Parameter(torch.ones(10, 16))), "out.weight was replaced by another"),
+        (lambda p: p[2].param_groups[0].update(lr=0.5), "the optimizer's lr was 0.01 at the capture and is 0.5 now"),
+        (lambda p: p[2].add_param_group({"params": [nn.Parameter(torch.ones(1))]}), "other parameter groups"),
+        (lambda p: setattr(p[0], "out", nn.Linear(16, 10)), "module LSTM has other parts than at the capture"),
+        (lambda p: p[0].eval(), "module LSTM is in eval mode, at the capture it was in train mode"),
+        (lambda p: p[0].out.bias.requires_grad_(False), "out.bias was frozen or unfrozen after the capture"),
+        (lambda p: setattr(p[0].out.bias, "grad", torch.ones(10)), "out.bias has a gradient"),
+        (lambda p: p[0].share_memory(), "the plan swaps .*, which is in memory shared with other processes"),
+        (
+            lambda p: [setattr(q, "data", torch.cat([q.data, q.data])[: len(q)]) for q in p[0].parameters()],
+            "is part of other memory than at the capture",
+        ),
+    ],
+)
+def test_a_model_that_is_not_the_captured_one(change, message):
+    twins, step = planned("lstm")
+    twins.train(step)
+    change(twins.ours)
+    for _ in range(2):
+        with pytest.raises(StepError, match=message) as caught:
+            step(*twins.next_batch())
+        assert len(str(caught.value).splitlines()) == 1
+
+
+def test_plans_that_do_not_fit():
+    captured = Twins("lstm").captured()
+    program = captured.program
+    with pytest.raises(PlanError, match="another program"):
+        PlannedStep(captured, Plan((), "0" * 64))
+    with pytest.raises(OutOfMemory):
+        PlannedStep(captured, Plan(), GPU, program.peak_bytes - 1)
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+        x = torch.ones(2, 4)
+    with pytest.raises(StepError, match="weight has device meta, at the capture it had cpu"):
+        PlannedStep(capture(model, nn.MSELoss(), sgd(model), (x, x)), Plan())
+    model = nn.Linear(4, 4)
+    damped = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+    x = torch.ones(2, 4)
+    with pytest.raises(StepError, match="dampening"):
+        PlannedStep(capture(model, nn.MSELoss(), damped, (x, x)), Plan())

@@ -1,0 +1,110 @@
+"""The curves behind the pictures."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+
+import agents
+from experiments.plotting import palette, plots
+from experiments.report import MB
+from simulator import Machine, Plan, Program, Swap, simulate
+
+MACHINE = Machine("m", 2**40, 4 * 10**9, 4 * 10**9)
+
+
+def result(planner: str, limit: float, overhead: float | None, bound: float | None) -> dict:
+    """A row, as far as figures read it; no plan fits below 35 % of the peak."""
+    return {"planner": planner, "feasible": overhead is not None, "overhead": overhead, "limit_fraction": limit,
+            "limit_bytes": int(1000 * limit), "bound_overhead": bound, "bound_bytes": 350}  # fmt: skip
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that were saved."""
+    figures: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: figures.append(self) or save(self, *a, **k))
+    return figures
+
+
+def test_the_memory_curve_is_that_of_the_last_iteration(program: Program) -> None:
+    plan = Plan(tuple(Swap(*gap) for gap in program.gaps(2**20)))
+    required = simulate(program, plan, MACHINE, program.peak_bytes).required_bytes
+    timeline = simulate(program, plan, MACHINE, required, iterations=3)
+    ms, used = plots.steady_memory(timeline)
+    assert ms[0] == 0 and np.isclose(ms[-1], timeline.iteration_ns / 1e6)
+    assert (np.diff(ms) >= 0).all()
+    assert used.max() * MB <= required
+    # The byte-seconds under the curve are those of the intervals that the timeline lists.
+    begin, end = timeline.boundaries[-2:]
+    area, last = 0, (0, 0)
+    for time, level in (*timeline.memory, (end, 0)):
+        area += max(0, min(time, end) - max(last[0], begin)) * last[1]
+        last = (time, level)
+    assert np.isclose((np.diff(ms) * used[:-1]).sum() * 1e6 * MB, area)
+
+
+def test_pictures_of_nothing_feasible(tmp_path: Path, program: Program) -> None:
+    """No planner found a plan, no episode ended well: the pictures are still made, and no temporary file stays."""
+    row = result("none", 0.1, None, None)
+    plots.overhead_by_limit(tmp_path / "overhead.png", [row], "t")
+    episode = SimpleNamespace(episode=0, overhead=float("nan"), feasible=False, best_overhead=float("nan"))
+    plots.learning_curve(tmp_path / "learning.png", [episode], [row], "dqn", "t")
+    assert sorted(f.name for f in tmp_path.iterdir() if f.suffix != ".json") == ["learning.png", "overhead.png"]
+
+
+def test_every_planner_has_its_colour() -> None:
+    assert set(agents.PLANNERS) <= set(palette.LOOKS)
+    assert len({look.colour for look in palette.LOOKS.values()}) == len(palette.LOOKS)
+    for family in palette.FAMILIES.values():
+        assert len({look.marker for look in family.values()}) == len(family)
+    assert set(palette.FAMILY_COLOURS) == {*palette.FAMILIES, "other"}
+
+
+def test_a_few_planners_share_one_picture(tmp_path: Path, drawn: list[Figure]) -> None:
+    rows = [result(p, x, y + 0.001 * (p == "home"), floor) for p in ("annealing", "home") for x, y, floor in
+            ((0.8, 0.0, 0.0), (0.6, 0.02, 0.01), (0.4, 0.2, 0.1))] + [result("home", 0.3, None, None)]  # fmt: skip
+    plots.overhead_by_limit(tmp_path / "p.png", rows, "title")
+    (axes,) = drawn[0].axes
+    assert axes.get_xlim()[0] > 0.8 > 0.3 > axes.get_xlim()[1]  # tighter to the right
+    lines = {to_hex(line.get_color()): line for line in axes.lines}
+    assert lines[palette.colour("home")].get_xydata().tolist() == [[0.4, 0.201], [0.6, 0.021], [0.8, 0.001]]
+    # Between two limits the floor of the wider one holds, down to where no plan fits.
+    band = axes.collections[0].get_paths()[0]
+    inside = [band.contains_point(p) for p in [(0.7, 0.0001), (0.61, 0.009), (0.59, 0.009), (0.41, 0.09), (0.36, 0.09)]]
+    assert inside == [False, False, True, False, True] and not band.contains_point((0.34, 0.0))
+    (hatched,) = axes.patches
+    edges = hatched.get_extents().transformed(axes.transData.inverted()).intervalx
+    assert hatched.get_hatch() and sorted(edges) == pytest.approx([axes.get_xlim()[1], 0.35])
+    keys = [t.get_text() for t in drawn[0].legends[0].get_texts()]
+    assert keys == ["the floor: no plan can be here", "no plan fits (proven)"]
+    assert {t.get_text() for t in axes.texts} == {"simulated annealing, to 40%", "HOME, to 40%"}
+
+
+@pytest.mark.parametrize("scale", ["log", "linear"])
+def test_a_crowd_is_drawn_by_family(scale: str, tmp_path: Path, drawn: list[Figure]) -> None:
+    names = [n for n in agents.PLANNERS if not n.startswith("dqn")] + ["new"]
+    rows = [
+        result(n, x, None if n == "vdnn_conv" else 0.01 * i * (1 - x), 0.0)
+        for i, n in enumerate(names)
+        for x in (0.8, 0.6)
+    ]
+    rows += [result(n, 0.4, 5.0 if n == "geeps" else 0.2, 0.1) for n in names if n != "vdnn_conv"]
+    plots.overhead_by_limit(tmp_path / "p.png", rows, "title", scale)
+    shown = {axes.get_title(loc="left"): axes for axes in drawn[0].axes if axes.axison}
+    assert list(shown) == [*list(palette.FAMILIES)[:-1], "other", palette.BEST_OF]
+    for heading, axes in shown.items():
+        assert len({round(axes.get_ylim()[1], 9) for axes in shown.values()}) == 1
+        assert axes.get_yscale() == ("symlog" if scale == "log" else "linear")
+        boxes = sorted((t.get_window_extent() for t in axes.texts), key=lambda box: box.y0)
+        for below, above in zip(boxes, boxes[1:], strict=False):  # letters may touch, lines of them may not overlap
+            assert above.y0 >= below.y0 + 0.7 * below.height, heading
+        dotted = [line for line in axes.lines if to_hex(line.get_color()) == palette.INK and line.get_linewidth() == 1]
+        assert dotted[0].get_xydata()[-1].tolist() == [0.8, 0.0]  # the best of all, in every picture
+    texts = {t.get_text() for t in shown["swap: other heuristics"].texts}
+    assert "vDNN conv: no plan" in texts
+    assert ("GeePS (500% ↑)" in texts) == (scale == "linear")

@@ -1,0 +1,280 @@
+"""U-Net, char-RNN, K-means, stochastic depth, MLP, GPT-2 and Llama: sizes as published, arithmetic as defined."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from torch import nn
+from torch.nn import functional as F
+
+from executor import PlannedStep, capture
+from experiments import figures, workloads
+from experiments.workloads import WorkloadError, gpt2, kmeans, llama, lstm, resnet_stochastic, unet
+from simulator import Machine, Plan, Swap
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs" / "workload"
+NAMES = ["unet", "lstm", "kmeans", "resnet_stochastic", "mlp", "gpt2_small", "gpt2_medium", "llama"]
+TINY = {
+    "unet": {"batch_size": 1, "image": 188},
+    "lstm": {"batch_size": 2, "hidden": 8, "length": 3, "vocabulary": 5},
+    "kmeans": {"batch_size": 12, "dimensions": 3, "clusters": 4, "chunks": 3},
+    "resnet_stochastic": {"batch_size": 2, "blocks": 2},
+    "mlp": {"batch_size": 2, "width": 8, "layers": 3},
+    "gpt2_small": {"batch_size": 1, "length": 4},
+    "gpt2_medium": {"batch_size": 1, "length": 4},
+    "llama": {"batch_size": 1, "layers": 1, "width": 16, "heads": 4, "kv_heads": 2, "hidden": 24, "vocabulary": 32,
+              "length": 4},
+}  # fmt: skip
+GPU = Machine.load("gtx1080ti")
+
+
+def config(name: str) -> dict:
+    return yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
+
+
+def parameters(name: str, **changes: object) -> int:
+    model = workloads.build({**config(name), **changes})[0]
+    return sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_configuration_builds_with_the_keys_of_its_family(name):
+    model, loss_fn, optimizer, (x, y) = workloads.build({**config(name), **TINY[name]})
+    loss = loss_fn(model(x), y)
+    assert loss.shape == () and loss.device.type == "meta"
+    assert (optimizer is None) == (name == "kmeans") == (not list(model.parameters()))
+    assert config(name)["name"] == name and figures.label(name) != name
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "published"),
+    [
+        # The paper's Figure 1 with biases; 31,030,593 is quoted for one class: a class more is 64 weights and a bias.
+        ("unet", {}, 31_030_593 + 65),
+        # What train.lua prints with its own defaults (128 units, 65 characters): 4 · 128 · (65 + 128 + 2) + 4 · 128 ·
+        # (128 + 128 + 2) + 129 · 65.
+        ("lstm", {}, 240_321),
+        ("mlp", {}, 3072 * 4096 + 4096 + 3 * (4096 * 4096 + 4096) + 4096 * 10 + 10),
+        ("gpt2_small", {}, 124_439_808),
+        ("gpt2_medium", {}, 354_823_168),
+        ("gpt2_small", {"size": "large"}, 774_030_080),
+        ("llama", {"layers": 22}, 1_100_048_384),  # TinyLlama 1.1B
+        # Llama 2 7B and Llama 3 8B
+        ("llama", {"layers": 32, "width": 4096, "kv_heads": 32, "hidden": 11008}, 6_738_415_616),
+        ("llama", {"layers": 32, "width": 4096, "kv_heads": 8, "hidden": 14336, "vocabulary": 128256}, 8_030_261_248),
+    ],
+)
+def test_parameters_as_published(name, changes, published):
+    assert parameters(name, **changes) == published
+
+
+def test_resnet110_has_1_7_million_parameters():
+    # He et al. (2016), Table 6. 3 · 9 · 16 weights in the stem; 36 convolutions a stage, the first from fewer channels;
+    # a bias and two numbers of batch-norm per channel; 65 · 10 at the end.
+    weights = 432 + 36 * 9 * 16 * 16 + sum(35 * 9 * w * w + 9 * w * w // 2 for w in (32, 64))
+    assert parameters("resnet_stochastic") == weights + 3 * (16 + 36 * (16 + 32 + 64)) + 650
+    assert round(parameters("resnet_stochastic") / 1e6, 1) == 1.7
+
+
+def test_unet_has_the_sides_of_its_figure():
+    # 572 -4- 568 /2 284 -4- 280 /2 140 -4- 136 /2 68 -4- 64 /2 32 -4- 28; 28 ·2-4 52 ·2-4 100 ·2-4 196 ·2-4 388
+    assert unet.output(572) == 388
+    # 188: 184, 92, 88, 44, 40, 20, 16, 8, 4; 4, 4, 4, 4, 4
+    assert unet.output(188) == 4
+    with torch.device("meta"):
+        model = unet.UNet()
+        assert tuple(model(torch.empty(1, 1, 572, 572)).shape) == (1, 2, 388, 388)
+    # Figure 1's bottom: 1024 channels of 28; the merged map below the top: 128 + 128 channels of 104 and 200 cropped
+    assert model.down[4][2].out_channels == 1024 and model.merge[2][0].in_channels == 256
+
+
+def test_unet_joins_the_middle_of_the_left_map():
+    class Inverse(nn.Module):
+        """In the place of a part of the network: what comes in, without the edge that convolutions would take."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(x)
+            return x[..., 2:-2, 2:-2]
+
+    class Nothing(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.new_zeros(1, 1, 2 * x.shape[2], 2 * x.shape[3])
+
+    seen: list[torch.Tensor] = []
+    model = unet.UNet().eval()
+    model.down, model.merge = (nn.ModuleList(Inverse() for _ in range(n)) for n in (5, 4))
+    model.up, model.classify = nn.ModuleList(Nothing() for _ in range(4)), nn.Identity()
+    image = torch.arange(188.0 * 188).view(1, 1, 188, 188)
+    model(image)
+    # The last merge sees 8 x 8 pixels of the top left map, 184 x 184: from row 88 there, row 90 of the image.
+    assert torch.equal(seen[-1][:, :1], image[..., 90:98, 90:98])
+
+
+def test_unrolled_lstm_equals_torchs():
+    torch.manual_seed(0)
+    ours, theirs = lstm.CharRNN(5, 4, 2), nn.LSTM(5, 4, 2)
+    order = [0, 1, 3, 2]  # PyTorch has the gates as in, forget, write, out
+    with torch.no_grad():
+        for i, cell in enumerate(ours.cells):
+            for name, linear in (("ih", cell.i2h), ("hh", cell.h2h)):
+                getattr(theirs, f"weight_{name}_l{i}").copy_(linear.weight.view(4, 4, -1)[order].flatten(0, 1))
+                getattr(theirs, f"bias_{name}_l{i}").copy_(linear.bias.view(4, 4)[order].flatten())
+    characters = torch.randint(5, (3, 6))
+    expected = ours.decoder(theirs(F.one_hot(characters.T, 5).float())[0]).flatten(0, 1)
+    logits = ours(characters)
+    torch.testing.assert_close(logits, expected)
+    target = torch.randint(5, (18,))
+    for output in (logits, expected):
+        F.cross_entropy(output, target).backward()
+    gradient = ours.cells[0].h2h.weight.grad.view(4, 4, 4)[order].flatten(0, 1)
+    torch.testing.assert_close(gradient, theirs.weight_hh_l0.grad)
+
+
+def tiny_kmeans() -> tuple:
+    """Twelve points in three chunks; the last of the four centroids is far from all of them."""
+    model, loss_fn, optimizer, (chunks, squares) = kmeans.build(batch_size=12, dimensions=3, clusters=4, chunks=3)
+    generator = torch.Generator().manual_seed(0)
+    for chunk in chunks:
+        chunk.copy_(torch.rand(chunk.shape, generator=generator))
+    squares.copy_(sum(chunk.square().sum() for chunk in chunks))
+    model.centroids.copy_(torch.cat([chunks[0][:3], torch.full((1, 3), 9.0)]))
+    return model, loss_fn, optimizer, (chunks, squares)
+
+
+def lloyd(points: np.ndarray, centroids: np.ndarray) -> tuple[np.ndarray, float]:
+    """One iteration, from its definition; an empty cluster stays."""
+    distances = ((points[:, None] - centroids[None]) ** 2).sum(2)
+    labels = distances.argmin(1)
+    moved = [points[labels == c].mean(0) if (labels == c).any() else centroids[c] for c in range(len(centroids))]
+    return np.stack(moved), float(distances.min(1).sum())
+
+
+def test_kmeans_is_lloyds_iteration():
+    model, loss_fn, optimizer, batch = tiny_kmeans()
+    captured = capture(model, loss_fn, optimizer, batch)
+    assert {k.phase for k in captured.program.kernels} == {"forward"}
+    (state,) = (t for t in captured.program.tensors if t.persistent and t.kind == "buffer")
+    assert (state.name, state.nbytes) == ("centroids", 4 * 3 * 4)
+    points, before = torch.cat(batch[0]).double().numpy(), model.centroids.double().numpy()
+    for _ in range(2):
+        before, inertia = lloyd(points, before)
+        (total,) = captured.graph(*captured.sources)
+        np.testing.assert_allclose(model.centroids.numpy(), before, rtol=1e-5)
+        np.testing.assert_allclose(total.item(), inertia, rtol=1e-4)
+    assert (model.centroids[3] == 9).all()
+
+
+def test_kmeans_runs_under_a_plan():
+    ours, theirs = tiny_kmeans(), tiny_kmeans()
+    captured = capture(*ours)
+    gap = next(g for g in captured.program.gaps() if captured.program.tensors[g.tensor].name == "input0")
+    plan = Plan((Swap(gap.tensor, gap.after, gap.before),), fingerprint=captured.program.fingerprint)
+    step = PlannedStep(captured, plan)
+    for _ in range(2):
+        loss = step(*ours[3])
+        assert torch.equal(loss, theirs[1](theirs[0](theirs[3][0]), theirs[3][1]))
+        assert torch.equal(ours[0].centroids, theirs[0].centroids)
+
+
+def test_a_step_without_optimizer_has_no_backward_pass():
+    model = nn.Linear(2, 1)
+    program = capture(model, lambda y, _: y.sum(), None, (torch.ones(3, 2), None)).program
+    assert {k.phase for k in program.kernels} == {"forward"} and model.weight.grad is None
+
+
+def test_one_program_per_draw_of_stochastic_depth():
+    entry = {**config("resnet_stochastic"), "batch_size": 2, "blocks": 1}
+    first, again, second = (workloads.load({**entry, "draw": draw}, GPU).program for draw in (1, 1, 3))
+    assert first.fingerprint == again.fingerprint != second.fingerprint
+    # Of three blocks, those that survive have two convolutions forward; the stem has one.
+    for program, draw in ((first, 1), (second, 3)):
+        names = [k.name for k in program.kernels if k.phase == "forward"]
+        assert names.count("aten.convolution.default") == 1 + 2 * sum(resnet_stochastic.survival(3, draw))
+
+
+def test_survival_decays_linearly():
+    # p_l = 1 - l / (2 L): for L = 4 blocks 0.875, 0.75, 0.625, 0.5; four standard deviations of 2000 draws are 0.045
+    rates = np.mean([resnet_stochastic.survival(4, draw) for draw in range(2000)], axis=0)
+    np.testing.assert_allclose(rates, [0.875, 0.75, 0.625, 0.5], atol=0.045)
+
+
+def test_dropped_blocks_are_their_shortcuts_and_stay_as_they_are():
+    torch.manual_seed(0)
+    model = resnet_stochastic.StochasticResNet([True, False, False])
+    dropped = [block for block in model.layers if isinstance(block, resnet_stochastic.Block) and not block.survives]
+    x = torch.rand(2, 16, 4, 4)
+    pooled = dropped[0](x)
+    assert tuple(pooled.shape) == (2, 32, 2, 2) and not pooled[:, 16:].any()
+    assert torch.equal(pooled[:, :16], F.avg_pool2d(x, 2))
+    F.cross_entropy(model(torch.randn(2, 3, 32, 32)), torch.tensor([1, 2])).backward()
+    assert all(p.grad is None for block in dropped for p in block.parameters())
+    assert sum(p.grad is None for p in model.parameters()) == sum(1 for b in dropped for _ in b.parameters())
+
+
+def test_attention_of_llama_from_its_definition():
+    """Token by token and head by head; positions as complex numbers: entry i with entry i + size / 2."""
+    torch.manual_seed(0)
+    width, heads, shared, length = 16, 4, 2, 5
+    model = llama.Llama(1, width, heads, shared, 24, 32, length)
+    attention, size = model.blocks[0].attention, width // heads
+    x = torch.randn(1, length, width)
+    angles = torch.arange(length)[:, None] * 10000.0 ** (-torch.arange(0, size, 2).double() / size)
+    turn = torch.polar(torch.ones_like(angles), angles)
+
+    def turned(v: torch.Tensor, place: int) -> torch.Tensor:
+        pairs = torch.complex(v[: size // 2], v[size // 2 :]) * turn[place]
+        return torch.cat([pairs.real, pairs.imag])
+
+    q, k, v = (part(x)[0].double().detach() for part in (attention.q, attention.k, attention.v))
+    rows = []
+    for i in range(length):
+        row = []
+        for h in range(heads):
+            part, group = slice(h * size, h * size + size), slice(h // 2 * size, h // 2 * size + size)
+            scores = torch.stack([turned(q[i, part], i) @ turned(k[j, group], j) for j in range(i + 1)]) / size**0.5
+            row.append(scores.softmax(0) @ v[: i + 1, group])
+        rows.append(torch.cat(row))
+    expected = attention.project(torch.stack(rows).float()[None])
+    torch.testing.assert_close(attention(x, model.cos, model.sin), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_llamas_block_adds_both_parts():
+    torch.manual_seed(0)
+    model = llama.Llama(1, 8, 2, 1, 12, 16, 3)
+    block, x = model.blocks[0], torch.randn(1, 3, 8)
+    a = x + block.attention(x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt(), model.cos, model.sin)
+    b = a / (a.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    gate = block.gate(b)
+    expected = a + (gate / (1 + (-gate).exp()) * block.up(b)) @ block.down.weight.T
+    torch.testing.assert_close(block(x, model.cos, model.sin), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("unet", {"image": 571}, "workload.image: every 2x2 pool needs an even side, as with 556 or 572, got 571"),
+        ("unet", {"image": 100}, "workload.image: .* 188 or 204, got 100"),
+        ("unet", {"image": 172}, "workload.image"),
+        ("lstm", {"hidden": 0}, "workload.hidden: expected a positive integer, got 0"),
+        ("kmeans", {"chunks": 7}, r"workload.chunks: expected a divisor of batch_size \(300000\), got 7"),
+        ("resnet_stochastic", {"draw": 1.5}, "workload.draw: expected a positive integer, got 1.5"),
+        ("resnet_stochastic", {"batch_size": 1}, "workload.batch_size: expected an integer of at least 2"),
+        ("mlp", {"layers": 1}, "workload.layers: expected an integer of at least 2, got 1"),
+        ("gpt2_small", {"size": "huge"}, "workload.size: gpt2 has small, medium, large, not 'huge'"),
+        ("gpt2_small", {"size": ["small"]}, "workload.size"),
+        ("gpt2_small", {"length": 1025}, "workload.length: gpt2 has 1024 positions, not 1025"),
+        ("llama", {"heads": 3}, "workload.heads"),
+        ("llama", {"kv_heads": 5}, r"workload.kv_heads: expected a divisor of heads \(32\), got 5"),
+        ("llama", {"tied": True}, "unknown key 'tied'; llama has layers"),
+    ],
+)
+def test_bad_keys(name, change, message):
+    with pytest.raises(WorkloadError, match=message):
+        workloads.build({**config(name), **change})
+
+
+def test_gpt2_takes_tokens_to_logits():
+    model = gpt2.GPT2(2, 8, 2, vocabulary=16, context=4)
+    assert tuple(model(torch.zeros(3, 4, dtype=torch.int64)).shape) == (12, 16)

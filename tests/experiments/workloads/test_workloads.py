@@ -1,0 +1,152 @@
+"""The papers' networks, their configurations, and anybody's own model."""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from experiments.workloads import WorkloadError, build, load
+from simulator import Machine
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+MACHINES = ["gtx1080ti", "rtx2080ti", "k40c", "v100", "a100_40gb", "h100", "h200"]
+NETWORKS = ["vgg11", "vgg13", "vgg16", "vgg19", "resnet18", "resnet34", "resnet50", "resnet101"]
+
+
+def config(name: str) -> dict:
+    return yaml.safe_load((CONFIGS / "workload" / f"{name}.yaml").read_text())
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_machine_presets(name):
+    machine = Machine.load(name)
+    assert machine.name == name and machine.copy_engines == 2
+    text = yaml.safe_load((CONFIGS / "machine" / f"{name}.yaml").read_text())
+    assert set(text) == set(machine.to_dict())  # every field is written down
+    assert machine.flops_per_s["float32"] > 10**12 and 0 < machine.kernel_ns("conv", 10**9, 10**6) < 10**7
+
+
+# Megabytes (2**20) against Table I of the SmartPool and AutoSwap paper; the gap is explained in vgg.py.
+@pytest.mark.parametrize(
+    ("name", "low", "high"), [("vgg11", -0.23, -0.21), ("vgg16", -0.23, -0.21), ("resnet18", -0.05, -0.03),
+                              ("resnet34", -0.07, -0.05), ("resnet50", -0.07, -0.05)],
+)  # fmt: skip
+def test_peaks_of_the_papers_networks(name, low, high):
+    entry = config(name)
+    machine = Machine.load("gtx1080ti")
+    program = load(entry, machine).program
+    assert low < program.peak_bytes / 2**20 / entry["paper_peak_mb"] - 1 < high
+    assert program.ideal_ns == entry["iteration_ms"]["gtx1080ti"] * 10**6
+    assert program.name == name and program.peak_bytes < machine.memory_bytes
+
+
+def test_every_network_builds_and_scales_only_where_measured():
+    for name in NETWORKS:
+        model, _, _, (x, y) = build({**config(name), "batch_size": 4})
+        assert tuple(model(x).shape) == (4, 10) and tuple(y.shape) == (4,)
+    entry = {**config("vgg11"), "batch_size": 4}
+    k40c = load(entry, Machine.load("k40c")).program
+    assert k40c.ideal_ns == load({**entry, "iteration_ms": {}}, Machine.load("k40c")).program.ideal_ns
+    assert k40c.ideal_ns != 43 * 10**6
+
+
+def test_algorithms_are_an_option():
+    entry, machine = config("vgg11"), Machine.load("gtx1080ti")
+    assert entry["algorithms"] is False
+    plain, asked = load(entry, machine).program, load({**entry, "algorithms": True}, machine).program
+    assert not any(k.variants for k in plain.kernels) and plain.tensors == asked.tensors
+    assert load({k: v for k, v in entry.items() if k != "algorithms"}, machine).program == plain
+    assert asked.ideal_ns == plain.ideal_ns and asked.peak_bytes > plain.peak_bytes
+    assert {k.kind for k in asked.kernels if k.variants} == {"conv"}
+
+
+FACTORY = textwrap.dedent("""
+    import torch
+    from torch import nn
+
+    def tiny():
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        optimizer = torch.optim.Adam(model.parameters())
+        return model, nn.CrossEntropyLoss(), optimizer, (torch.randn(3, 4), torch.tensor([0, 1, 1]))
+
+    def short():
+        return nn.Linear(1, 1), None
+
+    def broken():
+        raise RuntimeError("no data here")
+
+    number = 3
+""")
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    (tmp_path / "own_model.py").write_text(FACTORY)
+    (tmp_path / "own_broken.py").write_text("import not_installed_anywhere\n")
+    monkeypatch.chdir(tmp_path)
+    yield
+    sys.modules.pop("own_model", None)
+
+
+def test_own_model(own):
+    program = load({"name": "module", "family": "module", "target": "own_model:tiny"}, Machine.load("v100")).program
+    assert program.name == "module" and {k.phase for k in program.kernels} == {"forward", "backward", "optimizer"}
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("own_model", "expected 'pkg.mod:factory'"),
+        (None, "expected 'pkg.mod:factory'"),
+        ("own_missing:tiny", "no module 'own_missing'"),
+        ("own_broken:tiny", "no module 'not_installed_anywhere'"),
+        ("own_model:absent", "no attribute 'absent'"),
+        ("own_model:number", "nothing callable named 'number'"),
+        ("own_model:short", r"must return \(model, loss_fn, optimizer, \(x, y\)\), not \(Linear, NoneType\)"),
+        ("own_model:broken", "RuntimeError: no data here"),
+    ],
+)
+def test_bad_target_is_one_sentence(own, target, message):
+    with pytest.raises(WorkloadError, match=message) as error:
+        load({"name": "module", "family": "module", "target": target}, Machine.load("v100"))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"depth": 12}, "workload.depth: vgg has 11, 13, 16, 19, not 12"),
+        ({"family": "lenet"}, "workload.family"),
+        ({"batch_size": 0}, "workload.batch_size"),
+        ({"iteration_ms": {"gtx1080ti": -1}}, "workload.iteration_ms"),
+        ({"bach_size": 4}, "unknown key 'bach_size'"),
+        ({"algorithms": "fft"}, "workload.algorithms: expected true or false, got 'fft'"),
+    ],
+)
+def test_bad_configuration(change, message):
+    with pytest.raises(WorkloadError, match=message):
+        load({**config("vgg11"), **change}, Machine.load("gtx1080ti"))
+
+
+def test_module_configuration_takes_its_target_from_the_root():
+    text = (CONFIGS / "workload" / "module.yaml").read_text()
+    assert text.startswith("# @package _global_")
+    root = OmegaConf.merge(OmegaConf.create(text), {"target": "own_model:tiny"})
+    assert OmegaConf.to_container(root.workload, resolve=True)["target"] == "own_model:tiny"
+
+
+def test_command_prints_both_peaks():
+    code = "import experiments.workloads.__main__ as m; from pathlib import Path; import sys\n" \
+           "m.CONFIGS = Path(sys.argv[1]); m.main()"  # fmt: skip
+    here = Path(__file__).resolve().parents[3]
+    folder = CONFIGS / "workload"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder)], cwd=here, capture_output=True, text=True, check=True
+    )
+    rows = [line.split()[:3] for line in done.stdout.splitlines()[1:]]
+    assert [row[0] for row in rows] == NETWORKS and all(int(row[1]) > 100 for row in rows)
+    assert [row[2] for row in rows] == [str(config(n)["paper_peak_mb"]) for n in NETWORKS]

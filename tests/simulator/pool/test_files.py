@@ -1,0 +1,379 @@
+"""Files of buffers: one small file for every format, and every way to be wrong."""
+
+from __future__ import annotations
+
+import csv
+import os
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from simulator.compiled.encoding import NEVER
+from simulator.files import FormatError
+from simulator.pool import Intervals, program_lifetimes, smartpool
+from simulator.pool.files import Buffers, load, save_solution
+from simulator.pool.validate import overlaps
+from tests import tiny
+
+Write = Callable[[str, str | bytes], Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def write(name: str, content: str | bytes) -> Path:
+        path = tmp_path / name
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return path
+
+    return write
+
+
+def rows(buffers: Buffers) -> list[tuple[str, int, int, int]]:
+    """(id, lower, upper, bytes) of each buffer."""
+    table = buffers.intervals
+    columns = (table.lower.tolist(), table.upper.tolist(), table.nbytes.tolist())
+    return list(zip(buffers.ids, *columns, strict=True))
+
+
+# ------------------------------------------------------------------------------------------------------------- CSV
+
+EXAMPLE = [("b1", 0, 3, 4), ("b2", 3, 9, 4), ("b3", 0, 9, 4), ("b4", 9, 21, 4), ("b5", 0, 21, 4)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "id,lower,upper,size\nb1,0,3,4\nb2,3,9,4\nb3,0,9,4\nb4,9,21,4\nb5,0,21,4\n",
+        "\ufeffid,lower,upper,size\r\nb1,0,3,4\r\nb2,3,9,4\r\nb3,0,9,4\r\nb4,9,21,4\r\nb5,0,21,4",
+        "\n size , id, upper, lower \n 4 , b1, 3, 0\n\n4,b2,9,3\n4,b3,9,0\n , , , \n4,b4,21,9\n4,b5,21,0\n\n",
+        "buffer,start,end,size\nb1,0,3,4\nb2,3,9,4\nb3,0,9,4\nb4,9,21,4\nb5,0,21,4\n",
+        "id,lower,upper,size,alignment,gaps,hint,offset\n"
+        "b1,0,3,4,1,,-1,8\nb2,3,9,4,1,4-5@0:2 6-7,-1,8\nb3,0,9,4,8,,-1,4\nb4,9,21,4,1,,-1,4\nb5,0,21,4,1,,-1,0\n",
+    ],
+)
+def test_csv(write: Write, text: str) -> None:
+    buffers = load(write("input.12.csv", text))
+    assert rows(buffers) == EXAMPLE
+    assert buffers.intervals.period == NEVER
+    assert buffers.intervals.peak_bytes == 12
+
+
+def test_csv_without_buffers(write: Write) -> None:
+    buffers = load(write("a.csv", "id,lower,upper,size\n"))
+    assert (buffers.ids, len(buffers.intervals), buffers.intervals.peak_bytes) == ((), 0, 0)
+
+
+HEADER = "id,lower,upper,size\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "holds no line"),
+        ("\n  \n# only a comment\n", "holds no line"),
+        ("id,lower,size\na,0,1\n", "line 1: no column 'upper'"),
+        ("id,lower,upper,size,start\n", "line 1: more than one column 'lower'"),
+        ("1,0,3,4\n", "line 1: no column 'id'"),
+        (HEADER + "a,0,1,2\n\na,1,2,2\n", "line 4: id 'a' was in line 2 already"),
+        (HEADER + "a,0,1\n", "line 2: expected 4 cells, got 3"),
+        (HEADER + "a,0,1,2,\n", "line 2: expected 4 cells, got 5"),
+        (HEADER + "a,0,1.5,2\n", "line 2: upper: expected an integer, got '1.5'"),
+        (HEADER + "a,,1,2\n", "line 2: lower: expected an integer, got ''"),
+        (HEADER + "a,0,1,1_000\n", "line 2: size: expected an integer, got '1_000'"),
+        (HEADER + f"a,0,1,{'9' * 5000}\n", "line 2: size: expected an integer, got '9999"),
+        (HEADER + "a,0,1,-2\n", "line 2: size: expected an integer from 0 to 8796093022208, got -2"),
+        (HEADER + f"a,0,1,{2**43 + 1}\n", "line 2: size: expected an integer from 0 to"),
+        (HEADER + "a,-1,1,2\n", "line 2: lower: expected an integer from 0 to"),
+        (HEADER + f"a,0,{NEVER},2\n", "line 2: upper: expected an integer from 0 to"),
+        (HEADER + "a,3,3,2\n", "line 2: expected lower < upper, got 3 and 3"),
+        (HEADER + "a,0,1," + "1" * 200_000, "field larger than field limit"),
+    ],
+)
+def test_wrong_csv(write: Write, text: str, reason: str) -> None:
+    path = write("wrong.csv", text)
+    with pytest.raises(FormatError) as caught:
+        load(path)
+    assert str(caught.value).startswith(f"{path}: {reason}")
+
+
+def test_a_csv_holds_no_iteration(write: Write) -> None:
+    path = write("a.csv", HEADER + "a,0,1,2\n")
+    assert rows(load(path, iteration=False)) == [("a", 0, 1, 2)]
+    with pytest.raises(FormatError, match="no iteration: a CSV of buffers holds no stream of operations"):
+        load(path, iteration=True)
+
+
+def test_unreadable_files(tmp_path: Path, write: Write) -> None:
+    with pytest.raises(FormatError, match=r"nothing.csv: cannot be read \(No such file or directory\)"):
+        load(tmp_path / "nothing.csv")
+    with pytest.raises(FormatError, match=r"a.csv: neither text nor a snapshot"):
+        load(write("a.csv", b"\xff\xfe\x00"))
+
+
+def test_solution_and_back(tmp_path: Path) -> None:
+    ids = ("b1", "with, comma", 'and "quotes"')
+    buffers = Buffers(ids, Intervals(np.array([0, 3, 2]), np.array([3, 9, 4]), np.array([4, 4, 2])))
+    packing = smartpool.pack(buffers.intervals)
+    path = tmp_path / "new" / "solution.csv"
+    save_solution(path, buffers, packing)
+    # By size: b1 and the second, which do not meet, at 0; the third meets both.
+    assert (
+        path.read_text() == 'id,lower,upper,size,offset\nb1,0,3,4,0\n"with, comma",3,9,4,0\n"and ""quotes""",2,4,2,4\n'
+    )
+    again = load(path)
+    assert rows(again) == rows(buffers)
+    with path.open() as file:
+        offsets = np.array([int(row["offset"]) for row in csv.DictReader(file)])
+    assert overlaps(again.intervals, offsets) == []
+    assert int((offsets + again.intervals.nbytes).max()) == packing.footprint
+
+
+# ------------------------------------------------------------------------------------------------------------ logs
+
+LOG = """
+# ID is an address here
+malloc 0xff00 9   # the parameter
+malloc 1 4
+read 0xFF00
+write 1
+free 1
+malloc 7 4
+read 65280        # 0xff00 once more
+write 7
+free 7
+"""
+
+
+def test_log(write: Write) -> None:
+    path = write("trace.log", LOG)
+    # Operations 1 to 4 and 5 to 8 repeat; "65280" is held throughout, "1" from 0 to 3.
+    found = load(path)
+    assert rows(found) == [("65280", 0, 4, 9), ("1", 0, 3, 4)]
+    assert found.intervals.period == 4
+    assert rows(load(path, iteration=True)) == rows(found)
+    whole = load(path, iteration=False)
+    assert rows(whole) == [("65280", 0, 9, 9), ("1", 1, 4, 4), ("7", 5, 8, 4)]
+    assert whole.intervals.period == NEVER
+
+
+def test_log_in_which_nothing_repeats(write: Write) -> None:
+    path = write("trace.txt", "malloc 5 8\r\nmalloc 6 3\r\nfree 5\r\nmalloc 5 0x10\r\nfree 6\r\n")
+    # 5 names two blocks.
+    assert rows(load(path)) == [("5@0", 0, 2, 8), ("6", 1, 4, 3), ("5@3", 3, 5, 16)]
+    with pytest.raises(FormatError, match=r"trace.txt: no iteration: after the set-up, no two consecutive"):
+        load(path, iteration=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("allocate 1 2", "line 1: expected malloc, write, read, free or the header of a CSV, got 'allocate'"),
+        ("malloc 1 2\nmaloc 1 2", "line 2: expected malloc, write, read, free or"),
+        ("malloc 1", "line 1: expected 'malloc ID BYTES', got 2 words"),
+        ("malloc 1 2\n\nfree 1 2", "line 3: expected 'free ID', got 3 words"),
+        ("malloc a 2", "line 1: id: expected an integer, got 'a'"),
+        ("malloc 0x 2", "line 1: id: expected an integer, got '0x'"),
+        ("malloc -1 2", "line 1: id: expected an integer from 0 to"),
+        ("malloc 1 -2", "line 1: bytes: expected an integer from 0 to 8796093022208, got -2"),
+        ("malloc 1 2.0", "line 1: bytes: expected an integer, got '2.0'"),
+        ("# set-up\nmalloc 1 2\nmalloc 0x1 2", "line 3: malloc of a block that is held already, 1"),
+        ("malloc 1 2\nfree 1\nread 1", "line 3: read of a block that is not held, 1"),
+    ],
+)
+def test_wrong_logs(write: Write, text: str, reason: str) -> None:
+    path = write("wrong.log", text)
+    with pytest.raises(FormatError) as caught:
+        load(path)
+    assert str(caught.value).startswith(f"{path}: {reason}")
+
+
+# ------------------------------------------------------------------------------------------------------- snapshots
+
+
+def event(action: str, addr: int, size: int) -> dict[str, Any]:
+    """An entry of a device's trace as _snapshot() makes it."""
+    frames = [{"filename": "train.py", "line": 12, "name": "step"}]
+    return {"action": action, "addr": addr, "size": size, "stream": 0, "time_us": 1_700_000_000_000_000,
+            "frames": frames, "pool_id": (0, 0), "compile_context": "N/A", "user_metadata": ""}  # fmt: skip
+
+
+def segment(address: int, blocks: list[tuple[int, int, str]], device: int = 0) -> dict[str, Any]:
+    """A segment; blocks of (size, requested_size, state)."""
+    total, table = 0, []
+    for size, requested, state in blocks:
+        table.append({"address": address + total, "size": size, "requested_size": requested, "state": state,
+                      "frames": []})  # fmt: skip
+        total += size
+    return {"device": device, "address": address, "total_size": total, "allocated_size": total, "active_size": total,
+            "requested_size": total, "stream": 0, "segment_type": "small", "segment_pool_id": (0, 0),
+            "is_expandable": False, "frames": [], "blocks": table}  # fmt: skip
+
+
+def snapshot(*traces: list[dict[str, Any]], segments: tuple[dict[str, Any], ...] = ()) -> dict[str, Any]:
+    settings = {"PYTORCH_CUDA_ALLOC_CONF": "", "max_split_size": -1, "garbage_collection_threshold": 0.0}
+    return {"segments": list(segments), "device_traces": list(traces), "allocator_settings": settings,
+            "external_annotations": []}  # fmt: skip
+
+
+def freed(addr: int, size: int) -> list[dict[str, Any]]:
+    return [event("free_requested", addr, size), event("free_completed", addr, size)]
+
+
+def test_snapshot(write: Write) -> None:
+    trace = [
+        event("segment_alloc", 0x1000, 2 << 20),
+        event("alloc", 0x1000, 100),
+        *freed(0x9000, 70),  # allocated before the trace
+        event("free_requested", 0x1000, 100),
+        event("alloc", 0x1200, 30),
+        event("free_completed", 0x1000, 100),  # held until here
+        event("oom", 0, 1 << 40) | {"device_free": 5},
+        event("alloc", 0x1000, 8),
+        event("snapshot", 0, 0),
+    ]
+    held = segment(
+        0x1000,
+        [(512, 8, "active_allocated"), (512, 30, "active_allocated"), (1024, 0, "inactive"),
+         (512, 300, "active_allocated"), (512, 500, "active_awaiting_free")],
+    )  # fmt: skip
+    other = segment(0x1000, [(512, 1, "active_allocated")], device=1)
+    path = write("s.pickle", pickle.dumps(snapshot(trace, [event("alloc", 1, 1)], segments=(held, other))))
+    # Before: 0x1800 and 0x1a00, which the trace does not name, stay; 0x9000. Operations 3 to 7: alloc 0x1000, free
+    # 0x9000, alloc 0x1200, free 0x1000, alloc 0x1000.
+    assert rows(load(path)) == [
+        ("0x1800", 0, 8, 300), ("0x1a00", 1, 8, 500), ("0x9000", 2, 4, 70),
+        ("0x1000@3", 3, 6, 100), ("0x1200", 5, 8, 30), ("0x1000@7", 7, 8, 8),
+    ]  # fmt: skip
+    assert load(path).intervals.period == NEVER
+    with pytest.raises(FormatError, match=r"s.pickle: no iteration"):
+        load(path, iteration=True)
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_the_iteration_of_a_snapshot(write: Write, protocol: int) -> None:
+    # Cut out of a training: it begins with the free of what the iteration before has left.
+    trace = freed(0x600, 20)
+    for a, b in [(0x200, 0x400), (0x400, 0x200), (0x800, 0x400)]:
+        trace += [event("alloc", a, 10), event("alloc", b, 20), *freed(a, 10), *freed(b, 20)]
+    parameter = segment(0, [(512, 500, "active_allocated")])
+    # The second device has more events.
+    made = snapshot([event("alloc", 4, 4)], trace, segments=(parameter | {"device": 1},))
+    found = load(write("s.pkl", pickle.dumps(made, protocol)))
+    # The segment's block has address 0; a is held from 0 to 2, b from 1 to 3.
+    assert rows(found) == [("0x0", 0, 4, 500), ("0x200", 0, 2, 10), ("0x400", 1, 3, 20)]
+    assert found.intervals.period == 4
+
+
+def test_older_snapshots(write: Write) -> None:
+    # Blocks had no address and no requested_size; the state was active_pending_free.
+    old = segment(0x100, [(512, 0, "inactive"), (1024, 0, "active_pending_free")])
+    for block in old["blocks"]:
+        del block["address"], block["requested_size"]
+    path = write("old.pickle", pickle.dumps(snapshot([event("alloc", 0x900, 1)], segments=(old,))))
+    assert rows(load(path)) == [("0x300", 0, 2, 1024), ("0x900", 1, 2, 1)]
+
+
+class Evil:
+    """Unpickled without care, it runs a command."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch evil",)
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_a_malicious_pickle_is_refused(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocol: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    raw = pickle.dumps(snapshot([event("alloc", 1, 1) | {"frames": [Evil()]}]), protocol)
+    path = write("evil.pickle", raw)
+    with pytest.raises(FormatError, match=r"evil.pickle: refused to unpickle (posix|nt)\.system: containers"):
+        load(path)
+    assert not (tmp_path / "evil").exists()
+    pickle.loads(raw)  # it would have
+    assert (tmp_path / "evil").exists()
+
+
+def test_other_refusals_of_the_unpickler(write: Write) -> None:
+    made = {
+        "ordered": (pickle.dumps(OrderedDict(a=1)), "refused to unpickle collections.OrderedDict: containers"),
+        # An instance by the oldest opcode, an extension code, a persistent id.
+        "instance": (b"(S'true'\nios\nsystem\n.", "refused to unpickle os.system"),
+        "extension": (b"\x80\x02\x82\x01.", "refused to unpickle byte 2: extension code 1"),
+        "persistent": (b"\x80\x02Pid\n.", "refused to unpickle a persistent id"),
+        # 11 bytes that would make a table of 64 GiB.
+        "memory": (b"\x80\x02]r\xff\xff\xff\xffK\x01.", "refused to unpickle byte 3: 4294967295 shared objects"),
+        "put": (b"]p4294967295\n.", "refused to unpickle byte 1: 4294967295 shared objects"),
+        # 8 EiB of bytes that are not there.
+        "bytes": (b"\x80\x04\x8e\xff\xff\xff\xff\xff\xff\xff\x7f.", "not a pickle"),
+        "cut": (pickle.dumps(snapshot([event("alloc", 1, 1)]))[:-20], "not a pickle"),
+        "empty": (b"\x80\x04", "not a pickle"),
+        "call": (b"\x80\x02X\x01\x00\x00\x00a)R.", "not a pickle"),  # calls a string
+        "list": (pickle.dumps([1, 2]), "snapshot: expected a dict with 'segments' and 'device_traces'"),
+    }
+    for name, (raw, reason) in made.items():
+        path = write(f"{name}.pickle", raw)
+        with pytest.raises(FormatError) as caught:
+            load(path)
+        assert str(caught.value).startswith(f"{path}: {reason}"), name
+
+
+ALLOC = event("alloc", 16, 4)
+
+
+@pytest.mark.parametrize(
+    ("made", "reason"),
+    [
+        ({"segments": []}, "snapshot: missing key 'device_traces'"),
+        ({"device_traces": [[ALLOC]]}, "snapshot: missing key 'segments'"),
+        (snapshot() | {"device_traces": 3}, "snapshot.device_traces: expected list, got int"),
+        (snapshot([ALLOC], 3), "device_traces[1]: expected a list, got int"),  # type: ignore[arg-type]
+        (snapshot(), "device_traces: no alloc and no free_completed; was _record_memory_history() called first?"),
+        (snapshot([], [event("snapshot", 0, 0)]), "device_traces: no alloc and no free_completed"),
+        (snapshot([ALLOC, "x"]), "device_traces[0][1]: expected a dict, got str"),  # type: ignore[list-item]
+        (snapshot([ALLOC, {}]), "device_traces[0][1]: missing key 'action'"),
+        (snapshot([ALLOC, {"action": "alloc", "addr": 1}]), "device_traces[0][1]: missing key 'size'"),
+        (snapshot([ALLOC | {"size": True}]), "device_traces[0][0].size: expected int, got bool"),
+        (snapshot([ALLOC | {"size": -1}]), "device_traces[0][0].size: expected an integer from 0 to"),
+        (snapshot([ALLOC | {"addr": 2**70}]), "device_traces[0][0].addr: expected an integer from 0 to"),
+        (snapshot([event("oom", 0, 1), ALLOC, ALLOC]),
+         "device_traces[0][2]: malloc of a block that is held already, 0x10"),
+        (snapshot([*freed(16, 4), *freed(16, 4)]), "device_traces[0][3]: free of a block that is not held, 0x10"),
+        (snapshot([ALLOC], segments=({"address": 1},)), "segments[0]: missing key 'blocks'"),
+        (snapshot([ALLOC], segments=(segment(1, [(1, 1, 2)]),)),  # type: ignore[list-item]
+         "segments[0].blocks[0].state: expected str, got int"),
+        (snapshot([ALLOC], segments=(segment(1, [(1, -1, "active_allocated")]),)),
+         "segments[0].blocks[0].requested_size: expected an integer from 0 to"),
+    ],
+)  # fmt: skip
+def test_wrong_snapshots(write: Write, made: object, reason: str) -> None:
+    path = write("wrong.pickle", pickle.dumps(made))
+    with pytest.raises(FormatError) as caught:
+        load(path)
+    assert str(caught.value).startswith(f"{path}: {reason}")
+
+
+# ------------------------------------------------------------------------------------------------------- programs
+
+
+@pytest.mark.parametrize("name", ["tiny.json", "tiny.json.gz"])
+def test_program(tmp_path: Path, name: str) -> None:
+    tiny.PROGRAM.save(tmp_path / name)
+    buffers = load(tmp_path / name)
+    blocks = program_lifetimes(tiny.PROGRAM).intervals
+    # w, a1 to a4, g4 to g2 are tensors 0 to 7; blocks go by their malloc. Kernels have no workspace.
+    assert buffers.ids == ("t0", "t1", "t2", "t3", "t4", "t5", "t6", "t7")
+    assert buffers.intervals.nbytes.tolist() == blocks.nbytes.tolist()
+    assert buffers.intervals.period == 8
+    line = load(tmp_path / name, iteration=False).intervals
+    assert (line.period, line.peak_bytes) == (NEVER, 180)
+
+
+def test_wrong_program(write: Write) -> None:
+    with pytest.raises(FormatError, match=r"a.json: program: missing key 'format'"):
+        load(write("a.json", "{}"))
