@@ -89,12 +89,12 @@ def floor(program: Program, machine: Machine, limit: int, mode: str = "joint", m
     gaps.sort(key=lambda g: -program.tensors[g.tensor].nbytes)
     least_bytes = Candidates(program, gaps).least
     small = Candidates(program, gaps[max_gaps:])
-    loads = small.residency(np.ones(len(small), dtype=bool))
+    live_bytes = small.residency(np.ones(len(small), dtype=bool))
     gaps = sorted(gaps[:max_gaps])
     none = np.zeros(len(gaps))
-    if least_bytes > limit or loads.max() <= limit:
+    if least_bytes > limit or live_bytes.max() <= limit:
         return Floor(least_bytes <= limit, least_bytes, program.ideal_ns, 0.0, tuple(gaps), none, none)
-    lp = _Problem(program, machine, limit, mode, gaps, loads)
+    lp = _Problem(program, machine, limit, mode, gaps, live_bytes)
     extra_ns, x = lp.solve()
     iteration = program.ideal_ns + max(0, extra_ns)
     overhead = iteration / program.ideal_ns - 1 if program.ideal_ns else 0.0
@@ -105,7 +105,7 @@ class _Problem:
     """The linear program: columns and rows in the order of the module docstring."""
 
     def __init__(
-        self, program: Program, machine: Machine, limit: int, mode: str, gaps: list[Gap], loads: NDArray[np.int64]
+        self, program: Program, machine: Machine, limit: int, mode: str, gaps: list[Gap], live_bytes: NDArray[np.int64]
     ) -> None:
         self.program, self.machine, self.gaps = program, machine, gaps
         self.n, m = len(program.kernels), len(gaps)
@@ -135,7 +135,7 @@ class _Problem:
         for i in range(m):
             self._row([(self.swap[i], 1), (self.late[i], 1), *((v, 1) for v, _ in self.early[i])], 1)
         self._host_copies()
-        self._flows(machine, limit, loads)
+        self._flows(machine, limit, live_bytes)
 
     # ------------------------------------------------------------------------------------ columns and rows
 
@@ -268,7 +268,7 @@ class _Problem:
                     if i not in earlier:
                         self._row([(self.free[i], 1), *((self.swap[j], -1) for j in earlier)], 0)
 
-    def _flows(self, machine: Machine, limit: int, loads: NDArray[np.int64]) -> None:
+    def _flows(self, machine: Machine, limit: int, live_bytes: NDArray[np.int64]) -> None:
         n, gaps, size = self.n, self.gaps, self.size
         opens, closes = self.opens, self.closes
         back: list[list[tuple[int, float]]] = [[] for _ in range(n)]  # recomputed bytes that are back for a kernel
@@ -312,7 +312,7 @@ class _Problem:
             for waits, runs in ((ow, od), (iw, id_)) if machine.copy_engines == 2 else ((ow + iw, od + id_),):
                 self._row([*waits, (self.wait[k], -1)], 0)
                 self._row(runs, self.duration[k])
-            room = (limit - int(loads[k])) / self.byte
+            room = (limit - int(live_bytes[k])) / self.byte
             for whole, held in ((self.whole[0], start), (self.whole[1], end)):
                 self._row([*held, (away_swap[k], -1)], 0)
                 for moved, part in zip(whole, (held[::2], held[1::2]), strict=True):  # queued, come back

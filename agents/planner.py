@@ -70,13 +70,13 @@ class Candidates:
         nbytes: int64[m], size of each gap's tensor.
         absent: bool[m, n], the kernels at which the gap is open.
         rows: int64[m, 5], the swaps that empty the gaps, their prefetch left to the simulator.
-        loads: int64[n], the program's load per kernel.
+        live_bytes: int64[n], the program's live bytes per kernel.
         least: the peak that remains when every gap is emptied, the smallest limit within reach.
     """
 
     def __init__(self, program: Program, gaps: Sequence[Gap]) -> None:
         self.gaps = list(gaps)
-        self.loads = np.array(program.loads, dtype=np.int64)
+        self.live_bytes = np.array(program.live_bytes, dtype=np.int64)
         self.nbytes = np.array([program.tensors[g.tensor].nbytes for g in gaps], dtype=np.int64)
         n = len(program.kernels)
         self._open = [spans(g.after, g.before, n) for g in self.gaps]
@@ -92,7 +92,7 @@ class Candidates:
 
     def residency(self, chosen: NDArray[np.bool_]) -> NDArray[np.int64]:
         """int64[n]: load per kernel with the ``chosen`` (bool[m]) gaps emptied."""
-        return self.loads - self.nbytes[chosen] @ self.absent[chosen]
+        return self.live_bytes - self.nbytes[chosen] @ self.absent[chosen]
 
     def empty(self, load: NDArray[np.int64], i: int) -> None:
         """Takes gap ``i`` out of a residency ``load`` (int64[n]), in place."""

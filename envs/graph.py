@@ -122,5 +122,5 @@ def build_graph(
 def _passes(program: Program, gap: Gap, limit: int) -> bool:
     """Does the load pass the limit while the tensor could be away?"""
     if gap.after < gap.before:
-        return max(program.loads[gap.after + 1 : gap.before]) > limit
-    return max(program.loads[gap.after + 1 :] + program.loads[: gap.before], default=0) > limit
+        return max(program.live_bytes[gap.after + 1 : gap.before]) > limit
+    return max(program.live_bytes[gap.after + 1 :] + program.live_bytes[: gap.before], default=0) > limit

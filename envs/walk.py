@@ -70,7 +70,7 @@ class Task:
         n = len(program.kernels)
         following = np.append(openings, n)
         self.next_opening = following[np.searchsorted(openings, np.arange(n), side="right")]
-        self.loads = np.array(program.loads, np.int64)
+        self.live_bytes = np.array(program.live_bytes, np.int64)
 
 
 class Step(NamedTuple):
@@ -97,7 +97,7 @@ class Walk:
         self.taken = np.full(len(task.graph.gaps), -1, np.int64)  # kind of the action taken, or -1
         self.iteration_ns = task.program.ideal_ns
         self.free_ns = -task.program.ideal_ns  # when d2h has nothing to do, in ideal time
-        self.need = task.loads
+        self.need = task.live_bytes
         self.done = bool((self.need <= task.limit).all())
         self.dead_end = False
         self.host_left = task.machine.host_bytes
@@ -168,7 +168,7 @@ class Walk:
             self._remove(g)
         if kind != NOTHING:
             self.taken[g] = kind
-            self.need = task.engine.planned(self.rows)
+            self.need = task.engine.residency(self.rows)
         self.done = bool((self.need <= task.limit).all())
         until = None if self.done else self.position
         score = task.engine.score(self.rows, until)

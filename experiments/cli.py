@@ -28,6 +28,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from agents.learned.dqn_config import RENAMED
 from simulator.files import FormatError
 from simulator.machine import Machine
 from simulator.plan import PlanError
@@ -90,7 +91,7 @@ def expected_errors() -> tuple[type[Exception], ...]:
     kinds: list[type[Exception]] = [UsageError, FormatError, PlanError, OmegaConfBaseException]
     for module, name in (
         ("agents.planner", "Infeasible"),
-        ("agents.learned.dqn", "CheckpointError"),
+        ("agents.learned.dqn", "TrainingStateError"),
         ("executor.capture.capture", "CaptureError"),
         ("experiments.workloads", "WorkloadError"),
     ):
@@ -150,6 +151,8 @@ def check_overrides(config_name: str, overrides: list[str], sweep: bool, config_
                 raise UsageError(f"{line}: this launcher is not installed; the extras are joblib, submitit and ray")
             if key.startswith(("hydra.", "hydra/")):
                 continue  # Hydra checks its own
+            if key.removeprefix("agent.") in RENAMED and key.startswith("agent."):
+                raise UsageError(f"{line}: this key is agent.{RENAMED[key.removeprefix('agent.')]} now")
             if key in options and not isinstance(override.value(), dict):
                 values = list(_values(override))
                 for value in values:

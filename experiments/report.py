@@ -34,7 +34,7 @@ from rich.table import Table
 import agents
 import simulator
 from agents.bound import Floor
-from agents.heuristics.workspace import least_workspaces, planned, with_fastest_variants
+from agents.heuristics.workspace import least_workspaces, plan_with_variants, with_fastest_variants
 from experiments.cli import UsageError, expected_errors
 from simulator.files import write_json, write_text
 from simulator.machine import Machine
@@ -115,7 +115,7 @@ def score(
     plan, why = None, ""
     try:
         if workspace:
-            plan = planned(planner, program, machine, limit, fill=workspace is True)
+            plan = plan_with_variants(planner, program, machine, limit, fill=workspace is True)
         else:
             plan = planner.plan(program, machine, limit)
     except agents.Infeasible as error:

@@ -126,7 +126,7 @@ class Program:
         return tuple(map(tuple, table))
 
     @cached_property
-    def loads(self) -> tuple[int, ...]:
+    def live_bytes(self) -> tuple[int, ...]:
         """Per kernel: bytes in use while it runs with unlimited memory, its workspace included."""
         change = [0] * (len(self.kernels) + 1)
         for t, tensor in enumerate(self.tensors):
@@ -144,7 +144,7 @@ class Program:
     @cached_property
     def peak_bytes(self) -> int:
         """Peak load: the smallest limit at which the program runs without a plan."""
-        return max(self.loads)
+        return max(self.live_bytes)
 
     @cached_property
     def ideal_ns(self) -> int:

@@ -13,7 +13,7 @@ machine with one copy engine has the last two share it). A ledger counts the byt
 4. A swap-out is enqueued when ``after`` ends. d2h is FIFO; a transfer takes latency + nbytes/bandwidth,
    rounded up; its memory is freed when it completes. A tensor whose host copy is still valid (not
    written since) is released at once. A swap-out is never called back. While a ``sync`` one is queued
-   or under way, no compute (kernel or step of a chain) starts.
+   or under way, no compute (kernel or step of a rematerialisation) starts.
 5. A swap-in charges its memory when its transfer starts. Tensors on the host come back in the order of
    their next use. One starts when the engine is free, its ``prefetch`` kernel has ended (if given), and
    it fits under the limit now and, by the planned residency, at every kernel until it is used.
@@ -21,8 +21,8 @@ machine with one copy engine has the last two share it). A ledger counts the byt
 7. An input that was dropped is recomputed on the compute stream just before kernel ``before``: the
    writers of its present content are run again in program order, with those of their inputs that are
    gone or have changed since recovered in the same way, in the same pass. An input on the host is
-   fetched for the chain and stays. Tensors recovered on the way are freed after their last use in the
-   chain; with ``keep``, dropped ones among them stay.
+   fetched for it and stays. Tensors recovered on the way are freed after their last use in
+   this; with ``keep``, dropped ones among them stay.
 8. When memory is short, compute waits for swap-outs under way. A wait counts as one for data where a
    tensor is missing and a swap-in is under way, else as one for memory, a ``sync`` swap-out's too.
 9. At one instant: copies complete, the kernel completes, tensors are freed and dropped, swap-outs are
@@ -96,7 +96,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Chain:
+class Rematerialisation:
     """All that is recomputed for one kernel."""
 
     steps: tuple[Step, ...]
@@ -108,17 +108,17 @@ class Chain:
 class Schedule:
     """What a plan means for a program, without times."""
 
-    chains: dict[int, Chain] = field(default_factory=dict)  # kernel -> what is recomputed for it
+    remats: dict[int, Rematerialisation] = field(default_factory=dict)  # kernel -> what is recomputed for it
     returns: dict[Decision, int] = field(default_factory=dict)  # decision -> kernel that ends its gap
     away_at_start: frozenset[int] = frozenset()  # tensors on the host at the iteration boundary
     resident: list[int] = field(default_factory=list)  # per kernel: bytes there before its own needs
-    planned: list[int] = field(default_factory=list)  # per kernel: planned residency
+    residency: list[int] = field(default_factory=list)  # per kernel: planned residency
 
 
 def resolve(program: Program, decisions: tuple[Decision, ...]) -> Schedule:
     """Walks one iteration by the plan: who is away when, and what each kernel then needs.
 
-    A chain may end a wrapping gap before the boundary (rule 7: what it fetches stays), and then the
+    A rematerialisation may end a wrapping gap before the boundary (rule 7: what it fetches stays), and then the
     tensor is not away at the start of the next iteration; hence the second walk.
     """
     wrapping = {d.tensor: d for d in decisions if d.after >= d.before}
@@ -139,23 +139,23 @@ def _walk(
     for k, kernel in enumerate(program.kernels):
         dropped = {t for t, d in away.items() if isinstance(d, Recompute)}
         keep = any(away[t].keep for t in kernel.accesses if t in dropped)  # type: ignore[union-attr]
-        chain = _chain(program, k, dropped, set(away) - dropped, keep) if dropped else None
-        if chain is not None:
-            schedule.chains[k] = chain
-        for t in set(kernel.accesses) | (chain.fetched if chain else set()):
+        remat = _remat(program, k, dropped, set(away) - dropped, keep) if dropped else None
+        if remat is not None:
+            schedule.remats[k] = remat
+        for t in set(kernel.accesses) | (remat.fetched if remat else set()):
             if t in away and t not in dropped:
                 schedule.returns[away.pop(t)] = k
                 used += size[t]
         schedule.resident.append(used)
         need = 0
-        for step in chain.steps if chain else ():
+        for step in remat.steps if remat else ():
             used += step.allocated
             need = max(need, used + program.kernels[step.kernel].workspace)
             used -= step.freed
-        for t in chain.recovered if chain else ():
+        for t in remat.recovered if remat else ():
             schedule.returns[away.pop(t)] = k
         used += _allocated(program, k)
-        schedule.planned.append(max(need, used + kernel.workspace))
+        schedule.residency.append(max(need, used + kernel.workspace))
         used -= _freed(program, k)
         for d in decisions:
             if d.after == k:
@@ -182,20 +182,20 @@ def _freed(program: Program, k: int) -> int:
     )
 
 
-def _chain(program: Program, k: int, dropped: set[int], on_host: set[int], keep: bool) -> Chain | None:
+def _remat(program: Program, k: int, dropped: set[int], on_host: set[int], keep: bool) -> Rematerialisation | None:
     """What must run again before kernel k (rule 7), or None."""
     targets = {t for t in program.kernels[k].accesses if t in dropped}
     if not targets:
         return None
 
-    again = _again(program, k, targets, dropped)
-    read = {(x, w) for w in again for x in program.kernels[w].inputs}
+    rerun = _reruns_for(program, k, targets, dropped)
+    read = {(x, w) for w in rerun for x in program.kernels[w].inputs}
     fetched = {x for x, w in read if x in on_host and present(program, x, w, k, dropped)}
     recovered = set(targets)
     if keep:
-        recovered |= {x for x in dropped if all(u in again for u in program.writes[x] if u < k)}
-    # In program order; every output goes to memory of the chain's own.
-    order = sorted(again)
+        recovered |= {x for x in dropped if all(u in rerun for u in program.writes[x] if u < k)}
+    # In program order; every output goes to memory of their own.
+    order = sorted(rerun)
     last = {}
     for w in order:
         for x in program.kernels[w].outputs:
@@ -211,7 +211,7 @@ def _chain(program: Program, k: int, dropped: set[int], on_host: set[int], keep:
         gone = {x for x in held if last[x] == w and x not in recovered}
         held -= gone
         steps.append(Step(w, sum(program.tensors[x].nbytes for x in new), sum(program.tensors[x].nbytes for x in gone)))
-    return Chain(tuple(steps), frozenset(fetched), frozenset(recovered))
+    return Rematerialisation(tuple(steps), frozenset(fetched), frozenset(recovered))
 
 
 def present(program: Program, x: int, w: int, k: int, dropped: Set[int]) -> bool:
@@ -221,26 +221,26 @@ def present(program: Program, x: int, w: int, k: int, dropped: Set[int]) -> bool
     return alive and x not in dropped and not any(w <= u < k for u in program.writes[x])
 
 
-def _again(program: Program, k: int, targets: set[int], dropped: Set[int]) -> set[int]:
+def _reruns_for(program: Program, k: int, targets: set[int], dropped: Set[int]) -> set[int]:
     """The kernels to run again before kernel k: the writers of the targets, and of what those read and is not
     present."""
-    again: set[int] = set()
+    rerun: set[int] = set()
     pending = [u for t in targets for u in program.writes[t] if u < k]
     while pending:
         w = pending.pop()
-        if w in again:
+        if w in rerun:
             continue
-        again.add(w)
+        rerun.add(w)
         for x in program.kernels[w].inputs:
             if not present(program, x, w, k, dropped):
                 pending += [u for u in program.writes[x] if u < w]
-    return again
+    return rerun
 
 
 def reruns(program: Program, tensor: int, k: int, dropped: Set[int] = frozenset()) -> list[int]:
     """Kernels that run again, in order, to have ``tensor`` back before kernel k when of the others ``dropped`` are
     away. With more away, or later in the same gap, these run again and perhaps others."""
-    return sorted(_again(program, k, {tensor}, dropped | {tensor}))
+    return sorted(_reruns_for(program, k, {tensor}, dropped | {tensor}))
 
 
 # ------------------------------------------------------------------------------------------- the clock
@@ -259,10 +259,10 @@ class _Away:
 
 @dataclass
 class _Work:
-    """One piece of compute: a kernel, or a step of a chain."""
+    """One piece of compute: a kernel, or a step of a rematerialisation."""
 
     kernel: int
-    again: bool
+    rerun: bool
     waits: frozenset[int]  # tensors that must not be away
     allocated: int
     workspace: int
@@ -315,14 +315,14 @@ class _Run:
         return _Away(d.tensor, ahead(self.schedule.returns[d]), ready, isinstance(d, Swap) and d.sync)
 
     def _work_of(self, k: int) -> deque[_Work]:
-        """The compute work for kernel k: its chain, then itself."""
+        """The compute work for kernel k: what runs again for it, then itself."""
         out: deque[_Work] = deque()
-        chain = self.schedule.chains.get(k)
-        for step in chain.steps if chain else ():
+        remat = self.schedule.remats.get(k)
+        for step in remat.steps if remat else ():
             workspace = self.program.kernels[step.kernel].workspace
-            out.append(_Work(step.kernel, True, chain.fetched, step.allocated, workspace, step.freed))  # type: ignore[union-attr]
+            out.append(_Work(step.kernel, True, remat.fetched, step.allocated, workspace, step.freed))  # type: ignore[union-attr]
         kernel = self.program.kernels[k]
-        waits = frozenset(kernel.accesses) - (chain.recovered if chain else frozenset())
+        waits = frozenset(kernel.accesses) - (remat.recovered if remat else frozenset())
         out.append(_Work(k, False, waits, _allocated(self.program, k), kernel.workspace, _freed(self.program, k)))
         return out
 
@@ -375,7 +375,7 @@ class _Run:
             return
         work, self.running = self.running[1], None
         self._use(-work.workspace - work.freed)
-        if work.again:
+        if work.rerun:
             return
         k = work.kernel
         for t in self.program.kernels[k].outputs:
@@ -423,10 +423,10 @@ class _Run:
 
     def _fits_until_use(self, item: _Away, nbytes: int) -> bool:
         """Planned residency + what came back early + nbytes <= limit, at every kernel up to its use."""
-        kernel_runs = self.running is not None and not self.running[1].again
+        kernel_runs = self.running is not None and not self.running[1].rerun
         for p in range(self.position + kernel_runs, item.before):
             early = sum(self.program.tensors[c.tensor].nbytes for c in self.charged if c.before > p)
-            if self.schedule.planned[p % self.n] + early + nbytes > self._limit_at(p):
+            if self.schedule.residency[p % self.n] + early + nbytes > self._limit_at(p):
                 return False
         return True
 
@@ -442,7 +442,7 @@ class _Run:
         self._use(work.allocated + work.workspace)
         end = self.now + self.program.kernels[work.kernel].duration_ns
         self.running = (end, work)
-        self.spans.append(Span(self.now, end, "compute", "recompute" if work.again else "kernel", work.kernel))
+        self.spans.append(Span(self.now, end, "compute", "recompute" if work.rerun else "kernel", work.kernel))
 
     def advance(self) -> None:
         """To the next completion."""
@@ -465,9 +465,9 @@ def simulate(
     until = len(program.kernels) if limit_until is None else limit_until
     run = _Run(program, plan, machine, limit, until)
     for k in range(until):
-        if run.schedule.planned[k] > limit:
+        if run.schedule.residency[k] > limit:
             used = run.schedule.resident[k]
-            raise OutOfMemory(k, run.schedule.planned[k] - used, used, limit)
+            raise OutOfMemory(k, run.schedule.residency[k] - used, used, limit)
     swapped = sum(program.tensors[t].nbytes for t in {d.tensor for d in plan.decisions if isinstance(d, Swap)})
     if swapped > machine.host_bytes:
         raise PlanError(f"the plan swaps {swapped:,} bytes; {machine.name} has {machine.host_bytes:,} on the host")
@@ -482,10 +482,10 @@ def simulate(
         run.start_copies()
         run.start_kernel()
         run.advance()
-    required = max(run.schedule.planned)
+    required = max(run.schedule.residency)
     return Timeline.assemble(given, limit, required, run.boundaries, run.spans, run.memory, run.stalls, period)
 
 
 def recompute_ns(program: Program, gap: Gap) -> int:
-    """Duration of the chain that recovers a gap's tensor when nothing else is away."""
+    """Duration of the kernels that recover a gap's tensor when nothing else is away."""
     return sum(program.kernels[k].duration_ns for k in reruns(program, gap.tensor, gap.before))

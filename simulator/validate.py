@@ -140,7 +140,7 @@ class _Gap:
 
 
 @dataclass
-class _Chain:
+class _Rematerialisation:
     """What the spans run again before one kernel, and what that means."""
 
     steps: list[int] = field(default_factory=list)  # kernels, as recorded
@@ -192,7 +192,7 @@ class _Replay:
                 self.gaps[d.tensor] = self._gap(d, d.after - n, "on host")
         self.used = sum(self.size[t] for t in self.device)
         self.ledger = [(0, self.used)]
-        self.chain = self._chain()
+        self.remat = self._remat()
         for span in timeline.spans:
             self._advance(span.start_ns)
             self._start(span)
@@ -245,7 +245,7 @@ class _Replay:
         if nbytes:
             self.ledger.append((self.now, self.used))
 
-    # ------------------------------------------------------------------------------ what a chain is
+    # ------------------------------------------------------------------------------ what a remat is
 
     def _same_since(self, tensor: int, step: int, kernel: int) -> bool:
         """Does ``tensor`` before ``kernel`` still have the content that ``step`` read?"""
@@ -260,33 +260,33 @@ class _Replay:
             for k in range(d.after + 1, self.n) for w in self.steps[k]
         )  # fmt: skip
 
-    def _chain(self) -> _Chain:
+    def _remat(self) -> _Rematerialisation:
         """Reads the chain of the kernel that is next, and checks its form."""
         k = self.position % self.n
         kernels = self.program.kernels
-        chain = _Chain(self.steps[self.position])
-        if chain.steps != sorted(set(chain.steps)) or any(w >= k for w in chain.steps):
-            self._fail("recompute", f"kernel {k}: kernels {chain.steps} are not in program order before it")
+        remat = _Rematerialisation(self.steps[self.position])
+        if remat.steps != sorted(set(remat.steps)) or any(w >= k for w in remat.steps):
+            self._fail("recompute", f"kernel {k}: kernels {remat.steps} are not in program order before it")
         wanted = {t for t in kernels[k].inputs + kernels[k].outputs if t in self.dropped}
-        if chain.steps and not wanted:
+        if remat.steps and not wanted:
             self._fail("recompute", f"kernel {k} needs nothing recomputed")
-        chain.stay = set(wanted)
+        remat.stay = set(wanted)
         if any(self.dropped[t].keep for t in wanted):
-            chain.stay |= {t for t in self.dropped if {w for w in self.writers[t] if w < k} <= set(chain.steps)}
-        useful = set(chain.stay)
-        for w in reversed(chain.steps):
+            remat.stay |= {t for t in self.dropped if {w for w in self.writers[t] if w < k} <= set(remat.steps)}
+        useful = set(remat.stay)
+        for w in reversed(remat.steps):
             if not useful & set(kernels[w].outputs):
                 self._fail("recompute", f"kernel {w} is run again for kernel {k} in vain")
             for t in kernels[w].outputs:
-                chain.last.setdefault(t, w)
+                remat.last.setdefault(t, w)
             for t in kernels[w].inputs:
                 if t not in self.dropped and self._same_since(t, w, k):
-                    chain.reads.add(t)
+                    remat.reads.add(t)
                 else:
-                    chain.last.setdefault(t, w)
+                    remat.last.setdefault(t, w)
                     useful.add(t)
-        self.needs.append(chain.reads | set(kernels[k].inputs + kernels[k].outputs) - wanted)
-        return chain
+        self.needs.append(remat.reads | set(kernels[k].inputs + kernels[k].outputs) - wanted)
+        return remat
 
     # -------------------------------------------------------------------------------------- starts
 
@@ -333,20 +333,20 @@ class _Replay:
 
     def _start_step(self, w: int) -> None:
         iteration, k = divmod(self.position, self.n)
-        chain, kernel = self.chain, self.program.kernels[w]
-        for t in chain.reads:
+        remat, kernel = self.remat, self.program.kernels[w]
+        for t in remat.reads:
             if t in self.gaps:
                 self._fail("resident", f"kernel {w} is run again for {k} while tensor {t} is away")
         for t in dict.fromkeys(kernel.inputs):
-            where = self.device if t not in self.dropped and self._same_since(t, w, k) else chain.own
+            where = self.device if t not in self.dropped and self._same_since(t, w, k) else remat.own
             content = where.get(t)
             if content is None:
                 self._fail("resident", f"kernel {w} is run again for {k} without tensor {t}")
             elif content != self.read.get((iteration * self.n + w, t)):
                 self._fail("content", f"kernel {w} is run again for {k} on another content of tensor {t}")
-        self._charge(self._need(w, again=True))
+        self._charge(self._need(w, rerun=True))
         for t in set(kernel.outputs):
-            chain.own[t] = (*chain.own.get(t, ()), iteration * self.n + w)
+            remat.own[t] = (*remat.own.get(t, ()), iteration * self.n + w)
         self._note_load()
 
     def _start_kernel(self, k: int) -> None:
@@ -367,10 +367,10 @@ class _Replay:
     def _born(self, tensor: int, kernel: int) -> bool:
         return not self.program.tensors[tensor].persistent and self.uses[tensor][0] == kernel
 
-    def _need(self, k: int, again: bool = False) -> int:
+    def _need(self, k: int, rerun: bool = False) -> int:
         """Bytes that kernel k, or the step that runs it again, allocates at its start."""
         kernel = self.program.kernels[k]
-        born = (t for t in set(kernel.outputs) if (t not in self.chain.own if again else self._born(t, k)))
+        born = (t for t in set(kernel.outputs) if (t not in self.remat.own if rerun else self._born(t, k)))
         return sum(self.size[t] for t in born) + kernel.workspace
 
     def _note_load(self) -> None:
@@ -399,9 +399,9 @@ class _Replay:
         if self.queue and "d2h" not in self.running and not (self.one_engine and "h2d" in self.running):
             self._fail("idle", f"tensor {self.queue[0].tensor} does not leave while the copy engine is free")
         if "compute" not in self.running:
-            steps_left = self.chain.steps[self.chain.done :]
-            waits = sorted(t for t in (self.chain.reads if steps_left else self.needs[self.position]) if t in self.gaps)
-            need = self._need(steps_left[0], again=True) if steps_left else self._need(k)
+            steps_left = self.remat.steps[self.remat.done :]
+            waits = sorted(t for t in (self.remat.reads if steps_left else self.needs[self.position]) if t in self.gaps)
+            need = self._need(steps_left[0], rerun=True) if steps_left else self._need(k)
             if not waits and not self._held() and self.used + need <= self.limit:
                 self._fail("idle", f"nothing keeps kernel {k} from starting")
             on_host = sorted(t for t in self.needs[self.position] if t in self.gaps and self.gaps[t].state == "on host")
@@ -429,15 +429,15 @@ class _Replay:
     def _end_compute(self, span: Span) -> None:
         kernel, k = self.program.kernels[span.index], span.index
         if span.kind == "recompute":
-            chain = self.chain
-            gone = [t for t in chain.own if chain.last[t] == k and t not in chain.stay]
+            remat = self.remat
+            gone = [t for t in remat.own if remat.last[t] == k and t not in remat.stay]
             self._charge(-sum(self.size[t] for t in gone) - kernel.workspace)
             for t in gone:
-                del chain.own[t]
-            chain.done += 1
-            if chain.done == len(chain.steps):
-                for t in chain.stay & set(chain.own):
-                    self.device[t] = chain.own[t]
+                del remat.own[t]
+            remat.done += 1
+            if remat.done == len(remat.steps):
+                for t in remat.stay & set(remat.own):
+                    self.device[t] = remat.own[t]
                     del self.dropped[t]
             return
         for t in kernel.outputs:
@@ -463,7 +463,7 @@ class _Replay:
             self._charge(-self.size[d.tensor])
         self.position += 1
         if self.position < self.n * len(self.timeline.boundaries):
-            self.chain = self._chain()
+            self.remat = self._remat()
 
 
 # --------------------------------------------------------------------------------------- figures

@@ -178,10 +178,10 @@ class MILP:
         gaps = [g for g in program.gaps(self.min_bytes) if ways_of(program, g, self.mode)]
         if len(gaps) > MOST:
             return best, "stopped"
-        loads = np.array(program.loads)
+        live_bytes = np.array(program.live_bytes)
         candidates = Candidates(program, gaps)
         # First those that weigh most where memory is short.
-        weight = candidates.nbytes * (candidates.absent & (loads > limit)).sum(1)
+        weight = candidates.nbytes * (candidates.absent & (live_bytes > limit)).sum(1)
         order = np.argsort(-weight, kind="stable").tolist()
         costs = Costs(program, machine)
         # (depth, rows so far, load with the gaps that are not decided emptied)

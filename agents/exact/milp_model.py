@@ -13,11 +13,11 @@ durations of the passes, and it runs exactly when its planned residency fits.
     away[g, s]   gap g is empty in its segment s. A gap is cut after each kernel k whose pass could recover
                  its tensor; in between its state has no use but memory, so that dropping at once is best
     drop[g, s]   the decision: dropped at the beginning of segment s; at most one per gap
-    again[k, w]  kernel w runs again before kernel k; the objective is their duration
+    rerun[k, w]  kernel w runs again before kernel k; the objective is their duration
     keep[k]      the pass of k keeps what it recovers
     back[g, k]   it recovers gap g's tensor, which is needed later than k, and keeps it:
-                 keep[k] and away[g, .] and again[k, w] for every writer w of it
-    need[k, w, x]   again[k, w] and x, which w reads, is away then; every writer of x before w runs again
+                 keep[k] and away[g, .] and rerun[k, w] for every writer w of it
+    need[k, w, x]   rerun[k, w] and x, which w reads, is away then; every writer of x before w runs again
     held[k, w, x]   the pass has memory for x while w runs: needed by w or later, or recovered to stay
 
 Every AND is linearised in both directions where ``keep`` could gain from a kernel that runs for nothing.
@@ -130,7 +130,7 @@ class Recomputation:
             self._of.setdefault(g.tensor, []).append(i)
             self._ends.setdefault(g.before, []).append(i)
         self._size = [program.tensors[g.tensor].nbytes for g in self.gaps]
-        self._again = {k: self._passes(k) for k in sorted(self._ends)}
+        self._reruns = {k: self._passes(k) for k in sorted(self._ends)}
         # Per kernel k: gaps that its pass could recover and that end later.
         self._others = {k: self._recoverable(k) for k in self._ends}
         self._cuts: list[list[int]] = [[] for _ in self.gaps]
@@ -157,7 +157,7 @@ class Recomputation:
         return not alive or any(w <= u < k for u in self.program.writes[x])
 
     def _passes(self, k: int) -> dict[int, int]:
-        """again[k, .]: the kernels that may run again before k."""
+        """rerun[k, .]: the kernels that may run again before k."""
         writes = self.program.writes
         pending = [u for i in self._ends[k] for u in writes[self.gaps[i].tensor] if u < k]
         found = set(pending)
@@ -171,10 +171,10 @@ class Recomputation:
         return {w: self.model.new(self.program.kernels[w].duration_ns) for w in sorted(found)}
 
     def _recoverable(self, k: int) -> list[int]:
-        again = self._again[k]
+        rerun = self._reruns[k]
         return [
             i for i, g in enumerate(self.gaps)
-            if g.after < k < g.before and all(w in again for w in self.program.writes[g.tensor] if w < k)
+            if g.after < k < g.before and all(w in rerun for w in self.program.writes[g.tensor] if w < k)
         ]  # fmt: skip
 
     # ---------------------------------------------------------------------------------------- constraints
@@ -207,27 +207,27 @@ class Recomputation:
     def _pass(self, k: int) -> None:
         """The pass of kernel k: what runs again, what stays, and the memory while it does."""
         model, kernels, writes = self.model, self.program.kernels, self.program.writes
-        again, exact = self._again[k], k in self._keep
+        rerun, exact = self._reruns[k], k in self._keep
         targets = {self.gaps[i].tensor: self._is_away(i, k) for i in self._ends[k]}
-        reasons: dict[int, set[int]] = {w: set() for w in again}
+        reasons: dict[int, set[int]] = {w: set() for w in rerun}
 
         def requires(what: int, w: int) -> None:
             if what not in reasons[w]:
                 reasons[w].add(what)
-                model.implies(what, again[w])
+                model.implies(what, rerun[w])
 
         for x, away in targets.items():
             for u in writes[x]:
                 if u < k:
                     requires(away, u)
         needs: dict[int, list[tuple[int, int]]] = {}  # tensor: (w, need[k, w, x])
-        for w in reversed(again):
+        for w in reversed(rerun):
             for x in dict.fromkeys(kernels[w].inputs):
                 gap = self._open(x, k)
                 gone = self._gone(x, w, k)
                 if not gone and (gap < 0 or x in targets):
                     continue
-                need = again[w] if gone else model.all_of((again[w], self._is_away(gap, k)), exact)
+                need = rerun[w] if gone else model.all_of((rerun[w], self._is_away(gap, k)), exact)
                 needs.setdefault(x, []).append((w, need))
                 for u in writes[x]:
                     if u < w:
@@ -235,10 +235,10 @@ class Recomputation:
         stays = dict(targets)
         if exact:
             for w, why in reasons.items():
-                model.at_most([(1, again[w])] + [(-1, v) for v in why], 0)
+                model.at_most([(1, rerun[w])] + [(-1, v) for v in why], 0)
             for i in self._others[k]:
                 x, back = self.gaps[i].tensor, self._back[i, k]
-                parts = [self._keep[k], self._is_away(i, k), *(again[u] for u in writes[x] if u < k)]
+                parts = [self._keep[k], self._is_away(i, k), *(rerun[u] for u in writes[x] if u < k)]
                 model.at_most([(1, v) for v in parts] + [(-1, back)], len(parts) - 1)
                 for v in parts:
                     model.implies(back, v)
@@ -253,18 +253,18 @@ class Recomputation:
         when its last kernel ran.
         """
         model, kernels, tensors = self.model, self.program.kernels, self.program.tensors
-        again = self._again[k]
+        rerun = self._reruns[k]
         born = sum(tensors[t].nbytes for t in kernels[k].accesses
                    if not tensors[t].persistent and self.program.accesses[t][0] == k)  # fmt: skip
-        there = self.program.loads[k] - born - kernels[k].workspace
-        held: dict[int, Terms] = {w: [(kernels[w].workspace, again[w])] for w in again}
-        settled: dict[int, Terms] = {w: [] for w in again}  # held from w to the end
-        for x in {x for w in again for x in kernels[w].outputs if tensors[x].nbytes}:
+        there = self.program.live_bytes[k] - born - kernels[k].workspace
+        held: dict[int, Terms] = {w: [(kernels[w].workspace, rerun[w])] for w in rerun}
+        settled: dict[int, Terms] = {w: [] for w in rerun}  # held from w to the end
+        for x in {x for w in rerun for x in kernels[w].outputs if tensors[x].nbytes}:
             for w, v, last in self._held(k, x, needs.get(x, []), stays.get(x, -1)):
                 (settled if last else held)[w].append((tensors[x].nbytes, v))
         beside = [(-self._size[i], self._is_away(i, k)) for i, g in enumerate(self.gaps) if g.after < k <= g.before]
         most, base = there, -1
-        for w in again:
+        for w in rerun:
             beside += settled[w]
             most += sum(c for c, _ in settled[w])
             if most + sum(c for c, _ in held[w]) > self.limit:
@@ -280,29 +280,29 @@ class Recomputation:
             readers: (w, need[k, w, x]), w descending.
             stays: the variable that has it stay, or -1.
         """
-        model, again, writes = self.model, self._again[k], self.program.writes[x]
-        writers = [w for w in again if w in writes]
+        model, rerun, writes = self.model, self._reruns[k], self.program.writes[x]
+        writers = [w for w in rerun if w in writes]
         blind = [w for w in writers if x not in self.program.kernels[w].inputs]
         until = max([w for w, _ in readers[:1]] + writers)
         found: list[tuple[int, int, bool]] = []
         pending, why = list(readers), stays
-        for w in sorted((w for w in again if writers[0] <= w <= until), reverse=True):
+        for w in sorted((w for w in rerun if writers[0] <= w <= until), reverse=True):
             while pending and pending[0][0] >= w:
                 why = model.any_of([v for v in (pending.pop(0)[1], why) if v >= 0])
             parts = [why] if why >= 0 and w >= writes[0] else []
             if w in writers:
-                parts = [again[w]]  # whoever needs x later has all its writers run
+                parts = [rerun[w]]  # whoever needs x later has all its writers run
             # Overwritten without being read: held in between all the same.
-            parts += [model.all_of((again[u], again[v]), False) for u, v in product(writers, blind) if u < w < v]
+            parts += [model.all_of((rerun[u], rerun[v]), False) for u, v in product(writers, blind) if u < w < v]
             if parts:
                 found.append((w, model.any_of(parts), False))
         if stays >= 0:
-            found += [(w, stays, True) for w in again if w > until][:1]
+            found += [(w, stays, True) for w in rerun if w > until][:1]
         return found
 
     def _loads(self) -> None:
         """The load of every kernel, less what is away and with what its pass keeps for later, fits."""
-        for k, load in enumerate(self.program.loads):
+        for k, load in enumerate(self.program.live_bytes):
             if load > self.limit:
                 terms = []
                 for i, g in enumerate(self.gaps):
@@ -341,8 +341,8 @@ class Recomputation:
                 x[v] = int(s >= dropped and opens[s] < until)
             if d.keep and until == d.before and d.before in self._keep:
                 x[self._keep[d.before]] = 1
-        for k, chain in schedule.chains.items():
+        for k, chain in schedule.remats.items():
             for step in chain.steps:
-                x[self._again[k][step.kernel]] = 1
+                x[self._reruns[k][step.kernel]] = 1
         self.model.complete(x)
         return x

@@ -81,7 +81,7 @@ def select(candidates: Candidates, order: Iterator[int], limit: int) -> NDArray[
     """
     if candidates.least > limit:
         return None
-    load, chosen = candidates.loads.copy(), []
+    load, chosen = candidates.live_bytes.copy(), []
     while load.max() > limit:
         chosen.append(next(order))
         candidates.empty(load, chosen[-1])
@@ -90,7 +90,7 @@ def select(candidates: Candidates, order: Iterator[int], limit: int) -> NDArray[
 
 def peak_gaps(program: Program, min_bytes: int = MIB) -> list[Gap]:
     """Section IV-A: gaps of tensors of at least ``min_bytes`` that are open at the peak."""
-    peak = int(np.argmax(program.loads))
+    peak = int(np.argmax(program.live_bytes))
     return [
         g
         for g in program.gaps(min_bytes)
@@ -112,10 +112,10 @@ def area_of_absence(candidates: Candidates, program: Program, machine: Machine) 
 
 
 def weighted_duration(
-    candidates: Candidates, loads: NDArray[np.int64], durations: NDArray[np.int64]
+    candidates: Candidates, live_bytes: NDArray[np.int64], durations: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """WDOA, float64[m] byte-nanoseconds: area under ``loads`` between the two accesses of each gap."""
-    area = np.concatenate(([0.0], np.cumsum(loads.astype(np.float64) * durations)))  # beyond 64-bit integers
+    """WDOA, float64[m] byte-nanoseconds: area under ``live_bytes`` between the two accesses of each gap."""
+    area = np.concatenate(([0.0], np.cumsum(live_bytes.astype(np.float64) * durations)))  # beyond 64-bit integers
     after, before = candidates.rows[:, 2], candidates.rows[:, 3]
     return area[before] - area[after + 1] + np.where(after < before, 0.0, area[-1])
 
@@ -123,7 +123,7 @@ def weighted_duration(
 def submodular_weighted_duration(candidates: Candidates, program: Program) -> Iterator[tuple[int, float]]:
     """SWDOA: (candidate, byte-nanoseconds) in the order of selection; each maximises WDOA under the load that the
     ones before it leave (Fig. 6). Loads only fall, and so does the score."""
-    durations, load = np.diff(program.start_ns), candidates.loads.copy()
+    durations, load = np.diff(program.start_ns), candidates.live_bytes.copy()
     left = np.ones(len(candidates), dtype=bool)
     while left.any():
         wdoa = np.where(left, weighted_duration(candidates, load, durations), -np.inf)
@@ -148,7 +148,7 @@ def _by_aoa(candidates: Candidates, program: Program, machine: Machine) -> Itera
 
 def _by_wdoa(candidates: Candidates, program: Program, machine: Machine) -> Iterator[int]:
     durations = np.diff(program.start_ns)
-    return descending(weighted_duration(candidates, candidates.loads, durations))
+    return descending(weighted_duration(candidates, candidates.live_bytes, durations))
 
 
 def _by_swdoa(candidates: Candidates, program: Program, machine: Machine) -> Iterator[int]:

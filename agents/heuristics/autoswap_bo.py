@@ -105,7 +105,7 @@ def standardised_scores(candidates: Candidates, program: Program, machine: Machi
     scores = np.empty((len(candidates), 4))
     scores[:, 0] = area_of_absence(candidates, program, machine)
     scores[:, 1] = duration_of_absence(candidates, program, machine)
-    scores[:, 2] = weighted_duration(candidates, candidates.loads, np.diff(program.start_ns))
+    scores[:, 2] = weighted_duration(candidates, candidates.live_bytes, np.diff(program.start_ns))
     for i, value in submodular_weighted_duration(candidates, program):
         scores[i, 3] = value
     if not len(scores):

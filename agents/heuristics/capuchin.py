@@ -122,7 +122,7 @@ class Policy:
     """
 
     def __init__(self, program: Program, machine: Machine, engine: Engine, mode: str, min_bytes: int):
-        above = np.array(program.loads, dtype=np.int64) > engine.limit
+        above = np.array(program.live_bytes, dtype=np.int64) > engine.limit
         everywhere = Candidates(program, program.gaps(min_bytes))
         self.candidates = Candidates(
             program, [g for g, open_at in zip(everywhere.gaps, everywhere.absent, strict=True) if open_at[above].any()]
@@ -135,7 +135,7 @@ class Policy:
         self.h2d = np.array([machine.h2d_ns(b) for b in nbytes], dtype=np.int64)
         self.free = (self.back - self.h2d) - (self.evicted + self.d2h)
         # At the kernels of the peak: bytes above the limit, bytes that each candidate takes away, starts and ends.
-        self.over = self.candidates.loads[above] - engine.limit
+        self.over = self.candidates.live_bytes[above] - engine.limit
         self.away = np.where(self.candidates.absent[:, above], self.candidates.nbytes[:, None], 0)
         self.starts, self.ends = np.array(start[:-1])[above], np.array(start[1:])[above]
         self.wraps = np.array([g.after >= g.before for g in self.gaps], dtype=bool)
@@ -160,9 +160,9 @@ class Policy:
         while self.excess.any():
             useful = self.useful()
             swap = next((i for i in self.can_swap if useful[i]), None)
-            again = max((i for i in self.can_recompute if useful[i]), key=self.msps, default=None)
-            if again is not None and (swap is None or self.recompute_ns(again) < self.swap_ns(swap)):
-                self.take(again, self.recomputed, self.can_recompute)
+            recompute = max((i for i in self.can_recompute if useful[i]), key=self.msps, default=None)
+            if recompute is not None and (swap is None or self.recompute_ns(recompute) < self.swap_ns(swap)):
+                self.take(recompute, self.recomputed, self.can_recompute)
             elif swap is not None:
                 self.take(swap, self.swaps, self.can_swap)
             elif not self.fall_back():
@@ -201,7 +201,7 @@ class Policy:
 
     def excess_left(self) -> NDArray[np.int64]:
         """int64[n]: bytes above the limit per kernel, by the planned residency of the decisions."""
-        return np.maximum(self.engine.planned(self.rows()) - self.engine.limit, 0)
+        return np.maximum(self.engine.residency(self.rows()) - self.engine.limit, 0)
 
     def rows(self) -> Rows:
         """The decisions, swaps first, each with its in-trigger (choice 6)."""
@@ -262,10 +262,10 @@ class Policy:
         for i in list(which):
             target, _, at = self.gaps[i]
             gone = {target} | {t for t, rs in away.items() if any(self.is_open(r, at) for r in rs)}
-            again = reruns(self.program, target, at, gone)
-            read = {(x, w) for w in again for x in self.program.kernels[w].inputs}
+            rerun = reruns(self.program, target, at, gone)
+            read = {(x, w) for w in rerun for x in self.program.kernels[w].inputs}
             self.sources[i] = {x for x, w in read if present(self.program, x, w, at, gone)}
-            self.time[i] = sum(self.program.kernels[w].duration_ns for w in again)
+            self.time[i] = sum(self.program.kernels[w].duration_ns for w in rerun)
 
     def trigger(self, i: int, start: int) -> int:
         """The in-trigger of candidate i for a swap-in at ``start`` ns: the last kernel of the gap to end by then."""

@@ -70,7 +70,7 @@ def unpinned(program: Program, gaps: list[Gap], limit: int) -> tuple[set[int], i
     for g in gaps:
         shortest[g.tensor] = min((g.before - g.after - 1) % n + 1, shortest.get(g.tensor, n))
     ids = sorted(shortest, key=lambda t: (shortest[t], t))
-    pinned_load = np.array(program.loads, dtype=np.int64)  # per kernel, without the tensors that are swapped
+    pinned_load = np.array(program.live_bytes, dtype=np.int64)  # per kernel, without the tensors that are swapped
     access = np.zeros(n, dtype=np.int64)  # bytes of them that it accesses
 
     def move(t: int, pin: bool) -> None:

@@ -44,7 +44,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from agents.heuristics.workspace import planned
+from agents.heuristics.workspace import plan_with_variants
 from agents.planner import MIB, RECOMPUTE, SWAP, Rows, check_mode, finish, infeasible
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
@@ -90,7 +90,7 @@ class SuperNeurons:
             tensors_only = copy.copy(self)
             tensors_only.workspace = False
             try:
-                return planned(tensors_only, program, machine, limit, own=False)
+                return plan_with_variants(tensors_only, program, machine, limit, own=False)
             finally:
                 self.simulator_calls = tensors_only.simulator_calls
         engine = Engine(program, machine, limit)
@@ -153,7 +153,7 @@ def tensor_cache(program: Program, ways: Mapping[Gap, int], limit: int, first: S
     Args:
         first: gaps of ``ways`` that are emptied in any case.
     """
-    load = np.array(program.loads, dtype=np.int64)
+    load = np.array(program.live_bytes, dtype=np.int64)
     emptied = []
 
     def empty(gap: Gap) -> None:

@@ -83,7 +83,7 @@ class TENSILE:
             while schedule.footprint.max() > limit and step():
                 pass
         rows = np.array(schedule.rows, np.int64).reshape(-1, 5)
-        least = int(engine.planned(rows).max())
+        least = int(engine.residency(rows).max())
         if least > limit:
             self.simulator_calls = 0
             raise infeasible(self, program, limit, least)
@@ -151,7 +151,7 @@ class _Schedule:
 
     def _footprint(self, rows: list[Row]) -> NDArray[np.int64]:
         """Algorithm 2: int64[kernels], with the decisions ``rows``."""
-        return self.engine.planned(np.array(rows, np.int64).reshape(-1, 5)) + self.moving
+        return self.engine.residency(np.array(rows, np.int64).reshape(-1, 5)) + self.moving
 
     def _at_peak(self) -> tuple[int, list[Gap]]:
         """The peak kernel and the gaps that span it and are not scheduled, the largest tensors first."""

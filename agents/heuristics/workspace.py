@@ -6,7 +6,8 @@ Section 3.5: the tensors come first, as convolution workspaces do not affect wha
 bytes left are profiled, algorithms that need more are skipped, and the fastest of the others is taken. Here:
 
 1. Functional tensors first: a planner is given the program with the least workspace of every kernel, so that a
-   limit below the peak of the fast algorithms is within reach, and swaps and recomputes for tensors only (``planned``).
+   limit below the peak of the fast algorithms is within reach, and swaps and recomputes for tensors only
+   (``plan_with_variants``).
 2. The profile of free bytes is that of a simulated steady iteration, and the benchmark of the algorithms is the list
    of times in the program; the paper's runtime measures both while it trains. A kernel has one algorithm, also where
    it is run again; its bytes left are the fewest of all its runs. The paper's chooses anew in every step.
@@ -70,7 +71,7 @@ def relaxed(program: Program) -> Program:
     return Program(program.name, program.tensors, tuple(kernels))
 
 
-def planned(
+def plan_with_variants(
     planner: Planner, program: Program, machine: Machine, limit: int, fill: bool = True, own: bool = True
 ) -> Plan:
     """A plan of ``planner`` made with the least workspaces, its variants then as fast as memory allows.

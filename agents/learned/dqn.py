@@ -2,7 +2,7 @@
 fitted Q-iteration (equations 4 and 5), on the environment of envs/walk.py.
 
 ``agent=dqn_paper`` is the paper's form. ``agent=dqn`` differs from it in:
-1. Many walks at once (``walks``): one pass of the network chooses the action of all of them.
+1. Many walks at once (``num_envs``): one pass of the network chooses the action of all of them.
 2. n-step returns (``n_step``), by default the whole return: an offload early in the step is paid for tens of
    decisions later. Difference 3 then has no effect; it is for shorter returns.
 3. Double Q-learning and a target network (``double``, ``target_every``).
@@ -11,13 +11,13 @@ fitted Q-iteration (equations 4 and 5), on the environment of envs/walk.py.
 6. The changes of structure2vec.py: mean pooling, mixing, two more features.
 7. Exploration goes from ``epsilon_start`` to ``epsilon_end`` over ``explore`` of the episodes; the paper's
    e > episode/l is 1 to 0 over all of them.
-8. Followers (``followers`` > 0): beside the ε-greedy walks, walks that repeat one of the ``elites`` best
-   and leave it at each step with probability ``leave`` — for an action drawn by Q (Boltzmann) or at random,
+8. Mutations (``mutations`` > 0): beside the ε-greedy walks, walks that repeat one of the ``elites`` best
+   and leave it at each step with probability ``mutation_rate`` — for an action drawn by Q (Boltzmann) or at random,
    or by skipping one; where the result is no worse it takes that elite's place, and now and then the best
    elite the worst one's. The environment is deterministic, so this explores near what is known to be good,
    as Go-Explore does. What they find counts and enters the replay; no reward or target is changed.
-9. Nine random actions in ten are drawn with weight exp(``prior`` · time of next use / ideal time), Belady's
-   rule softened; the paper draws uniformly. A long step (ResNet-50 has 300 candidates) is hardly ever
+9. Nine random actions in ten are drawn with weight exp(time of next use / ideal time / ``belady_temperature``),
+   Belady's rule softened; the paper draws uniformly. A long step (ResNet-50 has 300 candidates) is hardly ever
    planned well by uniform choices, so that nothing good is there to learn from.
 Where one agent plans many limits and networks (transfer.py), and only there, also:
 10. It carries over: weights, the best walks and plans, from limit to limit, mode to mode and program to program.
@@ -29,7 +29,7 @@ Figure 3) the plan returned is the best one found; the final greedy policy's is 
 
 What they are worth, by ``python -m experiments.ablation`` (VGG16 at half its peak, 100 episodes, three seeds,
 mean overhead of the best plan found and of the greedy policy; experiments/results/ablation.json), measured
-with 20-step returns: all of them 0.06 % and 12.1 %. Without followers 5.0 % and 28.7 %, without Belady's prior
+with 20-step returns: all of them 0.06 % and 12.1 %. Without mutations 5.0 % and 28.7 %, without Belady's prior
 0.15 % and 28.5 %, with neither 9.2 % and 28.2 %, with sum pooling 2.3 % and 16.3 %: these help. One-step returns
 find 0 % but learn a policy of 32.2 %; whole returns, 0 % and 3.6 %, became the default for it. Prioritised replay,
 0 % and 7.4 %, is within the spread of the seeds, as are double Q, the target network, mixing and the two features.
@@ -48,10 +48,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from agents.learned.dqn_config import PAPER, DQNConfig, config_from
-from agents.learned.experience_buffer import Replay, State
+from agents.learned.dqn_config import PAPER, DQNConfig, by_todays_names, config_from
+from agents.learned.experience_buffer import ExperienceBuffer, State
 from agents.learned.structure2vec import Structure2Vec
-from agents.learned.training_state import CheckpointError, must_match, read_checkpoint, write_checkpoint
+from agents.learned.training_state import TrainingStateError, must_match, read_training_state, write_training_state
 from agents.planner import Infeasible
 from envs.memory_env import current_node, dynamic_features
 from envs.walk import Task, Walk
@@ -59,8 +59,8 @@ from simulator import Machine, Plan, Program, Swap
 from simulator.compiled.engine import rows_of
 
 MASKED = -1e8  # not −inf: 0 · −inf is not a number
-MIGRATE = 400  # followers between two replacements of the worst elite by the best
-RECORDED = 0.2  # of the followers' walks enter the replay: they are much alike
+MIGRATE = 400  # mutations between two replacements of the worst elite by the best
+RECORDED = 0.2  # of the mutations' walks enter the replay: they are much alike
 
 
 class Episode(NamedTuple):
@@ -103,8 +103,8 @@ class Trainer:
         gap = task.graph.action_gap[self.actions]
         self.next_use = np.where(gap >= 0, np.append(task.start_ns[task.before], 0)[gap] / task.ideal_ns, 0.0)  # (A,)
         self.static = torch.from_numpy(task.graph.features)
-        self.replay = Replay(config.replay, len(task.graph), len(self.actions), config.priority)
-        self.walks = [Walk(task) for _ in range(config.walks)]
+        self.buffer = ExperienceBuffer(config.buffer_size, len(task.graph), len(self.actions), config.priority)
+        self.walks = [Walk(task) for _ in range(config.num_envs)]
         self.scout = Walk(task)
         self.trails: list[list[tuple[State, int, float]]] = [[] for _ in self.walks]  # state, action, reward
         self.started = 0  # transitions since the last update
@@ -113,12 +113,12 @@ class Trainer:
         self.best: Plan | None = None
         self.best_overhead = float("nan")
         self.elites: list[tuple[float, list[int]]] = []  # overhead, nodes
-        self.followed = 0
+        self.mutated = 0
         self.history: list[Episode] = []
 
     def _network(self) -> Structure2Vec:
         c = self.config
-        return Structure2Vec(self.task.graph, c.features, c.size, c.rounds, c.pool, c.mixing)
+        return Structure2Vec(self.task.graph, c.features, c.embedding_size, c.message_passing_steps, c.pool, c.mixing)
 
     @property
     def epsilon(self) -> float:
@@ -156,8 +156,9 @@ class Trainer:
     def _random(self, state: State) -> int:
         """A valid action; the later its tensor is next used, the likelier (difference 9)."""
         valid = np.flatnonzero(state.mask)
-        prior = self.config.prior if self.rng.random() < 0.9 else 0.0
-        return int(valid[(prior * self.next_use[valid] + self.rng.gumbel(size=len(valid))).argmax()])
+        temperature = self.config.belady_temperature
+        weight = 1 / temperature if self.rng.random() < 0.9 and temperature is not None else 0.0
+        return int(valid[(weight * self.next_use[valid] + self.rng.gumbel(size=len(valid))).argmax()])
 
     def step(self) -> list[Episode]:
         """Lines 5 to 17 for every walk; returns the episodes that ended."""
@@ -169,7 +170,7 @@ class Trainer:
             trail.append((state, action, result.reward * self.config.reward_scale))
             self.started += 1
             if result.terminated:
-                self.replay.add(trail, self.config.n_step)
+                self.buffer.add(trail, self.config.n_step)
                 if not walk.dead_end:
                     self.elites.append((walk.overhead, [int(self.actions[a]) for _, a, _ in trail]))
                 self._compare(walk)
@@ -178,29 +179,29 @@ class Trainer:
                 trail.clear()
                 walk.reset()
         if self.best is not None and self.best_overhead > 0:
-            for _ in range(self.config.followers):
-                self.follow()
-        while self.started >= self.config.update_every and self.replay.size >= self.config.batch_size:
+            for _ in range(self.config.mutations):
+                self.mutate()
+        while self.started >= self.config.update_every and self.buffer.size >= self.config.batch_size:
             self.started -= self.config.update_every
             self.losses.append(self.update())
         return ended
 
-    def follow(self) -> None:
+    def mutate(self) -> None:
         """One walk after one of the best (difference 8)."""
-        self.followed += 1
-        if self.followed % MIGRATE == 0:
+        self.mutated += 1
+        if self.mutated % MIGRATE == 0:
             self.elites[-1] = self.elites[0]
         which = int(self.rng.integers(len(self.elites)))
         plan = self.elites[which][1]
-        leaves = self.rng.random(4 * len(plan) + 1) < self.config.leave
+        leaves = self.rng.random(4 * len(plan) + 1) < self.config.mutation_rate
         nodes = self._follow(plan, leaves, self.rng.random() < RECORDED)
         if not self.scout.dead_end and self.scout.overhead <= self.elites[which][0]:
             self.elites[which] = (self.scout.overhead, nodes)
         self._compare(self.scout)
 
     def repeat(self, plan: list[int]) -> Walk:
-        """The walk that takes the actions of ``plan`` in their order where it may, and goes on as a follower where
-        they end. It enters the replay, and competes with the elites. Valid until the next walk."""
+        """The walk that takes the actions of ``plan`` in their order where it may, and goes on as a mutation where
+        they end. It enters the buffer, and competes with the elites. Valid until the next walk."""
         nodes = self._follow(plan, np.zeros(1, np.bool_), True)
         if not self.scout.dead_end:
             self.elites.append((self.scout.overhead, nodes))
@@ -234,7 +235,7 @@ class Trainer:
                 assert state is not None
                 trail.append((state, int(np.searchsorted(self.actions, node)), reward))
         if record:
-            self.replay.add(trail, self.config.n_step)
+            self.buffer.add(trail, self.config.n_step)
         return nodes
 
     @torch.no_grad()
@@ -267,7 +268,7 @@ class Trainer:
     def update(self) -> float:
         """One minibatch of fitted Q-iteration (lines 12 and 13); returns the loss."""
         c = self.config
-        batch = self.replay.sample(c.batch_size, self.rng)
+        batch = self.buffer.sample(c.batch_size, self.rng)
         with torch.no_grad():  # equation 5: y is a constant
             y = torch.from_numpy(batch.reward)
             if batch.more.any():
@@ -292,7 +293,7 @@ class Trainer:
         if c.optimizer == "adam":
             nn.utils.clip_grad_norm_(self.q.parameters(), 10.0)
         self.optimizer.step()
-        self.replay.set_priority(batch.index, (y - q).abs().detach().numpy())
+        self.buffer.set_priority(batch.index, (y - q).abs().detach().numpy())
         self.updates += 1
         if c.target_every and self.updates % c.target_every == 0:
             self.target.load_state_dict(self.q.state_dict())
@@ -319,28 +320,30 @@ class Trainer:
             **self._identity(),
             "q": self.q.state_dict(), "target": self.target.state_dict(), "optimizer": self.optimizer.state_dict(),
             "torch_rng": torch.get_rng_state(), "numpy_rng": json.dumps(self.rng.bit_generator.state),
-            "replay": self.replay.state(),
+            "replay": self.buffer.state(),
             "trails": [[int(self.actions[action]) for _, action, _ in trail] for trail in self.trails],
             "started": self.started, "updates": self.updates, "losses": list(self.losses),
             "history": [list(e) for e in self.history], "calls": self.task.engine.calls,
             "best": json.dumps(self.best.to_dict()) if self.best else "", "best_overhead": self.best_overhead,
-            "elites": [[overhead, nodes] for overhead, nodes in self.elites], "followed": self.followed,
+            "elites": [[overhead, nodes] for overhead, nodes in self.elites], "followed": self.mutated,
         }  # fmt: skip
-        write_checkpoint(path, state)
+        write_training_state(path, state)
 
     def load(self, path: Path) -> None:
         """Continues where ``save`` was called.
 
         Raises:
-            CheckpointError: the file is no checkpoint, or one of another run.
+            TrainingStateError: the file is no checkpoint, or one of another run.
         """
-        state = read_checkpoint(path)
+        state = read_training_state(path)
+        if isinstance(state.get("config"), dict):
+            state["config"] = by_todays_names(state["config"])
         must_match(path, state, self._identity())
         try:
             self.q.load_state_dict(state["q"])
             self.target.load_state_dict(state["target"])
             self.optimizer.load_state_dict(state["optimizer"])
-            self.replay.restore(state["replay"])
+            self.buffer.restore(state["replay"])
             for walk, trail, nodes in zip(self.walks, self.trails, state["trails"], strict=True):
                 walk.reset()
                 trail.clear()
@@ -353,12 +356,12 @@ class Trainer:
             self.started, self.updates, self.losses = state["started"], state["updates"], list(state["losses"])
             self.history = [Episode(*e) for e in state["history"]]
             self.best = Plan.from_dict(json.loads(state["best"])) if state["best"] else None
-            self.best_overhead, self.followed = state["best_overhead"], state["followed"]
+            self.best_overhead, self.mutated = state["best_overhead"], state["followed"]
             self.elites = [(overhead, list(nodes)) for overhead, nodes in state["elites"]]
             self.task.engine.calls = state["calls"]
         except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise CheckpointError(f"{path}: the checkpoint is damaged ({reason})") from None
+            raise TrainingStateError(f"{path}: the checkpoint is damaged ({reason})") from None
 
 
 def train(
@@ -374,7 +377,7 @@ def train(
 
     Raises:
         Infeasible: no plan is feasible at the limit, or none was found.
-        CheckpointError: ``resume`` cannot be used.
+        TrainingStateError: ``resume`` cannot be used.
     """
     task = Task(program, machine, limit, config.min_bytes, config.mode)
     check_reachable(task)
@@ -407,7 +410,7 @@ def check_reachable(task: Task) -> None:
 
     A recomputed tensor is away in the same gap but costs its chain's memory, so this bounds all modes.
     """
-    smallest = int(task.engine.planned(rows_of(Swap(*gap) for gap in task.graph.gaps)).max())
+    smallest = int(task.engine.residency(rows_of(Swap(*gap) for gap in task.graph.gaps)).max())
     if smallest > task.limit:
         raise Infeasible(
             f"{task.program.name} cannot run in {task.limit:,} bytes: with every candidate tensor swapped out "

@@ -36,7 +36,7 @@ class Batch(NamedTuple):
     weight: NDArray[np.float32]  # importance weights of prioritised replay
 
 
-class Replay:
+class ExperienceBuffer:
     """A ring of transitions.
 
     Args:

@@ -24,8 +24,6 @@ from torch_geometric.utils import spmm
 
 from envs.graph import OperationGraph
 
-POOLS = ("sum", "mean")
-
 
 class NeighbourSum(MessagePassing):
     """Σ over u in N(v) of s_u; N(v) contains v (the graph has self-loops)."""
@@ -47,23 +45,32 @@ class Structure2Vec(nn.Module):
     Args:
         graph: the static part: edges and their weights.
         features: F, 6 as in the paper or 8.
-        size: p.
-        rounds: T.
+        embedding_size: p.
+        message_passing_steps: T.
     """
 
-    def __init__(self, graph: OperationGraph, features: int, size: int, rounds: int, pool: str, mixing: bool):
+    def __init__(
+        self,
+        graph: OperationGraph,
+        features: int,
+        embedding_size: int,
+        message_passing_steps: int,
+        pool: str,
+        mixing: bool,
+    ):
         super().__init__()
-        self.rounds, self.pool, self.features = rounds, pool, features
+        p = embedding_size
+        self.message_passing_steps, self.pool, self.features = message_passing_steps, pool, features
         self.neighbours = NeighbourSum()
-        self.w1 = nn.Linear(features, size, bias=False)
-        self.w2 = nn.Linear(size, size, bias=False)
-        self.w3 = nn.Linear(size, size, bias=False)
-        self.w4 = nn.Linear(1, size, bias=False)
-        self.w5 = nn.Linear(size, size, bias=False)
-        self.w6 = nn.Linear(size, size, bias=False)
-        self.w7 = nn.Linear(size if mixing else 3 * size, 1, bias=False)
-        self.w8 = nn.Linear(size, size, bias=False)
-        self.w9 = nn.Linear(3 * size, size) if mixing else None
+        self.w1 = nn.Linear(features, p, bias=False)
+        self.w2 = nn.Linear(p, p, bias=False)
+        self.w3 = nn.Linear(p, p, bias=False)
+        self.w4 = nn.Linear(1, p, bias=False)
+        self.w5 = nn.Linear(p, p, bias=False)
+        self.w6 = nn.Linear(p, p, bias=False)
+        self.w7 = nn.Linear(p if mixing else 3 * p, 1, bias=False)
+        self.w8 = nn.Linear(p, p, bias=False)
+        self.w9 = nn.Linear(3 * p, p) if mixing else None
         n = len(graph)
         edges, weights = torch.from_numpy(graph.edges), torch.from_numpy(graph.weights)
 
@@ -86,7 +93,7 @@ class Structure2Vec(nn.Module):
         )  # W3 Σ_u ReLU(W4 w(u, v)), the same for all states
         own = self.w1(x) + edge[:, None]
         s = own.relu()
-        for _ in range(self.rounds - 1):
+        for _ in range(self.message_passing_steps - 1):
             s = (own + self.w2(self.neighbours(s, self.adjacency))).relu()
         # Equation 2: g = [W5 Σ_u s_u, W6 s_c].
         together = s.sum(0) if self.pool == "sum" else s.mean(0)

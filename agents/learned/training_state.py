@@ -12,11 +12,11 @@ import torch
 FORMAT = "dqn-checkpoint/1"
 
 
-class CheckpointError(ValueError):
+class TrainingStateError(ValueError):
     """A checkpoint cannot be used; the message is one sentence."""
 
 
-def write_checkpoint(path: Path, state: dict[str, Any]) -> None:
+def write_training_state(path: Path, state: dict[str, Any]) -> None:
     """Writes tensors, numbers, strings, lists and dictionaries: to a temporary name beside ``path``, then renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -30,29 +30,29 @@ def write_checkpoint(path: Path, state: dict[str, Any]) -> None:
         raise
 
 
-def read_checkpoint(path: Path) -> dict[str, Any]:
+def read_training_state(path: Path) -> dict[str, Any]:
     """The dictionary in a checkpoint file (weights_only: nothing in it is executed).
 
     Raises:
-        CheckpointError: it cannot be read or is no checkpoint.
+        TrainingStateError: it cannot be read or is no checkpoint.
     """
     try:
         state = torch.load(path, weights_only=True, map_location="cpu")
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from None
+        raise TrainingStateError(f"{path}: cannot be read ({error.strerror or error})") from None
     except Exception:  # torch.load raises half a dozen types, by what is damaged
-        raise CheckpointError(f"{path}: not a checkpoint, or a damaged one") from None
+        raise TrainingStateError(f"{path}: not a checkpoint, or a damaged one") from None
     if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise CheckpointError(f"{path}: not a checkpoint of this program")
+        raise TrainingStateError(f"{path}: not a checkpoint of this program")
     return state
 
 
 def must_match(path: Path, state: dict[str, Any], identity: dict[str, Any]) -> None:
-    """Raises CheckpointError naming the first entry of ``identity`` that the checkpoint has otherwise."""
+    """Raises TrainingStateError naming the first entry of ``identity`` that the checkpoint has otherwise."""
     for key, value in identity.items():
         theirs = state.get(key)
         if theirs == value:
             continue
         if key == "config" and isinstance(theirs, dict):
             key = next((f"agent.{k}" for k in value if theirs.get(k) != value[k]), key)
-        raise CheckpointError(f"{path}: the checkpoint is of a run with another {key}")
+        raise TrainingStateError(f"{path}: the checkpoint is of a run with another {key}")

@@ -47,7 +47,7 @@ EXPLORE = 0.2  # weight of a gap and way that no elite has; one that all have we
 
 
 @dataclass(frozen=True)
-class Carry:
+class TransferConfig:
     """How much is spent at each limit.
 
     Attributes:
@@ -79,7 +79,7 @@ class Carry:
             raise ValueError(f"epsilon: expected 0 to 1, got {self.epsilon}")
 
 
-class Found(NamedTuple):
+class LimitResult(NamedTuple):
     """What an agent found at one limit."""
 
     limit: int
@@ -89,7 +89,7 @@ class Found(NamedTuple):
     greedy: float  # of the network's own walk
     simulator_calls: int
 
-    def or_better(self, other: Found) -> Found:
+    def or_better(self, other: LimitResult) -> LimitResult:
         """With the plan of ``other``, which fits the limit, where that is faster."""
         if other.plan is None or self.overhead <= other.overhead:
             return self
@@ -103,13 +103,13 @@ class Agent:
         config: its ``episodes``, ``epsilon_start`` and ``mode`` stand for those of a run that starts anew.
     """
 
-    def __init__(self, config: DQNConfig, carry: Carry, seed: int = 0):
-        self.config, self.carry, self.seed = config, carry, seed
+    def __init__(self, config: DQNConfig, transfer: TransferConfig, seed: int = 0):
+        self.config, self.transfer, self.seed = config, transfer, seed
         self.weights: dict[str, Any] | None = None  # a state_dict
 
     def sweep(
-        self, program: Program, machine: Machine, limits: Iterable[int], mode: str, also: Sequence[Found] = ()
-    ) -> list[Found]:
+        self, program: Program, machine: Machine, limits: Iterable[int], mode: str, also: Sequence[LimitResult] = ()
+    ) -> list[LimitResult]:
         """Plans a program under many limits (bytes).
 
         Args:
@@ -118,7 +118,7 @@ class Agent:
         Returns:
             one per limit, the loosest first; the overheads never fall.
         """
-        found: list[Found] = []
+        found: list[LimitResult] = []
         for limit in sorted(set(limits), reverse=True):
             given = [f for f in also if f.limit == limit]
             plans = [f.plan for f in (*found[-1:], *given) if f.plan is not None]
@@ -129,7 +129,9 @@ class Agent:
             found[i] = self._with_tighter(program, machine, mode, found[i], found[i + 1])
         return found
 
-    def _with_tighter(self, program: Program, machine: Machine, mode: str, own: Found, tighter: Found) -> Found:
+    def _with_tighter(
+        self, program: Program, machine: Machine, mode: str, own: LimitResult, tighter: LimitResult
+    ) -> LimitResult:
         """Where the plan of a tighter limit is faster: that plan, refined within the limit."""
         if tighter.plan is None or own.overhead <= tighter.overhead:
             return own
@@ -141,13 +143,13 @@ class Agent:
         refined = own._replace(plan=self._plan(program, machine, own.limit, rows), overhead=ns / program.ideal_ns - 1)
         return own.or_better(tighter).or_better(refined)
 
-    def _at(self, program: Program, machine: Machine, limit: int, mode: str, carried: list[Plan]) -> Found:
+    def _at(self, program: Program, machine: Machine, limit: int, mode: str, carried: list[Plan]) -> LimitResult:
         """One limit: learns, refines, learns from the refined plan."""
-        carry, fresh = self.carry, self.weights is None
-        episodes, epsilon = (carry.first, 1.0) if fresh else (carry.episodes, carry.epsilon)
+        transfer, fresh = self.transfer, self.weights is None
+        episodes, epsilon = (transfer.first, 1.0) if fresh else (transfer.episodes, transfer.epsilon)
         config = replace(self.config, mode=mode, episodes=episodes, epsilon_start=epsilon)
         task = Task(program, machine, limit, config.min_bytes, mode)
-        nothing = Found(limit, None, *3 * [float("nan")], task.engine.calls)
+        nothing = LimitResult(limit, None, *3 * [float("nan")], task.engine.calls)
         try:
             check_reachable(task)
         except Infeasible:
@@ -162,11 +164,11 @@ class Agent:
         if not starts:
             trainer.repeat([])
         visits = 0
-        while len(trainer.history) < episodes and visits < carry.visits and not trainer.best_overhead <= 0:
+        while len(trainer.history) < episodes and visits < transfer.visits and not trainer.best_overhead <= 0:
             trainer.step()
             visits += len(trainer.walks) * len(task.graph)
-        # The policy of another limit may end in dead ends only: its followers are more random.
-        for _ in range(carry.first):
+        # The policy of another limit may end in dead ends only: its mutations are more random.
+        for _ in range(transfer.first):
             if trainer.best is not None:
                 break
             trainer.repeat([])
@@ -178,19 +180,19 @@ class Agent:
             return nothing._replace(simulator_calls=task.engine.calls)
         if not trainer.best_overhead <= 0:
             trainer.repeat(actions_of(task, rows))
-            if trainer.replay.size >= config.batch_size:
-                for _ in range(carry.updates):
+            if trainer.buffer.size >= config.batch_size:
+                for _ in range(transfer.updates):
                     trainer.update()
             self.weights = trainer.q.state_dict()
         alone = trainer.greedy()
         greedy_ns = task.engine.score(rows_of(alone.decisions)).iteration_ns if alone is not None else float("nan")
-        return Found(
+        return LimitResult(
             limit, self._plan(program, machine, limit, rows), ns / task.ideal_ns - 1, walked,
             greedy_ns / task.ideal_ns - 1, task.engine.calls,
         )  # fmt: skip
 
     def _calls(self, program: Program) -> int:
-        return min(self.carry.kernels // max(len(program.kernels), 1), self.carry.most)
+        return min(self.transfer.kernels // max(len(program.kernels), 1), self.transfer.most)
 
     def _plan(self, program: Program, machine: Machine, limit: int, rows: Rows) -> Plan:
         return Plan(decisions_of(rows), program.fingerprint, "dqn", limit, machine.name)

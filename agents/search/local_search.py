@@ -58,7 +58,7 @@ class Moves:
         self.gaps = [gaps[i] for i in kept]
         candidates = Candidates(program, self.gaps)
         self.index = {(g.tensor, g.before): i for i, g in enumerate(self.gaps)}
-        self._loads, self._nbytes = candidates.loads, candidates.nbytes
+        self._live_bytes, self._nbytes = candidates.live_bytes, candidates.nbytes
         self._ways = np.zeros((len(kept), 3, 5), dtype=np.int64)
         self.weights = np.zeros((len(kept), 3))
         for i, j in enumerate(kept):
@@ -73,7 +73,7 @@ class Moves:
 
     def _empty(self) -> tuple[Rows, NDArray[np.bool_], NDArray[np.int64]]:
         first = self.weights.argmax(1)
-        return self._ways[np.arange(len(first)), first], np.zeros(len(first), dtype=np.bool_), self._loads.copy()
+        return self._ways[np.arange(len(first)), first], np.zeros(len(first), dtype=np.bool_), self._live_bytes.copy()
 
     def reset(self, rows: Rows) -> None:
         """Makes this the plan of ``rows`` (int64[k, 5]), of gaps that are candidates."""

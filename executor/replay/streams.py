@@ -313,7 +313,7 @@ class _Walk:
     def _contents(self) -> None:
         """What each job reads and writes, where, at which version; and what it waits for to be there."""
         program = self.program
-        chains = resolve(program, self.plan.decisions).chains
+        chains = resolve(program, self.plan.decisions).remats
         where = {b.owner: b for b in self.start}
         own: dict[int, Block] = {}  # the memory of a chain
         dropped: set[int] = set()

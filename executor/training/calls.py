@@ -24,13 +24,13 @@ from torch.fx.node import map_arg
 
 from executor.capture.capture import Captured
 from simulator.program import Program
-from simulator.reference import Chain, present
+from simulator.reference import Rematerialisation, present
 
 Call = tuple[int, Callable[..., Any], Callable[[list[Any]], Any], dict[str, Any]]
 
 
 class Calls:
-    """The calls of every kernel and chain.
+    """The calls of every kernel and remat.
 
     Attributes:
         slots: node -> its place in the table.
@@ -125,17 +125,19 @@ class Calls:
         return any(isinstance(n.target, OpOverload) and Tag.nondeterministic_seeded in n.target.tags
                    for n in self.bodies[k])  # fmt: skip
 
-    def chain(self, k: int, chain: Chain, dropped: frozenset[int]) -> list[tuple[list[Call], tuple[int, ...]]]:
+    def rematerialise(
+        self, k: int, remat: Rematerialisation, dropped: frozenset[int]
+    ) -> list[tuple[list[Call], tuple[int, ...]]]:
         """Per step of the chain of kernel k: its calls, and the slots that are cleared after it."""
         program, values = self.program, self.values
         last: dict[int, int] = {}
-        for i, step in enumerate(chain.steps):
+        for i, step in enumerate(remat.steps):
             kernel = program.kernels[step.kernel]
             gone = [x for x in kernel.inputs if not present(program, x, step.kernel, k, dropped)]
             last.update(dict.fromkeys((*kernel.outputs, *gone), i))
         own: dict[fx.Node, int] = {}
         out: list[tuple[list[Call], tuple[int, ...]]] = []
-        for i, step in enumerate(chain.steps):
+        for i, step in enumerate(remat.steps):
             w = step.kernel
             calls: list[Call] = []
             scratch: list[int] = []
@@ -158,10 +160,10 @@ class Calls:
                     calls.append(self._call(node, place, slot))
                     own[node] = slot
             clear = [own[n] for n in self.bodies[w] if n in own and self._sequence(n)]
-            over = {x for x, j in last.items() if j == i and x not in chain.recovered}
+            over = {x for x, j in last.items() if j == i and x not in remat.recovered}
             clear += [s for n, s in own.items() if values.get(n) in over]
             out.append((calls, (*clear, *scratch)))
-        found = [(n, s) for n, s in own.items() if values.get(n) in chain.recovered]
+        found = [(n, s) for n, s in own.items() if values.get(n) in remat.recovered]
         calls, cleared = out[-1]
         calls += [(self.slots[n], _same, _getter([s]), {}) for n, s in found]
         out[-1] = calls, (*cleared, *(s for _, s in found))

@@ -55,7 +55,7 @@ class Item(NamedTuple):
 
     kernel: int
     before_kernel: int
-    again: bool
+    rerun: bool
     before: tuple[Move, ...]
     charged: int
     freed: int
@@ -116,7 +116,7 @@ class _Walk:
     def __init__(self, program: Program, plan: Plan, limit: int):
         self.program, self.limit = program, limit
         self.schedule = schedule = resolve(program, plan.decisions)
-        self.planned = np.array(schedule.planned, np.int64)
+        self.residency = np.array(schedule.residency, np.int64)
         self.size = [t.nbytes for t in program.tensors]
         self.n = len(program.kernels)
         self.opens: dict[int, list[Decision]] = {}
@@ -128,11 +128,11 @@ class _Walk:
         self.dropped: dict[int, frozenset[int]] = {}
         dropped: dict[int, Decision] = {}
         for k, kernel in enumerate(program.kernels):
-            chain = schedule.chains.get(k)
+            remat = schedule.remats.get(k)
             first = len(self.items)
-            if chain:
+            if remat:
                 self.dropped[k] = frozenset(dropped)
-                self.items += [(s.kernel, k, True, s.allocated, s.freed, chain.fetched) for s in chain.steps]
+                self.items += [(s.kernel, k, True, s.allocated, s.freed, remat.fetched) for s in remat.steps]
             self.at.append((first, len(self.items)))
             dropped = {t: d for t, d in dropped.items() if schedule.returns.get(d) != k}
             dropped |= {d.tensor: d for d in self.opens.get(k, ()) if isinstance(d, Recompute)}
@@ -140,7 +140,7 @@ class _Walk:
             mine = [t for t in kernel.accesses if not program.tensors[t].persistent]
             born = sum(self.size[t] for t in mine if uses[t][0] == k)
             dies = sum(self.size[t] for t in mine if uses[t][-1] == k)
-            waits = frozenset(kernel.accesses) - (chain.recovered if chain else frozenset())
+            waits = frozenset(kernel.accesses) - (remat.recovered if remat else frozenset())
             self.items.append((k, k, False, born, dies, waits))
         self.position = self.clock = 0  # kernels and items that are over
         self.leaving: deque[_Leaving] = deque()
@@ -211,8 +211,8 @@ class _Walk:
 
     def _first_wait(self, d: Swap, k: int) -> int:
         """The first item of kernel k that needs the tensor."""
-        chain = self.schedule.chains.get(k)
-        return self.at[k][0] if chain and d.tensor in chain.fetched else self.at[k][1]
+        remat = self.schedule.remats.get(k)
+        return self.at[k][0] if remat and d.tensor in remat.fetched else self.at[k][1]
 
     # ------------------------------------------------------------------------------------------ moves
 
@@ -245,7 +245,7 @@ class _Walk:
         free = sum(self.size[x] for x in gone)
         if self.used - free + self.size[t] + charge > self.limit:
             return False
-        load = self.planned.take(range(self.position, self.needed[t]), mode="wrap")
+        load = self.residency.take(range(self.position, self.needed[t]), mode="wrap")
         for x, k in self.early.items():
             load[: k - self.position] += self.size[x]
         return bool((load + self.size[t] <= self.limit).all())
@@ -260,7 +260,7 @@ class _Walk:
         used = peak = self.used
         items = []
         end = self.position + self.n
-        for w, k, again, allocated, freed, waits in self.items:
+        for w, k, rerun, allocated, freed, waits in self.items:
             before: list[Move] = []
             after: list[Move] = []
             charged = allocated + self.program.kernels[w].workspace
@@ -283,10 +283,10 @@ class _Walk:
                 raise AssertionError(f"kernel {w}: the planned residency promised that it would fit")
             peak = max(peak, self.used + charged)
             self.used += allocated - freed
-            if not again:
+            if not rerun:
                 self._over(k, after)
             self.clock += 1
-            items.append(Item(w, k, again, tuple(before), charged, charged - allocated + freed, tuple(after)))
+            items.append(Item(w, k, rerun, tuple(before), charged, charged - allocated + freed, tuple(after)))
         if self.barrier:
             while self.leaving:
                 self._reclaim(after)

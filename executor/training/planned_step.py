@@ -147,14 +147,14 @@ class PlannedStep:
     def _compile(self) -> list[tuple[Any, ...]]:
         """The work of a step; see the module."""
         order, calls, program = self.order, self.calls, self.program
-        again = {item.kernel for item in order.items if item.again and calls.random(item.kernel)}
+        rerun = {item.kernel for item in order.items if item.rerun and calls.random(item.kernel)}
         self._random = _Random(_generators(self.captured, self.device))
         work: list[tuple[Any, ...]] = []
         grad_mode = False
         for k, group in groupby(order.items, key=lambda item: item.before_kernel):
             items = list(group)
-            chain = order.schedule.chains.get(k)
-            lists = calls.chain(k, chain, order.dropped[k]) if chain else []
+            remat = order.schedule.remats.get(k)
+            lists = calls.rematerialise(k, remat, order.dropped[k]) if remat else []
             lists.append((calls.kernels[k], calls.clears[k]))
             for item, (run, clear) in zip(items, lists, strict=True):
                 before, after = self._actions(item.before), self._actions(item.after)
@@ -162,13 +162,13 @@ class PlannedStep:
                 if forward is not grad_mode:
                     grad_mode = forward
                     before.append((torch._C._set_grad_enabled, forward))
-                if item.kernel in again:
-                    before.append((self._random.replay if item.again else self._random.save, item.kernel))
-                    if item.again:
+                if item.kernel in rerun:
+                    before.append((self._random.replay if item.rerun else self._random.save, item.kernel))
+                    if item.rerun:
                         after.insert(0, (self._random.restore, _NOW))
                 work.append((tuple(before), item.charged, tuple(run), clear, item.freed, tuple(after)))
         first_write = (i for i, item in enumerate(order.items) if program.kernels[item.kernel].phase == "optimizer"
-                       and not item.again and any(program.tensors[t].persistent
+                       and not item.rerun and any(program.tensors[t].persistent
                                                   for t in program.kernels[item.kernel].outputs))  # fmt: skip
         self._commit = next(first_write, len(work))
         return work
@@ -189,7 +189,7 @@ class PlannedStep:
         """Where the content of what a step overwrites is kept: copies, by device and type, and their bindings."""
         early, late = set(), set()
         for i, item in enumerate(self.order.items):
-            if not item.again:
+            if not item.rerun:
                 (early if i < self._commit else late).update(self.program.kernels[item.kernel].outputs)
         self._everything = everything
         self._written_inputs = self._inputs & early

@@ -65,10 +65,10 @@ class Model:
                 self.host_copy.add(d.tensor)
                 self.away[d.tensor] = self.leave(d, d.after - n)
                 self.away[d.tensor].sync, self.away[d.tensor].out = False, True
-        self.planned = np.array(program.loads) + np.cumsum(change[:n])  # planned residency per kernel
-        self.booked = self.planned.copy()  # with what comes back early, for the n kernels ahead
-        if self.planned.max() > limit:
-            raise MemoryError(f"the plan needs {self.planned.max():,} bytes, over the limit of {limit:,}")
+        self.residency = np.array(program.live_bytes) + np.cumsum(change[:n])  # planned residency per kernel
+        self.booked = self.residency.copy()  # with what comes back early, for the n kernels ahead
+        if self.residency.max() > limit:
+            raise MemoryError(f"the plan needs {self.residency.max():,} bytes, over the limit of {limit:,}")
         self.position = 0  # the kernel that runs, or else the next one
         self.kernel_runs = False
         self.queue: deque[Away] = deque()
@@ -150,7 +150,7 @@ class Model:
                     else:
                         self.queue.append(gone)
                 self.position += 1
-                self.booked[k] = self.planned[k]
+                self.booked[k] = self.residency[k]
                 self.completed()
             for t in [t for t in self.host_copy if not self.program.tensors[t].persistent]:
                 self.host_copy.discard(t)  # it died; the next iteration writes another

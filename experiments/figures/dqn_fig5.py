@@ -83,7 +83,7 @@ def tasks(settings: DictConfig) -> list[Row]:
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise cli.UsageError(f"figure.seeds: expected integers of at least 0, got {value!r}")
     shared: Row = {"limits": sorted(limits, reverse=True), "min_bytes": cli.integer(settings, "min_bytes", least=1)}
-    for key in ("carry", "agent"):
+    for key in ("transfer", "agent"):
         shared[key] = cli.plain(settings[key])
     _agent(0, shared)  # a wrong key is an error before anything is computed
     changes, kernels = cli.plain(settings.changes), cli.integer(settings, "floor_kernels")
@@ -98,10 +98,10 @@ def tasks(settings: DictConfig) -> list[Row]:
 def _agent(seed: int, task: Row) -> Any:
     """The agent of a task; raises UsageError where a setting is wrong."""
     from agents.learned.dqn_config import DQNConfig
-    from agents.learned.transfer import Agent, Carry  # PyTorch takes seconds to import
+    from agents.learned.transfer import Agent, TransferConfig  # PyTorch takes seconds to import
 
     config = cli.dataclass_of(DQNConfig, OmegaConf.create({**task["agent"], "min_bytes": task["min_bytes"]}), "agent")
-    return Agent(config, cli.dataclass_of(Carry, OmegaConf.create(task["carry"]), "carry"), seed)
+    return Agent(config, cli.dataclass_of(TransferConfig, OmegaConf.create(task["transfer"]), "transfer"), seed)
 
 
 def run(task: Row, machine: Machine) -> Row:

@@ -97,7 +97,7 @@ def floor(method: str, program: Program) -> int:
         for span in spans(gap.after, gap.before, n):
             change[span.start] -= program.tensors[gap.tensor].nbytes
             change[span.stop] += program.tensors[gap.tensor].nbytes
-    return int((np.array(program.loads) + np.cumsum(change)[:n]).max())
+    return int((np.array(program.live_bytes) + np.cumsum(change)[:n]).max())
 
 
 def most(method: str, at: Callable[[int], Program], machine: Machine, first: int, limit: int) -> tuple[int, Row]:

@@ -64,7 +64,7 @@ def run(task: Row, machine: Machine) -> Row:
     limits = [(share, int(program.peak_bytes * (1 - share))) for share in task["leave"]]
     if network == EXAMPLE[0]:
         limits.append((None, our_limit(program, *EXAMPLE)))
-    high = next(k for k, load in enumerate(program.loads) if load >= 0.95 * program.peak_bytes)
+    high = next(k for k, load in enumerate(program.live_bytes) if load >= 0.95 * program.peak_bytes)
     return {
         "load": program.peak_bytes,
         "ideal_ns": program.ideal_ns,

@@ -81,7 +81,7 @@ def captured(batch_size: int, machine: Machine) -> Row:
     """The program that PyTorch runs: bytes at every kernel, and what is in memory at its peak, by who wrote it."""
     program = figures.program("alexnet", machine, batch_size=batch_size)
     kept = sum(t.nbytes for t in program.tensors if t.persistent)
-    most = max(range(len(program.kernels)), key=lambda k: program.loads[k])
+    most = max(range(len(program.kernels)), key=lambda k: program.live_bytes[k])
     at_peak: dict[str, list[int]] = {}
     for t, tensor in enumerate(program.tensors):
         uses = program.accesses[t]
@@ -92,7 +92,7 @@ def captured(batch_size: int, machine: Machine) -> Row:
     plans = {name: layerwise.plan(program, **how) for name, how in PLANS.items()}
     peaks = {name: simulate(program, p, FREE, FREE.memory_bytes).peak_bytes - kept for name, p in plans.items()}
     return {
-        "steps": [[k.name, k.phase, n - kept, 0] for k, n in zip(program.kernels, program.loads, strict=True)],
+        "steps": [[k.name, k.phase, n - kept, 0] for k, n in zip(program.kernels, program.live_bytes, strict=True)],
         "peak": program.peak_bytes - kept,
         "peaks": peaks,
         "kept": kept,

@@ -57,12 +57,12 @@ def run(task: Row, machine: Machine) -> Row:
         if anonymous(whole) != anonymous(program):
             raise AssertionError(f"n3 = {n3}: the program captured is not the one of a block repeated")
         program = whole
-        if METHODS[method].planner and frameworks.planned(method, whole, machine) is None:
+        if METHODS[method].planner and frameworks.residency(method, whole, machine) is None:
             raise AssertionError(f"{method}: n3 = {n3} fits as repeated, and not as captured")
     sums = [m for m in feature_maps(program) if program.kernels[m.layer].kind in JOINS]
     return {
         "n3": n3, "depth": depth(n3), "kernels": len(program.kernels), "memory": machine.memory_bytes,
-        "at_end": program.loads[-1], "sums": sum(program.tensors[m.tensor].nbytes for m in sums), **found,
+        "at_end": program.live_bytes[-1], "sums": sum(program.tensors[m.tensor].nbytes for m in sums), **found,
     }  # fmt: skip
 
 

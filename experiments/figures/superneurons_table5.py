@@ -87,14 +87,14 @@ def run(task: Row, machine: Machine) -> Row:
 def joins(program: Program) -> float:
     """What sums, concatenations and other kernels of elements write in the forward pass, as a part of what lies in
     memory at the peak."""
-    k = max(range(len(program.kernels)), key=program.loads.__getitem__)
+    k = max(range(len(program.kernels)), key=program.live_bytes.__getitem__)
     live = [
         program.tensors[t].nbytes
         for t, uses in enumerate(program.accesses)
         if not program.tensors[t].persistent and uses and uses[0] <= k <= uses[-1]
         if program.kernels[uses[0]].phase == "forward" and program.kernels[uses[0]].kind in JOINS
     ]
-    return sum(live) / program.loads[k]
+    return sum(live) / program.live_bytes[k]
 
 
 # ------------------------------------------------------------------------------------------ for people
@@ -104,7 +104,7 @@ def _searched(rows: list[Row]) -> list[Row]:
     return [row for row in rows if "found" in row]
 
 
-def _planned(rows: list[Row], network: str) -> Row:
+def _residency(rows: list[Row], network: str) -> Row:
     return next(row for row in rows if "planner" in row and row["network"] == network)
 
 
@@ -116,7 +116,7 @@ def table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
              *(METHODS[m].label for m in methods), f"{planner} at SuperNeurons' batch in the paper"]  # fmt: skip
     cells = []
     for row in _searched(rows):
-        there = _planned(rows, row["network"])["overhead"]
+        there = _residency(rows, row["network"])["overhead"]
         cells.append([
             figures.label(row["network"]),
             *("N/A" if batch is None else f"{batch:,}" for batch in PAPER[row["network"]].values()),
@@ -139,7 +139,7 @@ def notes(rows: list[Row]) -> list[str]:
         f"Programs of other batch sizes lie on a line through captures at {BATCHES[0]} and {BATCHES[1]}; at the "
         "largest batch of SuperNeurons each network was captured again, and is the same.",
         *hosts(_searched(rows)),
-        *(why(row, _planned(rows, row["network"])) for row in _searched(rows)),
+        *(why(row, _residency(rows, row["network"])) for row in _searched(rows)),
     ]
 
 

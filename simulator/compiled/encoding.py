@@ -18,16 +18,16 @@ KIND, TENSOR, AFTER, BEFORE, EXTRA = range(5)  # EXTRA: prefetch or -1; keep 0 o
 SWAP, RECOMPUTE, SYNC_SWAP = 0, 1, 2
 
 # Rows of Engine._kernels and Engine._tensors.
-DURATION, WORKSPACE, BORN, DIES, LOAD = range(5)
+DURATION, WORKSPACE, BORN, DIES, LIVE = range(5)
 SIZE, PERSISTENT, FIRST, LAST, D2H, H2D = range(6)
 
 # Columns of what ``resolve`` returns.
-RETURNS, BY_CHAIN, AWAY_AT_START = range(3)
+RETURNS, BY_REMAT, AWAY_AT_START = range(3)
 STEP_AT, GONE = range(2)
 STEP_KERNEL, ALLOCATED, FREED = range(3)
 
 # Columns of the log of a run: start, end, one of these, index or bytes. The first four are spans.
-LOG_KERNEL, LOG_AGAIN, LOG_OUT, LOG_IN, LOG_STALL, LOG_BOUNDARY, LOG_MEMORY = range(7)
+LOG_KERNEL, LOG_RECOMPUTE, LOG_OUT, LOG_IN, LOG_STALL, LOG_BOUNDARY, LOG_MEMORY = range(7)
 _SPANS = (("compute", "kernel"), ("compute", "recompute"), ("d2h", "swap_out"), ("h2d", "swap_in"))
 
 

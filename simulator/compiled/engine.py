@@ -24,7 +24,7 @@ from simulator.timeline import Timeline
 
 # isort: off
 from simulator.compiled.encoding import (
-    DURATION, KIND, LOAD, NEVER, RECOMPUTE, SWAP, SYNC_SWAP, TENSOR, WORKSPACE, Ints, decisions_of, ragged, read_log,
+    DURATION, KIND, LIVE, NEVER, RECOMPUTE, SWAP, SYNC_SWAP, TENSOR, WORKSPACE, Ints, decisions_of, ragged, read_log,
     rows_of,
 )  # fmt: skip
 # isort: on
@@ -68,7 +68,7 @@ class Engine:
         dies = np.bincount(last[persistent == 0] + 1, size[persistent == 0], n + 1)[1:].astype(np.int64)
         workspace = [k.workspace for k in kernels]
         duration = [k.duration_ns for k in kernels]
-        self._own = self._kernels = np.array([duration, workspace, born, dies, program.loads], np.int64)
+        self._own = self._kernels = np.array([duration, workspace, born, dies, program.live_bytes], np.int64)
         self._tensors = np.array([
             size, persistent, first, last, [machine.d2h_ns(t.nbytes) for t in tensors],
             [machine.h2d_ns(t.nbytes) for t in tensors]], np.int64)  # fmt: skip
@@ -76,9 +76,9 @@ class Engine:
             [dict.fromkeys(k.inputs) for k in kernels], [dict.fromkeys(k.outputs) for k in kernels], program.writes
         )
         self._base = sum(t.nbytes for t in tensors if t.persistent)
-        self._planned = np.empty((2, n), np.int64)
+        self._residency = np.empty((2, n), np.int64)
         self._no_log = np.empty((0, 4), np.int64)
-        self._no_chains = (np.empty((0, 3), np.int64), np.empty((0, 2), np.int64), np.empty((0, 3), np.int64))
+        self._no_remats = (np.empty((0, 3), np.int64), np.empty((0, 2), np.int64), np.empty((0, 3), np.int64))
 
     def with_variants(self, variants: Sequence[tuple[int, int]]) -> Engine:
         """This engine for the program as it runs under a plan's ``variants``; its calls are counted anew.
@@ -90,9 +90,9 @@ class Engine:
         """
         out = copy.copy(self)
         out.variants, out.calls = tuple(variants), 0
-        out._kernels, out._planned = self._own.copy(), np.empty_like(self._planned)
+        out._kernels, out._residency = self._own.copy(), np.empty_like(self._residency)
         for k, (duration, workspace) in self.program.chosen(variants).items():
-            out._kernels[LOAD, k] += workspace - out._kernels[WORKSPACE, k]
+            out._kernels[LIVE, k] += workspace - out._kernels[WORKSPACE, k]
             out._kernels[[DURATION, WORKSPACE], k] = duration, workspace
         return out
 
@@ -105,24 +105,24 @@ class Engine:
         out = self._simulate(rows, limit_until, 1, self._no_log)
         return Score(out[0] == 0, out[1], out[2], out[3])
 
-    def planned(self, rows: Ints) -> Ints:
+    def residency(self, rows: Ints) -> Ints:
         """Planned residency per kernel (reference.py), int64 (kernels,), in a new array."""
-        if not len(self._chains(rows)[0]):
-            plan_swaps(self._kernels, self._tensors, rows, self._planned)
-        return np.array(self._planned[0])
+        if not len(self._remats(rows)[0]):
+            plan_swaps(self._kernels, self._tensors, rows, self._residency)
+        return np.array(self._residency[0])
 
-    def _chains(self, rows: Ints) -> tuple[Ints, ...]:
+    def _remats(self, rows: Ints) -> tuple[Ints, ...]:
         """What ``resolve`` returns, or empty arrays for a plan without recomputation."""
         if not recomputes(rows):
-            return self._no_chains
-        return resolve(self._kernels, self._tensors, self._graph, rows, self._planned[0])  # type: ignore[no-any-return]
+            return self._no_remats
+        return resolve(self._kernels, self._tensors, self._graph, rows, self._residency[0])  # type: ignore[no-any-return]
 
     def _simulate(self, rows: Ints, limit_until: int | None, iterations: int, log: Ints) -> tuple[int, ...]:
         self.calls += 1
         n = len(self.program.kernels)
         return run(  # type: ignore[no-any-return, call-arg]
-            self._kernels, self._tensors, self._graph, rows, *self._chains(rows), self._planned, self._base, self.limit,
-            n if limit_until is None else limit_until, iterations, max(self.iterations, MAX_ITERATIONS),
+            self._kernels, self._tensors, self._graph, rows, *self._remats(rows), self._residency, self._base,
+            self.limit, n if limit_until is None else limit_until, iterations, max(self.iterations, MAX_ITERATIONS),
             self.machine.copy_engines, self.machine.host_bytes, log,
         )  # fmt: skip
 
@@ -147,7 +147,7 @@ class Engine:
             log = np.empty((room, 4), np.int64)
             status, _, required, _, n_log, detail, used = self._simulate(rows, limit_until, self.iterations, log)
         if status == 1:
-            raise OutOfMemory(detail, int(self._planned[0, detail]) - used, used, self.limit)
+            raise OutOfMemory(detail, int(self._residency[0, detail]) - used, used, self.limit)
         if status == 2:
             raise PlanError(
                 f"the plan swaps {detail:,} bytes; {self.machine.name} has {self.machine.host_bytes:,} on the host"

@@ -19,20 +19,20 @@ from numba import njit
 
 # isort: off
 from simulator.compiled.encoding import (
-    AFTER, ALLOCATED, AWAY_AT_START, BEFORE, BORN, BY_CHAIN, D2H, DIES, DURATION, EXTRA, FREED, GONE, H2D, KIND, LOAD,
-    LOG_AGAIN, LOG_BOUNDARY, LOG_IN, LOG_KERNEL, LOG_MEMORY, LOG_OUT, LOG_STALL, NEVER, PERSISTENT, RECOMPUTE,
+    AFTER, ALLOCATED, AWAY_AT_START, BEFORE, BORN, BY_REMAT, D2H, DIES, DURATION, EXTRA, FREED, GONE, H2D, KIND, LIVE,
+    LOG_RECOMPUTE, LOG_BOUNDARY, LOG_IN, LOG_KERNEL, LOG_MEMORY, LOG_OUT, LOG_STALL, NEVER, PERSISTENT, RECOMPUTE,
     RETURNS, SIZE, STEP_AT, STEP_KERNEL, SYNC_SWAP, TENSOR, WORKSPACE,
 )  # fmt: skip
 # isort: on
 
-_SYNC, _BUSY, _CHAIN = 2**41, 2**40, 2**20  # parts of `gate` in run
+_SYNC, _BUSY, _REMAT = 2**41, 2**40, 2**20  # parts of `gate` in run
 
 
 @njit(cache=True)
-def plan_swaps(kernels, tensors, rows, planned):  # type: ignore[no-untyped-def]
+def plan_swaps(kernels, tensors, rows, residency):  # type: ignore[no-untyped-def]
     """Planned residency of a plan without recomputation: the load less what is away."""
     n = kernels.shape[1]
-    need, change = planned[0], planned[1]
+    need, change = residency[0], residency[1]
     change[:] = 0
     for r in range(rows.shape[0]):
         size, after, before = tensors[SIZE, rows[r, TENSOR]], rows[r, AFTER], rows[r, BEFORE]
@@ -42,7 +42,7 @@ def plan_swaps(kernels, tensors, rows, planned):  # type: ignore[no-untyped-def]
             change[after + 1] -= size
         change[before] += size
     away = 0
-    load = kernels[LOAD]
+    load = kernels[LIVE]
     for k in range(n):
         away += change[k]
         need[k] = load[k] + away
@@ -77,7 +77,7 @@ def _period(states, i):  # type: ignore[no-untyped-def]
 
 @njit(cache=True)
 def run(  # type: ignore[no-untyped-def]
-    kernels, tensors, graph, rows, by_row, by_kernel, steps, planned, base, limit, until, iterations, most,
+    kernels, tensors, graph, rows, by_row, by_kernel, steps, residency, base, limit, until, iterations, most,
     copy_engines, host_bytes, log,
 ):  # fmt: skip
     """Returns (status, iteration_ns, required, peak, entries of the log, detail, used).
@@ -92,18 +92,18 @@ def run(  # type: ignore[no-untyped-def]
     record = log.shape[0] > 0
     recomputes = by_row.shape[0] > 0
     if not recomputes:
-        plan_swaps(kernels, tensors, rows, planned)
-    need = enforced = planned[0]
+        plan_swaps(kernels, tensors, rows, residency)
+    need = enforced = residency[0]
     required = 0
     for k in range(n):
         required = max(required, need[k])
     if required > limit:
         for k in range(min(until, n)):
             if need[k] > limit:
-                there = kernels[LOAD, k] - by_kernel[GONE, k] if recomputes else need[k]
+                there = kernels[LIVE, k] - by_kernel[GONE, k] if recomputes else need[k]
                 return 1, NEVER, required, 0, 0, k, there - workspace[k] - born[k]
     if until < n:
-        enforced = planned[1]  # far below 0 where the limit does not count
+        enforced = residency[1]  # far below 0 where the limit does not count
         enforced[:until], enforced[until:] = need[:until], -NEVER
 
     copied = np.full(tensors.shape[1], -NEVER, np.int64)  # per tensor: position of its newest host copy
@@ -116,7 +116,7 @@ def run(  # type: ignore[no-untyped-def]
     queue = np.empty(2 * m + 1, np.int64)  # what is left from the iteration before, and each row once
     q_head = q_tail = 0
     n_waiting = n_pinned = 0  # on the host, the next to come back last; on the host, not to come back yet
-    # Per kernel: how many of the tensors it needs are away, plus _CHAIN for each that its chain needs, plus _BUSY
+    # Per kernel: how many of the tensors it needs are away, plus _REMAT for each that its chain needs, plus _BUSY
     # if anything else happens at its start or end, plus _SYNC for each swap-out that it waits for as the next one.
     # Kernels with 0 are plain.
     gate = np.zeros(n, np.int64)
@@ -142,7 +142,7 @@ def run(  # type: ignore[no-untyped-def]
         out_ns[r], in_ns[r] = tensors[D2H, t], tensors[H2D, t]
         n_segments += not starts[back]
         starts[back] = True
-        weight[r] = 1 + _CHAIN * by_row[r, BY_CHAIN] if recomputes else 1
+        weight[r] = 1 + _REMAT * by_row[r, BY_REMAT] if recomputes else 1
         hold[r] = 1
         pin = rows[r, EXTRA]
         if pin >= 0:
@@ -175,7 +175,7 @@ def run(  # type: ignore[no-untyped-def]
     worst[:n_segments], worst[n_segments:] = high, high
 
     now, position, k, iteration, begin = 0, 0, 0, 0, 0
-    s, again, out_row, back_row = 0, False, 0, 0
+    s, rerun, out_row, back_row = 0, False, 0, 0
     end = out_end = back_end = NEVER  # of what is under way
     blocked = -1  # the head of `waiting` cannot come back before the kernel at this position has ended
     for r in range(m):
@@ -239,7 +239,7 @@ def run(  # type: ignore[no-untyped-def]
             if n_waiting and back_end == NEVER and (copy_engines == 2 or out_end == NEVER):
                 r = waiting[n_waiting - 1]
                 head_bytes = nbytes[r]
-                start = position + (end != NEVER and not again)
+                start = position + (end != NEVER and not rerun)
                 if start > blocked and used + head_bytes <= limit_here:
                     blocked = -1
                     fits = limit - head_bytes
@@ -304,16 +304,16 @@ def run(  # type: ignore[no-untyped-def]
                             fresh = True
                             continue
                 # A kernel starts.
-                again = recomputes and s < by_kernel[STEP_AT, k + 1]
-                which = steps[s, STEP_KERNEL] if again else k
-                change = workspace[which] + (steps[s, ALLOCATED] if again else born[k])
+                rerun = recomputes and s < by_kernel[STEP_AT, k + 1]
+                which = steps[s, STEP_KERNEL] if rerun else k
+                change = workspace[which] + (steps[s, ALLOCATED] if rerun else born[k])
                 missing = gate[k] & (_BUSY - 1)  # what is away
-                if gate[k] < _SYNC and (missing < _CHAIN if again else missing == 0) and used + change <= limit_here:
+                if gate[k] < _SYNC and (missing < _REMAT if rerun else missing == 0) and used + change <= limit_here:
                     used += change
                     peak = max(peak, used)
                     end = now + duration[which]
                     if record:
-                        n_log = _log(log, n_log, now, end, LOG_AGAIN if again else LOG_KERNEL, which)
+                        n_log = _log(log, n_log, now, end, LOG_RECOMPUTE if rerun else LOG_KERNEL, which)
                         n_log = _log_memory(log, n_log, now, used, change)
             # On to the next completion.
             then = min(end, min(out_end, back_end))
@@ -321,7 +321,7 @@ def run(  # type: ignore[no-untyped-def]
                 raise AssertionError("nothing is under way: the planned residency promised that this cannot be")
             if record and end == NEVER and then > now:
                 missing = gate[k] & (_BUSY - 1)
-                waits = missing >= _CHAIN if again else missing > 0
+                waits = missing >= _REMAT if rerun else missing > 0
                 n_log = _log(log, n_log, now, then, LOG_STALL, waits and back_end != NEVER)
             now = then
             # Copies complete.
@@ -341,11 +341,11 @@ def run(  # type: ignore[no-untyped-def]
             # The kernel completes.
             if end == now:
                 end = NEVER
-                change = workspace[steps[s, STEP_KERNEL]] + steps[s, FREED] if again else workspace[k] + dies[k]
+                change = workspace[steps[s, STEP_KERNEL]] + steps[s, FREED] if rerun else workspace[k] + dies[k]
                 used -= change
                 if record:
                     n_log = _log_memory(log, n_log, now, used, change)
-                if again:
+                if rerun:
                     s += 1
                 else:
                     r = follows[m + k]

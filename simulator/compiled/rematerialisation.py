@@ -11,7 +11,7 @@ from numba import njit
 
 # isort: off
 from simulator.compiled.encoding import (
-    AFTER, ALLOCATED, AWAY_AT_START, BEFORE, BORN, BY_CHAIN, EXTRA, FIRST, FREED, GONE, KIND, LAST, LOAD, PERSISTENT,
+    AFTER, ALLOCATED, AWAY_AT_START, BEFORE, BORN, BY_REMAT, EXTRA, FIRST, FREED, GONE, KIND, LAST, LIVE, PERSISTENT,
     RECOMPUTE, RETURNS, SIZE, STEP_AT, STEP_KERNEL, TENSOR, WORKSPACE,
 )  # fmt: skip
 # isort: on
@@ -44,7 +44,7 @@ def _walk(kernels, tensors, graph, rows, need, away_at_start):  # type: ignore[n
     """reference._walk; see ``resolve``. Only the kernels at which a gap ends or opens are visited one by one."""
     n, m, n_tensors = kernels.shape[1], rows.shape[0], tensors.shape[1]
     read_at, result_at, write_at = graph, graph[n + 1 :], graph[2 * n + 2 :]
-    size, load = tensors[SIZE], kernels[LOAD]
+    size, load = tensors[SIZE], kernels[LIVE]
     by_row, by_kernel = np.zeros((m, 3), np.int64), np.empty((2, n + 1), np.int64)
     step_at, gone_at = by_kernel[STEP_AT], by_kernel[GONE]
     away = np.full(n_tensors, -1, np.int64)  # the row that has the tensor away
@@ -123,7 +123,7 @@ def _walk(kernels, tensors, graph, rows, need, away_at_start):  # type: ignore[n
                     if not _present(x, w, k, tensors, graph, write_at, away, rows):
                         last[x] = w
                     elif away[x] >= 0:  # on the host: it comes back for the chain
-                        by_row[away[x], RETURNS], by_row[away[x], BY_CHAIN] = k, 1
+                        by_row[away[x], RETURNS], by_row[away[x], BY_REMAT] = k, 1
                         away[x] = -1
                         gone -= size[x]
         r = ends[k]

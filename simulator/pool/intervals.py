@@ -279,7 +279,7 @@ class _Walk:
             new = [(t, False) for t in kernel.outputs if not self.program.tensors[t].persistent]
         else:
             if not self.last:
-                self._open_chain()
+                self._open_remat()
             new = [(t, True) for t in kernel.outputs]
         if kernel is not None:
             new.append((-1 - span.index, False))
@@ -306,17 +306,17 @@ class _Walk:
                 self._free((d.tensor, False))
         self.position += 1
 
-    def _open_chain(self) -> None:
+    def _open_remat(self) -> None:
         """Rule 7: what the chain of the next kernel holds of its own, for how long, and what stays."""
         k = self.position % len(self.program.kernels)
-        again = set(self.steps[self.position])
+        rerun = set(self.steps[self.position])
         writes = self.program.writes
-        for w in sorted(again):
+        for w in sorted(rerun):
             own = [x for x in self.program.kernels[w].inputs if not present(self.program, x, w, k, self.dropped.keys())]
             self.last |= dict.fromkeys([*self.program.kernels[w].outputs, *own], w)
         self.stay = self.dropped.keys() & self.program.kernels[k].accesses
         if any(self.dropped[t].keep for t in self.stay):
-            self.stay |= {t for t in self.dropped if again.issuperset(u for u in writes[t] if u < k)}
+            self.stay |= {t for t in self.dropped if rerun.issuperset(u for u in writes[t] if u < k)}
 
     def _end_step(self, w: int) -> None:
         self._free((-1 - w, False))

@@ -105,7 +105,7 @@ def test_candidates_residency_is_the_load_less_the_open_gaps() -> None:
     candidates = Candidates(program, [Gap(0, 1, 4), Gap(0, 4, 1)])
     assert candidates.residency(candidates.nbytes == 5).tolist() == [0, 5, 0, 0, 5, 0]
     assert candidates.least == 5
-    load = candidates.loads.copy()
+    load = candidates.live_bytes.copy()
     candidates.empty(load, 1)
     assert load.tolist() == [0, 5, 5, 5, 5, 0]
     assert spans(4, 1, 6) == (slice(5, 6), slice(0, 1))

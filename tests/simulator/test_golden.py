@@ -81,7 +81,7 @@ def fits(program: Program, decision: Recompute) -> bool:
 
 def tight(program: Program, decisions: list, machine: Machine) -> tuple[Program, Plan, Machine, int]:
     plan = Plan(tuple(decisions), program.fingerprint)
-    return program, plan, machine, max(reference.resolve(program, plan.decisions).planned)
+    return program, plan, machine, max(reference.resolve(program, plan.decisions).residency)
 
 
 CASES: dict[str, Callable[[], tuple[Program, Plan, Machine, int]]] = {

@@ -208,7 +208,7 @@ def test_each_decision_that_fits_alone_fits_beside_the_others(data):
         Recompute(*gap, data.draw(st.booleans())) for gap in program.gaps() if cannot_recompute(program, *gap) is None
     ]
     Plan(tuple(drops)).check(program)
-    chains = reference.resolve(program, tuple(drops)).chains.values()
+    chains = reference.resolve(program, tuple(drops)).remats.values()
     assert all(program.kernels[step.kernel].recomputable for chain in chains for step in chain.steps)
 
 

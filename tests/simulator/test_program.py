@@ -207,7 +207,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
 
 
 def test_loads_and_times():
-    assert PROGRAM.loads == (50, 90, 130, 170, 180, 150, 110, 60)
+    assert PROGRAM.live_bytes == (50, 90, 130, 170, 180, 150, 110, 60)
     assert PROGRAM.peak_bytes == 180 and PROGRAM.ideal_ns == 120
     assert PROGRAM.start_ns == (0, 10, 20, 30, 40, 60, 80, 100, 120)
 
@@ -215,7 +215,7 @@ def test_loads_and_times():
 def test_a_workspace_and_an_unused_tensor():
     kernels = (Kernel("k", "other", "forward", (), (0,), 1, workspace=7), Kernel("k", "other", "forward", (), (), 1))
     unused = (Tensor("x", 10), Tensor("never", 99), Tensor("kept", 100, "buffer", True))
-    assert Program("p", unused, kernels).loads == (117, 100)
+    assert Program("p", unused, kernels).live_bytes == (117, 100)
 
 
 def test_gaps():
@@ -249,7 +249,7 @@ def test_operations_balance(program):
     used = sum(t.nbytes for t in program.tensors if t.persistent)
     for k, kernel in enumerate(program.kernels):
         used += sum(size[o.tensor] for o in lines if o.kernel == k and o.kind == "malloc")
-        assert used + kernel.workspace == program.loads[k]
+        assert used + kernel.workspace == program.live_bytes[k]
         used -= sum(size[o.tensor] for o in lines if o.kernel == k and o.kind == "free")
     assert used == sum(t.nbytes for t in program.tensors if t.persistent)
 

@@ -97,7 +97,7 @@ def test_compute_waits_for_a_swap_out(simulate):
     # 30 ns until a1 has left, 20 until it is back; 80 ns of copies, 30 of them while compute runs.
     assert timeline.breakdown == Breakdown(120, 0, 30, 20, 30)
     # Planned: k3 = w a2 a3 a4, k4 = the same and g4, …; the largest decides.
-    assert reference.resolve(PROGRAM, SWAP_PLAN.decisions).planned == [50, 90, 90, 130, 140, 110, 110, 60]
+    assert reference.resolve(PROGRAM, SWAP_PLAN.decisions).residency == [50, 90, 90, 130, 140, 110, 110, 60]
     assert (timeline.required_bytes, timeline.peak_bytes) == (140, 150)
 
 

@@ -19,7 +19,7 @@ from tests.tiny import LIMIT, MACHINE, PROGRAM, SWAP_PLAN
 def test_dictionary_and_back(data):
     program = data.draw(programs())
     plan = data.draw(plans(program))
-    limit = max(reference.resolve(program, plan.decisions).planned)
+    limit = max(reference.resolve(program, plan.decisions).residency)
     timeline = simulate(program, plan, data.draw(machines()), limit)
     assert Timeline.from_dict(json.loads(json.dumps(timeline.to_dict()))) == timeline
 

@@ -52,7 +52,7 @@ def test_nothing_to_find_in_a_simulated_timeline(data):
     program = data.draw(programs() | networks())
     plan = data.draw(plans(program))
     machine = data.draw(machines())
-    limit = max(reference.resolve(program, plan.decisions).planned) + data.draw(st.integers(0, 60))
+    limit = max(reference.resolve(program, plan.decisions).residency) + data.draw(st.integers(0, 60))
     iterations = data.draw(st.integers(1, 3))
     timeline = simulate(program, plan, machine, limit, iterations)
     assert violations(timeline, program, plan, machine, limit) == []
@@ -66,7 +66,7 @@ def test_no_span_can_be_moved_or_left_out_unnoticed(data):
     program = data.draw(programs() | networks())
     plan = data.draw(plans(program))
     machine = data.draw(machines())
-    limit = max(reference.resolve(program, plan.decisions).planned) + data.draw(st.integers(0, 60))
+    limit = max(reference.resolve(program, plan.decisions).residency) + data.draw(st.integers(0, 60))
     timeline = simulate(program, plan, machine, limit)
     i = data.draw(st.integers(0, len(timeline.spans) - 1))
     shift = data.draw(st.integers(-5, 5))

@@ -86,7 +86,7 @@ def test_an_engine_of_variants() -> None:
     assert fast.timeline(plan) == engine.timeline(plan) == reference.simulate(PROGRAM, plan, MACHINE, 200)
     assert (fast.calls, engine.calls) == (2, 3)
     # Planned residency: f1 holds w and a1; b2 f1's workspace while it runs again.
-    assert fast.planned(rows).tolist() == [70, *engine.planned(rows)[1:6].tolist(), 120, engine.planned(rows)[7]]
+    assert fast.residency(rows).tolist() == [70, *engine.residency(rows)[1:6].tolist(), 120, engine.residency(rows)[7]]
 
 
 # ------------------------------------------------------------------------------------------ at random
@@ -98,7 +98,7 @@ def test_a_plan_is_simulated_as_the_program_that_it_runs(data: st.DataObject) ->
     program, variants = data.draw(with_algorithms(data.draw(programs())))
     plan, machine = replace(data.draw(plans(program)), variants=variants), data.draw(machines())
     runs = program.with_variants(variants)
-    limit = max(reference.resolve(runs, plan.decisions).planned) + data.draw(st.integers(0, 60))
+    limit = max(reference.resolve(runs, plan.decisions).residency) + data.draw(st.integers(0, 60))
     timeline = simulate(program, plan, machine, limit)
     assert timeline == reference.simulate(program, plan, machine, limit)
     assert timeline == replace(simulate(runs, Plan(plan.decisions), machine, limit), ideal_ns=program.ideal_ns)
@@ -167,6 +167,6 @@ def test_malformed_variants_are_one_sentence(variants: object, message: str) -> 
 def test_the_program_as_it_runs() -> None:
     runs = PROGRAM.with_variants(((F1, 1), (B4, 0)))
     assert (runs.kernels[F1].duration_ns, runs.kernels[F1].workspace) == (3, 60)
-    assert runs.ideal_ns == 120 - 7 + 30 and runs.loads[F1] == 50 + 60
+    assert runs.ideal_ns == 120 - 7 + 30 and runs.live_bytes[F1] == 50 + 60
     assert runs.with_variants(((F1, 0),)).kernels[F1].workspace == 20  # its variants stay
     assert PROGRAM.with_variants(()) is PROGRAM

@@ -39,12 +39,12 @@ FOUR = straight([(2, 7), (1, 6), (0, 4), (1, 4)], [1, 1, 3, 3], [8, 4, 6, 6, 1, 
 def test_scores_by_hand() -> None:
     candidates = Candidates(FOUR, peak_gaps(FOUR, 1))
     assert candidates.gaps == [Gap(0, 2, 7), Gap(1, 1, 6), Gap(2, 0, 4), Gap(3, 1, 4)]
-    assert FOUR.loads == (7, 7, 10, 14, 14, 2, 6, 2)
+    assert FOUR.live_bytes == (7, 7, 10, 14, 14, 2, 6, 2)
     # 34 - 18 - 2, 26 - 12 - 2, 24 - 8 - 6, 24 - 12 - 6
     assert duration_of_absence(candidates, FOUR, MACHINE).tolist() == [14, 12, 10, 6]
     assert area_of_absence(candidates, FOUR, MACHINE).tolist() == [14, 12, 30, 18]
     # 14*6 + 14*1 + 2*1 + 6*8; 10*6 + 14*6 + 14*1 + 2*1; 7*4 + 10*6 + 14*6; 10*6 + 14*6
-    wdoa = weighted_duration(candidates, candidates.loads, np.diff(FOUR.start_ns))
+    wdoa = weighted_duration(candidates, candidates.live_bytes, np.diff(FOUR.start_ns))
     assert wdoa.tolist() == [148, 160, 172, 144]
 
 

@@ -39,7 +39,7 @@ def make(**options: object) -> agents.Planner:
 
 
 def test_fragments_make_it_swap_more() -> None:
-    assert FRAGMENTED.loads == (5, 7, 4, 6, 7, 4)
+    assert FRAGMENTED.live_bytes == (5, 7, 4, 6, 7, 4)
     assert smartpool.pack(program_lifetimes(FRAGMENTED).intervals).footprint == 9
     assert agents.make("autoswap_swdoa", min_bytes=1).plan(FRAGMENTED, MACHINE, 7).decisions == ()
     # Without S from 12 (its 2 bytes have left) to 40: S at 3, P on it at 5; Q now finds the hole at 3 above R, and

@@ -55,7 +55,7 @@ def test_a_layer_that_cannot_run_twice_is_not_dropped() -> None:
 def test_least_recently_used_first_and_only_under_pressure() -> None:
     ways = leaving(NET, min_bytes=1)
     one, two, three, four = Gap(1, 1, 10), Gap(2, 2, 9), Gap(3, 3, 8), Gap(4, 4, 7)
-    assert NET.loads[:8] == (11, 21, 31, 41, 51, 61, 62, 53)
+    assert NET.live_bytes[:8] == (11, 21, 31, 41, 51, 61, 62, 53)
     assert tensor_cache(NET, ways, 62) == []
     assert tensor_cache(NET, ways, 52) == [one]  # at kernel 5
     assert tensor_cache(NET, ways, 51) == [one, two]  # 52 at kernel 6

@@ -38,7 +38,7 @@ TWO = straight(
 
 
 def test_swaps_lie_in_the_free_intervals_of_the_channel() -> None:
-    assert TWO.loads == (30, 50, 50, 100, 50, 50, 50, 30)
+    assert TWO.live_bytes == (30, 50, 50, 100, 50, 50, 50, 30)
     # The largest first: a leaves at once, [10, 40), and returns as late as possible, [130, 160). b cannot leave
     # at 20: the channel is free at 40, [40, 60), while k2 runs, which began when k1 ended. It would return in
     # [130, 150), but for a: [110, 130). The last kernels that end by 130 and 110 are k4 and k3.

@@ -58,7 +58,7 @@ def plan(policy: str, limit: int, program: Program = NETWORK, **options: object)
 
 
 def test_all_offloads_every_input_and_waits() -> None:
-    assert NETWORK.loads == (45, 55, 75, 85, 105, 85, 70, 10)
+    assert NETWORK.live_bytes == (45, 55, 75, 85, 105, 85, 70, 10)
     made = plan("all", PLENTY)
     assert made.decisions == ALL and made.planner == "vdnn_all"
     timeline = simulate(NETWORK, made, MACHINE, PLENTY, iterations=1)

@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings, strategies as st
 
 import agents
 from agents.bound import floor
-from agents.heuristics.workspace import free_bytes, least_workspaces, planned, relaxed, with_fastest_variants
+from agents.heuristics.workspace import free_bytes, least_workspaces, plan_with_variants, relaxed, with_fastest_variants
 from simulator import Engine, Kernel, Machine, OutOfMemory, Plan, PlanError, Program, Recompute, Swap, Tensor, simulate
 from tests.strategies import machines, plans, programs, with_algorithms
 
@@ -185,15 +185,17 @@ def test_a_limit_below_the_peak_of_fast_algorithms() -> None:
     with pytest.raises(agents.Infeasible):
         agents.make("none").plan(program, MACHINE, 130)
     planner = agents.make("none")
-    plan = planned(planner, program, MACHINE, 130)
+    plan = plan_with_variants(planner, program, MACHINE, 130)
     timeline = simulate(program, plan, MACHINE, 130)
     # Beside at most 100 bytes 30 fit: in 4 forward and, as d0 and d1 stay below, the last 4 backward kernels ...
-    fast = [k for k in range(12) if program.with_variants(least_workspaces(program)).loads[k] <= 100]
+    fast = [k for k in range(12) if program.with_variants(least_workspaces(program)).live_bytes[k] <= 100]
     assert timeline.iteration_ns == 4_000 * len(fast) + 10_000 * (12 - len(fast)) < 120_000
     assert [k for k, _ in plan.variants] == [k for k in range(12) if k not in fast]
     assert (plan.planner, plan.limit, plan.fingerprint) == ("none", 130, program.fingerprint)
     assert planner.simulator_calls > 1
-    assert planned(agents.make("none"), program, MACHINE, 130, fill=False).variants == least_workspaces(program)
+    assert plan_with_variants(agents.make("none"), program, MACHINE, 130, fill=False).variants == least_workspaces(
+        program
+    )
 
 
 @pytest.mark.parametrize("name", ["superneurons", "autoswap_swdoa", "annealing", "smartpool+autoswap"])
@@ -202,7 +204,7 @@ def test_every_planner_plans_for_tensors_and_then_fills(name: str) -> None:
     for limit in (75, 95, 130):
         runs = program.with_variants(least_workspaces(program))
         alone = agents.make(name, **options).plan(runs, MACHINE, limit)
-        plan = planned(agents.make(name, **options), program, MACHINE, limit, own=False)
+        plan = plan_with_variants(agents.make(name, **options), program, MACHINE, limit, own=False)
         assert plan.decisions == alone.decisions and plan.limit == alone.limit <= limit
         least = replace(plan, variants=least_workspaces(program))
         times = [simulate(program, p, MACHINE, plan.limit).iteration_ns for p in (least, plan)]
@@ -217,8 +219,8 @@ def test_no_planner_loses_to_its_plan_for_fast_algorithms(name: str) -> None:
     shorter = 0
     for limit in range(100, 157, 8):
         planner = agents.make(name, **options)
-        plan = planned(planner, program, MACHINE, limit)
-        others = [planned(agents.make(name, **options), program, MACHINE, limit, own=False)]
+        plan = plan_with_variants(planner, program, MACHINE, limit)
+        others = [plan_with_variants(agents.make(name, **options), program, MACHINE, limit, own=False)]
         try:
             others.append(agents.make(name, **options).plan(program, MACHINE, limit))
         except agents.Infeasible:
@@ -234,7 +236,7 @@ def test_superneurons_has_the_option() -> None:
     program, limit = network(), 95
     planner = agents.make("superneurons", min_bytes=1, workspace=True)
     plan = planner.plan(program, MACHINE, limit)
-    paper = planned(agents.make("superneurons", min_bytes=1), program, MACHINE, limit, own=False)
+    paper = plan_with_variants(agents.make("superneurons", min_bytes=1), program, MACHINE, limit, own=False)
     assert plan == paper and plan.variants
     assert planner.simulator_calls > agents.make("superneurons", min_bytes=1).simulator_calls
     assert simulate(program, plan, MACHINE, limit).peak_bytes <= limit

@@ -1,15 +1,17 @@
 """The agent: equations against a plain loop, learning on a task with known optimum, same seed same run, resume."""
 
 import itertools
+import re
 
 import numpy as np
 import pytest
 import torch
 
-from agents.learned.dqn import CheckpointError, DQNConfig, Trainer, config_from, train
-from agents.learned.experience_buffer import Replay, State
+from agents.learned.dqn import DQNConfig, Trainer, TrainingStateError, config_from, train
+from agents.learned.dqn_config import RENAMED
+from agents.learned.experience_buffer import ExperienceBuffer, State
 from agents.learned.structure2vec import Structure2Vec
-from agents.learned.transfer import Agent, Carry, actions_of
+from agents.learned.transfer import Agent, TransferConfig, actions_of
 from agents.planner import Infeasible
 from envs.memory_env import small_task
 from envs.walk import Task, Walk
@@ -18,14 +20,22 @@ from simulator.compiled.engine import rows_of
 
 PROGRAM, MACHINE = small_task()
 LIMIT = round(0.6 * PROGRAM.peak_bytes)
-SMALL = DQNConfig(episodes=120, walks=4, size=8, rounds=3, replay=2000, update_every=8, checkpoint_every=30)
+SMALL = DQNConfig(
+    episodes=120,
+    num_envs=4,
+    embedding_size=8,
+    message_passing_steps=3,
+    buffer_size=2000,
+    update_every=8,
+    checkpoint_every=30,
+)
 
 
 def test_equations_one_to_three_as_printed():
     """Against the sums of the paper, written as loops over nodes and neighbours."""
     graph = Task(PROGRAM, MACHINE, LIMIT, mode="joint").graph
     torch.manual_seed(0)
-    net = Structure2Vec(graph, features=6, size=4, rounds=3, pool="sum", mixing=False)
+    net = Structure2Vec(graph, features=6, embedding_size=4, message_passing_steps=3, pool="sum", mixing=False)
     n, c = len(graph), 5
     x = torch.rand(n, 1, 6)
     s = [torch.zeros(4) for _ in range(n)]
@@ -90,14 +100,14 @@ def test_checkpoints_are_checked(tmp_path):
     path = tmp_path / "c.pt"
     config = config_from({**SMALL.__dict__, "episodes": 8})
     train(PROGRAM, MACHINE, LIMIT, config, checkpoint=path)
-    with pytest.raises(CheckpointError, match=r"another seed"):
+    with pytest.raises(TrainingStateError, match=r"another seed"):
         train(PROGRAM, MACHINE, LIMIT, config, seed=1, resume=path)
-    with pytest.raises(CheckpointError, match=r"another agent\.size"):
-        train(PROGRAM, MACHINE, LIMIT, config_from({**config.__dict__, "size": 9}), resume=path)
+    with pytest.raises(TrainingStateError, match=r"another agent\.embedding_size"):
+        train(PROGRAM, MACHINE, LIMIT, config_from({**config.__dict__, "embedding_size": 9}), resume=path)
     path.write_bytes(path.read_bytes()[:500])
-    with pytest.raises(CheckpointError, match="not a checkpoint"):
+    with pytest.raises(TrainingStateError, match="not a checkpoint"):
         train(PROGRAM, MACHINE, LIMIT, config, resume=path)
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with pytest.raises(TrainingStateError, match="cannot be read"):
         train(PROGRAM, MACHINE, LIMIT, config, resume=tmp_path / "none.pt")
 
 
@@ -111,10 +121,30 @@ def test_no_action_is_needed_above_the_peak():
     assert result.best.decisions == ()
 
 
-@pytest.mark.parametrize("values", [{"sise": 8}, {"size": "8"}, {"size": 0}, {"pool": "max"}, {"mode": "both"}])
+@pytest.mark.parametrize("values", [
+    {"sise": 8}, {"num_envs": "8"}, {"num_envs": 0}, {"pool": "max"}, {"mode": "both"}, {"belady_temperature": 0.0},
+    {"num_envs": None},
+])  # fmt: skip
 def test_bad_configs_are_named(values):
     with pytest.raises(ValueError, match="agent." + next(iter(values))):
         config_from(values)
+
+
+def test_keys_of_older_versions_are_named_anew(tmp_path):
+    for old, new in RENAMED.items():
+        with pytest.raises(ValueError, match=re.escape(f"agent.{old}: this key is agent.{new} now")):
+            config_from({old: 1})
+    config = config_from({**SMALL.__dict__, "episodes": 8})
+    train(PROGRAM, MACHINE, LIMIT, config, checkpoint=tmp_path / "new.pt")
+    state = torch.load(tmp_path / "new.pt", weights_only=True)
+    names = {new.partition(" ")[0]: old for old, new in RENAMED.items()}
+    older = {names.get(key, key): value for key, value in state["config"].items()}
+    assert older["prior"] == 0.05
+    torch.save({**state, "config": {**older, "prior": 20.0}}, tmp_path / "old.pt")
+    train(PROGRAM, MACHINE, LIMIT, config, resume=tmp_path / "old.pt")
+    torch.save({**state, "config": {**older, "prior": 0.0}}, tmp_path / "old.pt")
+    with pytest.raises(TrainingStateError, match=r"another agent\.belady_temperature"):
+        train(PROGRAM, MACHINE, LIMIT, config, resume=tmp_path / "old.pt")
 
 
 def test_masked_argmax_and_maximum():
@@ -128,7 +158,7 @@ def test_masked_argmax_and_maximum():
 
 
 def test_replay_n_step_returns():
-    replay = Replay(16, nodes=2, actions=3, priority=0.0)
+    replay = ExperienceBuffer(16, nodes=2, actions=3, priority=0.0)
     zero = np.zeros((2, 3), np.float16)
     trail = [(State(zero + i, i, np.ones(3, bool)), i, 10.0**i) for i in range(4)]
     replay.add(trail, n_step=2)
@@ -141,8 +171,8 @@ def test_replay_n_step_returns():
 
 # ------------------------------------------------------------------------------------- carrying over
 
-LEARN = DQNConfig(walks=4, size=8, rounds=3, replay=2000, batch_size=8, followers=1)
-CARRY = Carry(first=8, episodes=4, kernels=8_000, most=500, updates=2)
+LEARN = DQNConfig(num_envs=4, embedding_size=8, message_passing_steps=3, buffer_size=2000, batch_size=8, mutations=1)
+TRANSFER = TransferConfig(first=8, episodes=4, kernels=8_000, most=500, updates=2)
 
 
 def limits_of(program, *fractions):
@@ -151,7 +181,7 @@ def limits_of(program, *fractions):
 
 def test_a_sweep_is_a_monotone_envelope_of_plans_that_fit():
     limits = limits_of(PROGRAM, 0.58, 0.9, 0.65, 0.6, 0.3)
-    agent = Agent(LEARN, CARRY)
+    agent = Agent(LEARN, TRANSFER)
     swaps = agent.sweep(PROGRAM, MACHINE, limits, "swap")
     both = agent.sweep(PROGRAM, MACHINE, limits, "joint", swaps)
     for found in (swaps, both):
@@ -169,20 +199,20 @@ def test_a_sweep_is_a_monotone_envelope_of_plans_that_fit():
 
 
 def test_a_sweep_says_where_nothing_fits():
-    found = Agent(LEARN, CARRY).sweep(PROGRAM, MACHINE, limits_of(PROGRAM, 0.7, 0.1), "swap")
+    found = Agent(LEARN, TRANSFER).sweep(PROGRAM, MACHINE, limits_of(PROGRAM, 0.7, 0.1), "swap")
     assert found[0].plan is not None and found[1].plan is None and np.isnan(found[1].overhead)
 
 
 def test_same_seed_same_sweep():
     limits = limits_of(PROGRAM, 0.6, 0.58)
-    one, again, other = (Agent(LEARN, CARRY, seed).sweep(PROGRAM, MACHINE, limits, "joint") for seed in (1, 1, 2))
+    one, again, other = (Agent(LEARN, TRANSFER, seed).sweep(PROGRAM, MACHINE, limits, "joint") for seed in (1, 1, 2))
     assert repr(one) == repr(again)
     assert repr(one) != repr(other)
 
 
 def test_the_network_goes_from_program_to_program(monkeypatch):
     """Its weights do not depend on the graph: what it learned of one program is where it begins with the next."""
-    agent = Agent(LEARN, CARRY)
+    agent = Agent(LEARN, TRANSFER)
     agent.sweep(PROGRAM, MACHINE, limits_of(PROGRAM, 0.6), "swap")
     learned = {k: v.clone() for k, v in agent.weights.items()}
     shorter = Program("shorter", PROGRAM.tensors, PROGRAM.kernels[:-2])
@@ -201,9 +231,9 @@ def test_the_network_goes_from_program_to_program(monkeypatch):
 
 def test_nothing_is_spent_where_a_carried_plan_costs_nothing():
     limits = limits_of(PROGRAM, 0.9)
-    swaps = Agent(LEARN, CARRY).sweep(PROGRAM, MACHINE, limits, "swap")
+    swaps = Agent(LEARN, TRANSFER).sweep(PROGRAM, MACHINE, limits, "swap")
     assert swaps[0].overhead == 0
-    both = Agent(LEARN, CARRY).sweep(PROGRAM, MACHINE, limits, "joint", swaps)
+    both = Agent(LEARN, TRANSFER).sweep(PROGRAM, MACHINE, limits, "joint", swaps)
     # Two walks of a few decisions, and a score: an episode more would be hundreds of calls with its followers.
     assert both[0].overhead == 0 and both[0].simulator_calls < 40
 
@@ -231,13 +261,13 @@ def test_a_carried_walk_is_followed_and_learned_from():
     task = Task(PROGRAM, MACHINE, LIMIT)
     trainer = Trainer(task, SMALL, 0)
     walk = trainer.repeat([])
-    steps, overhead = trainer.replay.size, walk.overhead
+    steps, overhead = trainer.buffer.size, walk.overhead
     assert steps > 0 and trainer.elites[0][0] == overhead == trainer.best_overhead
     trainer.repeat(trainer.elites[0][1])
-    assert trainer.replay.size == 2 * steps and trainer.elites[1][0] == overhead
+    assert trainer.buffer.size == 2 * steps and trainer.elites[1][0] == overhead
 
 
 @pytest.mark.parametrize("change", [{"first": -1}, {"most": 0}, {"epsilon": 1.5}])
 def test_bad_budgets_are_named(change):
     with pytest.raises(ValueError, match=next(iter(change))):
-        Carry(**change)
+        TransferConfig(**change)

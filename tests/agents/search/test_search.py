@@ -108,10 +108,10 @@ def test_moves_keep_the_residency(mode: str) -> None:
         kinds |= {(int(r[0]), bool(r[4] > (-1 if r[0] == SWAP else 0))) for r in rows}  # pinned, or kept
         shifted += sum(int(r[2]) != moves.gaps[moves.index[int(r[1]), int(r[3])]].after for r in rows)
         if mode == "swap":
-            assert np.array_equal(moves.load, engine.planned(rows))
+            assert np.array_equal(moves.load, engine.residency(rows))
             assert moves.load.max() <= limit
         else:
-            assert (moves.load <= engine.planned(rows)).all()
+            assert (moves.load <= engine.residency(rows)).all()
         agents.planner.Plan(agents.planner.decisions_of(rows)).check(program)
     assert proposed > 100 or mode == "recompute"
     wanted = {"swap": {(SWAP, False), (SWAP, True)}, "recompute": {(RECOMPUTE, False), (RECOMPUTE, True)}}

@@ -165,7 +165,7 @@ def cases(draw):
     program, variants = draw(with_algorithms(draw(programs())))
     plan = replace(draw(plans(program)), variants=variants, fingerprint="")
     machine = replace(draw(machines()), alignment=draw(st.sampled_from([1, 4, 512])))
-    need = max(resolve(program.with_variants(variants), plan.decisions).planned)
+    need = max(resolve(program.with_variants(variants), plan.decisions).residency)
     return program, plan, machine, need + draw(st.integers(0, 40))
 
 

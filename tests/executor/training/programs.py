@@ -126,7 +126,7 @@ def random_plan(program: Program, seed: int, nothing: float = 0.3) -> Plan:
 
 
 def required(program: Program, plan: Plan) -> int:
-    return max(resolve(program, plan.decisions).planned)
+    return max(resolve(program, plan.decisions).residency)
 
 
 def tight(captured: Captured, plan: Plan, **options: bool) -> PlannedStep:

@@ -55,8 +55,8 @@ def follow(out: Order) -> None:
             peak = max(peak, used)
         used += item.charged
         peak = max(peak, used)
-        chain = out.schedule.chains.get(item.before_kernel)
-        if item.again:
+        chain = out.schedule.remats.get(item.before_kernel)
+        if item.rerun:
             assert all(place[t] == "device" for t in chain.fetched)
         else:
             recovered = chain.recovered if chain else frozenset()

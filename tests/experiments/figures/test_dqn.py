@@ -15,7 +15,7 @@ PROGRAM, MACHINE = small_task()
 SETTINGS = {
     "groups": [["kmeans"], ["vgg16", "vgg19"]], "changes": {"vgg19": {"batch_size": 8}}, "limits": [0.6, 0.9],
     "seeds": [3, 5], "min_bytes": 2**20, "floor_kernels": 100,
-    "carry": {"first": 4, "episodes": 4, "most": 100, "updates": 1},
+    "transfer": {"first": 4, "episodes": 4, "most": 100, "updates": 1},
     "agent": {"walks": 2, "size": 4, "rounds": 2, "followers": 1, "batch_size": 4},
 }  # fmt: skip
 
@@ -107,7 +107,7 @@ def test_tasks_are_groups_by_seeds():
 
 
 @pytest.mark.parametrize("change", [
-    {"groups": [["vgg61"]]}, {"limits": [1.5]}, {"seeds": [-1]}, {"agent": {"sise": 4}}, {"carry": {"first": -1}},
+    {"groups": [["vgg61"]]}, {"limits": [1.5]}, {"seeds": [-1]}, {"agent": {"sise": 4}}, {"transfer": {"first": -1}},
     {"min_bytes": 0},
 ])  # fmt: skip
 def test_wrong_settings_are_named(change):

@@ -246,7 +246,7 @@ def test_table4(short: None, tmp_path: Any) -> None:
         sizes = []
         for n3 in (row["n3"], row["n3"] + 1):
             program = Deeper(resnet("1-1-4-1"), 8).by(n3 - 4)
-            sizes.append(sum(t.nbytes for t in program.tensors) if need is sum else max(program.loads))
+            sizes.append(sum(t.nbytes for t in program.tensors) if need is sum else max(program.live_bytes))
         assert sizes[0] <= machine.memory_bytes < sizes[1]
         assert row["depth"] == 3 * (3 + row["n3"]) + 2
     assert rows[0]["n3"] == 6 < rows[1]["n3"] < table4.MOST

@@ -104,7 +104,7 @@ def test_the_blocks_are_the_ledger_and_their_addresses_are_apart(data: st.DataOb
     program = data.draw(programs())
     plan = data.draw(plans(program))
     machine = data.draw(machines())
-    limit = max(reference.resolve(program, plan.decisions).planned) + data.draw(st.integers(0, 60))
+    limit = max(reference.resolve(program, plan.decisions).residency) + data.draw(st.integers(0, 60))
     timeline = simulate(program, plan, machine, limit)
     lives = timeline_lifetimes(timeline, program, plan)
     blocks = lives.intervals
