@@ -37,6 +37,7 @@ from simulator.program import Program
 T = TypeVar("T")
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+MOVED = {f"agent.{old}": f"agent.{new}" for old, new in RENAMED.items()}  # keys of older versions
 
 
 class UsageError(ValueError):
@@ -151,8 +152,8 @@ def check_overrides(config_name: str, overrides: list[str], sweep: bool, config_
                 raise UsageError(f"{line}: this launcher is not installed; the extras are joblib, submitit and ray")
             if key.startswith(("hydra.", "hydra/")):
                 continue  # Hydra checks its own
-            if key.removeprefix("agent.") in RENAMED and key.startswith("agent."):
-                raise UsageError(f"{line}: this key is agent.{RENAMED[key.removeprefix('agent.')]} now")
+            if key in MOVED:
+                raise UsageError(f"{line}: this key is {MOVED[key]} now")
             if key in options and not isinstance(override.value(), dict):
                 values = list(_values(override))
                 for value in values:
@@ -315,6 +316,8 @@ def dataclass_of(kind: type[T], cfg: DictConfig, where: str) -> T:
     hints = get_type_hints(kind)
     checked: dict[str, Any] = {}
     for key, value in plain(cfg).items():
+        if f"{where}.{key}" in MOVED:
+            raise UsageError(f"{where}.{key}: this key is {MOVED[f'{where}.{key}']} now")
         if key not in hints:
             raise UsageError(f"{where}.{key}: unknown key {key!r}{nearest(key, set(hints))}")
         want = hints[key]

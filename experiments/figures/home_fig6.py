@@ -54,7 +54,7 @@ def run(task: Row, machine: Machine) -> Row:
         "limit": machine.memory_bytes,
         "ideal_ns": program.ideal_ns,
         "methods": {
-            method: home.outcome(program, home.residency(method, program, machine, options), machine)
+            method: home.outcome(program, home.planned(method, program, machine, options), machine)
             for method in METHODS
         },
     }

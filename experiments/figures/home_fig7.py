@@ -61,7 +61,7 @@ def run(task: Row, machine: Machine) -> Row:
     program = of.at(task["batch"])
     found: dict[str, Row | None] = {}
     for method in SHOWN:
-        plan = home.residency(method, program, machine, options)
+        plan = home.planned(method, program, machine, options)
         found[method] = None
         if plan is not None:
             timeline = simulate(program, plan, machine, machine.memory_bytes)

@@ -56,7 +56,7 @@ def run(task: Row, machine: Machine) -> Row:
 
     def plan(method: str, batch: int) -> Plan | None:
         if (method, batch) not in plans:
-            plans[method, batch] = home.residency(method, of.at(batch), machine, options)
+            plans[method, batch] = home.planned(method, of.at(batch), machine, options)
         return plans[method, batch]
 
     def within(method: str, batch: int) -> bool:

@@ -57,7 +57,7 @@ def run(task: Row, machine: Machine) -> Row:
         if anonymous(whole) != anonymous(program):
             raise AssertionError(f"n3 = {n3}: the program captured is not the one of a block repeated")
         program = whole
-        if METHODS[method].planner and frameworks.residency(method, whole, machine) is None:
+        if METHODS[method].planner and frameworks.planned(method, whole, machine) is None:
             raise AssertionError(f"{method}: n3 = {n3} fits as repeated, and not as captured")
     sums = [m for m in feature_maps(program) if program.kernels[m.layer].kind in JOINS]
     return {

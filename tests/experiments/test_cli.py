@@ -276,8 +276,8 @@ def test_learning_compares_the_agent_over_the_seeds(run: Run, program_file: Path
 def test_ablation_trains_each_variant(run: Run, program_file: Path, tmp_path: Path) -> None:
     words = (f"program={program_file}", "limit=0.6", "seeds=[0]", "episodes=3", "jobs=1", f"out={tmp_path / 'out'}")
     refused(run("ablation", *words, "only=[dqm]"), "'dqn'")
-    done = run("ablation", *words, "only=[dqn,no followers]")
+    done = run("ablation", *words, "only=[dqn,no mutations]")
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "out" / "ablation.json").read_text())["variants"]
-    assert set(found) == {"dqn", "no followers"}
+    assert set(found) == {"dqn", "no mutations"}
     assert found["dqn"]["runs"][0]["simulator_calls"] > 0

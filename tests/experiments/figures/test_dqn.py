@@ -16,7 +16,7 @@ SETTINGS = {
     "groups": [["kmeans"], ["vgg16", "vgg19"]], "changes": {"vgg19": {"batch_size": 8}}, "limits": [0.6, 0.9],
     "seeds": [3, 5], "min_bytes": 2**20, "floor_kernels": 100,
     "transfer": {"first": 4, "episodes": 4, "most": 100, "updates": 1},
-    "agent": {"walks": 2, "size": 4, "rounds": 2, "followers": 1, "batch_size": 4},
+    "agent": {"num_envs": 2, "embedding_size": 4, "message_passing_steps": 2, "mutations": 1, "batch_size": 4},
 }  # fmt: skip
 
 
