@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from experiments.bench import swap_all
 from experiments.benchmarks import simpy_model
+from experiments.benchmarks.simulation import swap_all
 from simulator import Machine, Plan, Program, Swap, simulate
 from tests import strategies
 from tests.experiments.conftest import chain

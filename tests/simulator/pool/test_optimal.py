@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from experiments.bench import perfect
+from experiments.benchmarks.packing import perfect
 from simulator.pool import Intervals, optimal, smartpool
 from simulator.pool.files import load
 from simulator.pool.validate import overlaps

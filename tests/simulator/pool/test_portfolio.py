@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from experiments.bench import perfect, scattered
+from experiments.benchmarks.packing import perfect, scattered
 from simulator.pool import Intervals, portfolio, smartpool
 from simulator.pool.files import load
 from simulator.pool.validate import overlaps

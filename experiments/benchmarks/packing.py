@@ -1,0 +1,58 @@
+"""What packing costs: the allocators on made-up instances of any size, one of them with a known optimum."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from typing import Any
+
+import numpy as np
+
+from simulator.pool import Intervals, optimal, portfolio, smartpool
+
+
+def packing(sizes: list[int], perfect_blocks: int, seconds: float, seed: int) -> dict[str, Any]:
+    """The allocators on instances of so many blocks: their seconds and ratios."""
+    optimal.pack(scattered(10, seed))  # compiles it, and the heuristics that it starts with
+    found: dict[str, Any] = {"smartpool_s": {}, "smartpool_ratio": {}, "portfolio_ratio": {}}
+    for n in sizes:
+        blocks = scattered(n, seed)
+        start = time.perf_counter()
+        greedy = smartpool.pack(blocks)
+        found["smartpool_s"][n] = round(time.perf_counter() - start, 3)
+        found["smartpool_ratio"][n] = round(greedy.ratio(blocks), 5)
+        found["portfolio_ratio"][n] = round(portfolio.pack(blocks, seconds=seconds, seed=seed).ratio(blocks), 5)
+    blocks = perfect(perfect_blocks, seed)
+    start = time.perf_counter()
+    exact = optimal.pack(blocks, seconds=seconds, seed=seed, workers=1)
+    found["optimal_s"] = round(time.perf_counter() - start, 3)
+    return found | {"optimal_ratio": round(exact.ratio(blocks), 5)}
+
+
+def scattered(n: int, seed: int) -> Intervals:
+    """n blocks that come at any time, stay for up to a tenth of it, and have any size up to 100 MB."""
+    rng = np.random.default_rng(seed)
+    lower = rng.integers(0, n, n)
+    return Intervals(lower, lower + rng.integers(1, max(n // 10, 2), n), rng.integers(1, 10**8, n))
+
+
+def perfect(n: int, seed: int, width: int = 2**20, height: int = 2**20) -> Intervals:
+    """n blocks that fill ``height`` bytes over ``width`` instants: straight cuts of a rectangle, shuffled."""
+    rng = np.random.default_rng(seed)
+    heap = [(0.0, 0, width, height)]  # of rectangles, large ones first: rank, start, duration, bytes
+    while len(heap) < n:
+        _, start, duration, nbytes = heapq.heappop(heap)
+        if max(duration, nbytes) < 2:
+            raise ValueError(f"a rectangle of {width} x {height} cannot be cut into {n}")
+        part = rng.uniform(0.2, 0.8)
+        in_time = duration / width * rng.uniform(0.5, 1.5) > nbytes / height * rng.uniform(0.5, 1.5)
+        if duration > 1 and (in_time or nbytes < 2):
+            first = min(max(int(part * duration), 1), duration - 1)
+            parts = [(start, first, nbytes), (start + first, duration - first, nbytes)]
+        else:
+            first = min(max(int(part * nbytes), 1), nbytes - 1)
+            parts = [(start, duration, first), (start, duration, nbytes - first)]
+        for piece in parts:
+            heapq.heappush(heap, (-piece[1] * piece[2] * rng.uniform(0.3, 1), *piece))
+    _, starts, durations, sizes = np.array(heap)[rng.permutation(n)].T.astype(np.int64)
+    return Intervals(starts, starts + durations, sizes)

@@ -1,0 +1,101 @@
+"""What a simulator call costs: the engine beside its peers, inside HOME's search, and under the environment."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from agents import Infeasible
+from agents.heuristics.home import HOME
+from experiments.benchmarks import simpy_model
+from simulator import Plan, Swap, reference
+from simulator.compiled.engine import Engine, rows_of
+from simulator.machine import Machine
+from simulator.program import Gap, Program
+
+
+def swap_all(program: Program, gaps: list[Gap]) -> Plan:
+    """The plan that swaps a tensor out in each of the gaps."""
+    return Plan(tuple(Swap(*gap) for gap in gaps), program.fingerprint)
+
+
+def simulation(program: Program, plan: Plan, machine: Machine, calls: int) -> dict[str, float]:
+    """One plan in the engine, in SimPy and in the reference: the median call, and the ratios.
+
+    Raises:
+        AssertionError: the three disagree.
+    """
+    needed = Engine(program, machine, program.peak_bytes).score(rows_of(plan.decisions)).required_bytes
+    limit = max(needed, int(0.65 * program.peak_bytes))
+    engine, rows = Engine(program, machine, limit), rows_of(plan.decisions)
+    results = {
+        "engine": engine.score(rows).iteration_ns,
+        "SimPy": simpy_model.simulate(program, plan, machine, limit),
+        "reference": reference.simulate(program, plan, machine, limit, iterations=1).iteration_ns,
+    }
+    if len(set(results.values())) > 1:
+        raise AssertionError(f"{program.name}: the simulators disagree on the iteration (ns): {results}")
+    fast = median_s(lambda: engine.score(rows), calls)
+    simpy = median_s(lambda: simpy_model.simulate(program, plan, machine, limit), 5)
+    slow = median_s(lambda: reference.simulate(program, plan, machine, limit, iterations=1), 3)
+    return {
+        "simulate_us": round(fast * 1e6, 2),
+        "speedup_vs_simpy": round(simpy / fast, 1),
+        "speedup_vs_reference": round(slow / fast, 1),
+    }
+
+
+def home_search(
+    program: Program, machine: Machine, particles: int, iterations: int, seed: int, limit: float = 0.6
+) -> dict[str, float]:
+    """One search of HOME in this process, in seconds, and that over its simulator calls.
+
+    Raises:
+        Infeasible: HOME has no plan within ``limit`` (a fraction of the peak).
+    """
+    limit_bytes = int(limit * program.peak_bytes)
+    with contextlib.suppress(Infeasible):  # two particles compile, and need not find a plan
+        HOME(particles=2, iterations=1, jobs=1).plan(program, machine, limit_bytes)
+    planner = HOME(particles, iterations, jobs=1, seed=seed)
+    start = time.perf_counter()
+    planner.plan(program, machine, limit_bytes)
+    seconds = time.perf_counter() - start
+    return {"home_search_s": round(seconds, 3), "home_call_us": round(seconds / planner.simulator_calls * 1e6, 2)}
+
+
+def environment(program: Program, machine: Machine, steps: int, seed: int) -> float:
+    """Steps a second of GpuMemory-v0 under random valid actions, resets included."""
+    import gymnasium
+
+    import envs  # registers GpuMemory-v0
+
+    assert envs
+    env = gymnasium.make("GpuMemory-v0", program=program, machine=machine, limit=0.65)
+    generator = np.random.default_rng(seed)
+
+    def play(n: int) -> None:
+        _, info = env.reset(seed=seed)
+        for _ in range(n):
+            action = int(generator.choice(np.flatnonzero(info["action_mask"])))
+            _, _, terminated, truncated, info = env.step(action)
+            if terminated or truncated:
+                _, info = env.reset()
+
+    play(10)  # compiles
+    start = time.perf_counter()
+    play(steps)
+    return steps / (time.perf_counter() - start)
+
+
+def median_s(call: Callable[[], object], repeats: int) -> float:
+    """Median duration of a call, in seconds."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
