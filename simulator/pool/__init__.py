@@ -56,10 +56,10 @@ class Allocator:
 
 # In the order of tables.
 ALLOCATORS = {
-    "cudamalloc": Allocator("cudamalloc", online=True),
-    "caching": Allocator("caching", online=True),
-    "cnmem": Allocator("cnmem", online=True),
-    "superneurons": Allocator("heap", online=True),
+    "cudamalloc": Allocator("online.cudamalloc", online=True),
+    "caching": Allocator("online.caching", online=True),
+    "cnmem": Allocator("online.cnmem", online=True),
+    "superneurons": Allocator("online.heap", online=True),
     "smartpool": Allocator("smartpool", options={"fit": "best"}),
     "smartpool_first": Allocator("smartpool", options={"fit": "first"}),
     "portfolio": Allocator("portfolio", timed=True),

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from simulator import Machine, Plan, simulate
-from simulator.pool import ALLOCATORS, Intervals, Packing, caching, cnmem, cudamalloc, heap, run, smartpool
+from simulator.pool import ALLOCATORS, Intervals, Packing, run, smartpool
+from simulator.pool.online import caching, cnmem, cudamalloc, heap
 from simulator.pool.times import STEP_NS, allocation_ns
 from simulator.pool.validate import overlaps
 from tests import tiny

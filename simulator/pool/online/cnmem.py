@@ -30,8 +30,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from simulator.pool.freelist import BEGIN, END, HEAD, events, give_back, insert, take
 from simulator.pool.intervals import Intervals, Packing
+from simulator.pool.online.freelist import BEGIN, END, HEAD, events, give_back, insert, take
 
 GRANULARITY = 512  # CNMEM_GRANULARITY
 

@@ -19,8 +19,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from simulator.pool.freelist import BEGIN, END, events, give_back, insert, take
 from simulator.pool.intervals import Intervals, Packing
+from simulator.pool.online.freelist import BEGIN, END, events, give_back, insert, take
 
 BLOCK = 1024  # "1KB blocks as the basic storage unit"
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from simulator.pool.freelist import events
 from simulator.pool.intervals import Intervals, Packing
+from simulator.pool.online.freelist import events
 
 
 def pack(intervals: Intervals) -> Packing:

@@ -25,8 +25,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from simulator.pool.freelist import events
 from simulator.pool.intervals import Intervals, Packing
+from simulator.pool.online.freelist import events
 
 MIN_BLOCK_SIZE = 512  # kMinBlockSize: all sizes are multiples of it
 SMALL_SIZE = 1 << 20  # kSmallSize: the largest small request
