@@ -334,7 +334,7 @@ def _parts(found: list[Panel]) -> str:
     return (
         f"What does the work: over the {len(points)} points at which the best walk had an overhead it was "
         f"{means[0]:.1f} % on average{alone}, and {means[1]:.1f} % after the refinement around it "
-        f"(transfer.py, 3); {spent:,} simulator calls in all."
+        f"(agents/learned/transfer.py, 3); {spent:,} simulator calls in all."
     )
 
 
