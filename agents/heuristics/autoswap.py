@@ -47,7 +47,7 @@ class AutoSwap:
         self._order = SCORES[score]
 
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
-        """Swaps until the planned residency fits ``limit``; raises Infeasible when all candidates do not do."""
+        """Swaps until the planned residency fits ``limit``; raises Infeasible when all candidates are not enough."""
         candidates = Candidates(program, peak_gaps(program, self.min_bytes))
         chosen = self.select(candidates, program, machine, limit)
         if chosen is None:

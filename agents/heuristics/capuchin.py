@@ -68,12 +68,12 @@ class Capuchin:
             least = policy.candidates.least if self.mode != "recompute" else None
             raise infeasible(self, program, limit, least)
         rows = policy.rows()
-        if engine.score(rows).feasible:  # it is not where the host cannot hold what leaves
+        if engine.score(rows).feasible:  # infeasible where the host cannot hold what is swapped
             rows = self._feedback(policy, engine, collective(engine, rows, len(policy.swaps)))
         return finish(self, program, machine, limit, engine, rows)
 
     def _feedback(self, policy: Policy, engine: Engine, rows: Rows) -> Rows:
-        """Choice 6: ``rows``, the swaps of ``policy`` first, with the triggers of the fastest round."""
+        """Choice 6: ``rows`` (the swaps of ``policy`` first) with the in-triggers of the fastest round."""
         rows, best, best_ns = rows.copy(), rows, 0
         swaps = policy.swaps
         start = policy.lanes(swaps)[1]
@@ -135,7 +135,7 @@ class Policy:
         self.excess = self.excess_left()
 
     def decide(self) -> bool:
-        """Makes decisions until nothing is above the limit; False when that cannot be."""
+        """Makes decisions until nothing is above the limit; False when that is impossible."""
         for i in list(self.can_swap):
             if self.useful()[i] and self.overhead([*self.swaps, i]) <= 0:  # hidden
                 self.take(i, self.swaps, self.can_swap)
@@ -158,7 +158,7 @@ class Policy:
         return out
 
     def take(self, i: int, chosen: list[int], pool: dict[int, None]) -> None:
-        """Candidate i joins ``chosen`` if that lowers the excess, else it leaves the ``pool`` that it came from."""
+        """Adds candidate i to ``chosen`` if that lowers the excess, else removes it from its ``pool``."""
         before = self.excess
         chosen.append(i)
         self.excess = self.excess_left()
@@ -208,7 +208,7 @@ class Policy:
         return end, begin
 
     def overhead(self, swaps: list[int]) -> int:
-        """Nanoseconds that ``swaps`` cost beside what is recomputed (choice 3); at most 0: all of it is hidden."""
+        """Nanoseconds that ``swaps`` cost, given what is recomputed (choice 3); at most 0: they are hidden."""
         end, begin = self.lanes(swaps)
         shortfall = int((end - begin).max(initial=-NEVER))
         once = ~self.wraps[swaps]
@@ -287,7 +287,7 @@ def collective(engine: Engine, rows: Rows, first: int) -> Rows:
 
 
 def waited_for(timeline: Timeline, swaps: Rows) -> list[int]:
-    """Which of ``swaps`` compute waited for in the last iteration: their swap-in ended when the wait did."""
+    """The ``swaps`` that compute waited for in the last iteration: their swap-in ended when the wait did."""
     free, begin = 0, timeline.boundaries[-2] if len(timeline.boundaries) > 1 else 0
     came: dict[int, set[int]] = {}
     wait_ends: set[int] = set()

@@ -115,7 +115,7 @@ class HOME:
         return finish(self, program, machine, limit, evaluator.engine, evaluator.rows(best))
 
     def _placements(self, program: Program) -> tuple[list[Gap], list[list[int]]]:
-        """The gaps of the feature maps that may leave, and the placements each may have."""
+        """The gaps of the feature maps that may leave, and the placements that each may have."""
         gaps, allowed = [], []
         for item in feature_maps(program, self.min_bytes):
             ways = [RETAINED] if self.mode == "recompute" else [RETAINED, SWAPPED]
@@ -135,12 +135,12 @@ class HOME:
         todo = np.arange(0)  # what an iteration could not update
         with processes(self._jobs(x.size), evaluator) as run:
             x, cost, calls = run("evaluate", x)
-            own, own_cost = x, cost  # the best that each particle has been
+            own, own_cost = x, cost  # each particle's own best
             while True:
                 self.history.append(statistics(cost))
                 if len(self.history) == self.iterations or len(todo):
                     break
-                # Equal particles with equal pasts have one future.
+                # Equal particles with the same history are updated once.
                 _, first, which = np.unique(np.hstack([x, own]), axis=0, return_index=True, return_inverse=True)
                 leader = np.broadcast_to(x[lowest(cost)], x.shape)
                 new, new_cost, todo = x[first], cost[first], np.argsort(first)
@@ -167,7 +167,7 @@ class HOME:
 
 
 class Evaluator:
-    """Algorithms 2 and 3 on some of the particles.
+    """Algorithms 2 and 3, for some of the particles.
 
     Attributes:
         engine: the simulator.
@@ -237,7 +237,7 @@ def lowest(cost: Costs) -> int:
 
 
 def statistics(cost: Costs) -> Iteration:
-    """The swarm of these costs."""
+    """The history entry of a swarm of these costs."""
     times = cost[cost[:, 1] < NEVER, 1]
     if not len(times):
         return Iteration(math.nan, math.nan, math.nan, 0)

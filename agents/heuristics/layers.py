@@ -13,7 +13,7 @@ from simulator.program import Gap, Program
 
 
 class FeatureMap(NamedTuple):
-    """One tensor that waits for the way back."""
+    """One tensor that waits for a later phase."""
 
     tensor: int
     layer: int  # kernel that writes it first

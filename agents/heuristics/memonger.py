@@ -102,7 +102,7 @@ class Stages:
 
 
 class Split(NamedTuple):
-    """A place where the forward pass can be cut in two."""
+    """A kernel after which the forward pass can be cut in two."""
 
     kernel: int  # the last before the cut
     crossing: frozenset[int]  # tensors written up to it and used by forward kernels after it
@@ -133,10 +133,10 @@ def splits(program: Program, min_bytes: int = MIB) -> list[Split]:
 
 
 def recomputable(program: Program, maps: Iterable[FeatureMap]) -> list[FeatureMap]:
-    """Those of the feature maps that kernels of the program can make again."""
+    """The feature maps that kernels of the program can recompute."""
     return [m for m in maps if cannot_recompute(program, *m.gap) is None]
 
 
 def recomputations(dropped: Sequence[FeatureMap]) -> Rows:
-    """int64[n, 5]: rows that drop the feature maps and make each once, when the first of their stage is needed."""
+    """int64[n, 5]: rows that drop the feature maps and recompute each once, when it is first needed."""
     return np.array([(RECOMPUTE, *m.gap, 1) for m in dropped], dtype=np.int64).reshape(-1, 5)

@@ -129,8 +129,8 @@ class ActivationBudget:
     """torch.compile's activation_memory_budget, tuned to the limit.
 
     Args:
-        runtime: flops (PyTorch's default) or profile: how the knapsack estimates what a kernel costs.
-        steps: budgets that are tried, less one.
+        runtime: flops (PyTorch's default) or profile: how the knapsack estimates the time of a kernel.
+        steps: number of budgets tried, less one.
         min_bytes: feature maps below this size stay.
         seed: unused; nothing is drawn.
     """
@@ -205,7 +205,7 @@ class Partitioner:
         return self._cut(saved)
 
     def _cut(self, banned: set[int]) -> list[FeatureMap]:
-        """The minimum cut (choice 9): what can be made again without the banned kernels."""
+        """The minimum cut (choice 9): the feature maps that can be recomputed without the banned kernels."""
         return [m for m, needs in zip(self._maps, self._needs, strict=True) if not needs & banned]
 
 

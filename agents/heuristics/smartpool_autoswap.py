@@ -47,8 +47,8 @@ class SmartPoolAutoSwap:
 
     Args:
         score: doa, aoa, wdoa or swdoa (autoswap.py); or all of them.
-        pool: who packs, one that knows the whole iteration (simulator.pool.ALLOCATORS): smartpool, smartpool_first, …
-        seconds: that each packing may take, where ``pool`` is one that searches.
+        pool: the packer, one that knows the whole iteration (simulator.pool.ALLOCATORS): smartpool, smartpool_first, …
+        seconds: time for each packing, where ``pool`` is one that searches.
         align: round blocks up to the machine's alignment, as addresses on a GPU are.
         steps: load limits to try, evenly spaced from the limit down to half of it or the least that swaps reach.
         min_bytes: tensors below this size are no candidates.
@@ -70,8 +70,8 @@ class SmartPoolAutoSwap:
         self.simulator_calls = 0
 
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
-        """A plan whose footprint fits ``limit`` when run under ``Plan.limit``; raises Infeasible when none on the
-        grid does."""
+        """A plan whose footprint fits ``limit`` when run under ``Plan.limit``; raises Infeasible when none of those
+        tried does."""
         candidates = Candidates(program, peak_gaps(program, self.min_bytes))
         lowest = min(limit, max(candidates.least, limit // 2))
         runs = self._runs(candidates, program, machine, limit, lowest, self.steps)
@@ -81,8 +81,8 @@ class SmartPoolAutoSwap:
         raise infeasible(self, program, limit, None)
 
     def smallest(self, program: Program, machine: Machine, overheads: Sequence[float]) -> list[Plan]:
-        """The other way round: for each of ``overheads``, all at least 0, the plan of the smallest footprint whose
-        overhead is at most that. Load limits are ``2 * steps``, from the peak to the least that swaps reach."""
+        """The inverse: for each of ``overheads``, all at least 0, the plan of the smallest footprint whose overhead is
+        at most that. There are ``2 * steps`` load limits, from the peak to the least that swaps reach."""
         candidates = Candidates(program, peak_gaps(program, self.min_bytes))
         runs = self._runs(candidates, program, machine, program.peak_bytes, candidates.least, 2 * self.steps)
         runs.sort(key=lambda run: (run.peak_bytes, run.iteration_ns, len(run.rows)))

@@ -66,7 +66,7 @@ class SuperNeurons:
         self.simulator_calls = 0
 
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
-        """The plan by the rules; raises Infeasible when they do not reach ``limit``."""
+        """The plan that the rules give; raises Infeasible when they do not reach ``limit``."""
         if self.workspace:
             tensors_only = copy.copy(self)
             tensors_only.workspace = False
@@ -87,7 +87,7 @@ class SuperNeurons:
     def _segments(
         self, program: Program, engine: Engine, gaps: Sequence[Gap], ways: Mapping[Gap, int], limit: int
     ) -> tuple[Rows, int]:
-        """Section 3.4: rows of the decisions, and the bytes they need; the strategy of every segment chosen."""
+        """Section 3.4: chooses the strategy of every segment; rows of the decisions, and the bytes that they need."""
         segment = segments(program)
         rows = np.array([(ways[g], *g, -1 if self.early else prefetch(program, g)) for g in gaps], dtype=np.int64)
         rows = rows.reshape(-1, 5)
@@ -110,7 +110,7 @@ class SuperNeurons:
 
 
 def leaving(program: Program, mode: str = "joint", min_bytes: int = MIB, joins: bool = False) -> dict[Gap, int]:
-    """Gaps in which an output may leave, and the way: SWAP for CONV (and joins), RECOMPUTE for the cheap layers."""
+    """Gaps in which an output may leave, and how: SWAP for CONV (and joins), RECOMPUTE for the cheap layers."""
     ways = {}
     for gap in program.gaps(min_bytes):
         t, after, before = gap
@@ -128,8 +128,7 @@ def leaving(program: Program, mode: str = "joint", min_bytes: int = MIB, joins: 
 
 
 def tensor_cache(program: Program, ways: Mapping[Gap, int], limit: int, first: Sequence[Gap] = ()) -> list[Gap]:
-    """Sections 3.3.2: the gaps that LRU empties to keep the planned residency within ``limit`` bytes, as far
-    as it can.
+    """Section 3.3.2: the gaps that LRU empties to keep the planned residency within ``limit`` bytes, where it can.
 
     Args:
         first: gaps of ``ways`` that are emptied in any case.
@@ -169,8 +168,8 @@ def layer_bytes(program: Program, k: int) -> int:
 
 
 def segment_bytes(program: Program, dropped: Sequence[Gap]) -> int:
-    """Bytes that one segment needs when it keeps what it recomputes: its dropped outputs, together with the
-    tensors of the kernel, of those it serves, where that sum is largest."""
+    """Bytes that one segment needs when it keeps what it recomputes: its dropped outputs, together with the tensors
+    of one kernel that it serves, the one where this sum is largest."""
     outputs = {g.tensor for g in dropped}
     return sum(program.tensors[t].nbytes for t in outputs) + max(
         layer_bytes(program, k)

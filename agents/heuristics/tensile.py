@@ -78,7 +78,7 @@ class Channel:
     """PCIe: one transfer at a time, the same in every iteration of ``period`` ns.
 
     Attributes:
-        busy: (start, end) of the transfers, in nanoseconds, all within one iteration's time of another.
+        busy: (start, end) of the transfers, in nanoseconds; each stands for its repetitions in every iteration.
     """
 
     def __init__(self, period: int) -> None:
@@ -112,7 +112,7 @@ class Channel:
 
 
 class _Schedule:
-    """What has been scheduled so far. A position is a kernel, or a kernel of the next iteration (+ n).
+    """The decisions so far. A position is a kernel, or a kernel of the next iteration (+ n).
 
     Attributes:
         rows: the decisions, as rows of ``planner.Rows``.
@@ -178,8 +178,12 @@ class _Schedule:
         return True
 
     def _swap_in(self, gap: Gap, after: int, gone: int, earliest: int) -> bool:
-        """Schedules the swap-in, not before ``earliest``, of a tensor that leaves when the position ``after`` ends and
-        is gone from time ``gone``; False when no region covers it."""
+        """Schedules the swap-in of a tensor, not before ``earliest``; False when no region has room for it.
+
+        Args:
+            after: the position at whose end the tensor leaves.
+            gone: the time from which it is gone.
+        """
         nbytes, before = self.program.tensors[gap.tensor].nbytes, self._position(gap.before, gap)
         in_ns = self.machine.h2d_ns(nbytes)
         start = self.channel.late(in_ns, earliest, self.starts[before])
@@ -195,7 +199,7 @@ class _Schedule:
         return True
 
     def _swap_in_the_rest(self, gap: Gap) -> None:
-        """Line 36: the later gaps of the tensor in which the copy on the host is still its content."""
+        """Line 36: swaps in the later gaps of the tensor in which the copy on the host is still valid."""
         t, program = gap.tensor, self.program
         opens = {g.after: g for g in self.gaps if g.tensor == t and g not in self.scheduled}
         i = program.accesses[t].index(gap.before)

@@ -51,7 +51,7 @@ class TFLMS:
         self.simulator_calls = 0
 
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
-        """The rewritten graph; raises Infeasible when the swapped tensors do not make room enough."""
+        """The rewritten graph; raises Infeasible when the swapped tensors do not make enough room."""
         gaps = [f.gap for f in feature_maps(program, self.min_bytes)]
         n = least_tensors(program, gaps, limit) if self.n_tensors is None else min(self.n_tensors, len(gaps))
         if n is None:
@@ -66,7 +66,7 @@ class TFLMS:
 
 
 def least_tensors(program: Program, gaps: list[Gap], limit: int) -> int | None:
-    """How many of ``gaps`` must be emptied, in their order, for the planned residency to fit; None: all do not do."""
+    """How many of ``gaps``, in their order, must be emptied for the planned residency to fit; None: all are too few."""
     chosen = select(Candidates(program, gaps), iter(range(len(gaps))), limit)
     return None if chosen is None else len(chosen)
 

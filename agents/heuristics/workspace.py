@@ -51,7 +51,7 @@ def least_workspaces(program: Program) -> Variants:
 
 
 def relaxed(program: Program) -> Program:
-    """Every kernel as fast as its fastest algorithm in its least workspace: no plan is better for its variants."""
+    """Every kernel as fast as its fastest algorithm, in its least workspace: no choice of variants is better."""
     every = [algorithms(kernel) for kernel in program.kernels]
     kernels = (
         replace(kernel, duration_ns=min(d for d, _, _ in a), workspace=min(w for _, w, _ in a))
@@ -144,17 +144,17 @@ def with_fastest_variants(
 
 
 def free_bytes(program: Program, timeline: Timeline) -> dict[int, int]:
-    """Per kernel, the bytes left under the limit in the last iteration: the fewest while it runs or runs again.
+    """Per kernel, the fewest bytes left under the limit while it runs or runs again in the last iteration.
 
-    Its workspace is in use then, too. For a kernel that takes no time they are 0: nothing is faster.
+    Its own workspace counts as in use. For a kernel that takes no time they are 0: nothing is faster.
     """
     begin = timeline.boundaries[-2] if len(timeline.boundaries) > 1 else 0
     times = [time for time, _ in timeline.memory]
     free: dict[int, int] = {}
     for span in timeline.spans:
         if span.stream == "compute" and span.start_ns >= begin:
-            # The start of a kernel is the last change of its instant (rule 9), its end is not the first: copies end
-            # before it. What ends frees.
+            # At one instant (rule 9) a kernel's start is the last change; copies end before its end, and what ends
+            # only frees memory.
             first = bisect_right(times, span.start_ns) - 1
             after = bisect_left(times, span.end_ns, first + 1)
             here = timeline.limit - max(used for _, used in timeline.memory[first:after])
@@ -164,7 +164,7 @@ def free_bytes(program: Program, timeline: Timeline) -> dict[int, int]:
 
 
 def _fastest(program: Program, chosen: Variants, free: dict[int, int]) -> Variants:
-    """Per kernel, the fastest algorithm for the bytes left and those of its workspace so far."""
+    """Per kernel, the fastest algorithm that fits the bytes left and those of its present workspace."""
     now = dict(chosen)
     out = {}
     for k in _several(program):
