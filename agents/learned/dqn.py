@@ -14,7 +14,7 @@ exploration and in equation 5. ``agent=dqn_paper`` is the paper's form; ``agent=
 5. Prioritised replay (``priority`` > 0).
 6. The changes of structure2vec.py: mean pooling, mixing, two more features.
 7. Exploration falls from ``epsilon_start`` to ``epsilon_end`` over ``explore`` of the episodes, not 1 to 0 over all.
-8. Mutations (``mutations`` > 0): walks that repeat one of the ``elites`` best, each step left by ``mutation_rate``.
+8. Mutations (``mutations`` > 0) repeat one of the ``elites`` best walks with random changes (``mutation_rate``).
 9. Random actions follow Belady's rule softened (``belady_temperature``), nine in ten; the paper's are uniform.
 10. Only in transfer.py: weights, best walks and plans carry over between limits, modes and programs.
 11. Only in transfer.py: local search on the plan refines the best walks; it can do what no action does.
