@@ -1,34 +1,14 @@
 """The floor: a lower bound on the iteration time of every plan, by linear programming.
 
-A plan is a point of the program below: fractions of gaps that are swapped and recomputed, bytes per kernel that
-leave and return, waits. Every relaxation is on the optimistic side, so its least value is one that no plan can
-beat; it is then taken from the dual solution by weak duality, so that the solver's tolerances do not matter.
+Every plan is a point of the linear program (``_Problem`` has its rows): fractions of gaps that are swapped and
+recomputed, bytes per kernel that leave and return, waits. Every relaxation is on the optimistic side, so that no plan
+beats its least value. That value is taken from the dual solution by weak duality, so that it holds whatever the
+solver's tolerances. Read on in ``floor``. What is relaxed (reasons in README.md):
 
-For each kernel k, which a wait of s_k precedes (time that the compute stream stalls or recomputes) and which
-runs for d_k, with P_k the bytes that decisions have away by plan, Q the bytes of them that still queue for their
-swap-out and E those that came back before their use, at the start (1) and the end (2) of the kernel:
-
-    load_k - P_k + Q + E <= limit            rule 2: what is queued or came back early takes memory
-    Q_1 = Q_2(k-1) + opened at k-1 - out     rules 4, 5: bytes flow while time passes, both ways at most at the
-    E_1 = E_2(k-1) + in - used at k          rate of the machine; Q, E >= 0; Q + E <= what is open: bytes return
-    out, in <= rate x s_k, then x d_k        only after they have left
-    s_k >= rerun_k                           rule 7: the kernels that must run again for k
-    minimise the sum of s_k
-
-Indices are cyclic: the program is one iteration of a steady state, as rule 10 reports it, so what is left to do at
-the end of an iteration is done in the next. What is relaxed:
-
-1. A tensor may be swapped or recomputed in part, and leaves and returns byte by byte. In truth all of it takes memory
-   until its last byte has left, and from when its first returns: that is asked for only just after its gap opens and
-   just before it closes (``_whole_tensors``), which proves most where a tensor is a large part of the memory.
-2. A byte takes as long as in the transfer, latency included, that is fastest per byte of ``CLASSES`` classes by size.
-3. A swapped tensor that was not written since its last swap-out leaves without a transfer (rule 4), to the extent
-   that earlier gaps since then were swapped.
-4. A recomputed gap is recovered for the kernel that ends it, and then every kernel runs again that its recovery
-   always needs, whatever else is away; or earlier, for another kernel's chain that keeps it (``keep``), at any time
-   in one of ``WINDOWS`` windows, at whose end it is back. Such a chain leads from the tensor to one that is asked for
-   there, and takes at least as long as the shortest that does. Kernels that one chain runs for several tensors count
-   once. Memory of chains is not counted.
+1. A tensor may be swapped or recomputed in part; near the ends of its gap all of it counts (``_whole_tensors``).
+2. A byte takes as long as in the transfer, latency included, that is fastest per byte of its class by size.
+3. A tensor not written since its last swap-out leaves without a transfer as far as earlier gaps were swapped (rule 4).
+4. A recomputed gap costs the kernels that any recovery of it runs, at its end or in an earlier window; memory is free.
 5. Gaps beyond the ``max_gaps`` largest are emptied for nothing.
 """
 
@@ -57,7 +37,7 @@ _Rows = tuple[list[tuple[int, int, float]], list[float]]  # (row, column, coeffi
 
 @dataclass(frozen=True)
 class Floor:
-    """What no plan can beat.
+    """The bound that no plan can beat.
 
     Attributes:
         feasible: False: no plan fits the limit, whatever its time.
@@ -82,7 +62,7 @@ def floor(program: Program, machine: Machine, limit: int, mode: str = "joint", m
     """The floor under the plans of ``mode`` (swap, recompute or joint) within ``limit`` bytes.
 
     Args:
-        max_gaps: gaps that are decided about, the largest; the rest are empty for nothing.
+        max_gaps: gaps that the linear program decides about, the largest; the rest are emptied for nothing.
     """
     check_mode(mode)
     gaps = [g for g in program.gaps(1) if mode != "recompute" or _recomputable(program, g)]
@@ -102,7 +82,22 @@ def floor(program: Program, machine: Machine, limit: int, mode: str = "joint", m
 
 
 class _Problem:
-    """The linear program: columns and rows in the order of the module docstring."""
+    """The linear program.
+
+    Before each kernel k the compute stream stalls or recomputes for a time s_k; then k runs for d_k. P_k are the bytes
+    that decisions have away by plan, Q those of them that still queue for their swap-out, E those that came back before
+    their use, at the start (1) and the end (2) of the kernel:
+
+        load_k - P_k + Q + E <= limit            rule 2: what is queued or came back early takes memory
+        Q_1 = Q_2(k-1) + opened at k-1 - out     rules 4, 5: bytes flow while time passes, both ways at most at the
+        E_1 = E_2(k-1) + in - used at k          rate of the machine; Q, E >= 0; Q + E <= what is open: bytes return
+        out, in <= rate x s_k, then x d_k        only after they have left
+        s_k >= rerun_k                           rule 7: the kernels that must run again for k
+        minimise the sum of s_k
+
+    Indices are cyclic: the program is one iteration of a steady state (rule 10), so that what is left to do at the end
+    of an iteration is done in the next.
+    """
 
     def __init__(
         self, program: Program, machine: Machine, limit: int, mode: str, gaps: list[Gap], live_bytes: NDArray[np.int64]
@@ -124,7 +119,7 @@ class _Problem:
         self._upper: list[NDArray[np.float64]] = []
         self._columns = 0
         self._rows: tuple[_Rows, _Rows] = (([], []), ([], []))  # inequalities, equations
-        # No kernel waits for longer than to move everything and to run everything again: weak duality needs a bound.
+        # Weak duality needs a bound: no kernel waits longer than it takes to move and to run everything again.
         long = float(self.out_time.sum() + self.in_time.sum() + self.duration.sum()) + 1.0
         self.swap = self._new(m, 0.0 if mode == "recompute" else 1.0)
         self.late = self._new(m, 0.0)
@@ -152,7 +147,7 @@ class _Problem:
         rights.append(right)
 
     def solve(self) -> tuple[int, NDArray[np.float64]]:
-        """The least sum of waits in ns, rounded up: times are integers; the optimum."""
+        """The least sum of waits in ns, rounded up, since times are integers; and the optimum."""
         (a, b), (d, e) = (self._matrix(*rows) for rows in self._rows)
         upper = np.concatenate(self._upper)
         c = np.zeros(self._columns)
@@ -332,11 +327,11 @@ class _Problem:
             self._row(nbytes, machine.host_bytes / self.byte)
 
     def _whole_tensors(self) -> None:
-        """Just after its gap opens and just before it closes, a swapped tensor is there as a whole.
+        """A swapped tensor takes all of its memory just after its gap opens and just before it closes.
 
-        Where less time D_0 lies between than a transfer takes, D, it has not left yet, or is on its way back. So are
-        those of its size or larger that have even less time. With waits, the sum over them of size x swapped is at
-        most what is there plus the sum of sizes x waits / (D - D_0).
+        Where the time D_0 from the end of the gap is less than a transfer takes, D, the tensor has not left yet, or is
+        on its way back. So are those of its size or larger that have even less time. With waits, the sum over them of
+        size x swapped is at most what is there plus the sum of sizes x waits / (D - D_0).
         """
         n, gaps, size = self.n, self.gaps, self.size
         for i, g in enumerate(gaps):

@@ -1,8 +1,8 @@
 """What every planner shares: the interface, candidate gaps with their planned residency, the last check.
 
-Planned residency is the load that a plan intends: a tensor is absent from the end of ``after`` to the start
-of ``before``, transfers taking no time. A plan of swaps fits a limit exactly when its planned residency
-does; transfers that take longer make kernels wait, they do not need more memory.
+Planned residency is the load per kernel that a plan intends: a tensor is away from the end of ``after`` to the start
+of ``before``, as if transfers took no time. A plan of swaps fits a limit exactly when its planned residency does:
+slower transfers make kernels wait, but need no more memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Rows = NDArray[np.int64]  # (n, 5): kind, tensor, after, before, extra (swap: pr
 
 
 class Infeasible(Exception):
-    """No plan of the planner's fits the limit. The message is the reason, one sentence."""
+    """The planner has no plan that fits the limit. The message is the reason, one sentence."""
 
 
 class Planner(Protocol):
@@ -49,7 +49,7 @@ class Planner(Protocol):
 
 
 class NoPlan:
-    """The empty plan, where the limit allows it. It has no use for its options."""
+    """The empty plan, where the limit allows it. Its options are ignored."""
 
     name = "none"
 
@@ -63,15 +63,15 @@ class NoPlan:
 
 
 class Candidates:
-    """Gaps a planner chooses from, as arrays.
+    """The gaps that a planner chooses from, as arrays.
 
     Attributes:
         gaps: m gaps.
         nbytes: int64[m], size of each gap's tensor.
-        absent: bool[m, n], the kernels at which the gap is open.
+        absent: bool[m, n], the kernels at which each gap is open.
         rows: int64[m, 5], the swaps that empty the gaps, their prefetch left to the simulator.
         live_bytes: int64[n], the program's live bytes per kernel.
-        least: the peak that remains when every gap is emptied, the smallest limit within reach.
+        least: bytes, the peak that remains when every gap is emptied: the smallest limit within reach.
     """
 
     def __init__(self, program: Program, gaps: Sequence[Gap]) -> None:
@@ -119,7 +119,7 @@ def finish(planner: Planner, program: Program, machine: Machine, limit: int, eng
 
 
 def plans_of(planners: Sequence[Planner], program: Program, machine: Machine, limit: int, engine: Engine) -> list[Rows]:
-    """Rows of the plans of those ``planners`` that have one. ``engine`` is charged with the calls of all."""
+    """Rows of the plans of those ``planners`` that have one. The simulator calls of all are added to ``engine``'s."""
     found = []
     for planner in planners:
         try:
@@ -131,7 +131,7 @@ def plans_of(planners: Sequence[Planner], program: Program, machine: Machine, li
 
 
 def infeasible(planner: Planner, program: Program, limit: int, least: int | None) -> Infeasible:
-    """The exception that says how far down the planner can go: to ``least`` bytes, None where that is not known."""
+    """The exception, saying the smallest limit that the planner can reach: ``least`` bytes, None if not known."""
     known = least is not None and least > limit
     reach = f"the smallest limit it can reach is {least:,} bytes" if known else "it found no plan that fits"
     return Infeasible(

@@ -1,15 +1,14 @@
 """The graph that the agent sees: the operations of one iteration (DQN paper, sections 4.2 and 4.4).
 
-Nodes are the operations (malloc, write, read, free) of tensors above a threshold, in time order, after a
-node 0 that stands for the iteration itself and for "do nothing". A gap in which the load never passes the
-limit need not be emptied, and is no action; the tensors that no action concerns are left out, because
-their nodes would never change. Edges join consecutive operations and
-consecutive operations on one tensor; the weight of an edge is the time between the two.
+Nodes are the operations (malloc, write, read, free) of tensors above a threshold, in time order, after a node 0 that
+stands for the iteration itself and for "do nothing". A gap in which the load never exceeds the limit need not be
+emptied and is no action; tensors without an action are left out, because their nodes would never change. Edges join
+consecutive operations, and consecutive operations on one tensor; an edge's weight is the time between the two.
 
-No node represents more than one action (section 4.9). Offloading a tensor in a gap is represented by the
-operation that opens the gap, because that is where the copy may begin; removing it by the operation that
-closes the gap, because that is where it is recomputed. Where that operation also opens a gap of its own,
-the tensor's malloc or free stands for the removal; where those are taken too, the gap has no removal.
+No node stands for more than one action (section 4.9). Offloading a tensor in a gap is the operation that opens the
+gap, because there the copy may begin. Removing it is the operation that closes the gap, because there it is
+recomputed. Where that operation also opens a gap of its own, the tensor's malloc or free stands for the removal;
+where those are taken too, the gap has no removal.
 """
 
 from __future__ import annotations

@@ -1,21 +1,17 @@
 """``GpuMemory-v0``: the walk of walk.py as a Gymnasium environment, and a native vector environment.
 
-    import envs, gymnasium
-    env = gymnasium.make("GpuMemory-v0")                                     # a small built-in task
-    env = gymnasium.make("GpuMemory-v0", program=program, machine=machine, limit=0.65)
+The observation is a dictionary (N nodes; programs are padded to the largest). README.md has an example.
 
-The observation is a dictionary (N nodes; programs are padded to the largest):
-
-- ``nodes`` (N, 8) float32. Six features of the paper (section 4.4.1): size, transfer time, recompute time,
-  time to the next use, kind of action, validity (1 valid, 0 not, −1 taken already); and two of the moment:
-  relief, the share of what is over the limit (planned bytes x time) that falls into the gap of the node's
-  action, and how far ahead the node is.
-- ``action_mask`` (N,) int8: which nodes are actions that may be taken now; always honest.
+- ``nodes`` (N, 8) float32: the paper's six features (section 4.4.1): size, transfer time, recompute time, time to the
+  next use, kind of action, validity (1 valid, 0 not, −1 taken already); and two of the moment: relief, the share of
+  what is over the limit (bytes x time by the planned residency) that falls into the gap of the node's action, and how
+  far ahead the node is.
+- ``action_mask`` (N,) int8: which nodes are actions that may be taken now; never wrong.
 - ``current`` (1,) int64: the node under execution.
 - ``program`` (1,) int64: index into ``env.unwrapped.tasks``, which hold the static graph (edges, weights).
 
-The action is the number of a node; node 0 is "do nothing". An action that is not valid ends the episode
-with the reward of a dead end.
+The action is the number of a node; node 0 is "do nothing". An action that is not valid ends the episode with the
+reward of a dead end.
 """
 
 from __future__ import annotations
@@ -135,7 +131,7 @@ class MemoryEnv(gymnasium.Env[Observation, np.int64]):
         node = int(action)
         if not self.action_masks()[node]:
             return self._observation(), DEAD_END_REWARD, True, False, {**self._info(), "invalid": True}
-        if self.walk.done:  # a task that nothing need be done for
+        if self.walk.done:  # nothing need leave in this task
             return self._observation(), 0.0, True, False, self._info()
         result = self.walk.step(node)
         return self._observation(), result.reward, result.terminated, False, self._info()

@@ -1,24 +1,16 @@
 """An episode without Gymnasium: the agent walks through one iteration and decides what leaves.
 
-Actions, transitions and rewards of "GPU memory management for neural networks using deep Q-network",
-sections 4.5 to 4.8. The position p is the number of kernels that have ended.
+Actions, transitions and rewards of "GPU memory management for neural networks using deep Q-network", sections 4.5 to
+4.8. The position p is the number of kernels that have ended. "Do nothing" goes to the next position at which another
+gap opens or a kernel cannot start. "Offload" swaps out a tensor whose gap is open, and holds the agent until the
+transfer ends, rounded up to the next kernel. "Remove" drops one, to be recomputed. While kernel p cannot start for
+lack of memory, the agent stays. The episode ends when nothing more need leave, or in a dead end: kernel p cannot start
+and nothing can leave. The reward of a step is the change in simulated time of the plan so far over the ideal time,
+negated, with the limit enforced up to the position: rewards sum to −overhead. README.md says why. Read on in
+``Walk.step``. Choices where the paper is silent:
 
-- **Do nothing** goes to the next position at which another gap opens or a kernel cannot start.
-- **Offload** swaps out a tensor whose gap is open and holds the agent until the transfer ends, rounded up
-  to the next kernel; while kernel p cannot start for lack of memory the agent stays there.
-- **Remove** drops a tensor whose gap is open, to be recomputed; the agent goes on as with do nothing, or
-  stays while kernel p still cannot start.
-- The episode ends when nothing more need leave: every kernel fits by the planned residency. It is a dead
-  end when kernel p cannot start and nothing can leave.
-- The reward is the change in simulated time of the plan so far over the ideal time, negated, with the
-  limit enforced up to the position. The simulated time of the empty plan without a limit is the ideal
-  time and that of the last step has the limit enforced everywhere, so rewards sum to −overhead.
-
-Choices where the paper is silent:
-1. A wrapping gap of a persistent tensor is open at position 0: its swap-out belongs to the iteration
-   before and does not hold the agent.
-2. Rounding up holds the agent, not the copy engine: an offload is issued at the last kernel that ended
-   before the previous transfer did, if its gap was open then, so that the engine goes from one to the next.
+1. A wrapping gap of a persistent tensor is open at position 0; its swap-out does not hold the agent.
+2. Rounding up holds the agent, not the copy engine: an offload starts as soon as the engine is free and its gap open.
 3. While a transfer holds the agent, kernels take their ideal time (until one cannot start).
 """
 
@@ -74,7 +66,7 @@ class Task:
 
 
 class Step(NamedTuple):
-    """What one action led to."""
+    """The result of one action."""
 
     reward: float
     terminated: bool
@@ -96,7 +88,7 @@ class Walk:
         self.count = 0
         self.taken = np.full(len(task.graph.gaps), -1, np.int64)  # kind of the action taken, or -1
         self.iteration_ns = task.program.ideal_ns
-        self.free_ns = -task.program.ideal_ns  # when d2h has nothing to do, in ideal time
+        self.free_ns = -task.program.ideal_ns  # when the d2h stream is free, in ideal time
         self.need = task.live_bytes
         self.done = bool((self.need <= task.limit).all())
         self.dead_end = False
@@ -125,7 +117,7 @@ class Walk:
         self.stuck_at = p + int(over.argmax()) if over.any() else len(self.need)
         # A gap is of use while the tensor would be away for kernel p.
         began = (task.after < p) | task.wraps
-        # A tensor that is on the host already is refused too where the host is full: rare, and safe.
+        # Where the host is full, a tensor that is on it already is refused too: rare, and safe.
         self.open = began & (p < task.before) & (self.taken < 0)
         mask = np.zeros(len(task.graph), np.bool_)
         mask[task.offloads] = (self.open & (task.nbytes <= self.host_left))[task.offload_gap]

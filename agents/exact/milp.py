@@ -1,27 +1,15 @@
-"""The exact planner: the best plan there is for a small program, and for any program how far off it can be.
+"""The exact planner: the best plan there is for a small program, and for any program how far off a plan can be.
 
-Recompute-only plans (``mode="recompute"``) are a 0/1 program (milp_model.py), after Checkmate ("Checkmate:
-Breaking the Memory Wall with Optimal Tensor Rematerialization", MLSys 2020), which a solver for integer programs
-solves: HiGHS as SciPy has it, or CP-SAT of OR-Tools. What Checkmate leaves to its own runtime, or that differs here:
+With ``mode="recompute"`` it solves a 0/1 program (milp_model.py) after Checkmate ("Checkmate: Breaking the Memory Wall
+with Optimal Tensor Rematerialization", MLSys 2020), by SciPy's HiGHS or OR-Tools' CP-SAT. With transfers (``"swap"``,
+``"joint"``) only the simulator knows the time: branch and bound over the plans of at most ``MOST`` candidate gaps, and
+in larger programs the best heuristic plan. In each mode the floor (agents/bound.py) bounds what is left to gain.
+README.md says over which plans each is exact. Read on in ``MILP.plan``. Differences from Checkmate:
 
 1. The rules are the simulator's: one pass of recomputation before a kernel, its memory step by step, ``keep``.
-2. It is exact over all recompute-only plans of the gaps of ``Program.gaps(min_bytes)``, late drops included (a tensor
-   that a chain still needs is dropped after it). The simulator checks the result.
-3. The search starts from the best heuristic plan (ruin and recreate, SuperNeurons, annealing, the rounded floor) and
-   never returns a worse one. CP-SAT is given it; SciPy's interface to HiGHS does not take a start.
-4. Checkmate's two-phase rounding of the linear relaxation is not needed for that, and is left out.
-
-With transfers (``mode="swap"`` or ``"joint"``) time is what the simulator says and no formula has it. Where there are
-at most ``MOST`` candidate gaps, every plan is tried in which each gap stays, or is emptied as it opens: swapped, its
-prefetch left to rule 5, recomputed, or recomputed and kept. That is the set over which it is exact: swap-outs that are
-issued later, synchronous ones and pinned prefetches are not in it, though a heuristic plan that has them may win.
-Partial plans are cut off that
-
-- need more memory than the limit with every gap that is not decided emptied, chains taking none;
-- take at least as long as the best plan: running the writers of every tensor recomputed, or the waits in disjoint
-  gaps too short for the transfers of their swaps.
-
-In larger programs the best heuristic plan is returned. In each mode the floor (agents/bound.py) bounds what is left.
+2. It is exact over all recompute-only plans of the gaps of ``Program.gaps(min_bytes)``, late drops included.
+3. The search starts from the best heuristic plan, as far as the solver takes a start, and never returns a worse one.
+4. Checkmate's two-phase rounding of the linear relaxation is left out: choice 3 makes it unnecessary.
 """
 
 from __future__ import annotations
@@ -59,7 +47,7 @@ class MILP:
     Args:
         mode: swap, recompute or joint.
         solver: "highs", or "cpsat" (needs OR-Tools); of the 0/1 program of ``mode="recompute"``.
-        time_limit: seconds. The plan of a search that it ends depends on the speed of the computer.
+        time_limit: seconds. Where it ends a search, the plan depends on the speed of the computer.
         calls: simulator calls of each heuristic.
         min_bytes: tensors below this size stay.
         seed: of the heuristics and of CP-SAT.
@@ -162,11 +150,11 @@ class MILP:
         if answer.x is not None:
             rows = recomputation.rows(answer.x)
             score = engine.score(rows)
-            # HiGHS keeps the limit to its tolerance only: a plan that is bytes above it is not one.
+            # HiGHS keeps the limit only to its tolerance: a plan may be some bytes above it.
             if score.feasible and (best is None or score.iteration_ns < best_ns):
                 best, best_ns = rows, score.iteration_ns
         self.status = "stopped"
-        # A bound above a plan that runs is above it by the tolerance.
+        # A bound above the time of a feasible plan is above it by the solver's tolerance.
         self.bound_ns = min(self.bound_ns, best_ns) if best is not None else self.bound_ns
         return best, False
 
@@ -216,7 +204,7 @@ class Costs:
         return self.program.ideal_ns + max(self._reruns(rows), self._waits(rows))
 
     def _reruns(self, rows: list[tuple[int, ...]]) -> int:
-        """Every writer of a tensor runs again once a gap; one run may serve all that its kernel writes."""
+        """Every writer of a tensor runs again once per gap; one run may serve all tensors that its kernel writes."""
         times: dict[tuple[int, int], int] = {}
         for kind, t, after, _, _ in rows:
             if kind == RECOMPUTE:
@@ -229,8 +217,8 @@ class Costs:
         return sum(self.program.kernels[w].duration_ns * count for w, count in most.items())
 
     def _waits(self, rows: list[tuple[int, ...]]) -> int:
-        """Between the two kernels a swapped tensor leaves and returns. What that takes beyond the kernels in
-        between is not spent on kernels; it adds up over gaps that do not overlap."""
+        """A swapped tensor leaves and returns within its gap. Where that takes longer than the kernels in between,
+        compute waits for the rest; these waits add up over gaps that do not overlap."""
         intervals = []
         for kind, t, after, before, _ in rows:
             if kind != RECOMPUTE and after < before:
@@ -254,7 +242,7 @@ class Costs:
 
 
 class Answer(NamedTuple):
-    """What a solver says of a 0/1 program."""
+    """What a solver says about a 0/1 program."""
 
     x: list[int] | None  # the best assignment found
     bound: int | None  # no assignment costs less
@@ -323,7 +311,7 @@ def _cp_model() -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Standard output to nowhere: the HiGHS of some SciPy versions prints a line for every solution it repairs."""
+    """Discards standard output: the HiGHS of some SciPy versions prints a line for every solution it repairs."""
     kept = os.dup(1)
     try:
         with open(os.devnull, "w") as nowhere:

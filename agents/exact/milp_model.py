@@ -1,26 +1,12 @@
 """Recompute-only planning as a 0/1 program that is exact for the simulator's rules.
 
-In the spirit of Checkmate ("Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization", MLSys
-2020, section 4): which tensors are there at which kernel (its S), which kernels run again for which (its R),
-and memory counted within every such pass, freed values included (its U and FREE). The rules are those of
-simulator/reference.py, rule 7, instead of Checkmate's: a gap is emptied once, all that kernel k lacks is
-recovered in one pass right before it, in program order, by all writers of its present content, into memory
-of the pass's own. A plan that only recomputes waits for nothing, so that its time is the ideal time and the
-durations of the passes, and it runs exactly when its planned residency fits.
-
-0/1 variables; k is a kernel that ends at least one candidate gap, w < k a kernel that may run again for it:
-
-    away[g, s]   gap g is empty in its segment s. A gap is cut after each kernel k whose pass could recover
-                 its tensor; in between its state has no use but memory, so that dropping at once is best
-    drop[g, s]   the decision: dropped at the beginning of segment s; at most one per gap
-    rerun[k, w]  kernel w runs again before kernel k; the objective is their duration
-    keep[k]      the pass of k keeps what it recovers
-    back[g, k]   it recovers gap g's tensor, which is needed later than k, and keeps it:
-                 keep[k] and away[g, .] and rerun[k, w] for every writer w of it
-    need[k, w, x]   rerun[k, w] and x, which w reads, is away then; every writer of x before w runs again
-    held[k, w, x]   the pass has memory for x while w runs: needed by w or later, or recovered to stay
-
-Every AND is linearised in both directions where ``keep`` could gain from a kernel that runs for nothing.
+In the spirit of Checkmate ("Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization", MLSys 2020,
+section 4): which tensors are there at which kernel (its S), which kernels run again for which (its R), and memory
+counted within every such pass, freed values included (its U and FREE). The rules are those of simulator/reference.py,
+rule 7: a gap is emptied once; all that kernel k lacks is recovered in one pass right before it, in program order, by
+all writers of its present content, into memory of the pass's own. A plan that only recomputes waits for nothing: its
+time is the ideal time and the durations of the passes, and it runs exactly when its planned residency fits.
+``Recomputation`` lists the variables; read on there.
 """
 
 from __future__ import annotations
@@ -111,6 +97,20 @@ class ZeroOne:
 
 class Recomputation:
     """The 0/1 program of the recompute-only plans of one program.
+
+    0/1 variables; k is a kernel that ends at least one candidate gap, w < k a kernel that may run again for it:
+
+        away[g, s]   gap g is empty in its segment s. A gap is cut after each kernel k whose pass could recover
+                     its tensor; in between its state has no use but memory, so that dropping at once is best
+        drop[g, s]   the decision: dropped at the beginning of segment s; at most one per gap
+        rerun[k, w]  kernel w runs again before kernel k; the objective is their duration
+        keep[k]      the pass of k keeps what it recovers
+        back[g, k]   it recovers gap g's tensor, which is needed later than k, and keeps it:
+                     keep[k] and away[g, .] and rerun[k, w] for every writer w of it
+        need[k, w, x]   rerun[k, w] and x, which w reads, is away then; every writer of x before w runs again
+        held[k, w, x]   the pass has memory for x while w runs: needed by w or later, or recovered to stay
+
+    Every AND is linearised in both directions where ``keep`` could gain from a kernel that runs for nothing.
 
     Args:
         limit: bytes.
@@ -268,7 +268,7 @@ class Recomputation:
             beside += settled[w]
             most += sum(c for c, _ in settled[w])
             if most + sum(c for c, _ in held[w]) > self.limit:
-                if beside or base < 0:  # what all later rows have too, as one variable
+                if beside or base < 0:  # what all later rows share, as one variable
                     known, constant = ([(1, base)], 0) if base >= 0 else ([], there)
                     base, beside = model.total(known + beside, constant, self.limit), []
                 model.at_most([(1, base), *held[w]], self.limit)

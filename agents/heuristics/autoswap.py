@@ -1,28 +1,18 @@
-"""AutoSwap: "Efficient Memory Management for GPU-based Deep Learning Systems", section IV.
+"""AutoSwap: "Efficient Memory Management for GPU-based Deep Learning Systems" (2020), section IV.
 
-Candidate gaps are ranked by a priority score and selected one by one until the peak load is no larger than
-the limit. Choices that the paper leaves open:
+Candidate gaps are ranked by a priority score and selected one by one until the peak load is at most the limit. The
+four scores are here; autoswap_bo.py weighs them by Bayesian optimisation (section IV-C), smartpool_autoswap.py adds
+addresses (section V). Read on in ``AutoSwap.plan``. What the paper leaves open (reasons in README.md):
 
-1. A candidate (section IV-A) is a gap, not a variable: a gap of a tensor of at least ``min_bytes`` that is
-   open at the peak kernel (the first kernel of largest load). A variable accessed several times then has
-   the one absence that spans the peak. Gaps over the iteration boundary count when they span the peak, as
-   those of optimizer state do (section VI-B-3).
+1. A candidate (section IV-A) is a gap, not a variable: a gap of a tensor of at least ``min_bytes`` open at the peak.
 2. t_{i+1} - t_i is from the end of one access to the start of the next, with unlimited memory.
-3. Load at a time is the load of the kernel that runs then, its workspace included.
-4. A zero DOA gives a zero AOA by either of its definitions.
-5. WDOA integrates between the two accesses (as the text says), not between the transfers, so that it is
-   never negative.
-6. SWDOA updates the load by the planned residency, i.e. the selected tensor is absent between its accesses.
-   So does the selection (section IV-D); this is LOAD' of Fig. 7 with transfers that take no time. What the
-   transfers cost is left to the simulator, which delays kernels as Fig. 7's LOAD'' does.
+3. The load at a time is the load of the kernel that runs then, its workspace included.
+4. A DOA of zero gives an AOA of zero, by either of its definitions.
+5. WDOA integrates between the two accesses, as the text says, not between the transfers: it is never negative.
+6. SWDOA and the selection update the load by the planned residency: LOAD' of Fig. 7, with instant transfers.
 7. Ties go to the gap that comes first in ``Program.gaps``.
-8. Selection inserts in the order of the score without asking whether the gap lowers the peak that is left,
-   and removes nothing afterwards.
-9. The schedule (section IV-E) is a swap-out at the end of the last access and a swap-in by simulator rule 5:
-   as soon as the transfer stream is free and the tensor fits until its use. Both streams are FIFO.
-
-The Bayesian optimisation of section IV-C is autoswap_bo.py, the combination with SmartPool (section V)
-smartpool_autoswap.py.
+8. Selection follows the score: it does not ask whether a gap lowers the peak that is left, and removes nothing later.
+9. A swap-out starts at the end of the last access, a swap-in by simulator rule 5; both streams are FIFO.
 """
 
 from __future__ import annotations
@@ -57,7 +47,7 @@ class AutoSwap:
         self._order = SCORES[score]
 
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
-        """Swaps until the planned residency fits ``limit``; raises Infeasible when all candidates do not do."""
+        """Swaps until the planned residency fits ``limit``; raises Infeasible when all candidates are not enough."""
         candidates = Candidates(program, peak_gaps(program, self.min_bytes))
         chosen = self.select(candidates, program, machine, limit)
         if chosen is None:

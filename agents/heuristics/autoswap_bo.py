@@ -3,20 +3,15 @@ section IV-C.
 
     BO = a * AOA + b * DOA + c * WDOA + d * SWDOA        (equation 3)
 
-The four scores of autoswap.py are standardised and summed with weights in [-1, 1]; Bayesian optimisation with
-a Gaussian process prior finds the weights whose selection (section IV-D) has the least communication overhead, here
-the simulated one. Choices that the paper leaves open:
+The four scores of autoswap.py are standardised and summed with weights in [-1, 1]; Bayesian optimisation with a
+Gaussian process prior finds the weights whose selection (section IV-D) has the least overhead, here the simulated
+one. Read on in ``AutoSwapBO.plan``. What the paper leaves open (reasons in README.md):
 
-1. SWDOA's score is the value that a candidate had when it was selected in SWDOA's own order, in which every
-   candidate is (section IV-B iv). These values fall along that order, so that d = 1 alone is SWDOA.
+1. SWDOA's score is the value that a candidate had when it was selected in SWDOA's own order (section IV-B iv).
 2. Standardised: mean 0, standard deviation 1 over the candidates; a score that is the same for all becomes 0.
-3. The first four weight vectors are the unit vectors, i.e. the four scores by themselves, so that the result is never
-   worse than the best of them; Fig. 9 shows BO so, but with the paper's random start that is luck. ``random``
-   vectors drawn uniformly follow, then the optimisation; all of them count as ``evaluations``.
-4. The process (Snoek et al., "Practical Bayesian Optimization of Machine Learning Algorithms", 2012, which the paper
-   cites for its prior): a Matern 5/2 kernel with a length scale a weight, fitted by marginal likelihood at every
-   update; standardised objective; expected improvement, maximised over 2,048 weight vectors drawn uniformly.
-5. A plan that the host memory cannot hold is no observation. The optimisation ends early at no overhead.
+3. The four unit vectors come first, then ``random`` uniform ones, then proposals; all count as ``evaluations``.
+4. The process is that of Snoek et al. (2012): Matern 5/2, one length scale per weight, expected improvement.
+5. A plan that the host memory cannot hold is no observation; the optimisation ends early at no overhead.
 """
 
 from __future__ import annotations

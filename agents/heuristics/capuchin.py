@@ -1,42 +1,24 @@
 """Capuchin: "Capuchin: Tensor-based GPU Memory Management for Deep Learning" (ASPLOS 2020).
 
-One measured iteration gives the access times of every tensor (passive mode); the policy maker then decides which
-tensors to evict at which access, whether they are swapped or recomputed, and when each swap-in is triggered (guided
-mode); run-time feedback corrects the triggers. A candidate is a pair of consecutive accesses of one tensor, the
-evicted-access and the back-access: a gap here. Its free time is
+One measured iteration gives the access times of every tensor (passive mode). The policy maker then decides which
+tensors to evict at which access, whether to swap or recompute them, and when to trigger each swap-in (guided mode);
+feedback at run time corrects the triggers. A candidate is a gap: an evicted-access and the back-access after it, with
 
-    FT = SwapInStartTime - SwapOutEndTime = (back-access - swap-in time) - (end of the evicted-access + swap-out time)
+    free time FT = SwapInStartTime - SwapOutEndTime
+                 = (back-access - swap-in time) - (end of the evicted-access + swap-out time)
 
-Swaps come first, longest free time first, as long as they can be hidden. After that a swap competes with the
-recomputation of the highest MSPS, memory saving per second of recomputation (hybrid policy). Written without the text
-of the paper, from what is known of it. Choices and deviations:
+Swaps come first, longest free time first, while they can be hidden; then a swap competes with the recomputation of
+the highest MSPS, memory saved per second of recomputation (hybrid policy). Written without the text of the paper, from
+what is known of it. Read on in ``Capuchin.plan`` and ``Policy.decide``. Choices and deviations (reasons in README.md):
 
-1. Passive mode: access times are those of the program with unlimited memory (the paper evicts on demand while it
-   measures, and takes the time lost by that out of its figures).
-2. The memory to be saved is not one number but a number per kernel: planned residency (reference.py, recomputation
-   chains included) above the limit. Decisions are made until there is none. A candidate must be open at the peak, i.e.
-   at a kernel whose load is above the limit, and is passed over unless it lowers the excess, summed over the kernels,
-   that is left when its turn comes. A pair may span the iteration boundary (parameters, optimizer state).
-3. A lane carries one transfer at a time: swap-outs follow one another in the order of their evicted-accesses, and each
-   swap-in ends before the next one has to start, so that on a busy lane SwapOutEndTime is later and SwapInStartTime
-   earlier. The overhead of a set of swaps is the largest SwapOutEndTime - SwapInStartTime among them or, if that is
-   more, what the peak costs: how late bytes that must be gone at a kernel have left, and how early bytes that must
-   still be gone are due back, each at its worst kernel, added up. A set is hidden when this is at most 0. (The
-   paper states the rule for one tensor, by its own free time; whether it counts the peak is not known to us.)
-   Pairs over the boundary are taken to be away throughout; with one copy engine the estimate is optimistic.
-4. MSPS = size / (time + extra time). Time is that of the kernels that must run again, from what is there at the
-   back-access and is not to be recomputed itself. When a tensor is chosen, the times of those that have it for a source
-   are worked out anew, and the extra time of its own sources is charged: what choosing them would add to the
-   chains of those chosen before.
-5. Hybrid: the next swap is the one of longest free time among the rest. Its cost is what it adds to the overhead of
-   the swaps; that of the recomputation is its time and extra time. The lower one is taken, the swap on a tie.
-6. The in-trigger is the latest kernel that ends by the SwapInStartTime of choice 3. Feedback: in the simulated
-   iteration, a swap-in that the back-access had to wait for is triggered earlier by 5 % of its transfer time, and so on
-   until nothing waits, no trigger moves, or ``rounds`` simulations are made; the fastest plan is kept. The simulator
-   starts no swap-in before it fits (rule 5), which keeps them out of the peak.
-7. Collective recomputation keeps what a chain recovers for its own later use while memory lasts: tried for one
-   recomputation after the other in the order of their back-accesses, kept where the simulated iteration is shorter.
-8. Where a chain leaves an excess that nothing can take, recomputations become swaps, latest choice first (joint mode).
+1. Passive mode: access times are those of the program with unlimited memory.
+2. What must be saved is counted per kernel: planned residency above the limit, recomputation chains included.
+3. A lane carries one transfer at a time; swaps are hidden when their estimated delay, at use or peak, is at most 0.
+4. MSPS = size / (time + extra time): the kernels that run again, and what that adds to the chains chosen before.
+5. Hybrid: the swap of longest free time or the recomputation of highest MSPS, by what each adds; a tie is the swap's.
+6. The in-trigger is the last kernel to end by SwapInStartTime; feedback moves it 5 % of the transfer earlier at a time.
+7. Collective recomputation (``keep``) is tried one by one and kept where the simulated iteration is shorter.
+8. Where a chain leaves an excess that nothing can take, the latest recomputations become swaps (joint mode).
 """
 
 from __future__ import annotations
@@ -86,12 +68,12 @@ class Capuchin:
             least = policy.candidates.least if self.mode != "recompute" else None
             raise infeasible(self, program, limit, least)
         rows = policy.rows()
-        if engine.score(rows).feasible:  # it is not where the host cannot hold what leaves
+        if engine.score(rows).feasible:  # infeasible where the host cannot hold what is swapped
             rows = self._feedback(policy, engine, collective(engine, rows, len(policy.swaps)))
         return finish(self, program, machine, limit, engine, rows)
 
     def _feedback(self, policy: Policy, engine: Engine, rows: Rows) -> Rows:
-        """Choice 6: ``rows``, the swaps of ``policy`` first, with the triggers of the fastest round."""
+        """Choice 6: ``rows`` (the swaps of ``policy`` first) with the in-triggers of the fastest round."""
         rows, best, best_ns = rows.copy(), rows, 0
         swaps = policy.swaps
         start = policy.lanes(swaps)[1]
@@ -153,7 +135,7 @@ class Policy:
         self.excess = self.excess_left()
 
     def decide(self) -> bool:
-        """Makes decisions until nothing is above the limit; False when that cannot be."""
+        """Makes decisions until nothing is above the limit; False when that is impossible."""
         for i in list(self.can_swap):
             if self.useful()[i] and self.overhead([*self.swaps, i]) <= 0:  # hidden
                 self.take(i, self.swaps, self.can_swap)
@@ -176,7 +158,7 @@ class Policy:
         return out
 
     def take(self, i: int, chosen: list[int], pool: dict[int, None]) -> None:
-        """Candidate i joins ``chosen`` if that lowers the excess, else it leaves the ``pool`` that it came from."""
+        """Adds candidate i to ``chosen`` if that lowers the excess, else removes it from its ``pool``."""
         before = self.excess
         chosen.append(i)
         self.excess = self.excess_left()
@@ -226,7 +208,7 @@ class Policy:
         return end, begin
 
     def overhead(self, swaps: list[int]) -> int:
-        """Nanoseconds that ``swaps`` cost beside what is recomputed (choice 3); at most 0: all of it is hidden."""
+        """Nanoseconds that ``swaps`` cost, given what is recomputed (choice 3); at most 0: they are hidden."""
         end, begin = self.lanes(swaps)
         shortfall = int((end - begin).max(initial=-NEVER))
         once = ~self.wraps[swaps]
@@ -305,7 +287,7 @@ def collective(engine: Engine, rows: Rows, first: int) -> Rows:
 
 
 def waited_for(timeline: Timeline, swaps: Rows) -> list[int]:
-    """Which of ``swaps`` compute waited for in the last iteration: their swap-in ended when the wait did."""
+    """The ``swaps`` that compute waited for in the last iteration: their swap-in ended when the wait did."""
     free, begin = 0, timeline.boundaries[-2] if len(timeline.boundaries) > 1 else 0
     came: dict[int, set[int]] = {}
     wait_ends: set[int] = set()

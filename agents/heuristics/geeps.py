@@ -1,28 +1,19 @@
 """GeePS: "GeePS: Scalable deep learning on distributed GPUs with a GPU-specialized parameter server" (EuroSys 2016).
 
 GPU memory is a pinned part and a pool of buffers. Pinned tensors stay. All other data, parameters and optimizer state
-as much as the intermediate states of layers, live in CPU memory: they are fetched into the pool before each kernel
+as much as the intermediate states of layers, live in host memory: they are fetched into the pool before each kernel
 that accesses them and written back after it, in the background. The pool is twice the largest layer, so that one
 layer is computed while the next is fetched and the last is written back. Written without the text of the paper, from
-its abstract and from how its published implementation behaves. Choices and deviations:
+its abstract and from how its published implementation behaves. Read on in ``GeePS.plan`` and ``unpinned``. Choices
+and deviations (reasons in README.md):
 
-1. A layer is a kernel: GeePS is told of the data of each computation (Read, LocalAccess and their releases), and a
-   kernel is the computation here. A tensor of at least ``min_bytes`` that waits at all is either pinned or swapped in
-   every gap; data used by neighbouring kernels stays in the pool between them.
-2. The pool is twice the most bytes that one kernel accesses of tensors which are not pinned. Pinned data, small
-   tensors, what never waits and workspaces are charged while they are alive, as everywhere in the simulator; GeePS
-   reserves them for good.
-3. The pinned set is chosen as GeePS does in its virtual iteration. All is pinned if it fits. Else pinning a tensor
-   that is accessed in the layer of largest access shrinks the pool by up to twice its size, so those come first, as
-   long as pinned part and pool fit the limit; when none of that layer fits, the others are pinned as they fit. GeePS
-   takes them in no particular order; here the one with the shortest gap goes first, in kernels (GeePS knows the
-   sequence, not the times), because least of its transfers can be hidden; ties go to the lower id.
+1. A layer is a kernel; a tensor of at least ``min_bytes`` that has a gap is pinned, or swapped in all of its gaps.
+2. The pool is twice the most unpinned bytes that one kernel accesses; all else is charged while it lives, not reserved.
+3. The layer of largest access is pinned first, in it the tensor with the shortest gap; then the others as they fit.
 4. Where the limit leaves less than twice the largest layer with nothing pinned, the pool is what it leaves.
-5. Prefetching: background threads fetch in the order of access as soon as the pool has room. The swap-in for a kernel
-   is thus issued at the end of the first kernel from which on everything accessed up to that one fits the pool: one
-   layer ahead of the largest layer, more of small ones. Simulator rule 5 lets it wait longer where it does not fit.
-6. Data that was not written since it came is not copied out again (rule 4), as in GeePS (its keep flag).
-7. The parameter server itself (sharding, staleness, updates sent over the network) is not part of a program.
+5. A swap-in is issued as soon as the pool has room for all that is accessed up to its kernel; rule 5 may delay it.
+6. Data that was not written since it came is not copied out again (rule 4), as with GeePS's keep flag.
+7. The parameter server itself (sharding, staleness, updates over the network) is not part of a program.
 """
 
 from __future__ import annotations

@@ -1,39 +1,23 @@
 """HOME: "HOME: A Holistic GPU Memory Management Framework for Deep Learning" (He et al., IEEE TC 2022).
 
-A particle is a placement per feature map: 0 retain, 1 swap, 2 recompute (section 3.3). Algorithm 1 starts from
-random particles and repeats: evaluate every particle, remember the best ever, update the particles. Algorithm 3
-is the update of one particle: tensor by tensor it tries the placement of P_1, the best particle of the last
-iteration, and that of P_2, the particle's own best so far, and keeps the one with the smaller overhead, the
-others of its placements being as they are. Constants: 500 particles, 500 iterations. Choices that the paper
-leaves open, and deviations:
+A particle is a placement per feature map: 0 retain, 1 swap, 2 recompute (section 3.3). Algorithm 1 starts from random
+particles and repeats: evaluate every particle, remember the best ever, update the particles. Algorithm 3 updates one
+particle: tensor by tensor it tries the placement of P_1, the best particle of the last iteration, and that of P_2, the
+particle's own best so far, with its other placements as they are, and keeps the one with the smaller overhead.
+Constants: 500 particles, 500 iterations. Read on in ``HOME.plan``, ``HOME._search`` and ``Evaluator``. What the paper
+leaves open, and deviations (reasons in README.md):
 
-1. A feature map is a non-persistent tensor that the forward phase writes and a later phase uses, of at least
-   ``min_bytes``. Its placement is for the gap from its last use forward to its first use after that (section 3.6:
-   it leaves when the forward phase needs it no longer); afterwards it stays.
-2. The Policy Evaluator (Algorithm 2) is the simulator: transfers have their own streams and queue up. Algorithm 2
-   also evicts on demand where memory is short (lines 3-9: it waits for the swap-out at the head of its list); here
-   a kernel waits for swap-outs under way (simulator rule 8), and nothing leaves that the particle does not send.
-3. ``return error`` (Algorithm 2, line 5): a particle over the limit loses to every particle within it, and of two
-   over it the one that needs fewer bytes wins, so that a swarm that starts above the limit is drawn under it.
-4. A particle starts with a placement drawn uniformly for each feature map, among those that the mode and the
-   program allow (some kernels cannot be run twice).
-5. A swapped feature map comes back by simulator rule 5, in order of its use as soon as it fits (section 3.6 begins
-   when its backward layer begins). What a recomputation recovers on the way is freed at once.
-6. Algorithm 3 evaluates P_1's placement, then P_2's; a tie is P_2's (line 9). Where they agree nothing is
-   evaluated, nor is a particle whose cost is known already: the costs are the same with fewer simulator calls.
-   Particles that are equal and have the same history are updated once.
+1. A feature map's placement is for the gap from its last forward use to its first use after that (section 3.6).
+2. The Policy Evaluator (Algorithm 2) is the simulator: transfers queue on their streams, nothing is evicted on demand.
+3. ``return error`` (Algorithm 2, line 5): over the limit loses to within it; of two over it, fewer bytes needed win.
+4. A particle starts from placements drawn uniformly among those that the mode and the program allow.
+5. A swapped feature map comes back by simulator rule 5; what a chain recovers on the way is freed at once.
+6. In Algorithm 3 a tie is P_2's (line 9); a known cost is not evaluated again; equal particles are updated once.
 7. P_1 is the best particle of the last iteration, not the best ever (line 1); ties go to the lower index.
-8. The update after the last iteration, which nobody evaluates, is left out. A swarm that an update leaves as it
-   was can change no more: the search ends there, before ``iterations`` are over.
-9. Every ``evaluate`` of Algorithm 3 counts as a simulator call, about the number of feature maps for each particle
-   and iteration while the swarm still differs. The search times of the paper's Table 3 are 500 × 500 times of one
-   evaluation over 16 threads, as if there were one.
-10. A limit at or above the peak asks for no plan, and one below the residency of every feature map away has none:
-   neither is searched.
-11. ``calls``, which the paper does not have, bounds the simulator calls, the check of the plan included. The swarm
-   has no more particles than that. The iteration that could go over is the last: it updates particles, the first ones
-   first, while the most calls that the next update can take (two for each placement on which its P_1 and P_2 differ,
-   and one) are within it.
+8. The update after the last iteration is left out; a swarm that an update leaves as it was ends the search.
+9. Every ``evaluate`` of Algorithm 3 is a simulator call; the paper's Table 3 counts one per particle and iteration.
+10. A limit at or above the peak, or below the residency with every feature map away, is not searched.
+11. ``calls``, not in the paper, bounds the simulator calls: fewer particles, and a partial last iteration.
 """
 
 from __future__ import annotations
@@ -131,7 +115,7 @@ class HOME:
         return finish(self, program, machine, limit, evaluator.engine, evaluator.rows(best))
 
     def _placements(self, program: Program) -> tuple[list[Gap], list[list[int]]]:
-        """The gaps of the feature maps that may leave, and the placements each may have."""
+        """The gaps of the feature maps that may leave, and the placements that each may have."""
         gaps, allowed = [], []
         for item in feature_maps(program, self.min_bytes):
             ways = [RETAINED] if self.mode == "recompute" else [RETAINED, SWAPPED]
@@ -151,12 +135,12 @@ class HOME:
         todo = np.arange(0)  # what an iteration could not update
         with processes(self._jobs(x.size), evaluator) as run:
             x, cost, calls = run("evaluate", x)
-            own, own_cost = x, cost  # the best that each particle has been
+            own, own_cost = x, cost  # each particle's own best
             while True:
                 self.history.append(statistics(cost))
                 if len(self.history) == self.iterations or len(todo):
                     break
-                # Equal particles with equal pasts have one future.
+                # Equal particles with the same history are updated once.
                 _, first, which = np.unique(np.hstack([x, own]), axis=0, return_index=True, return_inverse=True)
                 leader = np.broadcast_to(x[lowest(cost)], x.shape)
                 new, new_cost, todo = x[first], cost[first], np.argsort(first)
@@ -183,7 +167,7 @@ class HOME:
 
 
 class Evaluator:
-    """Algorithms 2 and 3 on some of the particles.
+    """Algorithms 2 and 3, for some of the particles.
 
     Attributes:
         engine: the simulator.
@@ -253,7 +237,7 @@ def lowest(cost: Costs) -> int:
 
 
 def statistics(cost: Costs) -> Iteration:
-    """The swarm of these costs."""
+    """The history entry of a swarm of these costs."""
     times = cost[cost[:, 1] < NEVER, 1]
     if not len(times):
         return Iteration(math.nan, math.nan, math.nan, 0)

@@ -1,4 +1,4 @@
-"""Layers, for the methods that think in them: what a Program's forward pass leaves for its backward pass.
+"""Feature maps, for the methods that plan by layers: what the forward pass leaves for the backward pass.
 
 A feature map is a non-persistent tensor that the forward pass writes and a later phase uses again. Its layer is
 the kernel that writes it first.
@@ -13,7 +13,7 @@ from simulator.program import Gap, Program
 
 
 class FeatureMap(NamedTuple):
-    """One tensor that waits for the way back."""
+    """One tensor that waits for a later phase."""
 
     tensor: int
     layer: int  # kernel that writes it first

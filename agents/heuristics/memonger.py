@@ -1,31 +1,21 @@
 """Memonger: "Training Deep Nets with Sublinear Memory Cost" (Chen, Xu, Zhang, Guestrin; arXiv 1604.06174, 2016).
 
-The forward pass is cut into stages. What leaves a stage is kept, the other feature maps are dropped and made again,
-a stage at a time, when the backward pass reaches them (Algorithm 1): the mirror count m(v) of Algorithm 2 is 0 for a
-layer whose results are kept and 1 for one that is run a second time. Algorithm 3 places the cuts for a budget B: it
-walks the layers, adds up their results, and ends a stage at the first candidate where the sum exceeds B. It returns x,
-the bytes kept between the stages, and y, the bytes of the largest stage; B = sqrt(x y) balances the two, which gives
-2 sqrt(n) feature maps for a chain of n equal layers, and a grid around it finds the plan. Choices that the paper leaves
-open, and deviations:
+The forward pass is cut into stages. What leaves a stage is kept; the other feature maps are dropped and recomputed, a
+stage at a time, when the backward pass reaches them (Algorithm 1; the mirror count m(v) of Algorithm 2 is 0 for a
+layer whose results are kept, else 1). Algorithm 3 places the cuts for a budget B: it walks the layers, adds up their
+results, and ends a stage at the first candidate where the sum exceeds B. It returns x, the bytes kept between stages,
+and y, the bytes of the largest stage. B = sqrt(x y) balances the two, which gives 2 sqrt(n) feature maps for n equal
+layers, and a grid around it finds the plan. Written without the text of the paper. Read on in ``Memonger.plan``.
+Choices and deviations (reasons in README.md):
 
-1. A layer's results are the feature maps (``layers.feature_maps``) that its kernel writes first. Other tensors die in
-   the forward pass in any case and count for nothing.
-2. The candidates (C in Algorithm 3; users mark them with ``mirror_stage`` in MXNet-memonger) are found: the kernels
-   after which at most one tensor of ``min_bytes`` crosses from the forward kernels so far to those to come, the cut of
-   a chain (``splits``). In ResNet these are the ends of the residual blocks.
-3. A tensor cannot be kept longer than the program keeps it, nor be kept as it was once it has been overwritten. A
-   kernel is no candidate where a tensor that crosses dies in the forward pass or is written there again.
-4. At a split, what crosses and what its kernel wrote is kept, tensors below ``min_bytes`` always are.
-5. Convolutions are run again like all else between the splits, as MXNet-memonger's ``force_mirroring`` does. MXNet
-   never mirrors Dropout, because it cannot repeat the draw; here each kernel says whether it can. What would run one
-   that cannot is kept.
-6. A dropped feature map is a ``Recompute`` with ``keep``. Its chain runs what the first kernel that asks needs; a
-   branch of the stage that this kernel does not need follows when it is asked for.
-7. The last stage is dropped and made again too, as Algorithms 1 and 3 have it, although it is needed at once. It
-   counts in y.
-8. The paper's search is B = 0, B = sqrt(x y), then a grid over [B / sqrt(2), sqrt(2) B], and the smallest peak wins.
-   Here B is iterated to a third estimate, as MXNet-memonger does, the grid goes from 0 to sqrt(2) B, and the simulator
-   judges: the plan of least simulated time among those that fit the limit wins.
+1. A layer's results are the feature maps that its kernel writes first; nothing else counts.
+2. Candidates are found: kernels after which at most one tensor of ``min_bytes`` crosses to later forward kernels.
+3. A kernel is no candidate where a tensor that crosses dies in the forward pass or is written there again.
+4. At a split, what crosses and what its kernel wrote is kept; tensors below ``min_bytes`` always are.
+5. Convolutions are recomputed like all else (``force_mirroring``); what needs a kernel that cannot run twice is kept.
+6. A dropped feature map is a ``Recompute`` with ``keep``: a branch of a stage is recomputed when it is asked for.
+7. The last stage is dropped and recomputed too, as Algorithms 1 and 3 have it, and counts in y.
+8. B is iterated three times, the grid goes from 0 to sqrt(2) B, and the fastest plan that fits wins, by simulation.
 9. Memory sharing and in-place operation (section 3) are what a Program already is.
 """
 
@@ -112,7 +102,7 @@ class Stages:
 
 
 class Split(NamedTuple):
-    """A place where the forward pass can be cut in two."""
+    """A kernel after which the forward pass can be cut in two."""
 
     kernel: int  # the last before the cut
     crossing: frozenset[int]  # tensors written up to it and used by forward kernels after it
@@ -143,10 +133,10 @@ def splits(program: Program, min_bytes: int = MIB) -> list[Split]:
 
 
 def recomputable(program: Program, maps: Iterable[FeatureMap]) -> list[FeatureMap]:
-    """Those of the feature maps that kernels of the program can make again."""
+    """The feature maps that kernels of the program can recompute."""
     return [m for m in maps if cannot_recompute(program, *m.gap) is None]
 
 
 def recomputations(dropped: Sequence[FeatureMap]) -> Rows:
-    """int64[n, 5]: rows that drop the feature maps and make each once, when the first of their stage is needed."""
+    """int64[n, 5]: rows that drop the feature maps and recompute each once, when it is first needed."""
     return np.array([(RECOMPUTE, *m.gap, 1) for m in dropped], dtype=np.int64).reshape(-1, 5)

@@ -1,52 +1,26 @@
 """What PyTorch users reach for today (torch 2.13): segment checkpointing, save_on_cpu, the compiler's memory budget.
 
-A saved tensor is a feature map (``layers.feature_maps``); those below ``min_bytes`` are left alone by all three.
+**Checkpoint**, torch.utils.checkpoint.checkpoint_sequential: a list of layers is cut into segments of equal numbers of
+layers. The last runs plainly; of the others only the input is kept, and their forward pass runs again when the
+backward pass reaches them. **OffloadAll**, torch.autograd.graph.save_on_cpu(pin_memory=True): every saved tensor is
+copied to the host in the forward pass and back when a backward kernel unpacks it, both on the compute stream.
+**ActivationBudget**, torch.compile with torch._functorch.config.activation_memory_budget, the fraction of saved bytes
+that may be saved: kernels are banned from running again, and a minimum cut saves the fewest bytes from which the rest
+follows. A saved tensor is a feature map (layers.py); those below ``min_bytes`` are left alone. Choices and deviations
+of Checkpoint (1 to 5), OffloadAll (6 to 8) and ActivationBudget (9 to 15), reasons in README.md:
 
-**Checkpoint**, torch.utils.checkpoint.checkpoint_sequential: the model is a list of layers, cut into segments of equal
-numbers of layers, the remainder in the last one, which is run plainly. Of the others only the input is kept; when the
-backward pass reaches a segment, its forward pass is run again and the results stay for the rest of its backward pass.
-
-1. A layer is what a user would make a module of nn.Sequential: one convolution, matrix product or recurrent kernel and
-   what follows it. It ends between two such kernels where at most one large tensor crosses (``memonger.splits``), of
-   several places the one of fewest bytes, of equal ones the last; where there is none, as within a residual block or
-   an attention, the layer goes on. A program without such kernels counts every kernel that writes a feature map.
+1. A layer is one convolution, matrix product or recurrent kernel and what follows it (``layer_ends``).
 2. ``sqrt`` makes floor(sqrt(layers)) segments, ``all`` makes every layer a segment.
-3. A tensor cannot be kept longer than the program keeps it: a segment starts where its input is a feature map (or
-   small). Every other feature map of the segment is dropped, dropout masks and pooling indices too, unless making it
-   again would run a kernel that cannot run twice.
-4. The whole segment is not run at one blow: a chain of simulator rule 7 runs what the first kernel that asks needs and
-   keeps it (``Recompute`` with ``keep``). In a chain of layers that is the segment (up to its last saved tensor, where
-   PyTorch's early stop ends too); a branch that the kernel does not need, such as the convolution on a residual
-   block's shortcut, follows when it is asked for, and a tensor that both need but that nobody saved is made twice.
+3. A segment starts at a feature map or a small tensor; its others are dropped unless a kernel cannot run twice.
+4. A segment is recomputed as its backward kernels ask for it (rule 7, ``keep``), not in one go.
 5. The plan does not depend on the limit.
-
-**OffloadAll**, torch.autograd.graph.save_on_cpu(pin_memory=True): every saved tensor is copied to the host in the
-forward pass and copied back when a backward kernel unpacks it, both on the compute stream.
-
-6. The copy out is a synchronous swap-out at the last use in the forward pass, when the device memory can be returned;
-   PyTorch copies at each kernel that saves the tensor, and twice if two do.
-7. The copy in is issued at the end of the kernel before the one that needs it. A tensor that several backward kernels
-   use is unpacked by each: between them it is away, without another copy out. A marker (a kernel without outputs)
-   unpacks nothing and finds the tensor still there.
-8. Parameters and other persistent tensors stay (PyTorch packs those that are saved as well, to no avail, since the
-   parameter keeps its memory). The plan does not depend on the limit.
-
-**ActivationBudget**, torch.compile with torch._functorch.config.activation_memory_budget. The budget is the fraction
-of saved bytes that may be saved. The partitioner bans kernels from being run again, and a minimum cut saves the fewest
-bytes from which the rest follows. It tries ever shorter lists of bans and takes the first whose saved fraction is
-below the budget; at last it lifts the ban from single kernels, which a 0/1 knapsack chooses: those whose results are
-saved have the largest total runtime that fits the budget.
-
-9.  Every feature map is used by the backward pass, and nothing else can be kept (choice 3). Hence the minimum cut is
-    unique: a feature map is saved exactly when making it from other feature maps would run a banned kernel.
-10. What is free to recompute is so in PyTorch because it is fused into the backward kernel. A Program fuses nothing,
-    every feature map is materialised in the backward pass, and this bans all of them at first: budget 1 drops nothing.
-11. Then kernels of kind activation, elementwise, norm, reduce and copy may run again (the allowlist of pointwise
-    operators and reductions; batch norm is decomposed into such), unless their outputs are under a quarter of their
-    inputs. Then all but convolution, matrix product, recurrent, dropout, and again those reductions.
-12. Knapsack: an item is a banned kernel that a feature map needs. Its memory is the bytes of its outputs over those of
-    all feature maps, in units of 1/10000 as in PyTorch's default solver; its runtime is max(flops, 1), or with
-    ``runtime="profile"`` its duration. The dynamic program runs once for every budget.
+6. The copy out is one synchronous swap-out at the last forward use; PyTorch copies at each kernel that saves.
+7. The copy in is issued at the end of the kernel before each backward use that has outputs; in between it is away.
+8. Parameters and other persistent tensors stay. The plan does not depend on the limit.
+9. The minimum cut is unique: a feature map is saved exactly when making it would run a banned kernel.
+10. Nothing is fused here: all feature maps are kept at first, so budget 1 drops nothing.
+11. The bans are lifted in PyTorch's order: pointwise operators and reductions first, convolutions and the like last.
+12. Knapsack: a banned kernel weighs its outputs in 1/10000 of all saved bytes; its worth is its flops or duration.
 13. A kernel that cannot run twice is never offered; budget 0 drops all else.
 14. The budget is tuned to the limit: of 1, 1 - 1/``steps``, …, 0 the first whose plan fits, by the simulator.
 15. Each is recomputed once, when first needed, and then stays (``Recompute`` with ``keep``).
@@ -155,8 +129,8 @@ class ActivationBudget:
     """torch.compile's activation_memory_budget, tuned to the limit.
 
     Args:
-        runtime: flops (PyTorch's default) or profile: how the knapsack estimates what a kernel costs.
-        steps: budgets that are tried, less one.
+        runtime: flops (PyTorch's default) or profile: how the knapsack estimates the time of a kernel.
+        steps: number of budgets tried, less one.
         min_bytes: feature maps below this size stay.
         seed: unused; nothing is drawn.
     """
@@ -231,7 +205,7 @@ class Partitioner:
         return self._cut(saved)
 
     def _cut(self, banned: set[int]) -> list[FeatureMap]:
-        """The minimum cut (choice 9): what can be made again without the banned kernels."""
+        """The minimum cut (choice 9): the feature maps that can be recomputed without the banned kernels."""
         return [m for m, needs in zip(self._maps, self._needs, strict=True) if not needs & banned]
 
 

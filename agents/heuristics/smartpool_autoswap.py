@@ -1,29 +1,16 @@
 """SmartPool+AutoSwap: "Efficient Memory Management for GPU-based Deep Learning Systems" (2020), the combined mode.
 
-AutoSwap plans first, then SmartPool gives addresses to the mallocs and frees that the plan makes, those of its swaps
-included (section V, last paragraph; section VI-C). What must fit is the *footprint*, the highest address in use, so
-that the limit is one of memory as a driver sees it. Choices that the paper leaves open:
+AutoSwap plans first; SmartPool then gives addresses to the mallocs and frees of the plan, those of its swaps included
+(section V, last paragraph; section VI-C). What must fit is the *footprint*, the highest address in use: the limit is
+one of memory as a driver sees it. The packing is no part of the plan: simulator/pool/__init__.py shows how it follows
+from it. Read on in ``SmartPoolAutoSwap.plan``. What the paper leaves open (reasons in README.md):
 
-1. The user's limit bounds the footprint; AutoSwap's bounds the load. How the second follows from the first is not
-   said: here AutoSwap selects for each of ``steps`` load limits from the limit downwards.
-2. A load limit is kept while running, too: kernels and swap-ins wait for memory under it (section IV-E). Each
-   selection may run under any of those load limits that it fits. Of all the pairs the one of least
-   simulated iteration time whose packing fits is returned, ties to the fewer swaps, then the lower peak.
-3. ``Plan.limit`` is the load limit to run (and to simulate) under, at most the limit that was asked for; under
-   another one other blocks meet and the addresses do not hold.
-   Where AutoSwap and the pool leave no room, nothing is returned, even at a limit that the program's load fits.
-4. Section IV-E starts a swap-in such that it ends just before its access, one at a time. It is pinned to the
-   last kernel that, with unlimited memory, has ended by then (``just_in_time``). Simulator rule 5, which AutoSwap
-   alone uses, fetches as early as there is room; that fills memory to the limit with blocks that come in another
-   order than they go, and the footprint is up to a quarter above the load.
-5. Blocks are those of the simulated last iteration (simulator/pool/intervals.py): a tensor is at its address from
-   the start of the kernel that writes it, or of its swap-in, to the end of its last use or of its swap-out.
-   Persistent tensors and workspaces have addresses, too.
-6. Deviation: the selections of all four scores are tried. Section IV-C combines the scores by Bayesian optimisation,
-   which "safeguards the overhead to be no larger than the minimum of the 4 PS" (VI-B-2); here it is that minimum, at
-   each limit, and no more.
-
-The packing is no part of the plan: it follows from it, as simulator/pool/__init__.py shows.
+1. The limit bounds the footprint; AutoSwap selects for each of ``steps`` load limits from there downwards.
+2. Each selection runs under every load limit that it fits; the fastest of these runs whose packing fits is returned.
+3. ``Plan.limit`` is the load limit to run under, at most the one asked for; under another the addresses do not hold.
+4. Swap-ins are pinned to end just before their access, one at a time (section IV-E), instead of simulator rule 5.
+5. Blocks are those of the simulated last iteration, persistent tensors and workspaces included.
+6. Deviation: the best selection of the four scores at each limit, without the Bayesian optimisation of section IV-C.
 """
 
 from __future__ import annotations
@@ -60,8 +47,8 @@ class SmartPoolAutoSwap:
 
     Args:
         score: doa, aoa, wdoa or swdoa (autoswap.py); or all of them.
-        pool: who packs, one that knows the whole iteration (simulator.pool.ALLOCATORS): smartpool, smartpool_first, …
-        seconds: that each packing may take, where ``pool`` is one that searches.
+        pool: the packer, one that knows the whole iteration (simulator.pool.ALLOCATORS): smartpool, smartpool_first, …
+        seconds: time for each packing, where ``pool`` is one that searches.
         align: round blocks up to the machine's alignment, as addresses on a GPU are.
         steps: load limits to try, evenly spaced from the limit down to half of it or the least that swaps reach.
         min_bytes: tensors below this size are no candidates.
@@ -83,8 +70,8 @@ class SmartPoolAutoSwap:
         self.simulator_calls = 0
 
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
-        """A plan whose footprint fits ``limit`` when run under ``Plan.limit``; raises Infeasible when none on the
-        grid does."""
+        """A plan whose footprint fits ``limit`` when run under ``Plan.limit``; raises Infeasible when none of those
+        tried does."""
         candidates = Candidates(program, peak_gaps(program, self.min_bytes))
         lowest = min(limit, max(candidates.least, limit // 2))
         runs = self._runs(candidates, program, machine, limit, lowest, self.steps)
@@ -94,8 +81,8 @@ class SmartPoolAutoSwap:
         raise infeasible(self, program, limit, None)
 
     def smallest(self, program: Program, machine: Machine, overheads: Sequence[float]) -> list[Plan]:
-        """The other way round: for each of ``overheads``, all at least 0, the plan of the smallest footprint whose
-        overhead is at most that. Load limits are ``2 * steps``, from the peak to the least that swaps reach."""
+        """The inverse: for each of ``overheads``, all at least 0, the plan of the smallest footprint whose overhead is
+        at most that. There are ``2 * steps`` load limits, from the peak to the least that swaps reach."""
         candidates = Candidates(program, peak_gaps(program, self.min_bytes))
         runs = self._runs(candidates, program, machine, program.peak_bytes, candidates.least, 2 * self.steps)
         runs.sort(key=lambda run: (run.peak_bytes, run.iteration_ns, len(run.rows)))

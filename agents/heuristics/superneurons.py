@@ -1,39 +1,20 @@
-"""SuperNeurons: "Superneurons: Dynamic GPU Memory Management for Training Deep Neural Networks".
+"""SuperNeurons: "Superneurons: Dynamic GPU Memory Management for Training Deep Neural Networks" (PPoPP 2018).
 
-Outputs of CONV layers go to the host (section 3.3.1), but only as far as a Tensor Cache in LRU order finds
-memory short (section 3.3.2); outputs of cheap layers are dropped and recomputed (section 3.4). For a segment of k
-dropped outputs, speed-centric recomputation runs k kernels again and keeps what they bring back, memory-centric
-k (k + 1) / 2 and keeps nothing; cost-aware, the paper's own, is speed-centric where the peak of a single layer
-allows it, else memory-centric. Liveness analysis (section 3.2) is what a Program is. Choices that the paper leaves
-open, or that planning ahead makes:
+Outputs of CONV layers go to the host (section 3.3.1), but only where a Tensor Cache in LRU order finds memory short
+(section 3.3.2); outputs of cheap layers are dropped and recomputed (section 3.4). For a segment of k dropped outputs,
+speed-centric recomputation runs k kernels again and keeps what they bring back, memory-centric k (k + 1) / 2 and
+keeps nothing; cost-aware, the paper's own, is speed-centric where the peak of a single layer allows it. Liveness
+analysis (section 3.2) is what a Program is; the dynamic choice of convolution algorithms (section 3.5) is
+workspace.py. Read on in ``SuperNeurons.plan``. What the paper leaves open or planning ahead changes (reasons in
+README.md):
 
-1. A layer's output is a non-persistent tensor first written in the forward phase; its layer is the kernel
-   that does so. CONV is kernel kind conv; POOL, ACT, LRN, BN are pool, activation, lrn, norm. Dropout is
-   cheap too: it lies within the segments, and is only dropped where the program can repeat its draw. The
-   other kinds (matmul: FC, reduce, elementwise joins, …) neither leave nor are dropped, as section 3 has it.
-   ``joins=True`` lets what sums and concatenations write go to the host like a CONV's output: in section 4.2
-   nothing but the largest layer bounds the depth of a ResNet, whose blocks each end with a sum.
-2. The cache is walked over one iteration before it runs: at each kernel its own tensors are locked, and
-   while the planned residency is above the limit the least recently used unlocked output leaves, until its
-   next use. Recency is that of the last access, ties to the lower tensor id.
-3. Offloading and dropping share the one LRU list: an output leaves in the way that its layer is eligible for.
-   The paper drops every cheap output whether or not memory is short; here both wait for pressure
-   (``always=True`` is the paper's way). Only backward kernels are served by recomputation.
-4. An output that is to leave does so as soon as its last use before the gap ends, as section 3.3.1 offloads
-   (the paper's cache copies when the pressure comes; the plan knows it earlier).
-5. A prefetch for a backward kernel is issued at the start of the last backward CONV before it (section
-   3.3.1), i.e. at the end of the kernel before that. Without one in the gap, simulator rule 5 decides.
-   One layer's time is short for a transfer; ``early=True`` leaves every prefetch to rule 5, as the other
-   planners do, and takes most of the overhead away.
-6. A recomputation segment is the run of cheap outputs since the last checkpoint (CONV or FC layer). Its cost
-   is that of its dropped outputs together with the tensors of the backward kernel that asks for most; the
-   threshold l_peak is the largest sum over one kernel of the tensors it touches and its workspace.
-7. The walk does not see the memory of recomputation chains. Where the simulator then asks for more than the
-   limit, cost-aware segments become memory-centric, largest first; where that does not do, all that may leave does.
-   The other two strategies are the same for every segment, and have that last resort only.
-
-The dynamic choice of convolution algorithms (section 3.5) is workspace.py; without ``workspace`` kernels keep
-their own algorithms.
+1. A layer is the kernel that first writes its output; dropout is cheap; sums and joins leave only with ``joins=True``.
+2. The LRU cache is walked over one iteration before it runs, by the planned residency.
+3. One LRU list for offloading and dropping; cheap outputs, too, wait for pressure (``always=True``: the paper's way).
+4. An output that is to leave does so as soon as its last use before the gap ends.
+5. A prefetch is issued at the start of the backward CONV before its use; ``early=True`` leaves it to rule 5.
+6. A segment is the run of cheap outputs since the last CONV or FC layer; l_peak is the most that one kernel touches.
+7. Where chains exceed the limit, segments become memory-centric, largest first; at last all that may leave does.
 """
 
 from __future__ import annotations
@@ -85,7 +66,7 @@ class SuperNeurons:
         self.simulator_calls = 0
 
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
-        """The plan by the rules; raises Infeasible when they do not reach ``limit``."""
+        """The plan that the rules give; raises Infeasible when they do not reach ``limit``."""
         if self.workspace:
             tensors_only = copy.copy(self)
             tensors_only.workspace = False
@@ -106,7 +87,7 @@ class SuperNeurons:
     def _segments(
         self, program: Program, engine: Engine, gaps: Sequence[Gap], ways: Mapping[Gap, int], limit: int
     ) -> tuple[Rows, int]:
-        """Section 3.4: rows of the decisions, and the bytes they need; the strategy of every segment chosen."""
+        """Section 3.4: chooses the strategy of every segment; rows of the decisions, and the bytes that they need."""
         segment = segments(program)
         rows = np.array([(ways[g], *g, -1 if self.early else prefetch(program, g)) for g in gaps], dtype=np.int64)
         rows = rows.reshape(-1, 5)
@@ -129,7 +110,7 @@ class SuperNeurons:
 
 
 def leaving(program: Program, mode: str = "joint", min_bytes: int = MIB, joins: bool = False) -> dict[Gap, int]:
-    """Gaps in which an output may leave, and the way: SWAP for CONV (and joins), RECOMPUTE for the cheap layers."""
+    """Gaps in which an output may leave, and how: SWAP for CONV (and joins), RECOMPUTE for the cheap layers."""
     ways = {}
     for gap in program.gaps(min_bytes):
         t, after, before = gap
@@ -147,8 +128,7 @@ def leaving(program: Program, mode: str = "joint", min_bytes: int = MIB, joins: 
 
 
 def tensor_cache(program: Program, ways: Mapping[Gap, int], limit: int, first: Sequence[Gap] = ()) -> list[Gap]:
-    """Sections 3.3.2: the gaps that LRU empties to keep the planned residency within ``limit`` bytes, as far
-    as it can.
+    """Section 3.3.2: the gaps that LRU empties to keep the planned residency within ``limit`` bytes, where it can.
 
     Args:
         first: gaps of ``ways`` that are emptied in any case.
@@ -188,8 +168,8 @@ def layer_bytes(program: Program, k: int) -> int:
 
 
 def segment_bytes(program: Program, dropped: Sequence[Gap]) -> int:
-    """Bytes that one segment needs when it keeps what it recomputes: its dropped outputs, together with the
-    tensors of the kernel, of those it serves, where that sum is largest."""
+    """Bytes that one segment needs when it keeps what it recomputes: its dropped outputs, together with the tensors
+    of one kernel that it serves, the one where this sum is largest."""
     outputs = {g.tensor for g in dropped}
     return sum(program.tensors[t].nbytes for t in outputs) + max(
         layer_bytes(program, k)

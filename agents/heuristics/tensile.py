@@ -3,38 +3,22 @@ system" (Zhang et al., 2021), for one job.
 
 Algorithm 3: find the peak of the footprint (Algorithm 2), swap the largest tensor that lies there unused and whose
 transfers find their place on the PCIe channel (Algorithm 1), and repeat; once no swap succeeds, recompute, by MSPS
-(section 4.4). Computation never waits for a swap that was scheduled so: where no region is free, the tensor stays.
-Choices that the paper leaves open, and deviations:
+(section 4.4). Computation never waits for a swap scheduled so: where no region is free, the tensor stays. Read on in
+``TENSILE.plan`` and ``_Schedule``. What the paper leaves open, and deviations (reasons in README.md):
 
-1. The Tensor Access Sequence (section 4.3) is the program's: kernel k runs from ``start_ns[k]`` with unlimited
-   memory. It repeats with the iteration, and so does the channel. Nothing is predicted or measured again.
-2. The paper lowers the peak as far as it can. Here the loop stops as soon as the peak is within the limit: the plan
-   for a limit is the shortest beginning of the paper's that does.
-3. A swap is for the gap that spans the peak kernel (the first kernel of largest footprint; tensors that it uses
-   stay). The swap-out lies between the gap's opening and the peak, as early as possible, the swap-in between the
-   peak and the next use, as late as possible (section 4.1). The paper also accepts a swap-in before the peak, which
-   leaves the peak as it is, and a swap-out while earlier reads are still to come, which a plan cannot express.
-4. Line 21 of Algorithm 1 sets ``latest_time`` where the text has ``earliest_time``: go on to the tensor's next gap.
-   By choice 3 no other gap would do.
-5. Line 25 schedules every tensor of the peak before the peak is sought again, section 4.1 the largest. Here one,
-   the largest that can be; ties go to the first in ``Program.gaps``.
-6. One transfer at a time on the channel, both directions together (section 4.1), also where a machine has two copy
-   engines. A transfer may cross the iteration boundary, where the paper's executor waits and the simulator does not.
-7. A tensor updated in the optimizing phase is away over the iteration boundary until its first use (lines 9-10 and
-   27-28): this is its wrapping gap, which every persistent tensor has.
-8. The copy on the host is good until the tensor is written (section 3.1). "Try to swap-in the rest of accesses"
-   (line 36): in the later gaps up to that write the tensor leaves at once, if a swap-in fits after one more kernel.
+1. The Tensor Access Sequence (section 4.3) is the program's own, with unlimited memory; nothing is predicted.
+2. The loop stops as soon as the peak is within the limit; the paper lowers the peak as far as it can.
+3. A swap is for the gap that spans the peak kernel: the swap-out as early, the swap-in as late as possible around it.
+4. Line 21 of Algorithm 1, the tensor's next gap, is left out: by choice 3 no other gap would do.
+5. One tensor is scheduled per peak, the largest that can be (section 4.1), not every tensor of the peak (line 25).
+6. One transfer at a time, both directions together (section 4.1); a transfer may cross the iteration boundary.
+7. A tensor updated in the optimizing phase is away over the boundary (lines 9-10, 27-28): its wrapping gap.
+8. The host copy is good until the tensor is written (section 3.1): in later gaps the tensor leaves at once (line 36).
 9. A swap-in counts from its start, as the simulator charges it; Algorithm 2 counts it from its end.
-10. ``max_swap_ratio`` is the paper's max tensor swapping ratio: for one job, the share of the tensors with a gap that
-    may be swapped. A tensor is swapped out once, and once more over the boundary (lines 27-29).
-11. A task's trigger (section 3.2: the end of the operator before it, and a delay) becomes a kernel of the decision:
-    ``after`` and ``prefetch`` are the last kernels that end by the scheduled start. A plan has no delays: transfers
-    may come earlier, in the simulator's order, within the limit all the same (rule 5).
-12. Recomputation is for gaps that span the peak of tensors that are never away otherwise ("accesses which have never
-    been released"), the largest MSPS first; its time is that of the chain that recovers the tensor when nothing else
-    is away. One whose chain raises the peak is passed over. Swaps are not tried again (lines 5-12).
-13. A footprint above the limit at the end is that of transfers under way. The plan is returned all the same where the
-    simulator keeps it within the limit by waiting (rule 8); else it is Infeasible.
+10. ``max_swap_ratio`` is the share of tensors that may be swapped, each once, and once more over the boundary.
+11. A task's trigger (section 3.2) becomes a kernel: the last that ends by the scheduled start.
+12. Recomputation is for tensors at the peak that are never away otherwise, by MSPS; it must not raise the peak.
+13. A footprint above the limit only by transfers under way is left to the simulator, which waits (rule 8).
 """
 
 from __future__ import annotations
@@ -94,7 +78,7 @@ class Channel:
     """PCIe: one transfer at a time, the same in every iteration of ``period`` ns.
 
     Attributes:
-        busy: (start, end) of the transfers, in nanoseconds, all within one iteration's time of another.
+        busy: (start, end) of the transfers, in nanoseconds; each stands for its repetitions in every iteration.
     """
 
     def __init__(self, period: int) -> None:
@@ -128,7 +112,7 @@ class Channel:
 
 
 class _Schedule:
-    """What has been scheduled so far. A position is a kernel, or a kernel of the next iteration (+ n).
+    """The decisions so far. A position is a kernel, or a kernel of the next iteration (+ n).
 
     Attributes:
         rows: the decisions, as rows of ``planner.Rows``.
@@ -194,8 +178,12 @@ class _Schedule:
         return True
 
     def _swap_in(self, gap: Gap, after: int, gone: int, earliest: int) -> bool:
-        """Schedules the swap-in, not before ``earliest``, of a tensor that leaves when the position ``after`` ends and
-        is gone from time ``gone``; False when no region covers it."""
+        """Schedules the swap-in of a tensor, not before ``earliest``; False when no region has room for it.
+
+        Args:
+            after: the position at whose end the tensor leaves.
+            gone: the time from which it is gone.
+        """
         nbytes, before = self.program.tensors[gap.tensor].nbytes, self._position(gap.before, gap)
         in_ns = self.machine.h2d_ns(nbytes)
         start = self.channel.late(in_ns, earliest, self.starts[before])
@@ -211,7 +199,7 @@ class _Schedule:
         return True
 
     def _swap_in_the_rest(self, gap: Gap) -> None:
-        """Line 36: the later gaps of the tensor in which the copy on the host is still its content."""
+        """Line 36: swaps in the later gaps of the tensor in which the copy on the host is still valid."""
         t, program = gap.tensor, self.program
         opens = {g.after: g for g in self.gaps if g.tensor == t and g not in self.scheduled}
         i = program.accesses[t].index(gap.before)

@@ -1,24 +1,18 @@
 """TFLMS: "TFLMS: Large Model Support in TensorFlow by Graph Rewriting" (Le, Imai, Negishi, Kawachiya; 2018).
 
-The graph is rewritten: an edge from a forward to a backward operation becomes a swap-out and a swap-in, for the
-first ``n_tensors`` tensors from the input on. A control dependency triggers the swap-in: an operation that comes at
-least ``lower_bound`` (the paper's lb) operations before the consumer, so that the transfer overlaps with them. Both
-numbers are the user's to tune. Written without the text of the paper, from the abstract and from the documented
-options of the module (n_tensors, lb, ub, ctrld_strategy, fuse_swapins, swap_branches). Choices and deviations:
+The graph is rewritten: an edge from a forward to a backward operation becomes a swap-out and a swap-in, for the first
+``n_tensors`` tensors from the input on. A control dependency triggers the swap-in: an operation at least
+``lower_bound`` (the paper's lb) operations before the consumer, so that they overlap the transfer. Both numbers are
+the user's to tune. Written without the text of the paper, from the abstract and the documented options of the module
+(n_tensors, lb, ub, ctrld_strategy, fuse_swapins, swap_branches). Read on in ``TFLMS.plan``. Choices and deviations
+(reasons in README.md):
 
-1. The topological order is program order, so that both the breadth-first order from the input in which tensors are
-   counted and the distance between operations are read off it. Operations are kernels.
-2. A tensor is a feature map (layers.py): swapped out after its last use in the forward pass, which is when
-   TensorFlow drops it, and swapped in for its first use after that. Parameters, optimizer state and gradients stay.
-3. fuse_swapins is on: the uses of a tensor in the backward pass share one swap-in, and it stays until the last of
-   them. swap_branches is off: gaps between two forward uses are left alone.
-4. The control dependency is found by the direct-order strategy: the swap-in is issued at the end of kernel
-   ``before - lower_bound``, or of the first kernel after the forward pass where that comes later (a control
-   dependency is a backward operation). The chain-rule strategy walks forward from the swapped tensor and takes the
-   backward operation of the layer it arrives at; in program order the two differ by the kernels of a layer.
+1. The topological order is program order; operations are kernels.
+2. A tensor is a feature map (layers.py), swapped from its last use in the forward pass to its first use after that.
+3. fuse_swapins is on: the backward uses of a tensor share one swap-in. swap_branches is off: forward gaps stay.
+4. Direct-order strategy: the swap-in is issued at kernel ``before - lower_bound``, but not in the forward pass.
 5. ub, which only keeps that search from going too far, is left out.
-6. n_tensors=None: the smallest number that fits the limit, which takes no simulation. lower_bound=None: the power of
-   two with the shortest simulated iteration, up to the longest distance in the program; ties go to the smaller one.
+6. None: n_tensors is the smallest that fits; lower_bound the power of two with the shortest simulated iteration.
 """
 
 from __future__ import annotations
@@ -57,7 +51,7 @@ class TFLMS:
         self.simulator_calls = 0
 
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
-        """The rewritten graph; raises Infeasible when the swapped tensors do not make room enough."""
+        """The rewritten graph; raises Infeasible when the swapped tensors do not make enough room."""
         gaps = [f.gap for f in feature_maps(program, self.min_bytes)]
         n = least_tensors(program, gaps, limit) if self.n_tensors is None else min(self.n_tensors, len(gaps))
         if n is None:
@@ -72,7 +66,7 @@ class TFLMS:
 
 
 def least_tensors(program: Program, gaps: list[Gap], limit: int) -> int | None:
-    """How many of ``gaps`` must be emptied, in their order, for the planned residency to fit; None: all do not do."""
+    """How many of ``gaps``, in their order, must be emptied for the planned residency to fit; None: all are too few."""
     chosen = select(Candidates(program, gaps), iter(range(len(gaps))), limit)
     return None if chosen is None else len(chosen)
 

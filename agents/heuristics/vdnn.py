@@ -1,32 +1,20 @@
-"""vDNN: "vDNN: Virtualized Deep Neural Networks for Scalable, Memory-Efficient Neural Network Design", MICRO 2016.
+"""vDNN: "vDNN: Virtualized Deep Neural Networks for Scalable, Memory-Efficient Neural Network Design" (MICRO 2016).
 
 Offloads the input feature map X of a layer while that layer's forward pass runs, and does not start the next layer
-before X has left (section III-B, memory offload); in the backward pass, every layer prefetches for the nearest
-layer before it that has something on the host, up to a CONV layer (III-B, memory prefetch, findPrefetchLayer). The
-static policies (III-C) offload for every layer (``vdnn_all``) or for CONV layers (``vdnn_conv``), whatever the
-limit; ``vdnn_dyn`` tries configurations and keeps one. Choices that the paper leaves open, and deviations:
+before X has left (section III-B, memory offload). In the backward pass, every layer prefetches for the nearest layer
+before it that has something on the host, up to a CONV layer (III-B, memory prefetch, findPrefetchLayer). The static
+policies (III-C) offload for every layer (``vdnn_all``) or for CONV layers (``vdnn_conv``), whatever the limit;
+``vdnn_dyn`` tries configurations and keeps one. Written without the text of the paper. Read on in ``VDNN.plan``.
+Choices and deviations (reasons in README.md):
 
-1. A layer is a kernel. Its X is a non-persistent tensor (layers.py) that it reads and does not write; a
-   layer that works in place has no X of its own, which is why the paper offloads nothing for ACTV layers.
-   What a layer writes for its own backward pass (a dropout mask, the indices of a max pooling) is no X and stays.
-2. An X with several consumers is offloaded by the last one, as in the paper; ``vdnn_conv`` offloads it where that
-   last consumer is a CONV layer.
-3. The paper leaves the classification layers (FC) alone, because they hold little. Programs of other networks have
-   no such border: ``vdnn_all`` takes every layer of the forward pass. The input batch is persistent here and stays.
-4. The paper starts the copy with the layer's forward pass, so that the next layer waits for the longer of the two.
-   In the simulator a swap-out starts when the last kernel that reads the tensor has ended: the next layer waits
-   for the whole transfer. Overheads are upper bounds therefore; ``sync=False`` (nobody waits for an offload unless
-   memory is short) is below what the paper does.
-5. The layers before a layer in findPrefetchLayer, from near to far, are the kernels after it in the backward pass.
-   Every backward kernel searches, where a layer of the paper with several kernels would search once.
-6. A prefetch is issued when its layer starts, i.e. at the end of the kernel before that. The paper also makes the
-   end of that layer wait for the prefetch; here only the kernel that uses the tensor does. A prefetch waits until it
-   fits (simulator rule 5).
-7. What no search has found is fetched when it is needed, at the end of the kernel before.
-8. Kernels keep the algorithm that the Program runs. Of the configurations of vDNN_dyn, in the order of the paper
-   (all with memory-optimal algorithms, to see whether the network can be trained; nothing offloaded; conv; all;
-   then a slower algorithm layer by layer), nothing, conv and all are left. The fastest by simulation of those that
-   fit is taken, the earlier one of equals; the paper takes the first that fits.
+1. A layer is a kernel; its X is a non-persistent tensor that it reads and does not write.
+2. An X with several consumers is offloaded by the last one; ``vdnn_conv`` takes it where that one is a CONV layer.
+3. ``vdnn_all`` takes every layer of the forward pass, classification layers included.
+4. A copy starts when the last reader has ended, not when it starts: overheads are upper bounds (``sync=False``: lower).
+5. findPrefetchLayer searches the kernels that follow in the backward pass, once per backward kernel.
+6. A prefetch is issued at the end of the kernel before its layer; only the kernel that uses the tensor waits for it.
+7. What no search has found is fetched at the end of the kernel before the one that needs it.
+8. vDNN_dyn tries nothing, conv and all, with the kernels' own algorithms, and takes the fastest that fits.
 """
 
 from __future__ import annotations

@@ -2,30 +2,19 @@
 (PPoPP 2018), section 3.5, for the plans of every planner.
 
 A kernel with several algorithms (``Kernel.variants``, and its own duration and workspace) may trade bytes for time.
-Section 3.5: the tensors come first, as convolution workspaces do not affect what is computed; then at every step the
-bytes left are profiled, algorithms that need more are skipped, and the fastest of the others is taken. Here:
+Section 3.5: tensors come first, since workspaces do not affect what is computed; then at every step the bytes left
+are profiled, algorithms that need more are skipped, and the fastest of the others is taken. Read on in
+``plan_with_variants``. Choices and deviations (reasons in README.md):
 
-1. Functional tensors first: a planner is given the program with the least workspace of every kernel, so that a
-   limit below the peak of the fast algorithms is within reach, and swaps and recomputes for tensors only
-   (``plan_with_variants``).
-2. The profile of free bytes is that of a simulated steady iteration, and the benchmark of the algorithms is the list
-   of times in the program; the paper's runtime measures both while it trains. A kernel has one algorithm, also where
-   it is run again; its bytes left are the fewest of all its runs. The paper's chooses anew in every step.
-3. Bytes in use during a kernel are all that the simulator has there, so those of swap-outs under way and of tensors
-   that came back early (rule 5) too: a workspace takes no one's place.
-4. Faster kernels shift copies, and with them the bytes left, so that profile and choice are repeated until nothing
-   changes. Every round only makes kernels faster, because what a kernel runs with fits its own profile.
-5. ``refine``, not in the paper: then kernel by kernel, most time to gain first, an algorithm is tried that does not
-   fit the profile but does fit the planned residency (copies have to give way), and kept if the iteration is shorter.
-6. An iteration can become longer although every kernel is faster. Of everything that was simulated, the plan's own
-   variants and the least workspaces among it, the shortest is returned. A plan that fits keeps fitting: the simulator
-   is asked for every choice, and what it finds infeasible is never taken.
+1. Tensors first: a planner is given the program with the least workspace of every kernel (``plan_with_variants``).
+2. Free bytes are those of a simulated steady iteration, times those of the program; one algorithm per kernel.
+3. Bytes in use are all that the simulator has there, swap-outs under way and tensors back early included.
+4. Faster kernels shift copies: profile and choice repeat until nothing changes; kernels only become faster.
+5. ``refine``, not in the paper: then try algorithms that fit the planned residency, not the profile, one by one.
+6. Of everything simulated the shortest iteration is returned; what the simulator finds infeasible is never taken.
 7. Plans of addresses (ADDRESSED) keep the workspaces that they were made with.
-8. Not in the paper either: a plan made for the least workspaces may leave none for others where memory is tightest,
-   while swaps that cost nothing could make room. Where the planner has a plan for the kernels' own algorithms as well,
-   both are filled and the shorter is returned (``own``): with it no planner loses to its own static choice.
-9. Ties: of algorithms equally fast the one of least workspace, then the kernel's own, then the first; of
-   plans the one made for the least workspaces.
+8. ``own``, not in the paper: also plan with the kernels' own algorithms, fill both plans, return the shorter.
+9. Ties go to the least workspace, the kernel's own algorithm, the first; and to the plan for the least workspaces.
 """
 
 from __future__ import annotations
@@ -62,7 +51,7 @@ def least_workspaces(program: Program) -> Variants:
 
 
 def relaxed(program: Program) -> Program:
-    """Every kernel as fast as its fastest algorithm in its least workspace: no plan is better for its variants."""
+    """Every kernel as fast as its fastest algorithm, in its least workspace: no choice of variants is better."""
     every = [algorithms(kernel) for kernel in program.kernels]
     kernels = (
         replace(kernel, duration_ns=min(d for d, _, _ in a), workspace=min(w for _, w, _ in a))
@@ -155,17 +144,17 @@ def with_fastest_variants(
 
 
 def free_bytes(program: Program, timeline: Timeline) -> dict[int, int]:
-    """Per kernel, the bytes left under the limit in the last iteration: the fewest while it runs or runs again.
+    """Per kernel, the fewest bytes left under the limit while it runs or runs again in the last iteration.
 
-    Its workspace is in use then, too. For a kernel that takes no time they are 0: nothing is faster.
+    Its own workspace counts as in use. For a kernel that takes no time they are 0: nothing is faster.
     """
     begin = timeline.boundaries[-2] if len(timeline.boundaries) > 1 else 0
     times = [time for time, _ in timeline.memory]
     free: dict[int, int] = {}
     for span in timeline.spans:
         if span.stream == "compute" and span.start_ns >= begin:
-            # The start of a kernel is the last change of its instant (rule 9), its end is not the first: copies end
-            # before it. What ends frees.
+            # At one instant (rule 9) a kernel's start is the last change; copies end before its end, and what ends
+            # only frees memory.
             first = bisect_right(times, span.start_ns) - 1
             after = bisect_left(times, span.end_ns, first + 1)
             here = timeline.limit - max(used for _, used in timeline.memory[first:after])
@@ -175,7 +164,7 @@ def free_bytes(program: Program, timeline: Timeline) -> dict[int, int]:
 
 
 def _fastest(program: Program, chosen: Variants, free: dict[int, int]) -> Variants:
-    """Per kernel, the fastest algorithm for the bytes left and those of its workspace so far."""
+    """Per kernel, the fastest algorithm that fits the bytes left and those of its present workspace."""
     now = dict(chosen)
     out = {}
     for k in _several(program):

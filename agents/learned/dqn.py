@@ -1,38 +1,23 @@
-"""The deep Q-network of "GPU memory management for neural networks using deep Q-network": Algorithm 1 with
+"""The deep Q-network of "GPU memory management for neural networks using deep Q-network" (2020): Algorithm 1 with
 fitted Q-iteration (equations 4 and 5), on the environment of envs/walk.py.
 
-``agent=dqn_paper`` is the paper's form. ``agent=dqn`` differs from it in:
+As in the paper (its Figure 3) the plan returned is the best one found; the final greedy policy's is beside it. Where
+the paper is silent: γ = 1 (an episode ends, and its return is the overhead); rewards are multiplied by
+``reward_scale``; an update follows every ``update_every`` transitions; invalid actions are masked in the argmax, in
+exploration and in equation 5. ``agent=dqn_paper`` is the paper's form; ``agent=dqn`` differs from it as listed here
+(reasons, and what each is worth, in README.md). Read on in ``Trainer.step`` and ``Trainer.update``.
+
 1. Many walks at once (``num_envs``): one pass of the network chooses the action of all of them.
-2. n-step returns (``n_step``), by default the whole return: an offload early in the step is paid for tens of
-   decisions later. Difference 3 then has no effect; it is for shorter returns.
+2. n-step returns (``n_step``), by default the whole return; difference 3 then has no effect.
 3. Double Q-learning and a target network (``double``, ``target_every``).
 4. Adam with clipped gradients and Huber loss in place of SGD on equation 4 (``optimizer``).
 5. Prioritised replay (``priority`` > 0).
 6. The changes of structure2vec.py: mean pooling, mixing, two more features.
-7. Exploration goes from ``epsilon_start`` to ``epsilon_end`` over ``explore`` of the episodes; the paper's
-   e > episode/l is 1 to 0 over all of them.
-8. Mutations (``mutations`` > 0): beside the ε-greedy walks, walks that repeat one of the ``elites`` best
-   and leave it at each step with probability ``mutation_rate`` — for an action drawn by Q (Boltzmann) or at random,
-   or by skipping one; where the result is no worse it takes that elite's place, and now and then the best
-   elite the worst one's. The environment is deterministic, so this explores near what is known to be good,
-   as Go-Explore does. What they find counts and enters the replay; no reward or target is changed.
-9. Nine random actions in ten are drawn with weight exp(time of next use / ideal time / ``belady_temperature``),
-   Belady's rule softened; the paper draws uniformly. A long step (ResNet-50 has 300 candidates) is hardly ever
-   planned well by uniform choices, so that nothing good is there to learn from.
-Where one agent plans many limits and networks (transfer.py), and only there, also:
-10. It carries over: weights, the best walks and plans, from limit to limit, mode to mode and program to program.
-11. The best walks are refined by local search on the plan. It can do what no action of the environment does.
-Where the paper is silent, in both forms: γ = 1 (an episode ends, and its return is the overhead); rewards
-are multiplied by ``reward_scale``; invalid actions are masked with −1e8 in the argmax, in exploration and
-in the maximum of equation 5; an update follows every ``update_every`` transitions. As in the paper (its
-Figure 3) the plan returned is the best one found; the final greedy policy's is returned beside it.
-
-What they are worth, by ``python -m experiments.ablation`` (VGG16 at half its peak, 100 episodes, three seeds,
-mean overhead of the best plan found and of the greedy policy; experiments/results/ablation.json), measured
-with 20-step returns: all of them 0.06 % and 12.1 %. Without mutations 5.0 % and 28.7 %, without Belady's prior
-0.15 % and 28.5 %, with neither 9.2 % and 28.2 %, with sum pooling 2.3 % and 16.3 %: these help. One-step returns
-find 0 % but learn a policy of 32.2 %; whole returns, 0 % and 3.6 %, became the default for it. Prioritised replay,
-0 % and 7.4 %, is within the spread of the seeds, as are double Q, the target network, mixing and the two features.
+7. Exploration falls from ``epsilon_start`` to ``epsilon_end`` over ``explore`` of the episodes, not 1 to 0 over all.
+8. Mutations (``mutations`` > 0) repeat one of the ``elites`` best walks with random changes (``mutation_rate``).
+9. Random actions follow Belady's rule softened (``belady_temperature``), nine in ten; the paper's are uniform.
+10. Only in transfer.py: weights, best walks and plans carry over between limits, modes and programs.
+11. Only in transfer.py: local search on the plan refines the best walks; it can do what no action does.
 """
 
 from __future__ import annotations
@@ -60,7 +45,7 @@ from simulator.compiled.engine import rows_of
 
 MASKED = -1e8  # not −inf: 0 · −inf is not a number
 MIGRATE = 400  # mutations between two replacements of the worst elite by the best
-RECORDED = 0.2  # of the mutations' walks enter the replay: they are much alike
+RECORDED = 0.2  # share of the mutated walks that enter the experience buffer: they are much alike
 
 
 class Episode(NamedTuple):
@@ -187,7 +172,7 @@ class Trainer:
         return ended
 
     def mutate(self) -> None:
-        """One walk after one of the best (difference 8)."""
+        """Repeats one of the best walks with random changes (difference 8)."""
         self.mutated += 1
         if self.mutated % MIGRATE == 0:
             self.elites[-1] = self.elites[0]
@@ -200,8 +185,10 @@ class Trainer:
         self._compare(self.scout)
 
     def repeat(self, plan: list[int]) -> Walk:
-        """The walk that takes the actions of ``plan`` in their order where it may, and goes on as a mutation where
-        they end. It enters the buffer, and competes with the elites. Valid until the next walk."""
+        """A walk that takes the valid actions of ``plan`` in their order, and goes on as a mutation where they end.
+
+        It enters the buffer and competes with the elites. The returned walk is valid until the next one.
+        """
         nodes = self._follow(plan, np.zeros(1, np.bool_), True)
         if not self.scout.dead_end:
             self.elites.append((self.scout.overhead, nodes))
@@ -210,7 +197,7 @@ class Trainer:
         return self.scout
 
     def _follow(self, plan: list[int], leaves: NDArray[np.bool_], record: bool) -> list[int]:
-        """Takes the scout after ``plan``, leaving it at the steps that ``leaves`` says; returns the nodes."""
+        """The scout repeats ``plan``, except at the steps where ``leaves`` is true; returns the nodes it took."""
         walk, trail = self.scout, []
         walk.reset()
         at, nodes = 0, []
@@ -240,7 +227,7 @@ class Trainer:
 
     @torch.no_grad()
     def _boltzmann(self, state: State) -> int:
-        """A valid action: at random two times in three, else the better its Q-value the likelier."""
+        """A valid action: two times in three a random one, else the likelier the higher its Q-value."""
         valid = np.flatnonzero(state.mask)
         if self.rng.random() < 2 / 3:
             return self._random(state)
@@ -249,7 +236,7 @@ class Trainer:
         return int(valid[((q - q.mean()) / (q.std() + 1e-9) * 3 + noise).argmax()])
 
     def _compare(self, walk: Walk) -> None:
-        """Keeps the plan if none before was better."""
+        """Keeps the plan if no earlier one was better."""
         if not walk.dead_end and not walk.overhead >= self.best_overhead:  # the first one compares with nan
             self.best, self.best_overhead = walk.plan(self.planner), walk.overhead
         self.elites.sort(key=lambda elite: elite[0])
@@ -309,13 +296,13 @@ class Trainer:
     # ---------------------------------------------------------------------------------- checkpoints
 
     def _identity(self) -> dict[str, Any]:
-        """What makes this run this run."""
+        """What a checkpoint must agree with to be of this run."""
         return {"config": asdict(self.config), "seed": self.seed, "limit": self.task.limit,
                 "program": self.task.program.fingerprint,
                 "machine": json.dumps(self.task.machine.to_dict())}  # fmt: skip
 
     def save(self, path: Path) -> None:
-        """Writes everything that the rest of the run depends on, whole or not at all."""
+        """Writes everything that the rest of the run depends on; the file appears whole or not at all."""
         state = {
             **self._identity(),
             "q": self.q.state_dict(), "target": self.target.state_dict(), "optimizer": self.optimizer.state_dict(),

@@ -40,7 +40,7 @@ class DQNConfig:
     epsilon_start: float = 1.0
     epsilon_end: float = 0.02
     explore: float = 0.3  # fraction of the episodes
-    mutations: int = 8  # walks after the best one, per step of the others
+    mutations: int = 8  # mutated walks per step of the others
     mutation_rate: float = 0.015
     elites: int = 4
     belady_temperature: float | None = 0.05  # of the random actions; None: uniform

@@ -1,7 +1,7 @@
-"""Experience replay (Algorithm 1's D): what moves is stored per transition, the rest once per program.
+"""Experience replay (Algorithm 1's D): what changes is stored per transition, the rest once per program.
 
-Whole episodes are added, so the state n steps after a transition is n places further on in the ring, and
-is overwritten later than the transition itself; no state is stored twice.
+Whole episodes are added, so that the state n steps after a transition is n places further on in the ring, and is
+overwritten later than the transition itself. No state is stored twice.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 
 class State(NamedTuple):
-    """What moves in an observation."""
+    """The part of an observation that changes."""
 
     dynamic: NDArray[np.float16]  # (N, 3): columns 5 to 7 of the node features
     current: int
@@ -58,7 +58,7 @@ class ExperienceBuffer:
         }
 
     def add(self, trail: list[tuple[State, int, float]], n_step: int) -> None:
-        """Adds an ended episode, (state, action, reward) per step. One longer than the ring loses its start."""
+        """Adds an ended episode, (state, action, reward) per step; one longer than the ring loses its start."""
         rewards = np.concatenate([[0.0], np.cumsum([r for _, _, r in trail])])
         a = self.arrays
         newest = a["weight"][: self.size].max(initial=1.0)

@@ -1,16 +1,13 @@
 """structure2vec over the operation graph, and the Q-value of an action node.
 
-Equations 1 to 3 of "GPU memory management for neural networks using deep Q-network" (sections 4.4, 4.9),
-after "Learning combinatorial optimization algorithms over graphs".
+Equations 1 to 3 of "GPU memory management for neural networks using deep Q-network" (sections 4.4, 4.9), after
+"Learning combinatorial optimization algorithms over graphs". Shapes: N nodes, B states of one program, F features,
+p embedding size, A action nodes. Node tensors are (N, B, p), so that one sparse product sums over the neighbours of
+all states at once. Differences from the paper, each switched off in ``agent=dqn_paper`` (reasons in README.md):
 
-Shapes: N nodes, B states of one program, F features, p embedding size, A action nodes. Node tensors are
-(N, B, p), so that one sparse product sums over the neighbours of all states at once.
-
-Numbered differences from the paper, each switched off in ``agent=dqn_paper``:
-1. ``pool="mean"``: equation 2 sums over all nodes, which grows with the program; the mean does not.
-2. ``mixing``: as printed, equation 3 is w_a·ReLU(g) + w_b·ReLU(W8 s_a), so that the graph state cannot
-   change the order of the actions. A layer W9 before the ReLU lets it.
-3. ``features=8``: two features of the moment are added to the six (see envs/memory_env.py).
+1. ``pool="mean"``: the mean over all nodes in equation 2, where the paper has the sum, which grows with the program.
+2. ``mixing``: a layer W9 before the ReLU of equation 3, through which the graph state can change the order of actions.
+3. ``features=8``: two features of the moment are added to the six (envs/memory_env.py).
 """
 
 from __future__ import annotations
@@ -75,7 +72,7 @@ class Structure2Vec(nn.Module):
         edges, weights = torch.from_numpy(graph.edges), torch.from_numpy(graph.weights)
 
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PyTorch announces at the first use that sparse CSR is in beta
+            warnings.simplefilter("ignore")  # PyTorch warns at the first use that sparse CSR is in beta
             ones = torch.ones(edges.shape[1])
             adjacency = torch.sparse_coo_tensor(edges.flip(0), ones, (n, n), check_invariants=True).to_sparse_csr()
         # Not part of the checkpoint: they come from the program.

@@ -1,28 +1,13 @@
 """An agent that carries over between limits, modes and networks instead of starting anew (dqn.py, 10 and 11).
 
-``Agent.sweep`` plans one program under many limits, from the loosest to the tightest and then back up:
+``Agent.sweep`` plans one program under many limits, from the loosest to the tightest and then back up. Nothing is
+spent at a limit where a carried plan has no overhead. What carries over, after section 4.4.2 of the DQN paper ("train
+a DQN on a small graph and fine-tune on a large graph") and beyond it (reasons, and what each is worth, in README.md):
 
-1. **Weights.** structure2vec does not depend on the size of the graph (section 4.4.2: "train a DQN on a small graph
-   and fine-tune on a large graph"). One network goes through all limits, modes and programs that an agent is asked
-   for. The first limit at which something must be learned has ``first`` episodes, every other ``episodes``, with
-   less exploration. The replay, whose states have the shape of one graph, begins anew.
-2. **Walks.** The plan of the limit before, and what another sweep found at this limit (a swap-only plan is one of
-   swap and recompute too), are repeated as walks: their actions are taken in order where they are valid, and the
-   walk goes on by policy where they do not suffice. They enter the replay and are elites, to be followed.
-3. **Refinement.** The best walk and the carried plans are improved by small changes of the plan (local_search.py),
-   accepted at falling temperatures: which gaps are emptied, in which way (a recomputation that keeps its chain is
-   none of the environment's actions), when a swap is issued. A gap and way is picked the likelier the more of the
-   elites have it. The result is repeated as a walk, so that the network learns from what was found.
-4. **Envelope.** On the way back up, a plan for a tighter limit, which fits a looser one as it is, takes the place of
-   one that is slower. So the overhead never falls as the limit does.
-
-Nothing is spent at a limit where a carried plan has no overhead.
-
-What they are worth (VGG16 with swap and recompute in 40, 30 and 25 % of its peak, 20 million kernels simulated at each,
-means over three seeds): all of them 0.05, 2.68 and 4.67 % overhead; every limit anew, swapping's plans neither, 1.01,
-2.70 and 5.75 %; without refinement 14.7, 20.5 and 22.7 %. So the refinement does most of the work, and carrying plans
-over helps it. That the weights are carried over (else 0.03, 2.42, 5.70 %), and that the elites weigh the refinement's
-moves (else 0.03, 2.79, 6.44 %), is within the spread of the seeds. With so few episodes the network's own walk is poor.
+1. Weights: one network goes through all limits, modes and programs; the experience buffer begins anew at each.
+2. Walks: plans of the limit before, and of another sweep at this limit, are repeated as walks and become elites.
+3. Refinement: local search (local_search.py) improves the best walk and the carried plans; the network learns from it.
+4. Envelope: on the way back up a faster plan of a tighter limit replaces a slower one; overheads never fall.
 """
 
 from __future__ import annotations
@@ -56,8 +41,8 @@ class TransferConfig:
         epsilon: probability of a random action that these begin with.
         kernels, most: the refinement makes as many simulator calls as simulate ``kernels`` kernels, at most ``most``.
         updates: minibatches that the network learns from the refined plan.
-        visits: the episodes at a limit end early when the network has seen so many nodes, over all states: a state of
-            a program with thousands of tensors costs as much as a hundred of a small one.
+        visits: nodes that the network sees at a limit, over all states, before the episodes end early: a state of a
+            program with thousands of tensors costs as much as a hundred of a small one.
     """
 
     first: int = 48
@@ -97,10 +82,10 @@ class LimitResult(NamedTuple):
 
 
 class Agent:
-    """One network, and what it found so far.
+    """One network, and the weights it has learned so far.
 
     Args:
-        config: its ``episodes``, ``epsilon_start`` and ``mode`` stand for those of a run that starts anew.
+        config: its ``episodes``, ``epsilon_start`` and ``mode`` are replaced at every limit.
     """
 
     def __init__(self, config: DQNConfig, transfer: TransferConfig, seed: int = 0):
@@ -113,7 +98,7 @@ class Agent:
         """Plans a program under many limits (bytes).
 
         Args:
-            also: what a sweep of the same program in a mode that this one includes found.
+            also: results of a sweep of the same program in a mode that this one includes.
 
         Returns:
             one per limit, the loosest first; the overheads never fall.
@@ -235,8 +220,8 @@ class Agent:
 
 
 def actions_of(task: Task, rows: Rows) -> list[int]:
-    """The nodes of a walk that makes the plan of ``rows``, as far as the environment's actions allow: each action as
-    soon as it is valid, and "do nothing" where none is."""
+    """The nodes of a walk that makes the plan of ``rows`` where the environment's actions allow it: each action as
+    soon as it is valid, and "do nothing" while none is."""
     graph = task.graph
     node_of = {(int(graph.action_kind[i]), graph.gaps[graph.action_gap[i]][::2]): i
                for i in np.flatnonzero(graph.action_gap >= 0).tolist()}  # fmt: skip

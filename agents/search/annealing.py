@@ -1,12 +1,12 @@
-"""Simulated annealing over plans: the yardstick that the learned agent is compared to.
+"""Simulated annealing over plans: what the learned agent is compared with.
 
-State: which candidate gaps are emptied (of every tensor of at least ``min_bytes``, whether or not the gap
-spans the peak, those over the iteration boundary included), and how. Energy: the simulated iteration time
-over the ideal one. The moves are those of ``local_search.py``, all gaps and ways alike.
+State: which candidate gaps are emptied, and how. Candidates are all gaps of tensors of at least ``min_bytes``, those
+that do not span the peak and those over the iteration boundary included. Energy: the simulated iteration time over
+the ideal one. The moves are those of local_search.py, with all gaps and ways alike.
 
-The start is the best plan of AutoSwap, SuperNeurons, Capuchin and memonger, as far as ``mode`` has them, else every
+The start is the best plan of AutoSwap, SuperNeurons, Capuchin and memonger (those that ``mode`` allows), or else every
 gap emptied. Metropolis acceptance; the temperature falls geometrically from ``hot`` to ``cold`` (fractions of the
-ideal time) in each of ``restarts`` equal runs, which begin where the best plan so far was.
+ideal time) in each of ``restarts`` equal runs, each from the best plan so far.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class Annealing:
 def start(
     program: Program, machine: Machine, limit: int, engine: Engine, mode: str, min_bytes: int
 ) -> tuple[Rows | None, int, int]:
-    """Rows and iteration time of the best plan of the heuristics, or of every gap emptied where they have none; None
-    where that does not fit either. Third, the bytes that it requires. ``engine`` is charged with all calls."""
+    """Rows, iteration time and required bytes of the best plan of the heuristics, or of every gap emptied where they
+    have none. The rows are None where that does not fit either. All simulator calls are added to ``engine``'s."""
     heuristics: list[Planner] = []
     if mode != "recompute":
         heuristics += [AutoSwap(score, min_bytes) for score in SCORES]

@@ -1,15 +1,15 @@
-"""Moves between plans, compiled: what simulated annealing and the rounding of the floor's program search with.
+"""Moves between plans, compiled: the local search of simulated annealing, LP rounding and the DQN's refinement.
 
-A state is a plan as one row per candidate gap, switched on or off, with its planned residency (without the memory
-of recomputation chains, which the simulator adds). Only plans whose residency fits are proposed: a move that breaks
-the limit is repaired by emptying random gaps that are open where the load is largest, so that hardly a simulator
-call is spent on a plan that cannot run. Moves:
+A state is a plan as one row per candidate gap, switched on or off, with its planned residency (without the memory of
+recomputation chains, which the simulator adds). Only plans whose residency fits are proposed: a move that breaks the
+limit is repaired by emptying random gaps that are open where the load is largest. So hardly a simulator call is spent
+on a plan that cannot run. Moves:
 
 - fill: an emptied gap is filled, then the plan is repaired;
 - empty: a gap is emptied, then emptied ones are filled at random while the limit holds;
-- shift: a swap-out is issued some kernels later, so that others go before it on the FIFO, or a swap-in waits for a
-  kernel to end;
-- way: an emptied gap changes between swap, recompute, and recompute that keeps.
+- shift: a swap-out is issued some kernels later, so that others go before it on the FIFO, or a swap-in is issued
+  when a chosen kernel ends;
+- way: an emptied gap changes between swap, recompute, and recompute with ``keep``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Floats = NDArray[np.float64]
 
 
 class Moves:
-    """The candidate gaps of a program, the plan that the search is at, and the one that it tries.
+    """The candidate gaps of a program, the present plan of the search, and the one that it tries.
 
     Args:
         weights: float64[m, 3], how likely each way of each of the m gaps of ``program.gaps(min_bytes)`` is picked
@@ -148,7 +148,7 @@ def ways_of(program: Program, gap: Gap, mode: str) -> list[Row]:
 
 @njit(cache=True)
 def _random(state):  # type: ignore[no-untyped-def]
-    """Uniform in [0, 1), by xorshift64* (Vigna, 2016). A NumPy generator takes longer to pass than a move to make.
+    """Uniform in [0, 1), by xorshift64* (Vigna, 2016). Passing a NumPy generator takes longer than making a move.
 
     Args:
         state: uint64[1], not 0.

@@ -1,15 +1,10 @@
-"""Rounding the floor: the linear program of ``bound.py`` says what the best plan would look like, local search makes
-it a plan.
+"""Rounding the floor: bound.py's linear program says what the best plan would look like, local search makes it a plan.
 
-1. Solve the program of the floor. Its optimum swaps and recomputes fractions of gaps, few of them neither 0 nor 1.
-2. Round: a gap that it recomputes by more than ``DROP`` is recomputed, any other that it empties at all is swapped.
-   That has at least as much away as the optimum, so that it nearly always fits; where the memory of recomputation
-   chains stands in the way, the start is the best plan of the published heuristics, as in annealing.
-3. Repair: annealing with the moves of ``local_search.py``, each gap and way picked in proportion to its fraction in
-   the optimum plus a constant. A third of the calls go to one run from the rounded plan for each of ``RUNS``. The best
-   plan is then kicked: one of its recomputed gaps must be emptied in another way or stay, which no small move does at
-   a low temperature, and a short run goes on from there; this takes half of the calls. The rest cools the best plan.
-   It stops at the floor: a plan there is proven to be the best.
+Three steps, reasons in README.md; read on in ``LPRound.plan``:
+
+1. Solve the linear program of the floor. Few of the fractions in its optimum are neither 0 nor 1.
+2. Round: recompute a gap that it recomputes by more than ``DROP``, swap any other that it empties at all.
+3. Repair by annealing, gaps and ways picked by their fractions: ``RUNS``, then kicks of the best plan, then cooling.
 """
 
 from __future__ import annotations

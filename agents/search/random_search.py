@@ -1,7 +1,7 @@
-"""Random search: the yardstick that says what a simulator call is worth without any thought.
+"""Random search: what simulator calls are worth without any thought.
 
-Every sample empties candidate gaps in random order until the planned residency fits the limit; the best
-by simulated iteration time is kept.
+Every sample empties candidate gaps in random order until the planned residency fits the limit. The best by simulated
+iteration time is kept.
 """
 
 from __future__ import annotations

@@ -1,17 +1,14 @@
-"""Ruin and recreate for recompute-only plans: a greedy plan, a part of it undone and made again, many times.
+"""Ruin and recreate for recompute-only plans: a greedy plan, of which a part is undone and made again, many times.
 
 After Schrimpf et al., "Record Breaking Optimization Results Using the Ruin and Recreate Principle" (Journal of
-Computational Physics, 2000), with what is published for choosing tensors to drop as its greedy step. A plan that only
-recomputes waits for nothing: its time is that of its chains, its planned residency says whether it fits. The excess
-of a plan is the bytes above the limit, added up over the kernels.
+Computational Physics, 2000), with the published greedy rule for choosing tensors to drop. A plan that only recomputes
+waits for nothing: its time is that of its chains, its planned residency says whether it fits. The excess of a plan is
+its bytes above the limit, summed over the kernels.
 
 Recreate: at the kernel with the largest excess, of all gaps that are open there, make the one change (drop, drop and
-keep, change between the two, fill) that takes the most excess away per ns of iteration time that it adds; until
-nothing is in excess. Then every decision whose removal or other way of recovery is feasible and faster is undone.
-Ruin: decisions are taken out, either a few anywhere or of one neighbourhood in the program.
-
-The residency counts what chains need while they run, which is what decides at low limits: a plan that drops
-everything does not fit, one whose chains restart from tensors that stay does.
+keep, change between the two, fill) that takes the most excess away per ns of iteration time it adds; until there is
+no excess. Then undo every decision whose removal, or other way of recovery, fits and is faster. Ruin: take decisions
+out, either a few anywhere or some of one neighbourhood in the program. Read on in ``RuinRecreate.search``.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ from simulator.plan import cannot_recompute
 from simulator.program import Program
 
 FILLED, DROP, KEEP = -1, 0, 1  # what a plan does with a gap; the last two are the last column of its row
-NEAR_BEST = 1e-3  # a plan replaces the one that is ruined where it is worse than the best by less, over the ideal time
+NEAR_BEST = 1e-3  # of the ideal time: a plan that is worse than the best by less may be ruined next
 NEAR, FEW, ANY = 12, 5, 0.7  # ruins: largest neighbourhood, most decisions anywhere, share of a neighbourhood
 
 State = NDArray[np.int64]  # (gaps,)

@@ -234,7 +234,7 @@ def test_nothing_is_spent_where_a_carried_plan_costs_nothing():
     swaps = Agent(LEARN, TRANSFER).sweep(PROGRAM, MACHINE, limits, "swap")
     assert swaps[0].overhead == 0
     both = Agent(LEARN, TRANSFER).sweep(PROGRAM, MACHINE, limits, "joint", swaps)
-    # Two walks of a few decisions, and a score: an episode more would be hundreds of calls with its followers.
+    # Two walks of a few decisions, and a score: another episode would be hundreds of calls with its mutations.
     assert both[0].overhead == 0 and both[0].simulator_calls < 40
 
 
