@@ -20,11 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator import Gap, Machine, Program
-from simulator.plan import cannot_recompute
 from simulator.reference import recompute_ns
+from simulator.ways import RECOMPUTED, STAYS, SWAPPED, check_mode, ways_to_empty
 
-NOTHING, OFFLOAD, REMOVE = range(3)
-MODES = ("swap", "recompute", "joint")
+NOTHING, OFFLOAD, REMOVE = STAYS, SWAPPED, RECOMPUTED  # what an action does with a gap, in the paper's words
 
 
 @dataclass(frozen=True)
@@ -59,8 +58,7 @@ def build_graph(
     Raises:
         ValueError: unknown mode.
     """
-    if mode not in MODES:
-        raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
+    check_mode(mode)
     gaps = tuple(g for g in program.gaps(min_bytes) if _passes(program, g, limit))
     concerned = {g.tensor for g in gaps}
     operations = [op for op in program.operations() if op.tensor in concerned]
@@ -79,15 +77,14 @@ def build_graph(
         if op.kind in ("read", "write"):
             opening[op.tensor, op.kernel] = i
             closing.setdefault((op.tensor, op.kernel), i)
-    if mode != "recompute":
-        for g, gap in enumerate(gaps):
+    ways = [ways_to_empty(program, gap, mode) for gap in gaps]
+    for g, gap in enumerate(gaps):
+        if OFFLOAD in ways[g]:
             node = opening[gap.tensor, gap.after]
             kind[node], gap_of[node] = OFFLOAD, g
     recompute = np.zeros(len(gaps))
-    if mode != "swap":
-        for g, gap in enumerate(gaps):
-            if gap.after >= gap.before or cannot_recompute(program, *gap):
-                continue
+    for g, gap in enumerate(gaps):
+        if REMOVE in ways[g]:
             recompute[g] = recompute_ns(program, gap)
             nodes = by_tensor[gap.tensor]
             for node in (closing[gap.tensor, gap.before], nodes[0], nodes[-1]):

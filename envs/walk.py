@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from envs.graph import NOTHING, OFFLOAD, REMOVE, build_graph
 from simulator import Engine, Machine, Plan, Program
-from simulator.compiled.engine import KIND, RECOMPUTE, SWAP, TENSOR, decisions_of
+from simulator.compiled.encoding import KIND, RECOMPUTE, SWAP, TENSOR, decisions_of
 
 DEAD_END_REWARD = -10.0  # more than ten iterations lost: below any plan worth having
 

@@ -35,19 +35,18 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array
 
 import agents
 from agents.bound import floor
 from agents.exact.milp_model import Recomputation, ZeroOne
-from agents.planner import MIB, RECOMPUTE, Candidates, Infeasible, Rows, check_mode, finish, plans_of
-from agents.search.local_search import ways_of
+from agents.planner import MIB, Candidates, Facts, Infeasible, Row, Rows, finish, plans_of, ways_of
 from agents.search.ruin_recreate import RuinRecreate
+from simulator.compiled.encoding import RECOMPUTE
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
+from simulator.ways import check_mode, ways_to_empty
 
 MOST = 24  # candidate gaps that are enumerated
 TOLERANCE = 1e-6  # relative, of HiGHS
@@ -74,7 +73,11 @@ class MILP:
         ImportError: ``solver="cpsat"`` without OR-Tools.
     """
 
-    name = "milp"
+    facts = Facts(
+        "milp", "MILP", 'after "Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization", MLSys 2020',
+        family="search and exact", slot=5, place=240, moves="joint", slow=4,
+    )  # fmt: skip
+    name = facts.key
 
     def __init__(
         self,
@@ -175,7 +178,7 @@ class MILP:
         until: float,
     ) -> tuple[Rows | None, str]:  # fmt: skip
         """Depth first over what happens to each gap; the best rows and a status."""
-        gaps = [g for g in program.gaps(self.min_bytes) if ways_of(program, g, self.mode)]
+        gaps = [g for g in program.gaps(self.min_bytes) if ways_to_empty(program, g, self.mode)]
         if len(gaps) > MOST:
             return best, "stopped"
         live_bytes = np.array(program.live_bytes)
@@ -185,7 +188,7 @@ class MILP:
         order = np.argsort(-weight, kind="stable").tolist()
         costs = Costs(program, machine)
         # (depth, rows so far, load with the gaps that are not decided emptied)
-        stack: list[tuple[int, list[tuple[int, ...]], Any]] = [(0, [], candidates.residency(np.ones(len(gaps), bool)))]
+        stack: list[tuple[int, list[Row], Any]] = [(0, [], candidates.residency(np.ones(len(gaps), bool)))]
         while stack:
             if time.monotonic() > until:
                 return best, "stopped"
@@ -211,11 +214,11 @@ class Costs:
     def __init__(self, program: Program, machine: Machine) -> None:
         self.program, self.machine = program, machine
 
-    def least_ns(self, rows: list[tuple[int, ...]]) -> int:
+    def least_ns(self, rows: list[Row]) -> int:
         """ns, for rows that empty their gaps as they open."""
         return self.program.ideal_ns + max(self._reruns(rows), self._waits(rows))
 
-    def _reruns(self, rows: list[tuple[int, ...]]) -> int:
+    def _reruns(self, rows: list[Row]) -> int:
         """Every writer of a tensor runs again once a gap; one run may serve all that its kernel writes."""
         times: dict[tuple[int, int], int] = {}
         for kind, t, after, _, _ in rows:
@@ -228,7 +231,7 @@ class Costs:
             most[w] = max(most.get(w, 0), count)
         return sum(self.program.kernels[w].duration_ns * count for w, count in most.items())
 
-    def _waits(self, rows: list[tuple[int, ...]]) -> int:
+    def _waits(self, rows: list[Row]) -> int:
         """Between the two kernels a swapped tensor leaves and returns. What that takes beyond the kernels in
         between is not spent on kernels; it adds up over gaps that do not overlap."""
         intervals = []
@@ -263,6 +266,9 @@ class Answer(NamedTuple):
 
 def highs(model: ZeroOne, seconds: float, hint: list[int] | None, seed: int) -> Answer:
     """SciPy's HiGHS. It takes no start; ``seed`` is not used: nothing is drawn."""
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import csr_array
+
     upper = np.array(model.upper, dtype=float)
     rows, columns, values, bounds = [], [], [], []
     for i, (terms, bound) in enumerate(model.rows):

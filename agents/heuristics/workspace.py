@@ -20,7 +20,7 @@ bytes left are profiled, algorithms that need more are skipped, and the fastest 
 6. An iteration can become longer although every kernel is faster. Of everything that was simulated, the plan's own
    variants and the least workspaces among it, the shortest is returned. A plan that fits keeps fitting: the simulator
    is asked for every choice, and what it finds infeasible is never taken.
-7. Plans of addresses (ADDRESSED) keep the workspaces that they were made with.
+7. Plans of addresses (``Facts.addressed``) keep the workspaces that they were made with.
 8. Not in the paper either: a plan made for the least workspaces may leave none for others where memory is tightest,
    while swaps that cost nothing could make room. Where the planner has a plan for the kernels' own algorithms as well,
    both are filled and the shorter is returned (``own``): with it no planner loses to its own static choice.
@@ -34,6 +34,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import replace
 
+import agents
 from agents.planner import Infeasible, Planner
 from simulator.compiled.encoding import NEVER
 from simulator.compiled.engine import Engine, rows_of
@@ -44,8 +45,6 @@ from simulator.reference import OutOfMemory
 from simulator.timeline import Timeline
 
 Variants = tuple[tuple[int, int], ...]  # as Plan.variants
-
-ADDRESSED = frozenset({"smartpool+autoswap"})  # addresses hold for the workspaces that they were planned with
 
 
 def algorithms(kernel: Kernel) -> list[tuple[int, int, int]]:
@@ -96,7 +95,8 @@ def plan_with_variants(
         finally:
             calls += planner.simulator_calls
         plan = replace(plan, fingerprint=program.fingerprint, variants=variants)
-        if fill and planner.name not in ADDRESSED:
+        facts = agents.PLANNERS.get(planner.name)
+        if fill and not (facts and facts.addressed):
             plan = with_fastest_variants(program, plan, machine, limit, engine)
         asked = Engine(program, machine, plan.limit).with_variants(plan.variants)
         found.append((asked.score(rows_of(plan.decisions)).iteration_ns, plan))

@@ -41,14 +41,14 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from agents.learned.dqn_config import PAPER, DQNConfig, by_todays_names, config_from
+from agents.learned.dqn_config import DQNConfig, by_todays_names
 from agents.learned.experience_buffer import ExperienceBuffer, State
 from agents.learned.structure2vec import Structure2Vec
 from agents.learned.training_state import TrainingStateError, must_match, read_training_state, write_training_state
@@ -416,32 +416,3 @@ def check_reachable(task: Task) -> None:
             f"{task.program.name} cannot run in {task.limit:,} bytes: with every candidate tensor swapped out "
             f"whenever it is not in use it still needs {smallest:,}"
         )
-
-
-class DQN:
-    """``agents.make("dqn")``: trains when asked for a plan. ``config`` stands for all other options but ``seed``."""
-
-    name = "dqn"
-    defaults: ClassVar[dict[str, Any]] = {}
-
-    def __init__(
-        self, seed: int = 0, min_bytes: int = 2**20, mode: str | None = None, episodes: int | None = None,
-        config: DQNConfig | None = None,
-    ):  # fmt: skip
-        given = {"mode": mode, "episodes": episodes, "min_bytes": min_bytes}
-        values = {**self.defaults, **{k: v for k, v in given.items() if v is not None}}
-        self.seed, self.config = seed, config or config_from(values)
-        self.simulator_calls = 0
-
-    def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
-        """Trains and returns the best plan found; raises Infeasible."""
-        result = train(program, machine, limit, self.config, self.seed, planner=self.name)
-        self.simulator_calls = result.simulator_calls
-        return result.best
-
-
-class DQNPaper(DQN):
-    """The paper's plain form."""
-
-    name = "dqn_paper"
-    defaults: ClassVar[dict[str, Any]] = PAPER

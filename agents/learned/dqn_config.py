@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from envs.graph import MODES
+from simulator.ways import MODES
 
 POOLS = ("sum", "mean")  # of the graph state
 RENAMED = {  # keys of older versions
