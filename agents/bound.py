@@ -181,7 +181,8 @@ class _Problem:
 
     def recomputed(self, x: NDArray[np.float64]) -> NDArray[np.float64]:
         """float64[m]: fraction of each gap that ``x`` recomputes."""
-        return x[self.late] + np.array([sum(x[v] for v, _ in early) for early in self.early])
+        early: NDArray[np.float64] = np.array([sum(x[v] for v, _ in early) for early in self.early])
+        return x[self.late] + early
 
     # ---------------------------------------------------------------------------------------- recomputation
 
@@ -381,7 +382,9 @@ class _Problem:
 
     def _classes(self) -> NDArray[np.int64]:
         """int64[m], by size: gaps of one class are as fast per byte as the largest of it."""
-        edges = np.quantile(np.unique(self.size), np.linspace(0, 1, CLASSES + 1)[1:-1]) if len(self.size) else []
+        if not len(self.size):
+            return np.zeros(0, dtype=np.int64)
+        edges = np.quantile(np.unique(self.size), np.linspace(0, 1, CLASSES + 1)[1:-1])
         return np.searchsorted(edges, self.size)
 
 

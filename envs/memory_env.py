@@ -21,7 +21,7 @@ with the reward of a dead end.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import gymnasium
 import numpy as np
@@ -76,7 +76,7 @@ def make_tasks(
     programs = [program] if isinstance(program, Program) else list(program)
     if machine is None:
         raise ValueError("machine: needed with a program")
-    limits = list(limit) if isinstance(limit, (list, tuple)) else [limit]
+    limits = list(limit) if isinstance(limit, Sequence) else [limit]
     return [Task(one, machine, limit_bytes(one, fraction), min_bytes, mode) for one in programs for fraction in limits]
 
 
@@ -107,7 +107,7 @@ class MemoryEnv(gymnasium.Env[Observation, np.int64]):
         mode: "swap", "recompute" or "joint".
     """
 
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": []}
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": []}  # type: ignore[misc]  # theirs is no ClassVar
 
     def __init__(
         self, program: Program | Sequence[Program] | None = None, machine: Machine | None = None,
@@ -118,7 +118,7 @@ class MemoryEnv(gymnasium.Env[Observation, np.int64]):
         self._index = 0
         size = max(len(t.graph) for t in self.tasks)
         self.action_space = spaces.Discrete(size)
-        self.observation_space = observation_space(size, len(self.tasks))
+        self.observation_space = cast("spaces.Space[Observation]", observation_space(size, len(self.tasks)))
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -182,7 +182,9 @@ class MemoryVectorEnv(gymnasium.vector.VectorEnv[Observation, NDArray[np.int64],
     step, whose action is ignored (Gymnasium's NEXT_STEP autoreset).
     """
 
-    metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP}
+    metadata: ClassVar[dict[str, Any]] = {  # type: ignore[misc]
+        "autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP
+    }
 
     def __init__(
         self, num_envs: int, program: Program | Sequence[Program] | None = None, machine: Machine | None = None,

@@ -148,7 +148,8 @@ class Walk:
         until = np.concatenate([[0.0], np.cumsum(over)])
         inside = until[task.before] - until[task.after + 1]
         inside[task.wraps] += until[-1]
-        return inside / max(until[-1], 1.0)
+        share: NDArray[np.float64] = inside / max(until[-1], 1.0)
+        return share
 
     def step(self, node: int) -> Step:
         """Takes the action that a node represents.

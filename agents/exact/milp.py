@@ -271,14 +271,14 @@ def highs(model: ZeroOne, seconds: float, hint: list[int] | None, seed: int) -> 
 
     upper = np.array(model.upper, dtype=float)
     rows, columns, values, bounds = [], [], [], []
-    for i, (terms, bound) in enumerate(model.rows):
+    for i, (terms, most) in enumerate(model.rows):
         # Every variable from 0 to 1 and every coefficient at most 1: its tolerances are absolute.
         scale = max((abs(c) * model.upper[v] for c, v in terms), default=1) or 1
         for c, v in terms:
             rows.append(i)
             columns.append(v)
             values.append(c * model.upper[v] / scale)
-        bounds.append(bound / scale)
+        bounds.append(most / scale)
     matrix = csr_array((values, (rows, columns)), shape=(len(bounds), len(upper)))
     with _quiet():
         found = milp(
@@ -286,7 +286,7 @@ def highs(model: ZeroOne, seconds: float, hint: list[int] | None, seed: int) -> 
             integrality=upper == 1, bounds=Bounds(0, 1), options={"time_limit": seconds, "mip_rel_gap": 0.0},
         )  # fmt: skip
     x = None if found.x is None else np.rint(found.x * upper).astype(int).tolist()
-    bound = None
+    bound: int | None = None
     if found.status == 0 and x is not None:
         bound = sum(c * v for c, v in zip(model.cost, x, strict=True))
     elif found.mip_dual_bound is not None and math.isfinite(found.mip_dual_bound):

@@ -136,4 +136,5 @@ def propose(tried: Floats, overheads: Floats, rng: np.random.Generator) -> Float
     mean, deviation = process.predict(proposals, return_std=True)
     gain = overheads.min() - mean
     z = gain / np.maximum(deviation, 1e-12)
-    return proposals[np.argmax(gain * norm.cdf(z) + deviation * norm.pdf(z))]
+    best: Floats = proposals[np.argmax(gain * norm.cdf(z) + deviation * norm.pdf(z))]
+    return best

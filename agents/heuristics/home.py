@@ -200,7 +200,8 @@ class Evaluator:
 
     def rows(self, x: Placements) -> Rows:
         """int64[n, 5]: the plan of one particle."""
-        return self._ways(x)[x != RETAINED]
+        rows: Rows = self._ways(x)[x != RETAINED]
+        return rows
 
     def _ways(self, x: Placements) -> Rows:
         """int64[feature maps, 5]: a row for each, meaningless where it is retained."""

@@ -49,8 +49,9 @@ from agents.planner import MIB, Facts, Rows, finish, infeasible, row_of
 from simulator.compiled.encoding import EXTRA
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
-from simulator.plan import Plan, cannot_recompute
+from simulator.plan import Plan
 from simulator.program import Gap, Program
+from simulator.ways import RECOMPUTED, SWAPPED, check_mode, ways_to_empty
 
 CHEAP = frozenset({"pool", "activation", "lrn", "norm", "dropout"})
 CHECKPOINTS = frozenset({"conv", "matmul"})
@@ -139,16 +140,15 @@ def leaving(program: Program, mode: str = "joint", min_bytes: int = MIB, joins: 
     """Gaps in which an output may leave, and the way: SWAPPED for CONV (and joins), RECOMPUTED for the cheap layers."""
     ways = {}
     for gap in program.gaps(min_bytes):
-        t, after, before = gap
-        if program.tensors[t].persistent:
+        if program.tensors[gap.tensor].persistent:
             continue
-        layer = program.kernels[program.writes[t][0]]
+        layer = program.kernels[program.writes[gap.tensor][0]]
         if layer.phase != "forward":
             continue
         if (layer.kind == "conv" or (joins and layer.kind in JOINS)) and mode != "recompute":
             ways[gap] = SWAPPED
-        elif layer.kind in CHEAP and mode != "swap" and program.kernels[before].phase == "backward":
-            if cannot_recompute(program, t, after, before) is None:
+        elif layer.kind in CHEAP and program.kernels[gap.before].phase == "backward":
+            if RECOMPUTED in ways_to_empty(program, gap, mode):
                 ways[gap] = RECOMPUTED
     return ways
 

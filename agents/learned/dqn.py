@@ -136,7 +136,8 @@ class Trainer:
         """Q-values (B, A) of states given by their dynamic features (B, N, 3) and current nodes (B,)."""
         moving = torch.from_numpy(dynamic).float().transpose(0, 1)[..., : self.config.features - 5]
         static = self.static[:, None].expand(-1, len(current), -1)
-        return network(torch.cat([static, moving], -1), torch.from_numpy(current))
+        q: Tensor = network(torch.cat([static, moving], -1), torch.from_numpy(current))
+        return q
 
     @torch.no_grad()
     def act(self, states: list[State], epsilon: float) -> NDArray[np.int64]:
@@ -213,7 +214,8 @@ class Trainer:
         """Takes the scout after ``plan``, leaving it at the steps that ``leaves`` says; returns the nodes."""
         walk, trail = self.scout, []
         walk.reset()
-        at, nodes = 0, []
+        at = 0
+        nodes: list[int] = []
         while not walk.done:
             mask = walk.mask()
             node = None
@@ -289,11 +291,11 @@ class Trainer:
             loss_each = (y - q) ** 2  # equation 4
         loss = (torch.from_numpy(batch.weight) * loss_each).mean()
         self.optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         if c.optimizer == "adam":
             nn.utils.clip_grad_norm_(self.q.parameters(), 10.0)
         self.optimizer.step()
-        self.buffer.set_priority(batch.index, (y - q).abs().detach().numpy())
+        self.buffer.set_priority(batch.place, (y - q).abs().detach().numpy())
         self.updates += 1
         if c.target_every and self.updates % c.target_every == 0:
             self.target.load_state_dict(self.q.state_dict())

@@ -65,7 +65,7 @@ def config_from(values: dict[str, Any]) -> DQNConfig:
         ValueError: an unknown key or a value of the wrong type, named.
     """
     known = {f.name: f for f in fields(DQNConfig)}
-    out = {}
+    out: dict[str, Any] = {}
     for key, value in values.items():
         if key in RENAMED:
             raise ValueError(f"agent.{key}: this key is agent.{RENAMED[key]} now")

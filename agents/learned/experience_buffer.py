@@ -24,7 +24,7 @@ class State(NamedTuple):
 class Batch(NamedTuple):
     """A sample of B transitions; ``next_*`` is the state after n steps, meaningless where not ``more``."""
 
-    index: NDArray[np.int64]
+    place: NDArray[np.int64]  # in the ring
     dynamic: NDArray[np.float16]
     current: NDArray[np.int64]
     action: NDArray[np.int64]
@@ -47,7 +47,7 @@ class ExperienceBuffer:
     def __init__(self, capacity: int, nodes: int, actions: int, priority: float):
         self.capacity, self.priority = capacity, priority
         self.size = self.head = 0
-        self.arrays = {
+        self.arrays: dict[str, NDArray[Any]] = {
             "dynamic": np.zeros((capacity, nodes, 3), np.float16),
             "current": np.zeros(capacity, np.int64),
             "mask": np.zeros((capacity, actions), np.bool_),

@@ -27,6 +27,7 @@ moves (else 0.03, 2.79, 6.44 %), is within the spread of the seeds. With so few 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -150,7 +151,7 @@ class Agent:
         episodes, epsilon = (transfer.first, 1.0) if fresh else (transfer.episodes, transfer.epsilon)
         config = replace(self.config, mode=mode, episodes=episodes, epsilon_start=epsilon)
         task = Task(program, machine, limit, config.min_bytes, mode)
-        nothing = LimitResult(limit, None, *3 * [float("nan")], task.engine.calls)
+        nothing = LimitResult(limit, None, math.nan, math.nan, math.nan, task.engine.calls)
         try:
             check_reachable(task)
         except Infeasible:
@@ -160,8 +161,8 @@ class Agent:
             trainer.q.load_state_dict(self.weights)
             trainer.target.load_state_dict(self.weights)
         starts = [rows_of(plan.decisions) for plan in carried]
-        for rows in starts:
-            trainer.repeat(actions_of(task, rows))
+        for start in starts:
+            trainer.repeat(actions_of(task, start))
         if not starts:
             trainer.repeat([])
         visits = 0

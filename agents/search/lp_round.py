@@ -82,11 +82,14 @@ class LPRound:
                 raise infeasible(self, program, limit, required if self.mode == "swap" else None)
             best = found
         fractions = np.stack([np.zeros_like(swapped), swapped, recomputed / 2, recomputed / 2], 1)
-        search = _Search(engine, best, best_ns, self.floor.iteration_ns, np.random.default_rng(self.seed))
+        tried = [
+            Moves(program, limit, self.mode, self.min_bytes, self.seed + run, fractions + explore)
+            for run, (explore, _) in enumerate(RUNS)
+        ]
+        search = _Search(engine, tried[0], best, best_ns, self.floor.iteration_ns, np.random.default_rng(self.seed))
         calls = self.calls or min(KERNELS // len(program.kernels), MOST)
         left = max(calls - 1 - engine.calls, 0)  # the last call is the final check
-        for run, (explore, hot) in enumerate(RUNS):
-            moves = Moves(program, limit, self.mode, self.min_bytes, self.seed + run, fractions + explore)
+        for moves, (_, hot) in zip(tried, RUNS, strict=True):
             search.run(moves, best, best_ns, left // 3 // len(RUNS), hot)
         for _ in range(max(left // 2 // KICK, 1)):
             search.kick(min(KICK, left // 2))
@@ -97,14 +100,14 @@ class LPRound:
 class _Search:
     """The best plan so far, and the moves that found it."""
 
-    def __init__(self, engine: Engine, best: Rows, best_ns: int, enough_ns: int, rng: np.random.Generator) -> None:
-        self.engine, self.best, self.best_ns, self.enough_ns, self.rng = engine, best, best_ns, enough_ns, rng
-        self.moves: Moves | None = None
+    def __init__(
+        self, engine: Engine, moves: Moves, best: Rows, best_ns: int, enough_ns: int, rng: np.random.Generator
+    ) -> None:
+        self.engine, self.moves, self.best, self.best_ns = engine, moves, best, best_ns
+        self.enough_ns, self.rng = enough_ns, rng
 
     def run(self, moves: Moves, start: Rows, start_ns: int, calls: int, hot: float) -> None:
         """One run of annealing."""
-        if self.moves is None:
-            self.moves = moves
         if self.best_ns > self.enough_ns:
             seed = int(self.rng.integers(2**31))
             found, found_ns = anneal(moves, self.engine, start, start_ns, calls, hot, COLD, seed, self.enough_ns)

@@ -96,7 +96,7 @@ class RuinRecreate:
     def rows(self, state: State) -> Rows:
         """int64[n, 5]: the rows of a state."""
         on = state != FILLED
-        rows = self._rows[on]
+        rows: Rows = self._rows[on]
         rows[:, EXTRA] = state[on] == KEEP
         return rows
 
