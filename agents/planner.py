@@ -28,7 +28,8 @@ Rows = NDArray[np.int64]  # (n, 5), its columns named in simulator/compiled/enco
 
 
 Family = Literal[
-    "swap: AutoSwap", "swap: other heuristics", "recompute", "swap and recompute", "search and exact", "learned", "other"
+    "swap: AutoSwap", "swap: other heuristics", "recompute", "swap and recompute", "search and exact", "learned",
+    "other",
 ]  # fmt: skip
 
 

@@ -28,10 +28,10 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
+from envs.graph import AHEAD, FEATURES, RELIEF, STATIC, VALID
 from envs.walk import DEAD_END_REWARD, Task, Walk
 from simulator import Kernel, Machine, Program, Tensor
 
-FEATURES = 8
 Observation = dict[str, NDArray[Any]]
 
 
@@ -81,14 +81,14 @@ def make_tasks(
 
 
 def dynamic_features(walk: Walk, out: NDArray[np.float32]) -> None:
-    """Writes columns 5 to 7 of the node features, (N, FEATURES), of the walk's present state."""
+    """Writes the columns of the moment of the node features, (N, FEATURES), of the walk's present state."""
     task, graph = walk.task, walk.task.graph
     n, p = len(graph), min(walk.position, len(walk.need) - 1)
     acts = graph.action_gap >= 0
-    out[:n, 5] = walk.mask()
-    out[:n, 5][acts] -= walk.taken[graph.action_gap[acts]] == graph.action_kind[acts]
-    out[:n, 6][acts] = walk.relief()[graph.action_gap[acts]]
-    out[:n, 7] = (task.start_ns[graph.kernel] - task.start_ns[p]) / task.ideal_ns
+    out[:n, VALID] = walk.mask()
+    out[:n, VALID][acts] -= walk.taken[graph.action_gap[acts]] == graph.action_kind[acts]
+    out[:n, RELIEF][acts] = walk.relief()[graph.action_gap[acts]]
+    out[:n, AHEAD] = (task.start_ns[graph.kernel] - task.start_ns[p]) / task.ideal_ns
 
 
 def current_node(walk: Walk) -> int:
@@ -149,7 +149,7 @@ class MemoryEnv(gymnasium.Env[Observation, np.int64]):
     def _observation(self) -> Observation:
         graph = self.walk.task.graph
         nodes = np.zeros(self.observation_space["nodes"].shape, np.float32)  # type: ignore[index]
-        nodes[: len(graph), :5] = graph.features
+        nodes[: len(graph), :STATIC] = graph.features
         dynamic_features(self.walk, nodes)
         return {
             "nodes": nodes,
@@ -247,7 +247,7 @@ class MemoryVectorEnv(gymnasium.vector.VectorEnv[Observation, NDArray[np.int64],
         size = int(self.single_action_space.n)  # type: ignore[attr-defined]
         nodes = np.zeros((self.num_envs, size, FEATURES), np.float32)
         for i, walk in enumerate(self.walks):
-            nodes[i, : len(walk.task.graph), :5] = walk.task.graph.features
+            nodes[i, : len(walk.task.graph), :STATIC] = walk.task.graph.features
             dynamic_features(walk, nodes[i])
         current = np.array([[current_node(walk)] for walk in self.walks], np.int64)
         return {"nodes": nodes, "action_mask": self.action_masks().astype(np.int8), "current": current,

@@ -139,10 +139,10 @@ class HOME:
         """The gaps of the feature maps that may leave, and the placements each may have."""
         gaps, allowed = [], []
         for item in feature_maps(program, self.min_bytes):
-            ways = [way for way in ways_to_empty(program, item.gap, self.mode) if way != KEPT]
-            if ways:
+            ways = placements(program, item.gap, self.mode)
+            if len(ways) > 1:
                 gaps.append(item.gap)
-                allowed.append([RETAINED, *ways])
+                allowed.append(ways)
         return gaps, allowed
 
     def _search(self, evaluator: Evaluator, allowed: list[list[int]]) -> tuple[Placements, Cost, int]:
@@ -251,6 +251,11 @@ class Evaluator:
         return self.cost(rows[away]) if known is None else known
 
 
+def placements(program: Program, gap: Gap, mode: str) -> list[int]:
+    """Those that a feature map may have: RETAINED, SWAPPED, RECOMPUTED."""
+    return [RETAINED, *(way for way in ways_to_empty(program, gap, mode) if way != KEPT)]
+
+
 def lowest(cost: Costs) -> int:
     """The first particle of least cost."""
     return int(np.lexsort(cost.T[::-1])[0])
@@ -258,7 +263,8 @@ def lowest(cost: Costs) -> int:
 
 def statistics(cost: Costs) -> Iteration:
     """The swarm of these costs."""
-    times = cost[cost[:, 1] < NEVER, 1]
+    _, ns = cost.T
+    times = ns[ns < NEVER]
     if not len(times):
         return Iteration(math.nan, math.nan, math.nan, 0)
     return Iteration(float(times.max()), float(times.mean()), float(times.min()), len(times))

@@ -53,6 +53,7 @@ from agents.learned.experience_buffer import ExperienceBuffer, State
 from agents.learned.structure2vec import Structure2Vec
 from agents.learned.training_state import TrainingStateError, must_match, read_training_state, write_training_state
 from agents.planner import Infeasible
+from envs.graph import FEATURES, STATIC
 from envs.memory_env import current_node, dynamic_features
 from envs.walk import Task, Walk
 from simulator import Machine, Plan, Program, Swap
@@ -128,13 +129,13 @@ class Trainer:
         return c.epsilon_start + (c.epsilon_end - c.epsilon_start) * part
 
     def _state(self, walk: Walk) -> State:
-        node_features = np.zeros((len(self.task.graph), 8), np.float32)
+        node_features = np.zeros((len(self.task.graph), FEATURES), np.float32)
         dynamic_features(walk, node_features)
-        return State(node_features[:, 5:].astype(np.float16), current_node(walk), walk.mask()[self.actions])
+        return State(node_features[:, STATIC:].astype(np.float16), current_node(walk), walk.mask()[self.actions])
 
     def _q(self, network: Structure2Vec, dynamic: NDArray[np.float16], current: NDArray[np.int64]) -> Tensor:
         """Q-values (B, A) of states given by their dynamic features (B, N, 3) and current nodes (B,)."""
-        moving = torch.from_numpy(dynamic).float().transpose(0, 1)[..., : self.config.features - 5]
+        moving = torch.from_numpy(dynamic).float().transpose(0, 1)[..., : self.config.features - STATIC]
         static = self.static[:, None].expand(-1, len(current), -1)
         q: Tensor = network(torch.cat([static, moving], -1), torch.from_numpy(current))
         return q

@@ -12,11 +12,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from envs.graph import FEATURES, STATIC
+
 
 class State(NamedTuple):
     """What moves in an observation."""
 
-    dynamic: NDArray[np.float16]  # (N, 3): columns 5 to 7 of the node features
+    dynamic: NDArray[np.float16]  # (N, 3): the node features of the moment, from column STATIC on
     current: int
     mask: NDArray[np.bool_]  # (A,)
 
@@ -48,7 +50,7 @@ class ExperienceBuffer:
         self.capacity, self.priority = capacity, priority
         self.size = self.head = 0
         self.arrays: dict[str, NDArray[Any]] = {
-            "dynamic": np.zeros((capacity, nodes, 3), np.float16),
+            "dynamic": np.zeros((capacity, nodes, FEATURES - STATIC), np.float16),
             "current": np.zeros(capacity, np.int64),
             "mask": np.zeros((capacity, actions), np.bool_),
             "action": np.zeros(capacity, np.int64),

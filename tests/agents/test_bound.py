@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings, strategies as st
 
 from agents import bound
 from agents.bound import floor
-from agents.search.local_search import ways_of
+from agents.planner import ways_of
 from simulator import Kernel, Machine, Plan, Program, Recompute, Swap, Tensor, simulate
 from simulator.compiled.engine import Engine
 from tests import tiny
