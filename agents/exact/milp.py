@@ -39,7 +39,7 @@ import numpy as np
 import agents
 from agents.bound import floor
 from agents.exact.milp_model import Recomputation, ZeroOne
-from agents.planner import MIB, Candidates, Facts, Infeasible, Row, Rows, finish, plans_of, ways_of
+from agents.planner import MIB, Candidates, Facts, Infeasible, Rows, finish, plans_of, ways_of
 from agents.search.ruin_recreate import RuinRecreate
 from simulator.compiled.encoding import RECOMPUTE
 from simulator.compiled.engine import Engine
@@ -188,7 +188,7 @@ class MILP:
         order = np.argsort(-weight, kind="stable").tolist()
         costs = Costs(program, machine)
         # (depth, rows so far, load with the gaps that are not decided emptied)
-        stack: list[tuple[int, list[Row], Any]] = [(0, [], candidates.residency(np.ones(len(gaps), bool)))]
+        stack: list[tuple[int, list[tuple[int, ...]], Any]] = [(0, [], candidates.residency(np.ones(len(gaps), bool)))]
         while stack:
             if time.monotonic() > until:
                 return best, "stopped"
@@ -214,11 +214,11 @@ class Costs:
     def __init__(self, program: Program, machine: Machine) -> None:
         self.program, self.machine = program, machine
 
-    def least_ns(self, rows: list[Row]) -> int:
+    def least_ns(self, rows: list[tuple[int, ...]]) -> int:
         """ns, for rows that empty their gaps as they open."""
         return self.program.ideal_ns + max(self._reruns(rows), self._waits(rows))
 
-    def _reruns(self, rows: list[Row]) -> int:
+    def _reruns(self, rows: list[tuple[int, ...]]) -> int:
         """Every writer of a tensor runs again once a gap; one run may serve all that its kernel writes."""
         times: dict[tuple[int, int], int] = {}
         for kind, t, after, _, _ in rows:
@@ -231,7 +231,7 @@ class Costs:
             most[w] = max(most.get(w, 0), count)
         return sum(self.program.kernels[w].duration_ns * count for w, count in most.items())
 
-    def _waits(self, rows: list[Row]) -> int:
+    def _waits(self, rows: list[tuple[int, ...]]) -> int:
         """Between the two kernels a swapped tensor leaves and returns. What that takes beyond the kernels in
         between is not spent on kernels; it adds up over gaps that do not overlap."""
         intervals = []

@@ -263,8 +263,7 @@ def lowest(cost: Costs) -> int:
 
 def statistics(cost: Costs) -> Iteration:
     """The swarm of these costs."""
-    _, ns = cost.T
-    times = ns[ns < NEVER]
+    times = cost[cost[:, 1] < NEVER, 1]
     if not len(times):
         return Iteration(math.nan, math.nan, math.nan, 0)
     return Iteration(float(times.max()), float(times.mean()), float(times.min()), len(times))

@@ -66,7 +66,9 @@ class TENSILE:
     """
 
     facts = Facts(
-        "tensile", "TENSILE", '"TENSILE: A Tensor granularity dynamic GPU memory scheduler method", 2021',
+        "tensile", "TENSILE",
+        '"TENSILE: A Tensor granularity dynamic GPU memory scheduler method towards multitasking dynamic workloads '
+        'system", 2021',
         family="swap and recompute", slot=2, place=170, moves="joint",
     )  # fmt: skip
     name = facts.key

@@ -20,7 +20,7 @@ bytes left are profiled, algorithms that need more are skipped, and the fastest 
 6. An iteration can become longer although every kernel is faster. Of everything that was simulated, the plan's own
    variants and the least workspaces among it, the shortest is returned. A plan that fits keeps fitting: the simulator
    is asked for every choice, and what it finds infeasible is never taken.
-7. Plans of addresses (``Facts.addressed``) keep the workspaces that they were made with.
+7. Plans of addresses (ADDRESSED) keep the workspaces that they were made with.
 8. Not in the paper either: a plan made for the least workspaces may leave none for others where memory is tightest,
    while swaps that cost nothing could make room. Where the planner has a plan for the kernels' own algorithms as well,
    both are filled and the shorter is returned (``own``): with it no planner loses to its own static choice.
