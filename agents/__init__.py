@@ -1,50 +1,55 @@
 """Planners: one file per published method, all in one dict by name.
 
-``agents.make("autoswap_swdoa").plan(program, machine, limit)`` is all a caller needs.
+``agents.make("autoswap_swdoa").plan(program, machine, limit)`` is all a caller needs. A planner is a class with
+``facts`` (planner.py) in a file of one of the rooms below; no other file need know of it.
 """
 
 from __future__ import annotations
 
 import difflib
 import inspect
-from pkgutil import resolve_name
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
-from agents.planner import Infeasible, Planner
+from agents.planner import Facts, Infeasible, Planner
 
-__all__ = ["PLANNERS", "Infeasible", "Planner", "make", "options"]
+__all__ = ["PLANNERS", "Facts", "Infeasible", "Planner", "make", "options", "untrained"]
 
-# Name: where the class is, and the options that make it this planner. Imported when asked for, so that
-# only the learned ones need PyTorch.
-PLANNERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "none": ("agents.planner:NoPlan", {}),
-    "random_search": ("agents.search.random_search:RandomSearch", {}),
-    "autoswap_doa": ("agents.heuristics.autoswap:AutoSwap", {"score": "doa"}),
-    "autoswap_aoa": ("agents.heuristics.autoswap:AutoSwap", {"score": "aoa"}),
-    "autoswap_wdoa": ("agents.heuristics.autoswap:AutoSwap", {"score": "wdoa"}),
-    "autoswap_swdoa": ("agents.heuristics.autoswap:AutoSwap", {"score": "swdoa"}),
-    "autoswap_bo": ("agents.heuristics.autoswap_bo:AutoSwapBO", {}),
-    "smartpool+autoswap": ("agents.heuristics.smartpool_autoswap:SmartPoolAutoSwap", {}),
-    "superneurons": ("agents.heuristics.superneurons:SuperNeurons", {}),
-    "vdnn_all": ("agents.heuristics.vdnn:VDNN", {"policy": "all"}),
-    "vdnn_conv": ("agents.heuristics.vdnn:VDNN", {"policy": "conv"}),
-    "vdnn_dyn": ("agents.heuristics.vdnn:VDNN", {"policy": "dyn"}),
-    "capuchin": ("agents.heuristics.capuchin:Capuchin", {}),
-    "memonger": ("agents.heuristics.memonger:Memonger", {}),
-    "tflms": ("agents.heuristics.tflms:TFLMS", {}),
-    "geeps": ("agents.heuristics.geeps:GeePS", {}),
-    "home": ("agents.heuristics.home:HOME", {}),
-    "tensile": ("agents.heuristics.tensile:TENSILE", {}),
-    "checkpoint_sqrt": ("agents.heuristics.pytorch:Checkpoint", {"segments": "sqrt"}),
-    "checkpoint_all": ("agents.heuristics.pytorch:Checkpoint", {"segments": "all"}),
-    "offload_all": ("agents.heuristics.pytorch:OffloadAll", {}),
-    "activation_budget": ("agents.heuristics.pytorch:ActivationBudget", {}),
-    "annealing": ("agents.search.annealing:Annealing", {}),
-    "lp_round": ("agents.search.lp_round:LPRound", {}),
-    "milp": ("agents.exact.milp:MILP", {}),
-    "dqn": ("agents.learned.dqn:DQN", {}),
-    "dqn_paper": ("agents.learned.dqn:DQNPaper", {}),
-}
+ROOMS = ("heuristics", "search", "exact", "learned")
+
+
+def _classes() -> list[tuple[Facts, Callable[..., Planner]]]:
+    """Every planner of the rooms, in the order of ``Facts.place``.
+
+    Files without ``Facts(`` are not imported: some of them need PyTorch. What a planner needs that takes long to
+    import, it imports when it plans.
+    """
+    modules = ["agents.planner"]
+    for room in ROOMS:
+        files = sorted((Path(__file__).parent / room).glob("*.py"))
+        modules += [f"agents.{room}.{f.stem}" for f in files if "Facts(" in f.read_text("utf-8")]
+    found = []
+    for module in modules:
+        for kind in vars(import_module(module)).values():
+            if isinstance(kind, type) and kind.__module__ == module and "facts" in vars(kind):
+                facts = vars(kind)["facts"]
+                found += [(one, kind) for one in (facts if isinstance(facts, tuple) else (facts,))]
+    return sorted(found, key=lambda entry: (entry[0].place, entry[0].key))
+
+
+_FOUND = _classes()
+PLANNERS: dict[str, Facts] = {facts.key: facts for facts, _ in _FOUND}
+_MAKERS = {facts.key: kind for facts, kind in _FOUND}
+if len(PLANNERS) < len(_FOUND):
+    twice = next(key for key in PLANNERS if sum(facts.key == key for facts, _ in _FOUND) > 1)
+    raise ValueError(f"two planners have the key {twice!r}")
+
+
+def untrained() -> list[str]:
+    """The planners that need no training."""
+    return [key for key, facts in PLANNERS.items() if not facts.learned]
 
 
 def make(name: str, **chosen: Any) -> Planner:
@@ -57,17 +62,14 @@ def make(name: str, **chosen: Any) -> Planner:
     for option in chosen:
         if option not in known:
             raise ValueError(f"planner {name!r} has no option {option!r}{_nearest(option, known)}")
-    where, fixed = PLANNERS[name]
-    made: Planner = resolve_name(where)(**fixed, **chosen)
-    return made
+    return _MAKERS[name](**PLANNERS[name].options, **chosen)
 
 
 def options(name: str) -> list[str]:
     """The keyword options that ``make`` takes for a planner; raises ValueError when there is none of this name."""
     if name not in PLANNERS:
         raise ValueError(f"there is no planner {name!r}{_nearest(name, list(PLANNERS))}")
-    where, fixed = PLANNERS[name]
-    return [p for p in inspect.signature(resolve_name(where)).parameters if p not in fixed]
+    return [p for p in inspect.signature(_MAKERS[name]).parameters if p not in PLANNERS[name].options]
 
 
 def _nearest(word: str, known: list[str]) -> str:

@@ -16,17 +16,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import linprog
-from scipy.sparse import csr_matrix
 
-from agents.planner import Candidates, check_mode
+from agents.planner import Candidates
 from simulator.machine import Machine
 from simulator.plan import cannot_recompute
 from simulator.program import Gap, Program
 from simulator.reference import reruns
+from simulator.ways import RECOMPUTED, check_mode, ways_to_empty
+
+if TYPE_CHECKING:  # SciPy takes as long to import as all else here: it is, where a program is solved
+    from scipy.sparse import csr_matrix
 
 CLASSES, WINDOWS = 3, 24
 WHOLE = 0.02  # of the ideal time: a tensor that moves in less is not worth its rows in ``_whole_tensors``
@@ -65,7 +68,7 @@ def floor(program: Program, machine: Machine, limit: int, mode: str = "joint", m
         max_gaps: gaps that the linear program decides about, the largest; the rest are emptied for nothing.
     """
     check_mode(mode)
-    gaps = [g for g in program.gaps(1) if mode != "recompute" or _recomputable(program, g)]
+    gaps = [g for g in program.gaps(1) if mode != "recompute" or ways_to_empty(program, g, mode)]
     gaps.sort(key=lambda g: -program.tensors[g.tensor].nbytes)
     least_bytes = Candidates(program, gaps).least
     small = Candidates(program, gaps[max_gaps:])
@@ -149,6 +152,8 @@ class _Problem:
     def solve(self) -> tuple[int, NDArray[np.float64]]:
         """The least sum of waits in ns, rounded up, since times are integers; and the optimum."""
         (a, b), (d, e) = (self._matrix(*rows) for rows in self._rows)
+        from scipy.optimize import linprog
+
         upper = np.concatenate(self._upper)
         c = np.zeros(self._columns)
         c[self.wait] = 1
@@ -164,12 +169,15 @@ class _Problem:
     def _matrix(
         self, entries: list[tuple[int, int, float]], right: list[float]
     ) -> tuple[csr_matrix, NDArray[np.float64]]:
+        from scipy.sparse import csr_matrix
+
         rows, columns, values = zip(*entries, strict=True)
         return csr_matrix((values, (rows, columns)), shape=(len(right), self._columns)), np.array(right)
 
     def recomputed(self, x: NDArray[np.float64]) -> NDArray[np.float64]:
         """float64[m]: fraction of each gap that ``x`` recomputes."""
-        return x[self.late] + np.array([sum(x[v] for v, _ in early) for early in self.early])
+        early: NDArray[np.float64] = np.array([sum(x[v] for v, _ in early) for early in self.early])
+        return x[self.late] + early
 
     # ---------------------------------------------------------------------------------------- recomputation
 
@@ -178,7 +186,7 @@ class _Problem:
         program, n = self.program, self.n
         runs: dict[tuple[int, int], int] = {}  # (kernel, kernel that it runs again for) -> column
         for_kernel: dict[int, list[tuple[int, float]]] = defaultdict(list)  # time of the chain of a kernel
-        chains = [i for i, g in enumerate(self.gaps) if mode != "swap" and _recomputable(program, g)]
+        chains = [i for i, g in enumerate(self.gaps) if RECOMPUTED in ways_to_empty(program, g, mode)]
         for i in chains:
             g = self.gaps[i]
             self._upper[1][i] = 1.0
@@ -369,7 +377,9 @@ class _Problem:
 
     def _classes(self) -> NDArray[np.int64]:
         """int64[m], by size: gaps of one class are as fast per byte as the largest of it."""
-        edges = np.quantile(np.unique(self.size), np.linspace(0, 1, CLASSES + 1)[1:-1]) if len(self.size) else []
+        if not len(self.size):
+            return np.zeros(0, dtype=np.int64)
+        edges = np.quantile(np.unique(self.size), np.linspace(0, 1, CLASSES + 1)[1:-1])
         return np.searchsorted(edges, self.size)
 
 
@@ -392,7 +402,3 @@ def _readers(program: Program) -> list[list[int]]:
         })
         for k, kernel in enumerate(program.kernels)
     ]  # fmt: skip
-
-
-def _recomputable(program: Program, gap: Gap) -> bool:
-    return gap.after < gap.before and cannot_recompute(program, *gap) is None

@@ -7,21 +7,61 @@ slower transfers make kernels wait, but need no more memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.compiled.engine import Engine, decisions_of, rows_of
+from simulator.compiled.encoding import RECOMPUTE, SWAP, decisions_of, rows_of
+from simulator.compiled.engine import Engine
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Gap, Program
+from simulator.ways import KEPT, SWAPPED, ways_to_empty
 
-SWAP, RECOMPUTE, SYNC_SWAP = 0, 1, 2  # first column of a row
 MIB = 2**20
 
-Rows = NDArray[np.int64]  # (n, 5): kind, tensor, after, before, extra (swap: prefetch or -1; recompute: keep)
+Row = tuple[int, int, int, int, int]  # kind, tensor, after, before, extra (swap: prefetch or -1; recompute: keep)
+Rows = NDArray[np.int64]  # (n, 5), its columns named in simulator/compiled/encoding.py
+
+
+Family = Literal[
+    "swap: AutoSwap", "swap: other heuristics", "recompute", "swap and recompute", "search and exact", "learned",
+    "other",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a planner beside its code: one entry for each key that its class serves, in its ``facts``.
+
+    Attributes:
+        key: its name in ``agents.PLANNERS``, on command lines and in results.
+        label: its name for people.
+        paper: where it was published.
+        family: of methods; its members share hues in pictures.
+        slot: which hue and marker of the family, from 0; None: a spare one. A learned planner's policy has the next.
+        place: in tables, the least first. They are 10 apart; a new planner comes last.
+        moves: the mode (simulator.ways.MODES) of every plan that it may make; "": its plan is empty.
+        options: those that make the class this planner.
+        slow: how early it is planned where many are, 0: when its turn comes.
+        learned: it is trained.
+        addressed: its plan holds for the addresses that it was made with, so that no workspace may change.
+    """
+
+    key: str
+    label: str
+    paper: str = ""
+    family: Family = "other"
+    slot: int | None = None
+    place: int = 1000
+    moves: str = "joint"
+    options: Mapping[str, str] = field(default_factory=dict)
+    slow: int = 0
+    learned: bool = False
+    addressed: bool = False
 
 
 class Infeasible(Exception):
@@ -51,7 +91,8 @@ class Planner(Protocol):
 class NoPlan:
     """The empty plan, where the limit allows it. Its options are ignored."""
 
-    name = "none"
+    facts = Facts("none", "no plan", "", "search and exact", 0, 0, "")
+    name = facts.key
 
     def __init__(self, min_bytes: int = MIB, seed: int = 0) -> None:
         self.simulator_calls = 0
@@ -84,7 +125,7 @@ class Candidates:
         for row, opened in zip(self.absent, self._open, strict=True):
             for span in opened:
                 row[span] = True
-        self.rows = np.array([(SWAP, *g, -1) for g in gaps], dtype=np.int64).reshape(-1, 5)
+        self.rows = rows_for(gaps, SWAPPED)
         self.least = int(self.residency(np.ones(len(self.gaps), dtype=bool)).max())
 
     def __len__(self) -> int:
@@ -103,6 +144,22 @@ class Candidates:
 def spans(after: int, before: int, n: int) -> tuple[slice, ...]:
     """Kernels (of ``n``) between ``after`` and ``before``: one slice, or two over the iteration boundary."""
     return (slice(after + 1, before),) if after < before else (slice(after + 1, n), slice(0, before))
+
+
+def row_of(gap: Gap, way: int) -> Row:
+    """The row that empties ``gap`` in a way (SWAPPED, its prefetch left to the simulator, RECOMPUTED or KEPT)."""
+    return (SWAP, *gap, -1) if way == SWAPPED else (RECOMPUTE, *gap, int(way == KEPT))
+
+
+def rows_for(gaps: Iterable[Gap], way: int) -> Rows:
+    """int64[m, 5]: ``row_of`` each of the gaps."""
+    return np.array([row_of(gap, way) for gap in gaps], dtype=np.int64).reshape(-1, 5)
+
+
+def ways_of(program: Program, gap: Gap, mode: str) -> list[Row]:
+    """The rows that can empty ``gap``: a swap, a recomputation, one that keeps; none where ``mode`` and the
+    program allow none."""
+    return [row_of(gap, way) for way in ways_to_empty(program, gap, mode)]
 
 
 def finish(planner: Planner, program: Program, machine: Machine, limit: int, engine: Engine, rows: Rows) -> Plan:
@@ -138,10 +195,3 @@ def infeasible(planner: Planner, program: Program, limit: int, least: int | None
         f"{planner.name}: {program.name!r} cannot be planned within {limit:,} bytes (peak "
         f"{program.peak_bytes:,}); {reach}"
     )
-
-
-def check_mode(mode: str) -> str:
-    """Raises ValueError unless ``mode`` is swap, recompute or joint."""
-    if mode not in ("swap", "recompute", "joint"):
-        raise ValueError(f"mode: expected 'swap', 'recompute' or 'joint', got {mode!r}")
-    return mode

@@ -19,11 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator import Gap, Machine, Program
-from simulator.plan import cannot_recompute
 from simulator.reference import recompute_ns
+from simulator.ways import RECOMPUTED, STAYS, SWAPPED, check_mode, ways_to_empty
 
-NOTHING, OFFLOAD, REMOVE = range(3)
-MODES = ("swap", "recompute", "joint")
+NOTHING, OFFLOAD, REMOVE = STAYS, SWAPPED, RECOMPUTED  # what an action does with a gap, in the paper's words
+
+# Columns of the node features: five of the graph, then three of the moment (memory_env.py).
+SIZE, TRANSFER, RECOMPUTE_TIME, REVISIT, ACTION, VALID, RELIEF, AHEAD = range(8)
+STATIC, FEATURES = VALID, AHEAD + 1  # how many are the graph's, and all
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class OperationGraph:
     """
 
     gaps: tuple[Gap, ...]
-    features: NDArray[np.float32]  # (N, 5): size, transfer, recompute, revisit, action
+    features: NDArray[np.float32]  # (N, STATIC): the columns of the graph
     kernel: NDArray[np.int64]  # (N,) kernel of the operation; node 0 has 0
     edges: NDArray[np.int64]  # (2, E)
     weights: NDArray[np.float32]  # (E,) time between the two nodes / ideal time
@@ -58,8 +61,7 @@ def build_graph(
     Raises:
         ValueError: unknown mode.
     """
-    if mode not in MODES:
-        raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
+    check_mode(mode)
     gaps = tuple(g for g in program.gaps(min_bytes) if _passes(program, g, limit))
     concerned = {g.tensor for g in gaps}
     operations = [op for op in program.operations() if op.tensor in concerned]
@@ -78,15 +80,14 @@ def build_graph(
         if op.kind in ("read", "write"):
             opening[op.tensor, op.kernel] = i
             closing.setdefault((op.tensor, op.kernel), i)
-    if mode != "recompute":
-        for g, gap in enumerate(gaps):
+    ways = [ways_to_empty(program, gap, mode) for gap in gaps]
+    for g, gap in enumerate(gaps):
+        if OFFLOAD in ways[g]:
             node = opening[gap.tensor, gap.after]
             kind[node], gap_of[node] = OFFLOAD, g
     recompute = np.zeros(len(gaps))
-    if mode != "swap":
-        for g, gap in enumerate(gaps):
-            if gap.after >= gap.before or cannot_recompute(program, *gap):
-                continue
+    for g, gap in enumerate(gaps):
+        if REMOVE in ways[g]:
             recompute[g] = recompute_ns(program, gap)
             nodes = by_tensor[gap.tensor]
             for node in (closing[gap.tensor, gap.before], nodes[0], nodes[-1]):
@@ -94,17 +95,17 @@ def build_graph(
                     kind[node], gap_of[node] = REMOVE, g
                     break
 
-    features = np.zeros((n, 5), np.float32)
+    features = np.zeros((n, STATIC), np.float32)
     gap_at = {(gap.tensor, gap.after): g for g, gap in enumerate(gaps)}
     for i, op in enumerate(operations, 1):
         nbytes = program.tensors[op.tensor].nbytes
         node_gap = gap_of[i] if gap_of[i] >= 0 else gap_at.get((op.tensor, op.kernel), -1)
-        features[i, 0] = nbytes / program.peak_bytes
-        features[i, 1] = (machine.d2h_ns(nbytes) + machine.h2d_ns(nbytes)) / ideal
+        features[i, SIZE] = nbytes / program.peak_bytes
+        features[i, TRANSFER] = (machine.d2h_ns(nbytes) + machine.h2d_ns(nbytes)) / ideal
         if node_gap >= 0:
-            features[i, 2] = recompute[node_gap] / ideal
-            features[i, 3] = program.gap_ns(gaps[node_gap]) / ideal
-    features[:, 4] = np.where(kind < 0, 0.0, (kind + 1) / 3)
+            features[i, RECOMPUTE_TIME] = recompute[node_gap] / ideal
+            features[i, REVISIT] = program.gap_ns(gaps[node_gap]) / ideal
+    features[:, ACTION] = np.where(kind < 0, 0.0, (kind + 1) / 3)
 
     times = np.array([0] + [op.time_ns for op in operations], np.float64)
     pairs = {(i, i + 1) for i in range(n - 1)}

@@ -17,17 +17,17 @@ reward of a dead end.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import gymnasium
 import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
+from envs.graph import AHEAD, FEATURES, RELIEF, STATIC, VALID
 from envs.walk import DEAD_END_REWARD, Task, Walk
 from simulator import Kernel, Machine, Program, Tensor
 
-FEATURES = 8
 Observation = dict[str, NDArray[Any]]
 
 
@@ -72,19 +72,19 @@ def make_tasks(
     programs = [program] if isinstance(program, Program) else list(program)
     if machine is None:
         raise ValueError("machine: needed with a program")
-    limits = list(limit) if isinstance(limit, (list, tuple)) else [limit]
+    limits = list(limit) if isinstance(limit, Sequence) else [limit]
     return [Task(one, machine, limit_bytes(one, fraction), min_bytes, mode) for one in programs for fraction in limits]
 
 
 def dynamic_features(walk: Walk, out: NDArray[np.float32]) -> None:
-    """Writes columns 5 to 7 of the node features, (N, FEATURES), of the walk's present state."""
+    """Writes the columns of the moment of the node features, (N, FEATURES), of the walk's present state."""
     task, graph = walk.task, walk.task.graph
     n, p = len(graph), min(walk.position, len(walk.need) - 1)
     acts = graph.action_gap >= 0
-    out[:n, 5] = walk.mask()
-    out[:n, 5][acts] -= walk.taken[graph.action_gap[acts]] == graph.action_kind[acts]
-    out[:n, 6][acts] = walk.relief()[graph.action_gap[acts]]
-    out[:n, 7] = (task.start_ns[graph.kernel] - task.start_ns[p]) / task.ideal_ns
+    out[:n, VALID] = walk.mask()
+    out[:n, VALID][acts] -= walk.taken[graph.action_gap[acts]] == graph.action_kind[acts]
+    out[:n, RELIEF][acts] = walk.relief()[graph.action_gap[acts]]
+    out[:n, AHEAD] = (task.start_ns[graph.kernel] - task.start_ns[p]) / task.ideal_ns
 
 
 def current_node(walk: Walk) -> int:
@@ -103,7 +103,7 @@ class MemoryEnv(gymnasium.Env[Observation, np.int64]):
         mode: "swap", "recompute" or "joint".
     """
 
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": []}
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": []}  # type: ignore[misc]  # theirs is no ClassVar
 
     def __init__(
         self, program: Program | Sequence[Program] | None = None, machine: Machine | None = None,
@@ -114,7 +114,7 @@ class MemoryEnv(gymnasium.Env[Observation, np.int64]):
         self._index = 0
         size = max(len(t.graph) for t in self.tasks)
         self.action_space = spaces.Discrete(size)
-        self.observation_space = observation_space(size, len(self.tasks))
+        self.observation_space = cast("spaces.Space[Observation]", observation_space(size, len(self.tasks)))
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -145,7 +145,7 @@ class MemoryEnv(gymnasium.Env[Observation, np.int64]):
     def _observation(self) -> Observation:
         graph = self.walk.task.graph
         nodes = np.zeros(self.observation_space["nodes"].shape, np.float32)  # type: ignore[index]
-        nodes[: len(graph), :5] = graph.features
+        nodes[: len(graph), :STATIC] = graph.features
         dynamic_features(self.walk, nodes)
         return {
             "nodes": nodes,
@@ -178,7 +178,9 @@ class MemoryVectorEnv(gymnasium.vector.VectorEnv[Observation, NDArray[np.int64],
     step, whose action is ignored (Gymnasium's NEXT_STEP autoreset).
     """
 
-    metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP}
+    metadata: ClassVar[dict[str, Any]] = {  # type: ignore[misc]
+        "autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP
+    }
 
     def __init__(
         self, num_envs: int, program: Program | Sequence[Program] | None = None, machine: Machine | None = None,
@@ -241,7 +243,7 @@ class MemoryVectorEnv(gymnasium.vector.VectorEnv[Observation, NDArray[np.int64],
         size = int(self.single_action_space.n)  # type: ignore[attr-defined]
         nodes = np.zeros((self.num_envs, size, FEATURES), np.float32)
         for i, walk in enumerate(self.walks):
-            nodes[i, : len(walk.task.graph), :5] = walk.task.graph.features
+            nodes[i, : len(walk.task.graph), :STATIC] = walk.task.graph.features
             dynamic_features(walk, nodes[i])
         current = np.array([[current_node(walk)] for walk in self.walks], np.int64)
         return {"nodes": nodes, "action_mask": self.action_masks().astype(np.int8), "current": current,

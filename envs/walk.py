@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from envs.graph import NOTHING, OFFLOAD, REMOVE, build_graph
 from simulator import Engine, Machine, Plan, Program
-from simulator.compiled.engine import KIND, RECOMPUTE, SWAP, TENSOR, decisions_of
+from simulator.compiled.encoding import KIND, RECOMPUTE, SWAP, TENSOR, decisions_of
 
 DEAD_END_REWARD = -10.0  # more than ten iterations lost: below any plan worth having
 
@@ -140,7 +140,8 @@ class Walk:
         until = np.concatenate([[0.0], np.cumsum(over)])
         inside = until[task.before] - until[task.after + 1]
         inside[task.wraps] += until[-1]
-        return inside / max(until[-1], 1.0)
+        share: NDArray[np.float64] = inside / max(until[-1], 1.0)
+        return share
 
     def step(self, node: int) -> Step:
         """Takes the action that a node represents.

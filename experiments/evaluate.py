@@ -19,6 +19,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+import agents
 from agents.bound import Floor, floor
 from agents.heuristics.workspace import relaxed
 from experiments import cli, report
@@ -27,9 +28,11 @@ from experiments.report import Row
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
+from simulator.ways import MODES
 
 FLOOR = "the floor"  # a task, as the planners are
-SLOW = ("milp", "home", "lp_round", "annealing")  # first in the queue, so that no core idles at its end
+# First in the queue, the slowest before all, so that no core idles at its end.
+SLOW = sorted((p for p, facts in agents.PLANNERS.items() if facts.slow), key=lambda p: -agents.PLANNERS[p].slow)
 
 Task = tuple[str, int]  # planner or FLOOR, limit
 
@@ -39,7 +42,7 @@ def main(cfg: DictConfig) -> None:
     machine = cli.machine(cfg)
     seed = cli.integer(cfg, "seed")
     jobs = cli.jobs(cfg)
-    mode = cli.choice(cfg, "mode", (None, "swap", "recompute", "joint"))
+    mode = cli.choice(cfg, "mode", (None, *MODES))
     scale = cli.choice(cfg, "scale", ("log", "linear"))
     options = {"mode": mode, "calls": cli.integer(cfg, "calls", least=1) if cfg.calls is not None else None}
     workspace = cfg.workspace

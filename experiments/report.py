@@ -160,7 +160,7 @@ def made(name: str, **options: Any) -> agents.Planner:
 def other_mode(plan: Plan, mode: str | None) -> str:
     """Why a plan is none of ``mode`` (swap, recompute, joint or None for any); '' where it is."""
     kinds = {"recompute" if isinstance(d, Recompute) else "swap" for d in plan.decisions}
-    if mode not in ("swap", "recompute") or kinds <= {mode}:
+    if mode in (None, "joint") or kinds <= {mode}:
         return ""
     return f"its plan has decisions to {' and '.join(sorted(kinds))}"
 
@@ -180,11 +180,6 @@ def warm_up(machine: Machine) -> None:
         score(name, tiny, machine, 3 * 2**21, 0, calls=40)
 
 
-def learned(name: str) -> bool:
-    """Is this planner trained, rather than run?"""
-    return name.startswith("dqn")
-
-
 def planner_names(asked: list[Any], **options: Any) -> list[str]:
     """The planners of a config, 'all' standing for every one that needs no training.
 
@@ -196,15 +191,26 @@ def planner_names(asked: list[Any], **options: Any) -> list[str]:
     """
     names: list[str] = []
     for name in map(str, asked):
-        if learned(name):
+        if name in agents.PLANNERS and agents.PLANNERS[name].learned:
             raise UsageError(f"planners: {name} is learned: train_dqn trains it, evaluate plan=FILE scores its plan")
-        names += [p for p in agents.PLANNERS if not learned(p)] if name == "all" else [name]
+        names += agents.untrained() if name == "all" else [name]
     for name in names:
         try:
             made(name, **options)
         except ValueError as error:
             raise UsageError(f"planners: {name}: {error}") from None
     return list(dict.fromkeys(names))
+
+
+def planner_list() -> str:
+    """Lines of a help text: key, what it moves, label and paper of every planner that ``planner_names`` knows."""
+    entries = [agents.PLANNERS[name] for name in agents.untrained()]
+    keys, moves = (max(len(getattr(facts, what)) for facts in entries) for what in ("key", "moves"))
+    named = ((facts, f"{facts.label}, {facts.paper}" if facts.paper else facts.label) for facts in entries)
+    return "\n".join(f"{facts.key:{keys}}  {facts.moves:{moves}}  {text}" for facts, text in named)
+
+
+OmegaConf.register_new_resolver("planner_list", planner_list, replace=True)  # of the help texts in configs/
 
 
 # ------------------------------------------------------------------------------------------ for people

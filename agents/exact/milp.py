@@ -23,19 +23,18 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array
 
 import agents
 from agents.bound import floor
 from agents.exact.milp_model import Recomputation, ZeroOne
-from agents.planner import MIB, RECOMPUTE, Candidates, Infeasible, Rows, check_mode, finish, plans_of
-from agents.search.local_search import ways_of
+from agents.planner import MIB, Candidates, Facts, Infeasible, Rows, finish, plans_of, ways_of
 from agents.search.ruin_recreate import RuinRecreate
+from simulator.compiled.encoding import RECOMPUTE
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
+from simulator.ways import check_mode, ways_to_empty
 
 MOST = 24  # candidate gaps that are enumerated
 TOLERANCE = 1e-6  # relative, of HiGHS
@@ -62,7 +61,11 @@ class MILP:
         ImportError: ``solver="cpsat"`` without OR-Tools.
     """
 
-    name = "milp"
+    facts = Facts(
+        "milp", "MILP", 'after "Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization", MLSys 2020',
+        family="search and exact", slot=5, place=240, moves="joint", slow=4,
+    )  # fmt: skip
+    name = facts.key
 
     def __init__(
         self,
@@ -163,7 +166,7 @@ class MILP:
         until: float,
     ) -> tuple[Rows | None, str]:  # fmt: skip
         """Depth first over what happens to each gap; the best rows and a status."""
-        gaps = [g for g in program.gaps(self.min_bytes) if ways_of(program, g, self.mode)]
+        gaps = [g for g in program.gaps(self.min_bytes) if ways_to_empty(program, g, self.mode)]
         if len(gaps) > MOST:
             return best, "stopped"
         live_bytes = np.array(program.live_bytes)
@@ -251,16 +254,19 @@ class Answer(NamedTuple):
 
 def highs(model: ZeroOne, seconds: float, hint: list[int] | None, seed: int) -> Answer:
     """SciPy's HiGHS. It takes no start; ``seed`` is not used: nothing is drawn."""
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import csr_array
+
     upper = np.array(model.upper, dtype=float)
     rows, columns, values, bounds = [], [], [], []
-    for i, (terms, bound) in enumerate(model.rows):
+    for i, (terms, most) in enumerate(model.rows):
         # Every variable from 0 to 1 and every coefficient at most 1: its tolerances are absolute.
         scale = max((abs(c) * model.upper[v] for c, v in terms), default=1) or 1
         for c, v in terms:
             rows.append(i)
             columns.append(v)
             values.append(c * model.upper[v] / scale)
-        bounds.append(bound / scale)
+        bounds.append(most / scale)
     matrix = csr_array((values, (rows, columns)), shape=(len(bounds), len(upper)))
     with _quiet():
         found = milp(
@@ -268,7 +274,7 @@ def highs(model: ZeroOne, seconds: float, hint: list[int] | None, seed: int) -> 
             integrality=upper == 1, bounds=Bounds(0, 1), options={"time_limit": seconds, "mip_rel_gap": 0.0},
         )  # fmt: skip
     x = None if found.x is None else np.rint(found.x * upper).astype(int).tolist()
-    bound = None
+    bound: int | None = None
     if found.status == 0 and x is not None:
         bound = sum(c * v for c, v in zip(model.cost, x, strict=True))
     elif found.mip_dual_bound is not None and math.isfinite(found.mip_dual_bound):

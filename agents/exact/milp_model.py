@@ -17,11 +17,12 @@ from itertools import product
 
 import numpy as np
 
-from agents.planner import RECOMPUTE, Rows
-from simulator.compiled.engine import decisions_of
-from simulator.plan import Recompute, cannot_recompute
+from agents.planner import Rows
+from simulator.compiled.encoding import RECOMPUTE, decisions_of
+from simulator.plan import Recompute
 from simulator.program import Program
 from simulator.reference import resolve
+from simulator.ways import ways_to_empty
 
 Terms = list[tuple[int, int]]  # (coefficient, variable)
 
@@ -123,7 +124,7 @@ class Recomputation:
 
     def __init__(self, program: Program, limit: int, min_bytes: int) -> None:
         self.program, self.limit, self.model = program, limit, ZeroOne()
-        self.gaps = [g for g in program.gaps(min_bytes) if cannot_recompute(program, *g) is None]
+        self.gaps = [g for g in program.gaps(min_bytes) if ways_to_empty(program, g, "recompute")]
         self._of: dict[int, list[int]] = {}  # tensor: its gaps
         self._ends: dict[int, list[int]] = {}  # kernel: gaps that it ends
         for i, g in enumerate(self.gaps):

@@ -22,11 +22,14 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.planner import MIB, Candidates, finish, infeasible
+from agents.planner import MIB, Candidates, Facts, finish, infeasible
+from simulator.compiled.encoding import AFTER, BEFORE
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Gap, Program
+
+PAPER = '"Efficient Memory Management for GPU-based Deep Learning Systems", section IV'
 
 
 class AutoSwap:
@@ -37,6 +40,14 @@ class AutoSwap:
         min_bytes: tensors below this size are no candidates.
         seed: unused; AutoSwap draws nothing.
     """
+
+    facts = tuple(
+        Facts(
+            f"autoswap_{score}", f"AutoSwap {score.upper()}", PAPER, family="swap: AutoSwap", slot=i, place=20 + 10 * i,
+            moves="swap", options={"score": score},
+        )
+        for i, score in enumerate(("doa", "aoa", "wdoa", "swdoa"))
+    )  # fmt: skip
 
     def __init__(self, score: str = "swdoa", min_bytes: int = MIB, seed: int = 0) -> None:
         if score not in SCORES:
@@ -106,7 +117,7 @@ def weighted_duration(
 ) -> NDArray[np.float64]:
     """WDOA, float64[m] byte-nanoseconds: area under ``live_bytes`` between the two accesses of each gap."""
     area = np.concatenate(([0.0], np.cumsum(live_bytes.astype(np.float64) * durations)))  # beyond 64-bit integers
-    after, before = candidates.rows[:, 2], candidates.rows[:, 3]
+    after, before = candidates.rows[:, AFTER], candidates.rows[:, BEFORE]
     return area[before] - area[after + 1] + np.where(after < before, 0.0, area[-1])
 
 

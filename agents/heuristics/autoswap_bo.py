@@ -31,7 +31,7 @@ from agents.heuristics.autoswap import (
     submodular_weighted_duration,
     weighted_duration,
 )  # fmt: skip
-from agents.planner import MIB, Candidates, finish, infeasible
+from agents.planner import MIB, Candidates, Facts, finish, infeasible
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
 from simulator.plan import Plan
@@ -52,7 +52,11 @@ class AutoSwapBO:
         min_bytes: tensors below this size are no candidates.
     """
 
-    name = "autoswap_bo"
+    facts = Facts(
+        "autoswap_bo", "AutoSwap BO", '"Efficient Memory Management for GPU-based Deep Learning Systems", section IV-C',
+        family="swap: AutoSwap", slot=4, place=60, moves="swap",
+    )  # fmt: skip
+    name = facts.key
 
     def __init__(self, evaluations: int = 30, random: int = 4, min_bytes: int = MIB, seed: int = 0) -> None:
         if evaluations < 4:
@@ -127,4 +131,5 @@ def propose(tried: Floats, overheads: Floats, rng: np.random.Generator) -> Float
     mean, deviation = process.predict(proposals, return_std=True)
     gain = overheads.min() - mean
     z = gain / np.maximum(deviation, 1e-12)
-    return proposals[np.argmax(gain * norm.cdf(z) + deviation * norm.pdf(z))]
+    best: Floats = proposals[np.argmax(gain * norm.cdf(z) + deviation * norm.pdf(z))]
+    return best

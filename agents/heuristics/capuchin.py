@@ -29,13 +29,15 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.planner import MIB, RECOMPUTE, Candidates, Rows, check_mode, finish, infeasible
-from simulator.compiled.engine import Engine, decisions_of
+from agents.planner import MIB, Candidates, Facts, Rows, finish, infeasible
+from simulator.compiled.encoding import AFTER, BEFORE, EXTRA, KIND, RECOMPUTE, TENSOR, decisions_of
+from simulator.compiled.engine import Engine
 from simulator.machine import Machine
-from simulator.plan import Plan, cannot_recompute
+from simulator.plan import Plan
 from simulator.program import Program
 from simulator.reference import present, reruns
 from simulator.timeline import Timeline
+from simulator.ways import RECOMPUTED, check_mode, ways_to_empty
 
 STEP = 0.05  # of the swap-in time: how much earlier a trigger gets when it was late
 NEVER = 2**61  # ns
@@ -51,7 +53,11 @@ class Capuchin:
         seed: unused; nothing is drawn.
     """
 
-    name = "capuchin"
+    facts = Facts(
+        "capuchin", "Capuchin", '"Capuchin: Tensor-based GPU Memory Management for Deep Learning", ASPLOS 2020',
+        family="swap and recompute", slot=1, place=120, moves="joint",
+    )  # fmt: skip
+    name = facts.key
 
     def __init__(self, mode: str = "joint", rounds: int = 50, min_bytes: int = MIB, seed: int = 0) -> None:
         if rounds < 1:
@@ -81,14 +87,14 @@ class Capuchin:
             timeline = engine.timeline(Plan(decisions_of(rows)))
             if not best_ns or timeline.iteration_ns < best_ns:
                 best, best_ns = rows.copy(), timeline.iteration_ns
-            late = [i for i in waited_for(timeline, rows[: len(swaps)]) if rows[i, 4] != rows[i, 2]]
+            late = [i for i in waited_for(timeline, rows[: len(swaps)]) if rows[i, EXTRA] != rows[i, AFTER]]
             moved = False
             while late and not moved:  # one step may be shorter than a kernel
                 for i in late:
                     start[i] -= max(1, int(STEP * policy.h2d[swaps[i]]))
                     trigger = policy.trigger(swaps[i], start[i])
-                    moved |= trigger != rows[i, 4]
-                    rows[i, 4] = trigger
+                    moved |= trigger != rows[i, EXTRA]
+                    rows[i, EXTRA] = trigger
             if not moved:
                 break
         return best
@@ -126,9 +132,8 @@ class Policy:
         self.by_free_time = np.argsort(-self.free, kind="stable").tolist() if mode != "recompute" else []
         self.can_swap = dict.fromkeys(self.by_free_time)
         self.can_recompute = dict.fromkeys(
-            i for i, g in enumerate(self.gaps)
-            if mode != "swap" and g.after < g.before and cannot_recompute(program, *g) is None
-        )  # fmt: skip
+            i for i, g in enumerate(self.gaps) if RECOMPUTED in ways_to_empty(program, g, mode)
+        )
         self.time: dict[int, int] = {}
         self.sources: dict[int, set[int]] = {}
         self.regenerate(self.can_recompute)
@@ -188,9 +193,9 @@ class Policy:
     def rows(self) -> Rows:
         """The decisions, swaps first, each with its in-trigger (choice 6)."""
         rows = self.candidates.rows[self.swaps + self.recomputed]
-        rows[len(self.swaps) :, [0, 4]] = RECOMPUTE, 0
+        rows[len(self.swaps) :, [KIND, EXTRA]] = RECOMPUTE, 0
         starts = self.lanes(self.swaps)[1].tolist()
-        rows[: len(self.swaps), 4] = [self.trigger(i, s) for i, s in zip(self.swaps, starts, strict=True)]
+        rows[: len(self.swaps), EXTRA] = [self.trigger(i, s) for i, s in zip(self.swaps, starts, strict=True)]
         return rows
 
     def lanes(self, swaps: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -276,13 +281,13 @@ def worst(away: NDArray[np.int64], late: NDArray[np.int64], need: NDArray[np.int
 def collective(engine: Engine, rows: Rows, first: int) -> Rows:
     """Choice 7: ``rows`` (recomputations from row ``first`` on) with ``keep`` where that helps."""
     rows, best_ns = rows.copy(), engine.score(rows).iteration_ns if first < len(rows) else 0
-    for i in sorted(range(first, len(rows)), key=lambda i: (rows[i, 3], rows[i, 1])):
-        rows[i, 4] = 1
+    for i in sorted(range(first, len(rows)), key=lambda i: (rows[i, BEFORE], rows[i, TENSOR])):
+        rows[i, EXTRA] = 1
         score = engine.score(rows)
         if score.feasible and score.iteration_ns < best_ns:
             best_ns = score.iteration_ns
         else:
-            rows[i, 4] = 0
+            rows[i, EXTRA] = 0
     return rows
 
 
@@ -298,4 +303,4 @@ def waited_for(timeline: Timeline, swaps: Rows) -> list[int]:
             if span.start_ns > free and span.start_ns >= begin:
                 wait_ends.add(span.start_ns)
             free = span.end_ns
-    return [i for i, t in enumerate(swaps[:, 1].tolist()) if came.get(t, set()) & wait_ends]
+    return [i for i, t in enumerate(swaps[:, TENSOR].tolist()) if came.get(t, set()) & wait_ends]

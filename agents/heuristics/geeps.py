@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from agents.planner import MIB, SWAP, Candidates, finish, infeasible
+from agents.planner import MIB, Candidates, Facts, finish, infeasible
+from simulator.compiled.encoding import SWAP
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
 from simulator.plan import Plan
@@ -35,7 +36,12 @@ class GeePS:
         seed: unused; nothing is drawn.
     """
 
-    name = "geeps"
+    facts = Facts(
+        "geeps", "GeePS",
+        '"GeePS: Scalable deep learning on distributed GPUs with a GPU-specialized parameter server", EuroSys 2016',
+        family="swap: other heuristics", slot=3, place=150, moves="swap",
+    )  # fmt: skip
+    name = facts.key
 
     def __init__(self, min_bytes: int = MIB, seed: int = 0) -> None:
         self.min_bytes = min_bytes

@@ -34,13 +34,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agents.heuristics.layers import feature_maps
-from agents.planner import MIB, RECOMPUTE, SWAP, Candidates, Rows, check_mode, finish, infeasible
+from agents.planner import MIB, Candidates, Facts, Rows, finish, infeasible, rows_for
 from simulator.compiled.engine import NEVER, Engine
 from simulator.machine import Machine
-from simulator.plan import Plan, cannot_recompute
+from simulator.plan import Plan
 from simulator.program import Gap, Program
+from simulator.ways import KEPT, RECOMPUTED, STAYS, SWAPPED, check_mode, ways_to_empty
 
-RETAINED, SWAPPED, RECOMPUTED = 0, 1, 2
+RETAINED = STAYS
 SHARE = 2000  # placements in a swarm that make a worker process worth its while
 
 Placements = NDArray[np.int8]  # (feature maps,), or (particles, feature maps)
@@ -74,7 +75,11 @@ class HOME:
         history: an ``Iteration`` for each that the last ``plan`` ran.
     """
 
-    name = "home"
+    facts = Facts(
+        "home", "HOME", '"HOME: A Holistic GPU Memory Management Framework for Deep Learning", IEEE TC 2022',
+        family="search and exact", slot=3, place=160, moves="joint", slow=3,
+    )  # fmt: skip
+    name = facts.key
 
     def __init__(
         self,
@@ -118,9 +123,7 @@ class HOME:
         """The gaps of the feature maps that may leave, and the placements that each may have."""
         gaps, allowed = [], []
         for item in feature_maps(program, self.min_bytes):
-            ways = [RETAINED] if self.mode == "recompute" else [RETAINED, SWAPPED]
-            if self.mode != "swap" and cannot_recompute(program, *item.gap) is None:
-                ways.append(RECOMPUTED)
+            ways = placements(program, item.gap, self.mode)
             if len(ways) > 1:
                 gaps.append(item.gap)
                 allowed.append(ways)
@@ -176,12 +179,13 @@ class Evaluator:
 
     def __init__(self, program: Program, machine: Machine, limit: int, gaps: list[Gap]) -> None:
         self.engine = Engine(program, machine, limit)
-        self.swaps: Rows = np.array([(SWAP, *g, -1) for g in gaps], np.int64).reshape(-1, 5)
-        self._drops: Rows = np.array([(RECOMPUTE, *g, 0) for g in gaps], np.int64).reshape(-1, 5)
+        self.swaps = rows_for(gaps, SWAPPED)
+        self._drops = rows_for(gaps, RECOMPUTED)
 
     def rows(self, x: Placements) -> Rows:
         """int64[n, 5]: the plan of one particle."""
-        return self._ways(x)[x != RETAINED]
+        rows: Rows = self._ways(x)[x != RETAINED]
+        return rows
 
     def _ways(self, x: Placements) -> Rows:
         """int64[feature maps, 5]: a row for each, meaningless where it is retained."""
@@ -229,6 +233,11 @@ class Evaluator:
             put(j, chosen)
             x[j] = chosen
         return self.cost(rows[away]) if known is None else known
+
+
+def placements(program: Program, gap: Gap, mode: str) -> list[int]:
+    """Those that a feature map may have: RETAINED, SWAPPED, RECOMPUTED."""
+    return [RETAINED, *(way for way in ways_to_empty(program, gap, mode) if way != KEPT)]
 
 
 def lowest(cost: Costs) -> int:

@@ -25,14 +25,13 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from agents.heuristics.layers import FeatureMap, feature_maps
-from agents.planner import MIB, RECOMPUTE, Rows, finish, infeasible
+from agents.planner import MIB, Facts, Rows, finish, infeasible, rows_for
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
 from simulator.plan import Plan, cannot_recompute
 from simulator.program import Program
+from simulator.ways import KEPT
 
 
 class Memonger:
@@ -44,7 +43,11 @@ class Memonger:
         seed: unused; nothing is drawn.
     """
 
-    name = "memonger"
+    facts = Facts(
+        "memonger", "memonger", '"Training Deep Nets with Sublinear Memory Cost", 2016', family="recompute", slot=2,
+        place=130, moves="recompute",
+    )  # fmt: skip
+    name = facts.key
 
     def __init__(self, trials: int = 64, min_bytes: int = MIB, seed: int = 0) -> None:
         if trials < 1:
@@ -139,4 +142,4 @@ def recomputable(program: Program, maps: Iterable[FeatureMap]) -> list[FeatureMa
 
 def recomputations(dropped: Sequence[FeatureMap]) -> Rows:
     """int64[n, 5]: rows that drop the feature maps and recompute each once, when it is first needed."""
-    return np.array([(RECOMPUTE, *m.gap, 1) for m in dropped], dtype=np.int64).reshape(-1, 5)
+    return rows_for((m.gap for m in dropped), KEPT)

@@ -36,7 +36,8 @@ from numpy.typing import NDArray
 
 from agents.heuristics.layers import FeatureMap, feature_maps
 from agents.heuristics.memonger import Split, recomputable, recomputations, splits
-from agents.planner import MIB, SYNC_SWAP, finish, infeasible
+from agents.planner import MIB, Facts, finish, infeasible
+from simulator.compiled.encoding import SYNC_SWAP
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
 from simulator.plan import Plan
@@ -56,6 +57,14 @@ class Checkpoint:
         min_bytes: feature maps below this size stay.
         seed: unused; nothing is drawn.
     """
+
+    facts = tuple(
+        Facts(
+            f"checkpoint_{segments}", f"checkpoints, {label}", "torch.utils.checkpoint", family="recompute", slot=i,
+            place=180 + 10 * i, moves="recompute", options={"segments": segments},
+        )
+        for i, (segments, label) in enumerate((("sqrt", "√n segments"), ("all", "every block")))
+    )  # fmt: skip
 
     def __init__(self, segments: str = "sqrt", min_bytes: int = MIB, seed: int = 0) -> None:
         if segments not in ("sqrt", "all"):
@@ -104,7 +113,11 @@ class OffloadAll:
         seed: unused; nothing is drawn.
     """
 
-    name = "offload_all"
+    facts = Facts(
+        "offload_all", "save_on_cpu", "torch.autograd.graph.save_on_cpu", family="swap: other heuristics", slot=5,
+        place=200, moves="swap",
+    )  # fmt: skip
+    name = facts.key
 
     def __init__(self, min_bytes: int = MIB, seed: int = 0) -> None:
         self.min_bytes = min_bytes
@@ -135,7 +148,11 @@ class ActivationBudget:
         seed: unused; nothing is drawn.
     """
 
-    name = "activation_budget"
+    facts = Facts(
+        "activation_budget", "activation budget", "torch.compile, activation_memory_budget", family="recompute", slot=3,
+        place=210, moves="recompute",
+    )  # fmt: skip
+    name = facts.key
 
     def __init__(self, runtime: str = "flops", steps: int = 100, min_bytes: int = MIB, seed: int = 0) -> None:
         if runtime not in ("flops", "profile"):

@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agents.heuristics.autoswap import SCORES, AutoSwap, peak_gaps
-from agents.planner import MIB, Candidates, Rows, finish, infeasible
-from simulator.compiled.encoding import NEVER
+from agents.planner import MIB, Candidates, Facts, Rows, finish, infeasible
+from simulator.compiled.encoding import BEFORE, EXTRA, NEVER, TENSOR
 from simulator.compiled.engine import Engine, decisions_of
 from simulator.machine import Machine
 from simulator.plan import Plan
@@ -55,7 +55,12 @@ class SmartPoolAutoSwap:
         seed: unused; nothing is drawn.
     """
 
-    name = "smartpool+autoswap"
+    facts = Facts(
+        "smartpool+autoswap", "SmartPool + AutoSwap",
+        '"Efficient Memory Management for GPU-based Deep Learning Systems", section V', family="swap: AutoSwap", slot=5,
+        place=70, moves="swap", addressed=True,
+    )  # fmt: skip
+    name = facts.key
 
     def __init__(
         self, score: str = "all", pool: str = "smartpool", seconds: float = 1.0, align: bool = True, steps: int = 16,
@@ -140,11 +145,11 @@ def just_in_time(program: Program, machine: Machine, rows: Rows) -> Rows:
     one at a time; times are those with unlimited memory."""
     n, lap = len(program.kernels), program.ideal_ns
     ends = [t + i * lap for i in (0, 1) for t in program.start_ns[1:]]  # of the kernels of two iterations
-    gaps = [Gap(*row[1:4]) for row in rows.tolist()]
+    gaps = [Gap(*row[TENSOR : BEFORE + 1]) for row in rows.tolist()]
     access = [g.before + n * (g.after >= g.before) for g in gaps]  # counting kernels over the boundary
     pinned, next_in = rows.copy(), ends[-1]
     for i in sorted(range(len(gaps)), key=lambda i: (-access[i], -gaps[i].tensor)):
         start = ends[access[i] - 1] if access[i] else 0
         next_in = min(next_in, start) - machine.h2d_ns(program.tensors[gaps[i].tensor].nbytes)
-        pinned[i, 4] = max(gaps[i].after, min(access[i], bisect_right(ends, next_in)) - 1) % n
+        pinned[i, EXTRA] = max(gaps[i].after, min(access[i], bisect_right(ends, next_in)) - 1) % n
     return pinned

@@ -26,11 +26,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from agents.heuristics.workspace import plan_with_variants
-from agents.planner import MIB, RECOMPUTE, SWAP, Rows, check_mode, finish, infeasible
+from agents.planner import MIB, Facts, Rows, finish, infeasible, row_of
+from simulator.compiled.encoding import EXTRA
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
-from simulator.plan import Plan, cannot_recompute
+from simulator.plan import Plan
 from simulator.program import Gap, Program
+from simulator.ways import RECOMPUTED, SWAPPED, check_mode, ways_to_empty
 
 CHEAP = frozenset({"pool", "activation", "lrn", "norm", "dropout"})
 CHECKPOINTS = frozenset({"conv", "matmul"})
@@ -52,7 +54,12 @@ class SuperNeurons:
         seed: unused; nothing is drawn.
     """
 
-    name = "superneurons"
+    facts = Facts(
+        "superneurons", "SuperNeurons",
+        '"Superneurons: Dynamic GPU Memory Management for Training Deep Neural Networks", PPoPP 2018',
+        family="swap and recompute", slot=0, place=80, moves="joint",
+    )  # fmt: skip
+    name = facts.key
 
     def __init__(
         self, mode: str = "joint", recompute: str = "cost", always: bool = False, early: bool = False,
@@ -76,7 +83,7 @@ class SuperNeurons:
                 self.simulator_calls = tensors_only.simulator_calls
         engine = Engine(program, machine, limit)
         ways = leaving(program, self.mode, self.min_bytes, self.joins)
-        first = [g for g, way in ways.items() if way == RECOMPUTE] if self.always else []
+        first = [g for g, way in ways.items() if way == RECOMPUTED] if self.always else []
         for target in (limit, 0):
             rows, required = self._segments(program, engine, tensor_cache(program, ways, target, first), ways, limit)
             if required <= limit:
@@ -89,41 +96,41 @@ class SuperNeurons:
     ) -> tuple[Rows, int]:
         """Section 3.4: chooses the strategy of every segment; rows of the decisions, and the bytes that they need."""
         segment = segments(program)
-        rows = np.array([(ways[g], *g, -1 if self.early else prefetch(program, g)) for g in gaps], dtype=np.int64)
-        rows = rows.reshape(-1, 5)
+        rows = np.array([row_of(g, ways[g]) for g in gaps], dtype=np.int64).reshape(-1, 5)
+        if not self.early:
+            rows[:, EXTRA] = [prefetch(program, g) for g in gaps]
         dropped: dict[int, list[int]] = {}
         for i, g in enumerate(gaps):
-            if ways[g] == RECOMPUTE:
+            if ways[g] == RECOMPUTED:
                 dropped.setdefault(segment[g.tensor], []).append(i)
         cost = {s: segment_bytes(program, [gaps[i] for i in members]) for s, members in dropped.items()}
         l_peak = max(layer_bytes(program, k) for k in range(len(program.kernels)))
         for s, members in dropped.items():
-            rows[members, 4] = self.recompute == "speed" or (self.recompute == "cost" and cost[s] <= l_peak)
+            rows[members, EXTRA] = self.recompute == "speed" or (self.recompute == "cost" and cost[s] <= l_peak)
         required = engine.score(rows).required_bytes
         for s in sorted(dropped, key=lambda s: -cost[s]):
             if required <= limit or self.recompute != "cost":
                 break
             if cost[s] <= l_peak:
-                rows[dropped[s], 4] = False
+                rows[dropped[s], EXTRA] = False
                 required = engine.score(rows).required_bytes
         return rows, required
 
 
 def leaving(program: Program, mode: str = "joint", min_bytes: int = MIB, joins: bool = False) -> dict[Gap, int]:
-    """Gaps in which an output may leave, and how: SWAP for CONV (and joins), RECOMPUTE for the cheap layers."""
+    """Gaps in which an output may leave, and how: SWAPPED for CONV (and joins), RECOMPUTED for the cheap layers."""
     ways = {}
     for gap in program.gaps(min_bytes):
-        t, after, before = gap
-        if program.tensors[t].persistent:
+        if program.tensors[gap.tensor].persistent:
             continue
-        layer = program.kernels[program.writes[t][0]]
+        layer = program.kernels[program.writes[gap.tensor][0]]
         if layer.phase != "forward":
             continue
         if (layer.kind == "conv" or (joins and layer.kind in JOINS)) and mode != "recompute":
-            ways[gap] = SWAP
-        elif layer.kind in CHEAP and mode != "swap" and program.kernels[before].phase == "backward":
-            if cannot_recompute(program, t, after, before) is None:
-                ways[gap] = RECOMPUTE
+            ways[gap] = SWAPPED
+        elif layer.kind in CHEAP and program.kernels[gap.before].phase == "backward":
+            if RECOMPUTED in ways_to_empty(program, gap, mode):
+                ways[gap] = RECOMPUTED
     return ways
 
 

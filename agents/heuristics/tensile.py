@@ -29,14 +29,14 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.planner import MIB, RECOMPUTE, SWAP, check_mode, finish, infeasible
+from agents.planner import MIB, Facts, Row, finish, infeasible, row_of
+from simulator.compiled.encoding import SWAP
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
-from simulator.plan import Plan, cannot_recompute
+from simulator.plan import Plan
 from simulator.program import Gap, Program
 from simulator.reference import recompute_ns
-
-Row = tuple[int, int, int, int, int]
+from simulator.ways import RECOMPUTED, check_mode, ways_to_empty
 
 
 class TENSILE:
@@ -49,7 +49,13 @@ class TENSILE:
         seed: unused; nothing is drawn.
     """
 
-    name = "tensile"
+    facts = Facts(
+        "tensile", "TENSILE",
+        '"TENSILE: A Tensor granularity dynamic GPU memory scheduler method towards multitasking dynamic workloads '
+        'system", 2021',
+        family="swap and recompute", slot=2, place=170, moves="joint",
+    )  # fmt: skip
+    name = facts.key
 
     def __init__(self, mode: str = "joint", max_swap_ratio: float = 1.0, min_bytes: int = MIB, seed: int = 0) -> None:
         if not 0 <= max_swap_ratio <= 1:
@@ -213,9 +219,9 @@ class _Schedule:
         """Section 4.4: drops the tensor of the peak with the largest MSPS; False when none lowers the peak."""
         k, gaps = self._at_peak()
         released = {g.tensor for g in self.scheduled}
-        fresh = [g for g in gaps if g.tensor not in released and g.after < g.before]
-        for gap in sorted((g for g in fresh if cannot_recompute(self.program, *g) is None), key=self._seconds_per_byte):
-            row = (RECOMPUTE, *gap, 0)
+        fresh = [g for g in gaps if g.tensor not in released and ways_to_empty(self.program, g, "recompute")]
+        for gap in sorted(fresh, key=self._seconds_per_byte):
+            row = row_of(gap, RECOMPUTED)
             footprint = self._footprint([*self.rows, row])
             if footprint.max() <= self.footprint.max() and footprint[k] < self.footprint[k]:
                 self.rows.append(row)

@@ -21,7 +21,8 @@ import numpy as np
 
 from agents.heuristics.autoswap import select
 from agents.heuristics.layers import feature_maps
-from agents.planner import MIB, SWAP, Candidates, Rows, finish, infeasible
+from agents.planner import MIB, Candidates, Facts, Rows, finish, infeasible
+from simulator.compiled.encoding import SWAP
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
 from simulator.plan import Plan
@@ -38,7 +39,11 @@ class TFLMS:
         seed: unused; nothing is drawn.
     """
 
-    name = "tflms"
+    facts = Facts(
+        "tflms", "TFLMS", '"TFLMS: Large Model Support in TensorFlow by Graph Rewriting", 2018',
+        family="swap: other heuristics", slot=4, place=140, moves="swap",
+    )  # fmt: skip
+    name = facts.key
 
     def __init__(
         self, n_tensors: int | None = None, lower_bound: int | None = None, min_bytes: int = MIB, seed: int = 0

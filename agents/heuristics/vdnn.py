@@ -22,12 +22,14 @@ from __future__ import annotations
 import numpy as np
 
 from agents.heuristics.layers import feature_maps
-from agents.planner import MIB, SWAP, SYNC_SWAP, Rows, finish
+from agents.planner import MIB, Facts, Rows, finish
+from simulator.compiled.encoding import SWAP, SYNC_SWAP
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Gap, Program
 
+PAPER = '"vDNN: Virtualized Deep Neural Networks for Scalable, Memory-Efficient Neural Network Design", MICRO 2016'
 CONFIGURATIONS = {"all": ("all",), "conv": ("conv",), "dyn": ("none", "conv", "all")}
 
 
@@ -40,6 +42,14 @@ class VDNN:
         min_bytes: tensors below this size stay.
         seed: unused; nothing is drawn.
     """
+
+    facts = tuple(
+        Facts(
+            f"vdnn_{policy}", f"vDNN {policy}", PAPER, family="swap: other heuristics", slot=i, place=90 + 10 * i,
+            moves="swap", options={"policy": policy},
+        )
+        for i, policy in enumerate(("all", "conv", "dyn"))
+    )  # fmt: skip
 
     def __init__(self, policy: str = "dyn", sync: bool = True, min_bytes: int = MIB, seed: int = 0) -> None:
         if policy not in CONFIGURATIONS:

@@ -23,6 +23,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import replace
 
+import agents
 from agents.planner import Infeasible, Planner
 from simulator.compiled.encoding import NEVER
 from simulator.compiled.engine import Engine, rows_of
@@ -33,8 +34,6 @@ from simulator.reference import OutOfMemory
 from simulator.timeline import Timeline
 
 Variants = tuple[tuple[int, int], ...]  # as Plan.variants
-
-ADDRESSED = frozenset({"smartpool+autoswap"})  # addresses hold for the workspaces that they were planned with
 
 
 def algorithms(kernel: Kernel) -> list[tuple[int, int, int]]:
@@ -85,7 +84,8 @@ def plan_with_variants(
         finally:
             calls += planner.simulator_calls
         plan = replace(plan, fingerprint=program.fingerprint, variants=variants)
-        if fill and planner.name not in ADDRESSED:
+        facts = agents.PLANNERS.get(planner.name)
+        if fill and not (facts and facts.addressed):
             plan = with_fastest_variants(program, plan, machine, limit, engine)
         asked = Engine(program, machine, plan.limit).with_variants(plan.variants)
         found.append((asked.score(rows_of(plan.decisions)).iteration_ns, plan))

@@ -26,18 +26,19 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from agents.learned.dqn_config import PAPER, DQNConfig, by_todays_names, config_from
+from agents.learned.dqn_config import DQNConfig, by_todays_names
 from agents.learned.experience_buffer import ExperienceBuffer, State
 from agents.learned.structure2vec import Structure2Vec
 from agents.learned.training_state import TrainingStateError, must_match, read_training_state, write_training_state
 from agents.planner import Infeasible
+from envs.graph import FEATURES, STATIC
 from envs.memory_env import current_node, dynamic_features
 from envs.walk import Task, Walk
 from simulator import Machine, Plan, Program, Swap
@@ -113,15 +114,16 @@ class Trainer:
         return c.epsilon_start + (c.epsilon_end - c.epsilon_start) * part
 
     def _state(self, walk: Walk) -> State:
-        node_features = np.zeros((len(self.task.graph), 8), np.float32)
+        node_features = np.zeros((len(self.task.graph), FEATURES), np.float32)
         dynamic_features(walk, node_features)
-        return State(node_features[:, 5:].astype(np.float16), current_node(walk), walk.mask()[self.actions])
+        return State(node_features[:, STATIC:].astype(np.float16), current_node(walk), walk.mask()[self.actions])
 
     def _q(self, network: Structure2Vec, dynamic: NDArray[np.float16], current: NDArray[np.int64]) -> Tensor:
         """Q-values (B, A) of states given by their dynamic features (B, N, 3) and current nodes (B,)."""
-        moving = torch.from_numpy(dynamic).float().transpose(0, 1)[..., : self.config.features - 5]
+        moving = torch.from_numpy(dynamic).float().transpose(0, 1)[..., : self.config.features - STATIC]
         static = self.static[:, None].expand(-1, len(current), -1)
-        return network(torch.cat([static, moving], -1), torch.from_numpy(current))
+        q: Tensor = network(torch.cat([static, moving], -1), torch.from_numpy(current))
+        return q
 
     @torch.no_grad()
     def act(self, states: list[State], epsilon: float) -> NDArray[np.int64]:
@@ -200,7 +202,8 @@ class Trainer:
         """The scout repeats ``plan``, except at the steps where ``leaves`` is true; returns the nodes it took."""
         walk, trail = self.scout, []
         walk.reset()
-        at, nodes = 0, []
+        at = 0
+        nodes: list[int] = []
         while not walk.done:
             mask = walk.mask()
             node = None
@@ -276,11 +279,11 @@ class Trainer:
             loss_each = (y - q) ** 2  # equation 4
         loss = (torch.from_numpy(batch.weight) * loss_each).mean()
         self.optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         if c.optimizer == "adam":
             nn.utils.clip_grad_norm_(self.q.parameters(), 10.0)
         self.optimizer.step()
-        self.buffer.set_priority(batch.index, (y - q).abs().detach().numpy())
+        self.buffer.set_priority(batch.place, (y - q).abs().detach().numpy())
         self.updates += 1
         if c.target_every and self.updates % c.target_every == 0:
             self.target.load_state_dict(self.q.state_dict())
@@ -403,32 +406,3 @@ def check_reachable(task: Task) -> None:
             f"{task.program.name} cannot run in {task.limit:,} bytes: with every candidate tensor swapped out "
             f"whenever it is not in use it still needs {smallest:,}"
         )
-
-
-class DQN:
-    """``agents.make("dqn")``: trains when asked for a plan. ``config`` stands for all other options but ``seed``."""
-
-    name = "dqn"
-    defaults: ClassVar[dict[str, Any]] = {}
-
-    def __init__(
-        self, seed: int = 0, min_bytes: int = 2**20, mode: str | None = None, episodes: int | None = None,
-        config: DQNConfig | None = None,
-    ):  # fmt: skip
-        given = {"mode": mode, "episodes": episodes, "min_bytes": min_bytes}
-        values = {**self.defaults, **{k: v for k, v in given.items() if v is not None}}
-        self.seed, self.config = seed, config or config_from(values)
-        self.simulator_calls = 0
-
-    def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
-        """Trains and returns the best plan found; raises Infeasible."""
-        result = train(program, machine, limit, self.config, self.seed, planner=self.name)
-        self.simulator_calls = result.simulator_calls
-        return result.best
-
-
-class DQNPaper(DQN):
-    """The paper's plain form."""
-
-    name = "dqn_paper"
-    defaults: ClassVar[dict[str, Any]] = PAPER

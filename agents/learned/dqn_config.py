@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from envs.graph import MODES
+from simulator.ways import MODES
 
 POOLS = ("sum", "mean")  # of the graph state
 RENAMED = {  # keys of older versions
@@ -65,7 +65,7 @@ def config_from(values: dict[str, Any]) -> DQNConfig:
         ValueError: an unknown key or a value of the wrong type, named.
     """
     known = {f.name: f for f in fields(DQNConfig)}
-    out = {}
+    out: dict[str, Any] = {}
     for key, value in values.items():
         if key in RENAMED:
             raise ValueError(f"agent.{key}: this key is agent.{RENAMED[key]} now")

@@ -12,11 +12,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from envs.graph import FEATURES, STATIC
+
 
 class State(NamedTuple):
     """The part of an observation that changes."""
 
-    dynamic: NDArray[np.float16]  # (N, 3): columns 5 to 7 of the node features
+    dynamic: NDArray[np.float16]  # (N, 3): the node features of the moment, from column STATIC on
     current: int
     mask: NDArray[np.bool_]  # (A,)
 
@@ -24,7 +26,7 @@ class State(NamedTuple):
 class Batch(NamedTuple):
     """A sample of B transitions; ``next_*`` is the state after n steps, meaningless where not ``more``."""
 
-    index: NDArray[np.int64]
+    place: NDArray[np.int64]  # in the ring
     dynamic: NDArray[np.float16]
     current: NDArray[np.int64]
     action: NDArray[np.int64]
@@ -47,8 +49,8 @@ class ExperienceBuffer:
     def __init__(self, capacity: int, nodes: int, actions: int, priority: float):
         self.capacity, self.priority = capacity, priority
         self.size = self.head = 0
-        self.arrays = {
-            "dynamic": np.zeros((capacity, nodes, 3), np.float16),
+        self.arrays: dict[str, NDArray[Any]] = {
+            "dynamic": np.zeros((capacity, nodes, FEATURES - STATIC), np.float16),
             "current": np.zeros(capacity, np.int64),
             "mask": np.zeros((capacity, actions), np.bool_),
             "action": np.zeros(capacity, np.int64),

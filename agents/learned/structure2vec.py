@@ -22,7 +22,7 @@ from torch_geometric.utils import spmm
 from envs.graph import OperationGraph
 
 
-class NeighbourSum(MessagePassing):
+class NeighbourSum(MessagePassing):  # type: ignore[misc]  # it has no types
     """Σ over u in N(v) of s_u; N(v) contains v (the graph has self-loops)."""
 
     def __init__(self) -> None:
@@ -30,10 +30,12 @@ class NeighbourSum(MessagePassing):
 
     def forward(self, s: Tensor, adjacency: Tensor) -> Tensor:
         """s (N, B, p) -> (N, B, p)."""
-        return self.propagate(adjacency, s=s.flatten(1)).view_as(s)
+        total: Tensor = self.propagate(adjacency, s=s.flatten(1))
+        return total.view_as(s)
 
     def message_and_aggregate(self, edge_index: Tensor, s: Tensor) -> Tensor:
-        return spmm(edge_index, s, self.aggr)
+        total: Tensor = spmm(edge_index, s, self.aggr)
+        return total
 
 
 class Structure2Vec(nn.Module):
@@ -45,6 +47,11 @@ class Structure2Vec(nn.Module):
         embedding_size: p.
         message_passing_steps: T.
     """
+
+    adjacency: Tensor
+    target: Tensor
+    weights: Tensor
+    actions: Tensor
 
     def __init__(
         self,
@@ -100,4 +107,5 @@ class Structure2Vec(nn.Module):
         both = torch.cat([g[:, None].expand(-1, a.shape[1], -1), a], -1)
         if self.w9 is not None:
             both = self.w9(both)
-        return self.w7(both.relu())[..., 0]
+        q: Tensor = self.w7(both.relu())
+        return q[..., 0]

@@ -12,6 +12,7 @@ a DQN on a small graph and fine-tune on a large graph") and beyond it (reasons, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -20,12 +21,13 @@ import numpy as np
 
 from agents.learned.dqn import Trainer, check_reachable
 from agents.learned.dqn_config import DQNConfig
-from agents.planner import RECOMPUTE, Infeasible, Rows
+from agents.planner import Infeasible, Rows
 from agents.search.local_search import Floats, Moves, anneal
 from envs.graph import NOTHING, OFFLOAD, REMOVE
 from envs.walk import Task, Walk
 from simulator import Engine, Machine, Plan, Program
-from simulator.compiled.engine import NEVER, decisions_of, rows_of
+from simulator.compiled.encoding import AFTER, BEFORE, NEVER, RECOMPUTE, decisions_of, rows_of
+from simulator.ways import KEPT, RECOMPUTED, SWAPPED
 
 HOT, COLD = (1e-2, 3e-3, 1e-3), 1e-5  # temperatures of the refinement's runs, of the ideal time
 EXPLORE = 0.2  # weight of a gap and way that no elite has; one that all have weighs 1 more
@@ -134,7 +136,7 @@ class Agent:
         episodes, epsilon = (transfer.first, 1.0) if fresh else (transfer.episodes, transfer.epsilon)
         config = replace(self.config, mode=mode, episodes=episodes, epsilon_start=epsilon)
         task = Task(program, machine, limit, config.min_bytes, mode)
-        nothing = LimitResult(limit, None, *3 * [float("nan")], task.engine.calls)
+        nothing = LimitResult(limit, None, math.nan, math.nan, math.nan, task.engine.calls)
         try:
             check_reachable(task)
         except Infeasible:
@@ -144,8 +146,8 @@ class Agent:
             trainer.q.load_state_dict(self.weights)
             trainer.target.load_state_dict(self.weights)
         starts = [rows_of(plan.decisions) for plan in carried]
-        for rows in starts:
-            trainer.repeat(actions_of(task, rows))
+        for start in starts:
+            trainer.repeat(actions_of(task, start))
         if not starts:
             trainer.repeat([])
         visits = 0
@@ -207,14 +209,14 @@ class Agent:
         return (best if best_ns < NEVER else None), best_ns
 
     def _weights(self, trainer: Trainer) -> Floats:
-        """float64[m, 3] for ``Moves``: how many of the elites empty each of ``program.gaps`` in each way."""
+        """float64[m, 4] for ``Moves``: how many of the elites empty each of ``program.gaps`` in each way."""
         graph, gaps = trainer.task.graph, trainer.task.program.gaps(self.config.min_bytes)
         at = {gap: i for i, gap in enumerate(gaps)}
-        weights = np.full((len(gaps), 3), EXPLORE)
+        weights = np.full((len(gaps), KEPT + 1), EXPLORE)
         for _, nodes in trainer.elites:
             for node in nodes:
                 if graph.action_kind[node] != NOTHING:
-                    ways = [0] if graph.action_kind[node] == OFFLOAD else [1, 2]
+                    ways = [SWAPPED] if graph.action_kind[node] == OFFLOAD else [RECOMPUTED, KEPT]
                     weights[at[graph.gaps[graph.action_gap[node]]], ways] += 1 / len(trainer.elites)
         return weights
 
@@ -225,7 +227,9 @@ def actions_of(task: Task, rows: Rows) -> list[int]:
     graph = task.graph
     node_of = {(int(graph.action_kind[i]), graph.gaps[graph.action_gap[i]][::2]): i
                for i in np.flatnonzero(graph.action_gap >= 0).tolist()}  # fmt: skip
-    ordered = sorted(rows.tolist(), key=lambda row: (row[2] < row[3], row[2]))  # those that wrap are open first
+    ordered = sorted(
+        rows.tolist(), key=lambda row: (row[AFTER] < row[BEFORE], row[AFTER])
+    )  # those that wrap are open first
     wanted = [(REMOVE if kind == RECOMPUTE else OFFLOAD, (t, before)) for kind, t, _, before, _ in ordered]
     todo = [node_of[key] for key in wanted if key in node_of]
     walk, nodes = Walk(task), []

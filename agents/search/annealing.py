@@ -17,12 +17,13 @@ from agents.heuristics.autoswap import SCORES, AutoSwap
 from agents.heuristics.capuchin import Capuchin
 from agents.heuristics.memonger import Memonger
 from agents.heuristics.superneurons import SuperNeurons
-from agents.planner import MIB, Planner, Rows, check_mode, finish, infeasible, plans_of
-from agents.search.local_search import Moves, anneal, ways_of
+from agents.planner import MIB, Facts, Planner, Rows, finish, infeasible, plans_of, ways_of
+from agents.search.local_search import Moves, anneal
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
+from simulator.ways import check_mode
 
 
 class Annealing:
@@ -37,7 +38,10 @@ class Annealing:
         min_bytes: tensors below this size stay.
     """
 
-    name = "annealing"
+    facts = Facts(
+        "annealing", "simulated annealing", "", family="search and exact", slot=2, place=220, moves="joint", slow=1,
+    )  # fmt: skip
+    name = facts.key
 
     def __init__(
         self,

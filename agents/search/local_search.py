@@ -20,17 +20,17 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from agents.planner import RECOMPUTE, SWAP, Candidates, Rows
+from agents.planner import Candidates, Rows, row_of
+from simulator.compiled.encoding import AFTER, BEFORE, EXTRA, KIND, SWAP, TENSOR
 from simulator.compiled.engine import Engine
-from simulator.plan import cannot_recompute
-from simulator.program import Gap, Program
+from simulator.program import Program
+from simulator.ways import KEPT, RECOMPUTED, SWAPPED, ways_to_empty
 
 FILL, EMPTY = 0.4, 0.4  # shares of the moves; the rest are shifts and ways
 PRUNE = 3  # gaps that an empty move tries to fill
 SHIFT = 8.0  # kernels, mean of a shift
 TRIES = 100  # moves tried before giving up
 
-Row = tuple[int, int, int, int, int]
 Floats = NDArray[np.float64]
 
 
@@ -38,13 +38,13 @@ class Moves:
     """The candidate gaps of a program, the present plan of the search, and the one that it tries.
 
     Args:
-        weights: float64[m, 3], how likely each way of each of the m gaps of ``program.gaps(min_bytes)`` is picked
-            (swap, recompute, recompute that keeps); None: all alike.
+        weights: float64[m, 4], how likely each way (SWAPPED, RECOMPUTED, KEPT) of each of the m gaps of
+            ``program.gaps(min_bytes)`` is picked; None: all alike.
 
     Attributes:
         gaps: those that can be emptied in at least one way.
         rows: int64[len(gaps), 5], a row per gap, whether it is in use or not.
-        weights: float64[len(gaps), 3], as above; may be changed.
+        weights: float64[len(gaps), 4], as above; may be changed.
         on: bool[len(gaps)], gaps that the plan empties.
         load: int64[n], planned residency per kernel.
     """
@@ -53,19 +53,18 @@ class Moves:
         self, program: Program, limit: int, mode: str, min_bytes: int, seed: int, weights: Floats | None = None
     ) -> None:
         gaps = program.gaps(min_bytes)
-        ways = [ways_of(program, gap, mode) for gap in gaps]
+        ways = [ways_to_empty(program, gap, mode) for gap in gaps]
         kept = [i for i, w in enumerate(ways) if w]
         self.gaps = [gaps[i] for i in kept]
         candidates = Candidates(program, self.gaps)
         self.index = {(g.tensor, g.before): i for i, g in enumerate(self.gaps)}
         self._live_bytes, self._nbytes = candidates.live_bytes, candidates.nbytes
-        self._ways = np.zeros((len(kept), 3, 5), dtype=np.int64)
-        self.weights = np.zeros((len(kept), 3))
+        self._ways = np.zeros((len(kept), KEPT + 1, 5), dtype=np.int64)  # the row of each way
+        self.weights = np.zeros((len(kept), KEPT + 1))
         for i, j in enumerate(kept):
-            for row in ways[j]:
-                column = row[0] + row[0] * row[4]
-                self._ways[i, column] = row
-                self.weights[i, column] = 1.0 if weights is None else weights[j, column]
+            for way in ways[j]:
+                self._ways[i, way] = row_of(gaps[j], way)
+                self.weights[i, way] = 1.0 if weights is None else weights[j, way]
         self._after = np.array([g.after for g in self.gaps], dtype=np.int64)
         self._limit, self._rng = limit, np.random.default_rng(seed).integers(1, 2**63, 1, dtype=np.uint64)
         self.rows, self.on, self.load = self._empty()
@@ -79,7 +78,7 @@ class Moves:
         """Makes this the plan of ``rows`` (int64[k, 5]), of gaps that are candidates."""
         self.rows, self.on, self.load = self._empty()
         for row in rows:
-            i = self.index[int(row[1]), int(row[3])]
+            i = self.index[int(row[TENSOR]), int(row[BEFORE])]
             _put(self.rows, self.on, self.load, self._nbytes, i, True, row)
 
     def plan(self) -> Rows:
@@ -134,15 +133,6 @@ def anneal(
     return best, best_ns
 
 
-def ways_of(program: Program, gap: Gap, mode: str) -> list[Row]:
-    """The rows that can empty ``gap``: a swap, a recomputation, one that keeps; none where ``mode`` and the
-    program allow none."""
-    ways: list[Row] = [(SWAP, *gap, -1)] if mode != "recompute" else []
-    if mode != "swap" and gap.after < gap.before and cannot_recompute(program, *gap) is None:
-        ways += [(RECOMPUTE, *gap, 0), (RECOMPUTE, *gap, 1)]
-    return ways
-
-
 # ------------------------------------------------------------------------------------- compiled part
 
 
@@ -176,9 +166,9 @@ def _add(load, after, before, nbytes):  # type: ignore[no-untyped-def]
 def _put(rows, on, load, nbytes, i, empty, row):  # type: ignore[no-untyped-def]
     """Makes gap i emptied as ``row`` says, or filled."""
     if on[i]:
-        _add(load, rows[i, 2], rows[i, 3], nbytes[i])
+        _add(load, rows[i, AFTER], rows[i, BEFORE], nbytes[i])
     if empty:
-        _add(load, row[2], row[3], -nbytes[i])
+        _add(load, row[AFTER], row[BEFORE], -nbytes[i])
     on[i] = empty
     rows[i] = row
 
@@ -222,11 +212,11 @@ def _weighted_off(rng, on, weights, rows, moved, k):  # type: ignore[no-untyped-
             if on[i] or i == moved:
                 continue
             if k >= 0:
-                after, before = rows[i, 2], rows[i, 3]
+                after, before = rows[i, AFTER], rows[i, BEFORE]
                 inside = after < k < before if after < before else k > after or k < before
                 if not inside:
                     continue
-            w = weights[i, 0] + weights[i, 1] + weights[i, 2]
+            w = weights[i, SWAPPED] + weights[i, RECOMPUTED] + weights[i, KEPT]
             if turn:
                 at -= w
                 if at < 0.0:
@@ -239,25 +229,28 @@ def _weighted_off(rng, on, weights, rows, moved, k):  # type: ignore[no-untyped-
 @njit(cache=True)
 def _way(rng, weights, ways, i):  # type: ignore[no-untyped-def]
     """A random way to empty gap i, by weight."""
-    at = _random(rng) * (weights[i, 0] + weights[i, 1] + weights[i, 2])
-    for w in range(2):
-        at -= weights[i, w]
+    at = _random(rng) * (weights[i, SWAPPED] + weights[i, RECOMPUTED] + weights[i, KEPT])
+    for way in range(SWAPPED, KEPT):
+        at -= weights[i, way]
         if at < 0.0:
-            return ways[i, w]
-    return ways[i, 2] if weights[i, 2] > 0.0 else ways[i, 1] if weights[i, 1] > 0.0 else ways[i, 0]
+            return ways[i, way]
+    for way in range(KEPT, SWAPPED, -1):  # the last one, unless rounding led here
+        if weights[i, way] > 0.0:
+            return ways[i, way]
+    return ways[i, SWAPPED]
 
 
 @njit(cache=True)
 def _shifted(rng, row, opens, n):  # type: ignore[no-untyped-def]
     """A swap with another ``after`` or another ``prefetch``; ``opens`` is where its gap opens."""
     out = row.copy()
-    out[4] = -1
+    out[EXTRA] = -1
     shift = int(-SHIFT * math.log(1.0 - _random(rng)))
     what = _random(rng)
     if what < 0.5:
-        out[2] = (opens + min(shift, (row[3] - opens - 2) % n)) % n
+        out[AFTER] = (opens + min(shift, (row[BEFORE] - opens - 2) % n)) % n
     elif what < 0.75:
-        out[4] = (row[3] - 1 - min(shift, (row[3] - row[2] - 1) % n)) % n
+        out[EXTRA] = (row[BEFORE] - 1 - min(shift, (row[BEFORE] - row[AFTER] - 1) % n)) % n
     return out
 
 
@@ -275,7 +268,7 @@ def _propose(rng, limit, nbytes, ways, weights, opens, rows, on, load, new_rows,
             _put(new_rows, new_on, new_load, nbytes, i, True, _way(rng, weights, ways, i))
             for _ in range(PRUNE):
                 j = _pick(rng, new_on, True)
-                if j != i and _fits(new_load, new_rows[j, 2], new_rows[j, 3], limit - nbytes[j]):
+                if j != i and _fits(new_load, new_rows[j, AFTER], new_rows[j, BEFORE], limit - nbytes[j]):
                     _put(new_rows, new_on, new_load, nbytes, j, False, new_rows[j])
         else:
             i = _pick(rng, on, True)
@@ -286,7 +279,7 @@ def _propose(rng, limit, nbytes, ways, weights, opens, rows, on, load, new_rows,
                 _put(new_rows, new_on, new_load, nbytes, i, False, rows[i])
             elif several and _random(rng) < 0.5:
                 _put(new_rows, new_on, new_load, nbytes, i, True, _way(rng, weights, ways, i))
-            elif rows[i, 0] == SWAP:
+            elif rows[i, KIND] == SWAP:
                 _put(new_rows, new_on, new_load, nbytes, i, True, _shifted(rng, rows[i], opens[i], n))
             else:
                 continue

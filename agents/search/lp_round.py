@@ -12,13 +12,15 @@ from __future__ import annotations
 import numpy as np
 
 from agents.bound import floor
-from agents.planner import MIB, RECOMPUTE, SWAP, Rows, check_mode, finish, infeasible
+from agents.planner import MIB, Facts, Rows, finish, infeasible, row_of
 from agents.search.annealing import start
 from agents.search.local_search import Moves, anneal
-from simulator.compiled.engine import NEVER, Engine
+from simulator.compiled.encoding import BEFORE, KIND, NEVER, RECOMPUTE, SWAP, TENSOR
+from simulator.compiled.engine import Engine
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
+from simulator.ways import RECOMPUTED, SWAPPED, check_mode
 
 DROP = 0.3
 RUNS = ((0.05, 1e-3), (0.2, 1e-3), (1.0, 3e-3))  # explore: added to every weight; hot: of the ideal time
@@ -39,7 +41,8 @@ class LPRound:
         floor: the floor under all plans of the mode, after ``plan``.
     """
 
-    name = "lp_round"
+    facts = Facts("lp_round", "LP rounding", "", family="search and exact", slot=4, place=230, moves="joint", slow=2)
+    name = facts.key
 
     def __init__(self, calls: int | None = None, mode: str = "joint", min_bytes: int = MIB, seed: int = 0) -> None:
         if calls is not None and calls < 20:
@@ -61,7 +64,7 @@ class LPRound:
             for part in (self.floor.swapped, self.floor.recomputed)
         )
         rounded = [
-            (RECOMPUTE, *g, 0) if drop > DROP else (SWAP, *g, -1)
+            row_of(g, RECOMPUTED if drop > DROP else SWAPPED)
             for g, leave, drop in zip(gaps, swapped, recomputed, strict=True)
             if drop > DROP or (leave + drop > 1e-3 and self.mode != "recompute")
         ]
@@ -73,12 +76,15 @@ class LPRound:
                 self.simulator_calls = engine.calls
                 raise infeasible(self, program, limit, required if self.mode == "swap" else None)
             best = found
-        fractions = np.stack([swapped, recomputed / 2, recomputed / 2], 1)
-        search = _Search(engine, best, best_ns, self.floor.iteration_ns, np.random.default_rng(self.seed))
+        fractions = np.stack([np.zeros_like(swapped), swapped, recomputed / 2, recomputed / 2], 1)
+        tried = [
+            Moves(program, limit, self.mode, self.min_bytes, self.seed + run, fractions + explore)
+            for run, (explore, _) in enumerate(RUNS)
+        ]
+        search = _Search(engine, tried[0], best, best_ns, self.floor.iteration_ns, np.random.default_rng(self.seed))
         calls = self.calls or min(KERNELS // len(program.kernels), MOST)
         left = max(calls - 1 - engine.calls, 0)  # the last call is the final check
-        for run, (explore, hot) in enumerate(RUNS):
-            moves = Moves(program, limit, self.mode, self.min_bytes, self.seed + run, fractions + explore)
+        for moves, (_, hot) in zip(tried, RUNS, strict=True):
             search.run(moves, best, best_ns, left // 3 // len(RUNS), hot)
         for _ in range(max(left // 2 // KICK, 1)):
             search.kick(min(KICK, left // 2))
@@ -89,14 +95,14 @@ class LPRound:
 class _Search:
     """The best plan so far, and the moves that found it."""
 
-    def __init__(self, engine: Engine, best: Rows, best_ns: int, enough_ns: int, rng: np.random.Generator) -> None:
-        self.engine, self.best, self.best_ns, self.enough_ns, self.rng = engine, best, best_ns, enough_ns, rng
-        self.moves: Moves | None = None
+    def __init__(
+        self, engine: Engine, moves: Moves, best: Rows, best_ns: int, enough_ns: int, rng: np.random.Generator
+    ) -> None:
+        self.engine, self.moves, self.best, self.best_ns = engine, moves, best, best_ns
+        self.enough_ns, self.rng = enough_ns, rng
 
     def run(self, moves: Moves, start: Rows, start_ns: int, calls: int, hot: float) -> None:
         """One run of annealing."""
-        if self.moves is None:
-            self.moves = moves
         if self.best_ns > self.enough_ns:
             seed = int(self.rng.integers(2**31))
             found, found_ns = anneal(moves, self.engine, start, start_ns, calls, hot, COLD, seed, self.enough_ns)
@@ -108,11 +114,12 @@ class _Search:
         emptied in that way."""
         if self.best_ns <= self.enough_ns:
             return
-        dropped = np.flatnonzero(self.best[:, 0] == RECOMPUTE)
+        dropped = np.flatnonzero(self.best[:, KIND] == RECOMPUTE)
         out = int(self.rng.choice(dropped if len(dropped) else len(self.best)))
         moves, row = self.moves, self.best[out]
-        i = moves.index[int(row[1]), int(row[3])]
+        i = moves.index[int(row[TENSOR]), int(row[BEFORE])]
         weights = moves.weights[i].copy()
-        moves.weights[i] = np.where(np.arange(3) == 0, 0.0, weights) if row[0] == SWAP else weights * [1, 0, 0]
+        swapped = np.arange(len(weights)) == SWAPPED
+        moves.weights[i] = np.where(swapped == (row[KIND] == SWAP), 0.0, weights)
         self.run(moves, np.delete(self.best, out, 0), NEVER, calls, HOT)
         moves.weights[i] = weights

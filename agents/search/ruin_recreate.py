@@ -18,13 +18,14 @@ import random
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.planner import RECOMPUTE, Rows
+from agents.planner import Rows, rows_for
+from simulator.compiled.encoding import EXTRA
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
-from simulator.plan import cannot_recompute
 from simulator.program import Program
+from simulator.ways import KEPT, RECOMPUTED, STAYS, ways_to_empty
 
-FILLED, DROP, KEEP = -1, 0, 1  # what a plan does with a gap; the last two are the last column of its row
+FILLED, DROP, KEEP = STAYS, RECOMPUTED, KEPT  # what a plan does with a gap
 NEAR_BEST = 1e-3  # of the ideal time: a plan that is worse than the best by less may be ruined next
 NEAR, FEW, ANY = 12, 5, 0.7  # ruins: largest neighbourhood, most decisions anywhere, share of a neighbourhood
 
@@ -47,10 +48,10 @@ class RuinRecreate:
     def __init__(
         self, program: Program, machine: Machine, limit: int, min_bytes: int, calls: int, patience: int, seed: int
     ) -> None:
-        self.gaps = [g for g in program.gaps(min_bytes) if cannot_recompute(program, *g) is None]
+        self.gaps = [g for g in program.gaps(min_bytes) if ways_to_empty(program, g, "recompute")]
         self.limit, self.budget, self.patience = limit, calls, patience
         self.engine = Engine(program, machine, 2**62, iterations=1)  # each iteration of such a plan is like the first
-        self._rows = np.array([(RECOMPUTE, *g, 0) for g in self.gaps], dtype=np.int64).reshape(-1, 5)
+        self._rows = rows_for(self.gaps, RECOMPUTED)
         self._open: list[list[int]] = [[] for _ in program.kernels]
         for i, g in enumerate(self.gaps):
             for k in range(g.after, g.before + 1):
@@ -92,8 +93,8 @@ class RuinRecreate:
     def rows(self, state: State) -> Rows:
         """int64[n, 5]: the rows of a state."""
         on = state != FILLED
-        rows = self._rows[on]
-        rows[:, 4] = state[on]
+        rows: Rows = self._rows[on]
+        rows[:, EXTRA] = state[on] == KEEP
         return rows
 
     def _excess(self, state: State) -> tuple[NDArray[np.int64], int]:

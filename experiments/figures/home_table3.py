@@ -18,7 +18,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 from omegaconf import DictConfig
 
-from agents.heuristics.home import HOME, RECOMPUTED, RETAINED, SWAPPED, Evaluator
+from agents.heuristics.home import HOME, Evaluator, placements
 from agents.heuristics.layers import feature_maps
 from experiments import cli
 from experiments.figures import home
@@ -27,7 +27,6 @@ from experiments.plotting.palette import INK, look
 from experiments.plotting.plots import figure
 from experiments.report import Row, warm_up
 from simulator.machine import Machine
-from simulator.plan import cannot_recompute
 
 TITLE = "HOME, Table 3: time of the search and of an evaluation"
 THREADS, PARTICLES, ITERATIONS = 16, 500, 500  # the paper's
@@ -54,7 +53,7 @@ def run(task: Row, machine: Machine) -> Row:
     gaps = [m.gap for m in feature_maps(program)]
     evaluator = Evaluator(program, machine, machine.memory_bytes, gaps)
     rng = np.random.default_rng(0)
-    ways = [[RETAINED, SWAPPED] + [RECOMPUTED] * (cannot_recompute(program, *gap) is None) for gap in gaps]
+    ways = [placements(program, gap, "joint") for gap in gaps]
     particles = np.stack([rng.choice(np.array(w, np.int8), EVALUATIONS) for w in ways], axis=1)
     begin = time.process_time()
     evaluator.evaluate(particles)

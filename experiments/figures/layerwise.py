@@ -24,11 +24,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from agents.heuristics.superneurons import STRATEGIES, layer_bytes, leaving, segment_bytes, segments
-from agents.planner import RECOMPUTE, SWAP
 from simulator.compiled.engine import simulate
 from simulator.machine import Machine
 from simulator.plan import Decision, Plan, Recompute, Swap
 from simulator.program import Gap, Kernel, KernelKind, Phase, Program, Tensor, TensorKind
+from simulator.ways import RECOMPUTED, SWAPPED
 
 MB = 2**20  # the paper's: CONV1's output at batch 200 is 221.56
 FLOAT = 4
@@ -200,12 +200,12 @@ def plan(program: Program, offload: bool = True, strategy: str | None = None, br
     ways = leaving(program, "joint", 1, joins=branches)
     decisions: list[Decision] = [
         Swap(*gap, prefetch=gap.before - 1 if branches else _prefetch(program, gap), sync=True)
-        for gap, way in ways.items() if way == SWAP and offload and program.kernels[gap.before].phase == "backward"
+        for gap, way in ways.items() if way == SWAPPED and offload and program.kernels[gap.before].phase == "backward"
     ]  # fmt: skip
     dropped: dict[int, list[Gap]] = {}
     segment = segments(program)
     for gap, way in ways.items():
-        if way == RECOMPUTE and strategy:
+        if way == RECOMPUTED and strategy:
             dropped.setdefault(segment[gap.tensor], []).append(gap)
     l_peak = max(layer_bytes(program, k) for k in range(len(program.kernels)))
     for gaps in dropped.values():

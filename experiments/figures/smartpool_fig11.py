@@ -40,13 +40,13 @@ from experiments.report import Row
 from simulator import Machine, Plan, Program, simulate
 from simulator.compiled.engine import decisions_of
 from simulator.pool import Intervals, program_lifetimes, timeline_lifetimes
+from simulator.ways import MODES
 
 TITLE = "SmartPool, Fig. 11: overhead against footprint reduction, four methods"
 POOLS = {  # allocator without a plan, and with one
     "smartpool+autoswap": ("cnmem", "smartpool"), "memonger": ("cudamalloc", "cudamalloc"),
     "superneurons": ("superneurons", "superneurons"), "geeps": ("cudamalloc", "cudamalloc"),
 }  # fmt: skip
-MODES = ("swap", "recompute", "joint")
 BUDGETS = (0.25, 0.5, 1.0)  # of memonger's B
 TOP = 0.8  # overhead that the picture shows
 NAMED = {"superneurons": " (s swap, r recompute, b both)"}

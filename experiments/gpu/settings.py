@@ -10,7 +10,6 @@ from typing import Any
 import agents
 from experiments.gpu.networks import NETWORKS
 
-TRAINED = ("dqn", "dqn_paper")  # planners that need training
 COMPARING = 1500.0  # seconds; torch.compile takes most of them
 
 
@@ -41,7 +40,7 @@ class Settings:
     machine: str = "h200"
     workloads: tuple[str, ...] = ("vgg16", "resnet50", "gpt2_medium")
     limits: tuple[float, ...] = (0.7, 0.5, 0.35)
-    planners: tuple[str, ...] = tuple(name for name in agents.PLANNERS if name not in TRAINED)
+    planners: tuple[str, ...] = tuple(agents.untrained())
     train: tuple[str, ...] = ("autoswap_swdoa", "superneurons", "capuchin", "lp_round")
     steps: int = 5
     seconds: float = 440.0

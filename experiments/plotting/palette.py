@@ -1,4 +1,5 @@
-"""How each planner and allocator looks: its name for people, its colour and its marker. Every colour is in this file.
+"""How each planner and allocator looks: its name for people, its colour and its marker. Every colour is in this file,
+a planner's by its family and slot (``agents.planner.Facts``).
 
 Hues of planners are families of methods: AutoSwap blue, other swapping orange and brown, recomputation purple, both
 green, search red, exact and none black, learned pink. Of allocators: the rivals grey and warm, offline ones cool.
@@ -6,7 +7,12 @@ green, search red, exact and none black, learned pink. Of allocators: the rivals
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
+
+import agents
+from agents.planner import Facts, Family
 
 INK, FAINT, LIMIT, FLOOR, GRID = "#222222", "#9a9a9a", "#222222", "#d9d9d9", "#eeeeee"
 BEST_OF = "the best of each family"
@@ -20,54 +26,55 @@ class Look(NamedTuple):
     marker: str = "o"
 
 
-FAMILIES: dict[str, dict[str, Look]] = {
-    "swap: AutoSwap": {
-        "autoswap_doa": Look("AutoSwap DOA", "#8cc5ee", "o"),
-        "autoswap_aoa": Look("AutoSwap AOA", "#4a9bd4", "s"),
-        "autoswap_wdoa": Look("AutoSwap WDOA", "#1f5fa8", "^"),
-        "autoswap_swdoa": Look("AutoSwap SWDOA", "#08306b", "D"),
-        "autoswap_bo": Look("AutoSwap BO", "#00a6c8", "v"),
-        "smartpool+autoswap": Look("SmartPool + AutoSwap", "#5b5be0", "P"),
-    },
-    "swap: other heuristics": {
-        "vdnn_all": Look("vDNN all", "#fdae6b", "o"),
-        "vdnn_conv": Look("vDNN conv", "#f16913", "s"),
-        "vdnn_dyn": Look("vDNN dyn", "#a63603", "^"),
-        "geeps": Look("GeePS", "#b8860b", "D"),
-        "tflms": Look("TFLMS", "#7a5c3a", "v"),
-        "offload_all": Look("save_on_cpu", "#d4c200", "P"),
-    },
-    "recompute": {
-        "checkpoint_sqrt": Look("checkpoints, √n segments", "#b39ddb", "o"),
-        "checkpoint_all": Look("checkpoints, every block", "#8e5bd0", "s"),
-        "memonger": Look("memonger", "#4a148c", "^"),
-        "activation_budget": Look("activation budget", "#a3319f", "D"),
-    },
-    "swap and recompute": {
-        "superneurons": Look("SuperNeurons", "#74c476", "o"),
-        "capuchin": Look("Capuchin", "#238b45", "s"),
-        "tensile": Look("TENSILE", "#00441b", "^"),
-    },
-    "search and exact": {
-        "none": Look("no plan", "#222222", "x"),
-        "random_search": Look("random search", "#9a9a9a", "o"),
-        "annealing": Look("simulated annealing", "#fb6a4a", "s"),
-        "home": Look("HOME", "#cb181d", "^"),
-        "lp_round": Look("LP rounding", "#67000d", "D"),
-        "milp": Look("MILP", "#000000", "v"),
-    },
-    "learned": {
-        "dqn": Look("DQN", "#d6336c", "o"),
-        "dqn_greedy": Look("DQN, greedy policy", "#f783ac", "s"),
-        "dqn_paper": Look("DQN, as in the paper", "#8a1253", "^"),
-        "dqn_paper_greedy": Look("DQN, as in the paper, greedy policy", "#d3a0bd", "D"),
-    },
+class Hues(NamedTuple):
+    """A family of planners: the colour of the whole, then colours and markers of its members, by ``Facts.slot``."""
+
+    colour: str
+    slots: tuple[str, ...] = ()
+    markers: str = "os^DvP"
+
+
+HUES: dict[Family, Hues] = {
+    "swap: AutoSwap": Hues("#1f5fa8", ("#8cc5ee", "#4a9bd4", "#1f5fa8", "#08306b", "#00a6c8", "#5b5be0")),
+    "swap: other heuristics": Hues("#f16913", ("#fdae6b", "#f16913", "#a63603", "#b8860b", "#7a5c3a", "#d4c200")),
+    "recompute": Hues("#8e5bd0", ("#b39ddb", "#8e5bd0", "#4a148c", "#a3319f")),
+    "swap and recompute": Hues("#238b45", ("#74c476", "#238b45", "#00441b")),
+    "search and exact": Hues("#cb181d", ("#222222", "#9a9a9a", "#fb6a4a", "#cb181d", "#67000d", "#000000"), "xos^Dv"),
+    "learned": Hues("#d6336c", ("#d6336c", "#f783ac", "#8a1253", "#d3a0bd")),
+    "other": Hues("#17becf"),
 }
+SPARE = ("#8c564b", "#17becf", "#bcbd22", "#e377c2")  # of planners without a slot
+
+
+def spare(planner: str, text: str) -> Look:
+    """Looks from a fixed cycle, by the planner's name."""
+    return Look(text, SPARE[sum(planner.encode()) % len(SPARE)])
+
+
+def _entries() -> Iterator[Facts]:
+    """The facts of every planner, and of the greedy policy of those that learn, which has a look of its own."""
+    for facts in agents.PLANNERS.values():
+        yield facts
+        if facts.learned:
+            slot = None if facts.slot is None else facts.slot + 1
+            yield replace(facts, key=f"{facts.key}_greedy", label=f"{facts.label}, greedy policy", slot=slot)
+
+
+def _look(facts: Facts) -> Look:
+    _, slots, markers = HUES[facts.family]
+    if facts.slot is None or facts.slot >= len(slots):
+        return spare(facts.key, facts.label)
+    return Look(facts.label, slots[facts.slot], markers[facts.slot])
+
+
+FAMILIES: dict[str, dict[str, Look]] = {}  # members in the order of their slots
+for _name in HUES:
+    _members = [facts for facts in _entries() if facts.family == _name]
+    if _members:
+        _members.sort(key=lambda facts: (facts.slot is None, facts.slot))
+        FAMILIES[_name] = {facts.key: _look(facts) for facts in _members}
 LOOKS = {name: look for family in FAMILIES.values() for name, look in family.items()}
-FAMILY_COLOURS = {
-    "swap: AutoSwap": "#1f5fa8", "swap: other heuristics": "#f16913", "recompute": "#8e5bd0",
-    "swap and recompute": "#238b45", "search and exact": "#cb181d", "learned": "#d6336c", "other": "#17becf",
-}  # fmt: skip
+FAMILY_COLOURS: dict[str, str] = {name: hues.colour for name, hues in HUES.items()}
 ALLOCATORS = {  # of simulator.pool, whose names they have; "superneurons" is its heap
     "cudamalloc": Look("cudaMalloc", "#9a9a9a", "x"),
     "caching": Look("PyTorch's caching allocator", "#e6550d", "o"),
@@ -89,8 +96,8 @@ TECHNIQUES = {"liveness": "#1f5fa8", "offload": "#f16913", "recompute": "#8e5bd0
 PARTS = {"computation": "#9a9a9a", "overlap": "#1f5fa8", "recomputation": "#8e5bd0", "swapping": "#cb181d"}
 SWARM = {"worst": "#9a9a9a", "mean": "#1f5fa8", "best": "#cb181d"}  # of HOME's particles
 CAPACITY_OF = {  # methods of SuperNeurons' Tables 4 and 5
-    "own": "#c9c9c9", "none": "#6b6b6b", "memonger": "#4a148c", "vdnn_all": "#fdae6b", "superneurons": "#74c476",
-    "superneurons_joins": "#238b45", "lp_round": "#67000d",
+    "own": "#c9c9c9", "none": "#6b6b6b", "superneurons_joins": "#238b45",
+    **{name: LOOKS[name].colour for name in ("memonger", "vdnn_all", "superneurons", "lp_round")},
 }  # fmt: skip
 PREDICTED, MEASURED = "#9a9a9a", "#cb181d"
 STYLE = {
@@ -102,9 +109,8 @@ STYLE = {
 
 
 def look(planner: str) -> Look:
-    """A planner's looks; one that is not known takes a colour from a fixed cycle, by its name."""
-    spare = ("#8c564b", "#17becf", "#bcbd22", "#e377c2")
-    return LOOKS.get(planner, Look(planner, spare[sum(planner.encode()) % len(spare)]))
+    """A planner's looks; those of one that is not known are spare ones."""
+    return LOOKS[planner] if planner in LOOKS else spare(planner, planner)
 
 
 def colour(planner: str) -> str:

@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings, strategies as st
+from scipy import optimize
 
-from agents import bound
 from agents.bound import floor
-from agents.search.local_search import ways_of
+from agents.planner import ways_of
 from simulator import Kernel, Machine, Plan, Program, Recompute, Swap, Tensor, simulate
 from simulator.compiled.engine import Engine
 from tests import tiny
@@ -118,7 +118,7 @@ def test_solver_tolerances_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> Non
     program = pyramid(6, 0)
     limit = int(0.5 * program.peak_bytes)
     true = floor(program, MACHINE, limit).iteration_ns
-    solve = bound.linprog
+    solve = optimize.linprog
 
     def careless(*args: object, **options: object) -> object:
         found = solve(*args, **options)
@@ -126,7 +126,7 @@ def test_solver_tolerances_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> Non
         found.ineqlin.marginals = found.ineqlin.marginals + 0.1 * rng.standard_normal(len(found.ineqlin.marginals))
         return found
 
-    monkeypatch.setattr(bound, "linprog", careless)
+    monkeypatch.setattr(optimize, "linprog", careless)
     assert floor(program, MACHINE, limit).iteration_ns <= true
 
 

@@ -12,6 +12,7 @@ import agents
 from agents.bound import floor
 from agents.planner import Candidates, spans
 from simulator import Gap, Kernel, Machine, Plan, Program, Swap, Tensor, simulate
+from simulator.ways import MODES
 from tests.strategies import machines, programs
 
 # Search methods with few simulator calls, for tiny programs.
@@ -21,10 +22,10 @@ FAST: dict[str, dict[str, object]] = {
     "autoswap_bo": {"evaluations": 6}, "milp": {"time_limit": 2.0},
     "smartpool+autoswap": {"align": False},
 }  # fmt: skip
-MODES = ("annealing", "lp_round", "superneurons", "capuchin", "tensile", "home")
+TESTED = [name for name in agents.untrained() if name != "milp"]
 PLANNERS: list[tuple[str, dict[str, object]]] = [
-    *((name, {}) for name in agents.PLANNERS if not name.startswith("dqn") and name != "milp"),
-    *((name, {"mode": mode}) for name in MODES for mode in ("swap", "recompute", "joint")),
+    *((name, {}) for name in TESTED),
+    *((name, {"mode": mode}) for name in TESTED if "mode" in agents.options(name) for mode in MODES),
     ("superneurons", {"always": True}), ("superneurons", {"early": True}),
 ]  # fmt: skip
 
@@ -57,15 +58,19 @@ def test_no_planner_is_over_the_limit_or_below_the_floor(
         plan = planner.plan(program, machine, limit)
     except agents.Infeasible as error:
         # With addresses, what fits as bytes need not fit.
-        assert (limit < program.peak_bytes or name == "smartpool+autoswap") and f"within {limit:,} bytes" in str(error)
+        assert (limit < program.peak_bytes or agents.PLANNERS[name].addressed) and f"within {limit:,} bytes" in str(
+            error
+        )
         return
     timeline = simulate(program, plan, machine, plan.limit)  # checks that the plan fits the program
     assert timeline.peak_bytes <= limit and timeline.period
     assert (plan.fingerprint, plan.planner) == (program.fingerprint, name)
-    assert plan.limit == limit or (plan.limit < limit and name == "smartpool+autoswap")
+    assert plan.limit == limit or (plan.limit < limit and agents.PLANNERS[name].addressed)
     assert planner.simulator_calls >= 1
     assert Plan.from_dict(plan.to_dict()) == plan
     kinds = {isinstance(d, Swap) for d in plan.decisions}
+    moves = options.get("mode", agents.PLANNERS[name].moves)
+    assert kinds <= {"": set(), "swap": {True}, "recompute": {False}, "joint": {True, False}}[str(moves)]
     for mode in ["joint"] + ["swap"] * (kinds <= {True}) + ["recompute"] * (kinds <= {False}):
         found = floor(program, machine, limit, mode)
         assert found.feasible and found.iteration_ns <= timeline.iteration_ns
@@ -94,8 +99,14 @@ def test_unknown_names_and_options_name_the_nearest() -> None:
 
 
 def test_torch_is_imported_by_the_learned_planners_only() -> None:
-    make = "import agents, sys; made = [agents.make(n) for n in agents.PLANNERS if not n.startswith('dqn')]"
+    make = "import agents, sys; made = [agents.make(n) for n in agents.untrained()]"
     code = f"{make}; assert made and 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_importing_agents_imports_nothing_that_takes_long() -> None:
+    slow = {"torch", "torch_geometric", "sklearn", "scipy.optimize", "scipy.sparse", "ortools", "gymnasium"}
+    code = f"import agents, sys; found = {slow} & set(sys.modules); assert agents.PLANNERS and not found, found"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import yaml
 
-from agents.learned.dqn import DQN, DQNPaper, config_from
+from agents.learned.dqn_config import config_from
+from agents.learned.planner import DQN, DQNPaper
 
 AGENTS = Path(__file__).parents[2] / "configs" / "agent"
 

@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 import agents
 from agents.exact.milp import MILP, Costs
 from agents.exact.milp_model import Recomputation
-from agents.planner import RECOMPUTE, Rows
-from agents.search.local_search import ways_of
+from agents.planner import Rows, ways_of
 from simulator import Gap, Kernel, Machine, Program, Recompute, Tensor
+from simulator.compiled.encoding import RECOMPUTE
 from simulator.compiled.engine import Engine, rows_of
 from simulator.plan import cannot_recompute
 from tests import tiny

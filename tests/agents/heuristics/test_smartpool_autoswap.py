@@ -11,8 +11,9 @@ from hypothesis import given, settings, strategies as st
 import agents
 from agents.heuristics.autoswap import SCORES, peak_gaps
 from agents.heuristics.smartpool_autoswap import SmartPoolAutoSwap, just_in_time
-from agents.planner import SWAP, Candidates
+from agents.planner import Candidates
 from simulator import Kernel, Machine, Plan, Program, Swap, Tensor, simulate
+from simulator.compiled.encoding import SWAP
 from simulator.pool import Packing, program_lifetimes, smartpool, timeline_lifetimes
 from simulator.pool.validate import overlaps
 from tests import tiny

@@ -8,8 +8,8 @@ import pytest
 
 import agents
 from agents.heuristics.superneurons import layer_bytes, leaving, prefetch, segment_bytes, segments, tensor_cache
-from agents.planner import RECOMPUTE, SWAP
 from simulator import Gap, Kernel, Machine, Program, Recompute, Swap, Tensor, simulate
+from simulator.ways import RECOMPUTED, SWAPPED
 
 MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, copy_latency_ns=0)
 
@@ -38,8 +38,8 @@ NET = network([("conv", 10), ("norm", 10), ("activation", 10), ("conv", 10), ("a
 
 def test_conv_outputs_are_swapped_and_cheap_ones_recomputed() -> None:
     # 5 is used by neighbouring kernels (matmul and its backward), 6 is an FC layer's.
-    conv = dict.fromkeys([Gap(1, 1, 10), Gap(4, 4, 7)], SWAP)
-    cheap = dict.fromkeys([Gap(2, 2, 9), Gap(3, 3, 8)], RECOMPUTE)
+    conv = dict.fromkeys([Gap(1, 1, 10), Gap(4, 4, 7)], SWAPPED)
+    cheap = dict.fromkeys([Gap(2, 2, 9), Gap(3, 3, 8)], RECOMPUTED)
     assert leaving(NET, "joint", 1) == conv | cheap
     assert leaving(NET, "swap", 1) == conv
     assert leaving(NET, "recompute", 1) == cheap

@@ -10,8 +10,8 @@ from hypothesis import given, settings, strategies as st
 
 import agents
 from agents.heuristics.vdnn import VDNN, offloads, prefetches
-from agents.planner import SWAP, SYNC_SWAP
 from simulator import Gap, Kernel, Machine, Program, Swap, Tensor, simulate
+from simulator.compiled.encoding import SWAP, SYNC_SWAP
 from simulator.program import KernelKind
 from simulator.timeline import Breakdown
 from tests.strategies import machines, programs

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from agents.learned.dqn import DQNConfig, Trainer, TrainingStateError, config_from, train
-from agents.learned.dqn_config import RENAMED
+from agents.learned.dqn import DQNConfig, Trainer, TrainingStateError, train
+from agents.learned.dqn_config import RENAMED, config_from
 from agents.learned.experience_buffer import ExperienceBuffer, State
 from agents.learned.structure2vec import Structure2Vec
 from agents.learned.transfer import Agent, TransferConfig, actions_of

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from agents.planner import Rows
-from agents.search.ruin_recreate import FILLED, RuinRecreate
+from agents.search.ruin_recreate import DROP, FILLED, KEEP, RuinRecreate
 from simulator import Machine, Plan, Program
 from simulator.compiled.engine import Engine, decisions_of
 from tests.agents.exact.test_milp import pyramid, training, two_uses
@@ -46,8 +46,8 @@ def test_the_greedy_step_takes_the_most_excess_away_per_ns() -> None:
     assert [g.tensor for g in found.gaps] == [0, 1]
     excess, ns = found._excess(state)
     assert (excess.tolist(), ns) == ([0, 0, 20, 0, 0, 0], program.ideal_ns)
-    assert found._recreate(state, (0, 1)) == program.ideal_ns + 50
-    assert state[1] == 1  # b keeps
+    assert found._recreate(state, (DROP, KEEP)) == program.ideal_ns + 50
+    assert state[1] == KEEP
 
 
 def test_nothing_to_do_and_nothing_to_be_done() -> None:

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 import agents
-from agents.planner import RECOMPUTE, SWAP, Candidates
+from agents.planner import Candidates
 from agents.search.local_search import Moves
 from agents.search.random_search import random_subset
 from simulator import Kernel, Machine, Program, Tensor
+from simulator.compiled.encoding import RECOMPUTE, SWAP
 from simulator.compiled.engine import Engine, rows_of
+from simulator.ways import KEPT, SWAPPED
 
 MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, copy_latency_ns=0)
 
@@ -121,8 +123,8 @@ def test_moves_keep_the_residency(mode: str) -> None:
 
 def test_weights_decide_what_is_picked() -> None:
     program = pyramid(8, 2)
-    weights = np.zeros((len(program.gaps(1)), 3))
-    weights[:5, 0] = 1.0
+    weights = np.zeros((len(program.gaps(1)), KEPT + 1))
+    weights[:5, SWAPPED] = 1.0
     moves = Moves(program, program.peak_bytes, "joint", 1, seed=0, weights=weights)
     seen = set()
     for _ in range(200):

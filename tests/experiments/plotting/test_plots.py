@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 import agents
+from agents.planner import Family
 from experiments.plotting import palette, plots
 from experiments.report import MB
 from simulator import Machine, Plan, Program, Swap, simulate
@@ -62,7 +64,7 @@ def test_every_planner_has_its_colour() -> None:
     assert len({look.colour for look in palette.LOOKS.values()}) == len(palette.LOOKS)
     for family in palette.FAMILIES.values():
         assert len({look.marker for look in family.values()}) == len(family)
-    assert set(palette.FAMILY_COLOURS) == {*palette.FAMILIES, "other"}
+    assert set(palette.FAMILY_COLOURS) == {*palette.FAMILIES, "other"} == set(get_args(Family))
 
 
 def test_a_few_planners_share_one_picture(tmp_path: Path, drawn: list[Figure]) -> None:
@@ -87,7 +89,7 @@ def test_a_few_planners_share_one_picture(tmp_path: Path, drawn: list[Figure]) -
 
 @pytest.mark.parametrize("scale", ["log", "linear"])
 def test_a_crowd_is_drawn_by_family(scale: str, tmp_path: Path, drawn: list[Figure]) -> None:
-    names = [n for n in agents.PLANNERS if not n.startswith("dqn")] + ["new"]
+    names = [*agents.untrained(), "new"]
     rows = [
         result(n, x, None if n == "vdnn_conv" else 0.01 * i * (1 - x), 0.0)
         for i, n in enumerate(names)

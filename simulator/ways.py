@@ -1,0 +1,29 @@
+"""What may be done with the gaps of a program: the modes of a plan, and the ways to empty one gap.
+
+Not used by the simulator itself; in one place for the environments, the planners and the bound on them.
+"""
+
+from __future__ import annotations
+
+from simulator.plan import cannot_recompute
+from simulator.program import Gap, Program
+
+MODES = ("swap", "recompute", "joint")  # the decisions that a plan may have: of one kind, or of both
+
+# What happens to the tensor in a gap. Arrays are indexed by these.
+STAYS, SWAPPED, RECOMPUTED, KEPT = range(4)  # KEPT: recomputed, and what its chain recovers stays (``keep``)
+
+
+def check_mode(mode: str) -> str:
+    """The mode; raises ValueError unless it is one of MODES."""
+    if mode not in MODES:
+        raise ValueError(f"mode: expected {', '.join(map(repr, MODES[:-1]))} or {MODES[-1]!r}, got {mode!r}")
+    return mode
+
+
+def ways_to_empty(program: Program, gap: Gap, mode: str) -> list[int]:
+    """SWAPPED, RECOMPUTED, KEPT, as far as ``mode`` and the program allow them in ``gap``."""
+    ways = [SWAPPED] if mode != "recompute" else []
+    if mode != "swap" and gap.after < gap.before and cannot_recompute(program, *gap) is None:
+        ways += [RECOMPUTED, KEPT]
+    return ways

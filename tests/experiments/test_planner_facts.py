@@ -1,0 +1,84 @@
+"""Adding a planner is one file: everything else that knows planners is derived from the facts at its class."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import agents
+from experiments import evaluate
+from tests.experiments.conftest import ROOT, chain
+
+NEW = """
+from agents.planner import MIB, Candidates, Facts, finish
+from simulator.compiled.engine import Engine
+
+
+class Everything:
+    facts = Facts("everything", "every gap", "a journal of 2031", moves="swap", slow=9)
+    name = facts.key
+
+    def __init__(self, min_bytes=MIB, seed=0, mode="swap"):
+        self.min_bytes = min_bytes
+
+    def plan(self, program, machine, limit):
+        rows = Candidates(program, program.gaps(self.min_bytes)).rows
+        return finish(self, program, machine, limit, Engine(program, machine, limit), rows)
+"""
+ASK = """
+import agents, json
+from experiments import evaluate, report
+from experiments.plotting import palette
+
+print(json.dumps([list(agents.PLANNERS), agents.options("new_exact"), report.planner_names(["all"]),
+                  list(evaluate.SLOW), palette.look("new_exact"), palette.family("new_exact")]))
+"""
+
+
+def python(copy: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Python with the package ``agents`` that lies in ``copy``, all others being this project's."""
+    path = os.pathsep.join([str(copy), str(ROOT)])
+    return subprocess.run([sys.executable, *words], cwd=copy, env={**os.environ, "PYTHONPATH": path},
+                          capture_output=True, text=True, check=False)  # fmt: skip
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A folder with a copy of ``agents``."""
+    shutil.copytree(ROOT / "agents", tmp_path / "agents", ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path
+
+
+def test_a_file_in_a_room_is_a_planner(copy: Path) -> None:
+    for room in agents.ROOMS:
+        (copy / "agents" / room / "new.py").write_text(NEW.replace('"everything"', f'"new_{room}"'))
+    done = python(copy, "-c", ASK)
+    assert done.returncode == 0, done.stderr
+    planners, options, everyone, slow, look, family = json.loads(done.stdout)
+    new = [f"new_{room}" for room in sorted(agents.ROOMS)]
+    assert planners == [*agents.PLANNERS, *new] and options == ["min_bytes", "seed", "mode"]
+    assert everyone == [*agents.untrained(), *new]
+    assert slow == [*new, *evaluate.SLOW]
+    assert look[0] == "every gap" and look[1].startswith("#") and family == "other"
+
+
+def test_the_commands_know_it(copy: Path) -> None:
+    (copy / "agents" / "heuristics" / "everything.py").write_text(NEW)
+    asked = python(copy, "-m", "experiments.evaluate", "--help")
+    assert "everything" in asked.stdout and "every gap, a journal of 2031" in asked.stdout, asked.stderr
+    chain().save(copy / "step.json")
+    run = ("-m", "experiments.evaluate", "program=step.json", "planners=[everything]", "limits=[0.8]", "out=found")
+    done = python(copy, *run, "jobs=1")
+    assert done.returncode == 0, done.stderr
+    (row,) = map(json.loads, (copy / "found" / "results.jsonl").read_text().splitlines())
+    assert row["planner"] == "everything" and row["feasible"] and (copy / "found" / "overhead.png").exists()
+
+
+def test_two_planners_of_one_key_are_refused(copy: Path) -> None:
+    (copy / "agents" / "search" / "another.py").write_text(NEW.replace('"everything"', '"home"'))
+    done = python(copy, "-c", "import agents")
+    assert done.returncode == 1 and "ValueError: two planners have the key 'home'" in done.stderr
