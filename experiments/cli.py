@@ -273,20 +273,6 @@ def values(cfg: DictConfig, key: str) -> list[Any]:
     return out
 
 
-def limit_bytes(value: object, program: Program, key: str = "limit") -> int:
-    """A limit in bytes: a fraction of the program's peak (at most 1), or a whole number of bytes.
-
-    Raises:
-        UsageError: it is neither.
-    """
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if number and 0 < value <= 1:  # type: ignore[operator]
-        return int(program.peak_bytes * value)  # type: ignore[operator]
-    if number and value > 1 and value == value // 1 and value < 2**63:  # type: ignore[operator]
-        return int(value)  # type: ignore[call-overload]
-    raise UsageError(f"{key}: expected a fraction of the peak (above 0, at most 1) or a number of bytes, got {value!r}")
-
-
 def machine(cfg: DictConfig) -> Machine:
     """The machine of ``cfg.machine``; raises FormatError naming the entry."""
     return Machine.from_dict(plain(cfg.machine))

@@ -24,6 +24,7 @@ from agents.heuristics.workspace import relaxed
 from experiments import cli, report
 from experiments.plotting import plots
 from experiments.report import Row
+from simulator.limits import limit_bytes
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
@@ -52,7 +53,7 @@ def main(cfg: DictConfig) -> None:
     if workspace and not any(kernel.variants for kernel in program.kernels):
         hint = "" if cfg.program is not None else "; workload.algorithms=true gives convolutions theirs"
         raise cli.UsageError(f"workspace: no kernel of {program.name!r} has several algorithms{hint}")
-    limits = [cli.limit_bytes(value, program, "limits") for value in cli.values(cfg, "limits")]
+    limits = [limit_bytes(value, program, "limits") for value in cli.values(cfg, "limits")]
     limits = sorted(set(limits), reverse=True)
     if plan is not None:
         plan.check(program)

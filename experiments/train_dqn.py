@@ -23,6 +23,7 @@ from agents.bound import floor
 from experiments import cli, report
 from experiments.plotting import plots
 from simulator.files import write_json
+from simulator.limits import limit_bytes
 
 if TYPE_CHECKING:
     from agents.learned.dqn import Episode
@@ -39,7 +40,7 @@ def main(cfg: DictConfig) -> None:
     config = cli.dataclass_of(dqn.DQNConfig, cfg.agent, "agent")
     resume = checkpoint_of(cli.path(cfg, "resume"))
     program = cli.program(cfg, machine)
-    limit = cli.limit_bytes(cfg.limit, program)
+    limit = limit_bytes(cfg.limit, program)
     fraction = limit / program.peak_bytes
     directory = report.RunDirectory(
         run_path(cfg, resume), f"{program.name}-{fraction:.3g}-seed{seed}", finished="summary.json"

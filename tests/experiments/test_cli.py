@@ -73,18 +73,6 @@ def test_agent_configs_list_every_key_of_the_agent(name: str) -> None:
     assert set(config) == {f.name for f in fields(made)}
 
 
-@pytest.mark.parametrize(("value", "expected"), [(0.5, 0.5), (1, 1.0), (1.0, 1.0), (12345, 12345), (2e6, 2_000_000)])
-def test_a_limit_is_a_fraction_of_the_peak_or_bytes(value: float, expected: float, program: Program) -> None:
-    want = int(program.peak_bytes * expected) if expected <= 1 else expected
-    assert cli.limit_bytes(value, program) == want
-
-
-@pytest.mark.parametrize("value", [0, -1, 1.5, "abc", None, True, float("nan"), float("inf")])
-def test_any_other_limit_is_refused(value: object, program: Program) -> None:
-    with pytest.raises(cli.UsageError, match="limit: expected"):
-        cli.limit_bytes(value, program)
-
-
 @pytest.mark.parametrize("value", ["abc", 1.5, -1, None, True])
 def test_a_seed_is_a_number_from_0(value: object) -> None:
     with pytest.raises(cli.UsageError, match="seed: expected an integer"):
