@@ -42,7 +42,11 @@ def main(cfg: DictConfig) -> None:
     jobs = cli.jobs(cfg)
     mode = cli.choice(cfg, "mode", (None, "swap", "recompute", "joint"))
     scale = cli.choice(cfg, "scale", ("log", "linear"))
-    options = {"mode": mode, "calls": cli.integer(cfg, "calls", least=1) if cfg.calls is not None else None}
+    options = {
+        "mode": mode,
+        "calls": cli.integer(cfg, "calls", least=1) if cfg.calls is not None else None,
+        "min_bytes": cli.integer(cfg, "min_bytes") if cfg.min_bytes is not None else None,
+    }
     workspace = cfg.workspace
     if not (isinstance(workspace, bool) or workspace == "least"):
         raise cli.UsageError(f"workspace: expected true, false or least, got {workspace!r}")
