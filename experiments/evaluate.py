@@ -2,6 +2,7 @@
 
     python -m experiments.evaluate workload=vgg16 limits=[0.8,0.6] planners=[autoswap_swdoa,annealing]
     python -m experiments.evaluate program=step.json plan=plan.json limits=[0.6]
+    python -m experiments.evaluate workload=my_net.yaml machine=my_machine.yaml limits=[24GiB,80%]
     python -m experiments.evaluate workload.algorithms=true workspace=true limits=[0.8,0.6] planners=[superneurons]
     python -m experiments.evaluate -m workload=vgg16,resnet50 limits=[0.8,0.7,0.6,0.5,0.4,0.3] planners=all
 

@@ -1,6 +1,7 @@
 """Capture one training step, train the DQN to plan it, and compare the planners.
 
     python -m experiments.train_dqn workload=resnet50 machine=gtx1080ti limit=0.6 seed=1
+    python -m experiments.train_dqn workload=my_net.yaml machine=my_machine.yaml limit=24GiB
 
 The run directory holds summary.json, results.jsonl (a row per planner), plan.json (the DQN's best plan),
 checkpoint.pt, tb/ (TensorBoard), learning_curve.png, memory_curve.png and timeline.json (for Perfetto).

@@ -46,6 +46,7 @@ def refused(done: Done, *words: str) -> None:
         ("seed=1,2", "-m"),
         ("limit=[0.6", "limit"),
         ("~limit", "cannot be deleted"),
+        ("agent.walks=3", "this key is agent.num_envs now"),
         ("hydra/launcher=nowhere", "not installed"),
     ],
 )
