@@ -89,7 +89,7 @@ def entry(
                 sys.argv[1:] = options + overrides
                 hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(guarded)()
             except (HydraException, OmegaConfBaseException, UsageError, FormatError) as error:
-                refuse(re.sub(rf"{OWN}\d+", lambda option: files[option[0]], str(error)))
+                refuse(re.sub(rf"{OWN}\d+", lambda option: files.get(option[0], option[0]), str(error)))
             except KeyboardInterrupt:
                 print("interrupted", file=sys.stderr)
                 sys.exit(130)
