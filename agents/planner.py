@@ -7,6 +7,7 @@ slower transfers make kernels wait, but need no more memory.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -193,5 +194,34 @@ def infeasible(planner: Planner, program: Program, limit: int, least: int | None
     reach = f"the smallest limit it can reach is {least:,} bytes" if known else "it found no plan that fits"
     return Infeasible(
         f"{planner.name}: {program.name!r} cannot be planned within {limit:,} bytes (peak "
-        f"{program.peak_bytes:,}); {reach}"
+        f"{program.peak_bytes:,}); {reach}{held_back(program, limit, getattr(planner, 'min_bytes', 0))}"
     )
+
+
+def held_back(program: Program, limit: int, min_bytes: int) -> str:
+    """What an error adds where ``min_bytes`` is why nothing fits ``limit`` (bytes); '' where it is not.
+
+    It is where every tensor that could leave is below it, and where the planned residency with every gap emptied
+    fits only if smaller tensors leave, too. Then the largest ``min_bytes`` with which it does is named.
+    """
+    sizes = sorted({program.tensors[gap.tensor].nbytes for gap in program.gaps()})
+    small = [nbytes for nbytes in sizes if nbytes < min_bytes]
+    if not small or least_residency(program, min_bytes) <= limit:
+        return ""
+    help_from = bisect_left(small, True, key=lambda nbytes: least_residency(program, nbytes) > limit)
+    if help_from == 0 and len(small) < len(sizes):
+        return ""  # the limit is too small with any
+    what = "every tensor that could leave is below" if len(small) == len(sizes) else "tensors stay that are below"
+    hint = f"min_bytes={small[help_from - 1]} could help" if help_from else f"the largest has {small[-1]:,} bytes"
+    return f", because {what} min_bytes ({min_bytes:,} bytes): {hint}"
+
+
+def least_residency(program: Program, min_bytes: int) -> int:
+    """The peak of the planned residency with every gap of tensors of at least ``min_bytes`` emptied, in bytes."""
+    n = len(program.kernels)
+    change = np.zeros(n + 1, dtype=np.int64)
+    for tensor, after, before in program.gaps(min_bytes):
+        for span in spans(after, before, n):
+            change[span.start] -= program.tensors[tensor].nbytes
+            change[span.stop] += program.tensors[tensor].nbytes
+    return int((np.array(program.live_bytes, dtype=np.int64) + np.cumsum(change)[:n]).max())

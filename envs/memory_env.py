@@ -27,8 +27,10 @@ from numpy.typing import NDArray
 from envs.graph import AHEAD, FEATURES, RELIEF, STATIC, VALID
 from envs.walk import DEAD_END_REWARD, Task, Walk
 from simulator import Kernel, Machine, Program, Tensor
+from simulator.limits import limit_bytes
 
 Observation = dict[str, NDArray[Any]]
+Limit = float | str  # as simulator.limits.limit_bytes takes it
 
 
 def small_task() -> tuple[Program, Machine]:
@@ -50,30 +52,23 @@ def small_task() -> tuple[Program, Machine]:
     return program, Machine("small", 2**30, 12 * 10**9, 12 * 10**9)
 
 
-def limit_bytes(program: Program, limit: float | int) -> int:
-    """A limit as bytes: up to 1 it is a fraction of the program's peak.
-
-    Raises:
-        ValueError: the limit is not positive.
-    """
-    if not limit > 0:
-        raise ValueError(f"limit: expected a positive number, got {limit}")
-    return int(limit * program.peak_bytes) if limit <= 1 else int(limit)
-
-
 def make_tasks(
-    program: Program | Sequence[Program] | None, machine: Machine | None, limit: float | int | Sequence[float | int],
+    program: Program | Sequence[Program] | None, machine: Machine | None, limit: Limit | Sequence[Limit],
     min_bytes: int, mode: str,
 ) -> list[Task]:  # fmt: skip
-    """One task per program and limit."""
+    """One task per program and limit.
+
+    Raises:
+        ValueError: a limit is wrong, or there is a program and no machine.
+    """
     if program is None:
         program, default_machine = small_task()
         machine = machine or default_machine
     programs = [program] if isinstance(program, Program) else list(program)
     if machine is None:
         raise ValueError("machine: needed with a program")
-    limits = list(limit) if isinstance(limit, Sequence) else [limit]
-    return [Task(one, machine, limit_bytes(one, fraction), min_bytes, mode) for one in programs for fraction in limits]
+    limits = list(limit) if isinstance(limit, (list, tuple)) else [limit]
+    return [Task(one, machine, limit_bytes(each, one), min_bytes, mode) for one in programs for each in limits]
 
 
 def dynamic_features(walk: Walk, out: NDArray[np.float32]) -> None:
@@ -98,7 +93,7 @@ class MemoryEnv(gymnasium.Env[Observation, np.int64]):
     Args:
         program: one or several; None: a small built-in task.
         machine: the machine they run on.
-        limit: fraction of the peak (up to 1) or bytes; or several, drawn per episode.
+        limit: fraction of the peak (up to 1), bytes, or a size such as "24GiB"; or several, drawn per episode.
         min_bytes: tensors below this size are left out.
         mode: "swap", "recompute" or "joint".
     """
@@ -107,7 +102,7 @@ class MemoryEnv(gymnasium.Env[Observation, np.int64]):
 
     def __init__(
         self, program: Program | Sequence[Program] | None = None, machine: Machine | None = None,
-        limit: float | int | Sequence[float | int] = 0.7, min_bytes: int = 2**20, mode: str = "joint",
+        limit: Limit | Sequence[Limit] = 0.7, min_bytes: int = 2**20, mode: str = "joint",
     ):  # fmt: skip
         self.tasks = make_tasks(program, machine, limit, min_bytes, mode)
         self.walk = Walk(self.tasks[0])
@@ -184,7 +179,7 @@ class MemoryVectorEnv(gymnasium.vector.VectorEnv[Observation, NDArray[np.int64],
 
     def __init__(
         self, num_envs: int, program: Program | Sequence[Program] | None = None, machine: Machine | None = None,
-        limit: float | int | Sequence[float | int] = 0.7, min_bytes: int = 2**20, mode: str = "joint",
+        limit: Limit | Sequence[Limit] = 0.7, min_bytes: int = 2**20, mode: str = "joint",
     ):  # fmt: skip
         self.num_envs = num_envs
         self.tasks = make_tasks(program, machine, limit, min_bytes, mode)

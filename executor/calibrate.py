@@ -2,9 +2,9 @@
 
     python -m executor.calibrate machine.yaml [--backend cuda|host] [--machine h200] [--max-bytes N]
 
-writes a Machine that ``Machine.load`` reads, each figure with how it was measured, and machine.json with every
-measurement. What is not measured (FLOP rates, memory bandwidth, efficiencies, alignment, what the driver takes) is
-that of the machine given.
+writes a Machine that ``Machine.load`` and every command's ``machine=machine.yaml`` read, each figure with how it was
+measured, and machine.json with every measurement. What is not measured (FLOP rates, memory bandwidth, efficiencies,
+alignment, what the driver takes) is that of the machine given.
 
 1. *Transfers*: one copy from 4 KiB to 1 GiB, in steps of four, as far as a quarter of either memory and the time
    (``seconds``) go; the median of REPEATS. It is timed from the end of a kernel to the end of the copy, as the

@@ -22,6 +22,7 @@ from experiments import cli, report
 from experiments.learning import spread
 from simulator import Machine, Program, simulate
 from simulator.files import write_json
+from simulator.limits import limit_bytes
 
 
 @cli.entry("ablation")
@@ -41,7 +42,7 @@ def main(cfg: DictConfig) -> None:
             raise cli.UsageError(f"only: there is no variant {name!r}{cli.nearest(name, set(variants))}")
     variants = {n: v for n, v in variants.items() if cfg.only is None or n in cli.values(cfg, "only")}
     program = cli.program(cfg, machine)
-    limit = cli.limit_bytes(cfg.limit, program)
+    limit = limit_bytes(cfg.limit, program)
     jobs = cli.jobs(cfg)
     tasks = list(itertools.product(variants, cli.values(cfg, "seeds")))
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in variants}

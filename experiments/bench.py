@@ -28,7 +28,7 @@ import os
 import time
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from agents.heuristics.autoswap import peak_gaps
 from experiments import cli
@@ -75,18 +75,10 @@ def main(cfg: DictConfig) -> None:
 
 
 def capture(name: str, machine: Machine) -> tuple[float, Program]:
-    """The best of three captures of a workload in seconds, and its program.
-
-    Raises:
-        UsageError: there is no such workload.
-    """
+    """The best of three captures of a workload in seconds, and its program; raises as ``cli.workload``."""
     from experiments import workloads
 
-    file = cli.CONFIGS / "workload" / f"{name}.yaml"
-    if not file.is_file():
-        known = {path.stem for path in file.parent.glob("*.yaml")}
-        raise cli.UsageError(f"workloads: there is no workload {name!r}{cli.nearest(name, known)}")
-    config = cli.plain(OmegaConf.load(file))  # type: ignore[arg-type]
+    config = cli.workload(name)
     times = []
     for _ in range(3):
         start = time.perf_counter()

@@ -2,6 +2,9 @@
 
 An unknown key, a group option that does not exist and any error that bad input can cause end in one
 sentence on stderr and exit status 2. Anything else is a bug in this project and keeps its traceback.
+
+``machine=`` and ``workload=`` take a YAML file of one's own (its name ends in .yaml, .yml or .json; relative to the
+working directory) wherever they take a preset, in sweeps too.
 """
 
 from __future__ import annotations
@@ -18,7 +21,9 @@ from types import UnionType
 from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 import hydra
+import yaml
 from hydra._internal.utils import get_args_parser
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -56,8 +61,11 @@ def entry(
     """
 
     def decorate(task: Callable[[DictConfig], None]) -> Callable[[], None]:
+        typed: list[str] = []  # the words of the command line: what results record
+
         @functools.wraps(task)
         def guarded(cfg: DictConfig) -> None:
+            sys.argv[1:] = typed
             try:
                 task(cfg)
             except Exception as error:
@@ -72,12 +80,16 @@ def entry(
             args = get_args_parser().parse_intermixed_args()
             overrides = keyed(args.overrides, positional) if positional else args.overrides
             # Hydra's own parser wants the options before the overrides; here they come in any order.
-            sys.argv[1:] = [word for word in sys.argv[1:] if word not in args.overrides] + overrides
+            options = [word for word in sys.argv[1:] if word not in args.overrides]
+            typed[:] = options + overrides
+            files: dict[str, str] = {}
             try:
+                overrides, files = with_own_files(overrides)
                 check_overrides(config_name, overrides, args.multirun, args.config_dir)
+                sys.argv[1:] = options + overrides
                 hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(guarded)()
-            except (HydraException, OmegaConfBaseException, UsageError) as error:
-                refuse(error)
+            except (HydraException, OmegaConfBaseException, UsageError, FormatError) as error:
+                refuse(re.sub(rf"{OWN}\d+", lambda option: files.get(option[0], option[0]), str(error)))
             except KeyboardInterrupt:
                 print("interrupted", file=sys.stderr)
                 sys.exit(130)
@@ -123,6 +135,69 @@ def keyed(words: list[str], key: str) -> list[str]:
     return [w for w in words if w not in bare] + ([f"{key}={','.join(quoted)}"] if bare else [])
 
 
+def with_own_files(words: list[str]) -> tuple[list[str], dict[str, str]]:
+    """The words of a command line, each file of ``machine=`` and ``workload=`` as an option of that config group.
+
+    The content is put into Hydra's config store, which launchers hand on to the processes of a sweep. A file
+    replaces the preset as a whole, so that keys of both are not mixed; later words change it as they change a preset.
+
+    Returns:
+        The words, and each option's file as it was typed.
+
+    Raises:
+        UsageError, FormatError: a file is missing or malformed.
+    """
+    files: dict[str, str] = {}
+    out = []
+    for word in words:
+        group, _, text = word.partition("=")
+        if group not in OWN_FILES:
+            out.append(word)
+            continue
+        values = _written(word, text)
+        for i, value in enumerate(values):
+            if Path(value).suffix in SUFFIXES:
+                values[i] = f"{OWN}{len(files)}"
+                files[values[i]] = value
+                package, node = OWN_FILES[group](Path(value).expanduser())
+                ConfigStore.instance().store(values[i], node, group, package)
+        out.append(f"{group}={','.join(values)}" if files.keys() & values else word)
+    return out, files
+
+
+def _written(word: str, text: str) -> list[str]:
+    """The values of an override, those of a sweep too; a path may have signs that Hydra would want to be quoted."""
+    if Path(text).is_file():
+        return [text]
+    try:
+        override = OverridesParser.create().parse_override(word)
+    except HydraException:
+        return text.split(",")
+    return [str(value) for value in _values(override)]
+
+
+def _machine_file(file: Path) -> tuple[str | None, dict[str, Any]]:
+    return None, Machine.load(file).to_dict()
+
+
+def _workload_file(file: Path) -> tuple[str | None, DictConfig]:
+    """Its keys are checked where it is captured (experiments/workloads)."""
+    try:
+        text = file.read_text()
+        node = OmegaConf.create(text)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise UsageError(f"{file}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    if not isinstance(node, DictConfig) or not node:
+        raise UsageError(f"{file}: not a workload (expected keys as in configs/workload/vgg16.yaml)")
+    package = re.search(r"^# @package (\S+)", text, re.MULTILINE)
+    return package[1] if package else None, node
+
+
+OWN_FILES: dict[str, Callable[[Path], tuple[str | None, Any]]] = {"machine": _machine_file, "workload": _workload_file}
+SUFFIXES = (".yaml", ".yml", ".json")
+OWN = "own-file-"  # and a number: the name of such an option
+
+
 def check_overrides(config_name: str, overrides: list[str], sweep: bool, config_dir: str | None = None) -> None:
     """Checks every ``key=value`` of a command line before anything runs.
 
@@ -134,6 +209,8 @@ def check_overrides(config_name: str, overrides: list[str], sweep: bool, config_
     for place in places:
         for file in place.glob("*/*.yaml"):
             options.setdefault(file.parent.name, set()).add(file.stem)
+    defaults = OmegaConf.load(CONFIGS / f"{config_name}.yaml").defaults
+    groups = {group for default in defaults if default != "_self_" for group in default}  # that this command has
     with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
         launchers = GlobalHydra.instance().config_loader().get_group_options("hydra/launcher")
         chosen = [f"hydra.searchpath=[file://{place}]" for place in places[1:]]
@@ -154,11 +231,12 @@ def check_overrides(config_name: str, overrides: list[str], sweep: bool, config_
                 continue  # Hydra checks its own
             if key in MOVED:
                 raise UsageError(f"{line}: this key is {MOVED[key]} now")
-            if key in options and not isinstance(override.value(), dict):
+            if key in groups and not isinstance(override.value(), dict):
                 values = list(_values(override))
                 for value in values:
-                    if str(value) not in options[key]:
-                        raise UsageError(f"{key}={value}: there is no such {key}{nearest(value, options[key])}")
+                    if str(value) not in options[key] and not str(value).startswith(OWN):
+                        hint = "; a file of your own ends in .yaml" if key in OWN_FILES else ""
+                        raise UsageError(f"{key}={value}: there is no such {key}{nearest(value, options[key])}{hint}")
                 chosen.append(f"{key}={values[0]}")
             else:
                 keyed.append(override)
@@ -273,23 +351,25 @@ def values(cfg: DictConfig, key: str) -> list[Any]:
     return out
 
 
-def limit_bytes(value: object, program: Program, key: str = "limit") -> int:
-    """A limit in bytes: a fraction of the program's peak (at most 1), or a whole number of bytes.
-
-    Raises:
-        UsageError: it is neither.
-    """
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if number and 0 < value <= 1:  # type: ignore[operator]
-        return int(program.peak_bytes * value)  # type: ignore[operator]
-    if number and value > 1 and value == value // 1 and value < 2**63:  # type: ignore[operator]
-        return int(value)  # type: ignore[call-overload]
-    raise UsageError(f"{key}: expected a fraction of the peak (above 0, at most 1) or a number of bytes, got {value!r}")
-
-
 def machine(cfg: DictConfig) -> Machine:
     """The machine of ``cfg.machine``; raises FormatError naming the entry."""
     return Machine.from_dict(plain(cfg.machine))
+
+
+def workload(name: str) -> dict[str, Any]:
+    """The configuration of a workload in a list: a shipped one's name, or a YAML file.
+
+    Raises:
+        UsageError: there is no such workload, or the file is malformed.
+    """
+    file = Path(name).expanduser()
+    if file.suffix not in SUFFIXES:
+        file = CONFIGS / "workload" / f"{name}.yaml"
+        if not file.is_file():
+            known = {path.stem for path in file.parent.glob("*.yaml")}
+            raise UsageError(f"workloads: there is no workload {name!r}{nearest(name, known)}")
+    config = plain(_workload_file(file)[1])
+    return config.get("workload", config)  # a file for the package _global_ has it one level down
 
 
 def program(cfg: DictConfig, on: Machine) -> Program:

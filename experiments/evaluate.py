@@ -2,6 +2,7 @@
 
     python -m experiments.evaluate workload=vgg16 limits=[0.8,0.6] planners=[autoswap_swdoa,annealing]
     python -m experiments.evaluate program=step.json plan=plan.json limits=[0.6]
+    python -m experiments.evaluate workload=my_net.yaml machine=my_machine.yaml limits=[24GiB,80%]
     python -m experiments.evaluate workload.algorithms=true workspace=true limits=[0.8,0.6] planners=[superneurons]
     python -m experiments.evaluate -m workload=vgg16,resnet50 limits=[0.8,0.7,0.6,0.5,0.4,0.3] planners=all
 
@@ -25,6 +26,7 @@ from agents.heuristics.workspace import relaxed
 from experiments import cli, report
 from experiments.plotting import plots
 from experiments.report import Row
+from simulator.limits import limit_bytes
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
@@ -44,7 +46,11 @@ def main(cfg: DictConfig) -> None:
     jobs = cli.jobs(cfg)
     mode = cli.choice(cfg, "mode", (None, *MODES))
     scale = cli.choice(cfg, "scale", ("log", "linear"))
-    options = {"mode": mode, "calls": cli.integer(cfg, "calls", least=1) if cfg.calls is not None else None}
+    options = {
+        "mode": mode,
+        "calls": cli.integer(cfg, "calls", least=1) if cfg.calls is not None else None,
+        "min_bytes": cli.integer(cfg, "min_bytes") if cfg.min_bytes is not None else None,
+    }
     workspace = cfg.workspace
     if not (isinstance(workspace, bool) or workspace == "least"):
         raise cli.UsageError(f"workspace: expected true, false or least, got {workspace!r}")
@@ -55,7 +61,7 @@ def main(cfg: DictConfig) -> None:
     if workspace and not any(kernel.variants for kernel in program.kernels):
         hint = "" if cfg.program is not None else "; workload.algorithms=true gives convolutions theirs"
         raise cli.UsageError(f"workspace: no kernel of {program.name!r} has several algorithms{hint}")
-    limits = [cli.limit_bytes(value, program, "limits") for value in cli.values(cfg, "limits")]
+    limits = [limit_bytes(value, program, "limits") for value in cli.values(cfg, "limits")]
     limits = sorted(set(limits), reverse=True)
     if plan is not None:
         plan.check(program)

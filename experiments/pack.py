@@ -37,6 +37,7 @@ from experiments.plotting import packing as pack_plot, palette
 from experiments.plotting.packing import binary
 from simulator.compiled.encoding import NEVER
 from simulator.files import write_json
+from simulator.limits import size_bytes
 from simulator.machine import Machine
 from simulator.pool import ALLOCATORS, ITERATIONS, Intervals, Packing, files, run
 from simulator.pool.times import allocation_ns
@@ -63,7 +64,7 @@ def main(cfg: DictConfig) -> None:
         raise cli.UsageError("file: expected a file to pack, as in python -m experiments.pack blocks.csv")
     names, machine = allocator_names(cli.values(cfg, "algorithms")), cli.machine(cfg)
     alignment, seconds = cli.integer(cfg, "alignment", least=1), cli.number(cfg, "seconds")
-    capacity = cli.integer(cfg, "capacity", least=1) if cfg.capacity is not None else None
+    capacity = size_bytes(cfg.capacity, "capacity") if cfg.capacity is not None else None
     buffers = files.load(file, cli.choice(cfg, "iteration", (None, True, False)))
     load = buffers.intervals.peak_bytes
     if not load:

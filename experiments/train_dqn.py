@@ -1,6 +1,7 @@
 """Capture one training step, train the DQN to plan it, and compare the planners.
 
     python -m experiments.train_dqn workload=resnet50 machine=gtx1080ti limit=0.6 seed=1
+    python -m experiments.train_dqn workload=my_net.yaml machine=my_machine.yaml limit=24GiB
 
 The run directory holds summary.json, results.jsonl (a row per planner), plan.json (the DQN's best plan),
 checkpoint.pt, tb/ (TensorBoard), learning_curve.png, memory_curve.png and timeline.json (for Perfetto).
@@ -23,6 +24,7 @@ from agents.bound import floor
 from experiments import cli, report
 from experiments.plotting import plots
 from simulator.files import write_json
+from simulator.limits import limit_bytes
 
 if TYPE_CHECKING:
     from agents.learned.dqn import Episode
@@ -39,7 +41,7 @@ def main(cfg: DictConfig) -> None:
     config = cli.dataclass_of(dqn.DQNConfig, cfg.agent, "agent")
     resume = checkpoint_of(cli.path(cfg, "resume"))
     program = cli.program(cfg, machine)
-    limit = cli.limit_bytes(cfg.limit, program)
+    limit = limit_bytes(cfg.limit, program)
     fraction = limit / program.peak_bytes
     directory = report.RunDirectory(
         run_path(cfg, resume), f"{program.name}-{fraction:.3g}-seed{seed}", finished="summary.json"

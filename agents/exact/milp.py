@@ -27,7 +27,7 @@ import numpy as np
 import agents
 from agents.bound import floor
 from agents.exact.milp_model import Recomputation, ZeroOne
-from agents.planner import MIB, Candidates, Facts, Infeasible, Rows, finish, plans_of, ways_of
+from agents.planner import MIB, Candidates, Facts, Infeasible, Rows, finish, held_back, plans_of, ways_of
 from agents.search.ruin_recreate import RuinRecreate
 from simulator.compiled.encoding import RECOMPUTE
 from simulator.compiled.engine import Engine
@@ -109,6 +109,7 @@ class MILP:
             raise Infeasible(
                 f"{self.name}: {program.name!r} cannot be planned within {limit:,} bytes (peak "
                 f"{program.peak_bytes:,}); {why.get(self.status, 'it found no plan that fits')}"
+                f"{held_back(program, limit, self.min_bytes) if below.feasible else ''}"
             )
         best_ns = engine.score(best).iteration_ns
         self.gap = 100.0 * (best_ns - self.bound_ns) / max(program.ideal_ns, 1)

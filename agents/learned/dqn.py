@@ -37,7 +37,7 @@ from agents.learned.dqn_config import DQNConfig, by_todays_names
 from agents.learned.experience_buffer import ExperienceBuffer, State
 from agents.learned.structure2vec import Structure2Vec
 from agents.learned.training_state import TrainingStateError, must_match, read_training_state, write_training_state
-from agents.planner import Infeasible
+from agents.planner import Infeasible, held_back
 from envs.graph import FEATURES, STATIC
 from envs.memory_env import current_node, dynamic_features
 from envs.walk import Task, Walk
@@ -370,7 +370,7 @@ def train(
         TrainingStateError: ``resume`` cannot be used.
     """
     task = Task(program, machine, limit, config.min_bytes, config.mode)
-    check_reachable(task)
+    check_reachable(task, config.min_bytes)
     trainer = Trainer(task, config, seed, planner)
     if resume is not None:
         trainer.load(resume)
@@ -395,7 +395,7 @@ def train(
     return DQNResult(trainer.best, greedy, trainer.history, task.engine.calls)
 
 
-def check_reachable(task: Task) -> None:
+def check_reachable(task: Task, min_bytes: int) -> None:
     """Raises Infeasible where not even swapping everything out in every gap would fit.
 
     A recomputed tensor is away in the same gap but costs its chain's memory, so this bounds all modes.
@@ -404,5 +404,6 @@ def check_reachable(task: Task) -> None:
     if smallest > task.limit:
         raise Infeasible(
             f"{task.program.name} cannot run in {task.limit:,} bytes: with every candidate tensor swapped out "
-            f"whenever it is not in use it still needs {smallest:,}"
+            f"whenever it is not in use it still needs {smallest:,} bytes"
+            f"{held_back(task.program, task.limit, min_bytes)}"
         )

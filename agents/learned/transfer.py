@@ -138,7 +138,7 @@ class Agent:
         task = Task(program, machine, limit, config.min_bytes, mode)
         nothing = LimitResult(limit, None, math.nan, math.nan, math.nan, task.engine.calls)
         try:
-            check_reachable(task)
+            check_reachable(task, config.min_bytes)
         except Infeasible:
             return nothing
         trainer = Trainer(task, config, self.seed)

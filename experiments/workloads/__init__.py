@@ -1,7 +1,8 @@
 """Workloads: the papers' networks, and anybody's own model.
 
-A workload is a configuration (``configs/workload/*.yaml``): ``name``, ``family``, what the family's module beside this
-file asks for (the keyword arguments of its ``build``: ``depth``, ``batch_size``, …), and
+A workload is a configuration (``configs/workload/*.yaml``, or a file of one's own): ``name``, ``family`` (``module``
+where there is a ``target``), what the family's module beside this file asks for (the keyword arguments of its
+``build``: ``depth``, ``batch_size``, …), and
 
 - ``iteration_ms``: measured iteration time by machine name; on those machines the kernels' durations are
   scaled to it, elsewhere they are the roofline's;
@@ -56,7 +57,7 @@ def build(workload: Mapping[str, Any]) -> Parts:
     Raises:
         WorkloadError: the configuration is wrong.
     """
-    family = workload.get("family")
+    family = workload.get("family", "module" if "target" in workload else None)
     if family not in FAMILIES:
         raise WorkloadError(f"workload.family: expected {', '.join(FAMILIES)}, got {family!r}")
     make: Callable[..., Parts] = importlib.import_module(f"experiments.workloads.{family}").build

@@ -10,9 +10,10 @@ from hypothesis import given, settings, strategies as st
 
 import agents
 from agents.bound import floor
-from agents.planner import Candidates, spans
+from agents.planner import Candidates, held_back, least_residency, spans
 from simulator import Gap, Kernel, Machine, Plan, Program, Swap, Tensor, simulate
 from simulator.ways import MODES
+from tests import tiny
 from tests.strategies import machines, programs
 
 # Search methods with few simulator calls, for tiny programs.
@@ -120,3 +121,32 @@ def test_candidates_residency_is_the_load_less_the_open_gaps() -> None:
     candidates.empty(load, 1)
     assert load.tolist() == [0, 5, 5, 5, 5, 0]
     assert spans(4, 1, 6) == (slice(5, 6), slice(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("limit", "min_bytes", "words"),
+    [  # the gaps are of a1 and a2 (40 bytes), then of w (10): emptied, the peak of 180 is 110, then 100
+        (150, 41, "every tensor that could leave is below min_bytes (41 bytes): min_bytes=40 could help"),
+        (105, 41, "every tensor that could leave is below min_bytes (41 bytes): min_bytes=10 could help"),
+        (99, 41, "every tensor that could leave is below min_bytes (41 bytes): the largest has 40 bytes"),
+        (105, 40, "tensors stay that are below min_bytes (40 bytes): min_bytes=10 could help"),
+        (110, 40, ""),
+        (99, 40, ""),
+        (105, 10, ""),
+        (99, 1, ""),
+    ],
+)
+def test_an_error_names_min_bytes_where_it_is_the_cause(limit: int, min_bytes: int, words: str) -> None:
+    assert held_back(tiny.PROGRAM, limit, min_bytes) == (words and f", because {words}")
+    for name in ("autoswap_doa", "lp_round", "superneurons", "milp"):
+        planner = agents.make(name, min_bytes=min_bytes, **FAST.get(name, {}))
+        if words:
+            with pytest.raises(agents.Infeasible) as caught:
+                planner.plan(tiny.PROGRAM, tiny.MACHINE, limit)
+            proven = name == "milp" and limit < 100  # by the floor, which is under all tensors
+            assert str(caught.value).endswith("plan fits" if proven else words)
+
+
+@given(programs(), st.integers(1, 200))
+def test_the_least_residency_is_that_of_every_gap_emptied(program: Program, min_bytes: int) -> None:
+    assert least_residency(program, min_bytes) == Candidates(program, program.gaps(min_bytes)).least

@@ -100,6 +100,13 @@ def test_several_programs_and_limits():
         envs.MemoryEnv(program, machine, 0)
 
 
+def test_a_limit_may_be_a_size():
+    program, machine = small_task()
+    env = envs.MemoryEnv(program, machine, ["24MiB", 0.6, 25_000_000])
+    assert [task.limit for task in env.tasks] == [24 * 2**20, int(0.6 * program.peak_bytes), 25_000_000]
+    assert envs.MemoryVectorEnv(2, program, machine, "24MiB").tasks[0].limit == 24 * 2**20
+
+
 def test_the_graph_is_the_operations():
     program, machine = small_task()
     graph = envs.Task(program, machine, program.peak_bytes // 2, mode="joint").graph

@@ -46,6 +46,7 @@ def refused(done: Done, *words: str) -> None:
         ("seed=1,2", "-m"),
         ("limit=[0.6", "limit"),
         ("~limit", "cannot be deleted"),
+        ("agent.walks=3", "this key is agent.num_envs now"),
         ("hydra/launcher=nowhere", "not installed"),
     ],
 )
@@ -71,18 +72,6 @@ def test_agent_configs_list_every_key_of_the_agent(name: str) -> None:
     config = OmegaConf.load(cli.CONFIGS / "agent" / f"{name}.yaml")
     made = cli.dataclass_of(DQNConfig, config, "agent")
     assert set(config) == {f.name for f in fields(made)}
-
-
-@pytest.mark.parametrize(("value", "expected"), [(0.5, 0.5), (1, 1.0), (1.0, 1.0), (12345, 12345), (2e6, 2_000_000)])
-def test_a_limit_is_a_fraction_of_the_peak_or_bytes(value: float, expected: float, program: Program) -> None:
-    want = int(program.peak_bytes * expected) if expected <= 1 else expected
-    assert cli.limit_bytes(value, program) == want
-
-
-@pytest.mark.parametrize("value", [0, -1, 1.5, "abc", None, True, float("nan"), float("inf")])
-def test_any_other_limit_is_refused(value: object, program: Program) -> None:
-    with pytest.raises(cli.UsageError, match="limit: expected"):
-        cli.limit_bytes(value, program)
 
 
 @pytest.mark.parametrize("value", ["abc", 1.5, -1, None, True])

@@ -114,6 +114,9 @@ def test_checkpoints_are_checked(tmp_path):
 def test_a_limit_below_reach_is_refused_at_once():
     with pytest.raises(Infeasible, match="cannot run in"):
         train(PROGRAM, MACHINE, PROGRAM.peak_bytes // 10, SMALL)
+    words = r"cannot run in .* because every tensor that could leave is below min_bytes \(1,099,511,627,776 bytes\)"
+    with pytest.raises(Infeasible, match=words):
+        train(PROGRAM, MACHINE, int(PROGRAM.peak_bytes * 0.8), config_from({**SMALL.__dict__, "min_bytes": 2**40}))
 
 
 def test_no_action_is_needed_above_the_peak():
