@@ -1,11 +1,9 @@
 """A slow, obvious checker of a Timeline: is what it says possible, and is it what the rules ask for?
 
-It shares no code with ``reference.py`` and ``engine.py`` and works the other way round: they decide what
-happens; this file takes the spans as given, replays them against a ledger of its own, and names every
-rule that they break. Content is tracked by **version**: the content of a tensor is the tuple of the kernel
-executions that wrote it, so that a stale host copy or a chain that ran the wrong kernels cannot pass.
-
-The rules (the numbers are those of the docstring of ``reference.py``):
+It shares no code with ``reference.py`` and ``compiled/`` and works the other way round: they decide what happens; it
+takes the spans as given, replays them against a ledger of its own, and names every rule that they break. Content is
+tracked by **version**, the kernel executions that wrote it, so that a stale host copy or a rematerialisation that ran
+the wrong kernels cannot pass. The rules (numbers: the docstring of ``reference.py``):
 
 - ``spans``      well formed, in order of start
 - ``overlap``    one piece of work at a time on a stream; on both copy streams with one copy engine (4)
@@ -13,8 +11,7 @@ The rules (the numbers are those of the docstring of ``reference.py``):
 - ``duration``   a kernel lasts as long as its algorithm does, a copy latency + bytes / bandwidth (4)
 - ``resident``   what a kernel or a step uses is in device memory when it starts (2, 6)
 - ``content``    … and has the content that program order gives it (7)
-- ``recompute``  a chain runs each kernel once, in program order, only before a kernel that needs it, and
-                 nothing in vain; it is the same in every iteration (7)
+- ``recompute``  each kernel once, in program order, only before one that needs it; the same in every iteration (7)
 - ``swap-out``   one for every opening of a gap, in order, after ``after``; none if the host copy is valid (4)
 - ``sync``       no kernel or step starts while a synchronous swap-out is queued or under way (4)
 - ``swap-in``    of a tensor on the host, after ``prefetch``, in order of next use (5)
