@@ -29,8 +29,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-# Before PyTorch is: memory in segments that grow, so that a cap counts bytes and not fragments. (2.9 calls this name
-# deprecated and does not hear its new one.)
+# Before PyTorch is imported: memory in segments that grow, so that a cap counts bytes and not fragments. (2.9 calls
+# this name deprecated and ignores its new one.)
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import torch

@@ -73,7 +73,7 @@ MAX_ITERATIONS = 64  # of a simulation that does not become steady (rule 10)
 
 
 class OutOfMemory(RuntimeError):
-    """A kernel needs more than the limit even when everything that the plan sends away is away."""
+    """A kernel needs more than the limit even with everything away that the plan swaps out or drops."""
 
     def __init__(self, kernel: int, requested: int, used: int, limit: int):
         super().__init__(

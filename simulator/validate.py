@@ -142,9 +142,9 @@ class _Rematerialisation:
 
     steps: list[int] = field(default_factory=list)  # kernels, as recorded
     reads: set[int] = field(default_factory=set)  # tensors read where they are
-    last: dict[int, int] = field(default_factory=dict)  # tensor in the chain's own memory -> step of its last use
+    last: dict[int, int] = field(default_factory=dict)  # tensor in the step's own memory -> step of its last use
     stay: set[int] = field(default_factory=set)  # dropped tensors that it brings back
-    own: dict[int, Version] = field(default_factory=dict)  # the chain's own memory, now
+    own: dict[int, Version] = field(default_factory=dict)  # the steps' own memory, now
     done: int = 0
 
 
@@ -251,14 +251,14 @@ class _Replay:
         return alive and not any(step <= w < kernel for w in self.writers[tensor])
 
     def _fetched_before_boundary(self, d: Swap) -> bool:
-        """A chain that reads a tensor on the host fetches it, and it stays: here, already before the boundary."""
+        """A recomputation that reads a tensor on the host fetches it, and it stays: here, before the boundary."""
         return any(
             d.tensor in self.program.kernels[w].inputs and self._same_since(d.tensor, w, k)
             for k in range(d.after + 1, self.n) for w in self.steps[k]
         )  # fmt: skip
 
     def _remat(self) -> _Rematerialisation:
-        """Reads the chain of the kernel that is next, and checks its form."""
+        """Reads what runs again before the next kernel, and checks its form."""
         k = self.position % self.n
         kernels = self.program.kernels
         remat = _Rematerialisation(self.steps[self.position])

@@ -126,7 +126,7 @@ class Profile:
 
 
 def path_of(profile: Profile) -> Path:
-    """``configs/profiles/<program>-<machine>.json``; what a file name does not like becomes ``_``."""
+    """``configs/profiles/<program>-<machine>.json``; what cannot stand in a file name becomes ``_``."""
     return PROFILES / (re.sub(r"[^\w.+-]", "_", f"{profile.program}-{profile.machine}") + ".json")
 
 
@@ -178,7 +178,7 @@ def measure(
     run = _Runner(captured, where, repeats, time.monotonic() + seconds)
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else f"{where.type} ({torch.get_num_threads()})"
     with torch.random.fork_rng([torch.cuda.current_device()] if where.type == "cuda" else []), torch.enable_grad():
-        # Without grad mode oneDNN's LSTM would keep nothing for its way back; no input asks for a gradient.
+        # Without grad mode oneDNN's LSTM would keep nothing for its backward pass; no input asks for a gradient.
         figures = [run.kernel(k) for k in range(len(captured.nodes))]
     durations, workspaces = zip(*figures, strict=True)
     return Profile(

@@ -296,5 +296,5 @@ class _Run:
 
 
 def _seed(block: Block, written: int = 0) -> int:
-    """32 bits that tell owner and version, after ``written`` writes more, from all others."""
+    """32 bits that differ for every owner and version; ``written``: writes since."""
     return (block.owner * 0x9E3779B1 + (block.version + written) * 0x85EBCA77 + 0x27D4EB2F) % 2**32

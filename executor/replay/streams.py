@@ -272,7 +272,7 @@ class _Walk:
         return out
 
     def _latest(self, jobs: Iterable[int], position: int) -> tuple[int, int] | None:
-        """(iterations back as a number up to 0, job) of the last of the jobs to start that is over at a position."""
+        """(iterations back, at most 0; job) of the last job to start that is over at a position."""
         return max(((-(self.ends[j] > position) - self.late[j], j) for j in jobs), default=None)
 
     # ---------------------------------------------------------------------------------- memory
@@ -308,7 +308,7 @@ class _Walk:
         program = self.program
         chains = resolve(program, self.plan.decisions).remats
         where = {b.owner: b for b in self.start}
-        own: dict[int, Block] = {}  # the memory of a chain
+        own: dict[int, Block] = {}  # the memory of a rematerialisation
         dropped: set[int] = set()
         self.uses: list[set[int]] = [set() for _ in self.jobs]  # tensors that must have come back
         kernel = 0  # the next one
@@ -365,7 +365,7 @@ class _Walk:
                         job.waits.append((-back, i))
 
     def _must_be_over(self, j: int, sync: list[int]) -> set[tuple[int, int]]:
-        """The numbered list of the module, as ``_latest`` tells them."""
+        """The jobs of the numbered list above (module), as ``_latest`` gives them."""
         kind, at, t = self.jobs[j].span.kind, self.begins[j], self.jobs[j].span.index
         out = {self._latest([i], at) for i in self.freed_by[j]}
         if kind == "swap_out":
@@ -383,7 +383,7 @@ class _Walk:
         return {x for x in out if x is not None}
 
     def _opening(self, j: int) -> tuple[tuple[int, int], Swap]:
-        """The decision that a copy belongs to, and the kernel whose end opened its gap, as ``_latest`` tells it."""
+        """The decision that a copy belongs to, and the kernel whose end opened its gap, as ``_latest`` gives it."""
         opened = []
         for d in self.plan.decisions:
             if isinstance(d, Swap) and d.tensor == self.jobs[j].span.index:

@@ -30,7 +30,7 @@ Call = tuple[int, Callable[..., Any], Callable[[list[Any]], Any], dict[str, Any]
 
 
 class Calls:
-    """The calls of every kernel and remat.
+    """The calls of every kernel and of every rematerialisation.
 
     Attributes:
         slots: node -> its place in the table.
@@ -128,7 +128,7 @@ class Calls:
     def rematerialise(
         self, k: int, remat: Rematerialisation, dropped: frozenset[int]
     ) -> list[tuple[list[Call], tuple[int, ...]]]:
-        """Per step of the chain of kernel k: its calls, and the slots that are cleared after it."""
+        """Per kernel that runs again for kernel k: its calls, and the slots that are cleared after it."""
         program, values = self.program, self.values
         last: dict[int, int] = {}
         for i, step in enumerate(remat.steps):

@@ -42,7 +42,7 @@ class Item(NamedTuple):
     """One launch on the compute stream.
 
     Attributes:
-        before_kernel: the kernel whose chain this is a step of; the kernel itself where it is none.
+        before_kernel: the kernel for which this one runs again; the kernel itself where it does not.
         charged, freed: bytes that it takes (with its workspace) and gives back when it is over.
     """
 
@@ -61,7 +61,7 @@ class Order:
 
     Attributes:
         program: under the plan's variants.
-        dropped: per kernel that has a chain, the tensors that are dropped when the chain begins.
+        dropped: per kernel for which others run again, the tensors that are dropped when these begin.
         start: where tensors are at the boundary that are not resident: "host", "out" (leaving) or "in" (coming back).
         used: bytes in use at the boundary.
         peak: largest number of bytes in use.
@@ -115,9 +115,9 @@ class _Walk:
         self.opens: dict[int, list[Decision]] = {}
         for d in sorted(plan.decisions, key=lambda d: d.tensor):
             self.opens.setdefault(d.after, []).append(d)
-        # Per item: kernel, whose chain, bytes allocated, freed, and the tensors that must be there.
+        # Per item: kernel, for which kernel it runs, bytes allocated, freed, and the tensors that must be there.
         self.items: list[tuple[int, int, bool, int, int, frozenset[int]]] = []
-        self.at: list[tuple[int, int]] = []  # per kernel: the first item of its chain, its own item
+        self.at: list[tuple[int, int]] = []  # per kernel: the first item that runs for it, its own item
         self.dropped: dict[int, frozenset[int]] = {}
         dropped: dict[int, Decision] = {}
         for k, kernel in enumerate(program.kernels):

@@ -383,7 +383,7 @@ class _Interrupt:
     """Ctrl-C while a step runs: noted, and handled when the step is over, done or undone.
 
     Attributes:
-        stop: it should be undone, if it still can. Another handler than Python's own is not asked before the end.
+        stop: it should be undone, if it still can. A handler other than Python's own is called only at the end.
     """
 
     def __enter__(self) -> _Interrupt:

@@ -174,7 +174,7 @@ class CudaEngines:
         event.synchronize()
 
     def synchronize(self) -> None:
-        with contextlib.suppress(RuntimeError):  # who drains the streams has an error to report already
+        with contextlib.suppress(RuntimeError):  # the caller already has an error to report
             torch.cuda.synchronize(self.device)
 
 
@@ -186,7 +186,7 @@ def _memory(nbytes: int) -> Bytes:
 
 
 def _unpin(runtime: Any, device: torch.device, address: int) -> None:
-    with contextlib.suppress(RuntimeError):  # what failed before is not told here
+    with contextlib.suppress(RuntimeError):  # an earlier failure is not reported here
         torch.cuda.synchronize(device)  # no copy may still be under way there
     with torch.cuda.device(device):
         runtime.cudaHostUnregister(address)

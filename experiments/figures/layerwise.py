@@ -258,7 +258,7 @@ def _residents(program: Program, plan: Plan) -> tuple[list[set[int]], int]:
     found, runs = [], 0
 
     def recover(t: int, k: int, back: list[int]) -> None:
-        """Brings ``t`` back at kernel ``k``; ``back``: what is dropped again when the chain is through."""
+        """Brings ``t`` back at kernel ``k``; ``back``: what is dropped again afterwards."""
         nonlocal runs
         if t in resident:
             return

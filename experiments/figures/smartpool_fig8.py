@@ -2,7 +2,7 @@
 VGG16 over one iteration, without swaps, with AutoSwap at limits of 500 and 400 MB, and the least, load_min; batch size
 100, GTX 1080 Ti.
 
-1. At a limit of ours as much must leave as at the paper's (experiments/figures/smartpool.py).
+1. At our limits as many bytes must be swapped out as at the paper's (experiments/figures/smartpool.py).
 2. Plans are AutoSwap's with Bayesian optimisation; the curve is the simulated steady state, with its waits.
 3. load_min: all candidates are swapped synchronously; the curve is drawn without that time, which the table has.
 """

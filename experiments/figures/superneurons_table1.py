@@ -2,8 +2,8 @@
 many layers are computed again, and the peak memory, with speed-centric, memory-centric and cost-aware recomputation.
 
 The networks are counted as the paper counts them (experiments/figures/layerwise.py). The last column is the planner
-superneurons.py: the smallest memory for which it finds a plan; it moves no more than it must. What the table leaves
-open (reasons in experiments/figures/README.md):
+agents/heuristics/superneurons.py: the smallest memory for which it finds a plan; it moves no more than it must. What
+the table leaves open (reasons in experiments/figures/README.md):
 
 1. Batch sizes: AlexNet's is 200, as in section 4.1.1; the ResNets' is 32, of images of 227 x 227.
 2. What is recomputed is what a layer's backward step reads; that gives all nine numbers.

@@ -196,7 +196,7 @@ def _lifetimes(blocks: list[tuple[int, int, int, int]], period: int, times: Sequ
     return Lifetimes(Intervals(lower, upper, nbytes, period), owner, np.array(times, np.int64))
 
 
-_Key = tuple[int, bool]  # owner, and whether it is a chain's own memory
+_Key = tuple[int, bool]  # owner, and whether it is memory of a recomputation's own
 
 
 class _Walk:
@@ -232,8 +232,8 @@ class _Walk:
             (t, False): 0 for t, x in enumerate(program.tensors) if x.persistent and t not in self.on_host
         }
         self.dropped: dict[int, Recompute] = {}
-        self.last: dict[int, int] = {}  # in the chain under way: its own tensors, and the step after which they go
-        self.stay: set[int] = set()  # in the chain under way: dropped tensors that it brings back
+        self.last: dict[int, int] = {}  # in the recomputation under way: its own tensors, and their last step
+        self.stay: set[int] = set()  # in the recomputation under way: dropped tensors that it recovers
         self.position = 0  # kernels that have ended
         self.last_iteration = len(program.kernels) * (len(timeline.boundaries) - 1)
         running: list[Span] = []
@@ -301,7 +301,7 @@ class _Walk:
         self.position += 1
 
     def _open_remat(self) -> None:
-        """Rule 7: what the chain of the next kernel holds of its own, for how long, and what stays."""
+        """Rule 7: what is recomputed for the next kernel in memory of its own, for how long, and what stays."""
         k = self.position % len(self.program.kernels)
         rerun = set(self.steps[self.position])
         writes = self.program.writes
