@@ -4,17 +4,11 @@
 
 writes a Machine that ``Machine.load`` and every command's ``machine=machine.yaml`` read, each figure with how it was
 measured, and machine.json with every measurement. What is not measured (FLOP rates, memory bandwidth, efficiencies,
-alignment, what the driver takes) is that of the machine given.
+alignment, the driver's calls) is that of the machine given. How (reasons in executor/README.md):
 
-1. *Transfers*: one copy from 4 KiB to 1 GiB, in steps of four, as far as a quarter of either memory and the time
-   (``seconds``) go; the median of REPEATS. It is timed from the end of a kernel to the end of the copy, as the
-   simulator counts it (rule 4): that includes the wait for the kernel's event. The kernel is long enough for the host
-   to issue all of it meanwhile.
-2. *Latency and bandwidths*: least squares of the relative errors of latency + bytes / bandwidth over all sizes and
-   both directions, with one latency, as the simulator has it. The largest relative error is reported.
-3. *Duplex*: the largest copy in both directions at once, over each alone. The simulator's engines do not slow each
-   other down, so that this is reported and not used; but where both at once take nearly as long as one after the
-   other, the machine has one copy engine.
+1. *Transfers*: the median of REPEATS copies of 4 KiB to 1 GiB, from the end of a kernel to that of the copy (rule 4).
+2. *Latency and bandwidths*: least squares of the relative errors of latency + bytes / bandwidth, one latency for both.
+3. *Duplex*: the largest copy in both directions at once, over each alone; reported, not used.
 4. *Launch*: LAUNCHES empty kernels, issued while a long one runs.
 """
 

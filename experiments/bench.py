@@ -2,23 +2,10 @@
 
     python -m experiments.bench
 
-- ``simulate_us``: median time of ``Engine.score`` on rows made beforehand, by workload: every candidate of
-  AutoSwap swapped (gaps across the peak of tensors of at least a MiB), limit 65 % of the peak or what the
-  plan needs. ``simulate_all_us``: with every gap of those tensors swapped, about twice as many.
-- ``speedup_vs_simpy``, ``speedup_vs_reference``: the same plan in ``experiments/benchmarks/simpy_model.py`` and in
-  ``simulator/reference.py``, timed in the same process, over ``simulate_us``. All three must agree on the
-  iteration to the nanosecond, or there is no number.
-- ``capture_s``: from a model to a Program, the best of three, by workload.
-- ``home_search_s``: one search of HOME at 60 % of the peak, with the particles and iterations of the config (the paper
-  has 500 of both); ``home_call_us``: the same over its simulator calls, so that they bear all the work of the search.
-  ``home_paper_search_s``, ``home_paper_call_us``: Table 3 of the paper, 500 x 500 with 16 threads and one call of its
-  Policy Evaluator; ``average`` is that of its six models.
-- ``env_steps_per_s``: GpuMemory-v0 on the first workload, random actions among the valid ones.
-- ``smartpool_s``: SmartPool's best-fit on ``scattered`` blocks, by their number. ``smartpool_ratio``,
-  ``portfolio_ratio``: footprint over load on them, of SmartPool and of the best that ``portfolio`` finds in
-  ``pack_seconds``.
-- ``optimal_s``: until ``optimal`` with one thread fits ``perfect_blocks`` blocks that fill a rectangle (``perfect``),
-  after ``pack_seconds`` at most, and ``optimal_ratio``: the footprint over the height of the rectangle.
+Its keys (experiments/README.md says how each is measured): ``simulate_us``, ``simulate_all_us``, ``speedup_vs_simpy``,
+``speedup_vs_reference``, ``capture_s``, ``home_search_s``, ``home_call_us``, ``env_steps_per_s``, ``smartpool_s``,
+``smartpool_ratio``, ``portfolio_ratio``, ``optimal_s``, ``optimal_ratio``; ``home_paper_…`` is Table 3 of HOME. The
+engine, the SimPy model and the reference must agree on the iteration to the nanosecond, or there is no number.
 """
 
 from __future__ import annotations

@@ -5,18 +5,9 @@
     python -m experiments.pack -m benchmarks/*.csv algorithms=[smartpool,optimal] seconds=10
 
 The file is a CSV of MiniMalloc's, an allocator snapshot of PyTorch, a log of mallocs and frees, or a program/1 file
-(simulator/pool/files.py). The directory holds
-
-- results.json: {algorithm: {footprint, load, ratio, seconds, proven, allocation_ns}}: bytes; the seconds that packing
-  took, without compilation; and the time that its mallocs and frees take in an iteration, once it is running, on
-  ``machine`` (simulator/pool/times.py);
-- packing.png and solution.csv: the best packing (the smallest footprint; of several, one that is proven, the quickest),
-  as a picture and in MiniMalloc's format. cudaMalloc's is none: what it needs is physical, its addresses are virtual.
-
-Its path is the last line printed. Every packing is checked for blocks that share a byte before anything is written.
-Allocators that do not know that time repeats get an iteration ITERATIONS times in a row. A packing of one iteration
-is better than theirs of the same footprint; should theirs be the best, its blocks are named ID@0, ID@1, … in
-the order of their mallocs.
+(simulator/pool/files.py). The directory holds results.json ({algorithm: {footprint, load, ratio, seconds, proven,
+allocation_ns}}), packing.png and solution.csv (the best packing). Its path is the last line printed. What counts as the
+best, and how online allocators are compared: simulator/pool/README.md.
 """
 
 from __future__ import annotations

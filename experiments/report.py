@@ -1,14 +1,14 @@
 """Rows, tables and run directories: how every entry point says what it found.
 
-A row is what one planner achieved on one program, machine and limit. Its keys are ROW_KEYS, and
-``reason`` where it found no plan. Certified by the floor under all plans of ``mode`` (agents/bound.py):
+A row is what one planner achieved on one program, machine and limit. Its keys are ROW_KEYS, and ``reason`` if it found
+no plan. From the floor under all plans of ``mode`` (agents/bound.py):
 
 - ``bound_overhead``: no plan has less; None where no plan fits the limit.
 - ``bound_bytes``: no plan fits a smaller limit.
 - ``gap``: overhead - bound_overhead, how far from the best plan it is at most; None where it is infeasible.
 
-``workspace`` says which algorithms kernels run with (heuristics/workspace.py): false, their own; "least", those of the
-least workspace; true, under that plan the fastest that fit the memory it leaves.
+``workspace`` says which algorithms kernels run with (agents/heuristics/workspace.py): false, their own; "least", those
+of the least workspace; true, under that plan the fastest that fit the memory it leaves.
 """
 
 from __future__ import annotations

@@ -7,22 +7,10 @@
     python -m experiments.reproduce figure=all redraw=true out=experiments/results  # of the JSON that is there
 
 The directory holds NAME.json (the command, the settings, a row per task) and NAME.png of every figure, and README.md,
-which shows all that are there. Its path is the last line printed. Until a figure is finished, NAME.jsonl holds the rows
-so far: a run that was stopped goes on where it was, if neither the settings nor the code have changed (the packages,
-the workloads, the figure's own module). Each figure is for the GPU of its paper, unless ``gpu=`` names another.
+which shows all that are there. Its path is the last line printed. A run that was stopped goes on from NAME.jsonl if
+neither the settings nor the code have changed. Each figure is for the GPU of its paper, unless ``gpu=`` names another.
 
-A figure is a YAML in configs/figure/ and a module of its name in experiments/figures/, which has a docstring that names
-the paper, and
-
-- ``TITLE``, a heading;
-- ``tasks(settings) -> list[Row]``: what to compute, from the YAML, as data that can be JSON; the largest ones last, as
-  they are begun from the end; a process runs one at a time;
-- ``run(task, machine) -> Row``: what comes out of one, which is added to the task;
-- ``table(rows) -> (heads, cells)``: strings, the paper's numbers beside ours;
-- ``notes(rows) -> list[str]``: sentences, why they differ;
-- ``draw(rows, path)``: the picture.
-
-A YAML's ``machine`` names its GPU, and its ``quick`` says what ``quick=true`` changes in it.
+A figure is a YAML in configs/figure/ and a module in experiments/figures/; the README.md there says what each has.
 """
 
 from __future__ import annotations

@@ -2,23 +2,15 @@
 
     python -m experiments.validate_gpu [backend=cuda|host] [key=value …]
 
-1. calibrates the machine;  2. captures and profiles each workload;  3. plans it, by every planner that needs no
-training, in worker processes with a time limit;  4. replays each plan;  5. trains real steps under some of them, with
-PyTorch's memory capped;  6. with ``compare=true``, runs what PyTorch offers beside ours (gpu/side_by_side.py);
-7. with ``largest=true``, searches the largest batch of each (gpu/largest_batch.py).
+It calibrates the machine, captures and profiles each workload, plans it by every planner that needs no training,
+replays each plan, and trains real steps under some of them; ``compare=true`` adds what PyTorch offers
+(gpu/side_by_side.py), ``largest=true`` the largest batch of each (gpu/largest_batch.py). A limit of 0.7 is persistent
+tensors and 70 % of what the peak has above them. Every measurement is appended to ``measurements.jsonl`` at once and
+gathered, also when the run is stopped, in results.json, table.md and PNGs.
 
-Everything measured is appended to ``measurements.jsonl`` at once, so that a run that is stopped leaves what it has. At
-the end, and also then, it is gathered in results.json, table.md and PNGs. A limit of 0.7 is persistent tensors and
-70 % of what the peak has above them.
-
-Time. The default run ends within 8 minutes: ``seconds`` are 440, and the rest is for imports and for the PNGs. Each
-stage has a share of what is left when it begins, and looks at the clock before each of its items; an item that has
-begun is broken off GRACE after the end of its stage, when Python next has its turn. What is left out or broken off has
-a row that says so. ``compare`` makes ``seconds`` 1500; ``largest`` has its own ``largest_seconds`` on top.
-
-``backend=host`` does the same in small without a GPU: tiny models, the host backend as the GPU, kernels' durations
-scaled up to what threads can keep. Training then runs on the CPU at its own speed: no times are predicted for it.
-Nothing but PyTorch, CuPy, NumPy, SciPy, Numba, Matplotlib, PyYAML and rich is needed.
+Each stage has a share of the time that is left; what is left out or broken off has a row that says so. ``backend=host``
+does the same in small without a GPU. Needed: PyTorch, CuPy, NumPy, SciPy, Numba, Matplotlib, PyYAML and rich.
+Stages, times and results: executor/README.md, experiments/README.md.
 """
 
 from __future__ import annotations
@@ -37,8 +29,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-# Before PyTorch is: memory in segments that grow, so that a cap counts bytes and not fragments. (2.9 calls this name
-# deprecated and does not hear its new one.)
+# Before PyTorch is imported: memory in segments that grow, so that a cap counts bytes and not fragments. (2.9 calls
+# this name deprecated and ignores its new one.)
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import torch

@@ -42,7 +42,7 @@ class Swap:
 class Recompute:
     """Drop ``tensor`` when kernel ``after`` ends; run its producers again for kernel ``before``.
 
-    ``keep`` keeps the dropped tensors that the chain recovers on the way for their own later uses
+    ``keep`` keeps the dropped tensors that are recovered on the way for their own later uses
     (SuperNeurons' speed-centric recomputation); without it they are freed at once (memory-centric).
     """
 

@@ -1,6 +1,6 @@
 """The rules of the simulator, written to be read: the definition of what is true.
 
-``engine.py`` is the same rules compiled, and must agree with this file to the nanosecond.
+``compiled/`` holds the same rules compiled, and must agree with this file to the nanosecond.
 
 Three resources move the bytes and the time: the compute stream, the d2h engine and the h2d engine (a
 machine with one copy engine has the last two share it). A ledger counts the bytes in use.
@@ -48,14 +48,13 @@ Choices where the rules could be read in several ways:
     evictions beforehand, because the iteration repeats; the plan stays data, and rule 5 stays true.
 (d) ``limit_until`` enforces the limit for the kernels before that one only: the simulated time of a plan
     that is still being made (DQN paper, section 4.7).
-(e) States are finitely many, so that they recur; mostly after one iteration, but a copy that is early in
-    one iteration can be late in the next, and so on. The mean over such a cycle is what a long run shows;
-    the slowest iteration is a figure that no average exceeds, and its spans can be looked at. A queue of
-    copies that takes a little longer than an iteration grows over many of them until compute waits for it:
-    after MAX_ITERATIONS the simulation ends as it is, and the Timeline says so (``period`` 0).
-(f) A plan's ``variants`` change the durations and workspaces of kernels before anything else: what is simulated is
-    ``Program.with_variants``. The ideal time is that of the program as given, so that all plans of one program are
-    measured by one figure. The overhead is below zero only where a chosen algorithm is faster than the kernel's own.
+(e) There are finitely many states, so they recur, mostly after one iteration; of a longer cycle the slowest
+    iteration is reported, which no average exceeds. A queue of copies that takes a little longer than an
+    iteration grows until compute waits for it: after MAX_ITERATIONS the simulation ends as it is, and the
+    Timeline says so (``period`` 0).
+(f) A plan's ``variants`` change the durations and workspaces of kernels before anything else: what is simulated
+    is ``Program.with_variants``. The ideal time is that of the program as given, so that all plans of a program
+    are measured by one figure.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ MAX_ITERATIONS = 64  # of a simulation that does not become steady (rule 10)
 
 
 class OutOfMemory(RuntimeError):
-    """A kernel needs more than the limit even when everything that the plan sends away is away."""
+    """A kernel needs more than the limit even with everything away that the plan swaps out or drops."""
 
     def __init__(self, kernel: int, requested: int, used: int, limit: int):
         super().__init__(

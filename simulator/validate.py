@@ -1,11 +1,9 @@
 """A slow, obvious checker of a Timeline: is what it says possible, and is it what the rules ask for?
 
-It shares no code with ``reference.py`` and ``engine.py`` and works the other way round: they decide what
-happens; this file takes the spans as given, replays them against a ledger of its own, and names every
-rule that they break. Content is tracked by **version**: the content of a tensor is the tuple of the kernel
-executions that wrote it, so that a stale host copy or a chain that ran the wrong kernels cannot pass.
-
-The rules (the numbers are those of the docstring of ``reference.py``):
+It shares no code with ``reference.py`` and ``compiled/`` and works the other way round: they decide what happens; it
+takes the spans as given, replays them against a ledger of its own, and names every rule that they break. Content is
+tracked by **version**, the kernel executions that wrote it, so that a stale host copy or a rematerialisation that ran
+the wrong kernels cannot pass. The rules (numbers: the docstring of ``reference.py``):
 
 - ``spans``      well formed, in order of start
 - ``overlap``    one piece of work at a time on a stream; on both copy streams with one copy engine (4)
@@ -13,8 +11,7 @@ The rules (the numbers are those of the docstring of ``reference.py``):
 - ``duration``   a kernel lasts as long as its algorithm does, a copy latency + bytes / bandwidth (4)
 - ``resident``   what a kernel or a step uses is in device memory when it starts (2, 6)
 - ``content``    … and has the content that program order gives it (7)
-- ``recompute``  a chain runs each kernel once, in program order, only before a kernel that needs it, and
-                 nothing in vain; it is the same in every iteration (7)
+- ``recompute``  each kernel once, in program order, only before one that needs it; the same in every iteration (7)
 - ``swap-out``   one for every opening of a gap, in order, after ``after``; none if the host copy is valid (4)
 - ``sync``       no kernel or step starts while a synchronous swap-out is queued or under way (4)
 - ``swap-in``    of a tensor on the host, after ``prefetch``, in order of next use (5)
@@ -145,9 +142,9 @@ class _Rematerialisation:
 
     steps: list[int] = field(default_factory=list)  # kernels, as recorded
     reads: set[int] = field(default_factory=set)  # tensors read where they are
-    last: dict[int, int] = field(default_factory=dict)  # tensor in the chain's own memory -> step of its last use
+    last: dict[int, int] = field(default_factory=dict)  # tensor in the step's own memory -> step of its last use
     stay: set[int] = field(default_factory=set)  # dropped tensors that it brings back
-    own: dict[int, Version] = field(default_factory=dict)  # the chain's own memory, now
+    own: dict[int, Version] = field(default_factory=dict)  # the steps' own memory, now
     done: int = 0
 
 
@@ -254,14 +251,14 @@ class _Replay:
         return alive and not any(step <= w < kernel for w in self.writers[tensor])
 
     def _fetched_before_boundary(self, d: Swap) -> bool:
-        """A chain that reads a tensor on the host fetches it, and it stays: here, already before the boundary."""
+        """A recomputation that reads a tensor on the host fetches it, and it stays: here, before the boundary."""
         return any(
             d.tensor in self.program.kernels[w].inputs and self._same_since(d.tensor, w, k)
             for k in range(d.after + 1, self.n) for w in self.steps[k]
         )  # fmt: skip
 
     def _remat(self) -> _Rematerialisation:
-        """Reads the chain of the kernel that is next, and checks its form."""
+        """Reads what runs again before the next kernel, and checks its form."""
         k = self.position % self.n
         kernels = self.program.kernels
         remat = _Rematerialisation(self.steps[self.position])

@@ -1,45 +1,20 @@
 """Algorithms of convolutions: a model of what cuDNN offers, as ``Kernel.variants`` of captured kernels.
 
-Each algorithm is some kernels, one after the other. Its workspace follows exactly from the shapes; its time is the
-sum of the rooflines of its kernels' own arithmetic and memory traffic (``Machine.kernel_ns``). For N images, C
-channels in and K out, images of H x W and P x Q, filters of R x S, elements of 4 bytes:
+Implicit GEMM, GEMM (im2col), FFT and Winograd F(4x4, 3x3). Each is some kernels, one after the other. Its workspace
+follows exactly from the shapes; its time is the sum of the rooflines of its kernels' own arithmetic and memory traffic
+(``Machine.kernel_ns``). For N images, C channels in and K out, images of H x W and P x Q, filters of R x S, elements of
+4 bytes. Sources, formulas and reasons: executor/capture/README.md. cuDNN does not say what it does. Assumed:
 
-- *Implicit GEMM* (S. Chetlur et al., "cuDNN: Efficient Primitives for Deep Learning", 2014): the matrix of
-  unrolled images is formed tile by tile on the chip. No workspace; 2 NKPQCRS FLOPs, and the arithmetic of indices.
-- *GEMM* (im2col; K. Chellapilla, S. Puri and P. Simard, "High Performance Convolutional Neural Networks for Document
-  Processing", 2006): the unrolled matrix, N P Q x C R S, is the workspace.
-- *FFT* (M. Mathieu, M. Henaff and Y. LeCun, "Fast Training of Convolutional Networks through FFTs", 2014): the spectra
-  of images, filters and outputs are the workspace, 8 T (T / 2 + 1) (NC + CK + NK) bytes for transforms of T x T.
-- *Winograd*, not fused, F(4x4, 3x3) (A. Lavin and S. Gray, "Fast Algorithms for Convolutional Neural Networks", 2016):
-  images in t tiles of 6 x 6, filters and outputs transformed are the workspace, 4 x 36 (tC + CK + tK) bytes.
-
-cuDNN does not say what its algorithms do. What is assumed:
-
-1. Where they apply is as documented for cudnnConvolutionForward: no dilation; FFT for stride 1, filters wider than
-   the padding, padded images up to 256; Winograd for 3 x 3 filters of stride 1. Grouped, transposed, 1-D and 3-D
-   convolutions have one algorithm, without workspace: the model has no figures for them.
-2. GEMM unrolls the whole batch: so large a workspace is what cuDNN documents ("significant"), and with one image at a
-   time (Caffe) the products of small images would be too small to fill a GPU. 1 x 1 filters of stride 1 without
-   padding need no unrolling: images are the matrix.
-3. Implicit GEMM computes an address and tests it against the padding for each element of the unrolled matrix in each
-   tile of TILE output channels that needs it: INDEXING instructions, each in the place of a multiply-add. That is
-   19 % of the multiply-adds where channels fill the tiles, 38 % for 64 channels.
+1. Each applies where cudnnConvolutionForward documents it; grouped, transposed, 1-D and 3-D ones have one algorithm.
+2. GEMM unrolls the whole batch; 1 x 1 filters of stride 1 without padding need no unrolling.
+3. Implicit GEMM spends INDEXING instructions for each element of the unrolled matrix in each tile of TILE channels.
 4. Otherwise every kernel reads its operands and writes its result once, at the machine's efficiency of ``conv``.
-5. T is the least power of two that holds the padded image (the wrapped-around outputs are not used). A transform of
-   n real points takes 2.5 n log2 n FLOPs (M. Frigo and S. Johnson's convention for FFTW), a complex multiply-add 8.
-6. The transforms of Winograd take 144 FLOPs per tile of images, 72 per filter, 100 per tile of outputs, after Lavin
-   and Gray; memory bounds them, so that these hardly matter. The gradient of images is the same with filters turned.
-   That of filters is F(3x3, 4x4): its transforms are the transposed ones and are taken to cost as much.
-7. Both gradients need the unrolled matrix and the spectra of the forward pass. Winograd's t counts tiles of 4 x 4
-   outputs, for the gradient of images tiles of 4 x 4 pixels of these.
-8. One captured kernel computes both gradients (aten.convolution_backward): one after the other in the same workspace,
-   each with the algorithm that is fastest in it. The gradient of the bias is left out of the comparison.
-9. A kernel's own algorithm is the fastest, as without a limit. The machine's efficiency of ``conv`` counts the
-   multiply-adds of implicit GEMM, and stands for runs in which cuDNN took the fastest algorithm. So all times are
-   multiplied by one factor, with which the convolutions of a program take together as long as they do without this
-   model; the iteration time, measured or not, stays to the nanosecond.
-10. Only algorithms that no other beats in both bytes and time are kept. cuDNN's others are not modelled: precomputed
-   indices, FFT in tiles, fused Winograd.
+5. FFT: T is the least power of two that holds the padded image; n real points take 2.5 n log2 n FLOPs.
+6. Winograd's transforms take 144 FLOPs per tile of images, 72 per filter, 100 per tile of outputs, in every pass.
+7. Both gradients need the unrolled matrix and the spectra of the forward pass; Winograd's t counts tiles of 4 x 4.
+8. The two gradients of a captured kernel run in turn in one workspace, each with the fastest that fits; no bias.
+9. A kernel's own algorithm is the fastest; all times are scaled so that the iteration time stays to the nanosecond.
+10. Algorithms that another beats in both bytes and time are left out, and cuDNN's other algorithms.
 """
 
 from __future__ import annotations

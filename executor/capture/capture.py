@@ -1,29 +1,19 @@
 """Capture: one training step of a real model becomes a Program, and the graph that runs it.
 
-The step (forward, loss, backward, optimizer) is traced once by ``make_fx`` over fake tensors: nothing of
-the model's size is ever allocated and nothing of the user's is changed. Parameters, buffers, optimizer
-state and the batch are the graph's placeholders, hence persistent tensors. One storage is one tensor;
-nodes that only make views are not kernels.
+The step (forward, loss, backward, optimizer) is traced once by ``make_fx`` over fake tensors: nothing of the model's
+size is ever allocated and nothing of the user's is changed. Parameters, buffers, optimizer state and the batch are the
+graph's placeholders, hence persistent tensors. One storage is one tensor; nodes that only make views are no kernels.
 
-Lifetimes are eager PyTorch's, not the graph's. A fake tensor is held by what would hold the real one (a
-Python local, an argument of a running module, autograd's saved tensors, ``.grad``), so the recorder, a
-dispatch mode above the tracer, looks before every operator for storages that died since the last. Where
-eager holds a tensor past its last use in the graph, a zero-duration ``marker`` kernel reads it: the inputs
-of a module that runs, all gradients and the loss until the step ends. (``make_fx`` keeps an alias of every
-value in ``node.meta["val"]``; the recorder takes it away, since it would keep every storage alive.)
+Lifetimes are eager PyTorch's, not the graph's: the recorder, a dispatch mode above the tracer, looks before every
+operator for storages that died since the last. Where eager holds a tensor past its last use in the graph, a
+zero-duration ``marker`` kernel reads it. Details, and what a trace shows differently: executor/capture/README.md.
+Known differences from eager:
 
-One thing a trace shows differently: where gradients meet, autograd adds in place if nothing else holds the
-sum, but under any dispatch mode it allocates. Such an ``add`` is turned back into ``add_``: eager
-reuses the first operand when it dies there and is no view. Known differences that remain: cuDNN's fused kernels and
-workspaces are not seen from CPU operators (algorithms.py is a model of the workspaces, on request); ``foreach`` and
-``fused`` optimizers are captured as their single-tensor form; a parameter that gets a gradient but belongs to no
-optimizer loses it at the end of the step.
-
-A captured step is straight-line code: Python branches are taken as they fall during the trace, learning rates are
-constants of the graph unless they are tensors. What an optimizer computes on the host from a tensor (the bias
-correction of Adam from its step count) is arithmetic of numbers in the graph, with eager PyTorch's results to the
-bit. Where its Python branches on such a number (RAdam, ASGD) it is captured in its ``capturable`` form, in which the
-number stays a tensor.
+1. cuDNN's fused kernels and workspaces are not seen from CPU operators (algorithms.py can model the workspaces).
+2. ``foreach`` and ``fused`` optimizers are captured as their single-tensor form.
+3. A parameter that gets a gradient but belongs to no optimizer loses the gradient at the end of the step.
+4. Python branches are taken as they fall during the trace; learning rates are constants unless they are tensors.
+5. Optimizers that branch on a number read from a tensor (RAdam, ASGD) are captured in their ``capturable`` form.
 """
 
 from __future__ import annotations

@@ -5,24 +5,14 @@
     program = with_profile(captured.program, profile)
 
 Each kernel runs alone, on inputs made for it and freed after it: at no time is there more on the device than one
-kernel's inputs, outputs and workspace, so that a model larger than the GPU can be profiled.
+kernel's inputs, outputs and workspace, so a model larger than the GPU can be profiled. How (reasons in
+executor/capture/README.md):
 
-1. *Inputs* have the shapes, strides and types of the capture. Floats are uniform in [0, 1). Integers that index
-   something are uniform in what is indexed (``_BOUNDS``); other integers are 0. Booleans are fair coins. Bytes that
-   a kernel returns among others are what a library keeps for its way back (cuDNN, oneDNN), in a form of its own: that
-   kernel is run for them. Numbers that the optimizer reads from a tensor (step counts) are 1.
-2. *Time*: the median of ``repeats`` runs after WARMUP ones. On CUDA between two torch.cuda.Events, all runs issued
-   while the stream is kept busy, so that the time of the host is not in it; elsewhere by ``time.perf_counter_ns``.
-   An event costs a GPU a microsecond or two; so a run of a kernel shorter than SHORT_NS is ROW of them in a row, which
-   is how they follow each other in a step.
-   Runs repeat on the same inputs, so that those that fit the cache are found there, as they mostly are in a step
-   whose last kernel wrote them.
-3. *Workspace*: the peak of CUDA's caching allocator during one run, less what stood before it and less what is there
-   after it (the outputs). What a library keeps for all its calls, as cuBLAS does, is made in the warm-up and not
-   counted. Other devices have no such figure; the workspaces of the program then stay.
+1. *Inputs* have the captured shapes, strides and types: random floats, valid indices, fair coins, counts of 1.
+2. *Time*: the median of ``repeats`` runs after WARMUP ones, between events (CUDA) or by ``time.perf_counter_ns``.
+3. *Workspace*: the peak of CUDA's caching allocator in one run, less what stood before it and the outputs.
 4. Kernels that are equal (operator, shapes, strides, types, constants) are measured once. A marker takes no time.
-5. A program captured on the CPU can be measured on a GPU; its kernels are then the CPU's operators on GPU tensors. A
-   program captured from a model on the GPU has the GPU's own.
+5. Captured on the CPU, measured on a GPU: the kernels are then the CPU's operators on GPU tensors.
 """
 
 from __future__ import annotations
@@ -136,7 +126,7 @@ class Profile:
 
 
 def path_of(profile: Profile) -> Path:
-    """``configs/profiles/<program>-<machine>.json``; what a file name does not like becomes ``_``."""
+    """``configs/profiles/<program>-<machine>.json``; what cannot stand in a file name becomes ``_``."""
     return PROFILES / (re.sub(r"[^\w.+-]", "_", f"{profile.program}-{profile.machine}") + ".json")
 
 
@@ -188,7 +178,7 @@ def measure(
     run = _Runner(captured, where, repeats, time.monotonic() + seconds)
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else f"{where.type} ({torch.get_num_threads()})"
     with torch.random.fork_rng([torch.cuda.current_device()] if where.type == "cuda" else []), torch.enable_grad():
-        # Without grad mode oneDNN's LSTM would keep nothing for its way back; no input asks for a gradient.
+        # Without grad mode oneDNN's LSTM would keep nothing for its backward pass; no input asks for a gradient.
         figures = [run.kernel(k) for k in range(len(captured.nodes))]
     durations, workspaces = zip(*figures, strict=True)
     return Profile(

@@ -1,8 +1,8 @@
 """The state a training step touches, found and replaced by fake tensors for the length of a capture.
 
-Parameters, buffers, optimizer state and any other tensor reachable from the step's Python objects become
-inputs of the captured graph. The user's objects are put back exactly as they were: fake tensors stand in
-for the real ones, and every dictionary, list or cell that was written is restored.
+Parameters, buffers, optimizer state and any other tensor reachable from the step's Python objects become inputs of the
+captured graph. Afterwards the user's objects are exactly as before: every dictionary, list or cell that was written is
+restored.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class Backend(ABC):
         name: of the device, in words.
         memory_bytes: of the device in all.
         host: uint8[host_bytes], the pinned buffer, while there is one. Touch it when nothing is under way there.
-        task: what the caller is about; errors of what is enqueued from now on begin with it.
+        task: what the caller is doing; errors of what is enqueued from now on begin with it.
     """
 
     name: str

@@ -1,20 +1,12 @@
 """A GPU behind ``executor.replay.backend``, with CuPy. The only file that imports it.
 
-The arena is one cudaMalloc a run, the host buffer one cudaHostAlloc; pinning takes a third of a second per GiB, so that
-the buffer stays for the runs to come, grows where one needs more, and goes with ``close``. No pool of CuPy's is used.
-Each stream is a CUDA stream without the legacy default stream's barriers.
+The arena is one cudaMalloc a run, the host buffer one cudaHostAlloc. Pinning is slow, so the buffer stays for later
+runs, grows when one needs more, and goes with ``close``. No pool of CuPy's is used. Each stream is a CUDA stream
+without the legacy default stream's barriers. Reasons for these are in executor/replay/README.md:
 
-1. A spin reads the GPU's own ``globaltimer``, in ns, so that its duration does not depend on clock rates. Between two
-   kernels on a stream a GPU takes a few microseconds to launch and to record events, which the duration of a real
-   kernel, measured with events, contains. So a spin that begins at most PAUSE_NS after the last one ended counts from
-   when that one was due, not from now: a train of spins takes the sum of its durations to the microsecond. A kernel
-   that is shorter than a launch makes up for it in the next ones. The price: a wait of compute for a copy that lasts
-   less than PAUSE_NS is not seen.
-2. Patterns are written and checked 16 bytes at a time by all multiprocessors; only the ends of a range that is not
-   aligned to 16 bytes go byte by byte. A check leaves the lowest wrong byte in a slot of its own; slots are a few KiB
-   beside the arena.
-3. Events have the resolution of cudaEventElapsedTime: half a microsecond, and 32-bit floats of milliseconds, which
-   keep 0.1 microseconds over a run of one second.
+1. A spin reads the GPU's ``globaltimer``; one that begins within PAUSE_NS of the last counts from when that was due.
+2. Patterns are written and checked 16 bytes at a time by all multiprocessors, unaligned ends byte by byte.
+3. Events have the resolution of cudaEventElapsedTime: half a microsecond.
 """
 
 from __future__ import annotations

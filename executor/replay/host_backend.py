@@ -2,15 +2,10 @@
 
 The arena and the host buffer are NumPy arrays, each stream is a thread that does its work in order, copies really move
 their bytes at the speed of a ``Machine``, and the threads run in parallel (NumPy releases the GIL while it copies).
+How it keeps time (executor/replay/README.md):
 
-How it keeps time:
-
-1. A spin is over, and the last byte of a copy moves, when it is due, never before. It is due its duration after the
-   moment at which it could begin: its predecessor was due, what it waits for has happened, and it was enqueued. So a
-   thread that wakes up late does not make all that follows late, as a GPU would not; the event after it says when it
-   really was over.
-2. A copy moves in up to PARTS pieces, each when it is due. Whoever reads the target too early, or overwrites the
-   source, therefore meets a copy that is half done, as on a GPU.
+1. A spin ends, and the last byte of a copy moves, when it is due, never before; a late thread delays nothing after it.
+2. A copy moves in up to PARTS pieces, each when it is due: who reads too early meets a copy that is half done.
 3. Filling and checking take as long as NumPy takes.
 """
 

@@ -1,32 +1,22 @@
 """A program and a plan on a device: what the simulator says, measured.
 
 Kernels are spins of their durations; memory and transfers are real. The arena is exactly as large as the footprint of
-the packing, and nothing else on the device holds tensors. The order of issue and the waits are those of
-``executor.replay.streams``; hardware decides when anything happens. The measured Timeline is of the simulator's type.
+the packing, and nothing else on the device holds tensors. The order of issue and the waits are those of ``streams.py``;
+hardware decides when anything happens. The measured Timeline is of the simulator's type.
 
     with open_backend("cuda", machine) as backend:
         measured = replay(program, plan, machine, limit, backend)
     measured.iteration_ns, measured.error, measured.timeline.save("measured.json")
 
-``mode``:
+``mode="time"``: kernels only spin. ``mode="check"``: every block is also filled with a pattern of its tensor and
+version and compared wherever it is read; what is wrong is a ReplayError that names tensor and kernel, and times are not
+the plan's. Choices (reasons in executor/replay/README.md):
 
-- ``time``: kernels only spin.
-- ``check``: in addition, every block is written with a pattern of its tensor and version and is compared with it where
-  it is read: before and after the spin of each kernel that reads it, at the end of the run, and after its way over the
-  host. What is written first, workspaces too, is written when the kernel starts, what is updated when it ends. A wait
-  that is missing, an address that is wrong or a byte that is lost is a ReplayError that names tensor and kernel.
-  This is work on the compute stream, so that the times are not those of the plan.
-
-Choices:
-
-(a) The host issues at most AHEAD iterations ahead of the device: an endless queue would need endless events, and Ctrl-C
-    has to wait for what a GPU has been given.
-(b) A kernel that waits for nothing but its predecessor starts in the Timeline when that ended, as in the simulator:
-    launch overhead between two kernels belongs to the later one. Another starts when its waits are over.
+(a) The host issues at most AHEAD iterations ahead of the device.
+(b) A kernel that waits only for its predecessor starts in the Timeline when that ended; others after their waits.
 (c) A stall of compute is one for data if the last thing that it waited for is a swap-in, else for memory.
 (d) The iteration time is the median over the measured iterations; the Timeline's own figure is that of the last.
-(e) Blocks count as in use from the start of the job that takes them to the end of the one that frees them, so that the
-    memory curve of the measured Timeline is exact to the events' resolution.
+(e) Blocks count as in use from the start of the job that takes them to the end of the one that frees them.
 """
 
 from __future__ import annotations
@@ -306,5 +296,5 @@ class _Run:
 
 
 def _seed(block: Block, written: int = 0) -> int:
-    """32 bits that tell owner and version, after ``written`` writes more, from all others."""
+    """32 bits that differ for every owner and version; ``written``: writes since."""
     return (block.owner * 0x9E3779B1 + (block.version + written) * 0x85EBCA77 + 0x27D4EB2F) % 2**32

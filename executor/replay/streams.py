@@ -1,28 +1,21 @@
 """A plan as work on three streams: what is issued, in which order, at which addresses, and what waits for what.
 
 The simulator decides when; hardware only keeps an order. So the order is that of one steady iteration of a simulated
-Timeline (simulator/reference.py), a circle of **jobs**: its spans in the order of their starts. All of it can be issued
-ahead of time from one thread, iteration after iteration, because waits are events. Each stream does its jobs in
-order; between streams a job waits for
+Timeline (simulator/reference.py), a circle of **jobs**: its spans in the order of their starts. One thread issues them
+ahead of time, iteration after iteration, because waits are events. Each stream does its jobs in order; between streams
+a job waits for
 
-1. *data*: a kernel, or the steps of a chain, for the swap-ins of what they use (rules 2, 6, 7);
-2. *its kernel*: a swap-out for the end of ``after`` (rule 4); a swap-in for the end of ``prefetch``, or, where the
-   plan leaves that open, for the last compute that had ended when the simulated one started (rule 5);
+1. *data*: a kernel, or a step of a rematerialisation, for the swap-ins of what it uses (rules 2, 6, 7);
+2. *its kernel*: a swap-out for the end of ``after``; a swap-in for that of ``prefetch`` or of the last compute (4, 5);
 3. *its other half*: a swap-in for the swap-out before it;
 4. ``sync``: the next compute for the synchronous swap-outs that are then queued or under way (rule 4);
 5. *memory*: a job that puts a block at an address, for what freed the blocks that were last there (simulator.pool).
-   This is rule 8 in addresses: where a kernel lacks bytes, the pool can only give it those that are leaving.
 
-All of these had ended in the simulation when the job started. So the order of issue has no cycle, nothing can lock up,
-and if everything lasts as long as simulated nothing starts later than it does there. A wait that an earlier one on the
-same stream implies is left out.
-
-Choices:
+Why this cannot lock up, and the reasons for these choices: executor/replay/README.md.
 
 (a) A plan whose iterations repeat only after several (rule 10) is unrolled: the circle is as many iterations.
-(b) Content is told by version: how often a tensor has been written since the first iteration. Tensors that are born in
-    each iteration count on, so that what is left from the iteration before is not taken for the present one.
-(c) Memory of a chain's own has the versions that its kernels wrote the first time.
+(b) Content is told by version: how often a tensor has been written since the first iteration.
+(c) A rematerialisation's own memory has the versions that its kernels wrote the first time.
 (d) One place on the host per tensor, also where the circle is several iterations.
 """
 
@@ -279,7 +272,7 @@ class _Walk:
         return out
 
     def _latest(self, jobs: Iterable[int], position: int) -> tuple[int, int] | None:
-        """(iterations back as a number up to 0, job) of the last of the jobs to start that is over at a position."""
+        """(iterations back, at most 0; job) of the last job to start that is over at a position."""
         return max(((-(self.ends[j] > position) - self.late[j], j) for j in jobs), default=None)
 
     # ---------------------------------------------------------------------------------- memory
@@ -315,7 +308,7 @@ class _Walk:
         program = self.program
         chains = resolve(program, self.plan.decisions).remats
         where = {b.owner: b for b in self.start}
-        own: dict[int, Block] = {}  # the memory of a chain
+        own: dict[int, Block] = {}  # the memory of a rematerialisation
         dropped: set[int] = set()
         self.uses: list[set[int]] = [set() for _ in self.jobs]  # tensors that must have come back
         kernel = 0  # the next one
@@ -372,7 +365,7 @@ class _Walk:
                         job.waits.append((-back, i))
 
     def _must_be_over(self, j: int, sync: list[int]) -> set[tuple[int, int]]:
-        """The numbered list of the module, as ``_latest`` tells them."""
+        """The jobs of the numbered list above (module), as ``_latest`` gives them."""
         kind, at, t = self.jobs[j].span.kind, self.begins[j], self.jobs[j].span.index
         out = {self._latest([i], at) for i in self.freed_by[j]}
         if kind == "swap_out":
@@ -390,7 +383,7 @@ class _Walk:
         return {x for x in out if x is not None}
 
     def _opening(self, j: int) -> tuple[tuple[int, int], Swap]:
-        """The decision that a copy belongs to, and the kernel whose end opened its gap, as ``_latest`` tells it."""
+        """The decision that a copy belongs to, and the kernel whose end opened its gap, as ``_latest`` gives it."""
         opened = []
         for d in self.plan.decisions:
             if isinstance(d, Swap) and d.tensor == self.jobs[j].span.index:

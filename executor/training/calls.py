@@ -2,12 +2,12 @@
 
 A **call** is (out, function, get, options): ``table[out] = function(*get(table), **options)``. Every node has a slot of
 the table, and so has every constant argument, so that ``get`` is an ``itemgetter``. The calls of a kernel are its
-operator, the items of its result, and the views of what it made: a view holds no memory, but none can be made of a
-storage that is away, so that all are made at once. Views of persistent tensors are made once, when these are bound.
+operator, the items of its result, and the views of what it made. A view holds no memory, but none can be made of a
+storage that is away, so all are made at once; views of persistent tensors are made once, when these are bound.
 
-A chain (rule 7 of simulator.reference) has slots of its own: its kernels read those where what they need is not
-present, and write only those. What the chain recovers is then put in the place of what was dropped. Statistics of
-batch-norm, which a kernel writes beside its outputs, are written to scratch memory.
+A rematerialisation (rule 7 of simulator.reference) has slots of its own. Its kernels write only those, and read those
+where what they need is not present; what it recovers then replaces what was dropped. Batch-norm statistics, which a
+kernel writes beside its outputs, go to scratch memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Call = tuple[int, Callable[..., Any], Callable[[list[Any]], Any], dict[str, Any]
 
 
 class Calls:
-    """The calls of every kernel and remat.
+    """The calls of every kernel and of every rematerialisation.
 
     Attributes:
         slots: node -> its place in the table.
@@ -128,7 +128,7 @@ class Calls:
     def rematerialise(
         self, k: int, remat: Rematerialisation, dropped: frozenset[int]
     ) -> list[tuple[list[Call], tuple[int, ...]]]:
-        """Per step of the chain of kernel k: its calls, and the slots that are cleared after it."""
+        """Per kernel that runs again for kernel k: its calls, and the slots that are cleared after it."""
         program, values = self.program, self.values
         last: dict[int, int] = {}
         for i, step in enumerate(remat.steps):

@@ -1,27 +1,20 @@
-"""In which order a training step issues a plan: what happens before and after each kernel, round and round.
+"""In which order a training step issues a plan: what happens before and after each kernel, iteration after iteration.
 
-The simulator has a clock, a training step has an order: everything is issued from one thread ahead of the device, and
-events hold back what must wait. ``order`` turns a plan into one iteration of **items**, the kernels and the steps of
-chains (rule 7) in the order of the compute stream, each with the **moves** before and after it:
+The simulator has a clock, a training step has an order: one thread issues everything ahead of the device, and events
+hold back what must wait. ``order`` turns a plan into one iteration of **items** (kernels, and the kernels that are run
+again, rule 7) in the order of the compute stream, each with the **moves** before and after it:
 
     out      start the swap-out (rule 4)             in       take memory and start the swap-in (rule 5)
     reclaim  wait for the swap-out, free its memory  wait     wait for the swap-in
     release  free: the copy on the host is valid     drop     free: the tensor will be recomputed
 
-The times of simulator.reference become places in this order, read from its Timeline in the steady state:
+The simulated times become places in this order (reasons in executor/training/README.md):
 
-1. A swap-in is issued before the item that ran when its transfer started. Where memory for it is only free once that
-   item is over, after it: what is issued earlier may only use memory that nothing issued earlier still uses.
-2. A swap-out's memory is taken when it is needed, that of the oldest first (rule 8), and not before the simulated
-   copy is over unless an item cannot do without. So the wait for it is no stall where copies are as fast as simulated,
-   and as late as the limit allows where they are not. The peak is therefore up to the limit where the simulated one
-   may be lower; without swaps the two are equal.
-3. The limit holds at every item by the ledger of the items themselves. A swap-in that is early never takes what the
-   planned residency needs later (rule 5), so that no order of issue can run out of memory.
-4. Copies on the host are valid within the iteration. At its boundary only those of tensors that are away are: what is
-   resident may be written by others between two steps. (The simulator keeps those of tensors never written.)
-5. An iteration starts with the moves under way with which it ends. Where the walk does not come to that within
-   ``MAX_ITERATIONS``, copies are waited for at the boundary instead.
+1. A swap-in is issued before the item that ran when its transfer started, or after it if its memory is only free then.
+2. A swap-out's memory is taken when it is needed, the oldest first (rule 8), and as late as the limit allows.
+3. The limit holds at every item by the items' own ledger; an early swap-in never takes what later items need (rule 5).
+4. Copies on the host are valid within the iteration; at its boundary only those of tensors that are away.
+5. An iteration ends with the moves under way with which it starts, or (``MAX_ITERATIONS``) waits for its copies.
 """
 
 from __future__ import annotations
@@ -49,7 +42,7 @@ class Item(NamedTuple):
     """One launch on the compute stream.
 
     Attributes:
-        before_kernel: the kernel whose chain this is a step of; the kernel itself where it is none.
+        before_kernel: the kernel for which this one runs again; the kernel itself where it does not.
         charged, freed: bytes that it takes (with its workspace) and gives back when it is over.
     """
 
@@ -68,7 +61,7 @@ class Order:
 
     Attributes:
         program: under the plan's variants.
-        dropped: per kernel that has a chain, the tensors that are dropped when the chain begins.
+        dropped: per kernel for which others run again, the tensors that are dropped when these begin.
         start: where tensors are at the boundary that are not resident: "host", "out" (leaving) or "in" (coming back).
         used: bytes in use at the boundary.
         peak: largest number of bytes in use.
@@ -122,9 +115,9 @@ class _Walk:
         self.opens: dict[int, list[Decision]] = {}
         for d in sorted(plan.decisions, key=lambda d: d.tensor):
             self.opens.setdefault(d.after, []).append(d)
-        # Per item: kernel, whose chain, bytes allocated, freed, and the tensors that must be there.
+        # Per item: kernel, for which kernel it runs, bytes allocated, freed, and the tensors that must be there.
         self.items: list[tuple[int, int, bool, int, int, frozenset[int]]] = []
-        self.at: list[tuple[int, int]] = []  # per kernel: the first item of its chain, its own item
+        self.at: list[tuple[int, int]] = []  # per kernel: the first item that runs for it, its own item
         self.dropped: dict[int, frozenset[int]] = {}
         dropped: dict[int, Decision] = {}
         for k, kernel in enumerate(program.kernels):

@@ -6,51 +6,18 @@
         loss = step(x, y)                   # forward, backward, optimizer.step(), zero_grad()
 
 A step does to the bit what the eager step does: the same kernels, on the user's own parameters, buffers and optimizer
-state, with the same random numbers. Tensors that the plan swaps or drops leave the device and come back in between.
-All is worked out beforehand. A step is one loop over a flat list of **work**, one entry per kernel or step of a chain:
-
-    before   moves (order.py): in, reclaim, wait; take or put back the random state
-    calls    the operator, the items of its result and its views, as calls on a table of values (calls.py)
-    clear    slots of the table that are emptied: what dies here is freed
-    after    moves: out, release, drop, reclaim
-
-Between steps. The user's tensors stay the same objects. One that is away over the iteration boundary then *is* its
-copy on the host (``tensor.data``): reading it, ``state_dict``, ``torch.save`` and loading a checkpoint work as usual,
-and the next step takes what is found there. After the step ``step.finish()`` brings everything to the device, for
-training eagerly or moving the model. A state dict is as ever a view: copy it, or save it, before the next step.
-For this the end of a step waits for copies of such tensors. ``with step:`` does not: copies run on over the
-boundary, as in the simulator, the parameters, buffers and optimizer state may not be looked at between two steps, and
-leaving it finishes.
-A step that nobody holds any more ends its copy engines and gives back its memory at once. What is away then stays on
-the host, in memory that lives as long as the tensors there: call ``finish()`` first where training goes on otherwise.
-
-Faults. Until the optimizer first writes, a step that fails (a kernel, a copy, memory) is undone: copies end, memory is
-returned, buffers written so far and the random state are put back, and StepError says what happened; the model is as
-before the step. So it is after Ctrl-C, which is heard between two kernels. From then on Ctrl-C is delayed to the end
-of the step. A swap-out that fails leaves its tensor on the device, a swap-in that fails is repeated, the step ends,
-and StepError says that the model is as after it. A kernel of the optimizer that fails leaves some parameters updated
-and others not, as in eager PyTorch, and StepError says so; with ``undo`` what it overwrites is copied to the host
-before each step, and put back.
-
-Choices:
+state, with the same random numbers. All is worked out beforehand; a step is one loop over a flat list of **work**, an
+entry per kernel (also of those run again): moves before it (order.py), its calls (calls.py), the slots of the table to
+clear, moves after it. executor/training/README.md says what holds between steps, what becomes of a step that fails,
+and the reasons for these choices:
 
 1. ``Plan.variants`` have no meaning here: PyTorch chooses algorithms itself. They count in the simulated times.
 2. When swap-ins are issued follows the simulated Timeline on ``machine`` at ``limit``; see order.py.
-3. Kernels of the forward pass run in grad mode, as in the eager step, because oneDNN's LSTM asks for it; no tensor
-   here requires a gradient. Of the random operators the state before the first run is kept, set again before the
-   second, and put back after it. Kernels that run again write batch-norm's statistics to scratch memory.
-4. State that the optimizer has not created yet is created as it would do it: its own ``step`` runs on parameters of
-   one element, and what it first puts into the state is the content. (SGD's momentum begins as the first gradient;
-   -0.0, to which it is added, gives that to the bit.) State is found anew before each step, so that
-   ``optimizer.load_state_dict`` works. A NumPy array made of a tensor that the plan swaps shares its memory until the
-   next step only: PyTorch cannot empty such memory, so that the tensor gets its own.
-5. The ledger behind ``peak_bytes`` counts the storages of the program that are there, workspaces as the program
-   says them, from the first kernel to the last. Not in it: the copies of buffers for undoing (``undo_bytes``), the
-   caller's tensors that the program does not know.
-6. The batch's storages are the caller's. Where the plan swaps them they leave the device, too, and are back when the
-   step returns; so each must have a storage of its own.
-7. The model has the modules, the mode (``train``) and the frozen parameters of the capture, the optimizer its options;
-   a learning rate that changes is a tensor. Gradients begin as None.
+3. Forward kernels run in grad mode, as in eager; the random state is put back for kernels that run again.
+4. State that the optimizer has not created yet is created by its own ``step``, on parameters of one element.
+5. ``peak_bytes`` counts the program's storages and workspaces, not ``undo_bytes`` nor other tensors of the caller.
+6. The batch's storages are the caller's; one that the plan swaps must have a storage of its own.
+7. Model, mode, frozen parameters and optimizer options are the capture's; a learning rate that changes is a tensor.
 8. The loss is returned without a graph: ``loss.backward()`` has been done.
 """
 
@@ -416,7 +383,7 @@ class _Interrupt:
     """Ctrl-C while a step runs: noted, and handled when the step is over, done or undone.
 
     Attributes:
-        stop: it should be undone, if it still can. Another handler than Python's own is not asked before the end.
+        stop: it should be undone, if it still can. A handler other than Python's own is called only at the end.
     """
 
     def __enter__(self) -> _Interrupt:

@@ -1,24 +1,15 @@
 """Storages that leave the device and come back: where each one is, the copies, and the ledger of bytes.
 
-A tensor of a program is one storage. It leaves by ``resize_(0)`` of that storage once its bytes are on the host, and
-comes back by ``resize_(nbytes)``: every tensor and view that shares it stays as it is, nothing is bound anew.
+A tensor of a program is one storage. A swap-out ends with ``resize_(0)`` of that storage, once its bytes are on the
+host; a swap-in begins with ``resize_(nbytes)``. Every tensor and view that shares it stays as it is.
 
 Two implementations of the copy engines (``HostEngines``, ``CudaEngines``), the same calls for tensors in host memory
-and on a GPU. Work is ordered by events alone; why no byte is overwritten too early, on a GPU:
+and on a GPU. Work is ordered by events alone. Why no byte is overwritten too early (executor/training/README.md):
 
-1. The allocator hands out freed memory in the order of the calls, at once, for work of the stream that allocated it.
-   All memory here is allocated and freed while the compute stream is the current one. So memory freed after a wait
-   of the compute stream can only be met by work that comes after that wait.
-2. A swap-out starts after everything on the compute stream so far (an event), so it copies the final content. Before
-   its memory is freed (``reclaim``) the compute stream waits for the copy.
-3. A swap-in writes memory that was just allocated. The h2d stream first waits for the compute stream, hence for all
-   that used this memory before, copies on the d2h stream included, by 2. Compute waits for the swap-in before it
-   uses the tensor (``wait``), hence before it is freed.
-4. A place on the host belongs to one tensor. It is written by a swap-out, after a kernel that came after the wait for
-   the last swap-in from it.
-
-So ``record_stream`` is not needed, and memory is never held back longer than the plan says. On the host the compute
-stream is the calling thread, and its waits block.
+1. All memory is allocated and freed while the compute stream is current: freed memory is reused in the order of calls.
+2. A swap-out starts after all compute so far; before its memory is freed (``reclaim``) compute waits for the copy.
+3. The h2d stream waits for compute before a swap-in writes; compute waits for the swap-in before it uses the tensor.
+4. A place on the host belongs to one tensor; a swap-out writes it only after the last swap-in from it was waited for.
 """
 
 from __future__ import annotations
@@ -183,7 +174,7 @@ class CudaEngines:
         event.synchronize()
 
     def synchronize(self) -> None:
-        with contextlib.suppress(RuntimeError):  # who drains the streams has an error to report already
+        with contextlib.suppress(RuntimeError):  # the caller already has an error to report
             torch.cuda.synchronize(self.device)
 
 
@@ -195,7 +186,7 @@ def _memory(nbytes: int) -> Bytes:
 
 
 def _unpin(runtime: Any, device: torch.device, address: int) -> None:
-    with contextlib.suppress(RuntimeError):  # what failed before is not told here
+    with contextlib.suppress(RuntimeError):  # an earlier failure is not reported here
         torch.cuda.synchronize(device)  # no copy may still be under way there
     with torch.cuda.device(device):
         runtime.cudaHostUnregister(address)

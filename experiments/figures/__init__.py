@@ -1,7 +1,4 @@
-"""Figures and tables of the papers, one module each; experiments/reproduce.py says what a module has.
-
-Here is what several of them need.
-"""
+"""Figures and tables of the papers, one module each (README.md here says what a module has), and what several need."""
 
 from __future__ import annotations
 

@@ -4,15 +4,10 @@ over the seeds and bands their range; the grey line is the floor of agents/bound
 
 The paper's text gives neither depths, sizes nor numbers, only claims, which the notes quote. Ours:
 
-1. Depths and sizes are our choice (configs/figure/dqn_fig5.yaml, configs/workload/). ResNet's and VGG's iteration times
-   are those of the SmartPool paper's Table I on the same GPU, the others' the roofline's.
-2. All planners are scored by the same simulator at the same limits: those of the YAML, and the smallest at which each
-   baseline finds a plan, so that the end of each line is compared too.
-3. A baseline has the settings that serve it best at a limit: memonger its budget, TFLMS the number of swapped tensors
-   and its lower bound. The paper has one point for each mode of SuperNeurons; here each mode plans at every limit that
-   it reaches.
-4. The DQN is one agent that carries over (transfer.py): from limit to limit, from swapping to swapping and
-   recomputing, and from network to network of a group.
+1. Depths and sizes are our choice; ResNet's and VGG's iteration times are SmartPool's Table I, the others' roofline.
+2. Limits are those of the YAML, and the smallest at which each baseline finds a plan.
+3. A baseline has the settings that serve it best at a limit; each mode of SuperNeurons plans at every limit it reaches.
+4. The DQN is one agent that carries over limits, modes and the networks of a group (agents/learned/transfer.py).
 """
 
 from __future__ import annotations

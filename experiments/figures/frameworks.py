@@ -1,14 +1,14 @@
 """What SuperNeurons' Tables 4 and 5 share: the frameworks that they compare, and what stands for them here.
 
-The paper runs Caffe, MXNet, Torch, TensorFlow and its own runtime on a K40c with 12 GB. Here are memory strategies on
+The paper runs Caffe, MXNet, Torch, TensorFlow and its own runtime on a K40c with 12 GB. Here memory strategies run on
 the captured programs of PyTorch, with no workspaces and nothing else on the GPU:
 
 - ``own``: every tensor has memory of its own, the paper's baseline; Caffe and Torch are at best twice as good (2.2);
 - ``none``: dead tensors are freed (liveness analysis), as MXNet's and TensorFlow's engines do; nothing is planned;
 - ``memonger``: sqrt(n) checkpoints, from the authors of MXNet; all between them is run again;
-- ``vdnn_all``: every layer's input goes to the host;
-- ``superneurons``: CONV outputs go to the host, cheap layers run again; and ``superneurons_joins``, where sums and
-  concatenations go to the host, too (agents/heuristics/superneurons.py, choice 1);
+- ``vdnn_all``: every layer's input is swapped out;
+- ``superneurons``: CONV outputs are swapped out, cheap layers run again; ``superneurons_joins``: sums and
+  concatenations are swapped out, too (agents/heuristics/superneurons.py, choice 1);
 - ``bound``: no method, but what none goes beyond: every tensor away whenever no kernel uses it.
 """
 

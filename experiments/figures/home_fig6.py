@@ -5,9 +5,7 @@ The paper's text gives none of the figure's numbers, but claims (``CLAIMS``) and
 panel. Networks, limit and durations are those of experiments/figures/home_table2.py.
 
 1. Batch sizes are multiples of the largest one that fits without a plan.
-2. vDNN offloads the inputs of convolutions and makes the next layer wait (``vdnn_conv``); where that does not fit, the
-   inputs of all layers (``vdnn_all``). SuperNeurons drops all it may, whether or not memory is short, as HOME's authors
-   describe it. The other three do nothing where nothing is needed.
+2. vDNN is ``vdnn_conv``, else ``vdnn_all``; SuperNeurons drops all it may; the others act only if memory is short.
 """
 
 from __future__ import annotations

@@ -1,15 +1,10 @@
 """Table 2 of "HOME: A Holistic GPU Memory Management Framework for Deep Learning" (2022), section 4.4: the largest
 batch size and the images per second there of PyTorch, Capuchin and HOME; six networks on CIFAR-10, RTX 2080 Ti.
 
-1. The limit is all the memory that CUDA reports on the GPU (configs/machine/rtx2080ti.yaml). What CUDA, cuDNN and its
-   workspaces take of it in the paper is not known and not subtracted.
-2. Durations are the GPU's roofline times a factor for each network, with which PyTorch's iteration at its largest batch
-   in the paper takes what Table 2 says, batch / throughput.
-3. Programs are captured at two batch sizes; every number in them is affine in the batch size. The sizes found are
-   captured once more, and planned and simulated so.
-4. No plan fits more than what fits with everything away that the method may move (HOME: feature maps; Capuchin:
-   whatever is idle long enough), which is asked first. Where it has no plan for that batch, its largest is sought below
-   by halving, to ``resolution``.
+1. The limit is all the memory that CUDA reports; what CUDA, cuDNN and workspaces take in the paper is not known.
+2. Durations are the roofline's times a factor per network: PyTorch's largest batch of the paper takes the paper's time.
+3. Programs are captured at two batch sizes (every number is affine in it); the sizes found are captured once more.
+4. What fits with everything away that a method may move is asked first; below it the largest is bisected.
 """
 
 from __future__ import annotations

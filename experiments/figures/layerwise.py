@@ -1,11 +1,10 @@
 """A network as SuperNeurons counts it (its paper, sections 3.1, 3.2 and 4.1): one kernel per layer forward and one
 backward, over the tensors that cuDNN's calls take; images, parameters and workspaces are not counted.
 
-The tensors of a layer's backward step decide every number of the paper's Table 1 and section 4.1.1. The authors' code
-(github.com/linnanwang/superneurons-release, src/layer) allocates them so, and the paper's 36 tensors and 2189.437 MB
-come out of nothing else:
+The tensors of a layer's backward step decide every number of Table 1 and section 4.1.1. As in the authors' code
+(github.com/linnanwang/superneurons-release, src/layer); nothing else gives the paper's 36 tensors and 2189.437 MB:
 
-- convolution, fully connected: input, output's gradient, and a new gradient of the input;
+- convolution, fully connected: input, output's gradient, and a new gradient of the input (also of the images);
 - pooling: input, output, output's gradient, and a new gradient of the input;
 - activation, LRN: input, output, and one gradient, changed in place;
 - batch-norm: input, output's gradient, and a new gradient of the input; its output is not read;
@@ -13,8 +12,6 @@ come out of nothing else:
 - softmax: input and output, which becomes the gradient in place; the loss is no tensor;
 - fork: forward a copy per branch; backward the first branch's gradient, to which the others are added;
 - join: forward a new sum; backward the gradient, and a copy for every branch but the first.
-
-The gradient with respect to the images is computed, too.
 """
 
 from __future__ import annotations
@@ -261,7 +258,7 @@ def _residents(program: Program, plan: Plan) -> tuple[list[set[int]], int]:
     found, runs = [], 0
 
     def recover(t: int, k: int, back: list[int]) -> None:
-        """Brings ``t`` back at kernel ``k``; ``back``: what is dropped again when the chain is through."""
+        """Brings ``t`` back at kernel ``k``; ``back``: what is dropped again afterwards."""
         nonlocal runs
         if t in resident:
             return

@@ -34,7 +34,7 @@ def limits_of(settings: DictConfig, network: Any) -> list[float]:
 
 
 def our_limit(program: Program, network: str, paper_mb: float) -> int:
-    """The limit in bytes at which as much must leave as at the paper's limit in MB.
+    """The limit in bytes at which as much must be swapped out as at the paper's limit in MB.
 
     Raises:
         ValueError: the paper's limit is above its load.

@@ -4,12 +4,9 @@ batch size with cudaMalloc, CnMem, SmartPool and SmartPool+AutoSwap; GTX 1080 Ti
 The paper's text gives neither the figure's networks and batch sizes nor its numbers, only claims (``CLAIMS``). Ours:
 
 1. Networks and batch sizes are our choice (configs/figure/smartpool_fig10.yaml).
-2. An iteration was measured at batch size 100 only. At others the roofline of the program is scaled by the factor
-   between the measured time and the roofline at that size.
-3. SmartPool+AutoSwap at an overhead is the smallest footprint that the planner finds whose simulated overhead is at
-   most that (agents/heuristics/smartpool_autoswap.py, ``smallest``); 0 % is what rounds to 0.0 %.
-4. Footprints are the highest address in use, with the machine's alignment; every packing is checked for blocks that
-   share a byte. cudaMalloc's is the load.
+2. Iterations were measured at batch size 100 only; elsewhere the roofline is scaled by the factor found there.
+3. SmartPool+AutoSwap at an overhead: the smallest footprint that the planner finds (``smallest``); 0 % is up to 0.05 %.
+4. Footprints are the highest address in use, aligned; every packing is checked. cudaMalloc's is the load.
 5. What SINGA keeps besides (experiments/figures/smartpool_table1.py) is not in the programs.
 """
 

@@ -4,17 +4,11 @@ several depths, batch size 100, GTX 1080 Ti.
 
 The text names the points of each method, but neither the figure's networks nor its numbers, only claims. Ours:
 
-1. The four frameworks become planners of one program each (agents/). A reduction is of the footprint without a plan, by
-   the allocator of the method (``POOLS``): SINGA's is CnMem, and SmartPool with the plan; SuperNeurons has its heap;
-   MXNet shares memory ahead of time and GeePS reserves it, for which the load stands.
-2. SmartPool+AutoSwap: the smallest footprint at each of several overheads, down to load_min
-   (agents/heuristics/smartpool_autoswap.py, ``smallest``).
-3. memonger: three points, of budgets B / 4, B / 2 and B, where B balances what is kept and the largest stage
-   (agents/heuristics/memonger.py). The paper moves the searching nodes by hand.
-4. SuperNeurons: three points: swap, recompute, both. As much leaves as its rules allow, whatever the limit; it then
-   runs with the memory of the GPU, as in the paper.
-5. GeePS: a plan for each of several limits. Its original, Caffe, never frees (inferred from its source): against the
-   sum of all tensors the same plans reduce more, which is the second, dashed line.
+1. The frameworks become planners of one program each; a reduction is of the method's own footprint (``POOLS``).
+2. SmartPool+AutoSwap: the smallest footprint at each of several overheads, down to load_min (``smallest``).
+3. memonger: three points, of budgets B / 4, B / 2 and B; B balances what is kept and the largest stage.
+4. SuperNeurons: three points: swap, recompute, both; as much as its rules allow, then run with the GPU's memory.
+5. GeePS: a plan for each of several limits; the dashed line is against the sum of all tensors, as Caffe never frees.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ in eager PyTorch, on tensors without memory (the meta device), and every operato
 not the captured program, of which one iteration repeats by definition.
 
 1. A new batch is made in each iteration, and the one before dies, as in a training loop with a data loader.
-2. Two iterations are the same if the sequences of (operation, bytes, tensor) are, where a tensor is known by when it
-   first appeared in its iteration.
+2. Two iterations are the same if their (operation, bytes, tensor) are; a tensor is known by when it first appeared.
 3. A kernel is an operator that is no view; it reads its inputs and writes its outputs. A tensor is a storage.
 """
 

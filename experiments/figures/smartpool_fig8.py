@@ -2,11 +2,9 @@
 VGG16 over one iteration, without swaps, with AutoSwap at limits of 500 and 400 MB, and the least, load_min; batch size
 100, GTX 1080 Ti.
 
-1. At a limit of ours as much must leave as at the paper's (experiments/figures/smartpool.py).
-2. Plans are AutoSwap's with Bayesian optimisation (autoswap_bo.py). The curve is that of the simulated steady
-   state, with waits, so that it may be longer than an iteration without swaps.
-3. load_min: "swapping out and in all candidate variables synchronously". No kernel runs while one leaves or comes back;
-   the curve is drawn without the time that this takes, which the table has.
+1. At our limits as many bytes must be swapped out as at the paper's (experiments/figures/smartpool.py).
+2. Plans are AutoSwap's with Bayesian optimisation; the curve is the simulated steady state, with its waits.
+3. load_min: all candidates are swapped synchronously; the curve is drawn without that time, which the table has.
 """
 
 from __future__ import annotations

@@ -2,10 +2,8 @@
 overhead of AutoSwap with each of its four priority scores and with Bayesian optimisation (BO), across limits from 647
 to 280 MB; VGG16, batch size 100, GTX 1080 Ti.
 
-1. At a limit of ours as much must leave as at the paper's (experiments/figures/smartpool.py).
-2. BO begins with the four scores as they are, so that it is never worse than the best of them (autoswap_bo.py,
-   choice 3); 30 evaluations, as the paper says. It draws, so that it is run with several seeds: the line is the median,
-   the band from the best to the worst.
+1. At our limits as many bytes must be swapped out as at the paper's (experiments/figures/smartpool.py).
+2. BO begins with the four scores (agents/heuristics/autoswap_bo.py, choice 3); 30 evaluations; median over seeds.
 3. The floor is what no plan of swaps can beat at a limit (agents/bound.py).
 """
 

@@ -4,17 +4,12 @@ own way to tell, and what is proven.
 
 The paper's way: where the swap-out stream is idle in the forward pass, variables that were not selected could leave,
 and save as much waiting as their transfers take (``avoidable``). Ours: no plan of swaps can have less overhead than the
-floor (agents/bound.py), so that at most the gap to it can be avoided, and simulated annealing, which starts from
-AutoSwap's plans, has a plan that avoids part of it, so that at least that can be.
+floor (agents/bound.py), so at most the gap to it can be avoided; simulated annealing, which starts from AutoSwap's
+plans, has a plan that avoids part of it, so at least that can be.
 
-1. Plans are those of AutoSwap with Bayesian optimisation. Limits are shares of the load that must leave, where swaps of
-   AutoSwap's candidates reach that far; the paper's example is VGG16 at 350 MB, at which as many MB leave as there
-   (experiments/figures/smartpool.py).
-2. A variable that is not selected may leave in an idle time if it is at least 1 MiB, was used for the last time before,
-   is not needed before the last wait of the forward pass, and its transfer ends in time; the largest first. No more can
-   be saved than the forward pass waits.
-3. Annealing swaps any tensor of at least 1 MiB, not only AutoSwap's candidates, once or more in an iteration; the floor
-   holds for all of these.
+1. Limits are shares of the load that must leave, as far as AutoSwap's candidates reach, and the paper's example.
+2. In an idle time the largest unselected variables leave that are free until the last wait and whose transfer ends.
+3. Annealing swaps any tensor of at least 1 MiB, once or more in an iteration; the floor holds for all of these.
 """
 
 from __future__ import annotations

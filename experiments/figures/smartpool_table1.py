@@ -2,26 +2,15 @@
 competitive ratio (footprint over load) and time per iteration with cudaMalloc, CnMem and SmartPool; eight networks,
 batch size 100, GTX 1080 Ti.
 
-How the paper's rows are read:
+SINGA, on which the paper runs, keeps more than the captured program (the column "as SINGA keeps it"): the gradients of
+the previous iteration, and in every convolution a workspace. ``fastest`` is another reading: every layer keeps the
+workspace of the fastest algorithm of executor/capture/algorithms.py. How the paper's rows are read, and what the
+workspaces are inferred from (experiments/figures/README.md):
 
-1. MB is 2^20 bytes. Between its ResNets the loads differ by the activations that our programs keep, too, and by a
-   multiple of the weights. With MB of 2^20 bytes that is 4.78 three times; with 10^6 bytes it is 3.13, 3.07 and 3.18,
-   further apart than rounding to 1 MB explains (``multiples``).
-2. "cudaMalloc Time Per Iteration" is that of the whole iteration: divided by the speedups it is the iteration time
-   with a pool, 43 to 1048 ms, to which our programs are scaled (configs/workload/).
+1. MB is 2^20 bytes: with it the loads of the ResNets differ by one multiple of the weights (``multiples``).
+2. "cudaMalloc Time Per Iteration" is that of the whole iteration; over the speedups it is what our programs take.
 3. An iteration takes its kernels' time plus that of its mallocs and frees on the host (simulator/pool/times.py).
-
-SINGA, on which the paper runs, keeps more than the captured program (the column "as SINGA keeps it"):
-
-- the gradients of the previous iteration, until the next ones are complete: its training loop
-  (examples/cifar10/train.py) holds the list that ``net.train`` returned while it calls it again;
-- in every convolution a workspace that is never returned (src/model/layer/cudnn_convolution.cc). Its size is inferred:
-  4.78 = 3 + 16/9: weights, momentum and gradients, and 16/9 of the weights of 3x3 convolutions of stride 1, which
-  is what filters transformed for Winograd F(2x2, 3x3) take (A. Lavin and S. Gray, 2016: 16 values for 9).
-
-Left out are cuDNN's random states in each dropout layer, whose size is not known, and that cuDNN keeps a bit of a
-dropout mask where PyTorch keeps a byte. ``fastest`` is another reading of "the fastest cuDNN algorithm (without
-workspace limit)": every layer keeps the workspace of the fastest algorithm of executor/capture/algorithms.py.
+4. Left out: cuDNN's random states in dropout layers, and its masks of a bit where PyTorch keeps a byte.
 """
 
 from __future__ import annotations

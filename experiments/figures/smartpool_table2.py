@@ -2,15 +2,10 @@
 AutoSwap with Bayesian optimisation reduces the memory load without overhead; eight networks, batch size 100, GTX 1080
 Ti.
 
-1. The reduced load is the lowest of ``steps`` limits, evenly spaced from the load to load_min, at which the plan's
-   simulated overhead is 0.0 %; overhead is not monotone in the limit, so that all are tried.
-2. "At most" is what no plan of swaps can beat, whoever makes it: at every limit below, the floor of the overhead
-   (agents/bound.py) is above 0.0 %. It is found by bisection to 1 % of the load.
-3. Our loads are lower than the paper's by what SINGA keeps and never swaps (smartpool_table1.py), so that MB that leave
-   can be compared directly, and shares of the load with what is missing added to ours.
-4. "Link needed" is the slowest link, as a multiple of the measured one, over which our planner still makes as many MB
-   leave as the paper's without overhead: above 1 the paper's planner does better than ours, below 1 ours has to spare.
-   Found by bisection.
+1. The reduced load is the lowest of ``steps`` limits at which the simulated overhead is 0.0 %; all are tried.
+2. "At most": below that limit the floor of every plan of swaps is above 0.0 %; bisected to 1 % of the load.
+3. MB that leave are compared directly, shares of the load with what SINGA keeps added to ours (smartpool_table1.py).
+4. "Link needed": the slowest link, over the measured one, at which the paper's MB leave without overhead; bisected.
 """
 
 from __future__ import annotations

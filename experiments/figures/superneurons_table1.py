@@ -1,18 +1,13 @@
 """Table 1 of "SuperNeurons: Dynamic GPU Memory Management for Training Deep Neural Networks" (2018), section 3.4: how
 many layers are computed again, and the peak memory, with speed-centric, memory-centric and cost-aware recomputation.
 
-The networks are counted as the paper counts them (experiments/figures/layerwise.py). What the table leaves open:
+The networks are counted as the paper counts them (experiments/figures/layerwise.py). The last column is the planner
+agents/heuristics/superneurons.py: the smallest memory for which it finds a plan; it moves no more than it must. What
+the table leaves open (reasons in experiments/figures/README.md):
 
-1. Batch sizes. AlexNet's is 200, as in section 4.1.1: 886.23 MB are four times its CONV1. The ResNets' is 32: with
-   images of 227 x 227, as in the authors' code, 455.125 MB are then four outputs of CONV1 and two of POOL1.
-2. What is recomputed is what a layer's backward step reads. That gives all nine numbers. k (k + 1) / 2 for each
-   segment of k layers gives AlexNet's 23, but 140 for ResNet50: the authors' batch-norm does not read its output in the
-   backward step, and a fork copies its input, so that nothing behind it asks for POOL1.
-3. In the ResNets forks and joins go to the host, too, and come back when they are used. Left in memory they alone are
-   more than the table's peaks.
-
-The last column is the planner that this project has for SuperNeurons (superneurons.py): the smallest memory for
-which it finds a plan. It looks at the memory that it is given, and moves no more than it must.
+1. Batch sizes: AlexNet's is 200, as in section 4.1.1; the ResNets' is 32, of images of 227 x 227.
+2. What is recomputed is what a layer's backward step reads; that gives all nine numbers.
+3. In the ResNets forks and joins are swapped out, too, and come back when they are used.
 """
 
 from __future__ import annotations

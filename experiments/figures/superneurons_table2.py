@@ -4,12 +4,9 @@ heap that is allocated once).
 
 Choices:
 
-1. The paper's text does not name the batch sizes. 128 for AlexNet and 16 for the others are assumed. At twice the batch
-   a malloc would take twice the time, as the paper gives speeds only.
-2. An iteration takes its kernels' time plus that of its mallocs and frees on the host (simulator/pool/times.py). With
-   the pool it is the paper's, the kernels are what the heap leaves of it; with cudaMalloc it is ours.
-3. One malloc and one free per tensor that does not outlive the iteration, at the costs that configs/machine/k40c.yaml
-   assumes, and, in a column of its own, at one cost per block fitted to the paper's six differences.
+1. The paper's text does not name the batch sizes: 128 for AlexNet and 16 for the others are assumed.
+2. An iteration is the kernels' time plus mallocs and frees on the host; with the pool it is the paper's, else ours.
+3. A malloc and a free per tensor that dies, at the costs of k40c.yaml, and at one fitted to the paper's differences.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ The ResNet has 6, 32, n3 and 6 bottleneck blocks in its four stages and a depth 
 So it is in the program that the authors released (``residual_imagenet_max``, with n3 = 788 for depth 2498, the "ResNet
 2500" of the text at batch size 1). Choices:
 
-1. Programs of any depth are made of one capture, with n3 = 4, by repeating a block (capacity.Deeper); at one of the
-   depths found, the whole network is captured as well and must be the same kernel by kernel.
+1. Programs of any depth are one capture with a block repeated (capacity.Deeper); one depth is captured to compare.
 2. The depth of a method is the last for which its plan fits the simulator; one block more does not fit.
 """
 

@@ -3,8 +3,7 @@ largest batch of six networks that trains in the 12 GB of a K40c, by framework.
 
 Choices:
 
-1. Programs of any batch size are made of two captures (home.Sizes); at SuperNeurons' largest batch the network is
-   captured once more and must be the same.
+1. Programs of any batch size are made of two captures (home.Sizes); SuperNeurons' largest batch is captured to compare.
 2. The batch of a method is the last for which its plan fits the simulator; one image more does not fit.
 """
 

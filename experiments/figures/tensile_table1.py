@@ -9,9 +9,7 @@ The paper defines the ratios in words that its text does not keep to. As it uses
 - CBR, cost-benefit ratio: MSR / EOR.
 
 1. The paper says neither which VGG, nor the image size, nor the optimizer: VGG16 at 224 px, SGD with momentum.
-2. The GPU holds every job, so TENSILE swaps and does not recompute (its section 4.4). It goes as low as it can: to the
-   smallest limit, in steps of 0.1 % of the peak, for which it has a plan. That plan runs in the whole memory of the
-   GPU, as the paper's does, and once more held to its limit, where kernels wait for swap-outs that are late.
+2. TENSILE only swaps (its section 4.4), at its smallest limit; its plan runs in the GPU's memory, and at the limit.
 3. Capuchin is held to the peak of TENSILE ("we manually set its memory saving ratio to the same with our method's").
 4. vDNN offloads the inputs of all layers, in the whole memory of the GPU.
 5. Durations are the GPU's roofline.

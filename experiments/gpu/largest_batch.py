@@ -2,17 +2,12 @@
 
 The cap is what eager needs for the network's own batch. Each method has its strongest setting: all blocks; of
 torch.compile a budget of 0; ours has any of OURS' plans for the cap. A batch is trained if two steps run, the first of
-which makes the optimizer's state. The search doubles the batch and then halves the interval (experiments/bisection.py).
+which makes the optimizer's state. The search doubles the batch and then bisects (experiments/bisection.py). Choices
+(reasons in experiments/README.md):
 
-Choices:
-
-(a) On CUDA the cap is torch.cuda.set_per_process_memory_fraction, which counts what PyTorch's allocator reserves, holes
-    included; what libraries already hold is added to it. A batch does not fit where a step is out of memory, or where
-    cuDNN finds no algorithm for lack of workspace.
-(b) Ours is planned for the cap over each of CAPS, the largest first, because the allocator's holes are not planned, and
-    runs at its own batch's measured profile. It does not fit where no plan exists, or every step is out of memory.
+(a) On CUDA the cap is torch.cuda.set_per_process_memory_fraction, on what PyTorch reserves and libraries hold.
+(b) Ours is planned for the cap over each of CAPS, the largest first, at its own batch's measured profile.
 (c) On the CPU the storages seen by a dispatch mode are compared with the cap; for ours its ledger never exceeds it.
-    save_on_cpu gains nothing there.
 (d) Between two tries all memory goes back. What the time does not allow is said, with the best batch until then.
 """
 

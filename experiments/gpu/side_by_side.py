@@ -8,14 +8,13 @@
     compile      torch.compile with activation_memory_budget
 
 A limit f is what eager holds between steps and f of what its peak has above it, by the device's own count. A method's
-setting is the mildest whose measured peak is within the limit, found by bisection: memory falls as n grows. For ours
-the plan's limit is lowered by what the measured peak was over, up to TRIES times.
+setting is the mildest whose measured peak is within the limit, by bisection. Choices:
 
-Choices: (a) each trial starts with a new model of the same seed and the same batch; (b) time is the median of STEPS
-steps after two, which follow each other without a wait; (c) the peak is that of the measured steps, PyTorch's
-allocator's ``allocated``; (d) on the CPU storages seen by a dispatch mode are counted, and for ours its ledger, so that
-everything but save_on_cpu can be tried without a GPU; (e) optimizers are as PyTorch chooses (``foreach``), except for
-ours, which updates one parameter at a time.
+(a) Each trial starts with a new model of the same seed and batch; for ours the limit is lowered up to TRIES times.
+(b) Time is the median of STEPS steps after two, which follow each other without a wait.
+(c) The peak is that of the measured steps, PyTorch's allocator's ``allocated``.
+(d) On the CPU storages seen by a dispatch mode are counted, for ours its ledger; save_on_cpu needs a GPU.
+(e) Optimizers are as PyTorch chooses (``foreach``), except for ours, which updates one parameter at a time.
 """
 
 from __future__ import annotations

@@ -2,12 +2,10 @@
 
 Growth rate 32; 6, 12, 24 and 16 layers of batch-norm, ReLU, 1x1 convolution to 128 channels, batch-norm, ReLU, 3x3
 convolution to 32; between the blocks a transition that halves channels and image; 7,978,856 parameters at 1000
-classes. Open or different:
+classes. Open or different (experiments/workloads/README.md):
 
-1. every layer concatenates all the results before it, so that a block keeps a number of bytes quadratic in its depth,
-   as torchvision's does without ``memory_efficient``;
-2. on images of at most 64 px the stem is a 3x3 convolution with stride 1 and no max-pool, as in the usual PyTorch
-   collections for CIFAR-10 (the paper's networks for CIFAR-10 are others, with three blocks);
+1. Every layer concatenates all results before it, as torchvision's does without ``memory_efficient``.
+2. On images of at most 64 px the stem is a 3x3 convolution of stride 1 without max-pool, as in CIFAR-10 collections.
 3. ReLU keeps its input (``vgg.ReLU``), as in the frameworks of its time.
 """
 

@@ -3,25 +3,17 @@
 V3: Szegedy et al., "Rethinking the Inception Architecture for Computer Vision", 2015, Table 1 and Figures 5 to 7 and
 10; V4: Szegedy et al., "Inception-v4, Inception-ResNet and the Impact of Residual Connections on Learning", 2017,
 Figures 3 to 9. 299 px, 1000 classes; batch-norm and ReLU after every convolution. 23,834,568 parameters
-(torchvision's, without the auxiliary classifier) and 42,679,816 (Cadene's pretrained-models). Open or different:
+(torchvision's, without the auxiliary classifier) and 42,679,816 (Cadene's pretrained-models).
 
-1. V3 is as in torchvision, which follows the authors' published model where Table 1 leaves widths open; the auxiliary
-   classifier is left out;
-2. on images of at most 64 px the stem's convolutions have stride 1 and padding, and its max-pools on their own are
-   left out: 32 px stay 32 up to the first reduction (35 at 299 px), then 15 and 7 (17 and 8). CIFAR-10 collections
-   differ here;
-3. ReLU keeps its input (``vgg.ReLU``), as PyTorch's ``nn.ReLU()`` did until 2021 (mobilenet.py).
-
-Inferred for HOME (2022), whose Table 2 has 125 images as V3's largest batch in 11 GB: at 32 px, as here, they peak at
-7.0 GiB (5.9 with ReLU in place), and our roofline of its RTX 2080 Ti gives 329 images/s (paper: 257). At 299 px they
-peak at 14.8 (11.7 in place), which does not fit. 7.0 is less than HOME's other networks have at their largest batches
-(7.8 to 10.0), but two other stems of CIFAR-10 collections, 3x3 to 192 channels alone and one whose last convolution
-is not padded, have 6.7 and 6.1.
-
-A network is written in a small notation. A string is a chain of steps: ``64`` a 1x1 convolution to 64 channels,
+A network is written in a small notation. A string is a sequence of steps: ``64`` a 1x1 convolution to 64 channels,
 ``64/5`` a 5x5 one, ``64/1x7`` one of height 1 and width 7; ``avg`` and ``max`` are 3x3 pools. Images keep their size,
 but for steps that end in ``v`` (no padding) or ``s`` (no padding, stride 2). A list is branches on one input whose
-results are concatenated by channel, a tuple a chain of any of these.
+results are concatenated by channel, a tuple a sequence of any of these.
+Open or different (experiments/workloads/README.md, also for what is inferred for HOME):
+
+1. V3 is torchvision's, which follows the authors' model where Table 1 is open; no auxiliary classifier.
+2. On images of at most 64 px the stem has stride 1, padding and no max-pools of its own.
+3. ReLU keeps its input (``vgg.ReLU``), as PyTorch's ``nn.ReLU()`` did until 2021 (mobilenet.py).
 """
 
 from __future__ import annotations

@@ -3,16 +3,12 @@
 One-hot characters, layers of LSTM cells with dropout 0, a linear decoder and cross-entropy over all time steps;
 RMSprop with learning rate 0.002 and decay 0.95. The cells are plain layers, not one cuDNN call, so that the kernels
 and tensors of every time step are seen: both linear layers of a cell have a bias, the three sigmoid gates are computed
-in one go, in the order in, forget, out, as in the source.
+in one go, in the order in, forget, out, as in the source. Open or different (experiments/workloads/README.md):
 
-What is open, or not as there:
-
-1. the batch: train.lua has 128 hidden units in 2 layers, 50 steps and 50 sequences at once, with which no tensor
-   reaches 1 MiB, the least that the agent plans for. Here 2048 sequences: a state ``[batch, hidden]`` has 1 MiB. The
-   DQN paper names the data ("Karpathy's char-RNN dataset") and no sizes;
-2. vocabulary: 65 characters, those of its example, the works of Shakespeare;
-3. the state is zero at the start of every step; the source takes the last state of the batch before it;
-4. gradients are not clamped to [-5, 5], which the source does.
+1. The batch is 2048 sequences, so that a state ``[batch, hidden]`` has 1 MiB; train.lua has 50.
+2. Vocabulary: 65 characters, those of its example, the works of Shakespeare.
+3. The state is zero at the start of every step; the source takes the last state of the batch before it.
+4. Gradients are not clamped to [-5, 5], which the source does.
 """
 
 from __future__ import annotations

@@ -3,14 +3,11 @@
 
 Table 1: a 3x3 convolution to 32 channels, thirteen depthwise separable blocks (3x3 depthwise, then 1x1; each followed
 by batch-norm and ReLU), average pooling and a linear layer; 4.2 M parameters at 224 px and 1000 classes. Open or
-different:
+different (experiments/workloads/README.md):
 
-1. the table gives the last depthwise convolution a stride of 2, but 7x7 pixels before and after it; its stride is 1;
-2. on images of at most 64 px the first convolution has stride 1 instead of 2, as in the usual PyTorch collections for
-   CIFAR-10, so that 32 px end in 2x2;
-3. ReLU keeps its input (``vgg.ReLU``), as PyTorch's ``nn.ReLU()`` did until 2021, when its derivative came to be read
-   from its result (pull request 63089). Inferred for HOME (2022), which ran PyTorch 1.5.1: the largest batch of its
-   Table 2, 2012 images in 11 GB, peaks at 9.3 GiB so and at 6.3 with ReLU in place.
+1. The table gives the last depthwise convolution a stride of 2, but 7x7 pixels before and after it; its stride is 1.
+2. On images of at most 64 px the first convolution has stride 1, as in CIFAR-10 collections: 32 px end in 2x2.
+3. ReLU keeps its input (``vgg.ReLU``), as PyTorch's ``nn.ReLU()`` did until 2021 (pull request 63089).
 """
 
 from __future__ import annotations

@@ -3,19 +3,14 @@
 A 3x3 convolution to ``width`` channels, then stages of blocks of two 3x3 convolutions, each with batch-norm and ReLU;
 every stage but the first halves the image and doubles the width; then average pooling and a linear layer. He's plain
 network of depth 6n + 2 is ``stages`` n-n-n of ``width`` 16: ``3-3-3`` has 20 layers and 0.27 M parameters (Table 6).
-
-Plain20 and the "ResNet" of HOME (2022), whose text gives neither widths nor depth, are inferred from its Table 2, the
-largest batches in 11 GB (an RTX 2080 Ti), and from the throughput there:
-
-1. Plain20 is four times as wide as He's, 64-128-256: at batch 1040 it peaks at 8.9 GiB, and our roofline of that GPU
-   gives 2094 images/s (paper: 2368). With 16-32-64 it would be 2.2 GiB and 22,794 images/s.
-2. ResNet is ResNet18 as in the usual PyTorch collections for CIFAR-10, ``2-2-2-2`` of width 64 with shortcuts: at
-   batch 1255 8.2 GiB and 2368 images/s (paper: 2285). ResNet34 needs 14.0 GiB, He's ResNet20 2.7.
-3. ReLU keeps its input (``vgg.ReLU``), as PyTorch's ``nn.ReLU()`` did until 2021 (mobilenet.py); in place the two
-   peak at 6.0 and 5.7 GiB.
-
-A shortcut whose shape changes is a 1x1 convolution with batch-norm, as in these collections and in He's option B; on
+A shortcut whose shape changes is a 1x1 convolution with batch-norm, as in CIFAR-10 collections and in He's option B; on
 CIFAR-10 He uses option A, without parameters.
+
+Inferred for HOME (2022), whose text gives neither widths nor depth (experiments/workloads/README.md):
+
+1. Plain20 is four times as wide as He's: 64-128-256.
+2. ResNet is ResNet18 as in the usual PyTorch collections for CIFAR-10: ``2-2-2-2`` of width 64 with shortcuts.
+3. ReLU keeps its input (``vgg.ReLU``), as PyTorch's ``nn.ReLU()`` did until 2021 (mobilenet.py).
 """
 
 from __future__ import annotations

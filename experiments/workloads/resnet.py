@@ -1,20 +1,16 @@
 """ResNet18, 34, 50 and 101 for CIFAR-10, as in Table I of the SmartPool and AutoSwap paper.
 
-"Efficient Memory Management for GPU-based Deep Learning Systems" names torch.ch/blog/2016/02/04/resnets.html
-and runs on SINGA, whose CIFAR example is adapted from that page; neither says what the depths are at 32x32
-pixels. The definition here follows SINGA's example (no ReLU after the sum, which the page found better; a
-1x1 convolution with batch-norm where the shape changes) and was completed so that Table I comes out:
+"Efficient Memory Management for GPU-based Deep Learning Systems" names torch.ch/blog/2016/02/04/resnets.html and runs
+on SINGA, whose CIFAR example is adapted from that page; neither says what the depths are at 32x32 pixels. The
+definition here follows SINGA's example (no ReLU after the sum, which the page found better; a 1x1 convolution with
+batch-norm where the shape changes) and was completed so that Table I comes out:
 
-- stem: 3x3 convolution to 64 channels, no pooling; widths 64, 128, 256, 512 with strides 1, 1, 2, 2, so that
-  the last stage is 8x8;
-- blocks per stage as in He et al. (2016), Table 1; two 3x3 convolutions per block in ResNet18 and 34, three
-  in ResNet50 and 101, all at the stage's width: not the 1-3-1 bottleneck.
+- stem: 3x3 convolution to 64 channels, no pooling; widths 64, 128, 256, 512 with strides 1, 1, 2, 2, so that the last
+  stage is 8x8;
+- blocks per stage as in He et al. (2016), Table 1; two 3x3 convolutions per block in ResNet18 and 34, three in ResNet50
+  and 101, all at the stage's width: not the 1-3-1 bottleneck.
 
-Captured peaks at batch 100 against Table I, whose MB are 2^20 bytes (experiments/figures/smartpool_table1.py): 1396,
-2660, 4134, 7764 against 1452, 2824, 4418, 8367, i.e. 4, 6, 6 and 7 % less; with what SINGA keeps besides 1503, 2874,
-4468, 8417, i.e. 3.5, 1.8, 1.1 and 0.6 % more. The usual CIFAR ResNet (strides 1, 2, 2, 2, bottlenecks, ReLU after the
-sum, the same ReLU) needs 3722 MB for ResNet50 and 5780 MB for ResNet101, 16 and 31 % less. Operations agree too: 1.06,
-2.37, 3.62 and 8.24 TFLOP in the measured 195, 368, 540 and 1048 ms are 48 to 69 % of a GTX 1080 Ti's peak.
+How near the captured peaks come: experiments/workloads/README.md.
 """
 
 from __future__ import annotations

@@ -4,18 +4,12 @@ The ResNet of He et al. (2016) for CIFAR: three stages of 16, 32 and 64 channels
 iteration block l of L survives with probability 1 - l / L * (1 - 0.5) (equation 4 with p_L = 0.5); one that does not is
 replaced by its shortcut, in the forward and the backward pass. From the authors' code
 (github.com/yueatsprograms/Stochastic_Depth): where the shape changes the shortcut is an average pool and channels of
-zeros; SGD with Nesterov momentum 0.9 and weight decay 1e-4, batch 128.
+zeros; SGD with Nesterov momentum 0.9 and weight decay 1e-4, batch 128. A captured step is straight-line code, so blocks
+are drawn before: one program for each ``draw``, the seed. Open or different (experiments/workloads/README.md):
 
-A captured step is straight-line code, so blocks are drawn before: one program for each ``draw``, the seed.
-
-What is open, or not as there:
-
-1. the parameters of a dropped block have no gradient, and PyTorch's SGD does nothing for them: no momentum, no weight
-   decay, which in the authors' code act on. They are persistent in the program, their momentum (in all blocks 7 MB)
-   is not part of it;
-2. ReLU after the sum is in place, as in the authors' code; a dropped block needs none, since its input has no negative
-   numbers;
-3. the DQN paper says "ResNet with stochastic depth" and CIFAR-10, no depth: 110 is what Huang et al. train most.
+1. PyTorch's SGD does nothing for the parameters of a dropped block: no momentum, no weight decay.
+2. ReLU after the sum is in place, as in the authors' code; a dropped block has none: its input has no negative numbers.
+3. The DQN paper says "ResNet with stochastic depth" and CIFAR-10, no depth: 110 is what Huang et al. train most.
 """
 
 from __future__ import annotations

@@ -2,14 +2,10 @@
 size", 2016, Table 1): a convolution to 96 channels, eight fire modules, a 1x1 convolution to the classes, average
 pooling.
 
-1.25 M parameters (1,248,424) at 224 px and 1000 classes. Open or different:
+1.25 M parameters (1,248,424) at 224 px and 1000 classes. Open or different (experiments/workloads/README.md):
 
-1. on images of at most 64 px it is the form of the usual PyTorch collections for CIFAR-10: the first convolution is
-   3x3 with stride 1 (7x7, 2), max-pools are 2x2 (3x3, stride 2), every convolution but the last has batch-norm, and
-   fire modules 3, 5, 7 and 9 have the simple bypass of the paper's section 6; there is no dropout, nor ReLU at the
-   end;
-2. ReLU keeps its input (``vgg.ReLU``), as PyTorch's ``nn.ReLU()`` did until 2021 (mobilenet.py). The largest batch in
-   Table 2 of HOME (2022), 1667 images in 11 GB, peaks at 7.8 GiB so and at 7.0 in place.
+1. On images of at most 64 px it is the form of the usual PyTorch collections for CIFAR-10.
+2. ReLU keeps its input (``vgg.ReLU``), as PyTorch's ``nn.ReLU()`` did until 2021 (mobilenet.py).
 """
 
 from __future__ import annotations

@@ -4,15 +4,11 @@ Figure 1 of the paper: on the way down twice a 3x3 convolution without padding a
 channels; on the way up a 2x2 up-convolution that halves the channels, the concatenation with the cropped feature map
 from the way down, and two 3x3 convolutions with ReLU; at the end a 1x1 convolution to two classes. An image of 572
 pixels gives a map of 388. Cross-entropy over the softmax of every pixel; SGD with momentum 0.99 (section 3).
+Open in the paper, or not followed (experiments/workloads/README.md):
 
-The paper leaves open, or is not followed in:
-
-1. dropout "at the end of the contracting path": neither place nor rate is given. Here 0.5 after the last two levels of
-   the way down;
-2. the weight of every pixel in the loss (equation 2), one number per pixel: left out;
-3. the batch: the paper takes one image. "GPU Memory Management for Neural Networks Using Deep Q-Network" (Figure 5)
-   gives neither batch nor image for its U-Net; 8 images are the largest power of two that fits into the 11 GB of its
-   GTX 1080 Ti, also with the workspaces of the fastest convolutions (6.3 GiB, with them 8.0 GiB).
+1. Dropout "at the end of the contracting path": here 0.5 after the last two levels of the way down.
+2. The weight of every pixel in the loss (equation 2), one number per pixel, is left out.
+3. The batch is 8; the paper takes one image.
 """
 
 from __future__ import annotations

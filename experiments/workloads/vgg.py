@@ -1,20 +1,14 @@
 """VGG11, 13, 16 and 19 for CIFAR-10, with batch-norm and dropout (Zagoruyko, "92.45% on CIFAR-10 in Torch", 2015).
 
-The networks of Table I of "Efficient Memory Management for GPU-based Deep Learning Systems" (SmartPool and
-AutoSwap), which names that page as its source: 3x3 convolution, batch-norm and ReLU (not in place); dropout
-between the convolutions of a block (0.3 in the first block, 0.4 in the others); 2x2 max-pool after each
-block; then dropout 0.5, linear 512, batch-norm, ReLU, dropout 0.5, linear 10. The page gives VGG16; the
-other depths have 1, 2, 3 or 4 convolutions per block as in Simonyan and Zisserman (2014), Table 1.
+The networks of Table I of "Efficient Memory Management for GPU-based Deep Learning Systems" (SmartPool and AutoSwap),
+which names that page as its source: 3x3 convolution, batch-norm and ReLU (not in place); dropout between the
+convolutions of a block (0.3 in the first block, 0.4 in the others); 2x2 max-pool after each block; then dropout 0.5,
+linear 512, batch-norm, ReLU, dropout 0.5, linear 10. The page gives VGG16; the other depths have 1, 2, 3 or 4
+convolutions per block as in Simonyan and Zisserman (2014), Table 1.
 
-``ReLU`` and ``Dropout`` keep for the backward pass what Torch7 and cuDNN keep, so that the memory is that of
-the paper's runs (on SINGA): ReLU keeps its input, not its output, and dropout one byte per element, not a
-float.
-
-Captured peaks at batch 100 against Table I, whose MB are 2^20 bytes (experiments/figures/smartpool_table1.py): 302,
-426, 506, 586 against 389, 509, 647, 785, i.e. 22, 16, 22 and 25 % less. What is missing is not activations but what
-SINGA keeps besides: the gradients of the previous iteration, and in every convolution a workspace that, to judge by
-the ResNets of the table, holds its filters transformed for Winograd, 16 values for 9. With both the peaks are 401,
-526, 663 and 799, 2 to 3 % more. They are no part of the captured program.
+``ReLU`` and ``Dropout`` keep for the backward pass what Torch7 and cuDNN keep, so that the memory is that of the
+paper's runs (on SINGA): ReLU keeps its input, not its output, and dropout one byte per element, not a float. How near
+the captured peaks come to Table I: experiments/workloads/README.md.
 """
 
 from __future__ import annotations

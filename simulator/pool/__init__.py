@@ -1,14 +1,16 @@
-"""Bytes to addresses. The ledger of the simulator counts bytes; here the same tensors get offsets.
+"""Bytes to addresses: the simulator's ledger counts bytes; here the same tensors get offsets.
 
 ``intervals`` says who holds how many bytes from when to when. An allocator is a module with one function,
-``pack(intervals, …) -> Packing``; ``ALLOCATORS`` names them all and ``run`` runs one of them. Offline ones know the
-whole iteration and pack a circle; online ones (the driver, PyTorch's caching allocator, CnMem, SuperNeurons' heap) see
-one malloc or free after another on a line. ``times`` says how long they take, ``validate`` finds blocks that share an
+``pack(intervals, …) -> Packing``; ``ALLOCATORS`` names them all and ``run`` runs one. Offline allocators know the whole
+iteration and pack a circle; online ones (cudaMalloc, PyTorch's caching allocator, CnMem, SuperNeurons' heap) see one
+malloc or free after another on a line. ``times`` says how long they take, ``validate`` finds blocks that share an
 address, ``trace`` finds the iteration in a stream of mallocs and frees, ``files`` reads and writes instances.
 
     lives = program_lifetimes(program)                       # or timeline_lifetimes(timeline, program, plan)
     blocks, packing = run("smartpool", lives.intervals, machine.alignment)
     packing.footprint, packing.ratio(blocks), packing.offsets[i]
+
+Reasons, formats and figures: simulator/pool/README.md.
 """
 
 from __future__ import annotations

@@ -1,27 +1,16 @@
 """Buffers from outside, and packings back.
 
-Four kinds of file are told apart by their suffix and content:
+Four kinds of file, told apart by suffix and content; simulator/pool/README.md says what is read of each:
 
-- **MiniMalloc CSV** ("MiniMalloc: A Lightweight Memory Allocator for Hardware-Accelerated Machine Learning", ASPLOS
-  2023): a header with the columns ``id,lower,upper,size`` in any order, then a buffer a line, held over the half-open
-  [lower, upper). The older names ``buffer`` or ``buffer_id``, ``start`` or ``begin``, and ``end`` are read, too. An
-  ``end`` is half-open as in the benchmarks when they were first published; MiniMalloc has since come to read it as the
-  last instant, and such a file needs 1 added. Other columns are ignored: ``offset`` and ``hint`` (an address that is
-  given or proposed), ``gaps`` (times at which a buffer is not needed: it keeps its bytes) and ``alignment`` (ask
-  ``pack`` for the largest).
-- **Snapshots of PyTorch's allocator** (``torch.cuda.memory._dump_snapshot``, a pickle): the alloc and free_completed
-  events of ``device_traces``, with the bytes that were requested; a block is held until its free has completed. What
-  the trace frees but never allocates, and what ``segments`` holds at the end and the trace never names, was there
-  before it. Of several devices the one with the most events is read, the first of equals. Everything else in the file
-  (stack traces, segments of cudaMalloc, streams, pools) is ignored. Unpickling admits containers, numbers and strings
-  only.
-- **Logs**: text, an operation a line: ``malloc ID BYTES``, ``free ID``, ``read ID``, ``write ID``, with ``#`` before
-  comments. ID and BYTES are integers, decimal or 0x and hexadecimal; an ID may be malloc'ed again after its free.
+- **MiniMalloc CSV** (``id,lower,upper,size``): a buffer a line, held over the half-open [lower, upper);
+- **snapshot of PyTorch's allocator** (``torch.cuda.memory._dump_snapshot``), a pickle: ``device_traces`` and
+  ``segments``. Unpickling admits containers, numbers and strings only;
+- **log**: an operation a line: ``malloc ID BYTES``, ``free ID``, ``read ID``, ``write ID``; comments begin with ``#``;
 - **program/1** (.json, .json.gz): the blocks of one iteration with unlimited memory: tensor 3 is ``t3``, the workspace
   of kernel 7 ``w7``.
 
-In a stream of operations (a snapshot, a log) time is the operation index, blocks are named by their ID or address, and
-where one names several, as ID@operation of the malloc. What was there before is malloc'ed first.
+In a stream of operations (snapshot, log) time is the operation index. Blocks are named by ID or address, or by
+ID@operation of the malloc where one name stands for several. What was there before the stream is malloc'ed first.
 """
 
 from __future__ import annotations

@@ -1,23 +1,17 @@
-"""Who holds how many bytes from when to when: what every allocator starts from.
+"""Who holds how many bytes from when to when: the input of every allocator.
 
-Time is logical, as in SmartPool (the operation index of "Efficient Memory Management for GPU-based Deep Learning
-Systems", section III): it counts mallocs and frees in the order in which they happen. To pack blocks only
-their order matters, and two events at one nanosecond have an order, too (simulator rule 9), which is what keeps
-kernels without a duration apart. ``Lifetimes.time_ns`` says when each event was.
+Time is logical (the operation index of "Efficient Memory Management for GPU-based Deep Learning Systems", section III):
+it counts mallocs and frees in the order in which they happen. ``Lifetimes.time_ns`` says when each event was.
+Iterations repeat, so time is a circle of ``period`` events. A block is one stay in device memory:
 
-A block is one stay in device memory:
-
-- a tensor, from the start of the kernel that writes it first (or of its swap-in, or of the step that recomputes
-  it) until it is freed at the end of its last use, dropped, released because its host copy is valid, or until its
-  swap-out completes. A tensor that left comes back as another block, at another address;
+- a tensor, from the start of the kernel that first writes it (or of its swap-in, or of the step that recomputes it)
+  until its last use ends, it is dropped or released, or its swap-out completes. After a swap or a recomputation it is
+  another block, at another address. A tensor that stays over the iteration boundary is one block that ends in the
+  next iteration; a persistent tensor that is never swapped out fills the circle;
 - a workspace, while its kernel or recomputation step runs;
-- what a recomputation chain writes on the way, in memory of its own.
+- what a recomputation writes on the way, in memory of its own.
 
-Iterations repeat, so that time is a circle of ``period`` events: a tensor that stays over the iteration boundary
-is one block that ends in the next iteration, and a persistent tensor that never leaves fills the circle.
-
-Addresses hold the stream order of a timeline together only if whoever runs it makes a malloc wait for the frees
-before it at the same addresses; a copy that takes longer than simulated would otherwise be overwritten.
+Whoever runs a packing must make a malloc wait for the frees before it at the same addresses (README.md says why).
 """
 
 from __future__ import annotations
@@ -202,7 +196,7 @@ def _lifetimes(blocks: list[tuple[int, int, int, int]], period: int, times: Sequ
     return Lifetimes(Intervals(lower, upper, nbytes, period), owner, np.array(times, np.int64))
 
 
-_Key = tuple[int, bool]  # owner, and whether it is a chain's own memory
+_Key = tuple[int, bool]  # owner, and whether it is memory of a recomputation's own
 
 
 class _Walk:
@@ -238,8 +232,8 @@ class _Walk:
             (t, False): 0 for t, x in enumerate(program.tensors) if x.persistent and t not in self.on_host
         }
         self.dropped: dict[int, Recompute] = {}
-        self.last: dict[int, int] = {}  # in the chain under way: its own tensors, and the step after which they go
-        self.stay: set[int] = set()  # in the chain under way: dropped tensors that it brings back
+        self.last: dict[int, int] = {}  # in the recomputation under way: its own tensors, and their last step
+        self.stay: set[int] = set()  # in the recomputation under way: dropped tensors that it recovers
         self.position = 0  # kernels that have ended
         self.last_iteration = len(program.kernels) * (len(timeline.boundaries) - 1)
         running: list[Span] = []
@@ -307,7 +301,7 @@ class _Walk:
         self.position += 1
 
     def _open_remat(self) -> None:
-        """Rule 7: what the chain of the next kernel holds of its own, for how long, and what stays."""
+        """Rule 7: what is recomputed for the next kernel in memory of its own, for how long, and what stays."""
         k = self.position % len(self.program.kernels)
         rerun = set(self.steps[self.position])
         writes = self.program.writes

@@ -1,25 +1,17 @@
-"""The smallest footprint, proven where it can be: a portfolio of heuristics, then an exact search.
+"""The smallest footprint, proven where possible: the heuristics of ``portfolio``, then an exact search.
 
-The search is after Moffitt, "MiniMalloc: A Lightweight Memory Allocator for Hardware-Accelerated Machine Learning"
-(ASPLOS 2023): branch and bound over canonical packings, in which every block rests on the bottom or on another one;
-sections of the time axis, each with a load that has to fit above its floor; parts of the time axis that nothing joins
-any more as problems of their own. What is done in another way:
+After Moffitt, "MiniMalloc: A Lightweight Memory Allocator for Hardware-Accelerated Machine Learning" (ASPLOS 2023):
+branch and bound over canonical packings (every block rests on the bottom or on another block); the load of each
+section of time must fit above its floor; parts of time that no block joins are separate problems.
+Differences (reasons in simulator/pool/README.md; the search itself is ``skyline``):
 
-1. It asks whether a capacity fits; here the peak load is asked for first, then what lies between it and the best
-   packing known, by bisection. A footprint that equals the load, or one below which nothing fits, is proven.
-2. It places blocks by rising offset, so that a node branches over all the blocks that could come next. Here a node
-   branches over one section of any basin of the skyline (``skyline``): which block rests on its ground there, or none.
-   The section with the fewest such branches is taken. Its rule of dominance is implied: a block that fits under
-   another one was a branch before.
-3. A section where branches failed before is preferred (Boussemart et al., "Boosting Systematic Search by
-   Weighting Constraints", ECAI 2004): the branches are divided by its failures, which fade from run to run.
-4. Subproblems that do not fit are remembered by a hash of 64 bits, so that the same skyline under the same blocks
-   is searched once. Two that share a hash would be taken for one; with 2^19 of them the odds are below 10^-8.
-5. Runs are restarted (Luby, Sinclair and Zuckerman, 1993), each with another order of the blocks to try: by
-   duration, size, area or between, with noise or without. As runs get longer they exhaust small problems. Threads
-   search side by side, each with an order of its own; the first answer counts.
-6. Time may be a circle: sections are a ring, until nothing crosses some point of it.
-7. Above ``MAX_BLOCKS`` blocks only the heuristics (``portfolio``) run.
+1. It asks whether a capacity fits: first the peak load, then by bisection up to the best packing known.
+2. A node branches over the blocks that can rest on the ground of one section, or none, not over all that come next.
+3. Sections where branches failed before are preferred (Boussemart et al., ECAI 2004).
+4. Subproblems that do not fit are remembered by a hash of 64 bits.
+5. Runs are restarted (Luby, Sinclair and Zuckerman, 1993) with other orders of the blocks; threads search side by side.
+6. Time may be a circle: the sections are a ring until nothing crosses some point of it.
+7. Above ``MAX_BLOCKS`` blocks only the heuristics run.
 """
 
 from __future__ import annotations

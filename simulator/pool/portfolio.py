@@ -1,45 +1,22 @@
-"""The best of several heuristics within a time, for instances that an exact search gives up: up to tens of thousands
-of blocks.
+"""The best of several heuristics within a time limit, for instances too large or too hard for the exact search.
 
-Three kinds of heuristics start, and two searches improve on the best of them in turns until the time is over or the
-footprint equals the peak load:
+SmartPool's best-fit and first-fit (``smartpool``) and skyline runs come first. Then two searches improve on the best
+packing in turns, until the time is over or the footprint equals the peak load:
 
-- SmartPool's best-fit and first-fit by size (``smartpool``).
-- *Skyline*: the best-fit heuristic of Burke, Kendall and Whitwell ("A New Placement Heuristic for the Orthogonal
-  Stock-Cutting Problem", Operations Research 52(4), 2004), for blocks whose place in time is given. Time is cut into
-  sections, the instants at which most blocks are held together; the skyline is the height up to which each is full. In
-  a basin of the skyline, a run of sections of one height between higher ones, the block of the highest priority among
-  those whose lifetime lies in it goes on its ground; where none does, the basin is filled up to its lower bank.
-- *Squeaky wheel*: "Squeaky Wheel Optimization" (Joslin and Clements, JAIR 10, 1999) over the priorities of the
-  skyline. A run ends where a section cannot beat the best footprint any more, since what waits there does not fit
-  above its skyline; the blocks of that section get a higher priority in the next run.
-- *Ejection*: the guided ejection search of Nagata and Bräysy ("A Powerful Route Minimization Heuristic for the Vehicle
-  Routing Problem with Time Windows", Operations Research Letters 37(5), 2009), with addresses below a target for
-  routes. The blocks of the best packing that lie above the target are taken out. One after another is put into the
-  smallest hole that holds it, or else where the blocks in its way have the least weight together, and these are taken
-  out instead; a block that found no hole gains weight. When no block is out, the target is the new footprint.
+- *Skyline*: the best-fit heuristic of Burke, Kendall and Whitwell (Operations Research 52(4), 2004);
+- *Squeaky wheel* (Joslin and Clements, JAIR 10, 1999) over the skyline's priorities;
+- *Ejection*: the guided ejection search of Nagata and Bräysy (Operations Research Letters 37(5), 2009).
 
-What they leave open, and what is done in another way:
+simulator/pool/README.md says how each works. Left open by them, or different here:
 
-1. The priority of the skyline is duration^a * size^b, in sections and bytes. The first runs have the exponents of
-   ``MIXES``; squeaky wheel starts over with random ones, and noise, every ``TURNS`` runs.
-2. Basins are filled wherever they are, not the lowest first: they do not meet before they are full, so that it makes
-   no difference.
+1. The skyline's priority is duration^a * size^b: ``MIXES`` first, then random exponents and noise every ``TURNS`` runs.
+2. Basins are filled in any order, not the lowest first: they do not meet before they are full.
 3. Squeaky wheel multiplies priorities by ``BLAME`` and does not sort by them: a skyline picks among those that fit.
-4. Ejection has no limit to how many blocks are taken out at once, takes the next one at random, not the last one
-   taken out, and does not move others at random in between. Weights start at size times duration over their mean,
-   gain 1, and half of what they gained is left when a target is given up.
-5. A target is given up when as many blocks as ``PATIENCE`` found no better count of those that are out. It lies part
-   of the way from the best footprint to the load: half at first, twice as far after a success, half as far after
-   a failure.
-6. The two searches get shares of the work that they count themselves, not of the time, so that ``seconds`` only says
-   when to stop.
-7. What is always held lies at the bottom: it meets every other block, so that none is worse off above it.
-8. Ejection packs offset and block into 64 bits to sort them; where that has no room it is left out.
-
-Known and not used, since they are orders for first-fit or best-fit, which the skyline beats on nearly every hard
-instance that was tried: by size (TensorFlow Lite's greedy memory planner, XLA's global decreasing size), by size and
-conflicts (TVM's unified static memory planner, whose hill climbing swaps the order).
+4. Ejection takes any number of blocks out at once, the next one at random, and moves no others at random in between.
+5. It gives a target up after ``PATIENCE`` blocks without progress; the next one depends on success.
+6. The two searches share the work that they count themselves, not the time: ``seconds`` only says when to stop.
+7. What is always held lies at the bottom: it meets every other block, so none is worse off above it.
+8. Ejection packs offset and block into 64 bits to sort them; where they do not fit it is left out.
 """
 
 from __future__ import annotations

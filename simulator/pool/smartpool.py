@@ -2,18 +2,14 @@
 
 Offline dynamic storage allocation as weighted interval graph colouring: a block is a vertex, its bytes are the
 weight, an edge joins blocks whose lifetimes overlap, and a block's colours are the bytes it lies on. Blocks are
-coloured by decreasing size (section III-C), each in a hole between the colours of its neighbours that have some;
-best-fit, the default, takes the smallest hole that holds it, first-fit the lowest. Choices that the paper leaves
-open:
+coloured by decreasing size (section III-C), each in a hole between the colours of its neighbours that have some:
+best-fit, the default, takes the smallest hole that holds it, first-fit the lowest. O(n²) time, O(n) memory.
+Left open by the paper, and one extension:
 
 1. Blocks of one size are taken in the order of their mallocs.
 2. Best-fit takes the lowest of the smallest holes.
-3. What lies above the highest neighbour is not a hole: it is taken, right on top of that neighbour, when no hole
-   holds the block, whether or not the pool must be extended for it.
-4. Lifetimes may be arcs of a circle (a tensor that stays over the iteration boundary); the paper's pool spans one
-   iteration. Nothing else changes.
-
-Each block looks at all that are placed: O(n²) time, about half a second for 20,000 blocks; O(n) memory.
+3. A block that fits no hole goes right on top of its highest neighbour, whether or not that extends the pool.
+4. Lifetimes may be arcs of a circle (a tensor that stays over the iteration boundary); the paper's pool is one line.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""How long allocation takes, on the host, in one iteration of the steady state.
+"""How long allocation takes on the host, in one iteration of the steady state.
 
 Two things take time: calls of the driver, at the cost that the Machine states, and looking at the entries of lists and
 tables, which the allocators count (``Packing.steps``).
 
-- An online allocator has grown and settled after an iteration or two. What it does in iteration k is what it does in k
-  iterations less what it does in k - 1.
-- An offline one has been packed beforehand. Running, a malloc looks its offset up in a table of n blocks, which
-  SmartPool keeps in a ``std::map``, "with time complexity O(log n)" ("Efficient Memory Management for GPU-based Deep
-  Learning Systems", 2020, section VI-A), and a free does nothing. The pool is one cudaMalloc, made once.
+- An online allocator has settled after an iteration or two: iteration k costs what k iterations cost less what k - 1
+  iterations cost.
+- An offline one has packed beforehand. A malloc looks its offset up in a table of n blocks, which SmartPool keeps in a
+  ``std::map``, "with time complexity O(log n)" ("Efficient Memory Management for GPU-based Deep Learning Systems",
+  2020, section VI-A); a free does nothing. The pool is one cudaMalloc, made once.
 """
 
 from __future__ import annotations

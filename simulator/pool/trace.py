@@ -1,30 +1,15 @@
 """Iteration detection: "Efficient Memory Management for GPU-based Deep Learning Systems" (2020), section V.
 
 The device records every malloc, free, read and write; "once two consecutive subsequences are detected to be
-repeating, the subsequence is fed into PoolOpt": here, packed as a circle. The paper does not say how it detects them.
-Choices:
+repeating, the subsequence is fed into PoolOpt": here, packed as a circle. The paper does not say how repetition is
+detected. Choices (reasons in simulator/pool/README.md):
 
-1. Block ids and addresses differ between iterations and are not compared. Two operations are equal that do the same
-   (malloc, write, read, free) to blocks of the same bytes, and either to one and the same block (a parameter) or so
-   many operations after the malloc of their block.
-2. Which of the two holds is decided by how long the block is held, against half of the stream: what is held for less
-   may be the iteration's own, what is held for longer stays over iterations. Choice 3 makes that exact.
-3. The repeating part must be at least half of the stream, the set-up (the leading mallocs of blocks that stay) not
-   counted: else it may be a loop inside the only iteration. A changed first or last iteration may precede or follow.
-   A block that is held throughout is then held for half of the stream, and one that is freed within its iteration,
-   of which there are at least two, for less.
-4. So the repeating part covers the middle of the stream, and all its candidates, one for each period, come out of
-   four Z-functions in linear time (M. G. Main and R. J. Lorentz, "An O(n log n) algorithm for finding all repetitions
-   in a string", Journal of Algorithms, 1984, the step that looks at one position). Sorting makes it O(n log n).
-5. Of the periods that repeat at least twice, the one with the longest repeating part is the iteration, which tells it
-   from loops inside it (layers, time steps, accumulated micro-batches, the batches of an epoch): a loop of period q in
-   an iteration of p repeats through fewer than p + q operations, the iteration through at least 2 p. A multiple of the
-   period repeats through the same operations; the shortest is taken. Where one iteration of an outer loop was recorded
-   only, its inner loop is all that repeats.
-6. Lifetimes must close: a block of the iteration is freed before its malloc comes again. Two buffers in turn, each held
-   for 1.5 iterations, make an iteration of two. Mallocs at the start of the repeating part that never come to a free
-   belong to a changed first iteration, and the part begins after them. If no multiple of the period closes, the next
-   longest is tried; if none is left, memory grows, and there is no iteration.
+1. Equal operations: same kind, same bytes, and the same block or the same distance from the malloc of their block.
+2. Which of the two distances counts: a block held for less than half of the stream may be the iteration's own.
+3. The repeating part is at least half of the stream, the set-up (leading mallocs of blocks that stay) not counted.
+4. So it covers the middle of the stream, and four Z-functions give every candidate in linear time (Main, Lorentz 1984).
+5. The iteration is the period with the longest repeating part; of its multiples, the shortest.
+6. Lifetimes must close: a block of the iteration is freed before its malloc comes again; else the next longest period.
 7. As far as two repetitions are left, the iteration begins where the fewest bytes are held: between iterations.
 """
 

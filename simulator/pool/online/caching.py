@@ -1,23 +1,19 @@
-"""PyTorch's caching allocator (``c10/cuda/CUDACachingAllocator.cpp``, BSD licence), with its default settings.
+"""PyTorch's caching allocator with its default settings (``c10/cuda/CUDACachingAllocator.cpp``, BSD licence).
 
-- A request is rounded up to 512 bytes (``round_size``). Up to 1 MiB it belongs to the small pool, else to the large.
-- In its pool it takes the smallest free block that is large enough, of several the lowest (``get_free_block``; the
-  pool is a set ordered by size and address).
-- Where there is none, a cudaMalloc makes a segment (``get_allocation_size``): 2 MiB in the small pool; in the large
-  one 20 MiB for requests below 10 MiB, else the request rounded up to 2 MiB.
+- A request is rounded up to 512 bytes (``round_size``); up to 1 MiB it goes to the small pool, else to the large one.
+- It takes the smallest free block of its pool that is large enough, of several the lowest (``get_free_block``).
+- If there is none, a cudaMalloc makes a segment (``get_allocation_size``): 2 MiB in the small pool; in the large one
+  20 MiB for requests below 10 MiB, else the request rounded up to 2 MiB.
 - A block is split (``should_split``) if at least 512 bytes are left in the small pool, or more than 1 MiB in the
-  large one. What is left over goes into the pool; otherwise the request keeps all of the block.
-- A free merges the block with the free ones before and after it in its segment (``try_merge_blocks``).
+  large one. Otherwise the request keeps the whole block.
+- A freed block is merged with the free blocks before and after it in its segment (``try_merge_blocks``).
 
-What is left open, and deviations:
+Deviations (more in simulator/pool/README.md):
 
-1. Segments lie one after another, in the order of time, so that the footprint is ``reserved_bytes``.
-2. Memory is unlimited, so that segments are never given back: PyTorch calls cudaFree when a cudaMalloc fails, or in
-   ``empty_cache``.
-3. One stream, no graphs, and every setting of PYTORCH_CUDA_ALLOC_CONF at its default: no ``max_split_size_mb``,
-   ``roundup_power2_divisions``, ``garbage_collection_threshold`` or ``expandable_segments``.
-4. ``steps``: a search, an insertion and a removal each go down a balanced tree of m free blocks, whose depth is taken
-   to be the number of binary digits of m.
+1. Segments lie one after another, in order of time; the footprint is ``reserved_bytes``.
+2. Memory is unlimited, so segments are never given back.
+3. One stream, no graphs, every setting of PYTORCH_CUDA_ALLOC_CONF at its default.
+4. ``steps``: each search, insertion and removal goes down a balanced tree of the m free blocks: binary digits of m.
 """
 
 from __future__ import annotations

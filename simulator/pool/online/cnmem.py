@@ -1,28 +1,22 @@
-"""CnMem, NVIDIA's memory pool for CUDA (https://github.com/NVIDIA/cnmem, 2015): an online free list.
+"""CnMem, NVIDIA's memory pool for CUDA (https://github.com/NVIDIA/cnmem, 2015, ``src/cnmem.cpp``): an online free list.
 
-It is the rival of SmartPool in Table I and Figure 10 of "Efficient Memory Management for GPU-based Deep Learning
-Systems" (2020). After its program, ``src/cnmem.cpp``, here of one stream:
+The rival of SmartPool in Table I and Fig. 10 of "Efficient Memory Management for GPU-based Deep Learning Systems"
+(2020).
 
-- requests are rounded up to 512 bytes;
-- the free list is in the order of addresses. A malloc looks at all of it and takes the smallest piece that is
-  large enough, the lowest of several; what is left over stays in the list;
-- the used list has the newest block first. A free walks it to the block, walks the free list to the block's place,
-  and merges it with the free pieces before and after it;
-- where no piece is large enough, the pool grows by one cudaMalloc of just the rounded request. Pieces of two
-  cudaMallocs never merge, even side by side, and nothing is given back before the pool is destroyed.
+- A request is rounded up to 512 bytes.
+- The free list is ordered by address. A malloc looks at all of it and takes the smallest piece that is large enough,
+  of several the lowest; the rest of the piece stays in the list.
+- The used list has the newest block first. A free walks it to the block, walks the free list to the block's place,
+  and merges the block with the free pieces before and after it.
+- If no piece is large enough, the pool grows by one cudaMalloc of the rounded request. Pieces of two cudaMallocs
+  never merge, and nothing is given back before the pool is destroyed.
 
-What is left open, and deviations:
+Deviations (reasons in simulator/pool/README.md):
 
-1. What the pool begins with is the user's choice (cnmemInit; 0 means half of the GPU there). Here it begins with
-   nothing, so that the footprint is what the requests lead to. Table I, with CnMem 2.8 to 16.9 % above the load, is
-   most likely of a pool that grows, too: with ``reserve_bytes=None`` there is one cudaMalloc, all pieces can merge,
-   and CnMem stays within 4 % on our captures of its networks. What a growing pool loses there is lost at boundaries
-   between cudaMallocs: going backward, gradients double at each stage and do not fit into any one of the pieces that
-   smaller activations left.
-2. cudaMallocs lie one after another, in the order of time. So the footprint is what the pool holds; with
-   ``reserve_bytes=None`` it is what it needs of it.
-3. Memory is unlimited: neither CNMEM_STATUS_OUT_OF_MEMORY nor stealing from another stream's manager.
-4. Locks are not counted in ``steps``, list entries that are looked at are.
+1. The pool begins empty and grows; the original lets the user choose (``reserve_bytes``; 0 there: half of the GPU).
+2. cudaMallocs lie one after another, in order of time; the footprint is what the pool holds, or needs of its reserve.
+3. Memory is unlimited: no CNMEM_STATUS_OUT_OF_MEMORY, no stealing from another stream's manager; one stream.
+4. ``steps`` counts the list entries that are looked at, not the locks.
 """
 
 from __future__ import annotations

@@ -2,13 +2,10 @@
 
 The baseline of SmartPool ("Efficient Memory Management for GPU-based Deep Learning Systems", 2020, section VI-A):
 "cudaMalloc consumes the exact amount of memory when allocating each and every variable. Hence, it gives optimal
-memory consumption which is equal to the peak memory load." Deviations:
+memory consumption which is equal to the peak memory load." Deviations (reasons in simulator/pool/README.md):
 
-1. The driver maps pages of physical memory at virtual addresses, so that fragments of addresses cost no memory. The
-   offsets here are virtual: each block comes after all earlier ones and no address is used twice. The footprint is
-   physical, the peak load; it is not the highest end of a block, as it is for all other allocators.
-2. The paper also says that cudaMalloc "causes fragmentation due to various variable sizes", and pages round small
-   blocks up. Neither is modelled: "the exact amount" is what the paper compares with.
+1. Offsets are virtual, no address is used twice; the footprint is physical: the peak load, not the highest address.
+2. Neither rounding to pages nor the driver's fragmentation is modelled.
 """
 
 from __future__ import annotations

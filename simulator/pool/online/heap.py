@@ -1,17 +1,14 @@
 """The memory pool of "SuperNeurons: Dynamic GPU Memory Management for Training Deep Neural Networks" (PPoPP 2018).
 
-Section 3.2.1: one big chunk of memory is allocated beforehand and divided into blocks of 1 KB. A list of empty
-nodes and a list of allocated nodes hold an address and a number of blocks each. An allocation takes the first node
-of the empty list with enough free memory; a deallocation finds its node with a hash table from IDs and places it
-back in the empty list. What the paper leaves open:
+Section 3.2.1: one large chunk of memory is allocated beforehand and divided into blocks of 1 KB. A list of empty
+nodes and a list of allocated nodes hold an address and a number of blocks each. An allocation takes the first empty
+node with enough memory; a deallocation finds its node in a hash table of IDs and puts it back into the empty list.
+Left open by the paper (reasons in simulator/pool/README.md):
 
-1. The order of the empty list: by address, so that the first node is the lowest (first-fit).
-2. Whether empty neighbours become one node: they do, at once. Without, the heap would break up into the smallest
-   sizes. Both choices are those of the heap in the program that the authors released (``gpu_malloc``), which rounds
-   to 16 bytes and walks its list on deallocation; here, as in the paper, 1 KB and a hash table.
-3. How big the chunk is: enough for everything; the footprint is what is needed of it.
-4. ``steps``: the empty nodes that an allocation looks at; for a deallocation the entry of the hash table and the
-   empty nodes up to the place of the node.
+1. The empty list is ordered by address: first-fit.
+2. Empty neighbours become one node at once.
+3. The chunk is large enough for everything; the footprint is what is needed of it.
+4. ``steps``: the empty nodes looked at, to allocate or to put a node back, and one hash entry per deallocation.
 """
 
 from __future__ import annotations
