@@ -1,5 +1,6 @@
 """plan/1: what is read, what is refused, and which plans fit a program."""
 
+import itertools
 import json
 import os
 import re
@@ -31,10 +32,33 @@ def test_only_a_synchronous_swap_has_the_key():
     assert ["sync" in entry for entry in entries] == [False, True] and entries[1]["sync"] is True
 
 
+def is_a_gap(program: Program, swap: Swap) -> bool:
+    """Is the tensor alive and unused from the end of ``after`` until ``before``, which uses it? Walked kernel by kernel;
+    a gap may be entered late, and ``prefetch`` is one of the kernels walked over."""
+    n, uses = len(program.kernels), [swap.tensor in k.inputs + k.outputs for k in program.kernels]
+    if not uses[swap.before]:
+        return False
+    if not program.tensors[swap.tensor].persistent and not (any(uses[: swap.after + 1]) and swap.after < swap.before):
+        return False
+    walked = [swap.after]
+    while (walked[-1] + 1) % n != swap.before:
+        walked.append((walked[-1] + 1) % n)
+    return not any(uses[k] for k in walked[1:]) and swap.prefetch in (None, *walked)
+
+
 @given(st.data())
-def test_random_plans_fit(data):
-    program = data.draw(programs())
-    data.draw(plans(program)).check(program)
+def test_a_swap_fits_exactly_where_there_is_a_gap(data):
+    """All swaps of a small program, those that no planner would think of, too."""
+    program = data.draw(programs(max_kernels=5))
+    kernels = range(len(program.kernels))
+    prefetch = data.draw(st.none() | st.sampled_from(kernels))
+    for tensor, after, before in itertools.product(range(len(program.tensors)), kernels, kernels):
+        swap = Swap(tensor, after, before, prefetch)
+        if is_a_gap(program, swap):
+            Plan((swap,)).check(program)
+        else:
+            with pytest.raises(PlanError, match=r"^decisions\[0\]"):
+                Plan((swap,)).check(program)
 
 
 # ----------------------------------------------------------------------------------- malformed plans
