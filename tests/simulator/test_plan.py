@@ -33,8 +33,8 @@ def test_only_a_synchronous_swap_has_the_key():
 
 
 def is_a_gap(program: Program, swap: Swap) -> bool:
-    """Is the tensor alive and unused from the end of ``after`` until ``before``, which uses it? Walked kernel by kernel;
-    a gap may be entered late, and ``prefetch`` is one of the kernels walked over."""
+    """Is the tensor alive and unused from the end of ``after`` until ``before``, which uses it? Kernel by kernel; a gap
+    may be entered late, and ``prefetch`` is ``after`` or one of the kernels between."""
     n, uses = len(program.kernels), [swap.tensor in k.inputs + k.outputs for k in program.kernels]
     if not uses[swap.before]:
         return False
