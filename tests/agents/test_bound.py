@@ -16,7 +16,7 @@ from simulator import Kernel, Machine, Plan, Program, Recompute, Swap, Tensor, T
 from simulator.compiled.engine import Engine
 from tests import tiny
 from tests.agents.search.test_search import pyramid
-from tests.strategies import machines, plans, programs
+from tests.strategies import machines, networks, plans, programs
 
 MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, copy_latency_ns=0)
 
@@ -182,7 +182,7 @@ def test_a_plan_that_does_not_repeat_is_not_below_either() -> None:
 @settings(max_examples=250, deadline=None)
 @given(st.data())
 def test_no_plan_is_below(data: st.DataObject) -> None:
-    program, machine = data.draw(programs()), data.draw(machines())
+    program, machine = data.draw(programs() | networks()), data.draw(machines())
     plan = data.draw(plans(program))
     required = simulate(program, plan, machine, 10**9).required_bytes
     limit = required + data.draw(st.sampled_from([0, 0, 5]))

@@ -13,7 +13,7 @@ import envs
 from envs.memory_env import small_task
 from envs.walk import DEAD_END_REWARD
 from simulator import OutOfMemory, Program, simulate
-from tests.strategies import machines, programs
+from tests.strategies import machines, networks, programs, reachable_limits
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute", "joint"])
@@ -54,9 +54,9 @@ def test_rewards_sum_to_the_overhead_of_the_returned_plan():
 def test_the_mask_never_lies(data):
     """A valid action is taken without error and gives a plan that fits the program; an invalid one is refused.
     An episode ends feasible, or in a dead end where indeed no plan of its kind helps kernel p."""
-    program, machine = data.draw(programs()), data.draw(machines())
+    program, machine = data.draw(programs() | networks()), data.draw(machines())
     mode = data.draw(st.sampled_from(["swap", "recompute", "joint"]))
-    limit = max(1, int(program.peak_bytes * data.draw(st.floats(0.3, 1))))
+    limit = max(1, data.draw(reachable_limits(program) | st.integers(program.peak_bytes // 3, program.peak_bytes)))
     walk = envs.Walk(envs.Task(program, machine, limit, min_bytes=1, mode=mode))
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     while not walk.done:

@@ -26,10 +26,14 @@ def test_presets(name):
 
 def test_every_figure_of_a_preset_has_its_source():
     for path in PRESETS.glob("*.yaml"):
+        figures = set()
         for line in path.read_text().splitlines():
             figure = re.match(r"(\s*)(\w+): (\d[\d_.]*)(.*)", line)
-            if figure and figure[1] == "" and figure[2] != "free_ns":  # the source of malloc_ns is its source too
-                assert re.match(r" +# .{4}", figure[4]), f"{path.name}: {line}"
+            if figure and figure[1] == "":
+                figures.add(figure[2])
+                if figure[2] != "free_ns":  # the source of malloc_ns is its source too
+                    assert re.match(r" +# .{4}", figure[4]), f"{path.name}: {line}"
+        assert figures == {name for name, value in Machine.load(path.stem).to_dict().items() if isinstance(value, int)}
 
 
 def test_the_presets_of_the_readme_exist():
