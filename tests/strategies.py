@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from simulator import Kernel, Machine, Plan, Program, Recompute, Swap, Tensor
 from simulator.plan import PlanError
+from simulator.reference import resolve
 
 
 @st.composite
@@ -35,6 +36,49 @@ def programs(draw: st.DrawFn, max_kernels: int = 14) -> Program:
             workspace=draw(st.sampled_from([0, 0, 5, 20])), recomputable=draw(st.integers(0, 9)) > 0,
         ))  # fmt: skip
     return Program("random", tuple(tensors), tuple(kernels))
+
+
+KINDS = st.sampled_from(["conv", "norm", "activation", "pool", "matmul"])
+
+
+@st.composite
+def networks(draw: st.DrawFn) -> Program:
+    """Forward chains, some layers in place, and backward kernels that want the activations again: what planners plan,
+    and long chains of recomputation with tensors in common. ``programs`` seldom draws either."""
+    depth = draw(st.integers(2, 6))
+    tensors = [Tensor("w", draw(st.integers(0, 20)), "parameter", True)]
+    kernels: list[Kernel] = []
+
+    def kernel(inputs: list[int], outputs: list[int], kind: str, phase: str = "forward") -> None:
+        lasts, workspace = draw(st.integers(0, 20)), draw(st.sampled_from([0, 0, 10]))
+        kernels.append(Kernel(f"k{len(kernels)}", kind, phase, tuple(inputs), tuple(outputs), lasts, workspace))
+
+    def new() -> int:
+        tensors.append(Tensor(f"t{len(tensors)}", draw(st.integers(1, 30))))
+        return len(tensors) - 1
+
+    layers: list[int] = []
+    for _ in range(depth):
+        source = draw(st.sampled_from([0, *layers[-1:], *layers[-1:], *layers[-2:]]))
+        layers.append(new())
+        kernel([source, 0], [layers[-1], *([new()] if draw(st.booleans()) else [])], draw(KINDS))
+        how = draw(st.sampled_from(["", "", "update", "fill"]))  # in place, reading the old content or not
+        if how:
+            target = draw(st.sampled_from(layers[-2:]))
+            kernel([target] if how == "update" else [], [target], "activation")
+    for layer in reversed(layers):
+        more = draw(st.sampled_from([[], layers[:1], layers[-1:]]))
+        kernel([layer, *more], [new()], draw(KINDS), "backward")
+    if draw(st.booleans()):
+        kernel([0], [0], "optimizer", "optimizer")
+    return Program("network", tuple(tensors), tuple(kernels))
+
+
+@st.composite
+def reachable_limits(draw: st.DrawFn, program: Program) -> int:
+    """From the least bytes with everything away between its uses, which swaps of all gaps need, to the peak."""
+    everything = tuple(Swap(*gap) for gap in program.gaps())
+    return draw(st.integers(max(resolve(program, everything).residency), program.peak_bytes))
 
 
 @st.composite

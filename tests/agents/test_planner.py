@@ -14,7 +14,8 @@ from agents.planner import Candidates, held_back, least_residency, spans
 from simulator import Gap, Kernel, Machine, Plan, Program, Swap, Tensor, simulate
 from simulator.ways import MODES
 from tests import tiny
-from tests.strategies import machines, programs
+from tests.agents.heuristics.test_superneurons import MACHINE as LINK, network
+from tests.strategies import machines, networks, programs, reachable_limits
 
 # Search methods with few simulator calls, for tiny programs.
 FAST: dict[str, dict[str, object]] = {
@@ -51,9 +52,9 @@ def layers(program: Program) -> Program:
 def test_no_planner_is_over_the_limit_or_below_the_floor(
     name: str, options: dict[str, object], data: st.DataObject
 ) -> None:
-    program = layers(data.draw(programs()))
+    program = data.draw(networks() | networks() | programs().map(layers))
     machine = data.draw(machines())
-    limit = data.draw(st.integers(program.peak_bytes // 3, program.peak_bytes))
+    limit = data.draw(reachable_limits(program) | st.integers(program.peak_bytes // 3, program.peak_bytes))
     planner = agents.make(name, min_bytes=1, **{**FAST.get(name, {}), **options})
     try:
         plan = planner.plan(program, machine, limit)
@@ -75,6 +76,21 @@ def test_no_planner_is_over_the_limit_or_below_the_floor(
     for mode in ["joint"] + ["swap"] * (kinds <= {True}) + ["recompute"] * (kinds <= {False}):
         found = floor(program, machine, limit, mode)
         assert found.feasible and found.iteration_ns <= timeline.iteration_ns
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), PLANNERS, ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v.values()))
+)
+def test_every_planner_finds_something_to_move(name: str, options: dict[str, object]) -> None:
+    """In a network with what each of them looks for, under 90 % of its peak; all but ``none``."""
+    program = network([("conv", 10), ("norm", 10), ("activation", 10)] * 3 + [("matmul", 10)])
+    limit = int(0.9 * program.peak_bytes)
+    planner = agents.make(name, min_bytes=1, **{**FAST.get(name, {}), **options})
+    if name == "none":
+        with pytest.raises(agents.Infeasible):
+            planner.plan(program, LINK, limit)
+    else:
+        assert planner.plan(program, LINK, limit).decisions
 
 
 @pytest.mark.parametrize("name", agents.PLANNERS)

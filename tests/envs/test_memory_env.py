@@ -11,8 +11,9 @@ from stable_baselines3.common.env_checker import check_env as sb3_check_env
 
 import envs
 from envs.memory_env import small_task
-from simulator import OutOfMemory, simulate
-from tests.strategies import machines, programs
+from envs.walk import DEAD_END_REWARD
+from simulator import OutOfMemory, Program, simulate
+from tests.strategies import machines, networks, programs, reachable_limits
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute", "joint"])
@@ -53,9 +54,9 @@ def test_rewards_sum_to_the_overhead_of_the_returned_plan():
 def test_the_mask_never_lies(data):
     """A valid action is taken without error and gives a plan that fits the program; an invalid one is refused.
     An episode ends feasible, or in a dead end where indeed no plan of its kind helps kernel p."""
-    program, machine = data.draw(programs()), data.draw(machines())
+    program, machine = data.draw(programs() | networks()), data.draw(machines())
     mode = data.draw(st.sampled_from(["swap", "recompute", "joint"]))
-    limit = max(1, int(program.peak_bytes * data.draw(st.floats(0.3, 1))))
+    limit = max(1, data.draw(reachable_limits(program) | st.integers(program.peak_bytes // 3, program.peak_bytes)))
     walk = envs.Walk(envs.Task(program, machine, limit, min_bytes=1, mode=mode))
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     while not walk.done:
@@ -74,20 +75,63 @@ def test_the_mask_never_lies(data):
         assert simulate(program, walk.plan(), machine, limit).peak_bytes <= limit
 
 
+def assert_same(observation: dict, i: int, expected: dict) -> None:
+    assert observation.keys() == expected.keys()
+    for key in expected:
+        assert (observation[key][i] == expected[key]).all(), key
+
+
 def test_vector_env_is_many_envs():
-    vector = gymnasium.make_vec("GpuMemory-v0", num_envs=3, vectorization_mode="vector_entry_point", limit=0.6)
-    single = gymnasium.make("GpuMemory-v0", limit=0.6).unwrapped
-    observation, _ = vector.reset(seed=0)
-    expected, _ = single.reset(seed=0)
-    done = False
-    while not done:
-        action = int(np.flatnonzero(expected["action_mask"])[-1])
-        observation, reward, ended, _, _ = vector.step(np.array([action] * 3))
-        expected, one, done, _, _ = single.step(action)
-        for key in expected:
-            assert (observation[key] == expected[key]).all()
-        assert (reward == one).all()
-        assert (ended == done).all()
+    """Action by action, through the ends of episodes: the step after one begins the next, whatever its action is.
+
+    Programs of two lengths, limits at which something must leave and one at which nothing must; random actions, now and
+    then an invalid one.
+    """
+    program, machine = small_task()
+    shorter = Program("shorter", program.tensors, program.kernels[:-2])
+    arguments = {"program": [program, shorter], "machine": machine, "limit": [0.6, 0.8, 1.0]}
+    vector = gymnasium.make_vec("GpuMemory-v0", num_envs=3, vectorization_mode="vector_entry_point", **arguments)
+    singles = [gymnasium.make("GpuMemory-v0", **arguments).unwrapped for _ in range(3)]
+    observation, info = vector.reset(seed=0)
+    for i, single in enumerate(singles):
+        assert_same(observation, i, single.reset(options={"task": observation["program"][i, 0]})[0])
+    rng = np.random.default_rng(0)
+    ended = np.zeros(3, bool)
+    ends, rewards, tasks = [], [], set()
+    for step in range(300):
+        valid = observation["action_mask"]
+        actions = [int(rng.choice(np.flatnonzero(valid[i] != (rng.random() < 0.02)))) for i in range(3)]
+        observation, reward, terminated, truncated, info = vector.step(np.array(actions))
+        assert not truncated.any() and (info["action_mask"] == observation["action_mask"]).all()
+        for i, (single, action) in enumerate(zip(singles, actions, strict=True)):
+            if ended[i]:
+                task = observation["program"][i, 0]
+                tasks.add(int(task))
+                expected, its_info = single.reset(options={"task": task})
+                its_reward, its_end = 0.0, False
+            else:
+                expected, its_reward, its_end, _, its_info = single.step(action)
+            assert_same(observation, i, expected)
+            assert (reward[i], terminated[i]) == (its_reward, its_end)
+            assert (info["overhead"][i], info["feasible"][i]) == (its_info["overhead"], its_info["feasible"])
+        ends += [(step, i) for i in np.flatnonzero(terminated)]
+        rewards += reward.tolist()
+        ended = terminated
+    assert len(ends) > 30 and len({step for step, _ in ends}) > 20  # many, most of them apart
+    assert tasks == set(range(6)) and DEAD_END_REWARD in rewards and min(r for r in rewards if r != DEAD_END_REWARD) < 0
+
+
+def test_an_episode_of_the_vector_env_that_has_ended_takes_no_action():
+    """An action that would be refused is not even looked at; the episode after it begins at position 0."""
+    vector = envs.MemoryVectorEnv(2, limit=0.6)
+    first, _ = vector.reset(seed=0)
+    invalid = int(vector.single_action_space.n) - 1
+    assert not first["action_mask"][0, invalid]
+    wait = vector.step(np.array([invalid, 0]))
+    assert wait[1].tolist() == [DEAD_END_REWARD, 0.0] and wait[2].tolist() == [True, False]
+    begun = vector.step(np.array([invalid, 0]))
+    assert begun[1][0] == 0.0 and not begun[2][0]
+    assert_same({key: value[:1] for key, value in begun[0].items()}, 0, {key: value[0] for key, value in first.items()})
 
 
 def test_several_programs_and_limits():

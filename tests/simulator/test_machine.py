@@ -26,10 +26,14 @@ def test_presets(name):
 
 def test_every_figure_of_a_preset_has_its_source():
     for path in PRESETS.glob("*.yaml"):
+        figures = set()
         for line in path.read_text().splitlines():
             figure = re.match(r"(\s*)(\w+): (\d[\d_.]*)(.*)", line)
-            if figure and figure[1] == "" and figure[2] != "free_ns":  # the source of malloc_ns is its source too
-                assert re.match(r" +# .{4}", figure[4]), f"{path.name}: {line}"
+            if figure and figure[1] == "":
+                figures.add(figure[2])
+                if figure[2] != "free_ns":  # the source of malloc_ns is its source too
+                    assert re.match(r" +# .{4}", figure[4]), f"{path.name}: {line}"
+        assert figures == {name for name, value in Machine.load(path.stem).to_dict().items() if isinstance(value, int)}
 
 
 def test_the_presets_of_the_readme_exist():
@@ -50,6 +54,20 @@ def test_a_file_of_ones_own(tmp_path):
     assert machine.copy_engines == 2 and machine.efficiency == {"conv": 1}
 
 
+def test_what_may_be_left_out():
+    """Pinned host memory of 64 GiB, copies and launches of 10 and 5 us, two engines, CUDA's alignment."""
+    assert Machine.from_dict(GOOD) == Machine(
+        "m", 100, 10**9, 10**9, copy_latency_ns=10_000, copy_engines=2, host_bytes=68_719_476_736, alignment=512,
+        flops_per_s={}, memory_bytes_per_s=1, launch_ns=5_000, malloc_ns=0, free_ns=0, malloc_bytes_per_s=0,
+        efficiency={},
+    )  # fmt: skip
+
+
+def test_the_smallest_figures():
+    least = {"flops_per_s": {"int8": 1}, "memory_bytes_per_s": 1, "alignment": 1, "host_bytes": 0, "copy_latency_ns": 0}
+    assert Machine.from_dict({**GOOD, **least}).flops_per_s == {"int8": 1}
+
+
 @given(st.integers(0, 2**43), st.integers(1, 10**12), st.integers(0, 10**5))
 def test_copies_round_up(nbytes, rate, latency):
     machine = Machine("m", 1, rate, 1, latency)
@@ -61,6 +79,7 @@ def test_the_driver():
     machine = Machine("m", 1, 1, 1, malloc_ns=100, free_ns=10, malloc_bytes_per_s=3 * 10**9)
     assert machine.driver_ns(2, 1, 3000) == 2 * 100 + 10 + 1000
     assert machine.driver_ns(1, 0, 1) == 100 + 1  # rounded up
+    assert machine.driver_ns(0, 0, 9 * 10**18) == 3 * 10**18
     assert Machine("m", 1, 1, 1, malloc_ns=100).driver_ns(2, 5, 10**12) == 200  # size and frees cost nothing
 
 
@@ -79,6 +98,8 @@ def test_the_roofline():
     assert machine.kernel_ns("conv", 10**6, 10**6) == 7 + 20_000  # memory decides: 10 us, half of it
     assert machine.kernel_ns("pool", 0, 1000) == 7 + 40  # 10 ns at a quarter
     assert machine.kernel_ns("pool", 0, 1000, "int8") == 7 + 40  # no arithmetic, no figure needed
+    whole = Machine("m", 1, 1, 1, memory_bytes_per_s=10**9, launch_ns=0)  # no efficiency is one of 1
+    assert whole.kernel_ns("pool", 0, 1000) == 1000
     with pytest.raises(FormatError, match=r"machine\.flops_per_s: m has no figure for bfloat16"):
         machine.kernel_ns("conv", 1, 0, "bfloat16")
 

@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 
 from simulator import FormatError, Gap, Kernel, Program, Tensor
 from tests.strategies import programs
-from tests.tiny import A1, A2, PROGRAM, W
+from tests.tiny import A1, A2, A3, A4, G2, G3, G4, PROGRAM, W
 
 
 @given(programs())
@@ -106,6 +106,7 @@ MALFORMED = [
     (["kernels", 0, "variants", 1], [4], "kernels[0].variants[1]: expected 2 integers, got 1"),
     (["kernels", 0, "variants", 1], 4, "kernels[0].variants[1]: expected a list, got 4"),
     (["kernels", 0, "variants", 1, 0], True, "kernels[0].variants[1][0]: expected an integer, got true"),
+    (["kernels", 0, "variants", 1, 0], -1, "kernels[0].variants[1][0]: expected an integer from 0 to 2**43, got -1"),
     (["kernels", 0, "variants", 1, 1], -1, "kernels[0].variants[1][1]: expected an integer from 0 to 2**43, got -1"),
 ]  # fmt: skip
 
@@ -123,6 +124,14 @@ def put(data, path, value):
     else:
         inner[path[-1]] = value
     return data
+
+
+def test_the_largest_amounts_are_read():
+    data = good()
+    data["tensors"][1]["nbytes"] = 2**43
+    data["kernels"][0] |= {"duration_ns": 2**43, "workspace": 2**43, "flops": 2**62, "bytes": 2**62,
+                           "variants": [[2**43, 2**43]]}  # fmt: skip
+    assert Program.from_dict(data).ideal_ns == 2**43
 
 
 def test_the_good_program_is_good():
@@ -224,6 +233,24 @@ def test_gaps():
     assert [PROGRAM.gap_ns(g) for g in PROGRAM.gaps()] == [90, 60, 30]
 
 
+def test_a_gap_has_a_kernel_in_it():
+    """x is read by k1 and k3, with k2 between; z is used in the same two and has no bytes. w is used from k0 to k2, so
+    that k3 alone lies between its last and its first use; v is used by all but none."""
+    w, x, z, v = range(4)
+    lines = [((w, v), (x, z)), ((x, z, v), ()), ((w, v), ()), ((x, z, v), ())]
+    kernels = tuple(Kernel(f"k{i}", "other", "forward", *line, 10 + i) for i, line in enumerate(lines))
+    tensors = (Tensor("w", 1, "buffer", True), Tensor("x", 1), Tensor("z", 0), Tensor("v", 1, "buffer", True))
+    program = Program("gaps", tensors, kernels)
+    assert program.gaps() == program.gaps(1) == [Gap(w, 0, 2), Gap(w, 2, 0), Gap(x, 1, 3)]
+    assert [program.gap_ns(g) for g in program.gaps()] == [11, 13, 12]
+
+
+def test_a_gap_from_a_kernel_to_itself():
+    kernels = tuple(Kernel(f"k{i}", "other", "forward", (0,) if i == 1 else (), (), 10 + i) for i in range(3))
+    program = Program("p", (Tensor("w", 1, "parameter", True),), kernels)
+    assert program.gaps() == [Gap(0, 1, 1)] and program.gap_ns(Gap(0, 1, 1)) == 12 + 10
+
+
 def test_a_gap_over_the_boundary():
     kernels = tuple(Kernel(f"k{i}", "other", "forward", (0,) if i in (1, 2) else (), (), 10) for i in range(4))
     program = Program("p", (Tensor("w", 1, "parameter", True),), kernels)
@@ -238,6 +265,11 @@ def test_operations():
         ("malloc", 2, 1, 5), ("read", 0, 1, 5), ("read", 1, 1, 5), ("write", 2, 1, 5),
         ("free", 1, 1, 5), ("free", 2, 1, 5),
     ]  # fmt: skip
+
+
+def test_frees_are_at_the_end():
+    frees = {o.tensor: o.time_ns for o in PROGRAM.operations() if o.kind == "free"}
+    assert frees == {A4: 60, A3: 80, G4: 80, A2: 100, G3: 100, A1: 120, G2: 120}
 
 
 @given(programs())

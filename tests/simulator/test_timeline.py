@@ -40,6 +40,13 @@ def test_a_period_other_than_one_is_written(timeline):
     assert cycle.to_dict()["period"] == 2 and Timeline.from_dict(cycle.to_dict()) == cycle and not cycle.steady
 
 
+def test_a_timeline_is_steady_where_nothing_else_is_said(timeline):
+    values = {name: getattr(timeline, name) for name in timeline.__dataclass_fields__ if name != "period"}
+    assert Timeline(**values) == timeline
+    record = (timeline.boundaries, timeline.spans, timeline.memory, [])
+    assert Timeline.assemble(PROGRAM, LIMIT, 140, *record).period == 1
+
+
 def test_overhead(timeline):
     assert timeline.overhead == pytest.approx(50 / 120)
     assert simulate(PROGRAM.with_durations([0] * 8), Plan(), MACHINE, 180).overhead == 0
@@ -86,6 +93,16 @@ def test_the_chrome_trace(timeline):
     trace = timeline.perfetto(PROGRAM)
     assert json.loads(json.dumps(trace)) == trace
     events = trace["traceEvents"]
+    assert {e["pid"] for e in events} == {1}
+    assert events[:7] == [
+        {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "tiny"}},
+        {"ph": "M", "pid": 1, "tid": 1, "name": "thread_name", "args": {"name": "compute"}},
+        {"ph": "M", "pid": 1, "tid": 1, "name": "thread_sort_index", "args": {"sort_index": 1}},
+        {"ph": "M", "pid": 1, "tid": 2, "name": "thread_name", "args": {"name": "d2h"}},
+        {"ph": "M", "pid": 1, "tid": 2, "name": "thread_sort_index", "args": {"sort_index": 2}},
+        {"ph": "M", "pid": 1, "tid": 3, "name": "thread_name", "args": {"name": "h2d"}},
+        {"ph": "M", "pid": 1, "tid": 3, "name": "thread_sort_index", "args": {"sort_index": 3}},
+    ]
     assert [e["args"]["name"] for e in events if e["name"] == "thread_name"] == ["compute", "d2h", "h2d"]
     bars = [e for e in events if e["ph"] == "X"]
     assert len(bars) == len(timeline.spans)

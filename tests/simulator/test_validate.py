@@ -11,39 +11,7 @@ from simulator import Kernel, Machine, Plan, Program, Recompute, Swap, Tensor, T
 from simulator.timeline import Span
 from simulator.validate import violations
 from tests import tiny
-from tests.strategies import machines, plans, programs
-
-
-@st.composite
-def networks(draw: st.DrawFn) -> Program:
-    """Forward chains, some layers in place, and backward kernels that want the activations again: long chains of
-    recomputation with tensors in common, which ``programs`` seldom draws."""
-    depth = draw(st.integers(2, 6))
-    tensors = [Tensor("w", draw(st.integers(0, 20)), "parameter", True)]
-    kernels: list[Kernel] = []
-
-    def kernel(inputs: list[int], outputs: list[int]) -> None:
-        lasts, workspace = draw(st.integers(0, 20)), draw(st.sampled_from([0, 0, 10]))
-        kernels.append(Kernel(f"k{len(kernels)}", "other", "forward", tuple(inputs), tuple(outputs), lasts, workspace))
-
-    def new() -> int:
-        tensors.append(Tensor(f"t{len(tensors)}", draw(st.integers(1, 30))))
-        return len(tensors) - 1
-
-    layers: list[int] = []
-    for _ in range(depth):
-        source = draw(st.sampled_from([0, *layers[-1:], *layers[-1:], *layers[-2:]]))
-        layers.append(new())
-        kernel([source, 0], [layers[-1], *([new()] if draw(st.booleans()) else [])])
-        how = draw(st.sampled_from(["", "", "update", "fill"]))  # in place, reading the old content or not
-        if how:
-            target = draw(st.sampled_from(layers[-2:]))
-            kernel([target] if how == "update" else [], [target])
-    for layer in reversed(layers):
-        kernel([layer, *draw(st.sampled_from([[], layers[:1], layers[-1:]]))], [new()])
-    if draw(st.booleans()):
-        kernel([0], [0])
-    return Program("network", tuple(tensors), tuple(kernels))
+from tests.strategies import machines, networks, plans, programs
 
 
 @settings(max_examples=300, deadline=None)

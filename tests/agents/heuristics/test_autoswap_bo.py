@@ -15,7 +15,7 @@ from agents.heuristics.autoswap_bo import BASIC, AutoSwapBO, propose, standardis
 from agents.planner import Candidates
 from simulator import Machine, simulate
 from tests.agents.heuristics.test_autoswap import FOUR, MACHINE, straight
-from tests.strategies import machines, programs
+from tests.strategies import machines, networks, programs, reachable_limits
 
 # 23 ns of kernels; loads are 10 11 12 11 11 10, so that a limit of 10 asks for 2 bytes at kernel 2. Together
 # tensors 0 and 1 are just that, and their transfers take 2 ns each way in all.
@@ -85,9 +85,9 @@ def test_calls_are_counted_and_a_seed_repeats() -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_never_worse_than_the_best_score(data: st.DataObject) -> None:
-    program = data.draw(programs())
+    program = data.draw(programs() | networks())
     machine = data.draw(machines())
-    limit = data.draw(st.integers(program.peak_bytes // 2, program.peak_bytes))
+    limit = data.draw(reachable_limits(program))
     try:
         plan = AutoSwapBO(evaluations=6, random=1, min_bytes=1).plan(program, machine, limit)
     except agents.Infeasible:

@@ -18,7 +18,7 @@ from simulator.pool import Packing, program_lifetimes, smartpool, timeline_lifet
 from simulator.pool.validate import overlaps
 from tests import tiny
 from tests.agents.heuristics.test_autoswap import MACHINE, straight
-from tests.strategies import machines, programs
+from tests.strategies import machines, networks, programs, reachable_limits
 
 # Six kernels of 10 ns; kernel 4 has R, 3 bytes of workspace; tensors (written by, read by, bytes):
 #   S (0, 5, 2)  G (0, 1, 3)  P (1, 3, 2)  Q (3, 5, 2)
@@ -121,9 +121,9 @@ def test_swap_ins_over_the_boundary(nbytes: int, pinned: int) -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_the_footprint_fits_or_it_says_so(data: st.DataObject) -> None:
-    program = data.draw(programs())
+    program = data.draw(programs() | networks())
     machine = data.draw(machines())
-    limit = data.draw(st.integers(program.peak_bytes // 2, 2 * program.peak_bytes))
+    limit = data.draw(reachable_limits(program) | st.integers(program.peak_bytes // 2, 2 * program.peak_bytes))
     planner = make(steps=6)
     try:
         plan = planner.plan(program, machine, limit)
@@ -145,7 +145,7 @@ def test_the_smallest_footprint_at_an_overhead() -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(programs(), machines())
+@given(programs() | networks(), machines())
 def test_no_smaller_footprint_is_passed_over(program: Program, machine: Machine) -> None:
     planner = SmartPoolAutoSwap(align=False, min_bytes=1, steps=3)
     overheads = (0.0, 0.2, 100.0)

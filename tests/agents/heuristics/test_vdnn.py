@@ -14,7 +14,7 @@ from simulator import Gap, Kernel, Machine, Program, Swap, Tensor, simulate
 from simulator.compiled.encoding import SWAP, SYNC_SWAP
 from simulator.program import KernelKind
 from simulator.timeline import Breakdown
-from tests.strategies import machines, programs
+from tests.strategies import machines, networks, programs, reachable_limits
 
 MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, copy_latency_ns=0)
 PLENTY = 1000
@@ -169,16 +169,18 @@ def test_rows_are_of_the_kind_asked_for() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_survives_any_program(data: st.DataObject) -> None:
-    """Phases are drawn freely: backward kernels may come before forward ones."""
-    program, machine = data.draw(programs()), data.draw(machines())
+    """Phases are drawn freely: backward kernels may come before forward ones; or a network as it should be."""
+    program, machine = data.draw(programs() | networks()), data.draw(machines())
     phases, kinds = st.sampled_from(["forward", "backward", "optimizer"]), st.sampled_from(["conv", "norm"])
-    kernels = tuple(replace(k, phase=data.draw(phases), kind=data.draw(kinds)) for k in program.kernels)
-    program = replace(program, kernels=kernels)
-    limit = data.draw(st.integers(0, program.peak_bytes + 1))
+    if data.draw(st.booleans()):
+        kernels = tuple(replace(k, phase=data.draw(phases), kind=data.draw(kinds)) for k in program.kernels)
+        program = replace(program, kernels=kernels)
+    limit = data.draw(reachable_limits(program) | st.integers(0, program.peak_bytes + 1))
     for name in ("vdnn_all", "vdnn_conv", "vdnn_dyn"):
         try:
             made = agents.make(name, min_bytes=1).plan(program, machine, limit)
         except agents.Infeasible:
+            assert limit < program.peak_bytes
             continue
         assert simulate(program, made, machine, limit).peak_bytes <= limit
 

@@ -11,7 +11,7 @@ from agents.search.ruin_recreate import DROP, FILLED, KEEP, RuinRecreate
 from simulator import Machine, Plan, Program
 from simulator.compiled.engine import Engine, decisions_of
 from tests.agents.exact.test_milp import pyramid, training, two_uses
-from tests.strategies import programs
+from tests.strategies import networks, programs, reachable_limits
 
 MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, copy_latency_ns=0)
 
@@ -78,10 +78,11 @@ def test_more_rounds_are_no_worse_and_better_somewhere() -> None:
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.data(), programs())
+@given(st.data(), programs() | networks())
 def test_any_program(data: st.DataObject, program: Program) -> None:
-    limit = data.draw(st.integers(0, program.peak_bytes))
+    limit = data.draw(reachable_limits(program) | st.integers(0, program.peak_bytes))
     rows, _ = search(program, limit, 200)
+    assert rows is not None or limit < program.peak_bytes
     if rows is not None:
         Plan(decisions_of(rows)).check(program)
         assert Engine(program, MACHINE, limit).score(rows).feasible

@@ -132,9 +132,10 @@ def test_run_on_a_small_program(monkeypatch):
     found = out["found"]["vgg16"]
     limits = {at for points in found["baselines"].values() for at, _ in points}
     assert limits <= {p["limit"] for p in found["dqn"]["swap"]}  # the DQN has a plan wherever a baseline has one
+    assert found["baselines"]["tflms"] and len(found["floor"]) == len(found["dqn"]["joint"])
     for at, overhead in found["baselines"]["tflms"]:
         limit = round(at * PROGRAM.peak_bytes)
         plan = fig.agents.make("tflms").plan(PROGRAM, MACHINE, limit)
         assert simulate(PROGRAM, plan, MACHINE, limit).overhead == overhead
-    for (at, bound), point in zip(found["floor"], found["dqn"]["joint"], strict=False):
+    for (at, bound), point in zip(found["floor"], found["dqn"]["joint"], strict=True):
         assert at == point["limit"] and bound <= point["overhead"] + 1e-9

@@ -1,0 +1,57 @@
+"""Files: written whole, readable by others, the same bytes for the same content; read in one sentence or not at all."""
+
+import gzip
+import os
+import time
+
+import pytest
+
+from simulator import FormatError
+from simulator.files import fields, integers, read_json, write_json, write_text
+
+
+def test_folders_are_made(tmp_path):
+    for name in ("deep/er/a.json", "deep/er/b.json"):  # the second time they are there
+        write_json(tmp_path / name, [1])
+        assert (tmp_path / name).read_text() == "[1]\n"
+
+
+def test_others_may_read_and_only_the_owner_write(tmp_path):
+    before = os.umask(0)
+    try:
+        write_text(tmp_path / "a", "x")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a").stat().st_mode & 0o7777 == 0o644
+
+
+def test_equal_content_is_equal_bytes(tmp_path, monkeypatch):
+    path, made = tmp_path / "a.json.gz", []
+    for now in (1.0, 10**9):
+        monkeypatch.setattr(time, "time", lambda now=now: now)
+        write_json(path, {"x": [1, 2]})
+        made.append(path.read_bytes())
+    assert made[0] == made[1] and gzip.decompress(made[0]) == b'{"x": [1, 2]}\n'
+    assert made[0][4:8] == bytes(4)  # the time stamp of the format
+
+
+@pytest.mark.parametrize("text", ["", "{", "{} {}", "nul"])
+def test_what_is_not_json(tmp_path, text):
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(FormatError, match=r"a\.json: not JSON \(.+\)$"):
+        read_json(tmp_path / "a.json")
+
+
+def test_a_long_value_is_cut():
+    """Up to 40 characters of it as JSON, quotes included; else 37 and three dots."""
+    for length, shown in ((38, '"' + 38 * "a" + '"'), (39, '"' + 36 * "a" + "...")):
+        with pytest.raises(FormatError) as caught:
+            integers(length * "a", "here")
+        assert str(caught.value) == f"here: expected a list, got {shown}"
+
+
+def test_an_optional_key_has_its_default_and_its_type():
+    optional = {"n": (int, 7)}
+    assert fields({}, "here", {}, optional) == {"n": 7} and fields({"n": 8}, "here", {}, optional) == {"n": 8}
+    with pytest.raises(FormatError, match=r"^here\.n: expected an integer, got null$"):
+        fields({"n": None}, "here", {}, optional)
