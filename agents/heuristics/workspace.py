@@ -12,7 +12,7 @@ are profiled, algorithms that need more are skipped, and the fastest of the othe
 4. Faster kernels shift copies: profile and choice repeat until nothing changes; kernels only become faster.
 5. ``refine``, not in the paper: then try algorithms that fit the planned residency, not the profile, one by one.
 6. Of everything simulated the shortest iteration is returned; what the simulator finds infeasible is never taken.
-7. Plans of addresses (ADDRESSED) keep the workspaces that they were made with.
+7. Plans of addresses (``Facts.addressed``) keep the workspaces that they were made with.
 8. ``own``, not in the paper: also plan with the kernels' own algorithms, fill both plans, return the shorter.
 9. Ties go to the least workspace, the kernel's own algorithm, the first; and to the plan for the least workspaces.
 """
