@@ -1,0 +1,166 @@
+"""The graph that the agent sees, operation by operation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from envs.graph import NOTHING, OFFLOAD, REMOVE, OperationGraph, build_graph
+from simulator import Gap, Kernel, Program, Tensor
+from tests.tiny import A1, A2, LIMIT, MACHINE, PROGRAM, W
+
+SLOW_IN = replace(MACHINE, h2d_bytes_per_s=5 * 10**8)  # a byte leaves in 1 ns and returns in 2
+
+# Of tests/tiny.py the operations of w, a1 and a2; no action concerns the others. Node 0 stands for the iteration.
+#   node   1       2     3      4       5     6      7     8     9     10    11    12    13    14     15
+#          malloc  read  write  malloc  read  write  read  read  read  read  free  read  read  write  free
+#          a1      w     a1     a2      a1    a2     a2    a2    a1    a2    a2    w     a1    w      a1
+#   kernel 0       0     0      1       1     1      2     5     6     6     6     7     7     7      7
+#   time   0       0     0      10      10    10     20    60    80    80    100   100   100   100    120
+NODES = {"w": [2, 12, 14], "a1": [1, 3, 5, 9, 13, 15], "a2": [4, 6, 7, 8, 10, 11]}
+TIMES = [0, 0, 0, 0, 10, 10, 10, 20, 60, 80, 80, 100, 100, 100, 100, 120]
+
+
+def graph_of_tiny(mode: str) -> OperationGraph:
+    return build_graph(PROGRAM, SLOW_IN, LIMIT, 1, mode)
+
+
+def test_nodes_and_actions() -> None:
+    """Offloading is where a gap opens; removing where it closes, of what can be recomputed: not of w."""
+    graph = graph_of_tiny("joint")
+    assert graph.gaps == (Gap(W, 0, 7), Gap(A1, 1, 6), Gap(A2, 2, 5)) and len(graph) == 16
+    assert graph.kernel.tolist() == [0, 0, 0, 0, 1, 1, 1, 2, 5, 6, 6, 6, 7, 7, 7, 7]
+    offload, remove = {2: 0, 5: 1, 7: 2}, {9: 1, 8: 2}  # node -> gap
+    for mode, kinds in (("joint", (offload, remove)), ("swap", (offload, {})), ("recompute", ({}, remove))):
+        kind, gap = np.full(16, -1), np.full(16, -1)
+        kind[0] = NOTHING
+        for action, nodes in zip((OFFLOAD, REMOVE), kinds, strict=True):
+            for node, g in nodes.items():
+                kind[node], gap[node] = action, g
+        graph = graph_of_tiny(mode)
+        assert (graph.action_kind.tolist(), graph.action_gap.tolist()) == (kind.tolist(), gap.tolist())
+
+
+def test_features() -> None:
+    """Size / peak; out and in / ideal; where a gap opens or closes, recomputing / ideal and its length / ideal."""
+    features = graph_of_tiny("joint").features
+    expected = np.zeros((16, 5))
+    for tensor, nodes in NODES.items():
+        nbytes = 10 if tensor == "w" else 40
+        expected[nodes, 0], expected[nodes, 1] = nbytes / 180, 3 * nbytes / 120
+    expected[[5, 9], 2:4] = 10 / 120, 60 / 120  # a1: f1 again; from 20 to 80
+    expected[[7, 8], 2:4] = 10 / 120, 30 / 120  # a2: f2 again; from 30 to 60
+    expected[2, 3] = 90 / 120  # w, from 10 to 100
+    expected[[0, 2, 5, 7, 8, 9], 4] = 1 / 3, 2 / 3, 2 / 3, 2 / 3, 1, 1
+    assert features == pytest.approx(expected, rel=1e-6)
+    # Without removals nothing is recomputed, and a gap is shown where it opens.
+    swap = expected.copy()
+    swap[:, 2], swap[[8, 9], 2:] = 0, 0
+    assert graph_of_tiny("swap").features == pytest.approx(swap, rel=1e-6)
+
+
+def test_edges_and_weights() -> None:
+    """One after another, and from one operation on a tensor to the next; both ways, and every node with itself."""
+    graph = graph_of_tiny("swap")
+    pairs = {(i, i + 1) for i in range(15)} | {
+        (2, 12), (12, 14), (1, 3), (3, 5), (5, 9), (9, 13), (13, 15), (4, 6), (6, 7), (7, 8), (8, 10), (10, 11)
+    }  # fmt: skip
+    there = sorted(pairs)
+    back, own = [(b, a) for a, b in there], [(i, i) for i in range(16)]
+    assert [tuple(edge) for edge in graph.edges.T.tolist()] == there + back + own
+    assert graph.weights == pytest.approx([abs(TIMES[a] - TIMES[b]) / 120 for a, b in graph.edges.T], rel=1e-6)
+
+
+def test_no_node_is_more_than_one_action() -> None:
+    """t is used by every second kernel: its gaps close where the next ones open, but for the last; k6 updates it."""
+    reads: list[tuple[int, ...]] = [(), (0,), (0,), (0,), (0,)]
+    kernels = []
+    for i, inputs in enumerate(reads):
+        writes = (0,) if i in (0, 3) else ()
+        kernels += [Kernel(f"k{2 * i}", "other", "forward", inputs, writes, 10)]
+        kernels += [Kernel(f"k{2 * i + 1}", "other", "forward", (), (), 10 + i, workspace=100)]
+    program = Program("often", (Tensor("t", 100),), tuple(kernels[:-1]))
+    graph = build_graph(program, MACHINE, 100, 1, "joint")
+    # Nodes: 1 malloc, 2 write; 3 read k2; 4 read k4; 5 read, 6 write k6; 7 read k8, 8 free.
+    assert graph.gaps == (Gap(0, 0, 2), Gap(0, 2, 4), Gap(0, 4, 6), Gap(0, 6, 8))
+    actions = {i: (k, g) for i, (k, g) in enumerate(zip(graph.action_kind, graph.action_gap, strict=True)) if k > 0}
+    # Gaps 0 and 1 close at 3 and 4, which are taken: the malloc and the free stand for them. Gap 2 closes at 5, where
+    # gap 3 opens, too, but that is node 6.
+    assert actions == {
+        2: (OFFLOAD, 0), 3: (OFFLOAD, 1), 4: (OFFLOAD, 2), 6: (OFFLOAD, 3),
+        1: (REMOVE, 0), 8: (REMOVE, 1), 5: (REMOVE, 2), 7: (REMOVE, 3),
+    }  # fmt: skip
+    # k0 again takes 10 ns, for the last gap k6 as well. k1, k3, k5, k7: 10 to 13 ns; the iteration is 96.
+    assert graph.features[:, 2] * 96 == pytest.approx([0, 10, 10, 10, 10, 10, 20, 20, 10], rel=1e-6)
+    assert graph.features[:, 3] * 96 == pytest.approx([0, 10, 10, 11, 12, 12, 13, 13, 11], rel=1e-6)
+    # With k6 reading only, gap 2 closes at 5, which is taken, as are the malloc and the free: it has no removal.
+    only = (*kernels[:6], replace(kernels[6], outputs=()), *kernels[7:-1])
+    graph = build_graph(replace(program, kernels=only), MACHINE, 100, 1, "joint")
+    assert graph.action_gap[graph.action_kind == REMOVE].tolist() == [0, 3, 1]
+
+
+def test_a_removal_shows_its_own_gap() -> None:
+    """The read by k2 (node 3) closes the only gap: 7 ns long, and 10 ns to write t again, of 22."""
+    lines = [((), (0,), 10), ((), (), 7, 100), ((0,), (), 5)]
+    program = Program(
+        "one gap",
+        (Tensor("t", 100),),
+        tuple(Kernel(f"k{i}", "other", "forward", *line) for i, line in enumerate(lines)),
+    )
+    graph = build_graph(program, MACHINE, 100, 1, "recompute")
+    assert (graph.action_kind.tolist(), graph.action_gap.tolist()) == (
+        [NOTHING, -1, -1, REMOVE, -1],
+        [-1, -1, -1, 0, -1],
+    )
+    assert graph.features[3, 2:4] == pytest.approx([10 / 22, 7 / 22], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("over", "gaps"),
+    [
+        (0, []),  # both are in use where the load is over the limit
+        (1, [Gap(0, 0, 2), Gap(1, 0, 2)]),
+        (2, []),
+        (3, [Gap(1, 2, 0)]),  # over the boundary
+        (4, [Gap(1, 2, 0)]),
+    ],
+)
+def test_a_gap_below_the_limit_is_no_action(over: int, gaps: list[Gap]) -> None:
+    """t is used by k0 and k2, the persistent w as well; one kernel has a workspace, up to a load of 8."""
+    lines: list[tuple] = [((1,), (0,)), ((), ()), ((0, 1), ()), ((), ()), ((), ())]
+    load = [7, 7, 7, 2, 2]
+    kernels = [Kernel(f"k{i}", "other", "forward", *line, 10) for i, line in enumerate(lines)]
+    kernels[over] = replace(kernels[over], workspace=8 - load[over])
+    program = Program("one peak", (Tensor("t", 5), Tensor("w", 2, "parameter", True)), tuple(kernels))
+    assert program.live_bytes[over] == 8 == program.peak_bytes
+    assert list(build_graph(program, MACHINE, 7, 1, "swap").gaps) == gaps
+    assert build_graph(program, MACHINE, 8, 1, "swap").gaps == ()
+
+
+def test_the_boundary_is_in_a_gap_of_one_kernel() -> None:
+    """w is used by k1 only: away from k2 over the boundary to k0, where the peak is."""
+    kernels = [Kernel(f"k{i}", "other", "forward", (0,) if i == 1 else (), (), 10, 3 * (i == 0)) for i in range(3)]
+    program = Program("ring", (Tensor("w", 2, "parameter", True),), tuple(kernels))
+    assert build_graph(program, MACHINE, 4, 1, "joint").gaps == (Gap(0, 1, 1),)
+    assert build_graph(program, MACHINE, 5, 1, "joint").gaps == ()
+    assert (build_graph(program, MACHINE, 4, 1, "joint").action_kind == REMOVE).sum() == 0
+
+
+def test_a_program_without_duration() -> None:
+    graph = build_graph(PROGRAM.with_durations([0] * 8), MACHINE, LIMIT, 1, "joint")
+    assert not graph.weights.any() and graph.features[1, 1] == 80  # ns, of an iteration that is taken for 1 ns
+
+
+def test_small_tensors_are_left_out() -> None:
+    sizes = {"just": 2**20, "below": 2**20 - 1}
+    for name, nbytes in sizes.items():
+        tensors = (replace(PROGRAM.tensors[0], nbytes=0), *(replace(t, nbytes=nbytes) for t in PROGRAM.tensors[1:]))
+        graph = build_graph(replace(PROGRAM, tensors=tensors), MACHINE, 3 * nbytes)
+        assert bool(graph.gaps) == (name == "just")
+
+
+def test_an_unknown_mode() -> None:
+    with pytest.raises(ValueError, match="mode: expected one of swap, recompute, joint, got 'both'"):
+        build_graph(PROGRAM, MACHINE, LIMIT, 1, "both")
