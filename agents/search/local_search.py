@@ -17,12 +17,12 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from agents.planner import Candidates, Rows, row_of
 from simulator.compiled.encoding import AFTER, BEFORE, EXTRA, KIND, SWAP, TENSOR
 from simulator.compiled.engine import Engine
+from simulator.compiled.jit import jit
 from simulator.program import Program
 from simulator.ways import KEPT, RECOMPUTED, SWAPPED, ways_to_empty
 
@@ -136,7 +136,7 @@ def anneal(
 # ------------------------------------------------------------------------------------- compiled part
 
 
-@njit(cache=True)
+@jit
 def _random(state):  # type: ignore[no-untyped-def]
     """Uniform in [0, 1), by xorshift64* (Vigna, 2016). Passing a NumPy generator takes longer than making a move.
 
@@ -151,7 +151,7 @@ def _random(state):  # type: ignore[no-untyped-def]
     return np.float64((x * np.uint64(2685821657736338717)) >> np.uint64(11)) / 9007199254740992.0
 
 
-@njit(cache=True)
+@jit
 def _add(load, after, before, nbytes):  # type: ignore[no-untyped-def]
     """Adds to the load between ``after`` and ``before``, over the boundary where they wrap."""
     n = load.shape[0]
@@ -162,7 +162,7 @@ def _add(load, after, before, nbytes):  # type: ignore[no-untyped-def]
         load[:before] += nbytes
 
 
-@njit(cache=True)
+@jit
 def _put(rows, on, load, nbytes, i, empty, row):  # type: ignore[no-untyped-def]
     """Makes gap i emptied as ``row`` says, or filled."""
     if on[i]:
@@ -173,7 +173,7 @@ def _put(rows, on, load, nbytes, i, empty, row):  # type: ignore[no-untyped-def]
     rows[i] = row
 
 
-@njit(cache=True)
+@jit
 def _fits(load, after, before, room):  # type: ignore[no-untyped-def]
     """Is the load between ``after`` and ``before`` at most ``room``?"""
     n = load.shape[0]
@@ -185,7 +185,7 @@ def _fits(load, after, before, room):  # type: ignore[no-untyped-def]
     return True
 
 
-@njit(cache=True)
+@jit
 def _pick(rng, on, want):  # type: ignore[no-untyped-def]
     """A random gap that is on (or off); -1 where there is none."""
     count = 0
@@ -202,7 +202,7 @@ def _pick(rng, on, want):  # type: ignore[no-untyped-def]
     return -1
 
 
-@njit(cache=True)
+@jit
 def _weighted_off(rng, on, weights, rows, moved, k):  # type: ignore[no-untyped-def]
     """A random gap that is not emptied, by weight; with k >= 0 one that is open at kernel k and not ``moved``."""
     total = 0.0
@@ -226,7 +226,7 @@ def _weighted_off(rng, on, weights, rows, moved, k):  # type: ignore[no-untyped-
     return -1
 
 
-@njit(cache=True)
+@jit
 def _way(rng, weights, ways, i):  # type: ignore[no-untyped-def]
     """A random way to empty gap i, by weight."""
     at = _random(rng) * (weights[i, SWAPPED] + weights[i, RECOMPUTED] + weights[i, KEPT])
@@ -240,7 +240,7 @@ def _way(rng, weights, ways, i):  # type: ignore[no-untyped-def]
     return ways[i, SWAPPED]
 
 
-@njit(cache=True)
+@jit
 def _shifted(rng, row, opens, n):  # type: ignore[no-untyped-def]
     """A swap with another ``after`` or another ``prefetch``; ``opens`` is where its gap opens."""
     out = row.copy()
@@ -254,7 +254,7 @@ def _shifted(rng, row, opens, n):  # type: ignore[no-untyped-def]
     return out
 
 
-@njit(cache=True)
+@jit
 def _propose(rng, limit, nbytes, ways, weights, opens, rows, on, load, new_rows, new_on, new_load):  # type: ignore[no-untyped-def]
     """Writes a neighbour of (rows, on, load) into the new ones; False when no move was found."""
     m, n = on.shape[0], load.shape[0]

@@ -23,8 +23,29 @@ SIZE, PERSISTENT, FIRST, LAST, D2H, H2D = range(6)
 
 # Columns of what ``resolve`` returns.
 RETURNS, BY_REMAT, AWAY_AT_START = range(3)
-STEP_AT, GONE = range(2)
+STEP_AT, AWAY_BYTES = range(2)
 STEP_KERNEL, ALLOCATED, FREED = range(3)
+
+# The parts of gate[k]: what there is to do at kernel k beside letting its duration pass. 0: it is plain.
+#     bits 0-19    how many of the tensors that it uses are away
+#     bits 20-39   how many of these its rematerialisation reads
+#     bit 40       a gap opens or ends here, or a prefetch becomes ready, or the iteration ends
+#     bits 41-     how many synchronous swap-outs it waits for, where it is the next kernel
+GATE_REMAT, GATE_EVENT, GATE_SYNC = 2**20, 2**40, 2**41
+GATE_MISSING = GATE_EVENT - 1
+
+# What the event loop knows of the gap of a row. Positions count kernels from the start of the simulation.
+GAP = np.dtype([(name, np.int64) for name in (
+    "nbytes", "out_ns", "in_ns",
+    "returns",  # the kernel that ends the gap
+    "weight",  # what it adds to the gate of that kernel while it is away
+    "since_write",  # kernels from the last write of the tensor to the opening of the gap
+    "hold",  # kernels from the opening until it may come back
+    "due", "ready",  # while away: the segment that begins with its use; the position from which it may come back
+)])  # fmt: skip
+
+# How a run ends.
+DONE, OUT_OF_MEMORY, HOST_FULL = range(3)
 
 # Columns of the log of a run: start, end, one of these, index or bytes. The first four are spans.
 LOG_KERNEL, LOG_RECOMPUTE, LOG_OUT, LOG_IN, LOG_STALL, LOG_BOUNDARY, LOG_MEMORY = range(7)

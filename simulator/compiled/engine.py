@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from simulator.compiled.event_loop import plan_swaps, run
+from simulator.compiled.event_loop import event_loop, swap_residency
 from simulator.compiled.rematerialisation import recomputes, resolve
 from simulator.machine import Machine
 from simulator.plan import Plan, PlanError
@@ -77,7 +77,6 @@ class Engine:
         )
         self._base = sum(t.nbytes for t in tensors if t.persistent)
         self._residency = np.empty((2, n), np.int64)
-        self._no_log = np.empty((0, 4), np.int64)
         self._no_remats = (np.empty((0, 3), np.int64), np.empty((0, 2), np.int64), np.empty((0, 3), np.int64))
 
     def with_variants(self, variants: Sequence[tuple[int, int]]) -> Engine:
@@ -102,13 +101,13 @@ class Engine:
         Args:
             limit_until: enforce the limit for kernels before this one only; None: everywhere.
         """
-        out = self._simulate(rows, limit_until, 1, self._no_log)
+        out = self._simulate(rows, limit_until, 1, None)
         return Score(out[0] == 0, out[1], out[2], out[3])
 
     def residency(self, rows: Ints) -> Ints:
         """Planned residency per kernel (reference.py), int64 (kernels,), in a new array."""
         if not len(self._remats(rows)[0]):
-            plan_swaps(self._kernels, self._tensors, rows, self._residency)
+            swap_residency(self._kernels, self._tensors, rows, self._residency)
         return np.array(self._residency[0])
 
     def _remats(self, rows: Ints) -> tuple[Ints, ...]:
@@ -117,10 +116,10 @@ class Engine:
             return self._no_remats
         return resolve(self._kernels, self._tensors, self._graph, rows, self._residency[0])  # type: ignore[no-any-return]
 
-    def _simulate(self, rows: Ints, limit_until: int | None, iterations: int, log: Ints) -> tuple[int, ...]:
+    def _simulate(self, rows: Ints, limit_until: int | None, iterations: int, log: Ints | None) -> tuple[int, ...]:
         self.calls += 1
         n = len(self.program.kernels)
-        return run(  # type: ignore[no-any-return, call-arg]
+        return event_loop(  # type: ignore[no-any-return, call-arg]
             self._kernels, self._tensors, self._graph, rows, *self._remats(rows), self._residency, self._base,
             self.limit, n if limit_until is None else limit_until, iterations, max(self.iterations, MAX_ITERATIONS),
             self.machine.copy_engines, self.machine.host_bytes, log,
@@ -144,7 +143,7 @@ class Engine:
         n_log, room = 4096, 0
         while n_log > room:
             room = n_log
-            log = np.empty((room, 4), np.int64)
+            log = np.empty((room + 1, 4), np.int64)  # one to spare: see _log
             status, _, required, _, n_log, detail, used = self._simulate(rows, limit_until, self.iterations, log)
         if status == 1:
             raise OutOfMemory(detail, int(self._residency[0, detail]) - used, used, self.limit)

@@ -14,8 +14,8 @@ Left open by the paper (reasons in simulator/pool/README.md):
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from simulator.compiled.jit import jit
 from simulator.pool.intervals import Intervals, Packing
 from simulator.pool.online.freelist import BEGIN, END, events, give_back, insert, take
 
@@ -30,7 +30,7 @@ def pack(intervals: Intervals) -> Packing:
     return Packing(offsets, int((offsets + size).max(initial=0)), steps=steps, driver_mallocs=int(len(order) > 0))
 
 
-@njit(cache=True)
+@jit
 def _serve(order, size):  # type: ignore[no-untyped-def]
     """All allocations and deallocations; offsets and list entries looked at."""
     n = len(size)
