@@ -405,7 +405,7 @@ class _Replay:
             engine_free = "h2d" not in self.running and not (self.one_engine and "d2h" in self.running)
             if on_host and engine_free and self.used + self.size[on_host[0]] <= self.limit:
                 self._fail("idle", f"kernel {k} waits for tensor {on_host[0]}, which does not return")
-            begin = self.timeline.boundaries[-2] if len(self.timeline.boundaries) > 1 else 0
+            begin = self.timeline.last_start_ns
             why = "data" if waits and "h2d" in self.running else "memory"
             self.stalls[why] += max(0, min(then, self._last_end()) - max(self.now, begin))
         self.now = then

@@ -293,7 +293,7 @@ def collective(engine: Engine, rows: Rows, first: int) -> Rows:
 
 def waited_for(timeline: Timeline, swaps: Rows) -> list[int]:
     """The ``swaps`` that compute waited for in the last iteration: their swap-in ended when the wait did."""
-    free, begin = 0, timeline.boundaries[-2] if len(timeline.boundaries) > 1 else 0
+    free, begin = 0, timeline.last_start_ns
     came: dict[int, set[int]] = {}
     wait_ends: set[int] = set()
     for span in timeline.spans:

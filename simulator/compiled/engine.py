@@ -3,7 +3,7 @@
 ``simulate`` is the public call. ``Engine`` is for planners, which score many plans of one program: a plan
 is then an integer array with one row a decision (``rows_of``), and no Python object is made per call.
 
-The clock itself is in clock.py, what recomputation adds to a plan in chains.py.
+The clock is event_loop.py, what it reads of a plan lowering.py, what recomputation adds rematerialisation.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from simulator.compiled.event_loop import event_loop, swap_residency
+from simulator.compiled.event_loop import event_loop
+from simulator.compiled.lowering import swap_residency
 from simulator.compiled.rematerialisation import recomputes, resolve
 from simulator.machine import Machine
 from simulator.plan import Plan, PlanError
@@ -119,7 +120,7 @@ class Engine:
     def _simulate(self, rows: Ints, limit_until: int | None, iterations: int, log: Ints | None) -> tuple[int, ...]:
         self.calls += 1
         n = len(self.program.kernels)
-        return event_loop(  # type: ignore[no-any-return, call-arg]
+        return event_loop(  # type: ignore[no-any-return]
             self._kernels, self._tensors, self._graph, rows, *self._remats(rows), self._residency, self._base,
             self.limit, n if limit_until is None else limit_until, iterations, max(self.iterations, MAX_ITERATIONS),
             self.machine.copy_engines, self.machine.host_bytes, log,
