@@ -1,19 +1,22 @@
 """The environment: the checkers of two libraries, rewards that add up, a mask that never lies."""
 
 import warnings
+from functools import partial
 
 import gymnasium
 import numpy as np
 import pytest
+from gymnasium import spaces
 from gymnasium.utils.env_checker import check_env
 from hypothesis import given, settings, strategies as st
 from stable_baselines3.common.env_checker import check_env as sb3_check_env
 
 import envs
-from envs.memory_env import small_task
+from envs.memory_env import limit_bytes, small_task
 from envs.walk import DEAD_END_REWARD
-from simulator import OutOfMemory, Program, simulate
+from simulator import Machine, OutOfMemory, Program, Tensor, simulate
 from tests.strategies import machines, networks, programs, reachable_limits
+from tests.tiny import LIMIT, MACHINE, PROGRAM
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute", "joint"])
@@ -22,6 +25,90 @@ def test_checkers(mode):
         warnings.simplefilter("ignore")  # unbounded features are meant
         check_env(gymnasium.make("GpuMemory-v0", mode=mode).unwrapped, skip_render_check=True)
         sb3_check_env(gymnasium.make("GpuMemory-v0", mode=mode).unwrapped)
+
+
+def test_what_is_shown_of_the_moment():
+    """Validity, relief and how far ahead a node is, and the current node. The nodes are those of test_graph.py; the
+    relief at 145 bytes is that of test_walk.py."""
+    env = envs.MemoryEnv(PROGRAM, MACHINE, 145, min_bytes=1, mode="joint")
+    first, info = env.reset(seed=0)
+    kernel = [0, 0, 0, 0, 1, 1, 1, 2, 5, 6, 6, 6, 7, 7, 7, 7]
+    start = np.array([0, 10, 20, 30, 40, 60, 80, 100])
+    validity, relief = np.zeros(16), np.zeros(16)
+    validity[0] = 1
+    relief[[2, 5, 9]], relief[[7, 8]] = 1, 950 / 1050
+    assert (first["nodes"][:, :5] == env.tasks[0].graph.features).all()
+    assert first["nodes"][:, 5:].T == pytest.approx(np.array([validity, relief, start[kernel] / 120]), rel=1e-6)
+    assert (first["current"].tolist(), first["program"].tolist()) == ([0], [0])
+    assert info.keys() == {"action_mask", "overhead", "iteration_ns", "feasible"}
+    assert (info["overhead"], info["iteration_ns"], info["feasible"]) == (0, 120, False)
+    assert env.step(0)[0]["current"] == 3  # kernel 1 is next; operations 1 to 3 have begun
+    then, reward, *_ = env.step(2)  # w leaves; it is away in all of what is over: 15 bytes x 10 ns and 25 x 20
+    validity[[5, 9]], validity[2] = 1, -1
+    relief[[7, 8]] = 1
+    assert then["nodes"][:, 5:].T == pytest.approx(np.array([validity, relief, (start[kernel] - 20) / 120]), rel=1e-6)
+    assert then["current"] == 6 and then["action_mask"].tolist() == (validity == 1).tolist() and reward == 0
+    # f1 again, and nothing else: 110 and 130 bytes remain.
+    _, reward, terminated, truncated, info = env.step(9)
+    assert (reward, terminated, truncated, info["feasible"]) == (pytest.approx(-10 / 120), True, False, True)
+    assert (info["iteration_ns"], info["overhead"]) == (130, pytest.approx(10 / 120))
+
+
+def test_an_invalid_action_ends_the_episode():
+    env = envs.MemoryEnv(PROGRAM, MACHINE, LIMIT, min_bytes=1)
+    env.reset(seed=0)
+    _, reward, terminated, truncated, info = env.step(2)
+    assert (reward, terminated, truncated, info["invalid"]) == (DEAD_END_REWARD, True, False, True)
+    env = envs.MemoryEnv(PROGRAM, MACHINE, 1.0, min_bytes=1)  # nothing need leave
+    env.reset(seed=0)
+    _, reward, terminated, truncated, info = env.step(0)
+    assert (reward, terminated, truncated, info["feasible"]) == (0.0, True, False, True)
+
+
+def space(nodes: int, tasks: int) -> spaces.Dict:
+    return spaces.Dict({
+        "nodes": spaces.Box(-np.inf, np.inf, (nodes, 8), np.float32),
+        "action_mask": spaces.Box(0, 1, (nodes,), np.int8),
+        "current": spaces.Box(0, nodes - 1, (1,), np.int64),
+        "program": spaces.Box(0, tasks, (1,), np.int64),
+    })  # fmt: skip
+
+
+def test_spaces():
+    """Of the largest graph: joint or not, the 16 nodes of test_graph.py; where nothing need leave there is one."""
+    arguments = {"program": [PROGRAM], "machine": MACHINE, "limit": [LIMIT, 180], "min_bytes": 1}
+    env = envs.MemoryEnv(**arguments)
+    assert (env.action_space, env.observation_space) == (spaces.Discrete(16), space(16, 2))
+    alone = envs.MemoryEnv(PROGRAM, MACHINE, 180, min_bytes=1)
+    assert (alone.action_space, alone.observation_space) == (spaces.Discrete(1), space(1, 1))
+    vector = envs.MemoryVectorEnv(3, **arguments)
+    assert (vector.single_action_space, vector.single_observation_space) == (env.action_space, env.observation_space)
+    assert vector.action_space == spaces.MultiDiscrete([16] * 3)
+    assert vector.observation_space == gymnasium.vector.utils.batch_space(space(16, 2), 3)
+    assert vector.observation_space.contains(vector.reset(seed=0)[0])
+
+
+def test_what_is_meant_where_nothing_is_given():
+    """A limit of 0.7 of the peak, tensors of 1 MiB at least, swaps and recomputations, the built-in task."""
+    program, machine = small_task()
+    assert program.fingerprint == "e1b0be3dd802cc53d8612efef0a3702a908d76cf0d625986510a6b800405be76"
+    assert machine == Machine("small", 2**30, 12 * 10**9, 12 * 10**9)
+    below = Program("below", (Tensor("batch", 2**20, "input", True), Tensor("small", 2**20 - 1), *program.tensors[2:]),
+                    program.kernels)  # fmt: skip
+    for make in (envs.MemoryEnv, partial(envs.MemoryVectorEnv, 1)):
+        (task,) = make().tasks
+        assert (task.program, task.machine, task.mode) == (program, machine, "joint")
+        assert task.limit == int(0.7 * program.peak_bytes)
+        assert {1, 2} <= {gap.tensor for gap in task.graph.gaps}
+        (task,) = make(below, machine).tasks
+        tensors = {gap.tensor for gap in task.graph.gaps}
+        assert 2 in tensors and 1 not in tensors
+    with pytest.raises(ValueError, match="machine: needed with a program"):
+        envs.MemoryEnv(program)
+
+
+def test_limits_are_fractions_up_to_1():
+    assert [limit_bytes(PROGRAM, limit) for limit in (1, 1.0, 0.999, 0.5, 2, 1000)] == [180, 180, 179, 90, 2, 1000]
 
 
 def random_episode(walk, rng):
@@ -110,7 +197,8 @@ def test_vector_env_is_many_envs():
                 expected, its_info = single.reset(options={"task": task})
                 its_reward, its_end = 0.0, False
             else:
-                expected, its_reward, its_end, _, its_info = single.step(action)
+                expected, its_reward, its_end, its_stop, its_info = single.step(action)
+                assert not its_stop
             assert_same(observation, i, expected)
             assert (reward[i], terminated[i]) == (its_reward, its_end)
             assert (info["overhead"][i], info["feasible"][i]) == (its_info["overhead"], its_info["feasible"])
@@ -119,6 +207,15 @@ def test_vector_env_is_many_envs():
         ended = terminated
     assert len(ends) > 30 and len({step for step, _ in ends}) > 20  # many, most of them apart
     assert tasks == set(range(6)) and DEAD_END_REWARD in rewards and min(r for r in rewards if r != DEAD_END_REWARD) < 0
+
+
+def test_a_vector_env_takes_the_first_of_several_seeds_and_an_action_for_each_walk():
+    program, machine = small_task()
+    vector = envs.MemoryVectorEnv(4, program, machine, [0.6, 0.7, 0.8, 0.9])
+    drawn = [vector.reset(seed=seed)[0]["program"].tolist() for seed in (3, [3, 4, 5, 6], 4)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    with pytest.raises(ValueError):
+        vector.step(np.zeros(3, np.int64))
 
 
 def test_an_episode_of_the_vector_env_that_has_ended_takes_no_action():

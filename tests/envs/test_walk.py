@@ -1,0 +1,263 @@
+"""Episodes step by step: where the agent is, what it may do, what the plan is, and what it is paid."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from envs.graph import NOTHING, OFFLOAD, REMOVE
+from envs.walk import DEAD_END_REWARD, Task, Walk
+from simulator import Kernel, Plan, Program, Recompute, Swap, Tensor
+from simulator.compiled.engine import rows_of
+from tests.tiny import A1, A2, LIMIT, MACHINE, PROGRAM, W
+
+
+def walk_of(program: Program = PROGRAM, limit: int = LIMIT, mode: str = "swap", machine=MACHINE) -> Walk:
+    return Walk(Task(program, machine, limit, min_bytes=1, mode=mode))
+
+
+def node(walk: Walk, kind: int, tensor: int = 0, before: int | None = None) -> int:
+    """The node that stands for doing so to a tensor (in the gap that ends at ``before``)."""
+    if kind == NOTHING:
+        return 0
+    graph = walk.task.graph
+    (found,) = [
+        n for n in np.flatnonzero(graph.action_kind == kind)
+        if (gap := graph.gaps[graph.action_gap[n]]).tensor == tensor and before in (None, gap.before)
+    ]  # fmt: skip
+    return int(found)
+
+
+def allowed(walk: Walk) -> set[tuple[int, ...]]:
+    """(kind, tensor) of the actions that may be taken; (NOTHING,)."""
+    graph = walk.task.graph
+    return {
+        (int(graph.action_kind[n]), graph.gaps[graph.action_gap[n]].tensor) if n else (NOTHING,)
+        for n in np.flatnonzero(walk.mask())
+    }
+
+
+def nothing(walk: Walk) -> int:
+    """Does nothing; returns the position."""
+    walk.step(0)
+    return walk.position
+
+
+def straight(tensors: list[Tensor], *lines: tuple) -> Program:
+    """(inputs, outputs, duration_ns[, workspace]) per kernel."""
+    return Program(
+        "walk", tuple(tensors), tuple(Kernel(f"k{i}", "other", "forward", *line) for i, line in enumerate(lines))
+    )
+
+
+# ------------------------------------------------------------------------------- the program of tests/tiny.py
+
+
+def test_nothing_goes_to_the_next_opening_and_stops_where_a_kernel_cannot_start() -> None:
+    """The gaps of w, a1 and a2 open when kernels 0, 1 and 2 have ended. Kernel 3 needs 170 bytes of 150."""
+    walk = walk_of()
+    assert (walk.position, walk.done, walk.overhead, allowed(walk)) == (0, False, 0.0, {(NOTHING,)})
+    assert nothing(walk) == 1 and allowed(walk) == {(NOTHING,), (OFFLOAD, W)}
+    assert nothing(walk) == 2 and allowed(walk) == {(NOTHING,), (OFFLOAD, W), (OFFLOAD, A1)}
+    assert nothing(walk) == 3 and allowed(walk) == {(OFFLOAD, W), (OFFLOAD, A1), (OFFLOAD, A2)}
+    with pytest.raises(ValueError, match="node 0 is not a valid action now"):
+        walk.step(0)
+    # Away in kernels 3 and 4, a2 leaves 130 and 140 bytes. It leaves [30, 70) and f4 waits for 40 ns; it comes back
+    # behind b4, [100, 140), and b3 waits as long: 80 ns.
+    step = walk.step(node(walk, OFFLOAD, A2))
+    assert step == (pytest.approx(-80 / 120), True, False)
+    assert (walk.position, walk.overhead) == (3, pytest.approx(80 / 120))
+    assert walk.plan("me") == Plan((Swap(A2, 2, 5),), PROGRAM.fingerprint, "me", LIMIT, "tiny")
+    assert allowed(walk) == {(NOTHING,)}
+    with pytest.raises(ValueError, match="not a valid action"):  # the episode has ended
+        walk.step(0)
+
+
+def test_an_offload_holds_until_its_transfer_ends() -> None:
+    """w leaves [10, 20), so that the agent is at kernel 2, which begins at 20; a1 [20, 60), so that it is at the kernel
+    that cannot start, 3. With both away the loads are 120 and 130, and f4 waits until 60 as if a1 alone had left."""
+    walk = walk_of()
+    assert nothing(walk) == 1
+    assert walk.step(node(walk, OFFLOAD, W)) == (0.0, False, False)
+    assert walk.position == 2 and allowed(walk) == {(NOTHING,), (OFFLOAD, A1)}  # w is away already
+    assert walk.taken.tolist() == [OFFLOAD, -1, -1]
+    step = walk.step(node(walk, OFFLOAD, A1))
+    assert step == (pytest.approx(-50 / 120), True, False) and walk.position == 3
+    assert walk.plan().decisions == (Swap(W, 0, 7), Swap(A1, 1, 6))
+
+
+def test_an_offload_that_is_not_enough_keeps_the_agent_where_it_waits() -> None:
+    """w frees 10 of the 20 bytes that kernel 3 lacks; a1, behind it, the rest. The engine had nothing to do: w leaves
+    when its gap opened."""
+    walk = walk_of()
+    for _ in range(3):
+        nothing(walk)
+    step = walk.step(node(walk, OFFLOAD, W))
+    # Enforced before kernel 3 only, the limit costs nothing yet.
+    assert step == (0.0, False, False) and walk.position == 3
+    assert allowed(walk) == {(OFFLOAD, A1), (OFFLOAD, A2)}
+    assert walk.step(node(walk, OFFLOAD, A1)).terminated
+    assert walk.plan().decisions == (Swap(W, 0, 7), Swap(A1, 2, 6))
+
+
+def test_a_removal_goes_on_as_nothing_does() -> None:
+    """a1 is dropped as its gap opens; then every kernel fits, at 10 ns for running f1 again."""
+    walk = walk_of(mode="joint")
+    assert (nothing(walk), nothing(walk)) == (1, 2)
+    assert allowed(walk) == {(NOTHING,), (OFFLOAD, W), (OFFLOAD, A1), (REMOVE, A1)}
+    assert walk.step(node(walk, REMOVE, A1)) == (pytest.approx(-10 / 120), True, False)
+    assert walk.plan().decisions == (Recompute(A1, 1, 6),) and walk.position == 3
+    assert walk.taken.tolist() == [-1, REMOVE, -1]
+
+
+def test_a_removal_is_as_late_as_it_is_taken() -> None:
+    walk = walk_of(mode="recompute")
+    for _ in range(3):
+        nothing(walk)
+    assert allowed(walk) == {(REMOVE, A1), (REMOVE, A2)}
+    assert walk.step(node(walk, REMOVE, A1)).terminated
+    assert walk.plan().decisions == (Recompute(A1, 2, 6),) and walk.position == 3
+
+
+def test_a_dead_end() -> None:
+    """Under 79 bytes kernel 1, with w away, still needs 80, and nothing else may leave."""
+    walk = walk_of(limit=79)
+    assert nothing(walk) == 1 and allowed(walk) == {(OFFLOAD, W)}
+    assert walk.step(node(walk, OFFLOAD, W)) == (DEAD_END_REWARD, True, True) == (-10.0, True, True)
+    assert walk.done and walk.dead_end and allowed(walk) == {(NOTHING,)}
+    walk.reset()
+    assert (walk.position, walk.count, walk.done, walk.dead_end, len(walk.rows)) == (0, 0, False, False, 0)
+    assert walk.taken.tolist() == [-1, -1, -1] and walk.overhead == 0 and allowed(walk) == {(NOTHING,)}
+
+
+def test_a_limit_that_is_just_enough() -> None:
+    assert walk_of(limit=180).done and not walk_of(limit=179).done
+    walk = walk_of(limit=140)  # what a plan that sends a1 away needs
+    assert (nothing(walk), nothing(walk)) == (1, 2)
+    assert walk.step(node(walk, OFFLOAD, A1)).terminated
+
+
+def test_what_the_host_has_room_for() -> None:
+    """40 bytes of 50 are taken by a1: a2 cannot follow, w can; and a tensor takes its place on the host once."""
+    walk = walk_of(limit=100, machine=replace(MACHINE, host_bytes=50))
+    assert (nothing(walk), nothing(walk)) == (1, 2)
+    walk.step(node(walk, OFFLOAD, A1))
+    assert walk.position == 2 and walk.host_left == 10 and allowed(walk) == {(NOTHING,), (OFFLOAD, W)}
+    walk.step(node(walk, OFFLOAD, W))
+    assert walk.position == 3 and walk.host_left == 0 and walk.dead_end  # a2 would have helped
+    # t leaves twice, with a workspace beside each of its gaps.
+    program = straight([Tensor("t", 40)], ((), (0,), 10), ((), (), 10, 40), ((0,), (), 10), ((), (), 10, 40),
+                       ((0,), (), 10))  # fmt: skip
+    walk = walk_of(program, 40, machine=replace(MACHINE, host_bytes=80))
+    assert nothing(walk) == 1
+    walk.step(node(walk, OFFLOAD, 0, before=2))
+    assert walk.host_left == 40 and nothing(walk) == 3
+    assert walk.step(node(walk, OFFLOAD, 0, before=4)).terminated and walk.host_left == 40 and not walk.dead_end
+
+
+def test_relief_is_the_share_of_what_is_over() -> None:
+    """Over 145 bytes are 25 for 10 ns, 35 for 20 ns and 5 for 20 ns, in kernels 3, 4 and 5: 250, 700 and 100. a2 is
+    away in 3 and 4, a1 and w in all. Once a1 is, nothing is over."""
+    walk = walk_of(limit=145)
+    assert walk.relief() == pytest.approx([1, 1, 950 / 1050])
+    assert (nothing(walk), nothing(walk)) == (1, 2)
+    walk.step(node(walk, OFFLOAD, A1))
+    assert walk.relief().tolist() == [0, 0, 0]
+
+
+def test_relief_of_little() -> None:
+    """1 byte for 2 ns, in k1; p is used by k0 only, so that it is away until the iteration ends."""
+    program = straight([Tensor("p", 1, "parameter", True)], ((0,), (), 1), ((), (), 2, 10), ((), (), 3))
+    assert walk_of(program, 10).relief().tolist() == [1.0]
+
+
+def test_small_tensors_are_not_considered() -> None:
+    mib = 2**20
+    tensors = tuple(replace(t, nbytes=mib - (t.name == "a1")) for t in PROGRAM.tensors)
+    task = Task(replace(PROGRAM, tensors=tensors), MACHINE, 4 * mib)
+    assert {gap.tensor for gap in task.graph.gaps} == {W, A2}
+
+
+def test_overhead_of_a_program_without_duration() -> None:
+    """Its ideal is taken for 1 ns: a1 out and in take 80."""
+    walk = walk_of(PROGRAM.with_durations([0] * 8))
+    assert walk.overhead == -1 and (nothing(walk), nothing(walk)) == (1, 2)
+    assert walk.step(node(walk, OFFLOAD, A1)).reward == -80 and walk.overhead == 79
+
+
+# ----------------------------------------------------------------------------------------------- the copy engine
+
+
+def test_an_offload_is_issued_behind_the_one_before() -> None:
+    """a (25 bytes) leaves [10, 35): the agent is at kernel 4, which begins at 40. b's gap has been open since 20, and
+    k2 is the last kernel to have ended (30) before the engine is free; b follows at once, [35, 45), until kernel 5."""
+    program = straight([Tensor("a", 25), Tensor("b", 10)], ((), (0,), 10), ((), (1,), 10), *[((), (), 10)] * 4,
+                       ((), (), 10, 100), ((0, 1), (), 10))  # fmt: skip
+    walk = walk_of(program, 100)
+    assert nothing(walk) == 1
+    walk.step(node(walk, OFFLOAD, 0))
+    assert walk.position == 4 and allowed(walk) == {(NOTHING,), (OFFLOAD, 1)}
+    walk.step(node(walk, OFFLOAD, 1))
+    assert walk.position == 5 and walk.done
+    assert walk.plan().decisions == (Swap(0, 0, 7), Swap(1, 2, 7))
+
+
+def test_an_offload_is_not_issued_before_its_gap_opens() -> None:
+    """a (5 bytes) leaves [10, 15), while k1 makes b; b's gap opens at 20."""
+    program = straight([Tensor("a", 5), Tensor("b", 10)], ((), (0,), 10), ((), (1,), 10), ((), (), 10),
+                       ((), (), 10, 100), ((0, 1), (), 10))  # fmt: skip
+    walk = walk_of(program, 100)
+    assert nothing(walk) == 1
+    walk.step(node(walk, OFFLOAD, 0))
+    assert walk.position == 2 and allowed(walk) == {(NOTHING,), (OFFLOAD, 1)}
+    walk.step(node(walk, OFFLOAD, 1))
+    assert walk.plan().decisions == (Swap(0, 0, 4), Swap(1, 1, 4))
+
+
+# ------------------------------------------------------------------------------------------------ over the boundary
+
+# v (20 bytes) is used by k1 only, w (30) by k2, and x (10) waits from k0 to k4; every kernel takes 10 ns.
+V, U, X = range(3)
+RING = straight(
+    [Tensor("v", 20, "parameter", True), Tensor("w", 30, "parameter", True), Tensor("x", 10)],
+    ((), (X,), 10), ((V,), (V,), 10), ((U,), (U,), 10), ((), (), 10, 50), ((X,), (), 10, 40),
+)  # fmt: skip
+
+
+def test_gaps_over_the_boundary_are_open_at_first_and_do_not_hold() -> None:
+    """Loads are 60, 60, 60, 110 and 100. v, away from 20 on, and w, from 30, belong to the iteration before: v leaves
+    [-30, -10), w [-10, 20). Then the loads are 10, 30, 40, 60 and 50."""
+    assert RING.live_bytes == (60, 60, 60, 110, 100)
+    walk = walk_of(RING, 50)
+    assert walk.position == 0 and allowed(walk) == {(OFFLOAD, V), (OFFLOAD, U)}
+    # Over 50 bytes are 10 in each of k0, k1 and k2, 60 in k3 and 50 in k4: 1400 byte-ns. v is away in all but k1, w in
+    # all but k2, x in k1 to k3.
+    assert walk.relief() == pytest.approx([130 / 140, 130 / 140, 80 / 140])
+    walk.step(node(walk, OFFLOAD, V))
+    assert (walk.position, walk.free_ns) == (0, -10)
+    walk.step(node(walk, OFFLOAD, U))
+    assert (walk.position, walk.free_ns) == (0, 20)
+    assert walk.need.tolist() == [10, 30, 40, 60, 50] and allowed(walk) == {(NOTHING,)}
+    # x can go when k0 has ended; the engine is free at 20, and the last kernel to have ended a transfer later is none.
+    assert nothing(walk) == 1 and allowed(walk) == {(NOTHING,), (OFFLOAD, X)}
+    walk.step(node(walk, OFFLOAD, X))
+    assert walk.done and walk.plan().decisions == (Swap(V, 1, 1), Swap(U, 2, 2), Swap(X, 0, 4))
+    assert walk.rows.tolist() == rows_of(walk.plan().decisions).tolist()
+    # In the other order: w [-20, 10), v, which could have left at -30, behind it.
+    walk.reset()
+    walk.step(node(walk, OFFLOAD, U))
+    assert walk.free_ns == 10
+    walk.step(node(walk, OFFLOAD, V))
+    assert walk.free_ns == 30
+
+
+def test_a_gap_over_the_boundary_may_be_entered_behind_it() -> None:
+    """Under 105 bytes k3 is the first kernel that cannot start. At position 1, w is still unused, until k2: it leaves
+    behind k0 in this iteration, [10, 40), so that the agent is at k4, but for the wait at k3."""
+    walk = walk_of(RING, 105)
+    assert allowed(walk) == {(NOTHING,), (OFFLOAD, V), (OFFLOAD, U)}
+    assert nothing(walk) == 1 and allowed(walk) == {(NOTHING,), (OFFLOAD, U), (OFFLOAD, X)}
+    walk.step(node(walk, OFFLOAD, U))
+    assert walk.plan().decisions == (Swap(U, 0, 2),) and walk.position == 3
