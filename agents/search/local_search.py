@@ -17,11 +17,11 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from agents.planner import RECOMPUTE, SWAP, Candidates, Rows
 from simulator.compiled.engine import Engine
+from simulator.compiled.jit import jit
 from simulator.plan import cannot_recompute
 from simulator.program import Gap, Program
 
@@ -146,7 +146,7 @@ def ways_of(program: Program, gap: Gap, mode: str) -> list[Row]:
 # ------------------------------------------------------------------------------------- compiled part
 
 
-@njit(cache=True)
+@jit
 def _random(state):  # type: ignore[no-untyped-def]
     """Uniform in [0, 1), by xorshift64* (Vigna, 2016). A NumPy generator takes longer to pass than a move to make.
 
@@ -161,7 +161,7 @@ def _random(state):  # type: ignore[no-untyped-def]
     return np.float64((x * np.uint64(2685821657736338717)) >> np.uint64(11)) / 9007199254740992.0
 
 
-@njit(cache=True)
+@jit
 def _add(load, after, before, nbytes):  # type: ignore[no-untyped-def]
     """Adds to the load between ``after`` and ``before``, over the boundary where they wrap."""
     n = load.shape[0]
@@ -172,7 +172,7 @@ def _add(load, after, before, nbytes):  # type: ignore[no-untyped-def]
         load[:before] += nbytes
 
 
-@njit(cache=True)
+@jit
 def _put(rows, on, load, nbytes, i, empty, row):  # type: ignore[no-untyped-def]
     """Makes gap i emptied as ``row`` says, or filled."""
     if on[i]:
@@ -183,7 +183,7 @@ def _put(rows, on, load, nbytes, i, empty, row):  # type: ignore[no-untyped-def]
     rows[i] = row
 
 
-@njit(cache=True)
+@jit
 def _fits(load, after, before, room):  # type: ignore[no-untyped-def]
     """Is the load between ``after`` and ``before`` at most ``room``?"""
     n = load.shape[0]
@@ -195,7 +195,7 @@ def _fits(load, after, before, room):  # type: ignore[no-untyped-def]
     return True
 
 
-@njit(cache=True)
+@jit
 def _pick(rng, on, want):  # type: ignore[no-untyped-def]
     """A random gap that is on (or off); -1 where there is none."""
     count = 0
@@ -212,7 +212,7 @@ def _pick(rng, on, want):  # type: ignore[no-untyped-def]
     return -1
 
 
-@njit(cache=True)
+@jit
 def _weighted_off(rng, on, weights, rows, moved, k):  # type: ignore[no-untyped-def]
     """A random gap that is not emptied, by weight; with k >= 0 one that is open at kernel k and not ``moved``."""
     total = 0.0
@@ -236,7 +236,7 @@ def _weighted_off(rng, on, weights, rows, moved, k):  # type: ignore[no-untyped-
     return -1
 
 
-@njit(cache=True)
+@jit
 def _way(rng, weights, ways, i):  # type: ignore[no-untyped-def]
     """A random way to empty gap i, by weight."""
     at = _random(rng) * (weights[i, 0] + weights[i, 1] + weights[i, 2])
@@ -247,7 +247,7 @@ def _way(rng, weights, ways, i):  # type: ignore[no-untyped-def]
     return ways[i, 2] if weights[i, 2] > 0.0 else ways[i, 1] if weights[i, 1] > 0.0 else ways[i, 0]
 
 
-@njit(cache=True)
+@jit
 def _shifted(rng, row, opens, n):  # type: ignore[no-untyped-def]
     """A swap with another ``after`` or another ``prefetch``; ``opens`` is where its gap opens."""
     out = row.copy()
@@ -261,7 +261,7 @@ def _shifted(rng, row, opens, n):  # type: ignore[no-untyped-def]
     return out
 
 
-@njit(cache=True)
+@jit
 def _propose(rng, limit, nbytes, ways, weights, opens, rows, on, load, new_rows, new_on, new_load):  # type: ignore[no-untyped-def]
     """Writes a neighbour of (rows, on, load) into the new ones; False when no move was found."""
     m, n = on.shape[0], load.shape[0]

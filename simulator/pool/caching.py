@@ -23,8 +23,8 @@ What is left open, and deviations:
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from simulator.compiled.jit import jit
 from simulator.pool.freelist import events
 from simulator.pool.intervals import Intervals, Packing
 
@@ -45,7 +45,77 @@ def pack(intervals: Intervals) -> Packing:
     return Packing(offsets, reserved, steps=steps, driver_mallocs=segments)
 
 
-@njit(cache=True)
+@jit
+def _segment(nbytes):  # type: ignore[no-untyped-def]
+    """Bytes that cudaMalloc is asked for."""
+    if nbytes <= SMALL_SIZE:
+        return SMALL_BUFFER
+    if nbytes < MIN_LARGE_ALLOC:
+        return LARGE_BUFFER
+    return (nbytes + ROUND_LARGE - 1) // ROUND_LARGE * ROUND_LARGE
+
+
+@jit
+def _depth(m):  # type: ignore[no-untyped-def]
+    """Binary digits of m."""
+    digits = 0
+    while m:
+        m >>= 1
+        digits += 1
+    return digits
+
+
+@jit
+def _fill(blocks, block, nbytes, offset, before, after):  # type: ignore[no-untyped-def]
+    """Writes the row of a new, free block."""
+    blocks[_SIZE, block], blocks[_OFFSET, block], blocks[_FREE, block] = nbytes, offset, 1
+    blocks[_PREV, block], blocks[_NEXT, block] = before, after
+
+
+@jit
+def _join(blocks, low, high):  # type: ignore[no-untyped-def]
+    """Makes two neighbours one, the low one; returns it."""
+    after = blocks[_NEXT, high]
+    blocks[_SIZE, low] += blocks[_SIZE, high]
+    blocks[_NEXT, low] = after
+    if after >= 0:
+        blocks[_PREV, after] = low
+    return low
+
+
+@jit
+def _place(blocks, pool, m, nbytes, offset):  # type: ignore[no-untyped-def]
+    """Index of the first of m free blocks that is not below (nbytes, offset)."""
+    low, high = 0, m
+    while low < high:
+        middle = (low + high) // 2
+        here = blocks[_SIZE, pool[middle]]
+        if here < nbytes or (here == nbytes and blocks[_OFFSET, pool[middle]] < offset):
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@jit
+def _insert(blocks, pool, m, block):  # type: ignore[no-untyped-def]
+    """Puts a block into a pool of m. Returns the new m."""
+    at = _place(blocks, pool, m, blocks[_SIZE, block], blocks[_OFFSET, block])
+    for j in range(m, at, -1):
+        pool[j] = pool[j - 1]
+    pool[at] = block
+    return m + 1
+
+
+@jit
+def _remove(pool, m, at):  # type: ignore[no-untyped-def]
+    """Takes the block at index ``at`` out of a pool of m. Returns the new m."""
+    for j in range(at, m - 1):
+        pool[j] = pool[j + 1]
+    return m - 1
+
+
+@jit
 def _serve(order, size):  # type: ignore[no-untyped-def]
     """All mallocs and frees; offsets, reserved bytes, tree entries looked at, and segments."""
     n = len(size)
@@ -100,73 +170,3 @@ def _serve(order, size):  # type: ignore[no-untyped-def]
             m = _insert(blocks, pool, m, block)
         counts[which] = m
     return offsets, reserved, steps, segments
-
-
-@njit(cache=True)
-def _segment(nbytes):  # type: ignore[no-untyped-def]
-    """Bytes that cudaMalloc is asked for."""
-    if nbytes <= SMALL_SIZE:
-        return SMALL_BUFFER
-    if nbytes < MIN_LARGE_ALLOC:
-        return LARGE_BUFFER
-    return (nbytes + ROUND_LARGE - 1) // ROUND_LARGE * ROUND_LARGE
-
-
-@njit(cache=True)
-def _depth(m):  # type: ignore[no-untyped-def]
-    """Binary digits of m."""
-    digits = 0
-    while m:
-        m >>= 1
-        digits += 1
-    return digits
-
-
-@njit(cache=True)
-def _fill(blocks, block, nbytes, offset, before, after):  # type: ignore[no-untyped-def]
-    """Writes the row of a new, free block."""
-    blocks[_SIZE, block], blocks[_OFFSET, block], blocks[_FREE, block] = nbytes, offset, 1
-    blocks[_PREV, block], blocks[_NEXT, block] = before, after
-
-
-@njit(cache=True)
-def _join(blocks, low, high):  # type: ignore[no-untyped-def]
-    """Makes two neighbours one, the low one; returns it."""
-    after = blocks[_NEXT, high]
-    blocks[_SIZE, low] += blocks[_SIZE, high]
-    blocks[_NEXT, low] = after
-    if after >= 0:
-        blocks[_PREV, after] = low
-    return low
-
-
-@njit(cache=True)
-def _place(blocks, pool, m, nbytes, offset):  # type: ignore[no-untyped-def]
-    """Index of the first of m free blocks that is not below (nbytes, offset)."""
-    low, high = 0, m
-    while low < high:
-        middle = (low + high) // 2
-        here = blocks[_SIZE, pool[middle]]
-        if here < nbytes or (here == nbytes and blocks[_OFFSET, pool[middle]] < offset):
-            low = middle + 1
-        else:
-            high = middle
-    return low
-
-
-@njit(cache=True)
-def _insert(blocks, pool, m, block):  # type: ignore[no-untyped-def]
-    """Puts a block into a pool of m. Returns the new m."""
-    at = _place(blocks, pool, m, blocks[_SIZE, block], blocks[_OFFSET, block])
-    for j in range(m, at, -1):
-        pool[j] = pool[j - 1]
-    pool[at] = block
-    return m + 1
-
-
-@njit(cache=True)
-def _remove(pool, m, at):  # type: ignore[no-untyped-def]
-    """Takes the block at index ``at`` out of a pool of m. Returns the new m."""
-    for j in range(at, m - 1):
-        pool[j] = pool[j + 1]
-    return m - 1

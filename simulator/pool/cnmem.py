@@ -28,8 +28,8 @@ What is left open, and deviations:
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from simulator.compiled.jit import jit
 from simulator.pool.freelist import BEGIN, END, HEAD, events, give_back, insert, take
 from simulator.pool.intervals import Intervals, Packing
 
@@ -57,7 +57,7 @@ def pack(intervals: Intervals, reserve_bytes: int | None = 0) -> Packing:
     return Packing(offsets, footprint, steps=steps, driver_mallocs=mallocs)
 
 
-@njit(cache=True)
+@jit
 def _serve(order, size, reserve):  # type: ignore[no-untyped-def]
     """All mallocs and frees; offsets, bytes of the pool, list entries looked at, and calls of cudaMalloc."""
     n = len(size)

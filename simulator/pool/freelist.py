@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from simulator.compiled.encoding import NEVER, Ints
+from simulator.compiled.jit import jit
 from simulator.pool.intervals import Intervals
 
 BEGIN, END, HEAD = range(3)  # rows of a free list: int64[3, capacity], pieces by ascending address
@@ -27,7 +27,7 @@ def events(intervals: Intervals) -> Ints:
     return np.concatenate((~blocks, blocks))[np.argsort(times, kind="stable")]
 
 
-@njit(cache=True)
+@jit
 def insert(free, m, at, begin, end, head):  # type: ignore[no-untyped-def]
     """Puts [begin, end) at index ``at`` of m pieces; ``head``: a cudaMalloc begins there. Returns the new m."""
     for j in range(m, at, -1):
@@ -37,7 +37,7 @@ def insert(free, m, at, begin, end, head):  # type: ignore[no-untyped-def]
     return m + 1
 
 
-@njit(cache=True)
+@jit
 def remove(free, m, at):  # type: ignore[no-untyped-def]
     """Takes the piece at index ``at`` out of m. Returns the new m."""
     for j in range(at, m - 1):
@@ -46,7 +46,7 @@ def remove(free, m, at):  # type: ignore[no-untyped-def]
     return m - 1
 
 
-@njit(cache=True)
+@jit
 def take(free, m, at, nbytes):  # type: ignore[no-untyped-def]
     """Cuts the first bytes off the piece at index ``at`` of m, or takes all of it. Returns the new m."""
     free[BEGIN, at] += nbytes
@@ -54,7 +54,7 @@ def take(free, m, at, nbytes):  # type: ignore[no-untyped-def]
     return remove(free, m, at) if free[BEGIN, at] == free[END, at] else m
 
 
-@njit(cache=True)
+@jit
 def give_back(free, m, at, begin, end, head):  # type: ignore[no-untyped-def]
     """Puts [begin, end) among m pieces, ``at`` of which lie below, and merges. Returns the new m.
 

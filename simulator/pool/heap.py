@@ -17,8 +17,8 @@ back in the empty list. What the paper leaves open:
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from simulator.compiled.jit import jit
 from simulator.pool.freelist import BEGIN, END, events, give_back, insert, take
 from simulator.pool.intervals import Intervals, Packing
 
@@ -33,7 +33,7 @@ def pack(intervals: Intervals) -> Packing:
     return Packing(offsets, int((offsets + size).max(initial=0)), steps=steps, driver_mallocs=int(len(order) > 0))
 
 
-@njit(cache=True)
+@jit
 def _serve(order, size):  # type: ignore[no-untyped-def]
     """All allocations and deallocations; offsets and list entries looked at."""
     n = len(size)

@@ -51,9 +51,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
 from simulator.compiled.encoding import Ints
+from simulator.compiled.jit import jit
 from simulator.pool import smartpool
 from simulator.pool.intervals import Intervals, Packing
 
@@ -240,7 +240,7 @@ def sections(blocks: Intervals) -> tuple[Ints, Ints, int]:
     return first, (last - first) % opens.sum() + 1, int(opens.sum())
 
 
-@njit(cache=True)
+@jit
 def _skyline(x, priority, limit, offsets):  # type: ignore[no-untyped-def]
     """Fills basins until nothing waits; the footprint and the work.
 
@@ -304,7 +304,83 @@ def _skyline(x, priority, limit, offsets):  # type: ignore[no-untyped-def]
             at = at + 1 if at + 1 < m else 0
 
 
-@njit(cache=True)
+@jit
+def _sort(keys, n):  # type: ignore[no-untyped-def]
+    """Sorts the first n."""
+    if n > 40:
+        keys[:n].sort()
+        return
+    for i in range(1, n):
+        key, k = keys[i], i
+        while k and keys[k - 1] > key:
+            keys[k] = keys[k - 1]
+            k -= 1
+        keys[k] = key
+
+
+@jit
+def _neighbours(x, offsets, block, bits, begins):  # type: ignore[no-untyped-def]
+    """Writes offset << bits | block of what lies somewhere and meets a block, ascending; how many, and how many were
+    looked at."""
+    m, first, covers = len(x.load), x.first[block], x.covers[block]
+    d, looked = 0, 0
+    for k in range(len(x.kin_at)):
+        low, high = first - (2 << k) + 2, first + covers  # sections in which they begin
+        if high - low >= m:
+            low, high = 0, m
+        at = x.kin_at[k]
+        for part in range(2):  # what lies inside [0, m), and what is beyond one of its ends
+            if part == 0:
+                a, b = at[max(low, 0)], at[min(high, m)]
+            elif low < 0:
+                a, b = at[low + m], at[m]
+            elif high > m:
+                a, b = at[0], at[high - m]
+            else:
+                break
+            looked += b - a
+            for j in x.kin[a:b]:
+                begins[d] = offsets[j] << bits | j
+                after = x.first[j] - first
+                after += m if after < 0 else 0
+                d += (offsets[j] >= 0) & ((after < covers) | (m - after < x.covers[j]))
+    _sort(begins, d)
+    return d, looked
+
+
+@jit
+def _cheapest(begins, ends, bits, size, target, weight, rng):  # type: ignore[no-untyped-def]
+    """The offset below target - size where the blocks in the way have the least weight together; any of the best."""
+    d, mask = len(begins), (np.int64(1) << bits) - 1
+    best, least, ties = np.int64(0), np.inf, 0
+    cost, entered, gone, offset = 0.0, 0, 0, np.int64(0)
+    while True:
+        while entered < d and begins[entered] >> bits < offset + size:
+            cost += weight[begins[entered] & mask]
+            entered += 1
+        while gone < d and ends[gone] >> bits <= offset:
+            cost -= weight[ends[gone] & mask]
+            gone += 1
+        if cost < least - 1e-9:
+            best, least, ties = offset, cost, 1
+        elif cost < least + 1e-9:
+            ties += 1
+            if rng.random() * ties < 1:
+                best = offset
+        if offset >= target - size:
+            return best
+        # The next one on top of a block or right below one.
+        k = entered
+        while k < d and begins[k] >> bits == offset + size:
+            k += 1
+        offset = target - size
+        if gone < d:
+            offset = min(offset, ends[gone] >> bits)
+        if k < d:
+            offset = min(offset, (begins[k] >> bits) - size)
+
+
+@jit
 def _eject(x, offsets, weight, target, rng, state):  # type: ignore[no-untyped-def]
     """A burst of guided ejection; its work.
 
@@ -361,79 +437,3 @@ def _eject(x, offsets, weight, target, rng, state):  # type: ignore[no-untyped-d
         if n_out < state[0]:
             state[0], state[1] = n_out, 0
     return work + n
-
-
-@njit(cache=True)
-def _neighbours(x, offsets, block, bits, begins):  # type: ignore[no-untyped-def]
-    """Writes offset << bits | block of what lies somewhere and meets a block, ascending; how many, and how many were
-    looked at."""
-    m, first, covers = len(x.load), x.first[block], x.covers[block]
-    d, looked = 0, 0
-    for k in range(len(x.kin_at)):
-        low, high = first - (2 << k) + 2, first + covers  # sections in which they begin
-        if high - low >= m:
-            low, high = 0, m
-        at = x.kin_at[k]
-        for part in range(2):  # what lies inside [0, m), and what is beyond one of its ends
-            if part == 0:
-                a, b = at[max(low, 0)], at[min(high, m)]
-            elif low < 0:
-                a, b = at[low + m], at[m]
-            elif high > m:
-                a, b = at[0], at[high - m]
-            else:
-                break
-            looked += b - a
-            for j in x.kin[a:b]:
-                begins[d] = offsets[j] << bits | j
-                after = x.first[j] - first
-                after += m if after < 0 else 0
-                d += (offsets[j] >= 0) & ((after < covers) | (m - after < x.covers[j]))
-    _sort(begins, d)
-    return d, looked
-
-
-@njit(cache=True)
-def _sort(keys, n):  # type: ignore[no-untyped-def]
-    """Sorts the first n."""
-    if n > 40:
-        keys[:n].sort()
-        return
-    for i in range(1, n):
-        key, k = keys[i], i
-        while k and keys[k - 1] > key:
-            keys[k] = keys[k - 1]
-            k -= 1
-        keys[k] = key
-
-
-@njit(cache=True)
-def _cheapest(begins, ends, bits, size, target, weight, rng):  # type: ignore[no-untyped-def]
-    """The offset below target - size where the blocks in the way have the least weight together; any of the best."""
-    d, mask = len(begins), (np.int64(1) << bits) - 1
-    best, least, ties = np.int64(0), np.inf, 0
-    cost, entered, gone, offset = 0.0, 0, 0, np.int64(0)
-    while True:
-        while entered < d and begins[entered] >> bits < offset + size:
-            cost += weight[begins[entered] & mask]
-            entered += 1
-        while gone < d and ends[gone] >> bits <= offset:
-            cost -= weight[ends[gone] & mask]
-            gone += 1
-        if cost < least - 1e-9:
-            best, least, ties = offset, cost, 1
-        elif cost < least + 1e-9:
-            ties += 1
-            if rng.random() * ties < 1:
-                best = offset
-        if offset >= target - size:
-            return best
-        # The next one on top of a block or right below one.
-        k = entered
-        while k < d and begins[k] >> bits == offset + size:
-            k += 1
-        offset = target - size
-        if gone < d:
-            offset = min(offset, ends[gone] >> bits)
-        if k < d:
-            offset = min(offset, (begins[k] >> bits) - size)

@@ -20,9 +20,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
 from simulator.compiled.encoding import Ints
+from simulator.compiled.jit import jit
 
 NODES, BUDGET, PLACED, CHANGED, FAILED, STAMP = range(6)  # of State.counters
 FITS, DOES_NOT_FIT, GAVE_UP = 1, 0, -1
@@ -85,7 +85,204 @@ def state(first: Ints, width: Ints, size: Ints, sections: int, stop: Ints, table
     )  # fmt: skip
 
 
-@njit(cache=True, nogil=True)
+@jit(nogil=True)
+def undo(x, placed, changed):  # type: ignore[no-untyped-def]
+    """Back to so many placed blocks and changes."""
+    m = len(x.skyline)
+    while x.counters[PLACED] > placed:
+        x.counters[PLACED] -= 1
+        j = x.placed[x.counters[PLACED]]
+        x.names[x.first[j]] += x.name[j]
+        for c in range(x.width[j]):
+            s = (x.first[j] + c) % m
+            x.load[s] += x.size[j]
+            x.crossed[s] += c + 1 < x.width[j]
+            x.held[s] += 1
+    while x.counters[CHANGED] > changed:
+        x.counters[CHANGED] -= 1
+        at = x.changes[0, x.counters[CHANGED]]
+        before = x.changes[1, x.counters[CHANGED]]
+        if at < m:
+            x.skyline[at] = before
+        else:
+            x.lowest[at - m] = before
+
+
+@jit(nogil=True)
+def _log(x, index, before):  # type: ignore[no-untyped-def]
+    at = x.counters[CHANGED]
+    x.changes[0, at] = index
+    x.changes[1, at] = before
+    x.counters[CHANGED] = at + 1
+
+
+@jit(nogil=True)
+def _lift(x, section, height):  # type: ignore[no-untyped-def]
+    _log(x, section, x.skyline[section])
+    x.skyline[section] = height
+
+
+@jit(nogil=True)
+def _settle(x, capacity, n_raised):  # type: ignore[no-untyped-def]
+    """Lifts the skyline everywhere to the lowest height at which anything can come, given the sections
+    ``x.raised[:n_raised]`` in which it rose; False where a load does not fit above it."""
+    m = len(x.skyline)
+    if x.counters[CHANGED] + 2 * len(x.members) > x.changes.shape[1]:
+        x.counters[BUDGET] = 0  # no room on the trail: give up
+        return True
+    while n_raised:
+        x.counters[STAMP] += 1
+        stamp = x.counters[STAMP]
+        for s in x.raised[:n_raised]:
+            x.stamped[s] = stamp
+            for j in x.members[x.members_at[s] : x.members_at[s] + x.held[s]]:
+                if x.lowest[j] < x.skyline[s]:
+                    _log(x, m + j, x.lowest[j])
+                    x.lowest[j] = x.skyline[s]
+                    at = x.first[j]
+                    for _ in range(x.width[j]):
+                        x.stamped[at] = stamp
+                        at = at + 1 if at + 1 < m else 0
+        n_raised = 0
+        for s in range(m):
+            if x.stamped[s] != stamp or x.held[s] == 0:
+                continue
+            height = NOWHERE
+            for j in x.members[x.members_at[s] : x.members_at[s] + x.held[s]]:
+                height = min(height, x.lowest[j])
+            if height > x.skyline[s]:
+                _lift(x, s, height)
+                x.raised[n_raised] = s
+                n_raised += 1
+            if height + x.load[s] > capacity:
+                x.weight[s] += 1
+                return False
+    return True
+
+
+@jit(nogil=True)
+def _place(x, capacity, j, ground):  # type: ignore[no-untyped-def]
+    """Rests block j on the ground; False where the rest cannot fit."""
+    m = len(x.skyline)
+    x.offsets[j] = ground
+    x.placed[x.counters[PLACED]] = j
+    x.counters[PLACED] += 1
+    x.names[x.first[j]] -= x.name[j]
+    for c in range(x.width[j]):
+        s = (x.first[j] + c) % m
+        x.load[s] -= x.size[j]
+        x.crossed[s] -= c + 1 < x.width[j]
+        x.held[s] -= 1  # the last one that waits changes places with it
+        here, last = x.place[x.place_at[j] + c], x.members_at[s] + x.held[s]
+        other = x.members[last]
+        x.members[last], x.members[here] = j, other
+        x.place[x.place_at[other] + (s - x.first[other]) % m] = here
+        x.place[x.place_at[j] + c] = last
+        _lift(x, s, ground + x.size[j])
+        x.raised[c] = s
+    return _settle(x, capacity, x.width[j])
+
+
+@jit(nogil=True)
+def _mix(value):  # type: ignore[no-untyped-def]
+    """splitmix64's finalizer (Steele, Lea and Flood, 2014)."""
+    value = np.uint64(value)
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
+
+
+@jit(nogil=True)
+def _key(x, begin, length):  # type: ignore[no-untyped-def]
+    """64 bits for a subproblem: the waiting blocks of the arc and the skyline under them. Never 0."""
+    m = len(x.skyline)
+    key = np.uint64(0)
+    s = begin
+    for _ in range(length):
+        key += x.names[s] + _mix(np.uint64(x.skyline[s]) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(s))
+        s = s + 1 if s + 1 < m else 0
+    return key | np.uint64(1)
+
+
+@jit(nogil=True)
+def _find(table, key):  # type: ignore[no-untyped-def]
+    """The free place for a key; below 0 where the table has it."""
+    mask = len(table) - 1
+    at = np.int64(key >> np.uint64(8)) & mask
+    while table[at] != 0:
+        if table[at] == key:
+            return np.int64(-1)
+        at = (at + 1) & mask
+    return np.int64(at)
+
+
+@jit(nogil=True)
+def _resting(x, section):  # type: ignore[no-untyped-def]
+    """The blocks that can rest on the ground of a basin in this section, by falling priority, and how many."""
+    members = x.members[x.members_at[section] : x.members_at[section] + x.held[section]]
+    found = np.empty(len(members), np.int64)
+    n = 0
+    for j in members:
+        if x.lowest[j] == x.skyline[section]:
+            at = n
+            while at > 0 and x.priority[found[at - 1]] < x.priority[j]:
+                found[at] = found[at - 1]
+                at -= 1
+            found[at] = j
+            n += 1
+    return found, n
+
+
+@jit(nogil=True)
+def _branch(x, capacity, begin, length, closed, by_weight):  # type: ignore[no-untyped-def]
+    """The section of a basin with the fewest branches for its weight, and the height up to which it may stay empty
+    (NOWHERE: it may not)."""
+    m = len(x.skyline)
+    if closed:  # start at an edge of a basin
+        for i in range(m):
+            if x.skyline[(begin + i - 1) % m] != x.skyline[(begin + i) % m]:
+                begin = (begin + i) % m
+                break
+    best, best_score, best_beside = -1, np.inf, NOWHERE
+    inside = np.empty(len(x.size), np.int64)
+    i = 0
+    while i < length:
+        ground, basin = x.skyline[(begin + i) % m], i
+        while i < length and x.skyline[(begin + i) % m] == ground:
+            i += 1
+        walled = not closed or i - basin == length  # the ends of an arc are banks without a top
+        left = NOWHERE if walled and basin == 0 else x.skyline[(begin + basin - 1) % m]
+        right = NOWHERE if walled and i == length else x.skyline[(begin + i) % m]
+        if left <= ground or right <= ground:
+            continue
+        n_inside = 0
+        for at in range(basin, i):
+            s = (begin + at) % m
+            for j in x.members[x.members_at[s] : x.members_at[s] + x.held[s]]:
+                if x.first[j] == s and x.lowest[j] == ground:
+                    inside[n_inside] = j
+                    n_inside += 1
+        for at in range(basin, i):
+            s = (begin + at) % m
+            beside, branches = min(left, right), 0
+            for j in inside[:n_inside]:
+                if (s - x.first[j]) % m < x.width[j]:
+                    branches += 1
+                else:
+                    beside = min(beside, ground + x.size[j])
+            if beside < NOWHERE and beside + x.load[s] <= capacity:
+                branches += 1
+            else:
+                beside = NOWHERE
+            score = branches / x.weight[s] if by_weight else branches + ground / capacity
+            if branches == 1:
+                return s, beside
+            if score < best_score:
+                best, best_score, best_beside = s, score, beside
+    return best, best_beside
+
+
+@jit(nogil=True)
 def fits(x, capacity, begin, length, depth, by_weight):  # type: ignore[no-untyped-def]
     """Whether the waiting blocks of an arc of sections fit under ``capacity``; their offsets are in ``x`` if so.
 
@@ -155,200 +352,3 @@ def fits(x, capacity, begin, length, depth, by_weight):  # type: ignore[no-untyp
         x.failed[_find(x.failed, key)] = key
         x.counters[FAILED] += 1
     return DOES_NOT_FIT
-
-
-@njit(cache=True, nogil=True)
-def _place(x, capacity, j, ground):  # type: ignore[no-untyped-def]
-    """Rests block j on the ground; False where the rest cannot fit."""
-    m = len(x.skyline)
-    x.offsets[j] = ground
-    x.placed[x.counters[PLACED]] = j
-    x.counters[PLACED] += 1
-    x.names[x.first[j]] -= x.name[j]
-    for c in range(x.width[j]):
-        s = (x.first[j] + c) % m
-        x.load[s] -= x.size[j]
-        x.crossed[s] -= c + 1 < x.width[j]
-        x.held[s] -= 1  # the last one that waits changes places with it
-        here, last = x.place[x.place_at[j] + c], x.members_at[s] + x.held[s]
-        other = x.members[last]
-        x.members[last], x.members[here] = j, other
-        x.place[x.place_at[other] + (s - x.first[other]) % m] = here
-        x.place[x.place_at[j] + c] = last
-        _lift(x, s, ground + x.size[j])
-        x.raised[c] = s
-    return _settle(x, capacity, x.width[j])
-
-
-@njit(cache=True, nogil=True)
-def undo(x, placed, changed):  # type: ignore[no-untyped-def]
-    """Back to so many placed blocks and changes."""
-    m = len(x.skyline)
-    while x.counters[PLACED] > placed:
-        x.counters[PLACED] -= 1
-        j = x.placed[x.counters[PLACED]]
-        x.names[x.first[j]] += x.name[j]
-        for c in range(x.width[j]):
-            s = (x.first[j] + c) % m
-            x.load[s] += x.size[j]
-            x.crossed[s] += c + 1 < x.width[j]
-            x.held[s] += 1
-    while x.counters[CHANGED] > changed:
-        x.counters[CHANGED] -= 1
-        at = x.changes[0, x.counters[CHANGED]]
-        before = x.changes[1, x.counters[CHANGED]]
-        if at < m:
-            x.skyline[at] = before
-        else:
-            x.lowest[at - m] = before
-
-
-@njit(cache=True, nogil=True)
-def _log(x, index, before):  # type: ignore[no-untyped-def]
-    at = x.counters[CHANGED]
-    x.changes[0, at] = index
-    x.changes[1, at] = before
-    x.counters[CHANGED] = at + 1
-
-
-@njit(cache=True, nogil=True)
-def _lift(x, section, height):  # type: ignore[no-untyped-def]
-    _log(x, section, x.skyline[section])
-    x.skyline[section] = height
-
-
-@njit(cache=True, nogil=True)
-def _settle(x, capacity, n_raised):  # type: ignore[no-untyped-def]
-    """Lifts the skyline everywhere to the lowest height at which anything can come, given the sections
-    ``x.raised[:n_raised]`` in which it rose; False where a load does not fit above it."""
-    m = len(x.skyline)
-    if x.counters[CHANGED] + 2 * len(x.members) > x.changes.shape[1]:
-        x.counters[BUDGET] = 0  # no room on the trail: give up
-        return True
-    while n_raised:
-        x.counters[STAMP] += 1
-        stamp = x.counters[STAMP]
-        for s in x.raised[:n_raised]:
-            x.stamped[s] = stamp
-            for j in x.members[x.members_at[s] : x.members_at[s] + x.held[s]]:
-                if x.lowest[j] < x.skyline[s]:
-                    _log(x, m + j, x.lowest[j])
-                    x.lowest[j] = x.skyline[s]
-                    at = x.first[j]
-                    for _ in range(x.width[j]):
-                        x.stamped[at] = stamp
-                        at = at + 1 if at + 1 < m else 0
-        n_raised = 0
-        for s in range(m):
-            if x.stamped[s] != stamp or x.held[s] == 0:
-                continue
-            height = NOWHERE
-            for j in x.members[x.members_at[s] : x.members_at[s] + x.held[s]]:
-                height = min(height, x.lowest[j])
-            if height > x.skyline[s]:
-                _lift(x, s, height)
-                x.raised[n_raised] = s
-                n_raised += 1
-            if height + x.load[s] > capacity:
-                x.weight[s] += 1
-                return False
-    return True
-
-
-@njit(cache=True, nogil=True)
-def _mix(value):  # type: ignore[no-untyped-def]
-    """splitmix64's finalizer (Steele, Lea and Flood, 2014)."""
-    value = np.uint64(value)
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return value ^ (value >> np.uint64(31))
-
-
-@njit(cache=True, nogil=True)
-def _key(x, begin, length):  # type: ignore[no-untyped-def]
-    """64 bits for a subproblem: the waiting blocks of the arc and the skyline under them. Never 0."""
-    m = len(x.skyline)
-    key = np.uint64(0)
-    s = begin
-    for _ in range(length):
-        key += x.names[s] + _mix(np.uint64(x.skyline[s]) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(s))
-        s = s + 1 if s + 1 < m else 0
-    return key | np.uint64(1)
-
-
-@njit(cache=True, nogil=True)
-def _find(table, key):  # type: ignore[no-untyped-def]
-    """The free place for a key; below 0 where the table has it."""
-    mask = len(table) - 1
-    at = np.int64(key >> np.uint64(8)) & mask
-    while table[at] != 0:
-        if table[at] == key:
-            return np.int64(-1)
-        at = (at + 1) & mask
-    return np.int64(at)
-
-
-@njit(cache=True, nogil=True)
-def _resting(x, section):  # type: ignore[no-untyped-def]
-    """The blocks that can rest on the ground of a basin in this section, by falling priority, and how many."""
-    members = x.members[x.members_at[section] : x.members_at[section] + x.held[section]]
-    found = np.empty(len(members), np.int64)
-    n = 0
-    for j in members:
-        if x.lowest[j] == x.skyline[section]:
-            at = n
-            while at > 0 and x.priority[found[at - 1]] < x.priority[j]:
-                found[at] = found[at - 1]
-                at -= 1
-            found[at] = j
-            n += 1
-    return found, n
-
-
-@njit(cache=True, nogil=True)
-def _branch(x, capacity, begin, length, closed, by_weight):  # type: ignore[no-untyped-def]
-    """The section of a basin with the fewest branches for its weight, and the height up to which it may stay empty
-    (NOWHERE: it may not)."""
-    m = len(x.skyline)
-    if closed:  # start at an edge of a basin
-        for i in range(m):
-            if x.skyline[(begin + i - 1) % m] != x.skyline[(begin + i) % m]:
-                begin = (begin + i) % m
-                break
-    best, best_score, best_beside = -1, np.inf, NOWHERE
-    inside = np.empty(len(x.size), np.int64)
-    i = 0
-    while i < length:
-        ground, basin = x.skyline[(begin + i) % m], i
-        while i < length and x.skyline[(begin + i) % m] == ground:
-            i += 1
-        walled = not closed or i - basin == length  # the ends of an arc are banks without a top
-        left = NOWHERE if walled and basin == 0 else x.skyline[(begin + basin - 1) % m]
-        right = NOWHERE if walled and i == length else x.skyline[(begin + i) % m]
-        if left <= ground or right <= ground:
-            continue
-        n_inside = 0
-        for at in range(basin, i):
-            s = (begin + at) % m
-            for j in x.members[x.members_at[s] : x.members_at[s] + x.held[s]]:
-                if x.first[j] == s and x.lowest[j] == ground:
-                    inside[n_inside] = j
-                    n_inside += 1
-        for at in range(basin, i):
-            s = (begin + at) % m
-            beside, branches = min(left, right), 0
-            for j in inside[:n_inside]:
-                if (s - x.first[j]) % m < x.width[j]:
-                    branches += 1
-                else:
-                    beside = min(beside, ground + x.size[j])
-            if beside < NOWHERE and beside + x.load[s] <= capacity:
-                branches += 1
-            else:
-                beside = NOWHERE
-            score = branches / x.weight[s] if by_weight else branches + ground / capacity
-            if branches == 1:
-                return s, beside
-            if score < best_score:
-                best, best_score, best_beside = s, score, beside
-    return best, best_beside

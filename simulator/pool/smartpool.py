@@ -19,8 +19,8 @@ Each block looks at all that are placed: O(n²) time, about half a second for 20
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from simulator.compiled.jit import jit
 from simulator.pool.intervals import Intervals, Packing
 
 FITS = ("best", "first")
@@ -48,7 +48,7 @@ def pack(intervals: Intervals, alignment: int = 1, fit: str = "best") -> Packing
     return Packing(offsets, footprint, footprint == intervals.peak_bytes, steps=len(size) * len(size).bit_length())
 
 
-@njit(cache=True)
+@jit
 def _colour(lower, upper, size, order, period, best_fit):  # type: ignore[no-untyped-def]
     """Section III-C; int64[n] offsets. ``order``: int64[n], the blocks as they are placed."""
     n = len(order)

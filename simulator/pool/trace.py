@@ -35,10 +35,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from simulator.compiled.encoding import Ints
+from simulator.compiled.jit import jit
 from simulator.pool.intervals import Intervals
 
 KINDS = ("malloc", "write", "read", "free")  # those of simulator.program.Operation
@@ -248,7 +248,7 @@ def _around(symbols: Ints, at: int) -> tuple[Ints, Ints]:
     return at - left, at + right + p
 
 
-@njit(cache=True)
+@jit
 def _z_function(text):  # type: ignore[no-untyped-def]
     """int64[n]: how many symbols from i on equal those from 0 on."""
     n = len(text)
