@@ -13,18 +13,44 @@ from simulator.timeline import Span
 Ints = NDArray[np.int64]
 NEVER = 2**62  # a time or position that does not come
 
-# Columns of a row, one row a decision.
+# Columns of ``rows``, int64 (rows, 5): one row a decision.
 KIND, TENSOR, AFTER, BEFORE, EXTRA = range(5)  # EXTRA: prefetch or -1; keep 0 or 1
 SWAP, RECOMPUTE, SYNC_SWAP = 0, 1, 2
 
-# Rows of Engine._kernels and Engine._tensors.
+# What is known of a program on a machine: kernels[DURATION, k] and so on, int64 (5, kernels) and (6, tensors).
+# BORN, DIES: bytes of the non-persistent tensors that are first used by the kernel, and last. LIVE: of all that live,
+# with its workspace. FIRST, LAST: kernels that use the tensor. D2H, H2D: ns of a transfer.
 DURATION, WORKSPACE, BORN, DIES, LIVE = range(5)
 SIZE, PERSISTENT, FIRST, LAST, D2H, H2D = range(6)
 
-# Columns of what ``resolve`` returns.
+# Columns and rows of what ``resolve`` returns: ``endings``, ``at_kernel``, ``steps``.
 RETURNS, BY_REMAT, AWAY_AT_START = range(3)
-STEP_AT, GONE = range(2)
+STEP_AT, AWAY_BYTES = range(2)
 STEP_KERNEL, ALLOCATED, FREED = range(3)
+
+# The parts of gate[k]: what there is to do at kernel k beside letting its duration pass. 0: it is plain.
+#     bits 0-19    how many of the tensors that it uses are away
+#     bits 20-39   how many of these its rematerialisation reads
+#     bit 40       a gap opens or ends here, or a prefetch becomes ready, or the iteration ends
+#     bits 41-     how many synchronous swap-outs it waits for, where it is the next kernel
+GATE_REMAT, GATE_EVENT, GATE_SYNC = 2**20, 2**40, 2**41
+GATE_MISSING = GATE_EVENT - 1
+
+# What the event loop knows of the gap of a row. Positions count kernels from the start of the simulation.
+GAP = np.dtype([(name, np.int64) for name in (
+    "nbytes", "out_ns", "in_ns",
+    "returns",  # the kernel that ends the gap
+    "weight",  # what it adds to the gate of that kernel while it is away
+    "since_write",  # kernels from the last write of the tensor to the opening of the gap
+    "hold",  # kernels from the opening until it may come back
+    # While the tensor is away:
+    "ready",  # the position from which it may come back
+    "order",  # the segment that begins with its use, in units of ORDER_SEGMENT, and the tensor: the least is first
+)])  # fmt: skip
+ORDER_SEGMENT = 2**32
+
+# How a run ends.
+DONE, OUT_OF_MEMORY, HOST_FULL = range(3)
 
 # Columns of the log of a run: start, end, one of these, index or bytes. The first four are spans.
 LOG_KERNEL, LOG_RECOMPUTE, LOG_OUT, LOG_IN, LOG_STALL, LOG_BOUNDARY, LOG_MEMORY = range(7)

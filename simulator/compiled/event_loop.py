@@ -1,67 +1,198 @@
 """The clock of reference.py, compiled: one plan of one program, from arrays to figures.
 
-engine.py calls this from Python only, as it does chains.py.
-
-How it is fast: sizes, births and deaths are added up per kernel beforehand, so that a kernel that no
-decision touches costs a few additions; the planned residency of a plan without recomputation is one
-prefix sum (chains.py has the rest); a swap-in that does not fit is not tried again before the last kernel
-beside which it does not fit has ended. A plan under which no swap of a persistent tensor is carried over the
-end of an iteration is steady after one. Rule 5's "fits at every kernel until it is used" is kept per segment,
-a run of kernels that ends where something is due: what came back early is due at the end of a segment, so
-it weighs on all of a segment or on nothing of it, and the rule is one maximum over an array, a charge one
-addition to it (a vector loop each).
+``event_loop`` is the clock: it reads the plan (lowering.py) and then goes from one completion to the next, by the
+lines of rule 9. The functions above it are its stages. README.md draws the state and says what keeps it fast.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from simulator.compiled.jit import jit
+from simulator.compiled.lowering import leave_at_start, makes_copies, read_plan, segments, swap_residency
 
 # isort: off
 from simulator.compiled.encoding import (
-    AFTER, ALLOCATED, AWAY_AT_START, BEFORE, BORN, BY_REMAT, D2H, DIES, DURATION, EXTRA, FREED, GONE, H2D, KIND, LIVE,
-    LOG_RECOMPUTE, LOG_BOUNDARY, LOG_IN, LOG_KERNEL, LOG_MEMORY, LOG_OUT, LOG_STALL, NEVER, PERSISTENT, RECOMPUTE,
-    RETURNS, SIZE, STEP_AT, STEP_KERNEL, SYNC_SWAP, TENSOR, WORKSPACE,
+    ALLOCATED, AWAY_BYTES, BORN, DIES, DONE, DURATION, FREED, GATE_MISSING, GATE_REMAT, GATE_SYNC, HOST_FULL, KIND,
+    LIVE, LOG_BOUNDARY, LOG_IN, LOG_KERNEL, LOG_MEMORY, LOG_OUT, LOG_RECOMPUTE, LOG_STALL, NEVER, ORDER_SEGMENT,
+    OUT_OF_MEMORY, RECOMPUTE, STEP_AT, STEP_KERNEL, SYNC_SWAP, TENSOR, WORKSPACE,
 )  # fmt: skip
 # isort: on
 
-_SYNC, _BUSY, _REMAT = 2**41, 2**40, 2**20  # parts of `gate` in run
 
-
-@njit(cache=True)
-def plan_swaps(kernels, tensors, rows, residency):  # type: ignore[no-untyped-def]
-    """Planned residency of a plan without recomputation: the load less what is away."""
-    n = kernels.shape[1]
-    need, change = residency[0], residency[1]
-    change[:] = 0
-    for r in range(rows.shape[0]):
-        size, after, before = tensors[SIZE, rows[r, TENSOR]], rows[r, AFTER], rows[r, BEFORE]
-        if after >= before:
-            change[0] -= size
-        if after + 1 < n:
-            change[after + 1] -= size
-        change[before] += size
-    away = 0
-    load = kernels[LIVE]
-    for k in range(n):
-        away += change[k]
-        need[k] = load[k] + away
-
-
-@njit(cache=True)
+@jit
 def _log(log, count, start, end, what, index):  # type: ignore[no-untyped-def]
-    """Appends to the log while there is room; returns how many entries there would be with room for all."""
-    if count < log.shape[0]:
-        log[count, 0], log[count, 1], log[count, 2], log[count, 3] = start, end, what, index
+    """Writes entry ``count`` of the log, or the last one where there is no such; returns how many there are now."""
+    if log is None:  # known when this is compiled
+        return count
+    i = min(count, log.shape[0] - 1)
+    log[i, 0], log[i, 1], log[i, 2], log[i, 3] = start, end, what, index
     return count + 1
 
 
-@njit(cache=True)
+@jit
 def _log_memory(log, count, now, used, change):  # type: ignore[no-untyped-def]
-    return _log(log, count, now, now, LOG_MEMORY, used) if change else count
+    """Logs the bytes in use; without a change, the next entry overwrites it."""
+    written = _log(log, count, now, now, LOG_MEMORY, used)
+    return written if change else count
 
 
-@njit(cache=True)
+@jit
+def _waits_for_data(gate, rerun):  # type: ignore[no-untyped-def]
+    """Is a tensor away that the kernel with this gate reads, or a step of its rematerialisation?"""
+    return gate & GATE_MISSING >= GATE_REMAT if rerun else gate & GATE_MISSING > 0
+
+
+@jit
+def _allow(rows, gaps, waiting, n_waiting, r):  # type: ignore[no-untyped-def]
+    """Puts row r among those that wait to come back, by ``order``, the least last; returns where."""
+    order, at = gaps[r].order, n_waiting
+    while at > 0 and gaps[waiting[at - 1]].order < order:
+        waiting[at] = waiting[at - 1]
+        at -= 1
+    waiting[at] = r
+    return at
+
+
+@jit
+def _release(rows, gaps, held, n_held, waiting, n_waiting, position, blocked):  # type: ignore[no-untyped-def]
+    """Moves the rows of ``held`` that are ready to ``waiting``; returns n_held, n_waiting, blocked, and the position at
+    which the next one is ready."""
+    left, next_ready = 0, NEVER
+    for i in range(n_held):
+        r = held[i]
+        if gaps[r].ready > position:
+            next_ready = min(next_ready, gaps[r].ready)
+            held[left] = r
+            left += 1
+            continue
+        if _allow(rows, gaps, waiting, n_waiting, r) == n_waiting:
+            blocked = -1
+        n_waiting += 1
+    return left, n_waiting, blocked, next_ready
+
+
+@jit
+def _largest(values, begin, end, enough):  # type: ignore[no-untyped-def]
+    """The largest of values[begin:end], or one that is more than ``enough``."""
+    part = values[begin:end]  # a slice, because LLVM makes gathers of values[j]
+    top = part[part.size - 1] if part.size else -NEVER  # it mostly decides
+    for j in range(part.size if top <= enough else 0):
+        top = max(top, part[j])
+    return top
+
+
+@jit
+def _last_above(values, at, bound):  # type: ignore[no-untyped-def]
+    """The last index up to ``at`` at which ``values`` is more than ``bound``; there must be one."""
+    while values[at] <= bound:
+        at -= 1
+    return at
+
+
+@jit
+def _obstacle(segment_of, rest, first, highest, expected, enforced, at, due, fits, required):  # type: ignore[no-untyped-def]
+    """Rule 5: the last kernel, from kernel ``at`` up to segment ``due``, at which the planned residency and what came
+    back early are more than ``fits``; -1: none. Kernels of the next iteration are counted on from this one's."""
+    kernel = -1
+    for _ in range(1):  # once: see README.md, "References"
+        low, n = segment_of[at], enforced.size
+        early = expected[low] - highest[low]
+        segment = -1
+        # A bound that often holds: all that came early beside the worst of all kernels.
+        if low < due and required + early > fits:
+            if _largest(expected, low + 1, due, fits) > fits:
+                segment = _last_above(expected, due - 1, fits)
+            elif rest[at] + early > fits:
+                segment = low
+        if segment >= 0:
+            early, last = expected[segment] - highest[segment], first[segment + 1] - 1
+            turn = n if last >= n else 0
+            kernel = _last_above(enforced, last - turn, fits - early) + turn
+    return kernel
+
+
+@jit
+def _add(values, begin, end, change):  # type: ignore[no-untyped-def]
+    """values[begin:end] += change, as one vector loop."""
+    part = values[begin:end]
+    for j in range(part.size):
+        part[j] += change
+
+
+@jit
+def _run_plain(kernels, gate, now, position, k, used, peak, limit, limit_until, horizon, head_bytes, blocked):  # type: ignore[no-untyped-def]
+    """Runs plain kernels up to the next completion of a copy, ``horizon``, or the next chance of the first swap-in, of
+    ``head_bytes``; returns now, position, k, used, peak, and whether there is that chance."""
+    chance = False
+    while True:  # one way out: see README.md, "References"
+        if gate[k] != 0 or chance:
+            break
+        charged = used + kernels[WORKSPACE, k] + kernels[BORN, k]
+        then = now + kernels[DURATION, k]
+        if charged > (limit if k < limit_until else NEVER) or then >= horizon:
+            break
+        peak = max(peak, charged)
+        used += kernels[BORN, k] - kernels[DIES, k]
+        now = then
+        position, k = position + 1, k + 1
+        chance = used + head_bytes <= (limit if k < limit_until else NEVER) and position > blocked
+    return now, position, k, used, peak, chance
+
+
+@jit
+def _open_gaps(  # type: ignore[no-untyped-def]
+    rows, gaps, opens, gate, segment_of, copied, held, n_held, next_ready, queue, queue_tail, log, n_log, now,
+    position, k, used, n_segments,
+):  # fmt: skip
+    """The gaps open that do so when kernel k ends; returns used, n_held, next_ready, queue_tail, n_log."""
+    n, r = gate.size, opens[gaps.size + k]
+    while True:
+        if r < 0:
+            break
+        leaves = True
+        if rows[r, KIND] != RECOMPUTE:
+            gap = gaps[r]
+            t = rows[r, TENSOR]
+            due = segment_of[gap.returns] + (n_segments if gap.returns <= k else 0)
+            gap.order = due * ORDER_SEGMENT + t
+            gate[gap.returns] += gap.weight
+            gap.ready = position + gap.hold
+            leaves = copied[t] >= position - gap.since_write
+            copied[t] = position
+            if leaves:
+                held[n_held] = r
+                n_held += 1
+                next_ready = min(next_ready, gap.ready)
+            else:
+                queue[queue_tail] = r
+                queue_tail += 1
+                if rows[r, KIND] == SYNC_SWAP:
+                    gate[k + 1 if k + 1 < n else 0] += GATE_SYNC
+        if leaves:
+            used -= gaps[r].nbytes
+            n_log = _log_memory(log, n_log, now, used, gaps[r].nbytes)
+        r = opens[r]
+    return used, n_held, next_ready, queue_tail, n_log
+
+
+@jit(inline="always")  # LLVM would leave it a call, and the loop that makes it is then slower
+def _note_state(states, i, waiting, n_waiting, held, n_held, queue, n_queue):  # type: ignore[no-untyped-def]
+    """Writes who is away into states[i]: by row, 1 on the host, 2 and more in the queue, 0 neither.
+
+    The loop adds, below 0, what a copy under way still takes; in the last but one column, whether there are only the
+    host copies of the start; in the last one, what the iteration has lasted.
+    """
+    states[i] = 0
+    for j in range(n_waiting):
+        states[i, waiting[j]] = 1
+    for j in range(n_held):
+        states[i, held[j]] = 1
+    for j in range(n_queue):
+        states[i, queue[j]] = 2 + j
+
+
+@jit
 def _period(states, i):  # type: ignore[no-untyped-def]
     """reference._Run.period after iteration i; the last column has what each iteration lasted."""
     width, slowest = states.shape[1] - 1, 0
@@ -75,340 +206,199 @@ def _period(states, i):  # type: ignore[no-untyped-def]
     return 0
 
 
-@njit(cache=True)
-def run(  # type: ignore[no-untyped-def]
-    kernels, tensors, graph, rows, by_row, by_kernel, steps, residency, base, limit, until, iterations, most,
-    copy_engines, host_bytes, log,
+@jit
+def event_loop(  # type: ignore[no-untyped-def]
+    kernels, tensors, graph, rows, endings, at_kernel, steps, residency, persistent_bytes, limit, limit_until,
+    iterations, max_iterations, copy_engines, host_bytes, log,
 ):  # fmt: skip
-    """Returns (status, iteration_ns, required, peak, entries of the log, detail, used).
+    """Simulates one plan, for ``iterations`` at least and ``max_iterations`` at most.
 
-    status 0: done, ``detail`` is the period; 1: out of memory at kernel ``detail``; 2: ``detail`` bytes are too many
-    for the host. ``iterations``, ``most``: how many are simulated at least, and at most.
+    Args:
+        kernels, tensors, graph, rows: as in ``Engine``.
+        endings, at_kernel, steps: what ``resolve`` returns; empty for a plan without recomputation.
+        residency: int64 (2, kernels); [0] is the planned residency, filled in here unless ``resolve`` has done so.
+        limit_until: the limit counts for kernels before this one.
+        log: int64 (entries, 4) to be filled, one entry more than is needed; or None.
+
+    Returns:
+        (status, iteration_ns, required, peak, entries of the log, detail, used). ``detail`` is the period where the
+        status is DONE, the kernel where it is OUT_OF_MEMORY, the bytes swapped where it is HOST_FULL.
     """
     n, m = kernels.shape[1], rows.shape[0]
-    duration, workspace, born, dies = kernels[DURATION], kernels[WORKSPACE], kernels[BORN], kernels[DIES]
-    size, write_at = tensors[SIZE], graph[2 * n + 2 :]
-    # Each call of _log stays behind `if record`: LLVM then makes a loop without them, which is 2.7 times as fast.
-    record = log.shape[0] > 0
-    recomputes = by_row.shape[0] > 0
+    recomputes = endings.shape[0] > 0
     if not recomputes:
-        plan_swaps(kernels, tensors, rows, residency)
-    need = enforced = residency[0]
+        swap_residency(kernels, tensors, rows, residency)
+    planned = enforced = residency[0]
     required = 0
     for k in range(n):
-        required = max(required, need[k])
+        required = max(required, planned[k])
     if required > limit:
-        for k in range(min(until, n)):
-            if need[k] > limit:
-                there = kernels[LIVE, k] - by_kernel[GONE, k] if recomputes else need[k]
-                return 1, NEVER, required, 0, 0, k, there - workspace[k] - born[k]
-    if until < n:
+        for k in range(min(limit_until, n)):
+            if planned[k] > limit:
+                there = kernels[LIVE, k] - at_kernel[AWAY_BYTES, k] if recomputes else planned[k]
+                return OUT_OF_MEMORY, NEVER, required, 0, 0, k, there - kernels[WORKSPACE, k] - kernels[BORN, k]
+    if limit_until < n:
         enforced = residency[1]  # far below 0 where the limit does not count
-        enforced[:until], enforced[until:] = need[:until], -NEVER
-
-    copied = np.full(tensors.shape[1], -NEVER, np.int64)  # per tensor: position of its newest host copy
-    # Per row: bytes and times; what it adds to `gate`; kernels since the tensor was last written, and until it may
-    # come back; while away, the segment that begins with its use and the position from which it may come back.
-    room = np.empty((11, m), np.int64)  # one allocation: each costs some 30 ns
-    nbytes, out_ns, in_ns, weight, written, hold = room[0], room[1], room[2], room[3], room[4], room[5]
-    goal, ready, waiting, pinned, returns = room[6], room[7], room[8], room[9], room[10]
-    follows = np.full(m + n, -1, np.int64)  # m + k begins the list of the rows that open at kernel k, by tensor
-    queue = np.empty(2 * m + 1, np.int64)  # what is left from the iteration before, and each row once
-    q_head = q_tail = 0
-    n_waiting = n_pinned = 0  # on the host, the next to come back last; on the host, not to come back yet
-    # Per kernel: how many of the tensors it needs are away, plus _REMAT for each that its chain needs, plus _BUSY
-    # if anything else happens at its start or end, plus _SYNC for each swap-out that it waits for as the next one.
-    # Kernels with 0 are plain.
-    gate = np.zeros(n, np.int64)
-    gate[n - 1] = _BUSY
-    starts, n_segments = np.zeros(n, np.bool_), 1
-    starts[0] = True
-    used, on_host = base, 0
-    for r in range(m):
-        t, after = rows[r, TENSOR], rows[r, AFTER]
-        back = returns[r] = by_row[r, RETURNS] if recomputes else rows[r, BEFORE]
-        at = m + after
-        while follows[at] >= 0 and rows[follows[at], TENSOR] < t:
-            at = follows[at]
-        follows[at], follows[r] = r, follows[at]
-        nbytes[r] = size[t]
-        gate[after] |= _BUSY
-        if rows[r, KIND] == RECOMPUTE:
-            gate[back] |= _BUSY
-            continue
-        if copied[t] == -NEVER:
-            copied[t] = -NEVER + 1
-            on_host += size[t]
-        out_ns[r], in_ns[r] = tensors[D2H, t], tensors[H2D, t]
-        n_segments += not starts[back]
-        starts[back] = True
-        weight[r] = 1 + _REMAT * by_row[r, BY_REMAT] if recomputes else 1
-        hold[r] = 1
-        pin = rows[r, EXTRA]
-        if pin >= 0:
-            gate[pin] |= _BUSY
-            hold[r] = pin - after + 1 if pin >= after else pin - after + 1 + n
-        written[r] = after - graph[write_at[t + 1] - 1] + n if write_at[t] < write_at[t + 1] else NEVER // 2
-        for i in range(write_at[t + 1] - 1, write_at[t] - 1, -1):
-            if graph[i] <= after:
-                written[r] = after - graph[i]
-                break
+        enforced[:limit_until], enforced[limit_until:] = planned[:limit_until], -NEVER
+    gaps, opens, gate, copied, starts, n_segments, on_host = read_plan(tensors, graph, rows, endings, n)
     if on_host > host_bytes:
-        return 2, NEVER, required, 0, 0, on_host, 0
+        return HOST_FULL, NEVER, required, 0, 0, on_host, 0
+    segment_of, rest, first, highest, expected = segments(enforced, starts, n_segments)
 
-    # A segment ends before a kernel at which something is due, or with the iteration. By segment of this iteration
-    # and the next, `worst` is the largest planned residency plus what came back early; `high` is without the latter.
-    # The one that has begun counts from the present kernel only: `crest` is the largest from a kernel to its end.
-    segment, crest = np.empty(n + 1, np.int64), np.empty(n, np.int64)
-    high, first = np.empty(n_segments, np.int64), np.empty(n_segments + 1, np.int64)
-    segment[n], first[n_segments] = n_segments, n
-    top, at = -NEVER, n_segments - 1
-    for k in range(n - 1, -1, -1):
-        top = max(top, enforced[k])
-        segment[k], crest[k] = at, top
-        high[at], first[at] = top, k
-        if starts[k]:
-            top = -NEVER
-            at -= 1
-    # Uses lie at most one iteration ahead.
-    worst = np.empty(2 * n_segments, np.int64)
-    worst[:n_segments], worst[n_segments:] = high, high
-
-    now, position, k, iteration, begin = 0, 0, 0, 0, 0
-    s, rerun, out_row, back_row = 0, False, 0, 0
-    end = out_end = back_end = NEVER  # of what is under way
-    blocked = -1  # the head of `waiting` cannot come back before the kernel at this position has ended
-    for r in range(m):
-        away = by_row[r, AWAY_AT_START] == 1 if recomputes else rows[r, AFTER] >= returns[r]
-        if away and rows[r, KIND] != RECOMPUTE:
-            used -= nbytes[r]
-            copied[rows[r, TENSOR]] = rows[r, AFTER] - n
-            ready[r] = rows[r, AFTER] - n + hold[r]
-            goal[r] = segment[returns[r]]
-            gate[returns[r]] += weight[r]
-            pinned[n_pinned] = r
-            n_pinned += 1
-    # A swap between two uses of a persistent tensor makes a copy that is valid at the boundary, unlike at the start.
-    makes_copies = False
-    for r in range(m):
-        t = rows[r, TENSOR]
-        if rows[r, KIND] != RECOMPUTE and tensors[PERSISTENT, t] and copied[t] == -NEVER + 1:
-            makes_copies |= write_at[t] == write_at[t + 1] or graph[write_at[t + 1] - 1] <= rows[r, AFTER]
-    # Per boundary, where anything is carried over one: by row, 1 on the host, 2 and more in the queue, below 0 what the
-    # copy under way still takes; whether there are only the copies of the start; what the iteration has lasted.
-    states = np.empty((4 if n_pinned or makes_copies else 0, m + 2), np.int64)
-    if states.size:
-        states[0, :m], states[0, m] = 0, makes_copies
-        for i in range(n_pinned):
-            states[0, pinned[i]] = 1
-    peak = used
-    limit_here = limit if until > 0 else NEVER
+    # The clock. README.md draws where a row can be: held, waiting, or in the queue to the host.
+    now, begin, iteration = 0, 0, 0
+    position, k, step, rerun = 0, 0, 0, False  # the kernel that runs, or else the next one; what runs again for it
+    end = out_end = in_end = NEVER  # of what is under way on compute, d2h, h2d
+    out_row = in_row = 0
+    lists = np.empty((2, m), np.int64)  # one allocation: each costs some 30 ns
+    held, waiting = lists[0], lists[1]
+    queue = np.empty(2 * m + 1, np.int64)  # what is left from the iteration before, and each row once
+    n_held = n_waiting = queue_head = queue_tail = 0
+    blocked = -1  # the first of `waiting` cannot come back before the kernel at this position has ended
+    next_ready = 0  # the position at which the next of `held` is ready, or before
+    n_held, nbytes = leave_at_start(rows, endings, gaps, segment_of, gate, copied, held)
+    used = peak = persistent_bytes - nbytes
+    limit_here = limit if limit_until > 0 else NEVER
     n_log = _log(log, 0, 0, 0, LOG_MEMORY, used)
-    fresh = True  # pinned swap-ins may have become ready
+
+    # The states at the boundaries; none where nothing is carried over one, so that all iterations are alike.
+    copies = makes_copies(tensors, graph, rows, copied, n)
+    states = np.empty((4 if n_held or copies else 0, m + 2), np.int64)
+    if states.size:
+        _note_state(states, 0, waiting, 0, held, n_held, queue, 0)
+        states[0, m] = copies
+
     while True:
         while True:
-            if fresh and n_pinned:
-                left = 0
-                for i in range(n_pinned):
-                    r = pinned[i]
-                    if ready[r] > position and returns[r] != k:
-                        pinned[left] = r
-                        left += 1
-                        continue
-                    at = n_waiting  # sorted by (use, tensor), the smallest last
-                    while at > 0 and (
-                        goal[waiting[at - 1]] < goal[r]
-                        or (goal[waiting[at - 1]] == goal[r] and rows[waiting[at - 1], TENSOR] < rows[r, TENSOR])
-                    ):
-                        waiting[at] = waiting[at - 1]
-                        at -= 1
-                    waiting[at] = r
-                    if at == n_waiting:
-                        blocked = -1
-                    n_waiting += 1
-                n_pinned = left
-            fresh = False
-            # Copies start.
-            if q_head < q_tail and out_end == NEVER and (copy_engines == 2 or back_end == NEVER):
-                out_row = queue[q_head]
-                q_head += 1
-                out_end = now + out_ns[out_row]
-                if record:
-                    n_log = _log(log, n_log, now, out_end, LOG_OUT, rows[out_row, TENSOR])
-            head_bytes = NEVER  # of the next swap-in, where the engine is free for it
-            if n_waiting and back_end == NEVER and (copy_engines == 2 or out_end == NEVER):
+            # Tensors on the host become ready to come back.
+            if position >= next_ready:
+                n_held, n_waiting, blocked, next_ready = _release(
+                    rows, gaps, held, n_held, waiting, n_waiting, position, blocked
+                )
+
+            # A swap-out starts.
+            if queue_head < queue_tail and out_end == NEVER and (copy_engines == 2 or in_end == NEVER):
+                out_row = queue[queue_head]
+                queue_head += 1
+                out_end = now + gaps[out_row].out_ns
+                n_log = _log(log, n_log, now, out_end, LOG_OUT, rows[out_row, TENSOR])
+
+            # A swap-in starts, if it fits.
+            head_bytes = NEVER  # of the next one, where the engine is free for it
+            if n_waiting and in_end == NEVER and (copy_engines == 2 or out_end == NEVER):
                 r = waiting[n_waiting - 1]
-                head_bytes = nbytes[r]
+                head_bytes = gaps[r].nbytes
                 start = position + (end != NEVER and not rerun)
                 if start > blocked and used + head_bytes <= limit_here:
-                    blocked = -1
+                    at, due = start - position + k, gaps[r].order // ORDER_SEGMENT
                     fits = limit - head_bytes
-                    at, origin, shift = start - position + k, position - k, 0
-                    if at == n:
-                        at, origin, shift = 0, origin + n, shift + n_segments
-                    low, stop = segment[at] + shift, goal[r]
-                    # The first test is a bound that often holds: all that came early beside the worst of all kernels.
-                    if low < stop and required + worst[low] - high[low - shift] > fits:
-                        top = worst[stop - 1] if low + 1 < stop else -NEVER  # it mostly decides
-                        if top <= fits:
-                            later = worst[low + 1 : stop]  # a slice, because LLVM makes gathers of worst[j]
-                            for j in range(later.size):
-                                top = max(top, later[j])
-                        j = -1  # the last segment beside which it does not fit
-                        if top > fits:
-                            j = stop - 1
-                            while worst[j] <= fits:
-                                j -= 1
-                        elif crest[at] + worst[low] - high[low - shift] > fits:
-                            j = low
-                        if j >= 0:
-                            if j >= shift + n_segments:
-                                shift, origin = shift + n_segments, origin + n
-                            came, q = worst[j] - high[j - shift], first[j - shift + 1] - 1
-                            while enforced[q] + came <= fits:
-                                q -= 1
-                            blocked = q + origin
-                    if blocked < 0:
-                        beside = worst[low:stop]
-                        for j in range(beside.size):
-                            beside[j] += head_bytes
+                    obstacle = _obstacle(segment_of, rest, first, highest, expected, enforced, at, due, fits, required)
+                    blocked = obstacle + position - k
+                    if obstacle < 0:
+                        blocked = -1
+                        _add(expected, segment_of[at], due, head_bytes)
                         n_waiting -= 1
                         used += head_bytes
                         peak = max(peak, used)
-                        back_row, back_end = r, now + in_ns[r]
-                        if record:
-                            n_log = _log(log, n_log, now, back_end, LOG_IN, rows[r, TENSOR])
-                            n_log = _log_memory(log, n_log, now, used, head_bytes)
+                        in_row, in_end = r, now + gaps[r].in_ns
+                        n_log = _log(log, n_log, now, in_end, LOG_IN, rows[r, TENSOR])
+                        n_log = _log_memory(log, n_log, now, used, head_bytes)
                         head_bytes = NEVER
-            if end == NEVER:
-                # Plain kernels, up to the next completion of a copy or the next chance of a swap-in.
-                if gate[k] == 0 and not record:
-                    until_time, came_from, chance = min(out_end, back_end), position, False
-                    while gate[k] == 0:
-                        change = used + workspace[k] + born[k]
-                        then = now + duration[k]
-                        if change > limit_here or then >= until_time:
-                            break
-                        peak = max(peak, change)
-                        used += born[k] - dies[k]
-                        now = then
-                        position, k = position + 1, k + 1
-                        limit_here = limit if k < until else NEVER
-                        if used + head_bytes <= limit_here and position > blocked:
-                            chance = True
-                            break
+
+            # Plain kernels run, one after the other; a log wants each of them.
+            if log is None:
+                if end == NEVER and gate[k] == 0:
+                    came_from, horizon = position, min(out_end, in_end)
+                    now, position, k, used, peak, chance = _run_plain(
+                        kernels, gate, now, position, k, used, peak, limit, limit_until, horizon, head_bytes, blocked
+                    )
                     if position != came_from:
+                        limit_here = limit if k < limit_until else NEVER
                         if recomputes:
-                            s = by_kernel[STEP_AT, k]
-                        if chance or (n_pinned and gate[k] & (_BUSY - 1)):
-                            fresh = True
+                            step = at_kernel[STEP_AT, k]
+                        if chance or position >= next_ready:
                             continue
-                # A kernel starts.
-                rerun = recomputes and s < by_kernel[STEP_AT, k + 1]
-                which = steps[s, STEP_KERNEL] if rerun else k
-                change = workspace[which] + (steps[s, ALLOCATED] if rerun else born[k])
-                missing = gate[k] & (_BUSY - 1)  # what is away
-                if gate[k] < _SYNC and (missing < _REMAT if rerun else missing == 0) and used + change <= limit_here:
+
+            # A kernel starts, or one runs again.
+            if end == NEVER:
+                rerun = recomputes and step < at_kernel[STEP_AT, k + 1]
+                which = steps[step, STEP_KERNEL] if rerun else k
+                change = kernels[WORKSPACE, which] + (steps[step, ALLOCATED] if rerun else kernels[BORN, k])
+                if gate[k] < GATE_SYNC and not _waits_for_data(gate[k], rerun) and used + change <= limit_here:
                     used += change
                     peak = max(peak, used)
-                    end = now + duration[which]
-                    if record:
-                        n_log = _log(log, n_log, now, end, LOG_RECOMPUTE if rerun else LOG_KERNEL, which)
-                        n_log = _log_memory(log, n_log, now, used, change)
+                    end = now + kernels[DURATION, which]
+                    n_log = _log(log, n_log, now, end, LOG_RECOMPUTE if rerun else LOG_KERNEL, which)
+                    n_log = _log_memory(log, n_log, now, used, change)
+
             # On to the next completion.
-            then = min(end, min(out_end, back_end))
+            then = min(end, min(out_end, in_end))
             if then == NEVER:
                 raise AssertionError("nothing is under way: the planned residency promised that this cannot be")
-            if record and end == NEVER and then > now:
-                missing = gate[k] & (_BUSY - 1)
-                waits = missing >= _REMAT if rerun else missing > 0
-                n_log = _log(log, n_log, now, then, LOG_STALL, waits and back_end != NEVER)
+            if end == NEVER and then > now:
+                for_data = _waits_for_data(gate[k], rerun) and in_end != NEVER
+                n_log = _log(log, n_log, now, then, LOG_STALL, for_data)
             now = then
+
             # Copies complete.
             if out_end == now:
-                used -= nbytes[out_row]
-                if record:
-                    n_log = _log_memory(log, n_log, now, used, nbytes[out_row])
+                used -= gaps[out_row].nbytes
+                n_log = _log_memory(log, n_log, now, used, gaps[out_row].nbytes)
                 out_end = NEVER
                 if rows[out_row, KIND] == SYNC_SWAP:
-                    gate[k] -= _SYNC
-                pinned[n_pinned] = out_row
-                n_pinned += 1
-                fresh = True
-            if back_end == now:
-                gate[returns[back_row]] -= weight[back_row]
-                back_end = NEVER
-            # The kernel completes.
+                    gate[k] -= GATE_SYNC
+                held[n_held] = out_row
+                n_held += 1
+                next_ready = min(next_ready, gaps[out_row].ready)
+            if in_end == now:
+                gate[gaps[in_row].returns] -= gaps[in_row].weight
+                in_end = NEVER
+
+            # The kernel completes, and gaps open.
             if end == now:
                 end = NEVER
-                change = workspace[steps[s, STEP_KERNEL]] + steps[s, FREED] if rerun else workspace[k] + dies[k]
+                which = steps[step, STEP_KERNEL] if rerun else k
+                change = kernels[WORKSPACE, which] + (steps[step, FREED] if rerun else kernels[DIES, k])
                 used -= change
-                if record:
-                    n_log = _log_memory(log, n_log, now, used, change)
+                n_log = _log_memory(log, n_log, now, used, change)
                 if rerun:
-                    s += 1
+                    step += 1
                 else:
-                    r = follows[m + k]
-                    while r >= 0:
-                        leaves = True
-                        if rows[r, KIND] != RECOMPUTE:
-                            t = rows[r, TENSOR]
-                            goal[r] = segment[returns[r]] + (n_segments if returns[r] <= k else 0)
-                            gate[returns[r]] += weight[r]
-                            ready[r] = position + hold[r]
-                            leaves = copied[t] >= position - written[r]
-                            copied[t] = position
-                            if leaves:
-                                pinned[n_pinned] = r
-                                n_pinned += 1
-                            else:
-                                queue[q_tail] = r
-                                q_tail += 1
-                                if rows[r, KIND] == SYNC_SWAP:
-                                    gate[k + 1 if k + 1 < n else 0] += _SYNC
-                        if leaves:
-                            used -= nbytes[r]
-                            if record:
-                                n_log = _log_memory(log, n_log, now, used, nbytes[r])
-                        r = follows[r]
-                    fresh = True
+                    used, n_held, next_ready, queue_tail, n_log = _open_gaps(
+                        rows, gaps, opens, gate, segment_of, copied, held, n_held, next_ready, queue, queue_tail, log,
+                        n_log, now, position, k, used, n_segments,
+                    )  # fmt: skip
                     position, k = position + 1, k + 1
                     if k == n:
                         break
-                    limit_here = limit if k < until else NEVER
+                    limit_here = limit if k < limit_until else NEVER
                     if recomputes:
-                        s = by_kernel[STEP_AT, k]
-        k = 0
-        if record:
-            n_log = _log(log, n_log, now, now, LOG_BOUNDARY, 0)
-        for i in range(q_head, q_tail):
-            queue[i - q_head] = queue[i]
-        q_head, q_tail = 0, q_tail - q_head
+                        step = at_kernel[STEP_AT, k]
+
+        # The boundary: is the state one that there was before?
         iteration += 1
+        n_log = _log(log, n_log, now, now, LOG_BOUNDARY, 0)
+        for i in range(queue_head, queue_tail):
+            queue[i - queue_head] = queue[i]
+        queue_head, queue_tail = 0, queue_tail - queue_head
         period = 1
         if states.size:
             if iteration == states.shape[0]:
-                more = np.empty((2 * iteration, m + 2), np.int64)
-                more[:iteration] = states
-                states = more
-            states[iteration] = 0
-            for i in range(n_waiting):
-                states[iteration, waiting[i]] = 1
-            for i in range(n_pinned):
-                states[iteration, pinned[i]] = 1
-            for i in range(q_tail):
-                states[iteration, queue[i]] = 2 + i
+                states = np.concatenate((states, states))
+            _note_state(states, iteration, waiting, n_waiting, held, n_held, queue, queue_tail)
             if out_end != NEVER:
                 states[iteration, out_row] = -2 * (out_end - now)
-            if back_end != NEVER:
-                states[iteration, back_row] = -2 * (back_end - now) - 1
+            if in_end != NEVER:
+                states[iteration, in_row] = -2 * (in_end - now) - 1
             states[iteration, m + 1] = now - begin
             period = _period(states, iteration)
-        if iteration >= iterations and (period or iteration >= most):
-            break
-        begin = now
-        goal -= n_segments
-        worst[:n_segments], worst[n_segments:] = worst[n_segments:], high
-        limit_here = limit if until > 0 else NEVER
-        s = by_kernel[STEP_AT, 0] if recomputes else 0
-    return 0, now - begin, required, peak, n_log, period, 0
+        if iteration >= iterations and (period or iteration >= max_iterations):
+            return DONE, now - begin, required, peak, n_log, period, 0
+
+        # The next iteration's kernels and segments become this one's.
+        begin, k = now, 0
+        for r in range(m):
+            gaps[r].order -= n_segments * ORDER_SEGMENT
+        expected[:n_segments], expected[n_segments:] = expected[n_segments:], highest[n_segments:]
+        limit_here = limit if limit_until > 0 else NEVER
+        step = at_kernel[STEP_AT, 0] if recomputes else 0

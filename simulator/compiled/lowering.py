@@ -1,0 +1,165 @@
+"""What the event loop reads of a plan: gaps, gates and segments, made once a call. README.md draws them.
+
+The arguments ``kernels``, ``tensors``, ``graph``, ``rows`` are as in ``Engine``, ``endings`` is as in ``resolve``, and
+empty for a plan without recomputation.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from simulator.compiled.jit import jit
+
+# isort: off
+from simulator.compiled.encoding import (
+    AFTER, AWAY_AT_START, BEFORE, BY_REMAT, D2H, EXTRA, GAP, GATE_EVENT, GATE_REMAT, H2D, KIND, LIVE, NEVER,
+    ORDER_SEGMENT, PERSISTENT, RECOMPUTE, RETURNS, SIZE, TENSOR,
+)  # fmt: skip
+# isort: on
+
+_NO_COPY, _NOT_SWAPPED = -NEVER + 1, -NEVER
+
+
+@jit
+def swap_residency(kernels, tensors, rows, residency):  # type: ignore[no-untyped-def]
+    """Fills residency[0] for a plan without recomputation: live bytes less what is away. residency[1] is scratch."""
+    n = kernels.shape[1]
+    planned, change = residency[0], residency[1]
+    change[:] = 0
+    for r in range(rows.shape[0]):
+        size, after, before = tensors[SIZE, rows[r, TENSOR]], rows[r, AFTER], rows[r, BEFORE]
+        if after >= before:
+            change[0] -= size
+        if after + 1 < n:
+            change[after + 1] -= size
+        change[before] += size
+    away = 0
+    live = kernels[LIVE]
+    for k in range(n):
+        away += change[k]
+        planned[k] = live[k] + away
+
+
+@jit
+def _since_write(graph, begin, end, after, n):  # type: ignore[no-untyped-def]
+    """Kernels from the last of the writes graph[begin:end] to kernel ``after``, over the boundary where need be."""
+    for i in range(end - 1, begin - 1, -1):
+        if graph[i] <= after:
+            return after - graph[i]
+    return after - graph[end - 1] + n if begin < end else NEVER // 2
+
+
+@jit
+def read_plan(tensors, graph, rows, endings, n):  # type: ignore[no-untyped-def]
+    """The tables of a plan of m rows for n kernels.
+
+    Returns:
+        gaps: GAP (m,).
+        opens: int64 (m + n,), lists of rows: [m + k] is the first one whose gap opens when kernel k ends, [r] the one
+            after row r, by tensor; -1 ends a list.
+        gate: int64 (n,), nothing being away.
+        copied: int64 (tensors,), position at which the newest host copy was made, _NO_COPY or _NOT_SWAPPED.
+        starts: bool (n,), does a segment start here? Then how many do, and the bytes of all tensors that are swapped.
+    """
+    m, writes_at = rows.shape[0], graph[2 * n + 2 :]
+    recomputes = endings.shape[0] > 0
+    gaps = np.empty(m, GAP)
+    opens = np.full(m + n, -1, np.int64)
+    gate = np.zeros(n, np.int64)
+    gate[n - 1] = GATE_EVENT
+    copied = np.full(tensors.shape[1], _NOT_SWAPPED, np.int64)
+    starts, n_segments, on_host = np.zeros(n, np.bool_), 1, 0
+    starts[0] = True
+    for r in range(m):
+        t, after = rows[r, TENSOR], rows[r, AFTER]
+        returns = endings[r, RETURNS] if recomputes else rows[r, BEFORE]
+        at = m + after
+        while opens[at] >= 0 and rows[opens[at], TENSOR] < t:
+            at = opens[at]
+        opens[at], opens[r] = r, opens[at]
+        gap = gaps[r]
+        gap.nbytes, gap.returns = tensors[SIZE, t], returns
+        gate[after] |= GATE_EVENT
+        if rows[r, KIND] == RECOMPUTE:
+            gate[returns] |= GATE_EVENT
+            continue
+        if copied[t] == _NOT_SWAPPED:
+            copied[t] = _NO_COPY
+            on_host += tensors[SIZE, t]
+        gap.out_ns, gap.in_ns = tensors[D2H, t], tensors[H2D, t]
+        n_segments += not starts[returns]
+        starts[returns] = True
+        gap.weight = 1 + GATE_REMAT * endings[r, BY_REMAT] if recomputes else 1
+        gap.hold = 1
+        prefetch = rows[r, EXTRA]
+        if prefetch >= 0:
+            gate[prefetch] |= GATE_EVENT
+            gap.hold = prefetch - after + 1 if prefetch >= after else prefetch - after + 1 + n
+            gap.hold = min(gap.hold, returns - after if returns > after else returns - after + n)
+        gap.since_write = _since_write(graph, writes_at[t], writes_at[t + 1], after, n)
+    return gaps, opens, gate, copied, starts, n_segments, on_host
+
+
+@jit
+def segments(enforced, starts, n_segments):  # type: ignore[no-untyped-def]
+    """The segments. Kernels n to 2n - 1 and segments S to 2S - 1 are those of the next iteration, S = ``n_segments``.
+
+    Args:
+        enforced: int64 (n,), planned residency, far below 0 where the limit does not count.
+        starts: bool (n,), as from ``read_plan``.
+
+    Returns:
+        segment_of: int64 (n + 1,), the segment of a kernel.
+        rest: int64 (n + 1,), the largest of ``enforced`` from a kernel to the end of its segment.
+        first: int64 (2S + 1,), the first kernel of a segment, and 2n.
+        highest: int64 (2S,), the largest of ``enforced`` in a segment.
+        expected: int64 (2S,), ``highest`` plus the bytes that came back early: none yet.
+    """
+    n = enforced.size
+    segment_of, rest = np.empty(n + 1, np.int64), np.empty(n + 1, np.int64)
+    highest, first = np.empty(2 * n_segments, np.int64), np.empty(2 * n_segments + 1, np.int64)
+    top, at = -NEVER, n_segments - 1
+    for k in range(n - 1, -1, -1):
+        top = max(top, enforced[k])
+        segment_of[k], rest[k] = at, top
+        highest[at], first[at] = top, k
+        if starts[k]:
+            top = -NEVER
+            at -= 1
+    segment_of[n], rest[n], first[2 * n_segments] = n_segments, rest[0], 2 * n
+    highest[n_segments:] = highest[:n_segments]
+    for at in range(n_segments):
+        first[n_segments + at] = first[at] + n
+    return segment_of, rest, first, highest, highest.copy()
+
+
+@jit
+def leave_at_start(rows, endings, gaps, segment_of, gate, copied, held):  # type: ignore[no-untyped-def]
+    """Puts the rows whose tensors are on the host at the start into ``held``; returns how many, and their bytes."""
+    n, n_held, nbytes = gate.size, 0, 0
+    recomputes = endings.shape[0] > 0
+    for r in range(rows.shape[0]):
+        gap, after = gaps[r], rows[r, AFTER]
+        away = endings[r, AWAY_AT_START] == 1 if recomputes else after >= gap.returns
+        if away and rows[r, KIND] != RECOMPUTE:
+            nbytes += gap.nbytes
+            copied[rows[r, TENSOR]] = after - n
+            gap.ready = after - n + gap.hold
+            gap.order = segment_of[gap.returns] * ORDER_SEGMENT + rows[r, TENSOR]
+            gate[gap.returns] += gap.weight
+            held[n_held] = r
+            n_held += 1
+    return n_held, nbytes
+
+
+@jit
+def makes_copies(tensors, graph, rows, copied, n):  # type: ignore[no-untyped-def]
+    """Does a swap between two uses of a persistent tensor make a copy that is valid at the boundary, unlike at the
+    start?"""
+    writes_at = graph[2 * n + 2 :]
+    for r in range(rows.shape[0]):
+        t = rows[r, TENSOR]
+        if rows[r, KIND] != RECOMPUTE and tensors[PERSISTENT, t] and copied[t] == _NO_COPY:
+            if writes_at[t] == writes_at[t + 1] or graph[writes_at[t + 1] - 1] <= rows[r, AFTER]:
+                return True
+    return False
