@@ -13,12 +13,12 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from simulator.compiled.encoding import RECOMPUTE as RECOMPUTE, SWAP as SWAP, SYNC_SWAP as SYNC_SWAP
 from simulator.compiled.engine import Engine, decisions_of, rows_of
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Gap, Program
 
-SWAP, RECOMPUTE, SYNC_SWAP = 0, 1, 2  # first column of a row
 MIB = 2**20
 
 Rows = NDArray[np.int64]  # (n, 5): kind, tensor, after, before, extra (swap: prefetch or -1; recompute: keep)

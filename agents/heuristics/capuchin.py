@@ -48,6 +48,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agents.planner import MIB, RECOMPUTE, Candidates, Rows, check_mode, finish, infeasible
+from simulator.compiled.encoding import NEVER
 from simulator.compiled.engine import Engine, decisions_of
 from simulator.machine import Machine
 from simulator.plan import Plan, cannot_recompute
@@ -56,7 +57,6 @@ from simulator.reference import present, reruns
 from simulator.timeline import Timeline
 
 STEP = 0.05  # of the swap-in time: how much earlier a trigger gets when it was late
-NEVER = 2**61  # ns
 
 
 class Capuchin:
@@ -306,7 +306,7 @@ def collective(engine: Engine, rows: Rows, first: int) -> Rows:
 
 def waited_for(timeline: Timeline, swaps: Rows) -> list[int]:
     """Which of ``swaps`` compute waited for in the last iteration: their swap-in ended when the wait did."""
-    free, begin = 0, timeline.boundaries[-2] if len(timeline.boundaries) > 1 else 0
+    free, begin = 0, timeline.last_start_ns
     came: dict[int, set[int]] = {}
     wait_ends: set[int] = set()
     for span in timeline.spans:

@@ -159,7 +159,7 @@ def free_bytes(program: Program, timeline: Timeline) -> dict[int, int]:
 
     Its workspace is in use then, too. For a kernel that takes no time they are 0: nothing is faster.
     """
-    begin = timeline.boundaries[-2] if len(timeline.boundaries) > 1 else 0
+    begin = timeline.last_start_ns
     times = [time for time, _ in timeline.memory]
     free: dict[int, int] = {}
     for span in timeline.spans:

@@ -74,7 +74,7 @@ def run(task: Row, machine: Machine) -> Row:
 
 def parts(timeline: Timeline) -> dict[str, int]:
     """Nanoseconds of the last iteration: computation, overlap, recomputation, swapping; they add up to it."""
-    begin, end = timeline.boundaries[-2] if len(timeline.boundaries) > 1 else 0, timeline.boundaries[-1]
+    begin, end = timeline.last_start_ns, timeline.boundaries[-1]
     inside = [
         (max(s.start_ns, begin), min(s.end_ns, end), s.kind)
         for s in timeline.spans

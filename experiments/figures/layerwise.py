@@ -232,7 +232,7 @@ def steps(program: Program, plan: Plan) -> tuple[list[Step], int, int]:
     """
     inside, runs = _residents(program, plan)
     timeline = simulate(program, plan, FREE, FREE.memory_bytes)
-    begin = timeline.boundaries[-2] if len(timeline.boundaries) > 1 else 0
+    begin = timeline.last_start_ns
     again = sum(span.kind == "recompute" and span.start_ns >= begin for span in timeline.spans)
     times = [time for time, _ in timeline.memory]
     used = [

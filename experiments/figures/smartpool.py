@@ -53,14 +53,14 @@ def planned(planner: agents.Planner, program: Program, machine: Machine, limit: 
 
 def last_kernels(timeline: Timeline, program: Program) -> list[Span]:
     """The kernels of the last iteration of a plan without recomputation, in program order."""
-    begin = timeline.boundaries[-2]
+    begin = timeline.last_start_ns
     return [s for s in timeline.spans if s.kind == "kernel" and s.start_ns >= begin][: len(program.kernels)]
 
 
 def waits(timeline: Timeline, program: Program) -> list[int]:
     """ns that the compute stream waits before each kernel in the last iteration of a plan without recomputation."""
     kernels = last_kernels(timeline, program)
-    free = [timeline.boundaries[-2], *(s.end_ns for s in kernels)]
+    free = [timeline.last_start_ns, *(s.end_ns for s in kernels)]
     return [s.start_ns - ready for s, ready in zip(kernels, free, strict=False)]
 
 

@@ -97,7 +97,7 @@ def footprint(pool: str, lives: Intervals, machine: Machine) -> int:
 def point(pool: str, plan: Plan, limit: int, program: Program, machine: Machine) -> list[float]:
     """Overhead and footprint of a plan run under a limit, and the bytes that it moves, both ways."""
     timeline = simulate(program, plan, machine, limit)
-    moved = [s for s in timeline.spans if s.stream != "compute" and s.start_ns >= timeline.boundaries[-2]]
+    moved = [s for s in timeline.spans if s.stream != "compute" and s.start_ns >= timeline.last_start_ns]
     size = footprint(pool, timeline_lifetimes(timeline, program, plan).intervals, machine)
     return [timeline.overhead, size, sum(program.tensors[s.index].nbytes for s in moved)]
 

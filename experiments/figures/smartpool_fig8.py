@@ -59,7 +59,7 @@ def run(task: Row, machine: Machine) -> Row:
     if task["curve"] != MINIMUM:
         x, y = plots.steady_memory(timeline)
         y = y * MEGABYTE / MB
-    out = [s for s in timeline.spans if s.kind == "swap_out" and s.start_ns >= timeline.boundaries[-2]]
+    out = [s for s in timeline.spans if s.kind == "swap_out" and s.start_ns >= timeline.last_start_ns]
     return {
         "ours": limit,
         "load": program.peak_bytes,

@@ -86,7 +86,7 @@ def at_limit(program: Program, machine: Machine, limit: int, calls: int, share: 
     timeline = simulate(program, plan, machine, limit)
     better = agents.make("annealing", calls=calls, mode="swap").plan(program, machine, limit)
     waited, could = avoidable(timeline, program, plan, machine)
-    begin = timeline.boundaries[-2]
+    begin = timeline.last_start_ns
     return {
         "share": share,
         "limit": limit,
@@ -101,7 +101,7 @@ def at_limit(program: Program, machine: Machine, limit: int, calls: int, share: 
 
 def avoidable(timeline: Timeline, program: Program, plan: Plan, machine: Machine) -> tuple[int, int]:
     """ns that the last iteration waits in the forward pass, and that could be avoided there, by the paper's way."""
-    begin, kernels = timeline.boundaries[-2], last_kernels(timeline, program)
+    begin, kernels = timeline.last_start_ns, last_kernels(timeline, program)
     end = max(k for k, kernel in enumerate(program.kernels) if kernel.phase == "forward") + 1
     waited = waits(timeline, program)[:end]
     total = sum(waited)

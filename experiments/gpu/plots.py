@@ -78,7 +78,7 @@ def scatter(path: Path, replays: Sequence[dict[str, Any]], trained: Sequence[dic
 def timelines(path: Path, found: Measured, workload: str, planner: str) -> None:
     """One steady iteration as predicted, above it as measured, and the memory of both, on one time axis."""
     predicted, measured = found.predicted, found.timeline
-    start_p = predicted.boundaries[-2] if len(predicted.boundaries) > 1 else 0
+    start_p = predicted.last_start_ns
     skip = len(measured.boundaries) - found.period - 1
     start_m = measured.boundaries[skip] if skip >= 0 else 0
     end = max(predicted.boundaries[-1] - start_p, measured.boundaries[-1] - start_m) / 1e6

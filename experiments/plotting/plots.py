@@ -80,7 +80,7 @@ def steady_memory(timeline: Timeline) -> tuple[np.ndarray, np.ndarray]:
         float64[n] time in ms from its start, float64[n] MB in use from then on.
     """
     end = timeline.boundaries[-1]
-    begin = timeline.boundaries[-2] if len(timeline.boundaries) > 1 else 0
+    begin = timeline.last_start_ns
     times, used = (np.array(column, dtype=float) for column in zip(*timeline.memory, strict=True))
     first = int(np.searchsorted(times, begin, side="right")) - 1
     last = int(np.searchsorted(times, end, side="right")) - 1

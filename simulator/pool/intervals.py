@@ -192,7 +192,7 @@ def timeline_lifetimes(timeline: Timeline, program: Program, plan: Plan) -> Life
             lower, upper = held.pop(who), upper + period
         blocks.append((max(lower - begin, 0), upper - begin, walk.nbytes(who), who[0]))
     blocks += [(max(lower - begin, 0), period, walk.nbytes(who), who[0]) for who, lower in held.items()]
-    return _lifetimes(blocks, period, [t - timeline.boundaries[-2] for t in walk.times[begin:]])
+    return _lifetimes(blocks, period, [t - timeline.last_start_ns for t in walk.times[begin:]])
 
 
 def _lifetimes(blocks: list[tuple[int, int, int, int]], period: int, times: Sequence[int]) -> Lifetimes:

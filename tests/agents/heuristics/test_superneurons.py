@@ -98,7 +98,7 @@ def recomputed(program: Program, strategy: str) -> tuple[int, int]:
     """Kernels run again in one iteration when every cheap output is dropped, and the peak."""
     planner = agents.make("superneurons", mode="recompute", recompute=strategy, always=True, min_bytes=1)
     timeline = simulate(program, planner.plan(program, MACHINE, program.peak_bytes), MACHINE, program.peak_bytes)
-    extra = [s for s in timeline.spans if s.kind == "recompute" and s.start_ns >= timeline.boundaries[-2]]
+    extra = [s for s in timeline.spans if s.kind == "recompute" and s.start_ns >= timeline.last_start_ns]
     return len(extra), timeline.peak_bytes
 
 

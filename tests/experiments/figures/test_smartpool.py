@@ -361,7 +361,7 @@ def test_fig11_tests_the_claims(tmp_path: Path) -> None:
 def test_idle_times() -> None:
     program = chain((10, 10, 10, 10))
     timeline = simulate(program, Plan((Swap(0, 1, 7),)), MACHINE, 40 * MB)  # a0 leaves from 20 to 30 ms
-    begin = timeline.boundaries[-2]
+    begin = timeline.last_start_ns
     assert optimality.idle(timeline, begin, begin + 40_000_000) == [
         (begin, begin + 20_000_000), (begin + 30_000_000, begin + 40_000_000)
     ]  # fmt: skip
