@@ -146,15 +146,15 @@ def _walk(
                 schedule.returns[away.pop(t)] = k
                 used += size[t]
         schedule.resident.append(used)
-        need = 0
+        during_steps = 0
         for step in remat.steps if remat else ():
             used += step.allocated
-            need = max(need, used + program.kernels[step.kernel].workspace)
+            during_steps = max(during_steps, used + program.kernels[step.kernel].workspace)
             used -= step.freed
         for t in remat.recovered if remat else ():
             schedule.returns[away.pop(t)] = k
         used += _allocated(program, k)
-        schedule.residency.append(max(need, used + kernel.workspace))
+        schedule.residency.append(max(during_steps, used + kernel.workspace))
         used -= _freed(program, k)
         for d in decisions:
             if d.after == k:
@@ -207,9 +207,10 @@ def _remat(program: Program, k: int, dropped: set[int], on_host: set[int], keep:
     for w in order:
         new = set(program.kernels[w].outputs) - held
         held |= new
-        gone = {x for x in held if last[x] == w and x not in recovered}
-        held -= gone
-        steps.append(Step(w, sum(program.tensors[x].nbytes for x in new), sum(program.tensors[x].nbytes for x in gone)))
+        freed = {x for x in held if last[x] == w and x not in recovered}
+        held -= freed
+        allocated = sum(program.tensors[x].nbytes for x in new)
+        steps.append(Step(w, allocated, sum(program.tensors[x].nbytes for x in freed)))
     return Rematerialisation(tuple(steps), frozenset(fetched), frozenset(recovered))
 
 
@@ -365,9 +366,9 @@ class _Run:
             del self.away[self.back[1].tensor]
             self.back = None
 
-    def _left(self, gone: _Away) -> None:
-        gone.sync, gone.out = False, True
-        self._use(-self.program.tensors[gone.tensor].nbytes)
+    def _left(self, swap: _Away) -> None:
+        swap.sync, swap.out = False, True
+        self._use(-self.program.tensors[swap.tensor].nbytes)
 
     def complete_kernel(self) -> None:
         if not self.running or self.running[0] != self.now:
@@ -386,11 +387,11 @@ class _Run:
             if isinstance(d, Recompute):
                 self._use(-self.program.tensors[d.tensor].nbytes)
                 continue
-            gone = self.away[d.tensor] = self._leave(d, self.position)
+            swap = self.away[d.tensor] = self._leave(d, self.position)
             if d.tensor in self.host_copy:
-                self._left(gone)
+                self._left(swap)
             else:
-                self.out_queue.append(gone)
+                self.out_queue.append(swap)
         self.position += 1
         self.charged = [c for c in self.charged if c.before >= self.position]
         self.work = self._work_of(self.position % self.n)
@@ -401,9 +402,9 @@ class _Run:
     def start_copies(self) -> None:
         machine, size = self.machine, self.program.tensors
         if self.out_queue and not self.out and (machine.copy_engines == 2 or not self.back):
-            gone = self.out_queue.popleft()
-            self.out = (self.now + machine.d2h_ns(size[gone.tensor].nbytes), gone)
-            self.spans.append(Span(self.now, self.out[0], "d2h", "swap_out", gone.tensor))
+            swap = self.out_queue.popleft()
+            self.out = (self.now + machine.d2h_ns(size[swap.tensor].nbytes), swap)
+            self.spans.append(Span(self.now, self.out[0], "d2h", "swap_out", swap.tensor))
         if self.back or (machine.copy_engines == 1 and self.out):
             return
         waiting = [a for a in self.away.values()

@@ -36,8 +36,8 @@ class Breakdown:
     overlapped_transfer_ns: int  # copy-engine time during which compute was not stalled
 
 
-def last_start(boundaries: Sequence[int]) -> int:
-    """When the last iteration begins, in ns, by the end time of each."""
+def _last_start(boundaries: Sequence[int]) -> int:
+    """When the last iteration began, from the end times of all."""
     return boundaries[-2] if len(boundaries) > 1 else 0
 
 
@@ -63,14 +63,14 @@ class Timeline:
         return self.period == 1
 
     @property
+    def last_start_ns(self) -> int:
+        """When the last iteration began, in ns."""
+        return _last_start(self.boundaries)
+
+    @property
     def overhead(self) -> float:
         """iteration / ideal − 1; 0 for a program without duration."""
         return self.iteration_ns / self.ideal_ns - 1 if self.ideal_ns else 0.0
-
-    @property
-    def last_start_ns(self) -> int:
-        """When the last iteration begins, the one that the figures are of."""
-        return last_start(self.boundaries)
 
     @classmethod
     def assemble(
@@ -86,7 +86,7 @@ class Timeline:
     ) -> Timeline:
         """From the raw record of a run, in order of start. ``stalls``: (start, end, compute waits for data)."""
         end = boundaries[-1]
-        begin = last_start(boundaries)
+        begin = _last_start(boundaries)
 
         def inside(pairs: Iterable[tuple[int, int]]) -> int:
             return sum(max(0, min(e, end) - max(s, begin)) for s, e in pairs)

@@ -179,7 +179,7 @@ class _Replay:
         self.read: dict[tuple[int, int], Version] = {}  # (position, tensor) -> content that the kernel read
         self.needs: list[set[int]] = []  # per position: tensors it uses that nothing recomputes
         self.candidates: list[tuple[int, int, int, list[int]]] = []  # swap-ins: time, position, tensor, the others
-        self.loads: list[tuple[int, int, dict[int, int]]] = []  # compute: position, used, {tensor: gap opened at}
+        self.live: list[tuple[int, int, dict[int, int]]] = []  # compute: position, used, {tensor: gap opened at}
         self.stalls = {"memory": 0, "data": 0}  # in the last iteration
         self.opened: dict[int, int] = {}  # tensor -> position at which its last gap was opened
         for d in plan.decisions:
@@ -217,7 +217,7 @@ class _Replay:
         """The largest planned residency: the bytes in use, less what the plan has away at that kernel."""
         return max(
             used - sum(self.size[t] for t, opened in early.items() if self._next_use(t, opened + 1) > position)
-            for position, used, early in self.loads
+            for position, used, early in self.live
         )
 
     @cached_property
@@ -344,7 +344,7 @@ class _Replay:
         self._charge(self._need(w, rerun=True))
         for t in set(kernel.outputs):
             remat.own[t] = (*remat.own.get(t, ()), iteration * self.n + w)
-        self._note_load()
+        self._note_live_bytes()
 
     def _start_kernel(self, k: int) -> None:
         kernel = self.program.kernels[k]
@@ -359,7 +359,7 @@ class _Replay:
                 self._fail("content", f"kernel {k} uses tensor {t} with content {self.device[t]}, not {self.right[t]}")
             self.read[self.position, t] = self.right[t]
         self._charge(self._need(k))
-        self._note_load()
+        self._note_live_bytes()
 
     def _born(self, tensor: int, kernel: int) -> bool:
         return not self.program.tensors[tensor].persistent and self.uses[tensor][0] == kernel
@@ -370,12 +370,12 @@ class _Replay:
         born = (t for t in set(kernel.outputs) if (t not in self.remat.own if rerun else self._born(t, k)))
         return sum(self.size[t] for t in born) + kernel.workspace
 
-    def _note_load(self) -> None:
+    def _note_live_bytes(self) -> None:
         """For ``required_bytes``: bytes in use with all that this kernel needs, and the tensors that may be early."""
         on_host = {t for t, g in self.gaps.items() if g.state == "on host"}
         missing = sum(self.size[t] for t in on_host & self.needs[self.position])  # a step need not wait for them
         early = {t: p for t, p in self.opened.items() if t not in on_host}
-        self.loads.append((self.position, self.used + missing, early))
+        self.live.append((self.position, self.used + missing, early))
 
     # --------------------------------------------------------------------------------- completions
 
@@ -398,8 +398,8 @@ class _Replay:
         if "compute" not in self.running:
             steps_left = self.remat.steps[self.remat.done :]
             waits = sorted(t for t in (self.remat.reads if steps_left else self.needs[self.position]) if t in self.gaps)
-            need = self._need(steps_left[0], rerun=True) if steps_left else self._need(k)
-            if not waits and not self._held() and self.used + need <= self.limit:
+            needed = self._need(steps_left[0], rerun=True) if steps_left else self._need(k)
+            if not waits and not self._held() and self.used + needed <= self.limit:
                 self._fail("idle", f"nothing keeps kernel {k} from starting")
             on_host = sorted(t for t in self.needs[self.position] if t in self.gaps and self.gaps[t].state == "on host")
             engine_free = "h2d" not in self.running and not (self.one_engine and "d2h" in self.running)
@@ -427,9 +427,9 @@ class _Replay:
         kernel, k = self.program.kernels[span.index], span.index
         if span.kind == "recompute":
             remat = self.remat
-            gone = [t for t in remat.own if remat.last[t] == k and t not in remat.stay]
-            self._charge(-sum(self.size[t] for t in gone) - kernel.workspace)
-            for t in gone:
+            freed = [t for t in remat.own if remat.last[t] == k and t not in remat.stay]
+            self._charge(-sum(self.size[t] for t in freed) - kernel.workspace)
+            for t in freed:
                 del remat.own[t]
             remat.done += 1
             if remat.done == len(remat.steps):

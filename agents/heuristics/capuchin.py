@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agents.planner import MIB, Candidates, Facts, Rows, finish, infeasible
-from simulator.compiled.encoding import AFTER, BEFORE, EXTRA, KIND, RECOMPUTE, TENSOR, decisions_of
+from simulator.compiled.encoding import AFTER, BEFORE, EXTRA, KIND, NEVER, RECOMPUTE, TENSOR, decisions_of
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
 from simulator.plan import Plan
@@ -40,7 +40,6 @@ from simulator.timeline import Timeline
 from simulator.ways import RECOMPUTED, check_mode, ways_to_empty
 
 STEP = 0.05  # of the swap-in time: how much earlier a trigger gets when it was late
-NEVER = 2**61  # ns
 
 
 class Capuchin:

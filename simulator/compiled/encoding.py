@@ -13,15 +13,17 @@ from simulator.timeline import Span
 Ints = NDArray[np.int64]
 NEVER = 2**62  # a time or position that does not come
 
-# Columns of a row, one row a decision.
+# Columns of ``rows``, int64 (rows, 5): one row a decision.
 KIND, TENSOR, AFTER, BEFORE, EXTRA = range(5)  # EXTRA: prefetch or -1; keep 0 or 1
 SWAP, RECOMPUTE, SYNC_SWAP = 0, 1, 2
 
-# Rows of Engine._kernels and Engine._tensors.
+# What is known of a program on a machine: kernels[DURATION, k] and so on, int64 (5, kernels) and (6, tensors).
+# BORN, DIES: bytes of the non-persistent tensors that are first used by the kernel, and last. LIVE: of all that live,
+# with its workspace. FIRST, LAST: kernels that use the tensor. D2H, H2D: ns of a transfer.
 DURATION, WORKSPACE, BORN, DIES, LIVE = range(5)
 SIZE, PERSISTENT, FIRST, LAST, D2H, H2D = range(6)
 
-# Columns of what ``resolve`` returns.
+# Columns and rows of what ``resolve`` returns: ``endings``, ``at_kernel``, ``steps``.
 RETURNS, BY_REMAT, AWAY_AT_START = range(3)
 STEP_AT, AWAY_BYTES = range(2)
 STEP_KERNEL, ALLOCATED, FREED = range(3)
@@ -41,8 +43,11 @@ GAP = np.dtype([(name, np.int64) for name in (
     "weight",  # what it adds to the gate of that kernel while it is away
     "since_write",  # kernels from the last write of the tensor to the opening of the gap
     "hold",  # kernels from the opening until it may come back
-    "due", "ready",  # while away: the segment that begins with its use; the position from which it may come back
+    # While the tensor is away:
+    "ready",  # the position from which it may come back
+    "order",  # the segment that begins with its use, in units of ORDER_SEGMENT, and the tensor: the least is first
 )])  # fmt: skip
+ORDER_SEGMENT = 2**32
 
 # How a run ends.
 DONE, OUT_OF_MEMORY, HOST_FULL = range(3)

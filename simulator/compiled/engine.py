@@ -3,7 +3,7 @@
 ``simulate`` is the public call. ``Engine`` is for planners, which score many plans of one program: a plan
 is then an integer array with one row a decision (``rows_of``), and no Python object is made per call.
 
-The clock is event_loop.py, what it reads of a plan lowering.py, what recomputation adds rematerialisation.py.
+How it works, and in which order to read these files, is in README.md.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from simulator.timeline import Timeline
 
 # isort: off
 from simulator.compiled.encoding import (
-    DURATION, KIND, LIVE, NEVER, RECOMPUTE, SWAP, SYNC_SWAP, TENSOR, WORKSPACE, Ints, decisions_of, ragged, read_log,
-    rows_of,
+    DONE, DURATION, HOST_FULL, KIND, LIVE, NEVER, OUT_OF_MEMORY, RECOMPUTE, SWAP, SYNC_SWAP, TENSOR, WORKSPACE, Ints,
+    decisions_of, ragged, read_log, rows_of,
 )  # fmt: skip
 # isort: on
 
@@ -76,7 +76,7 @@ class Engine:
         self._graph = ragged(
             [dict.fromkeys(k.inputs) for k in kernels], [dict.fromkeys(k.outputs) for k in kernels], program.writes
         )
-        self._base = sum(t.nbytes for t in tensors if t.persistent)
+        self._persistent_bytes = sum(t.nbytes for t in tensors if t.persistent)
         self._residency = np.empty((2, n), np.int64)
         self._no_remats = (np.empty((0, 3), np.int64), np.empty((0, 2), np.int64), np.empty((0, 3), np.int64))
 
@@ -102,8 +102,8 @@ class Engine:
         Args:
             limit_until: enforce the limit for kernels before this one only; None: everywhere.
         """
-        out = self._simulate(rows, limit_until, 1, None)
-        return Score(out[0] == 0, out[1], out[2], out[3])
+        status, iteration_ns, required, peak, *_ = self._simulate(rows, limit_until, 1, None)
+        return Score(status == DONE, iteration_ns, required, peak)
 
     def residency(self, rows: Ints) -> Ints:
         """Planned residency per kernel (reference.py), int64 (kernels,), in a new array."""
@@ -118,12 +118,13 @@ class Engine:
         return resolve(self._kernels, self._tensors, self._graph, rows, self._residency[0])  # type: ignore[no-any-return]
 
     def _simulate(self, rows: Ints, limit_until: int | None, iterations: int, log: Ints | None) -> tuple[int, ...]:
+        """What ``event_loop`` returns."""
         self.calls += 1
         n = len(self.program.kernels)
         return event_loop(  # type: ignore[no-any-return]
-            self._kernels, self._tensors, self._graph, rows, *self._remats(rows), self._residency, self._base,
-            self.limit, n if limit_until is None else limit_until, iterations, max(self.iterations, MAX_ITERATIONS),
-            self.machine.copy_engines, self.machine.host_bytes, log,
+            self._kernels, self._tensors, self._graph, rows, *self._remats(rows), self._residency,
+            self._persistent_bytes, self.limit, n if limit_until is None else limit_until, iterations,
+            max(self.iterations, MAX_ITERATIONS), self.machine.copy_engines, self.machine.host_bytes, log,
         )  # fmt: skip
 
     def timeline(self, plan: Plan, limit_until: int | None = None) -> Timeline:
@@ -146,9 +147,9 @@ class Engine:
             room = n_log
             log = np.empty((room + 1, 4), np.int64)  # one to spare: see _log
             status, _, required, _, n_log, detail, used = self._simulate(rows, limit_until, self.iterations, log)
-        if status == 1:
+        if status == OUT_OF_MEMORY:
             raise OutOfMemory(detail, int(self._residency[0, detail]) - used, used, self.limit)
-        if status == 2:
+        if status == HOST_FULL:
             raise PlanError(
                 f"the plan swaps {detail:,} bytes; {self.machine.name} has {self.machine.host_bytes:,} on the host"
             )

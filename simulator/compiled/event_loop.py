@@ -14,8 +14,8 @@ from simulator.compiled.lowering import leave_at_start, makes_copies, read_plan,
 # isort: off
 from simulator.compiled.encoding import (
     ALLOCATED, AWAY_BYTES, BORN, DIES, DONE, DURATION, FREED, GATE_MISSING, GATE_REMAT, GATE_SYNC, HOST_FULL, KIND,
-    LIVE, LOG_BOUNDARY, LOG_IN, LOG_KERNEL, LOG_MEMORY, LOG_OUT, LOG_RECOMPUTE, LOG_STALL, NEVER, OUT_OF_MEMORY,
-    RECOMPUTE, STEP_AT, STEP_KERNEL, SYNC_SWAP, TENSOR, WORKSPACE,
+    LIVE, LOG_BOUNDARY, LOG_IN, LOG_KERNEL, LOG_MEMORY, LOG_OUT, LOG_RECOMPUTE, LOG_STALL, NEVER, ORDER_SEGMENT,
+    OUT_OF_MEMORY, RECOMPUTE, STEP_AT, STEP_KERNEL, SYNC_SWAP, TENSOR, WORKSPACE,
 )  # fmt: skip
 # isort: on
 
@@ -45,11 +45,9 @@ def _waits_for_data(gate, rerun):  # type: ignore[no-untyped-def]
 
 @jit
 def _allow(rows, gaps, waiting, n_waiting, r):  # type: ignore[no-untyped-def]
-    """Puts row r among those that wait to come back, by use and tensor, the first one last; returns where."""
-    due, tensor, at = gaps[r].due, rows[r, TENSOR], n_waiting
-    while at > 0 and (
-        gaps[waiting[at - 1]].due < due or (gaps[waiting[at - 1]].due == due and rows[waiting[at - 1], TENSOR] < tensor)
-    ):
+    """Puts row r among those that wait to come back, by ``order``, the least last; returns where."""
+    order, at = gaps[r].order, n_waiting
+    while at > 0 and gaps[waiting[at - 1]].order < order:
         waiting[at] = waiting[at - 1]
         at -= 1
     waiting[at] = r
@@ -156,7 +154,8 @@ def _open_gaps(  # type: ignore[no-untyped-def]
         if rows[r, KIND] != RECOMPUTE:
             gap = gaps[r]
             t = rows[r, TENSOR]
-            gap.due = segment_of[gap.returns] + (n_segments if gap.returns <= k else 0)
+            due = segment_of[gap.returns] + (n_segments if gap.returns <= k else 0)
+            gap.order = due * ORDER_SEGMENT + t
             gate[gap.returns] += gap.weight
             gap.ready = position + gap.hold
             leaves = copied[t] >= position - gap.since_write
@@ -291,7 +290,7 @@ def event_loop(  # type: ignore[no-untyped-def]
                 head_bytes = gaps[r].nbytes
                 start = position + (end != NEVER and not rerun)
                 if start > blocked and used + head_bytes <= limit_here:
-                    at, due = start - position + k, gaps[r].due
+                    at, due = start - position + k, gaps[r].order // ORDER_SEGMENT
                     fits = limit - head_bytes
                     obstacle = _obstacle(segment_of, rest, first, highest, expected, enforced, at, due, fits, required)
                     blocked = obstacle + position - k
@@ -399,7 +398,7 @@ def event_loop(  # type: ignore[no-untyped-def]
         # The next iteration's kernels and segments become this one's.
         begin, k = now, 0
         for r in range(m):
-            gaps[r].due -= n_segments
+            gaps[r].order -= n_segments * ORDER_SEGMENT
         expected[:n_segments], expected[n_segments:] = expected[n_segments:], highest[n_segments:]
         limit_here = limit if limit_until > 0 else NEVER
         step = at_kernel[STEP_AT, 0] if recomputes else 0

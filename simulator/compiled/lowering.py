@@ -1,6 +1,7 @@
-"""What the event loop reads of a plan: one pass over its rows, once a call.
+"""What the event loop reads of a plan: gaps, gates and segments, made once a call. README.md draws them.
 
-README.md draws the gate, the gaps and the segments that are made here.
+The arguments ``kernels``, ``tensors``, ``graph``, ``rows`` are as in ``Engine``, ``endings`` is as in ``resolve``, and
+empty for a plan without recomputation.
 """
 
 from __future__ import annotations
@@ -12,11 +13,10 @@ from simulator.compiled.jit import jit
 # isort: off
 from simulator.compiled.encoding import (
     AFTER, AWAY_AT_START, BEFORE, BY_REMAT, D2H, EXTRA, GAP, GATE_EVENT, GATE_REMAT, H2D, KIND, LIVE, NEVER,
-    PERSISTENT, RECOMPUTE, RETURNS, SIZE, TENSOR,
+    ORDER_SEGMENT, PERSISTENT, RECOMPUTE, RETURNS, SIZE, TENSOR,
 )  # fmt: skip
 # isort: on
 
-# What ``copied`` has for a tensor beside the position at which its newest host copy was made.
 _NO_COPY, _NOT_SWAPPED = -NEVER + 1, -NEVER
 
 
@@ -51,8 +51,17 @@ def _since_write(graph, begin, end, after, n):  # type: ignore[no-untyped-def]
 
 @jit
 def read_plan(tensors, graph, rows, endings, n):  # type: ignore[no-untyped-def]
-    """The tables of a plan: gaps, opens, gate, copied, where segments start and how many, bytes on the host."""
-    m, write_at = rows.shape[0], graph[2 * n + 2 :]
+    """The tables of a plan of m rows for n kernels.
+
+    Returns:
+        gaps: GAP (m,).
+        opens: int64 (m + n,), lists of rows: [m + k] is the first one whose gap opens when kernel k ends, [r] the one
+            after row r, by tensor; -1 ends a list.
+        gate: int64 (n,), nothing being away.
+        copied: int64 (tensors,), position at which the newest host copy was made, _NO_COPY or _NOT_SWAPPED.
+        starts: bool (n,), does a segment start here? Then how many do, and the bytes of all tensors that are swapped.
+    """
+    m, writes_at = rows.shape[0], graph[2 * n + 2 :]
     recomputes = endings.shape[0] > 0
     gaps = np.empty(m, GAP)
     opens = np.full(m + n, -1, np.int64)
@@ -87,13 +96,25 @@ def read_plan(tensors, graph, rows, endings, n):  # type: ignore[no-untyped-def]
             gate[prefetch] |= GATE_EVENT
             gap.hold = prefetch - after + 1 if prefetch >= after else prefetch - after + 1 + n
             gap.hold = min(gap.hold, returns - after if returns > after else returns - after + n)
-        gap.since_write = _since_write(graph, write_at[t], write_at[t + 1], after, n)
+        gap.since_write = _since_write(graph, writes_at[t], writes_at[t + 1], after, n)
     return gaps, opens, gate, copied, starts, n_segments, on_host
 
 
 @jit
 def segments(enforced, starts, n_segments):  # type: ignore[no-untyped-def]
-    """The segments, of this iteration and the next: see README.md."""
+    """The segments. Kernels n to 2n - 1 and segments S to 2S - 1 are those of the next iteration, S = ``n_segments``.
+
+    Args:
+        enforced: int64 (n,), planned residency, far below 0 where the limit does not count.
+        starts: bool (n,), as from ``read_plan``.
+
+    Returns:
+        segment_of: int64 (n + 1,), the segment of a kernel.
+        rest: int64 (n + 1,), the largest of ``enforced`` from a kernel to the end of its segment.
+        first: int64 (2S + 1,), the first kernel of a segment, and 2n.
+        highest: int64 (2S,), the largest of ``enforced`` in a segment.
+        expected: int64 (2S,), ``highest`` plus the bytes that came back early: none yet.
+    """
     n = enforced.size
     segment_of, rest = np.empty(n + 1, np.int64), np.empty(n + 1, np.int64)
     highest, first = np.empty(2 * n_segments, np.int64), np.empty(2 * n_segments + 1, np.int64)
@@ -124,7 +145,7 @@ def leave_at_start(rows, endings, gaps, segment_of, gate, copied, held):  # type
             nbytes += gap.nbytes
             copied[rows[r, TENSOR]] = after - n
             gap.ready = after - n + gap.hold
-            gap.due = segment_of[gap.returns]
+            gap.order = segment_of[gap.returns] * ORDER_SEGMENT + rows[r, TENSOR]
             gate[gap.returns] += gap.weight
             held[n_held] = r
             n_held += 1
@@ -135,10 +156,10 @@ def leave_at_start(rows, endings, gaps, segment_of, gate, copied, held):  # type
 def makes_copies(tensors, graph, rows, copied, n):  # type: ignore[no-untyped-def]
     """Does a swap between two uses of a persistent tensor make a copy that is valid at the boundary, unlike at the
     start?"""
-    write_at = graph[2 * n + 2 :]
+    writes_at = graph[2 * n + 2 :]
     for r in range(rows.shape[0]):
         t = rows[r, TENSOR]
         if rows[r, KIND] != RECOMPUTE and tensors[PERSISTENT, t] and copied[t] == _NO_COPY:
-            if write_at[t] == write_at[t + 1] or graph[write_at[t + 1] - 1] <= rows[r, AFTER]:
+            if writes_at[t] == writes_at[t + 1] or graph[writes_at[t + 1] - 1] <= rows[r, AFTER]:
                 return True
     return False

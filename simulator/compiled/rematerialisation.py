@@ -62,7 +62,8 @@ def _mark(graph, begin, end, before, marked, k, pending, n_pending):  # type: ig
 
 @jit
 def _targets(graph, writes_at, rows, away, ending, next_end, k, marked, pending, stays):  # type: ignore[no-untyped-def]
-    """Makes pending the writers of what was dropped and ends at kernel k (rows from ``ending`` on); how many, keep."""
+    """Makes the writers of what was dropped and is back at kernel k pending, the rows from ``ending`` on; returns how
+    many they are, and whether one of the rows has ``keep``."""
     n_pending, keep, r = 0, False, ending
     while r >= 0:
         t = rows[r, TENSOR]

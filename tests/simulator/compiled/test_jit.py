@@ -1,66 +1,136 @@
-"""What is compiled from another file does not go stale in Numba's cache."""
+"""A function that ``jit`` compiled does not outlive what it was compiled from, as one of plain njit does."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
+from numba import njit
 
 from simulator.compiled.jit import jit
+from simulator.compiled.rematerialisation import recomputes
+from tests.test_imports import ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
-OUTER = """
-import {of}
-from other import RATE, twice
-@{how}
-def priced(x):
-    return twice(x) * RATE
-print(priced(5))
+COSTS = "FACTOR = {factor}\n"
+RULES = """
+from numba import njit
+from simulator.compiled.jit import jit
+from workshop.costs import FACTOR
+
+{decorator}
+def scaled(x):
+    return FACTOR * x {more}
 """
-INNER = """
-import {of}
-RATE = {rate}
-@{how}
-def twice(x):
-    return {factor} * x
+WORK = """
+from numba import njit
+from simulator.compiled.jit import jit
+from workshop.costs import FACTOR
+from workshop.rules import scaled
+
+{decorator}
+def by_constant(x):
+    return FACTOR * x
+
+{decorator}
+def by_function(x):
+    return scaled(x)
 """
-UNKNOWN = """
-def look(x):
-    return TABLE[x]
-def early(x):
-    return later(x)
-"""
+RUN = "from workshop.work import by_constant, by_function; print(by_constant(10), by_function(10))"
 
 
-def prices(folder: Path, how: str, rate: int, factor: int) -> int:
-    """What a file prints that compiles in a constant and a function of another; only the other one is written anew."""
-    of = "numba" if how.startswith("numba") else "simulator.compiled.jit"
-    outer = folder / "outer.py"
-    if not outer.exists():
-        outer.write_text(OUTER.format(of=of, how=how))
-    (folder / "other.py").write_text(INNER.format(of=of, how=how, rate=rate, factor=factor))
-    os.utime(folder / "other.py", (rate, factor))  # another time, however fast the test is
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", "NUMBA_CACHE_DIR": str(folder / "cache")}
-    done = subprocess.run([sys.executable, "-B", outer], env=environment, capture_output=True, text=True, check=True)
-    return int(done.stdout)
+class Workshop:
+    """A package whose work.py, written once, takes a constant and a function from two other files."""
+
+    def __init__(self, folder: Path, decorator: str):
+        self.folder, self.decorator = folder, decorator
+        (folder / "workshop").mkdir()
+        (folder / "workshop" / "__init__.py").touch()
+        (folder / "workshop" / "work.py").write_text(WORK.format(decorator=decorator))
+
+    def run(self, factor: int, more: str = "") -> list[int]:
+        """What the two functions of work.py return for 10, in a process of its own."""
+        (self.folder / "workshop" / "costs.py").write_text(COSTS.format(factor=factor))
+        (self.folder / "workshop" / "rules.py").write_text(RULES.format(decorator=self.decorator, more=more))
+        env = os.environ | {
+            "NUMBA_CACHE_DIR": str(self.folder / "cache"), "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTHONPATH": os.pathsep.join([str(self.folder), str(ROOT)]),
+        }  # fmt: skip
+        done = subprocess.run([sys.executable, "-c", RUN], env=env, capture_output=True, text=True, check=True)
+        return [int(word) for word in done.stdout.split()]
+
+    def compiled(self) -> dict[Path, int]:
+        """The files of compiled code in the cache, and when they were written."""
+        return {path: path.stat().st_mtime_ns for path in self.folder.rglob("work.*.nbc")}
 
 
-def test_the_cache_knows_what_was_compiled_in(tmp_path: Path) -> None:
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-    ours.mkdir()
-    theirs.mkdir()
-    for rate, factor in ((7, 2), (11, 2), (11, 3)):
-        assert prices(ours, "simulator.compiled.jit.jit", rate, factor) == 5 * rate * factor
-        # The control: plain Numba keeps what it compiled first.
-        assert prices(theirs, "numba.njit(cache=True)", rate, factor) == 5 * 7 * 2
+def test_what_is_compiled_in_is_compiled_anew_when_another_file_changes(tmp_path):
+    shop = Workshop(tmp_path, "@jit")
+    assert shop.run(factor=2) == [20, 20]
+    before = shop.compiled()
+    assert len(before) == 2
+    assert shop.run(factor=2) == [20, 20]
+    assert shop.compiled() == before  # read from the cache
+    assert shop.run(factor=3) == [30, 30]  # the constant of another file, directly and through a function
+    assert shop.run(factor=3, more="+ 1") == [30, 31]  # the code of a function of another file
 
 
-def test_what_cannot_be_stamped_is_refused() -> None:
-    namespace: dict[str, Any] = {"__name__": "somewhere", "TABLE": {1: 2}}
-    exec(UNKNOWN, namespace)
-    with pytest.raises(TypeError, match=r"somewhere\.look: TABLE is \{1: 2\}, which cannot be stamped"):
-        jit(namespace["look"])
-    with pytest.raises(TypeError, match=r"somewhere\.early: later has to be defined above it"):
-        jit(namespace["early"])
+def test_plain_njit_would_not_notice(tmp_path):
+    shop = Workshop(tmp_path, "@njit(cache=True)")
+    assert shop.run(factor=2) == [20, 20]
+    assert shop.run(factor=3) == [20, 20]
+
+
+def stamp(function):
+    return jit(function).py_func.stamp
+
+
+def test_a_stamp_is_of_values_and_not_of_names_elsewhere():
+    def made(unit):
+        def scaled(x):
+            return x * unit
+
+        return scaled
+
+    assert stamp(made(2)) == stamp(made(2))
+    values = [
+        2,
+        3,
+        2.0,
+        True,
+        (2, 3),
+        (3, 2),
+        np.int32(2),
+        np.arange(2),
+        np.arange(3),
+        np.arange(2.0),
+        np.dtype("i4"),
+        jit,
+    ]
+    values[-1] = recomputes
+    assert len({stamp(made(value)) for value in values}) == len(values)
+
+
+@njit
+def plain(x):
+    return x
+
+
+TABLE = {1: 2}
+
+
+@pytest.mark.parametrize("name", ["plain", "TABLE", "subprocess", "Workshop", "not_there"])
+def test_what_has_no_stamp_is_refused(name):
+    names: dict[str, object] = {**globals(), "__name__": "shop"}
+    exec(f"def scaled(x):\n    return {name}", names)
+    with pytest.raises(TypeError, match=rf"shop\.scaled: {name} "):
+        jit(names["scaled"])
+
+
+def test_nothing_is_compiled_without_a_stamp():
+    for folder in ("simulator", "envs", "agents", "executor", "experiments"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if path != ROOT / "simulator" / "compiled" / "jit.py":
+                assert not re.search(r"\bn?jit\b.*\bnumba\b|\bnumba\b.*\bn?jit\b", path.read_text()), path
