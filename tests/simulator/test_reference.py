@@ -7,8 +7,10 @@ One byte takes one nanosecond to copy, except where a test says otherwise. Spans
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings, strategies as st
 
 from simulator import (
+    Gap,
     Kernel,
     Machine,
     OutOfMemory,
@@ -21,7 +23,9 @@ from simulator import (
     Timeline,
     reference,
 )
+from simulator.compiled import engine
 from simulator.timeline import Breakdown
+from tests.strategies import machines, networks, plans, programs
 from tests.tiny import A1, A2, LIMIT, MACHINE, PROGRAM, RECOMPUTE_PLAN, SWAP_PLAN
 
 ONE_ENGINE = replace(MACHINE, copy_engines=1)
@@ -285,6 +289,49 @@ def test_a_chain_fetches_what_is_on_the_host_and_it_stays(simulate):
     assert compute(timeline)[-1] == (6, 100, 110)
 
 
+def test_what_stays_has_its_present_content(simulate):
+    """x (k0) is read by k1, which makes y, and updated by k2. For k4 y is made again, from x as k0 made it: that is not
+    the x that k5 reads, which k0 and k2 make anew."""
+    program = straight(
+        activations(10, 10),
+        ((), (0,), 10), ((0,), (1,), 10), ((0,), (0,), 10), ((), (), 10), ((1,), (), 10), ((0,), (), 10),
+    )  # fmt: skip
+    plan = Plan((Recompute(0, 2, 5), Recompute(1, 1, 4, keep=True)))
+    timeline = simulate(program, plan, MACHINE, PLENTY, iterations=1)
+    assert compute(timeline)[4:] == [
+        (0, 40, 50), (1, 50, 60), (4, 60, 70), (0, 70, 80), (2, 80, 90), (5, 90, 100),
+    ]  # fmt: skip
+    assert reference.resolve(program, plan.decisions).remats[4].recovered == {1}
+
+
+def test_what_is_written_later_stays_until_then(simulate):
+    """As in the test above it, without k2: for k4 x is recovered on the way, and k5, which updates it, finds it."""
+    program = straight(
+        activations(10, 10), ((), (0,), 10), ((0,), (1,), 10), ((), (), 10), ((), (), 10), ((1,), (), 10),
+        ((0,), (0,), 10),
+    )  # fmt: skip
+    plan = Plan((Recompute(0, 1, 5), Recompute(1, 1, 4, keep=True)))
+    timeline = simulate(program, plan, MACHINE, PLENTY, iterations=1)
+    assert compute(timeline)[4:] == [(0, 40, 50), (1, 50, 60), (4, 60, 70), (5, 70, 80)]
+
+
+def test_what_the_kernel_itself_overwrites_is_read_before(simulate):
+    """k3 reads y and overwrites x, from which k1 makes y once more for it: k0 need not run."""
+    program = straight(activations(10, 10), ((), (0,), 10), ((0,), (1,), 10), ((), (), 10), ((1,), (0,), 10))
+    timeline = simulate(program, Plan((Recompute(1, 1, 3),)), MACHINE, PLENTY, iterations=1)
+    assert compute(timeline)[3:] == [(1, 30, 40), (3, 40, 50)]
+
+
+def test_what_runs_again_in_order():
+    """t, written by k1 and k8, is made from x (k0), which is there; with x away k0 runs, too."""
+    lines = [((), (), 10) for _ in range(11)]
+    lines[0], lines[1], lines[8], lines[10] = ((), (0,), 10), ((0,), (1,), 10), ((1,), (1,), 10), ((0, 1), (), 10)
+    program = straight(activations(10, 10), *lines)
+    assert reference.reruns(program, 1, 10) == [1, 8]
+    assert reference.reruns(program, 1, 10, {0}) == [0, 1, 8]
+    assert reference.recompute_ns(program, Gap(1, 8, 10)) == 20
+
+
 def test_a_chain_waits_for_a_synchronous_swap_out(simulate):
     """a leaves when k3 ends [40, 50); the chain of k4, which does not read it, starts then."""
     plan = Plan((Swap(A, 3, 6, sync=True), Recompute(C, 2, 4)))
@@ -366,6 +413,30 @@ def test_a_chain_that_ends_a_wrapping_gap_before_the_boundary(simulate):
     assert timeline.memory[0] == (0, 10)
     assert compute(timeline)[0] == (0, 0, 10)
     assert timeline.iteration_ns == 70  # 60 and k0 again
+
+
+def test_a_wrapping_gap_that_has_ended_is_no_gap_before_its_kernel(simulate):
+    """As above, but p is used by k1: as the chain of k4 has fetched it, k0 runs beside it, 10 of 15 bytes."""
+    program = straight(
+        [Tensor("p", 10, "parameter", True), *activations(10)],
+        ((), (), 10, 5), ((0,), (1,), 10), ((), (), 30), ((), (), 10), ((1,), (), 10),
+    )  # fmt: skip
+    plan = Plan((Swap(0, 1, 1), Recompute(1, 1, 4)))
+    schedule = reference.resolve(program, plan.decisions)
+    assert (schedule.away_at_start, schedule.residency) == (frozenset(), [15, 20, 0, 0, 20])
+    assert simulate(program, plan, MACHINE, 20).memory[:2] == ((0, 10), (0, 15))
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_the_order_of_the_decisions_has_no_meaning(data):
+    program = data.draw(programs() | networks())
+    plan, machine = data.draw(plans(program)), data.draw(machines())
+    decisions = tuple(data.draw(st.permutations(plan.decisions)))
+    limit = max(reference.resolve(program, plan.decisions).residency)
+    expected = reference.simulate(program, plan, machine, limit)
+    for run in (reference.simulate, engine.simulate):
+        assert run(program, Plan(decisions), machine, limit) == expected
 
 
 # -------------------------------------------------------------------------------- the five choices

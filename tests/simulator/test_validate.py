@@ -127,6 +127,29 @@ def test_every_lie_is_named(rule, lie, make):
     assert rule in rules(make(), tiny.SWAP_PLAN)
 
 
+def test_a_violation_says_when_and_what():
+    def found(timeline: Timeline, plan: Plan = tiny.SWAP_PLAN) -> list[tuple[str, int, str]]:
+        return [tuple(v) for v in violations(timeline, tiny.PROGRAM, plan, tiny.MACHINE, tiny.LIMIT)]
+
+    # Two iterations of eight kernels end at 170 and 340; the last kernel lasts 20 ns.
+    assert found(replace(SWAPPED, spans=SWAPPED.spans[:-1])) == [("order", 320, "15 kernels in 2 iterations of 8")]
+    copies = tuple(s for s in SWAPPED.spans if s.stream != "compute")
+    assert found(replace(SWAPPED, spans=copies)) == [("order", 0, "0 kernels in 2 iterations of 8")]
+    late = replace(SWAPPED, spans=(*SWAPPED.spans, LATE))
+    assert found(late) == [("order", 341, "something starts after the last iteration")]
+    never = found(altered(SWAPPED, "swap_in", tiny.A1, index=tiny.A2))
+    assert ("swap-in", 90, "tensor 2 returns but is not away") in never
+    pinned = found(SWAPPED, Plan((Swap(tiny.A1, 1, 6, prefetch=5),)))
+    early = "tensor 1 returns before its prefetch kernel 5 has ended"
+    assert [v for v in pinned if v[0] == "swap-in"] == [("swap-in", 90, early), ("swap-in", 260, early)]
+    # Over the limit from 90 to 110 in both iterations; a figure, which belongs to the end, comes last.
+    over = violations(replace(SWAPPED, peak_bytes=151), tiny.PROGRAM, tiny.SWAP_PLAN, tiny.MACHINE, 149)
+    assert [tuple(v) for v in over] == [
+        ("limit", 90, "150 bytes of 149"), ("limit", 260, "150 bytes of 149"),
+        ("figures", 340, "peak_bytes is 151, the spans give 150"),
+    ]  # fmt: skip
+
+
 def test_the_rules_are_those_of_the_docstring():
     documented = set(re.findall(r"^- ``([a-z-]+)``", validate.__doc__, re.MULTILINE))
     assert documented == {rule for rule, _, _ in LIES} | {"content", "recompute", "limit", "figures", "sync"}
@@ -241,3 +264,17 @@ def test_a_chain_that_leaves_out_a_writer():
     assert rules(timeline, plan, program) == set()
     spans = tuple(s for s in timeline.spans if (s.kind, s.index) != ("recompute", 0))
     assert "content" in rules(replace(timeline, spans=spans), plan, program)
+
+
+def test_a_chain_on_another_content():
+    """k2 makes y from what k0 and k1 wrote to x; without k1 the chain of k4 runs k2 on what k0 alone makes of x."""
+    lines = [((), (0,)), ((), (0,)), ((0,), (1,)), ((), ()), ((1,), ())]
+    kernels = tuple(Kernel(f"k{i}", "other", "forward", *line, 5) for i, line in enumerate(lines))
+    program = Program("another content", (Tensor("x", 8), Tensor("y", 8)), kernels)
+    plan = Plan((Recompute(1, 2, 4),))
+    timeline = simulate(program, plan, tiny.MACHINE, 100)
+    assert [s.index for s in timeline.spans[:8]] == [0, 1, 2, 3, 0, 1, 2, 4]
+    assert rules(timeline, plan, program) == set()
+    spans = tuple(s for s in timeline.spans if (s.kind, s.index) != ("recompute", 1))
+    found = violations(replace(timeline, spans=spans), program, plan, tiny.MACHINE, 100)
+    assert ("content", "kernel 2 is run again for 4 on another content of tensor 0") in {(v[0], v[2]) for v in found}
