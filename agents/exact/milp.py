@@ -258,6 +258,9 @@ def highs(model: ZeroOne, seconds: float, hint: list[int] | None, seed: int) -> 
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array
 
+    if not model.upper:  # nothing to decide, which SciPy refuses: the one answer is no values at all
+        possible = all(most >= 0 for _, most in model.rows)
+        return Answer([] if possible else None, 0 if possible else None, not possible)
     upper = np.array(model.upper, dtype=float)
     rows, columns, values, bounds = [], [], [], []
     for i, (terms, most) in enumerate(model.rows):

@@ -162,5 +162,5 @@ def test_small_tensors_are_left_out() -> None:
 
 
 def test_an_unknown_mode() -> None:
-    with pytest.raises(ValueError, match="mode: expected one of swap, recompute, joint, got 'both'"):
+    with pytest.raises(ValueError, match="mode: expected 'swap', 'recompute' or 'joint', got 'both'"):
         build_graph(PROGRAM, MACHINE, LIMIT, 1, "both")

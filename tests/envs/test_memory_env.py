@@ -108,7 +108,7 @@ def test_what_is_meant_where_nothing_is_given():
 
 
 def test_limits_are_fractions_up_to_1():
-    assert [limit_bytes(PROGRAM, limit) for limit in (1, 1.0, 0.999, 0.5, 2, 1000)] == [180, 180, 179, 90, 2, 1000]
+    assert [limit_bytes(limit, PROGRAM) for limit in (1, 1.0, 0.999, 0.5, 2, 1000)] == [180, 180, 179, 90, 2, 1000]
 
 
 def random_episode(walk, rng):

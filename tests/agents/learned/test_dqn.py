@@ -227,7 +227,7 @@ def test_an_invalid_action_never_enters_the_target(double, target_every):
     reward, last = 0.5, 0.25
     trainer.buffer.add([(first, 1, reward), (second, 2, last)], 1)
     errors = np.array([reward + value[action] - q_values(trainer, trainer.q, first)[1], last - own[2]])
-    drawn = trainer.buffer.sample(config.batch_size, copy.deepcopy(trainer.rng)).index  # as ``update`` will draw
+    drawn = trainer.buffer.sample(config.batch_size, copy.deepcopy(trainer.rng)).place  # as ``update`` will draw
     assert set(drawn) == {0, 1}
     assert trainer.update() == pytest.approx(float(np.mean(errors[drawn] ** 2)), rel=1e-5)
 
