@@ -19,7 +19,8 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 import agents
-from experiments import bench, evaluate, pack, report, reproduce, workloads
+from experiments import evaluate, pack, report, reproduce, workloads
+from experiments.benchmarks import packing
 from simulator import Machine, Program
 from simulator.pool import files, smartpool
 from tests.experiments.conftest import ROOT, Run
@@ -106,7 +107,7 @@ def test_cheap_planners_on_vgg16() -> None:
     limits = list(dict.fromkeys(row["limit_bytes"] for row in found["results"]))[1::2]  # 70, 50, 30 %
     rows = [row for row in found["results"] if row["planner"] not in SLOW and row["limit_bytes"] in limits]
     names = list(dict.fromkeys(row["planner"] for row in rows))
-    assert {*names, *SLOW} == {name for name in agents.PLANNERS if not report.learned(name)}
+    assert {*names, *SLOW} == {name for name in agents.PLANNERS if not agents.PLANNERS[name].learned}
     options = {"mode": None, "calls": None, "workspace": False}
     again = evaluate.score_all(program, machine, limits, names, found["config"]["seed"], 1, options)
     assert [text(row) for row in again] == [text(row) for row in rows]
@@ -137,5 +138,5 @@ def test_smartpool_on_the_instances_of_minimalloc() -> None:
 
 
 def test_smartpool_on_many_blocks() -> None:
-    blocks = bench.scattered(20_000, seed=0)
+    blocks = packing.scattered(20_000, seed=0)
     assert round(smartpool.pack(blocks).ratio(blocks), 5) == committed("bench")["smartpool_ratio"]["20000"]
