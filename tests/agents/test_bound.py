@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+import agents
 from agents import bound
 from agents.bound import floor
 from agents.search.local_search import ways_of
@@ -129,6 +130,18 @@ def test_infeasible_names_the_least_limit() -> None:
     found = floor(sandwich(), MACHINE, 99)
     assert (found.feasible, found.least_bytes) == (False, 100)
     assert floor(tiny.PROGRAM, tiny.MACHINE, tiny.LIMIT).least_bytes <= tiny.LIMIT
+
+
+def test_what_the_host_cannot_hold_does_not_leave() -> None:
+    # 100 bytes must leave, or be written again in 10 ns; with 40 bytes more 60 must, if the host holds as many.
+    small = replace(MACHINE, host_bytes=99)
+    assert not floor(sandwich(recomputable=False), small, 100).feasible
+    assert floor(sandwich(recomputable=False), replace(MACHINE, host_bytes=100), 100).iteration_ns == 250
+    assert floor(sandwich(), small, 100).iteration_ns == 60
+    assert floor(sandwich(), replace(MACHINE, host_bytes=60), 140, "swap").iteration_ns == 50 + 120
+    assert not floor(sandwich(), replace(MACHINE, host_bytes=59), 140, "swap").feasible
+    with pytest.raises(agents.Infeasible, match="it found no plan that fits"):
+        agents.make("lp_round", min_bytes=1).plan(sandwich(recomputable=False), small, 100)
 
 
 def test_the_program_planned_by_hand() -> None:
