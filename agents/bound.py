@@ -78,7 +78,10 @@ def floor(program: Program, machine: Machine, limit: int, mode: str = "joint", m
     if least_bytes > limit or live_bytes.max() <= limit:
         return Floor(least_bytes <= limit, least_bytes, program.ideal_ns, 0.0, tuple(gaps), none, none)
     lp = _Problem(program, machine, limit, mode, gaps, live_bytes)
-    extra_ns, x = lp.solve()
+    solution = lp.solve()
+    if solution is None:
+        return Floor(False, least_bytes, program.ideal_ns, 0.0, tuple(gaps), none, none)
+    extra_ns, x = solution
     iteration = program.ideal_ns + max(0, extra_ns)
     overhead = iteration / program.ideal_ns - 1 if program.ideal_ns else 0.0
     return Floor(True, least_bytes, iteration, overhead, tuple(gaps), x[lp.swap], lp.recomputed(x))
@@ -149,8 +152,9 @@ class _Problem:
         entries += [(len(rights), int(c), v) for c, v in terms]
         rights.append(right)
 
-    def solve(self) -> tuple[int, NDArray[np.float64]]:
-        """The least sum of waits in ns, rounded up, since times are integers; and the optimum."""
+    def solve(self) -> tuple[int, NDArray[np.float64]] | None:
+        """The least sum of waits in ns, rounded up: times are integers; the optimum. None where there is no solution:
+        what must leave does not fit on the host."""
         (a, b), (d, e) = (self._matrix(*rows) for rows in self._rows)
         from scipy.optimize import linprog
 
@@ -158,6 +162,8 @@ class _Problem:
         c = np.zeros(self._columns)
         c[self.wait] = 1
         found = linprog(c, a, b, d, e, np.stack([np.zeros_like(upper), upper], 1), method="highs", options=TOLERANCES)
+        if found.status == 2:  # infeasible
+            return None
         if found.x is None:
             raise RuntimeError(f"the linear program of the floor was not solved: {found.message}")
         # Weak duality: for any u <= 0 and v, c x >= u b + v e + the least of (c - u A - v D) x over the box of x.

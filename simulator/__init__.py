@@ -3,10 +3,10 @@
 from simulator.compiled.engine import Engine, simulate
 from simulator.files import FormatError
 from simulator.machine import Machine
-from simulator.plan import Decision, Plan, PlanError, Recompute, Swap
+from simulator.plan import Decision, Plan, PlanError, Recompute, Rerun, Swap
 from simulator.program import Gap, Kernel, Program, Tensor
 from simulator.reference import OutOfMemory
 from simulator.timeline import Timeline
 
 __all__ = ["Decision", "Engine", "FormatError", "Gap", "Kernel", "Machine", "OutOfMemory", "Plan", "PlanError",
-           "Program", "Recompute", "Swap", "Tensor", "Timeline", "simulate"]  # fmt: skip
+           "Program", "Recompute", "Rerun", "Swap", "Tensor", "Timeline", "simulate"]  # fmt: skip

@@ -13,6 +13,7 @@ import yaml
 
 from simulator.files import FormatError, fields
 
+ALONE = 2**20  # the speed of a transfer alone on the link, in the unit of Machine.duplex_share
 PRESETS = Path(__file__).resolve().parent.parent / "configs" / "machine"
 
 
@@ -33,6 +34,7 @@ class Machine:
     d2h_bytes_per_s: int
     copy_latency_ns: int = 10_000
     copy_engines: int = 2  # 2: full duplex; 1: one transfer at a time
+    duplex_bytes_per_s: int = 0  # what both directions carry together while both are busy; 0: each its own rate
     host_bytes: int = 64 * 2**30  # pinned host memory for swapped tensors
     alignment: int = 512  # of addresses; the ledger counts exact bytes
     flops_per_s: dict[str, int] = field(default_factory=dict)  # by dtype: "float32", "bfloat16", …
@@ -50,7 +52,8 @@ class Machine:
         for name in ("memory_bytes", "h2d_bytes_per_s", "d2h_bytes_per_s", "memory_bytes_per_s", "alignment"):
             if getattr(self, name) < 1:
                 raise FormatError(f"machine.{name}: expected a positive integer, got {getattr(self, name)}")
-        for name in ("copy_latency_ns", "host_bytes", "launch_ns", "malloc_ns", "free_ns", "malloc_bytes_per_s"):
+        for name in ("copy_latency_ns", "host_bytes", "launch_ns", "malloc_ns", "free_ns", "malloc_bytes_per_s",
+                     "duplex_bytes_per_s"):  # fmt: skip
             if getattr(self, name) < 0:
                 raise FormatError(f"machine.{name}: expected an integer of at least 0, got {getattr(self, name)}")
         if self.copy_engines not in (1, 2):
@@ -69,6 +72,14 @@ class Machine:
     def h2d_ns(self, nbytes: int) -> int:
         """Duration of a swap-in: latency + nbytes / bandwidth, rounded up."""
         return self.copy_latency_ns - (-nbytes * 1_000_000_000 // self.h2d_bytes_per_s)
+
+    @property
+    def duplex_share(self) -> int:
+        """Speed of a transfer while the other direction is busy, too, in 2⁻²⁰ of its own: both slow down alike."""
+        together = self.d2h_bytes_per_s + self.h2d_bytes_per_s
+        if self.copy_engines == 1 or not 0 < self.duplex_bytes_per_s < together:
+            return ALONE
+        return max(1, (self.duplex_bytes_per_s << 20) // together)
 
     def driver_ns(self, mallocs: int, frees: int, nbytes: int) -> int:
         """Time of so many calls of cudaMalloc and cudaFree over ``nbytes`` in all, rounded up."""

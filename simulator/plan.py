@@ -1,6 +1,8 @@
 """Plan: what to swap, what to recompute, and when. A plan is data.
 
-A decision empties one gap of a tensor (simulator.program.Gap): the time between two consecutive uses.
+A Swap or a Recompute empties one gap of a tensor (simulator.program.Gap): the time between two consecutive uses.
+A Rerun says which kernel runs again and when; which tensors are away meanwhile follows from all of them
+(simulator.schedule). ``plan/2`` is written; ``plan/1``, which has neither ``copy`` nor ``at`` nor Rerun, is read, too.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from typing import Any
 from simulator.files import FormatError, fields, integers, load_json, write_json
 from simulator.program import Program
 
-FORMAT = "plan/1"
+FORMAT = "plan/2"
+READS = ("plan/1", FORMAT)
 
 
 class PlanError(ValueError):
@@ -29,6 +32,9 @@ class Swap:
     rule 5. For a persistent tensor the gap may wrap over the iteration boundary (``after >= before``).
     ``sync``: compute waits; no kernel starts between the end of ``after`` and the completion of this
     swap-out (vDNN's layer-wise synchronisation, PyTorch's save_on_cpu).
+    ``copy`` is the kernel at whose end the copy to the host is issued, from the last write of the present content
+    up to ``after``: reads do not change it. None: ``after``. The memory is free when the copy is complete and
+    ``after`` has ended.
     """
 
     tensor: int
@@ -36,11 +42,13 @@ class Swap:
     before: int
     prefetch: int | None = None
     sync: bool = False
+    copy: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """Drop ``tensor`` when kernel ``after`` ends; run its producers again for kernel ``before``.
+    """Drop ``tensor`` when kernel ``after`` ends; run its producers again just before kernel ``at``, from which on it stays
+    until ``before``, which needs it. None: ``before``.
 
     ``keep`` keeps the dropped tensors that are recovered on the way for their own later uses
     (SuperNeurons' speed-centric recomputation); without it they are freed at once (memory-centric).
@@ -50,9 +58,22 @@ class Recompute:
     after: int
     before: int
     keep: bool = False
+    at: int | None = None
 
 
-Decision = Swap | Recompute
+@dataclass(frozen=True, slots=True)
+class Rerun:
+    """Run ``kernel`` again just before kernel ``before``, which is later.
+
+    A copy of a tensor then lives from the run that writes it to the last one that reads it before its writer's next run:
+    the schedules of Checkmate (MLSys 2020, section 4: R, and S by what it frees) and of MOCCASIN's retention intervals.
+    """
+
+    kernel: int
+    before: int
+
+
+Decision = Swap | Recompute | Rerun
 
 
 @dataclass(frozen=True)
@@ -83,8 +104,15 @@ class Plan:
         except ValueError as error:
             raise PlanError(str(error)) from None
         taken: dict[tuple[int, int], int] = {}
+        reruns: dict[Rerun, int] = {}
         for i, decision in enumerate(self.decisions):
             where = f"decisions[{i}]"
+            if isinstance(decision, Rerun):
+                _check_rerun(program, decision, where)
+                if decision in reruns:
+                    raise PlanError(f"{where}: the same as decisions[{reruns[decision]}]")
+                reruns[decision] = i
+                continue
             gap = _gap_index(program, decision, where)
             if (decision.tensor, gap) in taken:
                 raise PlanError(
@@ -93,14 +121,44 @@ class Plan:
                 )
             taken[decision.tensor, gap] = i
             if isinstance(decision, Recompute):
-                reason = cannot_recompute(program, decision.tensor, decision.after, decision.before)
+                reason = cannot_recompute(program, decision.tensor, decision.after, _at(decision))
                 if reason:
                     raise PlanError(f"{where}: {reason}")
+        if reruns and any(isinstance(d, Recompute) for d in self.decisions):
+            raise PlanError("a plan has Recompute or Rerun decisions, not both")
+        self._check_copies(program)
+
+    def _check_copies(self, program: Program) -> None:
+        """A copy is made of what is there: after the last write and after the tensor's earlier gaps."""
+        n = len(program.kernels)
+        ends: dict[int, list[int]] = {}  # tensor: kernels by which it is back
+        for d in self.decisions:
+            if not isinstance(d, Rerun):
+                ends.setdefault(d.tensor, []).append(d.before if isinstance(d, Swap) else _at(d))
+        for i, d in enumerate(self.decisions):
+            if not isinstance(d, Swap) or d.copy is None or d.copy == d.after:
+                continue
+            where, t = f"decisions[{i}].copy", d.tensor
+            if not 0 <= d.copy < n:
+                raise PlanError(f"{where}: there is no kernel {d.copy}")
+            if not program.tensors[t].persistent and not program.accesses[t][0] <= d.copy <= d.after:
+                raise PlanError(f"{where}: kernel {d.copy} is not from the birth of tensor {t} up to kernel {d.after}")
+            back = (d.after - d.copy) % n
+            if any((d.after - w) % n < back for w in program.writes[t]):
+                raise PlanError(
+                    f"{where}: tensor {t} is written between the end of kernel {d.copy} and that of {d.after}"
+                )
+            if any((d.after - k) % n < back for k in ends[t]):
+                raise PlanError(f"{where}: tensor {t} is away between the end of kernel {d.copy} and that of {d.after}")
 
     def to_dict(self) -> dict[str, Any]:
-        """The ``plan/1`` dictionary; ``variants`` stand in it where there are any."""
+        """The ``plan/2`` dictionary; ``variants`` stand in it where there are any."""
         out: list[dict[str, Any]] = []
         for d in self.decisions:
+            entry: dict[str, Any]
+            if isinstance(d, Rerun):
+                out.append({"kind": "rerun", "kernel": d.kernel, "before": d.before})
+                continue
             entry = {"kind": "swap" if isinstance(d, Swap) else "recompute",
                      "tensor": d.tensor, "after": d.after, "before": d.before}  # fmt: skip
             if isinstance(d, Swap):
@@ -108,8 +166,13 @@ class Plan:
                     entry["prefetch"] = d.prefetch
                 if d.sync:
                     entry["sync"] = True
-            elif d.keep:
-                entry["keep"] = True
+                if d.copy is not None:
+                    entry["copy"] = d.copy
+            else:
+                if d.keep:
+                    entry["keep"] = True
+                if d.at is not None:
+                    entry["at"] = d.at
             out.append(entry)
         top = {"format": FORMAT, "fingerprint": self.fingerprint, "planner": self.planner,
                "limit": self.limit, "machine": self.machine, "decisions": out}  # fmt: skip
@@ -117,7 +180,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: object) -> Plan:
-        """Reads a ``plan/1`` dictionary.
+        """Reads a dictionary of ``plan/2`` or ``plan/1``.
 
         Raises:
             FormatError: naming the first malformed entry.
@@ -127,8 +190,9 @@ class Plan:
             {"fingerprint": (str, ""), "planner": (str, ""), "limit": (int, 0), "machine": (str, ""),
              "variants": (list, [])},
         )  # fmt: skip
-        if top["format"] != FORMAT:
+        if top["format"] not in READS:
             raise FormatError(f"plan.format: expected {FORMAT!r}, got {top['format']!r}")
+        new = top["format"] == FORMAT
         if top["limit"] < 0:
             raise FormatError(f"plan.limit: expected an integer of at least 0, got {top['limit']}")
         decisions: list[Decision] = []
@@ -137,24 +201,30 @@ class Plan:
             kind = entry.get("kind") if isinstance(entry, dict) else None
             gap = {"kind": str, "tensor": int, "after": int, "before": int}
             if kind == "recompute":
-                got = fields(entry, where, gap, {"keep": (bool, False)})
-                decisions.append(Recompute(got["tensor"], got["after"], got["before"], got["keep"]))
-                continue
-            got = fields(entry, where, gap, {"prefetch": (int, None), "sync": (bool, False)})
-            if kind != "swap":
-                raise FormatError(f"{where}.kind: expected 'swap' or 'recompute', got {kind!r}")
-            decisions.append(Swap(got["tensor"], got["after"], got["before"], got["prefetch"], got["sync"]))
+                got = fields(entry, where, gap, {"keep": (bool, False), **({"at": (int, None)} if new else {})})
+                decisions.append(Recompute(got["tensor"], got["after"], got["before"], got["keep"], got.get("at")))
+            elif kind == "rerun" and new:
+                got = fields(entry, where, {"kind": str, "kernel": int, "before": int}, {})
+                decisions.append(Rerun(got["kernel"], got["before"]))
+            else:
+                more = {"copy": (int, None)} if new else {}
+                got = fields(entry, where, gap, {"prefetch": (int, None), "sync": (bool, False), **more})
+                if kind != "swap":
+                    known = "'swap', 'recompute' or 'rerun'" if new else "'swap' or 'recompute'"
+                    raise FormatError(f"{where}.kind: expected {known}, got {kind!r}")
+                decisions.append(Swap(
+                    got["tensor"], got["after"], got["before"], got["prefetch"], got["sync"], got.get("copy")))  # fmt: skip
         pairs = [integers(pair, f"variants[{i}]", length=2) for i, pair in enumerate(top["variants"])]
         variants = tuple((kernel, index) for kernel, index in pairs)
         return cls(tuple(decisions), top["fingerprint"], top["planner"], top["limit"], top["machine"], variants)
 
     def save(self, path: str | Path) -> None:
-        """Writes ``plan/1`` JSON."""
+        """Writes ``plan/2`` JSON."""
         write_json(path, self.to_dict(), indent=1)
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Reads ``plan/1`` JSON.
+        """Reads JSON of ``plan/2`` or ``plan/1``.
 
         Raises:
             FormatError: naming the file and its first malformed entry.
@@ -162,7 +232,27 @@ class Plan:
         return load_json(path, cls.from_dict)
 
 
-def _gap_index(program: Program, decision: Decision, where: str) -> int:
+def _at(d: Recompute) -> int:
+    """The kernel before which the tensor is recovered."""
+    return d.before if d.at is None else d.at
+
+
+def _check_rerun(program: Program, d: Rerun, where: str) -> None:
+    """What of a Rerun can be seen without the others; simulator.schedule sees the rest.
+
+    Raises:
+        PlanError: an id is dangling, the kernel cannot run twice or has not run yet.
+    """
+    for label, k in (("kernel", d.kernel), ("before", d.before)):
+        if not 0 <= k < len(program.kernels):
+            raise PlanError(f"{where}.{label}: there is no kernel {k}")
+    if d.kernel >= d.before:
+        raise PlanError(f"{where}: kernel {d.kernel} has not run before kernel {d.before}")
+    if not program.kernels[d.kernel].recomputable:
+        raise PlanError(f"{where}: kernel {d.kernel} ({program.kernels[d.kernel].name}) cannot be run twice")
+
+
+def _gap_index(program: Program, decision: Swap | Recompute, where: str) -> int:
     """Which gap of its tensor a decision empties: the index of the use that opens it.
 
     Raises:
@@ -198,6 +288,8 @@ def _gap_index(program: Program, decision: Decision, where: str) -> int:
             f"{where}: tensor {t} is used between the end of kernel {after} and kernel {before}; "
             "a decision empties one gap"
         )
+    if isinstance(decision, Recompute) and not after < _at(decision) <= before:
+        raise PlanError(f"{where}.at: kernel {decision.at} is not after {after} and up to {before}")
     if isinstance(decision, Swap) and decision.prefetch is not None:
         p = decision.prefetch
         inside = after <= p < before if after < before else (after <= p < n or 0 <= p < before)

@@ -14,6 +14,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -202,9 +203,20 @@ class Program:
         return lines
 
     def with_durations(self, durations_ns: Sequence[int]) -> Program:
-        """The same program with other kernel durations (one per kernel); those of variants stay."""
-        kernels = tuple(replace(k, duration_ns=int(d)) for k, d in zip(self.kernels, durations_ns, strict=True))
-        return Program(self.name, self.tensors, kernels)
+        """The same program with other kernel durations (one per kernel); those of variants change in proportion.
+
+        Raises:
+            ValueError: a kernel with variants has no duration, so that there is no proportion.
+        """
+        kernels = []
+        for i, (kernel, new) in enumerate(zip(self.kernels, map(int, durations_ns), strict=True)):
+            old, variants = kernel.duration_ns, kernel.variants
+            if variants and new != old:
+                if not old:
+                    raise ValueError(f"kernels[{i}]: its variants cannot be scaled from a duration of 0")
+                variants = tuple((round(Fraction(ns * new, old)), workspace) for ns, workspace in variants)
+            kernels.append(replace(kernel, duration_ns=new, variants=variants))
+        return Program(self.name, self.tensors, tuple(kernels))
 
     def chosen(self, variants: Sequence[tuple[int, int]]) -> dict[int, tuple[int, int]]:
         """(duration_ns, workspace) of every kernel that ``variants`` names.

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from scipy import optimize
 
+import agents
 from agents.bound import floor
 from agents.planner import ways_of
 from simulator import Kernel, Machine, Plan, Program, Recompute, Swap, Tensor, Timeline, simulate
@@ -92,10 +93,55 @@ def test_one_copy_engine_does_not_do_both_at_once() -> None:
         assert best_of_all(program, machine, 200) >= least > program.ideal_ns
 
 
+def test_what_two_engines_hide_one_cannot() -> None:
+    # b is read by kernel 2 and a by kernel 4, each beside a workspace for which the other is away: in the 100 ns
+    # between a (100 bytes) returns and b (100) leaves. There are 100 ns before for a to leave, and behind for b to
+    # return.
+    lines: list[tuple] = [((), (0, 1), 10), ((), (), 100), ((1,), (), 10, 100), ((), (), 100), ((0,), (), 10, 100),
+                          ((), (), 100), ((1,), (), 10)]  # fmt: skip
+    kernels = tuple(Kernel(f"k{i}", "other", "forward", *line, recomputable=False) for i, line in enumerate(lines))
+    program = Program("cross", (Tensor("a", 100), Tensor("b", 100)), kernels)
+    for engines, extra in ((2, 0), (1, 100)):
+        machine = replace(MACHINE, copy_engines=engines)
+        plan = Plan((Swap(0, 0, 4), Swap(1, 2, 6)))
+        assert simulate(program, plan, machine, 200).iteration_ns == program.ideal_ns + extra
+        assert floor(program, machine, 200).iteration_ns == program.ideal_ns + extra
+
+
+def test_transfers_hide_behind_kernels_by_hand() -> None:
+    # Of 100 ns out 40 are hidden before the work, of 100 ns in 60 behind it.
+    first, work, last = sandwich(recomputable=False).kernels
+    before, behind = (Kernel(f"idle {ns}", "other", "forward", (), (), ns) for ns in (40, 60))
+    program = Program("hidden", sandwich().tensors, (first, before, work, behind, last))
+    assert simulate(program, Plan((Swap(0, 0, 4),)), MACHINE, 100).iteration_ns == 150 + 60 + 40
+    assert floor(program, MACHINE, 100).iteration_ns == 150 + 60 + 40
+
+
+def test_the_smallest_gaps_are_empty_for_nothing() -> None:
+    # Beside the work's 100 bytes of 110 there is room for 10: decided about t (100 bytes) alone, 90 of it leave.
+    first, work, last = sandwich(recomputable=False).kernels
+    kernels = (replace(first, outputs=(0, 1)), work, replace(last, inputs=(0, 1)))
+    program = Program("two sizes", (*sandwich().tensors, Tensor("u", 10)), kernels)
+    assert floor(program, MACHINE, 110, max_gaps=1).iteration_ns == 50 + 2 * 90
+    assert floor(program, MACHINE, 110).iteration_ns == 50 + 2 * 100
+
+
 def test_infeasible_names_the_least_limit() -> None:
     found = floor(sandwich(), MACHINE, 99)
     assert (found.feasible, found.least_bytes) == (False, 100)
     assert floor(tiny.PROGRAM, tiny.MACHINE, tiny.LIMIT).least_bytes <= tiny.LIMIT
+
+
+def test_what_the_host_cannot_hold_does_not_leave() -> None:
+    # 100 bytes must leave, or be written again in 10 ns; with 40 bytes more 60 must, if the host holds as many.
+    small = replace(MACHINE, host_bytes=99)
+    assert not floor(sandwich(recomputable=False), small, 100).feasible
+    assert floor(sandwich(recomputable=False), replace(MACHINE, host_bytes=100), 100).iteration_ns == 250
+    assert floor(sandwich(), small, 100).iteration_ns == 60
+    assert floor(sandwich(), replace(MACHINE, host_bytes=60), 140, "swap").iteration_ns == 50 + 120
+    assert not floor(sandwich(), replace(MACHINE, host_bytes=59), 140, "swap").feasible
+    with pytest.raises(agents.Infeasible, match="it found no plan that fits"):
+        agents.make("lp_round", min_bytes=1).plan(sandwich(recomputable=False), small, 100)
 
 
 def test_the_program_planned_by_hand() -> None:
@@ -128,6 +174,23 @@ def test_solver_tolerances_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(optimize, "linprog", careless)
     assert floor(program, MACHINE, limit).iteration_ns <= true
+
+
+def test_a_multiplier_of_the_wrong_sign_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The work takes 10,000 bytes of 10,000, so that nearly as many are free before it: that row never binds, and a
+    positive multiplier of it is no dual solution, and counts as none."""
+    first, work, last = sandwich(recomputable=False).kernels
+    program = replace(sandwich(), kernels=(first, replace(work, workspace=10_000), last))
+    solve = optimize.linprog
+
+    def careless(*args: object, **options: object) -> object:
+        found = solve(*args, **options)
+        found.ineqlin.marginals = found.ineqlin.marginals.copy()
+        found.ineqlin.marginals[found.ineqlin.residual.argmax()] = 1.0
+        return found
+
+    monkeypatch.setattr(optimize, "linprog", careless)
+    assert floor(program, MACHINE, 10_000).iteration_ns == 250
 
 
 def best_of_all(program: Program, machine: Machine, limit: int) -> float:
