@@ -26,7 +26,7 @@ from simulator.pool import files, smartpool
 from tests.experiments.conftest import ROOT, Run
 
 RESULTS = ROOT / "experiments" / "results"
-CHEAP = ("home_fig6", "home_fig8", "home_table3", "smartpool_fig2", "smartpool_fig8", "smartpool_fig10",
+CHEAP = ("home_fig6", "home_table3", "smartpool_fig2", "smartpool_fig8", "smartpool_fig10",
          "smartpool_fig11", "smartpool_table1", "superneurons_alexnet", "superneurons_table1", "superneurons_table2",
          "tensile_table1")  # fmt: skip
 CHEAPEST = "superneurons_table3"  # made again as a whole, as a user does it
