@@ -47,8 +47,9 @@ class Swap:
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """Drop ``tensor`` when kernel ``after`` ends; run its producers again just before kernel ``at``, from which on it stays
-    until ``before``, which needs it. None: ``before``.
+    """Drop ``tensor`` when kernel ``after`` ends; run its producers again just before kernel ``at`` (None: ``before``).
+
+    It stays from then on; ``before`` is its next use.
 
     ``keep`` keeps the dropped tensors that are recovered on the way for their own later uses
     (SuperNeurons' speed-centric recomputation); without it they are freed at once (memory-centric).
@@ -65,8 +66,8 @@ class Recompute:
 class Rerun:
     """Run ``kernel`` again just before kernel ``before``, which is later.
 
-    A copy of a tensor then lives from the run that writes it to the last one that reads it before its writer's next run:
-    the schedules of Checkmate (MLSys 2020, section 4: R, and S by what it frees) and of MOCCASIN's retention intervals.
+    A copy of a tensor then lives from the run that writes it to the last one that reads it before its writer's next
+    run: the schedules of Checkmate (MLSys 2020, section 4: R, from which S follows) and of MOCCASIN's intervals.
     """
 
     kernel: int
@@ -121,7 +122,7 @@ class Plan:
                 )
             taken[decision.tensor, gap] = i
             if isinstance(decision, Recompute):
-                reason = cannot_recompute(program, decision.tensor, decision.after, _at(decision))
+                reason = cannot_recompute(program, decision.tensor, decision.after, recovered_at(decision))
                 if reason:
                     raise PlanError(f"{where}: {reason}")
         if reruns and any(isinstance(d, Recompute) for d in self.decisions):
@@ -134,7 +135,7 @@ class Plan:
         ends: dict[int, list[int]] = {}  # tensor: kernels by which it is back
         for d in self.decisions:
             if not isinstance(d, Rerun):
-                ends.setdefault(d.tensor, []).append(d.before if isinstance(d, Swap) else _at(d))
+                ends.setdefault(d.tensor, []).append(d.before if isinstance(d, Swap) else recovered_at(d))
         for i, d in enumerate(self.decisions):
             if not isinstance(d, Swap) or d.copy is None or d.copy == d.after:
                 continue
@@ -209,11 +210,11 @@ class Plan:
             else:
                 more = {"copy": (int, None)} if new else {}
                 got = fields(entry, where, gap, {"prefetch": (int, None), "sync": (bool, False), **more})
+                pinned, copy = got["prefetch"], got.get("copy")
                 if kind != "swap":
                     known = "'swap', 'recompute' or 'rerun'" if new else "'swap' or 'recompute'"
                     raise FormatError(f"{where}.kind: expected {known}, got {kind!r}")
-                decisions.append(Swap(
-                    got["tensor"], got["after"], got["before"], got["prefetch"], got["sync"], got.get("copy")))  # fmt: skip
+                decisions.append(Swap(got["tensor"], got["after"], got["before"], pinned, got["sync"], copy))
         pairs = [integers(pair, f"variants[{i}]", length=2) for i, pair in enumerate(top["variants"])]
         variants = tuple((kernel, index) for kernel, index in pairs)
         return cls(tuple(decisions), top["fingerprint"], top["planner"], top["limit"], top["machine"], variants)
@@ -232,7 +233,7 @@ class Plan:
         return load_json(path, cls.from_dict)
 
 
-def _at(d: Recompute) -> int:
+def recovered_at(d: Recompute) -> int:
     """The kernel before which the tensor is recovered."""
     return d.before if d.at is None else d.at
 
@@ -288,7 +289,7 @@ def _gap_index(program: Program, decision: Swap | Recompute, where: str) -> int:
             f"{where}: tensor {t} is used between the end of kernel {after} and kernel {before}; "
             "a decision empties one gap"
         )
-    if isinstance(decision, Recompute) and not after < _at(decision) <= before:
+    if isinstance(decision, Recompute) and not after < recovered_at(decision) <= before:
         raise PlanError(f"{where}.at: kernel {decision.at} is not after {after} and up to {before}")
     if isinstance(decision, Swap) and decision.prefetch is not None:
         p = decision.prefetch

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from simulator.files import FormatError, fields, integers, load_json, write_json
 from simulator.program import Program
 
-FORMAT = "timeline/1"
+FORMAT = "timeline/2"
 STREAMS = ("compute", "d2h", "h2d")
 SPAN_KINDS = ("kernel", "recompute", "swap_out", "swap_in")
 
@@ -25,6 +26,15 @@ class Span(NamedTuple):
     index: int  # type: ignore[assignment]  # kernel for the compute stream, tensor for copies
 
 
+class BlockEvent(NamedTuple):
+    """A block (simulator.schedule) takes or gives back device memory; a swap takes it away and back."""
+
+    time_ns: int
+    owner: int  # tensor, or -1 - k: the workspace of kernel k
+    block: int  # its index in the schedule
+    nbytes: int  # above 0 where it takes memory, below where it gives it back
+
+
 @dataclass(frozen=True)
 class Breakdown:
     """Where the last iteration went, in ns. The first four add up to ``iteration_ns``."""
@@ -36,6 +46,19 @@ class Breakdown:
     overlapped_transfer_ns: int  # copy-engine time during which compute was not stalled
 
 
+def _curve(events: Iterable[BlockEvent]) -> tuple[tuple[int, int], ...]:
+    curve: list[tuple[int, int]] = []
+    used, before = 0, (-1, True)
+    for event in events:
+        used += event.nbytes
+        here = (event.time_ns, event.nbytes > 0)
+        if here == before:
+            curve.pop()
+        curve.append((event.time_ns, used))
+        before = here
+    return tuple(curve)
+
+
 def _last_start(boundaries: Sequence[int]) -> int:
     """When the last iteration began, from the end times of all."""
     return boundaries[-2] if len(boundaries) > 1 else 0
@@ -43,7 +66,7 @@ def _last_start(boundaries: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans per stream and bytes in use over all simulated iterations; figures of the last one (peak: of all)."""
+    """Spans per stream and blocks in memory over all simulated iterations; figures of the last one (peak: of all)."""
 
     program: str
     limit: int
@@ -54,8 +77,26 @@ class Timeline:
     breakdown: Breakdown
     boundaries: tuple[int, ...]  # end time of each iteration
     spans: tuple[Span, ...]  # as they started, at one instant in the order of rule 9
-    memory: tuple[tuple[int, int], ...]  # (time_ns, bytes in use after this change), in order
+    events: tuple[BlockEvent, ...]  # in order; what is resident at the start comes first
     period: int = 1  # the iterations that repeat, of which the last is the slowest (rule 10); 0: none do yet
+
+    @cached_property
+    def memory(self) -> tuple[tuple[int, int], ...]:
+        """(time_ns, bytes in use after this), in order; all that one instant takes, or gives back, is one change."""
+        return _curve(self.events)
+
+    def peak_by(self, kind_of: Callable[[int], str]) -> dict[str, int]:
+        """Bytes in use at the first peak, by the kind that ``kind_of`` gives each owner."""
+        used = most = 0
+        held: dict[str, int] = {}
+        at_peak: dict[str, int] = {}
+        for event in self.events:
+            used += event.nbytes
+            kind = kind_of(event.owner)
+            held[kind] = held.get(kind, 0) + event.nbytes
+            if used > most:
+                most, at_peak = used, dict(held)
+        return at_peak
 
     @property
     def steady(self) -> bool:
@@ -80,7 +121,7 @@ class Timeline:
         required: int,
         boundaries: Sequence[int],
         spans: Sequence[Span],
-        memory: Sequence[tuple[int, int]],
+        events: Sequence[BlockEvent],
         stalls: Sequence[tuple[int, int, bool]],
         period: int = 1,
     ) -> Timeline:
@@ -99,7 +140,7 @@ class Timeline:
             limit=limit,
             iteration_ns=end - begin,
             ideal_ns=program.ideal_ns,
-            peak_bytes=max(used for _, used in memory),
+            peak_bytes=max((used for _, used in _curve(events)), default=0),
             required_bytes=required,
             breakdown=Breakdown(
                 compute_ns=busy["kernel"],
@@ -110,36 +151,36 @@ class Timeline:
             ),
             boundaries=tuple(boundaries),
             spans=tuple(spans),
-            memory=tuple(memory),
+            events=tuple(events),
             period=period,
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The ``timeline/1`` dictionary; ``period`` stands in it where it is not 1."""
+        """The ``timeline/2`` dictionary; ``period`` stands in it where it is not 1."""
         out = asdict(self)
         if self.steady:
             del out["period"]
         out["spans"] = [list(s) for s in self.spans]
-        out["memory"] = [list(m) for m in self.memory]
+        out["events"] = [list(e) for e in self.events]
         out["boundaries"] = list(self.boundaries)
         return {"format": FORMAT, **out}
 
     @classmethod
     def from_dict(cls, data: object) -> Timeline:
-        """Reads a ``timeline/1`` dictionary.
+        """Reads a ``timeline/2`` dictionary.
 
         Raises:
             FormatError: naming the first malformed entry.
         """
         integer = dict.fromkeys(("limit", "iteration_ns", "ideal_ns", "peak_bytes", "required_bytes"), int)
-        rest = {"format": str, "program": str, "breakdown": dict, "boundaries": list, "spans": list, "memory": list}
+        rest = {"format": str, "program": str, "breakdown": dict, "boundaries": list, "spans": list, "events": list}
         top = fields(data, "timeline", {**integer, **rest}, {"period": (int, 1)})
         if top.pop("format") != FORMAT:
             raise FormatError(f"timeline.format: expected {FORMAT!r}")
         parts = fields(top["breakdown"], "breakdown", dict.fromkeys(Breakdown.__dataclass_fields__, int), {})
         top["breakdown"] = Breakdown(**parts)
         top["boundaries"] = integers(top["boundaries"], "boundaries")
-        top["memory"] = tuple(integers(m, f"memory[{i}]", length=2) for i, m in enumerate(top["memory"]))
+        top["events"] = tuple(BlockEvent(*integers(e, f"events[{i}]", length=4)) for i, e in enumerate(top["events"]))
         spans = []
         for i, entry in enumerate(top["spans"]):
             where = f"spans[{i}]"
@@ -153,12 +194,12 @@ class Timeline:
         return cls(**top)
 
     def save(self, path: str | Path) -> None:
-        """Writes ``timeline/1`` JSON."""
+        """Writes ``timeline/2`` JSON."""
         write_json(path, self.to_dict())
 
     @classmethod
     def load(cls, path: str | Path) -> Timeline:
-        """Reads ``timeline/1`` JSON; raises FormatError naming the file and entry."""
+        """Reads ``timeline/2`` JSON; raises FormatError naming the file and entry."""
         return load_json(path, cls.from_dict)
 
     def perfetto(self, program: Program) -> dict[str, Any]:

@@ -1,0 +1,390 @@
+"""Schedule: everything that follows from a plan without a clock.
+
+``lower`` turns the decisions of a plan into the straight line of **steps** of a steady iteration: every kernel, and
+before it what runs again for it (its **pass**). It says which **blocks** of memory each step uses, allocates and frees,
+which copies are enqueued at its end, which gaps open there, and what each kernel needs at least (``residency``).
+
+A block is one copy of a tensor, or a workspace. It lives from the step that writes it first to the last that uses it.
+A **version** of a tensor is the kernel that wrote it last, in program order (-1: the iteration before). Every step
+reads the version that program order gives it, so that the walk need only know which block holds which version:
+
+1. A kernel writes in place, but a tensor's first write makes a block.
+2. A step that runs again writes to blocks of its pass, which all writers of a tensor in the pass share.
+3. Recompute: a pass reads what is there still, else what it wrote; it keeps what it recovers (``_wanted``, rule 7).
+4. Rerun: a block written again takes the place of the one before, but for persistent tensors and those on the host.
+5. A tensor on the host that a pass reads is fetched, and stays.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Set
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+from simulator.plan import Decision, Plan, PlanError, Recompute, Rerun, Swap, recovered_at
+from simulator.program import Gap, Program
+
+
+class Block(NamedTuple):
+    """One copy of a tensor in device memory, or a workspace, over the steps ``first`` to ``last``."""
+
+    owner: int  # tensor, or -1 - k: the workspace of kernel k
+    nbytes: int
+    first: int  # allocated when this step starts; -1: a persistent tensor, there before
+    last: int  # freed when this step ends; the number of steps: a persistent tensor, it stays
+
+
+class Step(NamedTuple):
+    """One launch on the compute stream."""
+
+    kernel: int
+    rerun: bool
+    before: int  # the kernel for which it runs; itself where it is none that runs again
+    waits: frozenset[int]  # tensors that must not be on the host, or on the way
+    uses: dict[int, int]  # tensor -> block that it reads or writes
+    allocates: tuple[int, ...]  # blocks, at its start
+    frees: tuple[int, ...]  # blocks, at its end
+    copies: tuple[Swap, ...]  # whose copies to the host are enqueued at its end, by tensor
+    opens: tuple[Swap, ...]  # whose gaps open at its end, by tensor
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A plan lowered for a program.
+
+    Attributes:
+        first: n + 1 integers, the first step of each kernel's pass, or its own; and the number of steps.
+        returns: per Swap, the kernel that ends its gap: ``before``, or an earlier one whose pass fetches the tensor.
+        moved: per Swap, the block that leaves and comes back.
+        away_at_start: tensors on the host at the iteration boundary.
+        blocks: those of persistent tensors first, by tensor.
+        resident: n integers, bytes there before a kernel's pass, with what it fetches and waits for.
+        residency: n integers, the planned residency: bytes that a kernel and its pass need at least.
+        on_host: n integers, bytes that the host holds for the plan at a kernel.
+    """
+
+    program: Program  # under the plan's variants
+    steps: tuple[Step, ...]
+    first: tuple[int, ...]
+    blocks: tuple[Block, ...]
+    returns: dict[Swap, int]
+    moved: dict[Swap, int]
+    away_at_start: frozenset[int]
+    resident: tuple[int, ...]
+    residency: tuple[int, ...]
+    on_host: tuple[int, ...]
+
+    def pass_of(self, k: int) -> tuple[Step, ...]:
+        """What runs again before kernel k, in order."""
+        return self.steps[self.first[k] : self.first[k + 1] - 1]
+
+    def step_of(self, k: int) -> int:
+        """The index of kernel k's own step."""
+        return self.first[k + 1] - 1
+
+    @cached_property
+    def reruns(self) -> tuple[Rerun, ...]:
+        """What runs again, as decisions: the plan of these does the same as the Recompute decisions."""
+        return tuple(Rerun(s.kernel, s.before) for s in self.steps if s.rerun)
+
+    @cached_property
+    def required_bytes(self) -> int:
+        """The smallest limit at which the plan is feasible."""
+        return max(self.residency)
+
+
+def lower(program: Program, plan: Plan) -> Schedule:
+    """The schedule of a plan that fits the program (``Plan.check``).
+
+    Raises:
+        PlanError: a kernel that is to run again would not find an input as it was.
+    """
+    program = program.with_variants(plan.variants)
+    wrapping = {d.tensor: d for d in plan.decisions if isinstance(d, Swap) and d.after >= d.before}
+    walk = _Walk(program, plan.decisions, wrapping)
+    still_away = walk.away.keys()
+    if still_away != wrapping.keys():  # a pass before the boundary has fetched some
+        walk = _Walk(program, plan.decisions, {t: wrapping[t] for t in still_away})
+    return walk.schedule()
+
+
+class _Walk:
+    """One iteration, kernel by kernel."""
+
+    def __init__(self, program: Program, decisions: tuple[Decision, ...], away_at_start: dict[int, Swap]):
+        self.program, self.away_at_start = program, frozenset(away_at_start)
+        self.swaps = sorted((d for d in decisions if isinstance(d, Swap)), key=lambda d: d.tensor)
+        self.away: dict[int, Swap | Recompute] = dict(away_at_start)  # tensor -> the decision that has it away
+        self.returns: dict[Swap, int] = {}
+        self.moved: dict[Swap, int] = {}
+        self.left: list[tuple[int, Swap]] = [(0, d) for d in away_at_start.values()]  # and from which kernel on
+        self.owners: list[tuple[int, int]] = []  # per block: owner, bytes
+        self.spans: list[list[int]] = []  # per block: first and last step
+        self.holder: dict[tuple[int, int], int] = {}  # (tensor, version) -> the newest block that holds it
+        self.steps: list[tuple[int, bool, int, frozenset[int], dict[int, int]]] = []
+        self.first: list[int] = []
+        for t, tensor in enumerate(program.tensors):
+            if tensor.persistent:
+                self.holder[t, -1] = self._block(t, tensor.nbytes, -1)
+        opens: dict[int, list[Swap | Recompute]] = {}
+        again: dict[int, list[int]] = {}
+        for d in decisions:
+            if isinstance(d, Rerun):
+                again.setdefault(d.before, []).append(d.kernel)
+            else:
+                opens.setdefault(d.after, []).append(d)
+        for k, kernel in enumerate(program.kernels):
+            self.first.append(len(self.steps))
+            fetched = self._rerun(k, sorted(again[k])) if k in again else self._recompute(k)
+            self._return(k, fetched | set(kernel.accesses))
+            self._run(k)
+            for d in opens.get(k, ()):
+                if isinstance(d, Recompute):
+                    self._use(self.holder.pop((d.tensor, self.version(d.tensor, k + 1))))
+                else:
+                    self.left.append((k + 1, d))
+                    self.moved[d] = self.holder[d.tensor, self.version(d.tensor, k + 1)]
+                self.away[d.tensor] = d
+        self.first.append(len(self.steps))
+        for t, tensor in enumerate(program.tensors):
+            if tensor.persistent:
+                self.spans[self.holder[t, self.version(t, len(program.kernels))]][1] = len(self.steps)
+
+    def version(self, x: int, w: int) -> int:
+        """The version of tensor x before kernel w."""
+        writes = self.program.writes[x]
+        i = bisect_left(writes, w)
+        return writes[i - 1] if i else -1
+
+    def _block(self, owner: int, nbytes: int, first: int) -> int:
+        self.owners.append((owner, nbytes))
+        self.spans.append([first, first])
+        return len(self.owners) - 1
+
+    def _use(self, block: int) -> int:
+        """The last step uses the block."""
+        self.spans[block][1] = len(self.steps) - 1
+        return block
+
+    def _step(self, w: int, rerun: bool, k: int, waits: Set[int]) -> dict[int, int]:
+        """Begins a step; returns its ``uses``, to be filled."""
+        uses: dict[int, int] = {}
+        self.steps.append((w, rerun, k, frozenset(waits), uses))
+        if self.program.kernels[w].workspace:
+            self._block(-1 - w, self.program.kernels[w].workspace, len(self.steps) - 1)
+        return uses
+
+    def _return(self, k: int, tensors: Set[int]) -> None:
+        """Of these, those on the host are back for kernel k."""
+        for t in tensors & self.away.keys():
+            d = self.away[t]
+            if isinstance(d, Swap):
+                self.returns[d] = k
+                del self.away[t]
+
+    def _run(self, k: int) -> None:
+        """Kernel k itself (point 1)."""
+        kernel, program = self.program.kernels[k], self.program
+        uses = self._step(k, False, k, frozenset(kernel.accesses))
+        for x in kernel.inputs:
+            uses[x] = self._use(self.holder[x, self.version(x, k)])
+        for x in dict.fromkeys(kernel.outputs):
+            if not program.tensors[x].persistent and program.accesses[x][0] == k:
+                uses[x] = self._block(x, program.tensors[x].nbytes, len(self.steps) - 1)
+            else:
+                uses[x] = self._use(self.holder.pop((x, self.version(x, k))))
+            self.holder[x, k] = uses[x]
+
+    def _recompute(self, k: int) -> Set[int]:
+        """The pass of kernel k by Recompute decisions (points 2, 3); returns the tensors on the host that it reads."""
+        dropped = {t: d for t, d in self.away.items() if isinstance(d, Recompute)}
+        targets = {t for t, d in dropped.items() if recovered_at(d) == k}
+        if not targets:
+            return frozenset()
+        program = self.program
+        rerun = _wanted(program, k, targets, dropped.keys())
+        fetched = {
+            x for w in rerun for x in program.kernels[w].inputs
+            if x in self.away and present(program, x, w, k, dropped.keys())
+        }  # fmt: skip
+        recovered = set(targets)
+        if any(dropped[t].keep for t in targets):
+            recovered |= {x for x in dropped if rerun.issuperset(u for u in program.writes[x] if u < k)}
+        own: dict[int, int] = {}
+        for w in sorted(rerun):
+            uses = self._step(w, True, k, fetched)
+            for x in program.kernels[w].inputs:
+                there = present(program, x, w, k, dropped.keys())
+                uses[x] = self._use(self.holder[x, self.version(x, w)] if there else own[x])
+            self._write(w, uses, own)
+        for x in recovered:
+            self.holder[x, self.version(x, k)] = own[x]
+            del self.away[x]
+        return fetched
+
+    def _write(self, w: int, uses: dict[int, int], own: dict[int, int]) -> None:
+        """What a step that runs again writes, in blocks of its pass (point 2)."""
+        for x in dict.fromkeys(self.program.kernels[w].outputs):
+            if x in own:
+                self._use(own[x])
+            else:
+                own[x] = self._block(x, self.program.tensors[x].nbytes, len(self.steps) - 1)
+            uses[x] = own[x]
+
+    def _rerun(self, k: int, rerun: list[int]) -> Set[int]:
+        """The pass of kernel k by Rerun decisions (points 2, 4); returns the tensors on the host that it reads."""
+        program, tensors = self.program, self.program.tensors
+        copied = {d.tensor for d in self.swaps if self._copied(d, k)}
+        own: dict[int, int] = {}
+        held: dict[int, int] = {}  # tensor -> the version of it in ``own``
+        fetched: set[int] = set()
+        begin = len(self.steps)
+        for w in rerun:
+            uses = self._step(w, True, k, frozenset())
+            for x in program.kernels[w].inputs:
+                version = self.version(x, w)
+                mine, there = held.get(x) == version, self.holder.get((x, version))
+                if there is not None and (tensors[x].persistent or not mine):
+                    uses[x] = self._use(there)
+                    if x in self.away and version == self.version(x, k):
+                        fetched.add(x)
+                elif mine:
+                    uses[x] = self._use(own[x])
+                else:
+                    raise PlanError(
+                        f"kernel {w} cannot run again before kernel {k}: tensor {x} is not there as it read it"
+                    )
+            for x in program.kernels[w].outputs:
+                earlier = self.version(x, w)
+                if not tensors[x].persistent and earlier >= 0 and held.get(x) != earlier:
+                    raise PlanError(
+                        f"kernel {w} cannot run again before kernel {k}: it goes on writing tensor {x}, and kernel "
+                        f"{earlier} does not run again just before it"
+                    )
+            self._write(w, uses, own)
+            for x in program.kernels[w].outputs:
+                replaced = not tensors[x].persistent and x not in copied
+                if replaced and self.holder.get((x, held.get(x, -1))) == own[x]:
+                    del self.holder[x, held[x]]
+                held[x] = w
+                if replaced:
+                    self.holder[x, w] = own[x]
+        for i in range(begin, len(self.steps)):
+            self.steps[i] = (*self.steps[i][:3], frozenset(fetched), self.steps[i][4])
+        return fetched
+
+    def _copied(self, d: Swap, k: int) -> bool:
+        """Is the copy of d enqueued before the pass of kernel k, and the tensor not back?"""
+        copy = d.after if d.copy is None else d.copy
+        return self.away.get(d.tensor) == d or (copy < k <= d.after if copy <= d.after else not d.after < k <= copy)
+
+    def schedule(self) -> Schedule:
+        """What was walked."""
+        program, n_steps = self.program, len(self.steps)
+        n, size = len(program.kernels), [t.nbytes for t in program.tensors]
+        blocks = tuple(Block(*owner, *span) for owner, span in zip(self.owners, self.spans, strict=True))
+        born: list[list[int]] = [[] for _ in range(n_steps)]
+        dies: list[list[int]] = [[] for _ in range(n_steps)]
+        used = 0
+        for b, block in enumerate(blocks):
+            if block.first >= 0:
+                born[block.first].append(b)
+            else:
+                used += block.nbytes
+            if block.last < n_steps:
+                dies[block.last].append(b)
+        leaves, back = (
+            [0] * (n + 1),
+            [0] * (n + 1),
+        )  # bytes that swaps take from a kernel on, bring back for it
+        for k, d in self.left:
+            leaves[k] += size[d.tensor]
+        for d, k in self.returns.items():
+            back[k] += size[d.tensor]
+        resident, residency = [], []
+        for k in range(n):
+            used += back[k] - leaves[k]
+            resident.append(used)
+            most = 0
+            for i in range(self.first[k], self.first[k + 1]):
+                used += sum(blocks[b].nbytes for b in born[i])
+                most = max(most, used)
+                used -= sum(blocks[b].nbytes for b in dies[i])
+            residency.append(most)
+        copies: dict[int, list[Swap]] = {}
+        opens: dict[int, list[Swap]] = {}
+        for d in self.swaps:
+            copies.setdefault(d.after if d.copy is None else d.copy, []).append(d)
+            opens.setdefault(d.after, []).append(d)
+        steps = tuple(
+            Step(w, rerun, k, waits, uses, tuple(born[i]), tuple(dies[i]),
+                 *(((), ()) if rerun else (tuple(copies.get(w, ())), tuple(opens.get(w, ())))))
+            for i, (w, rerun, k, waits, uses) in enumerate(self.steps)
+        )  # fmt: skip
+        on_host = _on_host(program, self.swaps, self.returns)
+        return Schedule(program, steps, tuple(self.first), blocks, self.returns, self.moved, self.away_at_start,
+                        tuple(resident), tuple(residency), tuple(on_host))  # fmt: skip
+
+
+def _on_host(program: Program, swaps: list[Swap], returns: dict[Swap, int]) -> list[int]:
+    """Bytes that the host holds at each kernel: from a copy's issue until the tensor is back, and on to the next gap
+    that finds the copy valid."""
+    n = len(program.kernels)
+    held = [0] * n
+    of: dict[int, list[Swap]] = {}
+    for d in sorted(swaps, key=lambda d: d.after):
+        of.setdefault(d.tensor, []).append(d)
+    for t, ds in of.items():
+        at: set[int] = set()
+
+        def kernels(begin: int, end: int) -> set[int]:
+            """After ``begin`` up to ``end``, over the boundary where need be; all where they are the same."""
+            return {k % n for k in range(begin + 1, (end if end > begin else end + n) + 1)}
+
+        copy = [d.after if d.copy is None else d.copy for d in ds]
+        for i, d in enumerate(ds):
+            at |= kernels(copy[i], returns[d])
+        cyclic = [*range(len(ds)), 0] if program.tensors[t].persistent else range(len(ds))
+        for i, j in pairwise(cyclic):
+            between = kernels(copy[i], copy[j])
+            if not between.intersection(program.writes[t]):
+                at |= between
+        for k in at:
+            held[k] += program.tensors[t].nbytes
+    return held
+
+
+def present(program: Program, x: int, w: int, k: int, dropped: Set[int]) -> bool:
+    """Is tensor x there at kernel k, or on the host, as kernel w read it?"""
+    tensor, uses = program.tensors[x], program.accesses[x]
+    alive = tensor.persistent or uses[0] < k <= uses[-1]
+    return alive and x not in dropped and not any(w <= u < k for u in program.writes[x])
+
+
+def _wanted(program: Program, k: int, targets: Set[int], dropped: Set[int]) -> set[int]:
+    """Rule 7: the writers of the targets that ran before kernel k, and of what those read and is not present."""
+    rerun: set[int] = set()
+    pending = [u for t in targets for u in program.writes[t] if u < k]
+    while pending:
+        w = pending.pop()
+        if w in rerun:
+            continue
+        rerun.add(w)
+        for x in program.kernels[w].inputs:
+            if not present(program, x, w, k, dropped):
+                pending += [u for u in program.writes[x] if u < w]
+    return rerun
+
+
+def reruns(program: Program, tensor: int, k: int, dropped: Set[int] = frozenset()) -> list[int]:
+    """Kernels that run again, in order, to have ``tensor`` back before kernel k when of the others ``dropped`` are
+    away. With more away, or later in the same gap, these run again and perhaps others."""
+    return sorted(_wanted(program, k, {tensor}, dropped | {tensor}))
+
+
+def recompute_ns(program: Program, gap: Gap) -> int:
+    """Duration of the kernels that recover a gap's tensor when nothing else is away."""
+    return sum(program.kernels[k].duration_ns for k in reruns(program, gap.tensor, gap.before))
