@@ -78,6 +78,7 @@ class Timeline:
     boundaries: tuple[int, ...]  # end time of each iteration
     spans: tuple[Span, ...]  # as they started, at one instant in the order of rule 9
     events: tuple[BlockEvent, ...]  # in order; what is resident at the start comes first
+    events_until: tuple[int, ...]  # how many of them there were at the end of each iteration
     period: int = 1  # the iterations that repeat, of which the last is the slowest (rule 10); 0: none do yet
 
     @cached_property
@@ -122,6 +123,7 @@ class Timeline:
         boundaries: Sequence[int],
         spans: Sequence[Span],
         events: Sequence[BlockEvent],
+        events_until: Sequence[int],
         stalls: Sequence[tuple[int, int, bool]],
         period: int = 1,
     ) -> Timeline:
@@ -152,6 +154,7 @@ class Timeline:
             boundaries=tuple(boundaries),
             spans=tuple(spans),
             events=tuple(events),
+            events_until=tuple(events_until),
             period=period,
         )
 
@@ -162,7 +165,7 @@ class Timeline:
             del out["period"]
         out["spans"] = [list(s) for s in self.spans]
         out["events"] = [list(e) for e in self.events]
-        out["boundaries"] = list(self.boundaries)
+        out["boundaries"], out["events_until"] = list(self.boundaries), list(self.events_until)
         return {"format": FORMAT, **out}
 
     @classmethod
@@ -174,12 +177,14 @@ class Timeline:
         """
         integer = dict.fromkeys(("limit", "iteration_ns", "ideal_ns", "peak_bytes", "required_bytes"), int)
         rest = {"format": str, "program": str, "breakdown": dict, "boundaries": list, "spans": list, "events": list}
+        rest["events_until"] = list
         top = fields(data, "timeline", {**integer, **rest}, {"period": (int, 1)})
         if top.pop("format") != FORMAT:
             raise FormatError(f"timeline.format: expected {FORMAT!r}")
         parts = fields(top["breakdown"], "breakdown", dict.fromkeys(Breakdown.__dataclass_fields__, int), {})
         top["breakdown"] = Breakdown(**parts)
-        top["boundaries"] = integers(top["boundaries"], "boundaries")
+        for name in ("boundaries", "events_until"):
+            top[name] = integers(top[name], name)
         top["events"] = tuple(BlockEvent(*integers(e, f"events[{i}]", length=4)) for i, e in enumerate(top["events"]))
         spans = []
         for i, entry in enumerate(top["spans"]):

@@ -42,7 +42,7 @@ from simulator.compiled.engine import Engine
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
-from simulator.reference import reruns
+from simulator.schedule import reruns
 
 COMPUTE_INTENSIVE = frozenset({"conv", "matmul", "rnn"})
 ALLOWLIST = frozenset({"activation", "elementwise", "norm", "reduce", "copy"})
@@ -135,7 +135,7 @@ class OffloadAll:
                 if before - after > 1 and program.kernels[before].outputs:
                     rows.append((SYNC_SWAP, tensor, after, before, before - 1))
         engine = Engine(program, machine, limit)
-        return finish(self, program, machine, limit, engine, np.array(rows, dtype=np.int64).reshape(-1, 5))
+        return finish(self, program, machine, limit, engine, np.array(rows, dtype=np.int64).reshape(-1, 6))
 
 
 class ActivationBudget:

@@ -95,6 +95,6 @@ def start(
 
 
 def everything(program: Program, mode: str, min_bytes: int) -> Rows:
-    """int64[m, 5]: every gap emptied in the first of its ways."""
+    """int64[m, 6]: every gap emptied in the first of its ways."""
     ways = [ways_of(program, gap, mode) for gap in program.gaps(min_bytes)]
-    return np.array([w[0] for w in ways if w], dtype=np.int64).reshape(-1, 5)
+    return np.array([w[0] for w in ways if w], dtype=np.int64).reshape(-1, 6)

@@ -113,8 +113,8 @@ def ragged(*tables: Sequence[Iterable[int]]) -> Ints:
 
 def read_log(
     log: Ints, decisions: Sequence[Decision], schedule: Schedule
-) -> tuple[list[int], list[Span], list[BlockEvent], list[tuple[int, int, bool]]]:
-    """A log, int64 (entries, 4), as ``Timeline.assemble`` takes it: boundaries, spans, events, stalls.
+) -> tuple[list[int], list[Span], list[BlockEvent], list[int], list[tuple[int, int, bool]]]:
+    """A log, int64 (entries, 4), as ``Timeline.assemble`` takes it.
 
     Args:
         decisions: those of the rows.
@@ -122,6 +122,7 @@ def read_log(
     boundaries: list[int] = []
     spans: list[Span] = []
     events: list[BlockEvent] = []
+    events_until: list[int] = []
     stalls: list[tuple[int, int, bool]] = []
 
     def change(time: int, block: int, sign: int) -> None:
@@ -154,4 +155,5 @@ def read_log(
             stalls.append((start, end, bool(index)))
         elif what == LOG_BOUNDARY:
             boundaries.append(end)
-    return boundaries, spans, events, stalls
+            events_until.append(len(events))
+    return boundaries, spans, events, events_until, stalls

@@ -107,7 +107,7 @@ class Engine:
         """
         status, iteration_ns, required, peak, _, detail, _ = self._simulate(rows, limit_until, 1, None)
         period = detail if status == DONE else 0
-        return Score(period > 0, iteration_ns, required, peak, period)
+        return Score(period > 0, iteration_ns if period else NEVER, required, peak, period)
 
     def residency(self, rows: Ints) -> Ints:
         """Planned residency per kernel (reference.py), int64 (kernels,), in a new array."""

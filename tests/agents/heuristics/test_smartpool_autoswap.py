@@ -29,7 +29,7 @@ FRAGMENTED = straight([(0, 5), (0, 1), (1, 3), (3, 5)], [2, 3, 2, 2], [10] * 6, 
 
 def pack(program: Program, plan: Plan, machine: Machine, alignment: int = 1) -> Packing:
     timeline = simulate(program, plan, machine, plan.limit)
-    lives = timeline_lifetimes(timeline, program, plan)
+    lives = timeline_lifetimes(timeline)
     packing = smartpool.pack(lives.intervals, alignment)
     assert overlaps(lives.intervals, packing.offsets) == []
     return packing
