@@ -27,8 +27,8 @@ from simulator.timeline import Timeline
 
 # isort: off
 from simulator.compiled.encoding import (
-    DONE, DURATION, KIND, LIVE, NEVER, RECOMPUTE, SWAP, SYNC_SWAP, TENSOR, WORKSPACE, Ints, decisions_of, ragged,
-    read_log, rows_of,
+    COLUMNS, DONE, DURATION, KIND, LIVE, NEVER, RECOMPUTE, SWAP, SYNC_SWAP, TENSOR, WORKSPACE, Ints, decisions_of,
+    ragged, read_log, rows_of,
 )  # fmt: skip
 # isort: on
 
@@ -125,6 +125,8 @@ class Engine:
 
     def _simulate(self, rows: Ints, limit_until: int | None, iterations: int, log: Ints | None) -> tuple[int, ...]:
         """What ``event_loop`` returns."""
+        if rows.shape[1] != COLUMNS:
+            raise ValueError(f"rows: expected {COLUMNS} columns, got {rows.shape[1]}")
         self.calls += 1
         n = len(self.program.kernels)
         kernels, *steps = self._lowered(rows)

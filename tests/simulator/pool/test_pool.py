@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from simulator import Kernel, Plan, Program, Swap, Tensor, reference, simulate
+from simulator import Kernel, Plan, Program, Swap, Tensor, simulate
 from simulator.pool import Intervals, Lifetimes, program_lifetimes, smartpool, timeline_lifetimes
 from simulator.pool.validate import overlaps
+from simulator.schedule import lower
 from tests import tiny
 from tests.strategies import machines, plans, programs
 from tests.tiny import A1, A2, A3, A4, G2, G3, G4, W
@@ -104,13 +105,13 @@ def test_the_blocks_are_the_ledger_and_their_addresses_are_apart(data: st.DataOb
     program = data.draw(programs())
     plan = data.draw(plans(program))
     machine = data.draw(machines())
-    limit = max(reference.resolve(program, plan.decisions).residency) + data.draw(st.integers(0, 60))
+    limit = lower(program, plan).required_bytes + data.draw(st.integers(0, 60))
     timeline = simulate(program, plan, machine, limit)
     lives = timeline_lifetimes(timeline)
     blocks = lives.intervals
     held = np.zeros(blocks.period, np.int64)  # after each event
-    for lower, upper, nbytes in zip(blocks.lower, blocks.upper, blocks.nbytes, strict=True):
-        held[np.arange(lower, upper) % blocks.period] += nbytes
+    for begin, end, nbytes in zip(blocks.lower, blocks.upper, blocks.nbytes, strict=True):
+        held[np.arange(begin, end) % blocks.period] += nbytes
     begin, end = timeline.boundaries[-2:]
     ledger = {t - begin: used for t, used in timeline.memory if begin < t < end}  # the last change at each instant
     ours = dict(zip(lives.time_ns.tolist(), held.tolist(), strict=True))
