@@ -297,7 +297,7 @@ class _Run:
         return min(waiting, key=lambda a: (a.before, a.swap.tensor), default=None)
 
     def _fits(self, gap: _Away) -> bool:
-        """Rule 5: does it fit now, and beside the planned residency and what came early at each kernel until its use?"""
+        """Rule 5: does it fit now, and beside the planned residency and what came early up to its use?"""
         nbytes = self._nbytes(gap.swap.tensor)
         if self.used + nbytes > self._limit_at(self.position):
             return False

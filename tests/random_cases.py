@@ -100,7 +100,7 @@ def machine_of(rng: Random, new: bool = True) -> Machine:
     rates = [500_000_000, 1_000_000_000, 3_000_000_000]
     duplex = rng.choice([0, 400_000_000, 1_000_000_001, 1_700_000_000]) if new else 0
     return Machine("random", 10**6, rng.choice(rates), rng.choice(rates), rng.randint(0, 3), rng.randint(1, 2),
-                   duplex_bytes_per_s=duplex)  # fmt: skip
+                   host_bytes=rng.choice([10**6, 10**6, rng.randint(0, 150)]), duplex_bytes_per_s=duplex)  # fmt: skip
 
 
 def case(seed: int) -> Case:
@@ -121,16 +121,16 @@ def difference(case: Case) -> str | None:
     def result(run: object) -> object:
         try:
             return run(*case[:4], case.iterations, case.limit_until)  # type: ignore[operator]
-        except OutOfMemory as error:
+        except (OutOfMemory, PlanError) as error:
             return str(error)
 
     right, ours = result(reference.simulate), result(simulate)
     if right != ours:
         return f"simulate gives\n{ours}\nnot\n{right}"
-    if isinstance(right, str):
-        return None
     engine = Engine(case.program, case.machine, case.limit, case.iterations)
     score = engine.score(rows_of(case.plan.decisions), case.limit_until)
+    if isinstance(right, str):
+        return f"score gives {score}, not {right}" if score.feasible else None
     wanted = (right.period > 0, right.iteration_ns, right.required_bytes, right.peak_bytes, right.period)  # type: ignore[attr-defined]
     if score[1:] != wanted[1:] or score[0] != wanted[0]:
         return f"score gives {score}, not {wanted}"

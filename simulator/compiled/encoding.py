@@ -7,15 +7,18 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.plan import Decision, Recompute, Swap
-from simulator.timeline import Span
+from simulator.machine import ALONE  # noqa: F401
+from simulator.plan import Decision, Recompute, Rerun, Swap
+from simulator.schedule import Schedule
+from simulator.timeline import BlockEvent, Span
 
 Ints = NDArray[np.int64]
 NEVER = 2**62  # a time or position that does not come
 
-# Columns of ``rows``, int64 (rows, 5): one row a decision.
-KIND, TENSOR, AFTER, BEFORE, EXTRA = range(5)  # EXTRA: prefetch or -1; keep 0 or 1
-SWAP, RECOMPUTE, SYNC_SWAP = 0, 1, 2
+# Columns of ``rows``, int64 (rows, 6): one row a decision. EXTRA: prefetch or -1; keep 0 or 1. WHEN: copy or -1; at or
+# -1. Of a kernel that runs again, AFTER is the kernel, BEFORE the one for which it does; the others do not count.
+KIND, TENSOR, AFTER, BEFORE, EXTRA, WHEN = range(6)
+SWAP, RECOMPUTE, SYNC_SWAP, RERUN = 0, 1, 2, 3  # swaps are even
 
 # What is known of a program on a machine: kernels[DURATION, k] and so on, int64 (5, kernels) and (6, tensors).
 # BORN, DIES: bytes of the non-persistent tensors that are first used by the kernel, and last. LIVE: of all that live,
@@ -40,42 +43,55 @@ GATE_MISSING = GATE_EVENT - 1
 GAP = np.dtype([(name, np.int64) for name in (
     "nbytes", "out_ns", "in_ns",
     "returns",  # the kernel that ends the gap
+    "lead",  # kernels from that at whose end the copy is issued to the one that opens the gap
+    "pinned",  # 1 where it has a prefetch kernel
     "weight",  # what it adds to the gate of that kernel while it is away
     "since_write",  # kernels from the last write of the tensor to the opening of the gap
     "hold",  # kernels from the opening until it may come back
+    "issued",  # the position from which its copy is enqueued
+    "pending",  # of that copy: 0 none, or over; COPYING; LEAVING: the gap is open
     # While the tensor is away:
     "ready",  # the position from which it may come back
     "order",  # the segment that begins with its use, in units of ORDER_SEGMENT, and the tensor: the least is first
 )])  # fmt: skip
 ORDER_SEGMENT = 2**32
+COPYING, LEAVING = 1, 2
 
 # How a run ends.
 DONE, OUT_OF_MEMORY, HOST_FULL = range(3)
 
-# Columns of the log of a run: start, end, one of these, index or bytes. The first four are spans.
-LOG_KERNEL, LOG_RECOMPUTE, LOG_OUT, LOG_IN, LOG_STALL, LOG_BOUNDARY, LOG_MEMORY = range(7)
+# Columns of the log of a run: start, end, one of these, kernel or row. The first four are spans; a step ends, and the
+# memory of an open gap is free.
+LOG_KERNEL, LOG_RECOMPUTE, LOG_OUT, LOG_IN, LOG_STALL, LOG_BOUNDARY, LOG_END, LOG_LEFT = range(8)
 _SPANS = (("compute", "kernel"), ("compute", "recompute"), ("d2h", "swap_out"), ("h2d", "swap_in"))
 
 
 def rows_of(decisions: Iterable[Decision]) -> Ints:
-    """Decisions as int64 (n, 5): kind, tensor, after, before, extra."""
-    table = [
-        (SYNC_SWAP if d.sync else SWAP, d.tensor, d.after, d.before, -1 if d.prefetch is None else d.prefetch)
-        if isinstance(d, Swap)
-        else (RECOMPUTE, d.tensor, d.after, d.before, int(d.keep))
-        for d in decisions
-    ]
-    return np.array(table, np.int64).reshape(-1, 5)
+    """Decisions as int64 (n, 6): kind, tensor, after, before, extra, when."""
+    return np.array([_row(d) for d in decisions], np.int64).reshape(-1, 6)
+
+
+def _row(d: Decision) -> tuple[int, ...]:
+    if isinstance(d, Rerun):
+        return RERUN, -1, d.kernel, d.before, 0, -1
+    if isinstance(d, Recompute):
+        return RECOMPUTE, d.tensor, d.after, d.before, int(d.keep), -1 if d.at is None else d.at
+    prefetch, copy = (-1 if k is None else k for k in (d.prefetch, d.copy))
+    return SYNC_SWAP if d.sync else SWAP, d.tensor, d.after, d.before, prefetch, copy
 
 
 def decisions_of(rows: Ints) -> tuple[Decision, ...]:
     """The inverse of ``rows_of``."""
-    return tuple(
-        Recompute(t, a, b, bool(extra))
-        if kind == RECOMPUTE
-        else Swap(t, a, b, None if extra < 0 else extra, kind == SYNC_SWAP)
-        for kind, t, a, b, extra in rows.tolist()
-    )
+    out: list[Decision] = []
+    for kind, t, after, before, extra, when in rows.tolist():
+        moment = None if when < 0 else when
+        if kind == RERUN:
+            out.append(Rerun(after, before))
+        elif kind == RECOMPUTE:
+            out.append(Recompute(t, after, before, bool(extra), moment))
+        else:
+            out.append(Swap(t, after, before, None if extra < 0 else extra, kind == SYNC_SWAP, moment))
+    return tuple(out)
 
 
 def ragged(*tables: Sequence[Iterable[int]]) -> Ints:
@@ -95,20 +111,47 @@ def ragged(*tables: Sequence[Iterable[int]]) -> Ints:
     return np.array(offsets + values, np.int64)
 
 
-def read_log(log: Ints) -> tuple[list[int], list[Span], list[tuple[int, int]], list[tuple[int, int, bool]]]:
-    """A log, int64 (entries, 4), as ``Timeline.assemble`` takes it: boundaries, spans, memory, stalls."""
+def read_log(
+    log: Ints, decisions: Sequence[Decision], schedule: Schedule
+) -> tuple[list[int], list[Span], list[BlockEvent], list[tuple[int, int, bool]]]:
+    """A log, int64 (entries, 4), as ``Timeline.assemble`` takes it: boundaries, spans, events, stalls.
+
+    Args:
+        decisions: those of the rows.
+    """
     boundaries: list[int] = []
     spans: list[Span] = []
-    memory: list[tuple[int, int]] = []
+    events: list[BlockEvent] = []
     stalls: list[tuple[int, int, bool]] = []
+
+    def change(time: int, block: int, sign: int) -> None:
+        owner, nbytes, *_ = schedule.blocks[block]
+        if nbytes:
+            events.append(BlockEvent(time, owner, block, sign * nbytes))
+
+    for b, block in enumerate(schedule.blocks):
+        if block.first < 0 and block.owner not in schedule.away_at_start:
+            change(0, b, 1)
+    step = 0
     for start, end, what, index in log.tolist():
-        if what == LOG_MEMORY:
-            memory.append((start, index))
+        if what in (LOG_OUT, LOG_IN, LOG_LEFT):
+            swap = decisions[index]
+            assert isinstance(swap, Swap)
+            if what != LOG_OUT:
+                change(start, schedule.moved[swap], 1 if what == LOG_IN else -1)
+            index = swap.tensor
+        if what < len(_SPANS):
+            stream, kind = _SPANS[what]
+            spans.append(Span(start, end, stream, kind, index))  # type: ignore[arg-type]
+        if what in (LOG_KERNEL, LOG_RECOMPUTE):
+            for b in schedule.steps[step].allocates:
+                change(start, b, 1)
+        elif what == LOG_END:
+            for b in schedule.steps[step].frees:
+                change(start, b, -1)
+            step = (step + 1) % len(schedule.steps)
         elif what == LOG_STALL:
             stalls.append((start, end, bool(index)))
         elif what == LOG_BOUNDARY:
             boundaries.append(end)
-        else:
-            stream, kind = _SPANS[what]
-            spans.append(Span(start, end, stream, kind, index))  # type: ignore[arg-type]
-    return boundaries, spans, memory, stalls
+    return boundaries, spans, events, stalls

@@ -17,16 +17,18 @@ import numpy as np
 from simulator.compiled.event_loop import event_loop
 from simulator.compiled.lowering import swap_residency
 from simulator.compiled.rematerialisation import recomputes, resolve
+from simulator.compiled.reruns import resolve_reruns
 from simulator.machine import Machine
-from simulator.plan import Plan, PlanError
+from simulator.plan import Plan
 from simulator.program import Program
-from simulator.reference import MAX_ITERATIONS, OutOfMemory
+from simulator.reference import MAX_ITERATIONS, check_room
+from simulator.schedule import lower
 from simulator.timeline import Timeline
 
 # isort: off
 from simulator.compiled.encoding import (
-    DONE, DURATION, HOST_FULL, KIND, LIVE, NEVER, OUT_OF_MEMORY, RECOMPUTE, SWAP, SYNC_SWAP, TENSOR, WORKSPACE, Ints,
-    decisions_of, ragged, read_log, rows_of,
+    DONE, DURATION, KIND, LIVE, NEVER, RECOMPUTE, SWAP, SYNC_SWAP, TENSOR, WORKSPACE, Ints, decisions_of, ragged,
+    read_log, rows_of,
 )  # fmt: skip
 # isort: on
 
@@ -37,10 +39,11 @@ __all__ = ["KIND", "NEVER", "RECOMPUTE", "SWAP", "SYNC_SWAP", "TENSOR", "Engine"
 class Score(NamedTuple):
     """What a planner asks of a plan."""
 
-    feasible: bool
+    feasible: bool  # it fits, and its iterations repeat
     iteration_ns: int  # NEVER where infeasible
     required_bytes: int  # the smallest limit at which the plan is feasible
     peak_bytes: int
+    period: int  # of the iterations that repeat (rule 10); 0: none do, or it does not fit
 
 
 class Engine:
@@ -78,7 +81,7 @@ class Engine:
         )
         self._persistent_bytes = sum(t.nbytes for t in tensors if t.persistent)
         self._residency = np.empty((2, n), np.int64)
-        self._no_remats = (np.empty((0, 3), np.int64), np.empty((0, 2), np.int64), np.empty((0, 3), np.int64))
+        self._no_steps = (np.empty((0, 3), np.int64), np.empty((0, 2), np.int64), np.empty((0, 3), np.int64))
 
     def with_variants(self, variants: Sequence[tuple[int, int]]) -> Engine:
         """This engine for the program as it runs under a plan's ``variants``; its calls are counted anew.
@@ -102,29 +105,33 @@ class Engine:
         Args:
             limit_until: enforce the limit for kernels before this one only; None: everywhere.
         """
-        status, iteration_ns, required, peak, *_ = self._simulate(rows, limit_until, 1, None)
-        return Score(status == DONE, iteration_ns, required, peak)
+        status, iteration_ns, required, peak, _, detail, _ = self._simulate(rows, limit_until, 1, None)
+        period = detail if status == DONE else 0
+        return Score(period > 0, iteration_ns, required, peak, period)
 
     def residency(self, rows: Ints) -> Ints:
         """Planned residency per kernel (reference.py), int64 (kernels,), in a new array."""
-        if not len(self._remats(rows)[0]):
+        if not len(self._lowered(rows)[1]):
             swap_residency(self._kernels, self._tensors, rows, self._residency)
         return np.array(self._residency[0])
 
-    def _remats(self, rows: Ints) -> tuple[Ints, ...]:
-        """What ``resolve`` returns, or empty arrays for a plan without recomputation."""
-        if not recomputes(rows):
-            return self._no_remats
-        return resolve(self._kernels, self._tensors, self._graph, rows, self._residency[0])  # type: ignore[no-any-return]
+    def _lowered(self, rows: Ints) -> tuple[Ints, ...]:
+        """The kernels under the plan, and what ``resolve`` or ``resolve_reruns`` returns, empty for a plan of swaps."""
+        kind = recomputes(rows)
+        if kind == SWAP:
+            return self._kernels, *self._no_steps
+        lowered = resolve if kind == RECOMPUTE else resolve_reruns
+        return lowered(self._kernels, self._tensors, self._graph, rows, self._residency[0])  # type: ignore[no-any-return]
 
     def _simulate(self, rows: Ints, limit_until: int | None, iterations: int, log: Ints | None) -> tuple[int, ...]:
         """What ``event_loop`` returns."""
         self.calls += 1
         n = len(self.program.kernels)
+        kernels, *steps = self._lowered(rows)
         return event_loop(  # type: ignore[no-any-return]
-            self._kernels, self._tensors, self._graph, rows, *self._remats(rows), self._residency,
-            self._persistent_bytes, self.limit, n if limit_until is None else limit_until, iterations,
-            max(self.iterations, MAX_ITERATIONS), self.machine.copy_engines, self.machine.host_bytes, log,
+            kernels, self._tensors, self._graph, rows, *steps, self._residency, self._persistent_bytes, self.limit,
+            n if limit_until is None else limit_until, iterations, max(self.iterations, MAX_ITERATIONS),
+            self.machine.copy_engines, self.machine.duplex_share, self.machine.host_bytes, log,
         )  # fmt: skip
 
     def timeline(self, plan: Plan, limit_until: int | None = None) -> Timeline:
@@ -141,19 +148,18 @@ class Engine:
                 return engine.timeline(plan, limit_until)
             finally:
                 self.calls += engine.calls
+        schedule = lower(self.program, plan)
+        check_room(schedule, self.machine, self.limit, len(schedule.residency) if limit_until is None else limit_until)
         rows = rows_of(plan.decisions)
         n_log, room = 4096, 0
         while n_log > room:
             room = n_log
             log = np.empty((room + 1, 4), np.int64)  # one to spare: see _log
-            status, _, required, _, n_log, detail, used = self._simulate(rows, limit_until, self.iterations, log)
-        if status == OUT_OF_MEMORY:
-            raise OutOfMemory(detail, int(self._residency[0, detail]) - used, used, self.limit)
-        if status == HOST_FULL:
-            raise PlanError(
-                f"the plan swaps {detail:,} bytes; {self.machine.name} has {self.machine.host_bytes:,} on the host"
-            )
-        return Timeline.assemble(self.program, self.limit, required, *read_log(log[:n_log]), detail)
+            status, _, required, _, n_log, period, _ = self._simulate(rows, limit_until, self.iterations, log)
+        if status != DONE:
+            raise AssertionError(f"the schedule fits, the compiled one does not (status {status})")
+        read = read_log(log[:n_log], plan.decisions, schedule)
+        return Timeline.assemble(self.program, self.limit, required, *read, period)
 
 
 def simulate(

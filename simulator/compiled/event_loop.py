@@ -9,13 +9,20 @@ from __future__ import annotations
 import numpy as np
 
 from simulator.compiled.jit import jit
-from simulator.compiled.lowering import leave_at_start, makes_copies, read_plan, segments, swap_residency
+from simulator.compiled.lowering import (
+    host_load,
+    leave_at_start,
+    makes_copies,
+    read_plan,
+    segments,
+    swap_residency,
+)
 
 # isort: off
 from simulator.compiled.encoding import (
-    ALLOCATED, AWAY_BYTES, BORN, DIES, DONE, DURATION, FREED, GATE_MISSING, GATE_REMAT, GATE_SYNC, HOST_FULL, KIND,
-    LIVE, LOG_BOUNDARY, LOG_IN, LOG_KERNEL, LOG_MEMORY, LOG_OUT, LOG_RECOMPUTE, LOG_STALL, NEVER, ORDER_SEGMENT,
-    OUT_OF_MEMORY, RECOMPUTE, STEP_AT, STEP_KERNEL, SYNC_SWAP, TENSOR, WORKSPACE,
+    ALLOCATED, ALONE, AWAY_BYTES, BORN, COPYING, DIES, DONE, DURATION, FREED, GATE_MISSING, GATE_REMAT, GATE_SYNC,
+    HOST_FULL, KIND, LEAVING, LIVE, LOG_BOUNDARY, LOG_END, LOG_IN, LOG_KERNEL, LOG_LEFT, LOG_OUT, LOG_RECOMPUTE,
+    LOG_STALL, NEVER, ORDER_SEGMENT, OUT_OF_MEMORY, RECOMPUTE, STEP_AT, STEP_KERNEL, SYNC_SWAP, TENSOR, WORKSPACE,
 )  # fmt: skip
 # isort: on
 
@@ -31,10 +38,22 @@ def _log(log, count, start, end, what, index):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _log_memory(log, count, now, used, change):  # type: ignore[no-untyped-def]
-    """Logs the bytes in use; without a change, the next entry overwrites it."""
-    written = _log(log, count, now, now, LOG_MEMORY, used)
-    return written if change else count
+def _log_end(log, entry, end):  # type: ignore[no-untyped-def]
+    """A span that was logged ends at another time."""
+    if log is not None and end != NEVER and entry < log.shape[0]:
+        log[entry, 1] = end
+
+
+@jit
+def _left(work, end, rate, elapsed):  # type: ignore[no-untyped-def]
+    """What is left of a transfer after so long at a rate; 0 where none is under way."""
+    return 0 if end == NEVER else work - rate * elapsed
+
+
+@jit
+def _end(work, end, rate, now):  # type: ignore[no-untyped-def]
+    """When a transfer ends at a rate; NEVER where none is under way."""
+    return NEVER if end == NEVER else now - (-work // rate)
 
 
 @jit
@@ -145,34 +164,41 @@ def _open_gaps(  # type: ignore[no-untyped-def]
     rows, gaps, opens, gate, segment_of, copied, held, n_held, next_ready, queue, queue_tail, log, n_log, now,
     position, k, used, n_segments,
 ):  # fmt: skip
-    """The gaps open that do so when kernel k ends; returns used, n_held, next_ready, queue_tail, n_log."""
-    n, r = gate.size, opens[gaps.size + k]
+    """Copies are issued and gaps open, as kernel k ends; returns used, n_held, next_ready, queue_tail, n_log."""
+    n, m = gate.size, gaps.size
+    entry = opens[2 * m + k]
     while True:
-        if r < 0:
+        if entry < 0:
             break
-        leaves = True
-        if rows[r, KIND] != RECOMPUTE:
-            gap = gaps[r]
-            t = rows[r, TENSOR]
+        r = entry % m
+        gap = gaps[r]
+        t = rows[r, TENSOR]
+        if rows[r, KIND] == RECOMPUTE:
+            used -= gap.nbytes
+            entry = opens[entry]
+            continue
+        if entry >= m or gap.lead == 0:
+            if copied[t] < position - gap.since_write + (gap.lead if entry >= m else 0):
+                gap.pending, gap.issued = COPYING, position + 1
+                queue[queue_tail] = r
+                queue_tail += 1
+            copied[t] = position
+        if entry < m:
             due = segment_of[gap.returns] + (n_segments if gap.returns <= k else 0)
             gap.order = due * ORDER_SEGMENT + t
             gate[gap.returns] += gap.weight
             gap.ready = position + gap.hold
-            leaves = copied[t] >= position - gap.since_write
-            copied[t] = position
-            if leaves:
+            if gap.pending:
+                gap.pending = LEAVING
+                if rows[r, KIND] == SYNC_SWAP:
+                    gate[k + 1 if k + 1 < n else 0] += GATE_SYNC
+            else:
                 held[n_held] = r
                 n_held += 1
                 next_ready = min(next_ready, gap.ready)
-            else:
-                queue[queue_tail] = r
-                queue_tail += 1
-                if rows[r, KIND] == SYNC_SWAP:
-                    gate[k + 1 if k + 1 < n else 0] += GATE_SYNC
-        if leaves:
-            used -= gaps[r].nbytes
-            n_log = _log_memory(log, n_log, now, used, gaps[r].nbytes)
-        r = opens[r]
+                used -= gap.nbytes
+                n_log = _log(log, n_log, now, now, LOG_LEFT, r)
+        entry = opens[entry]
     return used, n_held, next_ready, queue_tail, n_log
 
 
@@ -209,14 +235,14 @@ def _period(states, i):  # type: ignore[no-untyped-def]
 @jit
 def event_loop(  # type: ignore[no-untyped-def]
     kernels, tensors, graph, rows, endings, at_kernel, steps, residency, persistent_bytes, limit, limit_until,
-    iterations, max_iterations, copy_engines, host_bytes, log,
+    iterations, max_iterations, copy_engines, duplex_share, host_bytes, log,
 ):  # fmt: skip
     """Simulates one plan, for ``iterations`` at least and ``max_iterations`` at most.
 
     Args:
         kernels, tensors, graph, rows: as in ``Engine``.
-        endings, at_kernel, steps: what ``resolve`` returns; empty for a plan without recomputation.
-        residency: int64 (2, kernels); [0] is the planned residency, filled in here unless ``resolve`` has done so.
+        endings, at_kernel, steps: what ``resolve`` or ``resolve_reruns`` returns; empty for a plan of swaps.
+        residency: int64 (2, kernels); [0] is the planned residency, filled in here unless these have done so.
         limit_until: the limit counts for kernels before this one.
         log: int64 (entries, 4) to be filled, one entry more than is needed; or None.
 
@@ -240,9 +266,11 @@ def event_loop(  # type: ignore[no-untyped-def]
     if limit_until < n:
         enforced = residency[1]  # far below 0 where the limit does not count
         enforced[:limit_until], enforced[limit_until:] = planned[:limit_until], -NEVER
-    gaps, opens, gate, copied, starts, n_segments, on_host = read_plan(tensors, graph, rows, endings, n)
-    if on_host > host_bytes:
-        return HOST_FULL, NEVER, required, 0, 0, on_host, 0
+    gaps, opens, gate, copied, starts, n_segments, on_host, ahead = read_plan(tensors, graph, rows, endings, n)
+    if on_host > host_bytes:  # all of them together: they need not be there at one time
+        on_host = host_load(tensors, graph, rows, endings, n)
+        if on_host > host_bytes:
+            return HOST_FULL, NEVER, required, 0, 0, on_host, 0
     segment_of, rest, first, highest, expected = segments(enforced, starts, n_segments)
 
     # The clock. README.md draws where a row can be: held, waiting, or in the queue to the host.
@@ -250,6 +278,8 @@ def event_loop(  # type: ignore[no-untyped-def]
     position, k, step, rerun = 0, 0, 0, False  # the kernel that runs, or else the next one; what runs again for it
     end = out_end = in_end = NEVER  # of what is under way on compute, d2h, h2d
     out_row = in_row = 0
+    # Of a transfer beside one in the other direction: what was left of it when last reckoned; its entry in the log.
+    duplex, reckoned, out_work, in_work, out_log, in_log = duplex_share < ALONE, 0, 0, 0, 0, 0
     lists = np.empty((2, m), np.int64)  # one allocation: each costs some 30 ns
     held, waiting = lists[0], lists[1]
     queue = np.empty(2 * m + 1, np.int64)  # what is left from the iteration before, and each row once
@@ -259,11 +289,11 @@ def event_loop(  # type: ignore[no-untyped-def]
     n_held, nbytes = leave_at_start(rows, endings, gaps, segment_of, gate, copied, held)
     used = peak = persistent_bytes - nbytes
     limit_here = limit if limit_until > 0 else NEVER
-    n_log = _log(log, 0, 0, 0, LOG_MEMORY, used)
+    n_log = 0
 
     # The states at the boundaries; none where nothing is carried over one, so that all iterations are alike.
     copies = makes_copies(tensors, graph, rows, copied, n)
-    states = np.empty((4 if n_held or copies else 0, m + 2), np.int64)
+    states = np.empty((4 if n_held or copies or ahead else 0, m + 2), np.int64)
     if states.size:
         _note_state(states, 0, waiting, 0, held, n_held, queue, 0)
         states[0, m] = copies
@@ -276,34 +306,51 @@ def event_loop(  # type: ignore[no-untyped-def]
                     rows, gaps, held, n_held, waiting, n_waiting, position, blocked
                 )
 
-            # A swap-out starts.
-            if queue_head < queue_tail and out_end == NEVER and (copy_engines == 2 or in_end == NEVER):
-                out_row = queue[queue_head]
-                queue_head += 1
-                out_end = now + gaps[out_row].out_ns
-                n_log = _log(log, n_log, now, out_end, LOG_OUT, rows[out_row, TENSOR])
-
-            # A swap-in starts, if it fits.
-            head_bytes = NEVER  # of the next one, where the engine is free for it
-            if n_waiting and in_end == NEVER and (copy_engines == 2 or out_end == NEVER):
+            # A swap-out and a swap-in start; with one engine, that which was issued first, if it fits.
+            head_bytes = NEVER  # of the next swap-in, where the engine is free for it
+            changed = False
+            in_first = False
+            if copy_engines == 1 and queue_head < queue_tail and n_waiting and out_end == NEVER and in_end == NEVER:
                 r = waiting[n_waiting - 1]
-                head_bytes = gaps[r].nbytes
-                start = position + (end != NEVER and not rerun)
-                if start > blocked and used + head_bytes <= limit_here:
-                    at, due = start - position + k, gaps[r].order // ORDER_SEGMENT
-                    fits = limit - head_bytes
-                    obstacle = _obstacle(segment_of, rest, first, highest, expected, enforced, at, due, fits, required)
-                    blocked = obstacle + position - k
-                    if obstacle < 0:
-                        blocked = -1
-                        _add(expected, segment_of[at], due, head_bytes)
-                        n_waiting -= 1
-                        used += head_bytes
-                        peak = max(peak, used)
-                        in_row, in_end = r, now + gaps[r].in_ns
-                        n_log = _log(log, n_log, now, in_end, LOG_IN, rows[r, TENSOR])
-                        n_log = _log_memory(log, n_log, now, used, head_bytes)
+                in_first = gaps[r].pinned != 0 and gaps[r].ready < gaps[queue[queue_head]].issued
+            for turn in range(2 if in_first else 1):
+                if turn == in_first and queue_head < queue_tail and out_end == NEVER:
+                    if copy_engines == 2 or in_end == NEVER:
+                        out_row = queue[queue_head]
+                        queue_head += 1
+                        if duplex:
+                            in_work = _left(in_work, in_end, ALONE, now - reckoned)
+                            reckoned, out_work, changed = now, gaps[out_row].out_ns * ALONE, True
+                        out_end, out_log = now + gaps[out_row].out_ns, n_log
+                        n_log = _log(log, n_log, now, out_end, LOG_OUT, out_row)
                         head_bytes = NEVER
+                if turn == 0 and n_waiting and in_end == NEVER and (copy_engines == 2 or out_end == NEVER):
+                    r = waiting[n_waiting - 1]
+                    head_bytes = gaps[r].nbytes
+                    start = position + (end != NEVER and not rerun)
+                    if start > blocked and used + head_bytes <= limit_here:
+                        at, due = start - position + k, gaps[r].order // ORDER_SEGMENT
+                        fits = limit - head_bytes
+                        obstacle = _obstacle(
+                            segment_of, rest, first, highest, expected, enforced, at, due, fits, required
+                        )
+                        blocked = obstacle + position - k
+                        if obstacle < 0:
+                            blocked = -1
+                            _add(expected, segment_of[at], due, head_bytes)
+                            n_waiting -= 1
+                            used += head_bytes
+                            peak = max(peak, used)
+                            if duplex:
+                                out_work = _left(out_work, out_end, ALONE, now - reckoned)
+                                reckoned, in_work, changed = now, gaps[r].in_ns * ALONE, True
+                            in_row, in_end, in_log = r, now + gaps[r].in_ns, n_log
+                            n_log = _log(log, n_log, now, in_end, LOG_IN, r)
+                            head_bytes = NEVER
+            if changed and out_end != NEVER and in_end != NEVER:
+                out_end, in_end = _end(out_work, out_end, duplex_share, now), _end(in_work, in_end, duplex_share, now)
+                _log_end(log, out_log, out_end)
+                _log_end(log, in_log, in_end)
 
             # Plain kernels run, one after the other; a log wants each of them.
             if log is None:
@@ -329,7 +376,6 @@ def event_loop(  # type: ignore[no-untyped-def]
                     peak = max(peak, used)
                     end = now + kernels[DURATION, which]
                     n_log = _log(log, n_log, now, end, LOG_RECOMPUTE if rerun else LOG_KERNEL, which)
-                    n_log = _log_memory(log, n_log, now, used, change)
 
             # On to the next completion.
             then = min(end, min(out_end, in_end))
@@ -341,15 +387,28 @@ def event_loop(  # type: ignore[no-untyped-def]
             now = then
 
             # Copies complete.
+            if duplex and (out_end == now or in_end == now):
+                rate = ALONE if out_end == NEVER or in_end == NEVER else duplex_share
+                out_work = _left(out_work, out_end, rate, now - reckoned)
+                in_work = _left(in_work, in_end, rate, now - reckoned)
+                reckoned = now
+                if out_end > now:
+                    out_end = _end(out_work, out_end, ALONE, now)
+                    _log_end(log, out_log, out_end)
+                if in_end > now:
+                    in_end = _end(in_work, in_end, ALONE, now)
+                    _log_end(log, in_log, in_end)
             if out_end == now:
-                used -= gaps[out_row].nbytes
-                n_log = _log_memory(log, n_log, now, used, gaps[out_row].nbytes)
                 out_end = NEVER
-                if rows[out_row, KIND] == SYNC_SWAP:
-                    gate[k] -= GATE_SYNC
-                held[n_held] = out_row
-                n_held += 1
-                next_ready = min(next_ready, gaps[out_row].ready)
+                if gaps[out_row].pending == LEAVING:
+                    used -= gaps[out_row].nbytes
+                    n_log = _log(log, n_log, now, now, LOG_LEFT, out_row)
+                    if rows[out_row, KIND] == SYNC_SWAP:
+                        gate[k] -= GATE_SYNC
+                    held[n_held] = out_row
+                    n_held += 1
+                    next_ready = min(next_ready, gaps[out_row].ready)
+                gaps[out_row].pending = 0
             if in_end == now:
                 gate[gaps[in_row].returns] -= gaps[in_row].weight
                 in_end = NEVER
@@ -360,7 +419,7 @@ def event_loop(  # type: ignore[no-untyped-def]
                 which = steps[step, STEP_KERNEL] if rerun else k
                 change = kernels[WORKSPACE, which] + (steps[step, FREED] if rerun else kernels[DIES, k])
                 used -= change
-                n_log = _log_memory(log, n_log, now, used, change)
+                n_log = _log(log, n_log, now, now, LOG_END, which)
                 if rerun:
                     step += 1
                 else:
@@ -386,10 +445,16 @@ def event_loop(  # type: ignore[no-untyped-def]
             if iteration == states.shape[0]:
                 states = np.concatenate((states, states))
             _note_state(states, iteration, waiting, n_waiting, held, n_held, queue, queue_tail)
+            if duplex:
+                rate = ALONE if out_end == NEVER or in_end == NEVER else duplex_share
+                out_left = _left(out_work, out_end, rate, now - reckoned)
+                in_left = _left(in_work, in_end, rate, now - reckoned)
+            else:
+                out_left, in_left = out_end - now, in_end - now
             if out_end != NEVER:
-                states[iteration, out_row] = -2 * (out_end - now)
+                states[iteration, out_row] = -2 * out_left
             if in_end != NEVER:
-                states[iteration, in_row] = -2 * (in_end - now) - 1
+                states[iteration, in_row] = -2 * in_left - 1
             states[iteration, m + 1] = now - begin
             period = _period(states, iteration)
         if iteration >= iterations and (period or iteration >= max_iterations):

@@ -13,7 +13,7 @@ from simulator.compiled.jit import jit
 # isort: off
 from simulator.compiled.encoding import (
     AFTER, AWAY_AT_START, BEFORE, BY_REMAT, D2H, EXTRA, GAP, GATE_EVENT, GATE_REMAT, H2D, KIND, LIVE, NEVER,
-    ORDER_SEGMENT, PERSISTENT, RECOMPUTE, RETURNS, SIZE, TENSOR,
+    ORDER_SEGMENT, PERSISTENT, RECOMPUTE, RERUN, RETURNS, SIZE, TENSOR, WHEN,
 )  # fmt: skip
 # isort: on
 
@@ -22,7 +22,7 @@ _NO_COPY, _NOT_SWAPPED = -NEVER + 1, -NEVER
 
 @jit
 def swap_residency(kernels, tensors, rows, residency):  # type: ignore[no-untyped-def]
-    """Fills residency[0] for a plan without recomputation: live bytes less what is away. residency[1] is scratch."""
+    """Fills residency[0] for a plan of swaps: live bytes less what is away. residency[1] is scratch."""
     n = kernels.shape[1]
     planned, change = residency[0], residency[1]
     change[:] = 0
@@ -50,33 +50,93 @@ def _since_write(graph, begin, end, after, n):  # type: ignore[no-untyped-def]
 
 
 @jit
+def _enter(opens, rows, k, entry):  # type: ignore[no-untyped-def]
+    """Puts an entry into the list of kernel k."""
+    m = rows.shape[0]
+    at, t = 2 * m + k, rows[entry % m, TENSOR]
+    while opens[at] >= 0 and rows[opens[at] % m, TENSOR] < t:
+        at = opens[at]
+    opens[at], opens[entry] = entry, opens[at]
+
+
+@jit
+def host_load(tensors, graph, rows, endings, n):  # type: ignore[no-untyped-def]
+    """The most bytes that the host holds for a plan at a time (schedule._on_host)."""
+    m, writes_at = rows.shape[0], graph[2 * n + 2 :]
+    load, held = np.zeros(n, np.int64), np.zeros(n, np.bool_)
+    done, written = np.zeros(tensors.shape[1], np.bool_), np.zeros(n, np.bool_)
+    for first in range(m):
+        t = rows[first, TENSOR]
+        if rows[first, KIND] & 1 or done[t]:
+            continue
+        done[t], held[:], written[:] = True, False, False
+        for i in range(writes_at[t], writes_at[t + 1]):
+            written[graph[i]] = True
+        for r in range(first, m):
+            if rows[r, KIND] & 1 or rows[r, TENSOR] != t:
+                continue
+            copy = rows[r, WHEN] if rows[r, WHEN] >= 0 else rows[r, AFTER]
+            k = copy
+            while True:
+                k = k + 1 if k + 1 < n else 0
+                held[k] = True
+                if k == (endings[r, RETURNS] if endings.shape[0] else rows[r, BEFORE]):
+                    break
+            # On to the next copy of the tensor, if it is not written until then.
+            following, least = -1, n + 1
+            for s in range(first, m):
+                if rows[s, KIND] & 1 == 0 and rows[s, TENSOR] == t:
+                    distance = (rows[s, AFTER] - rows[r, AFTER] + n - 1) % n
+                    if distance < least and (rows[s, AFTER] > rows[r, AFTER] or tensors[PERSISTENT, t]):
+                        following, least = s, distance
+            if following >= 0:
+                until = rows[following, WHEN] if rows[following, WHEN] >= 0 else rows[following, AFTER]
+                k, clean = copy, True
+                while True:
+                    k = k + 1 if k + 1 < n else 0
+                    clean &= not written[k]
+                    if k == until:
+                        break
+                k = copy
+                while clean:
+                    k = k + 1 if k + 1 < n else 0
+                    held[k] = True
+                    if k == until:
+                        break
+        for k in range(n):
+            load[k] += tensors[SIZE, t] * held[k]
+    return load.max()
+
+
+@jit
 def read_plan(tensors, graph, rows, endings, n):  # type: ignore[no-untyped-def]
     """The tables of a plan of m rows for n kernels.
 
     Returns:
         gaps: GAP (m,).
-        opens: int64 (m + n,), lists of rows: [m + k] is the first one whose gap opens when kernel k ends, [r] the one
-            after row r, by tensor; -1 ends a list.
+        opens: int64 (2m + n,), lists by kernel, [2m + k] is the first entry for the end of kernel k, [i] the one after
+            entry i, by tensor; -1 ends a list. Entry r: the gap of row r opens. Entry m + r: its early copy is issued.
         gate: int64 (n,), nothing being away.
         copied: int64 (tensors,), position at which the newest host copy was made, _NO_COPY or _NOT_SWAPPED.
-        starts: bool (n,), does a segment start here? Then how many do, and the bytes of all tensors that are swapped.
+        starts: bool (n,), does a segment start here? Then how many do, the bytes of all tensors that are swapped, and
+            whether a copy is issued an iteration before its gap opens.
     """
     m, writes_at = rows.shape[0], graph[2 * n + 2 :]
     recomputes = endings.shape[0] > 0
     gaps = np.empty(m, GAP)
-    opens = np.full(m + n, -1, np.int64)
+    opens = np.full(2 * m + n, -1, np.int64)
     gate = np.zeros(n, np.int64)
     gate[n - 1] = GATE_EVENT
     copied = np.full(tensors.shape[1], _NOT_SWAPPED, np.int64)
-    starts, n_segments, on_host = np.zeros(n, np.bool_), 1, 0
+    starts, n_segments, on_host, ahead = np.zeros(n, np.bool_), 1, 0, False
     starts[0] = True
     for r in range(m):
+        if rows[r, KIND] == RERUN:
+            gate[rows[r, BEFORE]] |= GATE_EVENT
+            continue
         t, after = rows[r, TENSOR], rows[r, AFTER]
         returns = endings[r, RETURNS] if recomputes else rows[r, BEFORE]
-        at = m + after
-        while opens[at] >= 0 and rows[opens[at], TENSOR] < t:
-            at = opens[at]
-        opens[at], opens[r] = r, opens[at]
+        _enter(opens, rows, after, r)
         gap = gaps[r]
         gap.nbytes, gap.returns = tensors[SIZE, t], returns
         gate[after] |= GATE_EVENT
@@ -89,15 +149,23 @@ def read_plan(tensors, graph, rows, endings, n):  # type: ignore[no-untyped-def]
         gap.out_ns, gap.in_ns = tensors[D2H, t], tensors[H2D, t]
         n_segments += not starts[returns]
         starts[returns] = True
+        gap.pending = gap.lead = gap.issued = 0
+        copy = rows[r, WHEN]
+        if copy >= 0 and copy != after:
+            gap.lead = after - copy if copy < after else after - copy + n
+            gate[copy] |= GATE_EVENT
+            _enter(opens, rows, copy, m + r)
+            ahead |= copy > after
         gap.weight = 1 + GATE_REMAT * endings[r, BY_REMAT] if recomputes else 1
         gap.hold = 1
         prefetch = rows[r, EXTRA]
+        gap.pinned = prefetch >= 0
         if prefetch >= 0:
             gate[prefetch] |= GATE_EVENT
             gap.hold = prefetch - after + 1 if prefetch >= after else prefetch - after + 1 + n
             gap.hold = min(gap.hold, returns - after if returns > after else returns - after + n)
         gap.since_write = _since_write(graph, writes_at[t], writes_at[t + 1], after, n)
-    return gaps, opens, gate, copied, starts, n_segments, on_host
+    return gaps, opens, gate, copied, starts, n_segments, on_host, ahead
 
 
 @jit
@@ -135,13 +203,19 @@ def segments(enforced, starts, n_segments):  # type: ignore[no-untyped-def]
 
 @jit
 def leave_at_start(rows, endings, gaps, segment_of, gate, copied, held):  # type: ignore[no-untyped-def]
-    """Puts the rows whose tensors are on the host at the start into ``held``; returns how many, and their bytes."""
+    """Puts the rows whose tensors are on the host at the start into ``held``; returns how many, and their bytes.
+
+    A copy that the iteration before would have issued is there, too.
+    """
     n, n_held, nbytes = gate.size, 0, 0
     recomputes = endings.shape[0] > 0
     for r in range(rows.shape[0]):
         gap, after = gaps[r], rows[r, AFTER]
         away = endings[r, AWAY_AT_START] == 1 if recomputes else after >= gap.returns
-        if away and rows[r, KIND] != RECOMPUTE:
+        swaps = rows[r, KIND] & 1 == 0
+        if swaps and not away and gap.lead > after:
+            copied[rows[r, TENSOR]] = after - gap.lead
+        if swaps and away:
             nbytes += gap.nbytes
             copied[rows[r, TENSOR]] = after - n
             gap.ready = after - n + gap.hold
@@ -159,7 +233,7 @@ def makes_copies(tensors, graph, rows, copied, n):  # type: ignore[no-untyped-de
     writes_at = graph[2 * n + 2 :]
     for r in range(rows.shape[0]):
         t = rows[r, TENSOR]
-        if rows[r, KIND] != RECOMPUTE and tensors[PERSISTENT, t] and copied[t] == _NO_COPY:
+        if rows[r, KIND] & 1 == 0 and tensors[PERSISTENT, t] and copied[t] == _NO_COPY:
             if writes_at[t] == writes_at[t + 1] or graph[writes_at[t + 1] - 1] <= rows[r, AFTER]:
                 return True
     return False

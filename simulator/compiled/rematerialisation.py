@@ -1,4 +1,4 @@
-"""Plans that recompute, compiled: reference.resolve, without the clock.
+"""Plans with Recompute decisions, compiled: what schedule.lower says of them in bytes.
 
 ``resolve`` walks one iteration by the plan. ``_walk`` is that walk, over the kernels at which a gap opens or ends;
 the functions above it are what it does at one of them, in this order.
@@ -13,7 +13,7 @@ from simulator.compiled.jit import jit
 # isort: off
 from simulator.compiled.encoding import (
     AFTER, ALLOCATED, AWAY_AT_START, AWAY_BYTES, BEFORE, BORN, BY_REMAT, EXTRA, FIRST, FREED, KIND, LAST, LIVE,
-    PERSISTENT, RECOMPUTE, RETURNS, SIZE, STEP_AT, STEP_KERNEL, TENSOR, WORKSPACE,
+    PERSISTENT, RECOMPUTE, RERUN, RETURNS, SIZE, STEP_AT, STEP_KERNEL, SWAP, TENSOR, WHEN, WORKSPACE,
 )  # fmt: skip
 # isort: on
 
@@ -22,11 +22,11 @@ _IDLE = -2  # in the lists by kernel: no gap opens or ends there
 
 @jit
 def recomputes(rows):  # type: ignore[no-untyped-def]
-    """Does any of the rows recompute?"""
+    """The kind of rows by which a plan recomputes: RECOMPUTE, RERUN, or SWAP where it does not."""
     for r in range(rows.shape[0]):
-        if rows[r, KIND] == RECOMPUTE:
-            return True
-    return False
+        if rows[r, KIND] == RECOMPUTE or rows[r, KIND] == RERUN:
+            return rows[r, KIND]
+    return SWAP
 
 
 @jit
@@ -40,7 +40,7 @@ def _dropped(rows, away, x):  # type: ignore[no-untyped-def]
 
 @jit
 def _present(tensors, graph, writes_at, rows, away, x, w, k):  # type: ignore[no-untyped-def]
-    """reference.present: is tensor x there at kernel k, or on the host, as kernel w read it?"""
+    """schedule.present: is tensor x there at kernel k, or on the host, as kernel w read it?"""
     there = (tensors[PERSISTENT, x] != 0) | ((tensors[FIRST, x] < k) & (k <= tensors[LAST, x]))
     there &= not _dropped(rows, away, x)
     for i in range(writes_at[x], writes_at[x + 1] if there else writes_at[x]):
@@ -147,7 +147,7 @@ def _lay_out(kernels, tensors, graph, reads_at, results_at, k, chain, stays, las
 
 @jit
 def _walk(kernels, tensors, graph, rows, residency, away_at_start):  # type: ignore[no-untyped-def]
-    """reference._walk; see ``resolve``. Only the kernels at which a gap ends or opens are visited one by one."""
+    """schedule._Walk; see ``resolve``. Only the kernels at which a gap ends or opens are visited one by one."""
     n, m, n_tensors = kernels.shape[1], rows.shape[0], tensors.shape[1]
     reads_at, results_at, writes_at = graph, graph[n + 1 :], graph[2 * n + 2 :]
     size, live = tensors[SIZE], kernels[LIVE]
@@ -161,6 +161,8 @@ def _walk(kernels, tensors, graph, rows, residency, away_at_start):  # type: ign
     away_bytes = 0
     for r in range(m):
         t, after, before = rows[r, TENSOR], rows[r, AFTER], rows[r, BEFORE]
+        if rows[r, KIND] == RECOMPUTE and rows[r, WHEN] >= 0:
+            before = rows[r, WHEN]
         endings[r, RETURNS] = before
         next_end[r], ends[before] = ends[before], r
         next_open[r], opens[after] = opens[after], r
@@ -232,20 +234,20 @@ def _walk(kernels, tensors, graph, rows, residency, away_at_start):  # type: ign
 
 @jit
 def resolve(kernels, tensors, graph, rows, residency):  # type: ignore[no-untyped-def]
-    """reference.resolve.
+    """The schedule of a plan of swaps and recomputation.
 
     Args:
         kernels, tensors, graph, rows: as in ``Engine``.
         residency: int64 (kernels,), filled with the planned residency.
 
     Returns:
-        int64 (rows, 3): kernel that ends the gap, whether a rematerialisation ends it, whether the tensor is away at
-        the start of an iteration; int64 (2, kernels + 1): index of the first step that runs again for the kernel, bytes
-        that are away; int64 (at least all steps, 3): kernel, bytes allocated, bytes freed.
+        ``kernels``; int64 (rows, 3): kernel that ends the gap, whether a rematerialisation ends it, whether the tensor
+        is away at the start of an iteration; int64 (2, kernels + 1): index of the first step that runs again for the
+        kernel, bytes that are away; int64 (at least all steps, 3): kernel, bytes allocated, bytes freed.
     """
     wraps = rows[:, AFTER] >= rows[:, BEFORE]
     out = _walk(kernels, tensors, graph, rows, residency, wraps)
     still = out[0][:, AWAY_AT_START] == 1
     if (still != wraps).any():
         out = _walk(kernels, tensors, graph, rows, residency, still)
-    return out
+    return kernels, out[0], out[1], out[2]
