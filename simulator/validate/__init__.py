@@ -19,12 +19,13 @@ kernels is found out. The rules (numbers: the docstring of ``reference.py``):
 - ``memory``     the block events are the ledger, change by change; a block is one copy of one tensor (3, 4, 5, 9)
 - ``limit``      never more in use than the limit
 - ``host``       never more planned to be on the host than it holds (h)
-- ``figures``    ideal, iteration, peak, required bytes, boundaries and breakdown follow from the spans
+- ``figures``    ideal, iteration, period, peak, required bytes, boundaries and breakdown follow from the spans (10)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from simulator.machine import Machine
 from simulator.plan import Plan
@@ -32,7 +33,7 @@ from simulator.program import Program
 from simulator.timeline import Timeline
 from simulator.validate.ledger import curve, wrong_events
 from simulator.validate.replay import Replay
-from simulator.validate.spans import Violation, duration, order, overlap, well_formed
+from simulator.validate.spans import Link, Violation, duration, order, overlap, well_formed
 from simulator.validate.steps import Steps
 
 __all__ = ["Violation", "violations"]
@@ -52,11 +53,11 @@ def violations(
         return found
     runs = program.with_variants(plan.variants)
     steps = Steps(timeline, runs, plan)
-    replay = Replay(timeline, steps, machine, limit)
-    found = [
-        *duration(timeline, runs, machine), *steps.found, *replay.found, *wrong_events(replay.ledger, timeline.events),
-        *_figures(timeline, program, replay),
-    ]  # fmt: skip
+    link = Link(timeline, runs, machine)
+    replay = Replay(timeline, steps, link, machine.copy_engines == 1, limit)
+    found = [*duration(timeline, runs, link), *steps.found, *replay.found]
+    found += wrong_events(replay.ledger, timeline.events, (block.owner for block in steps.persistent))
+    found += _figures(timeline, program, replay)
     if limit is not None:
         found += [Violation("limit", t, f"{b} bytes of {limit}") for t, b in curve(timeline.events) if b > limit]
     on_host = steps.planned_host_bytes()
@@ -75,6 +76,10 @@ def _figures(timeline: Timeline, program: Program, replay: Replay) -> Iterator[V
     def busy(kind: str) -> int:
         return sum(max(0, min(s.end_ns, end) - max(s.start_ns, begin)) for s in timeline.spans if s.kind == kind)
 
+    *before, present = replay.states
+    since = [i for i, state in enumerate(before) if state == present][-1:]  # when the state was this one before
+    lasts = [b - a for a, b in pairwise([0, *ends])]
+    period = next((len(lasts) - i for i in since if lasts[-1] == max(lasts[i:])), 0)
     waits = replay.stalls["memory"] + replay.stalls["data"]
     parts = timeline.breakdown
     for name, says, right in (
@@ -83,6 +88,7 @@ def _figures(timeline: Timeline, program: Program, replay: Replay) -> Iterator[V
         ("ideal_ns", timeline.ideal_ns, sum(k.duration_ns for k in program.kernels)),
         ("peak_bytes", timeline.peak_bytes, max((used for _, used in curve(timeline.events)), default=0)),
         ("required_bytes", timeline.required_bytes, max(replay.residency)),
+        ("period", timeline.period, period),
         ("compute_ns", parts.compute_ns, busy("kernel")),
         ("recompute_ns", parts.recompute_ns, busy("recompute")),
         ("stall_memory_ns", parts.stall_memory_ns, replay.stalls["memory"]),

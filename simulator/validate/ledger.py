@@ -1,7 +1,8 @@
 """Are the block events of a timeline what the replay's ledger says?
 
 Of what one instant takes, or gives back, at once only the order is free. Which index a block has is the schedule's
-matter; here one index must always be one copy of one tensor, and one copy have one index.
+matter, but that persistent tensors come first; here one index must always be one copy of one tensor, and one copy have
+one index.
 """
 
 from __future__ import annotations
@@ -32,12 +33,18 @@ def curve(events: Iterable[BlockEvent]) -> list[tuple[int, int]]:
     return out
 
 
-def wrong_events(ledger: Iterable[Change], events: Iterable[BlockEvent]) -> Iterator[Violation]:
-    """Rule ``memory``: the first instant that differs, and every block that is not one copy of one tensor."""
+def wrong_events(
+    ledger: Iterable[Change], events: Iterable[BlockEvent], persistent: Iterable[int]
+) -> Iterator[Violation]:
+    """Rule ``memory``: the first instant that differs, and every block that is not one copy of one tensor.
+
+    Args:
+        persistent: the tensors that are, by index.
+    """
     ours = groupby(ledger, lambda c: (c.time_ns, c.nbytes > 0))
     theirs = groupby(events, lambda e: (e.time_ns, e.nbytes > 0))
-    index: dict[tuple[int, int], int] = {}
-    block: dict[int, tuple[int, int]] = {}
+    index = {(t, -1): i for i, t in enumerate(persistent)}
+    block = {i: copy for copy, i in index.items()}
     for mine, other in zip_longest(ours, theirs):
         # The sort is stable: changes of one owner stay in order.
         right = sorted(mine[1], key=lambda c: c.owner) if mine else []

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from simulator.machine import Machine
 from simulator.plan import Swap
 from simulator.timeline import Span, Timeline
 from simulator.validate.ledger import Change
-from simulator.validate.spans import Violation
+from simulator.validate.spans import Link, Violation
 from simulator.validate.steps import Block, Step, Steps
 
 
@@ -36,11 +35,12 @@ class Replay:
         ledger: every change of the bytes in use.
         residency: per kernel, the planned residency.
         stalls: ns of the last iteration in which compute waits for "memory" and for "data".
+        states: what the future depends on, relative to now: at the start and at the end of each iteration.
     """
 
-    def __init__(self, timeline: Timeline, steps: Steps, machine: Machine, limit: int | None):
+    def __init__(self, timeline: Timeline, steps: Steps, link: Link, one_engine: bool, limit: int | None):
         self.timeline, self.steps, self.n, self.size = timeline, steps, steps.n, steps.size
-        self.one_engine = machine.copy_engines == 1
+        self.link, self.one_engine = link, one_engine
         self.limit = float("inf") if limit is None else limit
         self.found: list[Violation] = []
         self.ledger: list[Change] = []
@@ -64,7 +64,19 @@ class Replay:
                 self.host[d.tensor] = -1
         for block in begin.values():
             self._charge(block, 1)
+        self.states = [self._state()]
         self._replay()
+
+    def _state(self) -> object:
+        at = self.position
+        return (
+            frozenset(b.owner for b in self.steps.persistent if self.host.get(b.owner) == self.written[b.owner]),
+            frozenset((t, g.state, g.pinned - at, g.before - at) for t, g in self.gaps.items()),
+            frozenset((g.swap.tensor, g.before - at) for g in self.early if g.before > at),
+            frozenset((s.stream, s.index, self.link.left(s, self.now)) for s in self.running.values()),
+            tuple((t, issued - at) for t, issued in self.queue),
+            self.used,
+        )
 
     def _replay(self) -> None:
         while True:
@@ -134,6 +146,8 @@ class Replay:
             if (d.after if d.copy is None else d.copy) == k and not valid:
                 self.queue.append((d.tensor, self.position))
         self.position += 1
+        if self.position % self.n == 0:
+            self.states.append(self._state())
 
     # -------------------------------------------------------------------------------------- copies
 

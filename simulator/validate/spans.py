@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from simulator.machine import Machine
 from simulator.program import Program
-from simulator.timeline import Timeline
+from simulator.timeline import Span, Timeline
 
 LONE = 2**20  # what a transfer alone on the link gets done in a nanosecond
 
@@ -65,37 +65,57 @@ def order(timeline: Timeline, program: Program) -> Iterator[Violation]:
         yield Violation("order", timeline.spans[-1].start_ns, "something starts after the last iteration")
 
 
-def duration(timeline: Timeline, program: Program, machine: Machine) -> Iterator[Violation]:
+def duration(timeline: Timeline, program: Program, link: Link) -> Iterator[Violation]:
     """Rule ``duration``; the timeline is in order and without overlap."""
-    rates = {"d2h": machine.d2h_bytes_per_s, "h2d": machine.h2d_bytes_per_s}
-    both = sum(rates.values())
-    limited = machine.copy_engines == 2 and 0 < machine.duplex_bytes_per_s < both
-    shared = max(1, machine.duplex_bytes_per_s * LONE // both) if limited else LONE
-    finish = max(s.end_ns for s in timeline.spans if s.stream == "compute")
-    # What is under way when the simulation ends is reckoned as if it went on for ever beside the other direction.
-    busy: dict[str, list[tuple[float, float]]] = {
-        stream: [(s.start_ns, s.end_ns if s.end_ns <= finish else inf) for s in timeline.spans if s.stream == stream]
-        for stream in rates
-    }
     for span in timeline.spans:
-        if span.stream == "compute":
-            right = span.start_ns + program.kernels[span.index].duration_ns
-        else:
-            whole, rest = divmod(program.tensors[span.index].nbytes * 10**9, rates[span.stream])
-            work = (machine.copy_latency_ns + whole + (rest > 0)) * LONE
-            right = _end(span.start_ns, work, shared, busy["h2d" if span.stream == "d2h" else "d2h"])
+        on_compute = span.stream == "compute"
+        right = span.start_ns + program.kernels[span.index].duration_ns if on_compute else link.end(span)
         if span.end_ns != right:
             lasts, wanted = span.end_ns - span.start_ns, right - span.start_ns
             yield Violation("duration", span.start_ns, f"{span.kind} {span.index} lasts {lasts} ns, not {wanted}")
 
 
-def _end(start: int, work: int, shared: int, others: list[tuple[float, float]]) -> int:
-    """The first whole ns at which a transfer is done: LONE a ns alone, ``shared`` beside one of ``others``."""
-    changes = sorted({t for other in others for t in other if start < t < inf})
-    for now, then in pairwise([start, *changes, inf]):
-        speed = shared if any(a <= now < b for a, b in others) else LONE
-        needs = -(-work // speed)
-        if now + needs <= then:
-            return int(now + needs)
-        work -= int(speed * (then - now))
-    raise AssertionError("the last interval has no end")
+class Link:
+    """How fast the recorded copies are: LONE a ns alone, less beside one in the other direction (g)."""
+
+    def __init__(self, timeline: Timeline, program: Program, machine: Machine):
+        self.size = [t.nbytes for t in program.tensors]
+        self.latency = machine.copy_latency_ns
+        self.rates = {"d2h": machine.d2h_bytes_per_s, "h2d": machine.h2d_bytes_per_s}
+        both = sum(self.rates.values())
+        limited = machine.copy_engines == 2 and 0 < machine.duplex_bytes_per_s < both
+        self.shared = max(1, machine.duplex_bytes_per_s * LONE // both) if limited else LONE
+        finish = max(s.end_ns for s in timeline.spans if s.stream == "compute")
+        # What is under way when the simulation ends is reckoned as if it went on for ever beside the other direction.
+        self.busy: dict[str, list[tuple[float, float]]] = {
+            stream: [
+                (s.start_ns, s.end_ns if s.end_ns <= finish else inf) for s in timeline.spans if s.stream == stream
+            ]
+            for stream in self.rates
+        }
+
+    def _stretches(self, span: Span) -> Iterator[tuple[int, float, int, int]]:
+        """(from, to, speed, work left at its begin) as long as the other direction stays busy, or idle."""
+        whole, rest = divmod(self.size[span.index] * 10**9, self.rates[span.stream])
+        left = (self.latency + whole + (rest > 0)) * LONE
+        others = self.busy["h2d" if span.stream == "d2h" else "d2h"]
+        changes = sorted({t for other in others for t in other if span.start_ns < t < inf})
+        for now, then in pairwise([span.start_ns, *changes, inf]):
+            speed = self.shared if any(a <= now < b for a, b in others) else LONE
+            yield int(now), then, speed, left
+            if then < inf:
+                left -= int(then - now) * speed
+
+    def end(self, span: Span) -> int:
+        """The first whole ns at which it is done."""
+        return next(
+            now + -(-left // speed)
+            for now, then, speed, left in self._stretches(span)
+            if now + -(-left // speed) <= then
+        )
+
+    def left(self, span: Span, time_ns: int) -> int:
+        """The work that is left of it at this time, at which it is under way."""
+        return next(
+            left - (time_ns - now) * speed for now, then, speed, left in self._stretches(span) if time_ns <= then
+        )

@@ -122,7 +122,7 @@ class Steps:
                 ran = [s.span.index for s in again]
                 self._fail((again or [kernel])[0], "recompute", f"{ran} run again for kernel {k}, not {planned}")
         else:
-            self._recovered(k, again)
+            self._recovered(k, again, kernel)
         self._kernel(kernel)
         return [block for step in (*again, kernel) for block in step.takes]
 
@@ -189,7 +189,7 @@ class Steps:
             candidates = [here, *newest] if self.program.tensors[tensor].persistent else [*newest]
         return next((b for b in candidates if b is not None and b.content == wanted), None)
 
-    def _recovered(self, k: int, again: list[Step]) -> None:
+    def _recovered(self, k: int, again: list[Step], kernel: Step) -> None:
         """The form of a pass by Recompute decisions, and what of it stays."""
         kernels = self.program.kernels
         ran = [s.span.index for s in again]
@@ -206,6 +206,8 @@ class Steps:
             if not useful & set(kernels[step.span.index].outputs):
                 self._fail(step, "recompute", f"kernel {step.span.index} is run again for kernel {k} in vain")
             useful |= step.own
+        for t in wanted - set(self.own):
+            self._fail((again or [kernel])[0], "recompute", f"tensor {t} is not recovered for kernel {k}")
         for t in stay & set(self.own):
             self.tensor[t] = self.own[t]
             del self.dropped[t]
