@@ -25,7 +25,7 @@ from agents.planner import Candidates
 from simulator.machine import Machine
 from simulator.plan import cannot_recompute
 from simulator.program import Gap, Program
-from simulator.reference import reruns
+from simulator.schedule import reruns
 from simulator.ways import RECOMPUTED, check_mode, ways_to_empty
 
 if TYPE_CHECKING:  # SciPy takes as long to import as all else here: it is, where a program is solved

@@ -24,8 +24,9 @@ from simulator.ways import KEPT, SWAPPED, ways_to_empty
 
 MIB = 2**20
 
-Row = tuple[int, int, int, int, int]  # kind, tensor, after, before, extra (swap: prefetch or -1; recompute: keep)
-Rows = NDArray[np.int64]  # (n, 5), its columns named in simulator/compiled/encoding.py
+# kind, tensor, after, before, extra (swap: prefetch or -1; recompute: keep), when (swap: copy, recompute: at, or -1)
+Row = tuple[int, int, int, int, int, int]
+Rows = NDArray[np.int64]  # (n, 6), its columns named in simulator/compiled/encoding.py
 
 
 Family = Literal[
@@ -111,7 +112,7 @@ class Candidates:
         gaps: m gaps.
         nbytes: int64[m], size of each gap's tensor.
         absent: bool[m, n], the kernels at which each gap is open.
-        rows: int64[m, 5], the swaps that empty the gaps, their prefetch left to the simulator.
+        rows: int64[m, 6], the swaps that empty the gaps, their prefetch left to the simulator.
         live_bytes: int64[n], the program's live bytes per kernel.
         least: bytes, the peak that remains when every gap is emptied: the smallest limit within reach.
     """
@@ -149,12 +150,12 @@ def spans(after: int, before: int, n: int) -> tuple[slice, ...]:
 
 def row_of(gap: Gap, way: int) -> Row:
     """The row that empties ``gap`` in a way (SWAPPED, its prefetch left to the simulator, RECOMPUTED or KEPT)."""
-    return (SWAP, *gap, -1) if way == SWAPPED else (RECOMPUTE, *gap, int(way == KEPT))
+    return (SWAP, *gap, -1, -1) if way == SWAPPED else (RECOMPUTE, *gap, int(way == KEPT), -1)
 
 
 def rows_for(gaps: Iterable[Gap], way: int) -> Rows:
-    """int64[m, 5]: ``row_of`` each of the gaps."""
-    return np.array([row_of(gap, way) for gap in gaps], dtype=np.int64).reshape(-1, 5)
+    """int64[m, 6]: ``row_of`` each of the gaps."""
+    return np.array([row_of(gap, way) for gap in gaps], dtype=np.int64).reshape(-1, 6)
 
 
 def ways_of(program: Program, gap: Gap, mode: str) -> list[Row]:
@@ -164,7 +165,7 @@ def ways_of(program: Program, gap: Gap, mode: str) -> list[Row]:
 
 
 def finish(planner: Planner, program: Program, machine: Machine, limit: int, engine: Engine, rows: Rows) -> Plan:
-    """The plan of ``rows`` (int64[n, 5]), once the engine agrees that it fits.
+    """The plan of ``rows`` (int64[n, 6]), once the engine agrees that it fits.
 
     Raises:
         Infeasible: it does not.

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator import Gap, Machine, Program
-from simulator.reference import recompute_ns
+from simulator.schedule import recompute_ns
 from simulator.ways import RECOMPUTED, STAYS, SWAPPED, check_mode, ways_to_empty
 
 NOTHING, OFFLOAD, REMOVE = STAYS, SWAPPED, RECOMPUTED  # what an action does with a gap, in the paper's words

@@ -78,7 +78,7 @@ class Walk:
 
     def __init__(self, task: Task):
         self.task = task
-        self._rows = np.zeros((len(task.graph.gaps), 5), np.int64)
+        self._rows = np.zeros((len(task.graph.gaps), 6), np.int64)
         self.reset()
 
     def reset(self) -> None:
@@ -165,15 +165,19 @@ class Walk:
         self.done = bool((self.need <= task.limit).all())
         until = None if self.done else self.position
         score = task.engine.score(self.rows, until)
-        reward = (self.iteration_ns - score.iteration_ns) / task.ideal_ns
-        self.iteration_ns = score.iteration_ns
+        reward = 0.0
+        if score.feasible:
+            reward = (self.iteration_ns - score.iteration_ns) / task.ideal_ns
+            self.iteration_ns = score.iteration_ns
+        elif self.done:  # its iterations never repeat (rule 10)
+            self.dead_end = True
         self._refresh()
         if self.dead_end:
             reward += DEAD_END_REWARD
         return Step(reward, self.done, self.dead_end)
 
     def _add(self, kind: int, g: int, after: int, extra: int) -> None:
-        self._rows[self.count] = kind, self.task.tensor[g], after, self.task.before[g], extra
+        self._rows[self.count] = kind, self.task.tensor[g], after, self.task.before[g], extra, -1
         self.count += 1
 
     def _offload(self, g: int) -> None:

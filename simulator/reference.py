@@ -126,7 +126,7 @@ class _Run:
         self.events: list[BlockEvent] = []
         self.away: dict[int, _Away] = {}
         self.host_copy = set(schedule.away_at_start)  # tensors with a valid copy on the host
-        for d in schedule.returns:
+        for d in schedule.moved:
             if d.tensor in schedule.away_at_start and d.after >= d.before:
                 self.away[d.tensor] = self._leave(d, d.after - self.n)
                 self.away[d.tensor].left = self.away[d.tensor].on_host = True
@@ -142,6 +142,7 @@ class _Run:
         self.reckoned = 0  # when the work of both was
         self.running: int | None = None  # the end of the step that runs
         self.boundaries: list[int] = []
+        self.events_until = [len(self.events)]
         self.states = [self.state()]  # before the first iteration and after each
         self.spans: list[Span] = []
         self.stalls: list[tuple[int, int, bool]] = []  # (start, end, waits for data)
@@ -269,6 +270,7 @@ class _Run:
         if self.position % self.n == 0:
             self.step = 0
             self.boundaries.append(self.now)
+            self.events_until.append(len(self.events))
             self.states.append(self.state())
 
     def start_copies(self) -> None:
@@ -358,8 +360,9 @@ def simulate(
         run.start_step()
         run.advance()
     return Timeline.assemble(
-        program, limit, schedule.required_bytes, run.boundaries, run.spans, run.events, run.stalls, period
-    )
+        program, limit, schedule.required_bytes, run.boundaries, run.spans, run.events, run.events_until,
+        run.stalls, period,
+    )  # fmt: skip
 
 
 def check_room(schedule: Schedule, machine: Machine, limit: int, limit_until: int) -> None:

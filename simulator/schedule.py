@@ -57,7 +57,8 @@ class Schedule:
 
     Attributes:
         first: n + 1 integers, the first step of each kernel's pass, or its own; and the number of steps.
-        returns: per Swap, the kernel that ends its gap: ``before``, or an earlier one whose pass fetches the tensor.
+        returns: per Swap or Recompute, the kernel that ends its gap: an earlier one where its pass fetches the tensor,
+            or recovers it and keeps it.
         moved: per Swap, the block that leaves and comes back.
         away_at_start: tensors on the host at the iteration boundary.
         blocks: those of persistent tensors first, by tensor.
@@ -70,7 +71,7 @@ class Schedule:
     steps: tuple[Step, ...]
     first: tuple[int, ...]
     blocks: tuple[Block, ...]
-    returns: dict[Swap, int]
+    returns: dict[Swap | Recompute, int]
     moved: dict[Swap, int]
     away_at_start: frozenset[int]
     resident: tuple[int, ...]
@@ -118,7 +119,7 @@ class _Walk:
         self.program, self.away_at_start = program, frozenset(away_at_start)
         self.swaps = sorted((d for d in decisions if isinstance(d, Swap)), key=lambda d: d.tensor)
         self.away: dict[int, Swap | Recompute] = dict(away_at_start)  # tensor -> the decision that has it away
-        self.returns: dict[Swap, int] = {}
+        self.returns: dict[Swap | Recompute, int] = {}
         self.moved: dict[Swap, int] = {}
         self.left: list[tuple[int, Swap]] = [(0, d) for d in away_at_start.values()]  # and from which kernel on
         self.owners: list[tuple[int, int]] = []  # per block: owner, bytes
@@ -222,7 +223,7 @@ class _Walk:
             self._write(w, uses, own)
         for x in recovered:
             self.holder[x, self.version(x, k)] = own[x]
-            del self.away[x]
+            self.returns[self.away.pop(x)] = k
         return fetched
 
     def _write(self, w: int, uses: dict[int, int], own: dict[int, int]) -> None:
@@ -303,7 +304,8 @@ class _Walk:
         for k, d in self.left:
             leaves[k] += size[d.tensor]
         for d, k in self.returns.items():
-            back[k] += size[d.tensor]
+            if isinstance(d, Swap):
+                back[k] += size[d.tensor]
         resident, residency = [], []
         for k in range(n):
             used += back[k] - leaves[k]
@@ -329,7 +331,7 @@ class _Walk:
                         tuple(resident), tuple(residency), tuple(on_host))  # fmt: skip
 
 
-def _on_host(program: Program, swaps: list[Swap], returns: dict[Swap, int]) -> list[int]:
+def _on_host(program: Program, swaps: list[Swap], returns: dict[Swap | Recompute, int]) -> list[int]:
     """Bytes that the host holds at each kernel: from a copy's issue until the tensor is back, and on to the next gap
     that finds the copy valid."""
     n = len(program.kernels)

@@ -46,10 +46,11 @@ class Breakdown:
     overlapped_transfer_ns: int  # copy-engine time during which compute was not stalled
 
 
-def _curve(events: Iterable[BlockEvent]) -> tuple[tuple[int, int], ...]:
-    curve: list[tuple[int, int]] = []
-    used, before = 0, (-1, True)
-    for event in events:
+def _curve(events: Sequence[BlockEvent], resident: int) -> tuple[tuple[int, int], ...]:
+    """``Timeline.memory``; so many events come before the start."""
+    used, before = sum(event.nbytes for event in events[:resident]), (-1, True)
+    curve = [(0, used)]
+    for event in events[resident:]:
         used += event.nbytes
         here = (event.time_ns, event.nbytes > 0)
         if here == before:
@@ -78,12 +79,13 @@ class Timeline:
     boundaries: tuple[int, ...]  # end time of each iteration
     spans: tuple[Span, ...]  # as they started, at one instant in the order of rule 9
     events: tuple[BlockEvent, ...]  # in order; what is resident at the start comes first
+    events_until: tuple[int, ...]  # how many of them there were at the start, and at the end of each iteration
     period: int = 1  # the iterations that repeat, of which the last is the slowest (rule 10); 0: none do yet
 
     @cached_property
     def memory(self) -> tuple[tuple[int, int], ...]:
         """(time_ns, bytes in use after this), in order; all that one instant takes, or gives back, is one change."""
-        return _curve(self.events)
+        return _curve(self.events, self.events_until[0])
 
     def peak_by(self, kind_of: Callable[[int], str]) -> dict[str, int]:
         """Bytes in use at the first peak, by the kind that ``kind_of`` gives each owner."""
@@ -122,6 +124,7 @@ class Timeline:
         boundaries: Sequence[int],
         spans: Sequence[Span],
         events: Sequence[BlockEvent],
+        events_until: Sequence[int],
         stalls: Sequence[tuple[int, int, bool]],
         period: int = 1,
     ) -> Timeline:
@@ -140,7 +143,7 @@ class Timeline:
             limit=limit,
             iteration_ns=end - begin,
             ideal_ns=program.ideal_ns,
-            peak_bytes=max((used for _, used in _curve(events)), default=0),
+            peak_bytes=max(used for _, used in _curve(events, events_until[0])),
             required_bytes=required,
             breakdown=Breakdown(
                 compute_ns=busy["kernel"],
@@ -152,6 +155,7 @@ class Timeline:
             boundaries=tuple(boundaries),
             spans=tuple(spans),
             events=tuple(events),
+            events_until=tuple(events_until),
             period=period,
         )
 
@@ -162,7 +166,7 @@ class Timeline:
             del out["period"]
         out["spans"] = [list(s) for s in self.spans]
         out["events"] = [list(e) for e in self.events]
-        out["boundaries"] = list(self.boundaries)
+        out["boundaries"], out["events_until"] = list(self.boundaries), list(self.events_until)
         return {"format": FORMAT, **out}
 
     @classmethod
@@ -174,12 +178,14 @@ class Timeline:
         """
         integer = dict.fromkeys(("limit", "iteration_ns", "ideal_ns", "peak_bytes", "required_bytes"), int)
         rest = {"format": str, "program": str, "breakdown": dict, "boundaries": list, "spans": list, "events": list}
+        rest["events_until"] = list
         top = fields(data, "timeline", {**integer, **rest}, {"period": (int, 1)})
         if top.pop("format") != FORMAT:
             raise FormatError(f"timeline.format: expected {FORMAT!r}")
         parts = fields(top["breakdown"], "breakdown", dict.fromkeys(Breakdown.__dataclass_fields__, int), {})
         top["breakdown"] = Breakdown(**parts)
-        top["boundaries"] = integers(top["boundaries"], "boundaries")
+        for name in ("boundaries", "events_until"):
+            top[name] = integers(top[name], name)
         top["events"] = tuple(BlockEvent(*integers(e, f"events[{i}]", length=4)) for i, e in enumerate(top["events"]))
         spans = []
         for i, entry in enumerate(top["spans"]):

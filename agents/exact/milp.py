@@ -120,7 +120,7 @@ class MILP:
     def _heuristics(self, program: Program, machine: Machine, limit: int, engine: Engine) -> tuple[Rows | None, int]:
         """Rows and iteration time of the best heuristic plan."""
         if program.peak_bytes <= limit:
-            return np.empty((0, 5), dtype=np.int64), program.ideal_ns
+            return np.empty((0, 6), dtype=np.int64), program.ideal_ns
         found = []
         if self.mode != "swap":
             search = RuinRecreate(program, machine, limit, self.min_bytes, self.calls, PATIENCE, self.seed)
@@ -185,7 +185,7 @@ class MILP:
             if load.max() > limit or (rows and best is not None and costs.least_ns(rows) >= best_ns):
                 continue
             if depth == len(order):
-                table = np.array(rows, dtype=np.int64).reshape(-1, 5)
+                table = np.array(rows, dtype=np.int64).reshape(-1, 6)
                 score = engine.score(table)
                 if score.feasible and (best is None or score.iteration_ns < best_ns):
                     best, best_ns = table, score.iteration_ns
@@ -210,7 +210,7 @@ class Costs:
     def _reruns(self, rows: list[tuple[int, ...]]) -> int:
         """Every writer of a tensor runs again once per gap; one run may serve all tensors that its kernel writes."""
         times: dict[tuple[int, int], int] = {}
-        for kind, t, after, _, _ in rows:
+        for kind, t, after, *_ in rows:
             if kind == RECOMPUTE:
                 for w in self.program.writes[t]:
                     if w <= after:
@@ -224,7 +224,7 @@ class Costs:
         """A swapped tensor leaves and returns within its gap. Where that takes longer than the kernels in between,
         compute waits for the rest; these waits add up over gaps that do not overlap."""
         intervals = []
-        for kind, t, after, before, _ in rows:
+        for kind, t, after, before, *_ in rows:
             if kind != RECOMPUTE and after < before:
                 nbytes = self.program.tensors[t].nbytes
                 written = max((w for w in self.program.writes[t] if w <= after), default=-1)

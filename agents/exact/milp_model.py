@@ -19,9 +19,9 @@ import numpy as np
 
 from agents.planner import Rows
 from simulator.compiled.encoding import RECOMPUTE, decisions_of
-from simulator.plan import Recompute
+from simulator.plan import Plan, Recompute
 from simulator.program import Program
-from simulator.reference import resolve
+from simulator.schedule import lower
 from simulator.ways import ways_to_empty
 
 Terms = list[tuple[int, int]]  # (coefficient, variable)
@@ -316,20 +316,20 @@ class Recomputation:
     # ------------------------------------------------------------------------------ plans and assignments
 
     def rows(self, x: Sequence[int]) -> Rows:
-        """int64[n, 5]: the plan of an assignment."""
+        """int64[n, 6]: the plan of an assignment."""
         found = []
         for i, (g, drop) in enumerate(zip(self.gaps, self._drop, strict=True)):
             for after, v in zip([g.after, *self._cuts[i]], drop, strict=True):
                 if x[v]:
                     keep = g.before in self._keep and x[self._keep[g.before]]
-                    found.append((RECOMPUTE, g.tensor, after, g.before, int(keep)))
-        return np.array(found, dtype=np.int64).reshape(-1, 5)
+                    found.append((RECOMPUTE, g.tensor, after, g.before, int(keep), -1))
+        return np.array(found, dtype=np.int64).reshape(-1, 6)
 
     def assignment(self, rows: Rows) -> list[int]:
         """The assignment of a plan of the candidate gaps. It costs what the plan does, and keeps every row where the
         plan fits the limit."""
         decisions = decisions_of(rows)
-        schedule = resolve(self.program, decisions)
+        schedule = lower(self.program, Plan(decisions))
         index = {(g.tensor, g.before): i for i, g in enumerate(self.gaps)}
         x = [0] * len(self.model.cost)
         for d in decisions:
@@ -342,8 +342,8 @@ class Recomputation:
                 x[v] = int(s >= dropped and opens[s] < until)
             if d.keep and until == d.before and d.before in self._keep:
                 x[self._keep[d.before]] = 1
-        for k, chain in schedule.remats.items():
-            for step in chain.steps:
-                x[self._reruns[k][step.kernel]] = 1
+        for step in schedule.steps:
+            if step.rerun:
+                x[self._reruns[step.before][step.kernel]] = 1
         self.model.complete(x)
         return x

@@ -35,7 +35,7 @@ from simulator.compiled.engine import Engine
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
-from simulator.reference import present, reruns
+from simulator.schedule import present, reruns
 from simulator.timeline import Timeline
 from simulator.ways import RECOMPUTED, check_mode, ways_to_empty
 

@@ -55,9 +55,9 @@ class GeePS:
             self.simulator_calls = 0
             raise infeasible(self, program, limit, candidates.least)
         swapped, pool = unpinned(program, gaps, limit)
-        rows = [(SWAP, *g, trigger(program, g, swapped, pool)) for g in gaps if g.tensor in swapped]
+        rows = [(SWAP, *g, trigger(program, g, swapped, pool), -1) for g in gaps if g.tensor in swapped]
         engine = Engine(program, machine, limit)
-        return finish(self, program, machine, limit, engine, np.array(rows, dtype=np.int64).reshape(-1, 5))
+        return finish(self, program, machine, limit, engine, np.array(rows, dtype=np.int64).reshape(-1, 6))
 
 
 def unpinned(program: Program, gaps: list[Gap], limit: int) -> tuple[set[int], int]:

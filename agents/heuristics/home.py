@@ -174,7 +174,7 @@ class Evaluator:
 
     Attributes:
         engine: the simulator.
-        swaps: int64[feature maps, 5], the rows that swap them.
+        swaps: int64[feature maps, 6], the rows that swap them.
     """
 
     def __init__(self, program: Program, machine: Machine, limit: int, gaps: list[Gap]) -> None:
@@ -183,12 +183,12 @@ class Evaluator:
         self._drops = rows_for(gaps, RECOMPUTED)
 
     def rows(self, x: Placements) -> Rows:
-        """int64[n, 5]: the plan of one particle."""
+        """int64[n, 6]: the plan of one particle."""
         rows: Rows = self._ways(x)[x != RETAINED]
         return rows
 
     def _ways(self, x: Placements) -> Rows:
-        """int64[feature maps, 5]: a row for each, meaningless where it is retained."""
+        """int64[feature maps, 6]: a row for each, meaningless where it is retained."""
         return np.where((x == SWAPPED)[:, None], self.swaps, self._drops)
 
     def cost(self, rows: Rows) -> Cost:

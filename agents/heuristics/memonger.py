@@ -141,5 +141,5 @@ def recomputable(program: Program, maps: Iterable[FeatureMap]) -> list[FeatureMa
 
 
 def recomputations(dropped: Sequence[FeatureMap]) -> Rows:
-    """int64[n, 5]: rows that drop the feature maps and recompute each once, when it is first needed."""
+    """int64[n, 6]: rows that drop the feature maps and recompute each once, when it is first needed."""
     return rows_for((m.gap for m in dropped), KEPT)

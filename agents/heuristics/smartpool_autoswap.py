@@ -130,7 +130,7 @@ class SmartPoolAutoSwap:
 
     def _footprint(self, run: _Run, program: Program, machine: Machine) -> int:
         plan = Plan(decisions_of(run.rows))
-        lives = timeline_lifetimes(run.engine.timeline(plan), program, plan)
+        lives = timeline_lifetimes(run.engine.timeline(plan))
         return pack(self.pool, lives.intervals, machine.alignment if self.align else 1, self.seconds)[1].footprint
 
     def _finish(self, run: _Run, program: Program, machine: Machine) -> Plan:
@@ -141,7 +141,7 @@ class SmartPoolAutoSwap:
 
 
 def just_in_time(program: Program, machine: Machine, rows: Rows) -> Rows:
-    """Section IV-E: the swaps ``rows`` (int64[m, 5]), each pinned so that it is back just before its access, and
+    """Section IV-E: the swaps ``rows`` (int64[m, 6]), each pinned so that it is back just before its access, and
     one at a time; times are those with unlimited memory."""
     n, lap = len(program.kernels), program.ideal_ns
     ends = [t + i * lap for i in (0, 1) for t in program.start_ns[1:]]  # of the kernels of two iterations

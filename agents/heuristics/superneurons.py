@@ -96,7 +96,7 @@ class SuperNeurons:
     ) -> tuple[Rows, int]:
         """Section 3.4: chooses the strategy of every segment; rows of the decisions, and the bytes that they need."""
         segment = segments(program)
-        rows = np.array([row_of(g, ways[g]) for g in gaps], dtype=np.int64).reshape(-1, 5)
+        rows = np.array([row_of(g, ways[g]) for g in gaps], dtype=np.int64).reshape(-1, 6)
         if not self.early:
             rows[:, EXTRA] = [prefetch(program, g) for g in gaps]
         dropped: dict[int, list[int]] = {}

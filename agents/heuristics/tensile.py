@@ -35,7 +35,7 @@ from simulator.compiled.engine import Engine
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Gap, Program
-from simulator.reference import recompute_ns
+from simulator.schedule import recompute_ns
 from simulator.ways import RECOMPUTED, check_mode, ways_to_empty
 
 
@@ -72,7 +72,7 @@ class TENSILE:
         for step in steps:
             while schedule.footprint.max() > limit and step():
                 pass
-        rows = np.array(schedule.rows, np.int64).reshape(-1, 5)
+        rows = np.array(schedule.rows, np.int64).reshape(-1, 6)
         least = int(engine.residency(rows).max())
         if least > limit:
             self.simulator_calls = 0
@@ -141,7 +141,7 @@ class _Schedule:
 
     def _footprint(self, rows: list[Row]) -> NDArray[np.int64]:
         """Algorithm 2: int64[kernels], with the decisions ``rows``."""
-        return self.engine.residency(np.array(rows, np.int64).reshape(-1, 5)) + self.moving
+        return self.engine.residency(np.array(rows, np.int64).reshape(-1, 6)) + self.moving
 
     def _at_peak(self) -> tuple[int, list[Gap]]:
         """The peak kernel and the gaps that span it and are not scheduled, the largest tensors first."""
@@ -197,7 +197,7 @@ class _Schedule:
             return False
         self.channel.busy.append((start, start + in_ns))
         prefetch = bisect_right(self.ends, start) - 1
-        self.rows.append((SWAP, gap.tensor, after % self.n, gap.before, prefetch % self.n))
+        self.rows.append((SWAP, gap.tensor, after % self.n, gap.before, prefetch % self.n, -1))
         self.scheduled.add(gap)
         for p in range(after + 1, before):
             if self.starts[p] < gone or self.ends[p] > start:

@@ -77,7 +77,7 @@ def least_tensors(program: Program, gaps: list[Gap], limit: int) -> int | None:
 
 
 def rewrite(program: Program, gaps: list[Gap], lower_bound: int) -> Rows:
-    """int64[n, 5]: swaps of ``gaps``, each swap-in triggered ``lower_bound`` kernels before its consumer (choice 4)."""
+    """int64[n, 6]: swaps of ``gaps``, each swap-in triggered ``lower_bound`` kernels before its consumer (choice 4)."""
     turn = next((k for k, kernel in enumerate(program.kernels) if kernel.phase != "forward"), 0)
-    rows = [(SWAP, *g, max(g.after, min(max(g.before - lower_bound, turn), g.before - 1))) for g in gaps]
-    return np.array(rows, dtype=np.int64).reshape(-1, 5)
+    rows = [(SWAP, *g, max(g.after, min(max(g.before - lower_bound, turn), g.before - 1)), -1) for g in gaps]
+    return np.array(rows, dtype=np.int64).reshape(-1, 6)

@@ -67,10 +67,10 @@ class VDNN:
         return finish(self, program, machine, limit, engine, tried[best])
 
     def rows(self, program: Program, configuration: str) -> Rows:
-        """int64[m, 5]: the swaps of ``configuration`` (none, conv or all)."""
+        """int64[m, 6]: the swaps of ``configuration`` (none, conv or all)."""
         gaps = offloads(program, configuration, self.min_bytes)
         kind, pins = SYNC_SWAP if self.sync else SWAP, prefetches(program, gaps)
-        return np.array([(kind, *gap, pins[gap]) for gap in gaps], dtype=np.int64).reshape(-1, 5)
+        return np.array([(kind, *gap, pins[gap], -1) for gap in gaps], dtype=np.int64).reshape(-1, 6)
 
 
 def offloads(program: Program, configuration: str, min_bytes: int = MIB) -> list[Gap]:

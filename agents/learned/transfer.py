@@ -230,7 +230,7 @@ def actions_of(task: Task, rows: Rows) -> list[int]:
     ordered = sorted(
         rows.tolist(), key=lambda row: (row[AFTER] < row[BEFORE], row[AFTER])
     )  # those that wrap are open first
-    wanted = [(REMOVE if kind == RECOMPUTE else OFFLOAD, (t, before)) for kind, t, _, before, _ in ordered]
+    wanted = [(REMOVE if kind == RECOMPUTE else OFFLOAD, (t, before)) for kind, t, _, before, *_ in ordered]
     todo = [node_of[key] for key in wanted if key in node_of]
     walk, nodes = Walk(task), []
     while not walk.done:

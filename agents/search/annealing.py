@@ -90,11 +90,11 @@ def start(
     found = plans_of(heuristics, program, machine, limit, engine) or [everything(program, mode, min_bytes)]
     scores = [engine.score(rows) for rows in found]
     best = min(range(len(found)), key=lambda i: (not scores[i].feasible, scores[i].iteration_ns))
-    feasible, iteration_ns, required, _ = scores[best]
+    feasible, iteration_ns, required, *_ = scores[best]
     return found[best] if feasible else None, iteration_ns, required
 
 
 def everything(program: Program, mode: str, min_bytes: int) -> Rows:
-    """int64[m, 5]: every gap emptied in the first of its ways."""
+    """int64[m, 6]: every gap emptied in the first of its ways."""
     ways = [ways_of(program, gap, mode) for gap in program.gaps(min_bytes)]
-    return np.array([w[0] for w in ways if w], dtype=np.int64).reshape(-1, 5)
+    return np.array([w[0] for w in ways if w], dtype=np.int64).reshape(-1, 6)

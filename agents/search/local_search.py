@@ -43,7 +43,7 @@ class Moves:
 
     Attributes:
         gaps: those that can be emptied in at least one way.
-        rows: int64[len(gaps), 5], a row per gap, whether it is in use or not.
+        rows: int64[len(gaps), 6], a row per gap, whether it is in use or not.
         weights: float64[len(gaps), 4], as above; may be changed.
         on: bool[len(gaps)], gaps that the plan empties.
         load: int64[n], planned residency per kernel.
@@ -59,7 +59,7 @@ class Moves:
         candidates = Candidates(program, self.gaps)
         self.index = {(g.tensor, g.before): i for i, g in enumerate(self.gaps)}
         self._live_bytes, self._nbytes = candidates.live_bytes, candidates.nbytes
-        self._ways = np.zeros((len(kept), KEPT + 1, 5), dtype=np.int64)  # the row of each way
+        self._ways = np.zeros((len(kept), KEPT + 1, 6), dtype=np.int64)  # the row of each way
         self.weights = np.zeros((len(kept), KEPT + 1))
         for i, j in enumerate(kept):
             for way in ways[j]:
@@ -75,14 +75,14 @@ class Moves:
         return self._ways[np.arange(len(first)), first], np.zeros(len(first), dtype=np.bool_), self._live_bytes.copy()
 
     def reset(self, rows: Rows) -> None:
-        """Makes this the plan of ``rows`` (int64[k, 5]), of gaps that are candidates."""
+        """Makes this the plan of ``rows`` (int64[k, 6]), of gaps that are candidates."""
         self.rows, self.on, self.load = self._empty()
         for row in rows:
             i = self.index[int(row[TENSOR]), int(row[BEFORE])]
             _put(self.rows, self.on, self.load, self._nbytes, i, True, row)
 
     def plan(self) -> Rows:
-        """int64[k, 5]: the rows in use, a copy."""
+        """int64[k, 6]: the rows in use, a copy."""
         return self.rows[self.on]
 
     def propose(self) -> Rows | None:

@@ -68,8 +68,8 @@ class LPRound:
             for g, leave, drop in zip(gaps, swapped, recomputed, strict=True)
             if drop > DROP or (leave + drop > 1e-3 and self.mode != "recompute")
         ]
-        best = np.array(rounded, dtype=np.int64).reshape(-1, 5)
-        feasible, best_ns, required, _ = engine.score(best)
+        best = np.array(rounded, dtype=np.int64).reshape(-1, 6)
+        feasible, best_ns, required, *_ = engine.score(best)
         if not feasible:
             found, best_ns, required = start(program, machine, limit, engine, self.mode, self.min_bytes)
             if found is None:

@@ -63,7 +63,7 @@ class RuinRecreate:
         return self.engine.calls
 
     def search(self) -> Rows | None:
-        """int64[n, 5]: the best plan found, None where none fits."""
+        """int64[n, 6]: the best plan found, None where none fits."""
         best: State | None = None
         best_ns = 0
         # The greedy steps of different kinds fail at different limits.
@@ -91,7 +91,7 @@ class RuinRecreate:
         return self.rows(best)
 
     def rows(self, state: State) -> Rows:
-        """int64[n, 5]: the rows of a state."""
+        """int64[n, 6]: the rows of a state."""
         on = state != FILLED
         rows: Rows = self._rows[on]
         rows[:, EXTRA] = state[on] == KEEP

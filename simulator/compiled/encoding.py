@@ -18,6 +18,7 @@ NEVER = 2**62  # a time or position that does not come
 # Columns of ``rows``, int64 (rows, 6): one row a decision. EXTRA: prefetch or -1; keep 0 or 1. WHEN: copy or -1; at or
 # -1. Of a kernel that runs again, AFTER is the kernel, BEFORE the one for which it does; the others do not count.
 KIND, TENSOR, AFTER, BEFORE, EXTRA, WHEN = range(6)
+COLUMNS = 6
 SWAP, RECOMPUTE, SYNC_SWAP, RERUN = 0, 1, 2, 3  # swaps are even
 
 # What is known of a program on a machine: kernels[DURATION, k] and so on, int64 (5, kernels) and (6, tensors).
@@ -68,7 +69,7 @@ _SPANS = (("compute", "kernel"), ("compute", "recompute"), ("d2h", "swap_out"), 
 
 def rows_of(decisions: Iterable[Decision]) -> Ints:
     """Decisions as int64 (n, 6): kind, tensor, after, before, extra, when."""
-    return np.array([_row(d) for d in decisions], np.int64).reshape(-1, 6)
+    return np.array([_row(d) for d in decisions], np.int64).reshape(-1, COLUMNS)
 
 
 def _row(d: Decision) -> tuple[int, ...]:
@@ -113,8 +114,8 @@ def ragged(*tables: Sequence[Iterable[int]]) -> Ints:
 
 def read_log(
     log: Ints, decisions: Sequence[Decision], schedule: Schedule
-) -> tuple[list[int], list[Span], list[BlockEvent], list[tuple[int, int, bool]]]:
-    """A log, int64 (entries, 4), as ``Timeline.assemble`` takes it: boundaries, spans, events, stalls.
+) -> tuple[list[int], list[Span], list[BlockEvent], list[int], list[tuple[int, int, bool]]]:
+    """A log, int64 (entries, 4), as ``Timeline.assemble`` takes it.
 
     Args:
         decisions: those of the rows.
@@ -132,7 +133,7 @@ def read_log(
     for b, block in enumerate(schedule.blocks):
         if block.first < 0 and block.owner not in schedule.away_at_start:
             change(0, b, 1)
-    step = 0
+    step, events_until = 0, [len(events)]
     for start, end, what, index in log.tolist():
         if what in (LOG_OUT, LOG_IN, LOG_LEFT):
             swap = decisions[index]
@@ -154,4 +155,5 @@ def read_log(
             stalls.append((start, end, bool(index)))
         elif what == LOG_BOUNDARY:
             boundaries.append(end)
-    return boundaries, spans, events, stalls
+            events_until.append(len(events))
+    return boundaries, spans, events, events_until, stalls

@@ -27,8 +27,8 @@ from simulator.timeline import Timeline
 
 # isort: off
 from simulator.compiled.encoding import (
-    DONE, DURATION, KIND, LIVE, NEVER, RECOMPUTE, SWAP, SYNC_SWAP, TENSOR, WORKSPACE, Ints, decisions_of, ragged,
-    read_log, rows_of,
+    COLUMNS, DONE, DURATION, KIND, LIVE, NEVER, RECOMPUTE, SWAP, SYNC_SWAP, TENSOR, WORKSPACE, Ints, decisions_of,
+    ragged, read_log, rows_of,
 )  # fmt: skip
 # isort: on
 
@@ -107,7 +107,7 @@ class Engine:
         """
         status, iteration_ns, required, peak, _, detail, _ = self._simulate(rows, limit_until, 1, None)
         period = detail if status == DONE else 0
-        return Score(period > 0, iteration_ns, required, peak, period)
+        return Score(period > 0, iteration_ns if period else NEVER, required, peak, period)
 
     def residency(self, rows: Ints) -> Ints:
         """Planned residency per kernel (reference.py), int64 (kernels,), in a new array."""
@@ -125,6 +125,8 @@ class Engine:
 
     def _simulate(self, rows: Ints, limit_until: int | None, iterations: int, log: Ints | None) -> tuple[int, ...]:
         """What ``event_loop`` returns."""
+        if rows.shape[1] != COLUMNS:
+            raise ValueError(f"rows: expected {COLUMNS} columns, got {rows.shape[1]}")
         self.calls += 1
         n = len(self.program.kernels)
         kernels, *steps = self._lowered(rows)

@@ -6,7 +6,7 @@ iteration and pack a circle; online ones (cudaMalloc, PyTorch's caching allocato
 malloc or free after another on a line. ``times`` says how long they take, ``validate`` finds blocks that share an
 address, ``trace`` finds the iteration in a stream of mallocs and frees, ``files`` reads and writes instances.
 
-    lives = program_lifetimes(program)                       # or timeline_lifetimes(timeline, program, plan)
+    lives = program_lifetimes(program)                       # or timeline_lifetimes(timeline)
     blocks, packing = run("smartpool", lives.intervals, machine.alignment)
     packing.footprint, packing.ratio(blocks), packing.offsets[i]
 

@@ -22,10 +22,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from simulator.compiled.encoding import NEVER, Ints
-from simulator.plan import Decision, Plan, Recompute
 from simulator.program import Program
-from simulator.reference import present
-from simulator.timeline import Span, Timeline
+from simulator.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -165,28 +163,43 @@ def program_lifetimes(program: Program) -> Lifetimes:
     return _lifetimes(blocks, n, program.start_ns[:-1])
 
 
-def timeline_lifetimes(timeline: Timeline, program: Program, plan: Plan) -> Lifetimes:
+def timeline_lifetimes(timeline: Timeline) -> Lifetimes:
     """The blocks of the last iteration of a timeline, taken to repeat.
 
-    Args:
-        timeline: of at least two iterations, so that the last one starts as it ends.
-        program, plan: those that were simulated.
+    What one instant takes, or gives back, is one event.
 
     Raises:
         ValueError: the timeline has one iteration only.
     """
     if len(timeline.boundaries) < 2:
         raise ValueError("timeline: expected at least two iterations; the first has nothing under way at its start")
-    walk = _Walk(timeline, program.with_variants(plan.variants), plan)
-    begin, held = walk.begin, dict(walk.held)
-    period = len(walk.times) - begin
+    times: list[int] = []
+    begin, before = 0, (-1, False)
+    since: dict[int, int] = {}  # block in memory -> the event that took it
+    owner: dict[int, int] = {}
+    nbytes: dict[int, int] = {}
+    left: list[tuple[int, int, int]] = []  # block, from, to, of those given back in the last iteration
+    for i, event in enumerate(timeline.events):
+        if i == timeline.events_until[-2]:
+            begin, before = len(times), (-1, False)
+        here = (event.time_ns, event.nbytes > 0)
+        if here != before:
+            times.append(event.time_ns)
+        before, at = here, len(times) - 1
+        if event.nbytes > 0:
+            since[event.block], owner[event.block], nbytes[event.block] = at, event.owner, event.nbytes
+        elif i < timeline.events_until[-2]:
+            del since[event.block]
+        else:
+            left.append((event.block, since.pop(event.block), at))
+    period = len(times) - begin
     blocks = []
-    for who, lower, upper in walk.freed:
-        if lower < begin and who in held:  # it stays over the boundary: one block with what is there at the end
-            lower, upper = held.pop(who), upper + period
-        blocks.append((max(lower - begin, 0), upper - begin, walk.nbytes(who), who[0]))
-    blocks += [(max(lower - begin, 0), period, walk.nbytes(who), who[0]) for who, lower in held.items()]
-    return _lifetimes(blocks, period, [t - timeline.last_start_ns for t in walk.times[begin:]])
+    for block, lower, upper in left:
+        if lower < begin and block in since:  # it stays over the boundary: one block with what is there at the end
+            lower, upper = since.pop(block), upper + period
+        blocks.append((max(lower - begin, 0), upper - begin, nbytes[block], owner[block]))
+    blocks += [(max(lower - begin, 0), period, nbytes[block], owner[block]) for block, lower in since.items()]
+    return _lifetimes(blocks, period, [t - timeline.last_start_ns for t in times[begin:]])
 
 
 def _lifetimes(blocks: list[tuple[int, int, int, int]], period: int, times: Sequence[int]) -> Lifetimes:
@@ -194,130 +207,3 @@ def _lifetimes(blocks: list[tuple[int, int, int, int]], period: int, times: Sequ
     table = np.array(sorted(b for b in blocks if b[2]), np.int64).reshape(-1, 4)
     lower, upper, nbytes, owner = np.ascontiguousarray(table.T)
     return Lifetimes(Intervals(lower, upper, nbytes, period), owner, np.array(times, np.int64))
-
-
-_Key = tuple[int, bool]  # owner, and whether it is memory of a recomputation's own
-
-
-class _Walk:
-    """Reads the spans of a timeline in order and keeps a book of who is in device memory since when.
-
-    Attributes:
-        times: when each event was, in ns. An event is a start that allocates or an end that frees.
-        begin: the first event of the last iteration.
-        held: who is in memory at the end, and since which event.
-        freed: (who, from, to) of those that left in the last iteration.
-    """
-
-    def __init__(self, timeline: Timeline, program: Program, plan: Plan):
-        self.program = program
-        self.times: list[int] = []
-        self.begin = 0
-        self.freed: list[tuple[_Key, int, int]] = []
-        self.opens: dict[int, list[Decision]] = {}
-        for d in plan.decisions:
-            self.opens.setdefault(d.after, []).append(d)
-        first_copy: dict[int, str] = {}
-        self.steps: list[list[int]] = [[]]  # kernels run again before each kernel
-        for span in timeline.spans:
-            if span.stream != "compute":
-                first_copy.setdefault(span.index, span.kind)
-            elif span.kind == "recompute":
-                self.steps[-1].append(span.index)
-            else:
-                self.steps.append([])
-        # Tensors with a valid copy on the host. Those that are there at the start come before they go.
-        self.on_host = {t for t, kind in first_copy.items() if kind == "swap_in"}
-        self.held: dict[_Key, int] = {
-            (t, False): 0 for t, x in enumerate(program.tensors) if x.persistent and t not in self.on_host
-        }
-        self.dropped: dict[int, Recompute] = {}
-        self.last: dict[int, int] = {}  # in the recomputation under way: its own tensors, and their last step
-        self.stay: set[int] = set()  # in the recomputation under way: dropped tensors that it recovers
-        self.position = 0  # kernels that have ended
-        self.last_iteration = len(program.kernels) * (len(timeline.boundaries) - 1)
-        running: list[Span] = []
-        for span in timeline.spans:
-            running = self._complete(running, span.start_ns)
-            running.append(span)
-            self._start(span)
-        self._complete(running, timeline.boundaries[-1])
-
-    def nbytes(self, who: _Key) -> int:
-        """Bytes of a block."""
-        owner = who[0]
-        return self.program.tensors[owner].nbytes if owner >= 0 else self.program.kernels[-1 - owner].workspace
-
-    def _complete(self, running: list[Span], now: int) -> list[Span]:
-        """Ends what ends until ``now``, copies first (rule 9); returns the rest."""
-        for span in sorted((s for s in running if s.end_ns <= now), key=lambda s: (s.end_ns, s.stream == "compute")):
-            if span.kind == "swap_out":
-                self.on_host.add(span.index)
-                self._free((span.index, False))
-            elif span.kind == "kernel":
-                self._end_kernel(span.index)
-            elif span.kind == "recompute":
-                self._end_step(span.index)
-            self.times.append(span.end_ns)
-            if self.position == self.last_iteration and span.kind == "kernel":
-                self.begin = len(self.times)
-        return [s for s in running if s.end_ns > now]
-
-    def _start(self, span: Span) -> None:
-        kernel = self.program.kernels[span.index] if span.stream == "compute" else None
-        if span.kind == "swap_in":
-            new = [(span.index, False)]
-        elif kernel is None:
-            return
-        elif span.kind == "kernel":
-            new = [(t, False) for t in kernel.outputs if not self.program.tensors[t].persistent]
-        else:
-            if not self.last:
-                self._open_remat()
-            new = [(t, True) for t in kernel.outputs]
-        if kernel is not None:
-            new.append((-1 - span.index, False))
-        for who in new:
-            self.held.setdefault(who, len(self.times))
-        self.times.append(span.start_ns)
-
-    def _free(self, who: _Key) -> None:
-        since = self.held.pop(who)
-        if self.position >= self.last_iteration:
-            self.freed.append((who, since, len(self.times)))
-
-    def _end_kernel(self, k: int) -> None:
-        kernel, tensors, uses = self.program.kernels[k], self.program.tensors, self.program.accesses
-        self._free((-1 - k, False))
-        for t in kernel.accesses:
-            if not tensors[t].persistent and uses[t][-1] == k:
-                self._free((t, False))
-        self.on_host.difference_update(kernel.outputs)
-        for d in self.opens.get(k, ()):
-            if isinstance(d, Recompute):
-                self.dropped[d.tensor] = d
-            if isinstance(d, Recompute) or d.tensor in self.on_host:
-                self._free((d.tensor, False))
-        self.position += 1
-
-    def _open_remat(self) -> None:
-        """Rule 7: what is recomputed for the next kernel in memory of its own, for how long, and what stays."""
-        k = self.position % len(self.program.kernels)
-        rerun = set(self.steps[self.position])
-        writes = self.program.writes
-        for w in sorted(rerun):
-            own = [x for x in self.program.kernels[w].inputs if not present(self.program, x, w, k, self.dropped.keys())]
-            self.last |= dict.fromkeys([*self.program.kernels[w].outputs, *own], w)
-        self.stay = self.dropped.keys() & self.program.kernels[k].accesses
-        if any(self.dropped[t].keep for t in self.stay):
-            self.stay |= {t for t in self.dropped if rerun.issuperset(u for u in writes[t] if u < k)}
-
-    def _end_step(self, w: int) -> None:
-        self._free((-1 - w, False))
-        for t in [t for t, step in self.last.items() if step == w and t not in self.stay]:
-            self._free((t, True))
-        if w == self.steps[self.position][-1]:
-            for t in self.stay:
-                self.held[t, False] = self.held.pop((t, True))
-                del self.dropped[t]
-            self.last = {}

@@ -8,8 +8,9 @@ import re
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from simulator import FormatError, Kernel, Plan, PlanError, Program, Recompute, Swap, Tensor, reference
+from simulator import FormatError, Kernel, Plan, PlanError, Program, Recompute, Swap, Tensor
 from simulator.plan import cannot_recompute
+from simulator.schedule import lower
 from tests.strategies import plans, programs
 from tests.tiny import A1, A2, A3, A4, PROGRAM, RECOMPUTE_PLAN, SWAP_PLAN, W
 
@@ -329,8 +330,8 @@ def test_each_decision_that_fits_alone_fits_beside_the_others(data):
         Recompute(*gap, data.draw(st.booleans())) for gap in program.gaps() if cannot_recompute(program, *gap) is None
     ]
     Plan(tuple(drops)).check(program)
-    chains = reference.resolve(program, tuple(drops)).remats.values()
-    assert all(program.kernels[step.kernel].recomputable for chain in chains for step in chain.steps)
+    steps = lower(program, Plan(tuple(drops))).steps
+    assert all(program.kernels[step.kernel].recomputable for step in steps if step.rerun)
 
 
 def test_the_plans_of_the_tiny_program_fit():

@@ -24,6 +24,7 @@ from simulator import (
     reference,
 )
 from simulator.compiled import engine
+from simulator.schedule import lower
 from simulator.timeline import Breakdown
 from tests.strategies import machines, networks, plans, programs
 from tests.tiny import A1, A2, LIMIT, MACHINE, PROGRAM, RECOMPUTE_PLAN, SWAP_PLAN
@@ -101,7 +102,7 @@ def test_compute_waits_for_a_swap_out(simulate):
     # 30 ns until a1 has left, 20 until it is back; 80 ns of copies, 30 of them while compute runs.
     assert timeline.breakdown == Breakdown(120, 0, 30, 20, 30)
     # Planned: k3 = w a2 a3 a4, k4 = the same and g4, …; the largest decides.
-    assert reference.resolve(PROGRAM, SWAP_PLAN.decisions).residency == [50, 90, 90, 130, 140, 110, 110, 60]
+    assert lower(PROGRAM, SWAP_PLAN).residency == (50, 90, 90, 130, 140, 110, 110, 60)
     assert (timeline.required_bytes, timeline.peak_bytes) == (140, 150)
 
 
@@ -301,7 +302,8 @@ def test_what_stays_has_its_present_content(simulate):
     assert compute(timeline)[4:] == [
         (0, 40, 50), (1, 50, 60), (4, 60, 70), (0, 70, 80), (2, 80, 90), (5, 90, 100),
     ]  # fmt: skip
-    assert reference.resolve(program, plan.decisions).remats[4].recovered == {1}
+    schedule = lower(program, plan)
+    assert [s.kernel for s in schedule.pass_of(4)] == [0, 1] and [s.kernel for s in schedule.pass_of(5)] == [0, 2]
 
 
 def test_what_is_written_later_stays_until_then(simulate):
@@ -422,8 +424,8 @@ def test_a_wrapping_gap_that_has_ended_is_no_gap_before_its_kernel(simulate):
         ((), (), 10, 5), ((0,), (1,), 10), ((), (), 30), ((), (), 10), ((1,), (), 10),
     )  # fmt: skip
     plan = Plan((Swap(0, 1, 1), Recompute(1, 1, 4)))
-    schedule = reference.resolve(program, plan.decisions)
-    assert (schedule.away_at_start, schedule.residency) == (frozenset(), [15, 20, 0, 0, 20])
+    schedule = lower(program, plan)
+    assert (schedule.away_at_start, schedule.residency) == (frozenset(), (15, 20, 0, 0, 20))
     assert simulate(program, plan, MACHINE, 20).memory[:2] == ((0, 10), (0, 15))
 
 
@@ -433,7 +435,7 @@ def test_the_order_of_the_decisions_has_no_meaning(data):
     program = data.draw(programs() | networks())
     plan, machine = data.draw(plans(program)), data.draw(machines())
     decisions = tuple(data.draw(st.permutations(plan.decisions)))
-    limit = max(reference.resolve(program, plan.decisions).residency)
+    limit = lower(program, plan).required_bytes
     expected = reference.simulate(program, plan, machine, limit)
     for run in (reference.simulate, engine.simulate):
         assert run(program, Plan(decisions), machine, limit) == expected

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from simulator import Kernel, Machine, Plan, Program, Recompute, Swap, Tensor, Timeline, reference, simulate, validate
+from simulator import Kernel, Machine, Plan, Program, Recompute, Swap, Tensor, Timeline, simulate, validate
+from simulator.schedule import lower
 from simulator.timeline import Span
 from simulator.validate import violations
 from tests import tiny
@@ -20,7 +21,7 @@ def test_nothing_to_find_in_a_simulated_timeline(data):
     program = data.draw(programs() | networks())
     plan = data.draw(plans(program))
     machine = data.draw(machines())
-    limit = max(reference.resolve(program, plan.decisions).residency) + data.draw(st.integers(0, 60))
+    limit = lower(program, plan).required_bytes + data.draw(st.integers(0, 60))
     iterations = data.draw(st.integers(1, 3))
     timeline = simulate(program, plan, machine, limit, iterations)
     assert violations(timeline, program, plan, machine, limit) == []
@@ -34,7 +35,7 @@ def test_no_span_can_be_moved_or_left_out_unnoticed(data):
     program = data.draw(programs() | networks())
     plan = data.draw(plans(program))
     machine = data.draw(machines())
-    limit = max(reference.resolve(program, plan.decisions).residency) + data.draw(st.integers(0, 60))
+    limit = lower(program, plan).required_bytes + data.draw(st.integers(0, 60))
     timeline = simulate(program, plan, machine, limit)
     i = data.draw(st.integers(0, len(timeline.spans) - 1))
     shift = data.draw(st.integers(-5, 5))

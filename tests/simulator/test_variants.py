@@ -13,6 +13,7 @@ from simulator import Engine, FormatError, OutOfMemory, Plan, PlanError, Program
 from simulator.compiled.engine import rows_of
 from simulator.pool import smartpool, timeline_lifetimes
 from simulator.pool.validate import overlaps
+from simulator.schedule import lower
 from simulator.validate import violations
 from tests import tiny
 from tests.strategies import machines, plans, programs, with_algorithms
@@ -60,7 +61,7 @@ def test_a_slower_variant_hides_a_transfer() -> None:
 
 def test_blocks_of_a_timeline_have_the_workspaces_of_the_plan() -> None:
     plan = Plan((RECOMPUTE,), variants=((F1, 0),))
-    lives = timeline_lifetimes(simulate(PROGRAM, plan, MACHINE, tiny.LIMIT), PROGRAM, plan)
+    lives = timeline_lifetimes(simulate(PROGRAM, plan, MACHINE, tiny.LIMIT))
     workspace = lives.owner == -1 - F1
     assert lives.intervals.nbytes[workspace].tolist() == [20, 20]
     assert lives.intervals.peak_bytes == 140
@@ -98,13 +99,13 @@ def test_a_plan_is_simulated_as_the_program_that_it_runs(data: st.DataObject) ->
     program, variants = data.draw(with_algorithms(data.draw(programs())))
     plan, machine = replace(data.draw(plans(program)), variants=variants), data.draw(machines())
     runs = program.with_variants(variants)
-    limit = max(reference.resolve(runs, plan.decisions).residency) + data.draw(st.integers(0, 60))
+    limit = lower(program, plan).required_bytes + data.draw(st.integers(0, 60))
     timeline = simulate(program, plan, machine, limit)
     assert timeline == reference.simulate(program, plan, machine, limit)
     assert timeline == replace(simulate(runs, Plan(plan.decisions), machine, limit), ideal_ns=program.ideal_ns)
     assert violations(timeline, program, plan, machine, limit) == []
     if timeline.period == 1:
-        blocks = timeline_lifetimes(timeline, program, plan).intervals
+        blocks = timeline_lifetimes(timeline).intervals
         assert overlaps(blocks, smartpool.pack(blocks).offsets) == []
         assert blocks.peak_bytes <= limit
     if timeline.required_bytes:

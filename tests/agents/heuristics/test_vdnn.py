@@ -163,7 +163,7 @@ def test_differs_from_planners_that_look_at_the_limit() -> None:
 def test_rows_are_of_the_kind_asked_for() -> None:
     for sync, kind in ((True, SYNC_SWAP), (False, SWAP)):
         rows = VDNN("all", sync=sync, min_bytes=1).rows(NETWORK, "all")
-        assert rows.dtype == np.int64 and rows.tolist() == [[kind, A1, 1, 6, 4], [kind, A2, 2, 5, 3]]
+        assert rows.dtype == np.int64 and rows.tolist() == [[kind, A1, 1, 6, 4, -1], [kind, A2, 2, 5, 3, -1]]
 
 
 @settings(max_examples=60, deadline=None)

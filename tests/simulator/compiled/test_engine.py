@@ -7,6 +7,7 @@ from hypothesis import given, settings, strategies as st
 
 from simulator import Engine, OutOfMemory, Plan, Recompute, Swap, reference, simulate
 from simulator.compiled.engine import RECOMPUTE, SWAP, SYNC_SWAP, decisions_of, rows_of
+from simulator.schedule import lower
 from tests.strategies import machines, plans, programs
 
 
@@ -16,7 +17,7 @@ def test_engine_equals_reference(data):
     program = data.draw(programs())
     plan = data.draw(plans(program))
     machine = data.draw(machines())
-    required = max(reference.resolve(program, plan.decisions).residency)
+    required = lower(program, plan).required_bytes
     limit = required + data.draw(st.integers(-1, 60))
     until = data.draw(st.sampled_from([None, None, 0, len(program.kernels) // 2]))
     iterations = data.draw(st.integers(1, 5))
@@ -40,7 +41,7 @@ def test_the_figures_do_not_depend_on_the_iterations(data):
     program = data.draw(programs())
     plan = data.draw(plans(program))
     machine = data.draw(machines())
-    limit = max(reference.resolve(program, plan.decisions).residency) + data.draw(st.integers(0, 60))
+    limit = lower(program, plan).required_bytes + data.draw(st.integers(0, 60))
     least = simulate(program, plan, machine, limit, 1)
     more = simulate(program, plan, machine, limit, len(least.boundaries) + 3)
     if least.period:
@@ -56,7 +57,7 @@ def test_one_iteration_is_enough_where_no_persistent_tensor_is_swapped(data):
     program = data.draw(programs())
     decisions = [d for d in data.draw(plans(program)).decisions if not program.tensors[d.tensor].persistent]
     plan, machine = Plan(tuple(decisions)), data.draw(machines())
-    limit = max(reference.resolve(program, plan.decisions).residency) + data.draw(st.integers(0, 60))
+    limit = lower(program, plan).required_bytes + data.draw(st.integers(0, 60))
     one, five = (simulate(program, plan, machine, limit, i) for i in (1, 5))
     assert (len(one.boundaries), len(five.boundaries)) == (1, 5)
     assert (one.iteration_ns, one.breakdown, one.peak_bytes) == (five.iteration_ns, five.breakdown, five.peak_bytes)
@@ -69,7 +70,7 @@ def test_feasible_exactly_from_required_bytes_on(data):
     program = data.draw(programs())
     plan = data.draw(plans(program))
     machine = data.draw(machines())
-    required = max(reference.resolve(program, plan.decisions).residency)
+    required = lower(program, plan).required_bytes
     for limit in (required, required + data.draw(st.integers(1, 100))):
         assert simulate(program, plan, machine, limit, 3).peak_bytes <= limit
     if required:

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from simulator import Kernel, Plan, Program, Swap, Tensor, reference, simulate
+from simulator import Kernel, Plan, Program, Swap, Tensor, simulate
 from simulator.pool import Intervals, Lifetimes, program_lifetimes, smartpool, timeline_lifetimes
 from simulator.pool.validate import overlaps
+from simulator.schedule import lower
 from tests import tiny
 from tests.strategies import machines, plans, programs
 from tests.tiny import A1, A2, A3, A4, G2, G3, G4, W
@@ -43,7 +44,7 @@ def test_lifetimes_of_a_program() -> None:
 
 def test_lifetimes_under_a_swap() -> None:
     timeline = simulate(tiny.PROGRAM, tiny.SWAP_PLAN, tiny.MACHINE, tiny.LIMIT)
-    lives = timeline_lifetimes(timeline, tiny.PROGRAM, tiny.SWAP_PLAN)
+    lives = timeline_lifetimes(timeline)
     # a1 leaves from 20 to 60 and comes back from 90 on; f4 starts at 60. The drawing is in tiny.py.
     assert in_ns(lives, 170) == [
         (W, 0, 170), (A1, 0, 60), (A1, 90, 170), (A2, 10, 150), (A3, 20, 110), (A4, 60, 90),
@@ -70,7 +71,7 @@ def test_a_tensor_that_stays_over_the_boundary_is_one_block(written: bool) -> No
     program = Program("wraps", (Tensor("w", 40, "parameter", True),), kernels)
     plan = Plan((Swap(0, 0, 3, prefetch=2),))
     timeline = simulate(program, plan, tiny.MACHINE, 100)
-    lives = timeline_lifetimes(timeline, program, plan)
+    lives = timeline_lifetimes(timeline)
     # Out from 100 to 140 where k3 has written it, else released at 100, since its copy on the host is still valid.
     # Back from 300 (the end of k2) to 340, so that k3 runs to 440.
     leaves = 440 + (140 if written else 100)
@@ -104,13 +105,13 @@ def test_the_blocks_are_the_ledger_and_their_addresses_are_apart(data: st.DataOb
     program = data.draw(programs())
     plan = data.draw(plans(program))
     machine = data.draw(machines())
-    limit = max(reference.resolve(program, plan.decisions).residency) + data.draw(st.integers(0, 60))
+    limit = lower(program, plan).required_bytes + data.draw(st.integers(0, 60))
     timeline = simulate(program, plan, machine, limit)
-    lives = timeline_lifetimes(timeline, program, plan)
+    lives = timeline_lifetimes(timeline)
     blocks = lives.intervals
     held = np.zeros(blocks.period, np.int64)  # after each event
-    for lower, upper, nbytes in zip(blocks.lower, blocks.upper, blocks.nbytes, strict=True):
-        held[np.arange(lower, upper) % blocks.period] += nbytes
+    for begin, end, nbytes in zip(blocks.lower, blocks.upper, blocks.nbytes, strict=True):
+        held[np.arange(begin, end) % blocks.period] += nbytes
     begin, end = timeline.boundaries[-2:]
     ledger = {t - begin: used for t, used in timeline.memory if begin < t < end}  # the last change at each instant
     ours = dict(zip(lives.time_ns.tolist(), held.tolist(), strict=True))
