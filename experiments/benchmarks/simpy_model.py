@@ -70,7 +70,7 @@ class Model:
         self.used = sum(block.nbytes for block in schedule.blocks if block.first < 0)
         self.away: dict[int, Away] = {}
         self.host_copy: set[int] = set()  # tensors with a valid copy on the host
-        for d in schedule.returns:
+        for d in schedule.moved:
             if d.tensor in schedule.away_at_start and d.after >= d.before:
                 self.away[d.tensor] = self.leave(d, d.after - self.n)
                 self.left(self.away[d.tensor])

@@ -88,6 +88,7 @@ def _figures(timeline: Timeline, program: Program, replay: Replay) -> Iterator[V
         ("ideal_ns", timeline.ideal_ns, sum(k.duration_ns for k in program.kernels)),
         ("peak_bytes", timeline.peak_bytes, max((used for _, used in curve(timeline.events)), default=0)),
         ("required_bytes", timeline.required_bytes, max(replay.residency)),
+        ("events_until", timeline.events_until, tuple(replay.changes)),
         ("period", timeline.period, period),
         ("compute_ns", parts.compute_ns, busy("kernel")),
         ("recompute_ns", parts.recompute_ns, busy("recompute")),

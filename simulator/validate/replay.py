@@ -36,6 +36,7 @@ class Replay:
         residency: per kernel, the planned residency.
         stalls: ns of the last iteration in which compute waits for "memory" and for "data".
         states: what the future depends on, relative to now: at the start and at the end of each iteration.
+        changes: how long the ledger was then.
     """
 
     def __init__(self, timeline: Timeline, steps: Steps, link: Link, one_engine: bool, limit: int | None):
@@ -64,7 +65,7 @@ class Replay:
                 self.host[d.tensor] = -1
         for block in begin.values():
             self._charge(block, 1)
-        self.states = [self._state()]
+        self.states, self.changes = [self._state()], [len(self.ledger)]
         self._replay()
 
     def _state(self) -> object:
@@ -148,6 +149,7 @@ class Replay:
         self.position += 1
         if self.position % self.n == 0:
             self.states.append(self._state())
+            self.changes.append(len(self.ledger))
 
     # -------------------------------------------------------------------------------------- copies
 
