@@ -134,5 +134,7 @@ class _Problem:
         for i, g in enumerate(self.gaps):
             v = self.reruns.version_in(g) if self.reruns is not None else -1
             if v >= 0 and self.reruns.droppable[v]:
-                away[i] = max([0.0, *(float(x[c] if sign > 0 else 1 - x[c]) for _, c, sign in self.reruns.absent(v, g))])
+                away[i] = max(
+                    [0.0, *(float(x[c] if sign > 0 else 1 - x[c]) for _, c, sign in self.reruns.absent(v, g))]
+                )
         return swapped, np.minimum(away, 1 - swapped)

@@ -275,7 +275,9 @@ class Reruns:
             if not over:
                 continue
             total = self.lp.new(sum(size[v.tensor] for v in self.versions))
-            whole = [(self.kept[j, i], size[self.versions[i].tensor]) for i in self._of_window[j] if (j, i) in self.kept]
+            whole = [
+                (self.kept[j, i], size[self.versions[i].tensor]) for i in self._of_window[j] if (j, i) in self.kept
+            ]
             self.lp.row([*whole, (total, -1.0)], 0)
             inside = [i for i, v in enumerate(self.versions) if any(begin <= k < end for k in (v.writer, *v.uses))]
             for k in over:

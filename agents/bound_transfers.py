@@ -121,7 +121,9 @@ class Transfers:
         ]
         ahead = {name: lp.many(n, total) for name in ("a1", "a2", "aw", "ad", "may")}  # early copies, of all classes
         fastest = float((self.out_time / size).min())
-        written: list[list[int]] = [[] for _ in range(n)]  # gaps whose early copy may be made from the end of a kernel on
+        written: list[list[int]] = [
+            [] for _ in range(n)
+        ]  # gaps whose early copy may be made from the end of a kernel on
         for i in np.flatnonzero(np.array(lp.upper)[self.early]).tolist():
             written[self.written[i] % n].append(i)  # type: ignore[operator]
         self.queued: list[tuple[list[int], list[int]]] = []  # columns, at the start and the end of each kernel
