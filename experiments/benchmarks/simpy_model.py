@@ -2,8 +2,8 @@
 
 Written as one would with SimPy: compute, the swap-outs and the swap-ins are processes; whoever completes
 something wakes those that wait. Events of one instant are ordered by their priority (rule 9): completions
-(SimPy's own timeouts), then starts of swap-outs, of swap-ins, of steps. What a plan means without a clock is
-taken from simulator.schedule.
+(SimPy's own timeouts), then starts of swap-outs, of swap-ins, of steps. What a plan means without a clock, the
+schedule, is given to it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ import numpy as np
 import simpy
 
 from simulator.machine import ALONE, Machine
-from simulator.plan import Plan, Swap
-from simulator.program import Program
+from simulator.plan import Swap
 from simulator.reference import MAX_ITERATIONS
-from simulator.schedule import lower
+from simulator.schedule import Schedule
 
 # The first is SimPy's NORMAL; the last is that of work without duration, which completes when all else has started.
 COMPLETED, SETTLED, START_OUT, START_IN, START_STEP, NEXT_ROUND = 1, 2, 3, 4, 5, 6
@@ -54,9 +53,9 @@ class Copy:
 class Model:
     """One run of a program under a plan."""
 
-    def __init__(self, program: Program, plan: Plan, machine: Machine, limit: int, iterations: int):
+    def __init__(self, schedule: Schedule, machine: Machine, limit: int, iterations: int):
         self.env = simpy.Environment()
-        self.schedule = schedule = lower(program, plan)
+        self.schedule = schedule
         if schedule.required_bytes > limit:
             raise MemoryError(f"the plan needs {schedule.required_bytes:,} bytes, over the limit of {limit:,}")
         if max(schedule.on_host) > machine.host_bytes:
@@ -283,10 +282,10 @@ class Model:
         return [slice(first, last)] if first < last else [slice(first, self.n), slice(0, last)]
 
 
-def simulate(program: Program, plan: Plan, machine: Machine, limit: int, iterations: int = 1) -> int:
+def simulate(schedule: Schedule, machine: Machine, limit: int, iterations: int = 1) -> int:
     """Duration of the steady iteration in ns, as ``Engine.score`` has it; raises MemoryError if infeasible.
 
     Args:
         iterations: how many are simulated at least.
     """
-    return Model(program, plan, machine, limit, iterations).run()
+    return Model(schedule, machine, limit, iterations).run()

@@ -189,9 +189,8 @@ class Replay:
 
     def _fits(self, gap: _Gap) -> bool:
         """Rule 5: now, and with the planned residency and what is early at every kernel until its use."""
-        return self.used + self.size[gap.swap.tensor] <= self.limit and self._fits_ahead(gap)
-
-    def _fits_ahead(self, gap: _Gap) -> bool:
+        if self.used + self.size[gap.swap.tensor] > self.limit:
+            return False
         runs = self.running.get("compute")
         for p in range(self.position + (runs is not None and runs.kind == "kernel"), gap.before):
             early = sum(self.size[g.swap.tensor] for g in self.early if g.before > p)
@@ -220,8 +219,8 @@ class Replay:
             self._fail("swap-in", f"tensor {t} returns before its prefetch kernel {gap.pinned % self.n} has ended")
         elif first and first is not gap:
             self._fail("swap-in", f"tensor {first.swap.tensor} is needed before tensor {t}")
-        elif not self._fits_ahead(gap):
-            self._fail("swap-in", f"tensor {t} returns where it leaves no room for the kernels until its use")
+        elif not self._fits(gap):
+            self._fail("swap-in", f"tensor {t} returns where there is no room for it until its use")
         elif self.one_engine and self.queue and not self._goes_first(gap):
             self._fail("swap-in", f"tensor {t} returns before tensor {self.queue[0][0]} leaves, which was issued first")
         gap.state = "arriving"

@@ -156,7 +156,7 @@ def test_a_violation_says_when_and_what():
     assert [v for v in pinned if v[0] == "swap-in"] == [("swap-in", 90, early), ("swap-in", 260, early)]
     # Over the limit from 90 to 110 in both iterations; a figure, which belongs to the end, comes last.
     over = violations(replace(SWAPPED, peak_bytes=151), tiny.PROGRAM, tiny.SWAP_PLAN, tiny.MACHINE, 149)
-    no_room = "tensor 1 returns where it leaves no room for the kernels until its use"
+    no_room = "tensor 1 returns where there is no room for it until its use"
     assert [tuple(v) for v in over] == [
         ("swap-in", 90, no_room), ("limit", 90, "150 bytes of 149"),
         ("swap-in", 260, no_room), ("limit", 260, "150 bytes of 149"),

@@ -9,6 +9,7 @@ from hypothesis import given, settings, strategies as st
 from experiments.benchmarks import simpy_model
 from experiments.benchmarks.simulation import swap_all
 from simulator import Decision, Machine, Plan, Program, Recompute, Rerun, Swap, simulate
+from simulator.schedule import lower
 from tests import strategies, tiny
 from tests.experiments.conftest import chain
 
@@ -27,7 +28,7 @@ def test_equal_to_the_simulator(copy_engines: int, bandwidth: int, layers: int) 
     for limit in (required, (required + program.peak_bytes) // 2, program.peak_bytes):
         expected = simulate(program, plan, on, limit).iteration_ns
         for iterations in (1, 2, 3):
-            assert simpy_model.simulate(program, plan, on, limit, iterations) == expected
+            assert simpy_model.simulate(lower(program, plan), on, limit, iterations) == expected
 
 
 @settings(max_examples=150, deadline=None)
@@ -38,7 +39,7 @@ def test_equal_on_random_programs(data: st.DataObject) -> None:
     limit = simulate(program, plan, on, 2**40).required_bytes + data.draw(st.integers(0, 40))
     iterations = data.draw(st.integers(1, 4))
     expected = simulate(program, plan, on, limit, iterations)
-    model = simpy_model.Model(program, plan, on, limit, iterations)
+    model = simpy_model.Model(lower(program, plan), on, limit, iterations)
     assert model.run() == expected.iteration_ns
     assert model.lasts == [end - begin for begin, end in pairwise((0, *expected.boundaries))]  # as many iterations
 
@@ -66,7 +67,7 @@ BOTH = (Swap(tiny.A1, 1, 6, prefetch=3), Swap(tiny.A2, 2, 5))
 )  # fmt: skip
 def test_by_hand(decisions: tuple[Decision, ...], changes: dict[str, int], expected: int) -> None:
     on = replace(tiny.MACHINE, **changes)
-    assert simpy_model.simulate(tiny.PROGRAM, Plan(decisions), on, 1000) == expected
+    assert simpy_model.simulate(lower(tiny.PROGRAM, Plan(decisions)), on, 1000) == expected
     assert simulate(tiny.PROGRAM, Plan(decisions), on, 1000).iteration_ns == expected
 
 
@@ -76,17 +77,17 @@ def test_equal_with_other_algorithms() -> None:
     plan = replace(swap_all(program, program.gaps(2**20)), variants=((1, 0), (4, 0)))
     limit = simulate(program, plan, on, 2**40).required_bytes
     expected = simulate(program, plan, on, limit).iteration_ns
-    assert simpy_model.simulate(program, plan, on, limit) == expected
+    assert simpy_model.simulate(lower(program, plan), on, limit) == expected
     assert simulate(program, replace(plan, variants=()), on, 2**40).iteration_ns != expected
 
 
 def test_a_plan_over_the_limit_is_refused(program: Program) -> None:
     with pytest.raises(MemoryError):
-        simpy_model.simulate(program, Plan(), machine(2, 10**9), program.peak_bytes - 1)
+        simpy_model.simulate(lower(program, Plan()), machine(2, 10**9), program.peak_bytes - 1)
 
 
 def test_a_plan_that_the_host_cannot_hold_is_refused() -> None:
-    plan = Plan((Swap(tiny.A1, 1, 6),))
-    assert simpy_model.simulate(tiny.PROGRAM, plan, replace(tiny.MACHINE, host_bytes=40), 1000) == 140
+    schedule = lower(tiny.PROGRAM, Plan((Swap(tiny.A1, 1, 6),)))
+    assert simpy_model.simulate(schedule, replace(tiny.MACHINE, host_bytes=40), 1000) == 140
     with pytest.raises(MemoryError):
-        simpy_model.simulate(tiny.PROGRAM, plan, replace(tiny.MACHINE, host_bytes=39), 1000)
+        simpy_model.simulate(schedule, replace(tiny.MACHINE, host_bytes=39), 1000)
