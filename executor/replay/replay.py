@@ -16,11 +16,12 @@ the plan's. Choices (reasons in executor/replay/README.md):
 (b) A kernel that waits only for its predecessor starts in the Timeline when that ended; others after their waits.
 (c) A stall of compute is one for data if the last thing that it waited for is a swap-in, else for memory.
 (d) The iteration time is the median over the measured iterations; the Timeline's own figure is that of the last.
-(e) Blocks count as in use from the start of the job that takes them to the end of the one that frees them.
+(e) Blocks count as in use from the start of the job that takes them until all is over that must be to free them.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -31,7 +32,7 @@ from executor.replay.streams import Block, Circle, Job, ReplayError, circle
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
-from simulator.timeline import Span, Timeline
+from simulator.timeline import BlockEvent, Span, Timeline
 
 AHEAD = 2  # iterations
 
@@ -154,7 +155,8 @@ class _Run:
             backend.task = "filling the arena"
             for block in order.start:
                 backend.fill(block.offset, block.nbytes, _seed(block))
-            for t, at in order.host.items():
+            for t in order.on_host & order.host.keys():
+                at = order.host[t]
                 block = Block(t, at, self.program.tensors[t].nbytes)
                 backend.host[at : at + block.nbytes] = pattern(block.nbytes, _seed(block))
             backend.synchronize()
@@ -256,17 +258,18 @@ class _Run:
         n, jobs, time_ns = len(program.kernels), self.order.jobs, self.backend.time_ns
         boundaries: list[int] = []
         spans: list[tuple[Span, int]] = []  # and the iteration
-        changes: list[tuple[int, int]] = [(0, self.order.used)]
         stalls: list[tuple[int, int, bool]] = []
-        over: list[list[int]] = []  # per round and job
+        starts: list[list[int]] = []  # per round and job
+        over: list[list[int]] = []
         before = 0  # when compute was last busy
         for begins, ends in zip(self.begins, self.ends, strict=True):
             over.append([time_ns(e) for e in ends])
+            starts.append([])
             for j, job in enumerate(jobs):
                 stream, kind, index = job.span[2:]
                 begin = before if begins[j] is None else time_ns(begins[j])
-                end = max(over[-1][j], begin)
-                changes += [(end, -job.freed), (begin, job.charged)]
+                end = over[-1][j] = max(over[-1][j], begin)
+                starts[-1].append(begin)
                 if stream != "compute":
                     spans.append((Span(begin, end, stream, kind, self.order.original[index]), len(boundaries)))
                     continue
@@ -283,16 +286,38 @@ class _Run:
             if (i >= skip if s.stream == "compute" else s.end_ns > zero and s.start_ns < last)
         ]  # fmt: skip
         kept.sort(key=lambda s: s.start_ns)
-        used, memory = 0, [(0, 0)]
-        for now, change in sorted(changes, key=lambda c: (c[0], c[1] > 0)):  # at one instant frees first (rule 9)
-            used += change
-            if now <= zero:
-                memory = [(0, used)]
-            elif change and now <= last:
-                memory.append((now - zero, used))
+        memory = self._events(starts, over, n)
+        held: dict[int, BlockEvent] = {}  # at zero, by block
+        for event in (e for e in memory if e.time_ns <= zero):
+            held.pop(event.block, None)
+            if event.nbytes > 0:
+                held[event.block] = event._replace(time_ns=0)
+        events = [*held.values()]
+        events += [e._replace(time_ns=e.time_ns - zero) for e in memory if zero < e.time_ns <= last]
+        times = [(e.time_ns, e.nbytes > 0) for e in events]
+        until = [bisect_left(times, (b - zero, True), lo=len(held)) for b in boundaries[skip:]]
         waited = [(a - zero, b - zero, data) for a, b, data in stalls]
         required = self.order.predicted.required_bytes
-        return Timeline.assemble(program, limit, required, [b - zero for b in boundaries[skip:]], kept, memory, waited)
+        ends_at = [b - zero for b in boundaries[skip:]]
+        return Timeline.assemble(program, limit, required, ends_at, kept, events, until, waited)
+
+    def _events(self, starts: list[list[int]], over: list[list[int]], n: int) -> list[BlockEvent]:
+        """What took memory and gave it back when, at one instant frees first (rule 9). ``n``: kernels."""
+        events = []
+        for stay in self.order.stays:
+            who, b = stay.block.owner, stay.index
+            owner = self.order.original[who] if who >= 0 else -1 - (-1 - who) % n
+            for i in range(-1 if stay.crosses else 0, len(over)):
+                ended = [over[i + later][j] for later, j in stay.ends if 0 <= i + later < len(over)]
+                if i < 0 and stay.begin is not None and not ended:
+                    continue  # what frees it was under way before the run, or would have been
+                if i >= 0 and stay.begin is None:
+                    continue
+                begin = 0 if i < 0 or stay.begin is None else starts[i][stay.begin]
+                events.append(BlockEvent(begin, owner, b, stay.block.nbytes))
+                if stay.ends and len(ended) == len([x for x in stay.ends if i + x[0] >= 0]):
+                    events.append(BlockEvent(max(ended), owner, b, -stay.block.nbytes))
+        return sorted(events, key=lambda e: (e.time_ns, e.nbytes > 0))
 
 
 def _seed(block: Block, written: int = 0) -> int:
