@@ -21,7 +21,7 @@ the plan's. Choices (reasons in executor/replay/README.md):
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -257,6 +257,7 @@ class _Run:
         """What happened from the end of iteration ``skip`` on, its time 0, in the given program's indices."""
         n, jobs, time_ns = len(program.kernels), self.order.jobs, self.backend.time_ns
         boundaries: list[int] = []
+        marks: list[_Key] = []  # of the same
         spans: list[tuple[Span, int]] = []  # and the iteration
         stalls: list[tuple[int, int, bool]] = []
         starts: list[list[int]] = []  # per round and job
@@ -280,6 +281,7 @@ class _Run:
                 spans.append((Span(begin, end, stream, kind, index % n), len(boundaries)))
                 if kind == "kernel" and index % n == n - 1:
                     boundaries.append(end)
+                    marks.append((end, True, (len(over) - 1) * len(jobs) + j, True))
         zero, last = boundaries[skip - 1], boundaries[-1]
         kept = [
             s._replace(start_ns=max(s.start_ns - zero, 0), end_ns=s.end_ns - zero) for s, i in spans
@@ -287,37 +289,50 @@ class _Run:
         ]  # fmt: skip
         kept.sort(key=lambda s: s.start_ns)
         memory = self._events(starts, over, n)
+        keys = [key for key, _ in memory]
+        first = bisect_right(keys, marks[skip - 1])
+        until = [bisect_right(keys, mark) for mark in marks[skip:]]
         held: dict[int, BlockEvent] = {}  # at zero, by block
-        for event in (e for e in memory if e.time_ns <= zero):
+        for _, event in memory[:first]:
             held.pop(event.block, None)
             if event.nbytes > 0:
                 held[event.block] = event._replace(time_ns=0)
-        events = [*held.values()]
-        events += [e._replace(time_ns=e.time_ns - zero) for e in memory if zero < e.time_ns <= last]
-        times = [(e.time_ns, e.nbytes > 0) for e in events]
-        until = [bisect_left(times, (b - zero, True), lo=len(held)) for b in boundaries[skip:]]
+        events = [*held.values(), *(e._replace(time_ns=e.time_ns - zero) for _, e in memory[first : until[-1]])]
+        until = [len(held) + i - first for i in until]
         waited = [(a - zero, b - zero, data) for a, b, data in stalls]
         required = self.order.predicted.required_bytes
         ends_at = [b - zero for b in boundaries[skip:]]
         return Timeline.assemble(program, limit, required, ends_at, kept, events, until, waited)
 
-    def _events(self, starts: list[list[int]], over: list[list[int]], n: int) -> list[BlockEvent]:
-        """What took memory and gave it back when, at one instant frees first (rule 9). ``n``: kernels."""
-        events = []
+    def _events(self, starts: list[list[int]], over: list[list[int]], n: int) -> list[tuple[_Key, BlockEvent]]:
+        """What took memory and gave it back when, in order. ``n``: kernels."""
+        events: list[tuple[_Key, BlockEvent]] = []
+        count = len(self.order.jobs)
         for stay in self.order.stays:
-            who, b = stay.block.owner, stay.index
+            who, nbytes = stay.block.owner, stay.block.nbytes
             owner = self.order.original[who] if who >= 0 else -1 - (-1 - who) % n
-            for i in range(-1 if stay.crosses else 0, len(over)):
-                ended = [over[i + later][j] for later, j in stay.ends if 0 <= i + later < len(over)]
-                if i < 0 and stay.begin is not None and not ended:
-                    continue  # what frees it was under way before the run, or would have been
-                if i >= 0 and stay.begin is None:
-                    continue
-                begin = 0 if i < 0 or stay.begin is None else starts[i][stay.begin]
-                events.append(BlockEvent(begin, owner, b, stay.block.nbytes))
-                if stay.ends and len(ended) == len([x for x in stay.ends if i + x[0] >= 0]):
-                    events.append(BlockEvent(max(ended), owner, b, -stay.block.nbytes))
-        return sorted(events, key=lambda e: (e.time_ns, e.nbytes > 0))
+            for i in range(-1 if stay.crosses else 0, len(over) if stay.begin is not None else 0):
+                ends = [(over[i + later][j], i + later, j) for later, j in stay.ends if 0 <= i + later < len(over)]
+                if i < 0:
+                    if stay.begin is not None and not ends:
+                        continue  # what frees it would have been under way before the run
+                    key: _Key = (0, False, -1, False)
+                else:
+                    assert stay.begin is not None
+                    key = (starts[i][stay.begin], True, i * count + stay.begin, False)
+                events.append((key, BlockEvent(key[0], owner, stay.index, nbytes)))
+                if ends and all(i + later < len(over) for later, _ in stay.ends):
+                    end, j_round, j = max(ends)
+                    at_once = starts[j_round][j] == end
+                    events.append((
+                        (end, at_once, j_round * count + j, True), BlockEvent(end, owner, stay.index, -nbytes)
+                    ))  # fmt: skip
+        return sorted(events)
+
+
+# Of an event, what orders it: its time; whether what causes it begins then (at one instant frees first, rule 9, but of
+# what takes no time); the number of its job; whether it frees.
+_Key = tuple[int, bool, int, bool]
 
 
 def _seed(block: Block, written: int = 0) -> int:
