@@ -5,9 +5,9 @@ import signal
 import threading
 import time
 from dataclasses import replace
+from random import Random
 
 import pytest
-from hypothesis import given, settings, strategies as st
 
 from executor.replay import streams
 from executor.replay.backend import Backend, BackendError
@@ -15,9 +15,9 @@ from executor.replay.host_backend import HostBackend
 from executor.replay.replay import replay
 from executor.replay.streams import ReplayError, circle, unrolled
 from simulator import Kernel, Machine, OutOfMemory, Plan, Program, Recompute, Swap, Tensor, Timeline, simulate
-from simulator.reference import resolve
+from simulator.schedule import lower
 from tests.executor.conftest import gpu_backend
-from tests.strategies import machines, plans, programs, with_algorithms
+from tests.random_cases import case as random_case
 from tests.tiny import A1, A2, A4, LIMIT, MACHINE, PROGRAM, RECOMPUTE_PLAN, SWAP_PLAN, W
 
 MS = 1_000_000
@@ -159,20 +159,22 @@ def test_a_plan_that_never_becomes_steady_is_refused(monkeypatch):
         circle(program, Plan(tuple(Swap(i, i, i) for i in range(3))), replace(BYTES, h2d_bytes_per_s=10**12), 10**4)
 
 
-@st.composite
-def cases(draw):
-    """A program, a plan that fits it, a machine and a limit at which it runs."""
-    program, variants = draw(with_algorithms(draw(programs())))
-    plan = replace(draw(plans(program)), variants=variants, fingerprint="")
-    machine = replace(draw(machines()), alignment=draw(st.sampled_from([1, 4, 512])))
-    need = max(resolve(program.with_variants(variants), plan.decisions).residency)
-    return program, plan, machine, need + draw(st.integers(0, 40))
+def cases(seed):
+    """A program, a plan of the whole language that fits it, a machine and a limit at which it runs."""
+    rng = Random(seed)
+    program, plan, machine, *_ = random_case(seed)
+    kernels = [replace(k, variants=tuple((rng.randint(0, 30), rng.randint(0, 30)) for _ in range(rng.randint(0, 2))))
+               for k in program.kernels]  # fmt: skip
+    program = replace(program, kernels=tuple(kernels))
+    chosen = [(k, rng.randrange(len(x.variants))) for k, x in enumerate(kernels) if x.variants and rng.random() < 0.5]
+    plan = replace(plan, variants=tuple(chosen), fingerprint="")
+    machine = replace(machine, alignment=rng.choice([1, 4, 512]), host_bytes=10**6)
+    return program, plan, machine, lower(program, plan).required_bytes + rng.randint(0, 40)
 
 
-@settings(max_examples=60, deadline=None)
-@given(cases())
-def test_without_noise_no_plan_takes_longer_than_simulated(case):
-    program, plan, machine, limit = case
+@pytest.mark.parametrize("seed", range(150))
+def test_without_noise_no_plan_takes_longer_than_simulated(seed):
+    program, plan, machine, limit = cases(seed)
     backend = Virtual(machine)
     measured = replay(program, plan, machine, limit, backend, iterations=4, warmup=2, allocators=("smartpool",))
     assert backend.now["compute"] <= 6 * measured.predicted_ns
@@ -273,10 +275,9 @@ def test_the_measured_timeline_is_of_the_simulators_type(host, tmp_path):
     assert measured.timeline.breakdown.stall_memory_ns > 0 < measured.timeline.breakdown.stall_data_ns
 
 
-@settings(max_examples=40, deadline=None)
-@given(cases())
-def test_random_plans_keep_every_byte(case):
-    program, plan, machine, limit = case
+@pytest.mark.parametrize("seed", range(150, 250))
+def test_random_plans_keep_every_byte(seed):
+    program, plan, machine, limit = cases(seed)
     with HostBackend(machine) as backend:
         measured = replay(
             program, plan, machine, limit, backend, iterations=2, warmup=1, mode="check", allocators=("smartpool",)

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from executor import Captured, PlannedStep, capture
 from simulator import Machine, Plan, Program, Recompute, Swap
 from simulator.plan import PlanError
-from simulator.reference import resolve
+from simulator.schedule import lower
 from tests.executor.networks import NETWORKS, adamw, images, sgd, small
 
 # Copies are about as slow as the kernels of these networks: 5 us a launch, 1 us + 1 ns a byte.
@@ -126,7 +126,7 @@ def random_plan(program: Program, seed: int, nothing: float = 0.3) -> Plan:
 
 
 def required(program: Program, plan: Plan) -> int:
-    return max(resolve(program, plan.decisions).residency)
+    return lower(program, plan).required_bytes
 
 
 def tight(captured: Captured, plan: Plan, **options: bool) -> PlannedStep:

@@ -64,7 +64,7 @@ def test_equal_to_eager_under_random_plans(network, seed):
     kinds = {(type(d), d.after >= d.before, getattr(d, "keep", None)) for d in plan.decisions}
     assert kinds >= {(Swap, False, None), (Swap, True, None), (Recompute, False, True), (Recompute, False, False)}
     step = tight(captured, plan)
-    assert any(item.rerun for item in step.order.items) and step.order.start
+    assert any(item.step.rerun for item in step.order.items) and step.order.start
     twins.train(step, 5)
     assert step.peak_bytes == step.order.peak <= step.limit
 
