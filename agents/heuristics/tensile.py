@@ -185,8 +185,8 @@ class _Schedule:
         return True
 
     def _written(self, gap: Gap) -> int:
-        """The time from which a tensor may be copied: the end of its last write (its OTA, section 4.1), however often it
-        is read then; or that of the use that opens the gap, where another swap comes between."""
+        """The time from which a tensor may be copied: the end of its last write (its OTA, section 4.1), or that of the
+        use that opens the gap, where another swap comes between."""
         away = {g.before for g in self.scheduled if g.tensor == gap.tensor}
         times = []
         for k in self.program.writes[gap.tensor]:

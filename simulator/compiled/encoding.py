@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.machine import ALONE  # noqa: F401
 from simulator.plan import Decision, Recompute, Rerun, Swap
 from simulator.schedule import Schedule
 from simulator.timeline import BlockEvent, Span
