@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from simulator.compiled.event_loop import event_loop
-from simulator.compiled.lowering import swap_residency
+from simulator.compiled.lowering import host_load, swap_residency
 from simulator.compiled.rematerialisation import lower_recomputations, recomputes
 from simulator.compiled.reruns import lower_reruns
 from simulator.machine import Machine
@@ -114,6 +114,11 @@ class Engine:
         if not len(self._lowered(rows)[1]):
             swap_residency(self._kernels, self._tensors, rows, self._residency)
         return np.array(self._residency[0])
+
+    def on_host(self, rows: Ints) -> int:
+        """The most bytes that the host holds at one time for the plan ``rows`` (Schedule.on_host)."""
+        _, endings, *_ = self._lowered(rows)
+        return int(host_load(self._tensors, self._graph, rows, endings, len(self.program.kernels)))
 
     def _lowered(self, rows: Ints) -> tuple[Ints, ...]:
         """What ``lower_recomputations`` or ``lower_reruns`` returns: for a plan of swaps, no steps."""

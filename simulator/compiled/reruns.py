@@ -68,8 +68,8 @@ def _walk(kernels, tensors, graph, rows, at, again, away_at_start):  # type: ign
     """schedule._Walk. Steps: those for kernel k are from at[k] + k, itself at[k + 1] + k.
 
     Returns:
-        int64 (rows, 3): as ``endings`` of ``lower_recomputations``; int64 (3, blocks): tensor, first step, last step. The
-        first blocks are those of the tensors themselves, by tensor.
+        int64 (rows, 3): as ``endings`` of ``lower_recomputations``; int64 (3, blocks): tensor, first step, last step.
+        The first blocks are those of the tensors themselves, by tensor.
     """
     n, m, n_tensors = kernels.shape[1], rows.shape[0], tensors.shape[1]
     reads_at, results_at, writes_at = graph, graph[n + 1 :], graph[2 * n + 2 :]

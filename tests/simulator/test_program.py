@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, strategies as st
