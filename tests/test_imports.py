@@ -66,6 +66,13 @@ def test_imports_point_one_way(package: str) -> None:
     assert not wrong
 
 
+def test_what_a_plan_means_is_read_off_its_schedule() -> None:
+    """Nobody but the simulator, and the benchmark of it, imports the definition of its rules."""
+    files = [f for package in MAY_IMPORT if package != "simulator" for f in (ROOT / package).rglob("*.py")]
+    found = {f.relative_to(ROOT).parts[:2] for f in files for name in modules(f) if name.startswith("simulator.refer")}
+    assert found == {("experiments", "benchmarks")}
+
+
 def test_the_checker_shares_no_code_with_what_it_checks() -> None:
     files = sorted((ROOT / "simulator" / "validate").glob("*.py"))
     names = {name.split(".")[1] for file in files for name in modules(file) if name.startswith("simulator.")}

@@ -243,7 +243,7 @@ def event_loop(  # type: ignore[no-untyped-def]
 
     Args:
         kernels, tensors, graph, rows: as in ``Engine``.
-        endings, at_kernel, steps: what ``resolve`` or ``resolve_reruns`` returns; empty for a plan of swaps.
+        endings, at_kernel, steps: what ``lower_recomputations`` or ``lower_reruns`` returns; empty for a plan of swaps.
         residency: int64 (2, kernels); [0] is the planned residency, filled in here unless these have done so.
         limit_until: the limit counts for kernels before this one.
         log: int64 (entries, 4) to be filled, one entry more than is needed; or None.
