@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agents.planner import MIB, Facts, Rows, finish, infeasible
-from agents.search.rerun_moves import BANNED, FROM, LOCKED, NODE, OWNER, TO, WORKSPACE, Tables, anneal, tables
+from agents.search.rerun_moves import BANNED, FROM, LOCKED, NODE, OWNER, TO, WORKSPACE, Tables, anneal, counting, tables
 from agents.search.ruin_recreate import RuinRecreate
 from simulator.compiled.encoding import RERUN, Ints, decisions_of
 from simulator.compiled.engine import Engine
@@ -78,14 +78,15 @@ class RerunSearch:
             search = _Search(program, table, limit, self.seed, until)
             for explore in EXPLORE:
                 search.first(explore)
-            search.start_from(RuinRecreate(program, machine, limit, self.min_bytes, CALLS, DULL, self.seed))
+            if time.monotonic() < until:
+                search.start_from(RuinRecreate(program, machine, limit, self.min_bytes, CALLS, DULL, self.seed))
             for _ in range(self.kicks):
                 if time.monotonic() > until:
                     break
                 search.kick()
             if search.best_ns < 0:
                 raise infeasible(self, program, limit, None)
-            runs = search.best
+            runs = counting(table, search.best)
         return finish(self, program, machine, limit, engine, rows(runs, len(program.kernels)))
 
 
@@ -163,14 +164,15 @@ class _Search:
         self._start(runs if ns >= 0 else last, ns)
 
     def start_from(self, heuristic: RuinRecreate) -> None:
-        """From a plan in the smaller language, if it is better."""
+        """From a plan in the smaller language, if it is better, and none of its kernels is to run again with others."""
         found = heuristic.search()
         if found is None:
             return
         reruns = lower(self.program, Plan(decisions_of(found))).reruns
         runs = np.array(sorted(d.before * self.n + d.kernel for d in reruns), np.int64)
         ns = sum(self.program.kernels[d.kernel].duration_ns for d in reruns)
-        if self.best_ns < 0 or ns < self.best_ns:
+        members = np.bincount(self.table.kernels[NODE])[self.table.kernels[NODE][runs % self.n]]
+        if members.max(initial=1) == 1 and (self.best_ns < 0 or ns < self.best_ns):
             self._start(runs, ns)
 
     def _start(self, runs: Ints, ns: int) -> None:
