@@ -128,7 +128,8 @@ def test_where_nothing_fits_it_says_so() -> None:
 def test_same_seed_same_plan_and_the_clock_ends_it() -> None:
     program = network(8, 5, True)
     limit = int(0.6 * program.peak_bytes)
-    first, again = (agents.make("rerun_search", min_bytes=1, kicks=3, seed=4).plan(program, MACHINE, limit) for _ in "ab")
+    planner = agents.make("rerun_search", min_bytes=1, kicks=3, seed=4)
+    first, again = (planner.plan(program, MACHINE, limit) for _ in range(2))
     assert first == again
     start = time.monotonic()
     agents.make("rerun_search", min_bytes=1, time_limit=0.5, kicks=10**9).plan(program, MACHINE, limit)
