@@ -142,7 +142,7 @@ class _Run:
         self.reckoned = 0  # when the work of both was
         self.running: int | None = None  # the end of the step that runs
         self.boundaries: list[int] = []
-        self.events_until: list[int] = []
+        self.events_until = [len(self.events)]
         self.states = [self.state()]  # before the first iteration and after each
         self.spans: list[Span] = []
         self.stalls: list[tuple[int, int, bool]] = []  # (start, end, waits for data)

@@ -46,10 +46,11 @@ class Breakdown:
     overlapped_transfer_ns: int  # copy-engine time during which compute was not stalled
 
 
-def _curve(events: Iterable[BlockEvent]) -> tuple[tuple[int, int], ...]:
-    curve: list[tuple[int, int]] = []
-    used, before = 0, (-1, True)
-    for event in events:
+def _curve(events: Sequence[BlockEvent], resident: int) -> tuple[tuple[int, int], ...]:
+    """``Timeline.memory``; so many events come before the start."""
+    used, before = sum(event.nbytes for event in events[:resident]), (-1, True)
+    curve = [(0, used)]
+    for event in events[resident:]:
         used += event.nbytes
         here = (event.time_ns, event.nbytes > 0)
         if here == before:
@@ -78,13 +79,13 @@ class Timeline:
     boundaries: tuple[int, ...]  # end time of each iteration
     spans: tuple[Span, ...]  # as they started, at one instant in the order of rule 9
     events: tuple[BlockEvent, ...]  # in order; what is resident at the start comes first
-    events_until: tuple[int, ...]  # how many of them there were at the end of each iteration
+    events_until: tuple[int, ...]  # how many of them there were at the start, and at the end of each iteration
     period: int = 1  # the iterations that repeat, of which the last is the slowest (rule 10); 0: none do yet
 
     @cached_property
     def memory(self) -> tuple[tuple[int, int], ...]:
         """(time_ns, bytes in use after this), in order; all that one instant takes, or gives back, is one change."""
-        return _curve(self.events)
+        return _curve(self.events, self.events_until[0])
 
     def peak_by(self, kind_of: Callable[[int], str]) -> dict[str, int]:
         """Bytes in use at the first peak, by the kind that ``kind_of`` gives each owner."""
@@ -142,7 +143,7 @@ class Timeline:
             limit=limit,
             iteration_ns=end - begin,
             ideal_ns=program.ideal_ns,
-            peak_bytes=max((used for _, used in _curve(events)), default=0),
+            peak_bytes=max(used for _, used in _curve(events, events_until[0])),
             required_bytes=required,
             breakdown=Breakdown(
                 compute_ns=busy["kernel"],

@@ -11,7 +11,7 @@ import sys
 from random import Random
 from typing import NamedTuple
 
-from simulator import Decision, Kernel, Machine, Plan, Program, Recompute, Rerun, Swap, Tensor
+from simulator import Decision, Kernel, Machine, Plan, Program, Recompute, Rerun, Swap, Tensor, Timeline
 from simulator.plan import PlanError
 from simulator.schedule import lower
 
@@ -51,8 +51,8 @@ def program_of(rng: Random) -> Program:
                 inputs.append(outputs[-1])
         born += [t for t in outputs if t not in born]
         kernels.append(Kernel(
-            f"k{k}", "other", "forward", tuple(dict.fromkeys(inputs)), tuple(dict.fromkeys(outputs)), rng.randint(0, 30),
-            workspace=rng.choice([0, 0, 5, 20]), recomputable=rng.random() < 0.9,
+            f"k{k}", "other", "forward", tuple(dict.fromkeys(inputs)), tuple(dict.fromkeys(outputs)),
+            rng.randint(0, 30), workspace=rng.choice([0, 0, 5, 20]), recomputable=rng.random() < 0.9,
         ))  # fmt: skip
     return Program("random", tuple(tensors), tuple(kernels))
 
@@ -127,11 +127,16 @@ def difference(case: Case) -> str | None:
     right, ours = result(reference.simulate), result(simulate)
     if right != ours:
         return f"simulate gives\n{ours}\nnot\n{right}"
-    engine = Engine(case.program, case.machine, case.limit, case.iterations)
+    engine = Engine(case.program, case.machine, case.limit, case.iterations).with_variants(case.plan.variants)
+    planned = tuple(engine.residency(rows_of(case.plan.decisions)).tolist())
+    if planned != lower(case.program, case.plan).residency:
+        return f"residency gives {planned}, not {lower(case.program, case.plan).residency}"
     score = engine.score(rows_of(case.plan.decisions), case.limit_until)
     if isinstance(right, str):
         return f"score gives {score}, not {right}" if score.feasible else None
-    wanted = (right.period > 0, right.iteration_ns if right.period else NEVER, right.required_bytes, right.peak_bytes, right.period)  # type: ignore[attr-defined]
+    assert isinstance(right, Timeline)
+    ns = right.iteration_ns if right.period else NEVER
+    wanted = (right.period > 0, ns, right.required_bytes, right.peak_bytes, right.period)
     if score != wanted:
         return f"score gives {score}, not {wanted}"
     return None

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from simulator import Kernel, Machine, Plan, Program, Recompute, Swap, Tensor
+from simulator import Decision, Kernel, Machine, Plan, Program, Recompute, Rerun, Swap, Tensor
 from simulator.plan import PlanError
-from simulator.reference import resolve
+from simulator.schedule import lower
 
 
 @st.composite
@@ -78,16 +78,18 @@ def networks(draw: st.DrawFn) -> Program:
 def reachable_limits(draw: st.DrawFn, program: Program) -> int:
     """From the least bytes with everything away between its uses, which swaps of all gaps need, to the peak."""
     everything = tuple(Swap(*gap) for gap in program.gaps())
-    return draw(st.integers(max(resolve(program, everything).residency), program.peak_bytes))
+    return draw(st.integers(lower(program, Plan(everything)).required_bytes, program.peak_bytes))
 
 
 @st.composite
-def plans(draw: st.DrawFn, program: Program) -> Plan:
-    """Plans that fit the program: early or pinned returns, synchronous swap-outs, wrapping gaps, recomputation."""
+def plans(draw: st.DrawFn, program: Program, reruns: bool = False) -> Plan:
+    """Plans that fit the program: early copies, early or pinned returns, synchronous swap-outs, wrapping gaps, early
+    and late recomputation; or kernels that run again one by one."""
     n = len(program.kernels)
-    decisions: list[Swap | Recompute] = []
+    decisions: list[Decision] = []
+    one_by_one = reruns and draw(st.booleans())
     for gap in program.gaps():
-        kind = draw(st.sampled_from(["none", "swap", "swap", "recompute"]))
+        kind = draw(st.sampled_from(["none", "swap", "swap", "none" if one_by_one else "recompute"]))
         if kind == "none":
             continue
         span = (gap.before - gap.after - 1) % n
@@ -97,22 +99,36 @@ def plans(draw: st.DrawFn, program: Program) -> Plan:
             steps = (gap.before - after - 1) % n
             prefetch = (after + draw(st.integers(0, steps))) % n if draw(st.booleans()) else None
             sync = draw(st.integers(0, 2)) == 2
-            decision: Swap | Recompute = Swap(gap.tensor, after, gap.before, prefetch, sync)
+            copy = (after - draw(st.integers(0, n - 1))) % n if draw(st.booleans()) else None
+            decision: Decision = Swap(gap.tensor, after, gap.before, prefetch, sync, copy)
         else:
-            decision = Recompute(gap.tensor, after, gap.before, draw(st.booleans()))
-        try:
-            Plan((decision,)).check(program)
-        except PlanError:
-            continue
-        decisions.append(decision)
+            at = draw(st.integers(after + 1, max(after + 1, gap.before))) if draw(st.booleans()) else None
+            decision = Recompute(gap.tensor, after, gap.before, draw(st.booleans()), at)
+        decisions = _added(program, decisions, decision)
+    for _ in range(draw(st.integers(0, n)) if one_by_one else 0):
+        before = draw(st.integers(1, n - 1))
+        decisions = _added(program, decisions, Rerun(draw(st.integers(0, before - 1)), before))
     return Plan(tuple(decisions), program.fingerprint)
+
+
+def _added(program: Program, decisions: list[Decision], one: Decision) -> list[Decision]:
+    """With this decision, if the plan then fits the program still."""
+    more = [*decisions, one]
+    try:
+        Plan(tuple(more)).check(program)
+        lower(program, Plan(tuple(more)))
+    except PlanError:
+        return decisions
+    return more
 
 
 @st.composite
 def machines(draw: st.DrawFn) -> Machine:
     """Machines whose copies are about as slow as the kernels of ``programs``."""
     bandwidth = st.sampled_from([500_000_000, 1_000_000_000, 3_000_000_000])
-    return Machine("random", 10**6, draw(bandwidth), draw(bandwidth), draw(st.integers(0, 3)), draw(st.integers(1, 2)))
+    duplex = draw(st.sampled_from([0, 400_000_000, 1_000_000_001, 1_700_000_000]))
+    return Machine("random", 10**6, draw(bandwidth), draw(bandwidth), draw(st.integers(0, 3)), draw(st.integers(1, 2)),
+                   duplex_bytes_per_s=duplex)  # fmt: skip
 
 
 @st.composite

@@ -127,13 +127,13 @@ class OffloadAll:
         """The one plan it has; raises Infeasible when that does not fit ``limit`` or the host."""
         rows = []
         for tensor, _, gap in feature_maps(program, self.min_bytes):
-            rows.append((SYNC_SWAP, *gap, gap.before - 1))
+            rows.append((SYNC_SWAP, *gap, gap.before - 1, -1))
             later = [k for k in program.accesses[tensor] if k >= gap.before]
             if program.writes[tensor][-1] > gap.before:
                 continue  # no longer the tensor that was saved
             for after, before in zip(later, later[1:], strict=False):
                 if before - after > 1 and program.kernels[before].outputs:
-                    rows.append((SYNC_SWAP, tensor, after, before, before - 1))
+                    rows.append((SYNC_SWAP, tensor, after, before, before - 1, -1))
         engine = Engine(program, machine, limit)
         return finish(self, program, machine, limit, engine, np.array(rows, dtype=np.int64).reshape(-1, 6))
 

@@ -90,7 +90,7 @@ def start(
     found = plans_of(heuristics, program, machine, limit, engine) or [everything(program, mode, min_bytes)]
     scores = [engine.score(rows) for rows in found]
     best = min(range(len(found)), key=lambda i: (not scores[i].feasible, scores[i].iteration_ns))
-    feasible, iteration_ns, required, _ = scores[best]
+    feasible, iteration_ns, required, *_ = scores[best]
     return found[best] if feasible else None, iteration_ns, required
 
 

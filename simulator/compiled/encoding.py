@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.machine import ALONE  # noqa: F401
 from simulator.plan import Decision, Recompute, Rerun, Swap
 from simulator.schedule import Schedule
 from simulator.timeline import BlockEvent, Span
@@ -18,6 +17,7 @@ NEVER = 2**62  # a time or position that does not come
 # Columns of ``rows``, int64 (rows, 6): one row a decision. EXTRA: prefetch or -1; keep 0 or 1. WHEN: copy or -1; at or
 # -1. Of a kernel that runs again, AFTER is the kernel, BEFORE the one for which it does; the others do not count.
 KIND, TENSOR, AFTER, BEFORE, EXTRA, WHEN = range(6)
+COLUMNS = 6
 SWAP, RECOMPUTE, SYNC_SWAP, RERUN = 0, 1, 2, 3  # swaps are even
 
 # What is known of a program on a machine: kernels[DURATION, k] and so on, int64 (5, kernels) and (6, tensors).
@@ -26,7 +26,7 @@ SWAP, RECOMPUTE, SYNC_SWAP, RERUN = 0, 1, 2, 3  # swaps are even
 DURATION, WORKSPACE, BORN, DIES, LIVE = range(5)
 SIZE, PERSISTENT, FIRST, LAST, D2H, H2D = range(6)
 
-# Columns and rows of what ``resolve`` returns: ``endings``, ``at_kernel``, ``steps``.
+# Columns and rows of what ``lower_recomputations`` returns: ``endings``, ``at_kernel``, ``steps``.
 RETURNS, BY_REMAT, AWAY_AT_START = range(3)
 STEP_AT, AWAY_BYTES = range(2)
 STEP_KERNEL, ALLOCATED, FREED = range(3)
@@ -68,7 +68,7 @@ _SPANS = (("compute", "kernel"), ("compute", "recompute"), ("d2h", "swap_out"), 
 
 def rows_of(decisions: Iterable[Decision]) -> Ints:
     """Decisions as int64 (n, 6): kind, tensor, after, before, extra, when."""
-    return np.array([_row(d) for d in decisions], np.int64).reshape(-1, 6)
+    return np.array([_row(d) for d in decisions], np.int64).reshape(-1, COLUMNS)
 
 
 def _row(d: Decision) -> tuple[int, ...]:
@@ -122,7 +122,6 @@ def read_log(
     boundaries: list[int] = []
     spans: list[Span] = []
     events: list[BlockEvent] = []
-    events_until: list[int] = []
     stalls: list[tuple[int, int, bool]] = []
 
     def change(time: int, block: int, sign: int) -> None:
@@ -133,7 +132,7 @@ def read_log(
     for b, block in enumerate(schedule.blocks):
         if block.first < 0 and block.owner not in schedule.away_at_start:
             change(0, b, 1)
-    step = 0
+    step, events_until = 0, [len(events)]
     for start, end, what, index in log.tolist():
         if what in (LOG_OUT, LOG_IN, LOG_LEFT):
             swap = decisions[index]

@@ -16,8 +16,8 @@ import numpy as np
 
 from simulator.compiled.event_loop import event_loop
 from simulator.compiled.lowering import swap_residency
-from simulator.compiled.rematerialisation import recomputes, resolve
-from simulator.compiled.reruns import resolve_reruns
+from simulator.compiled.rematerialisation import lower_recomputations, recomputes
+from simulator.compiled.reruns import lower_reruns
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
@@ -27,8 +27,8 @@ from simulator.timeline import Timeline
 
 # isort: off
 from simulator.compiled.encoding import (
-    DONE, DURATION, KIND, LIVE, NEVER, RECOMPUTE, SWAP, SYNC_SWAP, TENSOR, WORKSPACE, Ints, decisions_of, ragged,
-    read_log, rows_of,
+    COLUMNS, DONE, DURATION, KIND, LIVE, NEVER, RECOMPUTE, SWAP, SYNC_SWAP, TENSOR, WORKSPACE, Ints, decisions_of,
+    ragged, read_log, rows_of,
 )  # fmt: skip
 # isort: on
 
@@ -116,15 +116,17 @@ class Engine:
         return np.array(self._residency[0])
 
     def _lowered(self, rows: Ints) -> tuple[Ints, ...]:
-        """The kernels under the plan, and what ``resolve`` or ``resolve_reruns`` returns, empty for a plan of swaps."""
+        """What ``lower_recomputations`` or ``lower_reruns`` returns: for a plan of swaps, no steps."""
         kind = recomputes(rows)
         if kind == SWAP:
             return self._kernels, *self._no_steps
-        lowered = resolve if kind == RECOMPUTE else resolve_reruns
+        lowered = lower_recomputations if kind == RECOMPUTE else lower_reruns
         return lowered(self._kernels, self._tensors, self._graph, rows, self._residency[0])  # type: ignore[no-any-return]
 
     def _simulate(self, rows: Ints, limit_until: int | None, iterations: int, log: Ints | None) -> tuple[int, ...]:
         """What ``event_loop`` returns."""
+        if rows.shape[1] != COLUMNS:
+            raise ValueError(f"rows: expected {COLUMNS} columns, got {rows.shape[1]}")
         self.calls += 1
         n = len(self.program.kernels)
         kernels, *steps = self._lowered(rows)

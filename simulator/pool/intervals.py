@@ -195,6 +195,8 @@ def timeline_lifetimes(timeline: Timeline) -> Lifetimes:
             del since[event.block]
         else:
             left.append((event.block, since.pop(event.block), at))
+    if len(times) == begin:  # nothing comes or goes
+        times.append(timeline.last_start_ns)
     period = len(times) - begin
     blocks = []
     for block, lower, upper in left:

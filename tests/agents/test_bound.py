@@ -199,7 +199,7 @@ def best_of_all(program: Program, machine: Machine, limit: int) -> float:
     ways = [[None, *ways_of(program, gap, "joint")] for gap in program.gaps(1)]
     best = np.inf
     for rows in itertools.product(*ways):
-        score = engine.score(np.array([r for r in rows if r], dtype=np.int64).reshape(-1, 5))
+        score = engine.score(np.array([r for r in rows if r], dtype=np.int64).reshape(-1, 6))
         if score.feasible:
             best = min(best, score.iteration_ns)
     return float(best)

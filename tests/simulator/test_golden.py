@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from simulator import Kernel, Machine, Plan, Program, Recompute, Swap, Tensor, Timeline, reference, simulate
+from simulator import Kernel, Machine, Plan, Program, Recompute, Swap, Tensor, Timeline, simulate
+from simulator.schedule import lower
 from simulator.validate import violations
 from tests import tiny
 
@@ -81,7 +82,7 @@ def fits(program: Program, decision: Recompute) -> bool:
 
 def tight(program: Program, decisions: list, machine: Machine) -> tuple[Program, Plan, Machine, int]:
     plan = Plan(tuple(decisions), program.fingerprint)
-    return program, plan, machine, max(reference.resolve(program, plan.decisions).residency)
+    return program, plan, machine, lower(program, plan).required_bytes
 
 
 CASES: dict[str, Callable[[], tuple[Program, Plan, Machine, int]]] = {

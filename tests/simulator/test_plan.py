@@ -1,4 +1,4 @@
-"""plan/1: what is read, what is refused, and which plans fit a program."""
+"""plan/2 and plan/1: what is read, what is refused, and which plans fit a program."""
 
 import itertools
 import json
@@ -8,8 +8,9 @@ import re
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from simulator import FormatError, Kernel, Plan, PlanError, Program, Recompute, Swap, Tensor, reference
+from simulator import FormatError, Kernel, Plan, PlanError, Program, Recompute, Swap, Tensor
 from simulator.plan import cannot_recompute
+from simulator.schedule import lower
 from tests.strategies import plans, programs
 from tests.tiny import A1, A2, A3, A4, PROGRAM, RECOMPUTE_PLAN, SWAP_PLAN, W
 
@@ -36,7 +37,7 @@ def test_the_file_as_it_is_written(tmp_path):
     assert (
         (tmp_path / "p").read_text()
         == """{
- "format": "plan/1",
+ "format": "plan/2",
  "fingerprint": "f",
  "planner": "by hand",
  "limit": 150,
@@ -112,7 +113,7 @@ MALFORMED = [
     ([], "plan: expected an object, got []"),
     ({"format": "plan/1"}, "plan: missing key 'decisions'"),
     ({"decisions": []}, "plan: missing key 'format'"),
-    ({"format": "plan/2", "decisions": []}, "plan.format: expected 'plan/1', got 'plan/2'"),
+    ({"format": "plan/3", "decisions": []}, "plan.format: expected 'plan/2', got 'plan/3'"),
     ({"format": "plan/1", "decisions": [], "seed": 1}, "plan: unknown key 'seed'"),
     ({"format": "plan/1", "decisions": {}}, "plan.decisions: expected a list, got {}"),
     ({"format": "plan/1", "decisions": [1]}, "decisions[0]: expected an object, got 1"),
@@ -329,8 +330,8 @@ def test_each_decision_that_fits_alone_fits_beside_the_others(data):
         Recompute(*gap, data.draw(st.booleans())) for gap in program.gaps() if cannot_recompute(program, *gap) is None
     ]
     Plan(tuple(drops)).check(program)
-    chains = reference.resolve(program, tuple(drops)).remats.values()
-    assert all(program.kernels[step.kernel].recomputable for chain in chains for step in chain.steps)
+    steps = lower(program, Plan(tuple(drops))).steps
+    assert all(program.kernels[step.kernel].recomputable for step in steps if step.rerun)
 
 
 def test_the_plans_of_the_tiny_program_fit():

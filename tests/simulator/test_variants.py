@@ -13,6 +13,7 @@ from simulator import Engine, FormatError, OutOfMemory, Plan, PlanError, Program
 from simulator.compiled.engine import rows_of
 from simulator.pool import smartpool, timeline_lifetimes
 from simulator.pool.validate import overlaps
+from simulator.schedule import lower
 from simulator.validate import violations
 from tests import tiny
 from tests.strategies import machines, plans, programs, with_algorithms
@@ -98,7 +99,7 @@ def test_a_plan_is_simulated_as_the_program_that_it_runs(data: st.DataObject) ->
     program, variants = data.draw(with_algorithms(data.draw(programs())))
     plan, machine = replace(data.draw(plans(program)), variants=variants), data.draw(machines())
     runs = program.with_variants(variants)
-    limit = max(reference.resolve(runs, plan.decisions).residency) + data.draw(st.integers(0, 60))
+    limit = lower(program, plan).required_bytes + data.draw(st.integers(0, 60))
     timeline = simulate(program, plan, machine, limit)
     assert timeline == reference.simulate(program, plan, machine, limit)
     assert timeline == replace(simulate(runs, Plan(plan.decisions), machine, limit), ideal_ns=program.ideal_ns)

@@ -182,7 +182,7 @@ def test_modes_by_hand(mode: str, expected: int) -> None:
 
 def every(options: list[list[tuple[int, ...] | None]]) -> Iterator[Rows]:
     for chosen in itertools.product(*options):
-        yield np.array([row for row in chosen if row], dtype=np.int64).reshape(-1, 5)
+        yield np.array([row for row in chosen if row], dtype=np.int64).reshape(-1, 6)
 
 
 def training(seed: int, layers: int = 4) -> Program:
@@ -220,7 +220,9 @@ def check_recomputation(program: Program, limits: Callable[[list[int]], list[int
     for gap in program.gaps(1):
         t, after, before = gap
         if cannot_recompute(program, *gap) is None:
-            options.append([None, *((RECOMPUTE, t, k, before, keep) for k in range(after, before) for keep in (0, 1))])
+            options.append(
+                [None, *((RECOMPUTE, t, k, before, keep, -1) for k in range(after, before) for keep in (0, 1))]
+            )
     if math.prod(len(o) for o in options) > 2500:
         return False
     engine = Engine(program, MACHINE, 10**9)
@@ -275,7 +277,7 @@ def test_no_plan_costs_less_than_that(data: st.DataObject, seed: int, machine: M
     options: list[list[tuple[int, ...] | None]] = [[None, *ways_of(program, g, "joint")] for g in program.gaps(1)]
     for _ in range(30):
         rows = [row for row in (data.draw(st.sampled_from(o)) for o in options) if row]
-        assert costs.least_ns(rows) <= engine.score(np.array(rows, dtype=np.int64).reshape(-1, 5)).iteration_ns
+        assert costs.least_ns(rows) <= engine.score(np.array(rows, dtype=np.int64).reshape(-1, 6)).iteration_ns
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))

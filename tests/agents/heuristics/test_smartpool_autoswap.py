@@ -103,7 +103,7 @@ def test_swap_ins_are_just_in_time_and_one_at_a_time() -> None:
     # Kernels of 10 ns; 12 and 6 bytes are both due at kernel 5, at 50. Of two with one access the higher tensor
     # comes later: 1 starts at 44, after kernel 3 has ended at 40; 0 must end by 44: it starts at 32, after kernel 2.
     program = straight([(0, 5), (0, 5)], [12, 6], [10] * 6, [0] * 6)
-    rows = np.array([(SWAP, 0, 0, 5, -1), (SWAP, 1, 0, 5, -1)])
+    rows = np.array([(SWAP, 0, 0, 5, -1, -1), (SWAP, 1, 0, 5, -1, -1)])
     assert just_in_time(program, MACHINE, rows)[:, 4].tolist() == [2, 3]
     # 60 bytes cannot be in time: at once.
     program = straight([(0, 5), (0, 5)], [60, 6], [10] * 6, [0] * 6)
@@ -115,7 +115,7 @@ def test_swap_ins_over_the_boundary(nbytes: int, pinned: int) -> None:
     # Used by kernel 1 only: away from 20 to 10 of the next iteration, i.e. 50. To be back it starts at 45, 35, 25.
     kernels = tuple(Kernel(f"k{i}", "other", "forward", (0,) if i == 1 else (), (), 10) for i in range(4))
     program = Program("state", (Tensor("state", nbytes, "optimizer_state", True),), kernels)
-    assert just_in_time(program, MACHINE, np.array([(SWAP, 0, 1, 1, -1)]))[0, 4] == pinned
+    assert just_in_time(program, MACHINE, np.array([(SWAP, 0, 1, 1, -1, -1)]))[0, 4] == pinned
 
 
 @settings(max_examples=60, deadline=None)

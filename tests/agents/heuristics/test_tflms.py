@@ -23,12 +23,12 @@ def test_n_tensors_count_from_the_input() -> None:
 @pytest.mark.parametrize(("lower_bound", "trigger"), [(1, 5), (2, 4), (3, 4), (100, 4)])
 def test_the_control_dependency_is_a_backward_kernel_at_that_distance(lower_bound: int, trigger: int) -> None:
     # b2 (6) consumes a1; the backward pass starts with b4 (4).
-    assert rewrite(PROGRAM, [A1_GAP], lower_bound).tolist() == [[0, A1, 1, 6, trigger]]
+    assert rewrite(PROGRAM, [A1_GAP], lower_bound).tolist() == [[0, A1, 1, 6, trigger, -1]]
 
 
 def test_first_backward_kernel_as_consumer() -> None:
     # No backward kernel comes before b4: the swap-in waits for f4 (3), the last one before it.
-    assert rewrite(PROGRAM, [Gap(A2, 1, 4)], 2).tolist() == [[0, A2, 1, 4, 3]]
+    assert rewrite(PROGRAM, [Gap(A2, 1, 4)], 2).tolist() == [[0, A2, 1, 4, 3, -1]]
 
 
 def test_lower_bound_is_tuned() -> None:

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from simulator import Kernel, Plan, Program, Swap, Tensor, reference, simulate
+from simulator import Kernel, Plan, Program, Swap, Tensor, simulate
 from simulator.pool import Intervals, Lifetimes, program_lifetimes, smartpool, timeline_lifetimes
 from simulator.pool.validate import overlaps
+from simulator.schedule import lower
 from tests import tiny
 from tests.strategies import machines, plans, programs
 from tests.tiny import A1, A2, A3, A4, G2, G3, G4, W
@@ -53,7 +54,7 @@ def test_lifetimes_under_a_swap() -> None:
 
 def test_lifetimes_under_recomputation() -> None:
     timeline = simulate(tiny.PROGRAM, tiny.RECOMPUTE_PLAN, tiny.MACHINE, tiny.LIMIT)
-    lives = timeline_lifetimes(timeline, tiny.PROGRAM, tiny.RECOMPUTE_PLAN)
+    lives = timeline_lifetimes(timeline)
     # f2 ends at 20 and drops a1; f1 runs again from 80 to 90, then b2 to 110 and b1 to 130.
     assert [b for b in in_ns(lives, 130) if b[0] == A1] == [(A1, 0, 20), (A1, 80, 130)]
     assert lives.intervals.peak_bytes == 140  # a2 a3 a4 w g4 in b4
@@ -86,7 +87,7 @@ def test_kernels_without_duration_do_not_share_addresses() -> None:
         Kernel("read", "other", "forward", (1,), (2,), 0),
     )
     program = Program("instant", tuple(Tensor(x, 8) for x in "abc"), kernels)
-    lives = timeline_lifetimes(simulate(program, Plan(), tiny.MACHINE, 16), program, Plan())
+    lives = timeline_lifetimes(simulate(program, Plan(), tiny.MACHINE, 16))
     packing = smartpool.pack(lives.intervals)
     assert packing.footprint == lives.intervals.peak_bytes == 16
     assert packing.offsets.tolist() == [0, 8, 0]  # c comes when a has gone
@@ -95,7 +96,7 @@ def test_kernels_without_duration_do_not_share_addresses() -> None:
 def test_one_iteration_is_too_few() -> None:
     timeline = simulate(tiny.PROGRAM, Plan(), tiny.MACHINE, 180, iterations=1)
     with pytest.raises(ValueError, match="at least two iterations"):
-        timeline_lifetimes(timeline, tiny.PROGRAM, Plan())
+        timeline_lifetimes(timeline)
 
 
 @settings(max_examples=120, deadline=None)
@@ -104,13 +105,13 @@ def test_the_blocks_are_the_ledger_and_their_addresses_are_apart(data: st.DataOb
     program = data.draw(programs())
     plan = data.draw(plans(program))
     machine = data.draw(machines())
-    limit = max(reference.resolve(program, plan.decisions).residency) + data.draw(st.integers(0, 60))
+    limit = lower(program, plan).required_bytes + data.draw(st.integers(0, 60))
     timeline = simulate(program, plan, machine, limit)
     lives = timeline_lifetimes(timeline)
     blocks = lives.intervals
     held = np.zeros(blocks.period, np.int64)  # after each event
-    for lower, upper, nbytes in zip(blocks.lower, blocks.upper, blocks.nbytes, strict=True):
-        held[np.arange(lower, upper) % blocks.period] += nbytes
+    for begin, end, nbytes in zip(blocks.lower, blocks.upper, blocks.nbytes, strict=True):
+        held[np.arange(begin, end) % blocks.period] += nbytes
     begin, end = timeline.boundaries[-2:]
     ledger = {t - begin: used for t, used in timeline.memory if begin < t < end}  # the last change at each instant
     ours = dict(zip(lives.time_ns.tolist(), held.tolist(), strict=True))

@@ -1,0 +1,327 @@
+"""What the floor knows of kernels that run again: Checkmate's program with its integers relaxed.
+
+"Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization" (MLSys 2020), section 4: which kernels run
+again for which (R), what is held from one kernel to the next (S), and the memory of both. Every plan of Recompute and
+of Rerun decisions is a point of it. Kernels are merged into windows, on the optimistic side: within one, everything
+happens in the best order. Only kernels over the limit, and what comes after them, have windows; before, all is held.
+Read on in ``Reruns``.
+
+A version of a tensor is what one kernel wrote. It is of use to the kernels that read it, to the next one that writes
+the tensor, and to kernels that run again, even after the tensor's own last use: all of a version may be retained.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agents.bound_lp import Linear, Terms
+from simulator.program import Gap, Program
+
+
+class Version:
+    """What kernel ``writer`` wrote to tensor ``tensor``.
+
+    Attributes:
+        uses: kernels of the program that need it, ascending: readers, and the next writer.
+        overwritten: that writer; the number of kernels where there is none.
+    """
+
+    def __init__(self, program: Program, tensor: int, writer: int) -> None:
+        self.tensor, self.writer = tensor, writer
+        writes, n = program.writes[tensor], len(program.kernels)
+        i = bisect_left(writes, writer) + 1
+        self.overwritten = writes[i] if i < len(writes) else n
+        self.uses = [k for k in program.accesses[tensor] if writer < k <= self.overwritten]
+        self.ends = self.uses[-1] if self.uses else writer  # the kernel after which the program needs it no longer
+
+
+class Past:
+    """Which kernels may run again, and when: what cannot be had back is for ever.
+
+    Attributes:
+        until: per kernel, the last one before which it can run again; itself where there is none. It cannot where it
+            may not run twice, where the earlier writers of what it writes cannot run with it, and where a persistent
+            tensor that it reads has changed and cannot be had as it was.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.until: list[int] = []
+        for k, kernel in enumerate(program.kernels):
+            end = len(program.kernels) - 1 if kernel.recomputable else k
+            for x in kernel.inputs:
+                changed = [w for w in program.writes[x] if w >= k] if program.tensors[x].persistent else []
+                if changed:
+                    writer = self.version(x, k)
+                    end = min(end, max(changed[0], self.until[writer] if writer >= 0 else k))
+            self.until.append(max(k, min([end, *(self.until[w] for w in self.earlier(k))])))
+
+    def version(self, tensor: int, kernel: int) -> int:
+        """The writer of the version of ``tensor`` that ``kernel`` finds; -1: the iteration before."""
+        writes = self.program.writes[tensor]
+        i = bisect_left(writes, kernel)
+        return writes[i - 1] if i else -1
+
+    def earlier(self, kernel: int) -> list[int]:
+        """The kernels that run again in the same pass, just before, as they wrote the same tensors."""
+        outputs = (x for x in dict.fromkeys(self.program.kernels[kernel].outputs)
+                   if not self.program.tensors[x].persistent)  # fmt: skip
+        return sorted({w for x in outputs if (w := self.version(x, kernel)) >= 0})
+
+    def away(self, gap: Gap) -> range:
+        """Kernels at which recomputation can have a gap's tensor away."""
+        if self.program.tensors[gap.tensor].persistent or gap.after >= gap.before:
+            return range(0)
+        return range(gap.after + 1, min(gap.before, self.until[self.version(gap.tensor, gap.after + 1)]))
+
+
+class Reruns:
+    """The columns and rows of a program's reruns.
+
+    Columns from 0 to 1; j is a window, the kernels from ``windows[j][0]`` to before ``windows[j][1]``:
+
+        again[j, w]   kernel w runs again before a kernel of window j: its duration is time
+        kept[j, v]    version v is held all through window j, from before it or since it was written in it
+        back[j, v]    it is written again in window j, and held at its end
+        between[v, k] it is away just before kernel k, which uses it, and written again in the window of k
+
+    Rows: kept[j, v] <= kept[j-1, v] + back[j-1, v];  back[j, v] <= again[j, writer];  kept + back <= 1;
+    for a use in window j, and for a kernel that reads v and runs again in it: held at its start, or written again in
+    it;  a kernel runs again only with the earlier writers of what it writes. ``load`` is the memory.
+
+    Args:
+        least: bytes; smaller tensors are there when they are wanted, and take no memory in their gaps.
+        live_bytes: int64[n], load per kernel with the gaps of smaller tensors emptied.
+        parts: into about so many windows, by the bytes that they use, in parts of the peak load.
+        byte: the unit of the linear program, in bytes.
+    """
+
+    def __init__(
+        self, lp: Linear, program: Program, limit: int, live_bytes: NDArray[np.int64], least: int, parts: int,
+        byte: float,
+    ) -> None:  # fmt: skip
+        self.lp, self.program, self.limit = lp, program, limit
+        self.byte, self.past = byte, Past(program)
+        self.n = len(program.kernels)
+        self.live_bytes = live_bytes
+        self.versions = [
+            Version(program, x, w) for x, tensor in enumerate(program.tensors)
+            if not tensor.persistent and tensor.nbytes >= least for w in program.writes[x]
+        ]  # fmt: skip
+        self.at = {(v.tensor, v.writer): i for i, v in enumerate(self.versions)}
+        self.windows = self._windows(parts)
+        self.window_of: NDArray[np.int64] = np.full(self.n, -1)
+        for j, (begin, end) in enumerate(self.windows):
+            self.window_of[begin:end] = j
+        self.again: dict[tuple[int, int], int] = {}
+        self.kept: dict[tuple[int, int], int] = {}
+        self.back: dict[tuple[int, int], int] = {}
+        self.between: dict[tuple[int, int], int] = {}
+        self._pending: list[tuple[int, int]] = []
+        for i in range(len(self.versions)):
+            self._version(i)
+        while self._pending:
+            self._inputs(*self._pending.pop())
+
+    # ---------------------------------------------------------------------------------------- windows
+
+    def _windows(self, parts: int) -> list[tuple[int, int]]:
+        over = np.flatnonzero(self.live_bytes > self.limit)
+        first, last = int(over[0]), int(over[-1])
+        used: dict[int, set[int]] = defaultdict(set)
+        for v in self.versions:
+            for k in (v.writer, *v.uses):
+                used[k].add(v.tensor)
+        room = self.program.peak_bytes / parts
+        found, begin, end, inside, total = [], first, first, set[int](), 0
+        for k in sorted(k for k in used if first <= k <= last):
+            more = sum(self.program.tensors[x].nbytes for x in used[k] - inside)
+            if inside and total + more > room:
+                found.append((begin, end))
+                begin, inside, total = end, set(), 0
+                more = sum(self.program.tensors[x].nbytes for x in used[k])
+            inside |= used[k]
+            total, end = total + more, k + 1
+        found.append((begin, last + 1))
+        return [*found, (last + 1, self.n)] if last + 1 < self.n else found
+
+    def can(self, j: int, w: int) -> bool:
+        """May kernel w run again before a kernel of window j?"""
+        begin, end = self.windows[j]
+        return w < end - 1 and self.past.until[w] >= max(begin, w + 1)
+
+    @cached_property
+    def wanted(self) -> list[int]:
+        """Per kernel: the last one that what it writes can be of use to, perhaps by others that run again."""
+        until = list(range(self.n))
+        for k in reversed(range(self.n)):
+            for x in self.program.kernels[k].outputs:
+                if (x, k) in self.at:
+                    until[k] = max(until[k], self._until(self.at[x, k], until))
+                else:
+                    uses = (u for u in self.program.accesses[x] if u > k)
+                    until[k] = max([until[k], *(until[u] for u in uses if self.past.until[u] > u)])
+        return until
+
+    def _until(self, i: int, until: list[int]) -> int:
+        v = self.versions[i]
+        return max([v.ends, *(until[u] for u in v.uses if self.past.until[u] > u)])
+
+    # --------------------------------------------------------------------------------- columns and rows
+
+    def _version(self, i: int) -> None:
+        """kept and back of version i."""
+        v, lp = self.versions[i], self.lp
+        begin = int(self.window_of[v.writer])
+        last = int(self.window_of[self._until(i, self.wanted)])
+        fixed = not self.droppable[i]
+        ends = int(self.window_of[v.ends])
+        over = int(self.window_of[v.overwritten]) if v.overwritten < self.n else -1
+        for j in range(max(begin, 0), last):
+            if fixed and j < ends:
+                continue
+            if j != over:  # what is overwritten is held by nobody
+                self.kept[j, i] = lp.new()
+            if self.can(j, v.writer):
+                self.back[j, i] = lp.new()
+                lp.row([(self.back[j, i], 1), (self.runs(j, v.writer), -1)], 0)
+                if j != over:
+                    lp.row([(self.back[j, i], 1), (self.kept[j, i], 1)], 1)
+            if j > max(begin, 0) and j != over:
+                terms, constant = self.held(j, i)
+                lp.row([(self.kept[j, i], 1), *((c, -x) for c, x in terms)], constant)
+        if not fixed:
+            for j in sorted({int(self.window_of[k]) for k in v.uses}):
+                if j > max(begin, 0):
+                    terms, constant = self.held(j, i)
+                    again = [(self.runs(j, v.writer), -1.0)] if self.can(j, v.writer) else []
+                    lp.row([*((c, -x) for c, x in terms), *again], constant - 1)
+            for a, b in pairwise([v.writer, *v.uses]):
+                j = int(self.window_of[b])
+                if j >= 0 and max(a + 1, self.windows[j][0]) < b and self.can(j, v.writer):
+                    self.between[i, b] = lp.new()
+                    lp.row([(self.between[i, b], 1), (self.runs(j, v.writer), -1)], 0)
+
+    @cached_property
+    def droppable(self) -> list[bool]:
+        """Per version: can it be away between two of its uses, and had back, in a window?"""
+        return [
+            any(b - a > 1 and self.past.until[v.writer] > a + 1 and self.window_of[b] >= 0
+                for a, b in pairwise([v.writer, *v.uses]))
+            for v in self.versions
+        ]  # fmt: skip
+
+    def held(self, j: int, i: int) -> tuple[Terms, float]:
+        """Is version i held at the start of window j? As terms and a constant."""
+        v = self.versions[i]
+        if j == 0 or self.window_of[v.writer] >= j:
+            return [], 1.0
+        found = [columns[j - 1, i] for columns in (self.kept, self.back) if (j - 1, i) in columns]
+        if found:
+            return [(c, 1.0) for c in found], 0.0
+        return [], float(not self.droppable[i] and j <= self.window_of[v.ends])
+
+    def runs(self, j: int, w: int) -> int:
+        """The column again[j, w]."""
+        if (j, w) not in self.again:
+            self.again[j, w] = self.lp.new()
+            self._pending.append((j, w))
+        return self.again[j, w]
+
+    def _inputs(self, j: int, w: int) -> None:
+        """Kernel w runs again in window j only with what it reads."""
+        lp, program, one = self.lp, self.program, self.again[j, w]
+        for x in dict.fromkeys(program.kernels[w].inputs):
+            writer = self.past.version(x, w)
+            if program.tensors[x].persistent:
+                if any(w <= k < self.windows[j][0] for k in program.writes[x]):
+                    lp.row([(one, 1), (self.runs(j, writer), -1)], 0)
+            elif (x, writer) in self.at:
+                terms, constant = self.held(j, self.at[x, writer])
+                if constant < 1:
+                    again = [(self.runs(j, writer), -1.0)] if self.can(j, writer) else []
+                    lp.row([(one, 1), *((c, -f) for c, f in terms), *again], constant)
+        for writer in self.past.earlier(w):
+            lp.row([(one, 1), (self.runs(j, writer), -1)], 0)
+
+    # ------------------------------------------------------------------------------------------- memory
+
+    @cached_property
+    def _of_window(self) -> list[list[int]]:
+        """Per window: the versions that are kept, or written again, in it."""
+        found: list[set[int]] = [set() for _ in self.windows]
+        for j, i in (*self.kept, *self.back):
+            found[j].add(i)
+        return [sorted(versions) for versions in found]
+
+    def load(self) -> dict[int, tuple[Terms, float]]:
+        """Per kernel over the limit: the least memory at it, as terms and a constant, in the program's units.
+
+        A version that kernel k does not use is held there at least as far as it is kept all through the window, and
+        between its uses in it as far as it is not ``between`` and written again. At the last kernel of a window, what
+        is back counts, too.
+        """
+        found = {}
+        size = [t.nbytes / self.byte for t in self.program.tensors]
+        free = self._droppable_bytes()
+        for j, (begin, end) in enumerate(self.windows):
+            over = [k for k in range(begin, end) if self.live_bytes[k] > self.limit]
+            if not over:
+                continue
+            total = self.lp.new(sum(size[v.tensor] for v in self.versions))
+            whole = [
+                (self.kept[j, i], size[self.versions[i].tensor]) for i in self._of_window[j] if (j, i) in self.kept
+            ]
+            self.lp.row([*whole, (total, -1.0)], 0)
+            inside = [i for i, v in enumerate(self.versions) if any(begin <= k < end for k in (v.writer, *v.uses))]
+            for k in over:
+                terms: dict[int, float] = {total: 1.0}
+                constant = float(self.live_bytes[k] - free[k]) / self.byte
+                for i in inside:
+                    v = self.versions[i]
+                    used, droppable = k == v.writer or k in v.uses, self.droppable[i]
+                    later = next((u for u in v.uses if k < u < end), -1) if not used and v.writer < k else -1
+                    in_life = used or later >= 0 or k < v.writer or (not droppable and k <= v.ends)
+                    if (j, i) in self.kept and in_life:
+                        terms[self.kept[j, i]] = -size[v.tensor]
+                    if later >= 0 and droppable:
+                        constant += size[v.tensor]
+                        if (i, later) in self.between:
+                            terms[self.between[i, later]] = -size[v.tensor]
+                    if k == end - 1 and not used and (j, i) in self.back:
+                        terms[self.back[j, i]] = size[v.tensor]
+                if k == end - 1:
+                    for i in self._of_window[j]:
+                        if (j, i) in self.back and i not in inside:
+                            terms[self.back[j, i]] = size[self.versions[i].tensor]
+                found[k] = ([(c, f) for c, f in terms.items()], constant)
+        return found
+
+    def version_in(self, gap: Gap) -> int:
+        """The version that a gap's tensor holds in it; -1: none of these."""
+        return self.at.get((gap.tensor, self.past.version(gap.tensor, gap.after + 1)), -1)
+
+    def absent(self, i: int, gap: Gap) -> list[tuple[int, int, int]]:
+        """Per window in which version i can be away in ``gap``: the window, a column, and 1 where the column says that
+        it is away, -1 where it says that it is not."""
+        last = int(self.window_of[gap.before])
+        first = max(int(self.window_of[gap.after + 1]), 0)
+        found = [(j, self.kept[j, i], -1) for j in range(first, last) if (j, i) in self.kept]
+        return [*found, *((last, self.between[i, k], 1) for k in (gap.before,) if (i, k) in self.between)]
+
+    def _droppable_bytes(self) -> NDArray[np.int64]:
+        """int64[n]: bytes of droppable versions that a kernel does not use, within their lives."""
+        change = np.zeros(self.n + 1, dtype=np.int64)
+        for i, v in enumerate(self.versions):
+            if self.droppable[i]:
+                nbytes = self.program.tensors[v.tensor].nbytes
+                for a, b in pairwise([v.writer, *v.uses]):
+                    change[a + 1] += nbytes
+                    change[b] -= nbytes
+        return np.cumsum(change)[: self.n]
