@@ -24,6 +24,9 @@ from agents.bound_lp import Linear, Terms
 from simulator.program import Gap, Program
 
 
+EVERY = 1
+
+
 class Version:
     """What kernel ``writer`` wrote to tensor ``tensor``.
 
@@ -128,6 +131,8 @@ class Reruns:
             self._version(i)
         while self._pending:
             self._inputs(*self._pending.pop())
+        for j in range(1, len(self.windows), EVERY):
+            self._futures(j)
 
     # ---------------------------------------------------------------------------------------- windows
 
@@ -249,6 +254,50 @@ class Reruns:
                     lp.row([(one, 1), *((c, -f) for c, f in terms), *again], constant)
         for writer in self.past.earlier(w):
             lp.row([(one, 1), (self.runs(j, writer), -1)], 0)
+
+    def _futures(self, j: int) -> None:
+        """What is not held at the start of window j and used later runs again in some window from j on, once at least,
+        and so does what that reads and is not held at that start.
+
+        Without this, a hundredth of an input that is held could serve a hundred windows to write one hundredth each.
+        """
+        lp, program = self.lp, self.program
+        later: dict[int, int] = {}  # kernel: it runs again in window j or later
+        pending: list[int] = []
+        last = len(self.windows)
+
+        def need(i: int, whole: list[tuple[int, float]], right: float) -> None:
+            """whole <= right + version i is held + its writer runs again."""
+            terms, constant = self.held(j, i)
+            if constant >= 1 or self.window_of[self.versions[i].writer] >= j:
+                return
+            again = [(w, -1.0) for w in runs(self.versions[i].writer)]
+            lp.row([*whole, *((c, -f) for c, f in terms), *again], right + constant)
+
+        def runs(w: int) -> list[int]:
+            if w not in later:
+                columns = [(self.again[k, w], -1.0) for k in range(j, last) if (k, w) in self.again]
+                if not columns:
+                    return []
+                later[w] = lp.new()
+                lp.row([(later[w], 1.0), *columns], 0)
+                pending.append(w)
+            return [later[w]]
+
+        for i, v in enumerate(self.versions):
+            if self.droppable[i] and self.window_of[v.writer] < j <= self.window_of[v.ends]:
+                need(i, [], -1.0)
+        while pending:
+            w = pending.pop()
+            for x in dict.fromkeys(program.kernels[w].inputs):
+                writer = self.past.version(x, w)
+                if program.tensors[x].persistent:
+                    if any(w <= k < self.windows[j][0] for k in program.writes[x]):
+                        lp.row([(later[w], 1.0), *((c, -1.0) for c in runs(writer))], 0)
+                elif (x, writer) in self.at:
+                    need(self.at[x, writer], [(later[w], 1.0)], 0)
+            for writer in self.past.earlier(w):
+                lp.row([(later[w], 1.0), *((c, -1.0) for c in runs(writer))], 0)
 
     # ------------------------------------------------------------------------------------------- memory
 
