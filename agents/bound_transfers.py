@@ -67,6 +67,7 @@ class Transfers:
         self.written = [self._written(g) for g in gaps]
         self._host_copies()
         self._flows(loads)
+        self._early_copies()
         self._whole_tensors(loads)
         self._host_bytes()
         if reruns is not None:
@@ -176,6 +177,23 @@ class Transfers:
         over = [(int(self.early[i]), -size[i]) for ids in written for i in ids
                 if self.written[i] < 0 <= self.gaps[i].after]  # type: ignore[operator]  # fmt: skip
         lp.equation([(int(ahead["may"][0]), 1), *over], 0)
+
+    def _early_copies(self) -> None:
+        """The early copies that begin and end within one of their intervals, from the last write to the opening of the
+        gap, take no longer than that."""
+        some = [i for i in range(len(self.gaps)) if self.lp.upper[self.early[i]]]
+        first = np.array([self.written[i] for i in some])
+        last = np.array([self.gaps[i].after for i in some])
+        past = np.concatenate([[0.0], np.cumsum(np.tile(self.duration, 2))])  # time before a kernel, from that at -n
+        for a, b in zip(first.tolist(), last.tolist(), strict=True):
+            within = np.zeros(len(some), dtype=bool)
+            for shift in (-self.n, 0, self.n):
+                within |= (first + shift >= a) & (last + shift <= b)
+            mine = [some[i] for i in np.flatnonzero(within)]
+            time = past[b + 1 + self.n] - past[a + 1 + self.n]
+            if self.out_time[mine].sum() > time:
+                waits = [(int(self.wait[k % self.n]), -1.0) for k in range(a + 1, b + 1)]
+                self.lp.row([*((int(self.early[i]), self.out_time[i]) for i in mine), *waits], time)
 
     def _host_bytes(self) -> None:
         """At no kernel does the host hold more than it has: what has left and not been asked for again, and for ever
