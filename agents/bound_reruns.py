@@ -24,9 +24,6 @@ from agents.bound_lp import Linear, Terms
 from simulator.program import Gap, Program
 
 
-EVERY = 1
-
-
 class Version:
     """What kernel ``writer`` wrote to tensor ``tensor``.
 
@@ -126,12 +123,13 @@ class Reruns:
         self.kept: dict[tuple[int, int], int] = {}
         self.back: dict[tuple[int, int], int] = {}
         self.between: dict[tuple[int, int], int] = {}
+        self.totals: dict[int, Terms] = {}  # column: a sum that it is at least
         self._pending: list[tuple[int, int]] = []
         for i in range(len(self.versions)):
             self._version(i)
         while self._pending:
             self._inputs(*self._pending.pop())
-        for j in range(1, len(self.windows), EVERY):
+        for j in range(1, len(self.windows)):
             self._futures(j)
 
     # ---------------------------------------------------------------------------------------- windows
@@ -326,6 +324,7 @@ class Reruns:
             total = self.lp.new(sum(size[v.tensor] for v in self.versions))
             whole = [(self.kept[j, i], size[self.versions[i].tensor]) for i in self._of_window[j] if (j, i) in self.kept]
             self.lp.row([*whole, (total, -1.0)], 0)
+            self.totals[total] = whole
             inside = [i for i, v in enumerate(self.versions) if any(begin <= k < end for k in (v.writer, *v.uses))]
             for k in over:
                 terms: dict[int, float] = {total: 1.0}
@@ -349,6 +348,10 @@ class Reruns:
                             terms[self.back[j, i]] = size[self.versions[i].tensor]
                 found[k] = ([(c, f) for c, f in terms.items()], constant)
         return found
+
+    def size(self, i: int) -> float:
+        """Of version i, in the program's unit."""
+        return self.program.tensors[self.versions[i].tensor].nbytes / self.byte
 
     def version_in(self, gap: Gap) -> int:
         """The version that a gap's tensor holds in it; -1: none of these."""
