@@ -119,15 +119,16 @@ class _Problem:
         most = max(program.tensors[g.tensor].nbytes for g in gaps)
         # Units of bytes and of time in which the numbers of the linear program are near 1.
         byte, self.tick = most / 8, max(program.ideal_ns, machine.d2h_ns(most)) / 1000
-        self.program, self.n = program, len(program.kernels)
-        self.lp, self.gaps, self.transfers = Linear(), gaps, None
+        self.program, self.lp, self.gaps = program, Linear(), gaps
+        self.transfers: Transfers | None = None
         self.reruns = None if mode == "swap" else Reruns(self.lp, program, limit, live_bytes, least, PARTS[mode], byte)
+        loads: dict[int, tuple[Terms, float]]
         if self.reruns is None:
-            loads = {k: ([], live_bytes[k] / byte) for k in np.flatnonzero(live_bytes > limit).tolist()}
+            loads = {k: ([], float(live_bytes[k]) / byte) for k in np.flatnonzero(live_bytes > limit).tolist()}
         else:
             loads = self.reruns.load()
         self.totals = dict(self.reruns.totals) if self.reruns is not None else {}
-        if mode == "recompute":
+        if mode == "recompute" and self.reruns is not None:
             for terms, constant in loads.values():
                 self.lp.row(terms, limit / byte - constant)
             for (_, w), column in self.reruns.again.items():
@@ -143,14 +144,13 @@ class _Problem:
             for d, g in self.totals.get(c, [(c, 1.0)]):
                 sums[d] += f * g
         if self.transfers is not None:
-            for i, g in enumerate(self.gaps):
-                if (k - g.after - 1) % self.n < (g.before - g.after - 1) % self.n:
-                    sums[int(self.transfers.swap[i])] -= self.transfers.size[i]
+            for i in self.transfers.open(k):
+                sums[int(self.transfers.swap[i])] -= float(self.transfers.size[i])
         return [(c, f) for c, f in sums.items() if abs(f) > 1e-12], right
 
     def whole(self) -> list[tuple[Terms, float]]:
         """Sums of columns that are whole numbers in every plan, with their weights: how often a kernel runs again, is a
-        gap swapped, is a version held."""
+        version held."""
         found: list[tuple[Terms, float]] = []
         runs: dict[int, list[tuple[int, float]]] = defaultdict(list)
         if self.reruns is not None:
@@ -159,8 +159,6 @@ class _Problem:
             found += [(terms, 1e3 * self.program.kernels[w].duration_ns / self.tick) for w, terms in runs.items()]
             for columns in (self.reruns.kept, self.reruns.back):
                 found += [([(c, 1.0)], self.reruns.size(i)) for (_, i), c in columns.items()]
-        if self.transfers is not None:
-            found += [([(int(c), 1.0)], float(b)) for c, b in zip(self.transfers.swap, self.transfers.size, strict=True)]
         return found
 
     def fractions(self, x: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -168,8 +166,9 @@ class _Problem:
         m = len(self.gaps)
         swapped = x[self.transfers.swap] if self.transfers is not None else np.zeros(m)
         away = np.zeros(m)
-        for i, g in enumerate(self.gaps):
-            v = self.reruns.version_in(g) if self.reruns is not None else -1
-            if v >= 0 and self.reruns.droppable[v]:
-                away[i] = max([0.0, *(float(x[c] if sign > 0 else 1 - x[c]) for _, c, sign in self.reruns.absent(v, g))])
+        for i, gap in enumerate(self.gaps if self.reruns is not None else []):
+            v = self.reruns.version_in(gap)  # type: ignore[union-attr]
+            if v >= 0 and self.reruns.droppable[v]:  # type: ignore[union-attr]
+                found = self.reruns.absent(v, gap)  # type: ignore[union-attr]
+                away[i] = max([0.0, *(float(x[c] if sign > 0 else 1 - x[c]) for _, c, sign in found)])
         return swapped, np.minimum(away, 1 - swapped)

@@ -85,7 +85,7 @@ class Linear:
         return Solution(float(u @ b + v @ e + (np.minimum(reduced, 0.0) * upper).sum()), found.x)
 
     def cut(self, knapsacks: Sequence[Row], rounds: int) -> Solution | None:
-        """The optimum with rows that follow from ``knapsacks`` (of columns that are 0 or 1, valid for every plan), which
+        """The optimum with rows that follow from ``knapsacks`` (rows that hold for columns of 0 and 1 in every plan): they
         are rounded where that cuts off the optimum so far."""
         found = self.solve()
         for _ in range(rounds):
@@ -115,7 +115,7 @@ class Linear:
         matrix, _ = self._matrix([(terms, 0.0) for terms, _ in whole])
         weight = np.array([w for _, w in whole])
         count = itertools.count()
-        leaves = [(root.bound, next(count), (), root)]
+        leaves: list[tuple[float, int, tuple[Row, ...], Solution]] = [(root.bound, next(count), (), root)]
         while nodes > 0 and len(whole):
             bound, _, rows, found = leaves[0]
             sums = matrix @ found.x
@@ -145,8 +145,8 @@ class Linear:
 
 
 def rounded(row: Row, x: NDArray[np.float64]) -> Row | None:
-    """The row that cuts off x most among those that follow from ``row`` for columns of 0 and 1 by mixed-integer rounding;
-    None where none does.
+    """Of the rows that follow from ``row`` for columns of 0 and 1 by mixed-integer rounding, the one that cuts off x
+    most; None where none does.
 
     Marchand and Wolsey, "Aggregation and mixed integer rounding to solve MIPs" (Operations Research 2001), without
     aggregation: columns above 1/2 in x are replaced by 1 - column; the row is divided by one of its coefficients.

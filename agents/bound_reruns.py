@@ -23,6 +23,8 @@ from numpy.typing import NDArray
 from agents.bound_lp import Linear, Terms
 from simulator.program import Gap, Program
 
+FINE = 2000  # kernels x versions: so few have a window each
+
 
 class Version:
     """What kernel ``writer`` wrote to tensor ``tensor``.
@@ -141,7 +143,8 @@ class Reruns:
         for v in self.versions:
             for k in (v.writer, *v.uses):
                 used[k].add(v.tensor)
-        room = self.program.peak_bytes / parts
+        fine = (last - first) * len(self.versions) <= FINE
+        room = 0.0 if fine else self.program.peak_bytes / parts
         found, begin, end, inside, total = [], first, first, set[int](), 0
         for k in sorted(k for k in used if first <= k <= last):
             more = sum(self.program.tensors[x].nbytes for x in used[k] - inside)
@@ -314,7 +317,7 @@ class Reruns:
         between its uses in it as far as it is not ``between`` and written again. At the last kernel of a window, what
         is back counts, too.
         """
-        found = {}
+        found: dict[int, tuple[Terms, float]] = {}
         size = [t.nbytes / self.byte for t in self.program.tensors]
         free = self._droppable_bytes()
         for j, (begin, end) in enumerate(self.windows):
@@ -322,7 +325,8 @@ class Reruns:
             if not over:
                 continue
             total = self.lp.new(sum(size[v.tensor] for v in self.versions))
-            whole = [(self.kept[j, i], size[self.versions[i].tensor]) for i in self._of_window[j] if (j, i) in self.kept]
+            held = [i for i in self._of_window[j] if (j, i) in self.kept]
+            whole = [(self.kept[j, i], size[self.versions[i].tensor]) for i in held]
             self.lp.row([*whole, (total, -1.0)], 0)
             self.totals[total] = whole
             inside = [i for i, v in enumerate(self.versions) if any(begin <= k < end for k in (v.writer, *v.uses))]

@@ -80,6 +80,11 @@ class Transfers:
             return None
         return max((w for w in writes if w <= g.after), default=writes[-1] - self.n)
 
+    def open(self, k: int) -> list[int]:
+        """The gaps that are open at kernel k."""
+        n = self.n
+        return [i for i, g in enumerate(self.gaps) if (k - g.after - 1) % n < (g.before - g.after - 1) % n]
+
     def _host_copies(self) -> None:
         """Rule 4: what may leave without a transfer in its gap, as a valid copy is on the host from an earlier gap, and
         as it is copied before its gap opens."""
@@ -122,7 +127,8 @@ class Transfers:
         ]
         ahead = {name: lp.many(n, total) for name in ("a1", "a2", "aw", "ad", "may")}  # early copies, of all classes
         fastest = float((self.out_time / size).min())
-        written: list[list[int]] = [[] for _ in range(n)]  # gaps whose early copy may be made from the end of a kernel on
+        # Gaps whose early copy may be made from the end of a kernel on.
+        written: list[list[int]] = [[] for _ in range(n)]
         for i in np.flatnonzero(np.array(lp.upper)[self.early]).tolist():
             written[self.written[i] % n].append(i)  # type: ignore[operator]
         self.queued: list[tuple[list[int], list[int]]] = []  # columns, at the start and the end of each kernel
@@ -209,8 +215,7 @@ class Transfers:
         kept = [(c, self.program.tensors[t].nbytes / self.byte) for t, c in always.items()]
         lp.row(kept, host)
         for k in range(self.n):
-            beside = [(int(self.swap[i]), -size[i]) for i, g in enumerate(self.gaps)
-                      if g.tensor in always and (k - g.after - 1) % self.n < (g.before - g.after - 1) % self.n]  # fmt: skip
+            beside = [(int(self.swap[i]), -size[i]) for i in self.open(k) if self.gaps[i].tensor in always]
             back = [(c, -1.0) for c in (*self.queued[k][0], *self.returned[k][0])]
             lp.row([(int(self.away[k]), 1.0), *beside, *back, *kept], host)
 

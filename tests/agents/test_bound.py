@@ -67,8 +67,8 @@ def test_a_tensor_with_a_host_copy_leaves_for_nothing() -> None:
 
 
 def test_recomputed_early_it_costs_less() -> None:
-    # t (100 bytes) must be away in kernel 3. For kernel 5 it takes 101 ns to write again, because x is gone by then; for
-    # kernel 4, which reads x, it takes 1.
+    # t (100 bytes) must be away in kernel 3. For kernel 5 it takes 101 ns to write again, because x is gone by
+    # then; for kernel 4, which reads x, it takes 1.
     x, t, u = 0, 1, 2
     kernels = (
         Kernel("x", "other", "forward", (), (x,), 100),
@@ -87,33 +87,30 @@ def test_recomputed_early_it_costs_less() -> None:
 def test_what_is_dead_may_be_retained_to_write_again_from() -> None:
     # t must be away in kernel 2; to write it again takes 1 ns where x (10 bytes) is retained beside, 101 ns where not.
     # Retained to nine tenths it would be 11 ns: it is whole that it is retained or not.
-    kernels = (
-        Kernel("x", "other", "forward", (), (0,), 100),
-        Kernel("t", "other", "forward", (0,), (1,), 1),
-        Kernel("peak", "other", "forward", (), (), 10, workspace=100),
-        Kernel("reads t", "other", "backward", (1,), (), 10),
-    )
-    program = Program("retained", (Tensor("x", 10), Tensor("t", 100)), kernels)
-    for limit, plan, extra in (
-        (110, Plan((Rerun(1, 3),)), 1),
-        (109, Plan((Recompute(1, 1, 3),)), 101),
-    ):
-        # What runs again before the peak finds x alive, and t stays away until its use: it is dropped again.
-        assert simulate(program, plan, MACHINE, limit).iteration_ns == 121 + extra
-        assert floor(program, MACHINE, limit, "recompute").iteration_ns == 121 + extra
+    for workspace, plan, extra in ((100, Plan((Rerun(1, 3),)), 1), (101, Plan((Recompute(1, 1, 3),)), 101)):
+        kernels = (
+            Kernel("x", "other", "forward", (), (0,), 100),
+            Kernel("t", "other", "forward", (0,), (1,), 1),
+            Kernel("peak", "other", "forward", (), (), 10, workspace=workspace),
+            Kernel("reads t", "other", "backward", (1,), (), 10),
+        )
+        program = Program("retained", (Tensor("x", 10), Tensor("t", 100)), kernels)
+        assert simulate(program, plan, MACHINE, 110).iteration_ns == 121 + extra
+        assert floor(program, MACHINE, 110, "recompute").iteration_ns == 121 + extra
 
 
-def test_a_hundredth_that_is_retained_does_not_serve_a_hundred_windows() -> None:
-    # t (100 bytes) is away at many peaks, each with a kernel that uses a tensor of its own. A tenth of x could be
-    # retained: without ``Reruns._futures`` every window would write another tenth of t from it for a tenth of the time.
-    peaks = [Kernel(f"peak {i}", "other", "forward", (), (2 + i,), 10, workspace=80) for i in range(20)]
+def test_a_tenth_that_is_retained_does_not_serve_ten_windows() -> None:
+    # At the first peak there is room for 30 of 300 bytes, and at each for 11 more. Without ``Reruns._futures`` a tenth
+    # of x (100 bytes) would be retained, and in every window another part of t (200 bytes) written from it.
+    peaks = [Kernel(f"peak {i}", "other", "forward", (), (2 + i,), 10, workspace=290 - 11 * i) for i in range(20)]
     reads = [Kernel(f"read {i}", "other", "backward", (2 + i,), (), 0) for i in range(20)]
     kernels = (Kernel("x", "other", "forward", (), (0,), 1000), Kernel("t", "other", "forward", (0,), (1,), 1),
                *peaks, Kernel("reads t", "other", "backward", (1,), (), 10), *reads)  # fmt: skip
-    sizes = [Tensor("x", 100), Tensor("t", 100), *(Tensor(f"y{i}", 1) for i in range(20))]
+    sizes = [Tensor("x", 100), Tensor("t", 200), *(Tensor(f"y{i}", 1) for i in range(20))]
     program = Program("tenths", tuple(sizes), kernels)
-    root = floor(program, MACHINE, 190, "recompute", max_gaps=3).iteration_ns - program.ideal_ns
-    assert root >= 800
+    plan = Plan((Recompute(1, 1, 22),))
+    assert simulate(program, plan, MACHINE, 320).iteration_ns == program.ideal_ns + 1001
+    assert floor(program, MACHINE, 320, "recompute").iteration_ns == program.ideal_ns + 1001
 
 
 def test_a_copy_may_leave_while_the_tensor_is_read() -> None:
@@ -312,10 +309,9 @@ def test_a_plan_that_does_not_repeat_is_not_below_either() -> None:
     assert floor(program, machine, 105).iteration_ns == 5060
 
 
-def best_of_reruns(program: Program, limit: int) -> float:
-    """The shortest iteration over all plans of kernels of the first half that run again before those of the second."""
-    n = len(program.kernels)
-    pairs = [Rerun(w, k) for w in range(n // 2) for k in range(n // 2, n)]
+def best_of_reruns(program: Program, layers: int, limit: int) -> float:
+    """The shortest iteration over all plans of forward kernels that run again before backward ones."""
+    pairs = [Rerun(w, k) for w in range(layers) for k in range(layers, 2 * layers)]
     best = np.inf
     for chosen in itertools.product((False, True), repeat=len(pairs)):
         plan = Plan(tuple(itertools.compress(pairs, chosen)))
@@ -332,15 +328,15 @@ def best_of_reruns(program: Program, limit: int) -> float:
 @pytest.mark.parametrize("seed", range(3))
 def test_all_that_can_run_again_is_never_below(seed: int) -> None:
     program = pyramid(3, seed)
-    for limit in range(max(program.live_bytes) // 2, program.peak_bytes, max(program.peak_bytes // 8, 1)):
-        best = best_of_reruns(program, limit)
+    for limit in (int(0.6 * program.peak_bytes), int(0.8 * program.peak_bytes)):
+        best = best_of_reruns(program, 3, limit)
         found = floor(program, MACHINE, limit, "recompute")
         assert found.feasible or best == np.inf
         assert found.iteration_ns <= best
         assert best == np.inf or found.iteration_ns >= program.ideal_ns + 0.9 * (best - program.ideal_ns)
 
 
-@pytest.mark.parametrize(("gib", "percent"), [(10, 2.4207), (9, 2.8940), (8, 3.4842), (6, 6.0350)])
+@pytest.mark.parametrize(("gib", "percent"), [(10, 2.4207), (6, 6.0350)])
 def test_below_the_optima_of_checkmate(gib: int, percent: float) -> None:
     """U-Net, batch 11: the overheads that Gurobi found in up to 24 hours (utsaslab/monet-schedules, optimal within 1e-4
     of the iteration at 10 and 6 GiB)."""
