@@ -85,8 +85,8 @@ class Linear:
         return Solution(float(u @ b + v @ e + (np.minimum(reduced, 0.0) * upper).sum()), found.x)
 
     def cut(self, knapsacks: Sequence[Row], rounds: int) -> Solution | None:
-        """The optimum with rows that follow from ``knapsacks`` (rows of columns that are 0 or 1, which every plan
-        keeps): they are rounded where that cuts off the optimum so far."""
+        """The optimum with rows that follow from ``knapsacks`` (rows that hold for columns of 0 and 1 in every plan):
+        they are rounded where that cuts off the optimum so far."""
         found = self.solve()
         for _ in range(rounds):
             if found is None:

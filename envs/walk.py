@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from envs.graph import NOTHING, OFFLOAD, REMOVE, build_graph
 from simulator import Engine, Machine, Plan, Program
-from simulator.compiled.encoding import KIND, RECOMPUTE, SWAP, TENSOR, decisions_of
+from simulator.compiled.encoding import RECOMPUTE, SWAP, decisions_of
 
 DEAD_END_REWARD = -10.0  # more than ten iterations lost: below any plan worth having
 
@@ -63,6 +63,7 @@ class Task:
         following = np.append(openings, n)
         self.next_opening = following[np.searchsorted(openings, np.arange(n), side="right")]
         self.live_bytes = np.array(program.live_bytes, np.int64)
+        self.host_is_short = sum(program.tensors[t].nbytes for t in set(self.tensor.tolist())) > machine.host_bytes
 
 
 class Step(NamedTuple):
@@ -117,7 +118,7 @@ class Walk:
         self.stuck_at = p + int(over.argmax()) if over.any() else len(self.need)
         # A gap is of use while the tensor would be away for kernel p.
         began = (task.after < p) | task.wraps
-        # Where the host is full, a tensor that is on it already is refused too: rare, and safe.
+        # Where the host is short, so is a tensor that would find room at its own time: rare, and safe.
         self.open = began & (p < task.before) & (self.taken < 0)
         mask = np.zeros(len(task.graph), np.bool_)
         mask[task.offloads] = (self.open & (task.nbytes <= self.host_left))[task.offload_gap]
@@ -161,6 +162,8 @@ class Walk:
             self._remove(g)
         if kind != NOTHING:
             self.taken[g] = kind
+            if task.host_is_short:
+                self.host_left = task.machine.host_bytes - task.engine.on_host(self.rows)
             self.need = task.engine.residency(self.rows)
         self.done = bool((self.need <= task.limit).all())
         until = None if self.done else self.position
@@ -183,8 +186,6 @@ class Walk:
     def _offload(self, g: int) -> None:
         task, p = self.task, self.position
         duration = int(task.d2h_ns[g])
-        if not (self.rows[self.rows[:, KIND] == SWAP, TENSOR] == task.tensor[g]).any():
-            self.host_left -= int(task.nbytes[g])
         if task.wraps[g] and p == 0:
             begin = int(task.start_ns[task.after[g] + 1]) - task.program.ideal_ns
             self.free_ns = max(self.free_ns, begin) + duration

@@ -50,10 +50,9 @@ from experiments.gpu.networks import Network, build, give_back, host_bytes, time
 from experiments.gpu.plots import batches, scatter, timelines
 from experiments.gpu.settings import Settings, UsageError, parse
 from experiments.gpu.side_by_side import GRACE, METHODS, smallest_block
-from simulator import Machine, Plan, Program, simulate
+from simulator import Machine, OutOfMemory, Plan, Program, simulate
 from simulator.files import FormatError, write_json, write_text
 from simulator.plan import PlanError
-from simulator.reference import OutOfMemory
 
 FORMAT = "validation/1"
 # Of the time that is left when it begins; less for the last two where the comparison comes after them.

@@ -303,9 +303,9 @@ class _Walk:
         )  # bytes that swaps take from a kernel on, bring back for it
         for k, d in self.left:
             leaves[k] += size[d.tensor]
-        for d, k in self.returns.items():
-            if isinstance(d, Swap):
-                back[k] += size[d.tensor]
+        for gone, k in self.returns.items():
+            if isinstance(gone, Swap):
+                back[k] += size[gone.tensor]
         resident, residency = [], []
         for k in range(n):
             used += back[k] - leaves[k]

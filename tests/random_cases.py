@@ -127,7 +127,10 @@ def difference(case: Case) -> str | None:
     right, ours = result(reference.simulate), result(simulate)
     if right != ours:
         return f"simulate gives\n{ours}\nnot\n{right}"
-    engine = Engine(case.program, case.machine, case.limit, case.iterations)
+    engine = Engine(case.program, case.machine, case.limit, case.iterations).with_variants(case.plan.variants)
+    planned = tuple(engine.residency(rows_of(case.plan.decisions)).tolist())
+    if planned != lower(case.program, case.plan).residency:
+        return f"residency gives {planned}, not {lower(case.program, case.plan).residency}"
     score = engine.score(rows_of(case.plan.decisions), case.limit_until)
     if isinstance(right, str):
         return f"score gives {score}, not {right}" if score.feasible else None

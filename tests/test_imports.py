@@ -20,7 +20,7 @@ MAY_IMPORT = {
 }
 # Of each package, from the first to the last; "" is its top, without __init__.py, which opens the door to all of it.
 ROOMS = {
-    "simulator": ["", "compiled", "pool"],
+    "simulator": ["", "validate", "compiled", "pool"],
     "agents": ["", "heuristics", "search", "exact", "learned"],
     "executor": ["capture", "training", "replay", ""],
     "experiments": [
@@ -64,6 +64,19 @@ def test_imports_point_one_way(package: str) -> None:
         if name in MAY_IMPORT and name != package and name not in MAY_IMPORT[package]
     ]
     assert not wrong
+
+
+def test_what_a_plan_means_is_read_off_its_schedule() -> None:
+    """Nobody but the simulator, and the benchmark of it, imports the definition of its rules."""
+    files = [f for package in MAY_IMPORT if package != "simulator" for f in (ROOT / package).rglob("*.py")]
+    found = {f.relative_to(ROOT).parts[:2] for f in files for name in modules(f) if name.startswith("simulator.refer")}
+    assert found == {("experiments", "benchmarks")}
+
+
+def test_the_checker_shares_no_code_with_what_it_checks() -> None:
+    files = sorted((ROOT / "simulator" / "validate").glob("*.py"))
+    names = {name.split(".")[1] for file in files for name in modules(file) if name.startswith("simulator.")}
+    assert names == {"machine", "plan", "program", "timeline", "validate"}
 
 
 @pytest.mark.parametrize("package", ROOMS)

@@ -171,11 +171,12 @@ class _Schedule:
         nbytes = self.program.tensors[gap.tensor].nbytes
         out_ns = self.machine.d2h_ns(nbytes)
         peak = self._position(peak, gap)
-        out = self.channel.early(out_ns, self.ends[gap.after], self.starts[peak])
+        out = self.channel.early(out_ns, self._written(gap), self.starts[peak])
         if out is None:
             return False
         self.channel.busy.append((out, out + out_ns))
-        if not self._swap_in(gap, bisect_right(self.ends, out) - 1, out + out_ns, self.ends[peak]):
+        issued = bisect_right(self.ends, out + self.channel.period) - 1 - self.n
+        if not self._swap_in(gap, issued, out + out_ns, self.ends[peak]):
             self.channel.busy.pop()
             return False
         self.swapped.add(gap.tensor)
@@ -183,13 +184,25 @@ class _Schedule:
         self.footprint = self._footprint(self.rows)
         return True
 
-    def _swap_in(self, gap: Gap, after: int, gone: int, earliest: int) -> bool:
+    def _written(self, gap: Gap) -> int:
+        """The time from which a tensor may be copied: the end of its last write (its OTA, section 4.1), or that of the
+        use that opens the gap, where another swap comes between."""
+        away = {g.before for g in self.scheduled if g.tensor == gap.tensor}
+        times = []
+        for k in self.program.writes[gap.tensor]:
+            written = k if k <= gap.after else k - self.n
+            if not any(written < b <= gap.after or written < b - self.n for b in away):
+                times.append(self.ends[k] - (0 if k <= gap.after else self.channel.period))
+        return max(times, default=self.ends[gap.after])
+
+    def _swap_in(self, gap: Gap, issued: int, gone: int, earliest: int) -> bool:
         """Schedules the swap-in of a tensor, not before ``earliest``; False when no region has room for it.
 
         Args:
-            after: the position at whose end the tensor leaves.
+            issued: the position at whose end the copy to the host is issued.
             gone: the time from which it is gone.
         """
+        after = max(gap.after, issued)
         nbytes, before = self.program.tensors[gap.tensor].nbytes, self._position(gap.before, gap)
         in_ns = self.machine.h2d_ns(nbytes)
         start = self.channel.late(in_ns, earliest, self.starts[before])
@@ -197,7 +210,8 @@ class _Schedule:
             return False
         self.channel.busy.append((start, start + in_ns))
         prefetch = bisect_right(self.ends, start) - 1
-        self.rows.append((SWAP, gap.tensor, after % self.n, gap.before, prefetch % self.n, -1))
+        copy = issued % self.n if issued < after else -1
+        self.rows.append((SWAP, gap.tensor, after % self.n, gap.before, prefetch % self.n, copy))
         self.scheduled.add(gap)
         for p in range(after + 1, before):
             if self.starts[p] < gone or self.ends[p] > start:

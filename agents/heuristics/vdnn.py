@@ -10,7 +10,7 @@ Choices and deviations (reasons in README.md):
 1. A layer is a kernel; its X is a non-persistent tensor that it reads and does not write.
 2. An X with several consumers is offloaded by the last one; ``vdnn_conv`` takes it where that one is a CONV layer.
 3. ``vdnn_all`` takes every layer of the forward pass, classification layers included.
-4. A copy starts when the last reader has ended, not when it starts: overheads are upper bounds (``sync=False``: lower).
+4. A copy is issued when the kernel before the last reader ends; as in the paper, it runs beside that layer's kernel.
 5. findPrefetchLayer searches the kernels that follow in the backward pass, once per backward kernel.
 6. A prefetch is issued at the end of the kernel before its layer; only the kernel that uses the tensor waits for it.
 7. What no search has found is fetched at the end of the kernel before the one that needs it.
@@ -38,7 +38,7 @@ class VDNN:
 
     Args:
         policy: all, conv or dyn.
-        sync: compute waits for every offload (choice 4).
+        sync: no layer starts before the offload of the one before it is over.
         min_bytes: tensors below this size stay.
         seed: unused; nothing is drawn.
     """
@@ -63,14 +63,17 @@ class VDNN:
         engine = Engine(program, machine, limit)
         tried = [self.rows(program, configuration) for configuration in CONFIGURATIONS[self.policy]]
         scores = [engine.score(rows) for rows in tried] if len(tried) > 1 else []
-        best = min(range(len(scores)), key=lambda i: (scores[i].iteration_ns, scores[i].required_bytes), default=0)
+        # Of equals that fit, what moves least; where none fits, what comes closest.
+        best = min(range(len(scores)), key=lambda i: (
+            scores[i].iteration_ns, not scores[i].feasible and scores[i].required_bytes), default=0)  # fmt: skip
         return finish(self, program, machine, limit, engine, tried[best])
 
     def rows(self, program: Program, configuration: str) -> Rows:
         """int64[m, 6]: the swaps of ``configuration`` (none, conv or all)."""
         gaps = offloads(program, configuration, self.min_bytes)
         kind, pins = SYNC_SWAP if self.sync else SWAP, prefetches(program, gaps)
-        return np.array([(kind, *gap, pins[gap], -1) for gap in gaps], dtype=np.int64).reshape(-1, 6)
+        rows = [(kind, *gap, pins[gap], max(gap.after - 1, program.accesses[gap.tensor][0])) for gap in gaps]
+        return np.array(rows, dtype=np.int64).reshape(-1, 6)
 
 
 def offloads(program: Program, configuration: str, min_bytes: int = MIB) -> list[Gap]:

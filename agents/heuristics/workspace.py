@@ -25,12 +25,12 @@ from dataclasses import replace
 
 import agents
 from agents.planner import Infeasible, Planner
+from simulator import OutOfMemory
 from simulator.compiled.encoding import NEVER
 from simulator.compiled.engine import Engine, rows_of
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Kernel, Program
-from simulator.reference import OutOfMemory
 from simulator.timeline import Timeline
 
 Variants = tuple[tuple[int, int], ...]  # as Plan.variants

@@ -7,8 +7,8 @@ on a plan that cannot run. Moves:
 
 - fill: an emptied gap is filled, then the plan is repaired;
 - empty: a gap is emptied, then emptied ones are filled at random while the limit holds;
-- shift: a swap-out is issued some kernels later, so that others go before it on the FIFO, or a swap-in is issued
-  when a chosen kernel ends;
+- shift: a tensor leaves some kernels later, so that others go before it on the FIFO, its copy to the host is issued
+  earlier, while it is read, or its swap-in when a chosen kernel ends; a tensor is recomputed earlier;
 - way: an emptied gap changes between swap, recompute, and recompute with ``keep``.
 """
 
@@ -20,10 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agents.planner import Candidates, Rows, row_of
-from simulator.compiled.encoding import AFTER, BEFORE, EXTRA, KIND, SWAP, TENSOR
+from simulator.compiled.encoding import AFTER, BEFORE, EXTRA, KIND, RECOMPUTE, TENSOR, WHEN
 from simulator.compiled.engine import Engine
 from simulator.compiled.jit import jit
-from simulator.program import Program
+from simulator.program import Gap, Program
 from simulator.ways import KEPT, RECOMPUTED, SWAPPED, ways_to_empty
 
 FILL, EMPTY = 0.4, 0.4  # shares of the moves; the rest are shifts and ways
@@ -66,6 +66,8 @@ class Moves:
                 self._ways[i, way] = row_of(gaps[j], way)
                 self.weights[i, way] = 1.0 if weights is None else weights[j, way]
         self._after = np.array([g.after for g in self.gaps], dtype=np.int64)
+        self._since = np.array([_since_write(program, g) for g in self.gaps], dtype=np.int64)
+        self._earlier = _earlier(program, self.gaps)
         self._limit, self._rng = limit, np.random.default_rng(seed).integers(1, 2**63, 1, dtype=np.uint64)
         self.rows, self.on, self.load = self._empty()
         self._tried = self._empty()
@@ -89,12 +91,32 @@ class Moves:
         """Rows of a neighbouring plan whose residency fits; None when ``TRIES`` moves in a row did not."""
         rows, on, load = self._tried
         ok = _propose(self._rng, self._limit, self._nbytes, self._ways, self.weights, self._after,
-                      self.rows, self.on, self.load, rows, on, load)  # fmt: skip
+                      self._since, self._earlier, self.rows, self.on, self.load, rows, on, load)  # fmt: skip
         return rows[on] if ok else None
 
     def accept(self) -> None:
         """Goes to the plan that was proposed last."""
         self._tried, (self.rows, self.on, self.load) = (self.rows, self.on, self.load), self._tried
+
+
+def _since_write(program: Program, gap: Gap) -> int:
+    """Kernels from the last write of the content that a gap empties to the gap, and not over its own end."""
+    n, t = len(program.kernels), gap.tensor
+    back = [(gap.after - w) % n for w in program.writes[t] if w <= gap.after or program.tensors[t].persistent]
+    return min([*back, (gap.after - gap.before) % n])
+
+
+def _earlier(program: Program, gaps: list[Gap]) -> NDArray[np.int64]:
+    """int64[gaps]: the gap of the same tensor before each, of the iteration before where it lives that long; or -1."""
+    out = np.full(len(gaps), -1, dtype=np.int64)
+    of: dict[int, list[int]] = {}
+    for i in sorted(range(len(gaps)), key=lambda i: gaps[i].after):
+        of.setdefault(gaps[i].tensor, []).append(i)
+    for t, mine in of.items():
+        for i, j in zip(mine, mine[-1:] + mine, strict=False):
+            if i != mine[0] or program.tensors[t].persistent:
+                out[i] = j
+    return out
 
 
 def anneal(
@@ -163,12 +185,18 @@ def _add(load, after, before, nbytes):  # type: ignore[no-untyped-def]
 
 
 @jit
+def _back(row):  # type: ignore[no-untyped-def]
+    """The kernel for which the tensor is there again."""
+    return row[WHEN] if row[KIND] == RECOMPUTE and row[WHEN] >= 0 else row[BEFORE]
+
+
+@jit
 def _put(rows, on, load, nbytes, i, empty, row):  # type: ignore[no-untyped-def]
     """Makes gap i emptied as ``row`` says, or filled."""
     if on[i]:
-        _add(load, rows[i, AFTER], rows[i, BEFORE], nbytes[i])
+        _add(load, rows[i, AFTER], _back(rows[i]), nbytes[i])
     if empty:
-        _add(load, row[AFTER], row[BEFORE], -nbytes[i])
+        _add(load, row[AFTER], _back(row), -nbytes[i])
     on[i] = empty
     rows[i] = row
 
@@ -241,21 +269,49 @@ def _way(rng, weights, ways, i):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _shifted(rng, row, opens, n):  # type: ignore[no-untyped-def]
-    """A swap with another ``after`` or another ``prefetch``; ``opens`` is where its gap opens."""
+def _shifted(rng, row, opens, since, n):  # type: ignore[no-untyped-def]
+    """A swap with another ``after``, ``prefetch`` or ``copy``, or a recomputation with another ``at``.
+
+    Args:
+        opens: where the gap opens; ``since``: kernels from the last write to there.
+    """
     out = row.copy()
-    out[EXTRA] = -1
     shift = int(-SHIFT * math.log(1.0 - _random(rng)))
+    if row[KIND] == RECOMPUTE:
+        shift = min(shift, row[BEFORE] - row[AFTER] - 1)
+        out[WHEN] = row[BEFORE] - shift if shift else -1
+        return out
     what = _random(rng)
-    if what < 0.5:
+    if what < 0.25 and since:
+        shift = min(shift, since)
+        out[WHEN] = (opens - shift) % n if shift else -1
+        out[AFTER] = opens if shift else row[AFTER]
+        return out
+    out[EXTRA] = out[WHEN] = -1
+    if what < 0.6:
         out[AFTER] = (opens + min(shift, (row[BEFORE] - opens - 2) % n)) % n
-    elif what < 0.75:
+    elif what < 0.85:
         out[EXTRA] = (row[BEFORE] - 1 - min(shift, (row[BEFORE] - row[AFTER] - 1) % n)) % n
     return out
 
 
 @jit
-def _propose(rng, limit, nbytes, ways, weights, opens, rows, on, load, new_rows, new_on, new_load):  # type: ignore[no-untyped-def]
+def _settle(rows, on, earlier, n):  # type: ignore[no-untyped-def]
+    """A copy is of what is there: where an earlier gap of the tensor ends after it, it is issued as the gap opens."""
+    for i in range(on.shape[0]):
+        if not on[i] or rows[i, KIND] == RECOMPUTE or rows[i, WHEN] < 0:
+            continue
+        lead, j = (rows[i, AFTER] - rows[i, WHEN]) % n, earlier[i]
+        while j >= 0:
+            back = (rows[i, AFTER] - rows[j, BEFORE]) % n
+            if j != i and on[j] and (rows[i, AFTER] - _back(rows[j])) % n < lead:
+                rows[i, WHEN] = -1
+                break
+            j = earlier[j] if back < lead and j != i else -1
+
+
+@jit
+def _propose(rng, limit, nbytes, ways, weights, opens, since, earlier, rows, on, load, new_rows, new_on, new_load):  # type: ignore[no-untyped-def]
     """Writes a neighbour of (rows, on, load) into the new ones; False when no move was found."""
     m, n = on.shape[0], load.shape[0]
     for _ in range(TRIES):
@@ -279,13 +335,12 @@ def _propose(rng, limit, nbytes, ways, weights, opens, rows, on, load, new_rows,
                 _put(new_rows, new_on, new_load, nbytes, i, False, rows[i])
             elif several and _random(rng) < 0.5:
                 _put(new_rows, new_on, new_load, nbytes, i, True, _way(rng, weights, ways, i))
-            elif rows[i, KIND] == SWAP:
-                _put(new_rows, new_on, new_load, nbytes, i, True, _shifted(rng, rows[i], opens[i], n))
             else:
-                continue
+                _put(new_rows, new_on, new_load, nbytes, i, True, _shifted(rng, rows[i], opens[i], since[i], n))
         for _ in range(m):
             k = int(new_load.argmax())
             if new_load[k] <= limit:
+                _settle(new_rows, new_on, earlier, n)
                 return True
             j = _weighted_off(rng, new_on, weights, new_rows, i, k)
             if j < 0:

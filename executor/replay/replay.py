@@ -16,11 +16,12 @@ the plan's. Choices (reasons in executor/replay/README.md):
 (b) A kernel that waits only for its predecessor starts in the Timeline when that ended; others after their waits.
 (c) A stall of compute is one for data if the last thing that it waited for is a swap-in, else for memory.
 (d) The iteration time is the median over the measured iterations; the Timeline's own figure is that of the last.
-(e) Blocks count as in use from the start of the job that takes them to the end of the one that frees them.
+(e) Blocks count as in use from the start of the job that takes them until all is over that must be to free them.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -31,11 +32,14 @@ from executor.replay.streams import Block, Circle, Job, ReplayError, circle
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
-from simulator.timeline import Span, Timeline
+from simulator.timeline import BlockEvent, Span, Timeline
 
 AHEAD = 2  # iterations
 
 Mode = Literal["time", "check"]
+# Of an event, what orders it: its time; whether what causes it begins then (at one instant frees first, rule 9, but of
+# what takes no time); the number of its job; whether it frees.
+_Key = tuple[int, bool, int, bool]
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,8 @@ class _Run:
             backend.task = "filling the arena"
             for block in order.start:
                 backend.fill(block.offset, block.nbytes, _seed(block))
-            for t, at in order.host.items():
+            for t in order.on_host & order.host.keys():
+                at = order.host[t]
                 block = Block(t, at, self.program.tensors[t].nbytes)
                 backend.host[at : at + block.nbytes] = pattern(block.nbytes, _seed(block))
             backend.synchronize()
@@ -255,18 +260,20 @@ class _Run:
         """What happened from the end of iteration ``skip`` on, its time 0, in the given program's indices."""
         n, jobs, time_ns = len(program.kernels), self.order.jobs, self.backend.time_ns
         boundaries: list[int] = []
+        marks: list[_Key] = []  # of the same
         spans: list[tuple[Span, int]] = []  # and the iteration
-        changes: list[tuple[int, int]] = [(0, self.order.used)]
         stalls: list[tuple[int, int, bool]] = []
-        over: list[list[int]] = []  # per round and job
+        starts: list[list[int]] = []  # per round and job
+        over: list[list[int]] = []
         before = 0  # when compute was last busy
         for begins, ends in zip(self.begins, self.ends, strict=True):
             over.append([time_ns(e) for e in ends])
+            starts.append([])
             for j, job in enumerate(jobs):
                 stream, kind, index = job.span[2:]
                 begin = before if begins[j] is None else time_ns(begins[j])
-                end = max(over[-1][j], begin)
-                changes += [(end, -job.freed), (begin, job.charged)]
+                end = over[-1][j] = max(over[-1][j], begin)
+                starts[-1].append(begin)
                 if stream != "compute":
                     spans.append((Span(begin, end, stream, kind, self.order.original[index]), len(boundaries)))
                     continue
@@ -277,22 +284,53 @@ class _Run:
                 spans.append((Span(begin, end, stream, kind, index % n), len(boundaries)))
                 if kind == "kernel" and index % n == n - 1:
                     boundaries.append(end)
+                    marks.append((end, True, (len(over) - 1) * len(jobs) + j, True))
         zero, last = boundaries[skip - 1], boundaries[-1]
         kept = [
             s._replace(start_ns=max(s.start_ns - zero, 0), end_ns=s.end_ns - zero) for s, i in spans
             if (i >= skip if s.stream == "compute" else s.end_ns > zero and s.start_ns < last)
         ]  # fmt: skip
         kept.sort(key=lambda s: s.start_ns)
-        used, memory = 0, [(0, 0)]
-        for now, change in sorted(changes, key=lambda c: (c[0], c[1] > 0)):  # at one instant frees first (rule 9)
-            used += change
-            if now <= zero:
-                memory = [(0, used)]
-            elif change and now <= last:
-                memory.append((now - zero, used))
+        memory = self._events(starts, over, n)
+        keys = [key for key, _ in memory]
+        first = bisect_right(keys, marks[skip - 1])
+        until = [bisect_right(keys, mark) for mark in marks[skip:]]
+        held: dict[int, BlockEvent] = {}  # at zero, by block
+        for _, event in memory[:first]:
+            held.pop(event.block, None)
+            if event.nbytes > 0:
+                held[event.block] = event._replace(time_ns=0)
+        events = [*held.values(), *(e._replace(time_ns=e.time_ns - zero) for _, e in memory[first : until[-1]])]
+        until = [len(held) + i - first for i in until]
         waited = [(a - zero, b - zero, data) for a, b, data in stalls]
         required = self.order.predicted.required_bytes
-        return Timeline.assemble(program, limit, required, [b - zero for b in boundaries[skip:]], kept, memory, waited)
+        ends_at = [b - zero for b in boundaries[skip:]]
+        return Timeline.assemble(program, limit, required, ends_at, kept, events, until, waited)
+
+    def _events(self, starts: list[list[int]], over: list[list[int]], n: int) -> list[tuple[_Key, BlockEvent]]:
+        """What took memory and gave it back when, in order. ``n``: kernels."""
+        events: list[tuple[_Key, BlockEvent]] = []
+        count = len(self.order.jobs)
+        for stay in self.order.stays:
+            who, nbytes = stay.block.owner, stay.block.nbytes
+            owner = self.order.original[who] if who >= 0 else -1 - (-1 - who) % n
+            for i in range(-1 if stay.crosses else 0, len(over) if stay.begin is not None else 0):
+                ends = [(over[i + later][j], i + later, j) for later, j in stay.ends if 0 <= i + later < len(over)]
+                if i < 0:
+                    if stay.begin is not None and not ends:
+                        continue  # what frees it would have been under way before the run
+                    key: _Key = (0, False, -1, False)
+                else:
+                    assert stay.begin is not None
+                    key = (starts[i][stay.begin], True, i * count + stay.begin, False)
+                events.append((key, BlockEvent(key[0], owner, stay.index, nbytes)))
+                if ends and all(i + later < len(over) for later, _ in stay.ends):
+                    end, j_round, j = max(ends)
+                    at_once = starts[j_round][j] == end
+                    events.append((
+                        (end, at_once, j_round * count + j, True), BlockEvent(end, owner, stay.index, -nbytes)
+                    ))  # fmt: skip
+        return sorted(events)
 
 
 def _seed(block: Block, written: int = 0) -> int:

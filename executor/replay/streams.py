@@ -5,18 +5,17 @@ Timeline (simulator/reference.py), a circle of **jobs**: its spans in the order 
 ahead of time, iteration after iteration, because waits are events. Each stream does its jobs in order; between streams
 a job waits for
 
-1. *data*: a kernel, or a step of a rematerialisation, for the swap-ins of what it uses (rules 2, 6, 7);
-2. *its kernel*: a swap-out for the end of ``after``; a swap-in for that of ``prefetch`` or of the last compute (4, 5);
-3. *its other half*: a swap-in for the swap-out before it;
+1. *data*: a step of the schedule for the swap-ins of what it uses (rules 2, 6, 7);
+2. *its kernel*: a swap-out for the end of ``copy``; a swap-in for that of ``prefetch`` or of the last compute (4, 5);
+3. *the host*: a swap-in for the swap-out before it; a swap-out for the swap-ins of what was in its place before;
 4. ``sync``: the next compute for the synchronous swap-outs that are then queued or under way (rule 4);
-5. *memory*: a job that puts a block at an address, for what freed the blocks that were last there (simulator.pool).
+5. *memory*: a job that puts a block at an address, for all that had to be over to free what was there (simulator.pool).
 
 Why this cannot lock up, and the reasons for these choices: executor/replay/README.md.
 
 (a) A plan whose iterations repeat only after several (rule 10) is unrolled: the circle is as many iterations.
 (b) Content is told by version: how often a tensor has been written since the first iteration.
-(c) A rematerialisation's own memory has the versions that its kernels wrote the first time.
-(d) One place on the host per tensor, also where the circle is several iterations.
+(c) What runs again writes the versions that it wrote the first time.
 """
 
 from __future__ import annotations
@@ -29,10 +28,11 @@ import numpy as np
 
 from simulator.compiled.engine import simulate
 from simulator.machine import Machine
-from simulator.plan import Plan, Recompute, Swap
+from simulator.plan import Decision, Plan, Recompute, Rerun, Swap
 from simulator.pool import Lifetimes, Packing, allocator, run, timeline_lifetimes
-from simulator.program import Program
-from simulator.reference import present, resolve
+from simulator.pool.host import Held
+from simulator.program import Kernel, Program
+from simulator.schedule import Schedule, lower
 from simulator.timeline import Span, Timeline
 
 LONGEST = 512  # iterations to simulate before a plan counts as never steady
@@ -53,6 +53,24 @@ class Block:
     version: int = 0  # in the first iteration
 
 
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """One stay of a block of the schedule in the arena.
+
+    Attributes:
+        index: of the block in the schedule.
+        begin: the job that puts it there; None: it is there always.
+        ends: (rounds later, job) of the jobs that must be over until its memory is free.
+        crosses: it is there where the circle begins.
+    """
+
+    block: Block
+    index: int
+    begin: int | None
+    ends: tuple[tuple[int, int], ...]
+    crosses: bool
+
+
 @dataclass(slots=True)
 class Job:
     """One span of the circle, as it is issued.
@@ -62,7 +80,6 @@ class Job:
         fresh: blocks that it writes first, its workspace among them.
         reads: blocks whose content it needs.
         writes: blocks that held something before, with the version that it leaves there.
-        charged, freed: bytes that it takes at its start and gives back at its end.
         block: of a copy: where the tensor is in the arena.
     """
 
@@ -71,8 +88,6 @@ class Job:
     fresh: list[Block] = field(default_factory=list)
     reads: list[Block] = field(default_factory=list)
     writes: list[Block] = field(default_factory=list)
-    charged: int = 0
-    freed: int = 0
     block: Block | None = None
 
 
@@ -85,9 +100,9 @@ class Circle:
         original: the given program's index of each of its tensors.
         predicted: the simulated timeline that the order comes from, of ``program``.
         jobs: in the order of issue.
-        start: blocks of persistent tensors that are in the arena where the circle begins.
-        used: bytes held there before the first job, when nothing is under way.
+        stays: of the blocks in the arena.
         host: tensor -> offset in the host buffer of ``host_bytes``, of those that are swapped.
+        on_host: tensors whose places are theirs where the circle begins.
         allocator, footprint: of the packing; the arena has ``footprint`` bytes.
     """
 
@@ -96,12 +111,17 @@ class Circle:
     predicted: Timeline
     iterations: int
     jobs: list[Job]
-    start: list[Block]
-    used: int
+    stays: list[Stay]
     host: dict[int, int]
     host_bytes: int
+    on_host: frozenset[int]
     allocator: str
     footprint: int
+
+    @property
+    def start(self) -> list[Block]:
+        """Blocks of persistent tensors that are in the arena where the circle begins."""
+        return [s.block for s in self.stays if s.crosses]
 
 
 def circle(
@@ -138,20 +158,13 @@ def circle(
         predicted = simulate(program, plan, replace(machine, host_bytes=2**62), limit)
         if not predicted.steady:
             raise ReplayError(f"the plan's iterations do not repeat in groups of {times} either")
-    lives = timeline_lifetimes(predicted, program, plan)
+    lives = timeline_lifetimes(predicted)
     name, packing = _pack(lives, machine.alignment, limit, allocators, seconds)
-    walk = _Walk(program, plan, predicted, lives, packing, machine.copy_engines == 1)
-
-    place: dict[int, int] = {}  # of the given program's tensors
-    host_bytes = 0
-    swapped = sorted({d.tensor for d in plan.decisions if isinstance(d, Swap)})
-    for t in swapped:
-        if original[t] not in place:
-            place[original[t]] = host_bytes
-            host_bytes += -(-program.tensors[t].nbytes // machine.alignment) * machine.alignment
-    host = {t: place[original[t]] for t in swapped}
+    walk = _Walk(lower(program, plan), predicted, lives, packing, machine)
+    held = walk.held
+    first = frozenset(t for t, upper in zip(held.tensors, held.intervals.upper, strict=True) if upper >= walk.period)
     return Circle(
-        program, original, predicted, times, walk.jobs, walk.start, walk.used, host, host_bytes, name,
+        program, original, predicted, times, walk.jobs, walk.stays, held.offsets, held.footprint, first, name,
         packing.footprint,
     )  # fmt: skip
 
@@ -181,7 +194,8 @@ def unrolled(program: Program, plan: Plan, times: int) -> tuple[Program, Plan, l
     """
     n, tensors = len(program.kernels), list(program.tensors)
     original = list(range(len(tensors)))
-    kernels, decisions = [], []
+    kernels: list[Kernel] = []
+    decisions: list[Decision] = []
     for i in range(times):
         index = list(range(len(program.tensors)))
         for t, tensor in enumerate(program.tensors):
@@ -192,14 +206,21 @@ def unrolled(program: Program, plan: Plan, times: int) -> tuple[Program, Plan, l
         kernels += [replace(k, inputs=tuple(index[t] for t in k.inputs), outputs=tuple(index[t] for t in k.outputs))
                     for k in program.kernels]  # fmt: skip
         for d in plan.decisions:
+            if isinstance(d, Rerun):
+                decisions.append(Rerun(d.kernel + i * n, d.before + i * n))
+                continue
 
             def later(k: int, after: int = d.after, i: int = i) -> int:
                 return (i * n + after + 1 + (k - after - 1) % n) % (times * n)
 
             moved = replace(d, tensor=index[d.tensor], after=d.after + i * n, before=later(d.before))
+            if isinstance(moved, Recompute) and moved.at is not None:
+                moved = replace(moved, at=moved.at + i * n)
             if isinstance(moved, Swap) and moved.prefetch is not None:
                 same = moved.prefetch == d.after
                 moved = replace(moved, prefetch=moved.after if same else later(moved.prefetch))
+            if isinstance(moved, Swap) and moved.copy is not None:
+                moved = replace(moved, copy=(moved.after - (d.after - moved.copy) % n) % (times * n))
             decisions.append(moved)
     return replace(program, tensors=tuple(tensors), kernels=tuple(kernels)), Plan(tuple(decisions)), original
 
@@ -210,20 +231,30 @@ class _Walk:
     A moment is the start or the end of a job; positions count moments from the iteration's begin.
 
     Attributes:
+        period: how many moments there are.
         begins, ends: position of the start and of the end of each job.
         late: of each job, whether it ends in the next iteration.
     """
 
-    def __init__(
-        self, program: Program, plan: Plan, timeline: Timeline, lives: Lifetimes, packing: Packing, one_engine: bool
-    ):
-        self.program, self.plan = program, plan
+    def __init__(self, schedule: Schedule, timeline: Timeline, lives: Lifetimes, packing: Packing, machine: Machine):
+        self.schedule, self.program = schedule, schedule.program
         self._moments(timeline)
-        self.streams = ["copy" if one_engine and j.span.stream != "compute" else j.span.stream for j in self.jobs]
+        one = machine.copy_engines == 1
+        self.streams = ["copy" if one and j.span.stream != "compute" else j.span.stream for j in self.jobs]
         self.kernels, self.outs, self.ins = (self._jobs_of(kind) for kind in ("kernel", "swap_out", "swap_in"))
-        self.compute = [j for j, job in enumerate(self.jobs) if job.span.stream == "compute"]
-        self._blocks(lives, packing)
+        self.compute = [j for j, job in enumerate(self.jobs) if job.span.stream == "compute"]  # by step
+        if len(self.compute) != len(schedule.steps):
+            raise AssertionError(
+                f"{len(self.compute)} spans of compute are {len(schedule.steps)} steps of the schedule"
+            )
+        self.gap = {j: self._gap(j) for jobs in (*self.outs.values(), *self.ins.values()) for j in jobs}
+        self._stays(lives, packing)
         self._contents()
+        self.held = Held(
+            {t: [self.begins[j] for j in jobs] for t, jobs in self.outs.items()},
+            {t: [self.ends[j] for j in jobs] for t, jobs in self.ins.items()},
+            [t.nbytes for t in self.program.tensors], self.period, machine.alignment,
+        )  # fmt: skip
         self._waits()
 
     def _moments(self, timeline: Timeline) -> None:
@@ -258,10 +289,7 @@ class _Walk:
         for position, (j, (_, is_end)) in enumerate(zip(place, moments, strict=True)):
             (self.ends if is_end else self.begins)[j] = position
         self.late = [end < begin for begin, end in zip(self.begins, self.ends, strict=True)]
-        # Lifetimes counts all moments but the starts of swap-outs, which neither take nor give memory.
-        self.events = [
-            (j, is_end) for j, (i, is_end) in zip(place, moments, strict=True) if is_end or spans[i].kind != "swap_out"
-        ]
+        self.period = len(moments)
 
     def _jobs_of(self, kind: str) -> dict[int, list[int]]:
         """Index of the span -> its jobs."""
@@ -277,82 +305,94 @@ class _Walk:
 
     # ---------------------------------------------------------------------------------- memory
 
-    def _blocks(self, lives: Lifetimes, packing: Packing) -> None:
+    def _gap(self, j: int) -> tuple[tuple[int, int], Swap]:
+        """The decision that a copy belongs to, and the kernel whose end issued it or opened its gap (``_latest``)."""
+        out, found = self.jobs[j].span.kind == "swap_out", []
+        for d in self.schedule.moved:
+            if d.tensor == self.jobs[j].span.index:
+                kernel = d.copy if out and d.copy is not None else d.after
+                latest = self._latest(self.kernels[kernel], self.begins[j])
+                assert latest is not None
+                found.append((latest, d))
+        return max(found, key=lambda x: x[0])
+
+    def _stays(self, lives: Lifetimes, packing: Packing) -> None:
         """Which blocks a job puts where, and the jobs that free what lies there before."""
-        blocks, owner = lives.intervals, lives.owner.tolist()
-        if blocks.period != len(self.events):
-            raise AssertionError(f"{blocks.period} events of lifetimes are {len(self.events)} of the circle")
-        begin, end = packing.offsets, packing.offsets + blocks.nbytes
-        always = blocks.upper - blocks.lower == blocks.period
-        frees = np.array([-1 if a else self.events[u % blocks.period][0] for a, u in zip(always, blocks.upper)])  # noqa: B905
-        self.start: list[Block] = []
+        schedule, blocks = self.schedule, lives.intervals
+        step_of = dict(zip(self.compute, schedule.steps, strict=True))
+        gaps: dict[int, list[Swap]] = {}  # block -> the gaps in which it is away
+        for d in sorted(schedule.moved, key=lambda d: d.after):
+            gaps.setdefault(schedule.moved[d], []).append(d)
+        begun: dict[int, list[tuple[int, int]]] = {}  # block -> the jobs that put it there, and how many gaps before
+        for j, job in enumerate(self.jobs):
+            if job.span.kind == "swap_in":
+                d = self.gap[j][1]
+                begun.setdefault(schedule.moved[d], []).append((j, gaps[schedule.moved[d]].index(d) + 1))
+            for b in step_of[j].allocates if j in step_of else ():
+                begun.setdefault(b, []).append((j, 0))
+
+        def ends(b: int, past: int) -> list[int]:
+            """The jobs that end the stay after so many gaps."""
+            mine = gaps.get(b, [])
+            if past == len(mine) and schedule.blocks[b].first >= 0:
+                return [self.compute[schedule.blocks[b].last]]
+            d = mine[past % len(mine)]
+            return [*self.kernels[d.after], *(j for j in self.outs.get(d.tensor, ()) if self.gap[j][1] == d)]
+
+        self.stays: list[Stay] = []
+        for i, b in enumerate(lives.block.tolist()):  # by ascending begin
+            block = Block(int(lives.owner[i]), int(packing.offsets[i]), int(blocks.nbytes[i]))
+            crosses = bool(blocks.upper[i] >= blocks.period)
+            if blocks.upper[i] - blocks.lower[i] == blocks.period:
+                self.stays.append(Stay(block, b, None, (), True))
+                continue
+            j, past = begun[b].pop(0)
+            self.stays.append(Stay(block, b, j, tuple((int(f < j), f) for f in ends(b, past)), crosses))
+            self.jobs[j].fresh.append(block)
         self.freed_by: list[set[int]] = [set() for _ in self.jobs]  # by whom the memory of each job's blocks is freed
-        self.used = 0
-        for b, who in enumerate(owner):
-            block = Block(who, int(begin[b]), int(blocks.nbytes[b]))
-            if blocks.upper[b] >= blocks.period:
-                self.start.append(block)
-                self.used += 0 if not always[b] and self.late[frees[b]] else block.nbytes
-            if not always[b]:
-                j = self.events[blocks.lower[b]][0]
-                self.jobs[j].fresh.append(block)
-                self.jobs[j].charged += block.nbytes
-                self.jobs[frees[b]].freed += block.nbytes
-                meets = (begin < end[b]) & (begin[b] < end) & ~always
-                self.freed_by[j].update(frees[meets].tolist())
+        lower, upper = packing.offsets, packing.offsets + blocks.nbytes
+        for i, stay in enumerate(self.stays):
+            if stay.begin is not None:
+                here = np.flatnonzero((lower < upper[i]) & (lower[i] < upper))
+                self.freed_by[stay.begin].update(f for other in here for _, f in self.stays[other].ends)
 
     # ---------------------------------------------------------------------------------- contents
 
     def _contents(self) -> None:
-        """What each job reads and writes, where, at which version; and what it waits for to be there."""
-        program = self.program
-        chains = resolve(program, self.plan.decisions).remats
-        where = {b.owner: b for b in self.start}
-        own: dict[int, Block] = {}  # the memory of a rematerialisation
-        dropped: set[int] = set()
-        self.uses: list[set[int]] = [set() for _ in self.jobs]  # tensors that must have come back
-        kernel = 0  # the next one
+        """What each job reads and writes, where, at which version."""
+        writes = self.program.writes
+        where = {s.index: s.block for s in self.stays if s.crosses}
+        version = {b: 0 for b, block in enumerate(self.schedule.blocks) if block.first < 0}
+        arrives: dict[int, list[Stay]] = {}
+        for stay in self.stays:
+            if stay.begin is not None:
+                arrives.setdefault(stay.begin, []).append(stay)
+        steps = iter(self.schedule.steps)
         for j, job in enumerate(self.jobs):
-            here = {b.owner: b for b in job.fresh}
-            if job.span.kind == "swap_in":
-                where |= here
+            where |= {stay.index: stay.block for stay in arrives.get(j, ())}
             if job.span.stream != "compute":
-                job.fresh, job.block = [], where.get(job.span.index)
+                job.fresh, job.block = [], where.get(self.schedule.moved[self.gap[j][1]])
                 continue
-            k = job.span.index
-            last = job.span.kind == "kernel"
-            chain = chains.get(kernel)
-            if last:
-                recovered = chain.recovered if chain else frozenset()
-                where |= here | {t: own[t] for t in recovered if t in own}
-                own = {}
-                dropped -= recovered
-                dropped |= {d.tensor for d in self.plan.decisions if isinstance(d, Recompute) and d.after == k}
-                found = {t: where[t] for t in program.kernels[k].accesses if t in where}
-                self.uses[j] = set(program.kernels[k].accesses) - recovered
-                kernel += 1
-            else:
-                assert chain is not None
-                own |= here
-                found = {t: own[t] for t in program.kernels[k].accesses if t in own}
-                found |= {t: where[t] for t in program.kernels[k].inputs
-                          if t in where and present(program, t, k, kernel, dropped)}  # fmt: skip
-                self.uses[j] = set(chain.fetched)
-            for t, block in found.items():
-                before, after = bisect_left(program.writes[t], k), bisect_right(program.writes[t], k)
-                if t not in here:
-                    job.reads.append(replace(block, version=before))
-                    if after > before:
-                        job.writes.append(replace(block, version=after))
-            job.fresh = [replace(b, version=bisect_right(program.writes[b.owner], k)) if b.owner >= 0 else b
-                         for b in job.fresh]  # fmt: skip
+            step = next(steps)
+            kernel = self.program.kernels[step.kernel]
+            job.fresh = [block for block in job.fresh if block.owner < 0]
+            for x, b in step.uses.items():
+                if x in kernel.inputs and version[b] != bisect_left(writes[x], step.kernel):
+                    raise AssertionError(f"kernel {step.kernel} reads version {version[b]} of tensor {x}")
+                if b in where and b not in step.allocates:
+                    job.reads.append(replace(where[b], version=version[b]))
+                if x in kernel.outputs:
+                    version[b] = bisect_right(writes[x], step.kernel)
+                    if b in where:
+                        to = job.fresh if b in step.allocates else job.writes
+                        to.append(replace(where[b], version=version[b]))
 
     # ---------------------------------------------------------------------------------- waits
 
     def _waits(self) -> None:
         """Per job the last job of each other stream that must be over, unless a job before it waits for that."""
         count = len(self.jobs)
-        sync = [j for jobs in self.outs.values() for j in jobs if self._opening(j)[1].sync]
+        sync = [j for jobs in self.outs.values() for j in jobs if self.gap[j][1].sync]
         waited: dict[tuple[str, str], int] = {}
         for _ in range(2):  # the second time knows what was waited for an iteration before
             waited = {key: last - count for key, last in waited.items()}
@@ -369,25 +409,17 @@ class _Walk:
         kind, at, t = self.jobs[j].span.kind, self.begins[j], self.jobs[j].span.index
         out = {self._latest([i], at) for i in self.freed_by[j]}
         if kind == "swap_out":
-            out.add(self._opening(j)[0])
+            out.add(self.gap[j][0])
+            out |= {self._latest(self.ins.get(x, ()), at) for x in self.held.neighbours(t)}
         elif kind == "swap_in":
-            opened, decision = self._opening(j)
+            opened, decision = self.gap[j]
             pinned = self._latest(self.kernels[decision.prefetch], at) if decision.prefetch is not None else None
             if pinned is None or pinned < opened:
                 ended = bisect_left([self.ends[i] for i in self.compute], at)
                 pinned = (0, self.compute[ended - 1]) if ended else (-1, self.compute[-1])
             out |= {pinned, self._latest(self.outs.get(t, ()), at)}
         else:
-            out |= {self._latest(self.ins.get(x, ()), at) for x in self.uses[j]}
+            step = self.schedule.steps[bisect_left(self.compute, j)]
+            out |= {self._latest(self.ins.get(x, ()), at) for x in step.waits}
             out.add(self._latest(sync, at))
         return {x for x in out if x is not None}
-
-    def _opening(self, j: int) -> tuple[tuple[int, int], Swap]:
-        """The decision that a copy belongs to, and the kernel whose end opened its gap, as ``_latest`` gives it."""
-        opened = []
-        for d in self.plan.decisions:
-            if isinstance(d, Swap) and d.tensor == self.jobs[j].span.index:
-                latest = self._latest(self.kernels[d.after], self.begins[j])
-                assert latest is not None
-                opened.append((latest, d))
-        return max(opened, key=lambda x: x[0])

@@ -1,13 +1,13 @@
 """A captured graph as calls on a table of values: flat lists that a loop runs without looking at the graph.
 
 A **call** is (out, function, get, options): ``table[out] = function(*get(table), **options)``. Every node has a slot of
-the table, and so has every constant argument, so that ``get`` is an ``itemgetter``. The calls of a kernel are its
-operator, the items of its result, and the views of what it made. A view holds no memory, but none can be made of a
-storage that is away, so all are made at once; views of persistent tensors are made once, when these are bound.
+the table, and so has every constant argument, so that ``get`` is an ``itemgetter``. The calls of a step (of
+simulator.schedule) are its kernel's operator, the items of its result, and the views of what it made. A view holds no
+memory, but none can be made of a storage that is away, so all are made at once; views of persistent tensors are made
+once, when these are bound.
 
-A rematerialisation (rule 7 of simulator.reference) has slots of its own. Its kernels write only those, and read those
-where what they need is not present; what it recovers then replaces what was dropped. Batch-norm statistics, which a
-kernel writes beside its outputs, go to scratch memory.
+A node of a tensor that is written again has a slot for each of its blocks, and a step uses those of its own blocks
+(``Step.uses``). The block for batch-norm statistics of a kernel that runs again, which nothing fills, is made for it.
 """
 
 from __future__ import annotations
@@ -23,47 +23,66 @@ from torch._ops import OpOverload
 from torch.fx.node import map_arg
 
 from executor.capture.capture import Captured
-from simulator.program import Program
-from simulator.reference import Rematerialisation, present
+from simulator.schedule import Schedule, Step
 
 Call = tuple[int, Callable[..., Any], Callable[[list[Any]], Any], dict[str, Any]]
 
 
 class Calls:
-    """The calls of every kernel and of every rematerialisation.
+    """The calls of every step.
 
     Attributes:
-        slots: node -> its place in the table.
+        slots: node -> its place in the table, of what is in no block or in that of a persistent tensor.
         table: constants in their places, None elsewhere.
         fixed: calls that make the views of persistent tensors, run when those are bound.
         first: calls that begin a step.
-        kernels: per kernel, its calls.
-        clears: per kernel, the slots of the tensors that die with it.
-        of: tensor -> slots of its values, its maker's first.
+        steps: per step of the schedule, its calls, and the slots that are cleared after it.
+        of: block -> slots of its values, its maker's first.
+        outputs: slots of what is returned.
         read_first: tensors that ``first`` reads, as numbers.
     """
 
-    def __init__(self, captured: Captured, program: Program):
-        self.captured, self.program, self.values = captured, program, captured.values
+    def __init__(self, captured: Captured, schedule: Schedule):
+        self.captured, self.schedule, self.values = captured, schedule, captured.values
         self.slots: dict[fx.Node, int] = {}
         self.table: list[Any] = []
         self.fixed: list[Call] = []
         self.first: list[Call] = []
         self.read_first: set[int] = set()
-        self.bodies: list[list[fx.Node]] = [[] for _ in program.kernels]
+        self.bodies: list[list[fx.Node]] = [[] for _ in schedule.program.kernels]
         self._place_nodes()
-        self.outputs = [self.slots[node] for node in captured.outputs]
         self.of: dict[int, list[int]] = {}
-        for node, t in self.values.items():
-            if node in self.slots:
-                self.of.setdefault(t, []).append(self.slots[node])
-        self.kernels = [[self._call(n, self.slots.__getitem__, self.slots[n]) for n in body] for body in self.bodies]
-        self.clears: list[tuple[int, ...]] = []
-        for k, kernel in enumerate(program.kernels):
-            dead = [t for t in kernel.accesses
-                    if not program.tensors[t].persistent and program.accesses[t][-1] == k]  # fmt: skip
-            slots = [s for t in dead for s in self.of.get(t, ()) if s not in self.outputs]
-            self.clears.append((*slots, *(self.slots[n] for n in self.bodies[k] if self._sequence(n))))
+        self._places: dict[tuple[fx.Node, int], int] = {}
+        last: dict[int, int] = {}  # tensor -> the block that it is in at the end
+        for step in schedule.steps:
+            last.update({} if step.rerun else step.uses)
+        self.outputs = [self._at(node, last) for node in captured.outputs]
+        self.steps = [self._step(step) for step in schedule.steps]
+
+    def _at(self, node: fx.Node, uses: dict[int, int]) -> int:
+        """The slot of a node where its tensor is in the block that ``uses`` says."""
+        block = uses.get(self.values.get(node, -1))
+        if block is None or self.schedule.blocks[block].first < 0:
+            return self.slots[node]
+        if (node, block) not in self._places:
+            self._places[node, block] = self._slot()
+            self.of.setdefault(block, []).append(self._places[node, block])
+        return self._places[node, block]
+
+    def _step(self, step: Step) -> tuple[list[Call], tuple[int, ...]]:
+        scratch: list[Call] = []
+
+        def place(node: fx.Node) -> int:
+            new = len(self._places)
+            slot = self._at(node, step.uses)
+            if len(self._places) > new:  # written by no kernel: statistics
+                scratch.append((slot, torch.empty_like, _getter([self.slots[node]]), {}))
+            return slot
+
+        body = self.bodies[step.kernel]
+        calls = [self._call(node, place, self._at(node, step.uses)) for node in body]
+        clear = [s for b in step.frees for s in self.of.get(b, ()) if s not in self.outputs]
+        return scratch + calls, (*clear, *(self.slots[n] for n in body if self._sequence(n)))
 
     def _place_nodes(self) -> None:
         """Slots, and which kernel each node comes with; -1: none, it depends on persistent tensors alone."""
@@ -125,56 +144,8 @@ class Calls:
         return any(isinstance(n.target, OpOverload) and Tag.nondeterministic_seeded in n.target.tags
                    for n in self.bodies[k])  # fmt: skip
 
-    def rematerialise(
-        self, k: int, remat: Rematerialisation, dropped: frozenset[int]
-    ) -> list[tuple[list[Call], tuple[int, ...]]]:
-        """Per kernel that runs again for kernel k: its calls, and the slots that are cleared after it."""
-        program, values = self.program, self.values
-        last: dict[int, int] = {}
-        for i, step in enumerate(remat.steps):
-            kernel = program.kernels[step.kernel]
-            gone = [x for x in kernel.inputs if not present(program, x, step.kernel, k, dropped)]
-            last.update(dict.fromkeys((*kernel.outputs, *gone), i))
-        own: dict[fx.Node, int] = {}
-        out: list[tuple[list[Call], tuple[int, ...]]] = []
-        for i, step in enumerate(remat.steps):
-            w = step.kernel
-            calls: list[Call] = []
-            scratch: list[int] = []
-
-            def place(a: fx.Node, w: int = w, calls: list[Call] = calls, scratch: list[int] = scratch) -> int:
-                x = values.get(a)
-                if x is None:
-                    return own.get(a, self.slots[a])
-                if present(program, x, w, k, dropped):
-                    return self.slots[a]
-                if program.tensors[x].persistent:  # statistics
-                    scratch.append(self._slot())
-                    calls.append((scratch[-1], torch.empty_like, _getter([self.slots[a]]), {}))
-                    return scratch[-1]
-                return own[a]
-
-            for node in self.bodies[w]:
-                if node in self.captured.nodes[w] or any(a in own for a in node.all_input_nodes):
-                    slot = self._slot()
-                    calls.append(self._call(node, place, slot))
-                    own[node] = slot
-            clear = [own[n] for n in self.bodies[w] if n in own and self._sequence(n)]
-            over = {x for x, j in last.items() if j == i and x not in remat.recovered}
-            clear += [s for n, s in own.items() if values.get(n) in over]
-            out.append((calls, (*clear, *scratch)))
-        found = [(n, s) for n, s in own.items() if values.get(n) in remat.recovered]
-        calls, cleared = out[-1]
-        calls += [(self.slots[n], _same, _getter([s]), {}) for n, s in found]
-        out[-1] = calls, (*cleared, *(s for _, s in found))
-        return out
-
 
 _NUMBER = torch.ops.aten._local_scalar_dense.default
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def _no_node(node: fx.Node) -> Any:

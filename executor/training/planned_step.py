@@ -7,9 +7,9 @@
 
 A step does to the bit what the eager step does: the same kernels, on the user's own parameters, buffers and optimizer
 state, with the same random numbers. All is worked out beforehand; a step is one loop over a flat list of **work**, an
-entry per kernel (also of those run again): moves before it (order.py), its calls (calls.py), the slots of the table to
-clear, moves after it. executor/training/README.md says what holds between steps, what becomes of a step that fails,
-and the reasons for these choices:
+entry per step of the schedule (a kernel, or one run again): moves before it (order.py), its calls (calls.py), the slots
+of the table to clear, moves after it. executor/training/README.md says what holds between steps, what becomes of a
+step that fails, and the reasons for these choices:
 
 1. ``Plan.variants`` have no meaning here: PyTorch chooses algorithms itself. They count in the simulated times.
 2. When swap-ins are issued follows the simulated Timeline on ``machine`` at ``limit``; see order.py.
@@ -26,7 +26,6 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -37,9 +36,19 @@ from executor.capture.capture import Captured
 from executor.training.bindings import Binding, StepError, check, compare, create_state, meant
 from executor.training.calls import Calls
 from executor.training.order import Move, order
-from executor.training.storage import Block, Blocks, Place, TransferError, as_tensor, engines_for, movable, slab
+from executor.training.storage import (
+    ALIGNMENT,
+    Block,
+    Blocks,
+    Place,
+    TransferError,
+    as_tensor,
+    engines_for,
+    movable,
+    slab,
+)
 from simulator.machine import Machine
-from simulator.plan import Plan, Swap
+from simulator.plan import Plan
 from simulator.program import Program
 
 Action = tuple[Callable[[int], None], int]
@@ -58,6 +67,7 @@ class PlannedStep:
     Attributes:
         peak_bytes: largest number of bytes in use at any kernel of any step so far; at most ``limit``.
         undo_bytes: copies of buffers on the device that are kept beside, to undo a step.
+        pinned_bytes: of host memory, for what the plan swaps.
         order: what is issued when.
 
     Raises:
@@ -76,7 +86,7 @@ class PlannedStep:
         self.limit = limit or plan.limit or captured.program.peak_bytes
         self.order = order(captured.program, plan, machine, self.limit)
         self.program: Program = self.order.program
-        self.calls = Calls(captured, self.program)
+        self.calls = Calls(captured, self.order.schedule)
         self.device = _device(captured)
         self.peak_bytes = 0
         self._open = False
@@ -84,7 +94,7 @@ class PlannedStep:
         self._bindings = [Binding(captured, i) for i, node in enumerate(captured.placeholders)
                           if node in captured.values and node not in captured.leaves]  # fmt: skip
         self._inputs = {captured.values[leaf] for leaf in captured.leaves if leaf in captured.values}
-        self._make_blocks(plan)
+        self._make_blocks()
         self._work = self._compile()
         self._bind()
         self._parameters = [b for b in self._bindings if isinstance(b.user, nn.Parameter)]
@@ -92,72 +102,73 @@ class PlannedStep:
 
     # ------------------------------------------------------------------------------------ construction
 
-    def _make_blocks(self, plan: Plan) -> None:
+    def _make_blocks(self) -> None:
         """A block for each tensor that the plan swaps, with its place in pinned memory."""
-        program, swapped = self.program, sorted({d.tensor for d in plan.decisions if isinstance(d, Swap)})
-        swapped = [t for t in swapped if program.tensors[t].nbytes]
+        tensors = self.program.tensors
+        held = self.order.held(ALIGNMENT)
+        at, self.pinned_bytes = held.offsets, held.footprint
         known = {b.tensor for b in self._bindings} | self._inputs
-        for t in swapped:
-            if program.tensors[t].persistent and (t not in known or t in self.calls.read_first):
-                raise StepError(f"the plan swaps {program.tensors[t].name}, which the step reads on the host")
+        for t in at:
+            if tensors[t].persistent and (t not in known or t in self.calls.read_first):
+                raise StepError(f"the plan swaps {tensors[t].name}, which the step reads on the host")
         try:
-            engines = engines_for(self.device) if swapped else None
-            host = slab(engines, {t: program.tensors[t].nbytes for t in swapped}) if engines else {}
+            engines = engines_for(self.device) if at else None
+            host = slab(engines, {t: tensors[t].nbytes for t in at}, at) if engines else {}
         except TransferError as error:
             raise StepError(f"the plan cannot be run: {error}") from error
-        blocks = {t: Block(program.tensors[t].name, program.tensors[t].nbytes, self.calls.of.get(t, ()), host[t],
-                           program.tensors[t].persistent) for t in swapped}  # fmt: skip
+        blocks = {t: Block(tensors[t].name, tensors[t].nbytes, host[t], tensors[t].persistent) for t in at}
         for b in self._bindings:
             b.block = blocks.get(b.tensor)
-        self._blocks = Blocks(engines, blocks, sum(t.nbytes for t in program.tensors if t.persistent))
+        self._blocks = Blocks(engines, blocks, sum(t.nbytes for t in tensors if t.persistent))
 
     def _compile(self) -> list[tuple[Any, ...]]:
         """The work of a step; see the module."""
         order, calls, program = self.order, self.calls, self.program
-        rerun = {item.kernel for item in order.items if item.rerun and calls.random(item.kernel)}
+        rerun = {item.step.kernel for item in order.items if item.step.rerun and calls.random(item.step.kernel)}
         self._random = _Random(_generators(self.captured, self.device))
         work: list[tuple[Any, ...]] = []
         grad_mode = False
-        for k, group in groupby(order.items, key=lambda item: item.before_kernel):
-            items = list(group)
-            remat = order.schedule.remats.get(k)
-            lists = calls.rematerialise(k, remat, order.dropped[k]) if remat else []
-            lists.append((calls.kernels[k], calls.clears[k]))
-            for item, (run, clear) in zip(items, lists, strict=True):
-                before, after = self._actions(item.before), self._actions(item.after)
-                forward = program.kernels[item.kernel].phase == "forward"
-                if forward is not grad_mode:
-                    grad_mode = forward
-                    before.append((torch._C._set_grad_enabled, forward))
-                if item.kernel in rerun:
-                    before.append((self._random.replay if item.rerun else self._random.save, item.kernel))
-                    if item.rerun:
-                        after.insert(0, (self._random.restore, _NOW))
-                work.append((tuple(before), item.charged, tuple(run), clear, item.freed, tuple(after)))
-        first_write = (i for i, item in enumerate(order.items) if program.kernels[item.kernel].phase == "optimizer"
-                       and not item.rerun and any(program.tensors[t].persistent
-                                                  for t in program.kernels[item.kernel].outputs))  # fmt: skip
+        for item, (run_calls, clear) in zip(order.items, calls.steps, strict=True):
+            kernel, again = item.step.kernel, item.step.rerun
+            before, after = self._actions(item.before), self._actions(item.after)
+            forward = program.kernels[kernel].phase == "forward"
+            if forward is not grad_mode:
+                grad_mode = forward
+                before.append((torch._C._set_grad_enabled, forward))
+            if kernel in rerun:
+                before.append((self._random.replay if again else self._random.save, kernel))
+                if again:
+                    after.insert(0, (self._random.restore, _NOW))
+            work.append((tuple(before), item.charged, tuple(run_calls), clear, item.freed, tuple(after)))
+        first_write = (i for i, item in enumerate(order.items) if program.kernels[item.step.kernel].phase == "optimizer"
+                       and not item.step.rerun and any(program.tensors[t].persistent
+                                                       for t in program.kernels[item.step.kernel].outputs))  # fmt: skip
         self._commit = next(first_write, len(work))
         return work
 
     def _actions(self, moves: tuple[Move, ...]) -> list[Action]:
-        blocks, of, tensors = self._blocks, self.calls.of, self.program.tensors
+        blocks, of, memory = self._blocks, self.calls.of, self.order.schedule.blocks
 
-        def drop(t: int) -> None:
-            for slot in of.get(t, ()):
-                blocks.values[slot] = None
-            blocks.used -= tensors[t].nbytes
+        def out(block: int) -> None:
+            blocks.find(memory[block].owner, of.get(block, ()))
+            blocks.out(memory[block].owner)
 
-        acts = {"out": blocks.out, "in": blocks.swap_in, "reclaim": blocks.reclaim, "wait": blocks.wait,
-                "release": blocks.release, "drop": drop}  # fmt: skip
-        return [(acts[kind], t) for kind, t in moves if tensors[t].nbytes]
+        def release(block: int) -> None:
+            if blocks.blocks[memory[block].owner].valid:  # unless its copy has failed
+                blocks.find(memory[block].owner, of.get(block, ()))
+                blocks.release(memory[block].owner)
+
+        found = {"out": out, "release": release}
+        acts = {"in": blocks.swap_in, "reclaim": blocks.reclaim, "wait": blocks.wait}
+        return [(found[kind], b) if kind in found else (acts[kind], memory[b].owner)
+                for kind, b in moves if memory[b].nbytes]  # fmt: skip
 
     def _make_undo(self, everything: bool) -> None:
         """Where the content of what a step overwrites is kept: copies, by device and type, and their bindings."""
         early, late = set(), set()
         for i, item in enumerate(self.order.items):
-            if not item.rerun:
-                (early if i < self._commit else late).update(self.program.kernels[item.kernel].outputs)
+            if not item.step.rerun:
+                (early if i < self._commit else late).update(self.program.kernels[item.step.kernel].outputs)
         self._everything = everything
         self._written_inputs = self._inputs & early
         self._undo_batch: list[tuple[Tensor, Tensor]] = []
@@ -315,7 +326,7 @@ class PlannedStep:
         """A step has failed before its end: see Faults in the module. Raises StepError unless it was interrupted."""
         what = "the step"
         if at >= 0:
-            k = self.order.items[at].kernel
+            k = self.order.items[at].step.kernel
             what = f"kernel {k} ({self.program.kernels[k].name})"
         reason = f"{type(error).__name__}: {error}".splitlines()[0] if not isinstance(error, TransferError) else error
         try:

@@ -9,7 +9,7 @@ and on a GPU. Work is ordered by events alone. Why no byte is overwritten too ea
 1. All memory is allocated and freed while the compute stream is current: freed memory is reused in the order of calls.
 2. A swap-out starts after all compute so far; before its memory is freed (``reclaim``) compute waits for the copy.
 3. The h2d stream waits for compute before a swap-in writes; compute waits for the swap-in before it uses the tensor.
-4. A place on the host belongs to one tensor; a swap-out writes it only after the last swap-in from it was waited for.
+4. A swap-out writes a place on the host only after the last swap-in from it, of whichever tensor, was waited for.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence, Set
 from enum import Enum
+from itertools import accumulate
 from queue import SimpleQueue
 from typing import Any, Literal, Protocol
 
@@ -216,16 +217,15 @@ class Block:
     """One tensor of the program that a plan swaps.
 
     Attributes:
-        slots: where tensors of this storage are in the table of values, its maker first.
         storage: None for a tensor born in the step while it is on the device.
-        host: its place in pinned memory, uint8[nbytes].
+        host: its place in pinned memory, uint8[nbytes]; others have it while it is not this one's (order.py).
         valid: the content there is that of the tensor.
         users: of a persistent tensor: the user's.
         shown: the user's tensors show the content on the host.
     """
 
-    def __init__(self, name: str, nbytes: int, slots: Sequence[int], host: Tensor, persistent: bool):
-        self.name, self.nbytes, self.slots, self.host, self.persistent = name, nbytes, slots, host, persistent
+    def __init__(self, name: str, nbytes: int, host: Tensor, persistent: bool):
+        self.name, self.nbytes, self.host, self.persistent = name, nbytes, host, persistent
         self.place = Place.DEVICE
         self.storage: torch.UntypedStorage | None = None
         self.bytes: Tensor | None = None
@@ -280,9 +280,15 @@ class Blocks:
         self.tolerant = False
         self.faults: list[str] = []
 
+    def find(self, t: int, slots: Sequence[int]) -> None:
+        """The storage of a tensor, which the values in these slots of the table share."""
+        block = self.blocks[t]
+        if block.storage is None:
+            block.on(next(v for v in (self.values[s] for s in slots) if v is not None))
+
     def out(self, t: int) -> None:
-        """Starts the swap-out."""
-        block = self._found(t)
+        """Starts the copy to the host; the tensor can be used until it is reclaimed."""
+        block = self.blocks[t]
         block.event = self.engines.copy_out(block.host, block.bytes)  # type: ignore[union-attr, arg-type]
         block.place, block.valid = Place.OUT, False
 
@@ -302,15 +308,7 @@ class Blocks:
 
     def release(self, t: int) -> None:
         """Frees the memory: the copy on the host is valid."""
-        if self.blocks[t].valid:
-            self._leave(self._found(t))
-
-    def _found(self, t: int) -> Block:
-        """A block with its storage, which one of its values has."""
-        block = self.blocks[t]
-        if block.storage is None:
-            block.on(next(v for v in (self.values[s] for s in block.slots) if v is not None))
-        return block
+        self._leave(self.blocks[t])
 
     def _leave(self, block: Block) -> None:
         assert block.storage is not None
@@ -425,13 +423,13 @@ class Blocks:
             block.users = ()
 
 
-def slab(engines: Engines, sizes: dict[int, int]) -> dict[int, Tensor]:
+def slab(engines: Engines, sizes: dict[int, int], offsets: dict[int, int] | None = None) -> dict[int, Tensor]:
     """One piece of pinned memory, cut: a place for each tensor, with a storage of its own (it is all that is saved when
-    a tensor that shows it is saved)."""
-    offsets, end = {}, 0
-    for t, nbytes in sizes.items():
-        offsets[t] = end
-        end += -(-nbytes // ALIGNMENT) * ALIGNMENT
+    a tensor that shows it is saved). Without ``offsets`` one after the other; with them, some may share memory."""
+    if offsets is None:
+        ends = accumulate(-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in sizes.values())
+        offsets = dict(zip(sizes, (0, *ends), strict=False))
+    end = max(-(-(offsets[t] + sizes[t]) // ALIGNMENT) * ALIGNMENT for t in sizes)
     memory = engines.pinned(end)  # a tensor made from it keeps the array, and so the memory
     return {t: torch.frombuffer(memory, dtype=torch.uint8, count=sizes[t], offset=at) for t, at in offsets.items()}
 

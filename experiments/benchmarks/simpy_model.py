@@ -1,8 +1,9 @@
-"""The simulator's rules for swaps (simulator/reference.py) as a SimPy model: the peer that bench times.
+"""The simulator's clock (simulator/reference.py) as a SimPy model: the peer that bench times.
 
 Written as one would with SimPy: compute, the swap-outs and the swap-ins are processes; whoever completes
 something wakes those that wait. Events of one instant are ordered by their priority (rule 9): completions
-(SimPy's own timeouts), then starts of swap-outs, of swap-ins, of kernels.
+(SimPy's own timeouts), then starts of swap-outs, of swap-ins, of steps. What a plan means without a clock, the
+schedule, is given to it.
 """
 
 from __future__ import annotations
@@ -10,16 +11,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import simpy
 
-from simulator.machine import Machine
-from simulator.plan import Plan, Swap
-from simulator.program import Program
+from simulator.machine import ALONE, Machine
+from simulator.plan import Swap
 from simulator.reference import MAX_ITERATIONS
+from simulator.schedule import Schedule
 
-COMPLETED, START_OUT, START_IN, START_KERNEL = 1, 2, 3, 4  # the first is SimPy's NORMAL
+# The first is SimPy's NORMAL; the last is that of work without duration, which completes when all else has started.
+COMPLETED, SETTLED, START_OUT, START_IN, START_STEP, NEXT_ROUND = 1, 2, 3, 4, 5, 6
+
+Events = Generator[simpy.Event, Any, None]
 
 
 @dataclass
@@ -29,51 +34,56 @@ class Away:
     tensor: int
     before: int  # position of the kernel that needs it
     ready: int  # position from which it may come back
-    sync: bool  # no kernel starts until its bytes have left
+    pinned: bool  # by the plan, not by rule 5
+    sync: bool  # no step starts until its bytes have left
     out: bool = False  # its bytes have left
     blocked: int = -1  # the kernel at this position leaves no room for it
 
 
-class Model:
-    """One run of a program under a plan of swaps."""
+@dataclass
+class Copy:
+    """A copy under way."""
 
-    def __init__(self, program: Program, plan: Plan, machine: Machine, limit: int, iterations: int):
+    work: int  # ns alone on the link, in parts of ALONE, that were left at ``since``
+    since: int
+    rate: int
+    disturbed: simpy.Event  # the other direction starts or ends
+
+
+class Model:
+    """One run of a program under a plan."""
+
+    def __init__(self, schedule: Schedule, machine: Machine, limit: int, iterations: int):
         self.env = simpy.Environment()
-        self.program, self.machine, self.limit, self.iterations = program, machine, limit, iterations
-        n = self.n = len(program.kernels)
+        self.schedule = schedule
+        if schedule.required_bytes > limit:
+            raise MemoryError(f"the plan needs {schedule.required_bytes:,} bytes, over the limit of {limit:,}")
+        if max(schedule.on_host) > machine.host_bytes:
+            raise MemoryError(f"the plan has {max(schedule.on_host):,} bytes on the host, of {machine.host_bytes:,}")
+        self.program = program = schedule.program
+        self.machine, self.limit, self.iterations = machine, limit, iterations
+        self.n = len(program.kernels)
         self.size = [t.nbytes for t in program.tensors]
-        self.swaps: list[list[Swap]] = [[] for _ in range(n)]  # by the kernel that opens the gap
-        change = [0] * (n + 1)
-        self.born, self.dies = [0] * n, [0] * n
-        for t, tensor in enumerate(program.tensors):
-            if not tensor.persistent and program.accesses[t]:
-                self.born[program.accesses[t][0]] += tensor.nbytes
-                self.dies[program.accesses[t][-1]] += tensor.nbytes
-        self.used = sum(t.nbytes for t in program.tensors if t.persistent)
+        self.takes = [sum(schedule.blocks[b].nbytes for b in step.allocates) for step in schedule.steps]
+        self.gives = [sum(schedule.blocks[b].nbytes for b in step.frees) for step in schedule.steps]
+        self.used = sum(block.nbytes for block in schedule.blocks if block.first < 0)
         self.away: dict[int, Away] = {}
         self.host_copy: set[int] = set()  # tensors with a valid copy on the host
-        for d in sorted(plan.decisions, key=lambda d: d.tensor):
-            if not isinstance(d, Swap):
-                raise ValueError("the SimPy model knows swaps only")
-            nbytes = self.size[d.tensor]
-            self.swaps[d.after].append(d)
-            change[d.after + 1] -= nbytes
-            change[d.before] += nbytes
-            if d.after >= d.before:  # over the iteration boundary: on the host when the run starts
-                change[0] -= nbytes
-                self.used -= nbytes
-                self.host_copy.add(d.tensor)
-                self.away[d.tensor] = self.leave(d, d.after - n)
-                self.away[d.tensor].sync, self.away[d.tensor].out = False, True
-        self.residency = np.array(program.live_bytes) + np.cumsum(change[:n])  # planned residency per kernel
+        for d in schedule.moved:
+            if d.tensor in schedule.away_at_start and d.after >= d.before:
+                self.away[d.tensor] = self.leave(d, d.after - self.n)
+                self.left(self.away[d.tensor])
+            elif d.copy is None or d.copy <= d.after:
+                continue
+            self.host_copy.add(d.tensor)
+        self.residency = np.array(schedule.residency)  # planned, per kernel
         self.booked = self.residency.copy()  # with what comes back early, for the n kernels ahead
-        if self.residency.max() > limit:
-            raise MemoryError(f"the plan needs {self.residency.max():,} bytes, over the limit of {limit:,}")
         self.position = 0  # the kernel that runs, or else the next one
         self.kernel_runs = False
-        self.queue: deque[Away] = deque()
-        self.copying: dict[int, int] = {}  # START_OUT, START_IN -> end
+        self.queue: deque[tuple[int, int]] = deque()  # to the host: tensor, and the position from which it waits
+        self.copying: dict[int, Copy] = {}  # by START_OUT, START_IN
         self.asleep: dict[int, simpy.Event] = {}
+        self.round: simpy.Event | None = None
         self.lasts: list[int] = []  # what each iteration has lasted
         self.states = [self.state()]  # before the first iteration and after each
 
@@ -86,9 +96,9 @@ class Model:
 
     def state(self) -> object:
         """What the iterations to come depend on, at a boundary and relative to it."""
-        copies = sorted((what, end - self.env.now) for what, end in self.copying.items())
+        copies = sorted((what, c.work - c.rate * (self.env.now - c.since)) for what, c in self.copying.items())
         away = sorted((t, a.before - self.position, a.out) for t, a in self.away.items())
-        return copies, away, [a.tensor for a in self.queue], sorted(self.host_copy), self.used
+        return copies, away, [t for t, _ in self.queue], sorted(self.host_copy), self.used
 
     def ends(self) -> bool:
         """Rule 10: a state has come again, and the last iteration is the slowest in between."""
@@ -103,6 +113,14 @@ class Model:
     def turn(self, priority: int) -> simpy.Event:
         """Later in this instant."""
         return self._fire(simpy.Event(self.env), priority)
+
+    def after(self, ns: int) -> simpy.Event:
+        """When so much time has passed; without any, when everything that can has started at this instant."""
+        if ns:
+            return self.env.timeout(ns)
+        if self.round is None or self.round.processed:
+            self.round = self.turn(NEXT_ROUND)
+        return self.round
 
     def sleep(self, priority: int) -> simpy.Event:
         """Until something completes."""
@@ -122,104 +140,128 @@ class Model:
 
     # ---------------------------------------------------------------------------------- processes
 
-    def compute(self) -> Generator[simpy.Event, None, None]:
-        """Rules 1 to 3 and 8: kernels in order."""
-        kernels = self.program.kernels
+    def compute(self) -> Events:
+        """Rules 1 to 3 and 8: steps in order."""
+        steps = self.schedule.steps
         begin = 0
         while True:
-            for k in range(self.n):
-                kernel = kernels[k]
-                yield self.turn(START_KERNEL)
-                need = self.born[k] + kernel.workspace
+            for step, takes, gives in zip(steps, self.takes, self.gives, strict=True):
+                yield self.turn(START_STEP)
                 while (
-                    self.used + need > self.limit
-                    or any(t in self.away for t in kernel.accesses)
+                    self.used + takes > self.limit
+                    or any(t in self.away for t in step.waits)
                     or any(a.sync for a in self.away.values())
                 ):
-                    yield self.sleep(START_KERNEL)
-                self.used += need
-                self.kernel_runs = True
-                yield self.env.timeout(kernel.duration_ns)
+                    yield self.sleep(START_STEP)
+                self.used += takes
+                self.kernel_runs = not step.rerun
+                yield self.after(self.program.kernels[step.kernel].duration_ns)
                 self.kernel_runs = False
-                self.used -= kernel.workspace + self.dies[k]
-                self.host_copy.difference_update(kernel.outputs)
-                for d in self.swaps[k]:
-                    gone = self.away[d.tensor] = self.leave(d, self.position)
-                    if d.tensor in self.host_copy:
-                        self.left(gone)
-                    else:
-                        self.queue.append(gone)
-                self.position += 1
-                self.booked[k] = self.residency[k]
+                self.used -= gives
+                if not step.rerun:
+                    self.kernel_ends(step.kernel, step.opens, step.copies)
                 self.completed()
             for t in [t for t in self.host_copy if not self.program.tensors[t].persistent]:
                 self.host_copy.discard(t)  # it died; the next iteration writes another
             self.lasts.append(self.env.now - begin)
             begin = self.env.now
-            yield self.turn(COMPLETED)  # copies that complete at this instant
+            yield self.turn(SETTLED)  # copies that complete at this instant
             self.states.append(self.state())
             if self.ends():
                 return
 
-    def swap_outs(self) -> Generator[simpy.Event, None, None]:
+    def swap_outs(self) -> Events:
         """Rule 4: first in, first out."""
         while True:
-            while not self.queue or (self.machine.copy_engines == 1 and self.copying):
+            while not self.queue or (self.machine.copy_engines == 1 and (self.copying or self.return_goes_first())):
                 yield self.sleep(START_OUT)
-            gone = self.queue.popleft()
-            lasts = self.machine.d2h_ns(self.size[gone.tensor])
-            self.copying[START_OUT] = self.env.now + lasts
-            yield self.env.timeout(lasts)
-            del self.copying[START_OUT]
-            self.left(gone)
-            self.host_copy.add(gone.tensor)
+            tensor, _ = self.queue.popleft()
+            yield from self.copy(START_OUT, self.machine.d2h_ns(self.size[tensor]))
+            self.host_copy.add(tensor)
+            if tensor in self.away:
+                self.left(self.away[tensor])
             self.completed()
             yield self.turn(START_OUT)
 
-    def swap_ins(self) -> Generator[simpy.Event, None, None]:
+    def swap_ins(self) -> Events:
         """Rules 5 and 6: by next use, when there is room until then."""
         while True:
-            coming = None
-            while coming is None:
-                coming = self.next_in()
-                if coming is None:
-                    yield self.sleep(START_IN)
+            while (self.machine.copy_engines == 1 and self.copying) or (coming := self.next_in()) is None:
+                yield self.sleep(START_IN)
             nbytes = self.size[coming.tensor]
             self.used += nbytes
             for part in self.ahead(coming):
                 self.booked[part] += nbytes
             coming.out = False
-            lasts = self.machine.h2d_ns(nbytes)
-            self.copying[START_IN] = self.env.now + lasts
-            yield self.env.timeout(lasts)
-            del self.copying[START_IN]
+            yield from self.copy(START_IN, self.machine.h2d_ns(nbytes))
             del self.away[coming.tensor]
             self.completed()
             yield self.turn(START_IN)
 
+    def copy(self, what: int, lasts: int) -> Events:
+        """One transfer. Where the link is shared, it is disturbed by what starts and ends in the other direction."""
+        share = self.machine.duplex_share
+        mine = self.copying[what] = Copy(lasts * ALONE, self.env.now, ALONE, simpy.Event(self.env))
+        if share == ALONE or not lasts:
+            yield self.after(lasts)
+        else:
+            self.disturb(what)
+            while mine.work > 0:
+                mine.since, mine.rate = self.env.now, share if len(self.copying) == 2 else ALONE
+                mine.disturbed = simpy.Event(self.env)
+                yield self.env.timeout(-(-mine.work // mine.rate)) | mine.disturbed
+                mine.work -= mine.rate * (self.env.now - mine.since)
+        del self.copying[what]
+        self.disturb(what)
+
+    def disturb(self, what: int) -> None:
+        """The direction ``what`` has started or ended: the other has another rate."""
+        for other, copy in self.copying.items():
+            if other != what and not copy.disturbed.triggered:
+                copy.disturbed.succeed()
+
     # -------------------------------------------------------------------------------------- rules
+
+    def kernel_ends(self, k: int, opens: tuple[Swap, ...], copies: tuple[Swap, ...]) -> None:
+        """Gaps open, and copies to the host are enqueued."""
+        self.host_copy.difference_update(self.program.kernels[k].outputs)
+        for d in opens:
+            gone = self.away[d.tensor] = self.leave(d, self.position)
+            if d.tensor in self.host_copy:
+                self.left(gone)
+        self.position += 1
+        self.queue.extend((d.tensor, self.position) for d in copies if d.tensor not in self.host_copy)
+        self.booked[k] = self.residency[k]
 
     def leave(self, d: Swap, position: int) -> Away:
         """The tensor of ``d`` when its gap opens, at the end of the kernel at ``position``."""
         ready = position + 1
         if d.prefetch is not None and d.prefetch != d.after:
             ready = position + (d.prefetch - d.after - 1) % self.n + 2
-        return Away(d.tensor, position + (d.before - d.after - 1) % self.n + 1, ready, d.sync)
+        before = position + (self.schedule.returns[d] - d.after - 1) % self.n + 1
+        return Away(d.tensor, before, ready, d.prefetch is not None, d.sync)
 
     def left(self, gone: Away) -> None:
         """Its bytes are free."""
         gone.sync, gone.out = False, True
         self.used -= self.size[gone.tensor]
 
-    def next_in(self) -> Away | None:
-        """The swap-in that can start now."""
-        if self.machine.copy_engines == 1 and self.copying:
-            return None
+    def first_in(self) -> Away | None:
+        """Of what may come back, what is needed first."""
         waiting = [a for a in self.away.values()
                    if a.out and (self.position >= a.ready or self.position == a.before)]  # fmt: skip
-        if not waiting:
+        return min(waiting, key=lambda a: (a.before, a.tensor), default=None)
+
+    def return_goes_first(self) -> bool:
+        """One engine serves in order of issue, but what cannot start yet lets the others go before it."""
+        first = self.first_in()
+        return first is not None and first.pinned and first.ready < self.queue[0][1] and self.next_in() is first
+
+    def next_in(self) -> Away | None:
+        """The swap-in that can start now."""
+        first = self.first_in()
+        if first is None:
             return None
-        first = min(waiting, key=lambda a: (a.before, a.tensor))
         nbytes, start = self.size[first.tensor], self.position + self.kernel_runs
         if self.used + nbytes > self.limit or first.blocked >= start:
             return None
@@ -240,10 +282,10 @@ class Model:
         return [slice(first, last)] if first < last else [slice(first, self.n), slice(0, last)]
 
 
-def simulate(program: Program, plan: Plan, machine: Machine, limit: int, iterations: int = 1) -> int:
+def simulate(schedule: Schedule, machine: Machine, limit: int, iterations: int = 1) -> int:
     """Duration of the steady iteration in ns, as ``Engine.score`` has it; raises MemoryError if infeasible.
 
     Args:
         iterations: how many are simulated at least.
     """
-    return Model(program.with_variants(plan.variants), plan, machine, limit, iterations).run()
+    return Model(schedule, machine, limit, iterations).run()

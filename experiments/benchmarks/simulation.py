@@ -16,6 +16,7 @@ from simulator import Plan, Swap, reference
 from simulator.compiled.engine import Engine, rows_of
 from simulator.machine import Machine
 from simulator.program import Gap, Program
+from simulator.schedule import lower
 
 
 def swap_all(program: Program, gaps: list[Gap]) -> Plan:
@@ -26,21 +27,24 @@ def swap_all(program: Program, gaps: list[Gap]) -> Plan:
 def simulation(program: Program, plan: Plan, machine: Machine, calls: int) -> dict[str, float]:
     """One plan in the engine, in SimPy and in the reference: the median call, and the ratios.
 
+    The engine and the reference lower the plan in every call; SimPy is given its schedule.
+
     Raises:
         AssertionError: the three disagree.
     """
     needed = Engine(program, machine, program.peak_bytes).score(rows_of(plan.decisions)).required_bytes
     limit = max(needed, int(0.65 * program.peak_bytes))
     engine, rows = Engine(program, machine, limit), rows_of(plan.decisions)
+    schedule = lower(program, plan)
     results = {
         "engine": engine.score(rows).iteration_ns,
-        "SimPy": simpy_model.simulate(program, plan, machine, limit),
+        "SimPy": simpy_model.simulate(schedule, machine, limit),
         "reference": reference.simulate(program, plan, machine, limit, iterations=1).iteration_ns,
     }
     if len(set(results.values())) > 1:
         raise AssertionError(f"{program.name}: the simulators disagree on the iteration (ns): {results}")
     fast = median_s(lambda: engine.score(rows), calls)
-    simpy = median_s(lambda: simpy_model.simulate(program, plan, machine, limit), 5)
+    simpy = median_s(lambda: simpy_model.simulate(schedule, machine, limit), 5)
     slow = median_s(lambda: reference.simulate(program, plan, machine, limit, iterations=1), 3)
     return {
         "simulate_us": round(fast * 1e6, 2),

@@ -100,7 +100,7 @@ def smallest(program: Program, machine: Machine, search: Row) -> list[Row]:
     plans = planner.smallest(program, machine, [max(overhead, ZERO) for overhead in search["overheads"]])
     for overhead, plan in zip(search["overheads"], plans, strict=True):
         timeline = simulate(program, plan, machine, plan.limit)
-        lives = timeline_lifetimes(timeline, program, plan).intervals
+        lives = timeline_lifetimes(timeline).intervals
         out.append({
             "at_most": overhead, "overhead": timeline.overhead, "load": lives.peak_bytes, "swaps": len(plan.decisions),
             "footprint": figures.packed(pool, lives, machine.alignment, seconds).footprint,

@@ -92,7 +92,7 @@ def point(pool: str, plan: Plan, limit: int, program: Program, machine: Machine)
     """Overhead and footprint of a plan run under a limit, and the bytes that it moves, both ways."""
     timeline = simulate(program, plan, machine, limit)
     moved = [s for s in timeline.spans if s.stream != "compute" and s.start_ns >= timeline.last_start_ns]
-    size = footprint(pool, timeline_lifetimes(timeline, program, plan).intervals, machine)
+    size = footprint(pool, timeline_lifetimes(timeline).intervals, machine)
     return [timeline.overhead, size, sum(program.tensors[s.index].nbytes for s in moved)]
 
 

@@ -29,9 +29,8 @@ from experiments.bisection import largest
 from experiments.gpu.deadline import TimeUp, within
 from experiments.gpu.networks import Network, build, give_back, host_bytes, own_batch
 from experiments.gpu.side_by_side import METHODS, OURS, Counter, Levels, Record, smallest_block
-from simulator import Machine, Plan
+from simulator import Machine, OutOfMemory, Plan
 from simulator.plan import PlanError
-from simulator.reference import OutOfMemory
 
 CAPS = (1.02, 1.1, 1.25)
 STEPS = 2

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.machine import ALONE  # noqa: F401
 from simulator.plan import Decision, Recompute, Rerun, Swap
 from simulator.schedule import Schedule
 from simulator.timeline import BlockEvent, Span
@@ -27,7 +26,7 @@ SWAP, RECOMPUTE, SYNC_SWAP, RERUN = 0, 1, 2, 3  # swaps are even
 DURATION, WORKSPACE, BORN, DIES, LIVE = range(5)
 SIZE, PERSISTENT, FIRST, LAST, D2H, H2D = range(6)
 
-# Columns and rows of what ``resolve`` returns: ``endings``, ``at_kernel``, ``steps``.
+# Columns and rows of what ``lower_recomputations`` returns: ``endings``, ``at_kernel``, ``steps``.
 RETURNS, BY_REMAT, AWAY_AT_START = range(3)
 STEP_AT, AWAY_BYTES = range(2)
 STEP_KERNEL, ALLOCATED, FREED = range(3)

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 from simulator.compiled.event_loop import event_loop
-from simulator.compiled.lowering import swap_residency
-from simulator.compiled.rematerialisation import recomputes, resolve
-from simulator.compiled.reruns import resolve_reruns
+from simulator.compiled.lowering import host_load, swap_residency
+from simulator.compiled.rematerialisation import lower_recomputations, recomputes
+from simulator.compiled.reruns import lower_reruns
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
@@ -115,12 +115,17 @@ class Engine:
             swap_residency(self._kernels, self._tensors, rows, self._residency)
         return np.array(self._residency[0])
 
+    def on_host(self, rows: Ints) -> int:
+        """The most bytes that the host holds at one time for the plan ``rows`` (Schedule.on_host)."""
+        _, endings, *_ = self._lowered(rows)
+        return int(host_load(self._tensors, self._graph, rows, endings, len(self.program.kernels)))
+
     def _lowered(self, rows: Ints) -> tuple[Ints, ...]:
-        """The kernels under the plan, and what ``resolve`` or ``resolve_reruns`` returns, empty for a plan of swaps."""
+        """What ``lower_recomputations`` or ``lower_reruns`` returns: for a plan of swaps, no steps."""
         kind = recomputes(rows)
         if kind == SWAP:
             return self._kernels, *self._no_steps
-        lowered = resolve if kind == RECOMPUTE else resolve_reruns
+        lowered = lower_recomputations if kind == RECOMPUTE else lower_reruns
         return lowered(self._kernels, self._tensors, self._graph, rows, self._residency[0])  # type: ignore[no-any-return]
 
     def _simulate(self, rows: Ints, limit_until: int | None, iterations: int, log: Ints | None) -> tuple[int, ...]:

@@ -20,11 +20,13 @@ from simulator.compiled.lowering import (
 
 # isort: off
 from simulator.compiled.encoding import (
-    ALLOCATED, ALONE, AWAY_BYTES, BORN, COPYING, DIES, DONE, DURATION, FREED, GATE_MISSING, GATE_REMAT, GATE_SYNC,
+    ALLOCATED, AWAY_BYTES, BORN, COPYING, DIES, DONE, DURATION, FREED, GATE_MISSING, GATE_REMAT, GATE_SYNC,
     HOST_FULL, KIND, LEAVING, LIVE, LOG_BOUNDARY, LOG_END, LOG_IN, LOG_KERNEL, LOG_LEFT, LOG_OUT, LOG_RECOMPUTE,
     LOG_STALL, NEVER, ORDER_SEGMENT, OUT_OF_MEMORY, RECOMPUTE, STEP_AT, STEP_KERNEL, SYNC_SWAP, TENSOR, WORKSPACE,
 )  # fmt: skip
+
 # isort: on
+from simulator.machine import ALONE
 
 
 @jit
@@ -51,9 +53,9 @@ def _left(work, end, rate, elapsed):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _end(work, end, rate, now):  # type: ignore[no-untyped-def]
-    """When a transfer ends at a rate; NEVER where none is under way."""
-    return NEVER if end == NEVER else now - (-work // rate)
+def _end(work, rate, now):  # type: ignore[no-untyped-def]
+    """When a transfer ends at a rate."""
+    return now - (-work // rate)
 
 
 @jit
@@ -170,7 +172,7 @@ def _open_gaps(  # type: ignore[no-untyped-def]
     while True:
         if entry < 0:
             break
-        r = entry % m
+        r = entry - m if entry >= m else entry
         gap = gaps[r]
         t = rows[r, TENSOR]
         if rows[r, KIND] == RECOMPUTE:
@@ -241,7 +243,7 @@ def event_loop(  # type: ignore[no-untyped-def]
 
     Args:
         kernels, tensors, graph, rows: as in ``Engine``.
-        endings, at_kernel, steps: what ``resolve`` or ``resolve_reruns`` returns; empty for a plan of swaps.
+        endings, at_kernel, steps: what ``lower_recomputations`` or ``lower_reruns`` returns; empty for a plan of swaps.
         residency: int64 (2, kernels); [0] is the planned residency, filled in here unless these have done so.
         limit_until: the limit counts for kernels before this one.
         log: int64 (entries, 4) to be filled, one entry more than is needed; or None.
@@ -279,7 +281,8 @@ def event_loop(  # type: ignore[no-untyped-def]
     end = out_end = in_end = NEVER  # of what is under way on compute, d2h, h2d
     out_row = in_row = 0
     # Of a transfer beside one in the other direction: what was left of it when last reckoned; its entry in the log.
-    duplex, reckoned, out_work, in_work, out_log, in_log = duplex_share < ALONE, 0, 0, 0, 0, 0
+    duplex, changed, reckoned, out_work, in_work, out_log, in_log = duplex_share < ALONE, False, 0, 0, 0, 0, 0
+    in_failed = False  # with one engine: the swap-in that was issued first does not fit
     lists = np.empty((2, m), np.int64)  # one allocation: each costs some 30 ns
     held, waiting = lists[0], lists[1]
     queue = np.empty(2 * m + 1, np.int64)  # what is left from the iteration before, and each row once
@@ -306,51 +309,54 @@ def event_loop(  # type: ignore[no-untyped-def]
                     rows, gaps, held, n_held, waiting, n_waiting, position, blocked
                 )
 
-            # A swap-out and a swap-in start; with one engine, that which was issued first, if it fits.
-            head_bytes = NEVER  # of the next swap-in, where the engine is free for it
-            changed = False
-            in_first = False
-            if copy_engines == 1 and queue_head < queue_tail and n_waiting and out_end == NEVER and in_end == NEVER:
-                r = waiting[n_waiting - 1]
-                in_first = gaps[r].pinned != 0 and gaps[r].ready < gaps[queue[queue_head]].issued
-            for turn in range(2 if in_first else 1):
-                if turn == in_first and queue_head < queue_tail and out_end == NEVER:
-                    if copy_engines == 2 or in_end == NEVER:
-                        out_row = queue[queue_head]
-                        queue_head += 1
-                        if duplex:
-                            in_work = _left(in_work, in_end, ALONE, now - reckoned)
-                            reckoned, out_work, changed = now, gaps[out_row].out_ns * ALONE, True
-                        out_end, out_log = now + gaps[out_row].out_ns, n_log
-                        n_log = _log(log, n_log, now, out_end, LOG_OUT, out_row)
-                        head_bytes = NEVER
-                if turn == 0 and n_waiting and in_end == NEVER and (copy_engines == 2 or out_end == NEVER):
+            # A swap-out starts; with one engine, not before a swap-in that was issued before it and fits.
+            if queue_head < queue_tail and out_end == NEVER and (copy_engines == 2 or in_end == NEVER):
+                in_first = False
+                if copy_engines == 1 and n_waiting and not in_failed:
                     r = waiting[n_waiting - 1]
-                    head_bytes = gaps[r].nbytes
-                    start = position + (end != NEVER and not rerun)
-                    if start > blocked and used + head_bytes <= limit_here:
-                        at, due = start - position + k, gaps[r].order // ORDER_SEGMENT
-                        fits = limit - head_bytes
-                        obstacle = _obstacle(
-                            segment_of, rest, first, highest, expected, enforced, at, due, fits, required
-                        )
-                        blocked = obstacle + position - k
-                        if obstacle < 0:
-                            blocked = -1
-                            _add(expected, segment_of[at], due, head_bytes)
-                            n_waiting -= 1
-                            used += head_bytes
-                            peak = max(peak, used)
-                            if duplex:
-                                out_work = _left(out_work, out_end, ALONE, now - reckoned)
-                                reckoned, in_work, changed = now, gaps[r].in_ns * ALONE, True
-                            in_row, in_end, in_log = r, now + gaps[r].in_ns, n_log
-                            n_log = _log(log, n_log, now, in_end, LOG_IN, r)
-                            head_bytes = NEVER
-            if changed and out_end != NEVER and in_end != NEVER:
-                out_end, in_end = _end(out_work, out_end, duplex_share, now), _end(in_work, in_end, duplex_share, now)
-                _log_end(log, out_log, out_end)
-                _log_end(log, in_log, in_end)
+                    in_first = gaps[r].pinned != 0 and gaps[r].ready < gaps[queue[queue_head]].issued
+                if not in_first:
+                    out_row = queue[queue_head]
+                    queue_head += 1
+                    if duplex:
+                        in_work = _left(in_work, in_end, ALONE, now - reckoned)
+                        reckoned, out_work, changed = now, gaps[out_row].out_ns * ALONE, True
+                    out_end, out_log = now + gaps[out_row].out_ns, n_log
+                    n_log = _log(log, n_log, now, out_end, LOG_OUT, out_row)
+
+            # A swap-in starts, if it fits.
+            head_bytes = NEVER  # of the next one, where the engine is free for it
+            if n_waiting and in_end == NEVER and (copy_engines == 2 or out_end == NEVER):
+                r = waiting[n_waiting - 1]
+                head_bytes = gaps[r].nbytes
+                start = position + (end != NEVER and not rerun)
+                if start > blocked and used + head_bytes <= limit_here:
+                    at, due = start - position + k, gaps[r].order // ORDER_SEGMENT
+                    fits = limit - head_bytes
+                    obstacle = _obstacle(segment_of, rest, first, highest, expected, enforced, at, due, fits, required)
+                    blocked = obstacle + position - k
+                    if obstacle < 0:
+                        blocked = -1
+                        _add(expected, segment_of[at], due, head_bytes)
+                        n_waiting -= 1
+                        used += head_bytes
+                        peak = max(peak, used)
+                        if duplex:
+                            out_work = _left(out_work, out_end, ALONE, now - reckoned)
+                            reckoned, in_work, changed = now, gaps[r].in_ns * ALONE, True
+                        in_row, in_end, in_log = r, now + gaps[r].in_ns, n_log
+                        n_log = _log(log, n_log, now, in_end, LOG_IN, r)
+                        head_bytes = NEVER
+            if copy_engines == 1:
+                in_failed = queue_head < queue_tail and out_end == NEVER and in_end == NEVER
+                if in_failed:  # so the swap-out goes
+                    continue
+            if changed:
+                changed = False
+                if out_end != NEVER and in_end != NEVER:
+                    out_end, in_end = _end(out_work, duplex_share, now), _end(in_work, duplex_share, now)
+                    _log_end(log, out_log, out_end)
+                    _log_end(log, in_log, in_end)
 
             # Plain kernels run, one after the other; a log wants each of them.
             if log is None:
@@ -392,11 +398,11 @@ def event_loop(  # type: ignore[no-untyped-def]
                 out_work = _left(out_work, out_end, rate, now - reckoned)
                 in_work = _left(in_work, in_end, rate, now - reckoned)
                 reckoned = now
-                if out_end > now:
-                    out_end = _end(out_work, out_end, ALONE, now)
+                if now < out_end < NEVER:
+                    out_end = _end(out_work, ALONE, now)
                     _log_end(log, out_log, out_end)
-                if in_end > now:
-                    in_end = _end(in_work, in_end, ALONE, now)
+                if now < in_end < NEVER:
+                    in_end = _end(in_work, ALONE, now)
                     _log_end(log, in_log, in_end)
             if out_end == now:
                 out_end = NEVER

@@ -1,7 +1,7 @@
 """What the event loop reads of a plan: gaps, gates and segments, made once a call. README.md draws them.
 
-The arguments ``kernels``, ``tensors``, ``graph``, ``rows`` are as in ``Engine``, ``endings`` is as in ``resolve``, and
-empty for a plan without recomputation.
+The arguments ``kernels``, ``tensors``, ``graph``, ``rows`` are as in ``Engine``; ``endings`` is as in
+``lower_recomputations``, and empty for a plan of swaps.
 """
 
 from __future__ import annotations

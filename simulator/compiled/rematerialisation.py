@@ -1,7 +1,7 @@
 """Plans with Recompute decisions, compiled: what schedule.lower says of them in bytes.
 
-``resolve`` walks one iteration by the plan. ``_walk`` is that walk, over the kernels at which a gap opens or ends;
-the functions above it are what it does at one of them, in this order.
+``lower_recomputations`` walks one iteration by the plan. ``_walk`` is that walk, over the kernels at which a gap opens
+or ends; the functions above it are what it does at one of them, in this order.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _lay_out(kernels, tensors, graph, reads_at, results_at, k, chain, stays, las
 
 @jit
 def _walk(kernels, tensors, graph, rows, residency, away_at_start):  # type: ignore[no-untyped-def]
-    """schedule._Walk; see ``resolve``. Only the kernels at which a gap ends or opens are visited one by one."""
+    """schedule._Walk, but only the kernels at which a gap ends or opens are visited one by one."""
     n, m, n_tensors = kernels.shape[1], rows.shape[0], tensors.shape[1]
     reads_at, results_at, writes_at = graph, graph[n + 1 :], graph[2 * n + 2 :]
     size, live = tensors[SIZE], kernels[LIVE]
@@ -233,7 +233,7 @@ def _walk(kernels, tensors, graph, rows, residency, away_at_start):  # type: ign
 
 
 @jit
-def resolve(kernels, tensors, graph, rows, residency):  # type: ignore[no-untyped-def]
+def lower_recomputations(kernels, tensors, graph, rows, residency):  # type: ignore[no-untyped-def]
     """The schedule of a plan of swaps and recomputation.
 
     Args:

@@ -3,7 +3,7 @@
 ``_walk`` goes over the steps of an iteration and keeps which block holds which version of a tensor, and which step uses
 each block last. A version is a slot of ``graph``: that of the writer in the tensor's list of writers. The versions that
 persistent tensors have at the start have no slot; their block has the tensor's number, as all first blocks have.
-``resolve_reruns`` then adds up the bytes.
+``lower_reruns`` then adds up the bytes.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def _walk(kernels, tensors, graph, rows, at, again, away_at_start):  # type: ign
     """schedule._Walk. Steps: those for kernel k are from at[k] + k, itself at[k + 1] + k.
 
     Returns:
-        int64 (rows, 3): as ``endings`` of ``resolve``; int64 (blocks,): tensor, first step, last step. The first blocks
-        are those of the tensors themselves, by tensor.
+        int64 (rows, 3): as ``endings`` of ``lower_recomputations``; int64 (3, blocks): tensor, first step, last step.
+        The first blocks are those of the tensors themselves, by tensor.
     """
     n, m, n_tensors = kernels.shape[1], rows.shape[0], tensors.shape[1]
     reads_at, results_at, writes_at = graph, graph[n + 1 :], graph[2 * n + 2 :]
@@ -167,14 +167,14 @@ def _walk(kernels, tensors, graph, rows, at, again, away_at_start):  # type: ign
 
 
 @jit
-def resolve_reruns(kernels, tensors, graph, rows, residency):  # type: ignore[no-untyped-def]
+def lower_reruns(kernels, tensors, graph, rows, residency):  # type: ignore[no-untyped-def]
     """The schedule of a plan of swaps and kernels that run again.
 
     Args:
-        kernels, tensors, graph, rows, residency: as in ``resolve``.
+        kernels, tensors, graph, rows, residency: as in ``lower_recomputations``.
 
     Returns:
-        ``kernels`` with what they free under the plan; then as ``resolve``.
+        ``kernels`` with what they free under the plan; then as ``lower_recomputations``.
     """
     n, m = kernels.shape[1], rows.shape[0]
     at, again = _passes(rows, n)

@@ -134,11 +134,13 @@ class Lifetimes:
     Attributes:
         intervals: of n blocks; those of zero bytes are left out.
         owner: int64[n], the tensor, or -1 - k for the workspace of kernel k.
+        block: int64[n], of which block of the schedule (simulator.schedule) each is a stay; of a program: its own.
         time_ns: int64[period], when each event of the iteration was, from its start.
     """
 
     intervals: Intervals
     owner: Ints
+    block: Ints
     time_ns: Ints
 
     def addresses(self, packing: Packing) -> dict[int, dict[int, int]]:
@@ -156,10 +158,11 @@ def program_lifetimes(program: Program) -> Lifetimes:
     for t, tensor in enumerate(program.tensors):
         uses = program.accesses[t]
         if tensor.persistent:
-            blocks.append((0, n, tensor.nbytes, t))
+            blocks.append((0, n, tensor.nbytes, t, t))
         elif uses:
-            blocks.append((uses[0], uses[-1] + 1, tensor.nbytes, t))
-    blocks += [(k, k + 1, kernel.workspace, -1 - k) for k, kernel in enumerate(program.kernels)]
+            blocks.append((uses[0], uses[-1] + 1, tensor.nbytes, t, t))
+    count = len(program.tensors)
+    blocks += [(k, k + 1, kernel.workspace, -1 - k, count + k) for k, kernel in enumerate(program.kernels)]
     return _lifetimes(blocks, n, program.start_ns[:-1])
 
 
@@ -192,18 +195,20 @@ def timeline_lifetimes(timeline: Timeline) -> Lifetimes:
             del since[event.block]
         else:
             left.append((event.block, since.pop(event.block), at))
+    if len(times) == begin:  # nothing comes or goes
+        times.append(timeline.last_start_ns)
     period = len(times) - begin
     blocks = []
     for block, lower, upper in left:
         if lower < begin and block in since:  # it stays over the boundary: one block with what is there at the end
             lower, upper = since.pop(block), upper + period
-        blocks.append((max(lower - begin, 0), upper - begin, nbytes[block], owner[block]))
-    blocks += [(max(lower - begin, 0), period, nbytes[block], owner[block]) for block, lower in since.items()]
+        blocks.append((max(lower - begin, 0), upper - begin, nbytes[block], owner[block], block))
+    blocks += [(max(lower - begin, 0), period, nbytes[block], owner[block], block) for block, lower in since.items()]
     return _lifetimes(blocks, period, [t - timeline.last_start_ns for t in times[begin:]])
 
 
-def _lifetimes(blocks: list[tuple[int, int, int, int]], period: int, times: Sequence[int]) -> Lifetimes:
-    """From (lower, upper, bytes, owner) per block."""
-    table = np.array(sorted(b for b in blocks if b[2]), np.int64).reshape(-1, 4)
-    lower, upper, nbytes, owner = np.ascontiguousarray(table.T)
-    return Lifetimes(Intervals(lower, upper, nbytes, period), owner, np.array(times, np.int64))
+def _lifetimes(blocks: list[tuple[int, int, int, int, int]], period: int, times: Sequence[int]) -> Lifetimes:
+    """From (lower, upper, bytes, owner, index) per block."""
+    table = np.array(sorted(b for b in blocks if b[2]), np.int64).reshape(-1, 5)
+    lower, upper, nbytes, owner, index = np.ascontiguousarray(table.T)
+    return Lifetimes(Intervals(lower, upper, nbytes, period), owner, index, np.array(times, np.int64))

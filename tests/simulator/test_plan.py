@@ -1,4 +1,4 @@
-"""plan/1: what is read, what is refused, and which plans fit a program."""
+"""plan/2 and plan/1: what is read, what is refused, and which plans fit a program."""
 
 import itertools
 import json
@@ -37,7 +37,7 @@ def test_the_file_as_it_is_written(tmp_path):
     assert (
         (tmp_path / "p").read_text()
         == """{
- "format": "plan/1",
+ "format": "plan/2",
  "fingerprint": "f",
  "planner": "by hand",
  "limit": 150,
@@ -113,7 +113,7 @@ MALFORMED = [
     ([], "plan: expected an object, got []"),
     ({"format": "plan/1"}, "plan: missing key 'decisions'"),
     ({"decisions": []}, "plan: missing key 'format'"),
-    ({"format": "plan/2", "decisions": []}, "plan.format: expected 'plan/1', got 'plan/2'"),
+    ({"format": "plan/3", "decisions": []}, "plan.format: expected 'plan/2', got 'plan/3'"),
     ({"format": "plan/1", "decisions": [], "seed": 1}, "plan: unknown key 'seed'"),
     ({"format": "plan/1", "decisions": {}}, "plan.decisions: expected a list, got {}"),
     ({"format": "plan/1", "decisions": [1]}, "decisions[0]: expected an object, got 1"),

@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, strategies as st
@@ -299,3 +300,14 @@ def test_with_durations():
         PROGRAM.with_durations([1] * 7)
     with pytest.raises(FormatError, match=r"kernels\[0\]\.duration_ns"):
         PROGRAM.with_durations([-1] * 8)
+
+
+def test_with_durations_scales_the_variants():
+    kernels = (replace(PROGRAM.kernels[0], duration_ns=10, variants=((4, 7), (25, 0))), *PROGRAM.kernels[1:])
+    program = replace(PROGRAM, kernels=kernels)
+    assert program.with_durations([15] * 8).kernels[0].variants == ((6, 7), (38, 0))  # 37.5, to the even one
+    assert program.with_durations([10] * 8).kernels[0].variants == ((4, 7), (25, 0))
+    timeless = replace(PROGRAM, kernels=(replace(kernels[0], duration_ns=0), *kernels[1:]))
+    assert timeless.with_durations([0] * 8) == timeless.with_durations([0, *[0] * 7])
+    with pytest.raises(ValueError, match=r"kernels\[0\]: its variants cannot be scaled from a duration of 0"):
+        timeless.with_durations([1] * 8)

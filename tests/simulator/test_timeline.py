@@ -44,7 +44,7 @@ def test_a_period_other_than_one_is_written(timeline):
 def test_a_timeline_is_steady_where_nothing_else_is_said(timeline):
     values = {name: getattr(timeline, name) for name in timeline.__dataclass_fields__ if name != "period"}
     assert Timeline(**values) == timeline
-    record = (timeline.boundaries, timeline.spans, timeline.memory, [])
+    record = (timeline.boundaries, timeline.spans, timeline.events, timeline.events_until, [])
     assert Timeline.assemble(PROGRAM, LIMIT, 140, *record).period == 1
 
 
@@ -62,7 +62,7 @@ def test_the_breakdown_is_of_the_last_iteration(timeline):
 
 MALFORMED = [
     ([], 1, "timeline: expected an object, got 1"),
-    (["format"], "timeline/0", "timeline.format: expected 'timeline/1'"),
+    (["format"], "timeline/0", "timeline.format: expected 'timeline/2'"),
     (["format"], DELETE, "timeline: missing key 'format'"),
     (["peak"], 1, "timeline: unknown key 'peak'"),
     (["peak_bytes"], 1.5, "timeline.peak_bytes: expected an integer, got 1.5"),
@@ -70,8 +70,8 @@ MALFORMED = [
     (["breakdown", "compute_ns"], DELETE, "breakdown: missing key 'compute_ns'"),
     (["breakdown", "stall_ns"], 1, "breakdown: unknown key 'stall_ns'"),
     (["boundaries"], ["end"], 'boundaries[0]: expected an integer, got "end"'),
-    (["memory", 2], [1], "memory[2]: expected 2 integers, got 1"),
-    (["memory", 2], [1, True], "memory[2][1]: expected an integer, got true"),
+    (["events", 2], [1], "events[2]: expected 4 integers, got 1"),
+    (["events", 2], [1, True, 0, 0], "events[2][1]: expected an integer, got true"),
     (["spans", 1], [0, 1, "d2h", "swap_out"], "spans[1]: expected [start_ns, end_ns, stream, kind, index]"),
     (["spans", 1], [0, 1, "d2d", "swap_out", 1], "spans[1]: unknown stream or kind"),
     (["spans", 1], [0, 1, "d2h", ["swap_out"], 1], "spans[1]: unknown stream or kind"),

@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 from simulator import Kernel, Machine, Plan, Program, Recompute, Swap, Tensor, Timeline, simulate, validate
 from simulator.schedule import lower
-from simulator.timeline import Span
+from simulator.timeline import BlockEvent, Span
 from simulator.validate import violations
 from tests import tiny
 from tests.strategies import machines, networks, plans, programs
@@ -19,7 +19,7 @@ from tests.strategies import machines, networks, plans, programs
 @given(st.data())
 def test_nothing_to_find_in_a_simulated_timeline(data):
     program = data.draw(programs() | networks())
-    plan = data.draw(plans(program))
+    plan = data.draw(plans(program, reruns=True))
     machine = data.draw(machines())
     limit = lower(program, plan).required_bytes + data.draw(st.integers(0, 60))
     iterations = data.draw(st.integers(1, 3))
@@ -33,7 +33,7 @@ def test_nothing_to_find_in_a_simulated_timeline(data):
 @given(st.data())
 def test_no_span_can_be_moved_or_left_out_unnoticed(data):
     program = data.draw(programs() | networks())
-    plan = data.draw(plans(program))
+    plan = data.draw(plans(program, reruns=True))
     machine = data.draw(machines())
     limit = lower(program, plan).required_bytes + data.draw(st.integers(0, 60))
     timeline = simulate(program, plan, machine, limit)
@@ -80,14 +80,18 @@ def late(timeline: Timeline) -> Timeline:
     """The last kernel starts 5 ns late, and everything that follows from that is told truly."""
     last = timeline.spans[-1]
     timeline = with_span(timeline, len(timeline.spans) - 1, last._replace(start_ns=325, end_ns=345))
-    memory = (*timeline.memory[:-1], (345, timeline.memory[-1][1]))
+    events = tuple(e._replace(time_ns=345) if e.time_ns == 340 else e for e in timeline.events)
     parts = replace(timeline.breakdown, stall_memory_ns=timeline.breakdown.stall_memory_ns + 5,
                     overlapped_transfer_ns=timeline.breakdown.overlapped_transfer_ns - 5)  # fmt: skip
-    return replace(timeline, boundaries=(170, 345), iteration_ns=175, memory=memory, breakdown=parts)
+    return replace(timeline, boundaries=(170, 345), iteration_ns=175, events=events, breakdown=parts)
 
 
-def with_memory(timeline: Timeline, i: int, *points: tuple[int, int]) -> Timeline:
-    return replace(timeline, memory=(*timeline.memory[:i], *points, *timeline.memory[i + 1 :]))
+def with_event(timeline: Timeline, i: int, *events: BlockEvent) -> Timeline:
+    """The timeline with event i replaced by ``events``."""
+    return replace(timeline, events=(*timeline.events[:i], *events, *timeline.events[i + 1 :]))
+
+
+A2_BORN, A1_LEAVES = SWAPPED.events[2], SWAPPED.events[4]
 
 
 LATE = Span(341, 381, "d2h", "swap_out", tiny.A1)
@@ -98,11 +102,11 @@ LIES: list[tuple[str, str, Callable[[], Timeline]]] = [
     ("spans", "negative duration", lambda: altered(SWAPPED, "kernel", 2, end_ns=19)),
     ("spans", "not in order of start", lambda: reordered(SWAPPED)),
     ("spans", "no iteration", lambda: replace(SWAPPED, boundaries=())),
-    ("spans", "no memory", lambda: replace(SWAPPED, memory=())),
     ("overlap", "two kernels", lambda: altered(SWAPPED, "kernel", 2, start_ns=15, end_ns=25)),
     ("order", "a kernel twice", lambda: altered(SWAPPED, "kernel", 2, index=1)),
     ("order", "the last kernel is missing", lambda: replace(SWAPPED, spans=SWAPPED.spans[:-1])),
     ("order", "a copy after the end", lambda: replace(SWAPPED, spans=(*SWAPPED.spans, LATE))),
+    ("order", "a copy at the end", lambda: replace(SWAPPED, spans=(*SWAPPED.spans, LATE._replace(start_ns=340)))),
     ("duration", "a short kernel", lambda: altered(SWAPPED, "kernel", 2, end_ns=29)),
     ("duration", "a fast swap-out", lambda: altered(SWAPPED, "swap_out", tiny.A1, end_ns=59)),
     ("duration", "a slow swap-in", lambda: altered(SWAPPED, "swap_in", tiny.A1, end_ns=131)),
@@ -116,10 +120,17 @@ LIES: list[tuple[str, str, Callable[[], Timeline]]] = [
     ("idle", "b1 starts late", lambda: late(SWAPPED)),
     ("idle", "a1 leaves late", lambda: altered(SWAPPED, "swap_out", tiny.A1, start_ns=21, end_ns=61)),
     ("idle", "a1 returns late", lambda: altered(SWAPPED, "swap_in", tiny.A1, start_ns=111, end_ns=151)),
-    ("memory", "one byte more", lambda: with_memory(SWAPPED, 3, (20, 131))),
-    ("memory", "one ns later", lambda: with_memory(SWAPPED, 3, (21, 130))),
-    ("memory", "a change is missing", lambda: with_memory(SWAPPED, len(SWAPPED.memory) - 1)),
-    ("memory", "a change too many", lambda: with_memory(SWAPPED, len(SWAPPED.memory) - 1, (340, 10), (340, 10))),
+    ("memory", "no events", lambda: replace(SWAPPED, events=())),
+    ("memory", "one byte more", lambda: with_event(SWAPPED, 2, A2_BORN._replace(nbytes=41))),
+    ("memory", "one ns later", lambda: with_event(SWAPPED, 2, A2_BORN._replace(time_ns=11))),
+    ("memory", "another tensor", lambda: with_event(SWAPPED, 2, A2_BORN._replace(owner=tiny.A3))),
+    ("memory", "another block", lambda: with_event(SWAPPED, 2, A2_BORN._replace(block=3))),
+    ("memory", "another block for a persistent tensor", lambda: with_event(SWAPPED, 0, BlockEvent(0, tiny.W, 8, 10))),
+    ("memory", "a block of 0 bytes", lambda: with_event(SWAPPED, 2, A2_BORN, A2_BORN._replace(nbytes=0))),
+    ("memory", "a change is missing", lambda: with_event(SWAPPED, len(SWAPPED.events) - 1)),
+    ("memory", "a change too many", lambda: with_event(SWAPPED, 4, A1_LEAVES, A1_LEAVES)),
+    ("memory", "taken before it is given back", lambda: with_event(
+        with_event(SWAPPED, 5), 4, SWAPPED.events[5], A1_LEAVES)),
 ]  # fmt: skip
 
 
@@ -145,19 +156,21 @@ def test_a_violation_says_when_and_what():
     assert [v for v in pinned if v[0] == "swap-in"] == [("swap-in", 90, early), ("swap-in", 260, early)]
     # Over the limit from 90 to 110 in both iterations; a figure, which belongs to the end, comes last.
     over = violations(replace(SWAPPED, peak_bytes=151), tiny.PROGRAM, tiny.SWAP_PLAN, tiny.MACHINE, 149)
+    no_room = "tensor 1 returns where there is no room for it until its use"
     assert [tuple(v) for v in over] == [
-        ("limit", 90, "150 bytes of 149"), ("limit", 260, "150 bytes of 149"),
+        ("swap-in", 90, no_room), ("limit", 90, "150 bytes of 149"),
+        ("swap-in", 260, no_room), ("limit", 260, "150 bytes of 149"),
         ("figures", 340, "peak_bytes is 151, the spans give 150"),
     ]  # fmt: skip
 
 
 def test_the_rules_are_those_of_the_docstring():
     documented = set(re.findall(r"^- ``([a-z-]+)``", validate.__doc__, re.MULTILINE))
-    assert documented == {rule for rule, _, _ in LIES} | {"content", "recompute", "limit", "figures", "sync"}
+    assert documented == {rule for rule, _, _ in LIES} | {"content", "recompute", "limit", "host", "figures", "sync"}
     assert rules(SWAPPED, tiny.SWAP_PLAN) == set()
 
 
-@pytest.mark.parametrize("name", ["iteration_ns", "ideal_ns", "peak_bytes", "required_bytes"])
+@pytest.mark.parametrize("name", ["iteration_ns", "ideal_ns", "peak_bytes", "required_bytes", "period"])
 def test_a_wrong_figure(name):
     wrong = replace(SWAPPED, **{name: getattr(SWAPPED, name) - 1})
     found = violations(wrong, tiny.PROGRAM, tiny.SWAP_PLAN, tiny.MACHINE, tiny.LIMIT)
@@ -166,6 +179,8 @@ def test_a_wrong_figure(name):
 
 def test_wrong_boundaries():
     assert rules(replace(SWAPPED, boundaries=(169, 340)), tiny.SWAP_PLAN) == {"figures"}
+    assert SWAPPED.events_until == (1, 17, 33)  # w; 16 changes an iteration
+    assert rules(replace(SWAPPED, events_until=(1, 18, 33)), tiny.SWAP_PLAN) == {"figures"}
 
 
 @pytest.mark.parametrize("name", list(SWAPPED.breakdown.__dataclass_fields__))
@@ -176,7 +191,8 @@ def test_a_wrong_part_of_the_breakdown(name):
 
 
 def test_over_the_limit():
-    assert rules(SWAPPED, tiny.SWAP_PLAN, limit=149) == {"limit"}
+    assert rules(SWAPPED, tiny.SWAP_PLAN, limit=149) == {"limit", "swap-in"}  # 150 bytes with a1 back beside b3
+    assert rules(simulate(tiny.PROGRAM, Plan(), tiny.MACHINE, 180), Plan(), limit=179) == {"limit"}
 
 
 def test_copies_at_once_on_one_engine():

@@ -220,7 +220,9 @@ def check_recomputation(program: Program, limits: Callable[[list[int]], list[int
     for gap in program.gaps(1):
         t, after, before = gap
         if cannot_recompute(program, *gap) is None:
-            options.append([None, *((RECOMPUTE, t, k, before, keep, -1) for k in range(after, before) for keep in (0, 1))])
+            options.append(
+                [None, *((RECOMPUTE, t, k, before, keep, -1) for k in range(after, before) for keep in (0, 1))]
+            )
     if math.prod(len(o) for o in options) > 2500:
         return False
     engine = Engine(program, MACHINE, 10**9)

@@ -7,6 +7,7 @@ import pytest
 import agents
 from agents.heuristics.tensile import TENSILE, Channel
 from simulator import Kernel, Machine, Program, Recompute, Swap, Tensor, simulate
+from tests.simulator.test_language import READ_MEANWHILE
 from tests.tiny import A1, A2, LIMIT, MACHINE, PROGRAM, W
 
 BYTE_PER_NS = Machine("byte per ns", 10**6, 10**9, 10**9, copy_latency_ns=0)
@@ -72,10 +73,17 @@ def test_no_feasible_region_where_autoswap_waits() -> None:
     assert simulate(PROGRAM, autoswap, MACHINE, LIMIT).iteration_ns >= PROGRAM.ideal_ns + 50
 
 
+def test_a_tensor_leaves_while_it_is_read() -> None:
+    # Written by w until 10, read by r1 until 110, when the peak begins: the copy is made while r1 runs.
+    plan = agents.make("tensile", min_bytes=1, mode="swap").plan(READ_MEANWHILE, BYTE_PER_NS, 100)
+    assert plan.decisions == (Swap(0, 1, 4, prefetch=2, copy=0),)
+    assert simulate(READ_MEANWHILE, plan, BYTE_PER_NS, 100).iteration_ns == READ_MEANWHILE.ideal_ns
+
+
 def test_recomputation_comes_when_swaps_do_not_succeed() -> None:
     # After w (above) the peak is 170. a1 and a2 are open at it, both of MSPS 40 bytes / 10 ns: the first.
     plan = agents.make("tensile", min_bytes=1).plan(PROGRAM, MACHINE, LIMIT)
-    assert plan.decisions == (Swap(W, 0, 7, prefetch=5), Recompute(A1, 1, 6))
+    assert plan.decisions == (Swap(W, 0, 7, prefetch=5, copy=7), Recompute(A1, 1, 6))
     assert agents.make("tensile", min_bytes=1).plan(PROGRAM, MACHINE, 170).decisions == plan.decisions[:1]
     alone = agents.make("tensile", min_bytes=1, mode="recompute").plan(PROGRAM, MACHINE, LIMIT)
     assert alone.decisions == (Recompute(A1, 1, 6),)

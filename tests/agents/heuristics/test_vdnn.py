@@ -50,7 +50,7 @@ def network(second: KernelKind = "conv") -> Program:
 NETWORK = network()
 X1, X2 = Gap(A1, 1, 6), Gap(A2, 2, 5)
 # k4 looks for layers before it and finds conv2 (k5); then k5 finds pool (k6).
-ALL = (Swap(*X1, prefetch=4, sync=True), Swap(*X2, prefetch=3, sync=True))
+ALL = (Swap(*X1, prefetch=4, sync=True, copy=0), Swap(*X2, prefetch=3, sync=True, copy=1))
 
 
 def plan(policy: str, limit: int, program: Program = NETWORK, **options: object) -> agents.Planner:
@@ -64,14 +64,14 @@ def test_all_offloads_every_input_and_waits() -> None:
     timeline = simulate(NETWORK, made, MACHINE, PLENTY, iterations=1)
     work = [(s.kind, s.index, s.start_ns, s.end_ns) for s in timeline.spans]
     assert work == [
-        ("kernel", 0, 0, 10), ("kernel", 1, 10, 20),
-        ("swap_out", A1, 20, 60), ("kernel", 2, 60, 70),  # conv2 waits for the input of pool
-        ("swap_out", A2, 70, 80), ("kernel", 3, 80, 90),  # act waits for the input of conv2
-        ("swap_in", A2, 90, 100), ("kernel", 4, 90, 100),
-        ("swap_in", A1, 100, 140), ("kernel", 5, 100, 110),  # issued when conv2's backward pass starts
-        ("kernel", 6, 140, 150), ("kernel", 7, 150, 160),
+        ("kernel", 0, 0, 10), ("swap_out", A1, 10, 50), ("kernel", 1, 10, 20),  # beside pool, which reads it
+        ("swap_out", A2, 50, 60), ("kernel", 2, 50, 60),  # conv2 waits for the input of pool
+        ("kernel", 3, 60, 70),  # act need not wait: conv2 is no shorter than the copy of its input
+        ("swap_in", A2, 70, 80), ("kernel", 4, 70, 80),
+        ("swap_in", A1, 80, 120), ("kernel", 5, 80, 90),  # issued when conv2's backward pass starts
+        ("kernel", 6, 120, 130), ("kernel", 7, 130, 140),
     ]  # fmt: skip
-    assert timeline.breakdown == Breakdown(80, 0, 50, 30, 20)
+    assert timeline.breakdown == Breakdown(80, 0, 30, 30, 40)
 
 
 def test_conv_offloads_for_conv_layers_only() -> None:
@@ -81,8 +81,8 @@ def test_conv_offloads_for_conv_layers_only() -> None:
 def test_nobody_waits_without_sync() -> None:
     loose = plan("all", PLENTY, sync=False)
     assert loose.decisions == tuple(replace(d, sync=False) for d in ALL)
-    # a1 leaves [20, 60), a2 [60, 70), beside k2 … k5; a2 returns [70, 80) for k5 and then a1 [80, 120) for k6.
-    assert simulate(NETWORK, loose, MACHINE, PLENTY, iterations=1).iteration_ns == 140
+    # a1 leaves [10, 50), a2 [50, 60), beside k1 … k4; a2 returns [60, 70) for k5 and then a1 [70, 110) for k6.
+    assert simulate(NETWORK, loose, MACHINE, PLENTY, iterations=1).iteration_ns == 130
 
 
 def test_static_policies_do_not_look_at_the_limit() -> None:
@@ -110,7 +110,7 @@ def test_what_no_search_finds_is_fetched_when_it_is_needed() -> None:
         Kernel("k4", "pool", "backward", (0,), (), 10),
     )
     program = Program("first", (Tensor("x", 20),), kernels)
-    assert plan("all", PLENTY, program).decisions == (Swap(0, 1, 4, prefetch=3, sync=True),)
+    assert plan("all", PLENTY, program).decisions == (Swap(0, 1, 4, prefetch=3, sync=True, copy=0),)
 
 
 def test_the_last_consumer_offloads_and_in_place_layers_do_not() -> None:
@@ -134,10 +134,10 @@ def test_the_last_consumer_offloads_and_in_place_layers_do_not() -> None:
     ("limit", "decisions", "iteration_ns"),
     [
         (105, (), 80),  # the peak: nothing need leave
-        # conv: a2 leaves [30, 40), k3 waits; beside k4 (95) there is no room for it, so that k5 waits [60, 70).
-        # all takes 160, as above.
-        (100, ALL[1:], 100),
-        (94, ALL, 160),
+        # conv: a2 leaves [20, 30); beside k4 (95) there is no room for it, so that k5 waits [50, 60).
+        # all takes 140, as above.
+        (100, ALL[1:], 90),
+        (94, ALL, 140),
     ],
 )
 def test_dyn_takes_the_fastest_that_fits(limit: int, decisions: tuple[Swap, ...], iteration_ns: int) -> None:
@@ -163,7 +163,7 @@ def test_differs_from_planners_that_look_at_the_limit() -> None:
 def test_rows_are_of_the_kind_asked_for() -> None:
     for sync, kind in ((True, SYNC_SWAP), (False, SWAP)):
         rows = VDNN("all", sync=sync, min_bytes=1).rows(NETWORK, "all")
-        assert rows.dtype == np.int64 and rows.tolist() == [[kind, A1, 1, 6, 4, -1], [kind, A2, 2, 5, 3, -1]]
+        assert rows.dtype == np.int64 and rows.tolist() == [[kind, A1, 1, 6, 4, 0], [kind, A2, 2, 5, 3, 1]]
 
 
 @settings(max_examples=60, deadline=None)

@@ -37,7 +37,7 @@ from tests.executor.training.programs import (
 def break_kernel(step: PlannedStep, phase: str, action: Callable[[], None], which: int = 0.5) -> int:
     """``action`` before the operator of a kernel in the middle of a phase."""
     items = [i for i, item in enumerate(step.order.items)
-             if step.program.kernels[item.kernel].phase == phase and step._work[i][2]]  # fmt: skip
+             if step.program.kernels[item.step.kernel].phase == phase and step._work[i][2]]  # fmt: skip
     i = items[int(which * len(items))]
     work = list(step._work[i])
     (out, function, get, options), *rest = work[2]
@@ -116,8 +116,8 @@ def test_a_copy_that_fails_is_as_if_the_step_had_not_been(way, monkeypatch):
 def test_a_copy_that_fails_while_the_optimizer_runs_loses_nothing(way, monkeypatch):
     twins, step = planned()
     twins.train(step, 2)
-    late = {t for item in step.order.items[step._commit + 1 :] for kind, t in item.before + item.after if kind == way}
-    hosts = {step._blocks.blocks[t].host.data_ptr() for t in late}
+    late = {b for item in step.order.items[step._commit + 1 :] for kind, b in item.before + item.after if kind == way}
+    hosts = {step._blocks.blocks[step.order.schedule.blocks[b].owner].host.data_ptr() for b in late}
     began = []
     i = step._commit
     move, errors = storage.move, [OSError("no link")]

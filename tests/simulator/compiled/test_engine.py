@@ -5,9 +5,10 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from simulator import Engine, OutOfMemory, Plan, Recompute, Swap, reference, simulate
-from simulator.compiled.engine import RECOMPUTE, SWAP, SYNC_SWAP, decisions_of, rows_of
+from simulator import Engine, OutOfMemory, Plan, Recompute, Rerun, Swap, simulate
+from simulator.compiled.encoding import RECOMPUTE, RERUN, SWAP, SYNC_SWAP, decisions_of, rows_of
 from simulator.schedule import lower
+from tests import random_cases, tiny
 from tests.strategies import machines, plans, programs
 
 
@@ -15,24 +16,17 @@ from tests.strategies import machines, plans, programs
 @given(st.data())
 def test_engine_equals_reference(data):
     program = data.draw(programs())
-    plan = data.draw(plans(program))
-    machine = data.draw(machines())
-    required = lower(program, plan).required_bytes
-    limit = required + data.draw(st.integers(-1, 60))
+    plan, machine = data.draw(plans(program, reruns=True)), data.draw(machines())
+    limit = lower(program, plan).required_bytes + data.draw(st.integers(-1, 60))
     until = data.draw(st.sampled_from([None, None, 0, len(program.kernels) // 2]))
-    iterations = data.draw(st.integers(1, 5))
-    try:
-        expected = reference.simulate(program, plan, machine, limit, iterations, until)
-    except OutOfMemory as error:
-        with pytest.raises(OutOfMemory) as caught:
-            simulate(program, plan, machine, limit, iterations, until)
-        assert str(caught.value) == str(error)
-        return
-    assert simulate(program, plan, machine, limit, iterations, until) == expected
-    score = Engine(program, machine, limit, iterations).score(rows_of(plan.decisions), until)
-    assert score == (True, expected.iteration_ns, expected.required_bytes, expected.peak_bytes)
-    if until is None:
-        assert expected.peak_bytes <= limit
+    case = random_cases.Case(program, plan, machine, limit, until, data.draw(st.integers(1, 5)))
+    assert random_cases.difference(case) is None
+
+
+@pytest.mark.parametrize("first", range(0, 4000, 1000))
+def test_engine_equals_reference_in_many_cases(first):
+    for seed in range(first, first + 1000):
+        assert random_cases.difference(random_cases.case(seed)) is None, f"seed {seed}"
 
 
 @settings(max_examples=200, deadline=None)
@@ -85,8 +79,15 @@ def test_rows_and_decisions_are_inverse(data):
 
 
 def test_a_synchronous_swap_is_a_kind_of_row():
-    decisions = (Swap(1, 1, 6), Recompute(2, 2, 5, True), Swap(3, 2, 5, 4, sync=True))
-    assert rows_of(decisions).tolist() == [[SWAP, 1, 1, 6, -1], [RECOMPUTE, 2, 2, 5, 1], [SYNC_SWAP, 3, 2, 5, 4]]
+    decisions = (Swap(1, 1, 6), Recompute(2, 2, 5, True), Swap(3, 2, 5, 4, sync=True), Swap(1, 1, 6, copy=0),
+                 Recompute(2, 2, 5, at=4), Rerun(2, 5))  # fmt: skip
+    assert rows_of(decisions).tolist() == [
+        [SWAP, 1, 1, 6, -1, -1], [RECOMPUTE, 2, 2, 5, 1, -1], [SYNC_SWAP, 3, 2, 5, 4, -1], [SWAP, 1, 1, 6, -1, 0],
+        [RECOMPUTE, 2, 2, 5, 0, 4], [RERUN, -1, 2, 5, 0, -1],
+    ]  # fmt: skip
+    assert decisions_of(rows_of(decisions)) == decisions
+    with pytest.raises(ValueError, match="expected 6 columns, got 5"):
+        Engine(tiny.PROGRAM, tiny.MACHINE, tiny.LIMIT).score(rows_of(decisions)[:, :5])
 
 
 def test_no_plan_no_overhead():

@@ -54,7 +54,7 @@ def test_lifetimes_under_a_swap() -> None:
 
 def test_lifetimes_under_recomputation() -> None:
     timeline = simulate(tiny.PROGRAM, tiny.RECOMPUTE_PLAN, tiny.MACHINE, tiny.LIMIT)
-    lives = timeline_lifetimes(timeline, tiny.PROGRAM, tiny.RECOMPUTE_PLAN)
+    lives = timeline_lifetimes(timeline)
     # f2 ends at 20 and drops a1; f1 runs again from 80 to 90, then b2 to 110 and b1 to 130.
     assert [b for b in in_ns(lives, 130) if b[0] == A1] == [(A1, 0, 20), (A1, 80, 130)]
     assert lives.intervals.peak_bytes == 140  # a2 a3 a4 w g4 in b4
@@ -87,7 +87,7 @@ def test_kernels_without_duration_do_not_share_addresses() -> None:
         Kernel("read", "other", "forward", (1,), (2,), 0),
     )
     program = Program("instant", tuple(Tensor(x, 8) for x in "abc"), kernels)
-    lives = timeline_lifetimes(simulate(program, Plan(), tiny.MACHINE, 16), program, Plan())
+    lives = timeline_lifetimes(simulate(program, Plan(), tiny.MACHINE, 16))
     packing = smartpool.pack(lives.intervals)
     assert packing.footprint == lives.intervals.peak_bytes == 16
     assert packing.offsets.tolist() == [0, 8, 0]  # c comes when a has gone
@@ -96,7 +96,7 @@ def test_kernels_without_duration_do_not_share_addresses() -> None:
 def test_one_iteration_is_too_few() -> None:
     timeline = simulate(tiny.PROGRAM, Plan(), tiny.MACHINE, 180, iterations=1)
     with pytest.raises(ValueError, match="at least two iterations"):
-        timeline_lifetimes(timeline, tiny.PROGRAM, Plan())
+        timeline_lifetimes(timeline)
 
 
 @settings(max_examples=120, deadline=None)

@@ -1,0 +1,63 @@
+"""Are the block events of a timeline what the replay's ledger says?
+
+Of what one instant takes, or gives back, at once only the order is free. Which index a block has is the schedule's
+matter, but that persistent tensors come first; here one index must always be one copy of one tensor, and one copy have
+one index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby, zip_longest
+from typing import NamedTuple
+
+from simulator.timeline import BlockEvent
+from simulator.validate.spans import Violation
+
+
+class Change(NamedTuple):
+    """One change of the ledger."""
+
+    time_ns: int
+    owner: int  # tensor, or -1 - k: the workspace of kernel k
+    born: int  # the block's first piece of compute, counted from the start of its iteration; -1: a persistent tensor
+    nbytes: int  # above 0 where it takes memory, below where it gives it back
+
+
+def curve(events: Iterable[BlockEvent]) -> list[tuple[int, int]]:
+    """(time_ns, bytes in use after it): what one instant takes, or gives back, at once is one change."""
+    out, used = [], 0
+    for (time, _), group in groupby(events, lambda e: (e.time_ns, e.nbytes > 0)):
+        used += sum(e.nbytes for e in group)
+        out.append((time, used))
+    return out
+
+
+def wrong_events(
+    ledger: Iterable[Change], events: Iterable[BlockEvent], persistent: Iterable[int]
+) -> Iterator[Violation]:
+    """Rule ``memory``: the first instant that differs, and every block that is not one copy of one tensor.
+
+    Args:
+        persistent: the tensors that are, by index.
+    """
+    ours = groupby(ledger, lambda c: (c.time_ns, c.nbytes > 0))
+    theirs = groupby(events, lambda e: (e.time_ns, e.nbytes > 0))
+    index = {(t, -1): i for i, t in enumerate(persistent)}
+    block = {i: copy for copy, i in index.items()}
+    for mine, other in zip_longest(ours, theirs):
+        # The sort is stable: changes of one owner stay in order.
+        right = sorted(mine[1], key=lambda c: c.owner) if mine else []
+        says = sorted(other[1], key=lambda e: e.owner) if other else []
+        if [(c.time_ns, c.owner, c.nbytes) for c in right] != [(e.time_ns, e.owner, e.nbytes) for e in says]:
+            first = (mine or other)[0][0]
+            yield Violation("memory", first, f"events are {_text(says)}, the ledger says {_text(right)}")
+            return
+        for c, e in zip(right, says, strict=True):
+            copy = c.owner, c.born
+            if index.setdefault(copy, e.block) != e.block or block.setdefault(e.block, copy) != copy:
+                yield Violation("memory", e.time_ns, f"block {e.block} of tensor {c.owner} is another copy of it")
+
+
+def _text(changes: Iterable[Change | BlockEvent]) -> str:
+    return ", ".join(f"{c.nbytes:+,} by {c.owner} at {c.time_ns}" for c in changes) or "none"

@@ -1,0 +1,298 @@
+"""What each piece of compute means, read off the recorded spans: no clock.
+
+A **block** is one copy of a tensor in device memory. A piece of compute reads the blocks that hold the versions which
+program order gives it; a block is taken when it is first written and given back after the piece that uses it last,
+which the spans to come tell. So nothing need be known of a pass but which kernels it runs.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from simulator.plan import Plan, Recompute, Rerun, Swap
+from simulator.program import Program
+from simulator.timeline import Span, Timeline
+from simulator.validate.spans import Violation
+
+Version = tuple[int, ...]  # executions that wrote the content: iteration * kernels + kernel
+
+
+@dataclass(eq=False)
+class Block:
+    """One copy of a tensor, or a workspace."""
+
+    owner: int  # tensor, or -1 - k: the workspace of kernel k
+    nbytes: int
+    born: int  # its first piece of compute, counted from the start of its iteration; -1: a persistent tensor
+    only: int = -1  # the position whose pass alone may read it; -1: everybody
+    content: Version = ()
+    last: int = -1  # the piece of compute that used it last, counted from the start
+
+
+@dataclass
+class Step:
+    """One piece of compute: a kernel, or one that runs again."""
+
+    span: Span
+    position: int  # of the kernel for which it runs, counted from the start
+    waits: set[int] = field(default_factory=set)  # tensors that it, or its pass, needs where they are
+    own: set[int] = field(default_factory=set)  # tensors that it reads from what its pass has written
+    takes: list[Block] = field(default_factory=list)
+    gives: list[Block] = field(default_factory=list)
+
+
+class Steps:
+    """All pieces of compute of a timeline whose kernels are in order.
+
+    Attributes:
+        found: broken rules: resident, content, recompute.
+        steps: as recorded.
+        needs: per position, the tensors used where they are: those of which it ends the gap.
+        leaves: (position, tensor) -> the block that a gap opened there sends away.
+    """
+
+    def __init__(self, timeline: Timeline, program: Program, plan: Plan):
+        self.program, self.n = program, len(program.kernels)
+        self.size = [t.nbytes for t in program.tensors]
+        self.uses = [[k for k, kernel in enumerate(program.kernels) if t in kernel.inputs + kernel.outputs]
+                     for t in range(len(self.size))]  # fmt: skip
+        self.writers = [[k for k in uses if t in program.kernels[k].outputs] for t, uses in enumerate(self.uses)]
+        self.swaps = sorted((d for d in plan.decisions if isinstance(d, Swap)), key=lambda d: d.tensor)
+        self.drops = [d for d in plan.decisions if isinstance(d, Recompute)]
+        self.reruns = [d for d in plan.decisions if isinstance(d, Rerun)]
+        self.found: list[Violation] = []
+        self.steps: list[Step] = []
+        self.needs: list[set[int]] = []
+        self.leaves: dict[tuple[int, int], Block] = {}
+        self.right: list[Version] = [()] * len(self.size)  # content by program order
+        self.read: dict[tuple[int, int], Version] = {}  # (position, tensor) -> content that the kernel read
+        persistent = [t for t, tensor in enumerate(program.tensors) if tensor.persistent]
+        self.tensor = {t: Block(t, self.size[t], -1) for t in persistent}  # the newest block with the right content
+        self.persistent = list(self.tensor.values())
+        self.blocks: dict[int, list[Block]] = {}  # all of this iteration, by tensor
+        self.own: dict[int, Block] = {}  # what the present pass has written
+        self.dropped: dict[int, Recompute] = {}
+        self.open: set[int] = set()  # tensors that a swap has away
+        self.begin = 0  # the first piece of compute of this iteration
+        every: list[Block] = []
+        pieces: list[Span] = []
+        for span in timeline.spans:
+            if span.stream == "compute":
+                pieces.append(span)
+            if span.kind == "kernel":
+                every += self._position(pieces)
+                pieces = []
+        for block in every:
+            self.steps[block.last].gives.append(block)
+        self.used_at = [[k for k in range(self.n) if t in self.needs[k]] for t in range(len(self.size))]
+        passes: list[list[int]] = [[] for _ in self.needs]
+        for step in self.steps:
+            passes[step.position].append(step.span.index)
+        for p in range(self.n, len(passes)):
+            if passes[p] != passes[p - self.n]:
+                self._fail(self._at(p), "recompute", f"kernel {p % self.n}: not the same pass in every iteration")
+
+    def _at(self, position: int) -> Step:
+        return next(s for s in self.steps if s.position == position)
+
+    def _fail(self, step: Step, rule: str, detail: str) -> None:
+        self.found.append(Violation(rule, step.span.start_ns, detail))
+
+    # ------------------------------------------------------------------------------ one kernel, its pass
+
+    def _position(self, pieces: list[Span]) -> list[Block]:
+        """A kernel and what runs again for it; returns the blocks that it takes."""
+        position = len(self.needs)
+        k = position % self.n
+        self.needs.append(set())
+        if k == 0:
+            self.blocks, self.begin = {}, len(self.steps)
+        self.own = {}
+        closed = self.open | {d.tensor for d in self.swaps if d.copy is not None
+                              and 0 < (k - d.copy) % self.n <= (d.after - d.copy) % self.n}  # fmt: skip
+        again = [self._again(Step(span, position), closed) for span in pieces[:-1]]
+        for step in again:
+            step.waits |= self.needs[-1]
+        kernel = Step(pieces[-1], position)
+        if self.reruns:
+            planned = sorted(d.kernel for d in self.reruns if d.before == k)
+            if [s.span.index for s in again] != planned:
+                ran = [s.span.index for s in again]
+                self._fail((again or [kernel])[0], "recompute", f"{ran} run again for kernel {k}, not {planned}")
+        else:
+            self._recovered(k, again, kernel)
+        self._kernel(kernel)
+        return [block for step in (*again, kernel) for block in step.takes]
+
+    def _take(self, step: Step, owner: int, nbytes: int, only: int = -1) -> Block:
+        """A new block, taken by the last step."""
+        block = Block(owner, nbytes, len(self.steps) - 1 - self.begin, only, (), len(self.steps) - 1)
+        step.takes.append(block)
+        return block
+
+    def _begin(self, step: Step) -> None:
+        self.steps.append(step)
+        w = step.span.index
+        if self.program.kernels[w].workspace:
+            self._take(step, -1 - w, self.program.kernels[w].workspace)
+
+    def _again(self, step: Step, closed: set[int]) -> Step:
+        """A kernel that runs again; ``closed``: tensors that are on the host, or on the way, and are not replaced."""
+        self._begin(step)
+        w, n, position = step.span.index, self.n, step.position
+        kernel, here = self.program.kernels[w], position - position % n
+        for t in dict.fromkeys(kernel.inputs):
+            wanted = self.read.get((here + w, t))
+            block = self._holding(t, wanted, position)
+            if self.reruns and t in kernel.outputs and block is not self.own.get(t):
+                block = None  # it goes on writing what the pass has not begun
+            if block is not None:
+                block.last = len(self.steps) - 1
+                if block is self.tensor.get(t):
+                    self.needs[-1].add(t)
+                if block is self.own.get(t):
+                    step.own.add(t)
+            elif t in self.own:
+                self._fail(
+                    step, "content", f"kernel {w} is run again for {position % n} on another content of tensor {t}"
+                )
+            else:
+                self._fail(step, "resident", f"kernel {w} is run again for {position % n} without tensor {t}")
+        for t in dict.fromkeys(kernel.outputs):
+            hidden = self.program.tensors[t].persistent or t in closed
+            block = self.own.get(t)
+            if block is None:
+                block = self.own[t] = self._take(step, t, self.size[t], position if hidden else -1)
+                self.blocks.setdefault(t, []).append(block)
+            block.content = self._written(block.content, w, t, here + w)
+            block.last = len(self.steps) - 1
+            if self.reruns and not hidden and block.content == self.right[t]:
+                self.tensor[t] = block
+        return step
+
+    def _written(self, before: Version, k: int, tensor: int, execution: int) -> Version:
+        """The content after a write. Where kernels run again one by one, what is written without being read need not
+        follow on what a persistent tensor held: batch-norm's statistics."""
+        fresh = self.reruns and self.program.tensors[tensor].persistent and tensor not in self.program.kernels[k].inputs
+        return (execution,) if fresh else (*before, execution)
+
+    def _holding(self, tensor: int, wanted: Version | None, position: int) -> Block | None:
+        """The block that a pass reads: with Recompute the tensor itself, if it can, else what the pass has written;
+        with Rerun the newest, but of a persistent tensor the tensor itself, if it can."""
+        here, own = self.tensor.get(tensor), self.own.get(tensor)
+        if not self.reruns:
+            candidates = [here, own]
+        else:
+            newest = [b for b in reversed(self.blocks.get(tensor, [])) if b.only in (-1, position)]
+            candidates = [here, *newest] if self.program.tensors[tensor].persistent else [*newest]
+        return next((b for b in candidates if b is not None and b.content == wanted), None)
+
+    def _recovered(self, k: int, again: list[Step], kernel: Step) -> None:
+        """The form of a pass by Recompute decisions, and what of it stays."""
+        kernels = self.program.kernels
+        ran = [s.span.index for s in again]
+        wanted = {t for t, d in self.dropped.items() if k == (d.before if d.at is None else d.at)}
+        if ran != sorted(set(ran)) or any(w >= k for w in ran):
+            self._fail(again[0], "recompute", f"kernel {k}: kernels {ran} are not in program order before it")
+        if ran and not wanted:
+            self._fail(again[0], "recompute", f"kernel {k} needs nothing recomputed")
+        stay = set(wanted)
+        if any(self.dropped[t].keep for t in wanted):
+            stay |= {t for t in self.dropped if {w for w in self.writers[t] if w < k} <= set(ran)}
+        useful = set(stay)
+        for step in reversed(again):
+            if not useful & set(kernels[step.span.index].outputs):
+                self._fail(step, "recompute", f"kernel {step.span.index} is run again for kernel {k} in vain")
+            useful |= step.own
+        for t in wanted - set(self.own):
+            self._fail((again or [kernel])[0], "recompute", f"tensor {t} is not recovered for kernel {k}")
+        for t in stay & set(self.own):
+            self.tensor[t] = self.own[t]
+            del self.dropped[t]
+
+    def _kernel(self, step: Step) -> None:
+        self._begin(step)
+        k, position = step.span.index, step.position
+        kernel = self.program.kernels[k]
+        for t in dict.fromkeys(kernel.inputs + kernel.outputs):
+            if not self.program.tensors[t].persistent and self.uses[t][0] == k:
+                self.right[t] = ()
+                self.tensor[t] = self._take(step, t, self.size[t])
+                self.blocks[t] = [self.tensor[t]]
+            block = self.tensor.get(t)
+            if block is None:
+                self._fail(step, "resident", f"kernel {k} starts without tensor {t}")
+            elif block.content != self.right[t]:
+                detail = f"kernel {k} uses tensor {t} with content {block.content}, not {self.right[t]}"
+                self._fail(step, "content", detail)
+            self.read[position, t] = self.right[t]
+            step.waits.add(t)
+        for t in dict.fromkeys(kernel.outputs):
+            self.right[t] = self._written(self.right[t], k, t, position)
+        for t in step.waits:
+            if t in self.tensor:
+                self.tensor[t].content, self.tensor[t].last = self.right[t], len(self.steps) - 1
+        self.needs[-1] |= step.waits
+        self.open -= self.needs[-1]
+        for t in step.waits:
+            if not self.program.tensors[t].persistent and self.uses[t][-1] == k:
+                self.tensor.pop(t, None)
+        for drop in self.drops:
+            if drop.after == k and (block := self.tensor.pop(drop.tensor, None)):
+                block.last = len(self.steps) - 1
+                self.dropped[drop.tensor] = drop
+        for d in self.swaps:
+            if d.after == k:
+                self.open.add(d.tensor)
+                self.leaves[position, d.tensor] = self.tensor.get(d.tensor) or Block(d.tensor, self.size[d.tensor], -2)
+
+    # -------------------------------------------------------------------------------- when it is over
+
+    def next_use(self, tensor: int, position: int) -> int:
+        """The first position from this one on that needs the tensor where it is."""
+        iteration, k = divmod(position, self.n)
+        kernels = self.used_at[tensor]
+        later = kernels[bisect_left(kernels, k) :] + [k + self.n for k in kernels]
+        return iteration * self.n + (later[0] if later else 2 * self.n)
+
+    def gaps(self, iterations: Iterable[int]) -> list[tuple[Swap, int, int, int]]:
+        """(decision, positions of copy, opening and return) of all gaps that open in these iterations."""
+        out = []
+        for i in iterations:
+            for d in self.swaps:
+                opened = i * self.n + d.after
+                issued = opened - (0 if d.copy is None else (d.after - d.copy) % self.n)
+                out.append((d, issued, opened, self.next_use(d.tensor, opened + 1)))
+        return out
+
+    def planned_residency(self) -> list[int]:
+        """Per kernel: bytes that it and its pass need at least, with away what the plan has away."""
+        most = [0] * self.n
+        away = [0] * len(self.needs)
+        for d, _, opened, back in self.gaps(range(-1, len(self.needs) // self.n)):
+            for p in range(max(0, opened + 1), min(back, len(away))):
+                away[p] += self.size[d.tensor]
+        used = sum(block.nbytes for block in self.persistent)
+        for step in self.steps:
+            used += sum(block.nbytes for block in step.takes)
+            k = step.position % self.n
+            most[k] = max(most[k], used - away[step.position])
+            used -= sum(block.nbytes for block in step.gives)
+        return most
+
+    def planned_host_bytes(self) -> list[int]:
+        """Per kernel: bytes on the host, if every copy is there from its issue until the last return that it serves."""
+        n = self.n
+        held: dict[tuple[int, int], list[int]] = {}  # (tensor, last write) -> first issue, last return
+        for d, issued, _, back in self.gaps(range(-1, 4)):
+            t = d.tensor
+            writes = [w + i * n for w in self.writers[t] for i in range(-3, 5)]
+            version = max((w for w in writes if w <= issued), default=-1)
+            held.setdefault((t, version), []).extend((issued, back))
+        out = [0] * n
+        for (t, _), ends in held.items():
+            for p in range(max(n, min(ends) + 1), min(2 * n - 1, max(ends)) + 1):
+                out[p % n] += self.size[t]
+        return out

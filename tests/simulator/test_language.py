@@ -1,0 +1,291 @@
+"""What plan/2 can say, by hand: early copies, early recomputation, kernels that run again one by one; and the link."""
+
+from dataclasses import replace
+
+import pytest
+
+from simulator import Engine, Kernel, Plan, PlanError, Program, Recompute, Rerun, Swap, Tensor
+from simulator.compiled.engine import NEVER, rows_of
+from simulator.schedule import lower
+from tests.simulator.test_reference import PLENTY, activations, compute, straight, work
+from tests.tiny import MACHINE
+
+# w writes a, r1 reads it for 100 ns, big needs the memory, x takes long, r2 reads a again.
+READ_MEANWHILE = straight(
+    activations(100, 100), ((), (0,), 10), ((0,), (), 100), ((), (1,), 10), ((), (), 200), ((0,), (), 10)
+)
+LINE = straight(  # a, b of a, a pause, b is read, a is read
+    activations(10, 20), ((), (0,), 10), ((0,), (1,), 10), ((), (), 5), ((1,), (), 10), ((0,), (), 10)
+)
+
+
+# ------------------------------------------------------------------------------------------ Swap.copy
+
+
+def test_a_copy_is_made_while_the_tensor_is_read(simulate):
+    late = simulate(READ_MEANWHILE, Plan((Swap(0, 1, 4),)), MACHINE, 100)
+    early = simulate(READ_MEANWHILE, Plan((Swap(0, 1, 4, copy=0),)), MACHINE, 100)
+    assert (late.iteration_ns, early.iteration_ns) == (430, 330)
+    assert work(early, "swap_out")[0] == (0, 10, 110) and work(early, "swap_in")[0] == (0, 120, 220)
+
+
+def test_the_memory_is_free_when_the_gap_is_open(simulate):
+    """The copy of 30 bytes is over at 40, r1 at 110."""
+    program = replace(READ_MEANWHILE, tensors=tuple(replace(t, nbytes=30) for t in READ_MEANWHILE.tensors))
+    timeline = simulate(program, Plan((Swap(0, 1, 4, copy=0),)), MACHINE, 60, iterations=1)
+    assert work(timeline, "swap_out") == [(0, 10, 40)]
+    assert timeline.memory[:4] == ((0, 0), (0, 30), (110, 0), (110, 60))  # big, and it returns
+
+
+def test_a_synchronous_copy_that_is_over_holds_nothing_up(simulate):
+    small = replace(READ_MEANWHILE, tensors=tuple(replace(t, nbytes=30) for t in READ_MEANWHILE.tensors))
+    for program, big in ((small, 110), (READ_MEANWHILE, 110)):  # 100 bytes: just over
+        timeline = simulate(program, Plan((Swap(0, 1, 4, sync=True, copy=0),)), MACHINE, 300, iterations=1)
+        assert compute(timeline)[2] == (2, big, big + 10)
+
+
+def test_a_copy_of_the_iteration_before(simulate):
+    """p is written by the last kernel, copied at once, and given up after it is read in the next iteration."""
+    program = straight(
+        [Tensor("p", 40, "parameter", True), *activations(40)],
+        ((0,), (), 10), ((), (1,), 10), ((), (), 50), ((0,), (0,), 10),
+    )  # fmt: skip
+    plan = Plan((Swap(0, 0, 3, copy=3),))
+    timeline = simulate(program, plan, MACHINE, 40, iterations=4)
+    # The first finds a copy. Then it leaves for 40 ns, of which kernel 0 hides 10.
+    assert [b - a for a, b in zip((0, *timeline.boundaries), timeline.boundaries, strict=False)] == [80, 110, 110, 110]
+    assert lower(program, plan).on_host == (40, 40, 40, 40)
+
+
+@pytest.mark.parametrize(
+    ("swap", "reason"),
+    [
+        (Swap(0, 1, 4, copy=9), "there is no kernel 9"),
+        (Swap(0, 1, 4, copy=2), "not from the birth of tensor 0 up to kernel 1"),
+        (Swap(1, 3, 5, copy=1), "tensor 1 is written between the end of kernel 1 and that of 3"),
+        (Swap(1, 3, 5, copy=2), None),
+        (Swap(1, 3, 5, copy=3), None),
+    ],
+)
+def test_a_copy_is_of_the_present_content(swap, reason):
+    program = straight(
+        activations(10, 10),
+        ((), (0,), 1),
+        ((0,), (1,), 1),
+        ((1,), (1,), 1),
+        ((1,), (), 1),
+        ((0,), (), 1),
+        ((1,), (), 1),
+    )
+    if reason is None:
+        return Plan((swap,)).check(program)
+    with pytest.raises(PlanError, match=rf"decisions\[0\].copy: .*{reason}"):
+        Plan((swap,)).check(program)
+
+
+def test_a_copy_is_of_what_is_there():
+    program = straight(activations(10), ((), (0,), 1), ((), (), 1), ((0,), (), 1), ((), (), 1), ((0,), (), 1))
+    for first in (Swap(0, 0, 2), Recompute(0, 0, 2)):
+        with pytest.raises(PlanError, match="tensor 0 is away between the end of kernel 1 and that of 2"):
+            Plan((first, Swap(0, 2, 4, copy=1))).check(program)
+    Plan((Recompute(0, 0, 2, at=1), Swap(0, 2, 4, copy=1))).check(program)
+
+
+# -------------------------------------------------------------------------------------- Recompute.at
+
+
+def test_recomputed_early(simulate):
+    plan = Plan((Recompute(0, 1, 4, at=3),))
+    timeline = simulate(LINE, plan, MACHINE, 30, iterations=1)
+    assert compute(timeline) == [(0, 0, 10), (1, 10, 20), (2, 20, 25), (0, 25, 35), (3, 35, 45), (4, 45, 55)]
+    assert lower(LINE, plan).residency == (10, 30, 20, 30, 10)
+
+
+@pytest.mark.parametrize("at", [0, 1, 5])
+def test_not_before_it_is_dropped_and_not_after_its_use(at):
+    with pytest.raises(PlanError, match=rf"decisions\[0\].at: kernel {at} is not after 1 and up to 4"):
+        Plan((Recompute(0, 1, 4, at=at),)).check(LINE)
+
+
+def test_early_where_late_is_impossible():
+    """The persistent input of a's writer is overwritten by kernel 2."""
+    program = straight(
+        [Tensor("p", 10, "parameter", True), *activations(10)],
+        ((0,), (1,), 10), ((), (), 10), ((), (0,), 10), ((1,), (), 10),
+    )  # fmt: skip
+    Plan((Recompute(1, 0, 3, at=2),)).check(program)
+    with pytest.raises(PlanError, match="whose input 0 is overwritten before kernel 3"):
+        Plan((Recompute(1, 0, 3),)).check(program)
+
+
+# -------------------------------------------------------------------------------------------- Rerun
+
+
+def test_a_tensor_is_away_from_its_last_use_to_the_next_run(simulate):
+    plan = Plan((Rerun(0, 4),))
+    timeline = simulate(LINE, plan, MACHINE, 30, iterations=1)
+    assert compute(timeline)[4:] == [(0, 35, 45), (4, 45, 55)]
+    assert lower(LINE, plan).residency == lower(LINE, Plan((Recompute(0, 1, 4),))).residency == (10, 30, 20, 20, 10)
+
+
+def test_what_a_later_run_reads_is_retained(simulate):
+    """b dies at kernel 3, but kernel 4 reads c, which kernel 2 makes of b."""
+    program = straight(
+        activations(10, 20, 40),
+        ((), (0,), 1), ((0,), (1,), 1), ((1,), (2,), 1), ((1,), (), 1), ((), (), 1), ((2,), (), 1),
+    )  # fmt: skip
+    plan = Plan((Rerun(2, 5),))
+    schedule = lower(program, plan)
+    assert schedule.residency == (10, 30, 60, 20, 20, 60)
+    b, c, again = (block for block in schedule.blocks if block.owner in (1, 2))
+    assert (b.first, b.last) == (1, 5) and (c.first, c.last) == (2, 2) and (again.first, again.last) == (5, 6)
+    assert simulate(program, plan, MACHINE, 60, iterations=1).iteration_ns == 7
+
+
+def test_run_twice_again(simulate):
+    """Between two uses a tensor can be made, kept for a while, and made again."""
+    plan = Plan((Rerun(0, 2), Rerun(1, 3), Rerun(0, 4)))
+    schedule = lower(LINE, plan)
+    assert [(s.kernel, s.rerun) for s in schedule.steps if s.rerun] == [(0, True), (1, True), (0, True)]
+    assert schedule.residency == (10, 30, 10, 30, 10)  # a stays from kernel 2 until kernel 1 has run again
+    assert simulate(LINE, plan, MACHINE, 30, iterations=1).iteration_ns == 45 + 30
+
+
+def test_a_plan_of_recomputation_as_reruns(simulate):
+    plan = Plan((Recompute(0, 1, 4), Recompute(1, 1, 3)))
+    same = Plan(lower(LINE, plan).reruns)
+    assert same.decisions == (Rerun(0, 3), Rerun(1, 3), Rerun(0, 4))
+    one, other = (simulate(LINE, p, MACHINE, 40, iterations=1) for p in (plan, same))
+    assert one.spans == other.spans and other.required_bytes <= one.required_bytes
+
+
+INPLACE = Program(
+    "in place",
+    (Tensor("p", 1, "parameter", True), *(Tensor(f"t{i}", 10) for i in range(3))),
+    tuple(
+        Kernel(f"k{i}", "other", "forward", reads, writes, 1)
+        for i, (reads, writes) in enumerate(
+            [((0,), (1,)), ((1,), (1,)), ((1,), (2,)), ((0,), (0,)), ((2,), ()), ((1,), ())]
+        )
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("decisions", "reason"),
+    [
+        ((Rerun(1, 4),), "kernel 1 cannot run again before kernel 4: tensor 1 is not there as it read it"),
+        ((Rerun(0, 4), Rerun(1, 4)), "kernel 0 cannot run again before kernel 4: tensor 0 is not there as it read it"),
+        ((Rerun(0, 2), Rerun(1, 3)), "kernel 1 goes on writing|it goes on writing tensor 1, and kernel 0 does not run"),
+        ((Rerun(0, 3), Rerun(1, 3)), None),
+        ((Rerun(2, 4),), None),
+    ],
+)
+def test_reruns_find_what_they_read(decisions, reason):
+    Plan(decisions).check(INPLACE)
+    if reason is None:
+        assert len(lower(INPLACE, Plan(decisions)).reruns) == len(decisions)
+        return
+    with pytest.raises(PlanError, match=reason):
+        lower(INPLACE, Plan(decisions))
+
+
+@pytest.mark.parametrize(
+    ("decisions", "reason"),
+    [
+        ((Rerun(7, 4),), r"decisions\[0\].kernel: there is no kernel 7"),
+        ((Rerun(0, 6),), r"decisions\[0\].before: there is no kernel 6"),
+        ((Rerun(3, 3),), "kernel 3 has not run before kernel 3"),
+        ((Rerun(2, 4), Rerun(2, 4)), r"decisions\[1\]: the same as decisions\[0\]"),
+        ((Rerun(2, 4), Recompute(2, 2, 4)), "Recompute or Rerun decisions, not both"),
+    ],
+)
+def test_reruns_that_do_not_fit(decisions, reason):
+    with pytest.raises(PlanError, match=reason):
+        Plan(decisions).check(INPLACE)
+
+
+def test_new_decisions_are_written_and_read(tmp_path):
+    plan = Plan((Swap(0, 1, 4, copy=0), Recompute(1, 1, 3, at=2)), "f")
+    reruns = Plan((Rerun(0, 3), Rerun(0, 4)))
+    for each in (plan, reruns):
+        each.save(tmp_path / "plan.json")
+        assert Plan.load(tmp_path / "plan.json") == each
+    for entry in ({"kind": "rerun", "kernel": 0, "before": 3}, {**plan.to_dict()["decisions"][0]}):
+        with pytest.raises(ValueError, match=r"decisions\[0\]"):
+            Plan.from_dict({"format": "plan/1", "decisions": [entry]})
+
+
+# ------------------------------------------------------------------------------------------ the link
+
+
+def test_both_directions_share_the_link(simulate):
+    """Half speed each: b starts to return at 70, when a has left for 10 of 40 ns."""
+    program = straight(
+        activations(40, 40),
+        ((), (1,), 10), ((), (), 40), ((), (0,), 10), ((), (), 10), ((1,), (), 10), ((), (), 10), ((0,), (), 10),
+    )  # fmt: skip
+    plan = Plan((Swap(1, 0, 4, prefetch=3), Swap(0, 2, 6)))
+    shared = replace(MACHINE, duplex_bytes_per_s=MACHINE.d2h_bytes_per_s)
+    timeline = simulate(program, plan, shared, PLENTY, iterations=1)
+    assert work(timeline, "swap_out") == [(1, 10, 50), (0, 60, 130)]
+    assert work(timeline, "swap_in") == [(1, 70, 140), (0, 140, 180)]
+    alone = simulate(program, plan, MACHINE, PLENTY, iterations=1)
+    assert work(alone, "swap_in") == [(1, 70, 110), (0, 110, 150)]
+    plenty = replace(MACHINE, duplex_bytes_per_s=2 * MACHINE.d2h_bytes_per_s)
+    assert simulate(program, plan, plenty, PLENTY, iterations=1) == alone
+
+
+def test_one_engine_serves_in_order_of_issue(simulate):
+    """When it is free at 100, b was asked for at 70, and c given up at 80."""
+    program = straight(
+        activations(40, 40, 40),
+        ((), (1,), 10), ((), (), 40), ((), (0,), 10), ((), (2,), 10), ((), (), 10), ((), (), 100),
+        ((1,), (), 10), ((0,), (), 10), ((2,), (), 10),
+    )  # fmt: skip
+    one = replace(MACHINE, copy_engines=1)
+
+    def copies(prefetch, limit):
+        plan = Plan((Swap(0, 2, 7), Swap(1, 0, 6, prefetch=prefetch), Swap(2, 4, 8)))
+        return work(simulate(program, plan, one, limit, iterations=1), "swap_out", "swap_in")
+
+    assert copies(None, PLENTY)[:4] == [(1, 10, 50), (1, 50, 90), (0, 90, 130), (2, 130, 170)]
+    assert copies(3, PLENTY)[:4] == [(1, 10, 50), (0, 60, 100), (1, 100, 140), (2, 140, 180)]
+
+
+def test_what_does_not_fit_lets_swap_outs_go_first(simulate):
+    """b is asked for at 70, but has no room beside c, which is given up at 80."""
+    program = straight(
+        activations(40, 40), ((), (0,), 10), ((), (), 40), ((), (), 10), ((), (1,), 10), ((), (), 10), ((), (), 100),
+        ((0,), (), 10), ((1,), (), 10),
+    )  # fmt: skip
+    one, plan = replace(MACHINE, copy_engines=1), Plan((Swap(0, 0, 6, prefetch=3), Swap(1, 4, 7)))
+    for limit, copies in (
+        (70, [(0, 10, 50), (1, 80, 120), (0, 120, 160)]),
+        (80, [(0, 10, 50), (0, 70, 110), (1, 110, 150)]),
+    ):
+        assert work(simulate(program, plan, one, limit, iterations=1), "swap_out", "swap_in")[:3] == copies
+
+
+def test_the_host_holds_what_is_there_at_a_time(simulate):
+    program = straight(
+        activations(40, 40),
+        ((), (0,), 10), ((), (), 100), ((0,), (), 10), ((), (1,), 10), ((), (), 100), ((1,), (), 10),
+    )  # fmt: skip
+    plan = Plan((Swap(0, 0, 2), Swap(1, 3, 5)))
+    assert lower(program, plan).on_host == (0, 40, 40, 0, 40, 40)
+    simulate(program, plan, replace(MACHINE, host_bytes=40), PLENTY)
+    with pytest.raises(PlanError, match="the plan has 40 bytes on the host at a time; tiny has 39"):
+        simulate(program, plan, replace(MACHINE, host_bytes=39), PLENTY)
+
+
+def test_a_plan_that_never_repeats_is_not_feasible_for_a_search():
+    """See test_steady.test_a_simulation_that_does_not_become_steady."""
+    program = straight(
+        [Tensor(f"p{i}", 1001, "parameter", True) for i in range(3)], *(((i,), (i,), 1000) for i in range(3))
+    )
+    machine, limit = replace(MACHINE, h2d_bytes_per_s=10**12), 10**4
+    plan = Plan(tuple(Swap(i, i, i) for i in range(3)))
+    score = Engine(program, machine, limit).score(rows_of(plan.decisions))
+    assert (score.feasible, score.iteration_ns, score.period) == (False, NEVER, 0)
+    assert Engine(program, machine, limit).timeline(plan).period == 0
