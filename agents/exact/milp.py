@@ -29,7 +29,7 @@ from agents.bound import floor
 from agents.exact.milp_model import Recomputation, ZeroOne
 from agents.planner import MIB, Candidates, Facts, Infeasible, Rows, finish, held_back, plans_of, ways_of
 from agents.search.ruin_recreate import RuinRecreate
-from simulator.compiled.encoding import RECOMPUTE
+from simulator.compiled.encoding import RECOMPUTE, WHEN
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
 from simulator.plan import Plan
@@ -144,7 +144,9 @@ class MILP:
     ) -> tuple[Rows | None, bool]:
         """The 0/1 program: the best rows, and whether they (or that there are none) are proven."""
         recomputation = Recomputation(program, limit, self.min_bytes)
-        hint = recomputation.assignment(best) if best is not None else None
+        # The model has no early recoveries: a plan with some is no assignment.
+        known = best is not None and (best[:, WHEN] < 0).all()
+        hint = recomputation.assignment(best) if known else None
         left = max(until - time.monotonic(), 0.01)
         answer = SOLVERS[self.solver](recomputation.model, left, hint, self.seed)
         if answer.infeasible and best is None:

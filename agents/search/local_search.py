@@ -160,7 +160,7 @@ def anneal(
 
 
 @jit
-def _random(state):  # type: ignore[no-untyped-def]
+def uniform(state):  # type: ignore[no-untyped-def]
     """Uniform in [0, 1), by xorshift64* (Vigna, 2016). Passing a NumPy generator takes longer than making a move.
 
     Args:
@@ -222,7 +222,7 @@ def _pick(rng, on, want):  # type: ignore[no-untyped-def]
         count += on[i] == want
     if not count:
         return -1
-    left = int(_random(rng) * count)
+    left = int(uniform(rng) * count)
     for i in range(on.shape[0]):
         if on[i] == want:
             if not left:
@@ -236,7 +236,7 @@ def _weighted_off(rng, on, weights, rows, moved, k):  # type: ignore[no-untyped-
     """A random gap that is not emptied, by weight; with k >= 0 one that is open at kernel k and not ``moved``."""
     total = 0.0
     for turn in range(2):
-        at = _random(rng) * total if turn else 0.0
+        at = uniform(rng) * total if turn else 0.0
         for i in range(on.shape[0]):
             if on[i] or i == moved:
                 continue
@@ -258,7 +258,7 @@ def _weighted_off(rng, on, weights, rows, moved, k):  # type: ignore[no-untyped-
 @jit
 def _way(rng, weights, ways, i):  # type: ignore[no-untyped-def]
     """A random way to empty gap i, by weight."""
-    at = _random(rng) * (weights[i, SWAPPED] + weights[i, RECOMPUTED] + weights[i, KEPT])
+    at = uniform(rng) * (weights[i, SWAPPED] + weights[i, RECOMPUTED] + weights[i, KEPT])
     for way in range(SWAPPED, KEPT):
         at -= weights[i, way]
         if at < 0.0:
@@ -277,12 +277,12 @@ def _shifted(rng, row, opens, since, n):  # type: ignore[no-untyped-def]
         opens: where the gap opens; ``since``: kernels from the last write to there.
     """
     out = row.copy()
-    shift = int(-SHIFT * math.log(1.0 - _random(rng)))
+    shift = int(-SHIFT * math.log(1.0 - uniform(rng)))
     if row[KIND] == RECOMPUTE:
         shift = min(shift, row[BEFORE] - row[AFTER] - 1)
         out[WHEN] = row[BEFORE] - shift if shift else -1
         return out
-    what = _random(rng)
+    what = uniform(rng)
     if what < 0.25 and since:
         shift = min(shift, since)
         out[WHEN] = (opens - shift) % n if shift else -1
@@ -317,7 +317,7 @@ def _propose(rng, limit, nbytes, ways, weights, opens, since, earlier, rows, on,
     m, n = on.shape[0], load.shape[0]
     for _ in range(TRIES):
         new_rows[:], new_on[:], new_load[:] = rows, on, load
-        kind = _random(rng)
+        kind = uniform(rng)
         if FILL <= kind < FILL + EMPTY:
             i = _weighted_off(rng, on, weights, rows, -1, -1)
             if i < 0:
@@ -334,7 +334,7 @@ def _propose(rng, limit, nbytes, ways, weights, opens, since, earlier, rows, on,
             several = (weights[i] > 0.0).sum() > 1
             if kind < FILL:
                 _put(new_rows, new_on, new_load, nbytes, i, False, rows[i])
-            elif several and _random(rng) < 0.5:
+            elif several and uniform(rng) < 0.5:
                 _put(new_rows, new_on, new_load, nbytes, i, True, _way(rng, weights, ways, i))
             elif rows[i, KIND] == SWAP or _random(rng) < EARLY:
                 _put(new_rows, new_on, new_load, nbytes, i, True, _shifted(rng, rows[i], opens[i], since[i], n))

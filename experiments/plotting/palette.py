@@ -39,7 +39,9 @@ HUES: dict[Family, Hues] = {
     "swap: other heuristics": Hues("#f16913", ("#fdae6b", "#f16913", "#a63603", "#b8860b", "#7a5c3a", "#d4c200")),
     "recompute": Hues("#8e5bd0", ("#b39ddb", "#8e5bd0", "#4a148c", "#a3319f")),
     "swap and recompute": Hues("#238b45", ("#74c476", "#238b45", "#00441b")),
-    "search and exact": Hues("#cb181d", ("#222222", "#9a9a9a", "#fb6a4a", "#cb181d", "#67000d", "#000000"), "xos^Dv"),
+    "search and exact": Hues(
+        "#cb181d", ("#222222", "#9a9a9a", "#fb6a4a", "#cb181d", "#67000d", "#000000", "#f4a582"), "xos^DvP"
+    ),
     "learned": Hues("#d6336c", ("#d6336c", "#f783ac", "#8a1253", "#d3a0bd")),
     "other": Hues("#17becf"),
 }

@@ -1,0 +1,389 @@
+"""Local search over what runs again, compiled: its moves, and how much memory and time a set of runs takes.
+
+A state is a sorted array of **runs**: before * n + kernel, for each kernel that runs again just before another (a
+``Rerun``; n: kernels of the program). What is kept follows from it: one sweep from the last step to the first
+(``_sweep``) knows which tensors are read again before their writer's next run, so that the cost of a state is the
+duration of its runs plus ``price`` times its excess: the bytes above the limit, summed over the steps. A run that
+writes nothing that is read is taken out. Moves (``_try``):
+
+- remove a run, sometimes two;
+- shift a run, or all of a pass, to another kernel: near, or where one of the run's own tensors is used;
+- split the life of a tensor that stays across a step, the worst or a random one: its writers run again for its next
+  use, and so do those of what would have to stay for them, in a chain of random length (``_split``).
+
+While a state is above the limit some more lives are split at its worst step, before it is accepted or not.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agents.search.local_search import uniform
+from simulator.compiled.encoding import Ints, ragged
+from simulator.compiled.jit import jit
+from simulator.program import Program
+
+REMOVE, SHIFT = 0.35, 0.4  # shares of the moves; the rest split
+TWICE = 0.3  # of the removals take out a second run
+NEAR, AFTER_USE, ALONE = 0.4, 0.4, 0.7  # of the shifts: to a near kernel; else past the use, not before; one run only
+STEP = 4.0  # kernels, mean of a near shift
+ANYWHERE, EARLY, CHAIN, LONGEST = 0.3, 0.3, 0.8, 12  # of the splits: a random step; an earlier kernel; one more link
+REPAIRS = 2.0  # mean of the splits that follow a move
+RATE, RANGE = 3e-4, 1e3  # the price rises above the limit and falls below it: per move, and at most
+FREE, BANNED, LOCKED = 0, 1, 2  # what a search may do with the runs of a node
+ROOM = 64  # runs that a move adds at most, beside the members of its nodes
+
+# Rows of Tables.kernels, .nodes, .tensors.
+DURATION, WORKSPACE, AGAIN, NODE = range(4)  # AGAIN: the workspace of a run again, with what it writes to no avail
+FROM, TO = range(2)
+SIZE, OWNER = range(2)
+
+
+class Tables(NamedTuple):
+    """A program as arrays. A node is a kernel, or all that have to run again together (``nodes_of``).
+
+    graph, ragged: per kernel the tensors that it uses and does not bear, those that it bears, those that it writes; per
+    node its kernels; per tensor the kernels that use it. Persistent tensors are in none of them.
+    """
+
+    kernels: Ints  # (4, n)
+    nodes: Ints  # (2, nodes): a node may run again for the kernels from FROM to TO
+    tensors: Ints  # (2, tensors): bytes; the node that writes it, or -1
+    worth: NDArray[np.float64]  # (tensors,), how likely its life is split; 0: never
+    graph: Ints
+    base: int  # bytes of persistent tensors
+
+    @property
+    def room(self) -> int:
+        """Runs that an array has to hold beside those of a state."""
+        n, m = self.kernels.shape[1], self.nodes.shape[1]
+        sizes = np.diff(self.graph[3 * (n + 1) : 3 * (n + 1) + m + 1])
+        return (LONGEST + 2) * int(sizes.max()) + ROOM
+
+
+def tables(program: Program, min_bytes: int) -> Tables:
+    """The arrays of a program whose tensors below ``min_bytes`` stay."""
+    n, tensors, writes = len(program.kernels), program.tensors, program.writes
+    nodes = nodes_of(program)
+    node = {k: g for g, members in enumerate(nodes) for k in members}
+    spans = [again(program, members) for members in nodes]
+    first = [w[0] if w else -1 for w in writes]
+    mine = [[x for x in k.accesses if not tensors[x].persistent] for k in program.kernels]
+    born = [[x for x in xs if first[x] == k] for k, xs in enumerate(mine)]
+    written = [[tensors[x] for x in dict.fromkeys(k.outputs)] for k in program.kernels]
+    lasting = [sum(t.nbytes for t in out if t.persistent) for out in written]
+    owner = [-1 if t.persistent or w < 0 else node[w] for t, w in zip(tensors, first, strict=True)]
+    cost = [sum(program.kernels[k].duration_ns for k in members) for members in nodes]
+    unit = 1e-3 * max(program.ideal_ns, 1)
+    worth = [
+        t.nbytes / (cost[g] + unit) if g >= 0 and spans[g][0] <= spans[g][1] and t.nbytes >= max(min_bytes, 1) else 0.0
+        for t, g in zip(tensors, owner, strict=True)
+    ]
+    return Tables(
+        np.array([[k.duration_ns for k in program.kernels], [k.workspace for k in program.kernels],
+                  [k.workspace + b for k, b in zip(program.kernels, lasting, strict=True)],
+                  [node[k] for k in range(n)]], np.int64),
+        np.array(spans, np.int64).T.copy(),
+        np.array([[t.nbytes for t in tensors], owner], np.int64).reshape(2, -1),
+        np.array(worth),
+        ragged(
+            [[x for x in xs if first[x] != k] for k, xs in enumerate(mine)], born,
+            [[x for x in dict.fromkeys(k.outputs) if not tensors[x].persistent] for k in program.kernels],
+            nodes, [[] if t.persistent else uses for t, uses in zip(tensors, program.accesses, strict=True)],
+        ),
+        sum(t.nbytes for t in tensors if t.persistent),
+    )  # fmt: skip
+
+
+def nodes_of(program: Program) -> list[list[int]]:
+    """The kernels in groups that run again together: the writers of one tensor, and what reads it between them."""
+    group = list(range(len(program.kernels)))
+
+    def root(k: int) -> int:
+        while group[k] != k:
+            k = group[k]
+        return k
+
+    for x, writers in enumerate(program.writes):
+        if len(writers) > 1 and not program.tensors[x].persistent:
+            for k in program.accesses[x]:
+                if k in writers or (k < writers[-1] and program.kernels[k].recomputable):
+                    group[max(root(k), root(writers[0]))] = min(root(k), root(writers[0]))
+    found: dict[int, list[int]] = {}
+    for k in range(len(group)):
+        found.setdefault(root(k), []).append(k)
+    return list(found.values())
+
+
+def again(program: Program, members: list[int]) -> tuple[int, int]:
+    """The first and the last kernel for which the kernels of a node may run again; the first is larger: for none.
+
+    What they read must be as it was: of a persistent tensor no version comes back.
+    """
+    last = len(program.kernels) - 1
+    for k in members:
+        kernel = program.kernels[k]
+        if not kernel.recomputable:
+            last = -1
+        for x in kernel.accesses:
+            if program.tensors[x].persistent:
+                read = x in kernel.inputs
+                last = min([last, *(w for w in program.writes[x] if (w >= k if read else w > k))])
+    return members[-1] + 1, last
+
+
+@jit
+def _sweep(kernels, tensors, graph, base, limit, runs, m, live, stamp, counted):  # type: ignore[no-untyped-def]
+    """Goes through all steps, the last first, and takes out the runs that write nothing that is read.
+
+    Where only some members of a node are for nothing, they stay in the array, not ``counted``.
+
+    Args:
+        m: runs in use.
+        live, stamp, counted: int64[tensors], int64[nodes], bool[len(runs)], overwritten.
+
+    Returns:
+        runs in use, ns of those counted, excess in bytes, the step with the most memory (before * (n + 1) + kernel; n:
+        that of the kernel itself).
+    """
+    n = kernels.shape[1]
+    live[:] = 0
+    stamp[:] = -1
+    memory, most, worst = base, base, n
+    extra, excess = 0, 0.0
+    j, w = m - 1, m
+    for b in range(n - 1, -1, -1):
+        k, again, top, idle = b, False, w, False
+        while True:
+            needed = not again
+            if again:
+                for i in range(graph[2 * n + 2 + k], graph[2 * n + 3 + k]):
+                    needed = needed or live[graph[i]] == 1
+                group = graph[3 * n + 3 + kernels[NODE, k] + 1] - graph[3 * n + 3 + kernels[NODE, k]] > 1
+                if needed or group:
+                    w -= 1
+                    runs[w], counted[w] = b * n + k, needed
+                    idle = idle or not needed
+            if needed:
+                for i in range(graph[k], graph[k + 1]):
+                    x = graph[i]
+                    if live[x] == 0:
+                        live[x] = 1
+                        memory += tensors[SIZE, x]
+                for i in range(graph[n + 1 + k], graph[n + 2 + k]):
+                    x = graph[i]
+                    if live[x] == 0:
+                        live[x] = 1
+                        memory += tensors[SIZE, x]
+                used = memory + kernels[AGAIN if again else WORKSPACE, k]
+                if used > limit:
+                    excess += used - limit
+                if used > most:
+                    most, worst = used, b * (n + 1) + (k if again else n)
+                for i in range(graph[n + 1 + k], graph[n + 2 + k]):
+                    live[graph[i]] = 0
+                    memory -= tensors[SIZE, graph[i]]
+                if again:
+                    extra += kernels[DURATION, k]
+                    stamp[kernels[NODE, k]] = b
+            if j < 0 or runs[j] // n != b:
+                break
+            k, again = runs[j] % n, True
+            j -= 1
+        if idle:  # takes out the nodes of which nothing counts
+            z = top
+            for i in range(top - 1, w - 1, -1):
+                if stamp[kernels[NODE, runs[i] % n]] == b:
+                    z -= 1
+                    runs[z], counted[z] = runs[i], counted[i]
+            w = z
+    for i in range(w, m):
+        runs[i - w], counted[i - w] = runs[i], counted[i]
+    return m - w, extra, excess, worst
+
+
+@jit
+def _across(kernels, graph, runs, m, live, use, stop):  # type: ignore[no-untyped-def]
+    """Fills live: 1 for tensors that stay across step ``stop``, 2 for those that it uses; use: the kernel for which a
+    tensor is used next."""
+    n = kernels.shape[1]
+    live[:] = 0
+    j = m - 1
+    for b in range(n - 1, stop // (n + 1) - 1, -1):
+        k, code = b, n
+        while True:
+            here = b * (n + 1) + code == stop
+            for i in range(graph[k], graph[k + 1]):
+                live[graph[i]] = 2 if here else 1
+                use[graph[i]] = b
+            for i in range(graph[n + 1 + k], graph[n + 2 + k]):
+                live[graph[i]] = 2 if here else 0
+            if here:
+                return
+            if j < 0 or runs[j] // n != b:
+                break
+            k = code = runs[j] % n
+            j -= 1
+
+
+@jit
+def _insert(graph, n, runs, m, node, b):  # type: ignore[no-untyped-def]
+    """All members of a node run again before kernel b; returns the runs in use."""
+    for i in range(graph[3 * n + 3 + node], graph[3 * n + 4 + node]):
+        key = b * n + graph[i]
+        z = m
+        while z > 0 and runs[z - 1] >= key:
+            z -= 1
+        if z == m or runs[z] != key:
+            for y in range(m, z, -1):
+                runs[y] = runs[y - 1]
+            runs[z] = key
+            m += 1
+    return m
+
+
+@jit
+def _remove(kernels, runs, m, node, b):  # type: ignore[no-untyped-def]
+    """No member of a node runs again before kernel b; returns the runs in use."""
+    n, z = kernels.shape[1], 0
+    for i in range(m):
+        if runs[i] // n != b or kernels[NODE, runs[i] % n] != node:
+            runs[z] = runs[i]
+            z += 1
+    return z
+
+
+@jit
+def _split(rng, kernels, nodes, tensors, worth, graph, rules, runs, m, live, before, use, stop):  # type: ignore[no-untyped-def]
+    """Splits the life of a tensor that stays across step ``stop``; returns the runs in use."""
+    n = kernels.shape[1]
+    _across(kernels, graph, runs, m, live, use, stop)
+    x, total = -1, 0.0
+    for i in range(live.shape[0]):
+        g = tensors[OWNER, i]
+        if live[i] == 1 and worth[i] > 0.0 and nodes[FROM, g] <= use[i] <= nodes[TO, g] and rules[g] != BANNED:
+            total += worth[i]
+            if uniform(rng) * total < worth[i]:
+                x = i
+    for _ in range(LONGEST):
+        if x < 0:
+            break
+        g, b = tensors[OWNER, x], use[x]
+        low = max(stop // (n + 1) + 1, nodes[FROM, g])
+        if b > low and uniform(rng) < EARLY:
+            b = low + int(uniform(rng) * (b - low + 1))
+        m = _insert(graph, n, runs, m, g, b)
+        if uniform(rng) > CHAIN:
+            break
+        before[:] = live
+        _across(kernels, graph, runs, m, live, use, stop)
+        x, count = -1, 0
+        for i in range(live.shape[0]):  # what has to stay now
+            if live[i] == 1 and before[i] == 0:
+                g = tensors[OWNER, i]
+                count += 1
+                if uniform(rng) * count < 1.0:
+                    free = nodes[FROM, g] <= use[i] <= nodes[TO, g] and rules[g] != BANNED
+                    x = i if free else -1
+    return m
+
+
+@jit
+def _shift(rng, kernels, nodes, graph, rules, runs, m, old):  # type: ignore[no-untyped-def]
+    """Shifts a run or a pass; returns the runs in use."""
+    n, i = kernels.shape[1], int(uniform(rng) * m)
+    k, b = runs[i] % n, runs[i] // n
+    if uniform(rng) < NEAR:
+        far = 1 + int(-STEP * math.log(1.0 - uniform(rng)))
+        to = b + far if uniform(rng) < 0.5 else b - far
+    else:
+        uses, born = graph[k + 1] - graph[k], graph[n + 2 + k] - graph[n + 1 + k]
+        if uses + born == 0:
+            return m
+        z = int(uniform(rng) * (uses + born))
+        x = graph[graph[k] + z] if z < uses else graph[graph[n + 1 + k] + z - uses]
+        at = 3 * n + 4 + nodes.shape[1] + x
+        to = graph[graph[at] + int(uniform(rng) * (graph[at + 1] - graph[at]))] + (uniform(rng) < AFTER_USE)
+    if to == b:
+        return m
+    if uniform(rng) < ALONE:
+        g = kernels[NODE, k]
+        if nodes[FROM, g] <= to <= nodes[TO, g]:
+            m = _insert(graph, n, runs, _remove(kernels, runs, m, g, b), g, to)
+        return m
+    old[:m] = runs[:m]
+    for i in range(m):
+        g = kernels[NODE, old[i] % n]
+        if old[i] // n == b and nodes[FROM, g] <= to <= nodes[TO, g]:
+            m = _insert(graph, n, runs, _remove(kernels, runs, m, g, b), g, to)
+    return m
+
+
+@jit
+def _drop(rng, kernels, rules, runs, m):  # type: ignore[no-untyped-def]
+    """Removes a run, unless its node is locked; returns the runs in use."""
+    n, i = kernels.shape[1], int(uniform(rng) * m)
+    g = kernels[NODE, runs[i] % n]
+    return m if rules[g] == LOCKED else _remove(kernels, runs, m, g, runs[i] // n)
+
+
+@jit
+def anneal(rng, kernels, nodes, tensors, worth, graph, base, limit, rules, runs, m, moves, hot, cold, price, room):  # type: ignore[no-untyped-def]
+    """Simulated annealing, the temperature (ns) falling geometrically from ``hot`` to ``cold``.
+
+    Args:
+        rng: uint64[1], not 0.
+        rules: int64[nodes]: FREE, BANNED or LOCKED.
+        runs: int64, the first ``m`` are the start; changed to the last state.
+        price: ns per byte of excess.
+        room: ``Tables.room``.
+
+    Returns:
+        runs in use of the last state; the runs that count of the fastest state within the limit, and their ns (-1: none
+        was found); the price at the end.
+    """
+    n, most = kernels.shape[1], runs.shape[0] - room
+    live, before, use = np.zeros((3, tensors.shape[1]), np.int64)
+    stamp = np.zeros(nodes.shape[1], np.int64)
+    counted = np.zeros(runs.shape[0], np.bool_)
+    new, old = np.empty_like(runs), np.empty_like(runs)
+    m, extra, excess, worst = _sweep(kernels, tensors, graph, base, limit, runs, m, live, stamp, counted)
+    best, best_ns = runs[:0].copy(), -1
+    if excess == 0.0:
+        best, best_ns = runs[:m][counted[:m]], extra
+    least, highest = price / RANGE, price * RANGE
+    for step in range(moves):
+        temperature = hot * (cold / hot) ** (step / moves)
+        new[:m] = runs[:m]
+        z, kind = m, uniform(rng)
+        if kind < REMOVE:
+            if m > 0:
+                z = _drop(rng, kernels, rules, new, z)
+            if z > 0 and uniform(rng) < TWICE:
+                z = _drop(rng, kernels, rules, new, z)
+        elif kind < REMOVE + SHIFT:
+            if m > 0:
+                z = _shift(rng, kernels, nodes, graph, rules, new, z, old)
+        else:
+            stop = worst
+            if excess == 0.0 or uniform(rng) < ANYWHERE:
+                stop = int(uniform(rng) * n) * (n + 1) + n
+            z = _split(rng, kernels, nodes, tensors, worth, graph, rules, new, z, live, before, use, stop)
+        z, ns, over, at = _sweep(kernels, tensors, graph, base, limit, new, z, live, stamp, counted)
+        for _ in range(int(-REPAIRS * math.log(1.0 - uniform(rng)))):
+            if over == 0.0 or z > most:
+                break
+            z = _split(rng, kernels, nodes, tensors, worth, graph, rules, new, z, live, before, use, at)
+            z, ns, over, at = _sweep(kernels, tensors, graph, base, limit, new, z, live, stamp, counted)
+        worse = ns - extra + price * (over - excess)
+        if z <= most and (worse <= 0.0 or uniform(rng) < math.exp(-worse / temperature)):
+            runs[:z] = new[:z]
+            m, extra, excess, worst = z, ns, over, at
+            if over == 0.0 and (best_ns < 0 or ns < best_ns):
+                best, best_ns = new[:z][counted[:z]], ns
+        price = min(max(price * (1.0 - RATE if excess == 0.0 else 1.0 + RATE), least), highest)
+    return m, best, best_ns, price

@@ -1,0 +1,148 @@
+"""Search over reruns: against brute force, its sums against the schedule's, and Checkmate's published results."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+import agents
+from agents.search.rerun_moves import FREE, anneal, nodes_of, tables
+from agents.search.rerun_search import least_bytes, rows
+from simulator import Kernel, Machine, Plan, PlanError, Program, Rerun, Tensor, simulate
+from simulator.compiled.encoding import decisions_of
+from simulator.schedule import lower
+from tests.strategies import programs
+
+MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, copy_latency_ns=0)
+DATA = Path(__file__).parents[2] / "data" / "checkmate"
+
+
+def network(layers: int, seed: int, skip: bool) -> Program:
+    """Layers forward, then back; ``skip``: each reads the last two."""
+    rng = np.random.default_rng(seed)
+    tensors = [Tensor(f"y{i}", int(rng.integers(5, 30))) for i in range(layers)]
+    tensors += [Tensor(f"d{i}", int(rng.integers(1, 6))) for i in range(layers)]
+    tensors += [Tensor("w", 3, "parameter", True)]
+    ns = rng.integers(2, 12, 2 * layers).tolist()
+    kernels = []
+    for i in range(layers):
+        inputs = [j for j in ([i - 1, i - 2] if skip else [i - 1]) if j >= 0]
+        kernels.append(Kernel(f"f{i}", "conv", "forward", (*inputs, 2 * layers), (i,), ns[i]))
+    for i in reversed(range(layers)):
+        upper = [layers + i + 1] if i + 1 < layers else []
+        kernels.append(Kernel(f"b{i}", "conv", "backward", (i, *upper), (layers + i,), ns[layers + i]))
+    return Program("network", tuple(tensors), tuple(kernels))
+
+
+def extra_ns(program: Program, plan: Plan, limit: int) -> int:
+    return simulate(program, plan, MACHINE, limit).iteration_ns - program.ideal_ns
+
+
+@pytest.mark.parametrize(("seed", "skip"), [(0, False), (1, False), (2, True), (3, True)])
+def test_as_good_as_every_set_of_reruns(seed: int, skip: bool) -> None:
+    program = network(3, seed, skip)
+    n = len(program.kernels)
+    pairs = [Rerun(k, b) for b in range(n) for k in range(b) if k < 3]
+    made = []
+    for count in range(5):
+        for chosen in itertools.combinations(pairs, count):
+            ns = sum(program.kernels[d.kernel].duration_ns for d in chosen)
+            made.append((ns, lower(program, Plan(chosen)).required_bytes))
+    reach = min(required for _, required in made)
+    assert reach < program.peak_bytes
+    for limit in range(reach, program.peak_bytes, 5):
+        best = min(ns for ns, required in made if required <= limit)
+        plan = agents.make("rerun_search", min_bytes=1, kicks=2).plan(program, MACHINE, limit)
+        assert extra_ns(program, plan, limit) <= best
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_the_sweep_says_what_the_schedule_says(data: st.DataObject) -> None:
+    """Programs with kernels in place, several outputs and persistent results: the plans found are those reckoned."""
+    program = data.draw(programs())
+    table = tables(program, 1)
+    least = least_bytes(program, table)
+    if not least <= program.peak_bytes - 1:
+        return
+    limit = data.draw(st.integers(least, program.peak_bytes - 1))
+    n = len(program.kernels)
+    state = np.empty(4 * n + table.room, np.int64)
+    rules = np.full(table.nodes.shape[1], FREE, np.int64)
+    rng = np.array([data.draw(st.integers(1, 2**62))], np.uint64)
+    _, runs, ns, _ = anneal(
+        rng, table.kernels, table.nodes, table.tensors, table.worth, table.graph, table.base, limit, rules, state, 0,
+        400, 10.0, 0.1, 1.0, table.room,
+    )  # fmt: skip
+    if ns >= 0:
+        plan = Plan(decisions_of(rows(runs, n)))
+        plan.check(program)
+        schedule = lower(program, plan)
+        assert schedule.required_bytes <= limit
+        assert sum(program.kernels[d.kernel].duration_ns for d in schedule.reruns) == ns
+
+
+def in_place() -> Program:
+    """A batch norm, its ReLU in place, a kernel that reads in between and one that cannot run twice."""
+    size = [("x", 10, True), ("a", 10, False), ("y", 40, False), ("m", 4, False), ("z", 40, False), ("r", 8, False)]
+    tensors = tuple(Tensor(name, nbytes, "activation", lasts) for name, nbytes, lasts in size)
+    return Program("in place", tensors, (
+        Kernel("conv", "conv", "forward", (0,), (1,), 5),
+        Kernel("norm", "norm", "forward", (1,), (2,), 3),
+        Kernel("mean", "reduce", "forward", (2,), (3,), 2),
+        Kernel("relu_", "activation", "forward", (2,), (2,), 1),
+        Kernel("dropout", "dropout", "forward", (2,), (5,), 1, recomputable=False),
+        Kernel("up", "conv", "forward", (1,), (4,), 7),
+        Kernel("loss", "other", "forward", (4, 5), (5,), 2),
+        Kernel("back", "conv", "backward", (2, 3, 5), (5,), 4),
+    ))  # fmt: skip
+
+
+def test_writers_of_one_tensor_run_again_together() -> None:
+    program = in_place()
+    assert nodes_of(program) == [[0], [1, 2, 3], [4, 6, 7], [5]]
+    plan = agents.make("rerun_search", min_bytes=1, kicks=1).plan(program, MACHINE, program.peak_bytes - 1)
+    assert {d.kernel for d in plan.decisions} == {1, 2, 3}
+    assert extra_ns(program, plan, program.peak_bytes - 1) == 6
+    with pytest.raises(PlanError):
+        lower(program, Plan((Rerun(3, 7),)))
+
+
+def test_where_nothing_fits_it_says_so() -> None:
+    program = in_place()
+    table = tables(program, 1)
+    least = least_bytes(program, table)
+    with pytest.raises(agents.Infeasible, match=f"{least:,} bytes"):
+        agents.make("rerun_search", min_bytes=1).plan(program, MACHINE, least - 1)
+    with pytest.raises(agents.Infeasible, match="min_bytes"):
+        agents.make("rerun_search", kicks=1).plan(program, MACHINE, program.peak_bytes - 1)
+    assert agents.make("rerun_search").plan(program, MACHINE, program.peak_bytes).decisions == ()
+
+
+def test_same_seed_same_plan_and_the_clock_ends_it() -> None:
+    program = network(8, 5, True)
+    limit = int(0.6 * program.peak_bytes)
+    first, again = (agents.make("rerun_search", min_bytes=1, kicks=3, seed=4).plan(program, MACHINE, limit) for _ in "ab")
+    assert first == again
+    start = time.monotonic()
+    agents.make("rerun_search", min_bytes=1, time_limit=0.5, kicks=10**9).plan(program, MACHINE, limit)
+    assert time.monotonic() - start < 5
+    for wrong in ({"time_limit": 0}, {"kicks": -1}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            agents.make("rerun_search", **wrong)
+
+
+def test_unet_at_10_gib_is_at_most_what_checkmate_published() -> None:
+    models = json.loads((DATA / "answers.json").read_text())["models"]
+    (theirs,) = (b for b in models[1]["budgets"] if b["budget_gib"] == 10)
+    program = Program.load(DATA / models[1]["program"])
+    plan = agents.make("rerun_search", kicks=20).plan(program, MACHINE, theirs["limit_bytes"])
+    timeline = simulate(program, plan, MACHINE, theirs["limit_bytes"])
+    assert timeline.peak_bytes <= theirs["limit_bytes"]
+    assert timeline.iteration_ns <= theirs["schedule_ns"]
