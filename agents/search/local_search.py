@@ -336,7 +336,7 @@ def _propose(rng, limit, nbytes, ways, weights, opens, since, earlier, rows, on,
                 _put(new_rows, new_on, new_load, nbytes, i, False, rows[i])
             elif several and uniform(rng) < 0.5:
                 _put(new_rows, new_on, new_load, nbytes, i, True, _way(rng, weights, ways, i))
-            elif rows[i, KIND] == SWAP or _random(rng) < EARLY:
+            elif rows[i, KIND] == SWAP or uniform(rng) < EARLY:
                 _put(new_rows, new_on, new_load, nbytes, i, True, _shifted(rng, rows[i], opens[i], since[i], n))
             else:
                 continue

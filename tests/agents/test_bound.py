@@ -340,7 +340,7 @@ def test_all_that_can_run_again_is_never_below(seed: int) -> None:
 def test_below_the_optima_of_checkmate(gib: int, percent: float) -> None:
     """U-Net, batch 11: the overheads that Gurobi found in up to 24 hours (utsaslab/monet-schedules, optimal within 1e-4
     of the iteration at 10 and 6 GiB)."""
-    program = Program.load(DATA / "checkmate_unet.json.gz")
+    program = Program.load(DATA / "checkmate" / "un_11.json.gz")
     found = 100 * floor(program, MACHINE, gib * 2**30, "recompute").overhead
     assert 0.75 * percent < found <= percent
 
