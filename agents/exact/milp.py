@@ -144,9 +144,8 @@ class MILP:
     ) -> tuple[Rows | None, bool]:
         """The 0/1 program: the best rows, and whether they (or that there are none) are proven."""
         recomputation = Recomputation(program, limit, self.min_bytes)
-        # The model has no early recoveries: a plan with some is no assignment.
-        known = best is not None and (best[:, WHEN] < 0).all()
-        hint = recomputation.assignment(best) if known else None
+        # The model has no early recoveries: a plan with some is no assignment of it.
+        hint = recomputation.assignment(best) if best is not None and (best[:, WHEN] < 0).all() else None
         left = max(until - time.monotonic(), 0.01)
         answer = SOLVERS[self.solver](recomputation.model, left, hint, self.seed)
         if answer.infeasible and best is None:

@@ -206,6 +206,16 @@ def _sweep(kernels, tensors, graph, base, limit, runs, m, live, stamp, counted):
     return m - w, extra, excess, worst
 
 
+def counting(table: Tables, runs: Ints) -> Ints:
+    """The runs of a state without those that write nothing that is read."""
+    kept, counted = runs.copy(), np.zeros(len(runs), np.bool_)
+    live, stamp = np.zeros(table.tensors.shape[1], np.int64), np.zeros(table.nodes.shape[1], np.int64)
+    m, *_ = _sweep(
+        table.kernels, table.tensors, table.graph, table.base, 0, kept, len(runs), live, stamp, counted,
+    )  # fmt: skip
+    return np.array(kept[:m][counted[:m]])
+
+
 @jit
 def _across(kernels, graph, runs, m, live, use, stop):  # type: ignore[no-untyped-def]
     """Fills live: 1 for tensors that stay across step ``stop``, 2 for those that it uses; use: the kernel for which a
@@ -343,8 +353,8 @@ def anneal(rng, kernels, nodes, tensors, worth, graph, base, limit, rules, runs,
         room: ``Tables.room``.
 
     Returns:
-        runs in use of the last state; the runs that count of the fastest state within the limit, and their ns (-1: none
-        was found); the price at the end.
+        runs in use of the last state; the runs of the fastest state within the limit, and the ns of those that count
+        (-1: none was found); the price at the end.
     """
     n, most = kernels.shape[1], runs.shape[0] - room
     live, before, use = np.zeros((3, tensors.shape[1]), np.int64)
@@ -354,7 +364,7 @@ def anneal(rng, kernels, nodes, tensors, worth, graph, base, limit, rules, runs,
     m, extra, excess, worst = _sweep(kernels, tensors, graph, base, limit, runs, m, live, stamp, counted)
     best, best_ns = runs[:0].copy(), -1
     if excess == 0.0:
-        best, best_ns = runs[:m][counted[:m]], extra
+        best, best_ns = runs[:m].copy(), extra
     least, highest = price / RANGE, price * RANGE
     for step in range(moves):
         temperature = hot * (cold / hot) ** (step / moves)
@@ -384,6 +394,6 @@ def anneal(rng, kernels, nodes, tensors, worth, graph, base, limit, rules, runs,
             runs[:z] = new[:z]
             m, extra, excess, worst = z, ns, over, at
             if over == 0.0 and (best_ns < 0 or ns < best_ns):
-                best, best_ns = new[:z][counted[:z]], ns
+                best, best_ns = new[:z].copy(), ns
         price = min(max(price * (1.0 - RATE if excess == 0.0 else 1.0 + RATE), least), highest)
     return m, best, best_ns, price

@@ -5,8 +5,8 @@ ones too; a copy lives until its last use before its writer's next run. That is 
 section 4: R) and of MOCCASIN ("Efficient Tensor Rematerialization for Neural Networks", ICML 2023, section 2: retention
 intervals). How it differs from these two; reasons in README.md; read on in ``RerunSearch.plan``:
 
-1. No solver: annealing by the moves of rerun_moves.py from the program without reruns, then kicks of the best plan.
-2. The floor's linear program says which tensors are worth splitting; the search stops where it reaches the floor.
+1. No solver: annealing by the moves of rerun_moves.py; then kicks of its plan, or of ruin and recreate's if better.
+2. A linear program of gaps alone (``relaxed``) says which tensors are worth splitting.
 3. Memory above the limit is allowed on the way, at a price that rises while there is any and falls while there is none.
 4. A kick bans a kernel that runs again, or locks one that does not into the plan, for a short annealing.
 5. Passes run in program order; a kernel runs again as often as it pays (MOCCASIN: at most a given number of times).
@@ -16,23 +16,28 @@ intervals). How it differs from these two; reasons in README.md; read on in ``Re
 from __future__ import annotations
 
 import time
+from bisect import bisect_left, bisect_right
 
 import numpy as np
+from numpy.typing import NDArray
 
-from agents.bound import floor
 from agents.planner import MIB, Facts, Rows, finish, infeasible
-from agents.search.rerun_moves import BANNED, FROM, LOCKED, NODE, OWNER, TO, WORKSPACE, Tables, anneal, tables
-from simulator.compiled.encoding import RERUN, Ints
+from agents.search.rerun_moves import BANNED, FROM, LOCKED, NODE, OWNER, TO, WORKSPACE, Tables, anneal, counting, tables
+from agents.search.ruin_recreate import RuinRecreate
+from simulator.compiled.encoding import RERUN, Ints, decisions_of
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
+from simulator.schedule import lower, recompute_ns
+from simulator.ways import ways_to_empty
 
 HOT, WARM, COLD = 1e-3, 3e-4, 1e-5  # temperatures, of the ideal time
 FIRST, KICK, SETTLE = 200_000, 20_000, 10_000  # moves of the first annealing, of a kick, and after it
 PATIENCE = 40  # kicks without a better plan, after which the search starts anew
 PART = 1_000  # moves between two looks at the clock
-EXPLORE = 0.1  # added to the fraction of a tensor that the floor recomputes
+EXPLORE = (0.1, 1.0)  # added to the fraction of ``relaxed``, in turns
+CALLS, DULL = 4_000, 50  # simulator calls, and rounds without a better plan, of ruin and recreate
 PRICE = 10.0  # at first, of the ideal time for the excess of the empty plan
 SLACK = 0.01  # a kicked plan is kicked next if its reruns take at most that much longer than the best one's
 
@@ -70,15 +75,18 @@ class RerunSearch:
             least = least_bytes(program, table)
             if least > limit:
                 raise infeasible(self, program, limit, least)
-            search = _Search(program, machine, table, limit, self.seed, until)
-            search.first()
+            search = _Search(program, table, limit, self.seed, until)
+            for explore in EXPLORE:
+                search.first(explore)
+            if time.monotonic() < until:
+                search.start_from(RuinRecreate(program, machine, limit, self.min_bytes, CALLS, DULL, self.seed))
             for _ in range(self.kicks):
-                if time.monotonic() > until or search.done:
+                if time.monotonic() > until:
                     break
                 search.kick()
             if search.best_ns < 0:
                 raise infeasible(self, program, limit, None)
-            runs = search.best
+            runs = counting(table, search.best)
         return finish(self, program, machine, limit, engine, rows(runs, len(program.kernels)))
 
 
@@ -102,48 +110,84 @@ def least_bytes(program: Program, table: Tables) -> int:
     return int(load.max())
 
 
+def relaxed(program: Program, table: Tables, limit: int) -> NDArray[np.float64]:
+    """float64[tensors]: what part of a tensor is away in one of its gaps in the cheapest way to fit the limit, if to
+    write it again took what it takes with nothing else away, and no memory; 1 where there is no such way."""
+    from scipy.optimize import linprog
+    from scipy.sparse import lil_array
+
+    gaps = [g for g in program.gaps() if table.worth[g.tensor] > 0 and ways_to_empty(program, g, "recompute")]
+    out = np.zeros(len(program.tensors))
+    out[[g.tensor for g in gaps]] = 1.0
+    over = [k for k, used in enumerate(program.live_bytes) if used > limit]
+    size = np.array([program.tensors[g.tensor].nbytes for g in gaps]) / limit
+    cost = np.array([recompute_ns(program, g) for g in gaps]) / max(program.ideal_ns, 1)
+    matrix = lil_array((len(over), len(gaps)))
+    for i, g in enumerate(gaps):
+        for j in range(bisect_right(over, g.after), bisect_left(over, g.before)):
+            matrix[j, i] = -size[i]
+    needed = [1 - program.live_bytes[k] / limit for k in over]
+    found = linprog(cost, matrix.tocsr(), needed, bounds=(0, 1)) if gaps else None
+    if found is not None and found.x is not None:
+        out[:] = 0.0
+        for g, part in zip(gaps, found.x, strict=True):
+            out[g.tensor] = max(out[g.tensor], part)
+    return out
+
+
 class _Search:
     """The plan that is kicked (``now``), and the best so far; ns of its reruns, -1: none fits."""
 
-    def __init__(self, program: Program, machine: Machine, table: Tables, limit: int, seed: int, until: float) -> None:
+    def __init__(self, program: Program, table: Tables, limit: int, seed: int, until: float) -> None:
         self.n, self.table, self.limit, self.until = len(program.kernels), table, limit, until
         self.rng = np.random.default_rng(seed)
         self.ideal = max(program.ideal_ns, 1)
         self.price = PRICE * self.ideal / sum(max(used - limit, 0) for used in program.live_bytes)
-        below = floor(program, machine, limit, "recompute")
-        self.enough = below.iteration_ns - program.ideal_ns
-        worth = np.full(len(program.tensors), EXPLORE)
-        for gap, part in zip(below.gaps, below.recomputed, strict=True):
-            worth[gap.tensor] = max(worth[gap.tensor], EXPLORE + part)
-        self.split = table.worth * worth
+        self.program, self.fraction = program, relaxed(program, table, limit)
         self.lock = np.zeros(table.nodes.shape[1])  # per node: how likely it is locked in
         self.uses: list[list[int]] = [[] for _ in self.lock]  # per node: kernels for which it may run again
         for x, g in enumerate(table.tensors[OWNER]):
             later = [k for k in program.accesses[x] if table.nodes[FROM, g] <= k <= table.nodes[TO, g]]
-            if self.split[x] > 0 and later:
-                self.lock[g] += self.split[x]
+            if table.worth[x] > 0 and later:
+                self.lock[g] += table.worth[x] * (EXPLORE[0] + self.fraction[x])
                 self.uses[g] += later
         self.best: Ints = np.empty(0, np.int64)
         self.best_ns = -1
         self.deck: list[int] = []
+        self.starts = 0
 
-    @property
-    def done(self) -> bool:
-        """Is nothing left to gain?"""
-        return 0 <= self.best_ns <= self.enough
-
-    def first(self) -> None:
+    def first(self, explore: float) -> None:
         """From the program without reruns."""
-        self.now, self.since_ns, self.dull = np.empty(0, np.int64), -1, 0
-        runs, ns, last, price = self._anneal(self.now, FIRST, HOT, np.zeros_like(self.lock, np.int64))
-        self.now, self.price = last, price
+        self.split = self.table.worth * (explore + self.fraction)
+        runs, ns, last, price = self._anneal(np.empty(0, np.int64), FIRST, HOT, np.zeros_like(self.lock, np.int64))
+        self.price = price
+        self._start(runs if ns >= 0 else last, ns)
+
+    def start_from(self, heuristic: RuinRecreate) -> None:
+        """From a plan in the smaller language, if it is better, and none of its kernels is to run again with others."""
+        found = heuristic.search()
+        if found is None:
+            return
+        reruns = lower(self.program, Plan(decisions_of(found))).reruns
+        runs = np.array(sorted(d.before * self.n + d.kernel for d in reruns), np.int64)
+        ns = sum(self.program.kernels[d.kernel].duration_ns for d in reruns)
+        members = np.bincount(self.table.kernels[NODE])[self.table.kernels[NODE][runs % self.n]]
+        if members.max(initial=1) == 1 and (self.best_ns < 0 or ns < self.best_ns):
+            self._start(runs, ns)
+
+    def _start(self, runs: Ints, ns: int) -> None:
+        """From now on kicks these runs, or the best ones if they are from the first starts."""
+        self.now, self.since_ns, self.dull = runs, ns, 0
         self._take(runs, ns)
+        if not self.starts and self.best_ns >= 0:
+            self.now, self.since_ns = self.best, self.best_ns
 
     def kick(self) -> None:
         """A short annealing under a ban or with a lock, then one without; or a new start."""
         self.dull += 1
         if self.dull > PATIENCE:
-            self.first()
+            self.starts += 1
+            self.first(EXPLORE[self.starts % len(EXPLORE)])
             return
         rules = np.zeros_like(self.lock, np.int64)
         node = self.table.kernels[NODE][self.now % self.n]

@@ -30,7 +30,7 @@ CHEAP = ("home_fig6", "home_table3", "smartpool_fig2", "smartpool_fig8", "smartp
          "smartpool_fig11", "smartpool_table1", "superneurons_alexnet", "superneurons_table1", "superneurons_table2",
          "tensile_table1")  # fmt: skip
 CHEAPEST = "superneurons_table3"  # made again as a whole, as a user does it
-DRAWN = ("home_fig7", "home_table2", "home_table3", "smartpool_fig2", "smartpool_fig8", "smartpool_fig9",
+DRAWN = ("checkmate", "home_fig7", "home_table2", "home_table3", "smartpool_fig2", "smartpool_fig8", "smartpool_fig9",
          "smartpool_table2", "superneurons_table1", "superneurons_table2", "superneurons_table4")  # fmt: skip
 TIMED = (reproduce.SECONDS, "search_s", "evaluation_s", "processor", "plan_ms", "seconds")
 SLOW = ("random_search", "autoswap_bo", "smartpool+autoswap", "home", "annealing", "lp_round", "milp", "rerun_search")
