@@ -14,12 +14,13 @@ What is relaxed (reasons in README.md):
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.bound_lp import Linear
+from agents.bound_lp import Linear, Row, Terms
 from agents.bound_reruns import Past, Reruns
 from agents.bound_transfers import Transfers
 from agents.planner import spans
@@ -27,7 +28,10 @@ from simulator.machine import Machine
 from simulator.program import Gap, Program
 from simulator.ways import check_mode
 
-PARTS = 20  # windows, about: parts of the peak load that one uses
+PARTS = {"swap": 1, "recompute": 10, "joint": 5}  # windows, about: parts of the peak load that one uses
+LARGEST = {"swap": 1500, "recompute": 1500, "joint": 400}
+ROUNDS, NODES = 10, 100  # of cuts, of branch and bound, where a program has at most WORK rows; in proportion above
+WORK = 3000
 ROUNDING = 1e-3  # ns, far above the rounding errors of the dual value
 
 
@@ -54,14 +58,14 @@ class Floor:
     recomputed: NDArray[np.float64]
 
 
-def floor(program: Program, machine: Machine, limit: int, mode: str = "joint", max_gaps: int = 1500) -> Floor:
+def floor(program: Program, machine: Machine, limit: int, mode: str = "joint", max_gaps: int | None = None) -> Floor:
     """The floor under the plans of ``mode`` (swap, recompute or joint) within ``limit`` bytes.
 
     Args:
         max_gaps: gaps that the linear program decides about, those of the largest tensors; the rest are emptied for
-            nothing.
+            nothing. None: LARGEST.
     """
-    check_mode(mode)
+    max_gaps = LARGEST[check_mode(mode)] if max_gaps is None else max_gaps
     live_bytes = np.array(program.live_bytes, dtype=np.int64)
     nbytes = [t.nbytes for t in program.tensors]
     lowest, past, n = live_bytes.copy(), Past(program), len(program.kernels)
@@ -82,7 +86,10 @@ def floor(program: Program, machine: Machine, limit: int, mode: str = "joint", m
     if least_bytes > limit or live_bytes.max() <= limit:
         return Floor(least_bytes <= limit, least_bytes, program.ideal_ns, 0.0, tuple(gaps), none, none)
     problem = _Problem(program, machine, limit, mode, gaps, live_bytes, least)
-    solution = problem.lp.solve()
+    part = min(1.0, WORK / len(problem.lp.rows)) if mode == "recompute" else 0.0
+    solution = problem.lp.cut(problem.knapsacks, round(ROUNDS * part))
+    if solution is not None:
+        solution = problem.lp.branch(solution, problem.whole(), round(NODES * part))
     if solution is None:
         return Floor(False, least_bytes, program.ideal_ns, 0.0, tuple(gaps), none, none)
     iteration = program.ideal_ns + max(0, int(np.ceil(solution.bound * problem.tick - ROUNDING)))
@@ -112,29 +119,56 @@ class _Problem:
         most = max(program.tensors[g.tensor].nbytes for g in gaps)
         # Units of bytes and of time in which the numbers of the linear program are near 1.
         byte, self.tick = most / 8, max(program.ideal_ns, machine.d2h_ns(most)) / 1000
-        self.lp, self.gaps, self.transfers = Linear(), gaps, None
-        self.reruns = None if mode == "swap" else Reruns(self.lp, program, limit, live_bytes, least, PARTS, byte)
+        self.program, self.lp, self.gaps = program, Linear(), gaps
+        self.transfers: Transfers | None = None
+        self.reruns = None if mode == "swap" else Reruns(self.lp, program, limit, live_bytes, least, PARTS[mode], byte)
+        loads: dict[int, tuple[Terms, float]]
         if self.reruns is None:
-            loads = {k: ([], live_bytes[k] / byte) for k in np.flatnonzero(live_bytes > limit).tolist()}
+            loads = {k: ([], float(live_bytes[k]) / byte) for k in np.flatnonzero(live_bytes > limit).tolist()}
         else:
             loads = self.reruns.load()
-        if mode == "recompute":
+        self.totals = dict(self.reruns.totals) if self.reruns is not None else {}
+        if mode == "recompute" and self.reruns is not None:
             for terms, constant in loads.values():
                 self.lp.row(terms, limit / byte - constant)
             for (_, w), column in self.reruns.again.items():
                 self.lp.cost[column] = program.kernels[w].duration_ns / self.tick
         else:
             self.transfers = Transfers(self.lp, program, machine, limit, gaps, loads, self.reruns, byte, self.tick)
+        self.knapsacks = [self._expanded(k, terms, limit / byte - constant) for k, (terms, constant) in loads.items()]
+
+    def _expanded(self, k: int, terms: Terms, right: float) -> Row:
+        """The memory of kernel k in columns of 0 and 1: what is held and not swapped."""
+        sums: dict[int, float] = defaultdict(float)
+        for c, f in terms:
+            for d, g in self.totals.get(c, [(c, 1.0)]):
+                sums[d] += f * g
+        if self.transfers is not None:
+            for i in self.transfers.open(k):
+                sums[int(self.transfers.swap[i])] -= float(self.transfers.size[i])
+        return [(c, f) for c, f in sums.items() if abs(f) > 1e-12], right
+
+    def whole(self) -> list[tuple[Terms, float]]:
+        """Sums of columns that are whole numbers in every plan, with their weights: how often a kernel runs again, is a
+        version held."""
+        found: list[tuple[Terms, float]] = []
+        runs: dict[int, list[tuple[int, float]]] = defaultdict(list)
+        if self.reruns is not None:
+            for (_, w), column in self.reruns.again.items():
+                runs[w].append((column, 1.0))
+            found += [(terms, 1e3 * self.program.kernels[w].duration_ns / self.tick) for w, terms in runs.items()]
+            for columns in (self.reruns.kept, self.reruns.back):
+                found += [([(c, 1.0)], self.reruns.size(i)) for (_, i), c in columns.items()]
+        return found
 
     def fractions(self, x: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """float64[m] twice: what part of each gap's tensor is swapped in it, and away in it to be written again."""
         m = len(self.gaps)
         swapped = x[self.transfers.swap] if self.transfers is not None else np.zeros(m)
         away = np.zeros(m)
-        for i, g in enumerate(self.gaps):
-            v = self.reruns.version_in(g) if self.reruns is not None else -1
-            if v >= 0 and self.reruns.droppable[v]:
-                away[i] = max(
-                    [0.0, *(float(x[c] if sign > 0 else 1 - x[c]) for _, c, sign in self.reruns.absent(v, g))]
-                )
+        for i, gap in enumerate(self.gaps if self.reruns is not None else []):
+            v = self.reruns.version_in(gap)  # type: ignore[union-attr]
+            if v >= 0 and self.reruns.droppable[v]:  # type: ignore[union-attr]
+                found = self.reruns.absent(v, gap)  # type: ignore[union-attr]
+                away[i] = max([0.0, *(float(x[c] if sign > 0 else 1 - x[c]) for _, c, sign in found)])
         return swapped, np.minimum(away, 1 - swapped)

@@ -23,6 +23,8 @@ from numpy.typing import NDArray
 from agents.bound_lp import Linear, Terms
 from simulator.program import Gap, Program
 
+FINE = 2000  # kernels x versions: so few have a window each
+
 
 class Version:
     """What kernel ``writer`` wrote to tensor ``tensor``.
@@ -123,11 +125,14 @@ class Reruns:
         self.kept: dict[tuple[int, int], int] = {}
         self.back: dict[tuple[int, int], int] = {}
         self.between: dict[tuple[int, int], int] = {}
+        self.totals: dict[int, Terms] = {}  # column: a sum that it is at least
         self._pending: list[tuple[int, int]] = []
         for i in range(len(self.versions)):
             self._version(i)
         while self._pending:
             self._inputs(*self._pending.pop())
+        for j in range(1, len(self.windows)):
+            self._futures(j)
 
     # ---------------------------------------------------------------------------------------- windows
 
@@ -138,7 +143,8 @@ class Reruns:
         for v in self.versions:
             for k in (v.writer, *v.uses):
                 used[k].add(v.tensor)
-        room = self.program.peak_bytes / parts
+        fine = (last - first) * len(self.versions) <= FINE
+        room = 0.0 if fine else self.program.peak_bytes / parts
         found, begin, end, inside, total = [], first, first, set[int](), 0
         for k in sorted(k for k in used if first <= k <= last):
             more = sum(self.program.tensors[x].nbytes for x in used[k] - inside)
@@ -250,6 +256,50 @@ class Reruns:
         for writer in self.past.earlier(w):
             lp.row([(one, 1), (self.runs(j, writer), -1)], 0)
 
+    def _futures(self, j: int) -> None:
+        """What is not held at the start of window j and used later runs again in some window from j on, once at least,
+        and so does what that reads and is not held at that start.
+
+        Without this, a hundredth of an input that is held could serve a hundred windows to write one hundredth each.
+        """
+        lp, program = self.lp, self.program
+        later: dict[int, int] = {}  # kernel: it runs again in window j or later
+        pending: list[int] = []
+        last = len(self.windows)
+
+        def need(i: int, whole: list[tuple[int, float]], right: float) -> None:
+            """whole <= right + version i is held + its writer runs again."""
+            terms, constant = self.held(j, i)
+            if constant >= 1 or self.window_of[self.versions[i].writer] >= j:
+                return
+            again = [(w, -1.0) for w in runs(self.versions[i].writer)]
+            lp.row([*whole, *((c, -f) for c, f in terms), *again], right + constant)
+
+        def runs(w: int) -> list[int]:
+            if w not in later:
+                columns = [(self.again[k, w], -1.0) for k in range(j, last) if (k, w) in self.again]
+                if not columns:
+                    return []
+                later[w] = lp.new()
+                lp.row([(later[w], 1.0), *columns], 0)
+                pending.append(w)
+            return [later[w]]
+
+        for i, v in enumerate(self.versions):
+            if self.droppable[i] and self.window_of[v.writer] < j <= self.window_of[v.ends]:
+                need(i, [], -1.0)
+        while pending:
+            w = pending.pop()
+            for x in dict.fromkeys(program.kernels[w].inputs):
+                writer = self.past.version(x, w)
+                if program.tensors[x].persistent:
+                    if any(w <= k < self.windows[j][0] for k in program.writes[x]):
+                        lp.row([(later[w], 1.0), *((c, -1.0) for c in runs(writer))], 0)
+                elif (x, writer) in self.at:
+                    need(self.at[x, writer], [(later[w], 1.0)], 0)
+            for writer in self.past.earlier(w):
+                lp.row([(later[w], 1.0), *((c, -1.0) for c in runs(writer))], 0)
+
     # ------------------------------------------------------------------------------------------- memory
 
     @cached_property
@@ -267,7 +317,7 @@ class Reruns:
         between its uses in it as far as it is not ``between`` and written again. At the last kernel of a window, what
         is back counts, too.
         """
-        found = {}
+        found: dict[int, tuple[Terms, float]] = {}
         size = [t.nbytes / self.byte for t in self.program.tensors]
         free = self._droppable_bytes()
         for j, (begin, end) in enumerate(self.windows):
@@ -275,10 +325,10 @@ class Reruns:
             if not over:
                 continue
             total = self.lp.new(sum(size[v.tensor] for v in self.versions))
-            whole = [
-                (self.kept[j, i], size[self.versions[i].tensor]) for i in self._of_window[j] if (j, i) in self.kept
-            ]
+            held = [i for i in self._of_window[j] if (j, i) in self.kept]
+            whole = [(self.kept[j, i], size[self.versions[i].tensor]) for i in held]
             self.lp.row([*whole, (total, -1.0)], 0)
+            self.totals[total] = whole
             inside = [i for i, v in enumerate(self.versions) if any(begin <= k < end for k in (v.writer, *v.uses))]
             for k in over:
                 terms: dict[int, float] = {total: 1.0}
@@ -302,6 +352,10 @@ class Reruns:
                             terms[self.back[j, i]] = size[self.versions[i].tensor]
                 found[k] = ([(c, f) for c, f in terms.items()], constant)
         return found
+
+    def size(self, i: int) -> float:
+        """Of version i, in the program's unit."""
+        return self.program.tensors[self.versions[i].tensor].nbytes / self.byte
 
     def version_in(self, gap: Gap) -> int:
         """The version that a gap's tensor holds in it; -1: none of these."""

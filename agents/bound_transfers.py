@@ -67,6 +67,7 @@ class Transfers:
         self.written = [self._written(g) for g in gaps]
         self._host_copies()
         self._flows(loads)
+        self._early_copies()
         self._whole_tensors(loads)
         self._host_bytes()
         if reruns is not None:
@@ -78,6 +79,11 @@ class Transfers:
         if not writes:
             return None
         return max((w for w in writes if w <= g.after), default=writes[-1] - self.n)
+
+    def open(self, k: int) -> list[int]:
+        """The gaps that are open at kernel k."""
+        n = self.n
+        return [i for i, g in enumerate(self.gaps) if (k - g.after - 1) % n < (g.before - g.after - 1) % n]
 
     def _host_copies(self) -> None:
         """Rule 4: what may leave without a transfer in its gap, as a valid copy is on the host from an earlier gap, and
@@ -121,9 +127,8 @@ class Transfers:
         ]
         ahead = {name: lp.many(n, total) for name in ("a1", "a2", "aw", "ad", "may")}  # early copies, of all classes
         fastest = float((self.out_time / size).min())
-        written: list[list[int]] = [
-            [] for _ in range(n)
-        ]  # gaps whose early copy may be made from the end of a kernel on
+        # Gaps whose early copy may be made from the end of a kernel on.
+        written: list[list[int]] = [[] for _ in range(n)]
         for i in np.flatnonzero(np.array(lp.upper)[self.early]).tolist():
             written[self.written[i] % n].append(i)  # type: ignore[operator]
         self.queued: list[tuple[list[int], list[int]]] = []  # columns, at the start and the end of each kernel
@@ -179,6 +184,23 @@ class Transfers:
                 if self.written[i] < 0 <= self.gaps[i].after]  # type: ignore[operator]  # fmt: skip
         lp.equation([(int(ahead["may"][0]), 1), *over], 0)
 
+    def _early_copies(self) -> None:
+        """The early copies that begin and end within one of their intervals, from the last write to the opening of the
+        gap, take no longer than that."""
+        some = [i for i in range(len(self.gaps)) if self.lp.upper[self.early[i]]]
+        first = np.array([self.written[i] for i in some])
+        last = np.array([self.gaps[i].after for i in some])
+        past = np.concatenate([[0.0], np.cumsum(np.tile(self.duration, 2))])  # time before a kernel, from that at -n
+        for a, b in zip(first.tolist(), last.tolist(), strict=True):
+            within = np.zeros(len(some), dtype=bool)
+            for shift in (-self.n, 0, self.n):
+                within |= (first + shift >= a) & (last + shift <= b)
+            mine = [some[i] for i in np.flatnonzero(within)]
+            time = past[b + 1 + self.n] - past[a + 1 + self.n]
+            if self.out_time[mine].sum() > time:
+                waits = [(int(self.wait[k % self.n]), -1.0) for k in range(a + 1, b + 1)]
+                self.lp.row([*((int(self.early[i]), self.out_time[i]) for i in mine), *waits], time)
+
     def _host_bytes(self) -> None:
         """At no kernel does the host hold more than it has: what has left and not been asked for again, and for ever
         the persistent tensors that nothing writes."""
@@ -193,8 +215,7 @@ class Transfers:
         kept = [(c, self.program.tensors[t].nbytes / self.byte) for t, c in always.items()]
         lp.row(kept, host)
         for k in range(self.n):
-            beside = [(int(self.swap[i]), -size[i]) for i, g in enumerate(self.gaps)
-                      if g.tensor in always and (k - g.after - 1) % self.n < (g.before - g.after - 1) % self.n]  # fmt: skip
+            beside = [(int(self.swap[i]), -size[i]) for i in self.open(k) if self.gaps[i].tensor in always]
             back = [(c, -1.0) for c in (*self.queued[k][0], *self.returned[k][0])]
             lp.row([(int(self.away[k]), 1.0), *beside, *back, *kept], host)
 

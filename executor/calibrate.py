@@ -8,7 +8,7 @@ alignment, the driver's calls) is that of the machine given. How (reasons in exe
 
 1. *Transfers*: the median of REPEATS copies of 4 KiB to 1 GiB, from the end of a kernel to that of the copy (rule 4).
 2. *Latency and bandwidths*: least squares of the relative errors of latency + bytes / bandwidth, one latency for both.
-3. *Duplex*: the largest copy in both directions at once, over each alone; reported, not used.
+3. *Duplex*: the largest copy in both directions at once, beside each alone: what the link carries together.
 4. *Launch*: LAUNCHES empty kernels, issued while a long one runs.
 """
 
@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any, Literal
 
 import numpy as np
@@ -38,6 +38,7 @@ REPEATS = 7
 LAUNCHES = 500  # a stream takes about a thousand before the host must wait
 ISSUE_NS = 1_000_000  # of the kernel during which the host issues a few calls
 ONE_ENGINE = 0.85  # of one after the other: from here on, both at once are one engine
+DUPLEX_ERROR = 0.02  # the least measuring error of a share; a larger spread of the repeats counts
 
 Direction = Literal["d2h", "h2d"]
 DIRECTIONS: tuple[Direction, Direction] = ("h2d", "d2h")
@@ -53,6 +54,8 @@ class Calibration:
         transfers: direction -> (bytes, ns) by size.
         fit_error: the largest relative error of latency + bytes / bandwidth.
         duplex: direction -> how many times as long a copy of the largest size takes while one goes the other way.
+        share: of its own speed that each direction has while both are busy, by when both copies are over.
+        share_error: the relative spread between the quartiles of its measurements, at least DUPLEX_ERROR.
     """
 
     machine: Machine
@@ -60,6 +63,8 @@ class Calibration:
     transfers: dict[str, list[tuple[int, int]]]
     fit_error: float
     duplex: dict[str, float]
+    share: float
+    share_error: float
 
     def to_yaml(self) -> str:
         """The machine as Machine.load reads it, with comments."""
@@ -73,6 +78,8 @@ class Calibration:
             "d2h_bytes_per_s": fit,
             "copy_latency_ns": f"{fit}; from the end of the kernel",
             "copy_engines": f"measured: with both directions at once {slower} times as long as alone",
+            "duplex_bytes_per_s": f"measured: {self.share:.1%} of both alone, give or take {self.share_error:.1%}; "
+            "0: each its own rate",
             "launch_ns": f"measured: mean of {LAUNCHES} empty kernels on one stream",
         }
         lines = [f"# {self.device}: measured by executor.calibrate.", "#", "# GB/s     h2d     d2h"]
@@ -123,20 +130,43 @@ def calibrate(
                 break
             largest = n
             _copies(backend, DIRECTIONS, n)  # the first of everything is slow
+            single = {d: [_copies(backend, [d], n)[d] for _ in range(REPEATS)] for d in DIRECTIONS}
             for d in DIRECTIONS:
-                transfers[d].append((n, round(median(_copies(backend, [d], n)[d] for _ in range(REPEATS)))))
+                transfers[d].append((n, round(median(single[d]))))
         both = [_copies(backend, DIRECTIONS, largest) for _ in range(REPEATS)]
         launch = median(_launch(backend) for _ in range(REPEATS))
     alone = {d: transfers[d][-1][1] for d in DIRECTIONS}
     duplex = {str(d): median(times[d] for times in both) / alone[d] for d in DIRECTIONS}
-    at_once = median(max(times.values()) for times in both)
+    ends = [max(times.values()) for times in both]
+    at_once = median(ends)
     latency, rates, error = _fit(transfers)
+    share, share_error = (
+        _share(list(alone.values()), at_once),
+        max(DUPLEX_ERROR, *map(_spread, [ends, *single.values()])),
+    )
+    engines = 1 if at_once >= ONE_ENGINE * sum(alone.values()) else 2
+    limited = engines == 2 and share < 1 - share_error
     machine = replace(
         base, name=name or base.name, memory_bytes=backend.memory_bytes, h2d_bytes_per_s=rates["h2d"],
-        d2h_bytes_per_s=rates["d2h"], copy_latency_ns=latency, launch_ns=round(launch),
-        copy_engines=1 if at_once >= ONE_ENGINE * sum(alone.values()) else 2,
+        d2h_bytes_per_s=rates["d2h"], copy_latency_ns=latency, launch_ns=round(launch), copy_engines=engines,
+        duplex_bytes_per_s=round(share * sum(rates.values())) if limited else 0,
     )  # fmt: skip
-    return Calibration(machine, backend.name, transfers, error, duplex)
+    return Calibration(machine, backend.name, transfers, error, duplex, share, share_error)
+
+
+def _share(alone: Sequence[float], at_once: float) -> float:
+    """The share of its own speed that each of two copies has while both are under way (``Machine.duplex_share``).
+
+    Begun together, they take a and b alone, a <= b: the first is over after a / share, and the other goes on alone for
+    b - a. ``at_once`` is when both are over.
+    """
+    return min(alone) / max(at_once - max(alone) + min(alone), 1)
+
+
+def _spread(times: Sequence[float]) -> float:
+    """Between the quartiles, over the median."""
+    low, middle, high = quantiles(times, n=4)
+    return (high - low) / middle
 
 
 def _copies(backend: Backend, directions: Sequence[Direction], nbytes: int) -> dict[str, int]:

@@ -38,7 +38,7 @@ from agents.heuristics.workspace import least_workspaces, plan_with_variants, wi
 from experiments.cli import UsageError, expected_errors
 from simulator.files import write_json, write_text
 from simulator.machine import Machine
-from simulator.plan import Plan, Recompute
+from simulator.plan import Plan, Recompute, Swap
 from simulator.program import Kernel, Program, Tensor
 from simulator.timeline import Timeline
 
@@ -159,7 +159,7 @@ def made(name: str, **options: Any) -> agents.Planner:
 
 def other_mode(plan: Plan, mode: str | None) -> str:
     """Why a plan is none of ``mode`` (swap, recompute, joint or None for any); '' where it is."""
-    kinds = {"recompute" if isinstance(d, Recompute) else "swap" for d in plan.decisions}
+    kinds = {"swap" if isinstance(d, Swap) else "recompute" for d in plan.decisions}
     if mode in (None, "joint") or kinds <= {mode}:
         return ""
     return f"its plan has decisions to {' and '.join(sorted(kinds))}"

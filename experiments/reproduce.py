@@ -46,7 +46,6 @@ CODE = ("simulator", "envs", "agents", "executor", "experiments/workloads")  # t
 
 @cli.entry("reproduce")
 def main(cfg: DictConfig) -> None:
-    jobs = cli.jobs(cfg)
     quick, redraw = (cli.choice(cfg, key, (False, True)) for key in ("quick", "redraw"))
     asked = cli.plain(cfg.figure)
     out = cli.path(cfg, "out") or Path("runs/reproduce")
@@ -55,8 +54,16 @@ def main(cfg: DictConfig) -> None:
         print(out)
         return
     every = [cli.plain(OmegaConf.load(CONFIGS / f"{name}.yaml")) for name in names()]
-    chosen = every if asked.get("name") == ALL else [asked]
-    figures = [Figure(settings, quick, cfg.gpu, out) for settings in chosen]
+    make(every if asked.get("name") == ALL else [asked], quick, cfg.gpu, cli.jobs(cfg), out)
+
+
+def make(chosen: list[dict[str, Any]], quick: bool, machine: str | None, jobs: int, out: Path) -> None:
+    """Computes and draws figures, by their settings, into ``out``; prints their tables.
+
+    Raises:
+        UsageError, FormatError: as ``Figure``; ``out`` cannot be made.
+    """
+    figures = [Figure(settings, quick, machine, out) for settings in chosen]
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

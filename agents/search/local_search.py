@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agents.planner import Candidates, Rows, row_of
-from simulator.compiled.encoding import AFTER, BEFORE, EXTRA, KIND, RECOMPUTE, TENSOR, WHEN
+from simulator.compiled.encoding import AFTER, BEFORE, EXTRA, KIND, RECOMPUTE, SWAP, TENSOR, WHEN
 from simulator.compiled.engine import Engine
 from simulator.compiled.jit import jit
 from simulator.program import Gap, Program
@@ -29,6 +29,7 @@ from simulator.ways import KEPT, RECOMPUTED, SWAPPED, ways_to_empty
 FILL, EMPTY = 0.4, 0.4  # shares of the moves; the rest are shifts and ways
 PRUNE = 3  # gaps that an empty move tries to fill
 SHIFT = 8.0  # kernels, mean of a shift
+EARLY = 0.2  # how often a recomputed gap that is picked for a shift is shifted
 TRIES = 100  # moves tried before giving up
 
 Floats = NDArray[np.float64]
@@ -335,8 +336,10 @@ def _propose(rng, limit, nbytes, ways, weights, opens, since, earlier, rows, on,
                 _put(new_rows, new_on, new_load, nbytes, i, False, rows[i])
             elif several and uniform(rng) < 0.5:
                 _put(new_rows, new_on, new_load, nbytes, i, True, _way(rng, weights, ways, i))
-            else:
+            elif rows[i, KIND] == SWAP or uniform(rng) < EARLY:
                 _put(new_rows, new_on, new_load, nbytes, i, True, _shifted(rng, rows[i], opens[i], since[i], n))
+            else:
+                continue
         for _ in range(m):
             k = int(new_load.argmax())
             if new_load[k] <= limit:

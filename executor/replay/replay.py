@@ -37,6 +37,9 @@ from simulator.timeline import BlockEvent, Span, Timeline
 AHEAD = 2  # iterations
 
 Mode = Literal["time", "check"]
+# Of an event, what orders it: its time; whether what causes it begins then (at one instant frees first, rule 9, but of
+# what takes no time); the number of its job; whether it frees.
+_Key = tuple[int, bool, int, bool]
 
 
 @dataclass(frozen=True)
@@ -328,11 +331,6 @@ class _Run:
                         (end, at_once, j_round * count + j, True), BlockEvent(end, owner, stay.index, -nbytes)
                     ))  # fmt: skip
         return sorted(events)
-
-
-# Of an event, what orders it: its time; whether what causes it begins then (at one instant frees first, rule 9, but of
-# what takes no time); the number of its job; whether it frees.
-_Key = tuple[int, bool, int, bool]
 
 
 def _seed(block: Block, written: int = 0) -> int:

@@ -24,11 +24,13 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from executor.host import Held
+import numpy as np
+
 from simulator.compiled.engine import simulate
 from simulator.machine import Machine
 from simulator.plan import Decision, Plan, Recompute, Rerun, Swap
 from simulator.pool import Lifetimes, Packing, allocator, run, timeline_lifetimes
+from simulator.pool.host import Held
 from simulator.program import Kernel, Program
 from simulator.schedule import Schedule, lower
 from simulator.timeline import Span, Timeline
@@ -348,11 +350,11 @@ class _Walk:
             self.stays.append(Stay(block, b, j, tuple((int(f < j), f) for f in ends(b, past)), crosses))
             self.jobs[j].fresh.append(block)
         self.freed_by: list[set[int]] = [set() for _ in self.jobs]  # by whom the memory of each job's blocks is freed
-        for stay in self.stays:
+        lower, upper = packing.offsets, packing.offsets + blocks.nbytes
+        for i, stay in enumerate(self.stays):
             if stay.begin is not None:
-                self.freed_by[stay.begin].update(
-                    f for other in self.stays if _overlap(other.block, stay.block) for _, f in other.ends
-                )
+                here = np.flatnonzero((lower < upper[i]) & (lower[i] < upper))
+                self.freed_by[stay.begin].update(f for other in here for _, f in self.stays[other].ends)
 
     # ---------------------------------------------------------------------------------- contents
 
@@ -421,7 +423,3 @@ class _Walk:
             out |= {self._latest(self.ins.get(x, ()), at) for x in step.waits}
             out.add(self._latest(sync, at))
         return {x for x in out if x is not None}
-
-
-def _overlap(a: Block, b: Block) -> bool:
-    return a.offset < b.offset + b.nbytes and b.offset < a.offset + a.nbytes

@@ -70,20 +70,19 @@ class Calls:
         return self._places[node, block]
 
     def _step(self, step: Step) -> tuple[list[Call], tuple[int, ...]]:
-        calls: list[Call] = []
+        scratch: list[Call] = []
 
         def place(node: fx.Node) -> int:
             new = len(self._places)
             slot = self._at(node, step.uses)
             if len(self._places) > new:  # written by no kernel: statistics
-                calls.append((slot, torch.empty_like, _getter([self.slots[node]]), {}))
+                scratch.append((slot, torch.empty_like, _getter([self.slots[node]]), {}))
             return slot
 
-        for node in self.bodies[step.kernel]:
-            call = self._call(node, place, self._at(node, step.uses))
-            calls.append(call)
+        body = self.bodies[step.kernel]
+        calls = [self._call(node, place, self._at(node, step.uses)) for node in body]
         clear = [s for b in step.frees for s in self.of.get(b, ()) if s not in self.outputs]
-        return calls, (*clear, *(self.slots[n] for n in self.bodies[step.kernel] if self._sequence(n)))
+        return scratch + calls, (*clear, *(self.slots[n] for n in body if self._sequence(n)))
 
     def _place_nodes(self) -> None:
         """Slots, and which kernel each node comes with; -1: none, it depends on persistent tensors alone."""

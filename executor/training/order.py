@@ -25,10 +25,10 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from executor.host import Held
 from simulator.compiled.engine import simulate
 from simulator.machine import Machine
 from simulator.plan import Plan, Swap
+from simulator.pool.host import Held
 from simulator.program import Program
 from simulator.schedule import Schedule, Step, lower
 from simulator.timeline import Timeline

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,13 +13,18 @@ from scipy import optimize
 
 import agents
 from agents.bound import floor
+from agents.bound_lp import rounded
 from agents.planner import ways_of
-from simulator import Kernel, Machine, Plan, Program, Recompute, Swap, Tensor, Timeline, simulate
+from simulator import Kernel, Machine, Plan, Program, Recompute, Rerun, Swap, Tensor, Timeline, simulate
 from simulator.compiled.engine import Engine
+from simulator.plan import PlanError
+from simulator.schedule import lower
 from tests import tiny
 from tests.agents.search.test_search import pyramid
+from tests.random_cases import case
 from tests.strategies import machines, networks, plans, programs
 
+DATA = Path(__file__).resolve().parents[1] / "data"
 MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, copy_latency_ns=0)
 
 
@@ -60,9 +66,9 @@ def test_a_tensor_with_a_host_copy_leaves_for_nothing() -> None:
     assert simulate(sandwich(persistent=True), Plan((Swap(0, 0, 2),)), MACHINE, 100).iteration_ns == 150
 
 
-def test_a_chain_for_another_tensor_can_bring_it_back_earlier_and_for_less() -> None:
-    # t (100 bytes) must be away in kernel 3. For kernel 5 it takes 101 ns to write again, because x is gone by then.
-    # For kernel 4, which asks for u, the chain runs kernels 1 and 2 (2 ns) and keeps t on the way.
+def test_recomputed_early_it_costs_less() -> None:
+    # t (100 bytes) must be away in kernel 3. For kernel 5 it takes 101 ns to write again, because x is gone by
+    # then; for kernel 4, which reads x, it takes 1.
     x, t, u = 0, 1, 2
     kernels = (
         Kernel("x", "other", "forward", (), (x,), 100),
@@ -73,10 +79,52 @@ def test_a_chain_for_another_tensor_can_bring_it_back_earlier_and_for_less() -> 
         Kernel("reads t", "other", "backward", (t,), (), 10),
     )
     program = Program("early", (Tensor("x", 10), Tensor("t", 100), Tensor("u", 1)), kernels)
-    plan = Plan((Recompute(t, 2, 5), Recompute(u, 2, 4, keep=True)))
-    assert simulate(program, plan, MACHINE, 111).iteration_ns == 132 + 2
+    assert simulate(program, Plan((Recompute(t, 2, 5, at=4),)), MACHINE, 111).iteration_ns == 132 + 1
     assert simulate(program, Plan((Recompute(t, 2, 5),)), MACHINE, 111).iteration_ns == 132 + 101
-    assert floor(program, MACHINE, 111).iteration_ns == 132 + 2
+    assert floor(program, MACHINE, 111).iteration_ns == 132 + 1
+
+
+def test_what_is_dead_may_be_retained_to_write_again_from() -> None:
+    # t must be away in kernel 2; to write it again takes 1 ns where x (10 bytes) is retained beside, 101 ns where not.
+    # Retained to nine tenths it would be 11 ns: it is whole that it is retained or not.
+    for workspace, plan, extra in ((100, Plan((Rerun(1, 3),)), 1), (101, Plan((Recompute(1, 1, 3),)), 101)):
+        kernels = (
+            Kernel("x", "other", "forward", (), (0,), 100),
+            Kernel("t", "other", "forward", (0,), (1,), 1),
+            Kernel("peak", "other", "forward", (), (), 10, workspace=workspace),
+            Kernel("reads t", "other", "backward", (1,), (), 10),
+        )
+        program = Program("retained", (Tensor("x", 10), Tensor("t", 100)), kernels)
+        assert simulate(program, plan, MACHINE, 110).iteration_ns == 121 + extra
+        assert floor(program, MACHINE, 110, "recompute").iteration_ns == 121 + extra
+
+
+def test_a_tenth_that_is_retained_does_not_serve_ten_windows() -> None:
+    # At the first peak there is room for 30 of 300 bytes, and at each for 11 more. Without ``Reruns._futures`` a tenth
+    # of x (100 bytes) would be retained, and in every window another part of t (200 bytes) written from it.
+    peaks = [Kernel(f"peak {i}", "other", "forward", (), (2 + i,), 10, workspace=290 - 11 * i) for i in range(20)]
+    reads = [Kernel(f"read {i}", "other", "backward", (2 + i,), (), 0) for i in range(20)]
+    kernels = (Kernel("x", "other", "forward", (), (0,), 1000), Kernel("t", "other", "forward", (0,), (1,), 1),
+               *peaks, Kernel("reads t", "other", "backward", (1,), (), 10), *reads)  # fmt: skip
+    sizes = [Tensor("x", 100), Tensor("t", 200), *(Tensor(f"y{i}", 1) for i in range(20))]
+    program = Program("tenths", tuple(sizes), kernels)
+    plan = Plan((Recompute(1, 1, 22),))
+    assert simulate(program, plan, MACHINE, 320).iteration_ns == program.ideal_ns + 1001
+    assert floor(program, MACHINE, 320, "recompute").iteration_ns == program.ideal_ns + 1001
+
+
+def test_a_copy_may_leave_while_the_tensor_is_read() -> None:
+    # a must be away for big. Copied while r1 reads it, it leaves for nothing and returns in the 200 ns of x.
+    lines: list[tuple] = [((), (0,), 10), ((0,), (), 100), ((), (1,), 10), ((), (), 200), ((0,), (), 10)]
+    kernels = tuple(Kernel(f"k{i}", "other", "forward", *line, recomputable=False) for i, line in enumerate(lines))
+    program = Program("early copy", (Tensor("a", 100), Tensor("b", 100)), kernels)
+    for copy, least in ((0, 330), (None, 430)):
+        assert simulate(program, Plan((Swap(0, 1, 4, copy=copy),)), MACHINE, 100).iteration_ns == least
+    assert floor(program, MACHINE, 100, "swap").iteration_ns == 330
+    # In 40 ns, of 100 bytes 60 are left when r1 ends.
+    short = replace(program, kernels=(kernels[0], replace(kernels[1], duration_ns=40), *kernels[2:]))
+    assert simulate(short, Plan((Swap(0, 1, 4, copy=0),)), MACHINE, 100).iteration_ns == 270 + 60
+    assert floor(short, MACHINE, 100, "swap").iteration_ns == 270 + 60
 
 
 def test_one_copy_engine_does_not_do_both_at_once() -> None:
@@ -93,7 +141,7 @@ def test_one_copy_engine_does_not_do_both_at_once() -> None:
         assert best_of_all(program, machine, 200) >= least > program.ideal_ns
 
 
-def test_what_two_engines_hide_one_cannot() -> None:
+def test_what_two_engines_hide_one_cannot_and_a_shared_link_in_part() -> None:
     # b is read by kernel 2 and a by kernel 4, each beside a workspace for which the other is away: in the 100 ns
     # between a (100 bytes) returns and b (100) leaves. There are 100 ns before for a to leave, and behind for b to
     # return.
@@ -101,9 +149,11 @@ def test_what_two_engines_hide_one_cannot() -> None:
                           ((), (), 100), ((1,), (), 10)]  # fmt: skip
     kernels = tuple(Kernel(f"k{i}", "other", "forward", *line, recomputable=False) for i, line in enumerate(lines))
     program = Program("cross", (Tensor("a", 100), Tensor("b", 100)), kernels)
-    for engines, extra in ((2, 0), (1, 100)):
-        machine = replace(MACHINE, copy_engines=engines)
-        plan = Plan((Swap(0, 0, 4), Swap(1, 2, 6)))
+    # 10 bytes of b may leave while kernel 2 reads it. At three quarters of their speed beside each other, the other 90
+    # leave in 120 ns, and then 90 of a are back.
+    for engines, duplex, extra in ((2, 0, 0), (2, 15 * 10**8, 30), (1, 0, 90)):
+        machine = replace(MACHINE, copy_engines=engines, duplex_bytes_per_s=duplex)
+        plan = Plan((Swap(0, 0, 4), Swap(1, 2, 6, copy=0)))
         assert simulate(program, plan, machine, 200).iteration_ns == program.ideal_ns + extra
         assert floor(program, machine, 200).iteration_ns == program.ideal_ns + extra
 
@@ -144,12 +194,29 @@ def test_what_the_host_cannot_hold_does_not_leave() -> None:
         agents.make("lp_round", min_bytes=1).plan(sandwich(recomputable=False), small, 100)
 
 
+def test_the_host_holds_one_tensor_after_another() -> None:
+    # a and then b are away beside a workspace of 100: the host needs 100 bytes at one time, 200 in all.
+    lines: list[tuple] = [((), (0,), 10), ((), (), 10, 100), ((0,), (), 10), ((), (1,), 10), ((), (), 10, 100),
+                          ((1,), (), 10)]  # fmt: skip
+    kernels = tuple(Kernel(f"k{i}", "other", "forward", *line, recomputable=False) for i, line in enumerate(lines))
+    program = Program("in turn", (Tensor("a", 100), Tensor("b", 100)), kernels)
+    plan, machine = Plan((Swap(0, 0, 2), Swap(1, 3, 5))), replace(MACHINE, host_bytes=100)
+    assert simulate(program, plan, machine, 100).iteration_ns == 60 + 400
+    assert floor(program, machine, 100).iteration_ns == 60 + 400
+    assert not floor(program, replace(MACHINE, host_bytes=99), 100).feasible
+    # A persistent tensor that nothing writes has its copy for ever.
+    reads = (replace(kernels[0], inputs=(0,), outputs=()), *kernels[1:])
+    program = Program("in turn", (Tensor("a", 100, "parameter", True), Tensor("b", 100)), reads)
+    assert floor(program, replace(MACHINE, host_bytes=200), 200, "swap").feasible
+    assert not floor(program, machine, 100, "swap").feasible
+
+
 def test_the_program_planned_by_hand() -> None:
     best = tiny.PROGRAM.ideal_ns + 10  # tests/tiny.py proves it
     assert floor(tiny.PROGRAM, tiny.MACHINE, tiny.LIMIT).iteration_ns <= best
     assert floor(tiny.PROGRAM, tiny.MACHINE, tiny.LIMIT, "swap").iteration_ns <= best + 40
-    # 30 bytes too many at the peak: three quarters of a2 at 10 ns for the whole, 7.5 ns, and times are integers.
-    assert floor(tiny.PROGRAM, tiny.MACHINE, tiny.LIMIT, "recompute").iteration_ns == tiny.PROGRAM.ideal_ns + 8
+    # 30 bytes too many at the peak: a2 at 10 ns, whole.
+    assert floor(tiny.PROGRAM, tiny.MACHINE, tiny.LIMIT, "recompute").iteration_ns == best
 
 
 def test_small_gaps_are_free_beyond_the_largest() -> None:
@@ -240,6 +307,67 @@ def test_a_plan_that_does_not_repeat_is_not_below_either() -> None:
     early, late = simulate(program, plan, machine, 105), in_the_long_run(program, plan, machine, 105)
     assert (early.period, early.iteration_ns) == (0, 5060) and (late.steady, late.iteration_ns) == (True, 5065)
     assert floor(program, machine, 105).iteration_ns == 5060
+
+
+def best_of_reruns(program: Program, layers: int, limit: int) -> float:
+    """The shortest iteration over all plans of forward kernels that run again before backward ones."""
+    pairs = [Rerun(w, k) for w in range(layers) for k in range(layers, 2 * layers)]
+    best = np.inf
+    for chosen in itertools.product((False, True), repeat=len(pairs)):
+        plan = Plan(tuple(itertools.compress(pairs, chosen)))
+        try:
+            fits = lower(program, plan).required_bytes <= limit
+        except PlanError:
+            continue
+        if fits:
+            again = sum(program.kernels[d.kernel].duration_ns for d in plan.decisions if isinstance(d, Rerun))
+            best = min(best, program.ideal_ns + again)
+    return float(best)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_all_that_can_run_again_is_never_below(seed: int) -> None:
+    program = pyramid(3, seed)
+    for limit in (int(0.6 * program.peak_bytes), int(0.8 * program.peak_bytes)):
+        best = best_of_reruns(program, 3, limit)
+        found = floor(program, MACHINE, limit, "recompute")
+        assert found.feasible or best == np.inf
+        assert found.iteration_ns <= best
+        assert best == np.inf or found.iteration_ns >= program.ideal_ns + 0.9 * (best - program.ideal_ns)
+
+
+@pytest.mark.parametrize(("gib", "percent"), [(10, 2.4207), (6, 6.0350)])
+def test_below_the_optima_of_checkmate(gib: int, percent: float) -> None:
+    """U-Net, batch 11: the overheads that Gurobi found in up to 24 hours (utsaslab/monet-schedules, optimal within 1e-4
+    of the iteration at 10 and 6 GiB)."""
+    program = Program.load(DATA / "checkmate" / "un_11.json.gz")
+    found = 100 * floor(program, MACHINE, gib * 2**30, "recompute").overhead
+    assert 0.75 * percent < found <= percent
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_rounded_rows_follow_from_a_row(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    row = ([(i, float(a)) for i, a in enumerate(rng.integers(-9, 20, 8)) if a], float(rng.integers(0, 40)))
+    points = np.array(list(itertools.product((0.0, 1.0), repeat=8)))
+    kept = points[sum(a * points[:, i] for i, a in row[0]) <= row[1]]
+    cut = rounded(row, rng.random(8))
+    if cut is not None:
+        assert (sum(a * kept[:, i] for i, a in cut[0]) <= cut[1] + 1e-6).all()
+
+
+def test_no_random_plan_is_below() -> None:
+    """Early copies, early recomputation, kernels that run again, a shared link, a small host."""
+    for seed in range(400):
+        program, plan, machine, *_ = case(seed)
+        limit = lower(program, plan).required_bytes + seed % 2
+        try:
+            timeline = simulate(program, plan, machine, limit)
+        except PlanError:  # the host is full
+            continue
+        if timeline.period:
+            found = floor(program, machine, limit)
+            assert found.feasible and found.iteration_ns <= timeline.iteration_ns, seed
 
 
 @settings(max_examples=250, deadline=None)

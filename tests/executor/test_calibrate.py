@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from executor.calibrate import _fit, calibrate, main
+from executor import calibrate as calibrate_module
+from executor.calibrate import _fit, _share, calibrate, main
 from executor.replay.backend import BackendError
 from executor.replay.host_backend import HostBackend
 from simulator import Machine
@@ -46,6 +47,30 @@ def test_the_figures_are_found_back(tmp_path):
 def test_one_copy_engine_is_noticed():
     found = measured(replace(MACHINE, copy_engines=1), 2**20)
     assert found.machine.copy_engines == 1 and max(found.duplex.values()) > 1.3
+
+
+def test_the_share_by_hand():
+    """10 and 30 ns at half of their speed: the first takes 20, in which the other does 10, and 20 more alone."""
+    assert _share([30, 10], 40) == 0.5
+    assert _share([10, 10], 10) == 1 and _share([10, 10], 20) == 0.5
+
+
+@pytest.mark.parametrize(("slower", "together"), [(1.0, False), (1.01, False), (1.25, True)])
+def test_what_both_directions_carry_together(slower, together, monkeypatch):
+    """1 ns a byte in, 2 ns a byte out, 1.5 GB/s in all; the way in takes ``slower`` as long while both are busy."""
+    alone = {"h2d": 1, "d2h": 2}
+
+    def copies(backend, directions, nbytes):
+        both = len(directions) == 2
+        return {d: round(nbytes * (alone[d] + (slower - 1) * both)) for d in directions}
+
+    monkeypatch.setattr(calibrate_module, "_copies", copies)
+    with HostBackend(MACHINE) as backend:
+        found = calibrate(backend, replace(MACHINE, duplex_bytes_per_s=7), 2**20)
+    assert found.machine.copy_engines == 2
+    wanted = 1_500_000_000 / slower if together else 0
+    assert found.machine.duplex_bytes_per_s == pytest.approx(wanted, rel=1e-3)
+    assert f"duplex_bytes_per_s: {found.machine.duplex_bytes_per_s}  # measured: " in found.to_yaml()
 
 
 def test_no_larger_copy_is_begun_when_the_time_is_over():

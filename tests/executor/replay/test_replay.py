@@ -14,11 +14,11 @@ from executor.replay.backend import Backend, BackendError
 from executor.replay.host_backend import HostBackend
 from executor.replay.replay import replay
 from executor.replay.streams import ReplayError, circle, unrolled
-from simulator import Kernel, Machine, OutOfMemory, Plan, Program, Recompute, Swap, Tensor, Timeline, simulate
+from simulator import Kernel, Machine, OutOfMemory, Plan, Program, Recompute, Rerun, Swap, Tensor, Timeline, simulate
 from simulator.schedule import lower
 from tests.executor.conftest import gpu_backend
 from tests.random_cases import case as random_case
-from tests.tiny import A1, A2, A4, LIMIT, MACHINE, PROGRAM, RECOMPUTE_PLAN, SWAP_PLAN, W
+from tests.tiny import A1, A2, A3, A4, LIMIT, MACHINE, PROGRAM, RECOMPUTE_PLAN, SWAP_PLAN, W
 
 MS = 1_000_000
 
@@ -122,6 +122,63 @@ def test_recomputation_by_hand():
     assert measured.iteration_ns == 130 and measured.timeline.breakdown.recompute_ns == 10
 
 
+def names(jobs):
+    """Of each job that waits: what it is, and what it waits for."""
+    name = [(job.span.kind, job.span.index) for job in jobs]
+    return {name[j]: {(back, *name[i]) for back, i in job.waits} for j, job in enumerate(jobs) if job.waits}
+
+
+def test_an_early_copy_by_hand():
+    """a1 leaves when f1 ends, 10 to 50, beside f2; f4 puts a4 where it was and needs both halves: its copy complete
+    and f2 over. f2 is on f4's own stream."""
+    plan = Plan((Swap(A1, 1, 6, copy=0),))
+    measured = replay(PROGRAM, plan, BYTES, LIMIT, Virtual(BYTES))
+    assert measured.iteration_ns == measured.predicted_ns == 160  # 10 less than with a copy at 20
+    order = circle(PROGRAM, plan, BYTES, LIMIT)
+    assert names(order.jobs) == {
+        ("swap_out", A1): {(0, "kernel", 0)},
+        ("kernel", 3): {(0, "swap_out", A1)},
+        ("swap_in", A1): {(0, "swap_out", A1), (0, "kernel", 4)},
+        ("kernel", 6): {(0, "swap_in", A1)},
+    }
+    first, _ = (stay for stay in order.stays if stay.block.owner == A1)
+    assert {(later, *order.jobs[j].span[3:]) for later, j in first.ends} == {(0, "kernel", 1), (0, "swap_out", A1)}
+
+
+def test_memory_of_an_early_copy_is_free_when_its_gap_opens_not_before():
+    """a1's copy is complete at 50; its gap opens when b4 ends, at 60."""
+    plan = Plan((Swap(A1, 4, 6, copy=0),))
+    measured = replay(PROGRAM, plan, BYTES, 180, Virtual(BYTES), iterations=2, warmup=1)
+    left = [e.time_ns for e in measured.timeline.events if e.owner == A1 and e.nbytes < 0]
+    over = [s.end_ns for s in measured.timeline.spans if s.kind == "kernel" and s.index == 4]
+    assert left[::2] == over and len(left) == 4
+
+
+@pytest.mark.parametrize(
+    ("plan", "again"),
+    [
+        (Plan((Recompute(A1, 1, 6, at=5),)), [(0, 5)]),
+        (Plan((Rerun(0, 5), Rerun(1, 5))), [(0, 5), (1, 5)]),
+        (Plan((Rerun(0, 4), Rerun(0, 6), Swap(A2, 2, 5, copy=1))), [(0, 4), (0, 6)]),
+    ],
+)
+def test_what_runs_again_by_hand(plan, again):
+    measured = replay(PROGRAM, plan, BYTES, 200, Virtual(BYTES))
+    assert measured.iteration_ns == measured.predicted_ns
+    order = circle(PROGRAM, plan, BYTES, 200)
+    compute = [job.span for job in order.jobs if job.span.stream == "compute"]
+    following = [next(s.index for s in compute[i:] if s.kind == "kernel") for i in range(len(compute))]
+    assert [(s.index, k) for s, k in zip(compute, following, strict=True) if s.kind == "recompute"] == again
+
+
+def test_a_place_on_the_host_is_used_twice():
+    """a1 is away from f2 to b2, w from b1 to the next f1: 40 bytes do, and a1's copy waits for w's return."""
+    plan = Plan((Swap(A1, 1, 6), Swap(W, 7, 0)))
+    order = circle(PROGRAM, plan, BYTES, 300)
+    assert order.host_bytes == 40 and order.host == {A1: 0, W: 0}
+    assert (0, "swap_in", W) in names(order.jobs)["swap_out", A1]
+
+
 ALTERNATING = Program(
     "alternating",
     (Tensor("p0", 20, "parameter", True), Tensor("p1", 40, "parameter", True), Tensor("a", 5)),
@@ -148,6 +205,11 @@ def test_unrolling_by_hand():
     assert original == [0, 1, 2, 2] and [k.outputs for k in program.kernels] == [(2,), (), (0,), (3,), (), (0,)]
     assert set(plan.decisions) == {
         Swap(0, 2, 5, prefetch=3), Swap(0, 5, 2, prefetch=0), Swap(1, 0, 3), Swap(1, 3, 0)
+    }  # fmt: skip
+    plan = Plan((Swap(1, 0, 0, copy=2), Recompute(2, 0, 2, at=1), Rerun(0, 2)))
+    assert set(unrolled(ALTERNATING, plan, 2)[1].decisions) == {
+        Swap(1, 0, 3, copy=5), Swap(1, 3, 0, copy=2), Recompute(2, 0, 2, at=1), Recompute(3, 3, 5, at=4), Rerun(0, 2),
+        Rerun(3, 5),
     }  # fmt: skip
 
 
@@ -257,6 +319,9 @@ def test_the_host_takes_as_long_as_simulated(plan, ms):
         (Plan((Swap(A2, 2, 5), Swap(W, 0, 7))), 3 * 37 + 1),
         (Plan((Swap(W, 7, 0),)), 3 * 37 + 1),
         (LARGE_RECOMPUTE, 3 * 40 + 1),  # f1 again: it reads w, twice, and writes a1
+        (Plan((Swap(A1, 1, 6, copy=0), Swap(W, 0, 7, copy=7))), 3 * 37 + 1),
+        (Plan((Recompute(A1, 1, 6, at=5),)), 3 * 40 + 1),
+        (Plan((Rerun(0, 5), Rerun(1, 5), Swap(A3, 3, 4, copy=2))), 3 * 43 + 1),
     ],
 )
 def test_patterns_are_right(host, plan, checks):

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from executor import Captured, PlannedStep, capture
-from simulator import Machine, Plan, Program, Recompute, Swap
+from simulator import Decision, Machine, Plan, Program, Recompute, Rerun, Swap
 from simulator.plan import PlanError
 from simulator.schedule import lower
 from tests.executor.networks import NETWORKS, adamw, images, sgd, small
@@ -104,25 +105,54 @@ def equal_states(ours: tuple[dict, dict], theirs: tuple[dict, dict]) -> None:
 
 
 def random_plan(program: Program, seed: int, nothing: float = 0.3) -> Plan:
-    """Swaps (early, pinned or synchronous returns, wrapping gaps) and recomputations that fit the program."""
-    rng = random.Random(seed)
+    """Swaps (early copies, late ends, pinned or synchronous, wrapping gaps) and recomputations (early, too) that fit
+    the program."""
+    rng, more = random.Random(seed), random.Random(seed)
     n = len(program.kernels)
-    decisions: list[Swap | Recompute] = []
+    decisions: list[Decision] = []
     for gap in program.gaps():
         if rng.random() < nothing:
             continue
         late = rng.randint(0, (gap.before - gap.after - 1) % n) if rng.random() < 0.3 else 0
         after = (gap.after + late) % n
-        prefetch = (after + rng.randint(0, (gap.before - after - 1) % n)) % n if rng.random() < 0.3 else None
-        decision: Swap | Recompute = Swap(gap.tensor, after, gap.before, prefetch, rng.random() < 0.1)
+        rest = (gap.before - after - 1) % n
+        prefetch = (after + rng.randint(0, rest)) % n if rng.random() < 0.3 else None
+        copy = (after - more.randint(0, n // 4)) % n if more.random() < 0.4 else None
+        decision: Swap | Recompute = Swap(gap.tensor, after, gap.before, prefetch, rng.random() < 0.1, copy)
         if rng.random() < 0.4:
-            decision = Recompute(gap.tensor, after, gap.before, rng.random() < 0.5)
-        try:
-            Plan((decision,)).check(program)
-        except PlanError:
-            continue
-        decisions.append(decision)
+            at = after + 1 + more.randint(0, rest) if more.random() < 0.4 else None
+            decision = Recompute(gap.tensor, after, gap.before, rng.random() < 0.5, at)
+        if fits(program, [*decisions, decision]):
+            decisions.append(decision)
+        elif isinstance(decision, Swap) and fits(program, [*decisions, replace(decision, copy=None)]):
+            decisions.append(replace(decision, copy=None))
     return Plan(tuple(decisions), program.fingerprint)
+
+
+def random_reruns(program: Program, seed: int) -> Plan:
+    """Kernels that run again one by one, some of them several times, beside swaps."""
+    rng = random.Random(seed)
+    recomputed = random_plan(program, seed).decisions
+    chains = Plan(tuple(d for d in recomputed if isinstance(d, Recompute)))
+    decisions = list[Decision](lower(program, chains).reruns)
+    several = [Rerun(d.kernel, rng.randint(d.kernel + 1, len(program.kernels) - 1)) for d in rng.sample(decisions, 20)]
+    swaps = [d for d in recomputed if isinstance(d, Swap)]
+    for extra in several + rng.sample(swaps, min(30, len(swaps))):
+        if extra not in decisions and fits(program, [*decisions, extra], whole=True):
+            decisions.append(extra)
+    return Plan(tuple(decisions), program.fingerprint)
+
+
+def fits(program: Program, decisions: list[Decision], whole: bool = False) -> bool:
+    """``whole``: also what only the schedule sees."""
+    plan = Plan(tuple(decisions))
+    try:
+        plan.check(program)
+        if whole:
+            lower(program, plan)
+    except PlanError:
+        return False
+    return True
 
 
 def required(program: Program, plan: Plan) -> int:

@@ -23,6 +23,7 @@ from tests.executor.training.programs import (
     equal_states,
     planned,
     random_plan,
+    random_reruns,
     required,
     same,
     state,
@@ -63,10 +64,45 @@ def test_equal_to_eager_under_random_plans(network, seed):
     plan = random_plan(captured.program, seed)
     kinds = {(type(d), d.after >= d.before, getattr(d, "keep", None)) for d in plan.decisions}
     assert kinds >= {(Swap, False, None), (Swap, True, None), (Recompute, False, True), (Recompute, False, False)}
+    assert any(isinstance(d, Swap) and d.copy not in (None, d.after) for d in plan.decisions)
+    assert any(isinstance(d, Recompute) and d.at not in (None, d.before) for d in plan.decisions)
     step = tight(captured, plan)
     assert any(item.step.rerun for item in step.order.items) and step.order.start
     twins.train(step, 5)
     assert step.peak_bytes == step.order.peak <= step.limit
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_equal_to_eager_under_reruns(network):
+    """Kernels run again one by one, some several times: dropout, batch norm and updates in place among them."""
+    twins = Twins(network, adamw)
+    captured = twins.captured()
+    program = captured.program
+    plan = random_reruns(program, 0)
+    step = tight(captured, plan)
+    again = [item.step.kernel for item in step.order.items if item.step.rerun]
+    assert len(again) > len(set(again)) and any(isinstance(d, Swap) for d in plan.decisions)
+    assert any(step.calls.random(k) for k in again)
+    assert any(set(program.kernels[k].inputs) & set(program.kernels[k].outputs) for k in again)
+    norms = any("batch_norm" in program.kernels[k].name for k in again)
+    assert norms is (network in ("resnet", "unet"))
+    twins.train(step, 3)
+    with step:
+        twins.train_within(step, 2)
+    twins.compare()
+    assert step.peak_bytes == step.order.peak <= step.limit
+
+
+def test_a_place_on_the_host_is_for_several_tensors():
+    """Pinned memory is what the host holds at one time, not the sum of what the plan swaps."""
+    twins = Twins("vgg16", adamw)
+    captured = twins.captured()
+    program = captured.program
+    plan = Plan(tuple(Swap(*gap) for gap in program.gaps()))
+    step = tight(captured, plan)
+    swapped = sum(program.tensors[d.tensor].nbytes for d in {d.tensor: d for d in plan.decisions}.values())
+    assert step.pinned_bytes <= 1.1 * max(step.order.schedule.on_host) < 0.95 * swapped
+    twins.train(step, 3)
 
 
 class Late(storage.HostEngines):
@@ -94,13 +130,14 @@ class Late(storage.HostEngines):
                 queue.popleft().run()
 
 
+@pytest.mark.parametrize("make", [random_plan, random_reruns])
 @pytest.mark.parametrize("network", ["resnet", "gpt2"])
-def test_it_does_not_matter_when_copies_are_done(network, monkeypatch):
+def test_it_does_not_matter_when_copies_are_done(network, make, monkeypatch):
     """Nothing is read too early and nothing is overwritten too early, however late the engines are."""
     monkeypatch.setattr(storage, "HostEngines", Late)
     twins = Twins(network, adamw)
     captured = twins.captured()
-    step = tight(captured, random_plan(captured.program, 4))
+    step = tight(captured, make(captured.program, 4))
     assert isinstance(step._blocks.engines, Late)
     twins.train(step, 2)
     with step:
