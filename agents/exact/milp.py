@@ -229,7 +229,7 @@ class Costs:
 
     def _waits(self, rows: list[tuple[int, ...]]) -> int:
         """A swapped tensor returns within its gap, and is copied before that, but after it was written. Where that
-        takes longer than the kernels in between, compute waits for the rest; these waits add up where they do not overlap."""
+        takes longer than the kernels in between, compute waits for the rest; what does not overlap adds up."""
         intervals = []
         for kind, t, after, before, *_ in rows:
             if kind != RECOMPUTE and after < before:

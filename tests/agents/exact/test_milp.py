@@ -137,8 +137,8 @@ def test_a_gap_is_emptied_once(rest: int, expected: int) -> None:
 
 def test_it_recovers_where_there_is_room() -> None:
     # Beside the top there is room for one of x and u (10 bytes each), not for y (5). If u stays, fy makes y. x cannot
-    # be made for bx: 15 for z, 10 and 20 of workspace. But it can be for by, which does not need it: 10 for u, 10 and 20.
-    # So fx fy run: 10. If x stayed, fu fy would run: 55.
+    # be made for bx: 15 for z, 10 and 20 of workspace. But it can be for by, which does not need it: 10 for u, 10
+    # and 20. So fx fy run: 10. If x stayed, fu fy would run: 55.
     kernels = (
         Kernel("fx", "conv", "forward", (), (0,), 5, workspace=20),
         Kernel("fu", "conv", "forward", (0,), (1,), 50),
@@ -150,7 +150,8 @@ def test_it_recovers_where_there_is_room() -> None:
     program = Program("need", (Tensor("x", 10), Tensor("u", 10), Tensor("y", 5), Tensor("z", 15)), kernels)
     found, planner = extra_ns(program, 40, mode="recompute")
     assert (found, planner.status) == (10, "optimal")
-    assert Recompute(0, 1, 5, at=4) in planner.plan(program, MACHINE, 40).decisions
+    dropped = {d.tensor: d for d in planner.plan(program, MACHINE, 40).decisions}
+    assert dropped.keys() == {0, 2} and lower(program, Plan(tuple(dropped.values()))).returns[dropped[0]] == 4
 
 
 @pytest.mark.parametrize(("limit", "fits"), [(42, True), (41, False)])
@@ -176,7 +177,8 @@ def test_a_chain_holds_what_it_will_overwrite(limit: int, fits: bool) -> None:
 @pytest.mark.parametrize(("mode", "expected"), [("swap", 40), ("recompute", 10), ("joint", 10)])
 def test_modes_by_hand(mode: str, expected: int) -> None:
     """Recomputation: tests/tiny.py. A swap: a1, copied from 10 on, has left at 50, 20 ns after f4 could begin; it
-    returns from the end of b4 on, in 40 ns, of which b3 takes 20. a2 would have left at 60, and return in no kernel's time."""
+    returns from the end of b4 on, in 40 ns, of which b3 takes 20. a2 would have left at 60, and return
+    beside no kernel."""
     planner = MILP(mode, min_bytes=1, calls=50)
     plan = planner.plan(tiny.PROGRAM, tiny.MACHINE, tiny.LIMIT)
     score = Engine(tiny.PROGRAM, tiny.MACHINE, tiny.LIMIT).score(rows_of(plan.decisions))
@@ -323,7 +325,7 @@ def test_a_copy_moves_where_that_is_faster() -> None:
 def test_a_start_is_brought_into_the_form_of_the_model() -> None:
     program = two_uses(10)
     model = Recomputation(program, 30, 1)
-    for at, nearest in ((2, 3), (3, 3), (4, 3), (5, None), (None, None)):
+    for at, nearest in ((2, 3), (3, 3), (4, None), (5, None), (None, None)):
         rows = model.nearest(rows_of((Recompute(0, 1, 5, at=at),)))
         assert rows is not None and decisions_of(rows) == (Recompute(0, 1, 5, at=nearest),)
     kept = model.nearest(rows_of((Recompute(0, 1, 5), Recompute(1, 1, 3, True))))
