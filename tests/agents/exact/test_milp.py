@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 import agents
-from agents.exact.milp import MILP, Costs, earliest, move_copies, with_copies
+from agents.exact.milp import MILP, Costs, earliest, highs, move_copies, with_copies
 from agents.exact.milp_model import Recomputation
 from agents.planner import Rows, ways_of
 from simulator import Gap, Kernel, Machine, Program, Recompute, Tensor
@@ -233,14 +233,14 @@ def cuts_of(program: Program, gaps: list[Gap], gap: Gap) -> list[int]:
 
 def check_recomputation(program: Program, limits: Callable[[list[int]], list[int]]) -> bool:
     """Against every recompute-only plan, late drops included, back at a cut: the optimum, or the proof that there is
-    none; plans with ``keep`` are no better. The assignment of any plan costs what the plan does, and keeps the rows if
-    the plan fits. False: too many plans."""
+    none; plans with ``keep`` are no better, and the planner is no worse. The assignment of any
+    plan costs what the plan does, and keeps the rows if the plan fits. False: too many plans."""
     gaps = [g for g in program.gaps(1) if cannot_recompute(program, *g) is None]
-    cuts = [cuts_of(program, gaps, g) for g in gaps]
+    cut_at = {(g.tensor, g.before): cuts_of(program, gaps, g) for g in gaps}
     keeps: list[list[tuple[int, ...] | None]] = []
     returns: list[list[tuple[int, ...] | None]] = []
-    for (t, after, before), at in zip(gaps, cuts, strict=True):
-        dropped = range(after, before)
+    for t, after, before in gaps:
+        dropped, at = range(after, before), cut_at[t, before]
         keeps.append([None, *((RECOMPUTE, t, k, before, keep, -1) for k in dropped for keep in (0, 1))])
         returns.append([None, *((RECOMPUTE, t, k, before, 0, a) for k in dropped for a in (-1, *at) if a < 0 or k < a)])
     if math.prod(map(len, keeps)) + math.prod(map(len, returns)) > 5000:
@@ -252,15 +252,22 @@ def check_recomputation(program: Program, limits: Callable[[list[int]], list[int
         # All that ``keep`` can say, ``at`` can.
         fits = [s.iteration_ns for s, _ in new if s.required_bytes <= limit]
         assert min(fits, default=NEVER) <= min([NEVER, *(s.iteration_ns for s, _ in old if s.required_bytes <= limit)])
-        planner = MILP("recompute", min_bytes=1, calls=30)
-        if not fits:
-            with pytest.raises(agents.Infeasible, match="proven"):
-                planner.plan(program, MACHINE, limit)
-            continue
-        plan = planner.plan(program, MACHINE, limit)
-        score = Engine(program, MACHINE, limit).score(rows_of(plan.decisions))
-        assert score.iteration_ns == min(fits) == planner.bound_ns
         model = Recomputation(program, limit, 1)
+        answer = highs(model.model, 60, None, 0)
+        assert answer.infeasible == (not fits)
+        assert answer.bound == (min(fits) - program.ideal_ns if fits else None)
+        planner = MILP("recompute", min_bytes=1, calls=30)
+        try:
+            plan = planner.plan(program, MACHINE, limit)
+        except agents.Infeasible as error:
+            assert not fits and "proven" in str(error)
+            continue
+        ns = Engine(program, MACHINE, limit).score(rows_of(plan.decisions)).iteration_ns
+        assert planner.bound_ns <= ns <= min(fits, default=NEVER)
+        assert ns == planner.bound_ns or not fits
+        back = lower(program, plan).returns.items()
+        if all(until in (d.before, *cut_at[d.tensor, d.before]) for d, until in back):
+            assert ns == min(fits)  # else a heuristic plan that is none of these may be faster
         for s, rows in plans[:: max(1, len(plans) // 20)]:
             x = model.assignment(rows)
             assert sum(c * v for c, v in zip(model.model.cost, x, strict=True)) == s.iteration_ns - program.ideal_ns
