@@ -6,8 +6,9 @@ with Optimal Tensor Rematerialization", MLSys 2020), by SciPy's HiGHS or OR-Tool
 in larger programs the best heuristic plan. In each mode the floor (agents/bound.py) bounds what is left to gain.
 README.md says over which plans each is exact. Read on in ``MILP.plan``. Differences from Checkmate:
 
-1. The rules are the simulator's: one pass of recomputation before a kernel, its memory step by step, ``keep``.
-2. It is exact over all recompute-only plans of the gaps of ``Program.gaps(min_bytes)``, late drops included.
+1. The rules are the simulator's: one pass of recomputation before a kernel, its memory step by step.
+2. It is exact over the recompute-only plans of ``Program.gaps(min_bytes)`` that empty a gap once, at any kernel, and
+   fill it (``at``) for its end or in a pass for the end of another gap that makes all it needs. It says no ``Rerun``.
 3. The search starts from the best heuristic plan, as far as the solver takes a start, and never returns a worse one.
 4. Checkmate's two-phase rounding of the linear relaxation is left out: choice 3 makes it unnecessary.
 """
@@ -20,6 +21,7 @@ import os
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,7 +31,7 @@ from agents.bound import floor
 from agents.exact.milp_model import Recomputation, ZeroOne
 from agents.planner import MIB, Candidates, Facts, Infeasible, Rows, finish, held_back, plans_of, ways_of
 from agents.search.ruin_recreate import RuinRecreate
-from simulator.compiled.encoding import RECOMPUTE, WHEN
+from simulator.compiled.encoding import AFTER, RECOMPUTE, SWAP, SYNC_SWAP, WHEN
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
 from simulator.plan import Plan
@@ -52,7 +54,8 @@ class MILP:
         seed: of the heuristics and of CP-SAT.
 
     Attributes:
-        bound_ns: no plan of the mode has a shorter iteration (of gaps of at least ``min_bytes``).
+        bound_ns: no plan that it considers (of gaps of at least ``min_bytes``) has a shorter iteration. With transfers,
+            no plan of the mode whatever.
         gap: the plan's overhead less that of the bound, in points (per cent of the ideal time).
         status: "optimal": the gap is proven to be 0; "searched": nothing faster is among the plans enumerated;
             "stopped": by the time limit, or the program is too large to enumerate; "infeasible": proven to be.
@@ -101,10 +104,12 @@ class MILP:
             best, proven = self._solve(program, limit, engine, best, best_ns, until)
         elif not proven:
             best, self.status = self._branch(program, machine, limit, engine, best, best_ns, until)
+            if best is not None:
+                best, _ = move_copies(program, engine, best, engine.score(best).iteration_ns)
         if best is None:
             self.simulator_calls = engine.calls
             self.status = "infeasible" if proven else self.status
-            proof = f"it is proven that no {self.mode} plan fits"
+            proof = f"it is proven that no {self.mode} plan {'that it considers ' if below.feasible else ''}fits"
             why = {"infeasible": proof, "searched": "no plan that it tried fits"}
             raise Infeasible(
                 f"{self.name}: {program.name!r} cannot be planned within {limit:,} bytes (peak "
@@ -144,8 +149,8 @@ class MILP:
     ) -> tuple[Rows | None, bool]:
         """The 0/1 program: the best rows, and whether they (or that there are none) are proven."""
         recomputation = Recomputation(program, limit, self.min_bytes)
-        # The model has no early recoveries: a plan with some is no assignment of it.
-        hint = recomputation.assignment(best) if best is not None and (best[:, WHEN] < 0).all() else None
+        start = recomputation.nearest(best) if best is not None else None
+        hint = recomputation.assignment(start) if start is not None and engine.score(start).feasible else None
         left = max(until - time.monotonic(), 0.01)
         answer = SOLVERS[self.solver](recomputation.model, left, hint, self.seed)
         if answer.infeasible and best is None:
@@ -187,9 +192,10 @@ class MILP:
                 continue
             if depth == len(order):
                 table = np.array(rows, dtype=np.int64).reshape(-1, 6)
-                score = engine.score(table)
-                if score.feasible and (best is None or score.iteration_ns < best_ns):
-                    best, best_ns = table, score.iteration_ns
+                for copied in (table, with_copies(program, table, earliest(program, table))):
+                    score = engine.score(copied)
+                    if score.feasible and (best is None or score.iteration_ns < best_ns):
+                        best, best_ns = move_copies(program, engine, copied, score.iteration_ns)
                 continue
             i = order[depth]
             ways = ways_of(program, gaps[i], self.mode)
@@ -222,25 +228,66 @@ class Costs:
         return sum(self.program.kernels[w].duration_ns * count for w, count in most.items())
 
     def _waits(self, rows: list[tuple[int, ...]]) -> int:
-        """A swapped tensor leaves and returns within its gap. Where that takes longer than the kernels in between,
-        compute waits for the rest; these waits add up over gaps that do not overlap."""
+        """A swapped tensor returns within its gap, and is copied before that, but after it was written. Where that
+        takes longer than the kernels in between, compute waits for the rest; what does not overlap adds up."""
         intervals = []
         for kind, t, after, before, *_ in rows:
             if kind != RECOMPUTE and after < before:
                 nbytes = self.program.tensors[t].nbytes
+                begin, back = self.program.start_ns[before], self.machine.h2d_ns(nbytes)
+                intervals.append((before, after, max(0, back - (begin - self.program.start_ns[after + 1]))))
                 written = max((w for w in self.program.writes[t] if w <= after), default=-1)
                 uses = [u for u in self.program.accesses[t] if written <= u <= after]
                 # Where it could not have left since it was written, it has no valid copy on the host.
-                fresh = written >= 0 and all(b - a == 1 for a, b in zip(uses, uses[1:], strict=False))
-                out = self.machine.d2h_ns(nbytes) if fresh else 0
-                between = self.program.start_ns[before] - self.program.start_ns[after + 1]
-                intervals.append((before, after, max(0, out + self.machine.h2d_ns(nbytes) - between)))
+                if written >= 0 and all(b - a == 1 for a, b in pairwise(uses)):
+                    both = self.machine.d2h_ns(nbytes) + back
+                    intervals.append((before, written, max(0, both - (begin - self.program.start_ns[written + 1]))))
         ends, best = [0], [0]  # weighted interval scheduling, by the end
         for before, after, ns in sorted(intervals):
             value = max(best[-1], best[bisect_right(ends, after) - 1] + ns)
             ends.append(before)
             best.append(value)
         return best[-1]
+
+
+# ---------------------------------------------------------------------------------------------- copies
+
+
+def earliest(program: Program, rows: Rows) -> Rows:
+    """int64[n]: per row, by how many kernels the copy of a swap can be issued before its gap opens: not before the
+    last write, nor before the end of an emptied gap of the tensor. 0 for what is no swap."""
+    n = len(program.kernels)
+    ends: dict[int, list[int]] = {}
+    for kind, t, _, before, _, when in rows.tolist():
+        ends.setdefault(t, []).append(when if kind == RECOMPUTE and when >= 0 else before)
+    return np.array(
+        [
+            0 if kind not in (SWAP, SYNC_SWAP) else min((after - k) % n for k in (*program.writes[t], *ends[t]))
+            for kind, t, after, *_ in rows.tolist()
+        ],
+        dtype=np.int64,
+    )
+
+
+def with_copies(program: Program, rows: Rows, leads: Rows) -> Rows:
+    """The rows with the copies of swaps issued so many kernels (int64[n]) before their gaps open."""
+    found = rows.copy()
+    early = leads > 0
+    found[early, WHEN] = (rows[early, AFTER] - leads[early]) % len(program.kernels)
+    return found
+
+
+def move_copies(program: Program, engine: Engine, rows: Rows, best_ns: int) -> tuple[Rows, int]:
+    """The plan with one copy after another issued earlier or later where that is faster; and its time."""
+    n = len(program.kernels)
+    for i, most in enumerate(earliest(program, rows).tolist()):
+        for lead in {most >> half for half in range(most.bit_length() + 1)} if most else ():
+            tried = rows.copy()
+            tried[i, WHEN] = (rows[i, AFTER] - lead) % n if lead else -1
+            score = engine.score(tried)
+            if score.feasible and score.iteration_ns < best_ns:
+                rows, best_ns = tried, score.iteration_ns
+    return rows, best_ns
 
 
 # --------------------------------------------------------------------------------------------- solvers

@@ -3,10 +3,13 @@
 In the spirit of Checkmate ("Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization", MLSys 2020,
 section 4): which tensors are there at which kernel (its S), which kernels run again for which (its R), and memory
 counted within every such pass, freed values included (its U and FREE). The rules are those of simulator/reference.py,
-rule 7: a gap is emptied once; all that kernel k lacks is recovered in one pass right before it, in program order, by
-all writers of its present content, into memory of the pass's own. A plan that only recomputes waits for nothing: its
-time is the ideal time and the durations of the passes, and it runs exactly when its planned residency fits.
-``Recomputation`` lists the variables; read on there.
+rule 7: a gap is emptied once; what the pass of kernel k recovers is made in program order, right before k, by all
+writers of its present content, into memory of the pass's own. A plan that only recomputes waits for nothing: its time
+is the ideal time and the durations of the passes, and it runs exactly when its planned residency fits.
+
+The plans: ``Recompute`` decisions, dropped at any kernel, and ``at`` their end or a cut (``Recomputation``), which is
+all that ``keep`` can say, too. Not among them: another ``at``, and ``Rerun`` (a gap emptied twice, a tensor retained
+after its last use). ``Recomputation`` lists the variables; read on there.
 """
 
 from __future__ import annotations
@@ -59,15 +62,12 @@ class ZeroOne:
         """one <= other."""
         self.rows.append(([(1, one), (-1, other)], 0))
 
-    def all_of(self, parts: Sequence[int], exact: bool) -> int:
-        """A variable that is 1 where all ``parts`` are; where not, it may be 1 unless ``exact``."""
+    def all_of(self, parts: Sequence[int]) -> int:
+        """A variable that is 1 where all ``parts`` are; where not, it may be."""
         if len(parts) == 1:
             return parts[0]
         v = self.new()
         self.at_most([(1, p) for p in parts] + [(-1, v)], len(parts) - 1)
-        if exact:
-            for p in parts:
-                self.implies(v, p)
         self.defined.append((v, True, tuple(parts)))
         return v
 
@@ -104,14 +104,13 @@ class Recomputation:
         away[g, s]   gap g is empty in its segment s. A gap is cut after each kernel k whose pass could recover
                      its tensor; in between its state has no use but memory, so that dropping at once is best
         drop[g, s]   the decision: dropped at the beginning of segment s; at most one per gap
+        back[g, k]   the decision: at the cut k, k's pass recovers gap g's tensor, which is needed later, for good
         rerun[k, w]  kernel w runs again before kernel k; the objective is their duration
-        keep[k]      the pass of k keeps what it recovers
-        back[g, k]   it recovers gap g's tensor, which is needed later than k, and keeps it:
-                     keep[k] and away[g, .] and rerun[k, w] for every writer w of it
         need[k, w, x]   rerun[k, w] and x, which w reads, is away then; every writer of x before w runs again
         held[k, w, x]   the pass has memory for x while w runs: needed by w or later, or recovered to stay
 
-    Every AND is linearised in both directions where ``keep`` could gain from a kernel that runs for nothing.
+    Rows bound the last three from below only. Each grows with the others and with ``back`` and ``away``, and takes time
+    or memory; so the least values, those of the plan that the decisions say, keep every row that any values keep.
 
     Args:
         limit: bytes.
@@ -133,15 +132,14 @@ class Recomputation:
         self._size = [program.tensors[g.tensor].nbytes for g in self.gaps]
         self._reruns = {k: self._passes(k) for k in sorted(self._ends)}
         # Per kernel k: gaps that its pass could recover and that end later.
-        self._others = {k: self._recoverable(k) for k in self._ends}
+        self._others = {k: self._recoverable(k) for k in self._reruns}
         self._cuts: list[list[int]] = [[] for _ in self.gaps]
-        for k in sorted(self._ends):
-            for i in self._others[k]:
+        for k, others in self._others.items():
+            for i in others:
                 self._cuts[i].append(k)
-        self._keep: dict[int, int] = {}
         self._back: dict[tuple[int, int], int] = {}
         self._gaps()
-        for k in sorted(self._ends):
+        for k in self._reruns:
             self._pass(k)
         self._loads()
 
@@ -181,13 +179,11 @@ class Recomputation:
     # ---------------------------------------------------------------------------------------- constraints
 
     def _gaps(self) -> None:
-        """Each gap is emptied at most once, and filled by the pass of a kernel that keeps, or at its end."""
+        """Each gap is emptied at most once, and filled by the pass of one of its cuts, or at its end."""
         model = self.model
         for k, others in self._others.items():
-            if others:
-                self._keep[k] = model.new()
-                for i in others:
-                    self._back[i, k] = model.new()
+            for i in others:
+                self._back[i, k] = model.new()
         self._away, self._drop = [], []
         for i, cuts in enumerate(self._cuts):
             drop = [model.new() for _ in range(len(cuts) + 1)]
@@ -208,8 +204,12 @@ class Recomputation:
     def _pass(self, k: int) -> None:
         """The pass of kernel k: what runs again, what stays, and the memory while it does."""
         model, kernels, writes = self.model, self.program.kernels, self.program.writes
-        rerun, exact = self._reruns[k], k in self._keep
+        rerun = self._reruns[k]
         targets = {self.gaps[i].tensor: self._is_away(i, k) for i in self._ends[k]}
+        stays = dict(targets)
+        for i in self._others[k]:
+            back = stays[self.gaps[i].tensor] = self._back[i, k]
+            model.implies(back, self._is_away(i, k))
         reasons: dict[int, set[int]] = {w: set() for w in rerun}
 
         def requires(what: int, w: int) -> None:
@@ -217,10 +217,10 @@ class Recomputation:
                 reasons[w].add(what)
                 model.implies(what, rerun[w])
 
-        for x, away in targets.items():
+        for x, recovered in stays.items():
             for u in writes[x]:
                 if u < k:
-                    requires(away, u)
+                    requires(recovered, u)
         needs: dict[int, list[tuple[int, int]]] = {}  # tensor: (w, need[k, w, x])
         for w in reversed(rerun):
             for x in dict.fromkeys(kernels[w].inputs):
@@ -228,23 +228,11 @@ class Recomputation:
                 gone = self._gone(x, w, k)
                 if not gone and (gap < 0 or x in targets):
                     continue
-                need = rerun[w] if gone else model.all_of((rerun[w], self._is_away(gap, k)), exact)
+                need = rerun[w] if gone else model.all_of((rerun[w], self._is_away(gap, k)))
                 needs.setdefault(x, []).append((w, need))
                 for u in writes[x]:
                     if u < w:
                         requires(need, u)
-        stays = dict(targets)
-        if exact:
-            for w, why in reasons.items():
-                model.at_most([(1, rerun[w])] + [(-1, v) for v in why], 0)
-            for i in self._others[k]:
-                x, back = self.gaps[i].tensor, self._back[i, k]
-                parts = [self._keep[k], self._is_away(i, k), *(rerun[u] for u in writes[x] if u < k)]
-                model.at_most([(1, v) for v in parts] + [(-1, back)], len(parts) - 1)
-                for v in parts:
-                    model.implies(back, v)
-                model.defined.append((back, True, tuple(parts)))
-                stays[x] = back
         self._pass_memory(k, needs, stays)
 
     def _pass_memory(self, k: int, needs: dict[int, list[tuple[int, int]]], stays: dict[int, int]) -> None:
@@ -294,7 +282,7 @@ class Recomputation:
             if w in writers:
                 parts = [rerun[w]]  # whoever needs x later has all its writers run
             # Overwritten without being read: held in between all the same.
-            parts += [model.all_of((rerun[u], rerun[v]), False) for u, v in product(writers, blind) if u < w < v]
+            parts += [model.all_of((rerun[u], rerun[v])) for u, v in product(writers, blind) if u < w < v]
             if parts:
                 found.append((w, model.any_of(parts), False))
         if stays >= 0:
@@ -321,27 +309,39 @@ class Recomputation:
         for i, (g, drop) in enumerate(zip(self.gaps, self._drop, strict=True)):
             for after, v in zip([g.after, *self._cuts[i]], drop, strict=True):
                 if x[v]:
-                    keep = g.before in self._keep and x[self._keep[g.before]]
-                    found.append((RECOMPUTE, g.tensor, after, g.before, int(keep), -1))
+                    at = next((k for k in self._cuts[i] if x[self._back[i, k]]), -1)
+                    found.append((RECOMPUTE, g.tensor, after, g.before, 0, at))
+        return np.array(found, dtype=np.int64).reshape(-1, 6)
+
+    def nearest(self, rows: Rows) -> Rows | None:
+        """int64[n, 6]: a plan with every tensor back at the one of its gap's cuts, or the end of the gap, that is
+        nearest to where it is; None where ``rows`` does more than to recompute in the candidate gaps."""
+        decisions = decisions_of(rows)
+        index = {(g.tensor, g.before): i for i, g in enumerate(self.gaps)}
+        if not all(isinstance(d, Recompute) and (d.tensor, d.before) in index for d in decisions):
+            return None
+        found = []
+        for d, until in lower(self.program, Plan(decisions)).returns.items():
+            cuts = [k for k in self._cuts[index[d.tensor, d.before]] if k > d.after]
+            at = min([d.before, *cuts], key=lambda k: abs(k - until))
+            found.append((RECOMPUTE, d.tensor, d.after, d.before, 0, at if at < d.before else -1))
         return np.array(found, dtype=np.int64).reshape(-1, 6)
 
     def assignment(self, rows: Rows) -> list[int]:
-        """The assignment of a plan of the candidate gaps. It costs what the plan does, and keeps every row where the
-        plan fits the limit."""
-        decisions = decisions_of(rows)
-        schedule = lower(self.program, Plan(decisions))
+        """The assignment of a plan of the candidate gaps, all back at a cut or at the end of their gap. It costs what
+        the plan does, and keeps every row where the plan fits the limit."""
+        schedule = lower(self.program, Plan(decisions_of(rows)))
         index = {(g.tensor, g.before): i for i, g in enumerate(self.gaps)}
         x = [0] * len(self.model.cost)
-        for d in decisions:
-            assert isinstance(d, Recompute)
-            i, until = index[d.tensor, d.before], schedule.returns[d]
+        for d, until in schedule.returns.items():
+            i = index[d.tensor, d.before]
             opens = [self.gaps[i].after, *self._cuts[i]]
             dropped = bisect_right(opens, d.after) - 1
             x[self._drop[i][dropped]] = 1
             for s, v in enumerate(self._away[i]):
                 x[v] = int(s >= dropped and opens[s] < until)
-            if d.keep and until == d.before and d.before in self._keep:
-                x[self._keep[d.before]] = 1
+            if until < d.before:
+                x[self._back[i, until]] = 1
         for step in schedule.steps:
             if step.rerun:
                 x[self._reruns[step.before][step.kernel]] = 1

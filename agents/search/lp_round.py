@@ -20,7 +20,7 @@ from simulator.compiled.engine import Engine
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
-from simulator.ways import RECOMPUTED, SWAPPED, check_mode
+from simulator.ways import RECOMPUTED, SWAPPED, check_mode, ways_to_empty
 
 DROP = 0.3
 RUNS = ((0.05, 1e-3), (0.2, 1e-3), (1.0, 3e-3))  # explore: added to every weight; hot: of the ideal time
@@ -63,6 +63,8 @@ class LPRound:
             np.array([part[at[g]] if g in at else 0.0 for g in gaps])
             for part in (self.floor.swapped, self.floor.recomputed)
         )
+        ways = [ways_to_empty(program, g, self.mode) for g in gaps]  # the floor knows more of them
+        recomputed = np.where([RECOMPUTED in w for w in ways], recomputed, 0.0)
         rounded = [
             row_of(g, RECOMPUTED if drop > DROP else SWAPPED)
             for g, leave, drop in zip(gaps, swapped, recomputed, strict=True)
