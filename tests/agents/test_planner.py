@@ -59,10 +59,9 @@ def test_no_planner_is_over_the_limit_or_below_the_floor(
     try:
         plan = planner.plan(program, machine, limit)
     except agents.Infeasible as error:
-        # With addresses, what fits as bytes need not fit.
-        assert (limit < program.peak_bytes or agents.PLANNERS[name].addressed) and f"within {limit:,} bytes" in str(
-            error
-        )
+        # With addresses, what fits as bytes need not fit; and a chain that is run whatever the limit takes memory.
+        exempt = agents.PLANNERS[name].addressed or name.startswith("checkpoint_") or "always" in options
+        assert (limit < program.peak_bytes or exempt) and f"within {limit:,} bytes" in str(error)
         return
     timeline = simulate(program, plan, machine, plan.limit)  # checks that the plan fits the program
     assert timeline.peak_bytes <= limit and timeline.period
