@@ -71,8 +71,8 @@ class Past:
         return writes[i - 1] if i else -1
 
     def earlier(self, kernel: int) -> list[int]:
-        """The kernel that runs again in the same pass, just before, as it wrote the same tensor: which of several outputs
-        is wanted is open, and what is not needs no earlier writer."""
+        """The kernel that runs again in the same pass, just before, as it wrote the same tensor: which of several
+        outputs is wanted is open, and what is not needs no earlier writer."""
         outputs = {x for x in self.program.kernels[kernel].outputs if not self.program.tensors[x].persistent}
         writers = {self.version(x, kernel) for x in outputs}
         return sorted(writers) if len(writers) == 1 and -1 not in writers else []
