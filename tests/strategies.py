@@ -7,8 +7,8 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from simulator import Decision, Kernel, Machine, Plan, Program, Recompute, Rerun, Swap, Tensor
-from simulator.plan import PlanError
 from simulator.schedule import lower
+from tests.random_cases import added
 
 
 @st.composite
@@ -104,22 +104,11 @@ def plans(draw: st.DrawFn, program: Program, reruns: bool = False) -> Plan:
         else:
             at = draw(st.integers(after + 1, max(after + 1, gap.before))) if draw(st.booleans()) else None
             decision = Recompute(gap.tensor, after, gap.before, draw(st.booleans()), at)
-        decisions = _added(program, decisions, decision)
+        decisions = added(program, decisions, decision)
     for _ in range(draw(st.integers(0, n)) if one_by_one else 0):
         before = draw(st.integers(1, n - 1))
-        decisions = _added(program, decisions, Rerun(draw(st.integers(0, before - 1)), before))
+        decisions = added(program, decisions, Rerun(draw(st.integers(0, before - 1)), before))
     return Plan(tuple(decisions), program.fingerprint)
-
-
-def _added(program: Program, decisions: list[Decision], one: Decision) -> list[Decision]:
-    """With this decision, if the plan then fits the program still."""
-    more = [*decisions, one]
-    try:
-        Plan(tuple(more)).check(program)
-        lower(program, Plan(tuple(more)))
-    except PlanError:
-        return decisions
-    return more
 
 
 @st.composite

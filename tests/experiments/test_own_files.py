@@ -56,7 +56,8 @@ def test_a_calibrated_machine_is_swept_beside_a_preset(run: Run, program_file: P
     words = (f"program={program_file}", "planners=none", "limits=1.0", "jobs=1", "machine.copy_engines=1")
     copies = {"h2d": [(4096, 9000), (16384, 11000)], "d2h": [(4096, 9000), (16384, 11000)]}
     machine = replace(Machine.load("k40c"), name="my_machine", h2d_bytes_per_s=6 * 10**9)
-    Calibration(machine, "a GPU", copies, 0.01, {"h2d": 1.0, "d2h": 1.1}, 0.95, 0.02).save(file)  # as executor.calibrate does it
+    # As executor.calibrate does it.
+    Calibration(machine, "a GPU", copies, 0.01, {"h2d": 1.0, "d2h": 1.1}, 0.95, 0.02).save(file)
     written(work, ODD, MACHINE)
     done = run("evaluate", "-m", *words, f"machine=gtx1080ti,my_machine.yaml,'{ODD}'")
     assert done.returncode == 0, done.stderr
