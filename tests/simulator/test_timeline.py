@@ -48,6 +48,13 @@ def test_a_timeline_is_steady_where_nothing_else_is_said(timeline):
     assert Timeline.assemble(PROGRAM, LIMIT, 140, *record).period == 1
 
 
+def test_the_peak_by_kind(timeline):
+    """At 90: w (10), and a1, a2, a3, g4, g3: 150 bytes less what has left (tests/tiny.py)."""
+    kinds = timeline.peak_by(lambda owner: PROGRAM.tensors[owner].kind if owner >= 0 else "workspace")
+    assert sum(kinds.values()) == timeline.peak_bytes == 150 and kinds["parameter"] == 10
+    assert {kind for kind, nbytes in kinds.items() if nbytes} <= {"parameter", "activation", "gradient"}
+
+
 def test_overhead(timeline):
     assert timeline.overhead == pytest.approx(50 / 120)
     assert simulate(PROGRAM.with_durations([0] * 8), Plan(), MACHINE, 180).overhead == 0
