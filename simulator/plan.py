@@ -233,6 +233,11 @@ class Plan:
         return load_json(path, cls.from_dict)
 
 
+def copied_at(d: Swap) -> int:
+    """The kernel at whose end the copy to the host is issued."""
+    return d.after if d.copy is None else d.copy
+
+
 def recovered_at(d: Recompute) -> int:
     """The kernel before which the tensor is recovered."""
     return d.before if d.at is None else d.at

@@ -24,7 +24,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from simulator.plan import Decision, Plan, PlanError, Recompute, Rerun, Swap, recovered_at
+from simulator.plan import Decision, Plan, PlanError, Recompute, Rerun, Swap, copied_at, recovered_at
 from simulator.program import Gap, Program
 
 
@@ -125,7 +125,7 @@ class _Walk:
         self.owners: list[tuple[int, int]] = []  # per block: owner, bytes
         self.spans: list[list[int]] = []  # per block: first and last step
         self.holder: dict[tuple[int, int], int] = {}  # (tensor, version) -> the newest block that holds it
-        self.steps: list[tuple[int, bool, int, frozenset[int], dict[int, int]]] = []
+        self.steps: list[tuple[int, bool, int, Set[int], dict[int, int]]] = []
         self.first: list[int] = []
         for t, tensor in enumerate(program.tensors):
             if tensor.persistent:
@@ -171,9 +171,9 @@ class _Walk:
         return block
 
     def _step(self, w: int, rerun: bool, k: int, waits: Set[int]) -> dict[int, int]:
-        """Begins a step; returns its ``uses``, to be filled."""
+        """Begins a step; returns its ``uses``, to be filled, as ``waits`` may be until the pass is over."""
         uses: dict[int, int] = {}
-        self.steps.append((w, rerun, k, frozenset(waits), uses))
+        self.steps.append((w, rerun, k, waits, uses))
         if self.program.kernels[w].workspace:
             self._block(-1 - w, self.program.kernels[w].workspace, len(self.steps) - 1)
         return uses
@@ -242,9 +242,8 @@ class _Walk:
         own: dict[int, int] = {}
         held: dict[int, int] = {}  # tensor -> the version of it in ``own``
         fetched: set[int] = set()
-        begin = len(self.steps)
         for w in rerun:
-            uses = self._step(w, True, k, frozenset())
+            uses = self._step(w, True, k, fetched)
             for x in program.kernels[w].inputs:
                 version = self.version(x, w)
                 mine, there = held.get(x) == version, self.holder.get((x, version))
@@ -273,13 +272,11 @@ class _Walk:
                 held[x] = w
                 if replaced:
                     self.holder[x, w] = own[x]
-        for i in range(begin, len(self.steps)):
-            self.steps[i] = (*self.steps[i][:3], frozenset(fetched), self.steps[i][4])
         return fetched
 
     def _copied(self, d: Swap, k: int) -> bool:
         """Is the copy of d enqueued before the pass of kernel k, and the tensor not back?"""
-        copy = d.after if d.copy is None else d.copy
+        copy = copied_at(d)
         return self.away.get(d.tensor) == d or (copy < k <= d.after if copy <= d.after else not d.after < k <= copy)
 
     def schedule(self) -> Schedule:
@@ -297,10 +294,8 @@ class _Walk:
                 used += block.nbytes
             if block.last < n_steps:
                 dies[block.last].append(b)
-        leaves, back = (
-            [0] * (n + 1),
-            [0] * (n + 1),
-        )  # bytes that swaps take from a kernel on, bring back for it
+        # Bytes that swaps take from a kernel on, and bring back for it.
+        leaves, back = [0] * (n + 1), [0] * (n + 1)
         for k, d in self.left:
             leaves[k] += size[d.tensor]
         for gone, k in self.returns.items():
@@ -319,10 +314,10 @@ class _Walk:
         copies: dict[int, list[Swap]] = {}
         opens: dict[int, list[Swap]] = {}
         for d in self.swaps:
-            copies.setdefault(d.after if d.copy is None else d.copy, []).append(d)
+            copies.setdefault(copied_at(d), []).append(d)
             opens.setdefault(d.after, []).append(d)
         steps = tuple(
-            Step(w, rerun, k, waits, uses, tuple(born[i]), tuple(dies[i]),
+            Step(w, rerun, k, frozenset(waits), uses, tuple(born[i]), tuple(dies[i]),
                  *(((), ()) if rerun else (tuple(copies.get(w, ())), tuple(opens.get(w, ())))))
             for i, (w, rerun, k, waits, uses) in enumerate(self.steps)
         )  # fmt: skip
@@ -346,7 +341,7 @@ def _on_host(program: Program, swaps: list[Swap], returns: dict[Swap | Recompute
             """After ``begin`` up to ``end``, over the boundary where need be; all where they are the same."""
             return {k % n for k in range(begin + 1, (end if end > begin else end + n) + 1)}
 
-        copy = [d.after if d.copy is None else d.copy for d in ds]
+        copy = [copied_at(d) for d in ds]
         for i, d in enumerate(ds):
             at |= kernels(copy[i], returns[d])
         cyclic = [*range(len(ds)), 0] if program.tensors[t].persistent else range(len(ds))

@@ -132,6 +132,8 @@ def difference(case: Case) -> str | None:
     if planned != lower(case.program, case.plan).residency:
         return f"residency gives {planned}, not {lower(case.program, case.plan).residency}"
     score = engine.score(rows_of(case.plan.decisions), case.limit_until)
+    if engine.on_host(rows_of(case.plan.decisions)) != max(lower(case.program, case.plan).on_host):
+        return "on_host differs"
     if isinstance(right, str):
         return f"score gives {score}, not {right}" if score.feasible else None
     assert isinstance(right, Timeline)

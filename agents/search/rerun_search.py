@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 from agents.planner import MIB, Facts, Rows, finish, infeasible
 from agents.search.rerun_moves import BANNED, FROM, LOCKED, NODE, OWNER, TO, WORKSPACE, Tables, anneal, counting, tables
 from agents.search.ruin_recreate import RuinRecreate
-from simulator.compiled.encoding import RERUN, Ints, decisions_of
+from simulator.compiled.encoding import Ints, decisions_of, rows_of
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
-from simulator.plan import Plan
+from simulator.plan import Plan, Rerun
 from simulator.program import Program
 from simulator.schedule import lower, recompute_ns
 from simulator.ways import ways_to_empty
@@ -92,9 +92,7 @@ class RerunSearch:
 
 def rows(runs: Ints, n: int) -> Rows:
     """int64[len(runs), 6]: the Reruns, of a program with n kernels."""
-    out = np.full((len(runs), 6), -1, np.int64)
-    out[:, 0], out[:, 2], out[:, 3], out[:, 4] = RERUN, runs % n, runs // n, 0
-    return out
+    return rows_of(Rerun(run % n, run // n) for run in runs.tolist())
 
 
 def least_bytes(program: Program, table: Tables) -> int:

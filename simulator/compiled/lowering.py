@@ -60,28 +60,35 @@ def _enter(opens, rows, k, entry):  # type: ignore[no-untyped-def]
 
 
 @jit
+def copied_at(rows, r):  # type: ignore[no-untyped-def]
+    """plan.copied_at: the kernel at whose end the copy of a swap is issued."""
+    return rows[r, WHEN] if rows[r, WHEN] >= 0 else rows[r, AFTER]
+
+
+@jit
+def _hold(held, begin, kernels):  # type: ignore[no-untyped-def]
+    """Marks so many kernels after ``begin``, over the boundary where need be."""
+    for k in range(begin + 1, begin + 1 + kernels):
+        held[k % held.size] = True
+
+
+@jit
 def host_load(tensors, graph, rows, endings, n):  # type: ignore[no-untyped-def]
     """The most bytes that the host holds for a plan at a time (schedule._on_host)."""
     m, writes_at = rows.shape[0], graph[2 * n + 2 :]
     load, held = np.zeros(n, np.int64), np.zeros(n, np.bool_)
-    done, written = np.zeros(tensors.shape[1], np.bool_), np.zeros(n, np.bool_)
+    done = np.zeros(tensors.shape[1], np.bool_)
     for first in range(m):
         t = rows[first, TENSOR]
         if rows[first, KIND] & 1 or done[t]:
             continue
-        done[t], held[:], written[:] = True, False, False
-        for i in range(writes_at[t], writes_at[t + 1]):
-            written[graph[i]] = True
+        done[t], held[:] = True, False
         for r in range(first, m):
             if rows[r, KIND] & 1 or rows[r, TENSOR] != t:
                 continue
-            copy = rows[r, WHEN] if rows[r, WHEN] >= 0 else rows[r, AFTER]
-            k = copy
-            while True:
-                k = k + 1 if k + 1 < n else 0
-                held[k] = True
-                if k == (endings[r, RETURNS] if endings.shape[0] else rows[r, BEFORE]):
-                    break
+            copy = copied_at(rows, r)
+            returns = endings[r, RETURNS] if endings.shape[0] else rows[r, BEFORE]
+            _hold(held, copy, (returns - copy - 1) % n + 1)
             # On to the next copy of the tensor, if it is not written until then.
             following, least = -1, n + 1
             for s in range(first, m):
@@ -90,19 +97,10 @@ def host_load(tensors, graph, rows, endings, n):  # type: ignore[no-untyped-def]
                     if distance < least and (rows[s, AFTER] > rows[r, AFTER] or tensors[PERSISTENT, t]):
                         following, least = s, distance
             if following >= 0:
-                until = rows[following, WHEN] if rows[following, WHEN] >= 0 else rows[following, AFTER]
-                k, clean = copy, True
-                while True:
-                    k = k + 1 if k + 1 < n else 0
-                    clean &= not written[k]
-                    if k == until:
-                        break
-                k = copy
-                while clean:
-                    k = k + 1 if k + 1 < n else 0
-                    held[k] = True
-                    if k == until:
-                        break
+                kernels, clean = (copied_at(rows, following) - copy - 1) % n + 1, True
+                for i in range(writes_at[t], writes_at[t + 1]):
+                    clean &= (graph[i] - copy - 1) % n >= kernels
+                _hold(held, copy, kernels if clean else 0)
         for k in range(n):
             load[k] += tensors[SIZE, t] * held[k]
     return load.max()

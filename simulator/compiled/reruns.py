@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from simulator.compiled.jit import jit
+from simulator.compiled.lowering import copied_at
 
 # isort: off
 from simulator.compiled.encoding import (
@@ -57,8 +58,7 @@ def _lists(rows, n):  # type: ignore[no-untyped-def]
     heads, following = np.full((3, n), -1, np.int64), np.empty((3, rows.shape[0]), np.int64)
     for r in range(rows.shape[0]):
         if rows[r, KIND] & 1 == 0:
-            copy = rows[r, WHEN] if rows[r, WHEN] >= 0 else rows[r, AFTER]
-            for i, k in enumerate((rows[r, BEFORE], rows[r, AFTER], copy)):
+            for i, k in enumerate((rows[r, BEFORE], rows[r, AFTER], copied_at(rows, r))):
                 following[i, r], heads[i, k] = heads[i, k], r
     return heads, following
 
