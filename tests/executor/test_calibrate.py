@@ -74,8 +74,9 @@ def test_what_both_directions_carry_together(slower, together, monkeypatch):
 
 
 def test_no_larger_copy_is_begun_when_the_time_is_over():
-    with HostBackend(MACHINE) as backend:
-        found = calibrate(backend, MACHINE, 2**22, seconds=0.0)
+    slow = replace(MACHINE, h2d_bytes_per_s=5_000_000, d2h_bytes_per_s=2_500_000)  # 0.8 and 3.3 ms are told apart
+    with HostBackend(slow) as backend:
+        found = calibrate(backend, slow, 2**22, seconds=0.0)
     assert [n for n, _ in found.transfers["d2h"]] == [2**12, 2**14]  # the two smallest are always there
 
 
@@ -103,7 +104,7 @@ def test_there_must_be_two_sizes():
 
 def test_the_command(tmp_path, capsys):
     given, out = tmp_path / "given.yaml", tmp_path / "out.yaml"
-    given.write_text("name: given\nmemory_bytes: 1000000\nh2d_bytes_per_s: 500000000\nd2h_bytes_per_s: 250000000\n")
+    given.write_text("name: given\nmemory_bytes: 1000000\nh2d_bytes_per_s: 20000000\nd2h_bytes_per_s: 10000000\n")
     assert main([str(out), "--backend", "host", "--machine", str(given), "--max-bytes", "65536"]) == 0
     assert capsys.readouterr().out == out.read_text()
     assert Machine.load(out).name == "out" and (tmp_path / "out.json").exists()

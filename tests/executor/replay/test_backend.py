@@ -162,19 +162,18 @@ def test_one_engine_does_one_copy_after_the_other():
 
 def test_spins_add_up_without_drift():
     with HostBackend(MACHINE) as backend, backend.arena(16, 16):
-        best = None
+        found = []
         for _ in range(30):  # another process may have the core for a while: drift would be there every time
             begin = backend.record("compute")
             for _ in range(40):
                 backend.spin(MS // 2)
             end = backend.record("compute")
             backend.synchronize()
-            took = backend.time_ns(end) - backend.time_ns(begin)
-            best = took if best is None else min(best, took)
-            if best < 23 * MS:
+            found.append((backend.time_ns(end) - backend.time_ns(begin)) / MS)
+            if 19.5 <= found[-1] < 23:  # a late start makes it shorter, a late end longer
                 break
         # A thread that sleeps is woken up some 0.1 ms late; 40 times 0.1 ms would be 4 ms more than 20 ms.
-        assert 19.5 * MS <= best < 23 * MS
+        assert 19.5 <= found[-1] < 23, found
 
 
 def test_a_reader_that_does_not_wait_meets_half_a_copy():
