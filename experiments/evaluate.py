@@ -107,7 +107,7 @@ def score_all(
     bar = report.progress()
     with bar:
         shown = bar.add_task("starting", total=len(tasks))
-        for task, result in _done(tasks, min(jobs, len(tasks)), (program, machine, seed, options)):
+        for task, result in _done(tasks, min(jobs, len(tasks)), (program, machine, seed, options, names)):
             found[task] = result
             bar.update(shown, advance=1, description=f"scored {task[0]}")
     return [report.certified(found[name, limit], found[FLOOR, limit]) for limit in limits for name in names]
@@ -130,8 +130,10 @@ def _done(tasks: list[Task], jobs: int, shared: tuple[Any, ...]) -> Iterator[tup
 _worker: dict[str, Any] = {}  # what every task of a worker process shares
 
 
-def _start_worker(program: Program, machine: Machine, seed: int, options: dict[str, Any]) -> None:
-    report.warm_up(machine)
+def _start_worker(
+    program: Program, machine: Machine, seed: int, options: dict[str, Any], names: list[str]
+) -> None:
+    report.warm_up(machine, names)
     _worker.update(program=program, machine=machine, seed=seed, options=options)
 
 

@@ -139,7 +139,7 @@ def test_home_has_one_process_in_a_worker(program: Program, monkeypatch: pytest.
     asked = []
     processes = home.processes
     monkeypatch.setattr(home, "processes", lambda jobs, evaluator: asked.append(jobs) or processes(jobs, evaluator))
-    evaluate._start_worker(program, MACHINE, 0, {"mode": None, "calls": 300})
+    evaluate._start_worker(program, MACHINE, 0, {"mode": None, "calls": 300}, ["home"])
     row = evaluate._do("home", int(0.5 * program.peak_bytes))
     assert asked == [1] and row["feasible"] and row["simulator_calls"] <= 300  # type: ignore[index]
 
@@ -164,9 +164,10 @@ def compiled():
 
 if __name__ == "__main__":
     machine, program = Machine.load("gtx1080ti"), chain()
-    report.warm_up(machine)
+    names = report.planner_names(["all"])
+    report.warm_up(machine, names)
     before = compiled()
-    for name in report.planner_names(["all"]):
+    for name in names:
         for mode in ("swap", "joint"):
             report.score(name, program, machine, int(0.4 * program.peak_bytes), 0, mode, calls=60, jobs=1)
     assert before and compiled() == before, set(compiled().items()) - set(before.items())
