@@ -130,9 +130,7 @@ def _done(tasks: list[Task], jobs: int, shared: tuple[Any, ...]) -> Iterator[tup
 _worker: dict[str, Any] = {}  # what every task of a worker process shares
 
 
-def _start_worker(
-    program: Program, machine: Machine, seed: int, options: dict[str, Any], names: list[str]
-) -> None:
+def _start_worker(program: Program, machine: Machine, seed: int, options: dict[str, Any], names: list[str]) -> None:
     report.warm_up(machine, names)
     _worker.update(program=program, machine=machine, seed=seed, options=options)
 
