@@ -49,6 +49,7 @@ def main(cfg: DictConfig) -> None:
     options = {
         "mode": mode,
         "calls": cli.integer(cfg, "calls", least=1) if cfg.calls is not None else None,
+        "seconds": cli.number(cfg, "seconds") if cfg.seconds is not None else None,
         "min_bytes": cli.integer(cfg, "min_bytes") if cfg.min_bytes is not None else None,
     }
     workspace = cfg.workspace

@@ -359,7 +359,7 @@ def _on_host(program: Program, swaps: list[Swap], returns: dict[Swap | Recompute
             if not between[list(program.writes[t])].any():
                 at |= between
         held[at] += program.tensors[t].nbytes
-    return held.tolist()  # type: ignore[no-any-return]
+    return held.tolist()
 
 
 def present(program: Program, x: int, w: int, k: int, dropped: Set[int]) -> bool:

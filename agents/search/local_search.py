@@ -15,6 +15,9 @@ on a plan that cannot run. Moves:
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Iterator
+from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +34,7 @@ PRUNE = 3  # gaps that an empty move tries to fill
 SHIFT = 8.0  # kernels, mean of a shift
 EARLY = 0.2  # how often a recomputed gap that is picked for a shift is shifted
 TRIES = 100  # moves tried before giving up
+CLOCK = 8  # calls between two looks at the clock
 
 Floats = NDArray[np.float64]
 
@@ -121,39 +125,52 @@ def _earlier(program: Program, gaps: list[Gap]) -> NDArray[np.int64]:
 
 
 def anneal(
-    moves: Moves, engine: Engine, start: Rows, start_ns: int, calls: int, hot: float, cold: float, seed: int,
-    enough_ns: int = 0,
+    moves: Moves, engine: Engine, start: Rows, start_ns: int, calls: int | None, hot: float, cold: float, seed: int,
+    enough_ns: int = 0, until: float | None = None,
 ) -> tuple[Rows, int]:  # fmt: skip
     """Metropolis acceptance, the temperature falling geometrically from ``hot`` to ``cold``.
 
     Args:
         start: rows of a plan that fits, and its iteration time.
-        calls: simulator calls.
+        calls: simulator calls; None: as many as there is time for.
         hot, cold: temperatures, as fractions of the ideal time.
         enough_ns: stop at a plan that is at least this fast.
+        until: time.monotonic() at which to stop. The temperature is that of the calls or of the time, the lower one.
 
     Returns:
         rows and iteration time of the best plan.
     """
     ideal = max(engine.program.ideal_ns, 1)
-    chance = np.random.default_rng(seed).random(calls).tolist()
+    chance = _uniforms(seed)
     moves.reset(start)
     best, best_ns, now_ns = start, start_ns, start_ns
     enough = max(enough_ns, engine.program.ideal_ns)
-    for step in range(calls):
-        if best_ns <= enough:
+    begin, spent = time.monotonic(), 0.0
+    for step in range(calls) if calls is not None else count():
+        if until is not None and step % CLOCK == 0:
+            spent = (time.monotonic() - begin) / max(until - begin, 1e-9)
+        if best_ns <= enough or spent >= 1:
             break
         rows = moves.propose()
         if rows is None:
             break
         score = engine.score(rows)
-        temperature = ideal * hot * (cold / hot) ** (step / calls)
-        if score.feasible and score.iteration_ns - now_ns < -temperature * math.log(1.0 - chance[step]):
+        done = max(spent, step / calls if calls is not None else 0.0)
+        temperature = ideal * hot * (cold / hot) ** done
+        luck = math.log(1.0 - next(chance))
+        if score.feasible and score.iteration_ns - now_ns < -temperature * luck:
             moves.accept()
             now_ns = score.iteration_ns
             if now_ns < best_ns:
                 best, best_ns = rows, now_ns
     return best, best_ns
+
+
+def _uniforms(seed: int) -> Iterator[float]:
+    """Uniform in [0, 1), without end."""
+    rng = np.random.default_rng(seed)
+    while True:
+        yield from rng.random(4096).tolist()
 
 
 # ------------------------------------------------------------------------------------- compiled part

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import agents
 from agents.planner import Candidates
 from agents.search.local_search import Moves
 from agents.search.random_search import random_subset
-from simulator import Kernel, Machine, Program, Tensor
+from simulator import Kernel, Machine, Program, Tensor, simulate
 from simulator.compiled.encoding import RECOMPUTE, SWAP
 from simulator.compiled.engine import Engine, rows_of
 from simulator.ways import KEPT, SWAPPED
@@ -42,7 +43,7 @@ def overhead(program: Program, limit: int, name: str, **options: object) -> floa
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [("random_search", {}), ("annealing", {}), ("annealing", {"mode": "joint", "restarts": 2})]
+    ("name", "options"), [("random_search", {}), ("annealing", {}), ("annealing", {"mode": "swap", "restarts": 2})]
 )
 def test_same_seed_same_plan_within_the_budget(name: str, options: dict[str, object]) -> None:
     program = pyramid(12, 0)
@@ -75,6 +76,27 @@ def test_annealing_is_never_worse_than_autoswap() -> None:
         limit = int(fraction * program.peak_bytes)
         scores = [overhead(program, limit, f"autoswap_{s}") for s in ("doa", "aoa", "wdoa", "swdoa")]
         assert overhead(program, limit, "annealing", calls=500) <= min(scores)
+
+
+@pytest.mark.parametrize("restarts", [1, 3])
+def test_annealing_for_some_seconds(restarts: int) -> None:
+    program = pyramid(16, 5)
+    limit = int(0.5 * program.peak_bytes)
+    few, many = (agents.make("annealing", min_bytes=1, seconds=s, restarts=restarts) for s in (1e-6, 0.5))
+    first = few.plan(program, MACHINE, limit)
+    begin = time.monotonic()
+    plan = many.plan(program, MACHINE, limit)
+    assert 0.4 < time.monotonic() - begin < 2  # another process may have the cores for a while
+    assert few.simulator_calls < 10 and many.simulator_calls > 500
+    ns = [simulate(program, p, MACHINE, limit).iteration_ns for p in (plan, first)]
+    assert ns[0] < ns[1]
+
+
+def test_the_calls_end_a_search_that_has_time() -> None:
+    program = pyramid(16, 5)
+    planner = agents.make("annealing", min_bytes=1, seconds=60.0, calls=200)
+    planner.plan(program, MACHINE, int(0.5 * program.peak_bytes))
+    assert 100 < planner.simulator_calls <= 200
 
 
 def test_random_subset_fits_and_stops_there() -> None:
@@ -143,3 +165,5 @@ def test_bad_options() -> None:
         agents.make("annealing", calls=3)
     with pytest.raises(ValueError, match="hot, cold"):
         agents.make("annealing", hot=1e-5, cold=1e-3)
+    with pytest.raises(ValueError, match="seconds: expected more than 0"):
+        agents.make("annealing", seconds=0)
