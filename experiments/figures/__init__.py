@@ -19,12 +19,15 @@ WORKLOADS = cli.CONFIGS / "workload"
 
 def networks(settings: DictConfig) -> list[str]:
     """The workloads of ``settings.networks``, shipped ones; raises UsageError for one that there is not."""
+    return [network(str(name), "networks") for name in cli.values(settings, "networks")]
+
+
+def network(name: str, key: str) -> str:
+    """The name of a shipped workload; raises UsageError, which names the ``key``, where there is none."""
     known = {path.stem for path in WORKLOADS.glob("*.yaml") if "batch_size" in workload(path.stem)}
-    found = [str(name) for name in cli.values(settings, "networks")]
-    for name in found:
-        if name not in known:
-            raise cli.UsageError(f"figure.networks: there is no workload {name!r}{cli.nearest(name, known)}")
-    return found
+    if name not in known:
+        raise cli.UsageError(f"figure.{key}: there is no workload {name!r}{cli.nearest(name, known)}")
+    return name
 
 
 def workload(name: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 import agents
 from agents.bound import floor
 from experiments import cli
-from experiments.figures import label, networks, program
+from experiments.figures import label, network, program
 from experiments.plotting.palette import FAINT, FLOOR, INK, look
 from experiments.plotting.plots import panel_grid
 from experiments.report import Row, warm_up
@@ -35,7 +35,7 @@ def tasks(settings: DictConfig) -> list[Row]:
     config = cli.plain(settings)
     out: list[Row] = []
     for name, task in config["tasks"].items():
-        networks(DictConfig({"networks": [task["workload"]]}))
+        network(task["workload"], f"tasks.{name}.workload")
         if not 0 < task["limit"] <= 1:
             raise cli.UsageError(f"figure.tasks.{name}.limit: expected a share of the peak, got {task['limit']!r}")
         out.append({"task": name, **task, "planners": config["planners"], "seconds": config["seconds"]})
