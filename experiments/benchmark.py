@@ -2,6 +2,7 @@
 
     python -m experiments.benchmark suite=checkmate                         # two networks, six budgets each
     python -m experiments.benchmark suite=core                              # a dozen tasks against the planning time
+    python -m experiments.benchmark suite=scale                             # seconds of every workload, in every mode
     python -m experiments.benchmark suite=checkmate quick=true
     python -m experiments.benchmark suite=checkmate out=experiments/results
 
@@ -17,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from experiments import cli, reproduce
 
-SUITES = ("checkmate", "core")
+SUITES = ("checkmate", "core", "scale")
 
 
 @cli.entry("benchmark")
