@@ -115,8 +115,8 @@ def notes(rows: list[Row]) -> list[str]:
     there = [(a, b) for a, b in pairs if a is not None and b is not None]
     ahead, behind = sum(a < b - 0.01 for a, b in there), sum(a > b + 0.01 for a, b in there)
     out.append(
-        f"In the same time LP rounding is more than 0.01 points ahead of annealing at {ahead} of {len(there)} and behind "
-        f"it at {behind}."
+        f"In the same time LP rounding is more than 0.01 points ahead of annealing at {ahead} of {len(there)} and "
+        f"behind it at {behind}."
     )
     proven = sum(row["lp_round_percent"] is not None and row["lp_round_percent"] - row["floor_percent"] < 0.1
                  for row in rows if row["floor_percent"] is not None)  # fmt: skip
