@@ -16,9 +16,8 @@ SETTINGS = {
 def test_a_task_as_a_user_runs_it() -> None:
     tasks = scale.tasks(DictConfig(SETTINGS))
     where = (("mlp", "gtx1080ti"), ("small", "h100"))
-    assert [(t["program"], t["machine"], t["mode"]) for t in tasks] == [
-        (*w, m) for w in where for m in ("joint", "swap")
-    ]
+    found = [(t["program"], t["machine"], t["mode"]) for t in tasks]
+    assert found == [(*w, m) for w in where for m in ("joint", "swap")]
     assert tasks[2]["changes"] == {"batch_size": 32}
     row = scale.run(tasks[1], Machine.load("v100"))
     assert 0 <= row["floor_percent"] <= min(row["lp_round_percent"], row["annealing_percent"])
