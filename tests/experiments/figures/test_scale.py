@@ -21,7 +21,7 @@ def test_a_task_as_a_user_runs_it() -> None:
     assert tasks[2]["changes"] == {"batch_size": 32}
     row = scale.run(tasks[1], Machine.load("v100"))
     assert 0 <= row["floor_percent"] <= min(row["lp_round_percent"], row["annealing_percent"])
-    assert row["floor_s"] < row["lp_round_s"] and row["annealing_s"] < 2 * row["lp_round_s"] + 1
+    assert row["annealing_s"] == pytest.approx(row["lp_round_s"], abs=1)
 
 
 def test_what_is_said_of_the_rows(tmp_path) -> None:
