@@ -38,6 +38,19 @@ def jit(function: Any = None, **options: Any) -> Any:
     return njit(cache=True, **options)(function)
 
 
+def stage(function: Any = None, entry: bool = False) -> Any:
+    """``jit`` for what allocates nothing and never divides by 0: without reference counts, without the GIL.
+
+    Args:
+        entry: it is called from Python, too.
+    """
+    if function is None:
+        return lambda function: stage(function, entry)
+    return jit(
+        function, _nrt=False, nogil=True, error_model="numpy", no_cfunc_wrapper=True, no_cpython_wrapper=not entry
+    )
+
+
 def _compiled_in(function: FunctionType) -> Iterator[str]:
     """All that the compiled function depends on: its code, defaults and constants, and what its global names mean."""
     where = f"{function.__module__}.{function.__qualname__}"
