@@ -60,7 +60,7 @@ GAP = np.dtype([(name, np.int64) for name in (
     # While the tensor is away:
     "ready",  # the position from which it may come back
     "order",  # the segment that begins with its use, in units of ORDER_SEGMENT, and the tensor: the least is first
-)])  # fmt: skip
+)], align=True)  # fmt: skip
 ORDER_SEGMENT = 2**32
 COPYING, LEAVING = 1, 2
 

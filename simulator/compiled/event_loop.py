@@ -458,8 +458,7 @@ def event_loop(  # type: ignore[no-untyped-def]
         if carries:
             state = states[iteration] if at_end else states[boundaries + check]
             before = states[boundaries]  # the check's state in the iteration before is kept there
-            known = not at_end and iteration > (1 if copies else 0)
-            if known:
+            if not at_end:
                 for c in range(m + 2):
                     before[c] = state[c]
             _note_state(state, m, now - begin, waiting, n_waiting, held, n_held, queue, queue_head, queue_tail)
@@ -476,7 +475,9 @@ def event_loop(  # type: ignore[no-untyped-def]
             if not at_end:
                 check -= 1
                 next_check = n >> check if check else n
-                if known and _alike(state, before, m):  # from here on it is like the one before
+                if copies:
+                    state[m] = makes_copies(tensors, graph, rows, by_tensor, n)
+                if iteration and _alike(state, before, m + 1):  # from here on it is like the one before
                     lasted += now - begin - before[m + 1]
                     period, status, running = 1, DONE, False
                 continue
