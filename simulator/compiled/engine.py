@@ -17,6 +17,7 @@ from functools import cache
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from simulator.compiled.lowering import host_load, swap_residency
 from simulator.compiled.rematerialisation import lower_recomputations
@@ -38,8 +39,8 @@ from simulator.compiled.encoding import (
 from simulator.compiled.event_loop import CHECKS
 # isort: on
 
-__all__ = ["KIND", "NEVER", "RECOMPUTE", "SWAP", "SYNC_SWAP", "TENSOR", "Engine", "Score", "decisions_of", "rows_of",
-           "simulate"]  # fmt: skip
+__all__ = ["KIND", "NEVER", "RECOMPUTE", "SWAP", "SYNC_SWAP", "TENSOR", "Engine", "Score", "Scores", "decisions_of",
+           "rows_of", "simulate"]  # fmt: skip
 
 SHARE = 20  # plans that are worth handing to another thread
 _NO_LOG = np.empty((0, 4), np.int64)
@@ -53,6 +54,16 @@ class Score(NamedTuple):
     required_bytes: int  # the smallest limit at which the plan is feasible
     peak_bytes: int
     period: int  # of the iterations that repeat (rule 10); 0: none do, or it does not fit
+
+
+class Scores(NamedTuple):
+    """A ``Score`` of each of some plans, as columns."""
+
+    feasible: NDArray[np.bool_]
+    iteration_ns: Ints
+    required_bytes: Ints
+    peak_bytes: Ints
+    period: Ints
 
 
 class _Work:
@@ -185,14 +196,15 @@ class Engine:
         """``score`` of each of the plans, by all cores where they are many."""
         if not plans:
             return []
-        return self.score_batch(np.concatenate(plans), np.array([len(rows) for rows in plans], np.int64))
+        found = self.score_batch(np.concatenate(plans), np.array([len(rows) for rows in plans], np.int64))
+        return [Score(*values) for values in zip(*(column.tolist() for column in found), strict=True)]
 
-    def score_batch(self, rows: Ints, lengths: Ints, threads: int | None = None) -> list[Score]:
+    def score_batch(self, rows: Ints, lengths: Ints, threads: int | None = None) -> Scores:
         """``scores`` of plans whose rows are one after the other.
 
         Args:
             lengths: of each plan.
-            threads: at most; None: one a core.
+            threads: at most; None: one a core. Less where each would have less than SHARE plans.
         """
         n = len(lengths)
         ends = np.zeros(n + 1, np.int64)
@@ -219,11 +231,10 @@ class Engine:
         run()
         for other in others:
             other.result()
-        return [
-            Score(True, ns, required, peak, period) if status == DONE and period
-            else Score(False, NEVER, required, peak if status == DONE else 0, 0)
-            for status, ns, required, peak, period in results.tolist()
-        ]  # fmt: skip
+        status, ns, required, peak, period = results.T
+        feasible = (status == DONE) & (period > 0)
+        return Scores(feasible, np.where(feasible, ns, NEVER), required, np.where(status == DONE, peak, 0),
+                      np.where(feasible, period, 0))  # fmt: skip
 
     def _run(self, work: _Work, rows: Ints, ends: Ints, results: Ints) -> None:
         """Scores plans in one thread."""

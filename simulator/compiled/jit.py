@@ -47,7 +47,14 @@ def stage(function: Any = None, entry: bool = False, **more: Any) -> Any:
     if function is None:
         return lambda function: stage(function, entry, **more)
     out = jit(
-        function, _nrt=False, nogil=True, error_model="numpy", no_cfunc_wrapper=True, no_cpython_wrapper=not entry, cache=entry, **more
+        function,
+        _nrt=False,
+        nogil=True,
+        error_model="numpy",
+        no_cfunc_wrapper=True,
+        no_cpython_wrapper=not entry,
+        cache=entry,
+        **more,
     )
     by_types = out.get_call_template
     # Numba would compile it once for every constant that it is called with, and once where it is not one.
