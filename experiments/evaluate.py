@@ -15,6 +15,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -121,7 +122,7 @@ def _done(tasks: list[Task], jobs: int, shared: tuple[Any, ...]) -> Iterator[tup
         return
     # Spawned, not forked: the progress bar is a thread.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, context, _start_worker, shared) as pool:
+    with ProcessPoolExecutor(jobs, context, _start_worker, (*shared, context.Lock())) as pool:
         futures = {pool.submit(_do, *task): task for task in tasks}
         for future in as_completed(futures):
             yield futures[future], future.result()
@@ -130,15 +131,24 @@ def _done(tasks: list[Task], jobs: int, shared: tuple[Any, ...]) -> Iterator[tup
 _worker: dict[str, Any] = {}  # what every task of a worker process shares
 
 
-def _start_worker(program: Program, machine: Machine, seed: int, options: dict[str, Any]) -> None:
-    report.warm_up(machine)
-    _worker.update(program=program, machine=machine, seed=seed, options=options)
+def _start_worker(
+    program: Program, machine: Machine, seed: int, options: dict[str, Any], compiling: Any = nullcontext()
+) -> None:
+    """
+    Args:
+        compiling: a lock: what one process has compiled, the next finds in the cache.
+    """
+    _worker.update(program=program, machine=machine, seed=seed, options=options, compiling=compiling, warm=set())
 
 
 def _do(name: str, limit: int) -> Row | Floor:
     program, machine, seed, options = (_worker[key] for key in ("program", "machine", "seed", "options"))
     if name == FLOOR:
         return floor_under(program, machine, limit, options["mode"], bool(options.get("workspace")))
+    if name not in _worker["warm"]:
+        with _worker["compiling"]:
+            report.warm_up(machine, name, options["mode"])
+        _worker["warm"].add(name)
     # A planner has one process: the cores are shared out over the planners.
     return report.score(name, program, machine, limit, seed, jobs=1, **options)[0]
 

@@ -43,6 +43,7 @@ __all__ = ["KIND", "NEVER", "RECOMPUTE", "SWAP", "SYNC_SWAP", "TENSOR", "Engine"
            "rows_of", "simulate"]  # fmt: skip
 
 SHARE = 20  # plans that are worth handing to another thread
+_recompute = False  # has a plan in this process?
 _NO_LOG = np.empty((0, 4), np.int64)
 
 
@@ -143,7 +144,7 @@ class Engine:
         )
         self._graph = np.concatenate((graph, _present_until(program)))
         self._persistent_bytes = sum(t.nbytes for t in tensors if t.persistent)
-        self._n_steps: int | None = None  # -1 once plans recompute
+        self._n_steps: int | None = -1 if _recompute else None  # None: the plans are of swaps only, as yet
         self._start()
 
     def _start(self) -> None:
@@ -317,7 +318,7 @@ class Engine:
             elif (rows[:, KIND] == RERUN).any():
                 kernels, n_steps = self._lower(work, rows)
             else:
-                self._n_steps = n_steps = -1  # from now on
+                n_steps = self._expect_recomputation()
 
     def _settle(self, work: _Work, rows: Ints, result: Ints) -> int:
         """What a plan lacks that was not scored among others; returns how many are scored: 0 if it can be now."""
@@ -328,8 +329,14 @@ class Engine:
             result[:] = work.result
             return 1
         else:
-            self._n_steps = -1
+            self._expect_recomputation()
         return 0
+
+    def _expect_recomputation(self) -> int:
+        """From now on the code for plans that recompute is used, by other engines too: it takes long to compile."""
+        global _recompute
+        _recompute, self._n_steps = True, -1
+        return -1
 
     def timeline(self, plan: Plan, limit_until: int | None = None) -> Timeline:
         """Simulates a plan, its variants included, and returns everything that happened.
