@@ -15,6 +15,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -108,7 +109,7 @@ def score_all(
     bar = report.progress()
     with bar:
         shown = bar.add_task("starting", total=len(tasks))
-        for task, result in _done(tasks, min(jobs, len(tasks)), (program, machine, seed, options, names)):
+        for task, result in _done(tasks, min(jobs, len(tasks)), (program, machine, seed, options)):
             found[task] = result
             bar.update(shown, advance=1, description=f"scored {task[0]}")
     return [report.certified(found[name, limit], found[FLOOR, limit]) for limit in limits for name in names]
@@ -117,12 +118,12 @@ def score_all(
 def _done(tasks: list[Task], jobs: int, shared: tuple[Any, ...]) -> Iterator[tuple[Task, Row | Floor]]:
     """Every task and its result, as they are done."""
     if jobs == 1:
-        _start_worker(*shared)
+        _start_worker(*shared, nullcontext())
         yield from ((task, _do(*task)) for task in tasks)
         return
     # Spawned, not forked: the progress bar is a thread.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, context, _start_worker, shared) as pool:
+    with ProcessPoolExecutor(jobs, context, _start_worker, (*shared, context.Lock())) as pool:
         futures = {pool.submit(_do, *task): task for task in tasks}
         for future in as_completed(futures):
             yield futures[future], future.result()
@@ -131,15 +132,24 @@ def _done(tasks: list[Task], jobs: int, shared: tuple[Any, ...]) -> Iterator[tup
 _worker: dict[str, Any] = {}  # what every task of a worker process shares
 
 
-def _start_worker(program: Program, machine: Machine, seed: int, options: dict[str, Any], names: list[str]) -> None:
-    report.warm_up(machine, names)
-    _worker.update(program=program, machine=machine, seed=seed, options=options)
+def _start_worker(
+    program: Program, machine: Machine, seed: int, options: dict[str, Any], compiling: AbstractContextManager[Any]
+) -> None:
+    """
+    Args:
+        compiling: a lock: what one process has compiled, the next finds in the cache.
+    """
+    _worker.update(program=program, machine=machine, seed=seed, options=options, compiling=compiling, warm=set())
 
 
 def _do(name: str, limit: int) -> Row | Floor:
     program, machine, seed, options = (_worker[key] for key in ("program", "machine", "seed", "options"))
     if name == FLOOR:
         return floor_under(program, machine, limit, options["mode"], bool(options.get("workspace")))
+    if name not in _worker["warm"]:
+        with _worker["compiling"]:
+            report.warm_up(machine, name, options["mode"])
+        _worker["warm"].add(name)
     # A planner has one process: the cores are shared out over the planners.
     return report.score(name, program, machine, limit, seed, jobs=1, **options)[0]
 

@@ -165,9 +165,8 @@ def other_mode(plan: Plan, mode: str | None) -> str:
     return f"its plan has decisions to {' and '.join(sorted(kinds))}"
 
 
-def warm_up(machine: Machine, names: Iterable[str]) -> None:
-    """Compiles what these planners call (Numba) on a program of four kernels, so that none of them is timed doing it,
-    and nothing else."""
+def warm_up(machine: Machine, name: str, mode: str | None = None) -> None:
+    """Compiles what a planner calls (Numba) on a program of four kernels, so that it is not timed doing it."""
     tensors = (Tensor("x", 2**21), Tensor("y", 2**21), Tensor("z", 2**21))
     kernels = (
         Kernel("a", "other", "forward", (), (0,), 1000),
@@ -176,12 +175,10 @@ def warm_up(machine: Machine, names: Iterable[str]) -> None:
         Kernel("d", "other", "backward", (0, 2), (2,), 1000),
     )
     tiny = Program("warm-up", tensors, kernels)
-    names = list(names)
-    if any(agents.PLANNERS[name].moves in ("recompute", "joint") for name in names):
+    if "swap" not in (mode, agents.PLANNERS[name].moves):  # then first, because that serves plans of swaps, too
         simulator.simulate(tiny, Plan((Recompute(0, 1, 3),)), machine, 2 * tiny.peak_bytes)
-    for name in names:
-        if not agents.PLANNERS[name].learned:
-            score(name, tiny, machine, 3 * 2**21, 0, calls=40, jobs=1)
+    simulator.simulate(tiny, Plan((Swap(0, 1, 3),)), machine, 2 * tiny.peak_bytes)
+    score(name, tiny, machine, 3 * 2**21, 0, mode, calls=40, jobs=1)
 
 
 def planner_names(asked: list[Any], **options: Any) -> list[str]:

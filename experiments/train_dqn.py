@@ -52,7 +52,8 @@ def main(cfg: DictConfig) -> None:
         f"iteration, peak {program.peak_bytes / report.MB:,.0f} MB; limit {limit / report.MB:,.0f} MB ({fraction:.0%})"
     )
     with log.status("compiling the simulator"):
-        report.warm_up(machine, [*names, "lp_round"])  # whose moves are the agent's own
+        for planner in ("annealing", "lp_round"):  # moves, weighted moves
+            report.warm_up(machine, planner)
 
     with directory as out:
         start = time.perf_counter()

@@ -24,10 +24,6 @@ from __future__ import annotations
 
 import math
 import multiprocessing
-import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -42,12 +38,10 @@ from simulator.program import Gap, Program
 from simulator.ways import KEPT, RECOMPUTED, STAYS, SWAPPED, check_mode, ways_to_empty
 
 RETAINED = STAYS
-SHARE = 2000  # placements in a swarm that make a worker process worth its while
 
 Placements = NDArray[np.int8]  # (feature maps,), or (particles, feature maps)
 Costs = NDArray[np.int64]  # (particles, 2): bytes over the limit, iteration_ns; compared in this order
 Cost = tuple[int, int]
-Result = tuple[Placements, Costs, int]  # particles, their costs, simulator calls made
 
 
 class Iteration(NamedTuple):
@@ -67,8 +61,8 @@ class HOME:
         iterations: iters of Algorithm 1.
         calls: simulator calls, at most; None: as many as it takes.
         mode: swap (placements 0 and 1), recompute (0 and 2) or joint.
-        jobs: processes that share an update; None: one per core, or one within a worker process of the caller's.
-            The plan does not depend on it.
+        jobs: threads that share the simulator calls of an update; None: one per core, or one within a worker process
+            of the caller's. The plan does not depend on it.
         min_bytes: tensors below this size stay.
 
     Attributes:
@@ -106,14 +100,14 @@ class HOME:
         """The best particle ever; raises Infeasible when none was within ``limit``."""
         self.simulator_calls, self.history = 0, []
         gaps, allowed = self._placements(program)
-        evaluator = Evaluator(program, machine, limit, gaps)
+        evaluator = Evaluator(program, machine, limit, gaps, self._threads())
         if limit >= program.peak_bytes:
             return finish(self, program, machine, limit, evaluator.engine, evaluator.swaps[:0])
         # Swaps alone reach the least; chains of recomputation add to it.
         least = Candidates(program, gaps).least
         if least > limit:
             raise infeasible(self, program, limit, None if self.mode == "recompute" else least)
-        best, cost, evaluator.engine.calls = self._search(evaluator, allowed)
+        best, cost = self._search(evaluator, allowed)
         if cost[0]:
             self.simulator_calls = evaluator.engine.calls
             raise infeasible(self, program, limit, None)
@@ -129,110 +123,106 @@ class HOME:
                 allowed.append(ways)
         return gaps, allowed
 
-    def _search(self, evaluator: Evaluator, allowed: list[list[int]]) -> tuple[Placements, Cost, int]:
-        """Algorithm 1: the best particle, its cost, and the simulator calls."""
+    def _threads(self) -> int | None:
+        nested = multiprocessing.parent_process() is not None  # the caller has shared the cores out already
+        return self.jobs or (1 if nested else None)
+
+    def _search(self, evaluator: Evaluator, allowed: list[list[int]]) -> tuple[Placements, Cost]:
+        """Algorithm 1: the best particle and its cost."""
         rng = np.random.default_rng(self.seed)
         budget = math.inf if self.calls is None else self.calls - 1  # one is for the check of the plan
         particles = int(min(self.particles, budget))
         x = np.stack([rng.choice(np.array(ways, np.int8), particles) for ways in allowed], axis=1)
         todo = np.arange(0)  # what an iteration could not update
-        with processes(self._jobs(x.size), evaluator) as run:
-            x, cost, calls = run("evaluate", x)
-            own, own_cost = x, cost  # each particle's own best
-            while True:
-                self.history.append(statistics(cost))
-                if len(self.history) == self.iterations or len(todo):
-                    break
-                # Equal particles with the same history are updated once.
-                _, first, which = np.unique(np.hstack([x, own]), axis=0, return_index=True, return_inverse=True)
-                leader = np.broadcast_to(x[lowest(cost)], x.shape)
-                new, new_cost, todo = x[first], cost[first], np.argsort(first)
-                at_most = 2 * (leader != own).sum(axis=1)[first] + 1  # calls of an update
-                while count := int(np.searchsorted(at_most[todo].cumsum(), budget - calls, side="right")):
-                    part, todo = todo[:count], todo[count:]
-                    i = first[part]
-                    new[part], new_cost[part], more = run("update", x[i], cost[i], leader[i], own[i])
-                    calls += more
-                if np.array_equal(new[which], x):
-                    break
-                x, cost = new[which], new_cost[which]
-                (over, ns), (own_over, own_ns) = cost.T, own_cost.T
-                better = ((over < own_over) | (over == own_over) & (ns < own_ns))[:, None]
-                own, own_cost = np.where(better, x, own), np.where(better, cost, own_cost)
+        cost = evaluator.evaluate(x)
+        own, own_cost = x, cost  # each particle's own best
+        while True:
+            self.history.append(statistics(cost))
+            if len(self.history) == self.iterations or len(todo):
+                break
+            # Equal particles with the same history are updated once.
+            _, first, which = np.unique(np.hstack([x, own]), axis=0, return_index=True, return_inverse=True)
+            leader = np.broadcast_to(x[lowest(cost)], x.shape)
+            new, new_cost, todo = x[first], cost[first], np.argsort(first)
+            at_most = 2 * (leader != own).sum(axis=1)[first] + 1  # calls of an update
+            while count := int(np.searchsorted(at_most[todo].cumsum(), budget - evaluator.engine.calls, side="right")):
+                part, todo = todo[:count], todo[count:]
+                i = first[part]
+                new[part], new_cost[part] = evaluator.update(x[i], cost[i], leader[i], own[i])
+            if np.array_equal(new[which], x):
+                break
+            x, cost = new[which], new_cost[which]
+            better = less(cost, own_cost)[:, None]
+            own, own_cost = np.where(better, x, own), np.where(better, cost, own_cost)
         best = lowest(own_cost)
-        return own[best], tuple(own_cost[best].tolist()), calls
-
-    def _jobs(self, work: int) -> int:
-        """Processes for a swarm of ``work`` placements."""
-        nested = multiprocessing.parent_process() is not None  # the caller has shared the cores out already
-        jobs = self.jobs or (1 if nested else os.cpu_count() or 1)
-        return max(1, min(jobs, work // SHARE))
+        return own[best], tuple(own_cost[best].tolist())
 
 
 class Evaluator:
     """Algorithms 2 and 3, for some of the particles.
+
+    Args:
+        threads: that score plans; None: one a core.
 
     Attributes:
         engine: the simulator.
         swaps: int64[feature maps, 6], the rows that swap them.
     """
 
-    def __init__(self, program: Program, machine: Machine, limit: int, gaps: list[Gap]) -> None:
-        self.engine = Engine(program, machine, limit)
+    def __init__(
+        self, program: Program, machine: Machine, limit: int, gaps: list[Gap], threads: int | None = None
+    ) -> None:
+        self.engine, self._threads = Engine(program, machine, limit), threads
         self.swaps = rows_for(gaps, SWAPPED)
         self._drops = rows_for(gaps, RECOMPUTED)
 
     def rows(self, x: Placements) -> Rows:
-        """int64[n, 6]: the plan of one particle."""
-        rows: Rows = self._ways(x)[x != RETAINED]
+        """int64[n, 6]: the plan of one particle, or those of several, one after the other."""
+        rows: Rows = np.where((x == SWAPPED)[..., None], self.swaps, self._drops)[x != RETAINED]
         return rows
 
-    def _ways(self, x: Placements) -> Rows:
-        """int64[feature maps, 6]: a row for each, meaningless where it is retained."""
-        return np.where((x == SWAPPED)[:, None], self.swaps, self._drops)
+    def evaluate(self, x: Placements) -> Costs:
+        """Algorithm 2: the costs of particles."""
+        scores = self.engine.score_batch(self.rows(x), (x != RETAINED).sum(axis=1), self._threads)
+        return np.stack([np.maximum(scores.required_bytes - self.engine.limit, 0), scores.iteration_ns], axis=1)
 
-    def cost(self, rows: Rows) -> Cost:
-        """Algorithm 2: bytes over the limit, iteration_ns."""
-        score = self.engine.score(rows)
-        return max(score.required_bytes - self.engine.limit, 0), score.iteration_ns
+    def update(
+        self, x: Placements, cost: Costs, leader: Placements, own: Placements
+    ) -> tuple[Placements, Costs]:  # fmt: skip
+        """Algorithm 3 on particles ``x`` of known cost, side by side; each has its P_1 (``leader``) and P_2 (``own``).
 
-    def evaluate(self, x: Placements) -> Result:
-        """The costs of particles as they are."""
-        return x, np.array([self.cost(self.rows(particle)) for particle in x], np.int64), len(x)
+        Returns:
+            The particles after, and their costs.
+        """
+        x, cost = x.copy(), cost.copy()
+        known = np.ones(len(x), np.bool_)  # is ``cost`` that of the particle as it is now?
+        for j in range(x.shape[1]):
+            now, tried = x[:, j].copy(), []
+            differ = leader[:, j] != own[:, j]
+            for placement in (leader[:, j], own[:, j]):
+                asked = np.flatnonzero(differ & ~(known & (placement == now)))
+                particles, costs = x[asked], cost.copy()
+                particles[:, j] = placement[asked]
+                tried.append((asked, particles, costs))
+            (asked1, x1, o1), (asked2, x2, o2) = tried
+            if len(asked1) + len(asked2):
+                found = self.evaluate(np.concatenate([x1, x2]))
+                o1[asked1], o2[asked2] = found[: len(asked1)], found[len(asked1) :]
+            first = less(o1, o2)
+            cost = np.where(differ[:, None], np.where(first[:, None], o1, o2), cost)
+            x[:, j] = np.where(differ & ~first, own[:, j], leader[:, j])
+            known = differ | (known & (x[:, j] == now))
+        rest = np.flatnonzero(~known)
+        if len(rest):
+            cost[rest] = self.evaluate(x[rest])
+        return x, cost
 
-    def update(self, x: Placements, cost: Costs, leader: Placements, own: Placements) -> Result:
-        """Algorithm 3 on particles ``x`` of known cost; each has its P_1 (``leader``) and P_2 (``own``)."""
-        before, new, new_cost = self.engine.calls, x.copy(), cost.copy()
-        for i, particle in enumerate(new):
-            new_cost[i] = self._update(particle, tuple(cost[i].tolist()), leader[i].tolist(), own[i].tolist())
-        return new, new_cost, self.engine.calls - before
 
-    def _update(self, x: Placements, known: Cost | None, leader: list[int], own: list[int]) -> Cost:
-        """Algorithm 3 on one particle, in place; ``known`` is its cost before, the result its cost after."""
-        rows, away = self._ways(x), x != RETAINED
-
-        def put(j: int, placement: int) -> None:
-            away[j] = placement != RETAINED
-            if placement != RETAINED:
-                rows[j] = self.swaps[j] if placement == SWAPPED else self._drops[j]
-
-        def cost(j: int, placement: int) -> Cost:
-            if known is not None and placement == x[j]:
-                return known
-            put(j, placement)
-            return self.cost(rows[away])
-
-        for j, (p1, p2) in enumerate(zip(leader, own, strict=True)):
-            if p1 != p2:
-                o1, o2 = cost(j, p1), cost(j, p2)
-                chosen, known = (p1, o1) if o1 < o2 else (p2, o2)
-            elif p1 != x[j]:
-                chosen, known = p1, None
-            else:
-                continue
-            put(j, chosen)
-            x[j] = chosen
-        return self.cost(rows[away]) if known is None else known
+def less(cost: Costs, other: Costs) -> NDArray[np.bool_]:
+    """bool[particles]: is the one cost less than the other?"""
+    (over, ns), (over_other, ns_other) = cost.T, other.T
+    out: NDArray[np.bool_] = (over < over_other) | (over == over_other) & (ns < ns_other)
+    return out
 
 
 def placements(program: Program, gap: Gap, mode: str) -> list[int]:
@@ -251,38 +241,3 @@ def statistics(cost: Costs) -> Iteration:
     if not len(times):
         return Iteration(math.nan, math.nan, math.nan, 0)
     return Iteration(float(times.max()), float(times.mean()), float(times.min()), len(times))
-
-
-Run = Callable[..., Result]  # (a method of Evaluator by name, arrays with an entry per particle)
-
-
-@contextmanager
-def processes(jobs: int, evaluator: Evaluator) -> Iterator[Run]:
-    """Calls methods of an evaluator, with the particles shared out over ``jobs`` processes, in order."""
-    if jobs == 1:
-        yield lambda method, *arrays: getattr(evaluator, method)(*arrays)
-        return
-    # Forked: spawned workers would import the caller's main script again. They run nothing but NumPy and the
-    # engine, which holds the GIL: threads would take turns.
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork"), _begin, (evaluator,)) as pool:
-
-        def run(method: str, *arrays: NDArray[np.generic]) -> Result:
-            n = min(4 * jobs, len(arrays[0]))
-            parts = [np.array_split(a, n) for a in arrays]
-            x, cost, calls = zip(*pool.map(_call, [method] * n, *parts), strict=True)
-            return np.concatenate(x), np.concatenate(cost), sum(calls)
-
-        yield run
-
-
-_evaluator: Evaluator  # of a worker process
-
-
-def _begin(evaluator: Evaluator) -> None:
-    global _evaluator
-    _evaluator = evaluator
-
-
-def _call(method: str, *arrays: NDArray[np.generic]) -> Result:
-    result: Result = getattr(_evaluator, method)(*arrays)
-    return result

@@ -23,9 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agents.planner import Candidates, Rows, row_of
-from simulator.compiled.encoding import AFTER, BEFORE, EXTRA, KIND, RECOMPUTE, SWAP, TENSOR, WHEN
+from simulator.compiled.encoding import AFTER, BEFORE, EXTRA, KIND, NEVER, RECOMPUTE, SWAP, TENSOR, WHEN
 from simulator.compiled.engine import Engine
-from simulator.compiled.jit import jit
+from simulator.compiled.jit import stage
 from simulator.program import Gap, Program
 from simulator.ways import KEPT, RECOMPUTED, SWAPPED, ways_to_empty
 
@@ -76,6 +76,8 @@ class Moves:
         self._limit, self._rng = limit, np.random.default_rng(seed).integers(1, 2**63, 1, dtype=np.uint64)
         self.rows, self.on, self.load = self._empty()
         self._tried = self._empty()
+        self._differ = np.full(len(kept) + 2 * PRUNE + 8, -1, dtype=np.int64)  # see _start
+        self._plan, self._row = np.empty_like(self.rows), np.empty(6, dtype=np.int64)
 
     def _empty(self) -> tuple[Rows, NDArray[np.bool_], NDArray[np.int64]]:
         first = self.weights.argmax(1)
@@ -86,7 +88,8 @@ class Moves:
         self.rows, self.on, self.load = self._empty()
         for row in rows:
             i = self.index[int(row[TENSOR]), int(row[BEFORE])]
-            _put(self.rows, self.on, self.load, self._nbytes, i, True, row)
+            _put(self.rows, self.on, self.load, self._nbytes, self._differ, i, True, np.asarray(row, np.int64))
+        self._differ[0] = -1
 
     def plan(self) -> Rows:
         """int64[k, 6]: the rows in use, a copy."""
@@ -94,10 +97,10 @@ class Moves:
 
     def propose(self) -> Rows | None:
         """Rows of a neighbouring plan whose residency fits; None when ``TRIES`` moves in a row did not."""
-        rows, on, load = self._tried
-        ok = _propose(self._rng, self._limit, self._nbytes, self._ways, self.weights, self._after,
-                      self._since, self._earlier, self.rows, self.on, self.load, rows, on, load)  # fmt: skip
-        return rows[on] if ok else None
+        n = _propose(self._rng, self._limit, self._nbytes, self._ways, self.weights, self._after, self._since,
+                     self._earlier, self.rows, self.on, self.load, *self._tried, self._differ, self._row,
+                     self._plan)  # fmt: skip
+        return self._plan[:n].copy() if n >= 0 else None
 
     def accept(self) -> None:
         """Goes to the plan that was proposed last."""
@@ -154,13 +157,14 @@ def anneal(
         rows = moves.propose()
         if rows is None:
             break
-        score = engine.score(rows)
         done = max(spent, step / calls if calls is not None else 0.0)
         temperature = ideal * hot * (cold / hot) ** done
-        luck = math.log(1.0 - next(chance))
-        if score.feasible and score.iteration_ns - now_ns < -temperature * luck:
+        # A slower plan is not accepted, so that it need not be simulated to its end.
+        cutoff_ns = min(now_ns + math.ceil(-temperature * math.log(1.0 - next(chance))), NEVER)
+        iteration_ns = engine.score(rows, None, cutoff_ns).iteration_ns
+        if iteration_ns < cutoff_ns:
             moves.accept()
-            now_ns = score.iteration_ns
+            now_ns = iteration_ns
             if now_ns < best_ns:
                 best, best_ns = rows, now_ns
     return best, best_ns
@@ -176,7 +180,7 @@ def _uniforms(seed: int) -> Iterator[float]:
 # ------------------------------------------------------------------------------------- compiled part
 
 
-@jit
+@stage(entry=True)
 def uniform(state):  # type: ignore[no-untyped-def]
     """Uniform in [0, 1), by xorshift64* (Vigna, 2016). Passing a NumPy generator takes longer than making a move.
 
@@ -191,35 +195,66 @@ def uniform(state):  # type: ignore[no-untyped-def]
     return np.float64((x * np.uint64(2685821657736338717)) >> np.uint64(11)) / 9007199254740992.0
 
 
-@jit
+@stage
 def _add(load, after, before, nbytes):  # type: ignore[no-untyped-def]
     """Adds to the load between ``after`` and ``before``, over the boundary where they wrap."""
-    n = load.shape[0]
-    if after < before:
-        load[after + 1 : before] += nbytes
-    else:
-        load[after + 1 : n] += nbytes
-        load[:before] += nbytes
+    if after >= before:
+        for k in range(before):
+            load[k] += nbytes
+        before = load.shape[0]
+    for k in range(after + 1, before):
+        load[k] += nbytes
 
 
-@jit
+@stage
 def _back(row):  # type: ignore[no-untyped-def]
     """The kernel for which the tensor is there again."""
     return row[WHEN] if row[KIND] == RECOMPUTE and row[WHEN] >= 0 else row[BEFORE]
 
 
-@jit
-def _put(rows, on, load, nbytes, i, empty, row):  # type: ignore[no-untyped-def]
+@stage
+def _differs(differ, i):  # type: ignore[no-untyped-def]
+    """Notes that gap i of the plan that is tried may not be as in the present one (``_start``)."""
+    count = differ[0]
+    if 0 <= count < differ.shape[0] - 1:
+        differ[1 + count] = i
+        differ[0] = count + 1
+    else:
+        differ[0] = -1
+
+
+@stage
+def _start(rows, on, load, new_rows, new_on, new_load, differ):  # type: ignore[no-untyped-def]
+    """Makes the new ones as the present ones.
+
+    Args:
+        differ: how many gaps may differ, and then which; first -1: any.
+    """
+    count = differ[0]
+    for j in range(count if count >= 0 else on.shape[0]):
+        i = differ[1 + j] if count >= 0 else j
+        new_on[i] = on[i]
+        for c in range(rows.shape[1]):
+            new_rows[i, c] = rows[i, c]
+    for k in range(load.shape[0]):
+        new_load[k] = load[k]
+    differ[0] = 0
+
+
+@stage(entry=True)
+def _put(rows, on, load, nbytes, differ, i, empty, row):  # type: ignore[no-untyped-def]
     """Makes gap i emptied as ``row`` says, or filled."""
+    _differs(differ, i)
     if on[i]:
         _add(load, rows[i, AFTER], _back(rows[i]), nbytes[i])
     if empty:
         _add(load, row[AFTER], _back(row), -nbytes[i])
     on[i] = empty
-    rows[i] = row
+    for c in range(rows.shape[1]):
+        rows[i, c] = row[c]
 
 
-@jit
+@stage
 def _fits(load, after, before, room):  # type: ignore[no-untyped-def]
     """Is the load between ``after`` and ``before`` at most ``room``?"""
     n = load.shape[0]
@@ -231,7 +266,7 @@ def _fits(load, after, before, room):  # type: ignore[no-untyped-def]
     return True
 
 
-@jit
+@stage
 def _pick(rng, on, want):  # type: ignore[no-untyped-def]
     """A random gap that is on (or off); -1 where there is none."""
     count = 0
@@ -248,7 +283,7 @@ def _pick(rng, on, want):  # type: ignore[no-untyped-def]
     return -1
 
 
-@jit
+@stage
 def _weighted_off(rng, on, weights, rows, moved, k):  # type: ignore[no-untyped-def]
     """A random gap that is not emptied, by weight; with k >= 0 one that is open at kernel k and not ``moved``."""
     total = 0.0
@@ -272,49 +307,50 @@ def _weighted_off(rng, on, weights, rows, moved, k):  # type: ignore[no-untyped-
     return -1
 
 
-@jit
-def _way(rng, weights, ways, i):  # type: ignore[no-untyped-def]
+@stage
+def _way(rng, weights, i):  # type: ignore[no-untyped-def]
     """A random way to empty gap i, by weight."""
     at = uniform(rng) * (weights[i, SWAPPED] + weights[i, RECOMPUTED] + weights[i, KEPT])
     for way in range(SWAPPED, KEPT):
         at -= weights[i, way]
         if at < 0.0:
-            return ways[i, way]
+            return way
     for way in range(KEPT, SWAPPED, -1):  # the last one, unless rounding led here
         if weights[i, way] > 0.0:
-            return ways[i, way]
-    return ways[i, SWAPPED]
+            return way
+    return SWAPPED
 
 
-@jit
-def _shifted(rng, row, opens, since, n):  # type: ignore[no-untyped-def]
-    """A swap with another ``after``, ``prefetch`` or ``copy``, or a recomputation with another ``at``.
+@stage
+def _shifted(rng, row, opens, since, n, out):  # type: ignore[no-untyped-def]
+    """Writes into ``out`` a swap with another ``after``, ``prefetch`` or ``copy``, or a recomputation with another
+    ``at``.
 
     Args:
         opens: where the gap opens; ``since``: kernels from the last write to there.
     """
-    out = row.copy()
+    for c in range(row.shape[0]):
+        out[c] = row[c]
     shift = int(-SHIFT * math.log(1.0 - uniform(rng)))
     if row[KIND] == RECOMPUTE:
         shift = min(shift, row[BEFORE] - row[AFTER] - 1)
         out[WHEN] = row[BEFORE] - shift if shift else -1
-        return out
+        return
     what = uniform(rng)
     if what < 0.25 and since:
         shift = min(shift, since)
         out[WHEN] = (opens - shift) % n if shift else -1
         out[AFTER] = opens if shift else row[AFTER]
-        return out
+        return
     out[EXTRA] = out[WHEN] = -1
     if what < 0.6:
         out[AFTER] = (opens + min(shift, (row[BEFORE] - opens - 2) % n)) % n
     elif what < 0.85:
         out[EXTRA] = (row[BEFORE] - 1 - min(shift, (row[BEFORE] - row[AFTER] - 1) % n)) % n
-    return out
 
 
-@jit
-def _settle(rows, on, earlier, n):  # type: ignore[no-untyped-def]
+@stage
+def _settle(rows, on, earlier, n, differ):  # type: ignore[no-untyped-def]
     """A copy is of what is there: where an earlier gap of the tensor ends after it, it is issued as the gap opens."""
     for i in range(on.shape[0]):
         if not on[i] or rows[i, KIND] == RECOMPUTE or rows[i, WHEN] < 0:
@@ -324,46 +360,73 @@ def _settle(rows, on, earlier, n):  # type: ignore[no-untyped-def]
             back = (rows[i, AFTER] - rows[j, BEFORE]) % n
             if j != i and on[j] and (rows[i, AFTER] - _back(rows[j])) % n < lead:
                 rows[i, WHEN] = -1
+                _differs(differ, i)
                 break
             j = earlier[j] if back < lead and j != i else -1
 
 
-@jit
-def _propose(rng, limit, nbytes, ways, weights, opens, since, earlier, rows, on, load, new_rows, new_on, new_load):  # type: ignore[no-untyped-def]
-    """Writes a neighbour of (rows, on, load) into the new ones; False when no move was found."""
+@stage
+def _fullest(load, limit):  # type: ignore[no-untyped-def]
+    """The first kernel of the largest load; -1 where that fits."""
+    top, k = 0, -1
+    for j in range(load.shape[0]):
+        top = max(top, load[j])
+    if top > limit:
+        k = 0
+        while load[k] != top:
+            k += 1
+    return k
+
+
+@stage(entry=True)
+def _propose(  # type: ignore[no-untyped-def]
+    rng, limit, nbytes, ways, weights, opens, since, earlier, rows, on, load, new_rows, new_on, new_load, differ, row,
+    plan,
+):  # fmt: skip
+    """Writes a neighbour of (rows, on, load) into the new ones, and its rows in use into ``plan``; returns how many
+    they are, or -1 when no move was found."""
     m, n = on.shape[0], load.shape[0]
     for _ in range(TRIES):
-        new_rows[:], new_on[:], new_load[:] = rows, on, load
+        _start(rows, on, load, new_rows, new_on, new_load, differ)
         kind = uniform(rng)
         if FILL <= kind < FILL + EMPTY:
             i = _weighted_off(rng, on, weights, rows, -1, -1)
             if i < 0:
                 continue
-            _put(new_rows, new_on, new_load, nbytes, i, True, _way(rng, weights, ways, i))
+            _put(new_rows, new_on, new_load, nbytes, differ, i, True, ways[i, _way(rng, weights, i)])
             for _ in range(PRUNE):
                 j = _pick(rng, new_on, True)
                 if j != i and _fits(new_load, new_rows[j, AFTER], new_rows[j, BEFORE], limit - nbytes[j]):
-                    _put(new_rows, new_on, new_load, nbytes, j, False, new_rows[j])
+                    _put(new_rows, new_on, new_load, nbytes, differ, j, False, new_rows[j])
         else:
             i = _pick(rng, on, True)
             if i < 0:
                 continue
-            several = (weights[i] > 0.0).sum() > 1
+            several = 0
+            for way in range(weights.shape[1]):
+                several += weights[i, way] > 0.0
             if kind < FILL:
-                _put(new_rows, new_on, new_load, nbytes, i, False, rows[i])
-            elif several and uniform(rng) < 0.5:
-                _put(new_rows, new_on, new_load, nbytes, i, True, _way(rng, weights, ways, i))
+                _put(new_rows, new_on, new_load, nbytes, differ, i, False, rows[i])
+            elif several > 1 and uniform(rng) < 0.5:
+                _put(new_rows, new_on, new_load, nbytes, differ, i, True, ways[i, _way(rng, weights, i)])
             elif rows[i, KIND] == SWAP or uniform(rng) < EARLY:
-                _put(new_rows, new_on, new_load, nbytes, i, True, _shifted(rng, rows[i], opens[i], since[i], n))
+                _shifted(rng, rows[i], opens[i], since[i], n, row)
+                _put(new_rows, new_on, new_load, nbytes, differ, i, True, row)
             else:
                 continue
         for _ in range(m):
-            k = int(new_load.argmax())
-            if new_load[k] <= limit:
-                _settle(new_rows, new_on, earlier, n)
-                return True
+            k = _fullest(new_load, limit)
+            if k < 0:
+                _settle(new_rows, new_on, earlier, n, differ)
+                count = 0
+                for j in range(m):
+                    if new_on[j]:
+                        for c in range(plan.shape[1]):
+                            plan[count, c] = new_rows[j, c]
+                        count += 1
+                return count
             j = _weighted_off(rng, new_on, weights, new_rows, i, k)
             if j < 0:
                 break
-            _put(new_rows, new_on, new_load, nbytes, j, True, _way(rng, weights, ways, j))
-    return False
+            _put(new_rows, new_on, new_load, nbytes, differ, j, True, ways[j, _way(rng, weights, j)])
+    return -1

@@ -15,6 +15,8 @@ from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
 
+BATCH = 1000  # plans that are scored at a time
+
 
 class RandomSearch:
     """Best of ``calls`` random feasible plans of swaps.
@@ -43,13 +45,14 @@ class RandomSearch:
         rng = np.random.default_rng(self.seed)
         best: Rows = candidates.rows
         best_ns: float = np.inf
-        for _ in range(self.calls - 1):
-            rows = candidates.rows[random_subset(candidates, limit, rng)]
-            ns = engine.score(rows).iteration_ns
-            if ns < best_ns:
-                best, best_ns = rows, ns
-            if not len(rows):  # nothing need leave: every sample is the empty plan
-                break
+        # Where nothing need leave, every sample is the empty plan.
+        left = self.calls - 1 if candidates.live_bytes.max() > limit else 1
+        while left:
+            plans = [candidates.rows[random_subset(candidates, limit, rng)] for _ in range(min(left, BATCH))]
+            for rows, score in zip(plans, engine.scores(plans), strict=True):
+                if score.iteration_ns < best_ns:
+                    best, best_ns = rows, score.iteration_ns
+            left -= len(plans)
         return finish(self, program, machine, limit, engine, best)
 
 

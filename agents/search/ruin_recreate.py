@@ -99,8 +99,8 @@ class RuinRecreate:
 
     def _excess(self, state: State) -> tuple[NDArray[np.int64], int]:
         """int64[kernels]: bytes above the limit; iteration time."""
-        rows = self.rows(state)
-        return np.maximum(self.engine.residency(rows) - self.limit, 0), self.engine.score(rows).iteration_ns
+        ns = self.engine.score(self.rows(state)).iteration_ns
+        return np.maximum(self.engine.last_residency() - self.limit, 0), ns
 
     def _ruin(self, state: State) -> None:
         on = np.flatnonzero(state != FILLED).tolist()

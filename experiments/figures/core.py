@@ -53,7 +53,8 @@ def run(task: Row, machine: Machine) -> Row:
     machine = Machine.load(task["machine"])
     built = program(task["workload"], machine)
     limit = int(task["limit"] * built.peak_bytes)
-    warm_up(machine, [*task["planners"], *heuristics()])
+    for name in (*task["planners"], *heuristics()):
+        warm_up(machine, name)
     begin = time.perf_counter()
     bound = floor(built, machine, limit)
     floor_s = time.perf_counter() - begin

@@ -45,7 +45,7 @@ def run(task: Row, machine: Machine) -> Row:
     """Processor seconds of a search and of an evaluation."""
     of = home.sizes(task["network"], machine)
     program = of.at(round(task["share"] * home.unplanned(of)))
-    warm_up(machine, ["home"])
+    warm_up(machine, "home")
     planner = HOME(particles=task["particles"], iterations=task["iterations"], jobs=1)
     begin = time.process_time()
     planner.plan(program, machine, machine.memory_bytes)

@@ -54,7 +54,8 @@ def run(task: Row, machine: Machine) -> Row:
     machine = Machine.load(task["machine"])
     built = program(task["workload"], machine, **task["changes"])
     limit = int(task["limit"] * built.peak_bytes)
-    warm_up(machine, PLANNERS)
+    for name in PLANNERS:
+        warm_up(machine, name, task["mode"])
     begin = time.perf_counter()
     bound = floor(built, machine, limit, task["mode"])
     found = {

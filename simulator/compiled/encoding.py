@@ -20,16 +20,23 @@ KIND, TENSOR, AFTER, BEFORE, EXTRA, WHEN = range(6)
 COLUMNS = 6
 SWAP, RECOMPUTE, SYNC_SWAP, RERUN = 0, 1, 2, 3  # swaps are even
 
-# What is known of a program on a machine: kernels[DURATION, k] and so on, int64 (5, kernels) and (6, tensors).
+# What is known of a program on a machine: kernels[DURATION, k] and so on, int64 (7, kernels + 1) and (6, tensors).
 # BORN, DIES: bytes of the non-persistent tensors that are first used by the kernel, and last. LIVE: of all that live,
-# with its workspace. FIRST, LAST: kernels that use the tensor. D2H, H2D: ns of a transfer.
-DURATION, WORKSPACE, BORN, DIES, LIVE = range(5)
+# with its workspace. LEVEL: bytes before the kernel. BEGINS: ns of all kernels before it.
+# FIRST, LAST: kernels that use the tensor. D2H, H2D: ns of a transfer.
+DURATION, WORKSPACE, BORN, DIES, LIVE, LEVEL, BEGINS = range(7)
 SIZE, PERSISTENT, FIRST, LAST, D2H, H2D = range(6)
 
-# Columns and rows of what ``lower_recomputations`` returns: ``endings``, ``at_kernel``, ``steps``.
-RETURNS, BY_REMAT, AWAY_AT_START = range(3)
-STEP_AT, AWAY_BYTES = range(2)
-STEP_KERNEL, ALLOCATED, FREED = range(3)
+# Columns of ``steps``, a row for each kernel that runs again, in order. STEP_FOR: the kernel for which it does.
+STEP_KERNEL, ALLOCATED, FREED, STEP_FOR = range(4)
+
+# What a call works on: rows of ``by_kernel`` (kernels + 1), ``by_segment`` (2 kernels + 2), ``by_tensor`` and
+# ``by_row`` (twice the rows, and one more). PLANNED, and for the rows RETURNS (the kernel that ends the gap), BY_REMAT
+# (does a rematerialisation end it?) and AWAY_AT_START are what lowering finds; others are said where they are used.
+PLANNED, ENFORCED, GATE, OPENS, SEGMENT, ENDS, MARKED, PENDING, ORDER, BY_KERNEL = range(10)
+FIRST_OF, HIGHEST, EXPECTED, BY_SEGMENT = range(4)
+COPIED, AWAY, HOLDS, STAYS, USED_LAST, USED, BY_TENSOR = range(7)
+RETURNS, BY_REMAT, AWAY_AT_START, NEXT_OPEN, NEXT_END, HELD, WAITING, QUEUE, BY_ROW = range(9)
 
 # The parts of gate[k]: what there is to do at kernel k beside letting its duration pass. 0: it is plain.
 #     bits 0-19    how many of the tensors that it uses are away
@@ -41,7 +48,7 @@ GATE_MISSING = GATE_EVENT - 1
 
 # What the event loop knows of the gap of a row. Positions count kernels from the start of the simulation.
 GAP = np.dtype([(name, np.int64) for name in (
-    "nbytes", "out_ns", "in_ns",
+    "tensor", "kind", "nbytes", "out_ns", "in_ns",
     "returns",  # the kernel that ends the gap
     "lead",  # kernels from that at whose end the copy is issued to the one that opens the gap
     "pinned",  # 1 where it has a prefetch kernel
@@ -53,12 +60,19 @@ GAP = np.dtype([(name, np.int64) for name in (
     # While the tensor is away:
     "ready",  # the position from which it may come back
     "order",  # the segment that begins with its use, in units of ORDER_SEGMENT, and the tensor: the least is first
-)])  # fmt: skip
+)], align=True)  # fmt: skip
 ORDER_SEGMENT = 2**32
 COPYING, LEAVING = 1, 2
 
-# How a run ends.
-DONE, OUT_OF_MEMORY, HOST_FULL = range(3)
+# How a run ends. SLOWER: its iteration takes the cutoff at least. Without a result: MORE_STEPS, there is no room for
+# the steps; UNKNOWN, it has rows of a kind that was not asked for; STUCK, which cannot be.
+DONE, OUT_OF_MEMORY, HOST_FULL, SLOWER, MORE_STEPS, UNKNOWN, STUCK = range(7)
+
+# Columns of the results, a row a plan.
+STATUS, ITERATION_NS, REQUIRED, PEAK, PERIOD, RESULTS = range(6)
+
+# The rows of ``settings``: what an engine has.
+PERSISTENT_BYTES, LIMIT, MAX_ITERATIONS, COPY_ENGINES, DUPLEX_SHARE, HOST_BYTES, SETTINGS = range(7)
 
 # Columns of the log of a run: start, end, one of these, kernel or row. The first four are spans; a step ends, and the
 # memory of an open gap is free.

@@ -9,31 +9,42 @@ How it works, and in which order to read these files, is in README.md.
 from __future__ import annotations
 
 import copy
+import os
+from bisect import bisect_left
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from simulator.compiled.event_loop import event_loop
 from simulator.compiled.lowering import host_load, swap_residency
-from simulator.compiled.rematerialisation import lower_recomputations, recomputes
+from simulator.compiled.rematerialisation import lower_recomputations
 from simulator.compiled.reruns import lower_reruns
+from simulator.compiled.scoring import score_plans
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
-from simulator.reference import MAX_ITERATIONS, check_room
+from simulator.reference import MAX_ITERATIONS as STEADY, check_room
 from simulator.schedule import lower
 from simulator.timeline import Timeline
 
 # isort: off
 from simulator.compiled.encoding import (
-    COLUMNS, DONE, DURATION, KIND, LIVE, NEVER, RECOMPUTE, SWAP, SYNC_SWAP, TENSOR, WORKSPACE, Ints, decisions_of,
-    ragged, read_log, rows_of,
+    BEFORE, BY_KERNEL, BY_ROW, BY_SEGMENT, BY_TENSOR, COLUMNS, DONE, DURATION, GAP, HOST_BYTES, HOST_FULL, KIND, LEVEL,
+    LIVE, MAX_ITERATIONS, MORE_STEPS, NEVER, PLANNED, RECOMPUTE, RERUN, RESULTS, RETURNS, STATUS, STUCK, SWAP,
+    SYNC_SWAP, TENSOR, BEGINS, WORKSPACE, Ints, decisions_of, ragged, read_log, rows_of,
 )  # fmt: skip
+from simulator.compiled.event_loop import CHECKS
 # isort: on
 
-__all__ = ["KIND", "NEVER", "RECOMPUTE", "SWAP", "SYNC_SWAP", "TENSOR", "Engine", "Score", "decisions_of", "rows_of",
-           "simulate"]  # fmt: skip
+__all__ = ["KIND", "NEVER", "RECOMPUTE", "SWAP", "SYNC_SWAP", "TENSOR", "Engine", "Score", "Scores", "decisions_of",
+           "rows_of", "simulate"]  # fmt: skip
+
+SHARE = 20  # plans that are worth handing to another thread
+_recompute = False  # has a plan in this process?
+_NO_LOG = np.empty((0, 4), np.int64)
 
 
 class Score(NamedTuple):
@@ -46,8 +57,54 @@ class Score(NamedTuple):
     period: int  # of the iterations that repeat (rule 10); 0: none do, or it does not fit
 
 
+class Scores(NamedTuple):
+    """A ``Score`` of each of some plans, as columns."""
+
+    feasible: NDArray[np.bool_]
+    iteration_ns: Ints
+    required_bytes: Ints
+    peak_bytes: Ints
+    period: Ints
+
+
+class _Work:
+    """The arrays that one thread simulates on."""
+
+    def __init__(self, kernels: int, tensors: int, iterations: int):
+        self.by_kernel = np.zeros((BY_KERNEL, kernels + 1), np.int64)
+        self.by_segment = np.empty((BY_SEGMENT, 2 * kernels + 2), np.int64)
+        self.by_tensor = np.zeros((BY_TENSOR, tensors), np.int64)
+        self._states = iterations + 2 + CHECKS
+        self.steps = np.empty((256, 4), np.int64)
+        self.rows = -1
+        self.result, self.ends = np.empty((1, RESULTS), np.int64), np.zeros(2, np.int64)
+        self.make_room(64)
+
+    def make_room(self, rows: int) -> None:
+        """For plans of so many rows."""
+        if rows > self.rows:
+            self.rows = max(rows, 2 * self.rows)
+            self.by_row = np.empty((BY_ROW, 2 * self.rows + 1), np.int64)
+            self.gaps = np.empty(self.rows, GAP)
+            self.states = np.empty((self._states, self.rows + 2), np.int64)
+            if len(self.steps) <= self.rows:
+                self.steps = np.empty((2 * self.rows, 4), np.int64)
+            self._bundle()
+
+    def make_steps(self) -> None:
+        """More of them."""
+        self.steps = np.empty((4 * len(self.steps), 4), np.int64)
+        self._bundle()
+
+    def _bundle(self) -> None:
+        self.arrays = (
+            self.by_kernel, self.by_segment, self.by_tensor, self.by_row, self.gaps, self.steps, self.states
+        )  # fmt: skip
+
+
 class Engine:
-    """One program on one machine, ready to score many plans. Not for several threads at once.
+    """One program on one machine, ready to score many plans. ``scores`` may be called by several threads at once, each
+    with its own scratch arrays; everything else by one.
 
     Rows are a plan's decisions; ``with_variants`` is the engine for its variants.
 
@@ -68,20 +125,39 @@ class Engine:
         last = np.array([u[-1] if u else -1 for u in program.accesses], np.int64)
         size = np.array([t.nbytes for t in tensors], np.int64)
         persistent = np.array([t.persistent for t in tensors], np.int64)
-        born = np.bincount(first[persistent == 0], size[persistent == 0], n + 1)[:n].astype(np.int64)
-        dies = np.bincount(last[persistent == 0] + 1, size[persistent == 0], n + 1)[1:].astype(np.int64)
-        workspace = [k.workspace for k in kernels]
-        duration = [k.duration_ns for k in kernels]
-        self._own = self._kernels = np.array([duration, workspace, born, dies, program.live_bytes], np.int64)
+        born = np.bincount(first[persistent == 0], size[persistent == 0], n + 1)[: n + 1].astype(np.int64)
+        dies = np.bincount(last[persistent == 0] + 1, size[persistent == 0], n + 2)[1:].astype(np.int64)
+        born[n] = dies[n] = 0
+        zeros = np.zeros(n + 1, np.int64)
+        self._own = self._kernels = np.array([zeros, zeros, born, dies, zeros, zeros, zeros], np.int64)
+        self._own[DURATION, :n] = [k.duration_ns for k in kernels]
+        self._own[WORKSPACE, :n] = [k.workspace for k in kernels]
+        self._own[LIVE, :n] = program.live_bytes
+        self._own[LEVEL, :n] = self._own[LIVE, :n] - self._own[WORKSPACE, :n] - born[:n]
+        self._own[LEVEL, n] = self._own[LEVEL, n - 1] + born[n - 1] - dies[n - 1]
+        self._own[BEGINS, 1:] = self._own[DURATION, :n].cumsum()
         self._tensors = np.array([
             size, persistent, first, last, [machine.d2h_ns(t.nbytes) for t in tensors],
             [machine.h2d_ns(t.nbytes) for t in tensors]], np.int64)  # fmt: skip
-        self._graph = ragged(
+        graph = ragged(
             [dict.fromkeys(k.inputs) for k in kernels], [dict.fromkeys(k.outputs) for k in kernels], program.writes
         )
+        self._graph = np.concatenate((graph, _present_until(program)))
         self._persistent_bytes = sum(t.nbytes for t in tensors if t.persistent)
-        self._residency = np.empty((2, n), np.int64)
-        self._no_steps = (np.empty((0, 3), np.int64), np.empty((0, 2), np.int64), np.empty((0, 3), np.int64))
+        self._n_steps: int | None = -1 if _recompute else None  # None: the plans are of swaps only, as yet
+        self._start()
+
+    def _start(self) -> None:
+        """What no two engines share."""
+        self._settings = np.array([
+            self._persistent_bytes, self.limit, max(self.iterations, STEADY), self.machine.copy_engines,
+            self.machine.duplex_share, self.machine.host_bytes,
+        ], np.int64)  # fmt: skip
+        self._work = self._new_work()
+        self._idle: list[_Work] = []  # those of other threads
+
+    def _new_work(self) -> _Work:
+        return _Work(len(self.program.kernels), len(self.program.tensors), int(self._settings[MAX_ITERATIONS]))
 
     def with_variants(self, variants: Sequence[tuple[int, int]]) -> Engine:
         """This engine for the program as it runs under a plan's ``variants``; its calls are counted anew.
@@ -93,53 +169,174 @@ class Engine:
         """
         out = copy.copy(self)
         out.variants, out.calls = tuple(variants), 0
-        out._kernels, out._residency = self._own.copy(), np.empty_like(self._residency)
+        out._kernels = self._own.copy()
+        out._start()
         for k, (duration, workspace) in self.program.chosen(variants).items():
             out._kernels[LIVE, k] += workspace - out._kernels[WORKSPACE, k]
             out._kernels[[DURATION, WORKSPACE], k] = duration, workspace
+        out._kernels[BEGINS, 1:] = out._kernels[DURATION, :-1].cumsum()
         return out
 
-    def score(self, rows: Ints, limit_until: int | None = None) -> Score:
+    def score(self, rows: Ints, limit_until: int | None = None, cutoff_ns: int = NEVER) -> Score:
         """Simulates the plan ``rows``; the rows must fit the program (``Plan.check``), which is not tested here.
 
         Args:
             limit_until: enforce the limit for kernels before this one only; None: everywhere.
+            cutoff_ns: of a plan whose iteration takes so long or longer, it may say that it is infeasible instead: it
+                is not simulated further than needed to know.
         """
-        status, iteration_ns, required, peak, _, detail, _ = self._simulate(rows, limit_until, 1, None)
-        period = detail if status == DONE else 0
-        return Score(period > 0, iteration_ns if period else NEVER, required, peak, period)
+        self.calls += 1
+        work = self._work
+        self._simulate(work, rows, limit_until, 1, _NO_LOG, cutoff_ns)
+        status, iteration_ns, required, peak, period = work.result[0].tolist()
+        if status == DONE and period:
+            return Score(True, iteration_ns, required, peak, period)
+        return Score(False, NEVER, required, peak if status == DONE else 0, 0)
+
+    def scores(self, plans: Sequence[Ints]) -> list[Score]:
+        """``score`` of each of the plans, by all cores where they are many."""
+        if not plans:
+            return []
+        found = self.score_batch(np.concatenate(plans), np.array([len(rows) for rows in plans], np.int64))
+        return [Score(*values) for values in zip(*(column.tolist() for column in found), strict=True)]
+
+    def score_batch(self, rows: Ints, lengths: Ints, threads: int | None = None) -> Scores:
+        """``scores`` of plans whose rows are one after the other.
+
+        Args:
+            lengths: of each plan.
+            threads: at most; None: one a core. Less where each would have less than SHARE plans.
+        """
+        n = len(lengths)
+        ends = np.zeros(n + 1, np.int64)
+        lengths.cumsum(out=ends[1:])
+        self.calls += n
+        results = np.empty((n, RESULTS), np.int64)
+        most = int(lengths.max(initial=0))
+        threads = min(threads or cores(), n // SHARE)
+        pieces = max(1, min(4 * threads, n // SHARE))
+        begins = [n * i // pieces for i in range(pieces + 1)]
+        todo = iter(range(pieces))
+
+        def run() -> None:
+            try:
+                work = self._idle.pop()
+            except IndexError:
+                work = self._new_work()
+            work.make_room(most)
+            for i in todo:
+                self._run(work, rows, ends[begins[i] : begins[i + 1] + 1], results[begins[i] : begins[i + 1]])
+            self._idle.append(work)
+
+        others = [_threads(os.getpid()).submit(run) for _ in range(threads - 1)]
+        run()
+        for other in others:
+            other.result()
+        status, ns, required, peak, period = results.T
+        feasible = (status == DONE) & (period > 0)
+        return Scores(feasible, np.where(feasible, ns, NEVER), required, np.where(status == DONE, peak, 0),
+                      np.where(feasible, period, 0))  # fmt: skip
+
+    def _run(self, work: _Work, rows: Ints, ends: Ints, results: Ints) -> None:
+        """Scores plans in one thread."""
+        at, n = 0, len(results)
+        while at < n:
+            at, _ = score_plans(
+                self._kernels, self._tensors, self._graph, rows, ends, at, self._n_steps, self._settings,
+                len(self.program.kernels), NEVER, 1, *work.arrays, results, _NO_LOG,
+            )  # fmt: skip
+            if at < n:
+                at += self._settle(work, rows[ends[at] : ends[at + 1]], results[at : at + 1])
+        for i in np.flatnonzero(results[:, STATUS] == HOST_FULL):
+            self._simulate(work, rows[ends[i] : ends[i + 1]], None, 1, _NO_LOG)
+            results[i] = work.result[0]
 
     def residency(self, rows: Ints) -> Ints:
         """Planned residency per kernel (reference.py), int64 (kernels,), in a new array."""
-        if not len(self._lowered(rows)[1]):
-            swap_residency(self._kernels, self._tensors, rows, self._residency)
-        return np.array(self._residency[0])
+        self._lower(self._work, rows)
+        return self.last_residency()
+
+    def last_residency(self) -> Ints:
+        """``residency`` of the plan that ``score`` was asked last."""
+        return self._work.by_kernel[PLANNED, :-1].copy()
 
     def on_host(self, rows: Ints) -> int:
         """The most bytes that the host holds at one time for the plan ``rows`` (Schedule.on_host)."""
-        _, endings, *_ = self._lowered(rows)
-        return int(host_load(self._tensors, self._graph, rows, endings, len(self.program.kernels)))
+        work = self._work
+        lowered = self._lower(work, rows)[1] is not None
+        ends = work.by_row[RETURNS] if lowered else np.ascontiguousarray(rows[:, BEFORE])
+        return int(host_load(self._tensors, self._graph, rows, ends, len(self.program.kernels)))
 
-    def _lowered(self, rows: Ints) -> tuple[Ints, ...]:
-        """What ``lower_recomputations`` or ``lower_reruns`` returns: for a plan of swaps, no steps."""
-        kind = recomputes(rows)
-        if kind == SWAP:
-            return self._kernels, *self._no_steps
-        lowered = lower_recomputations if kind == RECOMPUTE else lower_reruns
-        return lowered(self._kernels, self._tensors, self._graph, rows, self._residency[0])  # type: ignore[no-any-return]
+    def _lower(self, work: _Work, rows: Ints) -> tuple[Ints, int | None]:
+        """The kernels under the plan, and how many run again, None in a plan of swaps; the rest is in ``work``."""
+        work.make_room(len(rows))
+        kinds = rows[:, KIND]
+        arrays = self._kernels, self._tensors, self._graph, rows
+        if (kinds == RERUN).any():
+            return lower_reruns(*arrays, work.by_kernel, work.by_row, work.steps)  # type: ignore[no-any-return]
+        if (kinds != RECOMPUTE).all():
+            swap_residency(self._kernels, self._tensors, rows, work.by_kernel[PLANNED])
+            return self._kernels, None
+        n_steps = len(work.steps)
+        while n_steps >= len(work.steps):
+            n_steps, _ = lower_recomputations(*arrays, work.by_kernel, work.by_tensor, work.by_row, work.steps)
+            if n_steps >= len(work.steps):
+                work.make_steps()
+        return self._kernels, n_steps
 
-    def _simulate(self, rows: Ints, limit_until: int | None, iterations: int, log: Ints | None) -> tuple[int, ...]:
-        """What ``event_loop`` returns."""
+    def _simulate(
+        self, work: _Work, rows: Ints, limit_until: int | None, iterations: int, log: Ints, cutoff: int = NEVER
+    ) -> int:
+        """Leaves the result of a plan in ``work``; returns how many entries its log has."""
         if rows.shape[1] != COLUMNS:
             raise ValueError(f"rows: expected {COLUMNS} columns, got {rows.shape[1]}")
-        self.calls += 1
-        n = len(self.program.kernels)
-        kernels, *steps = self._lowered(rows)
-        return event_loop(  # type: ignore[no-any-return]
-            kernels, self._tensors, self._graph, rows, *steps, self._residency, self._persistent_bytes, self.limit,
-            n if limit_until is None else limit_until, iterations, max(self.iterations, MAX_ITERATIONS),
-            self.machine.copy_engines, self.machine.duplex_share, self.machine.host_bytes, log,
-        )  # fmt: skip
+        m = rows.shape[0]
+        if m > work.rows:
+            work.make_room(m)
+        work.ends[1] = m
+        until = len(self.program.kernels) if limit_until is None else limit_until
+        kernels, n_steps, settings, result = self._kernels, self._n_steps, self._settings, work.result
+        while True:
+            done, n_log = score_plans(
+                kernels, self._tensors, self._graph, rows, work.ends, 0, n_steps, settings, until, cutoff, iterations,
+                *work.arrays, result, log,
+            )  # fmt: skip
+            status = result[0, STATUS]
+            if status == HOST_FULL and settings[HOST_BYTES] < NEVER:
+                # That was all tensors together: they need not be there at one time.
+                load = host_load(self._tensors, self._graph, rows, work.by_row[RETURNS], len(self.program.kernels))
+                if load > settings[HOST_BYTES]:
+                    return 0
+                settings = settings.copy()
+                settings[HOST_BYTES] = NEVER
+            elif status == STUCK:
+                raise AssertionError("nothing is under way: the planned residency promised that this cannot be")
+            elif done:
+                return int(n_log)
+            elif status == MORE_STEPS:
+                work.make_steps()
+            elif (rows[:, KIND] == RERUN).any():
+                kernels, n_steps = self._lower(work, rows)
+            else:
+                n_steps = self._expect_recomputation()
+
+    def _settle(self, work: _Work, rows: Ints, result: Ints) -> int:
+        """What a plan lacks that was not scored among others; returns how many are scored: 0 if it can be now."""
+        if result[0, STATUS] == MORE_STEPS:
+            work.make_steps()
+        elif (rows[:, KIND] == RERUN).any():
+            self._simulate(work, rows, None, 1, _NO_LOG)
+            result[:] = work.result
+            return 1
+        else:
+            self._expect_recomputation()
+        return 0
+
+    def _expect_recomputation(self) -> int:
+        """From now on the code for plans that recompute is used, by other engines too: it takes long to compile."""
+        global _recompute
+        _recompute, self._n_steps = True, -1
+        return -1
 
     def timeline(self, plan: Plan, limit_until: int | None = None) -> Timeline:
         """Simulates a plan, its variants included, and returns everything that happened.
@@ -157,16 +354,41 @@ class Engine:
                 self.calls += engine.calls
         schedule = lower(self.program, plan)
         check_room(schedule, self.machine, self.limit, len(schedule.residency) if limit_until is None else limit_until)
-        rows = rows_of(plan.decisions)
+        rows, work = rows_of(plan.decisions), self._work
+        self.calls += 1
         n_log, room = 4096, 0
         while n_log > room:
             room = n_log
             log = np.empty((room + 1, 4), np.int64)  # one to spare: see _log
-            status, _, required, _, n_log, period, _ = self._simulate(rows, limit_until, self.iterations, log)
+            n_log = self._simulate(work, rows, limit_until, self.iterations, log)
+        status, _, required, _, period = work.result[0].tolist()
         if status != DONE:
             raise AssertionError(f"the schedule fits, the compiled one does not (status {status})")
         read = read_log(log[:n_log], plan.decisions, schedule)
         return Timeline.assemble(self.program, self.limit, required, *read, period)
+
+
+def _present_until(program: Program) -> Ints:
+    """For each input of each kernel, in the order of ``graph``: the last kernel at which it is as it was read."""
+    out = []
+    for k, kernel in enumerate(program.kernels):
+        for x in dict.fromkeys(kernel.inputs):
+            writes = program.writes[x]
+            i = bisect_left(writes, k)
+            until = writes[i] if i < len(writes) else NEVER
+            out.append(until if program.tensors[x].persistent else min(until, program.accesses[x][-1]))
+    return np.array(out, np.int64)
+
+
+def cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@cache
+def _threads(process: int) -> ThreadPoolExecutor:
+    """The threads of a process: those of its parent do not come with it."""
+    return ThreadPoolExecutor(cores(), "plans")
 
 
 def simulate(

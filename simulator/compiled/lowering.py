@@ -1,62 +1,64 @@
 """What the event loop reads of a plan: gaps, gates and segments, made once a call. README.md draws them.
 
-The arguments ``kernels``, ``tensors``, ``graph``, ``rows`` are as in ``Engine``; ``endings`` is as in
-``lower_recomputations``, and empty for a plan of swaps.
+The arguments are those of ``score_plans``; ``by_row`` says when gaps end where the plan recomputes.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from simulator.compiled.jit import jit
+from simulator.compiled.jit import jit, stage
 
 # isort: off
 from simulator.compiled.encoding import (
-    AFTER, AWAY_AT_START, BEFORE, BY_REMAT, D2H, EXTRA, GAP, GATE_EVENT, GATE_REMAT, H2D, KIND, LIVE, NEVER,
-    ORDER_SEGMENT, PERSISTENT, RECOMPUTE, RERUN, RETURNS, SIZE, TENSOR, WHEN,
+    AFTER, AWAY_AT_START, BEFORE, BY_REMAT, COPIED, D2H, EXPECTED, EXTRA, FIRST_OF, GATE, GATE_EVENT, GATE_REMAT, H2D,
+    HELD, HIGHEST, KIND, LIVE, NEVER, NEXT_OPEN, OPENS, ORDER_SEGMENT, PERSISTENT, RECOMPUTE, RERUN, RETURNS, SEGMENT,
+    SIZE, TENSOR, WHEN,
 )  # fmt: skip
 # isort: on
 
 _NO_COPY, _NOT_SWAPPED = -NEVER + 1, -NEVER
 
 
-@jit
-def swap_residency(kernels, tensors, rows, residency):  # type: ignore[no-untyped-def]
-    """Fills residency[0] for a plan of swaps: live bytes less what is away. residency[1] is scratch."""
-    n = kernels.shape[1]
-    planned, change = residency[0], residency[1]
-    change[:] = 0
+@stage(entry=True)
+def swap_residency(kernels, tensors, rows, planned):  # type: ignore[no-untyped-def]
+    """Fills ``planned`` for a plan of swaps: live bytes less what is away."""
+    n, live = planned.size - 1, kernels[LIVE]
+    for k in range(n + 1):
+        planned[k] = 0
     for r in range(rows.shape[0]):
         size, after, before = tensors[SIZE, rows[r, TENSOR]], rows[r, AFTER], rows[r, BEFORE]
         if after >= before:
-            change[0] -= size
-        if after + 1 < n:
-            change[after + 1] -= size
-        change[before] += size
+            planned[0] -= size
+        planned[after + 1] -= size
+        planned[before] += size
     away = 0
-    live = kernels[LIVE]
     for k in range(n):
-        away += change[k]
+        away += planned[k]
         planned[k] = live[k] + away
 
 
-@jit
+@stage
 def _since_write(graph, begin, end, after, n):  # type: ignore[no-untyped-def]
     """Kernels from the last of the writes graph[begin:end] to kernel ``after``, over the boundary where need be."""
-    for i in range(end - 1, begin - 1, -1):
+    since = after - graph[end - 1] + n if begin < end else NEVER // 2
+    for i in range(begin, end):
         if graph[i] <= after:
-            return after - graph[i]
-    return after - graph[end - 1] + n if begin < end else NEVER // 2
+            since = after - graph[i]
+    return since
 
 
-@jit
-def _enter(opens, rows, k, entry):  # type: ignore[no-untyped-def]
-    """Puts an entry into the list of kernel k."""
-    m = rows.shape[0]
-    at, t = 2 * m + k, rows[entry % m, TENSOR]
-    while opens[at] >= 0 and rows[opens[at] % m, TENSOR] < t:
-        at = opens[at]
-    opens[at], opens[entry] = entry, opens[at]
+@stage
+def _enter(heads, following, rows, k, entry):  # type: ignore[no-untyped-def]
+    """Puts an entry into the list of kernel k, by tensor."""
+    t, at, before = rows[entry >> 1, TENSOR], heads[k], -1
+    while at >= 0 and rows[at >> 1, TENSOR] < t:
+        before, at = at, following[at]
+    following[entry] = at
+    if before < 0:
+        heads[k] = entry
+    else:
+        following[before] = entry
 
 
 @jit
@@ -73,8 +75,12 @@ def _hold(held, begin, kernels):  # type: ignore[no-untyped-def]
 
 
 @jit
-def host_load(tensors, graph, rows, endings, n):  # type: ignore[no-untyped-def]
-    """The most bytes that the host holds for a plan at a time (schedule._on_host)."""
+def host_load(tensors, graph, rows, returns, n):  # type: ignore[no-untyped-def]
+    """The most bytes that the host holds for a plan at a time (schedule._on_host).
+
+    Args:
+        returns: int64 (at least rows,), the kernels that end the gaps.
+    """
     m, writes_at = rows.shape[0], graph[2 * n + 2 :]
     load, held = np.zeros(n, np.int64), np.zeros(n, np.bool_)
     done = np.zeros(tensors.shape[1], np.bool_)
@@ -82,13 +88,14 @@ def host_load(tensors, graph, rows, endings, n):  # type: ignore[no-untyped-def]
         t = rows[first, TENSOR]
         if rows[first, KIND] & 1 or done[t]:
             continue
-        done[t], held[:] = True, False
+        done[t] = True
+        for k in range(n):
+            held[k] = False
         for r in range(first, m):
             if rows[r, KIND] & 1 or rows[r, TENSOR] != t:
                 continue
             copy = copied_at(rows, r)
-            returns = endings[r, RETURNS] if endings.shape[0] else rows[r, BEFORE]
-            _hold(held, copy, (returns - copy - 1) % n + 1)
+            _hold(held, copy, (returns[r] - copy - 1) % n + 1)
             # On to the next copy of the tensor, if it is not written until then.
             following, least = -1, n + 1
             for s in range(first, m):
@@ -103,135 +110,147 @@ def host_load(tensors, graph, rows, endings, n):  # type: ignore[no-untyped-def]
                 _hold(held, copy, kernels if clean else 0)
         for k in range(n):
             load[k] += tensors[SIZE, t] * held[k]
-    return load.max()
+    most = 0
+    for k in range(n):
+        most = max(most, load[k])
+    return most
 
 
-@jit
-def read_plan(tensors, graph, rows, endings, n):  # type: ignore[no-untyped-def]
-    """The tables of a plan of m rows for n kernels.
+@stage
+def read_plan(tensors, graph, rows, lowered, by_kernel, by_tensor, by_row, gaps):  # type: ignore[no-untyped-def]
+    """Fills the tables of a plan.
+
+    gaps: of the rows.
+    by_row[NEXT_OPEN]: lists by kernel, by_kernel[OPENS, k] is the first entry for the end of kernel k, the table has
+        the one after an entry; by tensor; -1 ends a list. Entry 2r: the gap of row r opens. 2r + 1: its early copy is
+        issued.
+    by_kernel[GATE]: nothing being away.
+    by_kernel[SEGMENT]: 1 where a segment starts.
+    by_tensor[COPIED]: of the tensors that are swapped, the position at which the newest host copy was made: _NO_COPY.
+
+    Args:
+        lowered: whether by_row has RETURNS and the like.
 
     Returns:
-        gaps: GAP (m,).
-        opens: int64 (2m + n,), lists by kernel, [2m + k] is the first entry for the end of kernel k, [i] the one after
-            entry i, by tensor; -1 ends a list. Entry r: the gap of row r opens. Entry m + r: its early copy is issued.
-        gate: int64 (n,), nothing being away.
-        copied: int64 (tensors,), position at which the newest host copy was made, _NO_COPY or _NOT_SWAPPED.
-        starts: bool (n,), does a segment start here? Then how many do, the bytes of all tensors that are swapped, and
-            whether a copy is issued an iteration before its gap opens.
+        How many segments start, the bytes of all tensors that are swapped, whether a copy is issued an iteration before
+        its gap opens.
     """
-    m, writes_at = rows.shape[0], graph[2 * n + 2 :]
-    recomputes = endings.shape[0] > 0
-    gaps = np.empty(m, GAP)
-    opens = np.full(2 * m + n, -1, np.int64)
-    gate = np.zeros(n, np.int64)
+    m, n = rows.shape[0], by_kernel.shape[1] - 1
+    writes_at = graph[2 * n + 2 :]
+    gate, heads, starts = by_kernel[GATE], by_kernel[OPENS], by_kernel[SEGMENT]
+    copied, following, ends, by_remat = by_tensor[COPIED], by_row[NEXT_OPEN], by_row[RETURNS], by_row[BY_REMAT]
+    for k in range(n + 1):
+        gate[k], heads[k], starts[k] = 0, -1, 0
     gate[n - 1] = GATE_EVENT
-    copied = np.full(tensors.shape[1], _NOT_SWAPPED, np.int64)
-    starts, n_segments, on_host, ahead = np.zeros(n, np.bool_), 1, 0, False
-    starts[0] = True
+    n_segments, on_host, ahead = 1, 0, False
+    starts[0] = 1
+    for r in range(m):
+        if rows[r, KIND] != RERUN:
+            copied[rows[r, TENSOR]] = _NOT_SWAPPED
     for r in range(m):
         if rows[r, KIND] == RERUN:
             gate[rows[r, BEFORE]] |= GATE_EVENT
             continue
         t, after = rows[r, TENSOR], rows[r, AFTER]
-        returns = endings[r, RETURNS] if recomputes else rows[r, BEFORE]
-        _enter(opens, rows, after, r)
+        if not lowered:
+            ends[r] = rows[r, BEFORE]
+        returns = ends[r]
+        _enter(heads, following, rows, after, 2 * r)
         gap = gaps[r]
-        gap.nbytes, gap.returns = tensors[SIZE, t], returns
+        gap.tensor, gap.kind, gap.nbytes, gap.returns = t, rows[r, KIND], tensors[SIZE, t], returns
         gate[after] |= GATE_EVENT
-        if rows[r, KIND] == RECOMPUTE:
+        if gap.kind == RECOMPUTE:
             gate[returns] |= GATE_EVENT
             continue
         if copied[t] == _NOT_SWAPPED:
             copied[t] = _NO_COPY
-            on_host += tensors[SIZE, t]
+            on_host += gap.nbytes
         gap.out_ns, gap.in_ns = tensors[D2H, t], tensors[H2D, t]
-        n_segments += not starts[returns]
-        starts[returns] = True
+        n_segments += 1 - starts[returns]
+        starts[returns] = 1
         gap.pending = gap.lead = gap.issued = 0
         copy = rows[r, WHEN]
         if copy >= 0 and copy != after:
             gap.lead = after - copy if copy < after else after - copy + n
             gate[copy] |= GATE_EVENT
-            _enter(opens, rows, copy, m + r)
+            _enter(heads, following, rows, copy, 2 * r + 1)
             ahead |= copy > after
-        gap.weight = 1 + GATE_REMAT * endings[r, BY_REMAT] if recomputes else 1
+        gap.weight = 1 + GATE_REMAT * by_remat[r] if lowered else 1
         gap.hold = 1
         prefetch = rows[r, EXTRA]
-        gap.pinned = prefetch >= 0
+        gap.pinned = 1 if prefetch >= 0 else 0
         if prefetch >= 0:
             gate[prefetch] |= GATE_EVENT
             gap.hold = prefetch - after + 1 if prefetch >= after else prefetch - after + 1 + n
             gap.hold = min(gap.hold, returns - after if returns > after else returns - after + n)
         gap.since_write = _since_write(graph, writes_at[t], writes_at[t + 1], after, n)
-    return gaps, opens, gate, copied, starts, n_segments, on_host, ahead
+    return n_segments, on_host, ahead
 
 
-@jit
-def segments(enforced, starts, n_segments):  # type: ignore[no-untyped-def]
+@stage
+def segments(enforced, by_kernel, by_segment, n_segments):  # type: ignore[no-untyped-def]
     """The segments. Kernels n to 2n - 1 and segments S to 2S - 1 are those of the next iteration, S = ``n_segments``.
 
+    by_kernel[SEGMENT]: the segment of a kernel, n + 1 of them.
+    by_segment[FIRST_OF]: the first kernel of a segment, and 2n.
+    by_segment[HIGHEST]: the largest of ``enforced`` in a segment.
+    by_segment[EXPECTED]: the same plus the bytes that came back early: none yet.
+
     Args:
-        enforced: int64 (n,), planned residency, far below 0 where the limit does not count.
-        starts: bool (n,), as from ``read_plan``.
-
-    Returns:
-        segment_of: int64 (n + 1,), the segment of a kernel.
-        rest: int64 (n + 1,), the largest of ``enforced`` from a kernel to the end of its segment.
-        first: int64 (2S + 1,), the first kernel of a segment, and 2n.
-        highest: int64 (2S,), the largest of ``enforced`` in a segment.
-        expected: int64 (2S,), ``highest`` plus the bytes that came back early: none yet.
+        enforced: int64 (n + 1,), planned residency, far below 0 where the limit does not count.
     """
-    n = enforced.size
-    segment_of, rest = np.empty(n + 1, np.int64), np.empty(n + 1, np.int64)
-    highest, first = np.empty(2 * n_segments, np.int64), np.empty(2 * n_segments + 1, np.int64)
-    top, at = -NEVER, n_segments - 1
-    for k in range(n - 1, -1, -1):
-        top = max(top, enforced[k])
-        segment_of[k], rest[k] = at, top
-        highest[at], first[at] = top, k
-        if starts[k]:
-            top = -NEVER
-            at -= 1
-    segment_of[n], rest[n], first[2 * n_segments] = n_segments, rest[0], 2 * n
-    highest[n_segments:] = highest[:n_segments]
+    n = enforced.size - 1
+    segment_of, first = by_kernel[SEGMENT], by_segment[FIRST_OF]
+    highest, expected = by_segment[HIGHEST], by_segment[EXPECTED]
+    begin = 0
     for at in range(n_segments):
-        first[n_segments + at] = first[at] + n
-    return segment_of, rest, first, highest, highest.copy()
+        end = begin + 1
+        while end < n and segment_of[end] == 0:
+            end += 1
+        top = -NEVER
+        for k in range(begin, end):
+            segment_of[k] = at
+            top = max(top, enforced[k])
+        first[at], first[n_segments + at] = begin, begin + n
+        highest[at] = highest[n_segments + at] = expected[at] = expected[n_segments + at] = top
+        begin = end
+    segment_of[n], first[2 * n_segments] = n_segments, 2 * n
 
 
-@jit
-def leave_at_start(rows, endings, gaps, segment_of, gate, copied, held):  # type: ignore[no-untyped-def]
-    """Puts the rows whose tensors are on the host at the start into ``held``; returns how many, and their bytes.
+@stage
+def leave_at_start(rows, lowered, by_kernel, by_tensor, by_row, gaps):  # type: ignore[no-untyped-def]
+    """Puts the rows whose tensors are on the host at the start into by_row[HELD]; returns how many, and their bytes.
 
     A copy that the iteration before would have issued is there, too.
     """
-    n, n_held, nbytes = gate.size, 0, 0
-    recomputes = endings.shape[0] > 0
+    n, n_held, nbytes = by_kernel.shape[1] - 1, 0, 0
+    gate, segment_of, copied, held = by_kernel[GATE], by_kernel[SEGMENT], by_tensor[COPIED], by_row[HELD]
     for r in range(rows.shape[0]):
+        if rows[r, KIND] & 1:
+            continue
         gap, after = gaps[r], rows[r, AFTER]
-        away = endings[r, AWAY_AT_START] == 1 if recomputes else after >= gap.returns
-        swaps = rows[r, KIND] & 1 == 0
-        if swaps and not away and gap.lead > after:
-            copied[rows[r, TENSOR]] = after - gap.lead
-        if swaps and away:
+        away = by_row[AWAY_AT_START, r] == 1 if lowered else after >= gap.returns
+        if away:
             nbytes += gap.nbytes
-            copied[rows[r, TENSOR]] = after - n
+            copied[gap.tensor] = after - n
             gap.ready = after - n + gap.hold
-            gap.order = segment_of[gap.returns] * ORDER_SEGMENT + rows[r, TENSOR]
+            gap.order = segment_of[gap.returns] * ORDER_SEGMENT + gap.tensor
             gate[gap.returns] += gap.weight
             held[n_held] = r
             n_held += 1
+        elif gap.lead > after:
+            copied[gap.tensor] = after - gap.lead
     return n_held, nbytes
 
 
-@jit
-def makes_copies(tensors, graph, rows, copied, n):  # type: ignore[no-untyped-def]
+@stage
+def makes_copies(tensors, graph, rows, by_tensor, n):  # type: ignore[no-untyped-def]
     """Does a swap between two uses of a persistent tensor make a copy that is valid at the boundary, unlike at the
     start?"""
-    writes_at = graph[2 * n + 2 :]
+    writes_at, made = graph[2 * n + 2 :], False
     for r in range(rows.shape[0]):
-        t = rows[r, TENSOR]
-        if rows[r, KIND] & 1 == 0 and tensors[PERSISTENT, t] and copied[t] == _NO_COPY:
-            if writes_at[t] == writes_at[t + 1] or graph[writes_at[t + 1] - 1] <= rows[r, AFTER]:
-                return True
-    return False
+        if rows[r, KIND] & 1 == 0:
+            t = rows[r, TENSOR]
+            if tensors[PERSISTENT, t] != 0 and by_tensor[COPIED, t] == _NO_COPY:
+                made |= writes_at[t] == writes_at[t + 1] or graph[writes_at[t + 1] - 1] <= rows[r, AFTER]
+    return made

@@ -1,253 +1,244 @@
 """Plans with Recompute decisions, compiled: what schedule.lower says of them in bytes.
 
 ``lower_recomputations`` walks one iteration by the plan. ``_walk`` is that walk, over the kernels at which a gap opens
-or ends; the functions above it are what it does at one of them, in this order.
+or ends; the functions above it are what it does at one of them, in this order. by_tensor[AWAY] has the row that has a
+tensor away: r + 1 on the host, -r - 1 dropped, 0 none. What is noted of a tensor or a kernel for the chain of one
+kernel counts where its mark is that of the kernel; marks never come again, so that nothing need be cleared.
 """
 
 from __future__ import annotations
 
-import numpy as np
-
-from simulator.compiled.jit import jit
+from simulator.compiled.jit import stage
 
 # isort: off
 from simulator.compiled.encoding import (
-    AFTER, ALLOCATED, AWAY_AT_START, AWAY_BYTES, BEFORE, BORN, BY_REMAT, EXTRA, FIRST, FREED, KIND, LAST, LIVE,
-    PERSISTENT, RECOMPUTE, RERUN, RETURNS, SIZE, STEP_AT, STEP_KERNEL, SWAP, TENSOR, WHEN, WORKSPACE,
+    AFTER, ALLOCATED, AWAY, AWAY_AT_START, BEFORE, BORN, BY_REMAT, DURATION, ENDS, EXTRA, FREED, HOLDS, KIND, LIVE,
+    MARKED, NEXT_END, NEXT_OPEN, OPENS, ORDER, PENDING, PLANNED, RECOMPUTE, RETURNS, SIZE, STAYS, STEP_FOR,
+    STEP_KERNEL, TENSOR, USED, USED_LAST, WHEN, WORKSPACE,
 )  # fmt: skip
 # isort: on
 
 _IDLE = -2  # in the lists by kernel: no gap opens or ends there
 
 
-@jit
-def recomputes(rows):  # type: ignore[no-untyped-def]
-    """The kind of rows by which a plan recomputes: RECOMPUTE, RERUN, or SWAP where it does not."""
-    for r in range(rows.shape[0]):
-        if rows[r, KIND] == RECOMPUTE or rows[r, KIND] == RERUN:
-            return rows[r, KIND]
-    return SWAP
-
-
-@jit
-def _dropped(rows, away, x):  # type: ignore[no-untyped-def]
-    """Is tensor x away, and not on the host?"""
-    dropped = False
-    for _ in range(away[x] >= 0):
-        dropped = rows[away[x], KIND] == RECOMPUTE
-    return dropped
-
-
-@jit
-def _present(tensors, graph, writes_at, rows, away, x, w, k):  # type: ignore[no-untyped-def]
-    """schedule.present: is tensor x there at kernel k, or on the host, as kernel w read it?"""
-    there = (tensors[PERSISTENT, x] != 0) | ((tensors[FIRST, x] < k) & (k <= tensors[LAST, x]))
-    there &= not _dropped(rows, away, x)
-    for i in range(writes_at[x], writes_at[x + 1] if there else writes_at[x]):
-        there &= not w <= graph[i] < k
-    return there
-
-
-@jit
-def _mark(graph, begin, end, before, marked, k, pending, n_pending):  # type: ignore[no-untyped-def]
-    """Adds the writers graph[begin:end] that run before ``before`` to ``pending``, each once for kernel k."""
+@stage
+def _mark(graph, begin, end, before, marked, mark, pending, n_pending):  # type: ignore[no-untyped-def]
+    """Adds the writers graph[begin:end] that run before ``before`` to ``pending``, each once for a mark."""
     for i in range(begin, end):
         w = graph[i]
-        if w < before and marked[w] != k:
-            marked[w] = k
+        if w < before and marked[w] != mark:
+            marked[w] = mark
             pending[n_pending] = w
             n_pending += 1
     return n_pending
 
 
-@jit
-def _targets(graph, writes_at, rows, away, ending, next_end, k, marked, pending, stays):  # type: ignore[no-untyped-def]
+@stage
+def _targets(graph, writes_at, rows, by_tensor, by_row, ending, k, marked, mark, pending):  # type: ignore[no-untyped-def]
     """Makes the writers of what was dropped and is back at kernel k pending, the rows from ``ending`` on; returns how
     many they are, and whether one of the rows has ``keep``."""
+    away, stays, next_end = by_tensor[AWAY], by_tensor[STAYS], by_row[NEXT_END]
     n_pending, keep, r = 0, False, ending
     while r >= 0:
         t = rows[r, TENSOR]
-        if rows[r, KIND] == RECOMPUTE and away[t] == r:
+        if away[t] == -r - 1:
             keep |= rows[r, EXTRA] == 1
-            stays[t] = k
-            n_pending = _mark(graph, writes_at[t], writes_at[t + 1], k, marked, k, pending, n_pending)
+            stays[t] = mark
+            n_pending = _mark(graph, writes_at[t], writes_at[t + 1], k, marked, mark, pending, n_pending)
         r = next_end[r]
     return n_pending, keep
 
 
-@jit
-def _trace_back(tensors, graph, reads_at, writes_at, rows, away, k, marked, pending, n_pending, order):  # type: ignore[no-untyped-def]
+@stage
+def _trace_back(tensors, graph, until_at, writes_at, by_tensor, by_row, k, marked, mark, pending, n_pending, order):  # type: ignore[no-untyped-def]
     """All that runs again for kernel k, into ``order``: what is pending, and the writers of what that reads and is not
-    present; returns how many."""
-    n_order = 0
+    present. Notes which of them uses each tensor last; what they read from the host comes back.
+
+    Returns:
+        How many, in order; the bytes that come back.
+    """
+    n = order.size - 1
+    results_at = graph[n + 1 :]
+    away, used, used_last, returns, by_remat = (
+        by_tensor[AWAY], by_tensor[USED], by_tensor[USED_LAST], by_row[RETURNS], by_row[BY_REMAT]
+    )  # fmt: skip
+    n_order = fetched = 0
     while n_pending:
         n_pending -= 1
         w = pending[n_pending]
-        order[n_order] = w
+        # Sorted by insertion: mostly it is the first.
+        at = n_order
+        while at > 0 and order[at - 1] < w:
+            order[at] = order[at - 1]
+            at -= 1
+        order[at] = w
         n_order += 1
-        for i in range(reads_at[w], reads_at[w + 1]):
+        for i in range(graph[w], graph[w + 1]):
             x = graph[i]
-            if not _present(tensors, graph, writes_at, rows, away, x, w, k):
-                n_pending = _mark(graph, writes_at[x], writes_at[x + 1], w, marked, k, pending, n_pending)
-    return n_order
-
-
-@jit
-def _fetch(  # type: ignore[no-untyped-def]
-    tensors, graph, reads_at, results_at, writes_at, rows, away, k, marked, chain, keep, stays, last, endings,
-):  # fmt: skip
-    """Notes where in the chain each tensor is used last and which dropped ones stay with ``keep``; what it reads from
-    the host comes back for it; returns these bytes."""
-    fetched = 0
-    for w in chain:
+            if away[x] >= 0 and k <= graph[i + until_at]:
+                if away[x] > 0:
+                    returns[away[x] - 1], by_remat[away[x] - 1] = k, 1
+                    away[x] = 0
+                    fetched += tensors[SIZE, x]
+                continue
+            n_pending = _mark(graph, writes_at[x], writes_at[x + 1], w, marked, mark, pending, n_pending)
+            used_last[x] = w if used[x] != mark else max(used_last[x], w)
+            used[x] = mark
         for i in range(results_at[w], results_at[w + 1]):
             x = graph[i]
-            last[x] = w
-            if keep and _dropped(rows, away, x):
+            used_last[x] = w if used[x] != mark else max(used_last[x], w)
+            used[x] = mark
+    for i in range(n_order // 2):
+        order[i], order[n_order - 1 - i] = order[n_order - 1 - i], order[i]
+    return n_order, fetched
+
+
+@stage
+def _keep(graph, results_at, writes_at, by_tensor, order, n_order, k, marked, mark):  # type: ignore[no-untyped-def]
+    """Notes which of the dropped tensors that the chain recovers stay with ``keep``: those that it writes whole."""
+    for i in range(n_order):
+        w = order[i]
+        for j in range(results_at[w], results_at[w + 1]):
+            x = graph[j]
+            if by_tensor[AWAY, x] < 0:
                 whole = True
-                for j in range(writes_at[x], writes_at[x + 1]):
-                    whole &= graph[j] >= k or marked[graph[j]] == k
+                for u in range(writes_at[x], writes_at[x + 1]):
+                    whole &= graph[u] >= k or marked[graph[u]] == mark
                 if whole:
-                    stays[x] = k
-        for i in range(reads_at[w], reads_at[w + 1]):
-            x = graph[i]
-            if not _present(tensors, graph, writes_at, rows, away, x, w, k):
-                last[x] = w
-            elif away[x] >= 0:
-                endings[away[x], RETURNS], endings[away[x], BY_REMAT] = k, 1
-                away[x] = -1
-                fetched += tensors[SIZE, x]
-    return fetched
+                    by_tensor[STAYS, x] = mark
 
 
-@jit
-def _lay_out(kernels, tensors, graph, reads_at, results_at, k, chain, stays, last, held, steps, n_steps):  # type: ignore[no-untyped-def]
-    """Writes the steps of a chain; returns the bytes that it adds to those that were there: at most, and in the end."""
-    size = tensors[SIZE]
-    most, stay = 0, 0
-    for w in chain:
-        allocated, freed = 0, 0
+@stage
+def _lay_out(kernels, tensors, graph, results_at, by_tensor, by_row, order, n_order, k, mark, steps, n_steps):  # type: ignore[no-untyped-def]
+    """Writes the steps of a chain; what was dropped and stays is there again.
+
+    Returns:
+        The bytes that it adds to those that were there, at most, and in the end; ns.
+    """
+    away, holds, stays, used_last = by_tensor[AWAY], by_tensor[HOLDS], by_tensor[STAYS], by_tensor[USED_LAST]
+    most = stay = lasts = 0
+    for j in range(n_order):
+        w = order[j]
+        allocated = freed = 0
         for i in range(results_at[w], results_at[w + 1]):
             x = graph[i]
-            if held[x] != k:
-                held[x] = k
-                allocated += size[x]
-        for list_at in (results_at, reads_at):
-            for i in range(list_at[w], list_at[w + 1]):
-                x = graph[i]
-                if held[x] == k and last[x] == w and stays[x] != k:
-                    held[x] = -1
-                    freed += size[x]
-        steps[n_steps, STEP_KERNEL], steps[n_steps, ALLOCATED], steps[n_steps, FREED] = w, allocated, freed
-        n_steps += 1
+            if holds[x] != mark:
+                holds[x] = mark
+                allocated += tensors[SIZE, x]
+                if stays[x] == mark and away[x] < 0:
+                    by_row[RETURNS, -away[x] - 1] = k
+                    away[x] = 0
+            if used_last[x] == w and stays[x] != mark and holds[x] == mark:
+                holds[x] = 0
+                freed += tensors[SIZE, x]
+        for i in range(graph[w], graph[w + 1]):
+            x = graph[i]
+            if holds[x] == mark and used_last[x] == w and stays[x] != mark:
+                holds[x] = 0
+                freed += tensors[SIZE, x]
+        step = steps[n_steps + j]
+        step[STEP_KERNEL], step[ALLOCATED], step[FREED], step[STEP_FOR] = w, allocated, freed, k
         most = max(most, stay + allocated + kernels[WORKSPACE, w])
         stay += allocated - freed
-    return most, stay
+        lasts += kernels[DURATION, w]
+    return most, stay, lasts
 
 
-@jit
-def _walk(kernels, tensors, graph, rows, residency, away_at_start):  # type: ignore[no-untyped-def]
-    """schedule._Walk, but only the kernels at which a gap ends or opens are visited one by one."""
-    n, m, n_tensors = kernels.shape[1], rows.shape[0], tensors.shape[1]
-    reads_at, results_at, writes_at = graph, graph[n + 1 :], graph[2 * n + 2 :]
-    size, live = tensors[SIZE], kernels[LIVE]
-    endings, at_kernel = np.zeros((m, 3), np.int64), np.empty((2, n + 1), np.int64)
-    step_at, away_at = at_kernel[STEP_AT], at_kernel[AWAY_BYTES]
-    away = np.full(n_tensors, -1, np.int64)  # the row that has the tensor away
-    # Lists of rows by the kernel before which they end and after which they open.
-    ends, opens = np.full(n, _IDLE, np.int64), np.full(n, -1, np.int64)
-    following = np.empty((2, m), np.int64)
-    next_end, next_open = following[0], following[1]
+@stage
+def _walk(kernels, tensors, graph, rows, by_kernel, by_tensor, by_row, steps):  # type: ignore[no-untyped-def]
+    """schedule._Walk, from what by_row[AWAY_AT_START] says; returns how many steps run again and their ns."""
+    n, m = by_kernel.shape[1] - 1, rows.shape[0]
+    results_at, writes_at = graph[n + 1 :], graph[2 * n + 2 :]
+    until_at = graph.size - (graph[n] - graph[0])  # from an input of a kernel to the last kernel at which it is as read
+    until_at -= graph[0]
+    size, live, planned = tensors[SIZE], kernels[LIVE], by_kernel[PLANNED]
+    ends, opens, marked = by_kernel[ENDS], by_kernel[OPENS], by_kernel[MARKED]
+    pending, order = by_kernel[PENDING], by_kernel[ORDER]
+    away, next_end, next_open = by_tensor[AWAY], by_row[NEXT_END], by_row[NEXT_OPEN]
+    first_mark = marked[n] + 1
+    marked[n] += n + 1
+    for k in range(n):
+        ends[k], opens[k] = _IDLE, -1
     away_bytes = 0
     for r in range(m):
         t, after, before = rows[r, TENSOR], rows[r, AFTER], rows[r, BEFORE]
         if rows[r, KIND] == RECOMPUTE and rows[r, WHEN] >= 0:
             before = rows[r, WHEN]
-        endings[r, RETURNS] = before
+        by_row[RETURNS, r], by_row[BY_REMAT, r] = before, 0
+        # Lists of rows by the kernel before which they end and after which they open.
         next_end[r], ends[before] = ends[before], r
         next_open[r], opens[after] = opens[after], r
         ends[after] = max(ends[after], -1)
-        if away_at_start[r]:
-            away[t] = r
+        if by_row[AWAY_AT_START, r]:
+            away[t] = r + 1
             away_bytes += size[t]
-    steps = np.empty((256, 3), np.int64)
-    n_steps = 0
-    # The kernels of the chain of kernel k are marked k; its tensors that are held, that stay; who uses them last.
-    marked, held, stays = np.full(n, -1, np.int64), np.full(n_tensors, -1, np.int64), np.full(n_tensors, -1, np.int64)
-    pending, order, last = np.empty(n, np.int64), np.empty(n, np.int64), np.empty(n_tensors, np.int64)
-    begin = 0  # the first kernel that is not done yet
+    n_steps = lasts = 0
     for k in range(n):
+        planned[k] = live[k] - away_bytes
         if ends[k] == _IDLE:
             continue
-        for j in range(begin, k + 1):
-            step_at[j], away_at[j], residency[j] = n_steps, away_bytes, live[j] - away_bytes
-        begin = k + 1
-        n_pending, keep = _targets(graph, writes_at, rows, away, ends[k], next_end, k, marked, pending, stays)
-        n_order = _trace_back(tensors, graph, reads_at, writes_at, rows, away, k, marked, pending, n_pending, order)
-        chain = order[:n_order]
-        if n_order:
-            if n_order > 1:
-                chain.sort()
-            away_bytes -= _fetch(
-                tensors, graph, reads_at, results_at, writes_at, rows, away, k, marked, chain, keep, stays, last,
-                endings,
-            )  # fmt: skip
+        mark = first_mark + k
+        n_pending, keep = _targets(graph, writes_at, rows, by_tensor, by_row, ends[k], k, marked, mark, pending)
+        n_order = 0
+        if n_pending:
+            n_order, fetched = _trace_back(
+                tensors, graph, until_at, writes_at, by_tensor, by_row, k, marked, mark, pending, n_pending, order
+            )
+            away_bytes -= fetched
+            if keep:
+                _keep(graph, results_at, writes_at, by_tensor, order, n_order, k, marked, mark)
         # What kernel k itself uses comes back.
         r = ends[k]
         while r >= 0:
             t = rows[r, TENSOR]
-            if away[t] == r and rows[r, KIND] != RECOMPUTE:
-                away[t] = -1
+            if away[t] == r + 1:
+                away[t] = 0
                 away_bytes -= size[t]
             r = next_end[r]
-        away_at[k], residency[k] = away_bytes, live[k] - away_bytes
+        planned[k] = live[k] - away_bytes
         if n_order:
-            if n_steps + n_order > steps.shape[0]:
-                more = np.empty((2 * (n_steps + n_order), 3), np.int64)
-                more[:n_steps] = steps[:n_steps]
-                steps = more
-            most, stay = _lay_out(
-                kernels, tensors, graph, reads_at, results_at, k, chain, stays, last, held, steps, n_steps
-            )
+            if n_steps + n_order < steps.shape[0]:
+                most, stay, ns = _lay_out(
+                    kernels, tensors, graph, results_at, by_tensor, by_row, order, n_order, k, mark, steps, n_steps
+                )
+                planned[k] += max(stay, most - kernels[BORN, k] - kernels[WORKSPACE, k])
+                away_bytes -= stay
+                lasts += ns
             n_steps += n_order
-            # What was dropped and stays is there again.
-            for w in chain:
-                for i in range(results_at[w], results_at[w + 1]):
-                    x = graph[i]
-                    if away[x] >= 0 and stays[x] == k:
-                        endings[away[x], RETURNS] = k
-                        away[x] = -1
-            residency[k] += max(stay, most - kernels[BORN, k] - kernels[WORKSPACE, k])
-            away_bytes -= stay
         r = opens[k]
         while r >= 0:
-            away[rows[r, TENSOR]] = r
-            away_bytes += size[rows[r, TENSOR]]
+            t = rows[r, TENSOR]
+            away[t] = -r - 1 if rows[r, KIND] == RECOMPUTE else r + 1
+            away_bytes += size[t]
             r = next_open[r]
-    for j in range(begin, n):
-        step_at[j], away_at[j], residency[j] = n_steps, away_bytes, live[j] - away_bytes
-    step_at[n] = n_steps
-    for r in range(m):
-        endings[r, AWAY_AT_START] = away[rows[r, TENSOR]] == r
-    return endings, at_kernel, steps
+    return n_steps, lasts
 
 
-@jit
-def lower_recomputations(kernels, tensors, graph, rows, residency):  # type: ignore[no-untyped-def]
-    """The schedule of a plan of swaps and recomputation.
+@stage(entry=True)
+def lower_recomputations(kernels, tensors, graph, rows, by_kernel, by_tensor, by_row, steps):  # type: ignore[no-untyped-def]
+    """The schedule of a plan of swaps and recomputation: by_kernel[PLANNED], ``steps``, and of by_row RETURNS,
+    BY_REMAT, AWAY_AT_START.
 
     Args:
-        kernels, tensors, graph, rows: as in ``Engine``.
-        residency: int64 (kernels,), filled with the planned residency.
+        kernels, tensors, graph, rows, by_kernel, by_tensor, by_row, steps: as in ``score_plans``.
 
     Returns:
-        ``kernels``; int64 (rows, 3): kernel that ends the gap, whether a rematerialisation ends it, whether the tensor
-        is away at the start of an iteration; int64 (2, kernels + 1): index of the first step that runs again for the
-        kernel, bytes that are away; int64 (at least all steps, 3): kernel, bytes allocated, bytes freed.
+        How many steps run again, and their ns; ``steps`` was too short where they are as many as its rows, or more.
     """
-    wraps = rows[:, AFTER] >= rows[:, BEFORE]
-    out = _walk(kernels, tensors, graph, rows, residency, wraps)
-    still = out[0][:, AWAY_AT_START] == 1
-    if (still != wraps).any():
-        out = _walk(kernels, tensors, graph, rows, residency, still)
-    return kernels, out[0], out[1], out[2]
+    m = rows.shape[0]
+    away, away_at_start = by_tensor[AWAY], by_row[AWAY_AT_START]
+    for r in range(m):
+        away_at_start[r] = 1 if rows[r, AFTER] >= rows[r, BEFORE] else 0
+    n_steps = lasts = 0
+    for _ in range(2):
+        n_steps, lasts = _walk(kernels, tensors, graph, rows, by_kernel, by_tensor, by_row, steps)
+        changed = False
+        for r in range(m):
+            still = 1 if away[rows[r, TENSOR]] == r + 1 else 0
+            changed |= still != away_at_start[r]
+            away_at_start[r] = still
+        for r in range(m):
+            away[rows[r, TENSOR]] = 0
+        if not changed:
+            break
+    return n_steps, lasts

@@ -15,8 +15,8 @@ from simulator.compiled.lowering import copied_at
 
 # isort: off
 from simulator.compiled.encoding import (
-    AFTER, ALLOCATED, AWAY_AT_START, AWAY_BYTES, BEFORE, BORN, BY_REMAT, DIES, FIRST, FREED, KIND, LIVE, PERSISTENT,
-    RERUN, RETURNS, SIZE, STEP_AT, STEP_KERNEL, TENSOR, WHEN, WORKSPACE,
+    AFTER, ALLOCATED, AWAY_AT_START, BEFORE, BORN, BY_REMAT, DIES, FIRST, FREED, KIND, LEVEL, LIVE, PERSISTENT, PLANNED,
+    RERUN, RETURNS, SIZE, STEP_FOR, STEP_KERNEL, TENSOR, WHEN, WORKSPACE,
 )  # fmt: skip
 # isort: on
 
@@ -64,33 +64,34 @@ def _lists(rows, n):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _walk(kernels, tensors, graph, rows, at, again, away_at_start):  # type: ignore[no-untyped-def]
-    """schedule._Walk. Steps: those for kernel k are from at[k] + k, itself at[k + 1] + k.
+def _walk(tensors, graph, rows, at, again, by_row):  # type: ignore[no-untyped-def]
+    """schedule._Walk, from what by_row[AWAY_AT_START] says. Steps: those for kernel k are from at[k] + k, itself
+    at[k + 1] + k.
 
     Returns:
-        int64 (rows, 3): as ``endings`` of ``lower_recomputations``; int64 (3, blocks): tensor, first step, last step.
-        The first blocks are those of the tensors themselves, by tensor.
+        int64 (3, blocks): tensor, first step, last step. The first blocks are those of the tensors themselves, by
+        tensor. int64 (tensors,): the row that has a tensor away in the end, or -1.
     """
-    n, m, n_tensors = kernels.shape[1], rows.shape[0], tensors.shape[1]
+    n, m, n_tensors = at.size - 1, rows.shape[0], tensors.shape[1]
     reads_at, results_at, writes_at = graph, graph[n + 1 :], graph[2 * n + 2 :]
     n_blocks = n_tensors
     for w in again:
         n_blocks += results_at[w + 1] - results_at[w]
     block = np.full((3, n_blocks), -1, np.int64)
     owner, first, last = block[0], block[1], block[2]
-    owner[:n_tensors] = np.arange(n_tensors)
+    for x in range(n_tensors):
+        owner[x] = x
     n_blocks = n_tensors
     holder = np.full(graph.size, -1, np.int64)
     changed = np.zeros(n_tensors, np.bool_)  # persistent tensors that were written in this iteration
-    endings = np.zeros((m, 3), np.int64)
     heads, following = _lists(rows, n)
     away, copied = np.full(n_tensors, -1, np.int64), np.zeros(n_tensors, np.bool_)
     for r in range(m):
         if rows[r, KIND] & 1 == 0:
-            endings[r, RETURNS] = rows[r, BEFORE]
-            if away_at_start[r]:
+            by_row[RETURNS, r], by_row[BY_REMAT, r] = rows[r, BEFORE], 0
+            if by_row[AWAY_AT_START, r]:
                 away[rows[r, TENSOR]] = r
-            copied[rows[r, TENSOR]] |= away_at_start[r] or (rows[r, WHEN] > rows[r, AFTER])
+            copied[rows[r, TENSOR]] |= by_row[AWAY_AT_START, r] == 1 or rows[r, WHEN] > rows[r, AFTER]
     own, held, mine = np.empty(n_tensors, np.int64), np.empty(n_tensors, np.int64), np.full(n_tensors, -1, np.int64)
     for k in range(n):
         for j in range(at[k], at[k + 1]):
@@ -106,7 +107,7 @@ def _walk(kernels, tensors, graph, rows, at, again, away_at_start):  # type: ign
                 if there >= 0 and (tensors[PERSISTENT, x] or mine[x] != k or held[x] != slot):
                     last[there] = step
                     if away[x] >= 0 and slot == _slot(graph, writes_at, x, k):
-                        endings[away[x], RETURNS], endings[away[x], BY_REMAT] = k, 1
+                        by_row[RETURNS, away[x]], by_row[BY_REMAT, away[x]] = k, 1
                 else:
                     last[own[x]] = step
             for i in range(results_at[w], results_at[w + 1]):
@@ -126,12 +127,12 @@ def _walk(kernels, tensors, graph, rows, at, again, away_at_start):  # type: ign
         for j in range(at[k], at[k + 1]):
             for i in range(reads_at[again[j]], reads_at[again[j] + 1]):
                 x = graph[i]
-                if away[x] >= 0 and endings[away[x], BY_REMAT] == 1 and endings[away[x], RETURNS] == k:
+                if away[x] >= 0 and by_row[BY_REMAT, away[x]] == 1 and by_row[RETURNS, away[x]] == k:
                     away[x], copied[x] = -1, False
         r = heads[0, k]
         while r >= 0:
             if away[rows[r, TENSOR]] == r:
-                endings[r, RETURNS], away[rows[r, TENSOR]], copied[rows[r, TENSOR]] = k, -1, False
+                by_row[RETURNS, r], away[rows[r, TENSOR]], copied[rows[r, TENSOR]] = k, -1, False
             r = following[0, r]
         step = at[k + 1] + k
         for i in range(reads_at[k], reads_at[k + 1]):
@@ -161,28 +162,34 @@ def _walk(kernels, tensors, graph, rows, at, again, away_at_start):  # type: ign
         while r >= 0:
             copied[rows[r, TENSOR]] = True
             r = following[2, r]
-    for r in range(m):
-        endings[r, AWAY_AT_START] = away[rows[r, TENSOR]] == r if rows[r, KIND] & 1 == 0 else 0
-    return endings, block[:, :n_blocks]
+    return block[:, :n_blocks], away
 
 
 @jit
-def lower_reruns(kernels, tensors, graph, rows, residency):  # type: ignore[no-untyped-def]
-    """The schedule of a plan of swaps and kernels that run again.
+def lower_reruns(kernels, tensors, graph, rows, by_kernel, by_row, steps):  # type: ignore[no-untyped-def]
+    """The schedule of a plan of swaps and kernels that run again: by_kernel[PLANNED], ``steps``, and of by_row RETURNS,
+    BY_REMAT, AWAY_AT_START.
 
     Args:
-        kernels, tensors, graph, rows, residency: as in ``lower_recomputations``.
+        kernels, tensors, graph, rows, by_kernel, by_row: as in ``score_plans``.
+        steps: as there, of one more than the rows at least.
 
     Returns:
-        ``kernels`` with what they free under the plan; then as ``lower_recomputations``.
+        ``kernels`` with what they free under the plan, and how many steps run again.
     """
-    n, m = kernels.shape[1], rows.shape[0]
+    n, m = kernels.shape[1] - 1, rows.shape[0]
     at, again = _passes(rows, n)
-    wraps = (rows[:, AFTER] >= rows[:, BEFORE]) & (rows[:, KIND] & 1 == 0)
-    endings, block = _walk(kernels, tensors, graph, rows, at, again, wraps)
-    still = endings[:, AWAY_AT_START] == 1
-    if (still != wraps).any():
-        endings, block = _walk(kernels, tensors, graph, rows, at, again, still)
+    for r in range(m):
+        by_row[AWAY_AT_START, r] = 1 if rows[r, KIND] & 1 == 0 and rows[r, AFTER] >= rows[r, BEFORE] else 0
+    for _ in range(2):
+        block, away = _walk(tensors, graph, rows, at, again, by_row)
+        changed = False
+        for r in range(m):
+            still = 1 if rows[r, KIND] & 1 == 0 and away[rows[r, TENSOR]] == r else 0
+            changed |= still != by_row[AWAY_AT_START, r]
+            by_row[AWAY_AT_START, r] = still
+        if not changed:
+            break
     allocated, freed = np.zeros(n + again.size, np.int64), np.zeros(n + again.size, np.int64)
     used = 0
     size = tensors[SIZE]
@@ -197,27 +204,25 @@ def lower_reruns(kernels, tensors, graph, rows, residency):  # type: ignore[no-u
     for r in range(m):
         if rows[r, KIND] & 1 == 0:
             nbytes = size[rows[r, TENSOR]]
-            comes[endings[r, RETURNS]] += nbytes
+            comes[by_row[RETURNS, r]] += nbytes
             comes[rows[r, AFTER] + 1] -= nbytes
-            if endings[r, AWAY_AT_START] == 1:
+            if by_row[AWAY_AT_START, r] == 1:
                 used -= nbytes
     kernels = kernels.copy()
-    at_kernel, steps = np.empty((2, n + 1), np.int64), np.empty((again.size, 3), np.int64)
-    at_kernel[STEP_AT] = at
-    at_kernel[AWAY_BYTES, n] = 0
     for k in range(n):
         used += comes[k]
-        at_kernel[AWAY_BYTES, k] = kernels[LIVE, k] - kernels[WORKSPACE, k] - kernels[BORN, k] - used
         most = 0
         for j in range(at[k], at[k + 1]):
-            i, w = j + k, again[j]
-            steps[j, STEP_KERNEL], steps[j, ALLOCATED], steps[j, FREED] = w, allocated[i], freed[i]
+            i, w, step = j + k, again[j], steps[j]
+            step[STEP_KERNEL], step[ALLOCATED], step[FREED], step[STEP_FOR] = w, allocated[i], freed[i], k
             used += allocated[i]
             most = max(most, used + kernels[WORKSPACE, w])
             used -= freed[i]
         i = at[k + 1] + k
         used += allocated[i]
-        residency[k] = max(most, used + kernels[WORKSPACE, k])
+        by_kernel[PLANNED, k] = max(most, used + kernels[WORKSPACE, k])
         used -= freed[i]
         kernels[DIES, k] = freed[i]
-    return kernels, endings, at_kernel, steps
+        kernels[LIVE, k] = kernels[LEVEL, k] + kernels[BORN, k] + kernels[WORKSPACE, k]
+        kernels[LEVEL, k + 1] = kernels[LEVEL, k] + kernels[BORN, k] - freed[i]
+    return kernels, again.size

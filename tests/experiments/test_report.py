@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -139,7 +140,7 @@ def test_home_has_one_process_in_a_worker(program: Program, monkeypatch: pytest.
     asked = []
     processes = home.processes
     monkeypatch.setattr(home, "processes", lambda jobs, evaluator: asked.append(jobs) or processes(jobs, evaluator))
-    evaluate._start_worker(program, MACHINE, 0, {"mode": None, "calls": 300}, ["home"])
+    evaluate._start_worker(program, MACHINE, 0, {"mode": None, "calls": 300}, nullcontext())
     row = evaluate._do("home", int(0.5 * program.peak_bytes))
     assert asked == [1] and row["feasible"] and row["simulator_calls"] <= 300  # type: ignore[index]
 
@@ -157,6 +158,7 @@ from experiments import report
 from tests.experiments.conftest import chain
 from simulator import Machine
 import sys
+from contextlib import nullcontext
 
 def compiled():
     return {(f.__module__, f.__name__): len(f.signatures) for m in list(sys.modules.values()) for f in vars(m).values()
@@ -165,7 +167,8 @@ def compiled():
 if __name__ == "__main__":
     machine, program = Machine.load("gtx1080ti"), chain()
     names = report.planner_names(["all"])
-    report.warm_up(machine, names)
+    for name in names:
+        report.warm_up(machine, name)
     before = compiled()
     for name in names:
         for mode in ("swap", "joint"):

@@ -12,6 +12,7 @@ import agents
 from agents.heuristics import home
 from agents.heuristics.home import Evaluator, statistics
 from simulator import Gap, Kernel, Machine, Program, Recompute, Swap, Tensor, simulate
+from simulator.compiled import engine
 from simulator.compiled.engine import NEVER, Engine, rows_of
 from tests.agents.search.test_search import pyramid
 from tests.tiny import A1, A2, LIMIT, MACHINE, PROGRAM
@@ -32,9 +33,9 @@ COSTS = {(0, 0): (30, NEVER), (1, 0): (0, 170), (2, 0): (0, 130), (0, 1): (0, 20
 
 
 def test_costs_by_hand() -> None:
-    x, cost, calls = evaluator().evaluate(particles(*COSTS))
-    assert [tuple(c) for c in cost.tolist()] == list(COSTS.values())
-    assert calls == len(x) == 5
+    one = evaluator()
+    assert [tuple(c) for c in one.evaluate(particles(*COSTS)).tolist()] == list(COSTS.values())
+    assert one.engine.calls == 5
 
 
 @pytest.mark.parametrize(
@@ -54,23 +55,38 @@ def test_costs_by_hand() -> None:
 )
 def test_update_by_hand(before: tuple, leader: tuple, own: tuple, after: tuple, calls: int) -> None:
     cost = np.array([COSTS[before]], np.int64)
-    x, new, made = evaluator().update(particles(before), cost, particles(leader), particles(own))
+    one = evaluator()
+    x, new = one.update(particles(before), cost, particles(leader), particles(own))
     assert tuple(x[0].tolist()) == after
     assert tuple(new[0].tolist()) == COSTS[after]
-    assert made == calls
+    assert one.engine.calls == calls
+
+
+def test_particles_are_updated_side_by_side_as_one_by_one() -> None:
+    rng = np.random.default_rng(0)
+    program = pyramid(8, 1)
+    gaps = [f.gap for f in home.feature_maps(program, 1)]
+    one, together = (Evaluator(program, MACHINE, int(0.6 * program.peak_bytes), gaps) for _ in range(2))
+    x, leader, own = rng.integers(0, 3, (3, 40, len(gaps))).astype(np.int8)
+    cost = one.evaluate(x)
+    alone = [one.update(x[i : i + 1], cost[i : i + 1], leader[i : i + 1], own[i : i + 1]) for i in range(len(x))]
+    new, new_cost = together.update(x, together.evaluate(x), leader, own)
+    assert new.tolist() == [a[0][0].tolist() for a in alone]
+    assert new_cost.tolist() == [a[1][0].tolist() for a in alone] == one.evaluate(new).tolist()
+    assert together.engine.calls == one.engine.calls - len(x)
 
 
 def test_a_tie_is_the_particles_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Evaluator, "cost", lambda self, rows: (0, 7))
-    x, _, _ = evaluator().update(particles((0, 0)), np.array([[0, 7]]), particles((1, 2)), particles((2, 1)))
+    monkeypatch.setattr(Evaluator, "evaluate", lambda self, x: np.array([[0, 7]] * len(x)))
+    x, _ = evaluator().update(particles((0, 0)), np.array([[0, 7]]), particles((1, 2)), particles((2, 1)))
     assert x.tolist() == [[2, 1]]
 
 
 def test_over_the_limit_fewer_bytes_win() -> None:
     # The peak, b4, takes 180 bytes; 140 with a1 away.
-    _, cost, _ = evaluator(100).evaluate(particles((0, 0), (1, 0)))
+    cost = evaluator(100).evaluate(particles((0, 0), (1, 0)))
     assert cost.tolist() == [[80, NEVER], [40, NEVER]]
-    x, _, _ = evaluator(100).update(particles((0, 0)), cost[:1], particles((1, 0)), particles((0, 0)))
+    x, _ = evaluator(100).update(particles((0, 0)), cost[:1], particles((1, 0)), particles((0, 0)))
     assert x.tolist() == [[1, 0]]
 
 
@@ -118,7 +134,7 @@ def test_the_best_of_all_placements(seed: int) -> None:
     everything = Evaluator(program, MACHINE, limit, [f.gap for f in home.feature_maps(program, 1)])
     placements = particles(*itertools.product(range(3), repeat=len(everything.swaps)))
     assert len(placements) == 3**5  # the last output has no gap
-    assert found.iteration_ns == everything.evaluate(placements)[1][:, 1].min() > program.ideal_ns
+    assert found.iteration_ns == everything.evaluate(placements)[:, 1].min() > program.ideal_ns
 
 
 def test_history() -> None:
@@ -143,7 +159,7 @@ def test_statistics_count_what_fits() -> None:
 
 
 def test_the_plan_does_not_depend_on_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(home, "SHARE", 1)
+    monkeypatch.setattr(engine, "SHARE", 1)
     program = pyramid(12, 0)
     limit = int(0.6 * program.peak_bytes)
     first, shared, other = (
@@ -159,7 +175,7 @@ def test_the_plan_does_not_depend_on_jobs(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("calls", [2, 20, 100, 700, 3000])
 def test_calls_are_a_bound(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(home, "SHARE", 1)
+    monkeypatch.setattr(engine, "SHARE", 1)
     program = pyramid(12, 0)
     limit = int(0.6 * program.peak_bytes)
     found = []
@@ -182,13 +198,11 @@ def test_calls_are_a_bound(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
         assert found[0][2][:complete] == free.history[:complete]
 
 
-def test_processes_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    planner = agents.make("home")
-    monkeypatch.setattr(home.os, "cpu_count", lambda: 4)
-    assert [planner._jobs(work) for work in (10, home.SHARE, 3 * home.SHARE, 10**6)] == [1, 1, 3, 4]
+def test_one_thread_in_a_worker_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert agents.make("home")._threads() is None
     monkeypatch.setattr(home.multiprocessing, "parent_process", lambda: object())
-    assert planner._jobs(10**6) == 1
-    assert agents.make("home", jobs=2)._jobs(10**6) == 2
+    assert agents.make("home")._threads() == 1
+    assert agents.make("home", jobs=2)._threads() == 2
 
 
 def test_nothing_to_place() -> None:

@@ -1,0 +1,81 @@
+"""Plans, one after the other, from rows to figures: what ``Engine`` calls."""
+
+from __future__ import annotations
+
+from simulator.compiled.event_loop import event_loop
+from simulator.compiled.jit import stage
+from simulator.compiled.lowering import swap_residency
+from simulator.compiled.rematerialisation import lower_recomputations
+
+# isort: off
+from simulator.compiled.encoding import (
+    BEGINS, DONE, DURATION, ITERATION_NS, KIND, LIMIT, MORE_STEPS, NEVER, OUT_OF_MEMORY, PEAK, PERIOD, PLANNED,
+    RECOMPUTE, REQUIRED, RERUN, SLOWER, STATUS, STEP_KERNEL, UNKNOWN,
+)  # fmt: skip
+# isort: on
+
+
+@stage(entry=True)
+def score_plans(  # type: ignore[no-untyped-def]
+    kernels, tensors, graph, rows, ends, first, n_steps, settings, limit_until, cutoff, iterations, by_kernel,
+    by_segment, by_tensor, by_row, gaps, steps, states, results, log,
+):  # fmt: skip
+    """Scores the plans rows[ends[i]:ends[i + 1]] from i = ``first`` on.
+
+    Args:
+        kernels, tensors: see encoding.py.
+        graph: ``ragged`` inputs and outputs of the kernels, writers of the tensors; then for each of the inputs, in
+            that order, the last kernel at which the tensor is there as the kernel read it.
+        n_steps: how many ``steps`` ``lower_reruns`` has made for the only plan; -1: none; None: there are plans of
+            swaps only (so that nothing else is compiled).
+        limit_until, cutoff, iterations, log: as for ``event_loop``.
+        by_kernel, by_segment, by_tensor, by_row, gaps, steps, states: what it works on.
+        results: int64 (plans, 5), filled.
+
+    Returns:
+        The first plan that has no result (its status says why), or how many there are; the entries of the log.
+    """
+    n, n_log = by_kernel.shape[1] - 1, 0
+    limit, planned = settings[LIMIT], by_kernel[PLANNED]
+    for i in range(first, ends.size - 1):
+        plan, result = rows[ends[i] : ends[i + 1]], results[i]
+        swaps = drops = reruns = 0
+        for r in range(plan.shape[0]):
+            swaps += 1 - (plan[r, KIND] & 1)
+            drops += plan[r, KIND] == RECOMPUTE
+            reruns += plan[r, KIND] == RERUN
+        status, count, lasts = DONE, 0, 0
+        if drops == 0 and reruns == 0:
+            swap_residency(kernels, tensors, plan, planned)
+        elif n_steps is None:
+            status = UNKNOWN
+        elif reruns:
+            status, count = DONE if n_steps >= 0 else UNKNOWN, n_steps
+            for j in range(n_steps):
+                lasts += kernels[DURATION, steps[j, STEP_KERNEL]]
+        else:
+            count, lasts = lower_recomputations(kernels, tensors, graph, plan, by_kernel, by_tensor, by_row, steps)
+            if count >= steps.shape[0]:
+                status = MORE_STEPS
+        if status == DONE:
+            required = 0
+            for k in range(n):
+                required = max(required, planned[k])
+            if required > limit:
+                for k in range(min(limit_until, n)):
+                    if planned[k] > limit:
+                        status = OUT_OF_MEMORY
+            result[ITERATION_NS], result[REQUIRED], result[PEAK], result[PERIOD] = NEVER, required, 0, 0
+            if status == DONE and swaps == 0 and log.shape[0] == 0:  # nothing waits
+                result[ITERATION_NS], result[PEAK], result[PERIOD] = kernels[BEGINS, n] + lasts, required, 1
+                if result[ITERATION_NS] >= cutoff:
+                    status = SLOWER
+            elif status == DONE:
+                status, n_log = event_loop(
+                    kernels, tensors, graph, plan, drops + reruns > 0, count, lasts, settings, required, limit_until,
+                    cutoff, iterations, by_kernel, by_segment, by_tensor, by_row, gaps, steps, states, result, log,
+                )  # fmt: skip
+        result[STATUS] = status
+        if status == UNKNOWN or status == MORE_STEPS:
+            return i, n_log
+    return ends.size - 1, n_log
