@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from agents.heuristics.superneurons import SuperNeurons
 from agents.heuristics.tensile import TENSILE
 from agents.planner import MIB, Facts, Planner, Rows, finish, infeasible, plans_of, ways_of
 from agents.search.local_search import Moves, anneal
-from simulator.compiled.engine import Engine
+from simulator.compiled.engine import Engine, cores
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
@@ -43,7 +44,8 @@ class Annealing:
         cold: last temperature.
         restarts: equal runs that share the calls, or the seconds.
         min_bytes: tensors below this size stay.
-        seconds: of wall-clock time, on all cores. With them the plan depends on the computer.
+        seconds: of wall-clock time. With them the plan depends on the computer.
+        jobs: runs side by side, each on a core, where there are ``seconds``; None: all.
     """
 
     facts = Facts(
@@ -61,15 +63,18 @@ class Annealing:
         min_bytes: int = MIB,
         seed: int = 0,
         seconds: float | None = None,
+        jobs: int | None = None,
     ) -> None:
         if calls is not None and calls < 20:
             raise ValueError(f"calls: expected at least 20, got {calls}")
         if seconds is not None and not seconds > 0:
             raise ValueError(f"seconds: expected more than 0, got {seconds}")
+        if jobs is not None and jobs < 1:
+            raise ValueError(f"jobs: expected at least 1, got {jobs}")
         if not 0 < cold <= hot:
             raise ValueError(f"hot, cold: expected 0 < cold <= hot, got {hot} and {cold}")
         self.calls, self.seconds, self.mode = calls, seconds, check_mode(mode)
-        self.hot, self.cold = hot, cold
+        self.hot, self.cold, self.jobs = hot, cold, jobs
         self.restarts, self.min_bytes, self.seed = restarts, min_bytes, seed
         self.simulator_calls = 0
 
@@ -82,24 +87,41 @@ class Annealing:
             self.simulator_calls = engine.calls
             # Chains take memory, so that recomputing everything does not reach the least.
             raise infeasible(self, program, limit, required if self.mode == "swap" else None)
-        if until is None or time.monotonic() < until:
+        if until is None:
             moves = Moves(program, limit, self.mode, self.min_bytes, self.seed)
-            calls = self.calls if self.calls is not None or until is not None else CALLS
-            left = None if calls is None else max(calls - 1 - engine.calls, 0)  # the last call is the final check
+            each = self._left(engine.calls) // self.restarts
             for run in range(self.restarts):
-                end = None if until is None else time.monotonic() + (until - time.monotonic()) / (self.restarts - run)
-                best, best_ns = anneal(
-                    moves,
-                    engine,
-                    best,
-                    best_ns,
-                    left and left // self.restarts,
-                    self.hot,
-                    self.cold,
-                    self.seed + run,
-                    until=end,
-                )
+                best, best_ns = anneal(moves, engine, best, best_ns, each, self.hot, self.cold, self.seed + run)
+        elif time.monotonic() < until:
+            best = self._on_all_cores(engine, best, best_ns, until)
         return finish(self, program, machine, limit, engine, best)
+
+    def _left(self, calls: int) -> int:
+        """Calls that are left after so many; the last one is the final check."""
+        return max((CALLS if self.calls is None else self.calls) - 1 - calls, 0)
+
+    def _on_all_cores(self, engine: Engine, best: Rows, best_ns: int, until: float) -> Rows:
+        """The best plan of runs side by side, each on a core; the next ones start from it."""
+        jobs = self.jobs or cores()
+        program, machine, limit = engine.program, engine.machine, engine.limit
+        moves = Moves(program, limit, self.mode, self.min_bytes, self.seed)
+        several = [
+            (moves, engine),
+            *((moves.fork(self.seed + i), Engine(program, machine, limit)) for i in range(1, jobs)),
+        ]
+        each = None if self.calls is None else self._left(engine.calls) // self.restarts // jobs
+        with ThreadPoolExecutor(jobs) as pool:
+            for run in range(self.restarts):
+                now = time.monotonic()
+                end = now + (until - now) / (self.restarts - run)
+                found = [
+                    pool.submit(anneal, mine, on, best, best_ns, each, self.hot, self.cold, self.seed + run * jobs + i,
+                                until=end)
+                    for i, (mine, on) in enumerate(several)
+                ]  # fmt: skip
+                best, best_ns = min((one.result() for one in found), key=lambda result: result[1])
+        engine.calls = sum(on.calls for _, on in several)
+        return best
 
 
 def start(

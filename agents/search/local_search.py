@@ -14,6 +14,7 @@ on a plan that cannot run. Moves:
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Iterator
@@ -73,15 +74,26 @@ class Moves:
         self._after = np.array([g.after for g in self.gaps], dtype=np.int64)
         self._since = np.array([_since_write(program, g) for g in self.gaps], dtype=np.int64)
         self._earlier = _earlier(program, self.gaps)
-        self._limit, self._rng = limit, np.random.default_rng(seed).integers(1, 2**63, 1, dtype=np.uint64)
+        self._limit = limit
+        self._own(seed)
+
+    def _own(self, seed: int) -> None:
+        """What no two searches share."""
+        self._rng = np.random.default_rng(seed).integers(1, 2**63, 1, dtype=np.uint64)
         self.rows, self.on, self.load = self._empty()
         self._tried = self._empty()
-        self._differ = np.full(len(kept) + 2 * PRUNE + 8, -1, dtype=np.int64)  # see _start
+        self._differ = np.full(len(self.gaps) + 2 * PRUNE + 8, -1, dtype=np.int64)  # see _start
         self._plan, self._row = np.empty_like(self.rows), np.empty(6, dtype=np.int64)
 
     def _empty(self) -> tuple[Rows, NDArray[np.bool_], NDArray[np.int64]]:
         first = self.weights.argmax(1)
         return self._ways[np.arange(len(first)), first], np.zeros(len(first), dtype=np.bool_), self._live_bytes.copy()
+
+    def fork(self, seed: int) -> Moves:
+        """Moves of the same gaps, with a plan and random numbers of their own; the weights are shared."""
+        out = copy.copy(self)
+        out._own(seed)
+        return out
 
     def reset(self, rows: Rows) -> None:
         """Makes this the plan of ``rows`` (int64[k, 6]), of gaps that are candidates."""

@@ -78,11 +78,11 @@ def test_annealing_is_never_worse_than_autoswap() -> None:
         assert overhead(program, limit, "annealing", calls=500) <= min(scores)
 
 
-@pytest.mark.parametrize("restarts", [1, 3])
-def test_annealing_for_some_seconds(restarts: int) -> None:
+@pytest.mark.parametrize(("restarts", "jobs"), [(1, None), (3, 1), (2, 3)])
+def test_annealing_for_some_seconds(restarts: int, jobs: int | None) -> None:
     program = pyramid(16, 5)
     limit = int(0.5 * program.peak_bytes)
-    few, many = (agents.make("annealing", min_bytes=1, seconds=s, restarts=restarts) for s in (1e-6, 0.5))
+    few, many = (agents.make("annealing", min_bytes=1, seconds=s, restarts=restarts, jobs=jobs) for s in (1e-6, 0.5))
     first = few.plan(program, MACHINE, limit)
     begin = time.monotonic()
     plan = many.plan(program, MACHINE, limit)
@@ -141,6 +141,22 @@ def test_moves_keep_the_residency(mode: str) -> None:
     wanted = {"swap": {(SWAP, False), (SWAP, True)}, "recompute": {(RECOMPUTE, False), (RECOMPUTE, True)}}
     assert kinds >= wanted.get(mode, wanted["swap"] | wanted["recompute"])
     assert shifted or mode == "recompute"
+
+
+def test_a_fork_searches_on_its_own() -> None:
+    program = pyramid(8, 2)
+    limit = int(0.7 * program.peak_bytes)
+    moves = Moves(program, limit, "joint", 1, seed=0)
+    start = moves.propose()
+    assert start is not None
+    moves.accept()
+    same, other = moves.fork(7), Moves(program, limit, "joint", 1, seed=7)
+    for _ in range(50):
+        mine, theirs = same.propose(), other.propose()
+        assert mine is not None and np.array_equal(mine, theirs)
+        same.accept()
+        other.accept()
+    assert np.array_equal(moves.plan(), start)
 
 
 def test_weights_decide_what_is_picked() -> None:
