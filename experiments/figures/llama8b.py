@@ -147,7 +147,8 @@ def notes(rows: list[Row]) -> list[str]:
             for method, by in found.items()
             if method != LOWER and by[limit]["overhead_percent"] is not None
         )
-        beaten = f"; the floor is {low[limit]['overhead_percent']:.2f} %" if limit in low else ""
+        under = low.get(limit, {}).get("overhead_percent")
+        beaten = "" if under is None else f"; the floor is {under:.2f} %"
         best = f"{ranked[0][1]} has the least overhead, {ranked[0][0]:.2f} %" if ranked else "none has a plan"
         out.append(f"{limit:g} GB: {len(ranked)} of {len(found) - bool(low)} methods have a plan; {best}{beaten}.")
     for method, by in found.items():
