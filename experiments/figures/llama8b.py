@@ -14,6 +14,7 @@ import time
 from functools import lru_cache
 from pathlib import Path
 
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 from omegaconf import DictConfig
 
@@ -138,6 +139,12 @@ def notes(rows: list[Row]) -> list[str]:
         f"({in_gb(step['peak_by'])}); {sum(step['persistent'].values()) / GB:.1f} GB are there from step to step "
         f"({in_gb(step['persistent'])}).",
     ]
+    state = sum(step["persistent"].values()) + step["persistent"].get("parameter", 0)
+    out.append(
+        f"When the backward pass ends, that and a gradient of every parameter make {state / GB:.1f} GB. Whoever moves "
+        "nothing but activations, or does not move state between its last use and the next step's first, has no plan "
+        "below."
+    )
     low = found.get(LOWER, {})
     if low:
         out.append(f"No plan fits less than {next(iter(low.values()))['least_bytes'] / GB:.1f} GB (agents/bound.py).")
@@ -147,7 +154,8 @@ def notes(rows: list[Row]) -> list[str]:
             for method, by in found.items()
             if method != LOWER and by[limit]["overhead_percent"] is not None
         )
-        beaten = f"; the floor is {low[limit]['overhead_percent']:.2f} %" if limit in low else ""
+        under = low.get(limit, {}).get("overhead_percent")
+        beaten = "" if under is None else f"; the floor is {under:.2f} %"
         best = f"{ranked[0][1]} has the least overhead, {ranked[0][0]:.2f} %" if ranked else "none has a plan"
         out.append(f"{limit:g} GB: {len(ranked)} of {len(found) - bool(low)} methods have a plan; {best}{beaten}.")
     for method, by in found.items():
@@ -166,7 +174,7 @@ def draw(rows: list[Row], path: Path) -> None:
     with figure(path, 2.2 + 3.6 * len(limits), 1.4 + 0.27 * len(methods), 1, len(limits)) as made:
         for axes, limit in zip([made] if len(limits) == 1 else made, limits, strict=True):
             axes.set_xscale("symlog", linthresh=1.0, linscale=0.6)
-            axes.set(xlim=(-0.1, 4 * most), ylim=(len(methods) - 0.4, -0.6), title=f"{limit:g} GB",
+            axes.set(xlim=(-0.1, 6 * most), ylim=(len(methods) - 0.4, -0.6), title=f"{limit:g} GB",
                      xlabel="overhead of an iteration")  # fmt: skip
             low = found.get(LOWER, {}).get(limit, {}).get("overhead_percent")
             if low is not None:
@@ -175,7 +183,7 @@ def draw(rows: list[Row], path: Path) -> None:
             for y, method in enumerate(methods):
                 over, style = found[method][limit]["overhead_percent"], look(method)
                 if over is None:
-                    axes.text(3.6 * most, y, "no plan", color=FAINT, fontsize=9, ha="right", va="center")
+                    axes.text(5.4 * most, y, "no plan", color=FAINT, fontsize=9, ha="right", va="center")
                     continue
                 axes.plot(over, y, marker=style.marker, color=style.colour, markersize=8, linestyle="none", zorder=3,
                           clip_on=False)  # fmt: skip
@@ -185,3 +193,6 @@ def draw(rows: list[Row], path: Path) -> None:
             axes.set_yticks(range(len(methods)), [name(method) for method in methods] if first else [])
             axes.tick_params(axis="y", length=0)
             axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}%"))
+        if LOWER in found:
+            key = Line2D([], [], color=FAINT, linewidth=1.4, label="floor: no plan is below")
+            axes.figure.legend(handles=[key], loc="outside lower left", fontsize=10)
