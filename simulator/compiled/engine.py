@@ -74,7 +74,7 @@ class _Work:
         self.by_kernel = np.zeros((BY_KERNEL, kernels + 1), np.int64)
         self.by_segment = np.empty((BY_SEGMENT, 2 * kernels + 2), np.int64)
         self.by_tensor = np.zeros((BY_TENSOR, tensors), np.int64)
-        self._states = iterations + 2 + CHECKS
+        self._states = iterations + 1 + 2 * (CHECKS + 1)
         self.steps = np.empty((256, 4), np.int64)
         self.rows = -1
         self.result, self.ends = np.empty((1, RESULTS), np.int64), np.zeros(2, np.int64)
