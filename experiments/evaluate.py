@@ -132,13 +132,14 @@ _worker: dict[str, Any] = {}  # what every task of a worker process shares
 
 
 def _start_worker(
-    program: Program, machine: Machine, seed: int, options: dict[str, Any], compiling: Any = nullcontext()
-) -> None:
+    program: Program, machine: Machine, seed: int, options: dict[str, Any], compiling: Any = None
+) -> None:  # fmt: skip
     """
     Args:
         compiling: a lock: what one process has compiled, the next finds in the cache.
     """
-    _worker.update(program=program, machine=machine, seed=seed, options=options, compiling=compiling, warm=set())
+    lock = compiling or nullcontext()
+    _worker.update(program=program, machine=machine, seed=seed, options=options, compiling=lock, warm=set())
 
 
 def _do(name: str, limit: int) -> Row | Floor:

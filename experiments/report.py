@@ -166,7 +166,7 @@ def other_mode(plan: Plan, mode: str | None) -> str:
 
 
 def warm_up(machine: Machine, name: str, mode: str | None = None) -> None:
-    """Compiles what the planner ``name`` calls (Numba) on a program of four kernels, so that it is not timed doing it."""
+    """Compiles what a planner calls (Numba) on a program of four kernels, so that it is not timed doing it."""
     tensors = (Tensor("x", 2**21), Tensor("y", 2**21), Tensor("z", 2**21))
     kernels = (
         Kernel("a", "other", "forward", (), (0,), 1000),

@@ -277,12 +277,11 @@ class Engine:
         if (kinds != RECOMPUTE).all():
             swap_residency(self._kernels, self._tensors, rows, work.by_kernel[PLANNED])
             return self._kernels, None
-        n_steps = len(work.steps)
-        while n_steps >= len(work.steps):
+        while True:
             n_steps, _ = lower_recomputations(*arrays, work.by_kernel, work.by_tensor, work.by_row, work.steps)
-            if n_steps >= len(work.steps):
-                work.make_steps()
-        return self._kernels, n_steps
+            if n_steps < len(work.steps):
+                return self._kernels, n_steps
+            work.make_steps()
 
     def _simulate(
         self, work: _Work, rows: Ints, limit_until: int | None, iterations: int, log: Ints, cutoff: int = NEVER
