@@ -162,9 +162,8 @@ def test_what_is_compiled():
     )
     with tempfile.TemporaryDirectory() as cache:
         env = os.environ | {"NUMBA_CACHE_DIR": cache}
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True, check=True
-        )
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["1 0", "[]"]
 
 
