@@ -1,6 +1,8 @@
-"""Planners on public graphs, beside what others have published for them.
+"""Planners on named tasks, beside what others have published for them.
 
     python -m experiments.benchmark suite=checkmate                         # two networks, six budgets each
+    python -m experiments.benchmark suite=core                              # a dozen tasks against the planning time
+    python -m experiments.benchmark suite=scale                             # seconds of every workload, in every mode
     python -m experiments.benchmark suite=checkmate quick=true
     python -m experiments.benchmark suite=checkmate out=experiments/results
 
@@ -16,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from experiments import cli, reproduce
 
-SUITES = ("checkmate",)
+SUITES = ("checkmate", "core", "scale")
 
 
 @cli.entry("benchmark")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -50,6 +50,7 @@ def main(cfg: DictConfig) -> None:
     options = {
         "mode": mode,
         "calls": cli.integer(cfg, "calls", least=1) if cfg.calls is not None else None,
+        "seconds": cli.number(cfg, "seconds") if cfg.seconds is not None else None,
         "min_bytes": cli.integer(cfg, "min_bytes") if cfg.min_bytes is not None else None,
     }
     workspace = cfg.workspace
@@ -117,7 +118,7 @@ def score_all(
 def _done(tasks: list[Task], jobs: int, shared: tuple[Any, ...]) -> Iterator[tuple[Task, Row | Floor]]:
     """Every task and its result, as they are done."""
     if jobs == 1:
-        _start_worker(*shared)
+        _start_worker(*shared, nullcontext())
         yield from ((task, _do(*task)) for task in tasks)
         return
     # Spawned, not forked: the progress bar is a thread.
@@ -132,14 +133,13 @@ _worker: dict[str, Any] = {}  # what every task of a worker process shares
 
 
 def _start_worker(
-    program: Program, machine: Machine, seed: int, options: dict[str, Any], compiling: Any = None
-) -> None:  # fmt: skip
+    program: Program, machine: Machine, seed: int, options: dict[str, Any], compiling: AbstractContextManager[Any]
+) -> None:
     """
     Args:
         compiling: a lock: what one process has compiled, the next finds in the cache.
     """
-    lock = compiling or nullcontext()
-    _worker.update(program=program, machine=machine, seed=seed, options=options, compiling=lock, warm=set())
+    _worker.update(program=program, machine=machine, seed=seed, options=options, compiling=compiling, warm=set())
 
 
 def _do(name: str, limit: int) -> Row | Floor:

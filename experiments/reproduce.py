@@ -25,6 +25,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -89,11 +90,15 @@ def compute(figures: list[Figure], jobs: int) -> list[Exception]:
     for figure in figures:
         if not figure.left:  # stopped when it only had to be drawn
             figure.finish()
-    left = [(figure, task) for figure in figures for task in reversed(figure.left)]
+    beside, alone = (
+        [(figure, task) for figure in figures if getattr(figure.module, "ALONE", False) == one
+         for task in reversed(figure.left)]
+        for one in (False, True)
+    )  # fmt: skip
     with report.progress() as bar:
         shown = bar.add_task("starting", total=sum(len(f.tasks) for f in figures))
         bar.update(shown, advance=sum(len(f.tasks) - len(f.left) for f in figures))
-        for figure, task, row in done(left, min(jobs, len(left))):
+        for figure, task, row in chain(done(beside, min(jobs, len(beside))), done(alone, 1)):
             if isinstance(row, Exception):  # the others go on
                 row.add_note(f"in {figure.name}, {task}")
                 wrong.append(row)

@@ -59,8 +59,8 @@ FORMAT = "validation/1"
 CALIBRATING, PROFILING, PLANNING, REPLAYING, TRAINING = 0.06, 0.35, 0.4, 0.65, 1.0
 REPLAYING_BEFORE, TRAINING_BEFORE = 0.3, 0.2
 # Less work for planners that search, so that all have their turn.
-LESS = {"cuda": {"calls": 4000, "time_limit": 20.0, "iterations": 50},
-        "host": {"calls": 500, "time_limit": 3.0, "iterations": 10, "particles": 50}}  # fmt: skip
+LESS = {"cuda": {"calls": 4000, "seconds": 20.0, "iterations": 50},
+        "host": {"calls": 500, "seconds": 3.0, "iterations": 10, "particles": 50}}  # fmt: skip
 MIB, PAGE = 2**20, 2**21  # a GPU gives memory in pages
 LATE, STOPPED = "no time left", "stopped: the time was over"
 REPLAY: dict[str, dict[str, Any]] = {"cuda": {}, "host": {"iterations": 3, "warmup": 1, "seconds": 1.0}}

@@ -24,6 +24,9 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from simulator.plan import Decision, Plan, PlanError, Recompute, Rerun, Swap, copied_at, recovered_at
 from simulator.program import Gap, Program
 
@@ -132,11 +135,14 @@ class _Walk:
                 self.holder[t, -1] = self._block(t, tensor.nbytes, -1)
         opens: dict[int, list[Swap | Recompute]] = {}
         again: dict[int, list[int]] = {}
+        self.due: dict[int, list[Recompute]] = {}  # recomputations by the kernel that they are for
         for d in decisions:
             if isinstance(d, Rerun):
                 again.setdefault(d.before, []).append(d.kernel)
             else:
                 opens.setdefault(d.after, []).append(d)
+                if isinstance(d, Recompute):
+                    self.due.setdefault(recovered_at(d), []).append(d)
         for k, kernel in enumerate(program.kernels):
             self.first.append(len(self.steps))
             fetched = self._rerun(k, sorted(again[k])) if k in again else self._recompute(k)
@@ -201,10 +207,10 @@ class _Walk:
 
     def _recompute(self, k: int) -> Set[int]:
         """The pass of kernel k by Recompute decisions (points 2, 3); returns the tensors on the host that it reads."""
-        dropped = {t: d for t, d in self.away.items() if isinstance(d, Recompute)}
-        targets = {t for t, d in dropped.items() if recovered_at(d) == k}
+        targets = {d.tensor for d in self.due.get(k, ()) if self.away.get(d.tensor) is d}
         if not targets:
             return frozenset()
+        dropped = {t: d for t, d in self.away.items() if isinstance(d, Recompute)}
         program = self.program
         rerun = _wanted(program, k, targets, dropped.keys())
         fetched = {
@@ -330,16 +336,19 @@ def _on_host(program: Program, swaps: list[Swap], returns: dict[Swap | Recompute
     """Bytes that the host holds at each kernel: from a copy's issue until the tensor is back, and on to the next gap
     that finds the copy valid."""
     n = len(program.kernels)
-    held = [0] * n
+    held = np.zeros(n, np.int64)
     of: dict[int, list[Swap]] = {}
     for d in sorted(swaps, key=lambda d: d.after):
         of.setdefault(d.tensor, []).append(d)
     for t, ds in of.items():
-        at: set[int] = set()
+        at = np.zeros(n, np.bool_)
 
-        def kernels(begin: int, end: int) -> set[int]:
+        def kernels(begin: int, end: int) -> NDArray[np.bool_]:
             """After ``begin`` up to ``end``, over the boundary where need be; all where they are the same."""
-            return {k % n for k in range(begin + 1, (end if end > begin else end + n) + 1)}
+            found = np.zeros(n, np.bool_)
+            found[begin + 1 : (end if end > begin else n - 1) + 1] = True
+            found[: 0 if end > begin else end + 1] = True
+            return found
 
         copy = [copied_at(d) for d in ds]
         for i, d in enumerate(ds):
@@ -347,11 +356,10 @@ def _on_host(program: Program, swaps: list[Swap], returns: dict[Swap | Recompute
         cyclic = [*range(len(ds)), 0] if program.tensors[t].persistent else range(len(ds))
         for i, j in pairwise(cyclic):
             between = kernels(copy[i], copy[j])
-            if not between.intersection(program.writes[t]):
+            if not between[list(program.writes[t])].any():
                 at |= between
-        for k in at:
-            held[k] += program.tensors[t].nbytes
-    return held
+        held[at] += program.tensors[t].nbytes
+    return held.tolist()
 
 
 def present(program: Program, x: int, w: int, k: int, dropped: Set[int]) -> bool:

@@ -48,7 +48,7 @@ class MILP:
     Args:
         mode: swap, recompute or joint.
         solver: "highs", or "cpsat" (needs OR-Tools); of the 0/1 program of ``mode="recompute"``.
-        time_limit: seconds. Where it ends a search, the plan depends on the speed of the computer.
+        seconds: of wall-clock time. Where they end a search, the plan depends on the speed of the computer.
         calls: simulator calls of each heuristic.
         min_bytes: tensors below this size stay.
         seed: of the heuristics and of CP-SAT.
@@ -74,26 +74,26 @@ class MILP:
         self,
         mode: str = "joint",
         solver: str = "highs",
-        time_limit: float = 60.0,
+        seconds: float = 60.0,
         calls: int = 20_000,
         min_bytes: int = MIB,
         seed: int = 0,
     ) -> None:
         if solver not in SOLVERS:
             raise ValueError(f"solver: expected one of {', '.join(SOLVERS)}, got {solver!r}")
-        if not time_limit > 0:
-            raise ValueError(f"time_limit: expected more than 0, got {time_limit}")
+        if not seconds > 0:
+            raise ValueError(f"seconds: expected more than 0, got {seconds}")
         if calls < 20:
             raise ValueError(f"calls: expected at least 20, got {calls}")
         if solver == "cpsat":
             _cp_model()
-        self.mode, self.solver, self.time_limit, self.calls = check_mode(mode), solver, time_limit, calls
+        self.mode, self.solver, self.seconds, self.calls = check_mode(mode), solver, seconds, calls
         self.min_bytes, self.seed = min_bytes, seed
         self.simulator_calls, self.bound_ns, self.gap, self.status = 0, 0, 0.0, ""
 
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
         """The best plan; raises Infeasible when there is none or none was found: the message says which."""
-        until = time.monotonic() + self.time_limit
+        until = time.monotonic() + self.seconds
         self.bound_ns, self.gap, self.status = program.ideal_ns, 0.0, ""
         engine = Engine(program, machine, limit)
         below = floor(program, machine, limit, self.mode)

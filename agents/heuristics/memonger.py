@@ -65,6 +65,8 @@ class Memonger:
             budget = math.isqrt(x * y)
         grid = (round(math.sqrt(2) * budget * i / self.trials) for i in range(self.trials + 1))
         plans = {tuple(dropped): dropped for _, _, dropped in map(stages.divide, grid)}
+        if program.peak_bytes <= limit:  # what runs again can need more memory than nothing dropped
+            plans[()] = []
         scored = [(engine.score(rows), rows) for rows in map(recomputations, plans.values())]
         best, rows = min(scored, key=lambda s: (not s[0].feasible, s[0].iteration_ns))
         if not best.feasible:

@@ -4,12 +4,16 @@ State: which candidate gaps are emptied, and how. Candidates are all gaps of ten
 that do not span the peak and those over the iteration boundary included. Energy: the simulated iteration time over
 the ideal one. The moves are those of local_search.py, with all gaps and ways alike.
 
-The start is the best plan of AutoSwap, SuperNeurons, Capuchin and memonger (those that ``mode`` allows), or else every
-gap emptied. Metropolis acceptance; the temperature falls geometrically from ``hot`` to ``cold`` (fractions of the
-ideal time) in each of ``restarts`` equal runs, each from the best plan so far.
+The start is the best plan of the heuristics that ``mode`` allows (``start``), or else every gap emptied. Metropolis
+acceptance; the temperature falls geometrically from ``hot`` to ``cold`` (fractions of the ideal time) in each of
+``restarts`` equal runs, each from the best plan so far.
 """
 
 from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -17,25 +21,31 @@ from agents.heuristics.autoswap import SCORES, AutoSwap
 from agents.heuristics.capuchin import Capuchin
 from agents.heuristics.memonger import Memonger
 from agents.heuristics.superneurons import SuperNeurons
+from agents.heuristics.tensile import TENSILE
 from agents.planner import MIB, Facts, Planner, Rows, finish, infeasible, plans_of, ways_of
 from agents.search.local_search import Moves, anneal
-from simulator.compiled.engine import Engine
+from simulator.compiled.engine import Engine, cores
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
 from simulator.ways import check_mode
+
+CALLS = 20_000
 
 
 class Annealing:
     """Simulated annealing.
 
     Args:
-        calls: simulator calls, those of the start and the final check included.
+        calls: simulator calls, those of the start and the final check included; None: ``CALLS``, or as many as fit
+            into ``seconds``.
         mode: swap, recompute or joint.
         hot: first temperature, as a fraction of the ideal time.
         cold: last temperature.
-        restarts: equal runs that share the calls.
+        restarts: equal runs that share the calls, or the seconds.
         min_bytes: tensors below this size stay.
+        seconds: of wall-clock time. With them the plan depends on the computer.
+        jobs: runs side by side, each on a core, where there are ``seconds``; None: all.
     """
 
     facts = Facts(
@@ -45,53 +55,107 @@ class Annealing:
 
     def __init__(
         self,
-        calls: int = 20_000,
-        mode: str = "swap",
+        calls: int | None = None,
+        mode: str = "joint",
         hot: float = 3e-3,
         cold: float = 3e-5,
         restarts: int = 1,
         min_bytes: int = MIB,
         seed: int = 0,
+        seconds: float | None = None,
+        jobs: int | None = None,
     ) -> None:
-        if calls < 20:
+        if calls is not None and calls < 20:
             raise ValueError(f"calls: expected at least 20, got {calls}")
+        if seconds is not None and not seconds > 0:
+            raise ValueError(f"seconds: expected more than 0, got {seconds}")
+        if jobs is not None and jobs < 1:
+            raise ValueError(f"jobs: expected at least 1, got {jobs}")
         if not 0 < cold <= hot:
             raise ValueError(f"hot, cold: expected 0 < cold <= hot, got {hot} and {cold}")
-        self.calls, self.mode, self.hot, self.cold = calls, check_mode(mode), hot, cold
+        self.calls, self.seconds, self.mode = calls, seconds, check_mode(mode)
+        self.hot, self.cold, self.jobs = hot, cold, jobs
         self.restarts, self.min_bytes, self.seed = restarts, min_bytes, seed
         self.simulator_calls = 0
 
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
         """The best plan found; raises Infeasible when none of the starts fits ``limit``."""
+        until = time.monotonic() + self.seconds if self.seconds is not None else None
         engine = Engine(program, machine, limit)
-        best, best_ns, required = start(program, machine, limit, engine, self.mode, self.min_bytes)
+        best, best_ns, required = start(program, machine, limit, engine, self.mode, self.min_bytes, until)
         if best is None:
             self.simulator_calls = engine.calls
             # Chains take memory, so that recomputing everything does not reach the least.
             raise infeasible(self, program, limit, required if self.mode == "swap" else None)
-        moves = Moves(program, limit, self.mode, self.min_bytes, self.seed)
-        each = max((self.calls - 1 - engine.calls) // self.restarts, 0)  # the last call is the final check
-        for run in range(self.restarts):
-            best, best_ns = anneal(moves, engine, best, best_ns, each, self.hot, self.cold, self.seed + run)
+        if until is None:
+            moves = Moves(program, limit, self.mode, self.min_bytes, self.seed)
+            each = self._left(engine.calls) // self.restarts
+            for run in range(self.restarts):
+                best, best_ns = anneal(moves, engine, best, best_ns, each, self.hot, self.cold, self.seed + run)
+        elif time.monotonic() < until:
+            best = self._on_all_cores(engine, best, best_ns, until)
         return finish(self, program, machine, limit, engine, best)
+
+    def _left(self, calls: int) -> int:
+        """Calls that are left after so many; the last one is the final check."""
+        return max((CALLS if self.calls is None else self.calls) - 1 - calls, 0)
+
+    def _on_all_cores(self, engine: Engine, best: Rows, best_ns: int, until: float) -> Rows:
+        """The best plan of runs side by side, each on a core; the next ones start from it."""
+        jobs = self.jobs or cores()
+        program, machine, limit = engine.program, engine.machine, engine.limit
+        moves = Moves(program, limit, self.mode, self.min_bytes, self.seed)
+        several = [
+            (moves, engine),
+            *((moves.fork(self.seed + i), Engine(program, machine, limit)) for i in range(1, jobs)),
+        ]
+        each = None if self.calls is None else self._left(engine.calls) // self.restarts // jobs
+        with ThreadPoolExecutor(jobs) as pool:
+            for run in range(self.restarts):
+                now = time.monotonic()
+                end = now + (until - now) / (self.restarts - run)
+                found = [
+                    pool.submit(anneal, mine, on, best, best_ns, each, self.hot, self.cold, self.seed + run * jobs + i,
+                                until=end)
+                    for i, (mine, on) in enumerate(several)
+                ]  # fmt: skip
+                best, best_ns = min((one.result() for one in found), key=lambda result: result[1])
+        engine.calls = sum(on.calls for _, on in several)
+        return best
 
 
 def start(
-    program: Program, machine: Machine, limit: int, engine: Engine, mode: str, min_bytes: int
-) -> tuple[Rows | None, int, int]:
+    program: Program, machine: Machine, limit: int, engine: Engine, mode: str, min_bytes: int,
+    until: float | None = None,
+) -> tuple[Rows | None, int, int]:  # fmt: skip
     """Rows, iteration time and required bytes of the best plan of the heuristics, or of every gap emptied where they
-    have none. The rows are None where that does not fit either. All simulator calls are added to ``engine``'s."""
-    heuristics: list[Planner] = []
-    if mode != "recompute":
-        heuristics += [AutoSwap(score, min_bytes) for score in SCORES]
-    if mode != "swap":
-        heuristics += [SuperNeurons(mode, early=True, min_bytes=min_bytes), Memonger(min_bytes=min_bytes)]
-    heuristics += [Capuchin(mode, min_bytes=min_bytes)]
-    found = plans_of(heuristics, program, machine, limit, engine) or [everything(program, mode, min_bytes)]
+    have none. The rows are None where that does not fit either. All simulator calls are added to ``engine``'s.
+
+    Args:
+        until: time.monotonic(), half of the time to which is for the heuristics: then no other is begun.
+    """
+    found: list[Rows] = []
+    half = None if until is None else (time.monotonic() + until) / 2
+    for heuristic in _heuristics(mode, min_bytes, slow=until is None):
+        if half is None or time.monotonic() < half:
+            found += plans_of([heuristic], program, machine, limit, engine)
+    found = found or [everything(program, mode, min_bytes)]
     scores = [engine.score(rows) for rows in found]
     best = min(range(len(found)), key=lambda i: (not scores[i].feasible, scores[i].iteration_ns))
     feasible, iteration_ns, required, *_ = scores[best]
     return found[best] if feasible else None, iteration_ns, required
+
+
+def _heuristics(mode: str, min_bytes: int, slow: bool) -> Iterator[Planner]:
+    """Those whose plans have only what ``mode`` allows; ``slow``: Capuchin, too, whose rounds of feedback take long."""
+    if mode != "recompute":
+        yield from (AutoSwap(score, min_bytes) for score in SCORES)
+    if mode != "swap":
+        yield Memonger(min_bytes=min_bytes)
+        yield SuperNeurons(mode, early=True, min_bytes=min_bytes)
+    yield TENSILE(mode, min_bytes=min_bytes)
+    if slow:
+        yield Capuchin(mode, min_bytes=min_bytes)
 
 
 def everything(program: Program, mode: str, min_bytes: int) -> Rows:

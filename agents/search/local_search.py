@@ -14,7 +14,11 @@ on a plan that cannot run. Moves:
 
 from __future__ import annotations
 
+import copy
 import math
+import time
+from collections.abc import Iterator
+from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +35,7 @@ PRUNE = 3  # gaps that an empty move tries to fill
 SHIFT = 8.0  # kernels, mean of a shift
 EARLY = 0.2  # how often a recomputed gap that is picked for a shift is shifted
 TRIES = 100  # moves tried before giving up
+CLOCK = 8  # calls between two looks at the clock
 
 Floats = NDArray[np.float64]
 
@@ -69,15 +74,26 @@ class Moves:
         self._after = np.array([g.after for g in self.gaps], dtype=np.int64)
         self._since = np.array([_since_write(program, g) for g in self.gaps], dtype=np.int64)
         self._earlier = _earlier(program, self.gaps)
-        self._limit, self._rng = limit, np.random.default_rng(seed).integers(1, 2**63, 1, dtype=np.uint64)
+        self._limit = limit
+        self._own(seed)
+
+    def _own(self, seed: int) -> None:
+        """What no two searches share."""
+        self._rng = np.random.default_rng(seed).integers(1, 2**63, 1, dtype=np.uint64)
         self.rows, self.on, self.load = self._empty()
         self._tried = self._empty()
-        self._differ = np.full(len(kept) + 2 * PRUNE + 8, -1, dtype=np.int64)  # see _start
+        self._differ = np.full(len(self.gaps) + 2 * PRUNE + 8, -1, dtype=np.int64)  # see _start
         self._plan, self._row = np.empty_like(self.rows), np.empty(6, dtype=np.int64)
 
     def _empty(self) -> tuple[Rows, NDArray[np.bool_], NDArray[np.int64]]:
         first = self.weights.argmax(1)
         return self._ways[np.arange(len(first)), first], np.zeros(len(first), dtype=np.bool_), self._live_bytes.copy()
+
+    def fork(self, seed: int) -> Moves:
+        """Moves of the same gaps, with a plan and random numbers of their own; the weights are shared."""
+        out = copy.copy(self)
+        out._own(seed)
+        return out
 
     def reset(self, rows: Rows) -> None:
         """Makes this the plan of ``rows`` (int64[k, 6]), of gaps that are candidates."""
@@ -124,41 +140,53 @@ def _earlier(program: Program, gaps: list[Gap]) -> NDArray[np.int64]:
 
 
 def anneal(
-    moves: Moves, engine: Engine, start: Rows, start_ns: int, calls: int, hot: float, cold: float, seed: int,
-    enough_ns: int = 0,
+    moves: Moves, engine: Engine, start: Rows, start_ns: int, calls: int | None, hot: float, cold: float, seed: int,
+    enough_ns: int = 0, until: float | None = None,
 ) -> tuple[Rows, int]:  # fmt: skip
     """Metropolis acceptance, the temperature falling geometrically from ``hot`` to ``cold``.
 
     Args:
         start: rows of a plan that fits, and its iteration time.
-        calls: simulator calls.
+        calls: simulator calls; None: as many as there is time for.
         hot, cold: temperatures, as fractions of the ideal time.
         enough_ns: stop at a plan that is at least this fast.
+        until: time.monotonic() at which to stop. The temperature is that of the calls or of the time, the lower one.
 
     Returns:
         rows and iteration time of the best plan.
     """
     ideal = max(engine.program.ideal_ns, 1)
-    chance = np.random.default_rng(seed).random(calls).tolist()
+    chance = _uniforms(seed)
     moves.reset(start)
     best, best_ns, now_ns = start, start_ns, start_ns
     enough = max(enough_ns, engine.program.ideal_ns)
-    for step in range(calls):
-        if best_ns <= enough:
+    begin, spent = time.monotonic(), 0.0
+    for step in range(calls) if calls is not None else count():
+        if until is not None and step % CLOCK == 0:
+            spent = (time.monotonic() - begin) / max(until - begin, 1e-9)
+        if best_ns <= enough or spent >= 1:
             break
         rows = moves.propose()
         if rows is None:
             break
-        temperature = ideal * hot * (cold / hot) ** (step / calls)
+        done = max(spent, step / calls if calls is not None else 0.0)
+        temperature = ideal * hot * (cold / hot) ** done
         # A slower plan is not accepted, so that it need not be simulated to its end.
-        cutoff_ns = now_ns + math.ceil(-temperature * math.log(1.0 - chance[step]))
-        iteration_ns = engine.score(rows, None, min(cutoff_ns, NEVER)).iteration_ns
+        cutoff_ns = min(now_ns + math.ceil(-temperature * math.log(1.0 - next(chance))), NEVER)
+        iteration_ns = engine.score(rows, None, cutoff_ns).iteration_ns
         if iteration_ns < cutoff_ns:
             moves.accept()
             now_ns = iteration_ns
             if now_ns < best_ns:
                 best, best_ns = rows, now_ns
     return best, best_ns
+
+
+def _uniforms(seed: int) -> Iterator[float]:
+    """Uniform in [0, 1), without end."""
+    rng = np.random.default_rng(seed)
+    while True:
+        yield from rng.random(4096).tolist()
 
 
 # ------------------------------------------------------------------------------------- compiled part

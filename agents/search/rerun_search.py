@@ -46,7 +46,7 @@ class RerunSearch:
     """The search.
 
     Args:
-        time_limit: seconds. Where it ends the search, the plan depends on the speed of the computer.
+        seconds: of wall-clock time. Where they end the search, the plan depends on the speed of the computer.
         kicks: at most so many.
         min_bytes: tensors below this size stay.
     """
@@ -56,17 +56,17 @@ class RerunSearch:
     )  # fmt: skip
     name = facts.key
 
-    def __init__(self, time_limit: float = 60.0, kicks: int = 300, min_bytes: int = MIB, seed: int = 0) -> None:
-        if not time_limit > 0:
-            raise ValueError(f"time_limit: expected more than 0, got {time_limit}")
+    def __init__(self, seconds: float = 60.0, kicks: int = 300, min_bytes: int = MIB, seed: int = 0) -> None:
+        if not seconds > 0:
+            raise ValueError(f"seconds: expected more than 0, got {seconds}")
         if kicks < 0:
             raise ValueError(f"kicks: expected at least 0, got {kicks}")
-        self.time_limit, self.kicks, self.min_bytes, self.seed = time_limit, kicks, min_bytes, seed
+        self.seconds, self.kicks, self.min_bytes, self.seed = seconds, kicks, min_bytes, seed
         self.simulator_calls = 0
 
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
         """The best plan found; raises Infeasible where there is none, or none was found."""
-        until = time.monotonic() + self.time_limit
+        until = time.monotonic() + self.seconds
         engine = Engine(program, machine, limit)
         self.simulator_calls = 0
         runs: Ints = np.empty(0, np.int64)

@@ -40,13 +40,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
-from torch.utils.flop_counter import flop_registry
 
 from executor.capture.algorithms import convolution_of, with_algorithms
 from executor.capture.operators import (
     ALLOCATIONS,
     adds_gradients,
     caller,
+    flops_of,
     kind_of,
     mutated,
     running_statistics,
@@ -349,11 +349,10 @@ class _Recorder(TorchDispatchMode):
                     self.values[node] = self._storage(value)
         launched = nodes[0].target if nodes and isinstance(nodes[0].target, OpOverload) else func
         moved = 0 if func._overloadpacket in ALLOCATIONS else sum(map(touched_bytes, tensors + outs))
-        flops = flop_registry.get(func._overloadpacket)
         view = Tag.inplace_view in func.tags or (not func._schema.is_mutable and set(writes) <= set(reads))
         self.ops.append(
             _Op(launched, phase, nodes, list(dict.fromkeys(reads)), list(dict.fromkeys(writes)),
-                int(flops(*args, **kwargs, out_val=out)) if flops else 0, moved, sums,
+                flops_of(func, args, kwargs, out), moved, sums,
                 not view and any(self.nbytes[s] for s in reads + writes))
         )  # fmt: skip
         return out

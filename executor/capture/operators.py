@@ -14,6 +14,7 @@ from torch._ops import OpOverload
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.utils import _python_dispatch
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from simulator.program import KernelKind, Phase
 
@@ -71,6 +72,26 @@ def arguments(func: OpOverload, args: Any, kwargs: Any) -> Iterator[tuple[Any, A
             yield argument, args[i]
         elif argument.name in kwargs:
             yield argument, kwargs[argument.name]
+
+
+def flops_of(func: OpOverload, args: Any, kwargs: Any, out: Any) -> int:
+    """FLOPs of an operator: matrix products, convolutions and attention have some, everything else 0.
+
+    PyTorch's own formulas leave out the CPU's fused attention, and count the half of causal attention that its kernels
+    skip.
+    """
+    given = {argument.name: value for argument, value in arguments(func, args, kwargs)}
+    if func._overloadpacket in _CPU_ATTENTION:
+        shapes = [given[name].shape for name in ("grad_out", "query", "key", "value") if name in given]
+        found = int((sdpa_backward_flop_count if "grad_out" in given else sdpa_flop_count)(*shapes))
+    else:
+        formula = flop_registry.get(func._overloadpacket)
+        found = int(formula(*args, **kwargs, out_val=out)) if formula else 0
+    return found // 2 if given.get("is_causal") else found
+
+
+_CPU_ATTENTION = (aten._scaled_dot_product_flash_attention_for_cpu,
+                  aten._scaled_dot_product_flash_attention_for_cpu_backward)  # fmt: skip
 
 
 def mutated(func: OpOverload, args: Any, kwargs: Any) -> list[Tensor]:

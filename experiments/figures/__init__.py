@@ -19,12 +19,15 @@ WORKLOADS = cli.CONFIGS / "workload"
 
 def networks(settings: DictConfig) -> list[str]:
     """The workloads of ``settings.networks``, shipped ones; raises UsageError for one that there is not."""
+    return [network(str(name), "networks") for name in cli.values(settings, "networks")]
+
+
+def network(name: str, key: str) -> str:
+    """The name of a shipped workload; raises UsageError, which names the ``key``, where there is none."""
     known = {path.stem for path in WORKLOADS.glob("*.yaml") if "batch_size" in workload(path.stem)}
-    found = [str(name) for name in cli.values(settings, "networks")]
-    for name in found:
-        if name not in known:
-            raise cli.UsageError(f"figure.networks: there is no workload {name!r}{cli.nearest(name, known)}")
-    return found
+    if name not in known:
+        raise cli.UsageError(f"figure.{key}: there is no workload {name!r}{cli.nearest(name, known)}")
+    return name
 
 
 def workload(name: str) -> dict[str, Any]:
@@ -46,6 +49,7 @@ def program(name: str, machine: Machine, **changes: Any) -> Program:
 
 _LABELS = {"unet": "U-Net", "lstm": "LSTM", "kmeans": "K-means", "resnet_stochastic": "ResNet110, stochastic depth",
            "mlp": "MLP", "gpt2_small": "GPT-2 small", "gpt2_medium": "GPT-2 medium", "llama": "Llama",
+           "llama3_8b": "Llama 3 8B", "qwen3": "Qwen3 8B", "mixtral": "Mixtral 8x7B", "vit_l": "ViT-L/16",
            "inception_v3": "Inception V3", "inception_v3_cifar": "Inception V3", "inception_v4": "Inception V4",
            "densenet121": "DenseNet121", "mobilenet": "MobileNet", "squeezenet": "SqueezeNet", "plain20": "Plain20",
            "resnet18_cifar": "ResNet18", "vgg16_imagenet": "VGG16", "resnet50_imagenet": "ResNet50",

@@ -6,6 +6,8 @@ where there is a ``target``), what the family's module beside this file asks for
 
 - ``iteration_ms``: measured iteration time by machine name; on those machines the kernels' durations are
   scaled to it, elsewhere they are the roofline's;
+- ``dtype``: of parameters, optimizer state, activations and batch: float32 (the default), bfloat16 or float16; the
+  roofline's FLOP rate is the machine's for it;
 - ``algorithms``: true gives convolutions the workspace of their fastest algorithm, and the others as variants
   (executor/capture/algorithms.py); the durations stay. Without it no kernel has a workspace;
 - ``paper_peak_mb``: the paper's peak load, for comparison.
@@ -16,10 +18,13 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from executor.capture.capture import Captured, capture
 from experiments.workloads.module import Parts, WorkloadError
@@ -28,7 +33,8 @@ from simulator.machine import Machine
 __all__ = ["WorkloadError", "build", "load"]
 
 FAMILIES = tuple(sorted(path.stem for path in Path(__file__).parent.glob("[!_]*.py")))
-_KEYS = {"name", "family", "iteration_ms", "paper_peak_mb", "algorithms"}
+_KEYS = {"name", "family", "iteration_ms", "paper_peak_mb", "algorithms", "dtype"}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def load(workload: Mapping[str, Any], machine: Machine) -> Captured:
@@ -37,6 +43,7 @@ def load(workload: Mapping[str, Any], machine: Machine) -> Captured:
     Raises:
         WorkloadError: the configuration is wrong.
         CaptureError: the model cannot be traced.
+        FormatError: the machine has no FLOP rate for the dtype.
     """
     parts = build(workload)
     iteration_ms = workload.get("iteration_ms") or {}
@@ -48,7 +55,7 @@ def load(workload: Mapping[str, Any], machine: Machine) -> Captured:
         raise WorkloadError(f"workload.algorithms: expected true or false, got {algorithms!r}")
     captured = capture(*parts, machine=machine, name=str(workload.get("name") or type(parts[0]).__name__))
     iteration_ns = None if measured is None else round(measured * 1e6)
-    return captured.on(machine, iteration_ns=iteration_ns, algorithms=algorithms)
+    return captured.on(machine, workload.get("dtype", "float32"), iteration_ns, algorithms)
 
 
 def build(workload: Mapping[str, Any]) -> Parts:
@@ -72,5 +79,15 @@ def build(workload: Mapping[str, Any]) -> Parts:
     for key, parameter in asked.items():
         if parameter.default is parameter.empty and key not in given:
             raise WorkloadError(f"workload.{key}: missing; {family} needs {', '.join(asked)}")
+    dtype = workload.get("dtype", "float32")
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise WorkloadError(f"workload.dtype: expected {', '.join(_DTYPES)}, got {dtype!r}")
     with torch.device("cpu" if family == "module" else "meta"):
-        return make(**given)
+        model, loss_fn, optimizer, batch = make(**given)
+    if dtype == "float32":  # as it is
+        return model, loss_fn, optimizer, batch
+    return model.to(_DTYPES[dtype]), loss_fn, optimizer, tree_map_only(Tensor, partial(_in, _DTYPES[dtype]), batch)
+
+
+def _in(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor

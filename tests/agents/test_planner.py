@@ -21,7 +21,7 @@ from tests.strategies import machines, networks, programs, reachable_limits
 FAST: dict[str, dict[str, object]] = {
     "random_search": {"calls": 20}, "annealing": {"calls": 60}, "lp_round": {"calls": 60},
     "home": {"particles": 6, "iterations": 4, "jobs": 1},
-    "autoswap_bo": {"evaluations": 6}, "milp": {"time_limit": 2.0},
+    "autoswap_bo": {"evaluations": 6}, "milp": {"seconds": 2.0},
     "smartpool+autoswap": {"align": False},
 }  # fmt: skip
 TESTED = [name for name in agents.untrained() if name != "milp"]

@@ -360,7 +360,7 @@ def test_no_enumerated_plan_is_faster(data: st.DataObject, program: Program, mac
 @given(st.data(), programs() | networks(), machines(), st.sampled_from(["swap", "recompute", "joint"]))
 def test_any_program_at_any_limit(data: st.DataObject, program: Program, machine: Machine, mode: str) -> None:
     limit = data.draw(reachable_limits(program) | st.integers(0, program.peak_bytes))
-    planner = MILP(mode, time_limit=0.05, min_bytes=data.draw(st.sampled_from([1, 20])), calls=30)
+    planner = MILP(mode, seconds=0.05, min_bytes=data.draw(st.sampled_from([1, 20])), calls=30)
     try:
         plan = planner.plan(program, machine, limit)
     except agents.Infeasible:
@@ -375,7 +375,7 @@ def test_any_program_at_any_limit(data: st.DataObject, program: Program, machine
 
 def test_stopped_it_is_no_worse_than_the_heuristics() -> None:
     program = pyramid(40)
-    found, planner = extra_ns(program, 12, mode="recompute", time_limit=0.01)
+    found, planner = extra_ns(program, 12, mode="recompute", seconds=0.01)
     for name, options in (("memonger", {}), ("annealing", {"mode": "recompute", "calls": 50})):
         rows = rows_of(agents.make(name, min_bytes=1, **options).plan(program, MACHINE, 12).decisions)
         assert found <= Engine(program, MACHINE, 12).score(rows).iteration_ns - program.ideal_ns
@@ -385,8 +385,8 @@ def test_stopped_it_is_no_worse_than_the_heuristics() -> None:
 def test_bad_options(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="solver: expected one of highs, cpsat"):
         agents.make("milp", solver="gurobi")
-    with pytest.raises(ValueError, match="time_limit: expected more than 0"):
-        agents.make("milp", time_limit=0)
+    with pytest.raises(ValueError, match="seconds: expected more than 0"):
+        agents.make("milp", seconds=0)
     with pytest.raises(ValueError, match="calls: expected at least"):
         agents.make("milp", calls=1)
     with pytest.raises(ValueError, match="mode: expected"):

@@ -132,9 +132,9 @@ def test_same_seed_same_plan_and_the_clock_ends_it() -> None:
     first, again = (planner.plan(program, MACHINE, limit) for _ in range(2))
     assert first == again
     start = time.monotonic()
-    agents.make("rerun_search", min_bytes=1, time_limit=0.5, kicks=10**9).plan(program, MACHINE, limit)
+    agents.make("rerun_search", min_bytes=1, seconds=0.5, kicks=10**9).plan(program, MACHINE, limit)
     assert time.monotonic() - start < 5
-    for wrong in ({"time_limit": 0}, {"kicks": -1}):
+    for wrong in ({"seconds": 0}, {"kicks": -1}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             agents.make("rerun_search", **wrong)
 

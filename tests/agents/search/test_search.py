@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from agents.planner import Candidates, Rows
 from agents.search.annealing import everything
 from agents.search.local_search import Moves, anneal
 from agents.search.random_search import random_subset
-from simulator import Kernel, Machine, Program, Tensor
+from simulator import Kernel, Machine, Program, Tensor, simulate
 from simulator.compiled.encoding import RECOMPUTE, SWAP
 from simulator.compiled.engine import NEVER, Engine, Score, rows_of
 from simulator.ways import KEPT, SWAPPED
@@ -43,7 +44,7 @@ def overhead(program: Program, limit: int, name: str, **options: object) -> floa
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [("random_search", {}), ("annealing", {}), ("annealing", {"mode": "joint", "restarts": 2})]
+    ("name", "options"), [("random_search", {}), ("annealing", {}), ("annealing", {"mode": "swap", "restarts": 2})]
 )
 def test_same_seed_same_plan_within_the_budget(name: str, options: dict[str, object]) -> None:
     program = pyramid(12, 0)
@@ -76,6 +77,27 @@ def test_annealing_is_never_worse_than_autoswap() -> None:
         limit = int(fraction * program.peak_bytes)
         scores = [overhead(program, limit, f"autoswap_{s}") for s in ("doa", "aoa", "wdoa", "swdoa")]
         assert overhead(program, limit, "annealing", calls=500) <= min(scores)
+
+
+@pytest.mark.parametrize(("restarts", "jobs"), [(1, None), (3, 1), (2, 3)])
+def test_annealing_for_some_seconds(restarts: int, jobs: int | None) -> None:
+    program = pyramid(16, 5)
+    limit = int(0.5 * program.peak_bytes)
+    few, many = (agents.make("annealing", min_bytes=1, seconds=s, restarts=restarts, jobs=jobs) for s in (1e-6, 0.5))
+    first = few.plan(program, MACHINE, limit)
+    begin = time.monotonic()
+    plan = many.plan(program, MACHINE, limit)
+    assert 0.4 < time.monotonic() - begin < 2  # another process may have the cores for a while
+    assert few.simulator_calls < 10 and many.simulator_calls > 500
+    ns = [simulate(program, p, MACHINE, limit).iteration_ns for p in (plan, first)]
+    assert ns[0] < ns[1]
+
+
+def test_the_calls_end_a_search_that_has_time() -> None:
+    program = pyramid(16, 5)
+    planner = agents.make("annealing", min_bytes=1, seconds=60.0, calls=200)
+    planner.plan(program, MACHINE, int(0.5 * program.peak_bytes))
+    assert 100 < planner.simulator_calls <= 200
 
 
 def test_random_subset_fits_and_stops_there() -> None:
@@ -153,6 +175,22 @@ def test_the_cutoff_changes_nothing(mode: str, monkeypatch: pytest.MonkeyPatch) 
     assert sequences[0][1] > sequences[1][1]
 
 
+def test_a_fork_searches_on_its_own() -> None:
+    program = pyramid(8, 2)
+    limit = int(0.7 * program.peak_bytes)
+    moves = Moves(program, limit, "joint", 1, seed=0)
+    start = moves.propose()
+    assert start is not None
+    moves.accept()
+    same, other = moves.fork(7), Moves(program, limit, "joint", 1, seed=7)
+    for _ in range(50):
+        mine, theirs = same.propose(), other.propose()
+        assert mine is not None and np.array_equal(mine, theirs)
+        same.accept()
+        other.accept()
+    assert np.array_equal(moves.plan(), start)
+
+
 def test_weights_decide_what_is_picked() -> None:
     program = pyramid(8, 2)
     weights = np.zeros((len(program.gaps(1)), KEPT + 1))
@@ -175,3 +213,5 @@ def test_bad_options() -> None:
         agents.make("annealing", calls=3)
     with pytest.raises(ValueError, match="hot, cold"):
         agents.make("annealing", hot=1e-5, cold=1e-3)
+    with pytest.raises(ValueError, match="seconds: expected more than 0"):
+        agents.make("annealing", seconds=0)

@@ -295,6 +295,21 @@ def test_batch_norm_and_in_place():
     assert Program.from_dict(program.to_dict()).fingerprint == program.fingerprint
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_fused_attention_has_its_flops(causal):
+    def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        loss = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal).sum()
+        loss.backward()
+        return loss
+
+    given = [torch.randn(2, 3, 8, 4, requires_grad=True) for _ in range(3)]
+    program = capture_step(step, *given, machine=GPU).program
+    # Two products of 2 x 3 heads, 8 x 8 pairs and size 4, and five backward; half of them where no token sees ahead.
+    each = 2 * 2 * 3 * 8 * 8 * 4 // (2 if causal else 1)
+    assert [k.flops for k in program.kernels if k.flops] == [2 * each, 5 * each]
+    assert max(t.nbytes for t in program.tensors) == 4 * 2 * 3 * 8 * 4  # no tensor of pairs
+
+
 def test_costs_and_mappings():
     captured = capture(*build(Residual, images), machine=GPU)
     program = captured.program

@@ -1,4 +1,4 @@
-"""U-Net, char-RNN, K-means, stochastic depth, MLP, GPT-2 and Llama: sizes as published, arithmetic as defined."""
+"""U-Net, char-RNN, K-means, stochastic depth, MLP, GPT-2: sizes as published, arithmetic as defined."""
 
 from pathlib import Path
 
@@ -11,11 +11,11 @@ from torch.nn import functional as F
 
 from executor import PlannedStep, capture
 from experiments import figures, workloads
-from experiments.workloads import WorkloadError, gpt2, kmeans, llama, lstm, resnet_stochastic, unet
+from experiments.workloads import WorkloadError, gpt2, kmeans, lstm, resnet_stochastic, unet
 from simulator import Machine, Plan, Swap
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs" / "workload"
-NAMES = ["unet", "lstm", "kmeans", "resnet_stochastic", "mlp", "gpt2_small", "gpt2_medium", "llama"]
+NAMES = ["unet", "lstm", "kmeans", "resnet_stochastic", "mlp", "gpt2_small", "gpt2_medium"]
 TINY = {
     "unet": {"batch_size": 1, "image": 188},
     "lstm": {"batch_size": 2, "hidden": 8, "length": 3, "vocabulary": 5},
@@ -24,9 +24,7 @@ TINY = {
     "mlp": {"batch_size": 2, "width": 8, "layers": 3},
     "gpt2_small": {"batch_size": 1, "length": 4},
     "gpt2_medium": {"batch_size": 1, "length": 4},
-    "llama": {"batch_size": 1, "layers": 1, "width": 16, "heads": 4, "kv_heads": 2, "hidden": 24, "vocabulary": 32,
-              "length": 4},
-}  # fmt: skip
+}
 GPU = Machine.load("gtx1080ti")
 
 
@@ -60,10 +58,6 @@ def test_every_configuration_builds_with_the_keys_of_its_family(name):
         ("gpt2_small", {}, 124_439_808),
         ("gpt2_medium", {}, 354_823_168),
         ("gpt2_small", {"size": "large"}, 774_030_080),
-        ("llama", {"layers": 22}, 1_100_048_384),  # TinyLlama 1.1B
-        # Llama 2 7B and Llama 3 8B
-        ("llama", {"layers": 32, "width": 4096, "kv_heads": 32, "hidden": 11008}, 6_738_415_616),
-        ("llama", {"layers": 32, "width": 4096, "kv_heads": 8, "hidden": 14336, "vocabulary": 128256}, 8_030_261_248),
     ],
 )
 def test_parameters_as_published(name, changes, published):
@@ -213,44 +207,6 @@ def test_dropped_blocks_are_their_shortcuts_and_stay_as_they_are():
     assert sum(p.grad is None for p in model.parameters()) == sum(1 for b in dropped for _ in b.parameters())
 
 
-def test_attention_of_llama_from_its_definition():
-    """Token by token and head by head; positions as complex numbers: entry i with entry i + size / 2."""
-    torch.manual_seed(0)
-    width, heads, shared, length = 16, 4, 2, 5
-    model = llama.Llama(1, width, heads, shared, 24, 32, length)
-    attention, size = model.blocks[0].attention, width // heads
-    x = torch.randn(1, length, width)
-    angles = torch.arange(length)[:, None] * 10000.0 ** (-torch.arange(0, size, 2).double() / size)
-    turn = torch.polar(torch.ones_like(angles), angles)
-
-    def turned(v: torch.Tensor, place: int) -> torch.Tensor:
-        pairs = torch.complex(v[: size // 2], v[size // 2 :]) * turn[place]
-        return torch.cat([pairs.real, pairs.imag])
-
-    q, k, v = (part(x)[0].double().detach() for part in (attention.q, attention.k, attention.v))
-    rows = []
-    for i in range(length):
-        row = []
-        for h in range(heads):
-            part, group = slice(h * size, h * size + size), slice(h // 2 * size, h // 2 * size + size)
-            scores = torch.stack([turned(q[i, part], i) @ turned(k[j, group], j) for j in range(i + 1)]) / size**0.5
-            row.append(scores.softmax(0) @ v[: i + 1, group])
-        rows.append(torch.cat(row))
-    expected = attention.project(torch.stack(rows).float()[None])
-    torch.testing.assert_close(attention(x, model.cos, model.sin), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_llamas_block_adds_both_parts():
-    torch.manual_seed(0)
-    model = llama.Llama(1, 8, 2, 1, 12, 16, 3)
-    block, x = model.blocks[0], torch.randn(1, 3, 8)
-    a = x + block.attention(x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt(), model.cos, model.sin)
-    b = a / (a.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-    gate = block.gate(b)
-    expected = a + (gate / (1 + (-gate).exp()) * block.up(b)) @ block.down.weight.T
-    torch.testing.assert_close(block(x, model.cos, model.sin), expected)
-
-
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
@@ -265,9 +221,6 @@ def test_llamas_block_adds_both_parts():
         ("gpt2_small", {"size": "huge"}, "workload.size: gpt2 has small, medium, large, not 'huge'"),
         ("gpt2_small", {"size": ["small"]}, "workload.size"),
         ("gpt2_small", {"length": 1025}, "workload.length: gpt2 has 1024 positions, not 1025"),
-        ("llama", {"heads": 3}, "workload.heads"),
-        ("llama", {"kv_heads": 5}, r"workload.kv_heads: expected a divisor of heads \(32\), got 5"),
-        ("llama", {"tied": True}, "unknown key 'tied'; llama has layers"),
     ],
 )
 def test_bad_keys(name, change, message):

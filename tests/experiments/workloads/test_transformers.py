@@ -1,0 +1,330 @@
+"""Llama, Qwen3, Mixtral and the Vision Transformer: sizes as published, arithmetic as defined, programs by hand."""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from torch import nn
+from torch.nn import functional as F
+
+from executor import PlannedStep, capture
+from experiments import figures, workloads
+from experiments.workloads import WorkloadError, llama, mixtral, vit
+from experiments.workloads._transformers import RMSNorm, rms_norm
+from simulator import Machine, Plan, Program
+from simulator.files import FormatError
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs" / "workload"
+SMALL = {"batch_size": 1, "layers": 1, "width": 16, "heads": 4, "kv_heads": 2, "hidden": 24, "vocabulary": 32,
+         "length": 4}  # fmt: skip
+TINY = {
+    "llama": SMALL,
+    "llama3_8b": SMALL,
+    "qwen3": {**SMALL, "head_size": 6},
+    "mixtral": {**SMALL, "experts": 3},
+    "vit_l": {"batch_size": 2, "layers": 1, "image": 32},
+}
+GPU = Machine.load("h100")
+
+
+def config(name: str) -> dict:
+    return yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
+
+
+@cache
+def program(name: str, layers: int, dtype: str = "bfloat16") -> Program:
+    return workloads.load({**config(name), "layers": layers, "dtype": dtype}, GPU).program
+
+
+def flops(found: Program) -> int:
+    return sum(kernel.flops for kernel in found.kernels)
+
+
+def kept(found: Program) -> int:
+    """Bytes that are no state and live when the last block has run forward: before the head's product."""
+    head = max(k for k, kernel in enumerate(found.kernels) if kernel.kind == "matmul" and kernel.phase == "forward")
+    first = [k for k, kernel in enumerate(found.kernels) if kernel.kind == "norm" and k < head][-1]
+    return found.live_bytes[first] - sum(t.nbytes for t in found.tensors if t.persistent)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_configuration_builds_with_the_keys_of_its_family(name):
+    model, loss_fn, _, (x, y) = workloads.build({**config(name), **TINY[name]})
+    loss = loss_fn(model(x), y)
+    assert loss.shape == () and loss.device.type == "meta"
+    assert {p.dtype for p in model.parameters()} == {torch.float32 if name == "llama" else torch.bfloat16}
+    assert config(name)["name"] == name and figures.label(name) != name
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "published"),
+    [
+        ("llama", {"layers": 22}, 1_100_048_384),  # TinyLlama 1.1B
+        ("llama", {"layers": 32, "width": 4096, "kv_heads": 32, "hidden": 11008}, 6_738_415_616),  # Llama 2 7B
+        ("llama3_8b", {"layers": 32}, 8_030_261_248),
+        ("qwen3", {"layers": 36}, 8_190_735_360),
+        ("mixtral", {"layers": 32}, 46_702_792_704),
+        ("vit_l", {}, 304_326_632),  # as torchvision's; Table 1's 307M have more classes
+        ("vit_l", {"size": "base"}, 86_567_656),
+    ],
+)
+def test_parameters_as_published(name, changes, published):
+    model = workloads.build({**config(name), **changes})[0]
+    assert sum(p.numel() for p in model.parameters()) == published
+
+
+# ------------------------------------------------------------------------------------------- programs
+
+
+def test_a_block_of_llama_3_by_hand():
+    """What a second block adds, at full size: 8192 tokens, width 4096, 32 heads of 128, 8 of them shared, 14336."""
+    one, two = program("llama3_8b", 1), program("llama3_8b", 2)
+    tokens, width, shared, hidden = 8192, 4096, 1024, 14336
+    weights = 2 * width * width + 2 * width * shared + 3 * width * hidden
+    attention = 4 * 32 * 128 * tokens**2 // 2  # causal: half of the pairs
+    assert flops(two) - flops(one) == 3 * 2 * tokens * weights + attention + 5 * attention // 2
+    numbers = weights + 2 * width  # and two norms
+    for kind, nbytes in (("parameter", 2 * numbers), ("optimizer_state", 2 * 2 * numbers + 9 * 4)):
+        sizes = [sum(t.nbytes for t in p.tensors if t.kind == kind) for p in (one, two)]
+        assert sizes[1] - sizes[0] == nbytes
+    # Both inputs of norms, both results; q, k, v, the result of attention and the projection's input; gate, silu, up
+    # and their product. In float32, a number for each row of each head and of each norm.
+    rows = 2 * tokens * (9 * width + 4 * hidden) + 4 * tokens * (32 + 2)
+    assert kept(two) - kept(one) == rows
+
+
+@pytest.mark.parametrize("name", ["llama3_8b", "qwen3", "mixtral"])
+def test_nothing_is_as_large_as_all_pairs_of_tokens(name):
+    found, entry = program(name, 1), config(name)
+    logits = 4 * entry["length"] * entry["vocabulary"]
+    largest = max(t.nbytes for t in found.tensors if not t.persistent and t.nbytes != logits)
+    assert largest < 2 * entry["heads"] * entry["length"] ** 2
+    names = [k.name for k in found.kernels if "scaled_dot_product" in k.name]
+    assert len(names) == 2 and all("flash_attention" in kernel for kernel in names)
+
+
+def test_qwen3_adds_the_norms_of_queries_and_keys():
+    found = program("qwen3", 1)
+    norms = [k for k in found.kernels if k.kind == "norm" and k.phase == "forward"]
+    assert len(norms) == 5  # two of the block, two of its heads, one at the end
+    sizes = {t.name: t.nbytes for t in found.tensors if t.kind == "parameter"}
+    assert sizes["blocks.0.attention.q_norm.weight"] == sizes["blocks.0.attention.k_norm.weight"] == 2 * 128
+
+
+def test_a_block_of_mixtral_by_hand():
+    """Every expert runs for a quarter of the tokens: 2 of 8 experts."""
+    found = program("mixtral", 1)
+    tokens, width, hidden = 8192, 4096, 14336
+    attention = 4 * 32 * 128 * tokens**2 // 2
+    dense = 2 * width * width + 2 * width * 1024 + width * 8 + width * 32000  # with the router and the head
+    experts = 8 * (tokens * 2 // 8) * 3 * width * hidden
+    assert flops(found) == 6 * (tokens * dense + experts) + attention + 5 * attention // 2
+    sizes = [t.nbytes for t in found.tensors if t.kind == "parameter" and ".feed.experts." in t.name]
+    assert sizes == [2 * width * hidden] * 24
+
+
+def test_a_block_of_vit_by_hand():
+    entry = {**config("vit_l"), "batch_size": 2}
+    one, two = (workloads.load({**entry, "layers": layers}, GPU).program for layers in (1, 2))
+    rows, width = 2 * 197, 1024
+    attention = 4 * 2 * 16 * 197**2 * 64
+    assert flops(two) - flops(one) == 3 * 2 * rows * 12 * width**2 + attention + 5 * attention // 2
+    sizes = [sum(t.nbytes for t in p.tensors if t.kind == "parameter") for p in (one, two)]
+    assert sizes[1] - sizes[0] == 2 * (12 * width**2 + 13 * width)
+
+
+def test_dtype_is_that_of_tensors_and_of_the_roofline():
+    entry = {**config("llama"), **SMALL}
+    wide, narrow = (workloads.load({**entry, "dtype": d}, GPU).program for d in ("float32", "bfloat16"))
+    assert workloads.load(entry, GPU).program == wide
+    sizes = [{t.name: t.nbytes for t in p.tensors if t.kind == "parameter"} for p in (wide, narrow)]
+    assert sizes[0] == {name: 2 * nbytes for name, nbytes in sizes[1].items()}
+    product = next(k for k in program("llama3_8b", 1).kernels if k.flops)
+    assert product.duration_ns == GPU.kernel_ns("matmul", product.flops, product.bytes, "bfloat16")
+    images = workloads.build({**config("vgg11"), "batch_size": 2, "dtype": "bfloat16"})
+    assert images[3][0].dtype == torch.bfloat16 and images[3][1].dtype == torch.int64
+    with pytest.raises(FormatError, match="gtx1080ti has no figure for bfloat16"):
+        workloads.load({**entry, "dtype": "bfloat16"}, Machine.load("gtx1080ti"))
+
+
+# ----------------------------------------------------------------------------------------- arithmetic
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm_is_torchs(dtype):
+    torch.manual_seed(0)
+    ours, theirs = RMSNorm(8, 1e-5).to(dtype), nn.RMSNorm(8, 1e-5).to(dtype)
+    with torch.no_grad():
+        for module in (ours, theirs):
+            module.weight.copy_(torch.linspace(0.5, 2, 8))
+    x, grad = torch.randn(2, 3, 8, dtype=dtype), torch.randn(2, 3, 8, dtype=dtype)
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    for module, given in zip((ours, theirs), inputs, strict=True):
+        module(given).backward(grad)
+    torch.testing.assert_close(ours(x), theirs(x))
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
+    torch.testing.assert_close(ours.weight.grad, theirs.weight.grad)
+
+
+def test_rms_norm_is_an_operator_like_torchs_own():
+    torch.library.opcheck(
+        rms_norm, (torch.randn(2, 3, 8, requires_grad=True), torch.randn(8, requires_grad=True), 1e-5)
+    )
+    norm = RMSNorm(8, 1e-5)
+    captured = capture(norm, lambda y, _: y.sum(), torch.optim.SGD(norm.parameters()), (torch.randn(5, 8), None))
+    kinds = [(k.phase, len(k.inputs), len(k.outputs)) for k in captured.program.kernels if k.kind == "norm"]
+    assert kinds == [("forward", 2, 2), ("backward", 4, 2)]
+
+
+def small(qk_norm: bool = False) -> llama.Llama:
+    return llama.Llama(1, 16, 4, 2, 32, 5, lambda: llama.SwiGLU(16, 24), qk_norm=qk_norm)
+
+
+def test_attention_of_llama_from_its_definition():
+    """Token by token and head by head; positions as complex numbers: entry i with entry i + size / 2."""
+    torch.manual_seed(0)
+    width, heads, shared, length = 16, 4, 2, 5
+    model = llama.Llama(1, width, heads, shared, 32, length, lambda: llama.SwiGLU(width, 24))
+    attention, size = model.blocks[0].attention, width // heads
+    x = torch.randn(1, length, width)
+    angles = torch.arange(length)[:, None] * 10000.0 ** (-torch.arange(0, size, 2).double() / size)
+    turn = torch.polar(torch.ones_like(angles), angles)
+
+    def turned(v: torch.Tensor, place: int) -> torch.Tensor:
+        pairs = torch.complex(v[: size // 2], v[size // 2 :]) * turn[place]
+        return torch.cat([pairs.real, pairs.imag])
+
+    q, k, v = (part(x)[0].double().detach() for part in (attention.q, attention.k, attention.v))
+    rows = []
+    for i in range(length):
+        row = []
+        for h in range(heads):
+            part, group = slice(h * size, h * size + size), slice(h // 2 * size, h // 2 * size + size)
+            scores = torch.stack([turned(q[i, part], i) @ turned(k[j, group], j) for j in range(i + 1)]) / size**0.5
+            row.append(scores.softmax(0) @ v[: i + 1, group])
+        rows.append(torch.cat(row))
+    expected = attention.project(torch.stack(rows).float()[None])
+    torch.testing.assert_close(attention(x, model.cos, model.sin), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_llamas_block_adds_both_parts():
+    torch.manual_seed(0)
+    model = llama.Llama(1, 8, 2, 1, 16, 3, lambda: llama.SwiGLU(8, 12))
+    block, x = model.blocks[0], torch.randn(1, 3, 8)
+    a = x + block.attention(x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt(), model.cos, model.sin)
+    b = a / (a.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    gate = block.feed.gate(b)
+    expected = a + (gate / (1 + (-gate).exp()) * block.feed.up(b)) @ block.feed.down.weight.T
+    torch.testing.assert_close(block(x, model.cos, model.sin), expected)
+
+
+def test_queries_and_keys_are_normed_before_they_turn():
+    torch.manual_seed(0)
+    with_norm, without = small(qk_norm=True), small()
+    without.load_state_dict({k: v for k, v in with_norm.state_dict().items() if "_norm" not in k})
+    x = torch.randn(1, 5, 16)
+    a, b = with_norm.blocks[0].attention, without.blocks[0].attention
+    b.q, b.k = (
+        nn.Sequential(part, nn.Unflatten(2, (-1, 4)), nn.RMSNorm(4, 1e-5), nn.Flatten(2)) for part in (b.q, b.k)
+    )
+    torch.testing.assert_close(a(x, with_norm.cos, with_norm.sin), b(x, without.cos, without.sin))
+
+
+def test_experts_are_added_by_the_softmax_of_the_largest_logits():
+    torch.manual_seed(0)
+    layer = mixtral.Experts(8, 12, 4, 2, places=14)  # room for all: nobody is left out
+    x = torch.randn(2, 7, 8)
+    expected = torch.zeros(14, 8)
+    for i, token in enumerate(x.flatten(0, 1)):
+        logits = layer.router(token)
+        order = logits.argsort(descending=True)[:2]
+        for weight, e in zip(logits[order].softmax(0), order, strict=True):
+            expected[i] += weight * layer.experts[int(e)](token)
+    torch.testing.assert_close(layer(x).flatten(0, 1), expected)
+
+
+def test_a_full_expert_takes_the_first_tokens():
+    layer = mixtral.Experts(8, 12, 3, 2, places=2)
+    places, held = layer.assign(torch.tensor([[0, 1], [0, 2], [1, 0], [1, 2]]))
+    assert places.tolist() == [[0, 2], [1, 4], [3, 6], [6, 5]]  # 6: no place; expert 0 has 0 and 1, 1 has 2 and 3
+    assert held.tolist() == [[True, True], [True, True], [True, False], [False, True]]
+    layer = mixtral.Experts(8, 12, 1, 1, places=2)  # one expert for five tokens: three get nothing
+    x = torch.randn(1, 5, 8)
+    out = layer(x)
+    torch.testing.assert_close(out[0, :2], layer.experts[0](x[0, :2]))
+    assert not out[0, 2:].any()
+
+
+def test_places_are_those_of_balanced_routing():
+    for capacity, places in ((1.0, 3), (1.25, 4), (1.5, 4)):  # 2 of 3 experts, 4 tokens: 8 / 3 each
+        model = workloads.build({**config("mixtral"), **TINY["mixtral"], "capacity": capacity})[0]
+        assert model.blocks[0].feed.places == places
+
+
+@pytest.mark.parametrize("family", [llama, mixtral])
+def test_a_captured_step_trains_as_eager_does(family):
+    torch.manual_seed(0)
+    own = {"layers": 1, "width": 16, "heads": 4, "kv_heads": 2, "hidden": 24, "vocabulary": 32, "length": 6}
+    more = {"qk_norm": True} if family is llama else {"experts": 3, "capacity": 0.7}
+    model, loss_fn, optimizer, _ = family.build(**own, **more)
+    twin, _, other, _ = family.build(**own, **more)
+    twin.load_state_dict(model.state_dict())
+    x, y = torch.randint(32, (1, 6)), torch.randint(32, (6,))
+    step = PlannedStep(capture(model, loss_fn, optimizer, (x, y)), Plan(()))
+    for _ in range(2):
+        expected = loss_fn(twin(x), y)
+        expected.backward()
+        other.step()
+        other.zero_grad()
+        torch.testing.assert_close(step(x, y), expected)
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_attention_of_vit_is_torchs():
+    torch.manual_seed(0)
+    block, theirs = vit.Block(8, 2, 0.0), nn.MultiheadAttention(8, 2, batch_first=True)
+    with torch.no_grad():
+        theirs.in_proj_weight.copy_(block.qkv.weight)
+        theirs.in_proj_bias.copy_(block.qkv.bias)
+        theirs.out_proj.weight.copy_(block.project.weight)
+        theirs.out_proj.bias.copy_(block.project.bias)
+    x = torch.randn(2, 5, 8)
+    y = block.norm1(x)
+    middle = x + theirs(y, y, y)[0]
+    expected = middle + block.down(F.gelu(block.up(block.norm2(middle))))
+    torch.testing.assert_close(block(x), expected)
+
+
+def test_vit_has_a_patch_for_every_16_px_and_a_token():
+    model = vit.ViT(1, 8, 2, 16, 48, 3, 0.0)
+    seen: list[torch.Tensor] = []
+    model.blocks.register_forward_hook(lambda _, given, __: seen.append(given[0]))
+    assert tuple(model(torch.randn(2, 3, 48, 48)).shape) == (2, 3)
+    assert tuple(seen[0].shape) == (2, 10, 8)
+    assert sum(isinstance(m, nn.Dropout) for m in vit.ViT(1, 8, 2, 16, 48, 3, 0.1).modules()) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("llama", {"heads": 3}, "workload.heads"),
+        ("llama", {"kv_heads": 5}, r"workload.kv_heads: expected a divisor of heads \(32\), got 5"),
+        ("llama", {"tied": True}, "unknown key 'tied'; llama has layers"),
+        ("llama", {"dtype": "int8"}, "workload.dtype: expected float32, bfloat16, float16, got 'int8'"),
+        ("qwen3", {"head_size": 7}, "workload.head_size: expected an even integer, got 7"),
+        ("qwen3", {"rope_base": 0}, "workload.rope_base: expected a number above 0, got 0"),
+        ("qwen3", {"qk_norm": 1}, "workload.qk_norm: expected true or false, got 1"),
+        ("mixtral", {"top": 9}, r"workload.top: expected at most the number of experts \(8\), got 9"),
+        ("mixtral", {"capacity": 0}, "workload.capacity: expected a number above 0, got 0"),
+        ("vit_l", {"size": "tiny"}, "workload.size: vit has base, large, huge, not 'tiny'"),
+        ("vit_l", {"patch": 15}, r"workload.patch: expected a divisor of image \(224\), got 15"),
+        ("vit_l", {"layers": 0}, "workload.layers: expected a positive integer, got 0"),
+        ("vit_l", {"dropout": 1}, r"workload.dropout: expected a number in \[0, 1\), got 1"),
+    ],
+)
+def test_bad_keys(name, change, message):
+    with pytest.raises(WorkloadError, match=message):
+        workloads.build({**config(name), **change})
