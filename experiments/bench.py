@@ -1,9 +1,11 @@
-"""The speed of simulator, capture, environment and allocators, on one core. Prints one JSON object and nothing else.
+"""The speed of simulator, capture, environment and allocators, on one core but for ``scores_speedup``. Prints one JSON
+object and nothing else.
 
     python -m experiments.bench
 
 Its keys (experiments/README.md says how each is measured): ``simulate_us``, ``simulate_all_us``, ``speedup_vs_simpy``,
-``speedup_vs_reference``, ``capture_s``, ``home_search_s``, ``home_call_us``, ``env_steps_per_s``, ``smartpool_s``,
+``speedup_vs_reference``, ``plan_us``, ``plan_speedup_vs_simpy``, ``plan_speedup_vs_reference``, ``search_calls_per_s``,
+``scores_speedup``, ``capture_s``, ``home_search_s``, ``home_call_us``, ``env_steps_per_s``, ``smartpool_s``,
 ``smartpool_ratio``, ``portfolio_ratio``, ``optimal_s``, ``optimal_ratio``; ``home_paper_…`` is Table 3 of HOME. The
 engine, the SimPy model and the reference must agree on the iteration to the nanosecond, or there is no number.
 """
@@ -20,7 +22,16 @@ from omegaconf import DictConfig
 from agents.heuristics.autoswap import peak_gaps
 from experiments import cli
 from experiments.benchmarks.packing import packing
-from experiments.benchmarks.simulation import environment, home_search, simulation, swap_all
+from experiments.benchmarks.simulation import (
+    batches,
+    environment,
+    home_search,
+    planned,
+    searching,
+    simulation,
+    swap_all,
+)
+from simulator.limits import limit_bytes
 from simulator.machine import Machine
 from simulator.program import Program
 
@@ -43,10 +54,10 @@ def main(cfg: DictConfig) -> None:
     seed = cli.integer(cfg, "seed")
     keys = ("simulate_us", "simulate_all_us", "speedup_vs_simpy", "speedup_vs_reference", "capture_s")
     found: dict[str, Any] = {key: {} for key in (*keys, "home_search_s", "home_call_us")}
-    programs = []
+    programs: dict[str, Program] = {}
     for name in cli.values(cfg, "workloads"):
         seconds, program = capture(str(name), machine)
-        programs.append(program)
+        programs[str(name)] = program
         found["capture_s"][name] = round(seconds, 3)
         speed = simulation(program, swap_all(program, peak_gaps(program, min_bytes)), machine, calls)
         for key, value in speed.items():
@@ -56,22 +67,53 @@ def main(cfg: DictConfig) -> None:
         for key, value in home_search(program, machine, particles, iterations, seed).items():
             found[key][name] = value
     found |= HOME_PAPER
-    found["env_steps_per_s"] = round(environment(programs[0], machine, steps, seed))
+    found |= plans(cli.plain(cfg)["plans"], programs, machine, calls, cli.integer(cfg, "plan_calls", 20), seed)
+    found["env_steps_per_s"] = round(environment(next(iter(programs.values())), machine, steps, seed))
     found |= packing(blocks, perfect_blocks, pack_seconds, seed)
     print(json.dumps(found, indent=1))
 
 
-def capture(name: str, machine: Machine) -> tuple[float, Program]:
-    """The best of three captures of a workload in seconds, and its program; raises as ``cli.workload``."""
+def plans(
+    tasks: dict[str, dict[str, Any]], programs: dict[str, Program], machine: Machine, calls: int, plan_calls: int,
+    seed: int,
+) -> dict[str, dict[str, float]]:  # fmt: skip
+    """Timings of plans that a planner made, by name.
+
+    Args:
+        tasks: a program (a file in the repository, or a workload), limit and mode, by name.
+        programs: those that are there already, by workload.
+    """
+    keys = ("plan_us", "plan_speedup_vs_simpy", "plan_speedup_vs_reference", "search_calls_per_s", "scores_speedup")
+    found: dict[str, dict[str, float]] = {key: {} for key in keys}
+    for name, task in tasks.items():
+        of, mode = str(task["program"]), str(task["mode"])
+        if of not in programs:
+            file = cli.CONFIGS.parent / of
+            programs[of] = Program.load(file) if file.is_file() else capture(of, machine, 1)[1]
+        program = programs[of]
+        limit = limit_bytes(task["limit"], program)
+        plan = planned(program, machine, limit, mode, plan_calls, seed)
+        speed = simulation(program, plan, machine, calls, limit)
+        found["plan_us"][name] = speed["simulate_us"]
+        for peer in ("simpy", "reference"):
+            found[f"plan_speedup_vs_{peer}"][name] = speed[f"speedup_vs_{peer}"]
+        rate = searching(program, plan, machine, limit, mode, calls, seed)
+        found["search_calls_per_s"][name] = round(rate)
+        found["scores_speedup"][name] = round(batches(program, plan, machine, limit, calls, seed), 2)
+    return found
+
+
+def capture(name: str, machine: Machine, times: int = 3) -> tuple[float, Program]:
+    """The best of some captures of a workload in seconds, and its program; raises as ``cli.workload``."""
     from experiments import workloads
 
     config = cli.workload(name)
-    times = []
-    for _ in range(3):
+    spent = []
+    for _ in range(times):
         start = time.perf_counter()
         program = workloads.load(config, machine).program
-        times.append(time.perf_counter() - start)
-    return min(times), program
+        spent.append(time.perf_counter() - start)
+    return min(spent), program
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ import simulator
 from agents.bound import Floor
 from agents.heuristics.workspace import least_workspaces, plan_with_variants, with_fastest_variants
 from experiments.cli import UsageError, expected_errors
+from simulator.compiled.engine import rows_of
 from simulator.files import write_json, write_text
 from simulator.machine import Machine
 from simulator.plan import Plan, Recompute, Swap
@@ -176,7 +177,9 @@ def warm_up(machine: Machine, name: str, mode: str | None = None) -> None:
     )
     tiny = Program("warm-up", tensors, kernels)
     if "swap" not in (mode, agents.PLANNERS[name].moves):  # then first, because that serves plans of swaps, too
-        simulator.simulate(tiny, Plan((Recompute(0, 1, 3),)), machine, 2 * tiny.peak_bytes)
+        plan = Plan((Recompute(0, 1, 3),))
+        simulator.simulate(tiny, plan, machine, 2 * tiny.peak_bytes)
+        simulator.Engine(tiny, machine, 2 * tiny.peak_bytes).residency(rows_of(plan.decisions))
     simulator.simulate(tiny, Plan((Swap(0, 1, 3),)), machine, 2 * tiny.peak_bytes)
     score(name, tiny, machine, 3 * 2**21, 0, mode, calls=40, jobs=1)
 

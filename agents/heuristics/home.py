@@ -174,11 +174,13 @@ class Evaluator:
     ) -> None:
         self.engine, self._threads = Engine(program, machine, limit), threads
         self.swaps = rows_for(gaps, SWAPPED)
-        self._drops = rows_for(gaps, RECOMPUTED)
+        self._ways = np.empty((KEPT, *self.swaps.shape), np.int64)  # the row of each placement
+        self._ways[SWAPPED], self._ways[RECOMPUTED] = self.swaps, rows_for(gaps, RECOMPUTED)
 
     def rows(self, x: Placements) -> Rows:
         """int64[n, 6]: the plan of one particle, or those of several, one after the other."""
-        rows: Rows = np.where((x == SWAPPED)[..., None], self.swaps, self._drops)[x != RETAINED]
+        at = np.nonzero(x != RETAINED)
+        rows: Rows = self._ways[x[at], at[-1]]
         return rows
 
     def evaluate(self, x: Placements) -> Costs:

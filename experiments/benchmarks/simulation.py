@@ -9,8 +9,11 @@ from collections.abc import Callable
 
 import numpy as np
 
+import agents
 from agents import Infeasible
 from agents.heuristics.home import HOME
+from agents.planner import MIB
+from agents.search.local_search import Moves, anneal
 from experiments.benchmarks import simpy_model
 from simulator import Plan, Swap, reference
 from simulator.compiled.engine import Engine, rows_of
@@ -24,16 +27,22 @@ def swap_all(program: Program, gaps: list[Gap]) -> Plan:
     return Plan(tuple(Swap(*gap) for gap in gaps), program.fingerprint)
 
 
-def simulation(program: Program, plan: Plan, machine: Machine, calls: int) -> dict[str, float]:
+def simulation(
+    program: Program, plan: Plan, machine: Machine, calls: int, limit: int | None = None
+) -> dict[str, float]:  # fmt: skip
     """One plan in the engine, in SimPy and in the reference: the median call, and the ratios.
 
     The engine and the reference lower the plan in every call; SimPy is given its schedule.
 
+    Args:
+        limit: bytes; None: 65 % of the peak, or what the plan needs.
+
     Raises:
         AssertionError: the three disagree.
     """
-    needed = Engine(program, machine, program.peak_bytes).score(rows_of(plan.decisions)).required_bytes
-    limit = max(needed, int(0.65 * program.peak_bytes))
+    if limit is None:
+        needed = Engine(program, machine, program.peak_bytes).score(rows_of(plan.decisions)).required_bytes
+        limit = max(needed, int(0.65 * program.peak_bytes))
     engine, rows = Engine(program, machine, limit), rows_of(plan.decisions)
     schedule = lower(program, plan)
     results = {
@@ -51,6 +60,41 @@ def simulation(program: Program, plan: Plan, machine: Machine, calls: int) -> di
         "speedup_vs_simpy": round(simpy / fast, 1),
         "speedup_vs_reference": round(slow / fast, 1),
     }
+
+
+def planned(program: Program, machine: Machine, limit: int, mode: str, calls: int, seed: int) -> Plan:
+    """The plan of ``calls`` steps of annealing."""
+    return agents.make("annealing", mode=mode, calls=calls, seed=seed).plan(program, machine, limit)
+
+
+def searching(program: Program, plan: Plan, machine: Machine, limit: int, mode: str, calls: int, seed: int) -> float:
+    """Simulator calls a second of annealing from a plan, all of its work included; the best of three."""
+    engine, rows = Engine(program, machine, limit), rows_of(plan.decisions)
+    start_ns = engine.score(rows).iteration_ns
+    rates = []
+    for _ in range(3):
+        moves, before = Moves(program, limit, mode, MIB, seed), engine.calls
+        start = time.perf_counter()
+        anneal(moves, engine, rows, start_ns, calls, 1e-3, 1e-5, seed)
+        rates.append((engine.calls - before) / (time.perf_counter() - start))
+    return max(rates)
+
+
+def batches(program: Program, plan: Plan, machine: Machine, limit: int, plans: int, seed: int) -> float:
+    """How many times as fast ``Engine.scores`` is on all cores as on one, for plans with most of the decisions of one;
+    the best of five."""
+    engine, rows = Engine(program, machine, limit), rows_of(plan.decisions)
+    kept = np.random.default_rng(seed).random((plans, len(rows))) < 0.97
+    every, lengths = np.concatenate([rows[k] for k in kept]), kept.sum(axis=1)
+
+    def seconds(threads: int | None) -> float:
+        start = time.perf_counter()
+        engine.score_batch(every, lengths, threads)
+        return time.perf_counter() - start
+
+    seconds(None)
+    times = [(seconds(1), seconds(None)) for _ in range(5)]
+    return min(one for one, _ in times) / min(all_cores for _, all_cores in times)
 
 
 def home_search(

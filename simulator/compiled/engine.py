@@ -74,7 +74,7 @@ class _Work:
         self.by_kernel = np.zeros((BY_KERNEL, kernels + 1), np.int64)
         self.by_segment = np.empty((BY_SEGMENT, 2 * kernels + 2), np.int64)
         self.by_tensor = np.zeros((BY_TENSOR, tensors), np.int64)
-        self._states = iterations + 2 + CHECKS
+        self._states = iterations + 1 + 2 * (CHECKS + 1)
         self.steps = np.empty((256, 4), np.int64)
         self.rows = -1
         self.result, self.ends = np.empty((1, RESULTS), np.int64), np.zeros(2, np.int64)
@@ -277,12 +277,11 @@ class Engine:
         if (kinds != RECOMPUTE).all():
             swap_residency(self._kernels, self._tensors, rows, work.by_kernel[PLANNED])
             return self._kernels, None
-        n_steps = len(work.steps)
-        while n_steps >= len(work.steps):
+        while True:
             n_steps, _ = lower_recomputations(*arrays, work.by_kernel, work.by_tensor, work.by_row, work.steps)
-            if n_steps >= len(work.steps):
-                work.make_steps()
-        return self._kernels, n_steps
+            if n_steps < len(work.steps):
+                return self._kernels, n_steps
+            work.make_steps()
 
     def _simulate(
         self, work: _Work, rows: Ints, limit_until: int | None, iterations: int, log: Ints, cutoff: int = NEVER

@@ -21,7 +21,7 @@ from simulator.compiled.encoding import (
 # isort: on
 from simulator.machine import ALONE
 
-CHECKS = 7  # kernels at which the state is compared with that of the iteration before: n / 2, n / 4, ...
+CHECKS = 7  # kernels at which the state is compared with that of the iteration before: at 1/2, 1/4, ... of it
 
 
 @stage
@@ -100,7 +100,7 @@ def _last_above(values, at, bound):  # type: ignore[no-untyped-def]
     return at
 
 
-@stage
+@stage(forceinline=True)  # the call would push some thirty words
 def _obstacle(segment_of, by_segment, enforced, at, due, fits, required):  # type: ignore[no-untyped-def]
     """Rule 5: the last kernel, from kernel ``at`` up to segment ``due``, at which the planned residency and what came
     back early are more than ``fits``; -1: none. Kernels of the next iteration are counted on from this one's."""
@@ -112,7 +112,7 @@ def _obstacle(segment_of, by_segment, enforced, at, due, fits, required):  # typ
         segment, turn = -1, n if at >= n else 0
         if low + 1 < due and (expected[due - 1] > fits or _largest(expected, low + 1, due) > fits):
             segment = _last_above(expected, due - 1, fits)
-        elif _largest(enforced, at - turn, first[low + 1] - turn) + early > fits:
+        elif expected[low] > fits and _largest(enforced, at - turn, first[low + 1] - turn) + early > fits:
             segment = low
         if segment >= 0:
             early, last = expected[segment] - highest[segment], first[segment + 1] - 1
@@ -281,20 +281,19 @@ def event_loop(  # type: ignore[no-untyped-def]
 
     # The states at the boundaries, and after them those at CHECKS kernels of the iteration; none where nothing is
     # carried over a boundary, so that all iterations are alike.
-    copies = makes_copies(tensors, graph, rows, by_tensor, n)
-    carries = n_held > 0 or copies or ahead
-    boundaries, next_check, check = settings[MAX_ITERATIONS] + 1, n, CHECKS
-    first_check = CHECKS
+    settled = makes_copies(tensors, graph, rows, by_tensor, gaps, n)
+    carries = n_held > 0 or settled > 0 or ahead
+    boundaries, next_check, check, first_check = settings[MAX_ITERATIONS] + 1, n, 0, CHECKS
     if carries:
         _note_state(states[0], m, 0, waiting, 0, held, n_held, queue, 0, 0)
-        states[0, m] = copies
-        if not logs:
-            while first_check > 0 and n >> first_check == 0:
-                first_check -= 1
-            for c in range(1, first_check + 1):
-                gate[(n >> c) - 1] |= GATE_EVENT
-            check = first_check
-            next_check = n >> check if check else n
+        states[0, m] = settled
+        while first_check > 0 and (n - settled) >> first_check == 0:
+            first_check -= 1
+        first_check = 0 if logs else first_check
+        for c in range(1, first_check + 1):
+            gate[settled + ((n - settled) >> c) - 1] |= GATE_EVENT
+        check = first_check
+        next_check = settled + ((n - settled) >> check) if check else n
     # What cannot be less: of an iteration; at kernel k, of this one.
     bound = kernels[BEGINS, n] + lasts
     soonest = NEVER if carries else cutoff - bound  # how late this one may be
@@ -456,11 +455,10 @@ def event_loop(  # type: ignore[no-untyped-def]
             queue_head, queue_tail = 0, queue_tail - queue_head
             period = 1
         if carries:
-            state = states[iteration] if at_end else states[boundaries + check]
-            before = states[boundaries]  # the check's state in the iteration before is kept there
-            if not at_end:
-                for c in range(m + 2):
-                    before[c] = state[c]
+            # Those of a check in this iteration and in the one before take turns.
+            turn = iteration % 2
+            state = states[iteration] if at_end else states[boundaries + 2 * check + turn]
+            before = states[boundaries + 2 * check + 1 - turn]
             _note_state(state, m, now - begin, waiting, n_waiting, held, n_held, queue, queue_head, queue_tail)
             if duplex:
                 rate = ALONE if out_end == NEVER or in_end == NEVER else duplex_share
@@ -474,10 +472,8 @@ def event_loop(  # type: ignore[no-untyped-def]
                 state[in_row] = -2 * in_left - 1
             if not at_end:
                 check -= 1
-                next_check = n >> check if check else n
-                if copies:
-                    state[m] = makes_copies(tensors, graph, rows, by_tensor, n)
-                if iteration and _alike(state, before, m + 1):  # from here on it is like the one before
+                next_check = settled + ((n - settled) >> check) if check else n
+                if iteration and _alike(state, before, m):  # from here on it is like the one before
                     lasted += now - begin - before[m + 1]
                     period, status, running = 1, DONE, False
                 continue
@@ -489,7 +485,7 @@ def event_loop(  # type: ignore[no-untyped-def]
         # The next iteration's kernels and segments become this one's.
         begin, k, step, reruns_left = now, 0, 0, lasts
         check = first_check
-        next_check = n >> check if carries and not logs and check else n
+        next_check = settled + ((n - settled) >> check) if carries and check else n
         for r in range(m):
             gaps[r].order -= n_segments * ORDER_SEGMENT
         for i in range(n_segments):

@@ -58,7 +58,7 @@ def stage(function: Any = None, entry: bool = False, **more: Any) -> Any:
     )
     by_types = out.get_call_template
     # Numba would compile it once for every constant that it is called with, and once where it is not one.
-    out.get_call_template = lambda args, kws: by_types([types.unliteral(a) for a in args], kws)
+    out.get_call_template = lambda args, kws: by_types([types.unliteral(a) for a in args], kws)  # type: ignore[no-untyped-call]
     return out
 
 

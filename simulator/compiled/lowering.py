@@ -244,13 +244,15 @@ def leave_at_start(rows, lowered, by_kernel, by_tensor, by_row, gaps):  # type: 
 
 
 @stage
-def makes_copies(tensors, graph, rows, by_tensor, n):  # type: ignore[no-untyped-def]
-    """Does a swap between two uses of a persistent tensor make a copy that is valid at the boundary, unlike at the
-    start?"""
-    writes_at, made = graph[2 * n + 2 :], False
+def makes_copies(tensors, graph, rows, by_tensor, gaps, n):  # type: ignore[no-untyped-def]
+    """A swap between two uses of a persistent tensor may make a copy that is valid at the boundary, unlike at the
+    start. Returns the kernel from which on all such copies are issued; 0: there are none."""
+    writes_at, settled = graph[2 * n + 2 :], 0
     for r in range(rows.shape[0]):
         if rows[r, KIND] & 1 == 0:
             t = rows[r, TENSOR]
             if tensors[PERSISTENT, t] != 0 and by_tensor[COPIED, t] == _NO_COPY:
-                made |= writes_at[t] == writes_at[t + 1] or graph[writes_at[t + 1] - 1] <= rows[r, AFTER]
-    return made
+                if writes_at[t] == writes_at[t + 1] or graph[writes_at[t + 1] - 1] <= rows[r, AFTER]:
+                    issue = rows[r, AFTER] - gaps[r].lead
+                    settled = max(settled, 1 + (issue if issue >= 0 else issue + n))
+    return settled

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 import agents
-from agents.planner import Candidates
-from agents.search.local_search import Moves
+from agents.planner import Candidates, Rows
+from agents.search.annealing import everything
+from agents.search.local_search import Moves, anneal
 from agents.search.random_search import random_subset
 from simulator import Kernel, Machine, Program, Tensor, simulate
 from simulator.compiled.encoding import RECOMPUTE, SWAP
-from simulator.compiled.engine import Engine, rows_of
+from simulator.compiled.engine import NEVER, Engine, Score, rows_of
 from simulator.ways import KEPT, SWAPPED
 
 MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, copy_latency_ns=0)
@@ -141,6 +142,37 @@ def test_moves_keep_the_residency(mode: str) -> None:
     wanted = {"swap": {(SWAP, False), (SWAP, True)}, "recompute": {(RECOMPUTE, False), (RECOMPUTE, True)}}
     assert kinds >= wanted.get(mode, wanted["swap"] | wanted["recompute"])
     assert shifted or mode == "recompute"
+
+
+@pytest.mark.parametrize("mode", ["swap", "joint", "recompute"])
+def test_the_cutoff_changes_nothing(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same plans are proposed and accepted, with fewer of them simulated to their end."""
+    program = pyramid(12, 0)
+    limit = int(0.7 * program.peak_bytes)
+    start = everything(program, mode, 1)
+    score, accept = Engine.score, Moves.accept
+    found, sequences = [], []
+    for cut in (True, False):
+        infeasible, accepted = [], []
+
+        def scored(self: Engine, rows: Rows, until: None, cutoff: int, cut=cut, infeasible=infeasible) -> Score:
+            out = score(self, rows, until, cutoff if cut else NEVER)
+            infeasible.append(not out.feasible)
+            return out
+
+        def noted(self: Moves, accepted=accepted) -> None:
+            accept(self)
+            accepted.append(self.plan().tolist())
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Engine, "score", scored)
+            patch.setattr(Moves, "accept", noted)
+            moves, engine = Moves(program, limit, mode, 1, seed=0), Engine(program, MACHINE, limit)
+            best, best_ns = anneal(moves, engine, start, 10**9, 400, 3e-2, 3e-4, seed=0)
+        found.append((best.tolist(), best_ns, engine.calls))
+        sequences.append((accepted, sum(infeasible)))
+    assert found[0] == found[1] and sequences[0][0] == sequences[1][0] and len(sequences[0][0]) > 20
+    assert sequences[0][1] > sequences[1][1]
 
 
 def test_a_fork_searches_on_its_own() -> None:

@@ -1,15 +1,23 @@
 """engine.py is reference.py, compiled; and both keep the promises of reference.py's docstring."""
 
+import os
+import subprocess
+import sys
+import tempfile
 from itertools import pairwise
+from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from simulator import Engine, OutOfMemory, Plan, Recompute, Rerun, Swap, simulate
+from simulator import Engine, Kernel, OutOfMemory, Plan, Program, Recompute, Rerun, Swap, Tensor, reference, simulate
+from simulator.compiled import engine as compiled
 from simulator.compiled.encoding import RECOMPUTE, RERUN, SWAP, SYNC_SWAP, decisions_of, rows_of
 from simulator.schedule import lower
 from tests import random_cases, tiny
 from tests.strategies import machines, plans, programs
+from tests.test_imports import ROOT
 
 
 @settings(max_examples=400, deadline=None)
@@ -88,6 +96,75 @@ def test_a_synchronous_swap_is_a_kind_of_row():
     assert decisions_of(rows_of(decisions)) == decisions
     with pytest.raises(ValueError, match="expected 6 columns, got 5"):
         Engine(tiny.PROGRAM, tiny.MACHINE, tiny.LIMIT).score(rows_of(decisions)[:, :5])
+
+
+def test_a_plan_is_simulated_up_to_the_cutoff():
+    slower = 0
+    for seed in range(3000):
+        case = random_cases.case(seed)
+        engine, rows = Engine(case.program, case.machine, case.limit), rows_of(case.plan.decisions)
+        score = engine.score(rows, case.limit_until)
+        for cutoff in (score.iteration_ns, score.iteration_ns + 1) if score.feasible else (100,):
+            found = engine.score(rows, case.limit_until, cutoff)
+            if score.iteration_ns < cutoff:
+                assert found == score, f"seed {seed}"
+            else:
+                assert found.iteration_ns >= score.iteration_ns, f"seed {seed}"
+                slower += score.feasible and not found.feasible
+    assert slower > 1000
+
+
+def test_batches_are_scored_as_plans_one_by_one(monkeypatch):
+    monkeypatch.setattr(compiled, "SHARE", 1)
+    for seed in range(30):
+        rng = Random(seed)
+        program, machine = random_cases.program_of(rng), random_cases.machine_of(rng)
+        plans = [random_cases.plan_of(rng, program) for _ in range(20)]
+        needs = sorted(lower(program, plan).required_bytes for plan in plans)
+        rows = [rows_of(plan.decisions) for plan in plans]
+        one, many, two = (Engine(program, machine, needs[10]) for _ in range(3))
+        wanted = [one.score(r) for r in rows]
+        assert many.scores(rows) == many.scores(rows) == wanted
+        assert many.calls == 2 * len(plans)
+        found = two.score_batch(np.concatenate(rows), np.array([len(r) for r in rows]), threads=1)
+        assert found.iteration_ns.tolist() == [s.iteration_ns for s in wanted]
+    assert many.scores([]) == []
+
+
+def test_long_plans_have_room():
+    """More rows and more steps than an engine has room for at first; a batch of them, too."""
+    n = 80
+    tensors = tuple(Tensor(f"t{k}", 10) for k in range(2 * n))
+    kernels = [Kernel("f", "other", "forward", (k - 1,) if k else (), (k,), 3) for k in range(n)]
+    kernels += [Kernel("b", "other", "backward", (2 * n - 1 - k, k - 1), (k,), 5) for k in range(n, 2 * n)]
+    program = Program("long", tensors, tuple(kernels))
+    plan = Plan(tuple(Recompute(t, t + 1, 2 * n - 1 - t) for t in range(1, n - 1)))
+    plan.check(program)
+    schedule = lower(program, plan)
+    assert len(schedule.reruns) > 256 and len(plan.decisions) > 64
+    limit = schedule.required_bytes
+    right = reference.simulate(program, plan, tiny.MACHINE, limit)
+    assert simulate(program, plan, tiny.MACHINE, limit) == right
+    rows = rows_of(plan.decisions)
+    engine = Engine(program, tiny.MACHINE, limit)
+    assert engine.residency(rows).tolist() == list(schedule.residency)
+    scores = Engine(program, tiny.MACHINE, limit).scores([rows, rows[:3], rows])
+    assert scores[0] == scores[2] == engine.score(rows) == (True, right.iteration_ns, limit, limit, 1)
+
+
+def test_what_is_compiled():
+    """One version of each function, and none of rematerialisation for plans of swaps."""
+    code = (
+        "from simulator import *; from tests import tiny; from simulator.compiled import event_loop, scoring as s\n"
+        "simulate(tiny.PROGRAM, Plan((Swap(tiny.A1, 1, 6),)), tiny.MACHINE, tiny.LIMIT)\n"
+        "print(len(s.score_plans.signatures), len(s.lower_recomputations.signatures))\n"
+        "print([f for f, x in vars(event_loop).items() if len(getattr(x, 'signatures', ())) > 1])"
+    )
+    with tempfile.TemporaryDirectory() as cache:
+        env = os.environ | {"NUMBA_CACHE_DIR": cache}
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["1 0", "[]"]
 
 
 def test_no_plan_no_overhead():

@@ -11,7 +11,7 @@ import pytest
 from numba import njit
 
 from simulator.compiled.jit import jit
-from simulator.compiled.rematerialisation import recomputes
+from simulator.compiled.lowering import copied_at
 from tests.test_imports import ROOT
 
 COSTS = "FACTOR = {factor}\n"
@@ -109,7 +109,7 @@ def test_a_stamp_is_of_values_and_not_of_names_elsewhere():
         np.dtype("i4"),
         jit,
     ]
-    values[-1] = recomputes
+    values[-1] = copied_at
     assert len({stamp(made(value)) for value in values}) == len(values)
 
 
