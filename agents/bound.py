@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from agents.bound_groups import Groups
 from agents.bound_lp import Linear, Row, Terms
 from agents.bound_reruns import Past, Reruns
 from agents.bound_transfers import Transfers
@@ -28,10 +29,12 @@ from simulator.machine import Machine
 from simulator.program import Gap, Program
 from simulator.ways import check_mode
 
-PARTS = {"swap": 1, "recompute": 10, "joint": 5}  # windows, about: parts of the peak load that one uses
-LARGEST = {"swap": 1500, "recompute": 1500, "joint": 400}
-ROUNDS, NODES = 10, 100  # of cuts, of branch and bound, where a program has at most WORK rows; in proportion above
-WORK = 3000
+LARGEST = {"swap": 2000, "recompute": 3000, "joint": 2000}
+PARTS = {"recompute": 10, "joint": 5}  # windows, about: parts of the peak load that one uses
+CELLS = {"recompute": 3000, "joint": 2500}  # fewer windows where these times versions would be more
+GROUPS = {"swap": 700, "joint": 400}  # of kernels
+ROUNDS, NODES = 10, 100  # of cuts, of branch and bound, where a program has at most ROWS rows; in proportion above
+ROWS, WORK = 3000, 3e8  # and until the simplex has made so many steps, times rows, after the first optimum
 ROUNDING = 1e-3  # ns, far above the rounding errors of the dual value
 
 
@@ -58,14 +61,19 @@ class Floor:
     recomputed: NDArray[np.float64]
 
 
-def floor(program: Program, machine: Machine, limit: int, mode: str = "joint", max_gaps: int | None = None) -> Floor:
+def floor(
+    program: Program, machine: Machine, limit: int, mode: str = "joint", max_gaps: int | None = None, detail: float = 1.0,
+    proofs: bool = True,
+) -> Floor:  # fmt: skip
     """The floor under the plans of ``mode`` (swap, recompute or joint) within ``limit`` bytes.
 
     Args:
         max_gaps: gaps that the linear program decides about, those of the largest tensors; the rest are emptied for
-            nothing. None: LARGEST.
+            nothing. None: LARGEST times ``detail``.
+        detail: of what is not merged in a large program; less takes less time, and the floor is lower.
+        proofs: cuts, and branch and bound, where nothing is swapped.
     """
-    max_gaps = LARGEST[check_mode(mode)] if max_gaps is None else max_gaps
+    max_gaps = max(int(LARGEST[check_mode(mode)] * detail), 1) if max_gaps is None else max_gaps
     live_bytes = np.array(program.live_bytes, dtype=np.int64)
     nbytes = [t.nbytes for t in program.tensors]
     lowest, past, n = live_bytes.copy(), Past(program), len(program.kernels)
@@ -85,11 +93,18 @@ def floor(program: Program, machine: Machine, limit: int, mode: str = "joint", m
     none = np.zeros(len(gaps))
     if least_bytes > limit or live_bytes.max() <= limit:
         return Floor(least_bytes <= limit, least_bytes, program.ideal_ns, 0.0, tuple(gaps), none, none)
-    problem = _Problem(program, machine, limit, mode, gaps, live_bytes, least)
-    part = min(1.0, WORK / len(problem.lp.rows)) if mode == "recompute" else 0.0
-    solution = problem.lp.cut(problem.knapsacks, round(ROUNDS * part))
-    if solution is not None:
-        solution = problem.lp.branch(solution, problem.whole(), round(NODES * part))
+    groups = int(GROUPS.get(mode, 0) * detail) + 1
+    # Where swaps alone cost nothing, there is no more to prove: that takes less time to find.
+    first = ("swap", groups if len(past.until) <= groups else groups // 2)
+    for language, count in (first, (mode, groups)) if mode == "joint" else ((mode, groups),):
+        problem = _Problem(program, machine, limit, language, gaps, live_bytes, lowest, least, detail, count)
+        solver = problem.lp.solver()
+        part = min(1.0, ROWS / len(problem.lp.rows)) if mode == "recompute" and proofs else 0.0
+        solution = solver.cut(problem.knapsacks, round(ROUNDS * part), WORK)
+        if solution is not None:
+            solution = solver.branch(solution, problem.whole(), round(NODES * part), WORK)
+            if solution.bound * problem.tick < 1:  # to run kernels again cannot make less of it
+                break
     if solution is None:
         return Floor(False, least_bytes, program.ideal_ns, 0.0, tuple(gaps), none, none)
     iteration = program.ideal_ns + max(0, int(np.ceil(solution.bound * problem.tick - ROUNDING)))
@@ -99,10 +114,15 @@ def floor(program: Program, machine: Machine, limit: int, mode: str = "joint", m
 
 
 def _least(sizes: list[int], most: int) -> int:
-    """The smallest of the sizes (descending) of which there are at most ``most``; at least those of the largest."""
+    """The smallest of the sizes (descending) of which there are at most ``most``; the next one, too, where these are
+    less than half as many, and with it at most half as many more."""
     if len(sizes) <= most:
         return 1
-    return min((b for b in sizes[:most] if b > sizes[most]), default=sizes[0])
+    some = [b for b in sizes[:most] if b > sizes[most]]
+    more = [b for b in sizes if b >= sizes[most]]
+    if not some or (len(some) < most / 2 and len(more) <= 1.5 * most):
+        return sizes[most] if some else sizes[0]
+    return some[-1]
 
 
 class _Problem:
@@ -114,38 +134,41 @@ class _Problem:
 
     def __init__(
         self, program: Program, machine: Machine, limit: int, mode: str, gaps: list[Gap],
-        live_bytes: NDArray[np.int64], least: int,
+        live_bytes: NDArray[np.int64], lowest: NDArray[np.int64], least: int, detail: float, most_groups: int,
     ) -> None:  # fmt: skip
         most = max(program.tensors[g.tensor].nbytes for g in gaps)
         # Units of bytes and of time in which the numbers of the linear program are near 1.
         byte, self.tick = most / 8, max(program.ideal_ns, machine.d2h_ns(most)) / 1000
         self.program, self.lp, self.gaps = program, Linear(), gaps
         self.transfers: Transfers | None = None
-        self.reruns = None if mode == "swap" else Reruns(self.lp, program, limit, live_bytes, least, PARTS[mode], byte)
-        loads: dict[int, tuple[Terms, float]]
-        if self.reruns is None:
-            loads = {k: ([], float(live_bytes[k]) / byte) for k in np.flatnonzero(live_bytes > limit).tolist()}
-        else:
-            loads = self.reruns.load()
-        self.totals = dict(self.reruns.totals) if self.reruns is not None else {}
+        self.reruns: Reruns | None = None
+        if mode != "swap":
+            cells = int(CELLS[mode] * detail)
+            self.reruns = Reruns(self.lp, program, limit, live_bytes, least, PARTS[mode], cells, byte)
+        self.knapsacks: list[Row] = []
         if mode == "recompute" and self.reruns is not None:
+            loads = self.reruns.load(set(np.flatnonzero(live_bytes > limit).tolist()))
             for terms, constant in loads.values():
                 self.lp.row(terms, limit / byte - constant)
+                self.knapsacks.append(self._expanded(terms, limit / byte - constant))
             for (_, w), column in self.reruns.again.items():
                 self.lp.cost[column] = program.kernels[w].duration_ns / self.tick
+            return
+        groups = Groups(program, most_groups, [a for a, _ in self.reruns.windows] if self.reruns is not None else [])
+        rows = groups.heaviest(live_bytes, lowest, limit)
+        if self.reruns is None:
+            loads = {k: ([], float(live_bytes[k]) / byte) for k in rows}
         else:
-            self.transfers = Transfers(self.lp, program, machine, limit, gaps, loads, self.reruns, byte, self.tick)
-        self.knapsacks = [self._expanded(k, terms, limit / byte - constant) for k, (terms, constant) in loads.items()]
+            loads = self.reruns.load(set(rows))
+        self.transfers = Transfers(self.lp, program, machine, limit, gaps, groups, loads, self.reruns, byte, self.tick)
 
-    def _expanded(self, k: int, terms: Terms, right: float) -> Row:
-        """The memory of kernel k in columns of 0 and 1: what is held and not swapped."""
+    def _expanded(self, terms: Terms, right: float) -> Row:
+        """The memory of a kernel in columns of 0 and 1: what is held."""
         sums: dict[int, float] = defaultdict(float)
+        totals = self.reruns.totals if self.reruns is not None else {}
         for c, f in terms:
-            for d, g in self.totals.get(c, [(c, 1.0)]):
+            for d, g in totals.get(c, [(c, 1.0)]):
                 sums[d] += f * g
-        if self.transfers is not None:
-            for i in self.transfers.open(k):
-                sums[int(self.transfers.swap[i])] -= float(self.transfers.size[i])
         return [(c, f) for c, f in sums.items() if abs(f) > 1e-12], right
 
     def whole(self) -> list[tuple[Terms, float]]:

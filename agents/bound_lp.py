@@ -16,14 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:  # SciPy takes as long to import as all else here: it is, where a program is solved
+    from highspy import HighsBasis
     from scipy.sparse import csr_matrix
 
 ENOUGH = 1e-4  # of the bound: a round of cuts that gains less is the last
+BROKEN = 1e-7  # how far a row is off that is not kept
 WHOLE = 1e-5  # a sum so far from a whole number is one
 FINE = 20.0  # price of a sum that is off, in bounds of the root
-TOLERANCES = {"primal_feasibility_tolerance": 1e-9, "dual_feasibility_tolerance": 1e-9}
+OPTIONS = {"output_flag": False, "solver": "simplex", "simplex_dual_edge_weight_strategy": 1, "primal_feasibility_tolerance": 1e-9,
+           "dual_feasibility_tolerance": 1e-9}  # fmt: skip
 
-Terms = Sequence[tuple[int, float]]  # (column, coefficient), each column at most once
+Terms = Sequence[tuple[int, float]]  # (column, coefficient)
 Row = tuple[Terms, float]  # sum of coefficient x column <= right side
 
 
@@ -42,6 +45,7 @@ class Linear:
         self.upper: list[float] = []
         self.rows: list[Row] = []
         self.equations: list[Row] = []
+        self.rarely: list[Row] = []  # rows, most of which the optimum without them keeps
 
     def new(self, upper: float = 1.0, cost: float = 0.0) -> int:
         """Another column, from 0 to ``upper``."""
@@ -63,45 +67,152 @@ class Linear:
         """sum of coefficient x column = right."""
         self.equations.append((list(terms), right))
 
-    def solve(self, more: Sequence[Row] = ()) -> Solution | None:
-        """The optimum with ``more`` rows; None where the solver finds that there is none.
+    def solver(self) -> Solver:
+        """HiGHS with these columns and rows; those that are added here later are not in it."""
+        return Solver(self)
+
+
+class Solver:
+    """HiGHS with a linear program, in which every optimum is found from the one before.
+
+    Args:
+        linear: its columns, equations and rows.
+    """
+
+    def __init__(self, linear: Linear) -> None:
+        import highspy
+
+        self.cost, self.upper = np.array(linear.cost), np.array(linear.upper)
+        equations, right = matrix_of(linear.equations, len(self.cost))
+        rows, most = matrix_of(linear.rows, len(self.cost))
+        self._matrices = [equations, rows]
+        self.low = np.concatenate([right, np.full(len(most), -np.inf)])
+        self.high = np.concatenate([right, most])
+        self.work = 0.0  # steps of the simplex times rows, so far
+        self._highs = highspy.Highs()
+        for option, value in OPTIONS.items():
+            self._highs.setOptionValue(option, value)
+        lp = highspy.HighsLp()
+        lp.num_col_, lp.num_row_ = len(self.cost), len(self.low)
+        lp.col_cost_, lp.col_lower_, lp.col_upper_ = self.cost, np.zeros_like(self.upper), self.upper
+        lp.row_lower_, lp.row_upper_ = self.low, self.high
+        matrix = self._stacked()
+        lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = matrix.indptr, matrix.indices, matrix.data
+        self._highs.passModel(lp)
+        self._rarely, self._most = matrix_of(linear.rarely, len(self.cost))
+        self._asleep = np.arange(len(self._most))  # rows of these that are not in the program yet
+
+    def _stacked(self) -> csr_matrix:
+        from scipy.sparse import vstack
+
+        if len(self._matrices) > 1:
+            self._matrices = [vstack(self._matrices, format="csr")]
+        return self._matrices[0]
+
+    def column(self, upper: float, cost: float) -> int:
+        """Another column, from 0 to ``upper``, in no row so far."""
+        from scipy.sparse import csr_matrix
+
+        matrix = self._stacked()
+        self._highs.addCol(cost, 0.0, upper, 0, np.empty(0, np.int32), np.empty(0))
+        self.cost, self.upper = np.append(self.cost, cost), np.append(self.upper, upper)
+        shape = (matrix.shape[0], len(self.cost))
+        self._matrices = [csr_matrix((matrix.data, matrix.indices, matrix.indptr), shape=shape)]
+        return len(self.cost) - 1
+
+    def rows(self, rows: Sequence[Row]) -> int:
+        """More rows; the index of the first."""
+        self._append(*matrix_of(rows, len(self.cost)))
+        return len(self.low) - len(rows)
+
+    def _append(self, matrix: csr_matrix, right: NDArray[np.float64]) -> None:
+        low = np.full(len(right), -np.inf)
+        start = matrix.indptr[:-1].astype(np.int32)
+        self._highs.addRows(len(right), low, right, matrix.nnz, start, matrix.indices, matrix.data)
+        self._matrices.append(matrix)
+        self.low, self.high = np.concatenate([self.low, low]), np.concatenate([self.high, right])
+
+    def right(self, row: int, right: float) -> None:
+        """The row's right side from now on."""
+        self.high[row] = right
+        self._highs.changeRowBounds(row, -np.inf, right)
+
+    def optimum(self) -> Solution | None:
+        """The least value; None where no x keeps the rows. Of those that bind rarely, rows join until
+        that gains little.
 
         Raises:
             RuntimeError: the solver gave up.
         """
-        from scipy.optimize import linprog
+        found = self._optimum()
+        while found is not None and len(self._asleep):
+            off = self._rarely[self._asleep] @ found.x[: self._rarely.shape[1]] - self._most[self._asleep]
+            broken = off > BROKEN
+            if not broken.any():
+                break
+            new = self._asleep[broken]
+            self._asleep = self._asleep[~broken]
+            self._append(self._rarely[new], self._most[new])
+            before, found = found.bound, self._optimum()
+            if found is not None and found.bound < before + ENOUGH * abs(before):
+                break
+        return found
 
-        c, upper = np.array(self.cost), np.array(self.upper)
-        a, b = self._matrix([*self.rows, *more])
-        d, e = self._matrix(self.equations)
-        box = np.stack([np.zeros_like(upper), upper], 1)
-        found = linprog(c, a, b, d, e, box, method="highs", options=TOLERANCES)
-        if found.status == 2:  # infeasible
+    def _optimum(self) -> Solution | None:
+        from highspy import HighsModelStatus
+
+        self._highs.run()
+        self.work += self._highs.getInfo().simplex_iteration_count * len(self.low)
+        status = self._highs.getModelStatus()
+        if status in (HighsModelStatus.kInfeasible, HighsModelStatus.kUnboundedOrInfeasible):  # every column is bounded
             return None
-        if found.x is None:
-            raise RuntimeError(f"the linear program of the floor was not solved: {found.message}")
-        u, v = np.minimum(found.ineqlin.marginals, 0.0), found.eqlin.marginals
-        reduced = c - a.T @ u - d.T @ v
-        return Solution(float(u @ b + v @ e + (np.minimum(reduced, 0.0) * upper).sum()), found.x)
+        found = self._highs.getSolution()
+        if not found.dual_valid:
+            said = self._highs.modelStatusToString(status)
+            raise RuntimeError(f"the linear program of the floor was not solved: {said}")
+        return Solution(self.bound(np.array(found.row_dual)), np.array(found.col_value))
 
-    def cut(self, knapsacks: Sequence[Row], rounds: int) -> Solution | None:
+    def _start_from(self, basis: HighsBasis) -> None:
+        """The next optimum is found from that of another time; rows that are newer do not bind in it."""
+        from highspy import HighsBasisStatus
+
+        basis.row_status += [HighsBasisStatus.kBasic] * (len(self.low) - len(basis.row_status))
+        self._highs.setBasis(basis)
+
+    def bound(self, multipliers: NDArray[np.float64]) -> float:
+        """What no x costs less than, by any multipliers of the rows: positive ones of left sides, negative ones of
+        right sides; those of a side that there is not count as 0."""
+        side = np.where(multipliers > 0, self.low, self.high)
+        y = np.where(np.isfinite(side), multipliers, 0.0)
+        reduced = self.cost - self._stacked().T @ y
+        return float((y * np.where(np.isfinite(side), side, 0.0)).sum() + (np.minimum(reduced, 0.0) * self.upper).sum())
+
+    def cut(self, knapsacks: Sequence[Row], rounds: int, work: float = np.inf) -> Solution | None:
         """The optimum with rows that follow from ``knapsacks`` (rows that hold for columns of 0 and 1 in every plan):
-        they are rounded where that cuts off the optimum so far."""
-        found = self.solve()
+        they are rounded where that cuts off the optimum so far.
+
+        Args:
+            work: steps of the simplex times rows, after the first optimum; no round begins beyond it.
+        """
+        found = self.optimum()
+        self.work = 0.0
         for _ in range(rounds):
-            if found is None:
+            if found is None or self.work > work:
                 break
             new = [row for row in (rounded(row, found.x) for row in knapsacks) if row is not None]
             if not new:
                 break
             before = found.bound
-            self.rows += new
-            found = self.solve()
+            self.rows(new)
+            found = self.optimum()
             if found is None or found.bound < before + ENOUGH * max(1.0, abs(before)):
                 break
         return found
 
-    def branch(self, root: Solution, whole: Sequence[tuple[Terms, float]], nodes: int) -> Solution:
+    def branch(
+        self, root: Solution, whole: Sequence[tuple[Terms, float]], nodes: int, work: float = np.inf
+    ) -> Solution:
         """The optimum where sums of columns are whole numbers, as far as branch and bound proves it with so many nodes.
 
         The least bound of the leaves is a bound; a sum may be off at a price that no optimum pays, so that every leaf
@@ -109,39 +220,57 @@ class Linear:
 
         Args:
             whole: the sums, and what weighs in the choice of one to branch on.
+            work: as in ``cut``, whose work counts.
         """
-        slack = self.new(1.0, FINE * max(1.0, root.bound))
+        if nodes <= 0 or not whole:
+            return root
+        slack = self.column(1.0, FINE * max(1.0, root.bound))
         root = Solution(root.bound, np.append(root.x, 0.0))
-        matrix, _ = self._matrix([(terms, 0.0) for terms, _ in whole])
+        matrix, _ = matrix_of([(terms, 0.0) for terms, _ in whole], len(self.cost))
         weight = np.array([w for _, w in whole])
         count = itertools.count()
-        leaves: list[tuple[float, int, tuple[Row, ...], Solution]] = [(root.bound, next(count), (), root)]
-        while nodes > 0 and len(whole):
-            bound, _, rows, found = leaves[0]
+        pairs: dict[int, int] = {}  # a sum: the row that bounds it from above; the next one does from below
+        limits: dict[int, float] = {}  # right sides of the rows that bind at present
+        leaves = [(root.bound, next(count), dict[int, float](), root, self._highs.getBasis())]
+        while nodes > 0 and self.work <= work:
+            bound, _, rights, found, basis = leaves[0]
             sums = matrix @ found.x
             off = np.abs(sums - np.round(sums))
             if off.max() < WHOLE:
                 break
             i = int((weight * np.where(off < WHOLE, 0, off)).argmax())
             terms, low = whole[i][0], float(np.floor(sums[i]))
+            if i not in pairs:
+                pairs[i] = self.rows([
+                    ([*((c, sign * f) for c, f in terms), (slack, -float(len(terms)) - 1)], np.inf) for sign in (1.0, -1.0)
+                ])  # fmt: skip
             heapq.heappop(leaves)
-            for sign, right in ((1.0, low), (-1.0, -low - 1)):
-                more = (*rows, ([*((c, sign * f) for c, f in terms), (slack, -float(len(terms)) - 1)], right))
-                child = self.solve(more)
-                if child is None:
-                    child = Solution(bound, found.x)
-                heapq.heappush(leaves, (max(bound, child.bound), next(count), more, child))
+            for side, right in ((0, low), (1, -low - 1)):
+                row = pairs[i] + side
+                child = {**rights, row: min(right, rights.get(row, np.inf))}
+                for k in limits.keys() | child.keys():
+                    if limits.get(k) != child.get(k):
+                        self.right(k, child.get(k, np.inf))
+                limits = child
+                self._start_from(basis)
+                solved = self.optimum()
+                mine = basis if solved is None else self._highs.getBasis()
+                solved = solved or Solution(bound, found.x)
+                heapq.heappush(leaves, (max(bound, solved.bound), next(count), child, solved, mine))
             nodes -= 2
         return Solution(leaves[0][0], root.x)
 
-    def _matrix(self, rows: Sequence[Row]) -> tuple[csr_matrix, NDArray[np.float64]]:
-        from scipy.sparse import csr_matrix
 
-        columns = np.array([c for terms, _ in rows for c, _ in terms], dtype=np.int64)
-        values = np.array([v for terms, _ in rows for _, v in terms], dtype=np.float64)
-        ends = np.cumsum([0, *(len(terms) for terms, _ in rows)])
-        matrix = csr_matrix((values, columns, ends), shape=(len(rows), len(self.cost)))
-        return matrix, np.array([right for _, right in rows], dtype=np.float64)
+def matrix_of(rows: Sequence[Row], columns: int) -> tuple[csr_matrix, NDArray[np.float64]]:
+    """The coefficients, of a column that stands in a row more than once their sum, and the right sides."""
+    from scipy.sparse import csr_matrix
+
+    at = np.array([c for terms, _ in rows for c, _ in terms], dtype=np.int32)
+    values = np.array([v for terms, _ in rows for _, v in terms], dtype=np.float64)
+    ends = np.cumsum([0, *(len(terms) for terms, _ in rows)]).astype(np.int32)
+    matrix = csr_matrix((values, at, ends), shape=(len(rows), columns))
+    matrix.sum_duplicates()
+    return matrix, np.array([right for _, right in rows], dtype=np.float64)
 
 
 def rounded(row: Row, x: NDArray[np.float64]) -> Row | None:

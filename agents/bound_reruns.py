@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
+from collections.abc import Collection
 from functools import cached_property
 from itertools import pairwise
 
@@ -101,13 +102,14 @@ class Reruns:
     Args:
         least: bytes; smaller tensors are there when they are wanted, and take no memory in their gaps.
         live_bytes: int64[n], load per kernel with the gaps of smaller tensors emptied.
-        parts: into about so many windows, by the bytes that they use, in parts of the peak load.
+        parts: into about so many windows, by the bytes that they use, in parts of the peak load; or as many as give
+            at most ``cells`` pairs of a window and a version.
         byte: the unit of the linear program, in bytes.
     """
 
     def __init__(
         self, lp: Linear, program: Program, limit: int, live_bytes: NDArray[np.int64], least: int, parts: int,
-        byte: float,
+        cells: int, byte: float,
     ) -> None:  # fmt: skip
         self.lp, self.program, self.limit = lp, program, limit
         self.byte, self.past = byte, Past(program)
@@ -118,10 +120,13 @@ class Reruns:
             if not tensor.persistent and tensor.nbytes >= least for w in program.writes[x]
         ]  # fmt: skip
         self.at = {(v.tensor, v.writer): i for i, v in enumerate(self.versions)}
-        self.windows = self._windows(parts)
-        self.window_of: NDArray[np.int64] = np.full(self.n, -1)
-        for j, (begin, end) in enumerate(self.windows):
-            self.window_of[begin:end] = j
+        for count in range(parts, 0, -1):
+            self.windows = self._windows(count)
+            self.window_of: NDArray[np.int64] = np.full(self.n, -1)
+            for j, (begin, end) in enumerate(self.windows):
+                self.window_of[begin:end] = j
+            if self._cells() <= cells:
+                break
         self.again: dict[tuple[int, int], int] = {}
         self.kept: dict[tuple[int, int], int] = {}
         self.back: dict[tuple[int, int], int] = {}
@@ -157,6 +162,11 @@ class Reruns:
             total, end = total + more, k + 1
         found.append((begin, last + 1))
         return [*found, (last + 1, self.n)] if last + 1 < self.n else found
+
+    def _cells(self) -> int:
+        """Pairs of a window and a version that the program needs in it."""
+        spans = [(int(self.window_of[v.writer]), int(self.window_of[v.ends])) for v in self.versions]
+        return sum(end - max(begin, 0) for begin, end in spans if end > begin)
 
     def can(self, j: int, w: int) -> bool:
         """May kernel w run again before a kernel of window j?"""
@@ -311,8 +321,8 @@ class Reruns:
             found[j].add(i)
         return [sorted(versions) for versions in found]
 
-    def load(self) -> dict[int, tuple[Terms, float]]:
-        """Per kernel over the limit: the least memory at it, as terms and a constant, in the program's units.
+    def load(self, kernels: Collection[int]) -> dict[int, tuple[Terms, float]]:
+        """Per kernel: the least memory at it, as terms and a constant, in the program's units.
 
         A version that kernel k does not use is held there at least as far as it is kept all through the window, and
         between its uses in it as far as it is not ``between`` and written again. At the last kernel of a window, what
@@ -322,7 +332,7 @@ class Reruns:
         size = [t.nbytes / self.byte for t in self.program.tensors]
         free = self._droppable_bytes()
         for j, (begin, end) in enumerate(self.windows):
-            over = [k for k in range(begin, end) if self.live_bytes[k] > self.limit]
+            over = [k for k in range(begin, end) if k in kernels]
             if not over:
                 continue
             total = self.lp.new(sum(size[v.tensor] for v in self.versions))

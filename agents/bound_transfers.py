@@ -22,30 +22,34 @@ from collections import defaultdict
 import numpy as np
 from numpy.typing import NDArray
 
+from agents.bound_groups import Groups
 from agents.bound_lp import Linear, Terms
 from agents.bound_reruns import Reruns
 from simulator.machine import ALONE, Machine
 from simulator.program import Gap, Program
 
 CLASSES = 3
+ALIKE = 0.001  # of the time of all transfers: what is lost by too few classes
+SLOW = 2.0  # times of the largest tensor's byte: no matter how slow beyond it
 WHOLE = 0.02  # of the ideal time: a tensor that moves in less is not worth its rows in ``_whole_tensors``
 
 
 class Transfers:
     """Columns: swap[i], gap i is swapped; free[i], without a copy, as a valid one is on the host; early[i], what part
-    of it is copied before the gap opens; wait[k].
+    of it is copied before the gap opens; wait[g].
 
     Args:
-        loads: per kernel over the limit, what it needs when nothing is swapped (``Reruns.load``).
-        reruns: None where nothing runs again.
+        groups: of kernels that are merged; the recurrences go over them.
+        loads: per kernel whose memory is looked at, what it needs when nothing is swapped (``Reruns.load``).
+        reruns: None where nothing runs again; its windows begin with groups of one kernel.
         byte, tick: the units of the linear program, in bytes and ns.
     """
 
     def __init__(
-        self, lp: Linear, program: Program, machine: Machine, limit: int, gaps: list[Gap],
+        self, lp: Linear, program: Program, machine: Machine, limit: int, gaps: list[Gap], groups: Groups,
         loads: dict[int, tuple[Terms, float]], reruns: Reruns | None, byte: float, tick: float,
     ) -> None:  # fmt: skip
-        self.lp, self.program, self.machine, self.gaps = lp, program, machine, gaps
+        self.lp, self.program, self.machine, self.gaps, self.groups = lp, program, machine, gaps, groups
         self.n, m = len(program.kernels), len(gaps)
         self.byte, self.room = byte, limit / byte
         nbytes = [program.tensors[g.tensor].nbytes for g in gaps]
@@ -63,12 +67,13 @@ class Transfers:
         # Weak duality needs a bound: no kernel waits longer than it takes to move and to run everything again.
         long = float(2 * (self.out_time.sum() + self.in_time.sum()) + self.duration.sum()) + 1.0
         self.swap, self.free, self.early = lp.many(m), lp.many(m, 0.0), lp.many(m, 0.0)
-        self.wait = lp.many(self.n, long, 1.0)
+        self.wait = [lp.new(long * (b - a + 1), 1.0) for a, b in zip(groups.first, groups.last, strict=True)]
         self.written = [self._written(g) for g in gaps]
         self._host_copies()
-        self._flows(loads)
+        self._flows()
+        self._memory(loads)
         self._early_copies()
-        self._whole_tensors(loads)
+        self._whole_tensors()
         self._host_bytes()
         if reruns is not None:
             self._beside(reruns)
@@ -79,11 +84,6 @@ class Transfers:
         if not writes:
             return None
         return max((w for w in writes if w <= g.after), default=writes[-1] - self.n)
-
-    def open(self, k: int) -> list[int]:
-        """The gaps that are open at kernel k."""
-        n = self.n
-        return [i for i, g in enumerate(self.gaps) if (k - g.after - 1) % n < (g.before - g.after - 1) % n]
 
     def _host_copies(self) -> None:
         """Rule 4: what may leave without a transfer in its gap, as a valid copy is on the host from an earlier gap, and
@@ -111,100 +111,134 @@ class Transfers:
                     if i not in earlier:
                         self.lp.row([(int(self.free[i]), 1), *((int(self.swap[j]), -1) for j in earlier)], 0)
 
-    def _flows(self, loads: dict[int, tuple[Terms, float]]) -> None:
-        n, size, lp = self.n, self.size, self.lp
-        opens, closes = self.opens, self.closes
-        total = float(size.sum())
-        self.away = lp.many(n, total)  # P
-        # Bytes of the tensors that have not left, or came back early, at the start and at the end of each kernel.
-        self.whole = [(lp.many(n, total), lp.many(n, total)) for _ in range(2)]
+    def _flows(self) -> None:
+        lp, size, groups = self.lp, self.size, self.groups
+        total, count = float(size.sum()), len(groups)
+        self.away = lp.many(count, total)  # P, at the last kernel of each group
+        may = lp.many(count, total)  # bytes of the early copies that have begun and whose gaps have not opened
         klass = self._classes()
-        names = ("q1", "q2", "e1", "e2", "ow", "od", "iw", "id")
-        steps = [{name: lp.many(n, total) for name in names} for _ in range(int(klass.max()) + 1)]
-        rate = [
+        rates = [
             tuple(float((time / size)[klass == c].min()) for time in (self.out_time, self.in_time))
-            for c in range(len(steps))
+            for c in range(int(klass.max()) + 1)
         ]
-        ahead = {name: lp.many(n, total) for name in ("a1", "a2", "aw", "ad", "may")}  # early copies, of all classes
         fastest = float((self.out_time / size).min())
-        # Gaps whose early copy may be made from the end of a kernel on.
-        written: list[list[int]] = [[] for _ in range(n)]
+        self.begun: list[list[int]] = [[] for _ in range(self.n)]  # gaps: an early copy may be made from its end on
         for i in np.flatnonzero(np.array(lp.upper)[self.early]).tolist():
-            written[self.written[i] % n].append(i)  # type: ignore[operator]
-        self.queued: list[tuple[list[int], list[int]]] = []  # columns, at the start and the end of each kernel
-        self.returned: list[tuple[list[int], list[int]]] = []
-        for k in range(n):
-            j = k - 1 if k else n - 1
-            went = [(int(self.swap[i]), -size[i]) for i in opens[j]]
-            used = [(int(self.swap[i]), size[i]) for i in closes[k]]
-            lp.equation([(int(self.away[k]), 1), (int(self.away[j]), -1), *went, *used], 0)
-            out_wait, out_run, in_wait, in_run = [], [], [], []
-            for c, s in enumerate(steps):
-                queued = [(int(v), x) for i in opens[j] if klass[i] == c for v, x in
-                          ((self.swap[i], -size[i]), (self.free[i], size[i]), (self.early[i], size[i]))]  # fmt: skip
-                mine = [(int(self.swap[i]), size[i]) for i in closes[k] if klass[i] == c]
-                lp.equation([(s["q1"][k], 1), (s["q2"][j], -1), (s["ow"][k], 1), *queued], 0)
-                lp.equation([(s["q2"][k], 1), (s["q1"][k], -1), (s["od"][k], 1)], 0)
-                lp.equation([(s["e1"][k], 1), (s["e2"][j], -1), (s["iw"][k], -1), *mine], 0)
-                lp.equation([(s["e2"][k], 1), (s["e1"][k], -1), (s["id"][k], -1)], 0)
-                out_wait.append((s["ow"][k], rate[c][0]))
-                out_run.append((s["od"][k], rate[c][0]))
-                in_wait.append((s["iw"][k], rate[c][1]))
-                in_run.append((s["id"][k], rate[c][1]))
-            gone = [(int(self.early[i]), size[i]) for i in opens[j]]
-            lp.equation([(ahead["a1"][k], 1), (ahead["a2"][j], -1), (ahead["aw"][k], -1), *gone], 0)
-            lp.equation([(ahead["a2"][k], 1), (ahead["a1"][k], -1), (ahead["ad"][k], -1)], 0)
-            begun = [(int(self.early[i]), -size[i]) for i in written[j]]
-            lp.equation([(ahead["may"][k], 1), (ahead["may"][j], -1), *gone, *begun], 0)
-            lp.row([(ahead["a2"][k], 1), (ahead["may"][k], -1)], 0)
-            out_wait.append((ahead["aw"][k], fastest))
-            out_run.append((ahead["ad"][k], fastest))
-            for out, back, terms, right in (
-                (out_wait, in_wait, [(int(self.wait[k]), -1.0)], 0.0),
-                (out_run, in_run, [], float(self.duration[k])),
-            ):
-                for f, g in {(1.0, self.beside), (self.beside, 1.0)}:
-                    lp.row([*((c, f * x) for c, x in out if f), *((c, g * x) for c, x in back if g), *terms], right)
-            self.queued.append(tuple([int(s[name][k]) for s in steps] for name in ("q1", "q2")))  # type: ignore[arg-type]
-            self.returned.append(tuple([int(s[name][k]) for s in steps] for name in ("e1", "e2")))  # type: ignore[arg-type]
-            for end in (0, 1):
-                held = [*self.queued[k][end], *self.returned[k][end]]
-                lp.row([*((c, 1.0) for c in held), (int(self.away[k]), -1)], 0)
-            if k in loads:
-                load, constant = loads[k]
-                for end, whole in enumerate(self.whole):
-                    for moved, part in zip(whole, (self.queued[k][end], self.returned[k][end]), strict=True):
-                        lp.row([*((c, 1.0) for c in part), (int(moved[k]), -1)], 0)
-                    parts = [(int(whole[0][k]), 1.0), (int(whole[1][k]), 1.0), (int(self.away[k]), -1.0)]
-                    lp.row([*load, *parts], self.room - constant)
+            self.begun[self.written[i] % self.n].append(i)  # type: ignore[operator]
+        # Q and E of each class, of each step of each group; a group of several kernels is one step.
+        self.queued: list[list[list[int]]] = []
+        self.returned: list[list[list[int]]] = []
+        width = 1 + 2 * len(rates)  # A, and Q and E of each class
+        first = before = lp.many(width, total).tolist()
+        for g in range(count):
+            a, b = groups.first[g], groups.last[g]
+            opened, closed = self._ids(self.opens, a - 1, b), self._ids(self.closes, a, b + 1)
+            swapped = self._bytes(self.swap, opened, -1.0) + self._bytes(self.swap, closed, 1.0)
+            lp.equation([(int(self.away[g]), 1.0), (int(self.away[g - 1]), -1.0), *swapped], 0)
+            gone = self._bytes(self.early, opened, 1.0)
+            begun = self._bytes(self.early, self._ids(self.begun, a - 1, b), -1.0)
+            lp.equation([(int(may[g]), 1.0), (int(may[g - 1]), -1.0), *gone, *begun], 0)
+            self.queued.append([])
+            self.returned.append([])
+            for wait, run in ((1, 0), (0, 1)) if groups.single(g) else ((1, 1),):
+                now = first if g == count - 1 and run else lp.many(width, total).tolist()
+                moved = lp.many(width, total).tolist()
+                lp.equation([(now[0], 1), (before[0], -1), (moved[0], -1), *(gone if wait else [])], 0)
+                if run:
+                    lp.row([(now[0], 1), (int(may[g]), -1)], 0)
+                for c in range(len(rates)):
+                    q, e = 1 + 2 * c, 2 + 2 * c
+                    left = self._left([i for i in opened if klass[i] == c], -1.0) if wait else []
+                    used = self._bytes(self.swap, [i for i in closed if klass[i] == c], 1.0) if wait else []
+                    lp.equation([(now[q], 1), (before[q], -1), (moved[q], 1), *left], 0)
+                    lp.equation([(now[e], 1), (before[e], -1), (moved[e], -1), *used], 0)
+                out = [(moved[0], fastest), *((moved[1 + 2 * c], r[0]) for c, r in enumerate(rates))]
+                back = [(moved[2 + 2 * c], r[1]) for c, r in enumerate(rates)]
+                waits = [(self.wait[g], -1.0)] if wait else []
+                time = float(self.duration[a : b + 1].sum()) if run else 0.0
+                for f, h in {(1.0, self.beside), (self.beside, 1.0)}:
+                    lp.row([*((c, f * x) for c, x in out if f), *((c, h * x) for c, x in back if h), *waits], time)
+                lp.row([*((c, 1.0) for c in now[1:]), (int(self.away[g]), -1)], 0)
+                self.queued[g].append(now[1::2])
+                self.returned[g].append(now[2::2])
+                before = now
         # The cyclic recurrences leave the level open: what is open over the boundary is away at kernel 0.
-        wraps = [(int(self.swap[i]), -size[i]) for i, g in enumerate(self.gaps) if g.after >= g.before > 0]
-        lp.equation([(int(self.away[0]), 1), *wraps], 0)
-        over = [(int(self.early[i]), -size[i]) for ids in written for i in ids
-                if self.written[i] < 0 <= self.gaps[i].after]  # type: ignore[operator]  # fmt: skip
-        lp.equation([(int(ahead["may"][0]), 1), *over], 0)
+        wraps = [i for i, g in enumerate(self.gaps) if g.after >= g.before > 0]
+        b = groups.last[0]
+        opened, closed = self._ids(self.opens, 0, b), self._ids(self.closes, 1, b + 1)
+        terms = self._bytes(self.swap, [*wraps, *opened], -1.0) + self._bytes(self.swap, closed, 1.0)
+        lp.equation([(int(self.away[0]), 1.0), *terms], 0)
+        over = [i for ids in self.begun for i in ids if self.written[i] < 0 <= self.gaps[i].after]  # type: ignore[operator]
+        terms = self._bytes(self.early, [*over, *self._ids(self.begun, 0, b)], -1.0)
+        lp.equation([(int(may[0]), 1.0), *terms, *self._bytes(self.early, opened, 1.0)], 0)
+
+    @staticmethod
+    def _ids(of: list[list[int]], begin: int, end: int) -> list[int]:
+        """Of the kernels from begin to before end; -1 is the last one of the iteration before."""
+        return [i for k in range(begin, end) for i in of[k]]
+
+    def _bytes(self, columns: NDArray[np.int64], gaps: list[int], sign: float) -> list[tuple[int, float]]:
+        return [(int(columns[i]), sign * float(self.size[i])) for i in gaps]
+
+    def _left(self, gaps: list[int], sign: float) -> list[tuple[int, float]]:
+        """What joins the queue as the gaps open."""
+        return [
+            (int(c[i]), f * sign * float(self.size[i]))
+            for i in gaps for c, f in ((self.swap, 1.0), (self.free, -1.0), (self.early, -1.0))
+        ]  # fmt: skip
+
+    def _memory(self, loads: dict[int, tuple[Terms, float]]) -> None:
+        """The limit, at the start and at the end of a kernel that is a group; else at some time in it.
+
+        What is queued when a group ends, less what opens in it from the kernel on, was so at the kernel, and what was
+        back when the group began, less what is used in it up to the kernel.
+        """
+        lp, groups, total = self.lp, self.groups, float(self.size.sum())
+        self.whole: dict[tuple[int, int], tuple[int, int]] = {}  # columns: bytes of the tensors that have not left, or
+        for k, (load, constant) in loads.items():  # came back early, at the start (0) and the end (1) of a kernel
+            g = int(groups.of[k])
+            alone, a, b = groups.single(g), groups.first[g], groups.last[g]
+            opened, closed = self._ids(self.opens, k, b), self._ids(self.closes, k + 1, b + 1)
+            away = self._bytes(self.swap, opened, 1.0) + self._bytes(self.swap, closed, -1.0)
+            for end in (0, 1) if alone else (0,):
+                queued, returned = lp.many(2, total).tolist()
+                self.whole[k, end] = queued, returned
+                later = self._left(opened, -1.0)
+                lp.row([*((c, 1.0) for c in self.queued[g][end]), *later, (queued, -1.0)], 0)
+                if alone:
+                    lp.row([*((c, 1.0) for c in self.returned[g][end]), (returned, -1.0)], 0)
+                else:
+                    used = self._bytes(self.swap, self._ids(self.closes, a, k + 1), -1.0)
+                    lp.row([*((c, 1.0) for c in self.returned[g - 1][-1]), *used, (returned, -1.0)], 0)
+                moved = [(queued, 1.0), (returned, 1.0), (int(self.away[g]), -1.0), *away]
+                lp.row([*load, *moved], self.room - constant)
 
     def _early_copies(self) -> None:
         """The early copies that begin and end within one of their intervals, from the last write to the opening of the
-        gap, take no longer than that."""
+        gap, take no longer than that. Of intervals from one group to another, the one that takes longest."""
         some = [i for i in range(len(self.gaps)) if self.lp.upper[self.early[i]]]
         first = np.array([self.written[i] for i in some])
         last = np.array([self.gaps[i].after for i in some])
         past = np.concatenate([[0.0], np.cumsum(np.tile(self.duration, 2))])  # time before a kernel, from that at -n
-        for a, b in zip(first.tolist(), last.tolist(), strict=True):
+        most: dict[tuple[int, int], tuple[float, int, int, NDArray[np.bool_]]] = {}
+        for a, b in sorted(set(zip(first.tolist(), last.tolist(), strict=True))):
             within = np.zeros(len(some), dtype=bool)
             for shift in (-self.n, 0, self.n):
                 within |= (first + shift >= a) & (last + shift <= b)
-            mine = [some[i] for i in np.flatnonzero(within)]
+            over = float(self.out_time[some][within].sum() - (past[b + 1 + self.n] - past[a + 1 + self.n]))
+            where = (int(self.groups.of[(a + 1) % self.n]), int(self.groups.of[b]))
+            if over > max(0.0, most[where][0] if where in most else 0.0):
+                most[where] = (over, a, b, within)
+        for _, a, b, within in most.values():
             time = past[b + 1 + self.n] - past[a + 1 + self.n]
-            if self.out_time[mine].sum() > time:
-                waits = [(int(self.wait[k % self.n]), -1.0) for k in range(a + 1, b + 1)]
-                self.lp.row([*((int(self.early[i]), self.out_time[i]) for i in mine), *waits], time)
+            waits = [(self.wait[g], -1.0) for g in self.groups.touched(k % self.n for k in range(a + 1, b + 1))]
+            mine = [some[i] for i in np.flatnonzero(within)]
+            self.lp.rarely.append(([*((int(self.early[i]), float(self.out_time[i])) for i in mine), *waits], float(time)))
 
     def _host_bytes(self) -> None:
-        """At no kernel does the host hold more than it has: what has left and not been asked for again, and for ever
-        the persistent tensors that nothing writes."""
-        lp, size = self.lp, self.size
+        """When no group ends does the host hold more than it has: what has left and not been asked for again, and for
+        ever the persistent tensors that nothing writes."""
+        lp = self.lp
         host = self.machine.host_bytes / self.byte
         if sum(self.program.tensors[t].nbytes for t in {g.tensor for g in self.gaps}) <= self.machine.host_bytes:
             return
@@ -214,36 +248,43 @@ class Transfers:
                 lp.row([(int(self.swap[i]), 1), (always[g.tensor], -1)], 0)
         kept = [(c, self.program.tensors[t].nbytes / self.byte) for t, c in always.items()]
         lp.row(kept, host)
-        for k in range(self.n):
-            beside = [(int(self.swap[i]), -size[i]) for i in self.open(k) if self.gaps[i].tensor in always]
-            back = [(c, -1.0) for c in (*self.queued[k][0], *self.returned[k][0])]
-            lp.row([(int(self.away[k]), 1.0), *beside, *back, *kept], host)
+        mine = np.array([g.tensor in always for g in self.gaps])
+        after, before = (np.array([g[1 + end] for g in self.gaps]) for end in (0, 1))
+        for g, k in enumerate(self.groups.last):
+            is_open = (k - after - 1) % self.n < (before - after - 1) % self.n
+            beside = self._bytes(self.swap, np.flatnonzero(mine & is_open).tolist(), -1.0)
+            back = [(c, -1.0) for c in (*self.queued[g][0], *self.returned[g][0])]
+            lp.row([(int(self.away[g]), 1.0), *beside, *back, *kept], host)
 
     def _beside(self, reruns: Reruns) -> None:
         """What runs again takes time; and a tensor is not both on the host and away to be written again.
 
         One that is swapped in its gap may have been written again in it before its copy is issued. While it is away
-        for that (``first``), none of it has left.
+        for that (``first``), none of it has left. Windows begin with a group of one kernel; of what is away after that,
+        within a group of several, nothing is said.
         """
         lp = self.lp
         times: dict[int, list[tuple[int, float]]] = defaultdict(list)
         for (j, w), column in reruns.again.items():
             times[j].append((column, float(self.duration[w])))
         for j, terms in times.items():
-            lp.row([*terms, *((int(c), -1.0) for c in self.wait[slice(*reruns.windows[j])])], 0)
+            lp.row([*terms, *((self.wait[g], -1.0) for g in self.groups.touched(range(*reruns.windows[j])))], 0)
         waiting: dict[int, list[tuple[int, float]]] = defaultdict(list)
         for i, g in enumerate(self.gaps):
             v = reruns.version_in(g)
             if v < 0 or not reruns.droppable[v]:
                 continue
             for j, column, sign in reruns.absent(v, g):
+                k = max(g.after + 1, reruns.windows[j][0])
+                if not self.groups.single(int(self.groups.of[k])):
+                    continue
                 first = lp.new()
                 lp.row([(int(self.swap[i]), 1.0), (column, float(sign)), (first, -1.0)], (1 + sign) / 2)
-                waiting[max(g.after + 1, reruns.windows[j][0])].append((first, float(self.size[i])))
+                waiting[k].append((first, float(self.size[i])))
         for k, terms in waiting.items():
-            lp.row([*terms, *((c, -1.0) for c in self.queued[k][0])], 0)
+            lp.row([*terms, *((c, -1.0) for c in self.queued[int(self.groups.of[k])][0])], 0)
 
-    def _whole_tensors(self, loads: dict[int, tuple[Terms, float]]) -> None:
+    def _whole_tensors(self) -> None:
         """A swapped tensor takes all of its memory just after its gap opens and just before it closes.
 
         Where the time D_0 from the end of the gap is less than a transfer takes, D, the tensor has not left yet, or is
@@ -257,9 +298,9 @@ class Transfers:
                 continue
             for side, transfer in ((0, self.out_time[i]), (1, self.in_time[i])):
                 k, step = (g.after, 1) if side == 0 else (g.before, -1)
-                time, with_it, waits = 0.0, [i], []
+                time, with_it, waits = 0.0, [i], dict[int, None]()
                 while True:
-                    waits.append(int(self.wait[(k + 1) % n] if side == 0 else self.wait[k]))
+                    waits[self.wait[self.groups.of[(k + 1) % n if side == 0 else k]]] = None
                     at = (k + step) % n
                     if at == (g.before if side == 0 else g.after):
                         break
@@ -268,6 +309,8 @@ class Transfers:
                             time += self.duration[at]
                         if time >= transfer * (1 - 1e-9):
                             break
+                        if (at, end) not in self.whole:
+                            continue
                         least = transfer - time
                         terms = [(int(self.swap[j]), size[j]) for j in with_it]
                         if side == 0:
@@ -275,8 +318,7 @@ class Transfers:
                             terms += [(int(self.early[j]), -size[j] * transfer / least) for j in with_it]
                         total = float(size[with_it].sum())
                         terms += [(w, -total / least) for w in waits]
-                        if at in loads:
-                            self.lp.row([*terms, (int(self.whole[end][side][at]), -1)], 0)
+                        self.lp.rarely.append(([*terms, (self.whole[at, end][side], -1)], 0.0))
                     if time >= transfer * (1 - 1e-9):
                         break
                     with_it = with_it + [
@@ -285,6 +327,22 @@ class Transfers:
                     k = at
 
     def _classes(self) -> NDArray[np.int64]:
-        """int64[m], by size: gaps of one class are as fast per byte as the largest of it."""
-        edges = np.quantile(np.unique(self.size), np.linspace(0, 1, CLASSES + 1)[1:-1])
-        return np.unique(np.searchsorted(edges, self.size), return_inverse=True)[1]
+        """int64[m], by size: gaps of one class are as fast per byte as the largest of it. Those classes, ``CLASSES`` at
+        most, with which all gaps take the longest."""
+        sizes, inverse, count = np.unique(self.size, return_inverse=True, return_counts=True)
+        first = np.unique(inverse, return_index=True)[1]
+        rate = (self.out_time + self.in_time)[first] / sizes
+        rate = np.minimum(rate, SLOW * rate[-1])
+        held = np.concatenate([[0.0], np.cumsum(sizes * count)])
+        lost = np.cumsum(np.concatenate([[0.0], sizes * count * rate]))
+        # Of the sizes before each, what is lost when they are one class, and so on; and where the last class begins.
+        begins, best = [np.zeros(len(held), np.int64)], np.array([lost[j] - held[j] * rate[max(j - 1, 0)] for j in range(len(held))])
+        while len(begins) < min(CLASSES, len(sizes)) and best[-1] > ALIKE * lost[-1]:
+            each = [best[:j] + lost[j] - lost[:j] - (held[j] - held[:j]) * rate[j - 1] for j in range(1, len(held))]
+            begins.append(np.array([0, *(int(of.argmin()) for of in each)]))
+            best = np.array([0.0, *(of.min() for of in each)])
+        klass, end = np.zeros(len(sizes), np.int64), len(sizes)
+        for c in reversed(range(len(begins))):
+            begin = int(begins[c][end])
+            klass[begin:end], end = c, begin
+        return np.unique(klass[inverse], return_inverse=True)[1]
