@@ -141,7 +141,7 @@ class Policy:
     def decide(self) -> bool:
         """Makes decisions until nothing is above the limit; False when that is impossible."""
         for i in list(self.can_swap):
-            if self.useful()[i] and self.overhead([*self.swaps, i]) <= 0:  # hidden
+            if self.candidates.absent[i, self.excess > 0].any() and self.overhead([*self.swaps, i]) <= 0:  # hidden
                 self.take(i, self.swaps, self.can_swap)
         while self.excess.any():
             useful = self.useful()
