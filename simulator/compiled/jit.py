@@ -38,27 +38,23 @@ def jit(function: Any = None, **options: Any) -> Any:
     return njit(**({"cache": True} | options))(function)
 
 
-def stage(function: Any = None, entry: bool = False, **more: Any) -> Any:
+def stage(function: Any = None, entry: bool = False, inline: bool = False) -> Any:
     """``jit`` for what allocates nothing and never divides by 0: without reference counts, without the GIL.
 
     Args:
-        entry: it is called from Python, too.
+        entry: it is called from Python, too. What is not is compiled with what calls it, and not cached by itself.
+        inline: LLVM has to inline it.
     """
     if function is None:
-        return lambda function: stage(function, entry, **more)
+        return lambda function: stage(function, entry, inline)
     out = jit(
-        function,
-        _nrt=False,
-        nogil=True,
-        error_model="numpy",
-        no_cfunc_wrapper=True,
-        no_cpython_wrapper=not entry,
-        cache=entry,
-        **more,
-    )
+        function, _nrt=False, nogil=True, error_model="numpy", no_cfunc_wrapper=True, no_cpython_wrapper=not entry,
+        cache=entry, forceinline=inline,
+    )  # fmt: skip
     by_types = out.get_call_template
+    plain: Any = types.unliteral
     # Numba would compile it once for every constant that it is called with, and once where it is not one.
-    out.get_call_template = lambda args, kws: by_types([types.unliteral(a) for a in args], kws)  # type: ignore[no-untyped-call]
+    out.get_call_template = lambda args, kws: by_types([plain(a) for a in args], kws)
     return out
 
 
