@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import builtins
 import dis
+import gc
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -49,13 +50,29 @@ def stage(function: Any = None, entry: bool = False, inline: bool = False) -> An
         return lambda function: stage(function, entry, inline)
     out = jit(
         function, _nrt=False, nogil=True, error_model="numpy", no_cfunc_wrapper=True, no_cpython_wrapper=not entry,
-        cache=entry, forceinline=inline,
+        cache=entry, forceinline=inline, no_rewrites=not entry,
     )  # fmt: skip
     by_types = out.get_call_template
     plain: Any = types.unliteral
     # Numba would compile it once for every constant that it is called with, and once where it is not one.
     out.get_call_template = lambda args, kws: by_types([plain(a) for a in args], kws)
+    out.compile = _uncollected(out.compile)
     return out
+
+
+def _uncollected(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Without garbage collections: the compiler makes very many objects, and most of them stay until it is done."""
+
+    def run(signature: Any) -> Any:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return call(signature)
+        finally:
+            if collects:
+                gc.enable()
+
+    return run
 
 
 def _compiled_in(function: FunctionType) -> Iterator[str]:
