@@ -103,8 +103,9 @@ class _Work:
 
 
 class Engine:
-    """One program on one machine, ready to score many plans. ``scores`` may be called by several threads at once, each
-    with its own scratch arrays; everything else by one.
+    """One program on one machine, ready to score many plans. Not for several threads at once: ``scores`` and
+    ``score_batch`` use several themselves, each on arrays of its own. Engines share nothing that changes, so that each
+    thread may have one; scoring gives up the GIL.
 
     Rows are a plan's decisions; ``with_variants`` is the engine for its variants.
 

@@ -100,7 +100,7 @@ def _last_above(values, at, bound):  # type: ignore[no-untyped-def]
     return at
 
 
-@stage(forceinline=True)  # the call would push some thirty words
+@stage(inline=True)  # the call would push some thirty words
 def _obstacle(segment_of, by_segment, enforced, at, due, fits, required):  # type: ignore[no-untyped-def]
     """Rule 5: the last kernel, from kernel ``at`` up to segment ``due``, at which the planned residency and what came
     back early are more than ``fits``; -1: none. Kernels of the next iteration are counted on from this one's."""

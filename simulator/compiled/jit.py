@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import builtins
 import dis
+import gc
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -38,28 +39,40 @@ def jit(function: Any = None, **options: Any) -> Any:
     return njit(**({"cache": True} | options))(function)
 
 
-def stage(function: Any = None, entry: bool = False, **more: Any) -> Any:
+def stage(function: Any = None, entry: bool = False, inline: bool = False) -> Any:
     """``jit`` for what allocates nothing and never divides by 0: without reference counts, without the GIL.
 
     Args:
-        entry: it is called from Python, too.
+        entry: it is called from Python, too. What is not is compiled with what calls it, and not cached by itself.
+        inline: LLVM has to inline it.
     """
     if function is None:
-        return lambda function: stage(function, entry, **more)
+        return lambda function: stage(function, entry, inline)
     out = jit(
-        function,
-        _nrt=False,
-        nogil=True,
-        error_model="numpy",
-        no_cfunc_wrapper=True,
-        no_cpython_wrapper=not entry,
-        cache=entry,
-        **more,
-    )
+        function, _nrt=False, nogil=True, error_model="numpy", no_cfunc_wrapper=True, no_cpython_wrapper=not entry,
+        cache=entry, forceinline=inline, no_rewrites=not entry,
+    )  # fmt: skip
     by_types = out.get_call_template
+    plain: Any = types.unliteral
     # Numba would compile it once for every constant that it is called with, and once where it is not one.
-    out.get_call_template = lambda args, kws: by_types([types.unliteral(a) for a in args], kws)  # type: ignore[no-untyped-call]
+    out.get_call_template = lambda args, kws: by_types([plain(a) for a in args], kws)
+    out.compile = _uncollected(out.compile)
     return out
+
+
+def _uncollected(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Without garbage collections: the compiler makes very many objects, and most of them stay until it is done."""
+
+    def run(signature: Any) -> Any:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return call(signature)
+        finally:
+            if collects:
+                gc.enable()
+
+    return run
 
 
 def _compiled_in(function: FunctionType) -> Iterator[str]:
