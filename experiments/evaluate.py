@@ -13,6 +13,7 @@ is the last line printed.
 from __future__ import annotations
 
 import multiprocessing
+import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import AbstractContextManager, nullcontext
@@ -33,6 +34,7 @@ from simulator.plan import Plan
 from simulator.program import Program
 from simulator.ways import MODES
 
+ALONE = 2.0  # seconds
 FLOOR = "the floor"  # a task, as the planners are
 # First in the queue, the slowest before all, so that no core idles at its end.
 SLOW = sorted((p for p, facts in agents.PLANNERS.items() if facts.slow), key=lambda p: -agents.PLANNERS[p].slow)
@@ -109,21 +111,25 @@ def score_all(
     bar = report.progress()
     with bar:
         shown = bar.add_task("starting", total=len(tasks))
-        for task, result in _done(tasks, min(jobs, len(tasks)), (program, machine, seed, options)):
+        for task, result in _done(tasks, jobs, (program, machine, seed, options)):
             found[task] = result
             bar.update(shown, advance=1, description=f"scored {task[0]}")
     return [report.certified(found[name, limit], found[FLOOR, limit]) for limit in limits for name in names]
 
 
 def _done(tasks: list[Task], jobs: int, shared: tuple[Any, ...]) -> Iterator[tuple[Task, Row | Floor]]:
-    """Every task and its result, as they are done."""
-    if jobs == 1:
-        _start_worker(*shared, nullcontext())
-        yield from ((task, _do(*task)) for task in tasks)
+    """Every task and its result, as they are done: the quick ones here, from the end, as far as they take less than the
+    start of other processes; the rest by ``jobs`` of those."""
+    tasks, begin = list(tasks), time.monotonic()
+    _start_worker(*shared, nullcontext())
+    while tasks and (jobs == 1 or (tasks[-1][0] not in SLOW and time.monotonic() - begin < ALONE)):
+        task = tasks.pop()
+        yield task, _do(*task)
+    if not tasks:
         return
     # Spawned, not forked: the progress bar is a thread.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, context, _start_worker, (*shared, context.Lock())) as pool:
+    with ProcessPoolExecutor(min(jobs, len(tasks)), context, _start_worker, (*shared, context.Lock())) as pool:
         futures = {pool.submit(_do, *task): task for task in tasks}
         for future in as_completed(futures):
             yield futures[future], future.result()
