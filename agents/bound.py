@@ -14,6 +14,7 @@ What is relaxed (reasons in README.md):
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -31,7 +32,7 @@ from simulator.ways import check_mode
 
 LARGEST = {"swap": 2000, "recompute": 3000, "joint": 2000}
 PARTS = {"recompute": 10, "joint": 5}  # windows, about: parts of the peak load that one uses
-CELLS = {"recompute": 3000, "joint": 2500}  # fewer windows where these times versions would be more
+CELLS = {"recompute": 4000, "joint": 2500}  # fewer windows where these times versions would be more
 GROUPS = {"swap": 700, "joint": 400}  # of kernels
 ROUNDS, NODES = 10, 100  # of cuts, of branch and bound, where a program has at most ROWS rows; in proportion above
 ROWS, WORK = 3000, 3e8  # and until the simplex has made so many steps, times rows, after the first optimum
@@ -63,17 +64,19 @@ class Floor:
 
 def floor(
     program: Program, machine: Machine, limit: int, mode: str = "joint", max_gaps: int | None = None, detail: float = 1.0,
-    proofs: bool = True,
+    proofs: bool = True, seconds: float | None = None,
 ) -> Floor:  # fmt: skip
     """The floor under the plans of ``mode`` (swap, recompute or joint) within ``limit`` bytes.
 
     Args:
         max_gaps: gaps that the linear program decides about, those of the largest tensors; the rest are emptied for
-            nothing. None: LARGEST times ``detail``.
+            nothing. None: LARGEST, less with less ``detail``.
         detail: of what is not merged in a large program; less takes less time, and the floor is lower.
         proofs: cuts, and branch and bound, where nothing is swapped.
+        seconds: of solving, about; the ideal time is the floor where that is not enough. What comes before takes time
+            in proportion to ``detail``; with 0 of it nothing is solved.
     """
-    max_gaps = max(int(LARGEST[check_mode(mode)] * detail), 1) if max_gaps is None else max_gaps
+    max_gaps = max(int(LARGEST[check_mode(mode)] * detail**0.5), 1) if max_gaps is None else max_gaps
     live_bytes = np.array(program.live_bytes, dtype=np.int64)
     nbytes = [t.nbytes for t in program.tensors]
     lowest, past, n = live_bytes.copy(), Past(program), len(program.kernels)
@@ -91,20 +94,24 @@ def floor(
             for span in empty[g]:
                 live_bytes[span] -= nbytes[g.tensor]
     none = np.zeros(len(gaps))
-    if least_bytes > limit or live_bytes.max() <= limit:
+    if least_bytes > limit or live_bytes.max() <= limit or not detail:
         return Floor(least_bytes <= limit, least_bytes, program.ideal_ns, 0.0, tuple(gaps), none, none)
     groups = int(GROUPS.get(mode, 0) * detail) + 1
     # Where swaps alone cost nothing, there is no more to prove: that takes less time to find.
     first = ("swap", groups if len(past.until) <= groups else groups // 2)
-    for language, count in (first, (mode, groups)) if mode == "joint" else ((mode, groups),):
-        problem = _Problem(program, machine, limit, language, gaps, live_bytes, lowest, least, detail, count)
-        solver = problem.lp.solver()
-        part = min(1.0, ROWS / len(problem.lp.rows)) if mode == "recompute" and proofs else 0.0
-        solution = solver.cut(problem.knapsacks, round(ROUNDS * part), WORK)
-        if solution is not None:
-            solution = solver.branch(solution, problem.whole(), round(NODES * part), WORK)
-            if solution.bound * problem.tick < 1:  # to run kernels again cannot make less of it
-                break
+    until = np.inf if seconds is None else time.monotonic() + seconds
+    try:
+        for language, count in (first, (mode, groups)) if mode == "joint" else ((mode, groups),):
+            problem = _Problem(program, machine, limit, language, gaps, live_bytes, lowest, least, detail, count)
+            solver = problem.lp.solver(until)
+            part = min(1.0, ROWS / len(problem.lp.rows)) if mode == "recompute" and proofs else 0.0
+            solution = solver.cut(problem.knapsacks, round(ROUNDS * part), WORK)
+            if solution is not None:
+                solution = solver.branch(solution, problem.whole(), round(NODES * part), WORK)
+                if solution.bound * problem.tick < 1:  # to run kernels again cannot make less of it
+                    break
+    except TimeoutError:
+        return Floor(True, least_bytes, program.ideal_ns, 0.0, tuple(gaps), none, none)
     if solution is None:
         return Floor(False, least_bytes, program.ideal_ns, 0.0, tuple(gaps), none, none)
     iteration = program.ideal_ns + max(0, int(np.ceil(solution.bound * problem.tick - ROUNDING)))

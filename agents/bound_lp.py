@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -67,9 +68,9 @@ class Linear:
         """sum of coefficient x column = right."""
         self.equations.append((list(terms), right))
 
-    def solver(self) -> Solver:
+    def solver(self, until: float = np.inf) -> Solver:
         """HiGHS with these columns and rows; those that are added here later are not in it."""
-        return Solver(self)
+        return Solver(self, until)
 
 
 class Solver:
@@ -77,9 +78,10 @@ class Solver:
 
     Args:
         linear: its columns, equations and rows.
+        until: of ``time.monotonic()``; optima that are not found by then raise TimeoutError.
     """
 
-    def __init__(self, linear: Linear) -> None:
+    def __init__(self, linear: Linear, until: float = np.inf) -> None:
         import highspy
 
         self.cost, self.upper = np.array(linear.cost), np.array(linear.upper)
@@ -88,6 +90,7 @@ class Solver:
         self._matrices = [equations, rows]
         self.low = np.concatenate([right, np.full(len(most), -np.inf)])
         self.high = np.concatenate([right, most])
+        self._until = until
         self.work = 0.0  # steps of the simplex times rows, so far
         self._highs = highspy.Highs()
         for option, value in OPTIONS.items():
@@ -162,11 +165,16 @@ class Solver:
     def _optimum(self) -> Solution | None:
         from highspy import HighsModelStatus
 
+        if self._until < np.inf:  # HiGHS counts the time of all its runs
+            left = max(self._until - time.monotonic(), 0.0)
+            self._highs.setOptionValue("time_limit", self._highs.getRunTime() + left)
         self._highs.run()
         self.work += self._highs.getInfo().simplex_iteration_count * len(self.low)
         status = self._highs.getModelStatus()
         if status in (HighsModelStatus.kInfeasible, HighsModelStatus.kUnboundedOrInfeasible):  # every column is bounded
             return None
+        if status == HighsModelStatus.kTimeLimit:
+            raise TimeoutError
         found = self._highs.getSolution()
         if not found.dual_valid:
             said = self._highs.modelStatusToString(status)
