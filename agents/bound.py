@@ -63,8 +63,8 @@ class Floor:
 
 
 def floor(
-    program: Program, machine: Machine, limit: int, mode: str = "joint", max_gaps: int | None = None, detail: float = 1.0,
-    proofs: bool = True, seconds: float | None = None,
+    program: Program, machine: Machine, limit: int, mode: str = "joint", max_gaps: int | None = None,
+    detail: float = 1.0, proofs: bool = True, seconds: float | None = None,
 ) -> Floor:  # fmt: skip
     """The floor under the plans of ``mode`` (swap, recompute or joint) within ``limit`` bytes.
 

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from simulator.program import Program
 
-
 MIXTURES = (1.0, 0.75, 0.5, 0.25, 0.0)
 
 
@@ -52,8 +51,8 @@ class Groups:
         return list(dict.fromkeys(self.of[list(kernels)].tolist()))
 
     def heaviest(self, load: NDArray[np.int64], least: NDArray[np.int64], limit: int) -> list[int]:
-        """Kernels whose memory is looked at: of each group the heaviest ones, where all that can be away is there
-        (``load``, bytes per kernel), where none of it is (``least``) and in between; of these, those above ``limit``."""
+        """Kernels whose memory is looked at: the heaviest ones of each group when all that can be away is there
+        (``load``, bytes per kernel), when none of it is (``least``) and in between; of these, those above ``limit``."""
         found: set[int] = set()
         for part in MIXTURES:
             of = part * load + (1 - part) * least

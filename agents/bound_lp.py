@@ -24,8 +24,10 @@ ENOUGH = 1e-4  # of the bound: a round of cuts that gains less is the last
 BROKEN = 1e-7  # how far a row is off that is not kept
 WHOLE = 1e-5  # a sum so far from a whole number is one
 FINE = 20.0  # price of a sum that is off, in bounds of the root
-OPTIONS = {"output_flag": False, "solver": "simplex", "simplex_dual_edge_weight_strategy": 1, "primal_feasibility_tolerance": 1e-9,
-           "dual_feasibility_tolerance": 1e-9}  # fmt: skip
+OPTIONS: dict[str, bool | int | float | str] = {
+    "output_flag": False, "solver": "simplex", "simplex_dual_edge_weight_strategy": 1,  # devex
+    "primal_feasibility_tolerance": 1e-9, "dual_feasibility_tolerance": 1e-9,
+}  # fmt: skip
 
 Terms = Sequence[tuple[int, float]]  # (column, coefficient)
 Row = tuple[Terms, float]  # sum of coefficient x column <= right side
@@ -92,7 +94,7 @@ class Solver:
         self.high = np.concatenate([right, most])
         self._until = until
         self.work = 0.0  # steps of the simplex times rows, so far
-        self._highs = highspy.Highs()
+        self._highs = highspy.Highs()  # type: ignore[no-untyped-call]
         for option, value in OPTIONS.items():
             self._highs.setOptionValue(option, value)
         lp = highspy.HighsLp()
@@ -249,9 +251,8 @@ class Solver:
             i = int((weight * np.where(off < WHOLE, 0, off)).argmax())
             terms, low = whole[i][0], float(np.floor(sums[i]))
             if i not in pairs:
-                pairs[i] = self.rows([
-                    ([*((c, sign * f) for c, f in terms), (slack, -float(len(terms)) - 1)], np.inf) for sign in (1.0, -1.0)
-                ])  # fmt: skip
+                off_by = (slack, -float(len(terms)) - 1)
+                pairs[i] = self.rows([([*((c, s * f) for c, f in terms), off_by], np.inf) for s in (1.0, -1.0)])
             heapq.heappop(leaves)
             for side, right in ((0, low), (1, -low - 1)):
                 row = pairs[i] + side

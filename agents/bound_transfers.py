@@ -233,7 +233,8 @@ class Transfers:
             time = past[b + 1 + self.n] - past[a + 1 + self.n]
             waits = [(self.wait[g], -1.0) for g in self.groups.touched(k % self.n for k in range(a + 1, b + 1))]
             mine = [some[i] for i in np.flatnonzero(within)]
-            self.lp.rarely.append(([*((int(self.early[i]), float(self.out_time[i])) for i in mine), *waits], float(time)))
+            copies = [(int(self.early[i]), float(self.out_time[i])) for i in mine]
+            self.lp.rarely.append(([*copies, *waits], float(time)))
 
     def _host_bytes(self) -> None:
         """When no group ends does the host hold more than it has: what has left and not been asked for again, and for
@@ -250,11 +251,11 @@ class Transfers:
         lp.row(kept, host)
         mine = np.array([g.tensor in always for g in self.gaps])
         after, before = (np.array([g[1 + end] for g in self.gaps]) for end in (0, 1))
-        for g, k in enumerate(self.groups.last):
+        for group, k in enumerate(self.groups.last):
             is_open = (k - after - 1) % self.n < (before - after - 1) % self.n
             beside = self._bytes(self.swap, np.flatnonzero(mine & is_open).tolist(), -1.0)
-            back = [(c, -1.0) for c in (*self.queued[g][0], *self.returned[g][0])]
-            lp.row([(int(self.away[g]), 1.0), *beside, *back, *kept], host)
+            back = [(c, -1.0) for c in (*self.queued[group][0], *self.returned[group][0])]
+            lp.row([(int(self.away[group]), 1.0), *beside, *back, *kept], host)
 
     def _beside(self, reruns: Reruns) -> None:
         """What runs again takes time; and a tensor is not both on the host and away to be written again.
@@ -336,7 +337,8 @@ class Transfers:
         held = np.concatenate([[0.0], np.cumsum(sizes * count)])
         lost = np.cumsum(np.concatenate([[0.0], sizes * count * rate]))
         # Of the sizes before each, what is lost when they are one class, and so on; and where the last class begins.
-        begins, best = [np.zeros(len(held), np.int64)], np.array([lost[j] - held[j] * rate[max(j - 1, 0)] for j in range(len(held))])
+        begins = [np.zeros(len(held), np.int64)]
+        best = lost - held * np.concatenate([[0.0], rate])
         while len(begins) < min(CLASSES, len(sizes)) and best[-1] > ALIKE * lost[-1]:
             each = [best[:j] + lost[j] - lost[:j] - (held[j] - held[:j]) * rate[j - 1] for j in range(1, len(held))]
             begins.append(np.array([0, *(int(of.argmin()) for of in each)]))

@@ -26,7 +26,7 @@ from agents.planner import MIB, Facts, Planner, Rows, finish, infeasible, plans_
 from agents.search.annealing import everything, start
 from agents.search.local_search import Moves, anneal
 from simulator.compiled.encoding import BEFORE, KIND, NEVER, RECOMPUTE, SWAP, TENSOR
-from simulator.compiled.engine import Engine, Score
+from simulator.compiled.engine import Engine
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
@@ -36,10 +36,10 @@ DROP = 0.3
 RUNS = ((0.05, 1e-3), (0.2, 1e-3), (1.0, 3e-3))  # explore: added to every weight; hot: of the ideal time
 KICK, KICKS = 4000, 12  # simulator calls of a kick at most, and kicks at least
 LARGE = 2000  # kernels; in a smaller program, Python takes most of the time, and threads do not help
-KERNELS, MOST = 8 * 10**7, 250_000
+KERNELS, MOST = 8 * 10**7, 300_000
 HOT, WARM, COLD = 1e-3, 3e-4, 1e-5  # temperatures, of the ideal time
 PIECES = 8  # of a run whose calls are not counted: after each, the time that is left says how long the next is
-LINEAR = (0.5, 10.0, 2000)  # part of the time for the floor; seconds that it takes with all detail; from so many kernels on
+LINEAR = (0.5, 10.0, 2000)  # the floor: part of the time, seconds with all detail, from so many kernels on
 SLOW = 3e-8  # seconds of a heuristic per gap and kernel, about
 ROUGH = 0.1  # with less detail than this there is no floor
 
@@ -105,7 +105,8 @@ class LPRound:
         """Rows (None: none fits), iteration time and required bytes of the best plan of the heuristics that take little
         time, or else of every gap emptied, or else of the heuristics of annealing."""
         swaps: list[Planner] = [AutoSwap(score, self.min_bytes) for score in reversed(SCORES)]
-        drops = [SuperNeurons(self.mode, early=True, min_bytes=self.min_bytes), Memonger(min_bytes=self.min_bytes)]
+        drops: list[Planner] = [Memonger(min_bytes=self.min_bytes)]
+        drops += [SuperNeurons(self.mode, early=True, min_bytes=self.min_bytes)]
         quick = {"swap": swaps, "recompute": drops, "joint": [*swaps, *drops]}[self.mode]
         size = len(program.gaps(self.min_bytes)) * len(program.kernels)
         plans, took = list[Rows](), 0.0

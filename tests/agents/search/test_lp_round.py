@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 import agents
@@ -50,3 +52,26 @@ def test_bad_options() -> None:
         agents.make("lp_round", calls=3)
     with pytest.raises(ValueError, match="mode: expected"):
         agents.make("lp_round", mode="both")
+
+
+def test_seconds_are_kept() -> None:
+    program = pyramid(60, 1)
+    limit = int(0.6 * program.peak_bytes)
+    agents.make("lp_round", min_bytes=1, calls=100).plan(program, MACHINE, limit)  # compiles
+    for seconds in (0.1, 1.0):
+        planner, began = agents.make("lp_round", min_bytes=1, seconds=seconds), time.monotonic()
+        plan = planner.plan(program, MACHINE, limit)
+        assert time.monotonic() - began < 1.2 * seconds + 0.5  # other processes run
+        found = simulate(program, plan, MACHINE, limit).overhead
+        assert planner.floor.overhead <= found <= overhead(program, limit, "autoswap_swdoa")
+    with pytest.raises(ValueError, match="seconds: expected more than 0, and no calls"):
+        agents.make("lp_round", seconds=0)
+    with pytest.raises(ValueError, match="seconds: expected more than 0, and no calls"):
+        agents.make("lp_round", seconds=1.0, calls=100)
+
+
+def test_counted_calls_give_one_plan() -> None:
+    program = pyramid(16, 5)
+    limit = int(0.5 * program.peak_bytes)
+    plans = [agents.make("lp_round", min_bytes=1, calls=1_000, seed=3).plan(program, MACHINE, limit) for _ in range(2)]
+    assert plans[0] == plans[1]
