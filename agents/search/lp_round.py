@@ -36,10 +36,11 @@ DROP = 0.3
 RUNS = ((0.05, 1e-3), (0.2, 1e-3), (1.0, 3e-3))  # explore: added to every weight; hot: of the ideal time
 KICK, KICKS = 4000, 12  # simulator calls of a kick at most, and kicks at least
 LARGE = 2000  # kernels; in a smaller program, Python takes most of the time, and threads do not help
-KERNELS, MOST = 8 * 10**7, 300_000
+KERNELS, MOST = 10**8, 300_000
 HOT, WARM, COLD = 1e-3, 3e-4, 1e-5  # temperatures, of the ideal time
 PIECES = 8  # of a run whose calls are not counted: after each, the time that is left says how long the next is
 LINEAR = (0.5, 10.0, 2000)  # the floor: part of the time, seconds with all detail, from so many kernels on
+GUIDES = 400  # gaps that the floor of a small program decides about: fractions of more of them lead less well
 SLOW = 3e-8  # seconds of a heuristic per gap and kernel, about
 ROUGH = 0.1  # with less detail than this there is no floor
 
@@ -126,19 +127,20 @@ class LPRound:
     def _floor(self, program: Program, machine: Machine, limit: int) -> Floor:
         """With as much detail as there is time for: first roughly, and then so that it takes the time that is left, if
         that grows with the square of the detail."""
+        gaps = GUIDES if self.mode == "joint" and len(program.kernels) < LARGE else None
         if self.seconds is None:
-            return floor(program, machine, limit, self.mode, proofs=False)
+            return floor(program, machine, limit, self.mode, gaps, proofs=False)
         part, seconds, kernels = LINEAR
         left = part * self.seconds
         detail = min(0.5 * left / (seconds * min(1.0, len(program.kernels) / kernels)), 1.0)
         detail = detail if detail > ROUGH else 0.0
         began = time.monotonic()
-        rough = floor(program, machine, limit, self.mode, detail=detail, proofs=False, seconds=left)
+        rough = floor(program, machine, limit, self.mode, gaps, detail, False, left)
         took = time.monotonic() - began
         if not 0 < detail < 1 or not rough.feasible or took > left / 6:
             return rough
         detail = min(1.0, detail * ((left - took) / took / 2) ** 0.5)
-        fine = floor(program, machine, limit, self.mode, detail=detail, proofs=False, seconds=left - took)
+        fine = floor(program, machine, limit, self.mode, gaps, detail, False, left - took)
         return fine if fine.iteration_ns > rough.iteration_ns or not fine.feasible else rough
 
     def _rounded(self, program: Program) -> tuple[Rows, NDArray[np.float64], NDArray[np.float64]]:
