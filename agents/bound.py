@@ -194,7 +194,7 @@ class _Problem:
     def fractions(self, x: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """float64[m] twice: what part of each gap's tensor is swapped in it, and away in it to be written again."""
         m = len(self.gaps)
-        swapped = np.clip(x[self.transfers.swap], 0, 1) if self.transfers is not None else np.zeros(m)  # rounding errors
+        swapped = np.clip(x[self.transfers.swap], 0, 1) if self.transfers is not None else np.zeros(m)
         away = np.zeros(m)
         for i, gap in enumerate(self.gaps if self.reruns is not None else []):
             v = self.reruns.version_in(gap)  # type: ignore[union-attr]
