@@ -94,7 +94,7 @@ class Solver:
         self.high = np.concatenate([right, most])
         self._until = until
         self.work = 0.0  # steps of the simplex times rows, so far
-        self._highs = highspy.Highs()  # type: ignore[no-untyped-call]
+        self._highs = highspy.Highs()
         for option, value in OPTIONS.items():
             self._highs.setOptionValue(option, value)
         lp = highspy.HighsLp()
