@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from agents.bound import Floor, floor
 from agents.heuristics.autoswap import SCORES, AutoSwap
+from agents.heuristics.capuchin import Capuchin
 from agents.heuristics.memonger import Memonger
 from agents.heuristics.superneurons import SuperNeurons
 from agents.planner import MIB, Facts, Planner, Rows, finish, infeasible, plans_of, row_of
@@ -41,6 +42,7 @@ HOT, WARM, COLD = 1e-3, 3e-4, 1e-5  # temperatures, of the ideal time
 PIECES = 8  # of a run whose calls are not counted: after each, the time that is left says how long the next is
 LINEAR = (0.5, 10.0, 2000)  # the floor: part of the time, seconds with all detail, from so many kernels on
 GUIDES = 400  # gaps that the floor of a small program decides about: fractions of more of them lead less well
+CAPUCHIN, CAPUCHIN_S = 4 * 10**5, 1e-5  # at most so many gaps times kernels; seconds of each, about
 SLOW = 3e-8  # seconds of a heuristic per gap and kernel, about
 ROUGH = 0.1  # with less detail than this there is no floor
 
@@ -116,6 +118,8 @@ class LPRound:
             if began + max(took, SLOW * size) < until:
                 plans += plans_of([planner], program, machine, limit, engine)
                 took = max(took, time.monotonic() - began)
+        if size <= CAPUCHIN and time.monotonic() + CAPUCHIN_S * size < until:
+            plans += plans_of([Capuchin(self.mode, min_bytes=self.min_bytes)], program, machine, limit, engine)
         plans = plans or [everything(program, self.mode, self.min_bytes)]
         scores = [engine.score(rows) for rows in plans]
         best = min(range(len(plans)), key=lambda i: (not scores[i].feasible, scores[i].iteration_ns))
