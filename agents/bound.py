@@ -30,10 +30,11 @@ from simulator.machine import Machine
 from simulator.program import Gap, Program
 from simulator.ways import check_mode
 
-LARGEST = {"swap": 2000, "recompute": 3000, "joint": 2000}
+LARGEST = {"swap": 6000, "recompute": 3000, "joint": 6000}
 PARTS = {"recompute": 10, "joint": 5}  # windows, about: parts of the peak load that one uses
 CELLS = {"recompute": 4000, "joint": 2500}  # fewer windows where these times versions would be more
-GROUPS = {"swap": 700, "joint": 400}  # of kernels
+GROUPS = {"swap": 700, "joint": 400}  # of kernels, at most
+FEWEST, MERGED = 160, 400_000  # joint: not more of them than times gaps are MERGED, but FEWEST
 ROUNDS, NODES = 10, 100  # of cuts, of branch and bound, where a program has at most ROWS rows; in proportion above
 ROWS, WORK = 3000, 3e8  # and until the simplex has made so many steps, times rows, after the first optimum
 ROUNDING = 1e-3  # ns, far above the rounding errors of the dual value
@@ -96,7 +97,8 @@ def floor(
     none = np.zeros(len(gaps))
     if least_bytes > limit or live_bytes.max() <= limit or not detail:
         return Floor(least_bytes <= limit, least_bytes, program.ideal_ns, 0.0, tuple(gaps), none, none)
-    groups = int(GROUPS.get(mode, 0) * detail) + 1
+    merged = max(FEWEST, MERGED // max(len(gaps), 1)) if mode == "joint" else len(past.until)
+    groups = int(min(GROUPS.get(mode, 0), merged) * detail) + 1
     # Where swaps alone cost nothing, there is no more to prove: that takes less time to find.
     first = ("swap", groups if len(past.until) <= groups else groups // 2)
     until = np.inf if seconds is None else time.monotonic() + seconds
