@@ -31,6 +31,7 @@ from simulator.program import Program
 from simulator.ways import check_mode
 
 CALLS = 20_000
+LONG = 10.0  # seconds: no heuristic that takes longer is among the starts
 
 
 class Annealing:
@@ -82,7 +83,7 @@ class Annealing:
         """The best plan found; raises Infeasible when none of the starts fits ``limit``."""
         until = time.monotonic() + self.seconds if self.seconds is not None else None
         engine = Engine(program, machine, limit)
-        best, best_ns, required = start(program, machine, limit, engine, self.mode, self.min_bytes, until)
+        best, best_ns, required = start(program, machine, limit, engine, self.mode, self.min_bytes, half_way(until))
         if best is None:
             self.simulator_calls = engine.calls
             # Chains take memory, so that recomputing everything does not reach the least.
@@ -124,6 +125,11 @@ class Annealing:
         return best
 
 
+def half_way(until: float | None) -> float | None:
+    """Between now and a time of time.monotonic()."""
+    return None if until is None else (time.monotonic() + until) / 2
+
+
 def start(
     program: Program, machine: Machine, limit: int, engine: Engine, mode: str, min_bytes: int,
     until: float | None = None,
@@ -132,12 +138,13 @@ def start(
     have none. The rows are None where that does not fit either. All simulator calls are added to ``engine``'s.
 
     Args:
-        until: time.monotonic(), half of the time to which is for the heuristics: then no other is begun.
+        until: time.monotonic() at which it should be over: heuristics that would take longer are left out, once there
+            is a plan.
     """
+    size = len(program.gaps(min_bytes)) * len(program.kernels)
     found: list[Rows] = []
-    half = None if until is None else (time.monotonic() + until) / 2
-    for heuristic in _heuristics(mode, min_bytes, slow=until is None):
-        if half is None or time.monotonic() < half:
+    for slow, heuristic in _heuristics(mode, min_bytes):
+        if slow * size < LONG and (not found or until is None or time.monotonic() + slow * size < until):
             found += plans_of([heuristic], program, machine, limit, engine)
     found = found or [everything(program, mode, min_bytes)]
     scores = [engine.score(rows) for rows in found]
@@ -146,16 +153,15 @@ def start(
     return found[best] if feasible else None, iteration_ns, required
 
 
-def _heuristics(mode: str, min_bytes: int, slow: bool) -> Iterator[Planner]:
-    """Those whose plans have only what ``mode`` allows; ``slow``: Capuchin, too, whose rounds of feedback take long."""
+def _heuristics(mode: str, min_bytes: int) -> Iterator[tuple[float, Planner]]:
+    """Those whose plans have only what ``mode`` allows; and about how long they take, s per gap and kernel."""
     if mode != "recompute":
-        yield from (AutoSwap(score, min_bytes) for score in SCORES)
+        yield from ((1e-8, AutoSwap(score, min_bytes)) for score in SCORES)
     if mode != "swap":
-        yield Memonger(min_bytes=min_bytes)
-        yield SuperNeurons(mode, early=True, min_bytes=min_bytes)
-    yield TENSILE(mode, min_bytes=min_bytes)
-    if slow:
-        yield Capuchin(mode, min_bytes=min_bytes)
+        yield 3e-8, Memonger(min_bytes=min_bytes)
+        yield 3e-8, SuperNeurons(mode, early=True, min_bytes=min_bytes)
+    yield 1.5e-7, TENSILE(mode, min_bytes=min_bytes)
+    yield 3e-6, Capuchin(mode, min_bytes=min_bytes)
 
 
 def everything(program: Program, mode: str, min_bytes: int) -> Rows:

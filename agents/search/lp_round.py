@@ -10,24 +10,20 @@ Three steps, reasons in README.md; read on in ``LPRound.plan``:
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
+from itertools import count, repeat
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agents.bound import Floor, floor
-from agents.heuristics.autoswap import SCORES, AutoSwap
-from agents.heuristics.capuchin import Capuchin
-from agents.heuristics.memonger import Memonger
-from agents.heuristics.superneurons import SuperNeurons
-from agents.planner import MIB, Facts, Planner, Rows, finish, infeasible, plans_of, row_of
-from agents.search.annealing import everything, start
+from agents.planner import MIB, Facts, Rows, finish, infeasible, row_of
+from agents.search.annealing import half_way, start
 from agents.search.local_search import Moves, anneal
 from simulator.compiled.encoding import BEFORE, KIND, NEVER, RECOMPUTE, SWAP, TENSOR
-from simulator.compiled.engine import Engine
+from simulator.compiled.engine import Engine, cores
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
@@ -35,15 +31,11 @@ from simulator.ways import RECOMPUTED, SWAPPED, check_mode, ways_to_empty
 
 DROP = 0.3
 RUNS = ((0.05, 1e-3), (0.2, 1e-3), (1.0, 3e-3))  # explore: added to every weight; hot: of the ideal time
-KICK, KICKS = 4000, 12  # simulator calls of a kick at most, and kicks at least
-LARGE = 2000  # kernels; in a smaller program, Python takes most of the time, and threads do not help
+KICK = 4000  # simulator calls
 KERNELS, MOST = 10**8, 300_000
 HOT, WARM, COLD = 1e-3, 3e-4, 1e-5  # temperatures, of the ideal time
-PIECES = 8  # of a run whose calls are not counted: after each, the time that is left says how long the next is
 LINEAR = (0.5, 10.0, 2000)  # the floor: part of the time, seconds with all detail, from so many kernels on
-GUIDES = 400  # gaps that the floor of a small program decides about: fractions of more of them lead less well
-CAPUCHIN, CAPUCHIN_S = 4 * 10**5, 1e-5  # at most so many gaps times kernels; seconds of each, about
-SLOW = 3e-8  # seconds of a heuristic per gap and kernel, about
+GUIDES, FEW = 400, 2000  # gaps that the floor decides about in programs of at most FEW kernels: they lead best
 ROUGH = 0.1  # with less detail than this there is no floor
 
 _Job = tuple[NDArray[np.float64], Rows, int, float]
@@ -53,11 +45,13 @@ class LPRound:
     """The floor's program, rounded and repaired.
 
     Args:
-        calls: simulator calls; None: as many as simulate ``KERNELS`` kernels, at most ``MOST``.
+        calls: simulator calls; None: as many as simulate ``KERNELS`` kernels, at most ``MOST``, or as many as fit into
+            ``seconds``.
         mode: swap, recompute or joint.
         min_bytes: tensors below this size stay.
-        seconds: of planning, in the place of calls; with few, the floor is rough, or the ideal time. The plan depends
-            on the computer then.
+        seconds: of wall-clock time; with few, the floor is rough, or the ideal time. With them the plan depends on
+            the computer.
+        jobs: runs side by side, each on a core, where there are ``seconds``; None: all.
 
     Attributes:
         floor: a floor under all plans of the mode, after ``plan``.
@@ -68,70 +62,52 @@ class LPRound:
 
     def __init__(
         self, calls: int | None = None, mode: str = "joint", min_bytes: int = MIB, seed: int = 0,
-        seconds: float | None = None,
+        seconds: float | None = None, jobs: int | None = None,
     ) -> None:  # fmt: skip
         if calls is not None and calls < 20:
             raise ValueError(f"calls: expected at least 20, got {calls}")
-        if seconds is not None and (calls is not None or not seconds > 0):
-            raise ValueError(f"seconds: expected more than 0, and no calls, got {seconds}")
+        if seconds is not None and not seconds > 0:
+            raise ValueError(f"seconds: expected more than 0, got {seconds}")
+        if jobs is not None and jobs < 1:
+            raise ValueError(f"jobs: expected at least 1, got {jobs}")
         self.calls, self.mode, self.min_bytes, self.seed = calls, check_mode(mode), min_bytes, seed
-        self.seconds = seconds
+        self.seconds, self.jobs = seconds, jobs
         self.simulator_calls = 0
 
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
         """The best plan found; raises Infeasible where the floor proves that there is none, or none was found."""
-        until = np.inf if self.seconds is None else time.monotonic() + self.seconds
+        until = None if self.seconds is None else time.monotonic() + self.seconds
         self.simulator_calls = 0
         self.floor = self._floor(program, machine, limit)
         if not self.floor.feasible:
             raise infeasible(self, program, limit, self.floor.least_bytes)
-        began = time.monotonic()
         engine = Engine(program, machine, limit)
         best, swapped, recomputed = self._rounded(program)
         feasible, best_ns, required, *_ = engine.score(best)
         if not feasible:
-            found, best_ns, required = self._start(program, machine, limit, engine, until)
+            found, best_ns, required = start(
+                program, machine, limit, engine, self.mode, self.min_bytes, half_way(until)
+            )
             if found is None:
                 self.simulator_calls = engine.calls
                 raise infeasible(self, program, limit, required if self.mode == "swap" else None)
             best = found
-        fractions = np.stack([np.zeros_like(swapped), swapped, recomputed / 2, recomputed / 2], 1)
-        search = _Search(program, machine, limit, engine, self, fractions, best, best_ns, began, until)
-        calls = self.calls or min(KERNELS // len(program.kernels), MOST)
-        search.all(max(calls - 1 - engine.calls, 0))  # the last call is the final check
-        engine.calls += sum(e.calls for e in search.engines[1:])
-        return finish(self, program, machine, limit, engine, search.best)
-
-    def _start(
-        self, program: Program, machine: Machine, limit: int, engine: Engine, until: float
-    ) -> tuple[Rows | None, int, int]:
-        """Rows (None: none fits), iteration time and required bytes of the best plan of the heuristics that take little
-        time, or else of every gap emptied, or else of the heuristics of annealing."""
-        swaps: list[Planner] = [AutoSwap(score, self.min_bytes) for score in reversed(SCORES)]
-        drops: list[Planner] = [Memonger(min_bytes=self.min_bytes)]
-        drops += [SuperNeurons(self.mode, early=True, min_bytes=self.min_bytes)]
-        quick = {"swap": swaps, "recompute": drops, "joint": [*swaps, *drops]}[self.mode]
-        size = len(program.gaps(self.min_bytes)) * len(program.kernels)
-        plans, took = list[Rows](), 0.0
-        for planner in quick:
-            began = time.monotonic()
-            if began + max(took, SLOW * size) < until:
-                plans += plans_of([planner], program, machine, limit, engine)
-                took = max(took, time.monotonic() - began)
-        if size <= CAPUCHIN and time.monotonic() + CAPUCHIN_S * size < until:
-            plans += plans_of([Capuchin(self.mode, min_bytes=self.min_bytes)], program, machine, limit, engine)
-        plans = plans or [everything(program, self.mode, self.min_bytes)]
-        scores = [engine.score(rows) for rows in plans]
-        best = min(range(len(plans)), key=lambda i: (not scores[i].feasible, scores[i].iteration_ns))
-        if not scores[best].feasible and until == np.inf:
-            return start(program, machine, limit, engine, self.mode, self.min_bytes)
-        rows = plans[best] if scores[best].feasible else None
-        return rows, scores[best].iteration_ns, min(s.required_bytes for s in scores)
+        if until is None or time.monotonic() < until:
+            fractions = np.stack([np.zeros_like(swapped), swapped, recomputed / 2, recomputed / 2], 1)
+            calls = self.calls
+            if calls is None and until is None:
+                calls = min(KERNELS // len(program.kernels), MOST)
+            if calls is not None:
+                calls = max(calls - 1 - engine.calls, 0)  # the last call is the final check
+            search = _Search(self, engine, calls, until, fractions, best, best_ns)
+            search.all()
+            best, engine.calls = search.best, sum(e.calls for e in search.engines)
+        return finish(self, program, machine, limit, engine, best)
 
     def _floor(self, program: Program, machine: Machine, limit: int) -> Floor:
         """With as much detail as there is time for: first roughly, and then so that it takes the time that is left, if
         that grows with the square of the detail."""
-        gaps = GUIDES if self.mode == "joint" and len(program.kernels) < LARGE else None
+        gaps = GUIDES if self.mode == "joint" and len(program.kernels) < FEW else None
         if self.seconds is None:
             return floor(program, machine, limit, self.mode, gaps, proofs=False)
         part, seconds, kernels = LINEAR
@@ -167,93 +143,75 @@ class LPRound:
 
 
 class _Search:
-    """The best plan so far, and the moves that found it; an engine and a way to move for each thread."""
+    """The best plan so far, and the moves that found it; an engine and a way to move for each thread.
+
+    Attributes:
+        calls: that are left for all runs; None: as many as there is time for, ``until``.
+    """
 
     def __init__(
-        self, program: Program, machine: Machine, limit: int, engine: Engine, planner: LPRound,
-        fractions: NDArray[np.float64], best: Rows, best_ns: int, began: float, until: float,
+        self, planner: LPRound, engine: Engine, calls: int | None, until: float | None,
+        fractions: NDArray[np.float64], best: Rows, best_ns: int,
     ) -> None:  # fmt: skip
         self.best, self.best_ns, self.enough_ns = best, best_ns, planner.floor.iteration_ns
-        self.until, self.seed, self.jobs = until, planner.seed, 0
-        self.engines, self.moves = [engine], list[Moves]()
-        if 2 * time.monotonic() - began > until:
-            return  # no time for a search
+        self.calls, self.until, self.seed, self.runs = calls, until, planner.seed, 0
+        program, machine, limit = engine.program, engine.machine, engine.limit
+        moves = Moves(program, limit, planner.mode, planner.min_bytes, planner.seed)
+        chains = 1 if until is None else planner.jobs or cores()  # counted calls find more in one chain than in several
+        self.moves = [moves, *(moves.fork(planner.seed + chain) for chain in range(1, chains))]
+        self.engines = [engine, *(Engine(program, machine, limit) for _ in range(1, chains))]
         at = {(g.tensor, g.before): i for i, g in enumerate(program.gaps(planner.min_bytes))}
-        # Of counted calls, one long chain makes more than several short ones, and the same on any computer.
-        chains = 1 if until == np.inf or len(program.kernels) < LARGE else len(os.sched_getaffinity(0))
-        for chain in range(chains):
-            here = time.monotonic()
-            if chain:
-                self.engines.append(Engine(program, machine, limit))
-            self.moves.append(Moves(program, limit, planner.mode, planner.min_bytes, planner.seed + chain))
-            if time.monotonic() + 4 * (time.monotonic() - here) > until:
-                break  # no time to prepare another
-        self.possible = self.moves[0].weights > 0
-        self.fractions = fractions[[at[g.tensor, g.before] for g in self.moves[0].gaps]]
-        self.weights = self.possible * (self.fractions + RUNS[0][0])
-        self.call_s = [0.0] * len(self.moves)  # seconds of a simulator call of each chain
+        possible, fractions = moves.weights > 0, fractions[[at[g.tensor, g.before] for g in moves.gaps]]
+        self.guides = [possible * (fractions + explore) for explore, _ in RUNS]
+        self.weights = self.guides[0]
 
-    def all(self, calls: int) -> None:
-        """All runs: a third of the calls (or of the time) explores, half of them kicks, the rest cools."""
-        chains, now = len(self.moves), time.monotonic()
-        left = self.until - now
-        if not chains or self.best_ns <= self.enough_ns:
-            return
+    def all(self) -> None:
+        """A third of the calls (or of the time) explores, half of them kicks, the rest cools."""
+        chains, begin = len(self.moves), time.monotonic()
+        ends = [None if self.until is None else begin + (self.until - begin) * part for part in (1 / 3, 5 / 6, 1.0)]
+        explore, kick, cool = (None if self.calls is None else self.calls // n for n in (3, 2, 6))
         with ThreadPoolExecutor(chains) as pool:
-            tried = [self.possible * (self.fractions + explore) for explore, _ in RUNS]
-            start = self.best, self.best_ns
-            waves = -(-len(RUNS) // chains)
+            start, waves = (self.best, self.best_ns), -(-len(RUNS) // chains)
             for wave in range(waves):
                 runs = range(wave * chains, min((wave + 1) * chains, len(RUNS)))
-                until = now + left / 3 * (wave + 1) / waves
-                jobs = [(tried[i], *start, RUNS[i][1]) for i in runs]
-                better = self._wave(pool, jobs, calls // 3 // len(RUNS), until)
-                self.weights = self.weights if better is None else jobs[better][0]
-            waves = max(calls // 2 // (KICK * chains), KICKS // chains, 1)
-            for wave in range(waves):
-                until = now + left * (1 / 3 + 1 / 2 * (wave + 1) / waves)
-                self._wave(pool, [self._kick(chain) for chain in range(chains)], calls // 2 // (waves * chains), until)
-            cool = [(self.weights, self.best, self.best_ns, WARM)] * chains
-            self._wave(pool, cool, (calls - calls // 3 - calls // 2) // chains, self.until)
+                until = ends[0] and begin + (ends[0] - begin) * (wave + 1) / waves
+                jobs = [(self.guides[i], *start, RUNS[i][1]) for i in runs]
+                better = self._wave(pool, jobs, explore and explore // len(RUNS), until)
+                if better is not None:
+                    self.weights = jobs[better][0]
+            kicks = None if kick is None else max(kick // (KICK * chains), 1)
+            for _ in count() if kicks is None else range(kicks):
+                if (ends[1] is not None and time.monotonic() >= ends[1]) or self.best_ns <= self.enough_ns:
+                    break
+                most = KICK if kick is None or kicks is None else min(KICK, kick // (kicks * chains))
+                self._wave(pool, [self._kick(chain) for chain in range(chains)], most, ends[1])
+            jobs = [(self.weights, self.best, self.best_ns, WARM)] * chains
+            self._wave(pool, jobs, cool and cool // chains, ends[2])
 
-    def _wave(self, pool: ThreadPoolExecutor, jobs: Sequence[_Job], calls: int, until: float) -> int | None:
+    def _wave(self, pool: Executor, jobs: Sequence[_Job], calls: int | None, until: float | None) -> int | None:
         """Runs of annealing beside each other, each of its own weights, start, its ns, and first temperature; which of
         them found the best plan, None where none did."""
         better = None
         if self.best_ns <= self.enough_ns:
             return better
-        seeds = [int(np.random.default_rng([self.seed, self.jobs + i]).integers(2**31)) for i in range(len(jobs))]
-        self.jobs += len(jobs)
-        found = pool.map(self._run, range(len(jobs)), jobs, seeds, [calls] * len(jobs), [until] * len(jobs))
+        found = list(pool.map(self._run, range(len(jobs)), jobs, repeat(calls), repeat(until)))
+        self.runs += len(jobs)
         for i, (rows, ns) in enumerate(found):
             if ns < self.best_ns:
                 self.best, self.best_ns, better = rows, ns, i
         return better
 
-    def _run(self, chain: int, job: _Job, seed: int, calls: int, until: float) -> tuple[Rows, int]:
-        """One run of annealing, of so many calls; or, in pieces, for as long as there is time."""
+    def _run(self, chain: int, job: _Job, calls: int | None, until: float | None) -> tuple[Rows, int]:
         weights, rows, ns, hot = job
-        moves, engine = self.moves[chain], self.engines[chain]
+        seed = int(np.random.default_rng([self.seed, self.runs + chain]).integers(2**31))
+        moves = self.moves[chain]
         moves.weights = weights
-        if until == np.inf:
-            return anneal(moves, engine, rows, ns, calls, hot, COLD, seed, self.enough_ns)
-        for piece in range(PIECES):
-            began, counted = time.monotonic(), engine.calls
-            share = (until - began) / (PIECES - piece)
-            calls = int(share / self.call_s[chain]) if self.call_s[chain] else 1
-            if calls < 1 or ns <= self.enough_ns:
-                break
-            fall = COLD / hot
-            first, last = hot * fall ** (piece / PIECES), hot * fall ** ((piece + 1) / PIECES)
-            rows, ns = anneal(moves, engine, rows, ns, calls, first, last, seed + piece, self.enough_ns)
-            if engine.calls > counted:
-                self.call_s[chain] = (time.monotonic() - began) / (engine.calls - counted)
-        return rows, ns
+        return anneal(moves, self.engines[chain], rows, ns, calls, hot, COLD, seed, self.enough_ns, until)
 
     def _kick(self, chain: int) -> _Job:
         """From the best plan without one of its recomputed gaps (or else swapped ones), which may not be emptied in
         that way."""
-        rng = np.random.default_rng([self.seed, self.jobs, chain])
+        rng = np.random.default_rng([self.seed, self.runs, chain])
         dropped = np.flatnonzero(self.best[:, KIND] == RECOMPUTE)
         if not len(self.best):
             return self.weights, self.best, self.best_ns, HOT

@@ -64,10 +64,13 @@ def test_seconds_are_kept() -> None:
         assert time.monotonic() - began < 1.2 * seconds + 0.5  # other processes run
         found = simulate(program, plan, MACHINE, limit).overhead
         assert planner.floor.overhead <= found <= overhead(program, limit, "autoswap_swdoa")
-    with pytest.raises(ValueError, match="seconds: expected more than 0, and no calls"):
+    few = agents.make("lp_round", min_bytes=1, seconds=60.0, calls=100)
+    few.plan(program, MACHINE, limit)
+    assert few.simulator_calls <= 100
+    with pytest.raises(ValueError, match="seconds: expected more than 0"):
         agents.make("lp_round", seconds=0)
-    with pytest.raises(ValueError, match="seconds: expected more than 0, and no calls"):
-        agents.make("lp_round", seconds=1.0, calls=100)
+    with pytest.raises(ValueError, match="jobs: expected at least 1"):
+        agents.make("lp_round", seconds=1.0, jobs=0)
 
 
 def test_counted_calls_give_one_plan() -> None:
