@@ -132,7 +132,7 @@ def half_way(until: float | None) -> float | None:
 
 def start(
     program: Program, machine: Machine, limit: int, engine: Engine, mode: str, min_bytes: int,
-    until: float | None = None,
+    until: float | None = None, longest: float = LONG,
 ) -> tuple[Rows | None, int, int]:  # fmt: skip
     """Rows, iteration time and required bytes of the best plan of the heuristics, or of every gap emptied where they
     have none. The rows are None where that does not fit either. All simulator calls are added to ``engine``'s.
@@ -140,11 +140,12 @@ def start(
     Args:
         until: time.monotonic() at which it should be over: heuristics that would take longer are left out, once there
             is a plan.
+        longest: s that a heuristic may take, about.
     """
     size = len(program.gaps(min_bytes)) * len(program.kernels)
     found: list[Rows] = []
     for slow, heuristic in _heuristics(mode, min_bytes):
-        if slow * size < LONG and (not found or until is None or time.monotonic() + slow * size < until):
+        if slow * size < longest and (not found or until is None or time.monotonic() + slow * size < until):
             found += plans_of([heuristic], program, machine, limit, engine)
     found = found or [everything(program, mode, min_bytes)]
     scores = [engine.score(rows) for rows in found]

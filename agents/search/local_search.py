@@ -72,7 +72,7 @@ class Moves:
                 self._ways[i, way] = row_of(gaps[j], way)
                 self.weights[i, way] = 1.0 if weights is None else weights[j, way]
         self._after = np.array([g.after for g in self.gaps], dtype=np.int64)
-        self._since = np.array([_since_write(program, g) for g in self.gaps], dtype=np.int64)
+        self._since = np.array([since_write(program, g) for g in self.gaps], dtype=np.int64)
         self._earlier = _earlier(program, self.gaps)
         self._limit = limit
         self._own(seed)
@@ -119,7 +119,7 @@ class Moves:
         self._tried, (self.rows, self.on, self.load) = (self.rows, self.on, self.load), self._tried
 
 
-def _since_write(program: Program, gap: Gap) -> int:
+def since_write(program: Program, gap: Gap) -> int:
     """Kernels from the last write of the content that a gap empties to the gap, and not over its own end."""
     n, t = len(program.kernels), gap.tensor
     back = [(gap.after - w) % n for w in program.writes[t] if w <= gap.after or program.tensors[t].persistent]

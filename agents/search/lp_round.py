@@ -3,7 +3,8 @@
 Three steps, reasons in README.md; read on in ``LPRound.plan``:
 
 1. Solve the linear program of the floor. Few of the fractions in its optimum are neither 0 nor 1.
-2. Round: recompute a gap that it recomputes by more than ``DROP``, swap any other that it empties at all.
+2. Round: recompute a gap that it recomputes by more than ``DROP``, swap any other that it empties at all. In a program
+   of more than FEW kernels, fill again what the limit does not need away, the smallest fractions first.
 3. Repair by annealing, gaps and ways picked by their fractions: ``RUNS``, then kicks of the best plan, then cooling.
    With ``seconds``, a large program's runs are made on all cores, in threads.
 """
@@ -19,14 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agents.bound import Floor, floor
-from agents.planner import MIB, Facts, Rows, finish, infeasible, row_of
+from agents.planner import MIB, Facts, Rows, finish, infeasible, row_of, spans
 from agents.search.annealing import half_way, start
-from agents.search.local_search import Moves, anneal
-from simulator.compiled.encoding import BEFORE, KIND, NEVER, RECOMPUTE, SWAP, TENSOR
+from agents.search.local_search import Moves, anneal, since_write
+from simulator.compiled.encoding import AFTER, BEFORE, EXTRA, KIND, NEVER, RECOMPUTE, SWAP, TENSOR, WHEN
 from simulator.compiled.engine import Engine, cores
 from simulator.machine import Machine
 from simulator.plan import Plan
-from simulator.program import Program
+from simulator.program import Gap, Program
 from simulator.ways import RECOMPUTED, SWAPPED, check_mode, ways_to_empty
 
 DROP = 0.3
@@ -34,6 +35,7 @@ RUNS = ((0.05, 1e-3), (0.2, 1e-3), (1.0, 3e-3))  # explore: added to every weigh
 KICK = 4000  # simulator calls
 KERNELS, MOST = 10**8, 300_000
 HOT, WARM, COLD = 1e-3, 3e-4, 1e-5  # temperatures, of the ideal time
+QUICK = 3.0  # seconds: where the rounded plan does not fit, no heuristic that takes longer, about, is the start
 LINEAR = (0.5, 10.0, 2000)  # the floor: part of the time, seconds with all detail, from so many kernels on
 GUIDES, FEW = 400, 2000  # gaps that the floor decides about in programs of at most FEW kernels: they lead best
 ROUGH = 0.1  # with less detail than this there is no floor
@@ -82,17 +84,23 @@ class LPRound:
         if not self.floor.feasible:
             raise infeasible(self, program, limit, self.floor.least_bytes)
         engine = Engine(program, machine, limit)
-        best, swapped, recomputed = self._rounded(program)
-        feasible, best_ns, required, *_ = engine.score(best)
-        if not feasible:
+        gaps, swapped, recomputed = self._fractions(program)
+        rounded = self._rounded(gaps, swapped, recomputed)
+        plans = [rounded]
+        if len(program.kernels) > FEW:
+            plans += _variants(program, pruned(program, limit, rounded))
+        scores = engine.scores(plans)
+        first = min(range(len(plans)), key=lambda i: scores[i].iteration_ns)
+        best, best_ns = plans[first], scores[first].iteration_ns
+        if best_ns == NEVER:
             found, best_ns, required = start(
-                program, machine, limit, engine, self.mode, self.min_bytes, half_way(until)
+                program, machine, limit, engine, self.mode, self.min_bytes, half_way(until), QUICK
             )
             if found is None:
                 self.simulator_calls = engine.calls
                 raise infeasible(self, program, limit, required if self.mode == "swap" else None)
             best = found
-        if until is None or time.monotonic() < until:
+        if best_ns > self.floor.iteration_ns and (until is None or time.monotonic() < until):
             fractions = np.stack([np.zeros_like(swapped), swapped, recomputed / 2, recomputed / 2], 1)
             calls = self.calls
             if calls is None and until is None:
@@ -123,8 +131,8 @@ class LPRound:
         fine = floor(program, machine, limit, self.mode, gaps, detail, False, left - took)
         return fine if fine.iteration_ns > rough.iteration_ns or not fine.feasible else rough
 
-    def _rounded(self, program: Program) -> tuple[Rows, NDArray[np.float64], NDArray[np.float64]]:
-        """The rounded plan, and per gap of ``program.gaps`` the fractions that are swapped and recomputed."""
+    def _fractions(self, program: Program) -> tuple[list[Gap], NDArray[np.float64], NDArray[np.float64]]:
+        """The gaps of ``program.gaps``, and of each what part the floor swaps and what it recomputes."""
         at = {gap: i for i, gap in enumerate(self.floor.gaps)}
         gaps = program.gaps(self.min_bytes)
         swapped, recomputed = (
@@ -134,12 +142,45 @@ class LPRound:
         for i in np.flatnonzero(recomputed):  # the floor knows of more ways
             if RECOMPUTED not in ways_to_empty(program, gaps[i], self.mode):
                 recomputed[i] = 0.0
-        rounded = [
-            row_of(g, RECOMPUTED if drop > DROP else SWAPPED)
-            for g, leave, drop in zip(gaps, swapped, recomputed, strict=True)
-            if drop > DROP or (leave + drop > 1e-3 and self.mode != "recompute")
-        ]
-        return np.array(rounded, dtype=np.int64).reshape(-1, 6), swapped, recomputed
+        return gaps, swapped, recomputed
+
+    def _rounded(self, gaps: list[Gap], swapped: NDArray[np.float64], recomputed: NDArray[np.float64]) -> Rows:
+        """Step 2, the smallest fractions first."""
+        away = swapped + recomputed
+        chosen = np.flatnonzero((recomputed > DROP) | ((away > 1e-3) & (self.mode != "recompute")))
+        order = chosen[np.argsort(away[chosen], kind="stable")].tolist()
+        rows = [row_of(gaps[i], RECOMPUTED if recomputed[i] > DROP else SWAPPED) for i in order]
+        return np.array(rows, dtype=np.int64).reshape(-1, 6)
+
+
+def pruned(program: Program, limit: int, rows: Rows) -> Rows:
+    """The plan of ``rows`` without those that the limit does not need, as far as they come first."""
+    load = np.array(program.live_bytes, np.int64)
+    nbytes = [program.tensors[t].nbytes for t in rows[:, TENSOR].tolist()]
+    opened = [spans(after, before, len(load)) for after, before in rows[:, [AFTER, BEFORE]].tolist()]
+    for where, size in zip(opened, nbytes, strict=True):
+        for span in where:
+            load[span] -= size
+    needed = np.ones(len(rows), dtype=bool)
+    for i, (where, size) in enumerate(zip(opened, nbytes, strict=True)):
+        if all((load[span] <= limit - size).all() for span in where):
+            needed[i] = False
+            for span in where:
+                load[span] += size
+    return rows[needed]
+
+
+def _variants(program: Program, plan: Rows) -> list[Rows]:
+    """A plan, the same with copies issued as soon as they can be, and each with recomputation that keeps."""
+    early = plan.copy()
+    for i in np.flatnonzero(plan[:, KIND] == SWAP):
+        gap = Gap(*plan[i, [TENSOR, AFTER, BEFORE]].tolist())
+        if lead := since_write(program, gap):
+            early[i, WHEN] = (gap.after - lead) % len(program.kernels)
+    keeps = [plan.copy(), early.copy()]
+    for one in keeps:
+        one[one[:, KIND] == RECOMPUTE, EXTRA] = 1
+    return [plan, early, *keeps]
 
 
 class _Search:
