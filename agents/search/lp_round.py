@@ -220,11 +220,11 @@ class _Search:
                 better = self._wave(pool, jobs, explore and explore // len(RUNS), until)
                 if better is not None:
                     self.weights = jobs[better][0]
-            kicks = None if kick is None else max(kick // (KICK * chains), 1)
-            for _ in count() if kicks is None else range(kicks):
+            kicks = max((kick or 0) // (KICK * chains), 1)
+            most = KICK if kick is None else min(KICK, kick // (kicks * chains))
+            for _ in count() if kick is None else range(kicks):
                 if (ends[1] is not None and time.monotonic() >= ends[1]) or self.best_ns <= self.enough_ns:
                     break
-                most = KICK if kick is None or kicks is None else min(KICK, kick // (kicks * chains))
                 self._wave(pool, [self._kick(chain) for chain in range(chains)], most, ends[1])
             jobs = [(self.weights, self.best, self.best_ns, WARM)] * chains
             self._wave(pool, jobs, cool and cool // chains, ends[2])

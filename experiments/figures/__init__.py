@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
 import yaml
 from omegaconf import DictConfig
 
+import agents
 from experiments import cli
+from simulator import Plan, simulate
 from simulator.machine import Machine
 from simulator.pool import Intervals, Packing, run
 from simulator.pool.validate import overlap
@@ -45,6 +48,24 @@ def program(name: str, machine: Machine, **changes: Any) -> Program:
     from experiments import workloads  # PyTorch is only needed to capture
 
     return workloads.load({**workload(name), **changes}, machine).program
+
+
+def planned(program: Program, machine: Machine, limit: int, name: str, **options: Any) -> dict[str, Any]:
+    """What a planner finds: overhead in per cent (None: no plan), planning time in s, simulator calls.
+
+    Raises:
+        ValueError: as ``agents.make``.
+    """
+    planner = agents.make(name, **options)
+    begin = time.perf_counter()
+    plan: Plan | None
+    try:
+        plan = planner.plan(program, machine, limit)
+    except agents.Infeasible:
+        plan = None
+    seconds = round(time.perf_counter() - begin, 3)
+    over = None if plan is None else round(100 * simulate(program, plan, machine, limit).overhead, 4)
+    return {"overhead_percent": over, "plan_s": seconds, "simulator_calls": planner.simulator_calls}
 
 
 _LABELS = {"unet": "U-Net", "lstm": "LSTM", "kmeans": "K-means", "resnet_stochastic": "ResNet110, stochastic depth",

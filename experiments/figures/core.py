@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 from matplotlib.ticker import FuncFormatter
 from omegaconf import DictConfig
@@ -18,11 +17,11 @@ from omegaconf import DictConfig
 import agents
 from agents.bound import floor
 from experiments import cli
-from experiments.figures import label, network, program
+from experiments.figures import label, network, planned, program
 from experiments.plotting.palette import FAINT, FLOOR, INK, look
 from experiments.plotting.plots import panel_grid
 from experiments.report import Row, warm_up
-from simulator import Machine, Plan, Program, simulate
+from simulator import Machine
 
 TITLE = "Core tasks: overhead against planning time"
 ALONE = True  # a planner has all cores
@@ -58,29 +57,16 @@ def run(task: Row, machine: Machine) -> Row:
     begin = time.perf_counter()
     bound = floor(built, machine, limit)
     floor_s = time.perf_counter() - begin
-    published = [{"planner": name, **_planned(built, machine, limit, name, {})} for name in heuristics()]
+    published = [{"planner": name, **planned(built, machine, limit, name)} for name in heuristics()]
     return {
         "kernels": len(built.kernels), "limit_bytes": limit, "ideal_ns": built.ideal_ns,
         "floor_percent": round(100 * bound.overhead, 4), "floor_s": round(floor_s, 2),
         "published": published,
         "found": {
-            name: [_planned(built, machine, limit, name, {**options, "seconds": s}) for s in task["seconds"]]
+            name: [planned(built, machine, limit, name, **options, seconds=s) for s in task["seconds"]]
             for name, options in task["planners"].items()
         },
     }  # fmt: skip
-
-
-def _planned(program: Program, machine: Machine, limit: int, name: str, options: dict[str, Any]) -> Row:
-    planner = agents.make(name, **options)
-    begin = time.perf_counter()
-    plan: Plan | None
-    try:
-        plan = planner.plan(program, machine, limit)
-    except agents.Infeasible:
-        plan = None
-    seconds = round(time.perf_counter() - begin, 3)
-    over = None if plan is None else round(100 * simulate(program, plan, machine, limit).overhead, 4)
-    return {"overhead_percent": over, "plan_s": seconds, "simulator_calls": planner.simulator_calls}
 
 
 # ------------------------------------------------------------------------------------------ for people

@@ -14,14 +14,13 @@ from pathlib import Path
 from matplotlib.ticker import FuncFormatter
 from omegaconf import DictConfig
 
-import agents
 from agents.bound import floor
 from experiments import cli
-from experiments.figures import label, network, program
+from experiments.figures import label, network, planned, program
 from experiments.plotting.palette import FAINT, INK, MODE_COLOURS, look
 from experiments.plotting.plots import panel_grid
 from experiments.report import Row, warm_up
-from simulator import Machine, Program, simulate
+from simulator import Machine
 from simulator.ways import MODES
 
 TITLE = "Scale: seconds of the floor and of LP rounding"
@@ -63,22 +62,12 @@ def run(task: Row, machine: Machine) -> Row:
         "floor_percent": round(100 * bound.overhead, 4) if bound.feasible else None,
         "floor_s": round(time.perf_counter() - begin, 2),
     }  # fmt: skip
-    seconds = None
+    options = {"mode": task["mode"]}
     for name in PLANNERS:
-        options = {"mode": task["mode"]} if seconds is None else {"mode": task["mode"], "seconds": seconds}
-        begin = time.perf_counter()
-        percent = _overhead(built, machine, limit, agents.make(name, **options))
-        seconds = round(time.perf_counter() - begin, 2)
-        found |= {f"{name}_percent": percent, f"{name}_s": seconds}
+        made = planned(built, machine, limit, name, **options)
+        found |= {f"{name}_percent": made["overhead_percent"], f"{name}_s": round(made["plan_s"], 2)}
+        options["seconds"] = found[f"{name}_s"]  # of the next
     return found
-
-
-def _overhead(program: Program, machine: Machine, limit: int, planner: agents.Planner) -> float | None:
-    try:
-        plan = planner.plan(program, machine, limit)
-    except agents.Infeasible:
-        return None
-    return round(100 * simulate(program, plan, machine, limit).overhead, 4)
 
 
 # ------------------------------------------------------------------------------------------ for people
