@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -138,7 +137,7 @@ def test_home_has_one_thread_in_a_worker(program: Program, monkeypatch: pytest.M
     asked = []
     batch = Engine.score_batch
     monkeypatch.setattr(Engine, "score_batch", lambda self, *args: asked.append(args[2]) or batch(self, *args))
-    evaluate._start_worker(program, MACHINE, 0, {"mode": None, "calls": 300}, nullcontext())
+    evaluate._start_worker(program, MACHINE, 0, {"mode": None, "calls": 300})
     row = evaluate._do("home", int(0.5 * program.peak_bytes))
     assert set(asked) == {1} and row["feasible"] and row["simulator_calls"] <= 300  # type: ignore[index]
 
@@ -156,7 +155,6 @@ from experiments import report
 from tests.experiments.conftest import chain
 from simulator import Machine
 import sys
-from contextlib import nullcontext
 
 def compiled():
     return {(f.__module__, f.__name__): len(f.signatures) for m in list(sys.modules.values()) for f in vars(m).values()
