@@ -142,6 +142,17 @@ def test_home_has_one_thread_in_a_worker(program: Program, monkeypatch: pytest.M
     assert set(asked) == {1} and row["feasible"] and row["simulator_calls"] <= 300  # type: ignore[index]
 
 
+def test_floors_come_first_while_the_simulator_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiling = iter([True, False, False, False])
+    monkeypatch.setattr(evaluate.warm, "busy", lambda: next(compiling, False))
+    monkeypatch.setattr(evaluate, "_start_worker", lambda *_: None)
+    monkeypatch.setattr(evaluate, "_warm_up", lambda name: None)
+    monkeypatch.setattr(evaluate, "_do", lambda name, limit: limit)
+    tasks = [(evaluate.FLOOR, 1), (evaluate.FLOOR, 2), ("none", 1), ("none", 2)]
+    order = [task for task, _ in evaluate._done(tasks, 1, ())]
+    assert order == [tasks[1], tasks[3], tasks[2], tasks[0]]
+
+
 def test_all_planners_need_no_training_and_slow_ones_come_first() -> None:
     names = report.planner_names(["all"])
     assert {"none", "home", "lp_round", "autoswap_bo", "geeps"} < set(names) and "dqn" not in names

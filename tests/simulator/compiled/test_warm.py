@@ -71,7 +71,8 @@ def gone(process: int) -> bool:
 
 
 def test_what_another_process_compiles_is_waited_for_and_taken_from_the_cache(tmp_path: Path) -> None:
-    pid, busy, misses, again = output(tmp_path, "print(warm.start().pid); begun(); print(warm.busy(), run(), warm.start())")
+    script = "print(warm.start().pid); begun(); print(warm.busy(), run(), warm.start())"
+    pid, busy, misses, again = output(tmp_path, script)
     assert (busy, misses, again) == ("True", "0", "None")  # all is there: no other process
     assert gone(int(pid))
 
