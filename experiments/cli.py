@@ -34,6 +34,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from agents.learned.dqn_config import RENAMED
+from simulator.compiled import warm
 from simulator.files import FormatError
 from simulator.machine import Machine
 from simulator.plan import PlanError
@@ -76,6 +77,7 @@ def entry(
                 refuse(error)
 
         def command() -> None:
+            warm.start()
             os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach this function, which explains them
             args = get_args_parser().parse_intermixed_args()
             overrides = keyed(args.overrides, positional) if positional else args.overrides

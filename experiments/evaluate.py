@@ -16,7 +16,6 @@ import multiprocessing
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -26,15 +25,15 @@ import agents
 from agents.bound import Floor, floor
 from agents.heuristics.workspace import relaxed
 from experiments import cli, report
-from experiments.plotting import plots
 from experiments.report import Row
+from simulator.compiled import warm
 from simulator.limits import limit_bytes
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
 from simulator.ways import MODES
 
-ALONE = 2.0  # seconds
+ALONE = 2.0  # seconds of the processor
 FLOOR = "the floor"  # a task, as the planners are
 # First in the queue, the slowest before all, so that no core idles at its end.
 SLOW = sorted((p for p, facts in agents.PLANNERS.items() if facts.slow), key=lambda p: -agents.PLANNERS[p].slow)
@@ -69,6 +68,7 @@ def main(cfg: DictConfig) -> None:
     limits = sorted(set(limits), reverse=True)
     if plan is not None:
         plan.check(program)
+    from experiments.plotting import plots  # Matplotlib takes long to import: beside what is still being compiled
 
     title = f"{program.name} on {machine.name}: overhead against the memory limit{f', mode={mode}' if mode else ''}"
     title += f", workspace={str(workspace).lower()}" if workspace else ""
@@ -119,17 +119,21 @@ def score_all(
 
 def _done(tasks: list[Task], jobs: int, shared: tuple[Any, ...]) -> Iterator[tuple[Task, Row | Floor]]:
     """Every task and its result, as they are done: the quick ones here, from the end, as far as they take less than the
-    start of other processes; the rest by ``jobs`` of those."""
-    tasks, begin = list(tasks), time.monotonic()
-    _start_worker(*shared, nullcontext())
-    while tasks and (jobs == 1 or (tasks[-1][0] not in SLOW and time.monotonic() - begin < ALONE)):
-        task = tasks.pop()
+    start of other processes; the rest by ``jobs`` of those. Floors come first while the simulator is compiled."""
+    tasks, spent = list(tasks), 0.0
+    _start_worker(*shared)
+    while tasks and (jobs == 1 or (tasks[-1][0] not in SLOW and spent < ALONE)):
+        floors = [i for i, (name, _) in enumerate(tasks) if name == FLOOR]
+        task = tasks.pop(floors[-1] if floors and warm.busy() else -1)
+        _warm_up(task[0])
+        begin = time.process_time()
         yield task, _do(*task)
+        spent += time.process_time() - begin
     if not tasks:
         return
     # Spawned, not forked: the progress bar is a thread.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(jobs, len(tasks)), context, _start_worker, (*shared, context.Lock())) as pool:
+    with ProcessPoolExecutor(min(jobs, len(tasks)), context, _start_worker, shared) as pool:
         futures = {pool.submit(_do, *task): task for task in tasks}
         for future in as_completed(futures):
             yield futures[future], future.result()
@@ -138,24 +142,21 @@ def _done(tasks: list[Task], jobs: int, shared: tuple[Any, ...]) -> Iterator[tup
 _worker: dict[str, Any] = {}  # what every task of a worker process shares
 
 
-def _start_worker(
-    program: Program, machine: Machine, seed: int, options: dict[str, Any], compiling: AbstractContextManager[Any]
-) -> None:
-    """
-    Args:
-        compiling: a lock: what one process has compiled, the next finds in the cache.
-    """
-    _worker.update(program=program, machine=machine, seed=seed, options=options, compiling=compiling, warm=set())
+def _start_worker(program: Program, machine: Machine, seed: int, options: dict[str, Any]) -> None:
+    _worker.update(program=program, machine=machine, seed=seed, options=options, warm={FLOOR})
+
+
+def _warm_up(name: str) -> None:
+    if name not in _worker["warm"]:
+        report.warm_up(_worker["machine"], name, _worker["options"]["mode"])
+        _worker["warm"].add(name)
 
 
 def _do(name: str, limit: int) -> Row | Floor:
     program, machine, seed, options = (_worker[key] for key in ("program", "machine", "seed", "options"))
     if name == FLOOR:
         return floor_under(program, machine, limit, options["mode"], bool(options.get("workspace")))
-    if name not in _worker["warm"]:
-        with _worker["compiling"]:
-            report.warm_up(machine, name, options["mode"])
-        _worker["warm"].add(name)
+    _warm_up(name)
     # A planner has one process: the cores are shared out over the planners.
     return report.score(name, program, machine, limit, seed, jobs=1, **options)[0]
 

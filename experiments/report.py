@@ -36,11 +36,12 @@ import simulator
 from agents.bound import Floor
 from agents.heuristics.workspace import least_workspaces, plan_with_variants, with_fastest_variants
 from experiments.cli import UsageError, expected_errors
+from simulator.compiled import warm
 from simulator.compiled.engine import rows_of
 from simulator.files import write_json, write_text
 from simulator.machine import Machine
 from simulator.plan import Plan, Recompute, Swap
-from simulator.program import Kernel, Program, Tensor
+from simulator.program import Program
 from simulator.timeline import Timeline
 
 ROW_KEYS = (
@@ -168,19 +169,12 @@ def other_mode(plan: Plan, mode: str | None) -> str:
 
 def warm_up(machine: Machine, name: str, mode: str | None = None) -> None:
     """Compiles what a planner calls (Numba) on a program of four kernels, so that it is not timed doing it."""
-    tensors = (Tensor("x", 2**21), Tensor("y", 2**21), Tensor("z", 2**21))
-    kernels = (
-        Kernel("a", "other", "forward", (), (0,), 1000),
-        Kernel("b", "other", "forward", (0,), (1,), 1000),
-        Kernel("c", "other", "forward", (1,), (2,), 1000),
-        Kernel("d", "other", "backward", (0, 2), (2,), 1000),
-    )
-    tiny = Program("warm-up", tensors, kernels)
+    tiny = warm.TINY
     if "swap" not in (mode, agents.PLANNERS[name].moves):  # then first, because that serves plans of swaps, too
         plan = Plan((Recompute(0, 1, 3),))
         simulator.simulate(tiny, plan, machine, 2 * tiny.peak_bytes)
         simulator.Engine(tiny, machine, 2 * tiny.peak_bytes).residency(rows_of(plan.decisions))
-    simulator.simulate(tiny, Plan((Swap(0, 1, 3),)), machine, 2 * tiny.peak_bytes)
+    simulator.simulate(tiny, warm.SWAPPED, machine, 2 * tiny.peak_bytes)
     score(name, tiny, machine, 3 * 2**21, 0, mode, calls=40, jobs=1)
 
 

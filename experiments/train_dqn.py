@@ -22,7 +22,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import simulator
 from agents.bound import floor
 from experiments import cli, report
-from experiments.plotting import plots
 from simulator.files import write_json
 from simulator.limits import limit_bytes
 
@@ -52,6 +51,8 @@ def main(cfg: DictConfig) -> None:
         f"iteration, peak {program.peak_bytes / report.MB:,.0f} MB; limit {limit / report.MB:,.0f} MB ({fraction:.0%})"
     )
     with log.status("compiling the simulator"):
+        from experiments.plotting import plots  # Matplotlib takes long to import
+
         for planner in ("annealing", "lp_round"):  # moves, weighted moves
             report.warm_up(machine, planner)
 

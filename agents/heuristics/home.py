@@ -23,7 +23,6 @@ leaves open, and deviations (reasons in README.md):
 from __future__ import annotations
 
 import math
-import multiprocessing
 from typing import NamedTuple
 
 import numpy as np
@@ -100,7 +99,7 @@ class HOME:
         """The best particle ever; raises Infeasible when none was within ``limit``."""
         self.simulator_calls, self.history = 0, []
         gaps, allowed = self._placements(program)
-        evaluator = Evaluator(program, machine, limit, gaps, self._threads())
+        evaluator = Evaluator(program, machine, limit, gaps, self.jobs)
         if limit >= program.peak_bytes:
             return finish(self, program, machine, limit, evaluator.engine, evaluator.swaps[:0])
         # Swaps alone reach the least; chains of recomputation add to it.
@@ -122,10 +121,6 @@ class HOME:
                 gaps.append(item.gap)
                 allowed.append(ways)
         return gaps, allowed
-
-    def _threads(self) -> int | None:
-        nested = multiprocessing.parent_process() is not None  # the caller has shared the cores out already
-        return self.jobs or (1 if nested else None)
 
     def _search(self, evaluator: Evaluator, allowed: list[list[int]]) -> tuple[Placements, Cost]:
         """Algorithm 1: the best particle and its cost."""

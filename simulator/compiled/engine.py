@@ -9,6 +9,7 @@ How it works, and in which order to read these files, is in README.md.
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import os
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -381,7 +382,9 @@ def _present_until(program: Program) -> Ints:
 
 
 def cores() -> int:
-    """How many this process may use."""
+    """How many this process may use; 1 in a worker process, as the cores have been shared out over those already."""
+    if multiprocessing.parent_process() is not None:
+        return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -4,6 +4,8 @@ Numba compiles the values of global names into a function, and takes the functio
 function's own file is unchanged: a constant or a function of another file goes stale there without a word. ``jit``
 adds a stamp of all that is compiled in to ``__qualname__``, which is part of the name of the file in the cache: after
 a change the function is looked for under another name, not found, and compiled.
+
+Of several processes that need a function only one compiles it; the others wait, and find it in the cache.
 """
 
 from __future__ import annotations
@@ -12,16 +14,32 @@ import builtins
 import dis
 import gc
 import hashlib
+import os
+import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
 from numba import njit, types
+from numba.core.compiler import Flags
+from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import is_jitted
+
+try:
+    import fcntl
+except ImportError:  # Windows: every process compiles for itself
+    fcntl = None  # type: ignore[assignment]
 
 _VALUES = (bool, int, float, complex, str, bytes, type(None), np.generic, np.dtype)
 _LIBRARIES = ("numpy", "numba", "math")
+PATIENCE = 120.0  # seconds: then a process compiles, whatever another that was at it first does
+
+# Numba's flags are keys of its tables, and are compared property by property: a fifth of the time that it compiles.
+_flags: Any = Flags
+_flags.__eq__ = lambda self, other: isinstance(other, Flags) and self._values == other._values
+_flags.__hash__ = lambda self: hash(tuple(sorted(self._values)))
 
 
 def jit(function: Any = None, **options: Any) -> Any:
@@ -36,7 +54,9 @@ def jit(function: Any = None, **options: Any) -> Any:
     text = "\n".join([*_compiled_in(function), repr(sorted(options.items()))])
     function.stamp = hashlib.sha256(text.encode()).hexdigest()[:16]
     function.__qualname__ += "_" + function.stamp
-    return njit(**({"cache": True} | options))(function)
+    out: Any = njit(**({"cache": True} | options))(function)
+    out.compile = _considerately(out)
+    return out
 
 
 def stage(function: Any = None, entry: bool = False, inline: bool = False) -> Any:
@@ -56,23 +76,47 @@ def stage(function: Any = None, entry: bool = False, inline: bool = False) -> An
     plain: Any = types.unliteral
     # Numba would compile it once for every constant that it is called with, and once where it is not one.
     out.get_call_template = lambda args, kws: by_types([plain(a) for a in args], kws)
-    out.compile = _uncollected(out.compile)
     return out
 
 
-def _uncollected(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Without garbage collections: the compiler makes very many objects, and most of them stay until it is done."""
+def _considerately(dispatcher: Any) -> Callable[[Any], Any]:
+    """Its ``compile``, by one process at a time and without garbage collections: the compiler makes very many objects,
+    and most of them stay until it is done."""
+    call = dispatcher.compile
 
     def run(signature: Any) -> Any:
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            return call(signature)
-        finally:
-            if collects:
-                gc.enable()
+        # Numba's own lock first: a thread that waits for another process must not keep what the others wait for.
+        with global_compiler_lock, _alone(dispatcher._cache, signature):
+            collects = gc.isenabled()
+            gc.disable()
+            try:
+                return call(signature)  # which looks into the cache first
+            finally:
+                if collects:
+                    gc.enable()
 
     return run
+
+
+def _alone(cache: Any, signature: Any) -> AbstractContextManager[Any]:
+    """Waits until no other process compiles the function for this signature; for one that died it does not wait."""
+    if fcntl is None or cache.cache_path is None:  # nothing is shared
+        return nullcontext()
+    name = f"{cache._impl.filename_base}-{hashlib.sha256(str(signature).encode()).hexdigest()[:16]}.lock"
+    try:
+        lock = open(os.path.join(cache.cache_path, name), "ab")
+    except OSError:  # the folder cannot be written
+        return nullcontext()
+    until = time.monotonic() + PATIENCE
+    while time.monotonic() < until:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            time.sleep(0.02)
+        except OSError:  # the file system has no locks
+            break
+    return lock  # closed, it is free again
 
 
 def _compiled_in(function: FunctionType) -> Iterator[str]:

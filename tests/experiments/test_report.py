@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -138,9 +137,20 @@ def test_home_has_one_thread_in_a_worker(program: Program, monkeypatch: pytest.M
     asked = []
     batch = Engine.score_batch
     monkeypatch.setattr(Engine, "score_batch", lambda self, *args: asked.append(args[2]) or batch(self, *args))
-    evaluate._start_worker(program, MACHINE, 0, {"mode": None, "calls": 300}, nullcontext())
+    evaluate._start_worker(program, MACHINE, 0, {"mode": None, "calls": 300})
     row = evaluate._do("home", int(0.5 * program.peak_bytes))
     assert set(asked) == {1} and row["feasible"] and row["simulator_calls"] <= 300  # type: ignore[index]
+
+
+def test_floors_come_first_while_the_simulator_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiling = iter([True, False, False, False])
+    monkeypatch.setattr(evaluate.warm, "busy", lambda: next(compiling, False))
+    monkeypatch.setattr(evaluate, "_start_worker", lambda *_: None)
+    monkeypatch.setattr(evaluate, "_warm_up", lambda name: None)
+    monkeypatch.setattr(evaluate, "_do", lambda name, limit: limit)
+    tasks = [(evaluate.FLOOR, 1), (evaluate.FLOOR, 2), ("none", 1), ("none", 2)]
+    order = [task for task, _ in evaluate._done(tasks, 1, ())]
+    assert order == [tasks[1], tasks[3], tasks[2], tasks[0]]
 
 
 def test_all_planners_need_no_training_and_slow_ones_come_first() -> None:
@@ -156,7 +166,6 @@ from experiments import report
 from tests.experiments.conftest import chain
 from simulator import Machine
 import sys
-from contextlib import nullcontext
 
 def compiled():
     return {(f.__module__, f.__name__): len(f.signatures) for m in list(sys.modules.values()) for f in vars(m).values()

@@ -198,13 +198,6 @@ def test_calls_are_a_bound(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
         assert found[0][2][:complete] == free.history[:complete]
 
 
-def test_one_thread_in_a_worker_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert agents.make("home")._threads() is None
-    monkeypatch.setattr(home.multiprocessing, "parent_process", lambda: object())
-    assert agents.make("home")._threads() == 1
-    assert agents.make("home", jobs=2)._threads() == 2
-
-
 def test_nothing_to_place() -> None:
     program = Program("forward", (Tensor("a", 7),), (Kernel("k", "other", "forward", (), (0,), 1),))
     machine = Machine("m", 10**6, 10**9, 10**9)
