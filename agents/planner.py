@@ -177,6 +177,16 @@ def finish(planner: Planner, program: Program, machine: Machine, limit: int, eng
     return Plan(decisions_of(rows), program.fingerprint, planner.name, limit, machine.name)
 
 
+def check_budget(calls: int | None = None, seconds: float | None = None, jobs: int | None = None) -> None:
+    """What a search may spend; None: not given. Raises ValueError where that is too little."""
+    if calls is not None and calls < 20:
+        raise ValueError(f"calls: expected at least 20, got {calls}")
+    if seconds is not None and not seconds > 0:
+        raise ValueError(f"seconds: expected more than 0, got {seconds}")
+    if jobs is not None and jobs < 1:
+        raise ValueError(f"jobs: expected at least 1, got {jobs}")
+
+
 def plans_of(planners: Sequence[Planner], program: Program, machine: Machine, limit: int, engine: Engine) -> list[Rows]:
     """Rows of the plans of those ``planners`` that have one. The simulator calls of all are added to ``engine``'s."""
     found = []

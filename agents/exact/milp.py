@@ -29,7 +29,7 @@ import numpy as np
 import agents
 from agents.bound import floor
 from agents.exact.milp_model import Recomputation, ZeroOne
-from agents.planner import MIB, Candidates, Facts, Infeasible, Rows, finish, held_back, plans_of, ways_of
+from agents.planner import MIB, Candidates, Facts, Infeasible, Rows, check_budget, finish, held_back, plans_of, ways_of
 from agents.search.ruin_recreate import RuinRecreate
 from simulator.compiled.encoding import AFTER, RECOMPUTE, SWAP, SYNC_SWAP, WHEN
 from simulator.compiled.engine import Engine
@@ -81,10 +81,7 @@ class MILP:
     ) -> None:
         if solver not in SOLVERS:
             raise ValueError(f"solver: expected one of {', '.join(SOLVERS)}, got {solver!r}")
-        if not seconds > 0:
-            raise ValueError(f"seconds: expected more than 0, got {seconds}")
-        if calls < 20:
-            raise ValueError(f"calls: expected at least 20, got {calls}")
+        check_budget(calls, seconds)
         if solver == "cpsat":
             _cp_model()
         self.mode, self.solver, self.seconds, self.calls = check_mode(mode), solver, seconds, calls

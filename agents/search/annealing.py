@@ -20,9 +20,10 @@ import numpy as np
 from agents.heuristics.autoswap import SCORES, AutoSwap
 from agents.heuristics.capuchin import Capuchin
 from agents.heuristics.memonger import Memonger
+from agents.heuristics.pytorch import ActivationBudget
 from agents.heuristics.superneurons import SuperNeurons
 from agents.heuristics.tensile import TENSILE
-from agents.planner import MIB, Facts, Planner, Rows, finish, infeasible, plans_of, ways_of
+from agents.planner import MIB, Facts, Planner, Rows, check_budget, finish, infeasible, plans_of, ways_of
 from agents.search.local_search import Moves, anneal
 from simulator.compiled.engine import Engine, cores
 from simulator.machine import Machine
@@ -66,12 +67,7 @@ class Annealing:
         seconds: float | None = None,
         jobs: int | None = None,
     ) -> None:
-        if calls is not None and calls < 20:
-            raise ValueError(f"calls: expected at least 20, got {calls}")
-        if seconds is not None and not seconds > 0:
-            raise ValueError(f"seconds: expected more than 0, got {seconds}")
-        if jobs is not None and jobs < 1:
-            raise ValueError(f"jobs: expected at least 1, got {jobs}")
+        check_budget(calls, seconds, jobs)
         if not 0 < cold <= hot:
             raise ValueError(f"hot, cold: expected 0 < cold <= hot, got {hot} and {cold}")
         self.calls, self.seconds, self.mode = calls, seconds, check_mode(mode)
@@ -160,6 +156,7 @@ def _heuristics(mode: str, min_bytes: int) -> Iterator[tuple[float, Planner]]:
         yield from ((1e-8, AutoSwap(score, min_bytes)) for score in SCORES)
     if mode != "swap":
         yield 3e-8, Memonger(min_bytes=min_bytes)
+        yield 3e-8, ActivationBudget(min_bytes=min_bytes)
         yield 3e-8, SuperNeurons(mode, early=True, min_bytes=min_bytes)
     yield 1.5e-7, TENSILE(mode, min_bytes=min_bytes)
     yield 3e-6, Capuchin(mode, min_bytes=min_bytes)

@@ -21,7 +21,7 @@ from bisect import bisect_left, bisect_right
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.planner import MIB, Facts, Rows, finish, infeasible
+from agents.planner import MIB, Facts, Rows, check_budget, finish, infeasible
 from agents.search.rerun_moves import BANNED, FROM, LOCKED, NODE, OWNER, TO, WORKSPACE, Tables, anneal, counting, tables
 from agents.search.ruin_recreate import RuinRecreate
 from simulator.compiled.encoding import Ints, decisions_of, rows_of
@@ -57,8 +57,7 @@ class RerunSearch:
     name = facts.key
 
     def __init__(self, seconds: float = 60.0, kicks: int = 300, min_bytes: int = MIB, seed: int = 0) -> None:
-        if not seconds > 0:
-            raise ValueError(f"seconds: expected more than 0, got {seconds}")
+        check_budget(seconds=seconds)
         if kicks < 0:
             raise ValueError(f"kicks: expected at least 0, got {kicks}")
         self.seconds, self.kicks, self.min_bytes, self.seed = seconds, kicks, min_bytes, seed

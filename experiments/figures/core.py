@@ -125,26 +125,36 @@ def notes(rows: list[Row]) -> list[str]:
     return out
 
 
+def highest(row: Row) -> float:
+    """The top of a panel: above the best heuristic and what is found from the second time on. What is found before
+    may be so far above that it would press all others to the floor."""
+    columns = list(zip(*row["found"].values(), strict=True))
+    first, *later = [[f["overhead_percent"] for f in column if f["overhead_percent"] is not None] for column in columns]
+    best = best_published(row)
+    top = max(
+        [row["floor_percent"], *(y for column in later for y in column), *([best["overhead_percent"]] if best else [])]
+    )
+    return float(max([top, *(min(y, 1.3 * top) for y in first)]))
+
+
 def draw(rows: list[Row], path: Path) -> None:
-    """A panel per task."""
+    """A panel per task; what is above its top is said by the table."""
     names, seconds = list(rows[0]["planners"]), rows[0]["seconds"]
     with panel_grid(path, len(rows), 4, (3.4, 2.9), (0.2, 0.6)) as (panels, columns):
         for i, (panel, row) in enumerate(zip(panels, rows, strict=True)):
             low, best = row["floor_percent"], best_published(row)
             panel.axhspan(-100, low, color=FLOOR, zorder=0)
             panel.axhline(low, color=FAINT, linewidth=1.2, label="floor: no plan is below")
-            high = low
             for name in names:
                 points = [(s, f["overhead_percent"]) for s, f in zip(seconds, row["found"][name], strict=True)]
                 points = [point for point in points if point[1] is not None]
-                high = max([high, *(y for _, y in points)])
                 style = look(name)
                 panel.plot(*zip(*points, strict=True) if points else ((), ()), color=style.colour, marker=style.marker,
                            linewidth=1.4, markersize=5, label=style.label)  # fmt: skip
             if best is not None:
                 panel.axhline(best["overhead_percent"], color=INK, linewidth=1.0, linestyle=(0, (4, 2)),
                               label="best published heuristic")  # fmt: skip
-                high = max(high, min(best["overhead_percent"], 2 * high))
+            high = highest(row)
             room = max(high - low, 0.5)
             panel.set(title=title(row), xscale="log", ylim=(max(low - 0.35 * room, -0.1 * room), high + 0.12 * room))
             panel.set_xticks(seconds, [f"{s:g}" for s in seconds], minor=False)
