@@ -1,5 +1,7 @@
-"""U-Net, char-RNN, K-means, stochastic depth, MLP, GPT-2: sizes as published, arithmetic as defined."""
+"""U-Net, hourglasses, RandWire, char-RNN, K-means, stochastic depth, MLP, GPT-2, BERT, the Transformer: sizes as
+published, arithmetic as defined."""
 
+import random
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +13,22 @@ from torch.nn import functional as F
 
 from executor import PlannedStep, capture
 from experiments import figures, workloads
-from experiments.workloads import WorkloadError, gpt2, kmeans, lstm, resnet_stochastic, unet
+from experiments.workloads import (
+    WorkloadError,
+    gpt2,
+    hourglass,
+    kmeans,
+    lstm,
+    randwire,
+    resnet_stochastic,
+    transformer,
+    unet,
+)
 from simulator import Machine, Plan, Swap
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs" / "workload"
-NAMES = ["unet", "lstm", "kmeans", "resnet_stochastic", "mlp", "gpt2_small", "gpt2_medium"]
+NAMES = ["unet", "lstm", "kmeans", "resnet_stochastic", "mlp", "gpt2_small", "gpt2_medium", "hourglass",
+         "randwire", "bert", "transformer"]  # fmt: skip
 TINY = {
     "unet": {"batch_size": 1, "image": 188},
     "lstm": {"batch_size": 2, "hidden": 8, "length": 3, "vocabulary": 5},
@@ -24,6 +37,10 @@ TINY = {
     "mlp": {"batch_size": 2, "width": 8, "layers": 3},
     "gpt2_small": {"batch_size": 1, "length": 4},
     "gpt2_medium": {"batch_size": 1, "length": 4},
+    "hourglass": {"batch_size": 2, "image": 64, "width": 8},
+    "randwire": {"batch_size": 2, "image": 32, "width": 4, "nodes": 16},
+    "bert": {"batch_size": 1, "length": 4},
+    "transformer": {"batch_size": 1, "length": 4},
 }
 GPU = Machine.load("gtx1080ti")
 
@@ -58,6 +75,19 @@ def test_every_configuration_builds_with_the_keys_of_its_family(name):
         ("gpt2_small", {}, 124_439_808),
         ("gpt2_medium", {}, 354_823_168),
         ("gpt2_small", {"size": "large"}, 774_030_080),
+        # Google's bert-base-uncased has 109,482,240 with a pooler of 768 · 768 + 768, and no masked language model:
+        # that is a layer of the same size, a norm of 2 · 768 and a number per word.
+        ("bert", {"length": 512}, 109_482_240 + 2 * 768 + 30_522),
+        # The paper's Table 3 says 65 million. 37,000 words of 512; four 512 x 512 layers with biases an attention, of
+        # which an encoder layer has one and a decoder layer two; two feed-forward layers; the norms, two of them last.
+        (
+            "transformer",
+            {},
+            37_000 * 512
+            + 18 * 4 * (512 * 512 + 512)
+            + 12 * (2 * 512 * 2048 + 2048 + 512)
+            + (6 * 2 + 6 * 3 + 2) * 2 * 512,
+        ),
     ],
 )
 def test_parameters_as_published(name, changes, published):
@@ -70,6 +100,60 @@ def test_resnet110_has_1_7_million_parameters():
     weights = 432 + 36 * 9 * 16 * 16 + sum(35 * 9 * w * w + 9 * w * w // 2 for w in (32, 64))
     assert parameters("resnet_stochastic") == weights + 3 * (16 + 36 * (16 + 32 + 64)) + 650
     assert round(parameters("resnet_stochastic") / 1e6, 1) == 1.7
+
+
+def test_stacked_hourglasses_and_randwire_are_about_as_large_as_published():
+    # Xie et al., Table 2: 5.6 ± 0.1 million, the mean of graphs. Tang et al. ("Quantized densely connected U-Nets",
+    # ECCV 2018, Table 6) count 25.5 million for eight hourglasses.
+    assert 5.4e6 < parameters("randwire") < 5.9e6
+    assert parameters("hourglass", stacks=8) == pytest.approx(25.5e6, rel=0.01)
+
+
+def test_the_graph_of_randwire_is_that_of_watts_and_strogatz():
+    rng = random.Random(3)
+    inputs = randwire.graph(32, rng)
+    assert sum(map(len, inputs)) == 32 * 2 and all(u < v for v in range(32) for u in inputs[v])
+    assert all(len(set(i)) == len(i) for i in inputs)
+    ring = [sorted({(v - 1) % 32, (v - 2) % 32, (v + 1) % 32, (v + 2) % 32} & set(range(v))) for v in range(32)]
+    assert inputs != ring
+
+
+def test_hourglass_adds_what_went_beside():
+    model = hourglass.Hourglass(1, 4).eval()
+    for part in (model.down, model.inner, model.up):
+        part.forward = lambda x: x  # type: ignore[method-assign]
+    model.beside.forward = lambda x: 10 * x  # type: ignore[method-assign]
+    x = torch.arange(16.0).view(1, 1, 4, 4).expand(1, 4, 4, 4)
+    # Of every 2 x 2 pixels the largest, in all four places.
+    assert model(x)[0, 0].tolist() == [[5, 15, 27, 37], [45, 55, 67, 77], [93, 103, 115, 125], [133, 143, 155, 165]]
+
+
+def test_the_translator_does_not_see_the_words_to_come():
+    torch.manual_seed(0)
+    model = transformer.build(length=5, width=8, heads=2, vocabulary=7)[0].eval()
+    words = torch.randint(7, (1, 2, 5))
+    other = words.clone()
+    other[0, 1, 3] = (words[0, 1, 3] + 1) % 7
+    before, after = model(words), model(other)
+    assert torch.allclose(before[:3], after[:3], atol=1e-6) and not torch.allclose(before[3:], after[3:], atol=1e-3)
+    other[0, 0, 4] = (words[0, 0, 4] + 1) % 7
+    assert not torch.allclose(model(other)[:3], before[:3], atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("hourglass", {"image": 100}, "workload.image: expected a multiple of 64 with 4 levels, got 100"),
+        ("hourglass", {"width": 6}, "workload.width: expected a multiple of 4, got 6"),
+        ("randwire", {"nodes": 15}, "workload.nodes: expected at least 16, got 15"),
+        ("randwire", {"width": 1}, "workload.width: expected at least 2, got 1"),
+        ("bert", {"heads": 5}, r"workload.heads: expected a divisor of width \(768\), got 5"),
+        ("transformer", {"dropout": 1}, r"workload.dropout: expected a number in \[0, 1\), got 1"),
+    ],
+)
+def test_sizes_that_the_networks_cannot_have_are_refused(name, changes, message):
+    with pytest.raises(WorkloadError, match=message):
+        workloads.build({**config(name), **changes})
 
 
 def test_unet_has_the_sides_of_its_figure():

@@ -1,0 +1,108 @@
+"""Randomly wired networks (Xie, Kirillov, Girshick and He, "Exploring Randomly Wired Neural Networks for Image
+Recognition", ICCV 2019).
+
+Section 3.2: a random graph of Watts and Strogatz, its edges directed from the lower to the higher node; a node adds its
+inputs, each weighted by the sigmoid of a learned number, then runs ReLU, a 3x3 separable convolution and batch-norm.
+Nodes without an input read the stage's input, with stride 2; the mean of those without an output is the stage's.
+Section 3.4 and Table 1, the small regime: two convolutions, of which the second has a graph of half the nodes, then
+three stages whose widths double; a 1x1 convolution to 1280 channels, average pooling and a linear layer.
+
+1. The graphs are WS(4, 0.75), the best of the paper's Figure 3; ``draw`` is their seed.
+"""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import Tensor, nn
+
+from experiments.workloads._images import classifier
+from experiments.workloads.module import Parts, WorkloadError
+
+NEIGHBOURS, REWIRED = 4, 0.75  # K and P of Watts and Strogatz
+LAST = 1280  # channels before the pooling
+
+
+def graph(nodes: int, rng: random.Random) -> list[list[int]]:
+    """The inputs of every node, by Watts and Strogatz (1998): a ring whose edges are rewired one after the other."""
+    around = {frozenset((v, (v + i) % nodes)) for v in range(nodes) for i in range(1, NEIGHBOURS // 2 + 1)}
+    edges = set(around)
+    for i in range(1, NEIGHBOURS // 2 + 1):
+        for v in range(nodes):
+            old = frozenset((v, (v + i) % nodes))
+            others = [u for u in range(nodes) if u != v and frozenset((v, u)) not in edges]
+            if others and rng.random() < REWIRED:
+                edges = edges - {old} | {frozenset((v, rng.choice(others)))}
+    return [sorted(min(edge) for edge in edges if max(edge) == v) for v in range(nodes)]
+
+
+class Unit(nn.Module):
+    """ReLU, a separable 3x3 convolution and batch-norm."""
+
+    def __init__(self, channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.ReLU(), nn.Conv2d(channels, channels, 3, stride, padding=1, groups=channels, bias=False),
+            nn.Conv2d(channels, width, 1, bias=False), nn.BatchNorm2d(width),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers(x)
+        return y
+
+
+class Stage(nn.Module):
+    """One random graph, ``[batch, channels, side, side]`` to ``[batch, width, side / 2, side / 2]``."""
+
+    def __init__(self, channels: int, width: int, inputs: list[list[int]]) -> None:
+        super().__init__()
+        self.inputs = inputs
+        self.units = nn.ModuleList(Unit(width if i else channels, width, 1 if i else 2) for i in inputs)
+        self.weights = nn.ParameterList(torch.zeros(len(i)) for i in inputs)
+        self.last = sorted(set(range(len(inputs))) - {u for i in inputs for u in i})
+
+    def forward(self, x: Tensor) -> Tensor:
+        done: list[Tensor] = []
+        for inputs, unit, weights in zip(self.inputs, self.units, self.weights, strict=True):
+            terms = [w * done[i] for w, i in zip(weights.sigmoid().unbind(), inputs, strict=True)] if inputs else [x]
+            done.append(unit(sum(terms[1:], terms[0])))
+        y: Tensor = sum((done[i] for i in self.last[1:]), done[self.last[0]]) / len(self.last)
+        return y
+
+
+class RandWire(nn.Module):
+    """Images ``[batch, 3, image, image]`` to logits ``[batch, classes]``."""
+
+    def __init__(self, nodes: int, width: int, draw: int, classes: int) -> None:
+        super().__init__()
+        rng = random.Random(draw)
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, width // 2, 3, 2, padding=1, bias=False), nn.BatchNorm2d(width // 2),
+        )  # fmt: skip
+        sizes = [(width // 2, width, nodes // 2), (width, width, nodes), (width, 2 * width, nodes),
+                 (2 * width, 4 * width, nodes)]  # fmt: skip
+        self.stages = nn.Sequential(*(Stage(c, w, graph(n, rng)) for c, w, n in sizes))
+        self.head = nn.Sequential(
+            nn.ReLU(), nn.Conv2d(4 * width, LAST, 1, bias=False), nn.BatchNorm2d(LAST), nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(LAST, classes),
+        )  # fmt: skip
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.stages(self.stem(images)))
+        return logits
+
+
+def build(
+    *, nodes: int = 32, width: int = 78, draw: int = 1, batch_size: int = 32, image: int = 224, classes: int = 1000
+) -> Parts:
+    """See ``_images.classifier``.
+
+    Raises:
+        WorkloadError: fewer nodes than two rings of neighbours need, or a width of one.
+    """
+    if nodes < 4 * NEIGHBOURS:
+        raise WorkloadError(f"workload.nodes: expected at least {4 * NEIGHBOURS}, got {nodes}")
+    if width < 2:
+        raise WorkloadError(f"workload.width: expected at least 2, got {width}")
+    return classifier(RandWire(nodes, width, draw, classes), batch_size, image)
