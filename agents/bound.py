@@ -34,9 +34,11 @@ LARGEST = {"swap": 6000, "recompute": 3000, "joint": 6000}
 PARTS = {"recompute": 10, "joint": 5}  # windows, about: parts of the peak load that one uses
 CELLS = {"recompute": 4000, "joint": 2500}  # fewer windows where these times versions would be more
 GROUPS = {"swap": 700, "joint": 240}  # of kernels, at most
-HEAVY, COARSE = 20, 500  # where copies of all gaps take so many times the ideal time: of groups, at most
+FEW = 400  # kernels: so few are not merged; with more, half as many groups in joint mode's first program, of swaps
+LINK = 10  # FEWEST falls where the copies of all gaps take more times the ideal time
+HEAVY, COARSE = 20, 500  # where they take so many times the ideal time: of groups, at most
 NEAR, NEARLY = 700, 0.6  # and of cells, where the limit is more than this part of the peak load
-FEWEST, MERGED = 110, 400_000  # joint: not more of them than times gaps are MERGED, but FEWEST
+FEWEST, MERGED = 160, 400_000  # joint: not more of them than times gaps are MERGED, but FEWEST
 ROUNDS, NODES = 10, 100  # of cuts, of branch and bound, where a program has at most ROWS rows; in proportion above
 ROWS, WORK = 3000, 3e8  # and until the simplex has made so many steps, times rows, after the first optimum
 ROUNDING = 1e-3  # ns, far above the rounding errors of the dual value
@@ -99,14 +101,16 @@ def floor(
     none = np.zeros(len(gaps))
     if least_bytes > limit or live_bytes.max() <= limit or not detail:
         return Floor(least_bytes <= limit, least_bytes, program.ideal_ns, 0.0, tuple(gaps), none, none)
-    merged = max(FEWEST, MERGED // max(len(gaps), 1)) if mode == "joint" else len(past.until)
-    most, cells = GROUPS.get(mode, 0), CELLS.get(mode, 0)
     copies = sum(machine.d2h_ns(nbytes[g.tensor]) + machine.h2d_ns(nbytes[g.tensor]) for g in gaps)
-    if copies > HEAVY * program.ideal_ns and mode != "recompute":
+    link, n = copies / max(program.ideal_ns, 1), len(past.until)
+    fewest = FEWEST * min(1.0, LINK / max(link, 1.0))
+    merged = max(fewest, MERGED / max(len(gaps), 1)) if mode == "joint" else n
+    most, cells = max(GROUPS.get(mode, 0), FEW if n <= FEW else 0), CELLS.get(mode, 0)
+    if link > HEAVY and mode != "recompute":
         most, cells = min(most, COARSE), min(cells, NEAR) if limit > NEARLY * program.peak_bytes else cells
-    groups = int(min(most, merged) * detail) + 1
+    groups, swaps = (int(min(m, merged) * detail) + 1 for m in (most, FEW))
     # Where swaps alone cost nothing, there is no more to prove: that takes less time to find.
-    first = ("swap", groups if len(past.until) <= groups else groups // 2)
+    first = ("swap", swaps if n <= swaps else swaps // 2)
     until = np.inf if seconds is None else time.monotonic() + seconds
     try:
         for language, count in (first, (mode, groups)) if mode == "joint" else ((mode, groups),):
