@@ -33,7 +33,11 @@ from simulator.ways import check_mode
 LARGEST = {"swap": 6000, "recompute": 3000, "joint": 6000}
 PARTS = {"recompute": 10, "joint": 5}  # windows, about: parts of the peak load that one uses
 CELLS = {"recompute": 4000, "joint": 2500}  # fewer windows where these times versions would be more
-GROUPS = {"swap": 700, "joint": 400}  # of kernels, at most
+GROUPS = {"swap": 700, "joint": 240}  # of kernels, at most
+FEW = 400  # kernels: so few are not merged; with more, half as many groups in joint mode's first program, of swaps
+LINK = 10  # FEWEST falls where the copies of all gaps take more times the ideal time
+HEAVY, COARSE = 20, 500  # where they take so many times the ideal time: of groups, at most
+NEAR, NEARLY = 700, 0.6  # and of cells, where the limit is more than this part of the peak load
 FEWEST, MERGED = 160, 400_000  # joint: not more of them than times gaps are MERGED, but FEWEST
 ROUNDS, NODES = 10, 100  # of cuts, of branch and bound, where a program has at most ROWS rows; in proportion above
 ROWS, WORK = 3000, 3e8  # and until the simplex has made so many steps, times rows, after the first optimum
@@ -97,14 +101,22 @@ def floor(
     none = np.zeros(len(gaps))
     if least_bytes > limit or live_bytes.max() <= limit or not detail:
         return Floor(least_bytes <= limit, least_bytes, program.ideal_ns, 0.0, tuple(gaps), none, none)
-    merged = max(FEWEST, MERGED // max(len(gaps), 1)) if mode == "joint" else len(past.until)
-    groups = int(min(GROUPS.get(mode, 0), merged) * detail) + 1
+    copies = sum(machine.d2h_ns(nbytes[g.tensor]) + machine.h2d_ns(nbytes[g.tensor]) for g in gaps)
+    link, n = copies / max(program.ideal_ns, 1), len(past.until)
+    fewest = FEWEST * min(1.0, LINK / max(link, 1.0))
+    merged = max(fewest, MERGED / max(len(gaps), 1)) if mode == "joint" else n
+    most, cells = max(GROUPS.get(mode, 0), FEW if n <= FEW else 0), CELLS.get(mode, 0)
+    if link > HEAVY and mode != "recompute":
+        most, cells = min(most, COARSE), min(cells, NEAR) if limit > NEARLY * program.peak_bytes else cells
+    groups, swaps = (int(min(m, merged) * detail) + 1 for m in (most, FEW))
     # Where swaps alone cost nothing, there is no more to prove: that takes less time to find.
-    first = ("swap", groups if len(past.until) <= groups else groups // 2)
+    first = ("swap", swaps if n <= swaps else swaps // 2)
     until = np.inf if seconds is None else time.monotonic() + seconds
     try:
         for language, count in (first, (mode, groups)) if mode == "joint" else ((mode, groups),):
-            problem = _Problem(program, machine, limit, language, gaps, live_bytes, lowest, least, detail, count)
+            problem = _Problem(
+                program, machine, limit, language, gaps, live_bytes, lowest, least, int(cells * detail), count
+            )
             solver = problem.lp.solver(until)
             part = min(1.0, ROWS / len(problem.lp.rows)) if mode == "recompute" and proofs else 0.0
             solution = solver.cut(problem.knapsacks, round(ROUNDS * part), WORK)
@@ -143,7 +155,7 @@ class _Problem:
 
     def __init__(
         self, program: Program, machine: Machine, limit: int, mode: str, gaps: list[Gap],
-        live_bytes: NDArray[np.int64], lowest: NDArray[np.int64], least: int, detail: float, most_groups: int,
+        live_bytes: NDArray[np.int64], lowest: NDArray[np.int64], least: int, cells: int, most_groups: int,
     ) -> None:  # fmt: skip
         most = max(program.tensors[g.tensor].nbytes for g in gaps)
         # Units of bytes and of time in which the numbers of the linear program are near 1.
@@ -152,7 +164,6 @@ class _Problem:
         self.transfers: Transfers | None = None
         self.reruns: Reruns | None = None
         if mode != "swap":
-            cells = int(CELLS[mode] * detail)
             self.reruns = Reruns(self.lp, program, limit, live_bytes, least, PARTS[mode], cells, byte)
         self.knapsacks: list[Row] = []
         if mode == "recompute" and self.reruns is not None:
