@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, Protocol
 
 import numpy as np
@@ -123,19 +124,27 @@ class Candidates:
         self.nbytes = np.array([program.tensors[g.tensor].nbytes for g in gaps], dtype=np.int64)
         n = len(program.kernels)
         self._open = [spans(g.after, g.before, n) for g in self.gaps]
-        self.absent = np.zeros((len(self.gaps), n), dtype=bool)
-        for row, opened in zip(self.absent, self._open, strict=True):
-            for span in opened:
-                row[span] = True
         self.rows = rows_for(gaps, SWAPPED)
         self.least = int(self.residency(np.ones(len(self.gaps), dtype=bool)).max())
 
     def __len__(self) -> int:
         return len(self.gaps)
 
+    @cached_property
+    def absent(self) -> NDArray[np.bool_]:
+        """The kernels at which each gap is open."""
+        out = np.zeros((len(self.gaps), len(self.live_bytes)), dtype=bool)
+        for row, opened in zip(out, self._open, strict=True):
+            for span in opened:
+                row[span] = True
+        return out
+
     def residency(self, chosen: NDArray[np.bool_]) -> NDArray[np.int64]:
         """int64[n]: load per kernel with the ``chosen`` (bool[m]) gaps emptied."""
-        return self.live_bytes - self.nbytes[chosen] @ self.absent[chosen]
+        load = self.live_bytes.copy()
+        for i in np.flatnonzero(chosen).tolist():
+            self.empty(load, i)
+        return load
 
     def empty(self, load: NDArray[np.int64], i: int) -> None:
         """Takes gap ``i`` out of a residency ``load`` (int64[n]), in place."""
