@@ -161,7 +161,7 @@ class Mutation:
     """
 
     facts = Facts(
-        "mutation", "mutation search", "", family="search and exact", slot=3, place=215, moves="joint", slow=1,
+        "mutation", "mutation search", "", family="search and exact", slot=7, place=215, moves="joint", slow=1,
     )  # fmt: skip
     name = facts.key
 
