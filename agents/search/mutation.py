@@ -3,8 +3,8 @@
 The environment is deterministic, so that what is repeated stays good, and a change explores near it, as Go-Explore
 does. A walk repeats the valid actions of an elite in their order. At each step it leaves them with probability
 ``rate``: it takes an action drawn by the proposals, half of the time in the place of the elite's. Where the result is
-no worse it takes that elite's place; every ``MIGRATE`` mutations the best elite takes the worst one's. Before there is
-an elite, every action is drawn. Proposals:
+no worse it takes that elite's place; every ``MIGRATE`` mutations the best elite takes the worst one's. Of the first
+walks, and of one in ``FRESH`` later, every action is drawn. Proposals:
 
 1. "uniform": every valid action alike.
 2. "belady": nine times in ten with weight exp(time of next use / ideal time / ``temperature``), Belady's rule softened.
@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # it imports Gymnasium
 
 CALLS = 20_000
 FIRST = 8  # walks before the mutations
+FRESH = 40  # walks of which one repeats nothing: about as many as between two of the DQN's own
 BY_RULE = 0.9  # share of the draws that follow Belady's rule
 MIGRATE = 400  # mutations between two replacements of the worst elite by the best
 NOTED = 0.2  # share of the mutations that are noted: they are much alike
@@ -147,7 +148,7 @@ def fits(walk: Walk) -> bool:
 
 
 class Mutation:
-    """``FIRST`` walks by the proposals, then mutations of the best.
+    """``FIRST`` walks by the proposals, then mutations of the best; one walk in ``FRESH`` is by the proposals again.
 
     Args:
         calls: simulator calls, the final check included; None: ``CALLS``, or as many as fit into ``seconds``.
@@ -208,13 +209,14 @@ class Mutation:
         draws = Draws(task, rng, self.temperature)
         search = Mutations(Walk(task), rng, draws, self.elites, self.rate, spent=spent)
         walks = 0
-        while (walks < FIRST or not search.elites) and not spent():
-            search.repeat([])
+        while not spent() and not search.best_overhead <= 0:  # nan: no plan yet
+            if walks < FIRST or walks % FRESH == 0 or not search.elites:
+                search.repeat([])
+            else:
+                search.mutate()
             walks += 1
             if not engine.calls:
                 break  # nothing can leave
-        while search.elites and search.best_overhead > 0 and not spent():
-            search.mutate()
         self.simulator_calls = engine.calls
         if search.best is None:
             raise infeasible(self, program, limit, None)
