@@ -1,8 +1,9 @@
 """The deep Q-network of "GPU memory management for neural networks using deep Q-network" (2020): Algorithm 1 with
 fitted Q-iteration (equations 4 and 5), on the environment of envs/walk.py.
 
-As in the paper (its Figure 3) the plan returned is the best one found; the final greedy policy's is beside it. Where
-the paper is silent: γ = 1 (an episode ends, and its return is the overhead); rewards are multiplied by
+As in the paper (its Figure 3) the plan returned is the best one found; the final greedy policy's is beside it. What the
+network adds to the search is said beside `mutation`, the same search with it never asked (README.md). Where the paper is
+silent: γ = 1 (an episode ends, and its return is the overhead); rewards are multiplied by
 ``reward_scale``; an update follows every ``update_every`` transitions; invalid actions are masked in the argmax, in
 exploration and in equation 5. ``agent=dqn_paper`` is the paper's form; ``agent=dqn`` differs from it as listed here
 (reasons, and what each is worth, in README.md). Read on in ``Trainer.step`` and ``Trainer.update``.
@@ -14,7 +15,7 @@ exploration and in equation 5. ``agent=dqn_paper`` is the paper's form; ``agent=
 5. Prioritised replay (``priority`` > 0).
 6. The changes of structure2vec.py: mean pooling, mixing, two more features.
 7. Exploration falls from ``epsilon_start`` to ``epsilon_end`` over ``explore`` of the episodes, not 1 to 0 over all.
-8. Mutations (``mutations`` > 0) repeat one of the ``elites`` best walks with random changes (``mutation_rate``).
+8. Mutations (``mutations`` > 0) of the ``elites`` best walks (agents/search/mutation.py); one change in three by Q.
 9. Random actions follow Belady's rule softened (``belady_temperature``), nine in ten; the paper's are uniform.
 10. Only in transfer.py: weights, best walks and plans carry over between limits, modes and programs.
 11. Only in transfer.py: local search on the plan refines the best walks; it can do what no action does.
