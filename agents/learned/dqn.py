@@ -1,12 +1,12 @@
 """The deep Q-network of "GPU memory management for neural networks using deep Q-network" (2020): Algorithm 1 with
 fitted Q-iteration (equations 4 and 5), on the environment of envs/walk.py.
 
-As in the paper (its Figure 3) the plan returned is the best one found; the final greedy policy's is beside it. What the
-network adds to the search is said beside `mutation`, the same search with it never asked (README.md). Where the paper is
-silent: γ = 1 (an episode ends, and its return is the overhead); rewards are multiplied by
-``reward_scale``; an update follows every ``update_every`` transitions; invalid actions are masked in the argmax, in
-exploration and in equation 5. ``agent=dqn_paper`` is the paper's form; ``agent=dqn`` differs from it as listed here
-(reasons, and what each is worth, in README.md). Read on in ``Trainer.step`` and ``Trainer.update``.
+As in the paper (its Figure 3) the plan returned is the best one found; the final greedy policy's is beside it. The
+control is `mutation`: the same search with the network never asked. Where the paper is silent: γ = 1 (an episode ends,
+and its return is the overhead); rewards are multiplied by ``reward_scale``; an update follows every ``update_every``
+transitions; invalid actions are masked in the argmax, in exploration and in equation 5. ``agent=dqn_paper`` is the
+paper's form; ``agent=dqn`` differs from it as listed here (reasons, and what each is worth, in README.md). Read on in
+``Trainer.step`` and ``Trainer.update``.
 
 1. Many walks at once (``num_envs``): one pass of the network chooses the action of all of them.
 2. n-step returns (``n_step``), by default the whole return; difference 3 then has no effect.

@@ -141,7 +141,7 @@ def test_equal_seeds_equal_plans(mode: str) -> None:
 def test_infeasible_says_why() -> None:
     with pytest.raises(agents.Infeasible, match=r"mutation: 'pyramid0' cannot be planned .* the smallest limit it can"):
         made().plan(PROGRAM, MACHINE, PROGRAM.peak_bytes // 20)
-    with pytest.raises(agents.Infeasible, match="min_bytes=30 could help|because every tensor"):
+    with pytest.raises(agents.Infeasible, match="because every tensor that could leave is below"):
         made(min_bytes=31).plan(PROGRAM, MACHINE, LIMIT)
     planner = made(calls=8)  # fewer than a walk takes
     with pytest.raises(agents.Infeasible, match="it found no plan that fits"):
