@@ -3,8 +3,9 @@
     python -m experiments.ablation workload=vgg16 limit=0.5
 
 Every variant (``variants`` in configs/ablation.yaml) is trained for the same number of episodes from every
-seed. The table and ``ablation.json`` give the overhead of the best plan found and of the final greedy
-policy's plan, mean and range over the seeds, and the simulator calls.
+seed. The table and ``ablation.json`` give the overhead of the best plan found, of the best that the variant's
+search finds in as many simulator calls with its network never asked, and of the final greedy policy's plan, mean
+and range over the seeds, and the simulator calls.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from rich.table import Table
 
+import agents
 from experiments import cli, report
 from experiments.learning import spread
 from simulator import Machine, Program, simulate
@@ -70,20 +72,27 @@ def run(program: Program, machine: Machine, limit: int, config: Any, seed: int) 
     import torch
 
     from agents.learned import dqn
+    from agents.learned.planner import without_network
 
     torch.set_num_threads(1)
     result = dqn.train(program, machine, limit, config, seed)
     greedy = simulate(program, result.greedy, machine, limit).overhead if result.greedy is not None else None
     best = simulate(program, result.best, machine, limit).overhead
-    return {"seed": seed, "best": best, "greedy": greedy, "simulator_calls": result.simulator_calls}
+    try:
+        plan = without_network(config, seed, max(result.simulator_calls, 2)).plan(program, machine, limit)
+        alone: float | None = simulate(program, plan, machine, limit).overhead
+    except agents.Infeasible:
+        alone = None
+    return {"seed": seed, "best": best, "without_network": alone, "greedy": greedy,
+            "simulator_calls": result.simulator_calls}  # fmt: skip
 
 
 def table(found: dict[str, list[dict[str, Any]]]) -> Table:
     """Mean (least to largest) over the seeds."""
-    out = Table("variant", "best found", "greedy policy", "simulator calls", box=None)
+    out = Table("variant", "best found", "network never asked", "greedy policy", "simulator calls", box=None)
     for name, runs in found.items():
-        out.add_row(name, spread([r["best"] for r in runs]), spread([r["greedy"] for r in runs]),
-                    f"{sum(r['simulator_calls'] for r in runs) // max(1, len(runs)):,}")  # fmt: skip
+        columns = (spread([r[key] for r in runs]) for key in ("best", "without_network", "greedy"))
+        out.add_row(name, *columns, f"{sum(r['simulator_calls'] for r in runs) // max(1, len(runs)):,}")  # fmt: skip
     return out
 
 

@@ -52,6 +52,8 @@ ROW_KEYS = (
 
 Row = dict[str, Any]
 Workspace = Literal["least"] | bool
+SEARCHES = "search and exact"  # the family of planners that are no published heuristics
+SLOW = ("autoswap_bo", "home", "smartpool+autoswap")  # heuristics that search for long, or plan addresses
 MB = 1e6
 
 
@@ -112,7 +114,14 @@ def score(
         workspace: which algorithms kernels run with, as in a row.
         options: more options for the planners that have them, as ``made``.
     """
-    planner = made(name, seed=seed, mode=mode, **options)
+    return score_with(made(name, seed=seed, mode=mode, **options), program, machine, limit, seed, mode, workspace)
+
+
+def score_with(
+    planner: agents.Planner, program: Program, machine: Machine, limit: int, seed: int, mode: str | None = None,
+    workspace: Workspace = False, named: str = "",
+) -> tuple[Row, Plan | None]:  # fmt: skip
+    """``score`` of a planner that is made; the row has its name, or another one."""
     start = time.perf_counter()
     plan, why = None, ""
     try:
@@ -128,7 +137,7 @@ def score(
     # A plan can be for less than was asked: the addresses of smartpool+autoswap hold under its own limit only.
     timeline = simulator.simulate(program, plan, machine, min(limit, plan.limit)) if plan is not None else None
     calls, mode = planner.simulator_calls, mode or "joint"
-    return row(program, machine, limit, name, seed, timeline, spent, calls, why, mode, workspace), plan
+    return row(program, machine, limit, named or planner.name, seed, timeline, spent, calls, why, mode, workspace), plan
 
 
 def score_plan(
@@ -179,7 +188,7 @@ def warm_up(machine: Machine, name: str, mode: str | None = None) -> None:
 
 
 def planner_names(asked: list[Any], **options: Any) -> list[str]:
-    """The planners of a config, 'all' standing for every one that needs no training.
+    """The planners of a config, 'all' standing for every one that needs no training, 'published' for ``heuristics``.
 
     Args:
         options: as for ``made``.
@@ -191,13 +200,19 @@ def planner_names(asked: list[Any], **options: Any) -> list[str]:
     for name in map(str, asked):
         if name in agents.PLANNERS and agents.PLANNERS[name].learned:
             raise UsageError(f"planners: {name} is learned: train_dqn trains it, evaluate plan=FILE scores its plan")
-        names += agents.untrained() if name == "all" else [name]
+        names += {"all": agents.untrained(), "published": heuristics()}.get(name, [name])
     for name in names:
         try:
             made(name, **options)
         except ValueError as error:
             raise UsageError(f"planners: {name}: {error}") from None
     return list(dict.fromkeys(names))
+
+
+def heuristics() -> list[str]:
+    """The published heuristics that plan in seconds."""
+    facts = [f for f in agents.PLANNERS.values() if not f.learned and f.paper and f.family != SEARCHES]
+    return [f.key for f in facts if f.key not in SLOW]
 
 
 def planner_list() -> str:

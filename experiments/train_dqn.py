@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 @cli.entry("train_dqn")
 def main(cfg: DictConfig) -> None:
     from agents.learned import dqn  # PyTorch takes seconds to import; a mistyped key is answered before that
+    from agents.learned.planner import without_network
 
     machine = cli.machine(cfg)
     seed = cli.integer(cfg, "seed")
@@ -75,6 +76,10 @@ def main(cfg: DictConfig) -> None:
                 rows.append(report.score(name, program, machine, limit, seed)[0])
         after = simulator.simulate(program, result.best, machine, limit)
         calls = result.simulator_calls
+        for named, budget in controls(calls, spent, resume is not None).items():
+            with log.status(f"planning with {named}"):
+                planner = without_network(config, seed, **budget)
+                rows.append(report.score_with(planner, program, machine, limit, seed, named=named)[0])
         rows.append(report.row(program, machine, limit, agent, seed, after, spent, calls))
         greedy = simulator.simulate(program, result.greedy, machine, limit) if result.greedy is not None else None
         rows.append(
@@ -88,11 +93,25 @@ def main(cfg: DictConfig) -> None:
         write_json(out / "timeline.json", after.perfetto(program))
         plots.memory_curve(out / "memory_curve.png", before, after, machine.name, agent)
         title = f"{program.name} on {machine.name}, limit {fraction:.0%} of the peak: training"
-        plots.learning_curve(out / "learning_curve.png", result.history, rows, agent, title)
+        plots.learning_curve(out / "learning_curve.png", result.history, contenders(rows), agent, title)
         report.write_rows(out / "results.jsonl", rows)
         report.write_summary(out / "summary.json", cfg, program, rows, episodes=len(result.history), train_s=spent)
     screen.print(report.table(rows))
     print(out)
+
+
+def controls(calls: int, seconds: float, resumed: bool) -> dict[str, dict[str, Any]]:
+    """Names and budgets of the runs of the agent's search without its network. What a run took before it was resumed
+    is not known: then there is none of equal seconds."""
+    equal: dict[str, dict[str, Any]] = {"mutation, equal calls": {"calls": max(calls, 2)}}
+    return equal if resumed else {**equal, "mutation, equal seconds": {"seconds": seconds}}
+
+
+def contenders(rows: list[report.Row]) -> list[report.Row]:
+    """The rows without the published methods that are not the best of them."""
+    published = [r for r in rows if r["planner"] in report.heuristics()]
+    best = min((r for r in published if r["feasible"]), key=lambda r: r["overhead"], default=None)
+    return [r for r in rows if r is best or r not in published]
 
 
 def checkpoint_of(path: Path | None) -> Path | None:

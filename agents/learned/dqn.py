@@ -1,11 +1,12 @@
 """The deep Q-network of "GPU memory management for neural networks using deep Q-network" (2020): Algorithm 1 with
 fitted Q-iteration (equations 4 and 5), on the environment of envs/walk.py.
 
-As in the paper (its Figure 3) the plan returned is the best one found; the final greedy policy's is beside it. Where
-the paper is silent: γ = 1 (an episode ends, and its return is the overhead); rewards are multiplied by
-``reward_scale``; an update follows every ``update_every`` transitions; invalid actions are masked in the argmax, in
-exploration and in equation 5. ``agent=dqn_paper`` is the paper's form; ``agent=dqn`` differs from it as listed here
-(reasons, and what each is worth, in README.md). Read on in ``Trainer.step`` and ``Trainer.update``.
+As in the paper (its Figure 3) the plan returned is the best one found; the final greedy policy's is beside it. The
+control is `mutation`: the same search with the network never asked. Where the paper is silent: γ = 1 (an episode ends,
+and its return is the overhead); rewards are multiplied by ``reward_scale``; an update follows every ``update_every``
+transitions; invalid actions are masked in the argmax, in exploration and in equation 5. ``agent=dqn_paper`` is the
+paper's form; ``agent=dqn`` differs from it as listed here (reasons, and what each is worth, in README.md). Read on in
+``Trainer.step`` and ``Trainer.update``.
 
 1. Many walks at once (``num_envs``): one pass of the network chooses the action of all of them.
 2. n-step returns (``n_step``), by default the whole return; difference 3 then has no effect.
@@ -14,7 +15,7 @@ exploration and in equation 5. ``agent=dqn_paper`` is the paper's form; ``agent=
 5. Prioritised replay (``priority`` > 0).
 6. The changes of structure2vec.py: mean pooling, mixing, two more features.
 7. Exploration falls from ``epsilon_start`` to ``epsilon_end`` over ``explore`` of the episodes, not 1 to 0 over all.
-8. Mutations (``mutations`` > 0) repeat one of the ``elites`` best walks with random changes (``mutation_rate``).
+8. Mutations (``mutations`` > 0) of the ``elites`` best walks (agents/search/mutation.py); one change in three by Q.
 9. Random actions follow Belady's rule softened (``belady_temperature``), nine in ten; the paper's are uniform.
 10. Only in transfer.py: weights, best walks and plans carry over between limits, modes and programs.
 11. Only in transfer.py: local search on the plan refines the best walks; it can do what no action does.
@@ -38,15 +39,15 @@ from agents.learned.experience_buffer import ExperienceBuffer, State
 from agents.learned.structure2vec import Structure2Vec
 from agents.learned.training_state import TrainingStateError, must_match, read_training_state, write_training_state
 from agents.planner import Infeasible, held_back
+from agents.search.mutation import Draws, Mutations
 from envs.graph import FEATURES, STATIC
 from envs.memory_env import current_node, dynamic_features
 from envs.walk import Task, Walk
 from simulator import Machine, Plan, Program, Swap
-from simulator.compiled.engine import rows_of
+from simulator.compiled.engine import decisions_of, rows_of
 
 MASKED = -1e8  # not −inf: 0 · −inf is not a number
-MIGRATE = 400  # mutations between two replacements of the worst elite by the best
-RECORDED = 0.2  # share of the mutated walks that enter the experience buffer: they are much alike
+DRAWN = 2 / 3  # share of the changed steps of mutations for which the network is not asked
 
 
 class Episode(NamedTuple):
@@ -86,25 +87,31 @@ class Trainer:
         adam = config.optimizer == "adam"
         self.optimizer = (torch.optim.Adam if adam else torch.optim.SGD)(self.q.parameters(), config.learning_rate)
         self.actions = self.q.actions.numpy()  # (A,) node of each action
-        gap = task.graph.action_gap[self.actions]
-        self.next_use = np.where(gap >= 0, np.append(task.start_ns[task.before], 0)[gap] / task.ideal_ns, 0.0)  # (A,)
+        self.draws = Draws(task, self.rng, config.belady_temperature)
         self.static = torch.from_numpy(task.graph.features)
         self.buffer = ExperienceBuffer(config.buffer_size, len(task.graph), len(self.actions), config.priority)
         self.walks = [Walk(task) for _ in range(config.num_envs)]
-        self.scout = Walk(task)
         self.trails: list[list[tuple[State, int, float]]] = [[] for _ in self.walks]  # state, action, reward
+        self.noted: list[tuple[State, int, float]] = []  # the same, of a mutation
+        self.search = Mutations(
+            Walk(task), self.rng, self.propose, config.elites, config.mutation_rate, self._note
+        )  # fmt: skip
         self.started = 0  # transitions since the last update
         self.updates = 0
         self.losses: list[float] = []
-        self.best: Plan | None = None
-        self.best_overhead = float("nan")
-        self.elites: list[tuple[float, list[int]]] = []  # overhead, nodes
-        self.mutated = 0
         self.history: list[Episode] = []
 
     def _network(self) -> Structure2Vec:
         c = self.config
         return Structure2Vec(self.task.graph, c.features, c.embedding_size, c.message_passing_steps, c.pool, c.mixing)
+
+    @property
+    def best(self) -> Plan | None:
+        """The best plan found so far."""
+        task, rows = self.task, self.search.best
+        if rows is None:
+            return None
+        return Plan(decisions_of(rows), task.program.fingerprint, self.planner, task.limit, task.machine.name)
 
     @property
     def epsilon(self) -> float:
@@ -131,7 +138,8 @@ class Trainer:
         chosen = np.zeros(len(states), np.int64)
         explore = self.rng.random(len(states)) < epsilon
         for i in np.flatnonzero(explore):
-            chosen[i] = self._random(states[i])
+            valid = np.flatnonzero(states[i].mask)
+            chosen[i] = valid[self.draws.among(self.actions[valid])]
         greedy = np.flatnonzero(~explore)
         if len(greedy):
             dynamic = np.stack([states[i].dynamic for i in greedy])
@@ -139,13 +147,6 @@ class Trainer:
             mask = np.stack([states[i].mask for i in greedy])
             chosen[greedy] = np.where(mask, q, MASKED).argmax(1)
         return chosen
-
-    def _random(self, state: State) -> int:
-        """A valid action; the later its tensor is next used, the likelier (difference 9)."""
-        valid = np.flatnonzero(state.mask)
-        temperature = self.config.belady_temperature
-        weight = 1 / temperature if self.rng.random() < 0.9 and temperature is not None else 0.0
-        return int(valid[(weight * self.next_use[valid] + self.rng.gumbel(size=len(valid))).argmax()])
 
     def step(self) -> list[Episode]:
         """Lines 5 to 17 for every walk; returns the episodes that ended."""
@@ -158,98 +159,45 @@ class Trainer:
             self.started += 1
             if result.terminated:
                 self.buffer.add(trail, self.config.n_step)
-                if not walk.dead_end:
-                    self.elites.append((walk.overhead, [int(self.actions[a]) for _, a, _ in trail]))
-                self._compare(walk)
-                del self.elites[self.config.elites :]
+                self.search.offer(walk, [int(self.actions[a]) for _, a, _ in trail])
                 ended.append(self._log(walk, len(trail)))
                 trail.clear()
                 walk.reset()
-        if self.best is not None and self.best_overhead > 0:
+        if self.search.best_overhead > 0:
             for _ in range(self.config.mutations):
-                self.mutate()
+                self.search.mutate()
         while self.started >= self.config.update_every and self.buffer.size >= self.config.batch_size:
             self.started -= self.config.update_every
             self.losses.append(self.update())
         return ended
 
-    def mutate(self) -> None:
-        """Repeats one of the best walks with random changes (difference 8)."""
-        self.mutated += 1
-        if self.mutated % MIGRATE == 0:
-            self.elites[-1] = self.elites[0]
-        which = int(self.rng.integers(len(self.elites)))
-        plan = self.elites[which][1]
-        leaves = self.rng.random(4 * len(plan) + 1) < self.config.mutation_rate
-        nodes = self._follow(plan, leaves, self.rng.random() < RECORDED)
-        if not self.scout.dead_end and self.scout.overhead <= self.elites[which][0]:
-            self.elites[which] = (self.scout.overhead, nodes)
-        self._compare(self.scout)
-
-    def repeat(self, plan: list[int]) -> Walk:
-        """A walk that takes the valid actions of ``plan`` in their order, and goes on as a mutation where they end.
-
-        It enters the buffer and competes with the elites. The returned walk is valid until the next one.
-        """
-        nodes = self._follow(plan, np.zeros(1, np.bool_), True)
-        if not self.scout.dead_end:
-            self.elites.append((self.scout.overhead, nodes))
-        self._compare(self.scout)
-        del self.elites[self.config.elites :]
-        return self.scout
-
-    def _follow(self, plan: list[int], leaves: NDArray[np.bool_], record: bool) -> list[int]:
-        """The scout repeats ``plan``, except at the steps where ``leaves`` is true; returns the nodes it took."""
-        walk, trail = self.scout, []
-        walk.reset()
-        at = 0
-        nodes: list[int] = []
-        while not walk.done:
-            mask = walk.mask()
-            node = None
-            if not leaves[min(len(nodes), len(leaves) - 1)]:
-                while at < len(plan) and not mask[plan[at]]:
-                    at += 1
-                if at < len(plan):
-                    node = plan[at]
-                    at += 1
-            elif self.rng.random() < 0.5:
-                at += 1  # skip one
-            state = self._state(walk) if record or node is None else None
-            if node is None:
-                assert state is not None
-                node = int(self.actions[self._boltzmann(state)])
-            nodes.append(node)
-            reward = walk.step(node).reward * self.config.reward_scale
-            if record:
-                assert state is not None
-                trail.append((state, int(np.searchsorted(self.actions, node)), reward))
-        if record:
-            self.buffer.add(trail, self.config.n_step)
-        return nodes
+    def _note(self, walk: Walk, node: int) -> None:
+        """A step of a mutated or repeated walk that enters the buffer."""
+        state = self._state(walk)
+        reward = walk.step(node).reward * self.config.reward_scale
+        self.noted.append((state, int(np.searchsorted(self.actions, node)), reward))
+        if walk.done:
+            self.buffer.add(self.noted, self.config.n_step)
+            self.noted.clear()
 
     @torch.no_grad()
-    def _boltzmann(self, state: State) -> int:
-        """A valid action: two times in three a random one, else the likelier the higher its Q-value."""
+    def propose(self, walk: Walk) -> int:
+        """The node of a mutation's changed step: two times in three a random one, else the likelier the higher its
+        Q-value (Boltzmann)."""
+        if self.rng.random() < DRAWN:
+            return self.draws(walk)
+        state = self._state(walk)
         valid = np.flatnonzero(state.mask)
-        if self.rng.random() < 2 / 3:
-            return self._random(state)
         q = self._q(self.q, state.dynamic[None], np.array([state.current])).numpy()[0, valid]
         noise = self.rng.gumbel(size=len(valid))
-        return int(valid[((q - q.mean()) / (q.std() + 1e-9) * 3 + noise).argmax()])
-
-    def _compare(self, walk: Walk) -> None:
-        """Keeps the plan if no earlier one was better."""
-        if not walk.dead_end and not walk.overhead >= self.best_overhead:  # the first one compares with nan
-            self.best, self.best_overhead = walk.plan(self.planner), walk.overhead
-        self.elites.sort(key=lambda elite: elite[0])
+        return int(self.actions[valid[((q - q.mean()) / (q.std() + 1e-9) * 3 + noise).argmax()]])
 
     def _log(self, walk: Walk, steps: int) -> Episode:
         feasible = not walk.dead_end
         loss = float(np.mean(self.losses)) if self.losses else float("nan")
         self.losses = []
         episode = Episode(
-            len(self.history) + 1, walk.overhead if feasible else float("nan"), feasible, self.best_overhead,
+            len(self.history) + 1, walk.overhead if feasible else float("nan"), feasible, self.search.best_overhead,
             self.epsilon, loss, steps, self.task.engine.calls,
         )  # fmt: skip
         self.history.append(episode)
@@ -314,8 +262,8 @@ class Trainer:
             "trails": [[int(self.actions[action]) for _, action, _ in trail] for trail in self.trails],
             "started": self.started, "updates": self.updates, "losses": list(self.losses),
             "history": [list(e) for e in self.history], "calls": self.task.engine.calls,
-            "best": json.dumps(self.best.to_dict()) if self.best else "", "best_overhead": self.best_overhead,
-            "elites": [[overhead, nodes] for overhead, nodes in self.elites], "followed": self.mutated,
+            "best": json.dumps(self.best.to_dict()) if self.best else "", "best_overhead": self.search.best_overhead,
+            "elites": [[overhead, nodes] for overhead, nodes in self.search.elites], "followed": self.search.mutated,
         }  # fmt: skip
         write_training_state(path, state)
 
@@ -345,9 +293,10 @@ class Trainer:
             torch.set_rng_state(state["torch_rng"])
             self.started, self.updates, self.losses = state["started"], state["updates"], list(state["losses"])
             self.history = [Episode(*e) for e in state["history"]]
-            self.best = Plan.from_dict(json.loads(state["best"])) if state["best"] else None
-            self.best_overhead, self.mutated = state["best_overhead"], state["followed"]
-            self.elites = [(overhead, list(nodes)) for overhead, nodes in state["elites"]]
+            best = Plan.from_dict(json.loads(state["best"])) if state["best"] else None
+            self.search.best = rows_of(best.decisions) if best is not None else None
+            self.search.best_overhead, self.search.mutated = state["best_overhead"], state["followed"]
+            self.search.elites = [(overhead, list(nodes)) for overhead, nodes in state["elites"]]
             self.task.engine.calls = state["calls"]
         except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -388,11 +337,10 @@ def train(
     if checkpoint is not None:
         trainer.save(checkpoint)
     greedy = trainer.greedy()
-    if trainer.best is None and program.peak_bytes <= limit:
-        trainer.best = greedy
-    if trainer.best is None:
+    best = greedy if program.peak_bytes <= limit else trainer.best
+    if best is None:
         raise Infeasible(f"none of {len(trainer.history)} episodes found a plan that fits {limit:,} bytes")
-    return DQNResult(trainer.best, greedy, trainer.history, task.engine.calls)
+    return DQNResult(best, greedy, trainer.history, task.engine.calls)
 
 
 def check_reachable(task: Task, min_bytes: int) -> None:

@@ -19,7 +19,7 @@ class DQNConfig:
     """Hyperparameters; the names are the keys of configs/agent/*.yaml."""
 
     episodes: int = 600
-    mode: str = "swap"  # swap, recompute or joint
+    mode: str = "joint"  # swap, recompute or joint
     min_bytes: int = 2**20
     num_envs: int = 8
     features: int = 8

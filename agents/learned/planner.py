@@ -6,11 +6,21 @@ from typing import Any, ClassVar
 
 from agents.learned.dqn_config import PAPER, DQNConfig, config_from
 from agents.planner import MIB, Facts
+from agents.search.mutation import Mutation
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
 
 TITLE = '"GPU memory management for neural networks using deep Q-network"'
+
+
+def without_network(config: DQNConfig, seed: int, calls: int | None = None, seconds: float | None = None) -> Mutation:
+    """What an agent is compared with: its search with the network never asked and never trained."""
+    temperature = config.belady_temperature
+    options: dict[str, Any] = {"proposals": "uniform"} if temperature is None else {"temperature": temperature}
+    if config.mutations:
+        options |= {"elites": config.elites, "rate": config.mutation_rate}
+    return Mutation(calls, seconds, config.mode, config.min_bytes, seed, **options)
 
 
 class DQN:

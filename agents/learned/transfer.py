@@ -147,26 +147,26 @@ class Agent:
             trainer.target.load_state_dict(self.weights)
         starts = [rows_of(plan.decisions) for plan in carried]
         for start in starts:
-            trainer.repeat(actions_of(task, start))
+            trainer.search.repeat(actions_of(task, start))
         if not starts:
-            trainer.repeat([])
+            trainer.search.repeat([])
         visits = 0
-        while len(trainer.history) < episodes and visits < transfer.visits and not trainer.best_overhead <= 0:
+        while len(trainer.history) < episodes and visits < transfer.visits and not trainer.search.best_overhead <= 0:
             trainer.step()
             visits += len(trainer.walks) * len(task.graph)
         # The policy of another limit may end in dead ends only: its mutations are more random.
         for _ in range(transfer.first):
             if trainer.best is not None:
                 break
-            trainer.repeat([])
+            trainer.search.repeat([])
         if trainer.best is not None:
             starts.append(rows_of(trainer.best.decisions))
-        walked = trainer.best_overhead
+        walked = trainer.search.best_overhead
         rows, ns = self._refine(trainer, starts)
         if rows is None:
             return nothing._replace(simulator_calls=task.engine.calls)
-        if not trainer.best_overhead <= 0:
-            trainer.repeat(actions_of(task, rows))
+        if not trainer.search.best_overhead <= 0:
+            trainer.search.repeat(actions_of(task, rows))
             if trainer.buffer.size >= config.batch_size:
                 for _ in range(transfer.updates):
                     trainer.update()
@@ -213,11 +213,11 @@ class Agent:
         graph, gaps = trainer.task.graph, trainer.task.program.gaps(self.config.min_bytes)
         at = {gap: i for i, gap in enumerate(gaps)}
         weights = np.full((len(gaps), KEPT + 1), EXPLORE)
-        for _, nodes in trainer.elites:
+        for _, nodes in trainer.search.elites:
             for node in nodes:
                 if graph.action_kind[node] != NOTHING:
                     ways = [SWAPPED] if graph.action_kind[node] == OFFLOAD else [RECOMPUTED, KEPT]
-                    weights[at[graph.gaps[graph.action_gap[node]]], ways] += 1 / len(trainer.elites)
+                    weights[at[graph.gaps[graph.action_gap[node]]], ways] += 1 / len(trainer.search.elites)
         return weights
 
 

@@ -14,19 +14,16 @@ from pathlib import Path
 from matplotlib.ticker import FuncFormatter
 from omegaconf import DictConfig
 
-import agents
 from agents.bound import floor
 from experiments import cli
 from experiments.figures import label, network, planned, program
 from experiments.plotting.palette import FAINT, FLOOR, INK, look
 from experiments.plotting.plots import panel_grid
-from experiments.report import Row, warm_up
+from experiments.report import Row, heuristics, warm_up
 from simulator import Machine
 
 TITLE = "Core tasks: overhead against planning time"
 ALONE = True  # a planner has all cores
-SEARCHES = "search and exact"  # the family of planners that are no published heuristics
-SLOW = ("autoswap_bo", "home", "smartpool+autoswap")  # heuristics that search for long, or plan addresses
 
 
 def tasks(settings: DictConfig) -> list[Row]:
@@ -39,12 +36,6 @@ def tasks(settings: DictConfig) -> list[Row]:
             raise cli.UsageError(f"figure.tasks.{name}.limit: expected a share of the peak, got {task['limit']!r}")
         out.append({"task": name, **task, "planners": config["planners"], "seconds": config["seconds"]})
     return out
-
-
-def heuristics() -> list[str]:
-    """The published heuristics that plan in seconds."""
-    facts = [f for f in agents.PLANNERS.values() if not f.learned and f.paper and f.family != SEARCHES]
-    return [f.key for f in facts if f.key not in SLOW]
 
 
 def run(task: Row, machine: Machine) -> Row:

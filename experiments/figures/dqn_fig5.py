@@ -329,7 +329,9 @@ def _parts(found: list[Panel]) -> str:
     return (
         f"What does the work: over the {len(points)} points at which the best walk had an overhead it was "
         f"{means[0]:.1f} % on average{alone}, and {means[1]:.1f} % after the refinement around it "
-        f"(agents/learned/transfer.py, 3); {spent:,} simulator calls in all."
+        f"(agents/learned/transfer.py, 3); {spent:,} simulator calls in all. The control of the network, the same "
+        "search with it never asked, is not in these rows; what the network adds where that was run is in "
+        "agents/learned/README.md."
     )
 
 

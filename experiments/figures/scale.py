@@ -25,6 +25,7 @@ from simulator.ways import MODES
 
 TITLE = "Scale: seconds of the floor and of LP rounding"
 ALONE = True  # a planner has all cores
+TICKS = (100, 200, 500, 1000, 2000, 5000)  # kernels
 PLANNERS = ("lp_round", "annealing")
 
 
@@ -66,7 +67,7 @@ def run(task: Row, machine: Machine) -> Row:
     for name in PLANNERS:
         made = planned(built, machine, limit, name, **options)
         found |= {f"{name}_percent": made["overhead_percent"], f"{name}_s": round(made["plan_s"], 2)}
-        options["seconds"] = found[f"{name}_s"]  # of the next
+        options["seconds"] = max(made["plan_s"], 0.01)  # of the next
     return found
 
 
@@ -75,8 +76,10 @@ def run(task: Row, machine: Machine) -> Row:
 
 def title(row: Row) -> str:
     """A program's name for people."""
-    more = ", ".join(f"{key} {value}" for key, value in row["changes"].items())
-    return label(row["workload"]) + (f" ({more})" if more else "")
+    more = [f"{key} {value}" for key, value in row["changes"].items()]
+    images = {"imagenet": "ImageNet", "cifar": "CIFAR-10"}.get(row["workload"].rpartition("_")[2])
+    more += [images] if images else []
+    return label(row["workload"]) + (f" ({', '.join(more)})" if more else "")
 
 
 def table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
@@ -115,19 +118,24 @@ def notes(rows: list[Row]) -> list[str]:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """A panel for the floor's time and one for that of LP rounding, by the number of kernels."""
+    """A panel for the floor's time and one for that of LP rounding, by the number of kernels; without those where no
+    plan can fit, which is known at once."""
+    rows = [row for row in rows if row["floor_percent"] is not None]
     with panel_grid(path, 2, 2, (5.2, 4.2), (0.2, 0.2)) as (panels, _):
         for panel, what, name in zip(panels, ("floor_s", "lp_round_s"), ("floor", look("lp_round").label), strict=True):
             for mode in sorted({row["mode"] for row in rows}):
                 mine = [row for row in rows if row["mode"] == mode]
-                panel.plot([row["kernels"] for row in mine], [max(row[what], 0.01) for row in mine], "o",
+                panel.plot([row["kernels"] for row in mine], [row[what] for row in mine], "o",
                            color=MODE_COLOURS[mode], markersize=4.5, alpha=0.8, label=mode)  # fmt: skip
             panel.set(title=name, xlabel="kernels of the program", ylabel="time", xscale="log", yscale="log")
             for seconds in (1, 10, 30):
                 panel.axhline(seconds, color=FAINT, linewidth=0.8, zorder=0)
-            panel.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+            panel.set_xticks(TICKS, [f"{kernels:,}" for kernels in TICKS])
+            panel.xaxis.set_minor_formatter(FuncFormatter(lambda *_: ""))
+            panel.set_ylim(0.05, 45)
             panel.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g} s"))
             last = max(rows, key=lambda row: row["kernels"])
             panel.annotate(title(last), (last["kernels"], last[what]), textcoords="offset points", xytext=(-6, 8),
                            ha="right", fontsize=8, color=INK)  # fmt: skip
-        panels[0].legend(loc="upper left", title="mode")
+        handles, labels = panels[0].get_legend_handles_labels()
+        panels[0].figure.legend(handles, labels, loc="outside upper center", ncols=len(labels))

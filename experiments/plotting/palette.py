@@ -40,7 +40,7 @@ HUES: dict[Family, Hues] = {
     "recompute": Hues("#8e5bd0", ("#b39ddb", "#8e5bd0", "#4a148c", "#a3319f")),
     "swap and recompute": Hues("#238b45", ("#74c476", "#238b45", "#00441b")),
     "search and exact": Hues(
-        "#cb181d", ("#222222", "#9a9a9a", "#fb6a4a", "#cb181d", "#67000d", "#000000", "#f4a582"), "xos^DvP"
+        "#cb181d", ("#222222", "#9a9a9a", "#fb6a4a", "#cb181d", "#67000d", "#000000", "#f4a582", "#e7298a"), "xos^DvPX"
     ),
     "learned": Hues("#d6336c", ("#d6336c", "#f783ac", "#8a1253", "#d3a0bd")),
     "other": Hues("#17becf"),
@@ -112,8 +112,9 @@ STYLE = {
 
 
 def look(planner: str) -> Look:
-    """A planner's looks; those of one that is not known are spare ones."""
-    return LOOKS[planner] if planner in LOOKS else spare(planner, planner)
+    """A planner's looks, whatever is said of it after a comma; those of one that is not known are spare ones."""
+    key, comma, said = planner.partition(",")
+    return LOOKS[key]._replace(label=LOOKS[key].label + comma + said) if key in LOOKS else spare(planner, planner)
 
 
 def colour(planner: str) -> str:

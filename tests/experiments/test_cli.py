@@ -232,11 +232,15 @@ def test_train_writes_its_run_directory(run: Run, program: Program, program_file
     assert {f.name for f in out.iterdir()} == names
     rows = rows_in(out)
     check_rows(rows)
-    assert [r["planner"] for r in rows] == ["none", "autoswap_swdoa", "dqn", "dqn_greedy"]
+    names = ["none", "autoswap_swdoa", "mutation, equal calls", "mutation, equal seconds", "dqn", "dqn_greedy"]
+    assert [r["planner"] for r in rows] == names
+    equal, timed, dqn = rows[2:5]
+    assert 0 < equal["simulator_calls"] <= dqn["simulator_calls"]  # type: ignore[operator]
+    assert timed["plan_ms"] < dqn["plan_ms"] + 500  # type: ignore[operator]
     plan = Plan.load(out / "plan.json")
     limit = int(0.6 * program.peak_bytes)
     score = Engine(program, Machine.load("gtx1080ti"), limit).score(rows_of(plan.decisions))
-    assert score.feasible and score.iteration_ns == rows[2]["iteration_ns"]
+    assert score.feasible and score.iteration_ns == rows[4]["iteration_ns"]
     events = json.loads((out / "timeline.json").read_text())["traceEvents"]
     tracks = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert tracks == {"compute", "d2h", "h2d"} and any(e["ph"] == "C" for e in events)
@@ -257,7 +261,9 @@ def test_learning_compares_the_agent_over_the_seeds(run: Run, program_file: Path
     (case,) = json.loads(out.read_text())["cases"]
     assert [r["seed"] for r in case["runs"]] == [0, 1]
     expected = {r["planner"]: r["overhead"] for r in rows_in(tmp_path / "runs" / "0")}
-    assert case["runs"][0]["dqn"] == expected["dqn"]
+    assert case["mode"] == "joint" and case["runs"][0]["dqn"] == expected["dqn"]
+    assert case["runs"][0]["mutation_calls"] == expected["mutation, equal calls"]
+    assert case["runs"][0]["mutation_seconds"] == expected["mutation, equal seconds"]
     assert case["runs"][0]["autoswap"] == expected["autoswap_doa"]
     assert case["runs"][0]["dqn"] - case["runs"][0]["floor"] == case["runs"][0]["gap"] >= 0
 
@@ -269,4 +275,7 @@ def test_ablation_trains_each_variant(run: Run, program_file: Path, tmp_path: Pa
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "out" / "ablation.json").read_text())["variants"]
     assert set(found) == {"dqn", "no mutations"}
-    assert found["dqn"]["runs"][0]["simulator_calls"] > 0
+    for variant in found.values():
+        (one,) = variant["runs"]
+        assert one["simulator_calls"] > 0 and one["without_network"] >= 0
+    assert "network never asked" in done.stdout

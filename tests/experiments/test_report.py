@@ -161,6 +161,12 @@ def test_all_planners_need_no_training_and_slow_ones_come_first() -> None:
         report.planner_names(["all", "dqn"])
 
 
+def test_published_planners_stand_for_those_that_plan_in_seconds() -> None:
+    names = report.planner_names(["none", "published", "lp_round", "tensile"])
+    assert names == ["none", *report.heuristics(), "lp_round"]
+    assert {"autoswap_doa", "tensile", "geeps"} < set(names) and not {"home", "annealing", "dqn_paper"} & set(names)
+
+
 WARM = """
 from experiments import report
 from tests.experiments.conftest import chain

@@ -292,13 +292,13 @@ def test_the_network_goes_from_program_to_program(monkeypatch):
     learned = {k: v.clone() for k, v in agent.weights.items()}
     shorter = Program("shorter", PROGRAM.tensors, PROGRAM.kernels[:-2])
     seen = []
-    repeat = Trainer.repeat
+    step = Trainer.step
 
-    def watched(self, plan):
+    def watched(self):
         seen.append({k: v.clone() for k, v in self.q.state_dict().items()})
-        return repeat(self, plan)
+        return step(self)
 
-    monkeypatch.setattr(Trainer, "repeat", watched)
+    monkeypatch.setattr(Trainer, "step", watched)
     agent.sweep(shorter, MACHINE, limits_of(shorter, 0.58), "joint")
     assert all(torch.equal(seen[0][k], v) for k, v in learned.items())
     assert any(not torch.equal(agent.weights[k], v) for k, v in learned.items())  # and it goes on learning
@@ -335,11 +335,11 @@ def test_a_plan_becomes_the_walk_that_makes_it(mode):
 def test_a_carried_walk_is_followed_and_learned_from():
     task = Task(PROGRAM, MACHINE, LIMIT)
     trainer = Trainer(task, SMALL, 0)
-    walk = trainer.repeat([])
+    walk = trainer.search.repeat([])
     steps, overhead = trainer.buffer.size, walk.overhead
-    assert steps > 0 and trainer.elites[0][0] == overhead == trainer.best_overhead
-    trainer.repeat(trainer.elites[0][1])
-    assert trainer.buffer.size == 2 * steps and trainer.elites[1][0] == overhead
+    assert steps > 0 and trainer.search.elites[0][0] == overhead == trainer.search.best_overhead
+    trainer.search.repeat(trainer.search.elites[0][1])
+    assert trainer.buffer.size == 2 * steps and trainer.search.elites[1][0] == overhead
 
 
 @pytest.mark.parametrize("change", [{"first": -1}, {"most": 0}, {"epsilon": 1.5}])

@@ -5,6 +5,7 @@ from omegaconf import DictConfig
 
 from experiments.cli import UsageError
 from experiments.figures import core
+from experiments.report import heuristics
 from simulator import Machine
 
 SETTINGS = {
@@ -21,8 +22,8 @@ def test_a_task_as_a_user_runs_it() -> None:
     found = row["found"]["annealing"]
     assert [len(found), *(f["plan_s"] < 2 for f in found)] == [2, True, True]
     assert all(row["floor_percent"] <= f["overhead_percent"] for f in found)
-    assert {f["planner"] for f in row["published"]} == set(core.heuristics())
-    assert "tensile" in core.heuristics() and not {"annealing", "none", "home", "dqn"} & set(core.heuristics())
+    assert {f["planner"] for f in row["published"]} == set(heuristics())
+    assert "tensile" in heuristics() and not {"annealing", "none", "home", "dqn"} & set(heuristics())
 
 
 def row(task: str, floor: float, found: list[float | None], published: list[float | None]) -> core.Row:

@@ -1,0 +1,182 @@
+"""Mutation search: better than its start, within its budget, and as its proposals draw."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+import agents
+from agents.learned.dqn_config import DQNConfig
+from agents.learned.planner import without_network
+from agents.search import mutation
+from agents.search.mutation import FIRST, MIGRATE, Draws, Mutations
+from envs.walk import Task, Walk
+from simulator import Engine, Plan, Program, simulate
+from simulator.compiled.encoding import decisions_of
+from tests.agents.search.test_search import MACHINE, pyramid
+
+PROGRAM = pyramid(12, 0)
+LIMIT = int(0.5 * PROGRAM.peak_bytes)
+
+
+def made(**options: object) -> mutation.Mutation:
+    return agents.make("mutation", **{"min_bytes": 1, **options})  # type: ignore[return-value]
+
+
+def overhead(plan: Plan, program: Program = PROGRAM, limit: int = LIMIT) -> float:
+    return simulate(program, plan, MACHINE, limit).overhead
+
+
+def search(
+    temperature: float | None = 0.05, program: Program = PROGRAM, limit: int = LIMIT, rate: float = 0.05
+) -> Mutations:
+    task, rng = Task(program, MACHINE, limit, 1, "swap"), np.random.default_rng(0)
+    return Mutations(Walk(task), rng, Draws(task, rng, temperature), 4, rate)
+
+
+@pytest.mark.parametrize("temperature", [None, 0.05])
+def test_mutations_find_better_walks_than_the_first(temperature: float | None) -> None:
+    """And than as many walks that repeat nothing."""
+    program = pyramid(24, 0)
+    limit = int(0.6 * program.peak_bytes)
+    found, alone = search(temperature, program, limit), search(temperature, program, limit)
+    for _ in range(FIRST):
+        found.repeat([])
+    first = found.best_overhead
+    for _ in range(300):
+        found.mutate()
+    for _ in range(FIRST + 300):
+        alone.repeat([])
+    assert found.best_overhead < alone.best_overhead < first
+    overheads = [overhead for overhead, _ in found.elites]
+    assert len(overheads) == 4 and overheads == sorted(overheads) and overheads[0] == found.best_overhead
+    assert found.best is not None
+    plan = Plan(decisions_of(found.best), program.fingerprint)
+    assert overhead(plan, program, limit) == pytest.approx(found.best_overhead, abs=1e-12)
+    walk = Walk(found.walk.task)
+    for node in found.elites[0][1]:
+        walk.step(node)  # raises where the action is not valid
+    assert walk.done and walk.overhead == overheads[0]
+
+
+def test_a_walk_without_changes_is_the_elite() -> None:
+    found = search(rate=0.0)
+    found.repeat([])
+    (elite,) = found.elites
+    found.propose = lambda walk: pytest.fail("asked where there is something to repeat")
+    for _ in range(5):
+        found.mutate()
+    assert found.elites == [elite]
+    assert found.repeat(elite[1]).overhead == elite[0] and found.elites == [elite, elite]
+
+
+def test_the_best_elite_takes_the_worst_ones_place() -> None:
+    found = search(rate=0.0)
+    while len({overhead for overhead, _ in found.elites}) < 4:
+        found.repeat([])
+    best = found.elites[0]
+    found.mutated = MIGRATE - 2
+    found.mutate()
+    assert found.elites.count(best) == 1
+    found.mutate()
+    assert found.elites[:2] == [best, best] and len(found.elites) == 4
+
+
+def test_changed_steps_are_those_that_the_proposals_make() -> None:
+    """All of them are walks that fit, and a share of the steps is asked for."""
+    found = search(rate=0.2)
+    for _ in range(FIRST):
+        found.repeat([])
+    draws, asked, steps = found.propose, [], []
+    found.propose = lambda walk: asked.append(walk.position) or draws(walk)  # type: ignore[func-returns-value]
+    found.note = lambda walk, node: steps.append(walk.step(node))
+    for _ in range(200):
+        found.mutate()
+    noted = len(steps) / found.walk.task.engine.calls
+    assert 0.1 < noted < 0.3  # NOTED, of all but the first walks
+    assert 0.1 < len(asked) / found.walk.task.engine.calls < 0.4
+
+
+def test_calls_are_counted_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = []
+    score = Engine.score
+    monkeypatch.setattr(Engine, "score", lambda self, *args: counted.append(0) or score(self, *args))
+    for calls in (200, 301, 1000):
+        counted.clear()
+        planner = made(calls=calls)
+        plan = planner.plan(PROGRAM, MACHINE, LIMIT)
+        assert planner.simulator_calls == len(counted) == calls
+        assert overhead(plan) > 0  # else it ends before
+    assert made().calls == mutation.CALLS and made(seconds=1.0).calls is None
+
+
+def test_a_search_ends_where_nothing_can_be_better() -> None:
+    planner = made(calls=5_000)
+    plan = planner.plan(PROGRAM, MACHINE, int(0.9 * PROGRAM.peak_bytes))
+    assert overhead(plan, limit=int(0.9 * PROGRAM.peak_bytes)) == 0 and planner.simulator_calls < 5_000
+    assert planner.plan(PROGRAM, MACHINE, PROGRAM.peak_bytes).decisions == () and planner.simulator_calls == 1
+
+
+def test_seconds_are_kept() -> None:
+    few, many = made(seconds=0.02), made(seconds=0.5)
+    first = few.plan(PROGRAM, MACHINE, LIMIT)
+    begin = time.monotonic()
+    plan = many.plan(PROGRAM, MACHINE, LIMIT)
+    assert 0.4 < time.monotonic() - begin < 2  # another process may have the cores for a while
+    assert few.simulator_calls < many.simulator_calls and overhead(plan) <= overhead(first)
+    both = made(seconds=60.0, calls=150)
+    both.plan(PROGRAM, MACHINE, LIMIT)
+    assert both.simulator_calls == 150
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute", "joint"])
+def test_equal_seeds_equal_plans(mode: str) -> None:
+    limit = int(0.6 * PROGRAM.peak_bytes)
+    plans = [made(calls=600, seed=seed, mode=mode).plan(PROGRAM, MACHINE, limit) for seed in (0, 0, 1)]
+    assert plans[0] == plans[1] and plans[0] != plans[2]
+
+
+def test_infeasible_says_why() -> None:
+    with pytest.raises(agents.Infeasible, match=r"mutation: 'pyramid0' cannot be planned .* the smallest limit it can"):
+        made().plan(PROGRAM, MACHINE, PROGRAM.peak_bytes // 20)
+    with pytest.raises(agents.Infeasible, match="because every tensor that could leave is below"):
+        made(min_bytes=31).plan(PROGRAM, MACHINE, LIMIT)
+    planner = made(calls=8)  # fewer than a walk takes
+    with pytest.raises(agents.Infeasible, match="it found no plan that fits"):
+        planner.plan(PROGRAM, MACHINE, LIMIT)
+    assert planner.simulator_calls == 7
+
+
+def test_belady_prefers_what_is_used_last() -> None:
+    task, rng = Task(PROGRAM, MACHINE, LIMIT, 1, "swap"), np.random.default_rng(0)
+    valid = np.flatnonzero(task.graph.action_gap >= 0)
+    belady, uniform = Draws(task, rng, 0.05), Draws(task, rng, None)
+    used = [np.mean([draws.next_use[valid[draws.among(valid)]] for _ in range(500)]) for draws in (belady, uniform)]
+    latest = belady.next_use[valid].max()
+    assert used[0] > 0.8 * latest and used[1] == pytest.approx(belady.next_use[valid].mean(), rel=0.1)
+    seen = {belady.among(valid) for _ in range(2000)}
+    assert len(seen) > len(valid) // 2  # one in ten is drawn alike
+    plans = [made(calls=300, proposals=name).plan(PROGRAM, MACHINE, LIMIT) for name in ("belady", "uniform")]
+    assert plans[0] != plans[1]
+
+
+def test_what_an_agent_is_compared_with_has_its_settings() -> None:
+    config = DQNConfig(mode="swap", min_bytes=7, elites=2, mutation_rate=0.1, belady_temperature=0.2)
+    same = without_network(config, 3, calls=99)
+    assert (same.mode, same.min_bytes, same.elites, same.rate, same.temperature) == ("swap", 7, 2, 0.1, 0.2)
+    assert (same.seed, same.calls, same.seconds) == (3, 99, None)
+    # An agent that neither mutates nor draws by Belady's rule is compared with the default mutations, drawn alike.
+    paper = without_network(DQNConfig(mutations=0, mutation_rate=0.0, belady_temperature=None), 0, seconds=2.0)
+    assert (paper.rate, paper.temperature, paper.seconds, paper.calls) == (made().rate, None, 2.0, None)
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    ({"calls": 1}, "calls: expected at least 2"), ({"seconds": 0.0}, "seconds: expected more than 0"),
+    ({"proposals": "dqn"}, "proposals: expected uniform or belady, got 'dqn'"), ({"mode": "both"}, "both"),
+    ({"temperature": 0.0}, "temperature"), ({"elites": 0}, "elites"), ({"rate": 0.0}, "rate"),
+])  # fmt: skip
+def test_bad_options(options: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        made(**options)
