@@ -1,0 +1,210 @@
+"""Many walks over many tasks: the arrays of compiled_walk.py, and the threads that step them.
+
+What compiled code does not settle is settled here: more room for what runs again, and what a plan needs of a host that
+is short. Both are rare.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envs import compiled_walk as cw
+from envs.graph import OBSERVED, OFFLOAD, REMOVE, STATIC
+from envs.walk import REWARDS, Task
+from simulator.compiled import encoding
+from simulator.compiled.engine import _threads, cores
+from simulator.compiled.event_loop import CHECKS
+
+INVALID = ("end", "ignore")
+ACTIONS = ("paper", "full")
+SHARE = 8  # walks that are worth handing to another thread
+_NONE = np.empty(0, np.int64)
+
+
+def one_of(name: str, value: str, known: Sequence[str]) -> str:
+    """The value; raises ValueError unless it is one of ``known``."""
+    if value not in known:
+        raise ValueError(f"{name}: expected {' or '.join(map(repr, known))}, got {value!r}")
+    return value
+
+
+class _Ints:
+    """Arrays one after the other in one; what is the same object is put there once."""
+
+    def __init__(self) -> None:
+        self.parts: list[NDArray[Any]] = []
+        self.size = 0
+        self._known: dict[Any, int] = {}
+
+    def put(self, array: NDArray[Any], key: Any = None) -> int:
+        """Where it begins. key: the same one, the same array."""
+        if key is not None and key in self._known:
+            return self._known[key]
+        at, self.size = self.size, self.size + array.size
+        self.parts.append(np.ascontiguousarray(array).ravel())
+        if key is not None:
+            self._known[key] = at
+        return at
+
+    def joined(self, kind: type) -> NDArray[Any]:
+        return np.concatenate([*self.parts, np.zeros(1)]).astype(kind)
+
+
+def _gap_table(task: Task) -> NDArray[np.int64]:
+    table = np.full((cw.GAP_ROWS, len(task.tensor)), -1, np.int64)
+    table[cw.TENSOR], table[cw.AFTER], table[cw.BEFORE] = task.tensor, task.after, task.before
+    table[cw.WRAPS], table[cw.NBYTES] = task.wraps, task.nbytes
+    table[cw.COPY_AT], table[cw.FIRST_SINCE] = task.copy_at, task.first_since
+    table[cw.OFFLOAD_NODE, task.offload_gap] = task.offloads
+    table[cw.REMOVE_NODE, task.removal_gap] = task.removals
+    table[cw.BY_AFTER] = np.lexsort((task.after, task.wraps))
+    table[cw.BY_BEFORE] = np.argsort(task.before, kind="stable")
+    return table
+
+
+class _Work:
+    """What one thread works on."""
+
+    def __init__(self, ints: int, kernels: int, gaps: int):
+        self.ints = np.zeros(ints, np.int64)
+        self.until = np.zeros(kernels + 1)
+        self.gaps = np.empty(max(gaps, 1), encoding.GAP)
+        self.steps = np.empty((max(256, 2 * gaps), 4), np.int64)
+
+    def make_steps(self) -> None:
+        """More of them."""
+        self.steps = np.empty((4 * len(self.steps), 4), np.int64)
+
+
+class Batch:
+    """Walks, stepped in one call.
+
+    Attributes, for M walks, N nodes and F forms of an action:
+        nodes: float32 (M, OBSERVED, N); mask: int8 (M, F N); current, task: int64 (M,): what is observed.
+        rewards (M,), terminated, invalid: of the last step.
+
+    Args:
+        tasks: what walks are drawn from.
+        reward, invalid, actions: see memory_env.py.
+        threads: at most; None: one a core.
+
+    Raises:
+        ValueError: an unknown reward, or the like.
+    """
+
+    def __init__(
+        self, tasks: Sequence[Task], walks: int, reward: str = "paper", invalid: str = "end", actions: str = "paper",
+        autoreset: bool = False, threads: int | None = None,
+    ):  # fmt: skip
+        one_of("reward", reward, REWARDS)
+        one_of("invalid", invalid, INVALID)
+        one_of("actions", actions, ACTIONS)
+        self.tasks, self.count = tuple(tasks), walks
+        self.size = max(len(t.graph) for t in tasks)
+        self.forms = max(t.forms for t in tasks) if actions == "full" else 1
+        kernels = max(len(t.program.kernels) for t in tasks)
+        gaps = max(len(t.graph.gaps) for t in tasks)
+        iterations = max(int(t.engine._settings[encoding.MAX_ITERATIONS]) for t in tasks)
+        states = iterations + 1 + 2 * (CHECKS + 1)
+        shared = encoding.BY_SEGMENT * (2 * kernels + 2) + encoding.BY_ROW * (2 * gaps + 1)
+        shared += states * (gaps + 2) + encoding.RESULTS + 2 + encoding.SETTINGS
+        self._tables(shared)
+        offsets = np.cumsum([cw.WALK, kernels + 1, kernels + 1, gaps, gaps, gaps])
+        self.options = np.zeros(cw.BATCH, np.int64)
+        self.options[[cw.SIZE_, cw.FORMS, cw.CAUSAL]] = self.size, self.forms, reward == "causal"
+        self.options[[cw.IGNORE, cw.AUTORESET, cw.TASKS]] = invalid == "ignore", autoreset, len(tasks)
+        self.options[[cw.NEED_AT, cw.ENDED_AT, cw.OUT_END_AT, cw.QUEUE_AT, cw.TAKEN_AT]] = offsets[:-1]
+        self.options[cw.STATES] = states
+        self.walks = np.zeros((walks, int(offsets[-1])), np.int64)
+        self.walks[:, cw.SEED] = np.random.default_rng().integers(2**63, size=walks)
+        self.rows = np.zeros((walks, max(gaps, 1), encoding.COLUMNS), np.int64)
+        self.nodes = np.zeros((walks, OBSERVED, self.size), np.float32)
+        self.mask = np.zeros((walks, self.forms * self.size), np.int8)
+        self.current = np.zeros(walks, np.int64)
+        self.rewards = np.zeros(walks)
+        self.terminated, self.invalid = np.zeros(walks, np.bool_), np.zeros(walks, np.bool_)
+        self._nobody, self._drawn = np.zeros(walks, np.bool_), np.full(walks, -1, np.int64)
+        pieces = max(1, min(threads or cores(), walks // SHARE))
+        self._bounds = [(walks * i // pieces, walks * (i + 1) // pieces) for i in range(pieces)]
+        self._works = [_Work(self._work_size, kernels, gaps) for _ in range(pieces)]
+
+    def _tables(self, shared: int) -> None:
+        """``where``, ``ints`` and ``features`` of compiled_walk.py. shared: of work, what does not depend on a task."""
+        ints, features, work = _Ints(), _Ints(), _Ints()
+        work.size = shared
+        self.where = np.zeros((len(self.tasks), cw.WHERE), np.int64)
+        for w, task in zip(self.where, self.tasks, strict=True):
+            engine, graph, program, machine = task.engine, task.graph, id(task.program), task.machine
+            n = len(task.program.kernels)
+            nodes = np.array([graph.kernel, task.start_ns[graph.kernel], graph.action_kind, graph.action_gap], np.int64)
+            w[[cw.KERNELS, cw.TENSORS, cw.GAPS]] = n, len(task.program.tensors), len(task.tensor)
+            w[[cw.NODES, cw.LIMIT_BYTES, cw.IDEAL_NS]] = len(graph), task.limit, task.ideal_ns
+            w[[cw.HOST, cw.SHORT]] = machine.host_bytes, task.host_is_short
+            w[cw.KERNELS_AT] = ints.put(engine._kernels, ("kernels", program))
+            w[cw.TENSORS_AT] = ints.put(engine._tensors, ("tensors", program, id(machine)))
+            w[cw.GRAPH_AT] = ints.put(engine._graph, ("graph", program))
+            w[cw.GRAPH_END] = w[cw.GRAPH_AT] + engine._graph.size
+            w[cw.SETTINGS_AT] = ints.put(engine._settings)
+            w[cw.OPENING_AT] = ints.put(task.next_opening)
+            w[cw.GAPS_AT] = ints.put(_gap_table(task))
+            w[cw.NODES_AT] = ints.put(nodes)
+            w[cw.STATIC_AT] = features.put(graph.features.T)
+            size = encoding.BY_KERNEL * (n + 1) + encoding.BY_TENSOR * len(task.program.tensors)
+            w[cw.WORK_AT] = work.put(np.empty(size, np.int8), program)
+        self.ints, self.features = ints.joined(np.int64), features.joined(np.float32)
+        self._work_size = work.size
+
+    def seed(self, i: int, seed: int) -> None:
+        """Of the tasks that walk i draws."""
+        self.walks[i, cw.SEED] = seed
+
+    def reset(self, which: NDArray[np.bool_] | None = None, task: int | None = None) -> None:
+        """Begins walks anew, all of them or some; their tasks are drawn, or the given one."""
+        resets = ~self._nobody if which is None else which
+        chosen = self._drawn if task is None else np.full(self.count, range(len(self.tasks))[task], np.int64)
+        self._run(_NONE, resets, chosen)
+
+    def step(self, actions: NDArray[np.int64]) -> None:
+        """Takes an action in every walk: node + ``size`` * form."""
+        if actions.shape != (self.count,):
+            raise ValueError(f"actions: expected {self.count}, got shape {actions.shape}")
+        self._run(np.ascontiguousarray(actions, np.int64), self._nobody, self._drawn)
+
+    def _run(self, actions: NDArray[np.int64], resets: NDArray[np.bool_], chosen: NDArray[np.int64]) -> None:
+        def run(piece: int) -> None:
+            (begin, end), work, resume = self._bounds[piece], self._works[piece], False
+            while cw.step_walks(
+                begin, end, resume, resets, self.options, self.where, self.ints, self.features, self.walks, self.rows,
+                work.ints, work.until, work.gaps, work.steps, actions, chosen, self.rewards, self.terminated,
+                self.invalid, self.mask, self.nodes, self.current,
+            ):  # fmt: skip
+                self._settle(begin, end, work)
+                resume = True
+
+        others = [_threads(os.getpid()).submit(run, i) for i in range(1, len(self._bounds))]
+        run(0)
+        for other in others:
+            other.result()
+
+    def _settle(self, begin: int, end: int, work: _Work) -> None:
+        """Does what the walks ``begin`` to ``end`` - 1 wait for."""
+        walks = self.walks[begin:end]
+        if (walks[:, cw.PENDING] == cw.WANTS_STEPS).any():
+            work.make_steps()
+        for i in begin + np.flatnonzero(walks[:, cw.PENDING] == cw.WANTS_HOST):
+            task = self.task(i)
+            self.walks[i, cw.HOST_LEFT] = task.machine.host_bytes - task.engine.on_host(self.plan_rows(i))
+
+    def task(self, i: int) -> Task:
+        """The task of walk i."""
+        return self.tasks[self.walks[i, cw.TASK]]
+
+    def plan_rows(self, i: int) -> NDArray[np.int64]:
+        """The plan so far of walk i, in its own memory (simulator.compiled.engine.rows_of)."""
+        rows: NDArray[np.int64] = self.rows[i, : self.walks[i, cw.COUNT]]
+        return rows
