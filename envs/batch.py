@@ -33,7 +33,7 @@ def one_of(name: str, value: str, known: Sequence[str]) -> str:
     return value
 
 
-class _Ints:
+class _Parts:
     """Arrays one after the other in one; what is the same object is put there once."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class _Ints:
         return at
 
     def joined(self, kind: type) -> NDArray[Any]:
-        return np.concatenate([*self.parts, np.zeros(1)]).astype(kind)
+        return np.concatenate([*self.parts, np.zeros(1, kind)])
 
 
 def _gap_table(task: Task) -> NDArray[np.int64]:
@@ -73,7 +73,7 @@ class _Work:
     def __init__(self, ints: int, kernels: int, gaps: int):
         self.ints = np.zeros(ints, np.int64)
         self.until = np.zeros(kernels + 1)
-        self.gaps = np.empty(max(gaps, 1), encoding.GAP)
+        self.gaps, self.share = np.empty(max(gaps, 1), encoding.GAP), np.zeros(max(gaps, 1))
         self.steps = np.empty((max(256, 2 * gaps), 4), np.int64)
 
     def make_steps(self) -> None:
@@ -86,7 +86,7 @@ class Batch:
 
     Attributes, for M walks, N nodes and F forms of an action:
         nodes: float32 (M, OBSERVED, N); mask: int8 (M, F N); current, task: int64 (M,): what is observed.
-        rewards (M,), terminated, invalid: of the last step.
+        rewards (M,), terminated, invalid: of the last step. overhead, feasible: of the plans so far.
 
     Args:
         tasks: what walks are drawn from.
@@ -127,21 +127,25 @@ class Batch:
         self.mask = np.zeros((walks, self.forms * self.size), np.int8)
         self.current = np.zeros(walks, np.int64)
         self.rewards = np.zeros(walks)
-        self.terminated, self.invalid = np.zeros(walks, np.bool_), np.zeros(walks, np.bool_)
+        self.overhead = np.zeros(walks)
+        self.terminated, self.invalid, self.feasible = np.zeros((3, walks), np.bool_)
+        self.touched = np.zeros((walks, max(len(t.program.tensors) for t in tasks)), np.bool_)
         self._nobody, self._drawn = np.zeros(walks, np.bool_), np.full(walks, -1, np.int64)
         pieces = max(1, min(threads or cores(), walks // SHARE))
         self._bounds = [(walks * i // pieces, walks * (i + 1) // pieces) for i in range(pieces)]
         self._works = [_Work(self._work_size, kernels, gaps) for _ in range(pieces)]
 
     def _tables(self, shared: int) -> None:
-        """``where``, ``ints`` and ``features`` of compiled_walk.py. shared: of work, what does not depend on a task."""
-        ints, features, work = _Ints(), _Ints(), _Ints()
+        """``where``, ``ints`` and ``floats`` of compiled_walk.py. shared: of work, what does not depend on a task."""
+        ints, floats, work = _Parts(), _Parts(), _Parts()
         work.size = shared
         self.where = np.zeros((len(self.tasks), cw.WHERE), np.int64)
         for w, task in zip(self.where, self.tasks, strict=True):
             engine, graph, program, machine = task.engine, task.graph, id(task.program), task.machine
             n = len(task.program.kernels)
-            nodes = np.array([graph.kernel, task.start_ns[graph.kernel], graph.action_kind, graph.action_gap], np.int64)
+            acts = np.flatnonzero(graph.action_gap >= 0)
+            actions = np.append(acts, np.full(len(graph) - len(acts), -1))
+            nodes = np.array([graph.kernel, graph.action_kind, graph.action_gap, actions], np.int64)
             w[[cw.KERNELS, cw.TENSORS, cw.GAPS]] = n, len(task.program.tensors), len(task.tensor)
             w[[cw.NODES, cw.LIMIT_BYTES, cw.IDEAL_NS]] = len(graph), task.limit, task.ideal_ns
             w[[cw.HOST, cw.SHORT]] = machine.host_bytes, task.host_is_short
@@ -153,10 +157,12 @@ class Batch:
             w[cw.OPENING_AT] = ints.put(task.next_opening)
             w[cw.GAPS_AT] = ints.put(_gap_table(task))
             w[cw.NODES_AT] = ints.put(nodes)
-            w[cw.STATIC_AT] = features.put(graph.features.T)
+            w[cw.N_ACTIONS] = len(acts)
+            w[cw.STATIC_AT] = floats.put(graph.features.T.astype(np.float64))
+            w[cw.TIMES_AT] = floats.put(task.start_ns[graph.kernel].astype(np.float64))
             size = encoding.BY_KERNEL * (n + 1) + encoding.BY_TENSOR * len(task.program.tensors)
             w[cw.WORK_AT] = work.put(np.empty(size, np.int8), program)
-        self.ints, self.features = ints.joined(np.int64), features.joined(np.float32)
+        self.ints, self.floats = ints.joined(np.int64), floats.joined(np.float64)
         self._work_size = work.size
 
     def seed(self, i: int, seed: int) -> None:
@@ -179,9 +185,9 @@ class Batch:
         def run(piece: int) -> None:
             (begin, end), work, resume = self._bounds[piece], self._works[piece], False
             while cw.step_walks(
-                begin, end, resume, resets, self.options, self.where, self.ints, self.features, self.walks, self.rows,
-                work.ints, work.until, work.gaps, work.steps, actions, chosen, self.rewards, self.terminated,
-                self.invalid, self.mask, self.nodes, self.current,
+                begin, end, resume, resets, self.options, self.where, self.ints, self.floats, self.walks, self.rows,
+                self.touched, work.ints, work.until, work.share, work.gaps, work.steps, actions, chosen, self.rewards,
+                self.terminated, self.invalid, self.overhead, self.feasible, self.mask, self.nodes, self.current,
             ):  # fmt: skip
                 self._settle(begin, end, work)
                 resume = True

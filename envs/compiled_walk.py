@@ -15,7 +15,7 @@ from envs.graph import AHEAD, NOTHING, OFFLOAD, PRESSURE, QUEUE, RELIEF, STUCK, 
 from envs.walk import COPY, DEAD_END_REWARD, EARLY, KEEP
 from simulator.compiled.encoding import (
     BY_KERNEL, BY_ROW, BY_SEGMENT, BY_TENSOR, DONE, DURATION, H2D, D2H, ITERATION_NS, LIVE, MORE_STEPS, NEVER, PERIOD,
-    PLANNED, BEGINS, RECOMPUTE, REQUIRED, RESULTS, SIZE, STATUS, SWAP, HOST_BYTES, SETTINGS,
+    PLANNED, BEGINS, RECOMPUTE, REQUIRED, RESULTS, STATUS, STEP_KERNEL, SWAP, HOST_BYTES, SETTINGS,
 )  # fmt: skip
 from simulator.compiled.jit import stage
 from simulator.compiled.rematerialisation import lower_recomputations
@@ -24,14 +24,14 @@ from simulator.compiled.scoring import score_plans
 # Columns of ``where``, a row a task: how many there are, what it is, and where its tables begin.
 (
     KERNELS, TENSORS, GAPS, NODES, LIMIT_BYTES, IDEAL_NS, HOST, SHORT, KERNELS_AT, TENSORS_AT, GRAPH_AT, GRAPH_END,
-    SETTINGS_AT, OPENING_AT, GAPS_AT, NODES_AT, STATIC_AT, WORK_AT, WHERE,
-) = range(19)  # fmt: skip
+    SETTINGS_AT, OPENING_AT, GAPS_AT, NODES_AT, N_ACTIONS, STATIC_AT, TIMES_AT, WORK_AT, WHERE,
+) = range(21)  # fmt: skip
 # Rows of a task's table of gaps. OFFLOAD_NODE, REMOVE_NODE: or -1. BY_AFTER: those that do not wrap by the kernel that
 # opens them, and then the others. BY_BEFORE: all by the kernel that ends them.
 (
     TENSOR, AFTER, BEFORE, WRAPS, NBYTES, COPY_AT, FIRST_SINCE, OFFLOAD_NODE, REMOVE_NODE, BY_AFTER, BY_BEFORE, GAP_ROWS,
 ) = range(12)  # fmt: skip
-NODE_KERNEL, NODE_START, NODE_KIND, NODE_GAP, NODE_ROWS = range(5)
+NODE_KERNEL, NODE_KIND, NODE_GAP, ACTIONS, NODE_ROWS = range(5)
 
 # Columns of ``walks``. OPENED, CLOSED: how many of BY_AFTER and BY_BEFORE are behind. VALID_ACTIONS: beside node 0.
 # PENDING: what it waits for. OVER: 1 from the end of the episode on. The last five are the clock's.
@@ -172,52 +172,63 @@ def _show_forms(walk, gaps, taken, need, limit, mask, size, forms):  # type: ign
 
 
 @stage
-def _show_need(gaps, v, need, begins, limit, until, nodes):  # type: ignore[no-untyped-def]
-    """Relief and pressure, which depend on the planned residency alone."""
-    n = need.size - 1
-    total = 0.0
-    until[0] = 0.0
-    for k in range(n):
+def _show_relief(gaps, v, n_actions, need, begins, limit, until, share, nodes):  # type: ignore[no-untyped-def]
+    """Walk.relief, of the nodes of actions. The sums are kept from the first kernel that does not fit to the last."""
+    first, last = 0, need.size - 1
+    while first < last and need[first] <= limit:
+        first += 1
+    while last > first and need[last - 1] <= limit:
+        last -= 1
+    total = until[first] = 0.0
+    for k in range(first, last):
         if need[k] > limit:
             total += np.float64(need[k] - limit) * np.float64(begins[k + 1] - begins[k])
         until[k + 1] = total
     over = max(total, 1.0)
-    for g in range(gaps.shape[1]):
-        inside = until[gaps[BEFORE, g]] - until[gaps[AFTER, g] + 1]
-        if gaps[WRAPS, g]:
-            inside += total
-        share = np.float32(inside / over)
-        for way in range(2):
-            node = gaps[OFFLOAD_NODE + way, g]
-            if node >= 0:
-                nodes[RELIEF, node] = share
-    kernel, pressure = v[NODE_KERNEL], nodes[PRESSURE]
-    for i in range(kernel.size):
-        pressure[i] = (need[kernel[i]] - limit) / limit
+    after, before, wraps = gaps[AFTER], gaps[BEFORE], gaps[WRAPS]
+    for g in range(after.size):
+        inside = until[min(max(before[g], first), last)] - until[min(max(after[g] + 1, first), last)]
+        share[g] = (inside + (total if wraps[g] else 0.0)) / over
+    relief, actions, gap_of = nodes[RELIEF], v[ACTIONS], v[NODE_GAP]
+    for j in range(n_actions):
+        relief[actions[j]] = share[gap_of[actions[j]]]
 
 
 @stage
-def _show_time(walk, v, begins, ideal, nodes, moved):  # type: ignore[no-untyped-def]
+def _show_pressure(v, need, limit, nodes):  # type: ignore[no-untyped-def]
+    """Planned residency less the limit, over the limit."""
+    kernel, pressure, per_byte = v[NODE_KERNEL], nodes[PRESSURE], 1.0 / limit
+    for i in range(kernel.size):
+        pressure[i] = (need[kernel[i]] - limit) * per_byte
+
+
+@stage
+def _fill(values, value):  # type: ignore[no-untyped-def]
+    """values[:] = value, unless it is so."""
+    if values[0] != value:
+        for i in range(values.size):
+            values[i] = value
+
+
+@stage
+def _show_time(walk, v, starts, begins, ideal, nodes, moved):  # type: ignore[no-untyped-def]
     """How far ahead the nodes are, the copy queue, where the walk gets stuck; returns the current node."""
     n = begins.size - 1
     now = begins[min(walk[POSITION], n - 1)]
-    start, kernel = v[NODE_START], v[NODE_KERNEL]
     if moved:
-        ahead = nodes[AHEAD]
-        for i in range(start.size):
-            ahead[i] = (start[i] - now) / ideal
-    queue = np.float32(max(0, walk[FREE_NS] - now) / ideal)
-    stuck = np.float32(1.0 if walk[STUCK_AT] == n else (begins[walk[STUCK_AT]] - now) / ideal)
-    queues, stucks = nodes[QUEUE], nodes[STUCK]
-    for i in range(start.size):
-        queues[i] = queue
-        stucks[i] = stuck
-    return max(0, _first_from(kernel, walk[POSITION], True) - 1)
+        ahead, time, whole = nodes[AHEAD], np.float64(now), np.float64(ideal)
+        for i in range(starts.size):
+            ahead[i] = (starts[i] - time) / whole
+    _fill(nodes[QUEUE, : starts.size], np.float32(max(0, walk[FREE_NS] - now) / ideal))
+    stuck = 1.0 if walk[STUCK_AT] == n else (begins[walk[STUCK_AT]] - now) / ideal
+    _fill(nodes[STUCK, : starts.size], np.float32(stuck))
+    return max(0, _first_from(v[NODE_KERNEL], walk[POSITION], True) - 1)
 
 
 @stage
 def _show(  # type: ignore[no-untyped-def]
-    walk, gaps, v, taken, need, begins, limit, ideal, until, options, mask, nodes, g, moved, fresh
+    walk, gaps, v, starts, n_actions, taken, need, begins, limit, ideal, until, share, options, mask, nodes, g, moved,
+    fresh,
 ):  # fmt: skip
     """Walk._refresh, and the observation where it has changed since the last step; returns the current node.
 
@@ -269,8 +280,9 @@ def _show(  # type: ignore[no-untyped-def]
     if options[FORMS] > 1:
         _show_forms(walk, gaps, taken, need, limit, mask, options[SIZE_], options[FORMS])
     if g >= 0 or fresh:
-        _show_need(gaps, v, need, begins, limit, until, nodes)
-    return _show_time(walk, v, begins, ideal, nodes, moved or fresh)
+        _show_relief(gaps, v, n_actions, need, begins, limit, until, share, nodes)
+        _show_pressure(v, need, limit, nodes)
+    return _show_time(walk, v, starts, begins, ideal, nodes, moved or fresh)
 
 
 # --------------------------------------------------------------------------------------------------------- one step
@@ -331,6 +343,18 @@ def _swap_out(need, gaps, after, g):  # type: ignore[no-untyped-def]
 
 
 @stage
+def _touch(graph, n, steps, n_steps, touched):  # type: ignore[no-untyped-def]
+    """Notes what runs again, or is read by it: to swap anything else out changes nothing of it."""
+    for t in range(touched.size):
+        touched[t] = False
+    for j in range(n_steps):
+        for table in range(2):
+            at = steps[j, STEP_KERNEL] + table * (n + 1)
+            for i in range(graph[at], graph[at + 1]):
+                touched[graph[i]] = True
+
+
+@stage
 def _begin(walk, where, ints, options, whole):  # type: ignore[no-untyped-def]
     """Walk.reset."""
     w = where[walk[TASK]]
@@ -353,8 +377,8 @@ def _begin(walk, where, ints, options, whole):  # type: ignore[no-untyped-def]
 
 @stage(entry=True)
 def step_walks(  # type: ignore[no-untyped-def]
-    begin, end, resume, resets, options, where, ints, features, walks, rows, work, until, work_gaps, steps, actions, chosen,
-    rewards, terminated, invalid, mask, nodes, current,
+    begin, end, resume, resets, options, where, ints, floats, walks, rows, touched, work, until, share, work_gaps, steps, actions, chosen,
+    rewards, terminated, invalid, overhead, feasible, mask, nodes, current,
 ):  # fmt: skip
     """Steps walks ``begin`` to ``end`` - 1, or begins those in ``resets`` anew.
 
@@ -362,12 +386,13 @@ def step_walks(  # type: ignore[no-untyped-def]
         resume: only those that are PENDING.
         resets: bool (walks,): those that begin anew, where there are any.
         options, where, ints, walks: see above.
-        features: float32, the static columns of the tasks.
+        floats: the static columns of the tasks, and the times of their nodes.
         rows: int64 (walks, gaps, 6): the plans so far.
-        work, until, work_gaps, steps: what one thread works on.
+        touched: bool (walks, tensors): what the plan's recomputation uses.
+        work, until, share, work_gaps, steps: what one thread works on.
         actions: (walks,) node + SIZE_ * form.
         chosen: (walks,) the task of those that begin, or -1: drawn.
-        rewards, terminated, invalid, mask, nodes, current: results.
+        rewards, terminated, invalid, overhead, feasible, mask, nodes, current: results.
 
     Returns:
         How many walks are PENDING.
@@ -397,6 +422,7 @@ def step_walks(  # type: ignore[no-untyped-def]
         graph = ints[w[GRAPH_AT] : w[GRAPH_END]]
         gaps = ints[w[GAPS_AT] : w[GAPS_AT] + GAP_ROWS * n_gaps].reshape(GAP_ROWS, n_gaps)
         v = ints[w[NODES_AT] : w[NODES_AT] + NODE_ROWS * w[NODES]].reshape(NODE_ROWS, w[NODES])
+        times = floats[w[TIMES_AT] : w[TIMES_AT] + w[NODES]]
         begins, opening = kernels[BEGINS], ints[w[OPENING_AT] : w[OPENING_AT] + n]
         need = whole[options[NEED_AT] : options[NEED_AT] + n + 1]
         ended = whole[options[ENDED_AT] : options[ENDED_AT] + n + 1]
@@ -427,10 +453,12 @@ def step_walks(  # type: ignore[no-untyped-def]
                 n_nodes, column = w[NODES], w[STATIC_AT]
                 for c in range(shown.shape[0]):
                     for j in range(size):
-                        shown[c, j] = features[column + c * n_nodes + j] if c < VALID and j < n_nodes else 0.0
+                        shown[c, j] = floats[column + c * n_nodes + j] if c < VALID and j < n_nodes else 0.0
             current[i] = _show(
-                walk, gaps, v, taken, need, begins, limit, ideal, until, options, masked, shown, -1, True, True
-            )
+                walk, gaps, v, times, w[N_ACTIONS], taken, need, begins, limit, ideal, until, share, options, masked,
+                shown, -1, True, True,
+            )  # fmt: skip
+            overhead[i], feasible[i] = walk[ITERATION] / ideal - 1.0, walk[ENDED] > walk[DEAD_END]
             continue
 
         if not resume:
@@ -457,9 +485,10 @@ def step_walks(  # type: ignore[no-untyped-def]
 
         # The planned residency, and what runs again.
         known = g < 0 or walk[REMOVALS] == 0 or causal
-        if g >= 0 and walk[REMOVALS] == 0:
+        apart = taken[g] == OFFLOAD and (walk[REMOVALS] == 0 or (causal and not touched[i, gaps[TENSOR, g]]))
+        if g >= 0 and apart:
             _swap_out(need, gaps, plan[walk[COUNT] - 1, 2], g)
-        elif g >= 0 and causal and walk[REMOVALS]:
+        elif g >= 0 and causal:
             n_steps, lasts = lower_recomputations(kernels, tensors, graph, plan, by_kernel, by_tensor, by_row, steps)
             if n_steps >= steps.shape[0]:
                 walk[PENDING] = WANTS_STEPS
@@ -468,6 +497,7 @@ def step_walks(  # type: ignore[no-untyped-def]
             walk[RERUN_NS] = lasts
             for k in range(n):
                 need[k] = by_kernel[PLANNED, k]
+            _touch(graph, n, steps, n_steps, touched[i])
         fits = known
         if known:
             for k in range(n):
@@ -476,7 +506,7 @@ def step_walks(  # type: ignore[no-untyped-def]
             _run_clock(walk, gaps, tensors, begins, need, ended, out_end, queue, taken, limit)
 
         # The simulated time: of the clock, or of the plan so far.
-        feasible, ns = True, 0
+        settles, ns = True, 0
         if causal and not fits:
             ns = begins[n] + ended[p] - begins[p] + walk[RERUN_NS]
         else:
@@ -504,21 +534,22 @@ def step_walks(  # type: ignore[no-untyped-def]
                 for k in range(n):
                     need[k] = by_kernel[PLANNED, k]
             ns = result[ITERATION_NS]
-            feasible = status == DONE and result[PERIOD] > 0 and (w[SHORT] == 0 or walk[HOST_LEFT] >= 0)
+            settles = status == DONE and result[PERIOD] > 0 and (w[SHORT] == 0 or walk[HOST_LEFT] >= 0)
         walk[PENDING] = NOT_PENDING
         if fits:
             walk[ENDED] = 1
-        if feasible:
+        if settles:
             rewards[i] = (walk[ITERATION] - ns) / ideal
             walk[ITERATION] = ns
+            overhead[i] = ns / ideal - 1.0
         elif fits:
             walk[DEAD_END] = 1
         current[i] = _show(
-            walk, gaps, v, taken, need, begins, limit, ideal, until, options, masked, shown, g, p != walk[CAME_FROM],
-            w[SHORT] != 0,
+            walk, gaps, v, times, w[N_ACTIONS], taken, need, begins, limit, ideal, until, share, options, masked, shown,
+            g, p != walk[CAME_FROM], w[SHORT] != 0,
         )  # fmt: skip
         if walk[DEAD_END]:
             rewards[i] += DEAD_END_REWARD
         if walk[ENDED]:
-            terminated[i], walk[OVER] = True, 1
+            terminated[i], walk[OVER], feasible[i] = True, 1, walk[DEAD_END] == 0
     return pending

@@ -160,10 +160,9 @@ class MemoryEnv(gymnasium.Env[Observation, np.int64]):
         return {key: view.copy("K") for key, view in self._shown.items()} if self._copy else self._shown
 
     def _info(self) -> dict[str, Any]:
-        iteration, ended, dead_end = self._batch.walks[0, cw.ITERATION : cw.DEAD_END + 1].tolist()
-        ideal = self._batch.task(0).ideal_ns
-        return {"action_mask": self._mask.copy() if self._copy else self._mask, "overhead": iteration / ideal - 1,
-                "iteration_ns": iteration, "feasible": ended > dead_end}  # fmt: skip
+        batch = self._batch
+        return {"action_mask": self._mask.copy() if self._copy else self._mask, "overhead": float(batch.overhead[0]),
+                "iteration_ns": int(batch.walks[0, cw.ITERATION]), "feasible": bool(batch.feasible[0])}  # fmt: skip
 
 
 def shown(batch: Batch) -> Observation:
@@ -285,11 +284,10 @@ class MemoryVectorEnv(gymnasium.vector.VectorEnv[Observation, NDArray[np.int64],
         return {key: view.copy("K") for key, view in self._shown.items()} if self._copy else self._shown
 
     def _infos(self) -> dict[str, Any]:
-        walks = self._batch.walks
-        ideal = self._batch.where[walks[:, cw.TASK], cw.IDEAL_NS]
+        batch = self._batch
         return {
             "action_mask": self._mask.copy() if self._copy else self._mask,
-            "overhead": walks[:, cw.ITERATION] / ideal - 1,
-            "iteration_ns": walks[:, cw.ITERATION].copy(),
-            "feasible": walks[:, cw.ENDED] > walks[:, cw.DEAD_END],
+            "overhead": batch.overhead.copy(),
+            "iteration_ns": batch.walks[:, cw.ITERATION].copy(),
+            "feasible": batch.feasible.copy(),
         }

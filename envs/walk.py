@@ -297,7 +297,7 @@ def dynamic_features(walk: Walk, out: NDArray[np.float32]) -> None:
     out[:n, RELIEF][acts] = walk.relief()[graph.action_gap[acts]]
     out[:n, AHEAD] = (task.start_ns[graph.kernel] - task.start_ns[p]) / task.ideal_ns
     if out.shape[1] > FEATURES:
-        out[:n, PRESSURE] = (walk.need[graph.kernel] - task.limit) / task.limit
+        out[:n, PRESSURE] = (walk.need[graph.kernel] - task.limit) * (1 / task.limit)
         out[:n, QUEUE] = max(0, walk.free_ns - int(task.start_ns[p])) / task.ideal_ns
         never = walk.stuck_at == len(walk.need)
         out[:n, STUCK] = 1.0 if never else (task.start_ns[walk.stuck_at] - task.start_ns[p]) / task.ideal_ns
