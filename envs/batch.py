@@ -70,10 +70,10 @@ def _gap_table(task: Task) -> NDArray[np.int64]:
 class _Work:
     """What one thread works on."""
 
-    def __init__(self, ints: int, kernels: int, gaps: int):
+    def __init__(self, ints: int, most: int, gaps: int):
         self.ints = np.zeros(ints, np.int64)
-        self.until = np.zeros(kernels + 1)
-        self.gaps, self.share = np.empty(max(gaps, 1), encoding.GAP), np.zeros(max(gaps, 1))
+        self.scratch, self.shares = np.zeros(2 * most), np.zeros(most, np.float32)
+        self.gaps = np.empty(max(gaps, 1), encoding.GAP)
         self.steps = np.empty((max(256, 2 * gaps), 4), np.int64)
 
     def make_steps(self) -> None:
@@ -133,7 +133,7 @@ class Batch:
         self._nobody, self._drawn = np.zeros(walks, np.bool_), np.full(walks, -1, np.int64)
         pieces = max(1, min(threads or cores(), walks // SHARE))
         self._bounds = [(walks * i // pieces, walks * (i + 1) // pieces) for i in range(pieces)]
-        self._works = [_Work(self._work_size, kernels, gaps) for _ in range(pieces)]
+        self._works = [_Work(self._work_size, max(kernels + 1, self.size, gaps), gaps) for _ in range(pieces)]
 
     def _tables(self, shared: int) -> None:
         """``where``, ``ints`` and ``floats`` of compiled_walk.py. shared: of work, what does not depend on a task."""
@@ -144,8 +144,10 @@ class Batch:
             engine, graph, program, machine = task.engine, task.graph, id(task.program), task.machine
             n = len(task.program.kernels)
             acts = np.flatnonzero(graph.action_gap >= 0)
-            actions = np.append(acts, np.full(len(graph) - len(acts), -1))
-            nodes = np.array([graph.kernel, graph.action_kind, graph.action_gap, actions], np.int64)
+            nodes = np.zeros((cw.NODE_ROWS, len(graph)), np.int64)
+            nodes[cw.NODE_KERNEL], nodes[cw.NODE_KIND] = graph.kernel, graph.action_kind
+            nodes[cw.NODE_GAP] = graph.action_gap
+            nodes[cw.ACTIONS, : len(acts)], nodes[cw.ACTION_GAPS, : len(acts)] = acts, graph.action_gap[acts]
             w[[cw.KERNELS, cw.TENSORS, cw.GAPS]] = n, len(task.program.tensors), len(task.tensor)
             w[[cw.NODES, cw.LIMIT_BYTES, cw.IDEAL_NS]] = len(graph), task.limit, task.ideal_ns
             w[[cw.HOST, cw.SHORT]] = machine.host_bytes, task.host_is_short
@@ -186,8 +188,8 @@ class Batch:
             (begin, end), work, resume = self._bounds[piece], self._works[piece], False
             while cw.step_walks(
                 begin, end, resume, resets, self.options, self.where, self.ints, self.floats, self.walks, self.rows,
-                self.touched, work.ints, work.until, work.share, work.gaps, work.steps, actions, chosen, self.rewards,
-                self.terminated, self.invalid, self.overhead, self.feasible, self.mask, self.nodes, self.current,
+                self.touched, work.ints, work.scratch, work.scratch.view(np.int64), work.shares, work.gaps, work.steps, actions, chosen,
+                self.rewards, self.terminated, self.invalid, self.overhead, self.feasible, self.mask, self.nodes, self.current,
             ):  # fmt: skip
                 self._settle(begin, end, work)
                 resume = True

@@ -31,7 +31,7 @@ from simulator.compiled.scoring import score_plans
 (
     TENSOR, AFTER, BEFORE, WRAPS, NBYTES, COPY_AT, FIRST_SINCE, OFFLOAD_NODE, REMOVE_NODE, BY_AFTER, BY_BEFORE, GAP_ROWS,
 ) = range(12)  # fmt: skip
-NODE_KERNEL, NODE_KIND, NODE_GAP, ACTIONS, NODE_ROWS = range(5)
+NODE_KERNEL, NODE_KIND, NODE_GAP, ACTIONS, ACTION_GAPS, NODE_ROWS = range(6)
 
 # Columns of ``walks``. OPENED, CLOSED: how many of BY_AFTER and BY_BEFORE are behind. VALID_ACTIONS: beside node 0.
 # PENDING: what it waits for. OVER: 1 from the end of the episode on. The last five are the clock's.
@@ -172,62 +172,93 @@ def _show_forms(walk, gaps, taken, need, limit, mask, size, forms):  # type: ign
 
 
 @stage
-def _show_relief(gaps, v, n_actions, need, begins, limit, until, share, nodes):  # type: ignore[no-untyped-def]
-    """Walk.relief, of the nodes of actions. The sums are kept from the first kernel that does not fit to the last."""
-    first, last = 0, need.size - 1
-    while first < last and need[first] <= limit:
-        first += 1
-    while last > first and need[last - 1] <= limit:
-        last -= 1
-    total = until[first] = 0.0
-    for k in range(first, last):
-        if need[k] > limit:
-            total += np.float64(need[k] - limit) * np.float64(begins[k + 1] - begins[k])
-        until[k + 1] = total
-    over = max(total, 1.0)
-    after, before, wraps = gaps[AFTER], gaps[BEFORE], gaps[WRAPS]
-    for g in range(after.size):
-        inside = until[min(max(before[g], first), last)] - until[min(max(after[g] + 1, first), last)]
-        share[g] = (inside + (total if wraps[g] else 0.0)) / over
-    relief, actions, gap_of = nodes[RELIEF], v[ACTIONS], v[NODE_GAP]
-    for j in range(n_actions):
-        relief[actions[j]] = share[gap_of[actions[j]]]
-
-
-@stage
-def _show_pressure(v, need, limit, nodes):  # type: ignore[no-untyped-def]
-    """Planned residency less the limit, over the limit."""
-    kernel, pressure, per_byte = v[NODE_KERNEL], nodes[PRESSURE], 1.0 / limit
-    for i in range(kernel.size):
-        pressure[i] = (need[kernel[i]] - limit) * per_byte
+def _divide(values, less, by, product, bits, out):  # type: ignore[no-untyped-def]
+    """out[:] = (values - less) / by as float32, by a product where that rounds to the same for certain: it is off by 2
+    units of float64 at most, and its bits (``bits`` is ``product``) say whether it is as near to where float32 turns."""
+    per, least = 1.0 / by, 2**29
+    for i in range(values.size):
+        product[i] = (values[i] - less) * per
+    for i in range(values.size):
+        out[i] = product[i]
+    for i in range(values.size):
+        least = min(least, (bits[i] - (2**28 - 2)) & (2**29 - 1))
+    if least <= 4:
+        for i in range(values.size):
+            out[i] = (values[i] - less) / by
 
 
 @stage
 def _fill(values, value):  # type: ignore[no-untyped-def]
-    """values[:] = value, unless it is so."""
-    if values[0] != value:
-        for i in range(values.size):
-            values[i] = value
+    """values[:] = value."""
+    for i in range(values.size):
+        values[i] = value
 
 
 @stage
-def _show_time(walk, v, starts, begins, ideal, nodes, moved):  # type: ignore[no-untyped-def]
+def _any_over(need, limit, begin, end):  # type: ignore[no-untyped-def]
+    """Is one of need[begin:end] over the limit?"""
+    part, over = need[begin:end], 0  # a slice, and no way out: a vector loop
+    for k in range(part.size):
+        over |= part[k] > limit
+    return over != 0
+
+
+@stage
+def _show_relief(gaps, v, n_actions, need, begins, limit, scratch, bits, shares, nodes):  # type: ignore[no-untyped-def]
+    """Walk.relief, of the nodes of actions. The sums are added up only from the first block of kernels that do not all
+    fit to the last."""
+    n, block = need.size - 1, 32
+    first, last = 0, n
+    while first < n and not _any_over(need, limit, first, min(first + block, n)):
+        first = min(first + block, n)
+    while last > first and not _any_over(need, limit, max(first, last - block), last):
+        last = max(first, last - block)
+    until, inside = scratch[: n + 1], scratch[scratch.size // 2 :]
+    _fill(until[: first + 1], 0.0)
+    total = 0.0
+    for k in range(first, last):
+        total += np.float64(max(0, need[k] - limit)) * np.float64(begins[k + 1] - begins[k])
+        until[k + 1] = total
+    _fill(until[last:], total)
+    after, before, wraps, order = gaps[AFTER], gaps[BEFORE], gaps[WRAPS], gaps[BY_BEFORE]
+    for j in range(order.size):  # in an order, because LLVM would make gathers of float64, which are slow
+        g = np.uintp(order[j])
+        inside[g] = until[np.uintp(before[g])] - until[np.uintp(after[g] + 1)] + total * wraps[g]
+    _divide(inside[: order.size], 0.0, max(total, 1.0), scratch, bits, shares)
+    relief, actions, gap_of = nodes[RELIEF], v[ACTIONS], v[ACTION_GAPS]
+    for j in range(n_actions):
+        relief[np.uintp(actions[j])] = shares[np.uintp(gap_of[j])]
+
+
+@stage
+def _show_pressure(v, need, limit, shares, nodes):  # type: ignore[no-untyped-def]
+    """Planned residency less the limit, over the limit."""
+    kernel, pressure, per_byte = v[NODE_KERNEL], nodes[PRESSURE], 1.0 / limit
+    for k in range(need.size):
+        shares[k] = np.float64(need[k] - limit) * per_byte
+    for i in range(kernel.size):
+        pressure[i] = shares[np.uintp(kernel[i])]
+
+
+@stage
+def _show_time(walk, v, starts, begins, ideal, scratch, bits, nodes, moved):  # type: ignore[no-untyped-def]
     """How far ahead the nodes are, the copy queue, where the walk gets stuck; returns the current node."""
     n = begins.size - 1
     now = begins[min(walk[POSITION], n - 1)]
     if moved:
-        ahead, time, whole = nodes[AHEAD], np.float64(now), np.float64(ideal)
-        for i in range(starts.size):
-            ahead[i] = (starts[i] - time) / whole
-    _fill(nodes[QUEUE, : starts.size], np.float32(max(0, walk[FREE_NS] - now) / ideal))
-    stuck = 1.0 if walk[STUCK_AT] == n else (begins[walk[STUCK_AT]] - now) / ideal
-    _fill(nodes[STUCK, : starts.size], np.float32(stuck))
+        _divide(starts, np.float64(now), np.float64(ideal), scratch, bits, nodes[AHEAD])
+    queue = np.float32(max(0, walk[FREE_NS] - now) / ideal)
+    if nodes[QUEUE, 0] != queue:
+        _fill(nodes[QUEUE, : starts.size], queue)
+    stuck = np.float32(1.0 if walk[STUCK_AT] == n else (begins[walk[STUCK_AT]] - now) / ideal)
+    if nodes[STUCK, 0] != stuck:
+        _fill(nodes[STUCK, : starts.size], stuck)
     return max(0, _first_from(v[NODE_KERNEL], walk[POSITION], True) - 1)
 
 
 @stage
 def _show(  # type: ignore[no-untyped-def]
-    walk, gaps, v, starts, n_actions, taken, need, begins, limit, ideal, until, share, options, mask, nodes, g, moved,
+    walk, gaps, v, starts, n_actions, taken, need, begins, limit, ideal, scratch, bits, shares, options, mask, nodes, g, moved,
     fresh,
 ):  # fmt: skip
     """Walk._refresh, and the observation where it has changed since the last step; returns the current node.
@@ -280,9 +311,9 @@ def _show(  # type: ignore[no-untyped-def]
     if options[FORMS] > 1:
         _show_forms(walk, gaps, taken, need, limit, mask, options[SIZE_], options[FORMS])
     if g >= 0 or fresh:
-        _show_relief(gaps, v, n_actions, need, begins, limit, until, share, nodes)
-        _show_pressure(v, need, limit, nodes)
-    return _show_time(walk, v, starts, begins, ideal, nodes, moved or fresh)
+        _show_relief(gaps, v, n_actions, need, begins, limit, scratch, bits, shares, nodes)
+        _show_pressure(v, need, limit, shares, nodes)
+    return _show_time(walk, v, starts, begins, ideal, scratch, bits, nodes, moved or fresh)
 
 
 # --------------------------------------------------------------------------------------------------------- one step
@@ -333,13 +364,14 @@ def _act(walk, rows, gaps, tensors, begins, opening, ended, out_end, queue, take
 
 
 @stage
-def _swap_out(need, gaps, after, g):  # type: ignore[no-untyped-def]
-    """The planned residency of a plan of swaps with one more, from kernel ``after`` on."""
-    before, size, n = gaps[BEFORE, g], gaps[NBYTES, g], need.size - 1
-    for k in range(after + 1, before if after < before else n):
-        need[k] -= size
-    for k in range(0, 0 if after < before else before):
-        need[k] -= size
+def _swap_out(need, after, before, size):  # type: ignore[no-untyped-def]
+    """The planned residency of a plan of swaps with one more, from the end of kernel ``after`` to ``before``."""
+    n = need.size - 1
+    part, more = need[after + 1 : before if after < before else n], need[: 0 if after < before else before]
+    for k in range(part.size):
+        part[k] -= size
+    for k in range(more.size):
+        more[k] -= size
 
 
 @stage
@@ -377,7 +409,7 @@ def _begin(walk, where, ints, options, whole):  # type: ignore[no-untyped-def]
 
 @stage(entry=True)
 def step_walks(  # type: ignore[no-untyped-def]
-    begin, end, resume, resets, options, where, ints, floats, walks, rows, touched, work, until, share, work_gaps, steps, actions, chosen,
+    begin, end, resume, resets, options, where, ints, floats, walks, rows, touched, work, scratch, bits, shares, work_gaps, steps, actions, chosen,
     rewards, terminated, invalid, overhead, feasible, mask, nodes, current,
 ):  # fmt: skip
     """Steps walks ``begin`` to ``end`` - 1, or begins those in ``resets`` anew.
@@ -389,7 +421,7 @@ def step_walks(  # type: ignore[no-untyped-def]
         floats: the static columns of the tasks, and the times of their nodes.
         rows: int64 (walks, gaps, 6): the plans so far.
         touched: bool (walks, tensors): what the plan's recomputation uses.
-        work, until, share, work_gaps, steps: what one thread works on.
+        work, scratch, bits, shares, work_gaps, steps: what one thread works on.
         actions: (walks,) node + SIZE_ * form.
         chosen: (walks,) the task of those that begin, or -1: drawn.
         rewards, terminated, invalid, overhead, feasible, mask, nodes, current: results.
@@ -455,7 +487,7 @@ def step_walks(  # type: ignore[no-untyped-def]
                     for j in range(size):
                         shown[c, j] = floats[column + c * n_nodes + j] if c < VALID and j < n_nodes else 0.0
             current[i] = _show(
-                walk, gaps, v, times, w[N_ACTIONS], taken, need, begins, limit, ideal, until, share, options, masked,
+                walk, gaps, v, times, w[N_ACTIONS], taken, need, begins, limit, ideal, scratch, bits, shares, options, masked,
                 shown, -1, True, True,
             )  # fmt: skip
             overhead[i], feasible[i] = walk[ITERATION] / ideal - 1.0, walk[ENDED] > walk[DEAD_END]
@@ -487,7 +519,7 @@ def step_walks(  # type: ignore[no-untyped-def]
         known = g < 0 or walk[REMOVALS] == 0 or causal
         apart = taken[g] == OFFLOAD and (walk[REMOVALS] == 0 or (causal and not touched[i, gaps[TENSOR, g]]))
         if g >= 0 and apart:
-            _swap_out(need, gaps, plan[walk[COUNT] - 1, 2], g)
+            _swap_out(need, plan[walk[COUNT] - 1, 2], gaps[BEFORE, g], gaps[NBYTES, g])
         elif g >= 0 and causal:
             n_steps, lasts = lower_recomputations(kernels, tensors, graph, plan, by_kernel, by_tensor, by_row, steps)
             if n_steps >= steps.shape[0]:
@@ -545,7 +577,7 @@ def step_walks(  # type: ignore[no-untyped-def]
         elif fits:
             walk[DEAD_END] = 1
         current[i] = _show(
-            walk, gaps, v, times, w[N_ACTIONS], taken, need, begins, limit, ideal, until, share, options, masked, shown,
+            walk, gaps, v, times, w[N_ACTIONS], taken, need, begins, limit, ideal, scratch, bits, shares, options, masked, shown,
             g, p != walk[CAME_FROM], w[SHORT] != 0,
         )  # fmt: skip
         if walk[DEAD_END]:
