@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from envs import compiled_walk as cw
-from envs.graph import OBSERVED, OFFLOAD, REMOVE, STATIC
+from envs import layout
+from envs.compiled_walk import step_walks
+from envs.graph import OBSERVED
 from envs.walk import REWARDS, Task
 from simulator.compiled import encoding
 from simulator.compiled.engine import _threads, cores
@@ -56,14 +57,14 @@ class _Parts:
 
 
 def _gap_table(task: Task) -> NDArray[np.int64]:
-    table = np.full((cw.GAP_ROWS, len(task.tensor)), -1, np.int64)
-    table[cw.TENSOR], table[cw.AFTER], table[cw.BEFORE] = task.tensor, task.after, task.before
-    table[cw.WRAPS], table[cw.NBYTES] = task.wraps, task.nbytes
-    table[cw.COPY_AT], table[cw.FIRST_SINCE] = task.copy_at, task.first_since
-    table[cw.OFFLOAD_NODE, task.offload_gap] = task.offloads
-    table[cw.REMOVE_NODE, task.removal_gap] = task.removals
-    table[cw.BY_AFTER] = np.lexsort((task.after, task.wraps))
-    table[cw.BY_BEFORE] = np.argsort(task.before, kind="stable")
+    table = np.full((layout.GAP_ROWS, len(task.tensor)), -1, np.int64)
+    table[layout.TENSOR], table[layout.AFTER], table[layout.BEFORE] = task.tensor, task.after, task.before
+    table[layout.WRAPS], table[layout.NBYTES] = task.wraps, task.nbytes
+    table[layout.COPY_AT], table[layout.FIRST_SINCE] = task.copy_at, task.first_since
+    table[layout.OFFLOAD_NODE, task.offload_gap] = task.offloads
+    table[layout.REMOVE_NODE, task.removal_gap] = task.removals
+    table[layout.BY_AFTER] = np.lexsort((task.after, task.wraps))
+    table[layout.BY_BEFORE] = np.argsort(task.before, kind="stable")
     return table
 
 
@@ -75,6 +76,10 @@ class _Work:
         self.scratch, self.shares = np.zeros(2 * most), np.zeros(most, np.float32)
         self.gaps = np.empty(max(gaps, 1), encoding.GAP)
         self.steps = np.empty((max(256, 2 * gaps), 4), np.int64)
+
+    def arrays(self) -> tuple[NDArray[Any], ...]:
+        """As ``step_walks`` takes them."""
+        return self.ints, self.scratch, self.scratch.view(np.int64), self.shares, self.gaps, self.steps
 
     def make_steps(self) -> None:
         """More of them."""
@@ -114,14 +119,16 @@ class Batch:
         shared = encoding.BY_SEGMENT * (2 * kernels + 2) + encoding.BY_ROW * (2 * gaps + 1)
         shared += states * (gaps + 2) + encoding.RESULTS + 2 + encoding.SETTINGS
         self._tables(shared)
-        offsets = np.cumsum([cw.WALK, kernels + 1, kernels + 1, gaps, gaps, gaps])
-        self.options = np.zeros(cw.BATCH, np.int64)
-        self.options[[cw.SIZE_, cw.FORMS, cw.CAUSAL]] = self.size, self.forms, reward == "causal"
-        self.options[[cw.IGNORE, cw.AUTORESET, cw.TASKS]] = invalid == "ignore", autoreset, len(tasks)
-        self.options[[cw.NEED_AT, cw.ENDED_AT, cw.OUT_END_AT, cw.QUEUE_AT, cw.TAKEN_AT]] = offsets[:-1]
-        self.options[cw.STATES] = states
+        offsets = np.cumsum([layout.WALK, kernels + 1, kernels + 1, gaps, gaps, gaps])
+        self.options = np.zeros(layout.OPTIONS, np.int64)
+        self.options[[layout.SHOWN_NODES, layout.FORMS, layout.CAUSAL]] = self.size, self.forms, reward == "causal"
+        self.options[[layout.IGNORE, layout.AUTORESET, layout.TASKS]] = invalid == "ignore", autoreset, len(tasks)
+        self.options[[layout.NEED_AT, layout.ENDED_AT, layout.OUT_END_AT, layout.QUEUE_AT, layout.TAKEN_AT]] = offsets[
+            :-1
+        ]
+        self.options[layout.STATES] = states
         self.walks = np.zeros((walks, int(offsets[-1])), np.int64)
-        self.walks[:, cw.SEED] = np.random.default_rng().integers(2**63, size=walks)
+        self.walks[:, layout.SEED] = np.random.default_rng().integers(2**63, size=walks)
         self.rows = np.zeros((walks, max(gaps, 1), encoding.COLUMNS), np.int64)
         self.nodes = np.zeros((walks, OBSERVED, self.size), np.float32)
         self.mask = np.zeros((walks, self.forms * self.size), np.int8)
@@ -139,37 +146,37 @@ class Batch:
         """``where``, ``ints`` and ``floats`` of compiled_walk.py. shared: of work, what does not depend on a task."""
         ints, floats, work = _Parts(), _Parts(), _Parts()
         work.size = shared
-        self.where = np.zeros((len(self.tasks), cw.WHERE), np.int64)
+        self.where = np.zeros((len(self.tasks), layout.WHERE), np.int64)
         for w, task in zip(self.where, self.tasks, strict=True):
             engine, graph, program, machine = task.engine, task.graph, id(task.program), task.machine
             n = len(task.program.kernels)
             acts = np.flatnonzero(graph.action_gap >= 0)
-            nodes = np.zeros((cw.NODE_ROWS, len(graph)), np.int64)
-            nodes[cw.NODE_KERNEL], nodes[cw.NODE_KIND] = graph.kernel, graph.action_kind
-            nodes[cw.NODE_GAP] = graph.action_gap
-            nodes[cw.ACTIONS, : len(acts)], nodes[cw.ACTION_GAPS, : len(acts)] = acts, graph.action_gap[acts]
-            w[[cw.KERNELS, cw.TENSORS, cw.GAPS]] = n, len(task.program.tensors), len(task.tensor)
-            w[[cw.NODES, cw.LIMIT_BYTES, cw.IDEAL_NS]] = len(graph), task.limit, task.ideal_ns
-            w[[cw.HOST, cw.SHORT]] = machine.host_bytes, task.host_is_short
-            w[cw.KERNELS_AT] = ints.put(engine._kernels, ("kernels", program))
-            w[cw.TENSORS_AT] = ints.put(engine._tensors, ("tensors", program, id(machine)))
-            w[cw.GRAPH_AT] = ints.put(engine._graph, ("graph", program))
-            w[cw.GRAPH_END] = w[cw.GRAPH_AT] + engine._graph.size
-            w[cw.SETTINGS_AT] = ints.put(engine._settings)
-            w[cw.OPENING_AT] = ints.put(task.next_opening)
-            w[cw.GAPS_AT] = ints.put(_gap_table(task))
-            w[cw.NODES_AT] = ints.put(nodes)
-            w[cw.N_ACTIONS] = len(acts)
-            w[cw.STATIC_AT] = floats.put(graph.features.T.astype(np.float64))
-            w[cw.TIMES_AT] = floats.put(task.start_ns[graph.kernel].astype(np.float64))
+            nodes = np.zeros((layout.NODE_ROWS, len(graph)), np.int64)
+            nodes[layout.NODE_KERNEL], nodes[layout.NODE_KIND] = graph.kernel, graph.action_kind
+            nodes[layout.NODE_GAP] = graph.action_gap
+            nodes[layout.ACTIONS, : len(acts)], nodes[layout.ACTION_GAPS, : len(acts)] = acts, graph.action_gap[acts]
+            w[[layout.KERNELS, layout.TENSORS, layout.GAPS]] = n, len(task.program.tensors), len(task.tensor)
+            w[[layout.NODES, layout.LIMIT_BYTES, layout.IDEAL_NS]] = len(graph), task.limit, task.ideal_ns
+            w[[layout.HOST, layout.SHORT]] = machine.host_bytes, task.host_is_short
+            w[layout.KERNELS_AT] = ints.put(engine._kernels, ("kernels", program))
+            w[layout.TENSORS_AT] = ints.put(engine._tensors, ("tensors", program, id(machine)))
+            w[layout.GRAPH_AT] = ints.put(engine._graph, ("graph", program))
+            w[layout.GRAPH_END] = w[layout.GRAPH_AT] + engine._graph.size
+            w[layout.SETTINGS_AT] = ints.put(engine._settings)
+            w[layout.OPENING_AT] = ints.put(task.next_opening)
+            w[layout.GAPS_AT] = ints.put(_gap_table(task))
+            w[layout.NODES_AT] = ints.put(nodes)
+            w[layout.N_ACTIONS] = len(acts)
+            w[layout.STATIC_AT] = floats.put(graph.features.T.astype(np.float64))
+            w[layout.TIMES_AT] = floats.put(task.start_ns[graph.kernel].astype(np.float64))
             size = encoding.BY_KERNEL * (n + 1) + encoding.BY_TENSOR * len(task.program.tensors)
-            w[cw.WORK_AT] = work.put(np.empty(size, np.int8), program)
+            w[layout.WORK_AT] = work.put(np.empty(size, np.int8), program)
         self.ints, self.floats = ints.joined(np.int64), floats.joined(np.float64)
         self._work_size = work.size
 
     def seed(self, i: int, seed: int) -> None:
         """Of the tasks that walk i draws."""
-        self.walks[i, cw.SEED] = seed
+        self.walks[i, layout.SEED] = seed
 
     def reset(self, which: NDArray[np.bool_] | None = None, task: int | None = None) -> None:
         """Begins walks anew, all of them or some; their tasks are drawn, or the given one."""
@@ -186,10 +193,10 @@ class Batch:
     def _run(self, actions: NDArray[np.int64], resets: NDArray[np.bool_], chosen: NDArray[np.int64]) -> None:
         def run(piece: int) -> None:
             (begin, end), work, resume = self._bounds[piece], self._works[piece], False
-            while cw.step_walks(
+            while step_walks(
                 begin, end, resume, resets, self.options, self.where, self.ints, self.floats, self.walks, self.rows,
-                self.touched, work.ints, work.scratch, work.scratch.view(np.int64), work.shares, work.gaps, work.steps, actions, chosen,
-                self.rewards, self.terminated, self.invalid, self.overhead, self.feasible, self.mask, self.nodes, self.current,
+                self.touched, *work.arrays(), actions, chosen, self.rewards, self.terminated, self.invalid,
+                self.overhead, self.feasible, self.mask, self.nodes, self.current,
             ):  # fmt: skip
                 self._settle(begin, end, work)
                 resume = True
@@ -202,17 +209,17 @@ class Batch:
     def _settle(self, begin: int, end: int, work: _Work) -> None:
         """Does what the walks ``begin`` to ``end`` - 1 wait for."""
         walks = self.walks[begin:end]
-        if (walks[:, cw.PENDING] == cw.WANTS_STEPS).any():
+        if (walks[:, layout.PENDING] == layout.WANTS_STEPS).any():
             work.make_steps()
-        for i in begin + np.flatnonzero(walks[:, cw.PENDING] == cw.WANTS_HOST):
+        for i in (begin + np.flatnonzero(walks[:, layout.PENDING] == layout.WANTS_HOST)).tolist():
             task = self.task(i)
-            self.walks[i, cw.HOST_LEFT] = task.machine.host_bytes - task.engine.on_host(self.plan_rows(i))
+            self.walks[i, layout.HOST_LEFT] = task.machine.host_bytes - task.engine.on_host(self.plan_rows(i))
 
     def task(self, i: int) -> Task:
         """The task of walk i."""
-        return self.tasks[self.walks[i, cw.TASK]]
+        return self.tasks[int(self.walks[i, layout.TASK])]
 
     def plan_rows(self, i: int) -> NDArray[np.int64]:
         """The plan so far of walk i, in its own memory (simulator.compiled.engine.rows_of)."""
-        rows: NDArray[np.int64] = self.rows[i, : self.walks[i, cw.COUNT]]
+        rows: NDArray[np.int64] = self.rows[i, : self.walks[i, layout.COUNT]]
         return rows

@@ -30,8 +30,8 @@ class Clock:
     def offload(self, g: int, issued: int, before_iteration: bool) -> None:
         """A copy is issued when kernel ``issued`` has ended, of this iteration or of the one before."""
         task = self.task
-        time = task.start_ns[issued + 1] - task.program.ideal_ns if before_iteration else self.ended[issued + 1]
-        self.out_free = max(self.out_free, int(time)) + int(task.d2h_ns[g])
+        ended, late = (task.start_ns, task.program.ideal_ns) if before_iteration else (self.ended, 0)
+        self.out_free = max(self.out_free, int(ended[issued + 1]) - late) + int(task.d2h_ns[g])
         self.out_end[g] = self.out_free
         self.queue.append(g)
 
@@ -54,11 +54,10 @@ class Clock:
                 now = max(now, self.in_free)
             # What has not left yet is there beside the planned residency (rule 8).
             while self.queue:
-                g = self.queue[0]
-                under_way = int(task.nbytes[self.queue].sum())
-                if self.out_end[g] > now and need[k] + under_way <= task.limit:
+                leaves, under_way = int(self.out_end[self.queue[0]]), int(task.nbytes[self.queue].sum())
+                if leaves > now and need[k] + under_way <= task.limit:
                     break
-                now = max(now, int(self.out_end[g]))
+                now = max(now, leaves)
                 self.queue.pop(0)
             self.ended[k + 1] = now + task.start_ns[k + 1] - task.start_ns[k]
 

@@ -8,8 +8,8 @@ compiled walks (batch.py). The observation is a dictionary (N nodes; programs ar
 - ``current`` (1,) int64: the node under execution.
 - ``program`` (1,) int64: index into ``env.unwrapped.tasks``, which hold the static graph (edges, weights).
 
-The action is the number of a node; node 0 is "do nothing". With ``actions="full"`` it is node + N * form, and the mask is
-as long. The buffers are by column: ``nodes`` is a view of them, so that what is static is written once.
+The action is the number of a node; node 0 is "do nothing". With ``actions="full"`` it is node + N * form, and the mask
+is as long. The buffers are by column, and ``nodes`` is a view of them: what is static is written once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from envs import compiled_walk as cw
+from envs import layout
 from envs.batch import Batch
 from envs.graph import OBSERVED
 from envs.walk import Task, current_node, dynamic_features
@@ -150,7 +150,8 @@ class MemoryEnv(gymnasium.Env[Observation, np.int64]):
 
     def action_masks(self) -> NDArray[np.bool_]:
         """(N F,) which actions are valid now (the name that sb3-contrib's MaskablePPO looks for)."""
-        return self._mask.copy()
+        mask: NDArray[np.bool_] = self._mask.copy()
+        return mask
 
     def plan(self, planner: str = "") -> Plan:
         """The plan so far."""
@@ -162,13 +163,13 @@ class MemoryEnv(gymnasium.Env[Observation, np.int64]):
     def _info(self) -> dict[str, Any]:
         batch = self._batch
         return {"action_mask": self._mask.copy() if self._copy else self._mask, "overhead": float(batch.overhead[0]),
-                "iteration_ns": int(batch.walks[0, cw.ITERATION]), "feasible": bool(batch.feasible[0])}  # fmt: skip
+                "iteration_ns": int(batch.walks[0, layout.ITERATION]), "feasible": bool(batch.feasible[0])}  # fmt: skip
 
 
 def shown(batch: Batch) -> Observation:
     """The observations of all walks, as views of the batch's buffers."""
     return {"nodes": batch.nodes.transpose(0, 2, 1), "action_mask": batch.mask, "current": batch.current[:, None],
-            "program": batch.walks[:, cw.TASK : cw.TASK + 1]}  # fmt: skip
+            "program": batch.walks[:, layout.TASK : layout.TASK + 1]}  # fmt: skip
 
 
 def walk_seed(seed: int) -> int:
@@ -188,8 +189,8 @@ class MemoryVectorEnv(gymnasium.vector.VectorEnv[Observation, NDArray[np.int64],
 
     The arguments are those of MemoryEnv, with ``num_envs`` and Gymnasium's ``autoreset_mode``: an episode that ends is
     begun anew by the next step, whose action is ignored (NEXT_STEP); by the step that ends it, with what it ended in as
-    ``final_obs`` and ``final_info`` (SAME_STEP); or by ``reset(options={"reset_mask": ...})`` (DISABLED). With ``seed``,
-    environment i draws as a MemoryEnv with ``seed + i``.
+    ``final_obs`` and ``final_info`` (SAME_STEP); or by ``reset(options={"reset_mask": ...})`` (DISABLED). With a
+    ``seed``, environment i draws as a MemoryEnv with ``seed + i``.
     """
 
     metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # type: ignore[misc]
@@ -252,8 +253,8 @@ class MemoryVectorEnv(gymnasium.vector.VectorEnv[Observation, NDArray[np.int64],
             ValueError: not so many actions; or, where nothing resets it, an episode has ended.
         """
         batch = self._batch
-        if self.autoreset_mode == AutoresetMode.DISABLED and batch.walks[:, cw.OVER].any():
-            raise ValueError(f"episodes that have ended: {np.flatnonzero(batch.walks[:, cw.OVER]).tolist()}")
+        if self.autoreset_mode == AutoresetMode.DISABLED and batch.walks[:, layout.OVER].any():
+            raise ValueError(f"episodes that have ended: {np.flatnonzero(batch.walks[:, layout.OVER]).tolist()}")
         batch.step(np.asarray(actions))
         rewards, terminated, more = batch.rewards.copy(), batch.terminated.copy(), {"invalid": batch.invalid.copy()}
         if self.autoreset_mode == AutoresetMode.SAME_STEP and terminated.any():
@@ -288,6 +289,6 @@ class MemoryVectorEnv(gymnasium.vector.VectorEnv[Observation, NDArray[np.int64],
         return {
             "action_mask": self._mask.copy() if self._copy else self._mask,
             "overhead": batch.overhead.copy(),
-            "iteration_ns": batch.walks[:, cw.ITERATION].copy(),
+            "iteration_ns": batch.walks[:, layout.ITERATION].copy(),
             "feasible": batch.feasible.copy(),
         }
