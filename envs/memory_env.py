@@ -259,6 +259,7 @@ class MemoryVectorEnv(gymnasium.vector.VectorEnv[Observation, NDArray[np.int64],
         rewards, terminated, more = batch.rewards.copy(), batch.terminated.copy(), {"invalid": batch.invalid.copy()}
         if self.autoreset_mode == AutoresetMode.SAME_STEP and terminated.any():
             more |= self._final(terminated)
+            more["invalid"] &= ~terminated
             batch.reset(terminated)
         return self._observations(), rewards, terminated, self._never.copy(), self._infos() | more
 

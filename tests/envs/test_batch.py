@@ -94,7 +94,7 @@ def test_thousands_of_episodes(reward: str, actions: str) -> None:
     slow = replace(machine, d2h_bytes_per_s=6 * 10**9)
     tasks = [Task(program, on, round(share * program.peak_bytes), 2**20, mode)
              for on in (machine, slow) for share in (0.45, 0.6, 0.8) for mode in ("swap", "joint")]  # fmt: skip
-    assert follow(tasks, reward, actions, 1, 8, 400, False) > 200
+    assert follow(tasks, reward, actions, 1, 16, 900, False) > 1000
 
 
 def test_threads_share_nothing() -> None:
