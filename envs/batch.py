@@ -166,6 +166,7 @@ class Batch:
             w[layout.OPENING_AT] = ints.put(task.next_opening)
             w[layout.GAPS_AT] = ints.put(_gap_table(task))
             w[layout.NODES_AT] = ints.put(nodes)
+            w[layout.NODE_AT] = ints.put(np.maximum(0, np.searchsorted(graph.kernel, np.arange(n + 1)) - 1))
             w[layout.N_ACTIONS] = len(acts)
             w[layout.STATIC_AT] = floats.put(graph.features.T.astype(np.float64))
             w[layout.TIMES_AT] = floats.put(task.start_ns[graph.kernel].astype(np.float64))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from envs.graph import NOTHING, OFFLOAD, VALID
-from envs.shown import early_kernel, first_from, show
+from envs.shown import early_kernel, first_over, show
 from envs.walk import COPY, DEAD_END_REWARD, EARLY, KEEP
 from simulator.compiled.jit import stage
 from simulator.compiled.rematerialisation import lower_recomputations
@@ -21,10 +21,10 @@ from simulator.compiled.scoring import score_plans
 from envs.layout import (
     AFTER, AUTORESET, BEFORE, BY_BEFORE, CAME_FROM, CAUSAL, CHANGED, CLOSED, COPY_AT, COUNT, DEAD_END, ENDED, ENDED_AT,
     FREE_NS, GAPS, GAPS_AT, GAP_ROWS, GRAPH_AT, GRAPH_END, HEAD, HOST, HOST_LEFT, IDEAL_NS, IGNORE, IN_FREE, ITERATION,
-    KERNELS, KERNELS_AT, LIMIT_BYTES, NBYTES, NEED_AT, NODES, NODES_AT, NODE_GAP, NODE_KIND, NODE_ROWS, NOT_PENDING,
-    N_ACTIONS, OPENING_AT, OUT_END_AT, OUT_FREE, OVER, PENDING, POSITION, QUEUE_AT, REMOVALS, RERUN_NS, SEED,
-    SETTINGS_AT, SHORT, SHOWN, SHOWN_NODES, STATES, STATIC_AT, STUCK_AT, TAIL, TAKEN_AT, TASK, TASKS, TENSOR, TENSORS,
-    TENSORS_AT, TIMES_AT, UNDER_WAY, WALK, WANTS_HOST, WANTS_STEPS, WORK_AT, WRAPS,
+    KERNELS, KERNELS_AT, LIMIT_BYTES, NBYTES, NEED_AT, NODES, NODES_AT, NODE_AT, NODE_GAP, NODE_KIND, NODE_ROWS,
+    NOT_PENDING, N_ACTIONS, OPENING_AT, OUT_END_AT, OUT_FREE, OVER, PENDING, POSITION, QUEUE_AT, REMOVALS, RERUN_NS,
+    SEED, SETTINGS_AT, SHORT, SHOWN, SHOWN_NODES, STATES, STATIC_AT, STUCK_AT, TAIL, TAKEN_AT, TASK, TASKS, TENSOR,
+    TENSORS, TENSORS_AT, TIMES_AT, UNDER_WAY, WALK, WANTS_HOST, WANTS_STEPS, WORK_AT, WRAPS,
 )  # fmt: skip
 from simulator.compiled.encoding import (
     BEGINS, BY_KERNEL, BY_ROW, BY_SEGMENT, BY_TENSOR, D2H, DONE, H2D, HOST_BYTES, ITERATION_NS, LIVE, MORE_STEPS, NEVER,
@@ -122,8 +122,10 @@ def _act(walk, rows, gaps, tensors, begins, opening, ended, out_end, queue, take
         if causal:
             _issue(walk, gaps, tensors, ended, out_end, queue, g, begin)
         return
-    queued = first_from(begins, walk[FREE_NS], False) - 2
-    after = max(min(p - 1, queued), 0 if gaps[WRAPS, g] else after)
+    # The last kernel that ended before the engine is free, if the gap was open then.
+    least, after = 0 if gaps[WRAPS, g] else after, p - 1
+    while after > least and begins[after + 1] > walk[FREE_NS]:
+        after -= 1
     row[2] = after
     issued = after if copy < 0 else copy
     end = max(walk[FREE_NS], begins[issued + 1]) + lasts
@@ -132,9 +134,10 @@ def _act(walk, rows, gaps, tensors, begins, opening, ended, out_end, queue, take
     if stuck == p:
         walk[FREE_NS] = begins[p]
         return
-    reached = min(first_from(begins, end, True), stuck)
     walk[FREE_NS] = min(end, begins[stuck])
-    walk[POSITION] = max(p, reached)
+    while p < stuck and begins[p] < end:
+        p += 1
+    walk[POSITION] = p
 
 
 @stage
@@ -230,7 +233,7 @@ def step_walks(  # type: ignore[no-untyped-def]
     Returns:
         How many walks are PENDING.
     """
-    pending = 0
+    pending, task = 0, -1
     size, causal = options[SHOWN_NODES], options[CAUSAL] != 0
     for i in range(begin, end):
         whole = walks[i]
@@ -244,33 +247,36 @@ def step_walks(  # type: ignore[no-untyped-def]
             walk[TASK] = chosen[i] if chosen[i] >= 0 else draw(walk, options[TASKS])
             _begin(walk, where, ints, options, whole)
 
-        # The tables of the task, the arrays of the walk, and what to work on.
-        w = where[walk[TASK]]
-        n, n_gaps, limit, ideal = w[KERNELS], w[GAPS], w[LIMIT_BYTES], w[IDEAL_NS]
-        kernels = ints[w[KERNELS_AT] : w[KERNELS_AT] + (BEGINS + 1) * (n + 1)].reshape(BEGINS + 1, n + 1)
-        tensors = ints[w[TENSORS_AT] : w[TENSORS_AT] + (H2D + 1) * w[TENSORS]].reshape(H2D + 1, w[TENSORS])
-        graph = ints[w[GRAPH_AT] : w[GRAPH_END]]
-        gaps = ints[w[GAPS_AT] : w[GAPS_AT] + GAP_ROWS * n_gaps].reshape(GAP_ROWS, n_gaps)
-        v = ints[w[NODES_AT] : w[NODES_AT] + NODE_ROWS * w[NODES]].reshape(NODE_ROWS, w[NODES])
-        times, begins = floats[w[TIMES_AT] : w[TIMES_AT] + w[NODES]], kernels[BEGINS]
-        opening = ints[w[OPENING_AT] : w[OPENING_AT] + n]
+        # The tables of the task and what to work on, if it is another one than before; the arrays of the walk.
+        if walk[TASK] != task:
+            task = walk[TASK]
+            w = where[task]
+            n, n_gaps, limit, ideal = w[KERNELS], w[GAPS], w[LIMIT_BYTES], w[IDEAL_NS]
+            kernels = ints[w[KERNELS_AT] : w[KERNELS_AT] + (BEGINS + 1) * (n + 1)].reshape(BEGINS + 1, n + 1)
+            tensors = ints[w[TENSORS_AT] : w[TENSORS_AT] + (H2D + 1) * w[TENSORS]].reshape(H2D + 1, w[TENSORS])
+            graph = ints[w[GRAPH_AT] : w[GRAPH_END]]
+            gaps = ints[w[GAPS_AT] : w[GAPS_AT] + GAP_ROWS * n_gaps].reshape(GAP_ROWS, n_gaps)
+            v = ints[w[NODES_AT] : w[NODES_AT] + NODE_ROWS * w[NODES]].reshape(NODE_ROWS, w[NODES])
+            times, begins = floats[w[TIMES_AT] : w[TIMES_AT] + w[NODES]], kernels[BEGINS]
+            opening = ints[w[OPENING_AT] : w[OPENING_AT] + n]
+            node_at = ints[w[NODE_AT] : w[NODE_AT] + n + 1]
+            at, to = w[WORK_AT], w[WORK_AT] + BY_KERNEL * (n + 1)
+            by_kernel = work[at:to].reshape(BY_KERNEL, n + 1)
+            at, to = to, to + BY_TENSOR * w[TENSORS]
+            by_tensor = work[at:to].reshape(BY_TENSOR, w[TENSORS])
+            at, to = 0, BY_SEGMENT * (2 * n + 2)
+            by_segment = work[at:to].reshape(BY_SEGMENT, 2 * n + 2)
+            at, to = to, to + BY_ROW * (2 * n_gaps + 1)
+            by_row = work[at:to].reshape(BY_ROW, 2 * n_gaps + 1)
+            at, to = to, to + options[STATES] * (n_gaps + 2)
+            states = work[at:to].reshape(options[STATES], n_gaps + 2)
+            results, ends = work[to : to + RESULTS].reshape(1, RESULTS), work[to + RESULTS : to + RESULTS + 2]
+            result, settings = results[0], work[to + RESULTS + 2 : to + RESULTS + 2 + SETTINGS]
         need = whole[options[NEED_AT] : options[NEED_AT] + n + 1]
         ended = whole[options[ENDED_AT] : options[ENDED_AT] + n + 1]
         out_end = whole[options[OUT_END_AT] : options[OUT_END_AT] + n_gaps]
         queue = whole[options[QUEUE_AT] : options[QUEUE_AT] + n_gaps]
         taken = whole[options[TAKEN_AT] : options[TAKEN_AT] + n_gaps]
-        at, to = w[WORK_AT], w[WORK_AT] + BY_KERNEL * (n + 1)
-        by_kernel = work[at:to].reshape(BY_KERNEL, n + 1)
-        at, to = to, to + BY_TENSOR * w[TENSORS]
-        by_tensor = work[at:to].reshape(BY_TENSOR, w[TENSORS])
-        at, to = 0, BY_SEGMENT * (2 * n + 2)
-        by_segment = work[at:to].reshape(BY_SEGMENT, 2 * n + 2)
-        at, to = to, to + BY_ROW * (2 * n_gaps + 1)
-        by_row = work[at:to].reshape(BY_ROW, 2 * n_gaps + 1)
-        at, to = to, to + options[STATES] * (n_gaps + 2)
-        states = work[at:to].reshape(options[STATES], n_gaps + 2)
-        results, ends = work[to : to + RESULTS].reshape(1, RESULTS), work[to + RESULTS : to + RESULTS + 2]
-        result, settings = results[0], work[to + RESULTS + 2 : to + RESULTS + 2 + SETTINGS]
 
         if starts:
             if walk[SHOWN] != walk[TASK] + 1:
@@ -279,8 +285,8 @@ def step_walks(  # type: ignore[no-untyped-def]
                     for j in range(size):
                         nodes[i, c, j] = floats[w[STATIC_AT] + c * w[NODES] + j] if c < VALID and j < w[NODES] else 0.0
             current[i] = show(
-                walk, gaps, v, times, w[N_ACTIONS], taken, need, begins, limit, ideal, scratch, bits, shares, options,
-                mask[i], nodes[i], -1, True, True,
+                walk, gaps, v, times, node_at, w[N_ACTIONS], taken, need, begins, limit, ideal, scratch, bits, shares,
+                options, mask[i], nodes[i], -1, True, True,
             )  # fmt: skip
             overhead[i], feasible[i] = walk[ITERATION] / ideal - 1.0, walk[ENDED] > walk[DEAD_END]
             continue
@@ -315,10 +321,7 @@ def step_walks(  # type: ignore[no-untyped-def]
             kernels, tensors, graph, gaps, walk, need, taken, touched[i], plan, by_kernel, by_tensor, by_row, steps,
             causal,
         )  # fmt: skip
-        fits, feasibly, ns = known, True, 0
-        if known:
-            for k in range(n):
-                fits &= need[k] <= limit
+        fits, feasibly, ns = known and first_over(need, limit) == n, True, 0
         if causal and not fits and not no_room:
             _run_clock(walk, gaps, tensors, begins, need, ended, out_end, queue, taken, limit)
             ns = begins[n] + ended[p] - begins[p] + walk[RERUN_NS]
@@ -353,8 +356,8 @@ def step_walks(  # type: ignore[no-untyped-def]
         elif fits:  # its iterations never repeat (rule 10)
             walk[DEAD_END] = 1
         current[i] = show(
-            walk, gaps, v, times, w[N_ACTIONS], taken, need, begins, limit, ideal, scratch, bits, shares, options,
-            mask[i], nodes[i], g, p != walk[CAME_FROM], w[SHORT] != 0,
+            walk, gaps, v, times, node_at, w[N_ACTIONS], taken, need, begins, limit, ideal, scratch, bits, shares,
+            options, mask[i], nodes[i], g, p != walk[CAME_FROM], w[SHORT] != 0,
         )  # fmt: skip
         if walk[DEAD_END]:
             rewards[i] += DEAD_END_REWARD

@@ -6,8 +6,8 @@ from __future__ import annotations
 # (STATIC_AT, TIMES_AT) in ``floats``, or (WORK_AT) in what a thread works on.
 (
     KERNELS, TENSORS, GAPS, NODES, N_ACTIONS, LIMIT_BYTES, IDEAL_NS, HOST, SHORT, KERNELS_AT, TENSORS_AT, GRAPH_AT,
-    GRAPH_END, SETTINGS_AT, OPENING_AT, GAPS_AT, NODES_AT, STATIC_AT, TIMES_AT, WORK_AT, WHERE,
-) = range(21)  # fmt: skip
+    GRAPH_END, SETTINGS_AT, OPENING_AT, GAPS_AT, NODES_AT, NODE_AT, STATIC_AT, TIMES_AT, WORK_AT, WHERE,
+) = range(22)  # fmt: skip
 
 # The gaps of a task, a row each. OFFLOAD_NODE, REMOVE_NODE: or -1. BY_AFTER: those that do not wrap by the kernel that
 # opens them, and then the others. BY_BEFORE: all by the kernel that ends them.

@@ -20,18 +20,7 @@ from envs.layout import (
 )  # fmt: skip
 # isort: on
 
-
-@stage
-def first_from(values, x, strictly):  # type: ignore[no-untyped-def]
-    """How many of the ascending values are less than x, or ``strictly`` False: not more than x."""
-    low, high = 0, values.size
-    while low < high:
-        middle = (low + high) >> 1
-        if values[middle] < x or (values[middle] == x and not strictly):
-            low = middle + 1
-        else:
-            high = middle
-    return low
+BLOCK = 32  # kernels that are looked at together
 
 
 @stage
@@ -122,15 +111,22 @@ def _any_over(need, limit, begin, end):  # type: ignore[no-untyped-def]
 
 
 @stage
+def first_over(need, limit):  # type: ignore[no-untyped-def]
+    """The first kernel of the first block of kernels that do not all fit; how many kernels there are, where they do."""
+    n, first = need.size - 1, 0
+    while first < n and not _any_over(need, limit, first, min(first + BLOCK, n)):
+        first = min(first + BLOCK, n)
+    return first
+
+
+@stage
 def _show_relief(gaps, v, n_actions, need, begins, limit, scratch, bits, shares, nodes):  # type: ignore[no-untyped-def]
     """Walk.relief, of the nodes of actions. The sums are added up only from the first block of kernels that do not all
     fit to the last."""
-    n, block = need.size - 1, 32
-    first, last = 0, n
-    while first < n and not _any_over(need, limit, first, min(first + block, n)):
-        first = min(first + block, n)
-    while last > first and not _any_over(need, limit, max(first, last - block), last):
-        last = max(first, last - block)
+    n = last = need.size - 1
+    first = first_over(need, limit)
+    while last > first and not _any_over(need, limit, max(first, last - BLOCK), last):
+        last = max(first, last - BLOCK)
     until, inside = scratch[: n + 1], scratch[scratch.size // 2 :]
     _fill(until[: first + 1], 0.0)
     total = 0.0
@@ -159,8 +155,8 @@ def _show_pressure(v, need, limit, shares, nodes):  # type: ignore[no-untyped-de
 
 
 @stage
-def _show_time(walk, v, starts, begins, ideal, scratch, bits, nodes, moved):  # type: ignore[no-untyped-def]
-    """How far ahead the nodes are, the copy queue, where the walk gets stuck; returns the current node."""
+def _show_time(walk, starts, begins, ideal, scratch, bits, nodes, moved):  # type: ignore[no-untyped-def]
+    """How far ahead the nodes are, the copy queue, where the walk gets stuck."""
     n = begins.size - 1
     now = begins[min(walk[POSITION], n - 1)]
     if moved:
@@ -171,13 +167,12 @@ def _show_time(walk, v, starts, begins, ideal, scratch, bits, nodes, moved):  # 
     stuck = np.float32(1.0 if walk[STUCK_AT] == n else (begins[walk[STUCK_AT]] - now) / ideal)
     if nodes[STUCK, 0] != stuck:
         _fill(nodes[STUCK, : starts.size], stuck)
-    return max(0, first_from(v[NODE_KERNEL], walk[POSITION], True) - 1)
 
 
 @stage
 def show(  # type: ignore[no-untyped-def]
-    walk, gaps, v, starts, n_actions, taken, need, begins, limit, ideal, scratch, bits, shares, options, mask, nodes, g,
-    moved, fresh,
+    walk, gaps, v, starts, node_at, n_actions, taken, need, begins, limit, ideal, scratch, bits, shares, options, mask,
+    nodes, g, moved, fresh,
 ):  # fmt: skip
     """Walk._refresh, and the observation where it has changed since the last step; returns the current node.
 
@@ -231,4 +226,5 @@ def show(  # type: ignore[no-untyped-def]
     if g >= 0 or fresh:
         _show_relief(gaps, v, n_actions, need, begins, limit, scratch, bits, shares, nodes)
         _show_pressure(v, need, limit, shares, nodes)
-    return _show_time(walk, v, starts, begins, ideal, scratch, bits, nodes, moved or fresh)
+    _show_time(walk, starts, begins, ideal, scratch, bits, nodes, moved or fresh)
+    return node_at[p]
