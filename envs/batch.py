@@ -7,7 +7,8 @@ is short. Both are rare.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,14 @@ INVALID = ("end", "ignore")
 ACTIONS = ("paper", "full")
 SHARE = 8  # walks that are worth handing to another thread
 _NONE = np.empty(0, np.int64)
+
+
+def _references(arrays: list[Any], i: int) -> int:
+    """How many references there are to arrays[i], those made here included."""
+    return sys.getrefcount(arrays[i])
+
+
+_UNUSED = _references([np.empty(0)], 0)  # where nobody has it but the list
 
 
 def one_of(name: str, value: str, known: Sequence[str]) -> str:
@@ -133,6 +142,7 @@ class Batch:
         self.nodes = np.zeros((walks, OBSERVED, self.size), np.float32)
         self.mask = np.zeros((walks, self.forms * self.size), np.int8)
         self.current = np.zeros(walks, np.int64)
+        self._copies: list[NDArray[np.float32]] = []
         self.rewards = np.zeros(walks)
         self.overhead = np.zeros(walks)
         self.terminated, self.invalid, self.feasible = np.zeros((3, walks), np.bool_)
@@ -202,10 +212,31 @@ class Batch:
                 self._settle(begin, end, work)
                 resume = True
 
+        self._by_pieces(run)
+
+    def _by_pieces(self, run: Callable[[int], None]) -> None:
+        """Calls ``run`` with the index of each piece of the walks, each in a thread."""
         others = [_threads(os.getpid()).submit(run, i) for i in range(1, len(self._bounds))]
         run(0)
         for other in others:
             other.result()
+
+    def copied_nodes(self) -> NDArray[np.float32]:
+        """A copy of ``nodes``, in memory that is used again once nobody has it any more: new memory costs as much as
+        the copy."""
+        spare = [i for i in range(len(self._copies)) if _references(self._copies, i) == _UNUSED]
+        if spare:
+            out = self._copies[spare[0]]
+        else:
+            out = np.empty_like(self.nodes)
+            self._copies = [*self._copies[-2:], out]
+
+        def run(piece: int) -> None:
+            begin, end = self._bounds[piece]
+            np.copyto(out[begin:end], self.nodes[begin:end])
+
+        self._by_pieces(run)
+        return out
 
     def _settle(self, begin: int, end: int, work: _Work) -> None:
         """Does what the walks ``begin`` to ``end`` - 1 wait for."""

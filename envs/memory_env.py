@@ -118,10 +118,18 @@ class MemoryEnv(gymnasium.Env[Observation, np.int64]):
         self._batch = Batch(make_tasks(program, machine, limit, min_bytes, mode), 1, reward, invalid, actions)
         self._copy = copy
         self._action = np.zeros(1, np.int64)
-        self._shown = {key: view[0] for key, view in shown(self._batch).items()}
-        self._mask = self._batch.mask[0].view(np.bool_)
+        self._look()
         self.action_space = spaces.Discrete(self._mask.size)
         self.observation_space = cast("spaces.Space[Observation]", observation_space(self._batch))
+
+    def _look(self) -> None:
+        self._shown = {key: view[0] for key, view in shown(self._batch).items()}
+        self._mask = self._batch.mask[0].view(np.bool_)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy has views of its own buffers."""
+        self.__dict__ |= state
+        self._look()
 
     @property
     def tasks(self) -> tuple[Task, ...]:
@@ -209,12 +217,20 @@ class MemoryVectorEnv(gymnasium.vector.VectorEnv[Observation, NDArray[np.int64],
             self.autoreset_mode == AutoresetMode.NEXT_STEP,
         )  # fmt: skip
         self._copy = copy
-        self._shown, self._mask = shown(batch), batch.mask.view(np.bool_)
+        self._look()
         self._never = np.zeros(num_envs, np.bool_)
         self.single_action_space = spaces.Discrete(batch.mask.shape[1])
         self.single_observation_space = observation_space(batch)
         self.action_space = gymnasium.vector.utils.batch_space(self.single_action_space, num_envs)
         self.observation_space = gymnasium.vector.utils.batch_space(self.single_observation_space, num_envs)
+
+    def _look(self) -> None:
+        self._shown, self._mask = shown(self._batch), self._batch.mask.view(np.bool_)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy has views of its own buffers."""
+        self.__dict__ |= state
+        self._look()
 
     @property
     def tasks(self) -> tuple[Task, ...]:
@@ -283,7 +299,10 @@ class MemoryVectorEnv(gymnasium.vector.VectorEnv[Observation, NDArray[np.int64],
         return plan_of(self._batch, i, planner)
 
     def _observations(self) -> Observation:
-        return {key: view.copy("K") for key, view in self._shown.items()} if self._copy else self._shown
+        if not self._copy:
+            return self._shown
+        nodes = self._batch.copied_nodes().transpose(0, 2, 1)
+        return {"nodes": nodes, **{key: view.copy() for key, view in self._shown.items() if key != "nodes"}}
 
     def _infos(self) -> dict[str, Any]:
         batch = self._batch

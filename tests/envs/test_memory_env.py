@@ -1,5 +1,7 @@
 """The environment: the checkers of two libraries, rewards that add up, a mask that never lies."""
 
+import copy
+import pickle
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -120,17 +122,44 @@ def test_an_invalid_action_may_be_ignored():
 
 
 def test_what_is_returned_is_shared_only_where_it_is_asked_for():
-    for copy in (True, False):
-        env = envs.MemoryEnv(limit=0.6, copy=copy)
-        vector = envs.MemoryVectorEnv(2, limit=0.6, copy=copy)
+    for copied in (True, False):
+        env = envs.MemoryEnv(limit=0.6, copy=copied)
+        vector = envs.MemoryVectorEnv(2, limit=0.6, copy=copied)
         for one in (env, vector):
             first, info = one.reset(seed=0)
             kept = {key: value.copy() for key, value in first.items()}
             then, _, _, _, later = one.step(0 if one is env else np.zeros(2, np.int64))
-            assert all(np.shares_memory(first[key], then[key]) != copy for key in first)
-            assert np.shares_memory(info["action_mask"], later["action_mask"]) != copy
-            assert all((first[key] == kept[key]).all() for key in first) == copy
+            assert all(np.shares_memory(first[key], then[key]) != copied for key in first)
+            assert np.shares_memory(info["action_mask"], later["action_mask"]) != copied
+            assert all((first[key] == kept[key]).all() for key in first) == copied
             assert not all((then[key] == kept[key]).all() for key in then)
+
+
+def test_what_is_kept_is_not_written_to_again():
+    """Memory of observations that nobody has is used again; what anybody has, by a view of it, stays as it is."""
+    vector = envs.MemoryVectorEnv(3, limit=0.6)
+    observation, info = vector.reset(seed=0)
+    rng, kept, addresses = np.random.default_rng(0), [], set()
+    for step in range(40):
+        chosen = np.array([rng.choice(np.flatnonzero(mask)) for mask in info["action_mask"]])
+        observation, *_, info = vector.step(chosen)
+        addresses.add(observation["nodes"].ctypes.data)
+        if step % 5 == 0:
+            kept.append((observation["nodes"][1, 2:].T, observation["nodes"][1, 2:].T.copy()))
+    assert all((view == value).all() for view, value in kept)
+    assert len({view.ctypes.data for view, _ in kept}) == len(kept) <= len(addresses) < 20
+
+
+@pytest.mark.parametrize("make", [envs.MemoryEnv, partial(envs.MemoryVectorEnv, 1)])
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda env: pickle.loads(pickle.dumps(env))])
+def test_a_copy_goes_on_by_itself(make, again):
+    env = make(limit=0.6)
+    _, info = env.reset(seed=0)
+    node = np.flatnonzero(info["action_mask"])[:1]
+    other = again(env)
+    ours, theirs = (one.step(node if one.metadata.get("autoreset_mode") else node[0]) for one in (env, other))
+    assert ours[1] == theirs[1] and all((ours[0][key] == theirs[0][key]).all() for key in ours[0])
+    assert theirs[0]["current"] > 0
 
 
 def space(nodes: int, tasks: int) -> spaces.Dict:
