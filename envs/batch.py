@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ INVALID = ("end", "ignore")
 ACTIONS = ("paper", "full")
 SHARE = 8  # walks that are worth handing to another thread
 _NONE = np.empty(0, np.int64)
+_ENGINES = Lock()  # a task's engine is for one thread at a time
 
 
 def _references(arrays: list[Any], i: int) -> int:
@@ -245,7 +247,9 @@ class Batch:
             work.make_steps()
         for i in (begin + np.flatnonzero(walks[:, layout.PENDING] == layout.WANTS_HOST)).tolist():
             task = self.task(i)
-            self.walks[i, layout.HOST_LEFT] = task.machine.host_bytes - task.engine.on_host(self.plan_rows(i))
+            with _ENGINES:
+                on_host = task.engine.on_host(self.plan_rows(i))
+            self.walks[i, layout.HOST_LEFT] = task.machine.host_bytes - on_host
 
     def task(self, i: int) -> Task:
         """The task of walk i."""
