@@ -150,9 +150,11 @@ class Batch:
         self.terminated, self.invalid, self.feasible = np.zeros((3, walks), np.bool_)
         self.touched = np.zeros((walks, max(len(t.program.tensors) for t in tasks)), np.bool_)
         self._nobody, self._drawn = np.zeros(walks, np.bool_), np.full(walks, -1, np.int64)
-        pieces = max(1, min(threads or cores(), walks // SHARE))
+        threads = max(1, min(threads or cores(), walks // SHARE))
+        pieces = min(4 * threads, walks // SHARE) if threads > 1 else 1
         self._bounds = [(walks * i // pieces, walks * (i + 1) // pieces) for i in range(pieces)]
-        self._works = [_Work(self._work_size, max(kernels + 1, self.size, gaps), gaps) for _ in range(pieces)]
+        most = max(kernels + 1, self.size, gaps)
+        self._works = [_Work(self._work_size, most, gaps) for _ in range(threads)]
 
     def _tables(self, shared: int) -> None:
         """``where``, ``ints`` and ``floats`` of compiled_walk.py. shared: of work, what does not depend on a task."""
@@ -204,8 +206,8 @@ class Batch:
         self._run(np.ascontiguousarray(actions, np.int64), self._nobody, self._drawn)
 
     def _run(self, actions: NDArray[np.int64], resets: NDArray[np.bool_], chosen: NDArray[np.int64]) -> None:
-        def run(piece: int) -> None:
-            (begin, end), work, resume = self._bounds[piece], self._works[piece], False
+        def run(begin: int, end: int, work: _Work) -> None:
+            resume = False
             while step_walks(
                 begin, end, resume, resets, self.options, self.where, self.ints, self.floats, self.walks, self.rows,
                 self.touched, *work.arrays(), actions, chosen, self.rewards, self.terminated, self.invalid,
@@ -216,10 +218,16 @@ class Batch:
 
         self._by_pieces(run)
 
-    def _by_pieces(self, run: Callable[[int], None]) -> None:
-        """Calls ``run`` with the index of each piece of the walks, each in a thread."""
-        others = [_threads(os.getpid()).submit(run, i) for i in range(1, len(self._bounds))]
-        run(0)
+    def _by_pieces(self, run: Callable[[int, int, _Work], None]) -> None:
+        """Calls ``run`` for each piece of the walks, by all threads: each takes the next one that nobody has."""
+        todo = iter(self._bounds)
+
+        def take(work: _Work) -> None:
+            for begin, end in todo:
+                run(begin, end, work)
+
+        others = [_threads(os.getpid()).submit(take, work) for work in self._works[1:]]
+        take(self._works[0])
         for other in others:
             other.result()
 
@@ -233,8 +241,7 @@ class Batch:
             out = np.empty_like(self.nodes)
             self._copies = [*self._copies[-2:], out]
 
-        def run(piece: int) -> None:
-            begin, end = self._bounds[piece]
+        def run(begin: int, end: int, work: _Work) -> None:
             np.copyto(out[begin:end], self.nodes[begin:end])
 
         self._by_pieces(run)

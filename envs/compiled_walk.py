@@ -21,10 +21,10 @@ from simulator.compiled.scoring import score_plans
 from envs.layout import (
     AFTER, AUTORESET, BEFORE, BY_BEFORE, CAME_FROM, CAUSAL, CHANGED, CLOSED, COPY_AT, COUNT, DEAD_END, ENDED, ENDED_AT,
     FREE_NS, GAPS, GAPS_AT, GAP_ROWS, GRAPH_AT, GRAPH_END, HEAD, HOST, HOST_LEFT, IDEAL_NS, IGNORE, IN_FREE, ITERATION,
-    KERNELS, KERNELS_AT, LIMIT_BYTES, NBYTES, NEED_AT, NODES, NODES_AT, NODE_AT, NODE_GAP, NODE_KIND, NODE_ROWS,
-    NOT_PENDING, N_ACTIONS, OPENING_AT, OUT_END_AT, OUT_FREE, OVER, PENDING, POSITION, QUEUE_AT, REMOVALS, RERUN_NS,
-    SEED, SETTINGS_AT, SHORT, SHOWN, SHOWN_NODES, STATES, STATIC_AT, STUCK_AT, TAIL, TAKEN_AT, TASK, TASKS, TENSOR,
-    TENSORS, TENSORS_AT, TIMES_AT, UNDER_WAY, WALK, WANTS_HOST, WANTS_STEPS, WORK_AT, WRAPS,
+    KERNELS, KERNELS_AT, LIMIT_BYTES, NBYTES, NEED_AT, NEW_FROM, NEW_TO, NODES, NODES_AT, NODE_AT, NODE_GAP, NODE_KIND,
+    NODE_ROWS, NOT_PENDING, N_ACTIONS, OPENING_AT, OUT_END_AT, OUT_FREE, OVER, PENDING, POSITION, QUEUE_AT, REMOVALS,
+    RERUN_NS, SEED, SETTINGS_AT, SHORT, SHOWN, SHOWN_NODES, STATES, STATIC_AT, STUCK_AT, TAIL, TAKEN_AT, TASK, TASKS,
+    TENSOR, TENSORS, TENSORS_AT, TIMES_AT, UNDER_WAY, WALK, WANTS_HOST, WANTS_STEPS, WORK_AT, WRAPS,
 )  # fmt: skip
 from simulator.compiled.encoding import (
     BEGINS, BY_KERNEL, BY_ROW, BY_SEGMENT, BY_TENSOR, D2H, DONE, H2D, HOST_BYTES, ITERATION_NS, LIVE, MORE_STEPS, NEVER,
@@ -194,10 +194,14 @@ def _replan(  # type: ignore[no-untyped-def]
         Whether it is known; whether there was too little room for what runs again.
     """
     g, n = walk[CHANGED], need.size - 1
+    walk[NEW_FROM], walk[NEW_TO] = 0, n
     if g < 0:
         return True, False
     if taken[g] == OFFLOAD and (walk[REMOVALS] == 0 or (causal and not touched[gaps[TENSOR, g]])):
-        _swap_out(need, plan[walk[COUNT] - 1, 2], gaps[BEFORE, g], gaps[NBYTES, g])
+        after, before = plan[walk[COUNT] - 1, 2], gaps[BEFORE, g]
+        _swap_out(need, after, before, gaps[NBYTES, g])
+        if after < before:
+            walk[NEW_FROM], walk[NEW_TO] = after + 1, before
         return True, False
     if not causal:
         return False, False
@@ -279,6 +283,7 @@ def step_walks(  # type: ignore[no-untyped-def]
         taken = whole[options[TAKEN_AT] : options[TAKEN_AT] + n_gaps]
 
         if starts:
+            walk[NEW_TO] = n
             if walk[SHOWN] != walk[TASK] + 1:
                 walk[SHOWN] = walk[TASK] + 1
                 for c in range(nodes.shape[1]):

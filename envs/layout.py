@@ -21,12 +21,14 @@ NODE_KERNEL, NODE_KIND, NODE_GAP, ACTIONS, ACTION_GAPS, NODE_ROWS = range(6)
 
 # ``walks``, a row a walk. SHOWN: the task whose static columns are shown, and 1. OPENED, CLOSED: how many of BY_AFTER
 # and BY_BEFORE are behind. VALID_ACTIONS: beside node 0. ENDED: Walk.done. OVER: the episode is, an invalid action may
-# have done it. CAME_FROM, CHANGED: the position before the step, and the gap that it emptied, or -1. PENDING: what it
-# waits for. The last five are the clock's: when its engines are free, and what of ``queue`` is under way.
+# have done it. CAME_FROM, CHANGED: the position before the step, and the gap that it emptied, or -1. NEW_FROM, NEW_TO:
+# the kernels whose planned residency may have changed. PENDING: what it waits for. The last five are the clock's: when
+# its engines are free, and what of ``queue`` is under way.
 (
     TASK, SHOWN, SEED, POSITION, COUNT, FREE_NS, STUCK_AT, ITERATION, ENDED, DEAD_END, HOST_LEFT, PENDING, OVER, OPENED,
-    CLOSED, VALID_ACTIONS, REMOVALS, RERUN_NS, CHANGED, CAME_FROM, OUT_FREE, IN_FREE, HEAD, TAIL, UNDER_WAY, WALK,
-) = range(26)  # fmt: skip
+    CLOSED, VALID_ACTIONS, REMOVALS, RERUN_NS, CHANGED, NEW_FROM, NEW_TO, CAME_FROM, OUT_FREE, IN_FREE, HEAD, TAIL,
+    UNDER_WAY, WALK,
+) = range(28)  # fmt: skip
 NOT_PENDING, WANTS_HOST, WANTS_STEPS = range(3)
 
 # ``options`` of a batch: N nodes and F forms that are shown, what it was asked for, where arrays begin in a walk's row.

@@ -15,8 +15,8 @@ from simulator.compiled.jit import stage
 # isort: off
 from envs.layout import (
     ACTIONS, ACTION_GAPS, AFTER, BEFORE, BY_AFTER, BY_BEFORE, CLOSED, COPY_AT, DEAD_END, ENDED, FIRST_SINCE, FORMS,
-    FREE_NS, HOST_LEFT, NBYTES, NODE_KERNEL, OFFLOAD_NODE, OPENED, POSITION, REMOVE_NODE, SHOWN_NODES, STUCK_AT,
-    VALID_ACTIONS, WRAPS,
+    FREE_NS, HOST_LEFT, NBYTES, NEW_FROM, NEW_TO, NODE_KERNEL, OFFLOAD_NODE, OPENED, POSITION, REMOVE_NODE, SHOWN_NODES,
+    STUCK_AT, VALID_ACTIONS, WRAPS,
 )  # fmt: skip
 # isort: on
 
@@ -134,10 +134,14 @@ def _show_relief(gaps, v, n_actions, need, begins, limit, scratch, bits, shares,
         total += np.float64(max(0, need[k] - limit)) * np.float64(begins[k + 1] - begins[k])
         until[k + 1] = total
     _fill(until[last:], total)
-    after, before, wraps, order = gaps[AFTER], gaps[BEFORE], gaps[WRAPS], gaps[BY_BEFORE]
+    after, before, wraps, order = gaps[AFTER], gaps[BEFORE], gaps[WRAPS], gaps[BY_AFTER]
     for j in range(order.size):  # in an order, because LLVM would make gathers of float64, which are slow
         g = np.uintp(order[j])
-        inside[g] = until[np.uintp(before[g])] - until[np.uintp(after[g] + 1)] + total * wraps[g]
+        inside[g] = until[np.uintp(before[g])] - until[np.uintp(after[g] + 1)]
+    j = order.size - 1
+    while j >= 0 and wraps[order[j]]:  # the last ones
+        inside[order[j]] += total
+        j -= 1
     _divide(inside[: order.size], 0.0, max(total, 1.0), scratch, bits, shares)
     relief, actions, gap_of = nodes[RELIEF], v[ACTIONS], v[ACTION_GAPS]
     for j in range(n_actions):
@@ -145,11 +149,13 @@ def _show_relief(gaps, v, n_actions, need, begins, limit, scratch, bits, shares,
 
 
 @stage
-def _show_pressure(v, need, limit, shares, nodes):  # type: ignore[no-untyped-def]
-    """Planned residency less the limit, over the limit."""
-    kernel, pressure, per_byte = v[NODE_KERNEL], nodes[PRESSURE], 1.0 / limit
-    for k in range(need.size):
-        shares[k] = np.float64(need[k] - limit) * per_byte
+def _show_pressure(v, node_at, need, first, last, limit, shares, nodes):  # type: ignore[no-untyped-def]
+    """Planned residency less the limit, over the limit, of the nodes of kernels ``first`` to ``last`` - 1."""
+    per_byte, fresh, part = 1.0 / limit, need[first:last], shares[first:last]
+    for k in range(fresh.size):
+        part[k] = np.float64(fresh[k] - limit) * per_byte
+    begin, end = node_at[first] + 1 if first else 0, node_at[last] + 1
+    kernel, pressure = v[NODE_KERNEL, begin:end], nodes[PRESSURE, begin:end]
     for i in range(kernel.size):
         pressure[i] = shares[np.uintp(kernel[i])]
 
@@ -225,6 +231,6 @@ def show(  # type: ignore[no-untyped-def]
         _show_forms(walk, gaps, taken, need, limit, mask, options[SHOWN_NODES], options[FORMS])
     if g >= 0 or fresh:
         _show_relief(gaps, v, n_actions, need, begins, limit, scratch, bits, shares, nodes)
-        _show_pressure(v, need, limit, shares, nodes)
+        _show_pressure(v, node_at, need, walk[NEW_FROM], walk[NEW_TO], limit, shares, nodes)
     _show_time(walk, starts, begins, ideal, scratch, bits, nodes, moved or fresh)
     return node_at[p]
