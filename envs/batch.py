@@ -6,9 +6,9 @@ is short. Both are rare.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -20,7 +20,7 @@ from envs.compiled_walk import step_walks
 from envs.graph import OBSERVED
 from envs.walk import REWARDS, Task
 from simulator.compiled import encoding
-from simulator.compiled.engine import _threads, cores
+from simulator.compiled.engine import cores, side_by_side
 from simulator.compiled.event_loop import CHECKS
 
 INVALID = ("end", "ignore")
@@ -125,7 +125,7 @@ class Batch:
         self.forms = max(t.forms for t in tasks) if actions == "full" else 1
         kernels = max(len(t.program.kernels) for t in tasks)
         gaps = max(len(t.graph.gaps) for t in tasks)
-        iterations = max(int(t.engine._settings[encoding.MAX_ITERATIONS]) for t in tasks)
+        iterations = max(int(t.engine.tables.settings[encoding.MAX_ITERATIONS]) for t in tasks)
         states = iterations + 1 + 2 * (CHECKS + 1)
         shared = encoding.BY_SEGMENT * (2 * kernels + 2) + encoding.BY_ROW * (2 * gaps + 1)
         shared += states * (gaps + 2) + encoding.RESULTS + 2 + encoding.SETTINGS
@@ -162,7 +162,7 @@ class Batch:
         work.size = shared
         self.where = np.zeros((len(self.tasks), layout.WHERE), np.int64)
         for w, task in zip(self.where, self.tasks, strict=True):
-            engine, graph, program, machine = task.engine, task.graph, id(task.program), task.machine
+            tables, graph, program, machine = task.engine.tables, task.graph, id(task.program), task.machine
             n = len(task.program.kernels)
             acts = np.flatnonzero(graph.action_gap >= 0)
             nodes = np.zeros((layout.NODE_ROWS, len(graph)), np.int64)
@@ -172,11 +172,11 @@ class Batch:
             w[[layout.KERNELS, layout.TENSORS, layout.GAPS]] = n, len(task.program.tensors), len(task.tensor)
             w[[layout.NODES, layout.LIMIT_BYTES, layout.IDEAL_NS]] = len(graph), task.limit, task.ideal_ns
             w[[layout.HOST, layout.SHORT]] = machine.host_bytes, task.host_is_short
-            w[layout.KERNELS_AT] = ints.put(engine._kernels, ("kernels", program))
-            w[layout.TENSORS_AT] = ints.put(engine._tensors, ("tensors", program, id(machine)))
-            w[layout.GRAPH_AT] = ints.put(engine._graph, ("graph", program))
-            w[layout.GRAPH_END] = w[layout.GRAPH_AT] + engine._graph.size
-            w[layout.SETTINGS_AT] = ints.put(engine._settings)
+            w[layout.KERNELS_AT] = ints.put(tables.kernels, ("kernels", program))
+            w[layout.TENSORS_AT] = ints.put(tables.tensors, ("tensors", program, id(machine)))
+            w[layout.GRAPH_AT] = ints.put(tables.graph, ("graph", program))
+            w[layout.GRAPH_END] = w[layout.GRAPH_AT] + tables.graph.size
+            w[layout.SETTINGS_AT] = ints.put(tables.settings)
             w[layout.OPENING_AT] = ints.put(task.next_opening)
             w[layout.GAPS_AT] = ints.put(_gap_table(task))
             w[layout.NODES_AT] = ints.put(nodes)
@@ -226,10 +226,7 @@ class Batch:
             for begin, end in todo:
                 run(begin, end, work)
 
-        others = [_threads(os.getpid()).submit(take, work) for work in self._works[1:]]
-        take(self._works[0])
-        for other in others:
-            other.result()
+        side_by_side([partial(take, work) for work in self._works])
 
     def copied_nodes(self) -> NDArray[np.float32]:
         """A copy of ``nodes``, in memory that is used again once nobody has it any more: new memory costs as much as
