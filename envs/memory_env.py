@@ -1,17 +1,15 @@
-"""``GpuMemory-v0``: the walk of walk.py as a Gymnasium environment, and a native vector environment.
+"""``GpuMemory-v0``: the walk of walk.py as a Gymnasium environment, and a vector environment; both are batches of
+compiled walks (batch.py). The observation is a dictionary (N nodes; programs are padded to the largest).
 
-The observation is a dictionary (N nodes; programs are padded to the largest). README.md has an example.
-
-- ``nodes`` (N, 8) float32: the paper's six features (section 4.4.1): size, transfer time, recompute time, time to the
-  next use, kind of action, validity (1 valid, 0 not, −1 taken already); and two of the moment: relief, the share of
-  what is over the limit (bytes x time by the planned residency) that falls into the gap of the node's action, and how
-  far ahead the node is.
+- ``nodes`` (N, 11) float32: the paper's six features (section 4.4.1): size, transfer time, recompute time, time to the
+  next use, kind of action, validity (1 valid, 0 not, −1 taken already); and five of the moment: relief, how far ahead
+  the node is, planned residency over the limit, copy queue, where the walk gets stuck. README.md says what they are.
 - ``action_mask`` (N,) int8: which nodes are actions that may be taken now; never wrong.
 - ``current`` (1,) int64: the node under execution.
 - ``program`` (1,) int64: index into ``env.unwrapped.tasks``, which hold the static graph (edges, weights).
 
-The action is the number of a node; node 0 is "do nothing". An action that is not valid ends the episode with the
-reward of a dead end.
+The action is the number of a node; node 0 is "do nothing". With ``actions="full"`` it is node + N * form, and the mask
+is as long. The buffers are by column, and ``nodes`` is a view of them: what is static is written once.
 """
 
 from __future__ import annotations
@@ -22,12 +20,18 @@ from typing import Any, ClassVar, cast
 import gymnasium
 import numpy as np
 from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from envs.graph import AHEAD, FEATURES, RELIEF, STATIC, VALID
-from envs.walk import DEAD_END_REWARD, Task, Walk
-from simulator import Kernel, Machine, Program, Tensor
+from envs import layout
+from envs.batch import Batch
+from envs.graph import OBSERVED
+from envs.walk import Task, current_node, dynamic_features
+from simulator import Kernel, Machine, Plan, Program, Tensor
+from simulator.compiled.encoding import decisions_of
 from simulator.limits import limit_bytes
+
+__all__ = ["MemoryEnv", "MemoryVectorEnv", "current_node", "dynamic_features", "make_tasks", "small_task"]
 
 Observation = dict[str, NDArray[Any]]
 Limit = float | str  # as simulator.limits.limit_bytes takes it
@@ -53,10 +57,10 @@ def small_task() -> tuple[Program, Machine]:
 
 
 def make_tasks(
-    program: Program | Sequence[Program] | None, machine: Machine | None, limit: Limit | Sequence[Limit],
-    min_bytes: int, mode: str,
+    program: Program | Sequence[Program] | None, machine: Machine | Sequence[Machine] | None,
+    limit: Limit | Sequence[Limit], min_bytes: int, mode: str,
 ) -> list[Task]:  # fmt: skip
-    """One task per program and limit.
+    """One task per program, machine and limit.
 
     Raises:
         ValueError: a limit is wrong, or there is a program and no machine.
@@ -65,188 +69,246 @@ def make_tasks(
         program, default_machine = small_task()
         machine = machine or default_machine
     programs = [program] if isinstance(program, Program) else list(program)
-    if machine is None:
+    machines = [machine] if isinstance(machine, Machine) else list(machine or ())
+    if not machines:
         raise ValueError("machine: needed with a program")
     limits = list(limit) if isinstance(limit, (list, tuple)) else [limit]
-    return [Task(one, machine, limit_bytes(each, one), min_bytes, mode) for one in programs for each in limits]
+    return [Task(one, on, limit_bytes(each, one), min_bytes, mode)
+            for one in programs for on in machines for each in limits]  # fmt: skip
 
 
-def dynamic_features(walk: Walk, out: NDArray[np.float32]) -> None:
-    """Writes the columns of the moment of the node features, (N, FEATURES), of the walk's present state."""
-    task, graph = walk.task, walk.task.graph
-    n, p = len(graph), min(walk.position, len(walk.need) - 1)
-    acts = graph.action_gap >= 0
-    out[:n, VALID] = walk.mask()
-    out[:n, VALID][acts] -= walk.taken[graph.action_gap[acts]] == graph.action_kind[acts]
-    out[:n, RELIEF][acts] = walk.relief()[graph.action_gap[acts]]
-    out[:n, AHEAD] = (task.start_ns[graph.kernel] - task.start_ns[p]) / task.ideal_ns
-
-
-def current_node(walk: Walk) -> int:
-    """The node under execution: the last operation that has begun at the walk's position."""
-    return max(0, int(np.searchsorted(walk.task.graph.kernel, walk.position, side="left")) - 1)
+def observation_space(batch: Batch) -> spaces.Dict:
+    """The space of the observations described in the module's docstring."""
+    nodes = batch.size
+    return spaces.Dict({
+        "nodes": spaces.Box(-np.inf, np.inf, (nodes, OBSERVED), np.float32),
+        "action_mask": spaces.Box(0, 1, (nodes * batch.forms,), np.int8),
+        "current": spaces.Box(0, max(nodes - 1, 0), (1,), np.int64),
+        "program": spaces.Box(0, len(batch.tasks), (1,), np.int64),
+    })  # fmt: skip
 
 
 class MemoryEnv(gymnasium.Env[Observation, np.int64]):
-    """One episode at a time over one or more programs and limits, drawn by the environment's seed.
+    """One episode at a time over one or more tasks, drawn by the environment's seed.
 
     Args:
         program: one or several; None: a small built-in task.
-        machine: the machine they run on.
-        limit: fraction of the peak (up to 1), bytes, or a size such as "24GiB"; or several, drawn per episode.
+        machine: the machine they run on; or several.
+        limit: fraction of the peak (up to 1), bytes, or a size such as "24GiB"; or several. Tasks are every program on
+            every machine under every limit.
         min_bytes: tensors below this size are left out.
         mode: "swap", "recompute" or "joint".
+        reward: "paper": the change in simulated time of the plan so far; "causal": the stall as the clock advances.
+            Both sum to −overhead.
+        invalid: what an action does that may not be taken: "end" the episode as a dead end does, or "ignore": nothing.
+        actions: "paper", or "full": each in several forms (walk.py).
+        copy: False: observations and masks are views of the environment's buffers, which the next call changes.
+
+    Raises:
+        ValueError: of any of these.
     """
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": []}  # type: ignore[misc]  # theirs is no ClassVar
 
     def __init__(
-        self, program: Program | Sequence[Program] | None = None, machine: Machine | None = None,
-        limit: Limit | Sequence[Limit] = 0.7, min_bytes: int = 2**20, mode: str = "joint",
+        self, program: Program | Sequence[Program] | None = None, machine: Machine | Sequence[Machine] | None = None,
+        limit: Limit | Sequence[Limit] = 0.7, min_bytes: int = 2**20, mode: str = "joint", reward: str = "paper",
+        invalid: str = "end", actions: str = "paper", copy: bool = True,
     ):  # fmt: skip
-        self.tasks = make_tasks(program, machine, limit, min_bytes, mode)
-        self.walk = Walk(self.tasks[0])
-        self._index = 0
-        size = max(len(t.graph) for t in self.tasks)
-        self.action_space = spaces.Discrete(size)
-        self.observation_space = cast("spaces.Space[Observation]", observation_space(size, len(self.tasks)))
+        self._batch = Batch(make_tasks(program, machine, limit, min_bytes, mode), 1, reward, invalid, actions)
+        self._copy = copy
+        self._action = np.zeros(1, np.int64)
+        self._look()
+        self.action_space = spaces.Discrete(self._mask.size)
+        self.observation_space = cast("spaces.Space[Observation]", observation_space(self._batch))
+
+    def _look(self) -> None:
+        self._shown = {key: view[0] for key, view in shown(self._batch).items()}
+        self._mask = self._batch.mask[0].view(np.bool_)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy has views of its own buffers."""
+        self.__dict__ |= state
+        self._look()
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """What episodes are drawn from."""
+        return self._batch.tasks
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
-        """Starts an episode; ``options={"task": i}`` chooses the program and limit."""
+        """Starts an episode; ``options={"task": i}`` chooses its task."""
         super().reset(seed=seed)
-        chosen = (options or {}).get("task")
-        self._index = int(self.np_random.integers(len(self.tasks))) if chosen is None else int(chosen)
-        self.walk = Walk(self.tasks[self._index])
+        if seed is not None:
+            self._batch.seed(0, walk_seed(seed))
+        self._batch.reset(task=(options or {}).get("task"))
         return self._observation(), self._info()
 
     def step(self, action: np.int64) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         """Takes the action of a node; see the module's docstring."""
-        node = int(action)
-        if not self.action_masks()[node]:
-            return self._observation(), DEAD_END_REWARD, True, False, {**self._info(), "invalid": True}
-        if self.walk.done:  # nothing need leave in this task
-            return self._observation(), 0.0, True, False, self._info()
-        result = self.walk.step(node)
-        return self._observation(), result.reward, result.terminated, False, self._info()
+        batch = self._batch
+        self._action[0] = action
+        batch.step(self._action)
+        info = self._info()
+        if batch.invalid[0]:
+            info["invalid"] = True
+        return self._observation(), float(batch.rewards[0]), bool(batch.terminated[0]), False, info
 
     def action_masks(self) -> NDArray[np.bool_]:
-        """(N,) which actions are valid now (the name that sb3-contrib's MaskablePPO looks for)."""
-        mask = np.zeros(int(self.action_space.n), np.bool_)  # type: ignore[attr-defined]
-        mask[: len(self.walk.task.graph)] = self.walk.mask()
+        """(N F,) which actions are valid now (the name that sb3-contrib's MaskablePPO looks for)."""
+        mask: NDArray[np.bool_] = self._mask.copy()
         return mask
 
+    def plan(self, planner: str = "") -> Plan:
+        """The plan so far."""
+        return plan_of(self._batch, 0, planner)
+
     def _observation(self) -> Observation:
-        graph = self.walk.task.graph
-        nodes = np.zeros(self.observation_space["nodes"].shape, np.float32)  # type: ignore[index]
-        nodes[: len(graph), :STATIC] = graph.features
-        dynamic_features(self.walk, nodes)
-        return {
-            "nodes": nodes,
-            "action_mask": self.action_masks().astype(np.int8),
-            "current": np.array([current_node(self.walk)], np.int64),
-            "program": np.array([self._index], np.int64),
-        }
+        return {key: view.copy("K") for key, view in self._shown.items()} if self._copy else self._shown
 
     def _info(self) -> dict[str, Any]:
-        walk = self.walk
-        return {"action_mask": self.action_masks(), "overhead": walk.overhead, "iteration_ns": walk.iteration_ns,
-                "feasible": walk.done and not walk.dead_end}  # fmt: skip
+        batch = self._batch
+        return {"action_mask": self._mask.copy() if self._copy else self._mask, "overhead": float(batch.overhead[0]),
+                "iteration_ns": int(batch.walks[0, layout.ITERATION]), "feasible": bool(batch.feasible[0])}  # fmt: skip
 
 
-def observation_space(nodes: int, tasks: int) -> spaces.Dict:
-    """The space of the observations described in the module's docstring."""
-    big = np.iinfo(np.int64).max
-    return spaces.Dict({
-        "nodes": spaces.Box(-np.inf, np.inf, (nodes, FEATURES), np.float32),
-        "action_mask": spaces.Box(0, 1, (nodes,), np.int8),
-        "current": spaces.Box(0, max(nodes - 1, 0), (1,), np.int64),
-        "program": spaces.Box(0, min(tasks, big), (1,), np.int64),
-    })  # fmt: skip
+def shown(batch: Batch) -> Observation:
+    """The observations of all walks, as views of the batch's buffers."""
+    return {"nodes": batch.nodes.transpose(0, 2, 1), "action_mask": batch.mask, "current": batch.current[:, None],
+            "program": batch.walks[:, layout.TASK : layout.TASK + 1]}  # fmt: skip
+
+
+def walk_seed(seed: int) -> int:
+    """The state of the generator of a walk, of the environment's seed."""
+    return int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def plan_of(batch: Batch, i: int, planner: str) -> Plan:
+    """The plan so far of walk i."""
+    task = batch.task(i)
+    decisions = decisions_of(batch.plan_rows(i))
+    return Plan(decisions, task.program.fingerprint, planner, task.limit, task.machine.name)
 
 
 class MemoryVectorEnv(gymnasium.vector.VectorEnv[Observation, NDArray[np.int64], NDArray[Any]]):
-    """Many walks stepped in one call, into one batch of observations (no process, no copy per walk).
+    """Many walks stepped in one compiled call by all cores, without processes.
 
-    The arguments are those of MemoryEnv, with ``num_envs``. An episode that ends is begun anew by the next
-    step, whose action is ignored (Gymnasium's NEXT_STEP autoreset).
+    The arguments are those of MemoryEnv, with ``num_envs`` and Gymnasium's ``autoreset_mode``: an episode that ends is
+    begun anew by the next step, whose action is ignored (NEXT_STEP); by the step that ends it, with what it ended in as
+    ``final_obs`` and ``final_info`` (SAME_STEP); or by ``reset(options={"reset_mask": ...})`` (DISABLED). With a
+    ``seed``, environment i draws as a MemoryEnv with ``seed + i``.
     """
 
-    metadata: ClassVar[dict[str, Any]] = {  # type: ignore[misc]
-        "autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP
-    }
+    metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # type: ignore[misc]
 
     def __init__(
-        self, num_envs: int, program: Program | Sequence[Program] | None = None, machine: Machine | None = None,
-        limit: Limit | Sequence[Limit] = 0.7, min_bytes: int = 2**20, mode: str = "joint",
+        self, num_envs: int, program: Program | Sequence[Program] | None = None,
+        machine: Machine | Sequence[Machine] | None = None, limit: Limit | Sequence[Limit] = 0.7,
+        min_bytes: int = 2**20, mode: str = "joint", reward: str = "paper", invalid: str = "end",
+        actions: str = "paper", copy: bool = True, autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
     ):  # fmt: skip
         self.num_envs = num_envs
-        self.tasks = make_tasks(program, machine, limit, min_bytes, mode)
-        size = max(len(t.graph) for t in self.tasks)
-        self.single_action_space = spaces.Discrete(size)
-        self.single_observation_space = observation_space(size, len(self.tasks))
+        self.autoreset_mode = AutoresetMode(autoreset_mode)
+        self.metadata = {**self.metadata, "autoreset_mode": self.autoreset_mode}  # type: ignore[misc]
+        self._batch = batch = Batch(
+            make_tasks(program, machine, limit, min_bytes, mode), num_envs, reward, invalid, actions,
+            self.autoreset_mode == AutoresetMode.NEXT_STEP,
+        )  # fmt: skip
+        self._copy = copy
+        self._look()
+        self._never = np.zeros(num_envs, np.bool_)
+        self.single_action_space = spaces.Discrete(batch.mask.shape[1])
+        self.single_observation_space = observation_space(batch)
         self.action_space = gymnasium.vector.utils.batch_space(self.single_action_space, num_envs)
         self.observation_space = gymnasium.vector.utils.batch_space(self.single_observation_space, num_envs)
-        self.walks = [Walk(self.tasks[0]) for _ in range(num_envs)]
-        self._index = np.zeros(num_envs, np.int64)
-        self._ended = np.zeros(num_envs, np.bool_)
+
+    def _look(self) -> None:
+        self._shown, self._mask = shown(self._batch), self._batch.mask.view(np.bool_)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy has views of its own buffers."""
+        self.__dict__ |= state
+        self._look()
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """What episodes are drawn from."""
+        return self._batch.tasks
 
     def reset(
         self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
-        """Begins every episode anew."""
-        if isinstance(seed, list):
-            seed = seed[0]
-        super().reset(seed=seed)
-        for i in range(self.num_envs):
-            self._begin(i)
-        return self._observations(), self._infos()
+        """Begins episodes anew: all, or those of ``options["reset_mask"]``, of ``options["task"]`` where it is given.
 
-    def _begin(self, i: int) -> None:
-        self._index[i] = self.np_random.integers(len(self.tasks))
-        self.walks[i] = Walk(self.tasks[self._index[i]])
-        self._ended[i] = False
+        Raises:
+            ValueError: a mask or a list of seeds does not fit.
+        """
+        seeds = [seed + i for i in range(self.num_envs)] if isinstance(seed, int) else seed
+        if seeds is not None:
+            if len(seeds) != self.num_envs:
+                raise ValueError(f"seed: expected {self.num_envs}, got {len(seeds)}")
+            super().reset(seed=seeds[0])
+            for i, one in enumerate(seeds):
+                if one is not None:
+                    self._batch.seed(i, walk_seed(one))
+        options = options or {}
+        which = options.get("reset_mask")
+        if which is not None and (which.shape != (self.num_envs,) or which.dtype != np.bool_ or not which.any()):
+            raise ValueError(f"reset_mask: expected {self.num_envs} booleans, one of them true")
+        self._batch.reset(which, options.get("task"))
+        return self._observations(), self._infos()
 
     def step(
         self, actions: NDArray[np.int64]
     ) -> tuple[Observation, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]:
-        """Steps every walk: actions (num_envs,) of node numbers."""
-        rewards = np.zeros(self.num_envs)
-        terminated = np.zeros(self.num_envs, np.bool_)
-        for i, (walk, node) in enumerate(zip(self.walks, np.asarray(actions).tolist(), strict=True)):
-            if self._ended[i]:
-                self._begin(i)
-                continue
-            if walk.done:
-                terminated[i] = True
-            elif node >= len(walk.task.graph) or not walk.mask()[node]:
-                rewards[i], terminated[i] = DEAD_END_REWARD, True
-            else:
-                rewards[i], terminated[i], _ = walk.step(node)
-            self._ended[i] = terminated[i]
-        return self._observations(), rewards, terminated, np.zeros(self.num_envs, np.bool_), self._infos()
+        """Steps every walk: actions (num_envs,).
+
+        Raises:
+            ValueError: not so many actions; or, where nothing resets it, an episode has ended.
+        """
+        batch = self._batch
+        if self.autoreset_mode == AutoresetMode.DISABLED and batch.walks[:, layout.OVER].any():
+            raise ValueError(f"episodes that have ended: {np.flatnonzero(batch.walks[:, layout.OVER]).tolist()}")
+        batch.step(np.asarray(actions))
+        rewards, terminated, more = batch.rewards.copy(), batch.terminated.copy(), {"invalid": batch.invalid.copy()}
+        if self.autoreset_mode == AutoresetMode.SAME_STEP and terminated.any():
+            more |= self._final(terminated)
+            more["invalid"] &= ~terminated
+            batch.reset(terminated)
+        return self._observations(), rewards, terminated, self._never.copy(), self._infos() | more
+
+    def _final(self, ended: NDArray[np.bool_]) -> dict[str, Any]:
+        """What the episodes ended in, as Gymnasium has it."""
+        observations = np.full(self.num_envs, None, object)
+        for i in np.flatnonzero(ended):
+            observations[i] = {key: view[i].copy("K") for key, view in self._shown.items()}
+        info: dict[str, Any] = {}
+        for key, value in (self._infos() | {"invalid": self._batch.invalid}).items():
+            info[key] = np.where(ended[:, None] if value.ndim == 2 else ended, value, np.zeros((), value.dtype))
+            info[f"_{key}"] = ended.copy()
+        return {"final_obs": observations, "_final_obs": ended.copy(), "final_info": info, "_final_info": ended.copy()}
 
     def action_masks(self) -> NDArray[np.bool_]:
-        """(num_envs, N)."""
-        masks = np.zeros((self.num_envs, int(self.single_action_space.n)), np.bool_)  # type: ignore[attr-defined]
-        for i, walk in enumerate(self.walks):
-            masks[i, : len(walk.task.graph)] = walk.mask()
-        return masks
+        """(num_envs, N F)."""
+        return self._mask.copy()
+
+    def plan(self, i: int, planner: str = "") -> Plan:
+        """The plan so far of environment i."""
+        return plan_of(self._batch, i, planner)
 
     def _observations(self) -> Observation:
-        size = int(self.single_action_space.n)  # type: ignore[attr-defined]
-        nodes = np.zeros((self.num_envs, size, FEATURES), np.float32)
-        for i, walk in enumerate(self.walks):
-            nodes[i, : len(walk.task.graph), :STATIC] = walk.task.graph.features
-            dynamic_features(walk, nodes[i])
-        current = np.array([[current_node(walk)] for walk in self.walks], np.int64)
-        return {"nodes": nodes, "action_mask": self.action_masks().astype(np.int8), "current": current,
-                "program": self._index[:, None].copy()}  # fmt: skip
+        if not self._copy:
+            return self._shown
+        nodes = self._batch.copied_nodes().transpose(0, 2, 1)
+        return {"nodes": nodes, **{key: view.copy() for key, view in self._shown.items() if key != "nodes"}}
 
     def _infos(self) -> dict[str, Any]:
+        batch = self._batch
         return {
-            "action_mask": self.action_masks(),
-            "overhead": np.array([w.overhead for w in self.walks]),
-            "feasible": np.array([w.done and not w.dead_end for w in self.walks]),
+            "action_mask": self._mask.copy() if self._copy else self._mask,
+            "overhead": batch.overhead.copy(),
+            "iteration_ns": batch.walks[:, layout.ITERATION].copy(),
+            "feasible": batch.feasible.copy(),
         }

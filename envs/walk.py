@@ -5,9 +5,8 @@ Actions, transitions and rewards of "GPU memory management for neural networks u
 gap opens or a kernel cannot start. "Offload" swaps out a tensor whose gap is open, and holds the agent until the
 transfer ends, rounded up to the next kernel. "Remove" drops one, to be recomputed. While kernel p cannot start for
 lack of memory, the agent stays. The episode ends when nothing more need leave, or in a dead end: kernel p cannot start
-and nothing can leave. The reward of a step is the change in simulated time of the plan so far over the ideal time,
-negated, with the limit enforced up to the position: rewards sum to −overhead. README.md says why. Read on in
-``Walk.step``. Choices where the paper is silent:
+and nothing can leave. README.md says why, and what the rewards are. Read on in ``Walk.step``. This is the definition;
+compiled_walk.py is the same for many walks. Choices where the paper is silent:
 
 1. A wrapping gap of a persistent tensor is open at position 0; its swap-out does not hold the agent.
 2. Rounding up holds the agent, not the copy engine: an offload starts as soon as the engine is free and its gap open.
@@ -21,11 +20,17 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.graph import NOTHING, OFFLOAD, REMOVE, build_graph
+from envs.clock import Clock
+from envs.graph import AHEAD, FEATURES, NOTHING, OFFLOAD, PRESSURE, QUEUE, RELIEF, REMOVE, STUCK, VALID, build_graph
 from simulator import Engine, Machine, Plan, Program
 from simulator.compiled.encoding import RECOMPUTE, SWAP, decisions_of
+from simulator.schedule import lower
 
 DEAD_END_REWARD = -10.0  # more than ten iterations lost: below any plan worth having
+REWARDS = ("paper", "causal")
+# Ways to take an action. An offload: the copy is issued as the gap opens, or at once after the last write. A removal:
+# recomputed at the next use, or so and its chain stays (``keep``), or as early as it fits (``at``).
+PLAIN, COPY, KEEP, EARLY = 0, 1, 1, 2
 
 
 class Task:
@@ -46,6 +51,7 @@ class Task:
         self.program, self.machine, self.limit, self.mode = program, machine, int(limit), mode
         self.graph = build_graph(program, machine, self.limit, min_bytes, mode)
         self.engine = Engine(program, machine, self.limit)
+        self.forms = 2 if mode == "swap" else 3  # ways to take an action
         self.ideal_ns = max(1, program.ideal_ns)
         gaps = np.array(self.graph.gaps, np.int64).reshape(-1, 3)
         self.tensor, self.after, self.before = gaps.T
@@ -54,6 +60,8 @@ class Task:
         self.duration_ns = np.diff(self.start_ns).astype(np.float64)
         self.nbytes = np.array([program.tensors[t].nbytes for t in self.tensor], np.int64)
         self.d2h_ns = np.array([machine.d2h_ns(program.tensors[t].nbytes) for t in self.tensor], np.int64)
+        self.h2d_ns = np.array([machine.h2d_ns(program.tensors[t].nbytes) for t in self.tensor], np.int64)
+        self.copy_at, self.first_since = self._copies()
         self.offloads = np.flatnonzero(self.graph.action_kind == OFFLOAD)
         self.offload_gap = self.graph.action_gap[self.offloads]
         self.removals = np.flatnonzero(self.graph.action_kind == REMOVE)
@@ -65,6 +73,19 @@ class Task:
         self.live_bytes = np.array(program.live_bytes, np.int64)
         self.host_is_short = sum(program.tensors[t].nbytes for t in set(self.tensor.tolist())) > machine.host_bytes
 
+    def _copies(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(G,) the last write before the kernel that opens the gap, in this iteration, or -1; and the first of the gaps
+        since then, which are the tensor's before this one."""
+        copy_at = np.full(len(self.tensor), -1, np.int64)
+        first_since = np.arange(len(self.tensor))
+        for g, (t, after) in enumerate(zip(self.tensor.tolist(), self.after.tolist(), strict=True)):
+            written = [k for k in self.program.writes[t] if k <= after]
+            if written and written[-1] < after:
+                copy_at[g] = written[-1]
+                while (f := first_since[g] - 1) >= 0 and self.tensor[f] == t and self.before[f] > written[-1]:
+                    first_since[g] = f
+        return copy_at, first_since
+
 
 class Step(NamedTuple):
     """The result of one action."""
@@ -75,10 +96,20 @@ class Step(NamedTuple):
 
 
 class Walk:
-    """The state of one episode."""
+    """The state of one episode.
 
-    def __init__(self, task: Task):
-        self.task = task
+    Args:
+        reward: "paper": the change in simulated time of the plan so far, with the limit enforced up to the position;
+            "causal": what the clock of the present iteration (clock.py) has waited, and what runs again.
+
+    Raises:
+        ValueError: unknown reward.
+    """
+
+    def __init__(self, task: Task, reward: str = "paper"):
+        if reward not in REWARDS:
+            raise ValueError(f"reward: expected {' or '.join(map(repr, REWARDS))}, got {reward!r}")
+        self.task, self._causal = task, reward == "causal"
         self._rows = np.zeros((len(task.graph.gaps), 6), np.int64)
         self.reset()
 
@@ -94,6 +125,9 @@ class Walk:
         self.done = bool((self.need <= task.limit).all())
         self.dead_end = False
         self.host_left = task.machine.host_bytes
+        if self._causal:
+            self.clock = Clock(task)
+            self.rerun_ns = 0
         self._refresh()
 
     @property
@@ -134,6 +168,33 @@ class Walk:
         """(N,) which nodes are actions that may be taken now; after the end, only do nothing. Do not write to it."""
         return self._mask
 
+    def form_masks(self) -> NDArray[np.bool_]:
+        """(forms, N) which actions may be taken now in which form; row 0 is ``mask``.
+
+        A copy after the last write has to be of what is there still, and in this iteration. ``keep`` is always
+        possible; an earlier recomputation where there is a kernel that does not fit, and then one before the use.
+        """
+        task = self.task
+        masks = np.zeros((task.forms, len(task.graph)), np.bool_)
+        masks[PLAIN] = self._mask
+        for node, g in zip(task.offloads, task.offload_gap, strict=True):
+            stayed = (self.taken[task.first_since[g] : g] < 0).all() and (
+                not task.wraps[g] or (self.position == 0 and task.first_since[g] == g)
+            )
+            masks[COPY, node] = self._mask[node] and task.copy_at[g] >= 0 and stayed
+        if task.mode != "swap":
+            for node, g in zip(task.removals, task.removal_gap, strict=True):
+                masks[KEEP, node] = self._mask[node]
+                masks[EARLY, node] = self._mask[node] and self._early(g) >= 0
+        return masks
+
+    def _early(self, g: int) -> int:
+        """The kernel after the last one before the use that does not fit, from the position on; -1: they all do."""
+        before = int(self.task.before[g])
+        over = np.flatnonzero(self.need[self.position : before] > self.task.limit)
+        at = self.position + int(over[-1]) + 1 if len(over) else before
+        return at if at < before else -1
+
     def relief(self) -> NDArray[np.float64]:
         """(G,) share of what is over the limit, in bytes x time by the planned residency, within each gap."""
         task = self.task
@@ -144,34 +205,43 @@ class Walk:
         share: NDArray[np.float64] = inside / max(until[-1], 1.0)
         return share
 
-    def step(self, node: int) -> Step:
-        """Takes the action that a node represents.
+    def step(self, node: int, form: int = PLAIN) -> Step:
+        """Takes the action that a node represents, in one of its forms.
 
         Raises:
             ValueError: the action is not valid now.
         """
-        if self.done or not self._mask[node]:
-            raise ValueError(f"node {node} is not a valid action now")
-        task = self.task
+        if self.done or not (self.form_masks()[form] if form else self._mask)[node]:
+            raise ValueError(f"node {node} is not a valid action now" + (f" in form {form}" if form else ""))
+        task, p = self.task, self.position
         kind, g = int(task.graph.action_kind[node]), int(task.graph.action_gap[node])
         if kind == NOTHING:
-            self.position = min(int(task.next_opening[self.position]), self.stuck_at)
+            self.position = min(int(task.next_opening[p]), self.stuck_at)
         elif kind == OFFLOAD:
-            self._offload(g)
+            self._offload(g, int(task.copy_at[g]) if form == COPY else -1)
         else:
-            self._remove(g)
+            self._remove(g, int(form == KEEP), self._early(g) if form == EARLY else -1)
         if kind != NOTHING:
             self.taken[g] = kind
             if task.host_is_short:
                 self.host_left = task.machine.host_bytes - task.engine.on_host(self.rows)
             self.need = task.engine.residency(self.rows)
         self.done = bool((self.need <= task.limit).all())
-        until = None if self.done else self.position
-        score = task.engine.score(self.rows, until)
+        if self._causal:
+            self.clock.run(p, self.position, self.need, self.taken == OFFLOAD)
+            if kind != NOTHING:
+                again = lower(task.program, self.plan()).steps if (self.taken == REMOVE).any() else ()
+                self.rerun_ns = sum(task.program.kernels[s.kernel].duration_ns for s in again if s.rerun)
         reward = 0.0
-        if score.feasible:
-            reward = (self.iteration_ns - score.iteration_ns) / task.ideal_ns
-            self.iteration_ns = score.iteration_ns
+        if self._causal and not self.done:
+            lasts = task.program.ideal_ns + self.clock.stall_ns(self.position) + self.rerun_ns
+            feasible = True
+        else:
+            score = task.engine.score(self.rows, None if self.done else self.position)
+            lasts, feasible = score.iteration_ns, score.feasible
+        if feasible:
+            reward = (self.iteration_ns - lasts) / task.ideal_ns
+            self.iteration_ns = lasts
         elif self.done:  # its iterations never repeat (rule 10)
             self.dead_end = True
         self._refresh()
@@ -179,22 +249,29 @@ class Walk:
             reward += DEAD_END_REWARD
         return Step(reward, self.done, self.dead_end)
 
-    def _add(self, kind: int, g: int, after: int, extra: int) -> None:
-        self._rows[self.count] = kind, self.task.tensor[g], after, self.task.before[g], extra, -1
+    def _add(self, kind: int, g: int, after: int, extra: int, when: int) -> None:
+        self._rows[self.count] = kind, self.task.tensor[g], after, self.task.before[g], extra, when
         self.count += 1
 
-    def _offload(self, g: int) -> None:
+    def _offload(self, g: int, copy: int) -> None:
+        """Args: copy: the kernel at whose end the copy is issued; -1: as the memory is given up."""
         task, p = self.task, self.position
         duration = int(task.d2h_ns[g])
         if task.wraps[g] and p == 0:
-            begin = int(task.start_ns[task.after[g] + 1]) - task.program.ideal_ns
+            issued = int(task.after[g]) if copy < 0 else copy
+            begin = int(task.start_ns[issued + 1]) - task.program.ideal_ns
             self.free_ns = max(self.free_ns, begin) + duration
-            self._add(SWAP, g, int(task.after[g]), -1)
+            self._add(SWAP, g, int(task.after[g]), -1, copy)
+            if self._causal:
+                self.clock.offload(g, issued, before_iteration=True)
             return
         queued = int(np.searchsorted(task.start_ns, self.free_ns, side="right")) - 2
         after = max(min(p - 1, queued), 0 if task.wraps[g] else int(task.after[g]))
-        end = max(self.free_ns, int(task.start_ns[after + 1])) + duration
-        self._add(SWAP, g, after, -1)
+        issued = after if copy < 0 else copy
+        end = max(self.free_ns, int(task.start_ns[issued + 1])) + duration
+        self._add(SWAP, g, after, -1, copy)
+        if self._causal:
+            self.clock.offload(g, issued, before_iteration=False)
         if self.stuck_at == p:  # kernel p waits for this very transfer
             self.free_ns = int(task.start_ns[p])
             return
@@ -202,8 +279,30 @@ class Walk:
         self.free_ns = min(end, int(task.start_ns[self.stuck_at]))
         self.position = max(p, reached)
 
-    def _remove(self, g: int) -> None:
+    def _remove(self, g: int, keep: int, at: int) -> None:
         task, p = self.task, self.position
-        self._add(RECOMPUTE, g, max(p - 1, int(task.after[g])), 0)
+        self._add(RECOMPUTE, g, max(p - 1, int(task.after[g])), keep, at)
         if self.stuck_at != p:
             self.position = min(int(task.next_opening[p]), self.stuck_at)
+
+
+def dynamic_features(walk: Walk, out: NDArray[np.float32]) -> None:
+    """Writes the columns of the moment of the node features, (N, FEATURES) or (N, OBSERVED), of the walk's present
+    state."""
+    task, graph = walk.task, walk.task.graph
+    n, p = len(graph), min(walk.position, len(walk.need) - 1)
+    acts = graph.action_gap >= 0
+    out[:n, VALID] = walk.mask()
+    out[:n, VALID][acts] -= walk.taken[graph.action_gap[acts]] == graph.action_kind[acts]
+    out[:n, RELIEF][acts] = walk.relief()[graph.action_gap[acts]]
+    out[:n, AHEAD] = (task.start_ns[graph.kernel] - task.start_ns[p]) / task.ideal_ns
+    if out.shape[1] > FEATURES:
+        out[:n, PRESSURE] = (walk.need[graph.kernel] - task.limit) * (1 / task.limit)
+        out[:n, QUEUE] = max(0, walk.free_ns - int(task.start_ns[p])) / task.ideal_ns
+        never = walk.stuck_at == len(walk.need)
+        out[:n, STUCK] = 1.0 if never else (task.start_ns[walk.stuck_at] - task.start_ns[p]) / task.ideal_ns
+
+
+def current_node(walk: Walk) -> int:
+    """The node under execution: the last operation that has begun at the walk's position."""
+    return max(0, int(np.searchsorted(walk.task.graph.kernel, walk.position, side="left")) - 1)

@@ -1,13 +1,14 @@
-"""The speed of simulator, capture, environment and allocators, on one core but for ``scores_speedup``. Prints one JSON
-object and nothing else.
+"""The speed of simulator, capture, environment and allocators, on one core but for ``scores_speedup`` and batches of
+environments. Prints one JSON object and nothing else.
 
     python -m experiments.bench
 
 Its keys (experiments/README.md says how each is measured): ``simulate_us``, ``simulate_all_us``, ``speedup_vs_simpy``,
 ``speedup_vs_reference``, ``plan_us``, ``plan_speedup_vs_simpy``, ``plan_speedup_vs_reference``, ``search_calls_per_s``,
-``scores_speedup``, ``capture_s``, ``home_search_s``, ``home_call_us``, ``env_steps_per_s``, ``smartpool_s``,
-``smartpool_ratio``, ``portfolio_ratio``, ``optimal_s``, ``optimal_ratio``; ``home_paper_…`` is Table 3 of HOME. The
-engine, the SimPy model and the reference must agree on the iteration to the nanosecond, or there is no number.
+``scores_speedup``, ``capture_s``, ``home_search_s``, ``home_call_us``, ``env_steps_per_s``, ``cartpole_steps_per_s``,
+``smartpool_s``, ``smartpool_ratio``, ``portfolio_ratio``, ``optimal_s``, ``optimal_ratio``; ``home_paper_…`` is Table 3
+of HOME. The engine, the SimPy model and the reference must agree on the iteration to the nanosecond, or there is no
+number.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ HOME_PAPER = {
 def main(cfg: DictConfig) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     machine = cli.machine(cfg)
-    calls, steps = cli.integer(cfg, "calls", 1), cli.integer(cfg, "env_steps", 1)
+    calls = cli.integer(cfg, "calls", 1)
     min_bytes = cli.integer(cfg, "min_bytes")
     blocks = [int(n) for n in cli.values(cfg, "blocks")]
     perfect_blocks, pack_seconds = cli.integer(cfg, "perfect_blocks", 1), float(cfg.pack_seconds)
@@ -68,7 +69,11 @@ def main(cfg: DictConfig) -> None:
             found[key][name] = value
     found |= HOME_PAPER
     found |= plans(cli.plain(cfg)["plans"], programs, machine, calls, cli.integer(cfg, "plan_calls", 20), seed)
-    found["env_steps_per_s"] = round(environment(next(iter(programs.values())), machine, steps, seed))
+    env = str(cfg.env.workload)
+    if env not in programs:
+        programs[env] = capture(env, machine, 1)[1]
+    walks, steps = cli.integer(cfg, "env.num_envs", 1), cli.integer(cfg, "env.steps", 1)
+    found |= environment(programs[env], machine, float(cfg.env.limit), walks, steps, seed)
     found |= packing(blocks, perfect_blocks, pack_seconds, seed)
     print(json.dumps(found, indent=1))
 

@@ -6,6 +6,7 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from agents.search.local_search import Moves, anneal
 from experiments.benchmarks import simpy_model
 from simulator import Plan, Swap, reference
 from simulator.compiled.engine import Engine, rows_of
+from simulator.compiled.jit import jit
 from simulator.machine import Machine
 from simulator.program import Gap, Program
 from simulator.schedule import lower
@@ -115,28 +117,72 @@ def home_search(
     return {"home_search_s": round(seconds, 3), "home_call_us": round(seconds / planner.simulator_calls * 1e6, 2)}
 
 
-def environment(program: Program, machine: Machine, steps: int, seed: int) -> float:
-    """Steps a second of GpuMemory-v0 under random valid actions, resets included."""
+@jit
+def pick_valid(masks, draws, chosen):  # type: ignore[no-untyped-def]
+    """A random valid action of each mask, by a draw from [0, 1) each."""
+    for i in range(masks.shape[0]):
+        left = int(draws[i] * masks[i].sum())
+        for node in range(masks.shape[1]):
+            if masks[i, node]:
+                if left == 0:
+                    chosen[i] = node
+                left -= 1
+
+
+def environment(
+    program: Program, machine: Machine, limit: float, num_envs: int, steps: int, seed: int
+) -> dict[str, dict[str, int]]:
+    """Steps a second of GpuMemory-v0 under random valid actions, resets included and drawing not; the best of five.
+
+    Beside it Gymnasium's CartPole: one, as many in a SyncVectorEnv, and as many in its vector environment in NumPy.
+
+    Args:
+        num_envs: walks in a batch.
+        steps: of each timing, in all.
+    """
     import gymnasium
 
     import envs  # registers GpuMemory-v0
 
     assert envs
-    env = gymnasium.make("GpuMemory-v0", program=program, machine=machine, limit=0.65)
-    generator = np.random.default_rng(seed)
+    task: dict[str, Any] = {"program": program, "machine": machine, "limit": limit}
+    rates: dict[str, int] = {}
+    for name, reward, copy in (
+        ("paper", "paper", False), ("paper_copied", "paper", True), ("causal", "causal", False),
+        ("causal_copied", "causal", True),
+    ):  # fmt: skip
+        env = gymnasium.make("GpuMemory-v0", **task, reward=reward, copy=copy)
+        rates[f"single_{name}"] = steps_per_s(env.unwrapped, 1, max(1, steps // 20), seed)
+        vector = gymnasium.make_vec("GpuMemory-v0", num_envs, "vector_entry_point", **task, reward=reward, copy=copy)
+        rates[f"batch_{name}"] = steps_per_s(vector, num_envs, steps, seed)
+    pole = {
+        "single": steps_per_s(gymnasium.make("CartPole-v1").unwrapped, 1, max(1, steps // 20), seed),
+        "sync": steps_per_s(gymnasium.make_vec("CartPole-v1", num_envs, "sync"), num_envs, steps, seed),
+        "numpy": steps_per_s(gymnasium.make_vec("CartPole-v1", num_envs, "vector_entry_point"), num_envs, steps, seed),
+    }
+    return {"env_steps_per_s": rates, "cartpole_steps_per_s": pole}
 
-    def play(n: int) -> None:
-        _, info = env.reset(seed=seed)
-        for _ in range(n):
-            action = int(generator.choice(np.flatnonzero(info["action_mask"])))
+
+def steps_per_s(env: Any, num_envs: int, steps: int, seed: int) -> int:
+    """Of an environment, or a vector environment that begins episodes anew by itself."""
+    vector, generator = hasattr(env, "num_envs"), np.random.default_rng(seed)
+    _, info = env.reset(seed=seed)
+    chosen, best = np.zeros(num_envs, np.int64), 0.0
+    for _ in range(5):
+        spent = 0.0
+        for _ in range(max(1, steps // num_envs)):
+            if "action_mask" in info:
+                pick_valid(info["action_mask"].reshape(num_envs, -1), generator.random(num_envs), chosen)
+            else:
+                chosen = generator.integers(0, 2, num_envs)
+            action = chosen if vector else int(chosen[0])
+            start = time.perf_counter()
             _, _, terminated, truncated, info = env.step(action)
-            if terminated or truncated:
+            if not vector and (terminated or truncated):
                 _, info = env.reset()
-
-    play(10)  # compiles
-    start = time.perf_counter()
-    play(steps)
-    return steps / (time.perf_counter() - start)
+            spent += time.perf_counter() - start
+        best = max(best, max(1, steps // num_envs) * num_envs / spent)
+    return round(best)
 
 
 def median_s(call: Callable[[], object], repeats: int) -> float:

@@ -12,7 +12,7 @@ import copy
 import multiprocessing
 import os
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import NamedTuple
@@ -66,6 +66,15 @@ class Scores(NamedTuple):
     required_bytes: Ints
     peak_bytes: Ints
     period: Ints
+
+
+class Tables(NamedTuple):
+    """What ``score_plans`` reads of a program, a machine and a limit: its arguments of these names."""
+
+    kernels: Ints
+    tensors: Ints
+    graph: Ints
+    settings: Ints
 
 
 class _Work:
@@ -161,6 +170,11 @@ class Engine:
     def _new_work(self) -> _Work:
         return _Work(len(self.program.kernels), len(self.program.tensors), int(self._settings[MAX_ITERATIONS]))
 
+    @property
+    def tables(self) -> Tables:
+        """For compiled code that calls ``score_plans`` itself; not to be written to."""
+        return Tables(self._kernels, self._tensors, self._graph, self._settings)
+
     def with_variants(self, variants: Sequence[tuple[int, int]]) -> Engine:
         """This engine for the program as it runs under a plan's ``variants``; its calls are counted anew.
 
@@ -230,10 +244,7 @@ class Engine:
                 self._run(work, rows, ends[begins[i] : begins[i + 1] + 1], results[begins[i] : begins[i + 1]])
             self._idle.append(work)
 
-        others = [_threads(os.getpid()).submit(run) for _ in range(threads - 1)]
-        run()
-        for other in others:
-            other.result()
+        side_by_side([run] * max(threads, 1))
         status, ns, required, peak, period = results.T
         feasible = (status == DONE) & (period > 0)
         return Scores(feasible, np.where(feasible, ns, NEVER), required, np.where(status == DONE, peak, 0),
@@ -386,6 +397,14 @@ def cores() -> int:
     if multiprocessing.parent_process() is not None:
         return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def side_by_side(runs: Sequence[Callable[[], None]]) -> None:
+    """Calls the first here, the others on threads of this process, and waits for all."""
+    others = [_threads(os.getpid()).submit(run) for run in runs[1:]]
+    runs[0]()
+    for other in others:
+        other.result()
 
 
 @cache

@@ -1,6 +1,9 @@
 """The environment: the checkers of two libraries, rewards that add up, a mask that never lies."""
 
+import copy
+import pickle
 import warnings
+from dataclasses import replace
 from functools import partial
 
 import gymnasium
@@ -8,6 +11,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.utils.env_checker import check_env
+from gymnasium.vector import AutoresetMode
 from hypothesis import given, settings, strategies as st
 from stable_baselines3.common.env_checker import check_env as sb3_check_env
 
@@ -15,16 +19,21 @@ import envs
 from envs.memory_env import limit_bytes, small_task
 from envs.walk import DEAD_END_REWARD
 from simulator import Machine, OutOfMemory, Program, Tensor, simulate
+from tests.envs.test_walk import RING
 from tests.strategies import machines, networks, programs, reachable_limits
 from tests.tiny import LIMIT, MACHINE, PROGRAM
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute", "joint"])
-def test_checkers(mode):
+@pytest.mark.parametrize("reward", ["paper", "causal"])
+@pytest.mark.parametrize("invalid", ["end", "ignore"])
+@pytest.mark.parametrize("actions", ["paper", "full"])
+def test_checkers(mode, reward, invalid, actions):
+    arguments = {"mode": mode, "reward": reward, "invalid": invalid, "actions": actions, "limit": [0.6, 0.8]}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # unbounded features are meant
-        check_env(gymnasium.make("GpuMemory-v0", mode=mode).unwrapped, skip_render_check=True)
-        sb3_check_env(gymnasium.make("GpuMemory-v0", mode=mode).unwrapped)
+        check_env(gymnasium.make("GpuMemory-v0", **arguments).unwrapped, skip_render_check=True)
+        sb3_check_env(gymnasium.make("GpuMemory-v0", **arguments).unwrapped)
 
 
 def test_what_is_shown_of_the_moment():
@@ -37,8 +46,11 @@ def test_what_is_shown_of_the_moment():
     validity, relief = np.zeros(16), np.zeros(16)
     validity[0] = 1
     relief[[2, 5, 9]], relief[[7, 8]] = 1, 950 / 1050
+    need = np.array(PROGRAM.live_bytes)
     assert (first["nodes"][:, :5] == env.tasks[0].graph.features).all()
-    assert first["nodes"][:, 5:].T == pytest.approx(np.array([validity, relief, start[kernel] / 120]), rel=1e-6)
+    # Nothing is in the queue; kernel 3, which begins at 30, is the first that does not fit.
+    moment = [validity, relief, start[kernel] / 120, (need[kernel] - 145) / 145, np.zeros(16), np.full(16, 30 / 120)]
+    assert first["nodes"][:, 5:].T == pytest.approx(np.array(moment), rel=1e-6)
     assert (first["current"].tolist(), first["program"].tolist()) == ([0], [0])
     assert info.keys() == {"action_mask", "overhead", "iteration_ns", "feasible"}
     assert (info["overhead"], info["iteration_ns"], info["feasible"]) == (0, 120, False)
@@ -46,28 +58,113 @@ def test_what_is_shown_of_the_moment():
     then, reward, *_ = env.step(2)  # w leaves; it is away in all of what is over: 15 bytes x 10 ns and 25 x 20
     validity[[5, 9]], validity[2] = 1, -1
     relief[[7, 8]] = 1
-    assert then["nodes"][:, 5:].T == pytest.approx(np.array([validity, relief, (start[kernel] - 20) / 120]), rel=1e-6)
+    need[1:7] -= 10  # in 3 and 4 there are 160 and 170 still
+    moment = [
+        validity,
+        relief,
+        (start[kernel] - 20) / 120,
+        (need[kernel] - 145) / 145,
+        np.zeros(16),
+        np.full(16, 10 / 120),
+    ]
+    assert then["nodes"][:, 5:].T == pytest.approx(np.array(moment), rel=1e-6)
     assert then["current"] == 6 and then["action_mask"].tolist() == (validity == 1).tolist() and reward == 0
     # f1 again, and nothing else: 110 and 130 bytes remain.
     _, reward, terminated, truncated, info = env.step(9)
     assert (reward, terminated, truncated, info["feasible"]) == (pytest.approx(-10 / 120), True, False, True)
     assert (info["iteration_ns"], info["overhead"]) == (130, pytest.approx(10 / 120))
+    # Had a1 left instead, nothing would be stuck, either.
+    env.reset(seed=0)
+    env.step(0)
+    env.step(2)
+    assert (env.step(5)[0]["nodes"][:, 10] == 1).all()
+
+
+def test_the_copy_queue_is_shown():
+    """v and w of test_walk.py leave until 20 in the iteration before and this one, of 50; kernel 0 does not fit yet."""
+    env = envs.MemoryEnv(RING, MACHINE, 50, min_bytes=1, mode="swap")
+    first, _ = env.reset(seed=0)
+    assert not first["nodes"][:, 9:].any()
+    for node, queue in zip(np.flatnonzero(first["action_mask"]), (0, 20), strict=True):
+        assert (env.step(node)[0]["nodes"][:, 9] == np.float32(queue / 50)).all()
 
 
 def test_an_invalid_action_ends_the_episode():
     env = envs.MemoryEnv(PROGRAM, MACHINE, LIMIT, min_bytes=1)
     env.reset(seed=0)
-    _, reward, terminated, truncated, info = env.step(2)
-    assert (reward, terminated, truncated, info["invalid"]) == (DEAD_END_REWARD, True, False, True)
+    for action in (2, 16, -1):  # closed, none, none
+        _, reward, terminated, truncated, info = env.step(action)
+        assert (reward, terminated, truncated, info["invalid"]) == (DEAD_END_REWARD, True, False, True)
     env = envs.MemoryEnv(PROGRAM, MACHINE, 1.0, min_bytes=1)  # nothing need leave
     env.reset(seed=0)
     _, reward, terminated, truncated, info = env.step(0)
     assert (reward, terminated, truncated, info["feasible"]) == (0.0, True, False, True)
 
 
+def test_an_invalid_action_may_be_ignored():
+    """It changes nothing: the episode goes on as if it had not been taken."""
+    env, other = (
+        envs.MemoryEnv(PROGRAM, MACHINE, LIMIT, min_bytes=1, invalid=invalid) for invalid in ("ignore", "end")
+    )
+    first, _ = env.reset(seed=0)
+    other.reset(seed=0)
+    for action in (2, 16, -1):
+        observation, reward, terminated, truncated, info = env.step(action)
+        assert (reward, terminated, truncated, info["invalid"]) == (0.0, False, False, True)
+        assert all((observation[key] == first[key]).all() for key in first)
+    assert "invalid" not in env.step(0)[4]
+    other.step(0)
+    for ours, theirs in zip(env.step(2)[:4], other.step(2)[:4], strict=True):
+        if isinstance(ours, dict):
+            assert all((ours[key] == theirs[key]).all() for key in ours)
+        else:
+            assert ours == theirs
+
+
+def test_what_is_returned_is_shared_only_where_it_is_asked_for():
+    for copied in (True, False):
+        env = envs.MemoryEnv(limit=0.6, copy=copied)
+        vector = envs.MemoryVectorEnv(2, limit=0.6, copy=copied)
+        for one in (env, vector):
+            first, info = one.reset(seed=0)
+            kept = {key: value.copy() for key, value in first.items()}
+            then, _, _, _, later = one.step(0 if one is env else np.zeros(2, np.int64))
+            assert all(np.shares_memory(first[key], then[key]) != copied for key in first)
+            assert np.shares_memory(info["action_mask"], later["action_mask"]) != copied
+            assert all((first[key] == kept[key]).all() for key in first) == copied
+            assert not all((then[key] == kept[key]).all() for key in then)
+
+
+def test_what_is_kept_is_not_written_to_again():
+    """Memory of observations that nobody has is used again; what anybody has, by a view of it, stays as it is."""
+    vector = envs.MemoryVectorEnv(3, limit=0.6)
+    observation, info = vector.reset(seed=0)
+    rng, kept, addresses = np.random.default_rng(0), [], set()
+    for step in range(40):
+        chosen = np.array([rng.choice(np.flatnonzero(mask)) for mask in info["action_mask"]])
+        observation, *_, info = vector.step(chosen)
+        addresses.add(observation["nodes"].ctypes.data)
+        if step % 5 == 0:
+            kept.append((observation["nodes"][1, 2:].T, observation["nodes"][1, 2:].T.copy()))
+    assert all((view == value).all() for view, value in kept)
+    assert len({view.ctypes.data for view, _ in kept}) == len(kept) <= len(addresses) < 20
+
+
+@pytest.mark.parametrize("make", [envs.MemoryEnv, partial(envs.MemoryVectorEnv, 1)])
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda env: pickle.loads(pickle.dumps(env))])
+def test_a_copy_goes_on_by_itself(make, again):
+    env = make(limit=0.6)
+    _, info = env.reset(seed=0)
+    node = np.flatnonzero(info["action_mask"])[:1]
+    other = again(env)
+    ours, theirs = (one.step(node if one.metadata.get("autoreset_mode") else node[0]) for one in (env, other))
+    assert ours[1] == theirs[1] and all((ours[0][key] == theirs[0][key]).all() for key in ours[0])
+    assert theirs[0]["current"] > 0
+
+
 def space(nodes: int, tasks: int) -> spaces.Dict:
     return spaces.Dict({
-        "nodes": spaces.Box(-np.inf, np.inf, (nodes, 8), np.float32),
+        "nodes": spaces.Box(-np.inf, np.inf, (nodes, 11), np.float32),
         "action_mask": spaces.Box(0, 1, (nodes,), np.int8),
         "current": spaces.Box(0, nodes - 1, (1,), np.int64),
         "program": spaces.Box(0, tasks, (1,), np.int64),
@@ -168,45 +265,91 @@ def assert_same(observation: dict, i: int, expected: dict) -> None:
         assert (observation[key][i] == expected[key]).all(), key
 
 
-def test_vector_env_is_many_envs():
-    """Action by action, through the ends of episodes: the step after one begins the next, whatever its action is.
+def assert_infos_are_alike(ours: dict, theirs: dict, size: int) -> None:
+    """Ours has every key in every step; theirs says by ``_key`` in which environments it counts."""
+    for key, value in theirs.items():
+        if key.startswith("_"):
+            continue
+        counts = theirs.get(f"_{key}", np.ones(size, np.bool_))
+        if key == "final_obs":
+            assert (ours["_final_obs"] == counts).all()
+            for i in np.flatnonzero(counts):
+                assert_same({name: part[None] for name, part in ours[key][i].items()}, 0, value[i])
+            assert all(ours[key][i] is None for i in np.flatnonzero(~counts))
+        elif key == "final_info":
+            assert (ours["_final_info"] == counts).all()
+            assert_infos_are_alike(ours[key], value, size)
+        else:
+            assert (np.asarray(ours[key])[counts] == value[counts]).all(), key
+    assert (ours.get("invalid", np.zeros(size)) == theirs.get("invalid", np.zeros(size))).all()
 
-    Programs of two lengths, limits at which something must leave and one at which nothing must; random actions, now and
-    then an invalid one.
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+@pytest.mark.parametrize("reward", ["paper", "causal"])
+def test_vector_env_is_gymnasiums_of_many_envs(mode, reward):
+    """Action by action, through the ends of episodes, under the same seeds, in every autoreset mode.
+
+    Programs of two lengths, two machines, limits at which something must leave and one at which nothing must; random
+    actions, now and then an invalid one.
     """
     program, machine = small_task()
     shorter = Program("shorter", program.tensors, program.kernels[:-2])
-    arguments = {"program": [program, shorter], "machine": machine, "limit": [0.6, 0.8, 1.0]}
-    vector = gymnasium.make_vec("GpuMemory-v0", num_envs=3, vectorization_mode="vector_entry_point", **arguments)
-    singles = [gymnasium.make("GpuMemory-v0", **arguments).unwrapped for _ in range(3)]
-    observation, info = vector.reset(seed=0)
-    for i, single in enumerate(singles):
-        assert_same(observation, i, single.reset(options={"task": observation["program"][i, 0]})[0])
+    arguments = {"program": [program, shorter], "machine": [machine, replace(machine, d2h_bytes_per_s=6 * 10**9)],
+                 "limit": [0.6, 0.8, 1.0], "reward": reward, "actions": "full"}  # fmt: skip
+    kwargs = {"num_envs": 3, **arguments, "autoreset_mode": mode}
+    vector = gymnasium.make_vec("GpuMemory-v0", vectorization_mode="vector_entry_point", **kwargs)
+    assert isinstance(vector, envs.MemoryVectorEnv) and vector.metadata["autoreset_mode"] == mode
+    peer = gymnasium.vector.SyncVectorEnv([lambda: envs.MemoryEnv(**arguments)] * 3, autoreset_mode=mode)
+    assert (vector.single_action_space, vector.observation_space) == (peer.single_action_space, peer.observation_space)
+    observation, info = vector.reset(seed=7)
+    expected, its_info = peer.reset(seed=7)
+    assert_all_same(observation, expected)
     rng = np.random.default_rng(0)
-    ended = np.zeros(3, bool)
     ends, rewards, tasks = [], [], set()
     for step in range(300):
         valid = observation["action_mask"]
-        actions = [int(rng.choice(np.flatnonzero(valid[i] != (rng.random() < 0.02)))) for i in range(3)]
-        observation, reward, terminated, truncated, info = vector.step(np.array(actions))
-        assert not truncated.any() and (info["action_mask"] == observation["action_mask"]).all()
-        for i, (single, action) in enumerate(zip(singles, actions, strict=True)):
-            if ended[i]:
-                task = observation["program"][i, 0]
-                tasks.add(int(task))
-                expected, its_info = single.reset(options={"task": task})
-                its_reward, its_end = 0.0, False
-            else:
-                expected, its_reward, its_end, its_stop, its_info = single.step(action)
-                assert not its_stop
-            assert_same(observation, i, expected)
-            assert (reward[i], terminated[i]) == (its_reward, its_end)
-            assert (info["overhead"][i], info["feasible"][i]) == (its_info["overhead"], its_info["feasible"])
+        actions = np.array([rng.choice(np.flatnonzero(valid[i] != (rng.random() < 0.02))) for i in range(3)])
+        observation, reward, terminated, truncated, info = vector.step(actions)
+        expected, its_reward, its_end, its_stop, its_info = peer.step(actions)
+        assert_all_same(observation, expected)
+        assert (reward == its_reward).all() and (terminated == its_end).all() and not truncated.any()
+        assert not its_stop.any() and (info["action_mask"] == observation["action_mask"]).all()
+        assert_infos_are_alike(info, its_info, 3)
         ends += [(step, i) for i in np.flatnonzero(terminated)]
         rewards += reward.tolist()
-        ended = terminated
+        tasks |= set(observation["program"][:, 0].tolist())
+        if mode == AutoresetMode.DISABLED and terminated.any():
+            with pytest.raises(ValueError, match="episodes that have ended"):
+                vector.step(actions)
+            observation, info = vector.reset(options={"reset_mask": terminated})
+            expected, its_info = peer.reset(options={"reset_mask": terminated.copy()})
+            assert_all_same(observation, expected)
     assert len(ends) > 30 and len({step for step, _ in ends}) > 20  # many, most of them apart
-    assert tasks == set(range(6)) and DEAD_END_REWARD in rewards and min(r for r in rewards if r != DEAD_END_REWARD) < 0
+    assert (
+        tasks == set(range(12)) and DEAD_END_REWARD in rewards and min(r for r in rewards if r != DEAD_END_REWARD) < 0
+    )
+
+
+def test_what_may_be_reset():
+    vector = envs.MemoryVectorEnv(3, limit=[0.6, 0.8])
+    vector.reset(seed=1)
+    vector.step(np.zeros(3, np.int64))
+    mask = np.array([False, True, False])
+    after, _ = vector.reset(options={"reset_mask": mask, "task": 1})
+    assert after["current"][0] > 0 and after["current"][1] == 0 and after["program"][1] == 1
+    for wrong in (np.zeros(3, np.bool_), np.ones(2, np.bool_), np.ones(3)):
+        with pytest.raises(ValueError, match="reset_mask: expected 3 booleans"):
+            vector.reset(options={"reset_mask": wrong})
+    with pytest.raises(ValueError, match="seed: expected 3, got 2"):
+        vector.reset(seed=[1, 2])
+    with pytest.raises(IndexError):
+        vector.reset(options={"task": 2})
+
+
+def assert_all_same(ours: dict, theirs: dict) -> None:
+    assert ours.keys() == theirs.keys()
+    for key in theirs:
+        assert ours[key].dtype == theirs[key].dtype and (ours[key] == theirs[key]).all(), key
 
 
 def test_a_vector_env_takes_the_first_of_several_seeds_and_an_action_for_each_walk():

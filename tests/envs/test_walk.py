@@ -261,3 +261,93 @@ def test_a_gap_over_the_boundary_may_be_entered_behind_it() -> None:
     assert nothing(walk) == 1 and allowed(walk) == {(NOTHING,), (OFFLOAD, U), (OFFLOAD, X)}
     walk.step(node(walk, OFFLOAD, U))
     assert walk.plan().decisions == (Swap(U, 0, 2),) and walk.position == 3
+
+
+# ---------------------------------------------------------------------------------------------- the causal reward
+
+
+def test_the_clock_waits_for_what_leaves_and_for_what_comes_back() -> None:
+    """Under 125 bytes w leaves [10, 20) and a1 [20, 60): kernel 3, which needs 120, waits beside a1 until 60. That is
+    rewarded as the agent passes it; the rest with the last step, when a2 has left, too."""
+    walk = Walk(Task(PROGRAM, MACHINE, 125, 1, "swap"), "causal")
+    assert nothing(walk) == 1
+    assert walk.step(node(walk, OFFLOAD, W)).reward == walk.step(node(walk, OFFLOAD, A1)).reward == 0
+    assert walk.position == 3 and walk.clock.ended[:4].tolist() == [0, 10, 20, 30]
+    assert walk.step(0) == (-30 / 120, False, False)
+    assert walk.position == 4 and walk.clock.ended[4] == 70 and walk.overhead == 30 / 120
+    step = walk.step(node(walk, OFFLOAD, A2))
+    assert walk.clock.out_end.tolist() == [20, 60, 100]  # right behind a1
+    paper = walk_of(limit=125)
+    for taken in (0, node(walk, OFFLOAD, W), node(walk, OFFLOAD, A1), 0, node(walk, OFFLOAD, A2)):
+        paper.step(taken)
+    assert paper.plan() == walk.plan() and walk.overhead == paper.overhead
+    assert step == (pytest.approx(30 / 120 - paper.overhead), True, False)
+
+
+def test_the_clock_waits_for_data() -> None:
+    """v leaves until -10 and comes back [-10, 10), for kernel 1; that waits until 20, when w has left. w comes back for
+    kernel 2 when kernel 1, beside which it does not fit, has ended: [30, 60)."""
+    walk = Walk(Task(RING, MACHINE, 50, 1, "swap"), "causal")
+    walk.step(node(walk, OFFLOAD, V))
+    walk.step(node(walk, OFFLOAD, U))
+    assert walk.clock.out_end.tolist() == [-10, 20, 0]
+    assert nothing(walk) == 1
+    walk.clock.run(1, 3, walk.need, walk.taken == OFFLOAD)
+    assert walk.need.tolist() == [10, 30, 40, 60, 50] and walk.clock.ended[:4].tolist() == [0, 10, 30, 70]
+
+
+def test_what_runs_again_is_paid_at_once() -> None:
+    """f1 again for a1, 10 ns, although nothing has waited yet; w leaves behind it."""
+    walk = Walk(Task(PROGRAM, MACHINE, 139, 1, "joint"), "causal")
+    assert (nothing(walk), nothing(walk)) == (1, 2)
+    assert walk.step(node(walk, REMOVE, A1)) == (-10 / 120, False, False)
+    with pytest.raises(ValueError, match="reward: expected 'paper' or 'causal', got 'both'"):
+        Walk(walk.task, "both")
+
+
+# -------------------------------------------------------------------------------------------------- more of actions
+
+
+def test_a_copy_after_the_last_write() -> None:
+    """a2 is written by kernel 1 and read by kernel 2. Copied from 20 on it has left at 60: f4 waits for 30 ns, and b3
+    for 40 until it is back behind b4, [90, 130). w is written by the last kernel only."""
+    walk = walk_of()
+    for _ in range(3):
+        nothing(walk)
+    masks = walk.form_masks()
+    assert masks.shape == (2, 16) and (masks[0] == walk.mask()).all()
+    a2 = node(walk, OFFLOAD, A2)
+    assert masks[0, 2] and np.flatnonzero(masks[1]).tolist() == [node(walk, OFFLOAD, A1), a2]
+    with pytest.raises(ValueError, match="node 2 is not a valid action now in form 1"):
+        walk.step(node(walk, OFFLOAD, W), 1)
+    assert walk.step(a2, 1) == (pytest.approx(-70 / 120), True, False)
+    assert walk.plan().decisions == (Swap(A2, 2, 5, copy=1),)
+
+
+def test_removals_that_keep_or_come_early() -> None:
+    """Only f4 and b4 do not fit: a1 may be back before b3 already, one kernel before it is used."""
+    for form, decision in ((1, Recompute(A1, 1, 6, keep=True)), (2, Recompute(A1, 1, 6, at=5))):
+        walk = walk_of(mode="joint")
+        assert (nothing(walk), nothing(walk)) == (1, 2)
+        a1 = node(walk, REMOVE, A1)
+        assert [bool(row[a1]) for row in walk.form_masks()] == [True] * 3
+        assert walk.step(a1, form) == (pytest.approx(-10 / 120), True, False)
+        assert walk.plan().decisions == (decision,)
+    # Under 145 bytes b3 does not fit, either, and nothing is earlier than the use.
+    walk = walk_of(limit=145, mode="joint")
+    assert (nothing(walk), nothing(walk)) == (1, 2)
+    assert not walk.form_masks()[2].any()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_copy_is_of_what_has_stayed(first: int) -> None:
+    """t is written by k0 and read by k2 and k4, with a gap before and behind k2; u, of 10 bytes, does for the first.
+    Once t has been away in it, it cannot be copied from k0 on for the second."""
+    program = straight([Tensor("t", 40), Tensor("u", 10)], ((), (0, 1), 10), ((), (), 10, 35), ((0,), (), 10),
+                       ((), (), 10, 40), ((0, 1), (), 10))  # fmt: skip
+    walk = walk_of(program, 79)
+    assert nothing(walk) == 1
+    walk.step(node(walk, OFFLOAD, first, before=4 if first else 2))
+    while walk.position < 3:
+        nothing(walk)
+    assert walk.form_masks()[:, node(walk, OFFLOAD, 0, before=4)].tolist() == [True, bool(first)]

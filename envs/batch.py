@@ -1,0 +1,265 @@
+"""Many walks over many tasks: the arrays of compiled_walk.py, and the threads that step them.
+
+What compiled code does not settle is settled here: more room for what runs again, and what a plan needs of a host that
+is short. Both are rare.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envs import layout
+from envs.compiled_walk import step_walks
+from envs.graph import OBSERVED
+from envs.walk import REWARDS, Task
+from simulator.compiled import encoding
+from simulator.compiled.engine import cores, side_by_side
+from simulator.compiled.event_loop import CHECKS
+
+INVALID = ("end", "ignore")
+ACTIONS = ("paper", "full")
+SHARE = 8  # walks that are worth handing to another thread
+_NONE = np.empty(0, np.int64)
+_ENGINES = Lock()  # a task's engine is for one thread at a time
+
+
+def _references(arrays: list[Any], i: int) -> int:
+    """How many references there are to arrays[i], those made here included."""
+    return sys.getrefcount(arrays[i])
+
+
+_UNUSED = _references([np.empty(0)], 0)  # where nobody has it but the list
+
+
+def one_of(name: str, value: str, known: Sequence[str]) -> str:
+    """The value; raises ValueError unless it is one of ``known``."""
+    if value not in known:
+        raise ValueError(f"{name}: expected {' or '.join(map(repr, known))}, got {value!r}")
+    return value
+
+
+class _Parts:
+    """Arrays one after the other in one; what is the same object is put there once."""
+
+    def __init__(self) -> None:
+        self.parts: list[NDArray[Any]] = []
+        self.size = 0
+        self._known: dict[Any, int] = {}
+
+    def put(self, array: NDArray[Any], key: Any = None) -> int:
+        """Where it begins. key: the same one, the same array."""
+        if key is not None and key in self._known:
+            return self._known[key]
+        at, self.size = self.size, self.size + array.size
+        self.parts.append(np.ascontiguousarray(array).ravel())
+        if key is not None:
+            self._known[key] = at
+        return at
+
+    def joined(self, kind: type) -> NDArray[Any]:
+        return np.concatenate([*self.parts, np.zeros(1, kind)])
+
+
+def _gap_table(task: Task) -> NDArray[np.int64]:
+    table = np.full((layout.GAP_ROWS, len(task.tensor)), -1, np.int64)
+    table[layout.TENSOR], table[layout.AFTER], table[layout.BEFORE] = task.tensor, task.after, task.before
+    table[layout.WRAPS], table[layout.NBYTES] = task.wraps, task.nbytes
+    table[layout.COPY_AT], table[layout.FIRST_SINCE] = task.copy_at, task.first_since
+    table[layout.OFFLOAD_NODE, task.offload_gap] = task.offloads
+    table[layout.REMOVE_NODE, task.removal_gap] = task.removals
+    table[layout.BY_AFTER] = np.lexsort((task.after, task.wraps))
+    table[layout.BY_BEFORE] = np.argsort(task.before, kind="stable")
+    return table
+
+
+class _Work:
+    """What one thread works on."""
+
+    def __init__(self, ints: int, most: int, gaps: int):
+        self.ints = np.zeros(ints, np.int64)
+        self.scratch, self.shares = np.zeros(2 * most), np.zeros(most, np.float32)
+        self.gaps = np.empty(max(gaps, 1), encoding.GAP)
+        self.steps = np.empty((max(256, 2 * gaps), 4), np.int64)
+
+    def arrays(self) -> tuple[NDArray[Any], ...]:
+        """As ``step_walks`` takes them."""
+        return self.ints, self.scratch, self.scratch.view(np.int64), self.shares, self.gaps, self.steps
+
+    def make_steps(self) -> None:
+        """More of them."""
+        self.steps = np.empty((4 * len(self.steps), 4), np.int64)
+
+
+class Batch:
+    """Walks, stepped in one call.
+
+    Attributes, for M walks, N nodes and F forms of an action:
+        nodes: float32 (M, OBSERVED, N); mask: int8 (M, F N); current, task: int64 (M,): what is observed.
+        rewards (M,), terminated, invalid: of the last step. overhead, feasible: of the plans so far.
+
+    Args:
+        tasks: what walks are drawn from.
+        reward, invalid, actions: see memory_env.py.
+        threads: at most; None: one a core.
+
+    Raises:
+        ValueError: an unknown reward, or the like.
+    """
+
+    def __init__(
+        self, tasks: Sequence[Task], walks: int, reward: str = "paper", invalid: str = "end", actions: str = "paper",
+        autoreset: bool = False, threads: int | None = None,
+    ):  # fmt: skip
+        one_of("reward", reward, REWARDS)
+        one_of("invalid", invalid, INVALID)
+        one_of("actions", actions, ACTIONS)
+        self.tasks, self.count = tuple(tasks), walks
+        self.size = max(len(t.graph) for t in tasks)
+        self.forms = max(t.forms for t in tasks) if actions == "full" else 1
+        kernels = max(len(t.program.kernels) for t in tasks)
+        gaps = max(len(t.graph.gaps) for t in tasks)
+        iterations = max(int(t.engine.tables.settings[encoding.MAX_ITERATIONS]) for t in tasks)
+        states = iterations + 1 + 2 * (CHECKS + 1)
+        shared = encoding.BY_SEGMENT * (2 * kernels + 2) + encoding.BY_ROW * (2 * gaps + 1)
+        shared += states * (gaps + 2) + encoding.RESULTS + 2 + encoding.SETTINGS
+        self._tables(shared)
+        offsets = np.cumsum([layout.WALK, kernels + 1, kernels + 1, gaps, gaps, gaps])
+        self.options = np.zeros(layout.OPTIONS, np.int64)
+        self.options[[layout.SHOWN_NODES, layout.FORMS, layout.CAUSAL]] = self.size, self.forms, reward == "causal"
+        self.options[[layout.IGNORE, layout.AUTORESET, layout.TASKS]] = invalid == "ignore", autoreset, len(tasks)
+        self.options[[layout.NEED_AT, layout.ENDED_AT, layout.OUT_END_AT, layout.QUEUE_AT, layout.TAKEN_AT]] = offsets[
+            :-1
+        ]
+        self.options[layout.STATES] = states
+        self.walks = np.zeros((walks, int(offsets[-1])), np.int64)
+        self.walks[:, layout.SEED] = np.random.default_rng().integers(2**63, size=walks)
+        self.rows = np.zeros((walks, max(gaps, 1), encoding.COLUMNS), np.int64)
+        self.nodes = np.zeros((walks, OBSERVED, self.size), np.float32)
+        self.mask = np.zeros((walks, self.forms * self.size), np.int8)
+        self.current = np.zeros(walks, np.int64)
+        self._copies: list[NDArray[np.float32]] = []
+        self.rewards = np.zeros(walks)
+        self.overhead = np.zeros(walks)
+        self.terminated, self.invalid, self.feasible = np.zeros((3, walks), np.bool_)
+        self.touched = np.zeros((walks, max(len(t.program.tensors) for t in tasks)), np.bool_)
+        self._nobody, self._drawn = np.zeros(walks, np.bool_), np.full(walks, -1, np.int64)
+        threads = max(1, min(threads or cores(), walks // SHARE))
+        pieces = min(4 * threads, walks // SHARE) if threads > 1 else 1
+        self._bounds = [(walks * i // pieces, walks * (i + 1) // pieces) for i in range(pieces)]
+        most = max(kernels + 1, self.size, gaps)
+        self._works = [_Work(self._work_size, most, gaps) for _ in range(threads)]
+
+    def _tables(self, shared: int) -> None:
+        """``where``, ``ints`` and ``floats`` of compiled_walk.py. shared: of work, what does not depend on a task."""
+        ints, floats, work = _Parts(), _Parts(), _Parts()
+        work.size = shared
+        self.where = np.zeros((len(self.tasks), layout.WHERE), np.int64)
+        for w, task in zip(self.where, self.tasks, strict=True):
+            tables, graph, program, machine = task.engine.tables, task.graph, id(task.program), task.machine
+            n = len(task.program.kernels)
+            acts = np.flatnonzero(graph.action_gap >= 0)
+            nodes = np.zeros((layout.NODE_ROWS, len(graph)), np.int64)
+            nodes[layout.NODE_KERNEL], nodes[layout.NODE_KIND] = graph.kernel, graph.action_kind
+            nodes[layout.NODE_GAP] = graph.action_gap
+            nodes[layout.ACTIONS, : len(acts)], nodes[layout.ACTION_GAPS, : len(acts)] = acts, graph.action_gap[acts]
+            w[[layout.KERNELS, layout.TENSORS, layout.GAPS]] = n, len(task.program.tensors), len(task.tensor)
+            w[[layout.NODES, layout.LIMIT_BYTES, layout.IDEAL_NS]] = len(graph), task.limit, task.ideal_ns
+            w[[layout.HOST, layout.SHORT]] = machine.host_bytes, task.host_is_short
+            w[layout.KERNELS_AT] = ints.put(tables.kernels, ("kernels", program))
+            w[layout.TENSORS_AT] = ints.put(tables.tensors, ("tensors", program, id(machine)))
+            w[layout.GRAPH_AT] = ints.put(tables.graph, ("graph", program))
+            w[layout.GRAPH_END] = w[layout.GRAPH_AT] + tables.graph.size
+            w[layout.SETTINGS_AT] = ints.put(tables.settings)
+            w[layout.OPENING_AT] = ints.put(task.next_opening)
+            w[layout.GAPS_AT] = ints.put(_gap_table(task))
+            w[layout.NODES_AT] = ints.put(nodes)
+            w[layout.NODE_AT] = ints.put(np.maximum(0, np.searchsorted(graph.kernel, np.arange(n + 1)) - 1))
+            w[layout.N_ACTIONS] = len(acts)
+            w[layout.STATIC_AT] = floats.put(graph.features.T.astype(np.float64))
+            w[layout.TIMES_AT] = floats.put(task.start_ns[graph.kernel].astype(np.float64))
+            size = encoding.BY_KERNEL * (n + 1) + encoding.BY_TENSOR * len(task.program.tensors)
+            w[layout.WORK_AT] = work.put(np.empty(size, np.int8), program)
+        self.ints, self.floats = ints.joined(np.int64), floats.joined(np.float64)
+        self._work_size = work.size
+
+    def seed(self, i: int, seed: int) -> None:
+        """Of the tasks that walk i draws."""
+        self.walks[i, layout.SEED] = seed
+
+    def reset(self, which: NDArray[np.bool_] | None = None, task: int | None = None) -> None:
+        """Begins walks anew, all of them or some; their tasks are drawn, or the given one."""
+        resets = ~self._nobody if which is None else which
+        chosen = self._drawn if task is None else np.full(self.count, range(len(self.tasks))[task], np.int64)
+        self._run(_NONE, resets, chosen)
+
+    def step(self, actions: NDArray[np.int64]) -> None:
+        """Takes an action in every walk: node + ``size`` * form."""
+        if actions.shape != (self.count,):
+            raise ValueError(f"actions: expected {self.count}, got shape {actions.shape}")
+        self._run(np.ascontiguousarray(actions, np.int64), self._nobody, self._drawn)
+
+    def _run(self, actions: NDArray[np.int64], resets: NDArray[np.bool_], chosen: NDArray[np.int64]) -> None:
+        def run(begin: int, end: int, work: _Work) -> None:
+            resume = False
+            while step_walks(
+                begin, end, resume, resets, self.options, self.where, self.ints, self.floats, self.walks, self.rows,
+                self.touched, *work.arrays(), actions, chosen, self.rewards, self.terminated, self.invalid,
+                self.overhead, self.feasible, self.mask, self.nodes, self.current,
+            ):  # fmt: skip
+                self._settle(begin, end, work)
+                resume = True
+
+        self._by_pieces(run)
+
+    def _by_pieces(self, run: Callable[[int, int, _Work], None]) -> None:
+        """Calls ``run`` for each piece of the walks, by all threads: each takes the next one that nobody has."""
+        todo = iter(self._bounds)
+
+        def take(work: _Work) -> None:
+            for begin, end in todo:
+                run(begin, end, work)
+
+        side_by_side([partial(take, work) for work in self._works])
+
+    def copied_nodes(self) -> NDArray[np.float32]:
+        """A copy of ``nodes``, in memory that is used again once nobody has it any more: new memory costs as much as
+        the copy."""
+        spare = [i for i in range(len(self._copies)) if _references(self._copies, i) == _UNUSED]
+        if spare:
+            out = self._copies[spare[0]]
+        else:
+            out = np.empty_like(self.nodes)
+            self._copies = [*self._copies[-2:], out]
+
+        def run(begin: int, end: int, work: _Work) -> None:
+            np.copyto(out[begin:end], self.nodes[begin:end])
+
+        self._by_pieces(run)
+        return out
+
+    def _settle(self, begin: int, end: int, work: _Work) -> None:
+        """Does what the walks ``begin`` to ``end`` - 1 wait for."""
+        walks = self.walks[begin:end]
+        if (walks[:, layout.PENDING] == layout.WANTS_STEPS).any():
+            work.make_steps()
+        for i in (begin + np.flatnonzero(walks[:, layout.PENDING] == layout.WANTS_HOST)).tolist():
+            task = self.task(i)
+            with _ENGINES:
+                on_host = task.engine.on_host(self.plan_rows(i))
+            self.walks[i, layout.HOST_LEFT] = task.machine.host_bytes - on_host
+
+    def task(self, i: int) -> Task:
+        """The task of walk i."""
+        return self.tasks[int(self.walks[i, layout.TASK])]
+
+    def plan_rows(self, i: int) -> NDArray[np.int64]:
+        """The plan so far of walk i, in its own memory (simulator.compiled.engine.rows_of)."""
+        rows: NDArray[np.int64] = self.rows[i, : self.walks[i, layout.COUNT]]
+        return rows

@@ -1,0 +1,236 @@
+"""What is shown of a walk, compiled: Walk._refresh, Walk.form_masks and dynamic_features of walk.py.
+
+Only what has changed is written: gaps that have opened or ended, or the one that was emptied; what depends on the
+planned residency after an action; times when the agent has moved.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from envs.graph import AHEAD, OFFLOAD, PRESSURE, QUEUE, RELIEF, STUCK, VALID
+from envs.walk import COPY, EARLY, KEEP
+from simulator.compiled.jit import stage
+
+# isort: off
+from envs.layout import (
+    ACTIONS, ACTION_GAPS, AFTER, BEFORE, BY_AFTER, BY_BEFORE, CLOSED, COPY_AT, DEAD_END, ENDED, FIRST_SINCE, FORMS,
+    FREE_NS, HOST_LEFT, NBYTES, NEW_FROM, NEW_TO, NODE_KERNEL, OFFLOAD_NODE, OPENED, POSITION, REMOVE_NODE, SHOWN_NODES,
+    STUCK_AT, VALID_ACTIONS, WRAPS,
+)  # fmt: skip
+# isort: on
+
+BLOCK = 32  # kernels that are looked at together
+
+
+@stage
+def early_kernel(before, position, need, limit):  # type: ignore[no-untyped-def]
+    """Walk._early."""
+    k = before - 1
+    while k >= position and need[k] <= limit:
+        k -= 1
+    return k + 1 if position <= k < before - 1 else -1
+
+
+@stage
+def _copies(walk, gaps, taken, g):  # type: ignore[no-untyped-def]
+    """May the copy of gap g be made after the last write? Walk.form_masks."""
+    first = gaps[FIRST_SINCE, g]
+    if gaps[COPY_AT, g] < 0 or (gaps[WRAPS, g] and (walk[POSITION] != 0 or first != g)):
+        return False
+    for f in range(first, g):
+        if taken[f] >= 0:
+            return False
+    return True
+
+
+@stage
+def _is_open(walk, gaps, taken, g):  # type: ignore[no-untyped-def]
+    """Walk.open."""
+    p = walk[POSITION]
+    return (gaps[AFTER, g] < p or gaps[WRAPS, g] != 0) and p < gaps[BEFORE, g] and taken[g] < 0
+
+
+@stage
+def _show_gap(walk, gaps, taken, g, mask, nodes):  # type: ignore[no-untyped-def]
+    """The mask and validity of the nodes of a gap."""
+    is_open = walk[ENDED] == 0 and _is_open(walk, gaps, taken, g)
+    for way in range(2):
+        node = gaps[OFFLOAD_NODE + way, g]
+        if node >= 0:
+            valid = 1 if is_open and (way == 1 or gaps[NBYTES, g] <= walk[HOST_LEFT]) else 0
+            walk[VALID_ACTIONS] += valid - mask[node]
+            mask[node] = valid
+            nodes[VALID, node] = valid - (1 if taken[g] == OFFLOAD + way else 0)
+
+
+@stage
+def _show_forms(walk, gaps, taken, need, limit, mask, size, forms):  # type: ignore[no-untyped-def]
+    """The masks of the other forms of all actions."""
+    for g in range(gaps.shape[1]):
+        node = gaps[OFFLOAD_NODE, g]
+        if node >= 0:
+            mask[COPY * size + node] = 1 if mask[node] and _copies(walk, gaps, taken, g) else 0
+        node = gaps[REMOVE_NODE, g]
+        if node >= 0 and forms > EARLY:
+            mask[KEEP * size + node] = mask[node]
+            early = mask[node] and early_kernel(gaps[BEFORE, g], walk[POSITION], need, limit) >= 0
+            mask[EARLY * size + node] = 1 if early else 0
+
+
+@stage
+def _divide(values, less, by, product, bits, out):  # type: ignore[no-untyped-def]
+    """out[:] = (values - less) / by as float32, by a product where that rounds to the same for certain: it is off by 2
+    units of float64 at most, and its ``bits`` say whether it is as near as that to where float32 turns."""
+    per, least = 1.0 / by, 2**29
+    for i in range(values.size):
+        product[i] = (values[i] - less) * per
+    for i in range(values.size):
+        out[i] = product[i]
+    for i in range(values.size):
+        least = min(least, (bits[i] - (2**28 - 2)) & (2**29 - 1))
+    if least <= 4:
+        for i in range(values.size):
+            out[i] = (values[i] - less) / by
+
+
+@stage
+def _fill(values, value):  # type: ignore[no-untyped-def]
+    """values[:] = value."""
+    for i in range(values.size):
+        values[i] = value
+
+
+@stage
+def _any_over(need, limit, begin, end):  # type: ignore[no-untyped-def]
+    """Is one of need[begin:end] over the limit?"""
+    part, over = need[begin:end], 0  # a slice, and no way out: a vector loop
+    for k in range(part.size):
+        over |= part[k] > limit
+    return over != 0
+
+
+@stage
+def first_over(need, limit):  # type: ignore[no-untyped-def]
+    """The first kernel of the first block of kernels that do not all fit; how many kernels there are, where they do."""
+    n, first = need.size - 1, 0
+    while first < n and not _any_over(need, limit, first, min(first + BLOCK, n)):
+        first = min(first + BLOCK, n)
+    return first
+
+
+@stage
+def _show_relief(gaps, v, n_actions, need, begins, limit, scratch, bits, shares, nodes):  # type: ignore[no-untyped-def]
+    """Walk.relief, of the nodes of actions. The sums are added up only from the first block of kernels that do not all
+    fit to the last."""
+    n = last = need.size - 1
+    first = first_over(need, limit)
+    while last > first and not _any_over(need, limit, max(first, last - BLOCK), last):
+        last = max(first, last - BLOCK)
+    until, inside = scratch[: n + 1], scratch[scratch.size // 2 :]
+    _fill(until[: first + 1], 0.0)
+    total = 0.0
+    for k in range(first, last):
+        total += np.float64(max(0, need[k] - limit)) * np.float64(begins[k + 1] - begins[k])
+        until[k + 1] = total
+    _fill(until[last:], total)
+    after, before, wraps, order = gaps[AFTER], gaps[BEFORE], gaps[WRAPS], gaps[BY_AFTER]
+    for j in range(order.size):  # in an order, because LLVM would make gathers of float64, which are slow
+        g = np.uintp(order[j])
+        inside[g] = until[np.uintp(before[g])] - until[np.uintp(after[g] + 1)]
+    j = order.size - 1
+    while j >= 0 and wraps[order[j]]:  # the last ones
+        inside[order[j]] += total
+        j -= 1
+    _divide(inside[: order.size], 0.0, max(total, 1.0), scratch, bits, shares)
+    relief, actions, gap_of = nodes[RELIEF], v[ACTIONS], v[ACTION_GAPS]
+    for j in range(n_actions):
+        relief[np.uintp(actions[j])] = shares[np.uintp(gap_of[j])]
+
+
+@stage
+def _show_pressure(v, node_at, need, first, last, limit, shares, nodes):  # type: ignore[no-untyped-def]
+    """Planned residency less the limit, over the limit, of the nodes of kernels ``first`` to ``last`` - 1."""
+    per_byte, fresh, part = 1.0 / limit, need[first:last], shares[first:last]
+    for k in range(fresh.size):
+        part[k] = np.float64(fresh[k] - limit) * per_byte
+    begin, end = node_at[first] + 1 if first else 0, node_at[last] + 1
+    kernel, pressure = v[NODE_KERNEL, begin:end], nodes[PRESSURE, begin:end]
+    for i in range(kernel.size):
+        pressure[i] = shares[np.uintp(kernel[i])]
+
+
+@stage
+def _show_time(walk, starts, begins, ideal, scratch, bits, nodes, moved):  # type: ignore[no-untyped-def]
+    """How far ahead the nodes are, the copy queue, where the walk gets stuck."""
+    n = begins.size - 1
+    now = begins[min(walk[POSITION], n - 1)]
+    if moved:
+        _divide(starts, np.float64(now), np.float64(ideal), scratch, bits, nodes[AHEAD])
+    queue = np.float32(max(0, walk[FREE_NS] - now) / ideal)
+    if nodes[QUEUE, 0] != queue:
+        _fill(nodes[QUEUE, : starts.size], queue)
+    stuck = np.float32(1.0 if walk[STUCK_AT] == n else (begins[walk[STUCK_AT]] - now) / ideal)
+    if nodes[STUCK, 0] != stuck:
+        _fill(nodes[STUCK, : starts.size], stuck)
+
+
+@stage
+def show(  # type: ignore[no-untyped-def]
+    walk, gaps, v, starts, node_at, n_actions, taken, need, begins, limit, ideal, scratch, bits, shares, options, mask,
+    nodes, g, moved, fresh,
+):  # fmt: skip
+    """Walk._refresh, and the observation where it has changed since the last step; returns the current node.
+
+    Args:
+        g: the gap that was emptied, or -1.
+        moved: whether the position has changed.
+        fresh: whether nothing is known of what is shown.
+    """
+    n, p = need.size - 1, walk[POSITION]
+    stuck = p
+    while stuck < n and need[stuck] <= limit:
+        stuck += 1
+    walk[STUCK_AT] = stuck
+    behind = gaps.shape[1]
+    if not fresh:
+        if g >= 0:
+            _show_gap(walk, gaps, taken, g, mask, nodes)
+        # Gaps that have opened, and those that have ended.
+        for row in range(2):
+            at, column = walk[OPENED + row], AFTER + row
+            while at < behind:
+                other = gaps[BY_AFTER + row, at]
+                if gaps[column, other] + (1 - row) > p or (row == 0 and gaps[WRAPS, other]):
+                    break
+                _show_gap(walk, gaps, taken, other, mask, nodes)
+                at += 1
+            walk[OPENED + row] = at
+    else:
+        walk[VALID_ACTIONS] = 0
+        for node in range(mask.size):
+            mask[node] = 0
+        for other in range(behind):
+            _show_gap(walk, gaps, taken, other, mask, nodes)
+        at = 0
+        while at < behind and gaps[WRAPS, gaps[BY_AFTER, at]] == 0 and gaps[AFTER, gaps[BY_AFTER, at]] < p:
+            at += 1
+        walk[OPENED] = at
+        at = 0
+        while at < behind and gaps[BEFORE, gaps[BY_BEFORE, at]] <= p:
+            at += 1
+        walk[CLOSED] = at
+    if walk[ENDED] == 0 and stuck == p and walk[VALID_ACTIONS] == 0:
+        walk[ENDED] = walk[DEAD_END] = 1
+    if walk[ENDED] and walk[VALID_ACTIONS]:
+        for other in range(behind):
+            _show_gap(walk, gaps, taken, other, mask, nodes)
+    mask[0] = 1 if walk[ENDED] or stuck > p else 0
+    nodes[VALID, 0] = mask[0]
+    if options[FORMS] > 1:
+        _show_forms(walk, gaps, taken, need, limit, mask, options[SHOWN_NODES], options[FORMS])
+    if g >= 0 or fresh:
+        _show_relief(gaps, v, n_actions, need, begins, limit, scratch, bits, shares, nodes)
+        _show_pressure(v, node_at, need, walk[NEW_FROM], walk[NEW_TO], limit, shares, nodes)
+    _show_time(walk, starts, begins, ideal, scratch, bits, nodes, moved or fresh)
+    return node_at[p]

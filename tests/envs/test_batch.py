@@ -1,0 +1,136 @@
+"""The compiled walks are the readable ones: what is shown, positions, plans, rewards and ends, step by step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from envs import layout, shown
+from envs.batch import Batch
+from envs.graph import OBSERVED, STATIC
+from envs.memory_env import small_task
+from envs.walk import Task, Walk, current_node, dynamic_features
+from tests.strategies import machines, networks, programs, reachable_limits
+
+
+def assert_shown(batch: Batch, i: int, walk: Walk) -> None:
+    """Walk i of the batch is, and shows, what the readable one is."""
+    n, row = len(walk.task.graph), batch.walks[i]
+    masks = walk.form_masks()[: batch.forms]
+    got = batch.mask[i].reshape(batch.forms, batch.size)
+    assert (got[: len(masks), :n] == masks).all()
+    assert not got[len(masks) :].any() and not got[:, n:].any() and not batch.nodes[i, :, n:].any()
+    features = np.zeros((n, OBSERVED), np.float32)
+    features[:, :STATIC] = walk.task.graph.features
+    dynamic_features(walk, features)
+    assert (batch.nodes[i, :, :n].T == features).all()
+    assert batch.current[i] == current_node(walk)
+    assert (batch.plan_rows(i) == walk.rows).all()
+    state = walk.position, walk.iteration_ns, walk.done, walk.dead_end, walk.stuck_at, walk.host_left, walk.free_ns
+    columns = layout.POSITION, layout.ITERATION, layout.ENDED, layout.DEAD_END, layout.STUCK_AT, layout.HOST_LEFT
+    assert state == tuple(row[[*columns, layout.FREE_NS]])
+    assert (batch.overhead[i], batch.feasible[i]) == (walk.overhead, walk.done and not walk.dead_end)
+
+
+def follow(tasks: list[Task], reward: str, actions: str, seed: int, walks: int, steps: int, little_room: bool) -> int:
+    """Steps a batch and as many readable walks by random valid actions; returns how many episodes ended."""
+    rng = np.random.default_rng(seed)
+    batch = Batch(tasks, walks, reward, "end", actions)
+    if little_room:
+        for work in batch._works:
+            work.steps = np.empty((1, 4), np.int64)
+    for i in range(walks):
+        batch.seed(i, int(rng.integers(2**62)))
+    over, episodes, ours = np.ones(walks, np.bool_), 0, [Walk(tasks[0])] * walks
+    total = np.zeros(walks)
+    for _ in range(steps):
+        if over.any():
+            batch.reset(over)
+            for i in np.flatnonzero(over):
+                ours[i], total[i] = Walk(batch.task(i), reward), 0.0
+                assert_shown(batch, i, ours[i])
+        chosen = np.array([rng.choice(np.flatnonzero(mask)) for mask in batch.mask])
+        batch.step(chosen)
+        for i, walk in enumerate(ours):
+            if walk.done:  # nothing need leave
+                result = 0.0, True
+            else:
+                result = walk.step(int(chosen[i]) % batch.size, int(chosen[i]) // batch.size)[:2]
+                walk.plan().check(walk.task.program)
+            assert result == (batch.rewards[i], batch.terminated[i]) and not batch.invalid[i]
+            assert_shown(batch, i, walk)
+            over[i] = result[1]
+            total[i] += result[0]
+            if over[i] and not walk.dead_end:
+                late = walk.iteration_ns - walk.task.program.ideal_ns
+                assert total[i] == pytest.approx(-late / walk.task.ideal_ns, rel=1e-9, abs=1e-9)
+            episodes += int(over[i])
+    return episodes
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_a_batch_is_its_walks(data: st.DataObject) -> None:
+    """Over several tasks at once, each of a program, machine and limit of its own; hosts that are short, too."""
+    mode, tasks = data.draw(st.sampled_from(["swap", "recompute", "joint"])), []
+    for _ in range(data.draw(st.integers(1, 3))):
+        program, machine = data.draw(programs() | networks()), data.draw(machines())
+        if data.draw(st.integers(0, 3)) == 0:
+            machine = replace(machine, host_bytes=data.draw(st.integers(1, 100)))
+        limit = data.draw(reachable_limits(program) | st.integers(program.peak_bytes // 3, program.peak_bytes))
+        tasks.append(Task(program, machine, max(1, limit), 1, mode))
+    reward, actions = data.draw(st.sampled_from(["paper", "causal"])), data.draw(st.sampled_from(["paper", "full"]))
+    follow(tasks, reward, actions, data.draw(st.integers(0, 10**6)), 3, 30, data.draw(st.booleans()))
+
+
+@pytest.mark.parametrize("reward", ["paper", "causal"])
+@pytest.mark.parametrize("actions", ["paper", "full"])
+def test_thousands_of_episodes(reward: str, actions: str) -> None:
+    """Of the built-in task, where offloads queue up and come back within the walk, on a host that is short, too; by two
+    threads."""
+    program, machine = small_task()
+    slow = replace(machine, d2h_bytes_per_s=6 * 10**9, host_bytes=20 * 2**20)
+    tasks = [Task(program, on, round(share * program.peak_bytes), 2**20, mode)
+             for on in (machine, slow) for share in (0.45, 0.6, 0.8) for mode in ("swap", "joint")]  # fmt: skip
+    assert follow(tasks, reward, actions, 1, 16, 450, False) > 500
+
+
+def test_threads_share_nothing() -> None:
+    """The same walks by one thread and by several."""
+    program, machine = small_task()
+    tasks = [Task(program, machine, round(share * program.peak_bytes), 2**20, "joint") for share in (0.5, 0.6, 0.7)]
+    batches = [Batch(tasks, 64, threads=threads, autoreset=True) for threads in (1, 3)]
+    assert [len(batch._works) for batch in batches] == [1, 3]
+    for batch in batches:
+        for i in range(64):
+            batch.seed(i, i)
+        batch.reset()
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        chosen = np.array([rng.choice(np.flatnonzero(mask)) for mask in batches[0].mask])
+        for batch in batches:
+            batch.step(chosen)
+        for name in ("walks", "nodes", "mask", "current", "rewards", "terminated", "overhead", "feasible"):
+            assert (getattr(batches[0], name) == getattr(batches[1], name)).all(), name
+
+
+def test_quotients_are_rounded_as_divisions_are() -> None:
+    """Also where a quotient is just beside the middle of two float32, or on it."""
+    rng = np.random.default_rng(0)
+    for by in (1.0, 3.0, 7.0, 123_457.0, 260_999_999.0):
+        near = (rng.integers(2**23, 2**24, 2000) + 0.5) * 2.0 ** rng.integers(-40, 10, 2000) * by
+        near = np.concatenate([near, np.nextafter(near, 0), np.nextafter(near, np.inf), -near, [0.0, by]])
+        for values in (near, rng.integers(-(10**9), 10**9, 4000).astype(np.float64)):
+            product, out = np.zeros(len(values)), np.zeros(len(values), np.float32)
+            shown._divide.py_func(values, 5.0, by, product, product.view(np.int64), out)
+            assert (out == ((values - 5.0) / by).astype(np.float32)).all()
+
+
+@pytest.mark.parametrize(("name", "value"), [("reward", "both"), ("invalid", "skip"), ("actions", "all")])
+def test_an_unknown_setting(name: str, value: str) -> None:
+    program, machine = small_task()
+    with pytest.raises(ValueError, match=f"{name}: expected .*, got '{value}'"):
+        Batch([Task(program, machine, program.peak_bytes)], 1, **{name: value})
