@@ -1,0 +1,295 @@
+"""A planning task as a graph: its gaps, the iteration in ``BINS`` bins of time, and what joins them.
+
+What the policy (policy_net.py) sees. Sizes are over the most that the program is above the limit, times over the ideal
+iteration, both also through a logarithm, so that nothing depends on how large a program is. Shapes: G gaps (those of
+``Moves``, which can be emptied), K kernels.
+
+Edges: *next*, from a gap to the following one of its tensor; *chain*, from a gap to one that has an input of its
+producer away when it ends; and how much of each bin each gap covers. The columns that depend on what has been decided
+(``state``) come last: what was decided of the gap, and what is still over the limit; of a bin, that too, and the copies
+that wait for the link.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import rankdata
+
+from agents.planner import rows_for
+from agents.search.local_search import Moves
+from simulator.compiled.engine import Engine
+from simulator.compiled.jit import stage
+from simulator.machine import Machine
+from simulator.program import KERNEL_KINDS, TENSOR_KINDS, Gap, Program
+from simulator.ways import KEPT, RECOMPUTED, STAYS, SWAPPED
+
+BINS = 64
+UNDECIDED = -1
+KINDS, TENSORS = sorted(KERNEL_KINDS), sorted(TENSOR_KINDS)
+STATE, BIN_STATE = 9, 7  # columns that depend on what has been decided
+BIN_STATIC = 5
+
+Floats = NDArray[np.float32]
+Choices = NDArray[np.int64]  # (G,): a way of each gap, or UNDECIDED
+
+
+class GapGraph:
+    """A task's graph.
+
+    Args:
+        moves: of the program at the limit, in the mode that is planned.
+
+    Attributes:
+        static: (G, F) columns of the gaps that no decision changes.
+        ways: (G, 4) bool, which ways a gap has (STAYS included).
+        cover: (G, BINS) share of each bin in which the gap is open.
+        next, chain: (2, E) edges from gap to gap.
+        excess: bytes, the most that the program is over the limit.
+    """
+
+    def __init__(self, program: Program, machine: Machine, limit: int, moves: Moves, mode: str) -> None:
+        self.gaps, n = moves.gaps, len(program.kernels)
+        gaps = self.gaps
+        columns = np.array(gaps, np.int64).reshape(-1, 3)
+        tensor, self.after, self.before = (np.ascontiguousarray(c) for c in columns.T)
+        self.limit, self.count = limit, n
+        self.nbytes = np.array([t.nbytes for t in program.tensors], np.int64)[tensor]
+        self.live = np.array(program.live_bytes, np.int64)
+        start = np.array(program.start_ns, np.float64)
+        self.duration = np.diff(start)
+        self.ideal = max(start[-1], 1.0)
+        over = np.maximum(self.live - limit, 0)
+        self.excess = max(int(over.max(initial=0)), 1)
+        self.total = max(float(over @ self.duration), 1.0)
+        self.ways = moves.weights > 0
+        self.ways[:, STAYS] = True
+        self.out_ns, self.back_ns = _copies(machine, self.nbytes)
+        edges = np.linspace(0, self.ideal, BINS + 1)
+        self._opens, self._closes = (
+            np.minimum((start[k] / self.ideal * BINS).astype(np.int64), BINS - 1) for k in (self.after + 1, self.before)
+        )
+        inside = np.minimum(start[1:, None], edges[1:]) - np.maximum(start[:-1, None], edges[:-1])
+        self._share = np.maximum(inside, 0) / (self.ideal / BINS)  # (K, BINS) of the bin's time
+        self._hit = self._share > 0
+        self.cover = self._covered(start, edges)
+        self._producer = _producers(program, gaps)
+        self.next = _next(gaps)
+        self.chain, dead = self._chain(program)
+        self.static = self._static(program, machine, mode, tensor, start, over, dead)
+        self.bins = self._bins(over)
+
+    def __len__(self) -> int:
+        return len(self.nbytes)
+
+    def _covered(self, start: NDArray[np.float64], edges: NDArray[np.float64]) -> Floats:
+        """How much of each bin each gap has."""
+        opens, closes = start[self.after + 1][:, None], start[self.before][:, None]
+        wraps = self.after >= self.before
+        low, high = edges[:-1], edges[1:]
+        until = np.clip(closes, low, high) - low
+        since = high - np.clip(opens, low, high)
+        width = self.ideal / BINS
+        both = np.where(wraps[:, None], until + since, np.maximum(until + since - width, 0))
+        share: Floats = (np.minimum(both, width) / width).astype(np.float32)
+        return share
+
+    def _static(
+        self, program: Program, machine: Machine, mode: str, tensor: Choices, start: NDArray[np.float64],
+        over: NDArray[np.int64], dead: NDArray[np.float64],
+    ) -> Floats:  # fmt: skip
+        """The columns of the gaps, (G, F); ``dead``: inputs of their producers that are gone when they end."""
+        ideal, total, excess = self.ideal, self.total, self.excess
+        size = self.nbytes.astype(np.float64)
+        out, back = self.out_ns, self.back_ns
+        swaps, again = self.ways[:, SWAPPED].astype(float), self.ways[:, RECOMPUTED].astype(float)
+        rerun = self._rerun_ns(program, machine) * again
+        wraps = (self.after >= self.before).astype(float)
+        span = start[self.before] - start[self.after + 1] + wraps * start[-1]
+        opens, closes = start[self.after + 1] / ideal, start[self.before] / ideal
+        where = np.flatnonzero(over) if over.any() else np.array([0])
+        peak, first, last = start[int(over.argmax())] / ideal, start[where[0]] / ideal, start[where[-1] + 1] / ideal
+        weight = over * self.duration
+        need, most = np.zeros(len(self)), np.zeros(len(self), np.int64)
+        inside(self.after, self.before, self.nbytes, over, self.duration, need, most)
+        relief = self._within(weight) / total
+        long = self._within((over > 0) * self.duration) / max(float((over > 0) @ self.duration), 1.0)
+        useful, moved = need / total, (out + back) / ideal
+        per_copy, per_rerun = useful / np.maximum(moved, 1e-6), useful / np.maximum(rerun / ideal, 1e-6)
+        wanted = need > 0
+        queue_out = _before(self.after, out * wanted) / ideal
+        queue_back = _before(-self.before, back * wanted) / ideal
+        share = (most > 0).astype(float)
+        away = np.bincount(self.chain[0], minlength=len(self)).astype(float)
+        turn = 2 * np.pi
+        gap = [
+            log(size / excess, 10), np.log(size / self.limit + 1e-9) / 8, log(out / ideal, 100), log(back / ideal, 100),
+            span / ideal, log(span / ideal, 100), log((span - out - back) / ideal, 100), log(rerun / ideal, 1000),
+            log(rerun / np.maximum(out + back, 1)) * again, swaps, again, self.ways[:, KEPT].astype(float), opens,
+            closes, log(peak - opens, 20), log(closes - peak, 20), log(first - opens, 20), log(closes - last, 20),
+            log(first - opens - out / ideal, 50), log(closes - last - back / ideal, 50), relief, long, useful,
+            log(useful, 50), most / excess, log(size / np.maximum(most, 1)) * share, share, log(per_copy),
+            log(per_rerun) * again, ranks(per_copy), ranks(per_rerun) * again, ranks(useful), ranks(size),
+            log(queue_out, 5), log(queue_out - opens, 5), log(queue_back, 5), log(queue_back - 1 + closes, 5), wraps,
+            dead, away, np.sin(turn * opens), np.cos(turn * opens), np.sin(turn * closes), np.cos(turn * closes),
+        ]  # fmt: skip
+        every = [
+            self.limit / max(self.live.max(initial=1), 1), log(excess * 1e9 / machine.d2h_bytes_per_s / ideal, 5),
+            log(total / ideal / excess, 5), math.log(max(len(self), 1)) / 6, float(long.mean()) if len(self) else 0.0,
+            float(mode == "swap"), float(mode == "recompute"), float(machine.copy_engines == 1),
+            log(float((out * wanted).sum()) / ideal, 5), float((over > 0).mean()), first, last,
+        ]  # fmt: skip
+        kinds = np.zeros((len(self), len(TENSORS) + 2 * len(KINDS)))
+        of = [TENSORS.index(t.kind) for t in program.tensors]
+        kind = np.array([KINDS.index(k.kind) for k in program.kernels], np.int64)
+        each = np.arange(len(self))
+        kinds[each, np.array(of, np.int64)[tensor]] = 1
+        kinds[each, len(TENSORS) + kind[self._producer]] = 1
+        kinds[each, len(TENSORS) + len(KINDS) + kind[self.before]] = 1
+        both = np.concatenate([np.stack(gap, 1), kinds, np.tile(every, (len(self), 1))], 1)
+        return both.astype(np.float32)
+
+    def _within(self, of_kernel: NDArray[np.float64]) -> NDArray[np.float64]:
+        """(G,) the sum of (K,) over the kernels at which each gap is open."""
+        until = np.concatenate([[0.0], np.cumsum(of_kernel)])
+        found: NDArray[np.float64] = until[self.before] - until[self.after + 1]
+        found[self.after >= self.before] += until[-1]
+        return found
+
+    def _rerun_ns(self, program: Program, machine: Machine) -> NDArray[np.float64]:
+        """(G,) ns of the kernels that run again for each gap, where nothing else is away; else 0."""
+        out = np.zeros(len(self))
+        chosen = np.flatnonzero(self.ways[:, RECOMPUTED])
+        if len(chosen):
+            rows = rows_for([self.gaps[i] for i in chosen.tolist()], RECOMPUTED)
+            endless = Engine(program, machine, 2**62)
+            out[chosen] = endless.score_batch(rows, np.ones(len(rows), np.int64)).iteration_ns - program.ideal_ns
+        return out
+
+    def _chain(self, program: Program) -> tuple[Choices, NDArray[np.float64]]:
+        """The edges (2, E); and (G,) how many inputs of a gap's producer are gone, so that they run again, too."""
+        of: dict[int, list[int]] = {}
+        for i, gap in enumerate(self.gaps):
+            of.setdefault(gap.tensor, []).append(i)
+        dead, pairs = np.zeros(len(self)), []
+        for i in np.flatnonzero(self.ways[:, RECOMPUTED]).tolist():
+            before = self.gaps[i].before
+            for t in dict.fromkeys(program.kernels[self._producer[i]].inputs):
+                if not program.tensors[t].persistent and program.accesses[t][-1] < before:
+                    dead[i] += 1
+                for j in of.get(t, ()):
+                    gap = self.gaps[j]
+                    if gap.after < before <= gap.before or (
+                        gap.after >= gap.before and not gap.before < before <= gap.after
+                    ):
+                        pairs.append((i, j))
+        return np.array(pairs, np.int64).reshape(-1, 2).T, dead
+
+    def _bins(self, over: NDArray[np.int64]) -> Floats:
+        """The columns of the bins that no decision changes, (BINS, BIN_STATIC)."""
+        place = np.arange(BINS) / BINS
+        columns = [self.live @ self._share / self.limit, self._most(over) / self.excess, np.sin(2 * np.pi * place),
+                   np.cos(2 * np.pi * place), place]  # fmt: skip
+        return np.stack(columns, 1).astype(np.float32)
+
+    def _most(self, of_kernel: NDArray[np.int64]) -> NDArray[np.int64]:
+        """(BINS,) the most of (K,) among the kernels of each bin."""
+        most: NDArray[np.int64] = np.where(self._hit, of_kernel[:, None], 0).max(0, initial=0)
+        return most
+
+    def load(self, emptied: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """(K,) bytes at each kernel with the gaps ``emptied`` (G,), their tensors away without copies or chains."""
+        change = np.zeros(self.count + 1, np.int64)
+        size, opens, closes = self.nbytes[emptied], self.after[emptied] + 1, self.before[emptied]
+        np.subtract.at(change, opens, size)
+        np.add.at(change, closes, size)
+        change[0] -= size[opens > closes].sum()
+        found: NDArray[np.int64] = self.live + change[:-1].cumsum()
+        return found
+
+    def state(self, decided: Choices) -> tuple[Floats, Floats]:
+        """The columns of gaps (G, STATE) and bins (BINS, BIN_STATE) that depend on what is ``decided``."""
+        g = len(self)
+        left = np.maximum(self.load(decided > STAYS) - self.limit, 0)
+        need, most = np.zeros(g), np.zeros(g, np.int64)
+        inside(self.after, self.before, self.nbytes, left, self.duration, need, most)
+        relief = self._within(left * self.duration) / self.total
+        which = np.zeros((g, KEPT + 2))
+        which[np.arange(g), decided - UNDECIDED] = 1
+        room = log(self.nbytes / np.maximum(most, 1)) * (most > 0)
+        gaps = np.concatenate([which, np.stack([relief, log(relief, 20), most / self.excess, room], 1)], 1)
+        open_bytes = (self.nbytes * (decided == UNDECIDED)) @ self.cover
+        swapped = decided == SWAPPED
+        out, back = np.zeros(BINS), np.zeros(BINS)
+        np.add.at(out, self._opens[swapped], self.out_ns[swapped] / self.ideal)
+        np.add.at(back, self._closes[swapped], self.back_ns[swapped] / self.ideal)
+        bins = [left @ self._share / self.excess, self._most(left) / self.excess, open_bytes / self.excess / 10,
+                log(_queue(out), 5), log(_queue(back[::-1])[::-1], 5), log(out, 20), log(back, 20)]  # fmt: skip
+        return gaps.astype(np.float32), np.stack(bins, 1).astype(np.float32)
+
+
+def log(x: NDArray[np.float64] | float, scale: float = 1.0) -> NDArray[np.float64]:
+    """sign(x) · log(1 + scale · |x|)."""
+    found: NDArray[np.float64] = np.sign(x) * np.log1p(np.abs(x) * scale)
+    return found
+
+
+def ranks(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The place of each among all, from 0 to 1."""
+    found: NDArray[np.float64] = (rankdata(x) - 0.5) / max(len(x), 1)
+    return found
+
+
+def _before(key: Choices, amount: NDArray[np.float64]) -> NDArray[np.float64]:
+    """(G,) the amounts of all whose key is not larger, ties in their order."""
+    out, order = np.empty(len(key)), np.argsort(key, kind="stable")
+    out[order] = np.cumsum(amount[order])
+    return out
+
+
+def _queue(arrives: NDArray[np.float64]) -> NDArray[np.float64]:
+    """(BINS,) what waits for the link at the end of each bin, where ``arrives`` of the iteration comes in each."""
+    out, waits = np.zeros(BINS), 0.0
+    for i, more in enumerate(arrives.tolist()):
+        waits = max(0.0, waits + more - 1 / BINS)
+        out[i] = waits
+    return out
+
+
+def _copies(machine: Machine, nbytes: Choices) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """ns of the copies of each size to the host and back."""
+    sizes, which = np.unique(nbytes, return_inverse=True)
+    out, back = (np.array([copy(int(s)) for s in sizes], np.float64) for copy in (machine.d2h_ns, machine.h2d_ns))
+    return out[which], back[which]
+
+
+def _producers(program: Program, gaps: list[Gap]) -> Choices:
+    """(G,) the kernel that wrote what a gap empties; the last writer where that was in the iteration before."""
+    out = np.zeros(len(gaps), np.int64)
+    for i, gap in enumerate(gaps):
+        writes = program.writes[gap.tensor]
+        out[i] = writes[bisect_right(writes, gap.after) - 1] if writes else 0
+    return out
+
+
+def _next(gaps: list[Gap]) -> Choices:
+    """(2, E) from each gap to the following one of its tensor."""
+    pairs = [(i, i + 1) for i in range(len(gaps) - 1) if gaps[i].tensor == gaps[i + 1].tensor]
+    return np.array(pairs, np.int64).reshape(-1, 2).T
+
+
+@stage(entry=True)
+def inside(after, before, nbytes, over, duration, need, most):  # type: ignore[no-untyped-def]
+    """Of every gap: bytes x ns over the limit that it could relieve (``need``), and the most over it (``most``)."""
+    n = over.shape[0]
+    for g in range(after.shape[0]):
+        k = after[g] + 1
+        if k == n:
+            k = 0
+        while k != before[g]:
+            need[g] += min(nbytes[g], over[k]) * duration[k]
+            most[g] = max(most[g], over[k])
+            k = k + 1 if k + 1 < n else 0
