@@ -88,7 +88,27 @@ def observation_space(batch: Batch) -> spaces.Dict:
     })  # fmt: skip
 
 
-class MemoryEnv(gymnasium.Env[Observation, np.int64]):
+class _OverBatch:
+    """What both environments have: a batch, and views of its buffers."""
+
+    _batch: Batch
+
+    def _look(self) -> None:
+        """Makes the views."""
+        raise NotImplementedError
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy has views of its own buffers."""
+        self.__dict__ |= state
+        self._look()
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """What episodes are drawn from."""
+        return self._batch.tasks
+
+
+class MemoryEnv(_OverBatch, gymnasium.Env[Observation, np.int64]):
     """One episode at a time over one or more tasks, drawn by the environment's seed.
 
     Args:
@@ -125,16 +145,6 @@ class MemoryEnv(gymnasium.Env[Observation, np.int64]):
     def _look(self) -> None:
         self._shown = {key: view[0] for key, view in shown(self._batch).items()}
         self._mask = self._batch.mask[0].view(np.bool_)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy has views of its own buffers."""
-        self.__dict__ |= state
-        self._look()
-
-    @property
-    def tasks(self) -> tuple[Task, ...]:
-        """What episodes are drawn from."""
-        return self._batch.tasks
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -192,7 +202,7 @@ def plan_of(batch: Batch, i: int, planner: str) -> Plan:
     return Plan(decisions, task.program.fingerprint, planner, task.limit, task.machine.name)
 
 
-class MemoryVectorEnv(gymnasium.vector.VectorEnv[Observation, NDArray[np.int64], NDArray[Any]]):
+class MemoryVectorEnv(_OverBatch, gymnasium.vector.VectorEnv[Observation, NDArray[np.int64], NDArray[Any]]):
     """Many walks stepped in one compiled call by all cores, without processes.
 
     The arguments are those of MemoryEnv, with ``num_envs`` and Gymnasium's ``autoreset_mode``: an episode that ends is
@@ -226,16 +236,6 @@ class MemoryVectorEnv(gymnasium.vector.VectorEnv[Observation, NDArray[np.int64],
 
     def _look(self) -> None:
         self._shown, self._mask = shown(self._batch), self._batch.mask.view(np.bool_)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy has views of its own buffers."""
-        self.__dict__ |= state
-        self._look()
-
-    @property
-    def tasks(self) -> tuple[Task, ...]:
-        """What episodes are drawn from."""
-        return self._batch.tasks
 
     def reset(
         self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None

@@ -6,15 +6,18 @@ environments. Prints one JSON object and nothing else.
 Its keys (experiments/README.md says how each is measured): ``simulate_us``, ``simulate_all_us``, ``speedup_vs_simpy``,
 ``speedup_vs_reference``, ``plan_us``, ``plan_speedup_vs_simpy``, ``plan_speedup_vs_reference``, ``search_calls_per_s``,
 ``scores_speedup``, ``capture_s``, ``home_search_s``, ``home_call_us``, ``env_steps_per_s``, ``cartpole_steps_per_s``,
-``smartpool_s``, ``smartpool_ratio``, ``portfolio_ratio``, ``optimal_s``, ``optimal_ratio``; ``home_paper_…`` is Table 3
-of HOME. The engine, the SimPy model and the reference must agree on the iteration to the nanosecond, or there is no
-number.
+``smartpool_s``, ``smartpool_ratio``, ``portfolio_ratio``, ``optimal_s``, ``optimal_ratio``, ``first_command_s``;
+``home_paper_…`` is Table 3 of HOME. The engine, the SimPy model and the reference must agree on the iteration to the
+nanosecond, or there is no number.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+import tempfile
 import time
 from typing import Any
 
@@ -75,7 +78,21 @@ def main(cfg: DictConfig) -> None:
     walks, steps = cli.integer(cfg, "env.num_envs", 1), cli.integer(cfg, "env.steps", 1)
     found |= environment(programs[env], machine, float(cfg.env.limit), walks, steps, seed)
     found |= packing(blocks, perfect_blocks, pack_seconds, seed)
+    found["first_command_s"] = first_command(str(cfg.first_command))
     print(json.dumps(found, indent=1))
+
+
+def first_command(workload: str) -> dict[str, float]:
+    """s of ``evaluate`` with one planner, with nothing compiled (``cold``) and once more (``warm``)."""
+    spent = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for which in ("cold", "warm"):
+            command = [sys.executable, "-m", "experiments.evaluate", f"workload={workload}",
+                       "planners=[autoswap_swdoa]", f"out={folder}/{which}"]  # fmt: skip
+            begin = time.perf_counter()
+            subprocess.run(command, env=os.environ | {"NUMBA_CACHE_DIR": folder}, check=True, capture_output=True)
+            spent[which] = round(time.perf_counter() - begin, 1)
+    return spent
 
 
 def plans(

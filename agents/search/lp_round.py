@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agents.bound import Floor, floor
-from agents.planner import MIB, Facts, Rows, finish, infeasible, row_of, spans
+from agents.planner import MIB, Facts, Rows, check_budget, finish, infeasible, row_of, spans
 from agents.search.annealing import half_way, start
 from agents.search.local_search import Moves, anneal, since_write
 from simulator.compiled.encoding import AFTER, BEFORE, EXTRA, KIND, NEVER, RECOMPUTE, SWAP, TENSOR, WHEN
@@ -66,12 +66,7 @@ class LPRound:
         self, calls: int | None = None, mode: str = "joint", min_bytes: int = MIB, seed: int = 0,
         seconds: float | None = None, jobs: int | None = None,
     ) -> None:  # fmt: skip
-        if calls is not None and calls < 20:
-            raise ValueError(f"calls: expected at least 20, got {calls}")
-        if seconds is not None and not seconds > 0:
-            raise ValueError(f"seconds: expected more than 0, got {seconds}")
-        if jobs is not None and jobs < 1:
-            raise ValueError(f"jobs: expected at least 1, got {jobs}")
+        check_budget(calls, seconds, jobs)
         self.calls, self.mode, self.min_bytes, self.seed = calls, check_mode(mode), min_bytes, seed
         self.seconds, self.jobs = seconds, jobs
         self.simulator_calls = 0

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.planner import MIB, Candidates, Facts, Rows, finish, infeasible, least_residency
+from agents.planner import MIB, Candidates, Facts, Rows, check_budget, finish, infeasible, least_residency
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
 from simulator.plan import Plan
@@ -172,8 +172,7 @@ class Mutation:
     ) -> None:  # fmt: skip
         if calls is not None and calls < 2:
             raise ValueError(f"calls: expected at least 2 (one of a walk and the final check), got {calls}")
-        if seconds is not None and not seconds > 0:
-            raise ValueError(f"seconds: expected more than 0, got {seconds}")
+        check_budget(seconds=seconds)
         if proposals not in ("uniform", "belady"):
             raise ValueError(f"proposals: expected uniform or belady, got {proposals!r}")
         if not temperature > 0:

@@ -33,7 +33,17 @@ CHEAPEST = "superneurons_table3"  # made again as a whole, as a user does it
 DRAWN = ("checkmate", "home_fig7", "home_table2", "home_table3", "smartpool_fig2", "smartpool_fig8", "smartpool_fig9",
          "smartpool_table2", "superneurons_table1", "superneurons_table2", "superneurons_table4")  # fmt: skip
 TIMED = (reproduce.SECONDS, "search_s", "evaluation_s", "processor", "plan_ms", "seconds")
-SLOW = ("random_search", "autoswap_bo", "smartpool+autoswap", "home", "annealing", "lp_round", "milp", "rerun_search")
+SLOW = (
+    "random_search",
+    "autoswap_bo",
+    "smartpool+autoswap",
+    "home",
+    "mutation",
+    "annealing",
+    "lp_round",
+    "milp",
+    "rerun_search",
+)
 
 
 def committed(name: str) -> Any:
