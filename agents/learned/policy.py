@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from agents.learned.gap_graph import UNDECIDED, Choices, GapGraph
 from agents.learned.policy_net import PolicyNet, batch_of, data_of
 from agents.planner import Rows, row_of
-from agents.search.local_search import Moves
 from simulator.compiled.engine import Engine
 from simulator.compiled.jit import stage
 from simulator.ways import STAYS

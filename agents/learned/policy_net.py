@@ -80,8 +80,8 @@ class PolicyNet(nn.Module):
         )
         self.out = nn.Sequential(nn.LayerNorm(width), _feed(width, width, WAYS))
 
-    def forward(self, data: HeteroData) -> Tensor:
-        """(G, 4) over the gaps of all tasks; MASKED where a gap does not have the way."""
+    def encode(self, data: HeteroData) -> tuple[Tensor, Tensor]:
+        """States of the gaps of all tasks (G, width), and of each task's bins (B, BINS, width)."""
         gaps = self.gap((data["gap"].x - self.mean) / self.scale)
         bins = self.bin(data["bin"].x)
         edges = data["gap", "next", "gap"].edge_index, data["gap", "chain", "gap"].edge_index
@@ -90,7 +90,11 @@ class PolicyNet(nn.Module):
         bins = bins.view(-1, BINS, bins.shape[-1])
         for block in self.blocks:
             gaps, bins = block(gaps, bins, cover, there, of, edges)
-        logits: Tensor = self.out(gaps).masked_fill(~data["gap"].ways, MASKED)
+        return gaps, bins
+
+    def forward(self, data: HeteroData) -> Tensor:
+        """(G, 4) over the gaps of all tasks; MASKED where a gap does not have the way."""
+        logits: Tensor = self.out(self.encode(data)[0]).masked_fill(~data["gap"].ways, MASKED)
         return logits
 
 
