@@ -19,7 +19,7 @@ from agents.planner import MIB, Facts, Rows, check_budget, finish, infeasible
 from agents.search.annealing import everything, on_all_cores, start
 from agents.search.local_search import Moves, anneal
 from simulator.compiled.encoding import NEVER
-from simulator.compiled.engine import Engine, cores
+from simulator.compiled.engine import Engine
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
@@ -160,7 +160,6 @@ class PolicySearch(Policy):
         if until is None:
             best, _ = anneal(found.moves, engine, best, found.iteration_ns, left, *how)
         elif time.monotonic() < until:
-            jobs = self.jobs or cores()
-            calls = None if self.calls is None else left // jobs
-            best = on_all_cores(found.moves, engine, best, found.iteration_ns, until, *how, jobs, calls=calls)
+            calls = None if self.calls is None else left
+            best = on_all_cores(found.moves, engine, best, found.iteration_ns, until, *how, self.jobs, calls=calls)
         return finish(self, program, machine, limit, engine, best)

@@ -90,11 +90,10 @@ class Annealing:
             for run in range(self.restarts):
                 best, best_ns = anneal(moves, engine, best, best_ns, each, self.hot, self.cold, self.seed + run)
         elif time.monotonic() < until:
-            jobs = self.jobs or cores()
-            each = None if self.calls is None else self._left(engine.calls) // self.restarts // jobs
+            calls = None if self.calls is None else self._left(engine.calls)
             moves = Moves(program, limit, self.mode, self.min_bytes, self.seed)
             best = on_all_cores(
-                moves, engine, best, best_ns, until, self.hot, self.cold, self.seed, jobs, self.restarts, each
+                moves, engine, best, best_ns, until, self.hot, self.cold, self.seed, self.jobs, self.restarts, calls
             )
         return finish(self, program, machine, limit, engine, best)
 
@@ -113,19 +112,20 @@ def on_all_cores(
         until: time.monotonic() at which the last ones end.
         jobs: runs side by side; None: a core each.
         restarts: how often there are next ones, the first included.
-        calls: simulator calls of a run at most; all are added to ``engine``'s.
+        calls: simulator calls of all of them, at most. They are added to ``engine``'s.
     """
-    jobs = jobs or cores()
+    count = jobs or cores()
+    each = None if calls is None else calls // restarts // count
     several = [
         (moves, engine),
-        *((moves.fork(seed + i), Engine(engine.program, engine.machine, engine.limit)) for i in range(1, jobs)),
+        *((moves.fork(seed + i), Engine(engine.program, engine.machine, engine.limit)) for i in range(1, count)),
     ]
-    with ThreadPoolExecutor(jobs) as pool:
+    with ThreadPoolExecutor(count) as pool:
         for run in range(restarts):
             now = time.monotonic()
             end = now + (until - now) / (restarts - run)
             found = [
-                pool.submit(anneal, mine, on, best, best_ns, calls, hot, cold, seed + run * jobs + i, until=end)
+                pool.submit(anneal, mine, on, best, best_ns, each, hot, cold, seed + run * count + i, until=end)
                 for i, (mine, on) in enumerate(several)
             ]
             best, best_ns = min((one.result() for one in found), key=lambda result: result[1])
