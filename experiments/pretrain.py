@@ -6,8 +6,8 @@ plans (agents/learned/expert_iteration.py).
 
 What is in ``out`` is not made again: a run goes on where it was stopped, and trainings share programs and plans. Files:
 programs/0000.json.gz, …; lessons-0.jsonl, annealing's plans, a line per task; lessons-1.jsonl, those that the first
-network to get there found, too; <encoder>-<seed>/ with a training's state after each round, log.jsonl and policy.pt. See
-agents/learned/README.md.
+network to get there found, too; <encoder>-<seed>/ with a training's state after each round, log.jsonl and policy.pt.
+See agents/learned/README.md.
 """
 
 from __future__ import annotations
