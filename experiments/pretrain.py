@@ -64,7 +64,7 @@ def main(cfg: DictConfig) -> None:
     todo = [(out, networks, seed, i) for i in range(count) if not program_path(out, i).exists()]
     run(capture_one, todo, jobs, "capturing programs", lambda _: None)
     with Lines(out / "lessons-0.jsonl") as lines:
-        tasks = [(out, seed, i, j) for i in range(count) for j in range(each)]
+        tasks = [(out, seed, i, j) for j in range(each) for i in range(count)]  # more of them: the first ones stay
         run(plan_one, tasks[lines.count :], jobs, "planning tasks", lines.add)
 
     log, net = report.console(stderr=True), None

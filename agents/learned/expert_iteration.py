@@ -26,7 +26,7 @@ from torch_geometric.data import HeteroData
 
 from agents.learned.gap_graph import STATE, UNDECIDED, GapGraph
 from agents.learned.policy import Guided, decoded
-from agents.learned.policy_net import PolicyNet, batch_of, data_of
+from agents.learned.policy_net import ENCODERS, PolicyNet, batch_of, data_of
 from agents.planner import MIB, Rows
 from agents.search.annealing import everything
 from agents.search.local_search import Moves, anneal
@@ -92,6 +92,8 @@ class Training:
     undecided: float = 0.4  # share of the items of which nothing is decided
 
     def __post_init__(self) -> None:
+        if self.encoder not in ENCODERS:
+            raise ValueError(f"encoder: expected {' or '.join(ENCODERS)}, got {self.encoder!r}")
         for name, value in asdict(self).items():
             if name != "encoder" and value <= 0:
                 raise ValueError(f"{name}: expected a number above 0, got {value!r}")
