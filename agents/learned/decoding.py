@@ -16,9 +16,10 @@ from agents.learned.policy_net import PolicyNet, batch_of, data_of
 from agents.planner import Rows, row_of
 from simulator.compiled.engine import Engine
 from simulator.compiled.jit import stage
-from simulator.ways import STAYS
+from simulator.ways import KEPT, STAYS
 
 ROUNDS = 6
+TINY = 1e-30
 MENDS = 8  # times that a plan is fitted anew to the memory of its recomputation chains
 
 Chances = NDArray[np.float32]  # (G, 4): how likely each way of each gap is
@@ -31,18 +32,23 @@ def chances(net: PolicyNet, graph: GapGraph, decided: Choices) -> Chances:
     return found
 
 
-def decode(net: PolicyNet, graph: GapGraph, rounds: int = ROUNDS) -> tuple[Choices, Chances, Chances]:
-    """A way for every gap, and the chances of the first and of the last round."""
+def decode(
+    net: PolicyNet, graph: GapGraph, rounds: int = ROUNDS, rng: np.random.Generator | None = None
+) -> tuple[Choices, Chances, Chances]:  # fmt: skip
+    """A way for every gap, the likeliest or with ``rng`` a drawn one; and the chances of each gap before anything was
+    decided, and when it was."""
     decided = np.full(len(graph), UNDECIDED)
-    first = last = np.zeros((len(graph), 4), np.float32)
+    first = np.zeros((len(graph), KEPT + 1), np.float32)
+    said = first.copy()
     for i in range(rounds):
-        last = chances(net, graph, decided)
-        first = first if i else last
-        open_gaps = np.flatnonzero(decided == UNDECIDED)
-        sure = last[open_gaps].max(1)
-        surest = open_gaps[np.argsort(-sure, kind="stable")[: -(-len(open_gaps) // (rounds - i))]]
-        decided[surest] = last[surest].argmax(1)
-    return decided, first, last
+        now = chances(net, graph, decided)
+        first = first if i else now
+        left = np.flatnonzero(decided == UNDECIDED)
+        surest = left[np.argsort(-now[left].max(1), kind="stable")[: -(-len(left) // (rounds - i))]]
+        said[surest] = now[surest]
+        noise = 0.0 if rng is None else rng.gumbel(size=(len(surest), KEPT + 1))
+        decided[surest] = (np.log(now[surest] + TINY) + noise).argmax(1)
+    return decided, first, said
 
 
 def fitted(engine: Engine, graph: GapGraph, ways: Choices, likely: Chances) -> Rows | None:

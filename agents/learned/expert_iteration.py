@@ -16,12 +16,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.optim import swa_utils
 from torch_geometric.data import HeteroData
 
 from agents.learned.gap_graph import STATE, UNDECIDED, GapGraph
@@ -49,7 +50,8 @@ SPREAD = 0.004  # of the ideal time: a plan that is slower by so much counts 1/e
 LEAST = 0.1  # what a gap counts of which the limit asks nothing
 SURE = -12.0  # log-probabilities below this are no worse
 NARROW = 0.05  # the least scale of a column
-CALLS, CLIP = 1_000, 10.0  # of validation: simulator calls, and the most points that a task counts
+CALLS, CLIP = 1_000, 3.0  # of validation: simulator calls, and the most points that a task counts
+AVERAGE = 0.995  # what a step leaves of the average of the weights, which is what is validated and kept
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class Training:
     encoder: str = "attention"
     width: int = 64
     layers: int = 3
-    epochs: int = 12
+    epochs: int = 20
     batch_size: int = 8
     learning_rate: float = 2e-3
     weight_decay: float = 0.02
@@ -259,17 +261,20 @@ def train(
         optimizer,
         lambda step: min(1.0, (step + 1) / settings.warm_up) * max(0.02, 1 - step / (steps * settings.epochs)),
     )
+    ema = swa_utils.get_ema_multi_avg_fn(AVERAGE)  # type: ignore[no-untyped-call]
+    average = swa_utils.AveragedModel(net, multi_avg_fn=ema)
+    averaged = cast(PolicyNet, average.module)
     best, kept, first = float("inf"), net.state_dict(), 0
     if state.exists():
         found = torch.load(state, weights_only=True)
         net.load_state_dict(found["weights"])
+        average.load_state_dict(found["average"])
         optimizer.load_state_dict(found["optimizer"])
         rate.load_state_dict(found["rate"])
         best, kept, first = found["best"], found["kept"], found["epoch"]
     for epoch in range(first, settings.epochs):
         rng = np.random.default_rng((seed, epoch))
         losses = []
-        net.train()
         for batch in _batches(examples, settings.batch_size, rng):
             value = loss(net, batch_of([examples[i].item(rng, settings.undecided) for i in batch]))
             optimizer.zero_grad()
@@ -277,14 +282,15 @@ def train(
             nn.utils.clip_grad_norm_(net.parameters(), 1.0)
             optimizer.step()
             rate.step()
+            average.update_parameters(net)
             losses.append(value.item())
-        validation = validate(net.eval(), held_out)
+        validation = validate(averaged, held_out)
         if validation < best:
-            best, kept = validation, {key: value.clone() for key, value in net.state_dict().items()}
+            best, kept = validation, {key: value.clone() for key, value in averaged.state_dict().items()}
         watch({"epoch": epoch, "loss": float(np.mean(losses)), "validation": validation})
         new = state.with_suffix(".new")
-        torch.save({"weights": net.state_dict(), "optimizer": optimizer.state_dict(), "rate": rate.state_dict(),
-                    "best": best, "kept": kept, "epoch": epoch + 1}, new)  # fmt: skip
+        torch.save({"weights": net.state_dict(), "average": average.state_dict(), "optimizer": optimizer.state_dict(),
+                    "rate": rate.state_dict(), "best": best, "kept": kept, "epoch": epoch + 1}, new)  # fmt: skip
         new.replace(state)
     net.load_state_dict(kept)
     return net.eval()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from agents.learned.expert_iteration import Training
 from agents.learned.policy_net import trained
@@ -22,13 +23,11 @@ def test_every_value_of_every_network_is_one() -> None:
     config = yaml.safe_load((CONFIGS / "pretrain.yaml").read_text())
     for i, entry in enumerate(config["networks"]):
         lists = check_network(i, entry)
-        first = {key: values[0] for key, values in lists.items()}
-        for key, values in lists.items():
-            for value in values:
-                workloads.build({"name": "x", **first, key: value})
+        for j in range(max(len(values) for key, values in lists.items() if key != "draw")):
+            workloads.build({"name": "x", **{key: values[j % len(values)] for key, values in lists.items()}})
     tested = {"squeezenet", "unet", "mobilenet", "gpt2"}
     assert not tested & {entry["family"] for entry in config["networks"]}
-    assert dataclass_of(Training, config["training"], "training") == Training()
+    assert dataclass_of(Training, OmegaConf.create(config["training"]), "training") == Training()
 
 
 def test_a_small_training(run: Run, tmp_path: Path) -> None:
