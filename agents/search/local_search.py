@@ -14,13 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agents.planner import Candidates, Rows, row_of
-from agents.search.local_moves import (
-    ANSWER_NS, ASKS, BEST_NS, BEST_ROWS, CUTOFF_NS, DONE, NOW_NS, PRUNE, ROWS, SCORED, STATE, STEP, put, walk,
-)  # fmt: skip
 from simulator.compiled.encoding import BEFORE, TENSOR
 from simulator.compiled.engine import Engine
 from simulator.program import Gap, Program
 from simulator.ways import KEPT, ways_to_empty
+
+# isort: off
+from agents.search.local_moves import (
+    ANSWER_NS, ASKS, BEST_NS, BEST_ROWS, CUTOFF_NS, DONE, NOW_NS, PRUNE, ROWS, SCORED, STATE, STEP, put, walk,
+)  # fmt: skip
+# isort: on
 
 CLOCK = 8  # calls between two looks at the clock; more while these take less than TICK
 TICK = 2e-3  # seconds

@@ -26,7 +26,6 @@ from numba import njit, typeof, types
 from numba.core import cgutils
 from numba.core.compiler import Flags
 from numba.core.compiler_lock import global_compiler_lock
-from numba.core.typing import signature
 from numba.extending import intrinsic, is_jitted
 
 try:
@@ -37,6 +36,9 @@ except ImportError:  # Windows: every process compiles for itself
 _VALUES = (bool, int, float, complex, str, bytes, type(None), np.generic, np.dtype)
 _LIBRARIES = ("numpy", "numba", "math")
 PATIENCE = 120.0  # seconds: then a process compiles, whatever another that was at it first does
+
+_types: Any = types  # its functions are not typed
+_cgutils: Any = cgutils
 
 # Numba's flags are keys of its tables, and are compared property by property: a fifth of the time that it compiles.
 _flags: Any = Flags
@@ -74,9 +76,8 @@ def stage(function: Any = None, entry: bool = False, inline: bool = False) -> An
         cache=entry, forceinline=inline, no_rewrites=not entry,
     )  # fmt: skip
     by_types = out.get_call_template
-    plain: Any = types.unliteral
     # Numba would compile it once for every constant that it is called with, and once where it is not one.
-    out.get_call_template = lambda args, kws: by_types([plain(a) for a in args], kws)
+    out.get_call_template = lambda args, kws: by_types([_types.unliteral(a) for a in args], kws)
     return out
 
 
@@ -164,7 +165,7 @@ def _text(value: Any, where: str) -> str:
         return f"({', '.join(_text(v, where) for v in value)})"
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return f"{value.dtype!r} {value.shape} {value.tobytes().hex()}"
-    function = value.py_func if is_jitted(value) else value
+    function: Any = value.py_func if is_jitted(value) else value
     if isinstance(getattr(function, "stamp", None), str):
         return str(function.stamp)
     if function is value:
@@ -192,16 +193,16 @@ def call(typing, where, like, args):  # type: ignore[no-untyped-def]
         like: of the type of what it returns.
         args: a tuple, of the very types that ``address`` was asked for.
     """
-    kinds = [types.unliteral(kind) for kind in args]
-    returned = types.Tuple([types.unliteral(kind) for kind in like])
+    kinds = [_types.unliteral(kind) for kind in args]
+    returned = _types.Tuple([_types.unliteral(kind) for kind in like])
 
     def code(context, builder, signature, values):  # type: ignore[no-untyped-def]
         function = context.call_conv.get_function_type(returned, kinds)
         pointer = builder.inttoptr(values[0], function.as_pointer())
-        given = cgutils.unpack_tuple(builder, values[2])
+        given = _cgutils.unpack_tuple(builder, values[2])
         status, out = context.call_conv.call_function(builder, pointer, returned, kinds, given)
-        with cgutils.if_unlikely(builder, status.is_error):
+        with _cgutils.if_unlikely(builder, status.is_error):
             context.call_conv.return_status_propagate(builder, status)
         return out
 
-    return signature(returned, where, returned, types.Tuple(kinds)), code
+    return returned(where, returned, _types.Tuple(kinds)), code

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from agents.planner import Rows
-from agents.search import local_search
+from agents.search import local_moves, local_search
 from agents.search.annealing import everything
 from agents.search.local_search import CLOCK, TICK, Moves
 from simulator import Engine, Machine, Program
@@ -159,5 +159,5 @@ def test_one_version_of_the_loop() -> None:
     program = pyramid(6, 0)
     for short in (False, True):
         outcome(local_search.anneal, program, MACHINE, int(0.7 * program.peak_bytes), "joint", 0, short)
-    assert len(local_search.walk.signatures) == 1
+    assert len(local_moves.walk.signatures) == 1
     assert set(engine_module._score_plans) == {False, True}
