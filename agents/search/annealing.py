@@ -2,7 +2,7 @@
 
 State: which candidate gaps are emptied, and how. Candidates are all gaps of tensors of at least ``min_bytes``, those
 that do not span the peak and those over the iteration boundary included. Energy: the simulated iteration time over
-the ideal one. The moves are those of local_search.py, with all gaps and ways alike.
+the ideal one. The moves are those of local_moves.py, with all gaps and ways alike.
 
 The start is the best plan of the heuristics that ``mode`` allows (``start``), or else every gap emptied. Metropolis
 acceptance; the temperature falls geometrically from ``hot`` to ``cold`` (fractions of the ideal time) in each of

@@ -15,11 +15,12 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from simulator.compiled.jit import address
 from simulator.compiled.lowering import host_load, swap_residency
 from simulator.compiled.rematerialisation import lower_recomputations
 from simulator.compiled.reruns import lower_reruns
@@ -46,6 +47,7 @@ __all__ = ["KIND", "NEVER", "RECOMPUTE", "SWAP", "SYNC_SWAP", "TENSOR", "Engine"
 SHARE = 20  # plans that are worth handing to another thread
 _recompute = False  # has a plan in this process?
 _NO_LOG = np.empty((0, 4), np.int64)
+_score_plans: dict[bool, int] = {}  # where it is: for plans of swaps only, and for all
 
 
 class Score(NamedTuple):
@@ -208,6 +210,19 @@ class Engine:
         if status == DONE and period:
             return Score(True, iteration_ns, required, peak, period)
         return Score(False, NEVER, required, peak if status == DONE else 0, 0)
+
+    def direct(self, rows: int) -> tuple[Any, ...]:
+        """What ``score_one`` needs to score plans of at most so many rows as ``score`` does, until that is called."""
+        work, swaps_only = self._work, self._n_steps is None
+        work.make_room(rows)
+        given = self._kernels, self._tensors, self._graph
+        if swaps_only not in _score_plans:
+            _score_plans[swaps_only] = address(
+                score_plans, *given, np.empty((0, COLUMNS), np.int64), work.ends, 0, self._n_steps, self._settings, 0,
+                NEVER, 1, *work.arrays, work.result, _NO_LOG,
+            )  # fmt: skip
+        return (_score_plans[swaps_only], swaps_only, *given, self._settings, work.ends, *work.arrays, work.result,
+                _NO_LOG)  # fmt: skip
 
     def scores(self, plans: Sequence[Ints]) -> list[Score]:
         """``score`` of each of the plans, by all cores where they are many."""

@@ -22,10 +22,11 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import njit, typeof, types
+from numba.core import cgutils
 from numba.core.compiler import Flags
 from numba.core.compiler_lock import global_compiler_lock
-from numba.extending import is_jitted
+from numba.extending import intrinsic, is_jitted
 
 try:
     import fcntl
@@ -35,6 +36,9 @@ except ImportError:  # Windows: every process compiles for itself
 _VALUES = (bool, int, float, complex, str, bytes, type(None), np.generic, np.dtype)
 _LIBRARIES = ("numpy", "numba", "math")
 PATIENCE = 120.0  # seconds: then a process compiles, whatever another that was at it first does
+
+_types: Any = types  # its functions are not typed
+_cgutils: Any = cgutils
 
 # Numba's flags are keys of its tables, and are compared property by property: a fifth of the time that it compiles.
 _flags: Any = Flags
@@ -51,8 +55,7 @@ def jit(function: Any = None, **options: Any) -> Any:
     """
     if function is None:
         return lambda function: jit(function, **options)
-    text = "\n".join([*_compiled_in(function), repr(sorted(options.items()))])
-    function.stamp = hashlib.sha256(text.encode()).hexdigest()[:16]
+    _stamped(function, repr(sorted(options.items())))
     function.__qualname__ += "_" + function.stamp
     out: Any = njit(**({"cache": True} | options))(function)
     out.compile = _considerately(out)
@@ -73,9 +76,8 @@ def stage(function: Any = None, entry: bool = False, inline: bool = False) -> An
         cache=entry, forceinline=inline, no_rewrites=not entry,
     )  # fmt: skip
     by_types = out.get_call_template
-    plain: Any = types.unliteral
     # Numba would compile it once for every constant that it is called with, and once where it is not one.
-    out.get_call_template = lambda args, kws: by_types([plain(a) for a in args], kws)
+    out.get_call_template = lambda args, kws: by_types([_types.unliteral(a) for a in args], kws)
     return out
 
 
@@ -119,6 +121,13 @@ def _alone(cache: Any, signature: Any) -> AbstractContextManager[Any]:
     return lock  # closed, it is free again
 
 
+def _stamped(function: Any, options: str = "") -> Any:
+    """The function, with a ``stamp`` of all that is compiled in with it."""
+    text = "\n".join([*_compiled_in(function), options])
+    function.stamp = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return function
+
+
 def _compiled_in(function: FunctionType) -> Iterator[str]:
     """All that the compiled function depends on: its code, defaults and constants, and what its global names mean."""
     where = f"{function.__module__}.{function.__qualname__}"
@@ -156,11 +165,44 @@ def _text(value: Any, where: str) -> str:
         return f"({', '.join(_text(v, where) for v in value)})"
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return f"{value.dtype!r} {value.shape} {value.tobytes().hex()}"
-    if is_jitted(value):
-        if hasattr(value.py_func, "stamp"):
-            return str(value.py_func.stamp)
-    else:
+    function: Any = value.py_func if is_jitted(value) else value
+    if isinstance(getattr(function, "stamp", None), str):
+        return str(function.stamp)
+    if function is value:
         home = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None) or ""
         if home.partition(".")[0] in _LIBRARIES:
             return f"{home}.{getattr(value, '__name__', '')}"
     raise TypeError(f"{where} is {value!r}, which cannot be stamped: import the constant or the jit function itself")
+
+
+def address(function: Any, *args: Any) -> int:
+    """Where the code of a ``stage`` for arguments like these is; it is compiled where it is not there yet."""
+    kinds = tuple(map(typeof, args))
+    function.compile(kinds)
+    found = function.overloads[kinds]
+    return int(found.library.get_pointer_to_function(found.fndesc.llvm_func_name))
+
+
+@intrinsic
+@_stamped
+def call(typing, where, like, args):  # type: ignore[no-untyped-def]
+    """In compiled code: what the function at an ``address`` returns. By its name it would be optimised once more, as a
+    part of what calls it.
+
+    Args:
+        like: of the type of what it returns.
+        args: a tuple, of the very types that ``address`` was asked for.
+    """
+    kinds = [_types.unliteral(kind) for kind in args]
+    returned = _types.Tuple([_types.unliteral(kind) for kind in like])
+
+    def code(context, builder, signature, values):  # type: ignore[no-untyped-def]
+        function = context.call_conv.get_function_type(returned, kinds)
+        pointer = builder.inttoptr(values[0], function.as_pointer())
+        given = _cgutils.unpack_tuple(builder, values[2])
+        status, out = context.call_conv.call_function(builder, pointer, returned, kinds, given)
+        with _cgutils.if_unlikely(builder, status.is_error):
+            context.call_conv.return_status_propagate(builder, status)
+        return out
+
+    return returned(where, returned, _types.Tuple(kinds)), code

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from simulator.compiled.event_loop import event_loop
-from simulator.compiled.jit import stage
+from simulator.compiled.jit import call, stage
 from simulator.compiled.lowering import swap_residency
 from simulator.compiled.rematerialisation import lower_recomputations
 
 # isort: off
 from simulator.compiled.encoding import (
-    BEGINS, DONE, DURATION, ITERATION_NS, KIND, LIMIT, MORE_STEPS, NEVER, OUT_OF_MEMORY, PEAK, PERIOD, PLANNED,
-    RECOMPUTE, REQUIRED, RERUN, SLOWER, STATUS, STEP_KERNEL, UNKNOWN,
+    BEGINS, DONE, DURATION, HOST_FULL, ITERATION_NS, KIND, LIMIT, MORE_STEPS, NEVER, OUT_OF_MEMORY, PEAK, PERIOD,
+    PLANNED, RECOMPUTE, REQUIRED, RERUN, SLOWER, STATUS, STEP_KERNEL, STUCK, UNKNOWN,
 )  # fmt: skip
 # isort: on
 
@@ -79,3 +79,35 @@ def score_plans(  # type: ignore[no-untyped-def]
         if status == UNKNOWN or status == MORE_STEPS:
             return i, n_log
     return ends.size - 1, n_log
+
+
+@stage
+def score_one(  # type: ignore[no-untyped-def]
+    where, swaps_only, kernels, tensors, graph, settings, ends, by_kernel, by_segment, by_tensor, by_row, gaps, steps,
+    states, results, log, plan, rows, cutoff,
+):  # fmt: skip
+    """``Engine.score`` of the first ``rows`` of ``plan``, in compiled code, by the ``score_plans`` that is ``where``.
+
+    Args:
+        where to log: ``Engine.direct``.
+
+    Returns:
+        ns of the iteration, NEVER where it is infeasible; -1 where only ``Engine.score`` can tell.
+    """
+    n = by_kernel.shape[1] - 1
+    ends[1] = rows
+    if swaps_only:
+        call(where, (0, 0), (
+            kernels, tensors, graph, plan, ends, 0, None, settings, n, cutoff, 1, by_kernel, by_segment, by_tensor,
+            by_row, gaps, steps, states, results, log,
+        ))  # fmt: skip
+    else:
+        call(where, (0, 0), (
+            kernels, tensors, graph, plan, ends, 0, -1, settings, n, cutoff, 1, by_kernel, by_segment, by_tensor,
+            by_row, gaps, steps, states, results, log,
+        ))  # fmt: skip
+    result = results[0]
+    status = result[STATUS]
+    if status == HOST_FULL or status == MORE_STEPS or status == UNKNOWN or status == STUCK:
+        return -1
+    return result[ITERATION_NS] if status == DONE and result[PERIOD] > 0 else NEVER

@@ -12,12 +12,13 @@ import pytest
 import agents
 from agents.planner import Candidates, Rows
 from agents.search.annealing import everything
-from agents.search.local_search import Moves, anneal
+from agents.search.local_search import Moves
 from agents.search.random_search import random_subset
 from simulator import Kernel, Machine, Program, Tensor, simulate
 from simulator.compiled.encoding import RECOMPUTE, SWAP
 from simulator.compiled.engine import NEVER, Engine, Score, rows_of
 from simulator.ways import KEPT, SWAPPED
+from tests.agents.search.stepwise import anneal, propose
 
 MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, copy_latency_ns=0)
 
@@ -121,7 +122,7 @@ def test_moves_keep_the_residency(mode: str) -> None:
     proposed, kinds, shifted = 0, set(), 0
     for _ in range(300):
         before = moves.plan()
-        rows = moves.propose()
+        rows = propose(moves)
         if rows is None:
             break
         proposed += 1
@@ -179,12 +180,12 @@ def test_a_fork_searches_on_its_own() -> None:
     program = pyramid(8, 2)
     limit = int(0.7 * program.peak_bytes)
     moves = Moves(program, limit, "joint", 1, seed=0)
-    start = moves.propose()
+    start = propose(moves)
     assert start is not None
     moves.accept()
     same, other = moves.fork(7), Moves(program, limit, "joint", 1, seed=7)
     for _ in range(50):
-        mine, theirs = same.propose(), other.propose()
+        mine, theirs = propose(same), propose(other)
         assert mine is not None and np.array_equal(mine, theirs)
         same.accept()
         other.accept()
@@ -198,7 +199,7 @@ def test_weights_decide_what_is_picked() -> None:
     moves = Moves(program, program.peak_bytes, "joint", 1, seed=0, weights=weights)
     seen = set()
     for _ in range(200):
-        rows = moves.propose()
+        rows = propose(moves)
         assert rows is not None
         moves.accept()
         seen |= {moves.index[int(r[1]), int(r[3])] for r in rows}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numba import njit
 
-from simulator.compiled.jit import jit
+from simulator.compiled.jit import address, call, jit, stage
 from simulator.compiled.lowering import copied_at
 from tests.test_imports import ROOT
 
@@ -108,8 +108,9 @@ def test_a_stamp_is_of_values_and_not_of_names_elsewhere():
         np.arange(2.0),
         np.dtype("i4"),
         jit,
+        call,
     ]
-    values[-1] = copied_at
+    values[-2] = copied_at
     assert len({stamp(made(value)) for value in values}) == len(values)
 
 
@@ -127,6 +128,31 @@ def test_what_has_no_stamp_is_refused(name):
     exec(f"def scaled(x):\n    return {name}", names)
     with pytest.raises(TypeError, match=rf"shop\.scaled: {name} "):
         jit(names["scaled"])
+
+
+@stage(entry=True)
+def total(values, more, sign):
+    out = 0
+    for i in range(values.size):
+        out += values[i]
+    if more is not None:
+        out += more
+    return sign * out, values.size
+
+
+@stage(entry=True)
+def by_address(where, alone, values):
+    if alone:
+        return call(where, (0, 0), (values, None, -1))
+    return call(where, (0, 0), (values, 10, 1))
+
+
+def test_a_call_by_address():
+    values = np.arange(5)
+    for more, sign, out in ((None, -1, -10), (10, 1, 20)):
+        where = address(total, values, more, sign)
+        assert by_address(where, more is None, values) == total(values, more, sign) == (out, 5)
+    assert len(by_address.signatures) == 1
 
 
 def test_nothing_is_compiled_without_a_stamp():

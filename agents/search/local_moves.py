@@ -1,0 +1,347 @@
+"""The compiled part of local_search.py: moves between plans, and the loop of simulated annealing.
+
+A state is a plan as one row per candidate gap, switched on or off, with its planned residency (without the memory of
+recomputation chains, which the simulator adds). Only plans whose residency fits are proposed: a move that breaks the
+limit is repaired by emptying random gaps that are open where the load is largest. So hardly a simulator call is spent
+on a plan that cannot run. Moves:
+
+- fill: an emptied gap is filled, then the plan is repaired;
+- empty: a gap is emptied, then emptied ones are filled at random while the limit holds;
+- shift: a tensor leaves some kernels later, so that others go before it on the FIFO, its copy to the host is issued
+  earlier, while it is read, or its swap-in when a chosen kernel ends; a tensor is recomputed earlier;
+- way: an emptied gap changes between swap, recompute, and recompute with ``keep``.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from simulator.compiled.encoding import AFTER, BEFORE, EXTRA, KIND, NEVER, RECOMPUTE, SWAP, WHEN
+from simulator.compiled.jit import stage
+from simulator.compiled.scoring import score_one
+from simulator.ways import KEPT, RECOMPUTED, SWAPPED
+
+FILL, EMPTY = 0.4, 0.4  # shares of the moves; the rest are shifts and ways
+PRUNE = 3  # gaps that an empty move tries to fill
+SHIFT = 8.0  # kernels, mean of a shift
+EARLY = 0.2  # how often a recomputed gap that is picked for a shift is shifted
+TRIES = 100  # moves tried before giving up
+
+# Entries of the ``state`` of a walk. STEP: the next one. SCORED: plans. NOW_NS, BEST_NS: of the present plan and of the
+# best. ROWS: of the plan that was proposed last, BEST_ROWS: -1 where the best is still the start. CUTOFF_NS: faster
+# plans are accepted. ANSWER_NS: of the plan that was proposed last, where it was asked for; else -1.
+STEP, SCORED, NOW_NS, BEST_NS, ROWS, BEST_ROWS, CUTOFF_NS, ANSWER_NS, STATE = range(9)
+# Why it came back. ENDS: the best plan is good enough, or no move was found. ASKS: for ANSWER_NS.
+DONE, ENDS, ASKS = range(3)
+
+
+@stage(entry=True)
+def uniform(state):  # type: ignore[no-untyped-def]
+    """Uniform in [0, 1), by xorshift64* (Vigna, 2016). Passing a NumPy generator takes longer than making a move.
+
+    Args:
+        state: uint64[1], not 0.
+    """
+    x = state[0]
+    x ^= x >> np.uint64(12)
+    x ^= x << np.uint64(25)
+    x ^= x >> np.uint64(27)
+    state[0] = x
+    return np.float64((x * np.uint64(2685821657736338717)) >> np.uint64(11)) / 9007199254740992.0
+
+
+@stage
+def _add(load, after, before, nbytes):  # type: ignore[no-untyped-def]
+    """Adds to the load between ``after`` and ``before``, over the boundary where they wrap."""
+    if after >= before:
+        for k in range(before):
+            load[k] += nbytes
+        before = load.shape[0]
+    for k in range(after + 1, before):
+        load[k] += nbytes
+
+
+@stage
+def _back(row):  # type: ignore[no-untyped-def]
+    """The kernel for which the tensor is there again."""
+    return row[WHEN] if row[KIND] == RECOMPUTE and row[WHEN] >= 0 else row[BEFORE]
+
+
+@stage
+def _differs(differ, i):  # type: ignore[no-untyped-def]
+    """Notes that gap i of the plan that is tried may not be as in the present one (``_start``)."""
+    count = differ[0]
+    if 0 <= count < differ.shape[0] - 1:
+        differ[1 + count] = i
+        differ[0] = count + 1
+    else:
+        differ[0] = -1
+
+
+@stage
+def _start(rows, on, load, new_rows, new_on, new_load, differ):  # type: ignore[no-untyped-def]
+    """Makes the new ones as the present ones.
+
+    Args:
+        differ: how many gaps may differ, and then which; first -1: any.
+    """
+    count = differ[0]
+    for j in range(count if count >= 0 else on.shape[0]):
+        i = differ[1 + j] if count >= 0 else j
+        new_on[i] = on[i]
+        for c in range(rows.shape[1]):
+            new_rows[i, c] = rows[i, c]
+    for k in range(load.shape[0]):
+        new_load[k] = load[k]
+    differ[0] = 0
+
+
+@stage(entry=True)
+def put(rows, on, load, nbytes, differ, i, empty, row):  # type: ignore[no-untyped-def]
+    """Makes gap i emptied as ``row`` says, or filled."""
+    _differs(differ, i)
+    if on[i]:
+        _add(load, rows[i, AFTER], _back(rows[i]), nbytes[i])
+    if empty:
+        _add(load, row[AFTER], _back(row), -nbytes[i])
+    on[i] = empty
+    for c in range(rows.shape[1]):
+        rows[i, c] = row[c]
+
+
+@stage
+def _fits(load, after, before, room):  # type: ignore[no-untyped-def]
+    """Is the load between ``after`` and ``before`` at most ``room``?"""
+    n = load.shape[0]
+    k = after + 1 if after + 1 < n else 0
+    while k != before:
+        if load[k] > room:
+            return False
+        k = k + 1 if k + 1 < n else 0
+    return True
+
+
+@stage
+def _pick(rng, on, want):  # type: ignore[no-untyped-def]
+    """A random gap that is on (or off); -1 where there is none."""
+    count = 0
+    for i in range(on.shape[0]):
+        count += on[i] == want
+    if not count:
+        return -1
+    left = int(uniform(rng) * count)
+    for i in range(on.shape[0]):
+        if on[i] == want:
+            if not left:
+                return i
+            left -= 1
+    return -1
+
+
+@stage
+def _weighted_off(rng, on, weights, rows, moved, k):  # type: ignore[no-untyped-def]
+    """A random gap that is not emptied, by weight; with k >= 0 one that is open at kernel k and not ``moved``."""
+    total = 0.0
+    for turn in range(2):
+        at = uniform(rng) * total if turn else 0.0
+        for i in range(on.shape[0]):
+            if on[i] or i == moved:
+                continue
+            if k >= 0:
+                after, before = rows[i, AFTER], rows[i, BEFORE]
+                inside = after < k < before if after < before else k > after or k < before
+                if not inside:
+                    continue
+            w = weights[i, SWAPPED] + weights[i, RECOMPUTED] + weights[i, KEPT]
+            if turn:
+                at -= w
+                if at < 0.0:
+                    return i
+            else:
+                total += w
+    return -1
+
+
+@stage
+def _way(rng, weights, i):  # type: ignore[no-untyped-def]
+    """A random way to empty gap i, by weight."""
+    at = uniform(rng) * (weights[i, SWAPPED] + weights[i, RECOMPUTED] + weights[i, KEPT])
+    for way in range(SWAPPED, KEPT):
+        at -= weights[i, way]
+        if at < 0.0:
+            return way
+    for way in range(KEPT, SWAPPED, -1):  # the last one, unless rounding led here
+        if weights[i, way] > 0.0:
+            return way
+    return SWAPPED
+
+
+@stage
+def _shifted(rng, row, opens, since, n, out):  # type: ignore[no-untyped-def]
+    """Writes into ``out`` a swap with another ``after``, ``prefetch`` or ``copy``, or a recomputation with another
+    ``at``.
+
+    Args:
+        opens: where the gap opens; ``since``: kernels from the last write to there.
+    """
+    for c in range(row.shape[0]):
+        out[c] = row[c]
+    shift = int(-SHIFT * math.log(1.0 - uniform(rng)))
+    if row[KIND] == RECOMPUTE:
+        shift = min(shift, row[BEFORE] - row[AFTER] - 1)
+        out[WHEN] = row[BEFORE] - shift if shift else -1
+        return
+    what = uniform(rng)
+    if what < 0.25 and since:
+        shift = min(shift, since)
+        out[WHEN] = (opens - shift) % n if shift else -1
+        out[AFTER] = opens if shift else row[AFTER]
+        return
+    out[EXTRA] = out[WHEN] = -1
+    if what < 0.6:
+        out[AFTER] = (opens + min(shift, (row[BEFORE] - opens - 2) % n)) % n
+    elif what < 0.85:
+        out[EXTRA] = (row[BEFORE] - 1 - min(shift, (row[BEFORE] - row[AFTER] - 1) % n)) % n
+
+
+@stage
+def _settle(rows, on, earlier, n, differ):  # type: ignore[no-untyped-def]
+    """A copy is of what is there: where an earlier gap of the tensor ends after it, it is issued as the gap opens."""
+    for i in range(on.shape[0]):
+        if not on[i] or rows[i, KIND] == RECOMPUTE or rows[i, WHEN] < 0:
+            continue
+        lead, j = (rows[i, AFTER] - rows[i, WHEN]) % n, earlier[i]
+        while j >= 0:
+            back = (rows[i, AFTER] - rows[j, BEFORE]) % n
+            if j != i and on[j] and (rows[i, AFTER] - _back(rows[j])) % n < lead:
+                rows[i, WHEN] = -1
+                _differs(differ, i)
+                break
+            j = earlier[j] if back < lead and j != i else -1
+
+
+@stage
+def _fullest(load, limit):  # type: ignore[no-untyped-def]
+    """The first kernel of the largest load; -1 where that fits."""
+    top, k = 0, -1
+    for j in range(load.shape[0]):
+        top = max(top, load[j])
+    if top > limit:
+        k = 0
+        while load[k] != top:
+            k += 1
+    return k
+
+
+@stage
+def propose(  # type: ignore[no-untyped-def]
+    rng, limit, nbytes, ways, weights, opens, since, earlier, rows, on, load, new_rows, new_on, new_load, differ, row,
+    plan,
+):  # fmt: skip
+    """Writes a neighbour of (rows, on, load) into the new ones, and its rows in use into ``plan``; returns how many
+    they are, or -1 when no move was found."""
+    m, n = on.shape[0], load.shape[0]
+    for _ in range(TRIES):
+        _start(rows, on, load, new_rows, new_on, new_load, differ)
+        kind = uniform(rng)
+        if FILL <= kind < FILL + EMPTY:
+            i = _weighted_off(rng, on, weights, rows, -1, -1)
+            if i < 0:
+                continue
+            put(new_rows, new_on, new_load, nbytes, differ, i, True, ways[i, _way(rng, weights, i)])
+            for _ in range(PRUNE):
+                j = _pick(rng, new_on, True)
+                if j != i and _fits(new_load, new_rows[j, AFTER], new_rows[j, BEFORE], limit - nbytes[j]):
+                    put(new_rows, new_on, new_load, nbytes, differ, j, False, new_rows[j])
+        else:
+            i = _pick(rng, on, True)
+            if i < 0:
+                continue
+            several = 0
+            for way in range(weights.shape[1]):
+                several += weights[i, way] > 0.0
+            if kind < FILL:
+                put(new_rows, new_on, new_load, nbytes, differ, i, False, rows[i])
+            elif several > 1 and uniform(rng) < 0.5:
+                put(new_rows, new_on, new_load, nbytes, differ, i, True, ways[i, _way(rng, weights, i)])
+            elif rows[i, KIND] == SWAP or uniform(rng) < EARLY:
+                _shifted(rng, rows[i], opens[i], since[i], n, row)
+                put(new_rows, new_on, new_load, nbytes, differ, i, True, row)
+            else:
+                continue
+        for _ in range(m):
+            k = _fullest(new_load, limit)
+            if k < 0:
+                _settle(new_rows, new_on, earlier, n, differ)
+                count = 0
+                for j in range(m):
+                    if new_on[j]:
+                        for c in range(plan.shape[1]):
+                            plan[count, c] = new_rows[j, c]
+                        count += 1
+                return count
+            j = _weighted_off(rng, new_on, weights, new_rows, i, k)
+            if j < 0:
+                break
+            put(new_rows, new_on, new_load, nbytes, differ, j, True, ways[j, _way(rng, weights, j)])
+    return -1
+
+
+@stage(entry=True)
+def walk(  # type: ignore[no-untyped-def]
+    rng, limit, nbytes, ways, weights, opens, since, earlier, rows, on, load, new_rows, new_on, new_load, differ, row,
+    plan, where, swaps_only, kernels, tensors, graph, settings, ends, by_kernel, by_segment, by_tensor, by_row, gaps,
+    steps, states, results, log, chances, best, state, enough_ns, calls, spent, hot_ns, fall,
+):  # fmt: skip
+    """Steps of ``local_search.anneal``, at most one for each of ``chances``, and none with a plan of ``enough_ns``.
+
+    Args:
+        rng to plan: as for ``propose``.
+        where to log: ``Engine.direct``.
+        chances: float64, uniform in [0, 1).
+        best: the rows of the best plan, where it is not the start.
+        calls: simulator calls of the whole walk, 0: any.
+        spent: the part of the time that has passed.
+        hot_ns, fall: the first temperature, and what it falls to, as a part of it.
+
+    Returns:
+        Why it came back; whether the present plan is now in the new rows, the new ones in ``rows``.
+    """
+    moved = False
+    for i in range(chances.shape[0]):
+        if state[BEST_NS] <= enough_ns:
+            return ENDS, moved
+        ns = state[ANSWER_NS]
+        state[ANSWER_NS] = -1
+        if ns < 0:
+            count = propose(
+                rng, limit, nbytes, ways, weights, opens, since, earlier, rows, on, load, new_rows, new_on, new_load,
+                differ, row, plan,
+            )  # fmt: skip
+            if count < 0:
+                return ENDS, moved
+            done = max(spent, state[STEP] / calls) if calls else spent
+            more = -(hot_ns * fall**done) * math.log(1.0 - chances[i])
+            # A slower plan is not accepted, so that it need not be simulated to its end.
+            cutoff = min(state[NOW_NS] + math.ceil(more), NEVER) if more < NEVER else NEVER
+            state[ROWS], state[CUTOFF_NS] = count, cutoff
+            ns = score_one(
+                where, swaps_only, kernels, tensors, graph, settings, ends, by_kernel, by_segment, by_tensor, by_row,
+                gaps, steps, states, results, log, plan, count, cutoff,
+            )  # fmt: skip
+            if ns < 0:
+                return ASKS, moved
+            state[SCORED] += 1
+        state[STEP] += 1
+        if ns < state[CUTOFF_NS]:
+            rows, new_rows, on, new_on, load, new_load = new_rows, rows, new_on, on, new_load, load
+            moved = not moved
+            state[NOW_NS] = ns
+            if ns < state[BEST_NS]:
+                state[BEST_NS], state[BEST_ROWS] = ns, state[ROWS]
+                for j in range(state[ROWS]):
+                    for c in range(plan.shape[1]):
+                        best[j, c] = plan[j, c]
+    return DONE, moved

@@ -1,0 +1,57 @@
+"""What ``local_search.anneal`` does, step by step in Python: its definition, beside which it is tested."""
+
+from __future__ import annotations
+
+import math
+import time
+from itertools import count
+
+import numpy as np
+
+from agents.planner import Rows
+from agents.search.local_moves import propose as one_move
+from agents.search.local_search import CLOCK, Moves
+from simulator.compiled.engine import NEVER, Engine
+from simulator.compiled.jit import stage
+
+
+@stage(entry=True)
+def _propose(*arrays):  # type: ignore[no-untyped-def]
+    return one_move(*arrays)
+
+
+def propose(moves: Moves) -> Rows | None:
+    """Rows of a neighbouring plan whose residency fits; None when ``TRIES`` moves in a row did not."""
+    rows = _propose(*moves.arrays)
+    return moves.proposed(rows).copy() if rows >= 0 else None
+
+
+def anneal(
+    moves: Moves, engine: Engine, start: Rows, start_ns: int, calls: int | None, hot: float, cold: float, seed: int,
+    enough_ns: int = 0, until: float | None = None,
+) -> tuple[Rows, int]:  # fmt: skip
+    """``local_search.anneal``, but that it always looks at the clock after ``CLOCK`` calls."""
+    ideal = max(engine.program.ideal_ns, 1)
+    rng = np.random.default_rng(seed)
+    moves.reset(start)
+    best, best_ns, now_ns = start, start_ns, start_ns
+    enough = max(enough_ns, engine.program.ideal_ns)
+    begin, spent = time.monotonic(), 0.0
+    for step in range(calls) if calls is not None else count():
+        if until is not None and step % CLOCK == 0:
+            spent = (time.monotonic() - begin) / max(until - begin, 1e-9)
+        if best_ns <= enough or spent >= 1:
+            break
+        rows = propose(moves)
+        if rows is None:
+            break
+        done = max(spent, step / calls if calls is not None else 0.0)
+        temperature = ideal * hot * (cold / hot) ** done
+        cutoff_ns = min(now_ns + math.ceil(-temperature * math.log(1.0 - rng.random())), NEVER)
+        iteration_ns = engine.score(rows, None, cutoff_ns).iteration_ns
+        if iteration_ns < cutoff_ns:
+            moves.accept()
+            now_ns = iteration_ns
+            if now_ns < best_ns:
+                best, best_ns = rows, now_ns
+    return best, best_ns

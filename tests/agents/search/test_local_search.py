@@ -1,0 +1,163 @@
+"""The compiled loop of the local search against its definition: the same to the last bit, whatever ends it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agents.planner import Rows
+from agents.search import local_moves, local_search
+from agents.search.annealing import everything
+from agents.search.local_search import CLOCK, TICK, Moves
+from simulator import Engine, Machine, Program
+from simulator.compiled import engine as engine_module
+from simulator.compiled.encoding import NEVER
+from tests import random_cases
+from tests.agents.search import stepwise
+from tests.agents.search.test_search import MACHINE, pyramid
+
+HOT, COLD = 3e-2, 3e-4
+
+
+class Counted(Engine):
+    """Knows how often it was asked from Python."""
+
+    asked = 0
+
+    def score(self, rows: Rows, limit_until: int | None = None, cutoff_ns: int = NEVER) -> Any:
+        self.asked += 1
+        return super().score(rows, limit_until, cutoff_ns)
+
+
+def ticking(seconds: float) -> SimpleNamespace:
+    """A module ``time`` whose clock goes on by so much at every look."""
+    looks = count()
+    return SimpleNamespace(monotonic=lambda: seconds * next(looks))
+
+
+def outcome(
+    anneal: Any, program: Program, machine: Machine, limit: int, mode: str, seed: int, short: bool, **options: Any
+) -> tuple[list[Any], Counted]:
+    """All that is left of a search: the best plan, its time, the calls, the present plan, the random numbers.
+
+    Args:
+        short: of room for the steps of chains, and without the code for recomputation at first.
+    """
+    engine = Counted(program, machine, limit)
+    if short:
+        engine._n_steps = None
+        engine._work.steps = np.empty((2, 4), np.int64)
+        engine._work._bundle()
+    moves = Moves(program, limit, mode, 1, seed)
+    start = everything(program, mode, 1)
+    given = {"start_ns": 10**9, "calls": 200, "hot": HOT, "cold": COLD, "seed": seed} | options
+    best, best_ns = anneal(moves, engine, start, **given)
+    left = [best.tolist(), best_ns, engine.calls, moves.plan().tolist(), moves.load.tolist(), moves._rng.tolist()]
+    return left, engine
+
+
+def drawn(seed: int) -> tuple[Program, Machine, int, str, random.Random]:
+    """A program, half of them a network, on some machine; a limit and a mode."""
+    rng = random.Random(seed)
+    if rng.random() < 0.5:
+        program, machine = pyramid(rng.randint(2, 14), seed), MACHINE
+    else:
+        program, machine = random_cases.program_of(rng), random_cases.machine_of(rng)
+    if rng.random() < 0.3:  # too little for all tensors at one time, now and then
+        machine = replace(machine, host_bytes=int(rng.uniform(0.1, 1.0) * program.peak_bytes))
+    limit = int(rng.uniform(0.5, 1.1) * program.peak_bytes)
+    return program, machine, limit, rng.choice(["swap", "recompute", "joint"]), rng
+
+
+def test_the_same_as_step_by_step() -> None:
+    accepted = asked = 0
+    for seed in range(150):
+        program, machine, limit, mode, rng = drawn(seed)
+        options: dict[str, Any] = {"calls": rng.choice([0, 1, 7, 8, 9, 100, 400])}
+        if rng.random() < 0.2:
+            options["start_ns"] = NEVER  # as after a kick: anything is better
+        if rng.random() < 0.3:
+            options["enough_ns"] = int(program.ideal_ns * rng.uniform(1.0, 1.5))
+        if rng.random() < 0.1:
+            options |= {"hot": 1e30, "cold": 1.0}  # all is accepted
+        short = rng.random() < 0.3
+        task = program, machine, limit, mode, seed, short
+        by_hand, python = outcome(stepwise.anneal, *task, **options)
+        compiled, engine = outcome(local_search.anneal, *task, **options)
+        assert compiled == by_hand, seed
+        assert python.asked == python.calls
+        assert engine.asked == 0 or short or machine.host_bytes < program.peak_bytes, seed
+        asked += engine.asked
+        accepted += by_hand[3] != everything(program, mode, 1).tolist()
+    assert accepted > 50 and asked > 50
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute", "joint"])
+@pytest.mark.parametrize("calls", [None, 150])
+def test_the_same_for_as_much_time(mode: str, calls: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a clock that goes on by a second at every look, which are then as many."""
+    program = pyramid(12, 1)
+    task = program, MACHINE, int(0.6 * program.peak_bytes), mode, 3, True
+    found = []
+    for module in (stepwise, local_search):
+        monkeypatch.setattr(module, "time", ticking(1.0))
+        found.append(outcome(module.anneal, *task, calls=calls, until=25.0)[0])
+    assert found[0] == found[1]
+    assert found[0][2] == (150 if calls else 24 * CLOCK)
+
+
+def test_until_a_plan_is_good_enough() -> None:
+    """Without a budget."""
+    program = pyramid(12, 1)
+    limit = int(0.6 * program.peak_bytes)
+    (_, best_ns, *_), _ = outcome(local_search.anneal, program, MACHINE, limit, "joint", 0, False, calls=300)
+    for short in (False, True):
+        task = program, MACHINE, limit, "joint", 5, short
+        found = [outcome(a, *task, calls=None, enough_ns=best_ns)[0] for a in (stepwise.anneal, local_search.anneal)]
+        assert found[0] == found[1] and program.ideal_ns < found[0][1] <= best_ns
+
+
+def test_short_steps_are_not_held_up_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice as many follow while they take less than TICK; a search that takes longer looks after CLOCK of them."""
+    program = pyramid(12, 1)
+    calls = {}
+    for seconds in (0.9 * TICK, TICK):
+        monkeypatch.setattr(local_search, "time", ticking(seconds))
+        task = program, MACHINE, int(0.6 * program.peak_bytes), "swap", 0, False
+        calls[seconds] = outcome(local_search.anneal, *task, calls=None, until=6.5 * seconds)[1].calls
+    assert calls == {0.9 * TICK: CLOCK * (1 + 2 + 4 + 8 + 16 + 32), TICK: CLOCK * 6}
+
+
+def test_nothing_to_move() -> None:
+    program = pyramid(6, 0)
+    engine, moves = Engine(program, MACHINE, program.peak_bytes), Moves(program, program.peak_bytes, "joint", 10**6, 0)
+    start = np.empty((0, 6), np.int64)
+    for anneal in (stepwise.anneal, local_search.anneal):
+        rows, ns = anneal(moves, engine, start, 10**9, None, HOT, COLD, 0)
+        assert len(rows) == 0 and ns == 10**9 and engine.calls == 0
+
+
+def test_the_start_is_the_best_where_none_is_better() -> None:
+    program = pyramid(12, 1)
+    start = everything(program, "swap", 1)
+    limit = int(0.6 * program.peak_bytes)
+    rows, ns = local_search.anneal(
+        Moves(program, limit, "swap", 1, 0), Engine(program, MACHINE, limit), start, program.ideal_ns + 1, 200, HOT,
+        COLD, 0,
+    )  # fmt: skip
+    assert rows is start and ns == program.ideal_ns + 1
+
+
+def test_one_version_of_the_loop() -> None:
+    """For plans of swaps only and for all: what differs is what it calls."""
+    program = pyramid(6, 0)
+    for short in (False, True):
+        outcome(local_search.anneal, program, MACHINE, int(0.7 * program.peak_bytes), "joint", 0, short)
+    assert len(local_moves.walk.signatures) == 1
+    assert set(engine_module._score_plans) == {False, True}
