@@ -112,8 +112,8 @@ class Candidates:
     Attributes:
         gaps: m gaps.
         nbytes: int64[m], size of each gap's tensor.
-        absent: bool[m, n], the kernels at which each gap is open.
         rows: int64[m, 6], the swaps that empty the gaps, their prefetch left to the simulator.
+        absent: bool[m, n], the kernels at which each gap is open.
         live_bytes: int64[n], the program's live bytes per kernel.
         least: bytes, the peak that remains when every gap is emptied: the smallest limit within reach.
     """
@@ -124,11 +124,15 @@ class Candidates:
         self.nbytes = np.array([program.tensors[g.tensor].nbytes for g in gaps], dtype=np.int64)
         n = len(program.kernels)
         self._open = [spans(g.after, g.before, n) for g in self.gaps]
-        self.rows = rows_for(gaps, SWAPPED)
         self.least = int(self.residency(np.ones(len(self.gaps), dtype=bool)).max())
 
     def __len__(self) -> int:
         return len(self.gaps)
+
+    @cached_property
+    def rows(self) -> Rows:
+        """The swaps that empty the gaps, their prefetch left to the simulator."""
+        return rows_for(self.gaps, SWAPPED)
 
     @cached_property
     def absent(self) -> NDArray[np.bool_]:
@@ -164,7 +168,11 @@ def row_of(gap: Gap, way: int) -> Row:
 
 def rows_for(gaps: Iterable[Gap], way: int) -> Rows:
     """int64[m, 6]: ``row_of`` each of the gaps."""
-    return np.array([row_of(gap, way) for gap in gaps], dtype=np.int64).reshape(-1, 6)
+    where = np.array(list(gaps), np.int64).reshape(-1, 3)
+    out = np.empty((len(where), 6), np.int64)
+    out[:, 1:4] = where
+    out[:, [0, 4, 5]] = [row_of(Gap(0, 0, 0), way)[i] for i in (0, 4, 5)]
+    return out
 
 
 def ways_of(program: Program, gap: Gap, mode: str) -> list[Row]:

@@ -1,8 +1,9 @@
 """Plans out of the policy's network: ways for the gaps, and rows that fit the limit.
 
-The network gives every gap a probability of each way (policy_net.py), in ``ROUNDS``; each round decides the gaps it is
-surest of, and the next sees what is decided, as in "MaskGIT" (Chang et al., 2022). What the limit does not allow is
-repaired by the same probabilities (``fitted``).
+The network gives every gap a probability of each way (policy_net.py). A plan takes the likeliest ways (``decode``), or
+draws them (``drawn``); what the limit does not allow is repaired by the same probabilities (``fitted``). With several
+rounds, each decides the gaps that the network is surest of, and the next sees what is decided, as in "MaskGIT" (Chang
+et al., 2022).
 """
 
 from __future__ import annotations
@@ -13,12 +14,11 @@ from numpy.typing import NDArray
 
 from agents.learned.gap_graph import UNDECIDED, Choices, GapGraph
 from agents.learned.policy_net import PolicyNet, batch_of, data_of
-from agents.planner import Rows, row_of
+from agents.planner import Rows, rows_for
 from simulator.compiled.engine import Engine
 from simulator.compiled.jit import stage
-from simulator.ways import KEPT, STAYS
+from simulator.ways import KEPT, RECOMPUTED, STAYS, SWAPPED
 
-ROUNDS = 6
 TINY = 1e-30
 MENDS = 8  # times that a plan is fitted anew to the memory of its recomputation chains
 
@@ -32,23 +32,24 @@ def chances(net: PolicyNet, graph: GapGraph, decided: Choices) -> Chances:
     return found
 
 
-def decode(
-    net: PolicyNet, graph: GapGraph, rounds: int = ROUNDS, rng: np.random.Generator | None = None
-) -> tuple[Choices, Chances, Chances]:  # fmt: skip
-    """A way for every gap, the likeliest or with ``rng`` a drawn one; and the chances of each gap before anything was
-    decided, and when it was."""
+def decode(net: PolicyNet, graph: GapGraph, rounds: int = 1) -> tuple[Choices, Chances, Chances]:
+    """The likeliest way of every gap; and the chances of each gap before anything was decided, and when it was."""
     decided = np.full(len(graph), UNDECIDED)
-    first = np.zeros((len(graph), KEPT + 1), np.float32)
+    first = chances(net, graph, decided)
     said = first.copy()
     for i in range(rounds):
-        now = chances(net, graph, decided)
-        first = first if i else now
+        now = chances(net, graph, decided) if i else first
         left = np.flatnonzero(decided == UNDECIDED)
         surest = left[np.argsort(-now[left].max(1), kind="stable")[: -(-len(left) // (rounds - i))]]
         said[surest] = now[surest]
-        noise = 0.0 if rng is None else rng.gumbel(size=(len(surest), KEPT + 1))
-        decided[surest] = (np.log(now[surest] + TINY) + noise).argmax(1)
+        decided[surest] = now[surest].argmax(1)
     return decided, first, said
+
+
+def drawn(likely: Chances, rng: np.random.Generator) -> Choices:
+    """A way of every gap by its chances, each for itself."""
+    ways: Choices = (np.log(likely + TINY) + rng.gumbel(size=likely.shape)).argmax(1)
+    return ways
 
 
 def fitted(engine: Engine, graph: GapGraph, ways: Choices, likely: Chances) -> Rows | None:
@@ -77,8 +78,11 @@ def fitted(engine: Engine, graph: GapGraph, ways: Choices, likely: Chances) -> R
 
 def rows_of_ways(graph: GapGraph, ways: Choices) -> Rows:
     """int64[k, 6]: the rows that empty the gaps which do not stay."""
-    rows = [row_of(graph.gaps[i], int(ways[i])) for i in np.flatnonzero(ways > STAYS)]
-    return np.array(rows, np.int64).reshape(-1, 6)
+    out = np.empty((len(ways), 6), np.int64)
+    for way in (SWAPPED, RECOMPUTED, KEPT):
+        chosen = np.flatnonzero(ways == way)
+        out[chosen] = rows_for([graph.gaps[i] for i in chosen.tolist()], way)
+    return out[ways > STAYS]
 
 
 @stage

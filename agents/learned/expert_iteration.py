@@ -26,7 +26,7 @@ from torch.optim import swa_utils
 from torch_geometric.data import HeteroData
 
 from agents.learned.gap_graph import STATE, UNDECIDED, GapGraph
-from agents.learned.policy import Guided, decoded
+from agents.learned.policy import Guided, decoded, halving
 from agents.learned.policy_net import ENCODERS, PolicyNet, batch_of, data_of
 from agents.planner import MIB, Rows
 from agents.search.annealing import everything
@@ -139,8 +139,7 @@ def better_plans(net: PolicyNet, lesson: Lesson, seed: int) -> Plans:
     decoded(net, found, lesson.mode)
     calls, (best_ns, best) = teacher_calls(lesson.program), lesson.plans[0]
     starts = [(best, best_ns, WARM)]
-    if found.rows is not None:
-        starts.append((found.rows, found.iteration_ns, MILD))
+    starts += [(rows, ns, MILD) for ns, rows in found.plans[:1]]
     new = [
         _turned(anneal(found.moves, found.engine, rows, ns, calls, hot, COLD, seed + i))
         for i, (rows, ns, hot) in enumerate(starts)
@@ -234,11 +233,11 @@ def validate(net: PolicyNet, lessons: Sequence[Lesson]) -> float:
         engine = Engine(lesson.program, lesson.machine, lesson.limit)
         found = Guided(engine, Moves(lesson.program, lesson.limit, lesson.mode, MIB, 0))
         decoded(net, found, lesson.mode)
-        if found.rows is None:
+        if not found.plans:
             above.append(CLIP)
             continue
-        left = CALLS - engine.calls
-        _, ns = anneal(found.moves, engine, found.rows, found.iteration_ns, left, MILD, COLD, 0)
+        rows = halving(found, max(CALLS - engine.calls, 0), None, 1, MILD, COLD, 0)
+        ns = engine.score(rows).iteration_ns
         above.append(min(CLIP, 100 * (ns / lesson.program.ideal_ns - 1 - lesson.overhead)))
     return float(np.mean(above))
 

@@ -1,7 +1,8 @@
 """The policy as a planner: a network that was trained once, on other programs (experiments/pretrain.py), plans at once.
 
-``Policy`` decodes what the network says (decoding.py) and searches nothing. ``PolicySearch`` goes on from there by the
-local search of annealing (local_search.py), which picks gaps and their ways by the network's probabilities.
+``Policy`` decodes what the network says (decoding.py), the likeliest plan and some that it draws, of which it takes the
+fastest, and searches nothing. ``PolicySearch`` goes on from there by the local search of annealing (local_search.py),
+which picks gaps and their ways by the network's probabilities.
 
 The control is the same search from every gap emptied, with all gaps and ways alike: ``guide=False``.
 """
@@ -9,17 +10,17 @@ The control is the same search from every gap emptied, with all gaps and ways al
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from agents.planner import MIB, Facts, Rows, check_budget, finish, infeasible
-from agents.search.annealing import everything, on_all_cores, start
+from agents.search.annealing import everything, start
 from agents.search.local_search import Moves, anneal
-from simulator.compiled.encoding import NEVER
-from simulator.compiled.engine import Engine
+from simulator.compiled.engine import Engine, cores, side_by_side
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
@@ -30,8 +31,14 @@ if TYPE_CHECKING:  # PyTorch takes seconds to import
 
 WEIGHTS = Path(__file__).parent / "policy.pt"
 CALLS = 5_000
-ROUNDS = (1, 6)  # decodings, of so many rounds each
-EVEN = 0.03  # added to every probability: the search may do what the network does not expect
+SAMPLES = 128  # plans drawn, beside the likeliest one
+STARTS = 6
+FALL = (0.0, 0.25, 0.5, 1.0)  # how far the temperature has fallen, in the exponent, as 6, 3 and 1 runs begin
+LEAST = 0.03  # added to every probability: the search may do what the network does not expect
+MOST = 1.0  # the same for the run that trusts it least
+
+
+Run = tuple[int, Rows, Moves]  # iteration time and rows of its best plan, and how it goes on
 
 
 @dataclass
@@ -39,35 +46,85 @@ class Guided:
     """Where the search of a task begins.
 
     Attributes:
-        rows, iteration_ns: of the plan that it starts from; rows None where there is none that fits.
         moves: with the network's probabilities for weights.
+        plans: iteration time and rows of the fastest plans that fit, at most ``STARTS``; the fastest first.
     """
 
     engine: Engine
     moves: Moves
-    rows: Rows | None = None
-    iteration_ns: int = NEVER
+    plans: list[tuple[int, Rows]] = field(default_factory=list)
 
     def offer(self, rows: Rows) -> None:
-        """Starts from these rows where they fit and are the fastest."""
+        """Starts from these rows, too, where they fit and are fast, and no others take as long."""
         score = self.engine.score(rows)
-        if score.feasible and score.iteration_ns < self.iteration_ns:
-            self.rows, self.iteration_ns = rows, score.iteration_ns
+        if score.feasible and all(score.iteration_ns != ns for ns, _ in self.plans):
+            self.plans = sorted([*self.plans, (score.iteration_ns, rows)], key=lambda plan: plan[0])[:STARTS]
 
 
-def decoded(net: PolicyNet, found: Guided, mode: str) -> None:
+def decoded(net: PolicyNet, found: Guided, mode: str, samples: int = SAMPLES, rounds: int = 1, seed: int = 0) -> None:
     """Offers the network's plans, and makes its probabilities the weights of the search."""
-    from agents.learned.decoding import decode, fitted
+    from agents.learned.decoding import decode, drawn, fitted
     from agents.learned.gap_graph import GapGraph
 
-    engine, moves = found.engine, found.moves
+    engine, moves, rng = found.engine, found.moves, np.random.default_rng(seed)
     graph = GapGraph(engine.program, engine.machine, engine.limit, moves, mode)
-    for rounds in ROUNDS:
-        ways, first, last = decode(net, graph, rounds)
-        rows = fitted(engine, graph, ways, last)
+    ways, first, said = decode(net, graph, rounds)
+    for likely, chosen in [(said, ways), *((first, drawn(first, rng)) for _ in range(samples))]:
+        rows = fitted(engine, graph, chosen, likely)
         if rows is not None:
             found.offer(rows)
-    moves.weights = np.where(moves.weights > 0, first + EVEN, 0.0)
+    moves.weights = np.where(moves.weights > 0, first + LEAST, 0.0)
+
+
+def halving(
+    found: Guided, calls: int | None, until: float | None, jobs: int, hot: float, cold: float, seed: int
+) -> Rows:  # fmt: skip
+    """The best rows of ``STARTS`` runs of annealing, the better half of which goes on, until one is left, as in
+    "Non-stochastic best arm identification" (Jamieson and Talwalkar, 2016). They begin with different plans, and trust
+    the network from much (``LEAST``) to little (``MOST``).
+
+    Args:
+        calls: simulator calls of all together; None: as many as there is time for.
+        until: time.monotonic() at which to stop.
+        jobs: runs at the same time. They do not change what is found with ``calls``.
+    """
+    on, moves = found.engine, found.moves
+    engines = [on, *(Engine(on.program, on.machine, on.limit) for _ in range(1, min(jobs, STARTS)))]
+    runs = []
+    for i, even in enumerate(np.geomspace(LEAST, MOST, STARTS).tolist()):
+        mine = moves.fork(seed + i)
+        mine.weights = np.where(moves.weights > 0, moves.weights + even - LEAST, 0.0)
+        runs.append((*found.plans[i % len(found.plans)], mine))
+    rungs = len(FALL) - 1
+    heat = [hot * (cold / hot) ** share for share in FALL]
+    for rung in range(rungs):
+        each = None if calls is None else calls // rungs // len(runs)
+        now = time.monotonic()
+        end = None if until is None else now + (until - now) / (rungs - rung)
+        runs = _together(engines, runs, each, now, end, heat[rung], heat[rung + 1], seed + rung * STARTS)
+        runs = sorted(runs, key=lambda run: run[0])[: max(len(runs) // 2, 1)]
+    on.calls = sum(engine.calls for engine in engines)
+    return runs[0][1]
+
+
+def _together(
+    engines: list[Engine], runs: list[Run], calls: int | None, now: float, end: float | None, hot: float, cold: float,
+    seed: int,
+) -> list[Run]:  # fmt: skip
+    """What annealing makes of each of the runs, in ``calls`` each and by the time ``end``; an engine takes every run
+    after its number of engines."""
+    out = list(runs)
+
+    def work(which: int) -> None:
+        mine = range(which, len(runs), len(engines))
+        for turn, i in enumerate(mine, 1):
+            until = None if end is None else now + (end - now) * turn / len(mine)
+            ns, rows, moves = runs[i]
+            rows, ns = anneal(moves, engines[which], rows, ns, calls, hot, cold, seed + i, until=until)
+            out[i] = ns, rows, moves
+
+    side_by_side([partial(work, which) for which in range(min(len(engines), len(runs)))])
+    return out
 
 
 class Policy:
@@ -76,6 +133,8 @@ class Policy:
     Args:
         mode: swap, recompute or joint.
         min_bytes: tensors below this size stay.
+        samples: plans that are drawn, beside the likeliest one.
+        rounds: passes of the network for the likeliest one.
         weights: a file of experiments.pretrain; None: the one that comes with the package.
     """
 
@@ -84,17 +143,20 @@ class Policy:
     guide = True
 
     def __init__(
-        self, mode: str = "joint", min_bytes: int = MIB, seed: int = 0, weights: str | Path | None = None
+        self, mode: str = "joint", min_bytes: int = MIB, seed: int = 0, samples: int = SAMPLES, rounds: int = 1,
+        weights: str | Path | None = None,
     ) -> None:  # fmt: skip
+        if samples < 0 or rounds < 1:
+            raise ValueError(f"samples, rounds: expected at least 0 and 1, got {samples} and {rounds}")
         self.mode, self.min_bytes, self.seed = check_mode(mode), min_bytes, seed
+        self.samples, self.rounds = samples, rounds
         self.weights = WEIGHTS if weights is None else Path(weights)
         self.simulator_calls = 0
 
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
         """The decoded plan; raises Infeasible where neither it nor a heuristic's fits, FormatError for ``weights``."""
         found = self._begin(program, machine, limit)
-        assert found.rows is not None
-        return finish(self, program, machine, limit, found.engine, found.rows)
+        return finish(self, program, machine, limit, found.engine, found.plans[0][1])
 
     def _begin(self, program: Program, machine: Machine, limit: int, until: float | None = None) -> Guided:
         """A plan that fits; raises Infeasible where there is none."""
@@ -104,8 +166,8 @@ class Policy:
         elif found.moves.gaps:
             from agents.learned.policy_net import trained
 
-            decoded(trained(self.weights), found, self.mode)
-        if found.rows is None:
+            decoded(trained(self.weights), found, self.mode, self.samples, self.rounds, self.seed)
+        if not found.plans:
             rows, _, required = start(program, machine, limit, found.engine, self.mode, self.min_bytes, until)
             if rows is None:
                 self.simulator_calls = found.engine.calls
@@ -122,7 +184,7 @@ class PolicySearch(Policy):
             into ``seconds``.
         hot, cold: the first and the last temperature, as fractions of the ideal time.
         seconds: of wall-clock time. With them the plan depends on the computer.
-        jobs: runs side by side, each on a core, where there are ``seconds``; None: all.
+        jobs: runs side by side, each on a core; None: one a core.
         guide: False: the same search without the network.
     """
 
@@ -140,9 +202,11 @@ class PolicySearch(Policy):
         seconds: float | None = None,
         jobs: int | None = None,
         guide: bool = True,
+        samples: int = SAMPLES,
+        rounds: int = 1,
         weights: str | Path | None = None,
     ) -> None:
-        super().__init__(mode, min_bytes, seed, weights)
+        super().__init__(mode, min_bytes, seed, samples, rounds, weights)
         check_budget(calls, seconds, jobs)
         if not 0 < cold <= hot:
             raise ValueError(f"hot, cold: expected 0 < cold <= hot, got {hot} and {cold}")
@@ -153,13 +217,7 @@ class PolicySearch(Policy):
         """The best plan found; raises as ``Policy.plan``."""
         until = time.monotonic() + self.seconds if self.seconds is not None else None
         found = self._begin(program, machine, limit, until)
-        assert found.rows is not None
-        engine, best = found.engine, found.rows
-        left = max((CALLS if self.calls is None else self.calls) - 1 - engine.calls, 0)
-        how = self.hot, self.cold, self.seed
-        if until is None:
-            best, _ = anneal(found.moves, engine, best, found.iteration_ns, left, *how)
-        elif time.monotonic() < until:
-            calls = None if self.calls is None else left
-            best = on_all_cores(found.moves, engine, best, found.iteration_ns, until, *how, self.jobs, calls=calls)
-        return finish(self, program, machine, limit, engine, best)
+        left = max((CALLS if self.calls is None else self.calls) - 1 - found.engine.calls, 0)
+        calls = None if until is not None and self.calls is None else left
+        best = halving(found, calls, until, self.jobs or cores(), self.hot, self.cold, self.seed)
+        return finish(self, program, machine, limit, found.engine, best)

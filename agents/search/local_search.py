@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.planner import Candidates, Rows, row_of
+from agents.planner import Candidates, Rows, rows_for
 from simulator.compiled.encoding import BEFORE, TENSOR
 from simulator.compiled.engine import Engine
 from simulator.program import Gap, Program
-from simulator.ways import KEPT, ways_to_empty
+from simulator.ways import KEPT, RECOMPUTED, SWAPPED, ways_to_empty
 
 # isort: off
 from agents.search.local_moves import (
@@ -58,10 +58,10 @@ class Moves:
         self._live_bytes, self._nbytes = candidates.live_bytes, candidates.nbytes
         self._ways = np.zeros((len(kept), KEPT + 1, 6), dtype=np.int64)  # the row of each way
         self.weights = np.zeros((len(kept), KEPT + 1))
-        for i, j in enumerate(kept):
-            for way in ways[j]:
-                self._ways[i, way] = row_of(gaps[j], way)
-                self.weights[i, way] = 1.0 if weights is None else weights[j, way]
+        for way in (SWAPPED, RECOMPUTED, KEPT):
+            have = [i for i, j in enumerate(kept) if way in ways[j]]
+            self._ways[have, way] = rows_for([self.gaps[i] for i in have], way)
+            self.weights[have, way] = 1.0 if weights is None else weights[[kept[i] for i in have], way]
         self._after = np.array([g.after for g in self.gaps], dtype=np.int64)
         self._since = np.array([since_write(program, g) for g in self.gaps], dtype=np.int64)
         self._earlier = _earlier(program, self.gaps)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import agents
-from agents.learned.decoding import decode, fitted, rows_of_ways
+from agents.learned.decoding import decode, drawn, fitted, rows_of_ways
 from agents.learned.gap_graph import BIN_STATE, BIN_STATIC, STATE, UNDECIDED, GapGraph
 from agents.learned.policy import WEIGHTS
 from agents.learned.policy_net import ENCODERS, MASKED, PolicyNet, batch_of, data_of, save, trained
@@ -75,6 +75,8 @@ def test_decoded_plans_fit(program: Program, share: float, seed: int, mode: str)
     ways, first, last = decode(fresh(graph, "attention", seed), graph, 3)
     assert graph.ways[np.arange(len(graph)), ways].all()
     assert np.allclose(first.sum(1), 1, atol=1e-5) and np.allclose(last.sum(1), 1, atol=1e-5)
+    one, other = (drawn(first, np.random.default_rng(seed)) for _ in range(2))
+    assert (one == other).all() and graph.ways[np.arange(len(graph)), one].all()
     rows = fitted(engine, graph, ways, last)
     if rows is not None:
         assert engine.score(rows).feasible
