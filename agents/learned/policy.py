@@ -1,137 +1,165 @@
 """The policy as a planner: a network that was trained once, on other programs (experiments/pretrain.py), plans at once.
 
-``Policy`` decodes: the network gives every gap a probability of each way (policy_net.py), in ``ROUNDS``; each round
-decides the gaps it is surest of, and the next sees what is decided, as in MaskGIT (Chang et al., 2022). What the limit
-does not allow is repaired by the same probabilities (``fitted``). ``PolicySearch`` goes on from the best decoded plan by
-local search (local_search.py), its gaps and ways picked by the network's probabilities.
+``Policy`` decodes what the network says (decoding.py) and searches nothing. ``PolicySearch`` goes on from there by the
+local search of annealing (local_search.py), which picks gaps and their ways by the network's probabilities.
 
-The control is the same search with every gap and way alike: ``guide="uniform"``, and ``start="everything"``.
+The control is the same search from every gap emptied, with all gaps and ways alike: ``guide=False``.
 """
 
 from __future__ import annotations
 
-from functools import cache
+import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 
-from agents.learned.gap_graph import UNDECIDED, Choices, GapGraph
-from agents.learned.policy_net import PolicyNet, batch_of, data_of
-from agents.planner import Rows, row_of
+from agents.planner import MIB, Facts, Rows, check_budget, finish, infeasible
+from agents.search.annealing import everything, on_all_cores, start
+from agents.search.local_search import Moves, anneal
+from simulator.compiled.encoding import NEVER
 from simulator.compiled.engine import Engine
-from simulator.compiled.jit import stage
-from simulator.ways import STAYS
+from simulator.machine import Machine
+from simulator.plan import Plan
+from simulator.program import Program
+from simulator.ways import check_mode
+
+if TYPE_CHECKING:  # PyTorch takes seconds to import
+    from agents.learned.policy_net import PolicyNet
 
 WEIGHTS = Path(__file__).parent / "policy.pt"
-ROUNDS = 6
-MENDS = 8  # times that a plan is fitted anew to the memory of its recomputation chains
-
-Chances = NDArray[np.float32]  # (G, 4): how likely each way of each gap is
-
-
-@cache
-def trained(path: Path = WEIGHTS) -> PolicyNet:
-    """The network of a file of weights."""
-    state = torch.load(path, weights_only=True)
-    net = PolicyNet(**state["settings"])
-    net.load_state_dict(state["weights"])
-    return net.eval()
+CALLS = 5_000
+ROUNDS = (1, 6)  # decodings, of so many rounds each
+EVEN = 0.03  # added to every probability: the search may do what the network does not expect
 
 
-@torch.no_grad()
-def chances(net: PolicyNet, graph: GapGraph, decided: Choices) -> Chances:
-    """What the network says of each gap where some are ``decided``."""
-    found: Chances = net(batch_of([data_of(graph, decided)])).softmax(-1).numpy()
-    return found
+@dataclass
+class Guided:
+    """Where the search of a task begins.
 
-
-def decode(net: PolicyNet, graph: GapGraph, rounds: int = ROUNDS) -> tuple[Choices, Chances, Chances]:
-    """A way for every gap, and the chances of the first and of the last round."""
-    decided = np.full(len(graph), UNDECIDED)
-    first = last = np.zeros((len(graph), 4), np.float32)
-    for i in range(rounds):
-        last = chances(net, graph, decided)
-        first = first if i else last
-        open_gaps = np.flatnonzero(decided == UNDECIDED)
-        sure = last[open_gaps].max(1)
-        surest = open_gaps[np.argsort(-sure, kind="stable")[: -(-len(open_gaps) // (rounds - i))]]
-        decided[surest] = last[surest].argmax(1)
-    return decided, first, last
-
-
-def fitted(engine: Engine, graph: GapGraph, ways: Choices, likely: Chances) -> Rows | None:
-    """Rows of a plan near ``ways`` that fits the limit; None where repairs do not lead to one.
-
-    Over the limit, gaps that are open at the fullest kernel are emptied, the likeliest first; then those that the limit
-    does not need away are filled, the likeliest to stay first. The memory of recomputation chains, which only the
-    simulator knows, is set aside from the limit, and the plan fitted again.
+    Attributes:
+        rows, iteration_ns: of the plan that it starts from; rows None where there is none that fits.
+        moves: with the network's probabilities for weights.
     """
-    chosen = ways.copy()
-    away = 1 - likely[:, STAYS]
-    other = likely[:, STAYS + 1 :].argmax(1) + 1
-    order = np.argsort(away, kind="stable")
-    room = np.full(graph.count, graph.limit, np.int64)
-    for _ in range(MENDS):
-        load = graph.load(chosen > STAYS)
-        if not _fit(chosen, other, graph.ways, away, order, graph.after, graph.before, graph.nbytes, load, room):
-            return None
-        rows = rows_of_ways(graph, chosen)
-        over = engine.residency(rows) - load  # of the chains
-        if (load + over <= graph.limit).all():
-            return rows
-        room = np.minimum(room, graph.limit - over)
-    return None
+
+    engine: Engine
+    moves: Moves
+    rows: Rows | None = None
+    iteration_ns: int = NEVER
+
+    def offer(self, rows: Rows) -> None:
+        """Starts from these rows where they fit and are the fastest."""
+        score = self.engine.score(rows)
+        if score.feasible and score.iteration_ns < self.iteration_ns:
+            self.rows, self.iteration_ns = rows, score.iteration_ns
 
 
-def rows_of_ways(graph: GapGraph, ways: Choices) -> Rows:
-    """int64[k, 6]: the rows that empty the gaps which do not stay."""
-    rows = [row_of(graph.gaps[i], int(ways[i])) for i in np.flatnonzero(ways > STAYS)]
-    return np.array(rows, np.int64).reshape(-1, 6)
+def decoded(net: PolicyNet, found: Guided, mode: str) -> None:
+    """Offers the network's plans, and makes its probabilities the weights of the search."""
+    from agents.learned.decoding import decode, fitted
+    from agents.learned.gap_graph import GapGraph
+
+    engine, moves = found.engine, found.moves
+    graph = GapGraph(engine.program, engine.machine, engine.limit, moves, mode)
+    for rounds in ROUNDS:
+        ways, first, last = decode(net, graph, rounds)
+        rows = fitted(engine, graph, ways, last)
+        if rows is not None:
+            found.offer(rows)
+    moves.weights = np.where(moves.weights > 0, first + EVEN, 0.0)
 
 
-@stage
-def _shift(load, after, before, nbytes):  # type: ignore[no-untyped-def]
-    """Adds to the load between ``after`` and ``before``, over the boundary where they wrap."""
-    n = load.shape[0]
-    k = after + 1 if after + 1 < n else 0
-    while k != before:
-        load[k] += nbytes
-        k = k + 1 if k + 1 < n else 0
+class Policy:
+    """What the network says, decoded; the best heuristic's plan where that does not fit.
+
+    Args:
+        mode: swap, recompute or joint.
+        min_bytes: tensors below this size stay.
+        weights: a file of experiments.pretrain; None: the one that comes with the package.
+    """
+
+    facts = Facts("policy", "policy", family="learned", slot=4, place=270, slow=1)
+    name = facts.key
+    guide = True
+
+    def __init__(
+        self, mode: str = "joint", min_bytes: int = MIB, seed: int = 0, weights: str | Path | None = None
+    ) -> None:  # fmt: skip
+        self.mode, self.min_bytes, self.seed = check_mode(mode), min_bytes, seed
+        self.weights = WEIGHTS if weights is None else Path(weights)
+        self.simulator_calls = 0
+
+    def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
+        """The decoded plan; raises Infeasible where neither it nor a heuristic's fits, FormatError for ``weights``."""
+        found = self._begin(program, machine, limit)
+        assert found.rows is not None
+        return finish(self, program, machine, limit, found.engine, found.rows)
+
+    def _begin(self, program: Program, machine: Machine, limit: int, until: float | None = None) -> Guided:
+        """A plan that fits; raises Infeasible where there is none."""
+        found = Guided(Engine(program, machine, limit), Moves(program, limit, self.mode, self.min_bytes, self.seed))
+        if not self.guide:
+            found.offer(everything(program, self.mode, self.min_bytes))
+        elif found.moves.gaps:
+            from agents.learned.policy_net import trained
+
+            decoded(trained(self.weights), found, self.mode)
+        if found.rows is None:
+            rows, _, required = start(program, machine, limit, found.engine, self.mode, self.min_bytes, until)
+            if rows is None:
+                self.simulator_calls = found.engine.calls
+                raise infeasible(self, program, limit, required if self.mode == "swap" else None)
+            found.offer(rows)
+        return found
 
 
-@stage(entry=True)
-def _fit(chosen, other, ways, away, order, after, before, nbytes, load, room):  # type: ignore[no-untyped-def]
-    """Makes ``chosen`` (G,) fit ``room`` (K,) and ``load`` (K,) what it leaves; False where nothing more can leave."""
-    n = load.shape[0]
-    while True:
-        worst, k = 0, -1
-        for j in range(n):
-            if load[j] - room[j] > worst:
-                worst, k = load[j] - room[j], j
-        if k < 0:
-            break
-        best = -1
-        for g in range(chosen.shape[0]):
-            if chosen[g] != STAYS or not ways[g, other[g]]:
-                continue
-            inside = after[g] < k < before[g] if after[g] < before[g] else k > after[g] or k < before[g]
-            if inside and (best < 0 or away[g] > away[best]):
-                best = g
-        if best < 0:
-            return False
-        chosen[best] = other[best]
-        _shift(load, after[best], before[best], -nbytes[best])
-    for i in range(order.shape[0]):
-        g = order[i]
-        if chosen[g] == STAYS:
-            continue
-        k, fits = after[g] + 1 if after[g] + 1 < n else 0, True
-        while k != before[g] and fits:
-            fits = load[k] + nbytes[g] <= room[k]
-            k = k + 1 if k + 1 < n else 0
-        if fits:
-            chosen[g] = STAYS
-            _shift(load, after[g], before[g], nbytes[g])
-    return True
+class PolicySearch(Policy):
+    """Local search from the decoded plan, by the network's probabilities.
+
+    Args:
+        calls: simulator calls, those of the start and the final check included; None: ``CALLS``, or as many as fit
+            into ``seconds``.
+        hot, cold: the first and the last temperature, as fractions of the ideal time.
+        seconds: of wall-clock time. With them the plan depends on the computer.
+        jobs: runs side by side, each on a core, where there are ``seconds``; None: all.
+        guide: False: the same search without the network.
+    """
+
+    facts = Facts("policy_search", "policy and search", family="learned", slot=5, place=280, slow=1)
+    name = facts.key
+
+    def __init__(
+        self,
+        calls: int | None = None,
+        mode: str = "joint",
+        hot: float = 3e-3,
+        cold: float = 3e-5,
+        min_bytes: int = MIB,
+        seed: int = 0,
+        seconds: float | None = None,
+        jobs: int | None = None,
+        guide: bool = True,
+        weights: str | Path | None = None,
+    ) -> None:
+        super().__init__(mode, min_bytes, seed, weights)
+        check_budget(calls, seconds, jobs)
+        if not 0 < cold <= hot:
+            raise ValueError(f"hot, cold: expected 0 < cold <= hot, got {hot} and {cold}")
+        self.calls, self.seconds, self.jobs, self.guide = calls, seconds, jobs, guide
+        self.hot, self.cold = hot, cold
+
+    def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
+        """The best plan found; raises as ``Policy.plan``."""
+        until = time.monotonic() + self.seconds if self.seconds is not None else None
+        found = self._begin(program, machine, limit, until)
+        assert found.rows is not None
+        engine, best = found.engine, found.rows
+        left = max((CALLS if self.calls is None else self.calls) - 1 - engine.calls, 0)
+        how = self.hot, self.cold, self.seed
+        if until is None:
+            best, _ = anneal(found.moves, engine, best, found.iteration_ns, left, *how)
+        elif time.monotonic() < until:
+            calls = None if self.calls is None else left
+            best = on_all_cores(found.moves, engine, best, found.iteration_ns, until, *how, self.jobs, calls=calls)
+        return finish(self, program, machine, limit, engine, best)

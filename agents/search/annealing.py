@@ -90,35 +90,47 @@ class Annealing:
             for run in range(self.restarts):
                 best, best_ns = anneal(moves, engine, best, best_ns, each, self.hot, self.cold, self.seed + run)
         elif time.monotonic() < until:
-            best = self._on_all_cores(engine, best, best_ns, until)
+            calls = None if self.calls is None else self._left(engine.calls)
+            moves = Moves(program, limit, self.mode, self.min_bytes, self.seed)
+            best = on_all_cores(
+                moves, engine, best, best_ns, until, self.hot, self.cold, self.seed, self.jobs, self.restarts, calls
+            )
         return finish(self, program, machine, limit, engine, best)
 
     def _left(self, calls: int) -> int:
         """Calls that are left after so many; the last one is the final check."""
         return max((CALLS if self.calls is None else self.calls) - 1 - calls, 0)
 
-    def _on_all_cores(self, engine: Engine, best: Rows, best_ns: int, until: float) -> Rows:
-        """The best plan of runs side by side, each on a core; the next ones start from it."""
-        jobs = self.jobs or cores()
-        program, machine, limit = engine.program, engine.machine, engine.limit
-        moves = Moves(program, limit, self.mode, self.min_bytes, self.seed)
-        several = [
-            (moves, engine),
-            *((moves.fork(self.seed + i), Engine(program, machine, limit)) for i in range(1, jobs)),
-        ]
-        each = None if self.calls is None else self._left(engine.calls) // self.restarts // jobs
-        with ThreadPoolExecutor(jobs) as pool:
-            for run in range(self.restarts):
-                now = time.monotonic()
-                end = now + (until - now) / (self.restarts - run)
-                found = [
-                    pool.submit(anneal, mine, on, best, best_ns, each, self.hot, self.cold, self.seed + run * jobs + i,
-                                until=end)
-                    for i, (mine, on) in enumerate(several)
-                ]  # fmt: skip
-                best, best_ns = min((one.result() for one in found), key=lambda result: result[1])
-        engine.calls = sum(on.calls for _, on in several)
-        return best
+
+def on_all_cores(
+    moves: Moves, engine: Engine, best: Rows, best_ns: int, until: float, hot: float, cold: float, seed: int,
+    jobs: int | None = None, restarts: int = 1, calls: int | None = None,
+) -> Rows:  # fmt: skip
+    """The best plan of runs side by side, each on a core; the next ones start from it.
+
+    Args:
+        until: time.monotonic() at which the last ones end.
+        jobs: runs side by side; None: a core each.
+        restarts: how often there are next ones, the first included.
+        calls: simulator calls of all of them, at most. They are added to ``engine``'s.
+    """
+    count = jobs or cores()
+    each = None if calls is None else calls // restarts // count
+    several = [
+        (moves, engine),
+        *((moves.fork(seed + i), Engine(engine.program, engine.machine, engine.limit)) for i in range(1, count)),
+    ]
+    with ThreadPoolExecutor(count) as pool:
+        for run in range(restarts):
+            now = time.monotonic()
+            end = now + (until - now) / (restarts - run)
+            found = [
+                pool.submit(anneal, mine, on, best, best_ns, each, hot, cold, seed + run * count + i, until=end)
+                for i, (mine, on) in enumerate(several)
+            ]
+            best, best_ns = min((one.result() for one in found), key=lambda result: result[1])
+    engine.calls = sum(on.calls for _, on in several)
+    return best
 
 
 def half_way(until: float | None) -> float | None:

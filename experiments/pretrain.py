@@ -1,0 +1,250 @@
+"""Make the policy's weights: capture programs, let annealing plan them, train the network, and once more with its own
+plans (agents/learned/expert_iteration.py).
+
+    python -m experiments.pretrain out=runs/pretrain
+    python -m experiments.pretrain out=runs/pretrain seed=1 training.encoder=structure2vec
+
+What is in ``out`` is not made again: a run goes on where it was stopped, and trainings share programs and plans. Files:
+programs/0000.json.gz, …; lessons-0.jsonl, annealing's plans, a line per task; lessons-1.jsonl, those that the first
+network to get there found, too; <encoder>-<seed>/ with a training's state after each round, log.jsonl and policy.pt.
+See agents/learned/README.md.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import random
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from omegaconf import DictConfig
+
+from experiments import cli, report
+from simulator.files import FormatError
+from simulator.machine import Machine
+from simulator.program import Program
+
+if TYPE_CHECKING:
+    from agents.learned.expert_iteration import Lesson
+
+MOST_KERNELS, LEAST_GAPS, MOST_GAPS = 2600, 8, 1500  # of a program
+LIMITS = 0.3, 0.8  # of the peak
+JOINT = 0.8  # of the tasks; the rest swap or recompute
+CAPTURED_ON = "v100"  # the durations are set by the machine of each task
+VALIDATED = 48  # tasks of the families that are held out
+
+
+@cli.entry("pretrain")
+def main(cfg: DictConfig) -> None:
+    networks = [check_network(i, one) for i, one in enumerate(cli.values(cfg, "networks"))]
+    held_out = set(cli.values(cfg, "held_out"))
+    unknown = held_out - {family for network in networks for family in network["family"]}
+    if unknown:
+        raise cli.UsageError(f"held_out: no network is of family {sorted(unknown)[0]!r}")
+    count, each, seed = cli.integer(cfg, "programs", 1), cli.integer(cfg, "tasks", 1), cli.integer(cfg, "data_seed")
+    net_seed, rounds, jobs = cli.integer(cfg, "seed"), cli.integer(cfg, "rounds"), cli.jobs(cfg)
+    out = cli.path(cfg, "out") or Path("runs/pretrain")
+
+    import torch  # a mistyped key is answered before
+
+    from agents.learned import expert_iteration as learning
+    from agents.learned.policy_net import save
+
+    settings = cli.dataclass_of(learning.Training, cfg.training, "training")
+    torch.set_num_threads(1)  # sums are in the same order, whatever the machine
+    folder = out / f"{settings.encoder}-{net_seed}"
+    for made in (out / "programs", folder):
+        made.mkdir(parents=True, exist_ok=True)
+    todo = [(out, networks, seed, i) for i in range(count) if not program_path(out, i).exists()]
+    run(capture_one, todo, jobs, "capturing programs", lambda _: None)
+    with Lines(out / "lessons-0.jsonl") as lines:
+        tasks = [(out, seed, i, j) for j in range(each) for i in range(count)]  # more of them: the first ones stay
+        run(plan_one, tasks[lines.count :], jobs, "planning tasks", lines.add)
+
+    log, net = report.console(stderr=True), None
+    for round_ in range(rounds + 1):
+        if round_ and net is not None:
+            save(net, folder / f"round-{round_ - 1}.pt")
+            with Lines(out / f"lessons-{round_}.jsonl") as lines:
+                before = (out / f"lessons-{round_ - 1}.jsonl").read_text().splitlines()
+                tasks = [(out, line, folder / f"round-{round_ - 1}.pt", i) for i, line in enumerate(before)]
+                run(plan_again, tasks[lines.count :], jobs, "planning them with the network", lines.add)
+        lessons = [lesson for lesson in read_lessons(out, round_) if lesson.teaches]
+        kept = [lesson for lesson in lessons if family(lesson) in held_out][:VALIDATED]
+        examples = [learning.Example(lesson) for lesson in lessons if family(lesson) not in held_out]
+        if not examples or not kept:
+            raise cli.UsageError(f"{out}: too few tasks to learn from, or none to validate with; make more programs")
+        if net is None:
+            net = learning.network(examples, settings, net_seed)
+        log.print(f"round {round_}: {len(examples)} tasks to learn from, {len(kept)} to validate with")
+
+        def watch(entry: dict[str, Any], round_: int = round_) -> None:
+            log.print(
+                f"epoch {entry['epoch']}: loss {entry['loss']:.4f}, {entry['validation']:.3f} points above the best"
+            )
+            with (folder / "log.jsonl").open("a") as file:
+                file.write(json.dumps({"round": round_, **entry}) + "\n")
+
+        state = folder / f"state-{round_}.pt"
+        net = learning.train(net, examples, kept, settings, net_seed + 1000 * round_, state, watch)
+    weights = cli.path(cfg, "weights") or folder / "policy.pt"
+    save(net, weights)
+    print(weights)
+
+
+def check_network(i: int, entry: Any) -> dict[str, list[Any]]:
+    """Lists of the values of each setting; raises UsageError naming the entry."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("family"), str):
+        raise cli.UsageError(f"networks[{i}]: expected a mapping with family, got {entry!r}")
+    lists = {str(key): value if isinstance(value, list) else [value] for key, value in entry.items()}
+    for key, values in lists.items():
+        if not values:
+            raise cli.UsageError(f"networks[{i}].{key}: expected at least one value")
+    return lists
+
+
+def program_path(out: Path, i: int) -> Path:
+    return out / "programs" / f"{i:04d}.json.gz"
+
+
+def run(
+    work: Callable[[Any], Any], tasks: Sequence[Any], jobs: int, what: str, done: Callable[[Any], None]
+) -> None:  # fmt: skip
+    """``done`` with the result of each task, in their order, by several processes."""
+    if not tasks:
+        return
+    with report.progress() as bar, ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        shown = bar.add_task(what, total=len(tasks))
+        try:
+            for result in pool.map(work, tasks):
+                done(result)
+                bar.advance(shown)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+class Lines:
+    """A file of JSON lines that grows; the last one is dropped where it was cut off."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        whole = [line for line in path.read_text().splitlines(True) if line.endswith("\n")] if path.exists() else []
+        self.count = len(whole)
+        path.write_text("".join(whole))
+
+    def __enter__(self) -> Lines:
+        self.file = self.path.open("a")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+    def add(self, entry: Any) -> None:
+        self.file.write(json.dumps(entry, separators=(",", ":")) + "\n")
+        self.file.flush()
+
+
+def capture_one(task: tuple[Path, list[dict[str, list[Any]]], int, int]) -> None:
+    """Captures a network drawn at random, again where it is too small or too large, and writes the program."""
+    from experiments import workloads
+
+    out, networks, seed, i = task
+    rng = random.Random(f"{seed}:{i}")
+    machine = Machine.load(CAPTURED_ON)
+    while True:
+        chosen = {key: rng.choice(values) for key, values in rng.choice(networks).items()}
+        program = workloads.load({"name": chosen["family"], **chosen}, machine).program
+        gaps = len(program.gaps(2**20))
+        if len(program.kernels) <= MOST_KERNELS and LEAST_GAPS <= gaps <= MOST_GAPS:
+            program.save(program_path(out, i))
+            return
+
+
+def random_machine(rng: random.Random) -> Machine:
+    """FLOP rates from a small GPU's to a large one's, links of 4 to 60 GB/s, one copy engine or two."""
+
+    def between(low: float, high: float) -> float:
+        return math.exp(rng.uniform(math.log(low), math.log(high)))
+
+    flops, link = between(4e12, 2e14), between(4e9, 6e10)
+    kinds = ("conv", "matmul", "default", "norm", "elementwise", "reduce")
+    return Machine(
+        name="random", memory_bytes=2**50, d2h_bytes_per_s=int(link),
+        h2d_bytes_per_s=int(link * rng.uniform(0.85, 1.1)), copy_latency_ns=rng.choice([5_000, 10_000, 20_000]),
+        copy_engines=1 if rng.random() < 0.1 else 2, duplex_bytes_per_s=int(link * rng.choice([0, 0, 0, 1.5, 1.7])),
+        host_bytes=2**50, flops_per_s={"float32": int(flops), "bfloat16": int(flops)},
+        memory_bytes_per_s=int(flops * between(0.03, 0.12)), launch_ns=int(between(1_500, 8_000)),
+        efficiency={kind: rng.uniform(0.35, 0.95) for kind in kinds},
+    )  # fmt: skip
+
+
+def plan_one(task: tuple[Path, int, int, int]) -> dict[str, Any]:
+    """The teacher's plans of a task drawn at random: a line of lessons-0.jsonl. No plans: nothing is to be learned."""
+    from agents.learned.expert_iteration import first_plans, reachable
+    from executor.capture.roofline import with_roofline
+    from simulator.ways import MODES
+
+    out, seed, i, j = task
+    rng = random.Random(f"{seed}:{i}:{j}")
+    machine = random_machine(rng)
+    program = with_roofline(captured(out, i), machine)
+    mode = "joint" if rng.random() < JOINT else rng.choice([m for m in MODES if m != "joint"])
+    limit = reachable(program, machine, int(rng.uniform(*LIMITS) * program.peak_bytes), mode)
+    plans = first_plans(program, machine, limit, mode)
+    return {"program": i, "machine": machine.to_dict(), "limit": limit, "mode": mode,
+            "plans": [[ns, rows.tolist()] for ns, rows in plans]}  # fmt: skip
+
+
+def plan_again(task: tuple[Path, str, Path, int]) -> dict[str, Any]:
+    """A line of the next lessons: a task's plans, and those that the search finds with the network."""
+    from agents.learned.expert_iteration import better_plans
+    from agents.learned.policy_net import trained
+
+    out, line, weights, seed = task
+    entry: dict[str, Any] = json.loads(line)
+    lesson = lesson_of(out, entry)
+    if lesson.teaches:
+        entry["plans"] = [[ns, rows.tolist()] for ns, rows in better_plans(trained(weights), lesson, seed)]
+    return entry
+
+
+def read_lessons(out: Path, round_: int) -> list[Lesson]:
+    """All lessons of a round; raises FormatError naming the line."""
+    path, found = out / f"lessons-{round_}.jsonl", []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            found.append(lesson_of(out, json.loads(line)))
+        except (ValueError, KeyError, TypeError) as error:
+            raise FormatError(f"{path}: line {number} is no task with plans ({error})") from None
+    return found
+
+
+@cache
+def captured(out: Path, i: int) -> Program:
+    return Program.load(program_path(out, i))
+
+
+def lesson_of(out: Path, entry: dict[str, Any]) -> Lesson:
+    from agents.learned.expert_iteration import Lesson
+    from executor.capture.roofline import with_roofline
+
+    machine = Machine.from_dict(entry["machine"])
+    program = with_roofline(captured(out, entry["program"]), machine)
+    plans = [(int(ns), np.array(rows, np.int64).reshape(-1, 6)) for ns, rows in entry["plans"]]
+    return Lesson(program, machine, int(entry["limit"]), str(entry["mode"]), plans)
+
+
+def family(lesson: Lesson) -> str:
+    """Programs are named after their family."""
+    return lesson.program.name
+
+
+if __name__ == "__main__":
+    main()

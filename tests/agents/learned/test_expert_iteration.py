@@ -1,0 +1,117 @@
+"""Expert iteration: the teachers' plans, what is made of them, and a training that is the same to the bit."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from agents.learned import expert_iteration as learning
+from agents.learned.decoding import rows_of_ways
+from agents.learned.gap_graph import UNDECIDED
+from agents.learned.policy_net import ENCODERS, batch_of
+from simulator import Machine
+from simulator.compiled.engine import Engine
+from simulator.ways import MODES, RECOMPUTED, STAYS, SWAPPED
+from tests.experiments.conftest import chain
+
+MACHINE = Machine("link of 10 GB/s", 2**40, 10**10, 10**10)
+SETTINGS = learning.Training(width=16, layers=1, epochs=4, batch_size=2, warm_up=2)
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learning, "LEAST_CALLS", 60)
+    monkeypatch.setattr(learning, "MOST_CALLS", 60)
+
+
+def lesson(layers: int, share: float = 0.6, mode: str = "joint") -> learning.Lesson:
+    program = chain(layers)
+    limit = int(share * program.peak_bytes)
+    return learning.Lesson(program, MACHINE, limit, mode, learning.first_plans(program, MACHINE, limit, mode))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_teachers_plans(mode: str) -> None:
+    one = lesson(8, mode=mode)
+    engine = Engine(one.program, MACHINE, one.limit)
+    assert [ns for ns, _ in one.plans] == sorted(engine.score(rows).iteration_ns for _, rows in one.plans)
+    assert all(engine.score(rows).feasible for _, rows in one.plans)
+    net = learning.network([learning.Example(one)], SETTINGS, 0).eval()
+    better = learning.better_plans(net, one, 0)
+    assert len(better) <= learning.KEEP and better[0][0] <= one.plans[0][0]
+    assert all(engine.score(rows).iteration_ns == ns for ns, rows in better)
+
+
+def test_a_limit_within_reach() -> None:
+    program = chain(8)
+    least = learning.reachable(program, MACHINE, 1, "swap")
+    assert Engine(program, MACHINE, least).score(learning.everything(program, "swap", learning.MIB)).feasible
+    assert learning.reachable(program, MACHINE, least + 1, "swap") == least + 1
+    assert not learning.first_plans(program, MACHINE, 1, "swap")
+
+
+def test_what_is_asked() -> None:
+    one = lesson(8)
+    example = learning.Example(one)
+    for ways, (ns, rows) in zip(example.ways, one.plans, strict=True):
+        plain = rows_of_ways(example.graph, ways)  # without the shifts
+        assert {tuple(row) for row in plain[:, :2]} == {tuple(row) for row in rows[:, :2]}
+        assert ns == one.plans[0][0] or example.shares[0] > example.shares[-1]
+    rng = np.random.default_rng(0)
+    nothing, some = example.item(rng, 1.0)["gap"], example.item(rng, 1e-9)["gap"]
+    assert torch.allclose(nothing.target.sum(1), torch.ones(len(example.graph))) and (nothing.count > 0).all()
+    decided = some.x[:, -learning.STATE :][:, STAYS - UNDECIDED : RECOMPUTED - UNDECIDED + 1].any(1)
+    assert decided.any() and (some.count[decided] == 0).all()
+    assert (some.target.max(1).values == 1).all()
+
+
+@pytest.mark.parametrize("encoder", ENCODERS)
+def test_training_is_the_same_whether_stopped_or_not(encoder: str, tmp_path: Path) -> None:
+    settings = replace(SETTINGS, encoder=encoder)
+    lessons = [lesson(n) for n in (5, 6, 7, 8)]
+    examples = [learning.Example(one) for one in lessons]
+
+    def train(state: Path, watch: Any) -> dict[str, torch.Tensor]:
+        net = learning.network(examples, settings, 0)
+        return learning.train(net, examples, lessons[:1], settings, 0, state, watch).state_dict()
+
+    class Stopped(Exception):
+        pass
+
+    def stop(entry: dict[str, Any]) -> None:
+        if entry["epoch"] == 2:
+            raise Stopped
+
+    seen: list[dict[str, Any]] = []
+    whole = train(tmp_path / "whole.pt", seen.append)
+    with pytest.raises(Stopped):
+        train(tmp_path / "cut.pt", stop)
+    again = train(tmp_path / "cut.pt", lambda entry: None)
+    assert all(torch.equal(again[key], value) for key, value in whole.items())
+    assert seen[-1]["loss"] < seen[0]["loss"]
+    items = batch_of([example.item(np.random.default_rng(0), 0.5) for example in examples])
+    assert float(learning.loss(learning.network(examples, settings, 1), items)) != float(
+        learning.loss(learning.network(examples, settings, 0), items)
+    )
+
+
+def test_the_loss_counts_tasks_alike_and_gaps_by_what_they_count() -> None:
+    """Of a network that says 1/2 or 1/3 or 1/4 of every gap, by how many ways it has."""
+    example = learning.Example(lesson(6))
+    net = learning.network([example], SETTINGS, 0)
+    for weight in net.out.parameters():
+        torch.nn.init.zeros_(weight)
+    item = example.item(np.random.default_rng(0), 1.0)
+    counts = item["gap"].count.numpy()
+    want = float(counts @ np.log(example.graph.ways.sum(1)) / counts.sum())
+    assert float(learning.loss(net, batch_of([item]))) == pytest.approx(want, rel=1e-5)
+    assert float(learning.loss(net, batch_of([item, item]))) == pytest.approx(want, rel=1e-5)
+    assert SWAPPED in example.ways or RECOMPUTED in example.ways
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(ValueError, match="epochs: expected a number above 0, got 0"):
+        replace(SETTINGS, epochs=0)

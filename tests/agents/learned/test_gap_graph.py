@@ -1,0 +1,96 @@
+"""The graph of a task: its columns against what they say, by brute force, on random programs."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings, strategies as st
+
+from agents.learned.gap_graph import BIN_STATE, BIN_STATIC, BINS, STATE, UNDECIDED, GapGraph, inside
+from agents.planner import Candidates
+from agents.search.local_search import Moves
+from simulator import Machine, Program
+from simulator.ways import MODES, RECOMPUTED, STAYS, SWAPPED
+from tests.strategies import networks, programs
+from tests.tiny import LIMIT, MACHINE, PROGRAM
+
+
+def graph_of(program: Program, machine: Machine = MACHINE, share: float = 0.6, mode: str = "joint") -> GapGraph:
+    limit = max(int(share * program.peak_bytes), 1)
+    return GapGraph(program, machine, limit, Moves(program, limit, mode, 1, 0), mode)
+
+
+def open_kernels(graph: GapGraph, gap: int) -> list[int]:
+    out, k = [], int(graph.after[gap]) + 1
+    while k % graph.count != graph.before[gap]:
+        out.append(k % graph.count)
+        k += 1
+    return out
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.one_of(programs(), networks()), st.sampled_from(MODES), st.integers(0, 2**32 - 1))
+def test_columns_by_brute_force(program: Program, mode: str, seed: int) -> None:
+    graph, rng = graph_of(program, mode=mode), np.random.default_rng(seed)
+    decided = np.array([rng.choice(np.flatnonzero(ways)) for ways in graph.ways], np.int64).reshape(-1)
+    decided[rng.random(len(graph)) < 0.5] = UNDECIDED
+    gaps, bins = graph.state(decided)
+    assert gaps.shape == (len(graph), STATE) and bins.shape == (BINS, BIN_STATE)
+    assert graph.bins.shape == (BINS, BIN_STATIC)
+    for columns in (graph.static, graph.bins, graph.cover, gaps, bins):
+        assert np.isfinite(columns).all() and columns.dtype == np.float32
+    emptied = decided > STAYS
+    kept = Candidates(program, graph.gaps)
+    assert (graph.load(emptied) == kept.residency(emptied)).all()
+    assume(program.ideal_ns > 0)  # else there is no bin to be in
+    start = np.array(program.start_ns, np.float64)
+    width = graph.ideal / BINS
+    for gap in range(len(graph)):
+        covered = np.zeros(BINS)
+        for k in open_kernels(graph, gap):
+            for b in range(BINS):
+                covered[b] += max(0.0, min(start[k + 1], (b + 1) * width) - max(start[k], b * width))
+        assert np.allclose(graph.cover[gap], covered / width, atol=1e-5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.one_of(programs(), networks()))
+def test_what_a_gap_can_relieve(program: Program) -> None:
+    graph = graph_of(program)
+    over = np.maximum(graph.live - graph.limit, 0)
+    need, most = np.zeros(len(graph)), np.zeros(len(graph), np.int64)
+    inside(graph.after, graph.before, graph.nbytes, over, graph.duration, need, most)
+    for gap in range(len(graph)):
+        where = open_kernels(graph, gap)
+        assert need[gap] == sum(min(int(graph.nbytes[gap]), int(over[k])) * graph.duration[k] for k in where)
+        assert most[gap] == max((over[k] for k in where), default=0)
+
+
+@pytest.mark.parametrize("times", [2, 1000])
+def test_the_same_task_in_other_units(times: int) -> None:
+    """Larger tensors on a link as much faster, longer kernels on one as much slower: nothing that the network sees."""
+    tensors = tuple(replace(t, nbytes=t.nbytes * times) for t in PROGRAM.tensors)
+    wide = replace(PROGRAM, tensors=tensors)
+    fast = replace(MACHINE, d2h_bytes_per_s=10**9 * times, h2d_bytes_per_s=10**9 * times)
+    long = PROGRAM.with_durations([k.duration_ns * times for k in PROGRAM.kernels])
+    slow = replace(MACHINE, d2h_bytes_per_s=10**9 // times, h2d_bytes_per_s=10**9 // times)
+    first = GapGraph(PROGRAM, MACHINE, LIMIT, Moves(PROGRAM, LIMIT, "joint", 1, 0), "joint")
+    wider = GapGraph(wide, fast, LIMIT * times, Moves(wide, LIMIT * times, "joint", 1, 0), "joint")
+    longer = GapGraph(long, slow, LIMIT, Moves(long, LIMIT, "joint", 1, 0), "joint")
+    decided = np.array([SWAPPED] + [UNDECIDED] * (len(first) - 1))
+    for other in (wider, longer):
+        assert np.allclose(first.static, other.static, atol=1e-3) and np.allclose(first.bins, other.bins, atol=1e-5)
+        for mine, theirs in zip(first.state(decided), other.state(decided), strict=True):
+            assert np.allclose(mine, theirs, atol=1e-3)
+
+
+def test_edges_of_the_tiny_program() -> None:
+    """a2 is f2's, which reads a1: where a1 is away when a2 returns, a1 has to be recomputed, too."""
+    graph = graph_of(PROGRAM)
+    at = {(PROGRAM.tensors[g.tensor].name, g.after): i for i, g in enumerate(graph.gaps)}
+    assert [at["a2", 2], at["a1", 1]] in graph.chain.T.tolist()
+    assert all(graph.ways[i, RECOMPUTED] for i in graph.chain[0])
+    for first, second in graph.next.T:
+        assert (
+            graph.gaps[first].tensor == graph.gaps[second].tensor and graph.gaps[first].after < graph.gaps[second].after
+        )

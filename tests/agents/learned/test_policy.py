@@ -1,0 +1,151 @@
+"""The policy: its network, decoding, and the planners, with weights that are drawn at random and with those it has."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+import agents
+from agents.learned.decoding import decode, fitted, rows_of_ways
+from agents.learned.gap_graph import BIN_STATE, BIN_STATIC, STATE, UNDECIDED, GapGraph
+from agents.learned.policy import WEIGHTS
+from agents.learned.policy_net import ENCODERS, MASKED, PolicyNet, batch_of, data_of, save, trained
+from agents.planner import Infeasible
+from agents.search.annealing import everything
+from agents.search.local_search import Moves
+from experiments.figures import program as bundled
+from experiments.report import heuristics
+from simulator import Machine, Program, simulate
+from simulator.compiled.engine import Engine
+from simulator.files import FormatError
+from simulator.ways import STAYS
+from tests.agents.search.test_search import MACHINE, pyramid
+from tests.strategies import networks
+
+
+def graph_of(program: Program, share: float, mode: str = "joint") -> GapGraph:
+    limit = max(int(share * program.peak_bytes), 1)
+    return GapGraph(program, MACHINE, limit, Moves(program, limit, mode, 1, 0), mode)
+
+
+def fresh(graph: GapGraph, encoder: str, seed: int = 0) -> PolicyNet:
+    """A network whose every weight is drawn: some begin at 0, and would hide a mistake."""
+    torch.manual_seed(seed)
+    net = PolicyNet(graph.static.shape[1] + STATE, BIN_STATIC + BIN_STATE, 16, 2, encoder).eval()
+    for weight in net.parameters():
+        torch.nn.init.normal_(weight, std=0.2)
+    return net
+
+
+@pytest.mark.parametrize("encoder", ENCODERS)
+def test_a_batch_says_of_each_task_what_it_says_alone(encoder: str) -> None:
+    rng = np.random.default_rng(0)
+    graphs = [graph_of(pyramid(n, n), 0.6) for n in (4, 9, 6)]
+    decided = [np.where(rng.random(len(g)) < 0.5, STAYS, UNDECIDED) for g in graphs]
+    net = fresh(graphs[0], encoder)
+    data = [data_of(g, d) for g, d in zip(graphs, decided, strict=True)]
+    with torch.no_grad():
+        together = net(batch_of(data))
+        alone = torch.cat([net(batch_of([one])) for one in data])
+    assert torch.allclose(together, alone, atol=1e-4)
+    ways = torch.cat([torch.from_numpy(g.ways) for g in graphs])
+    assert (together[~ways] == MASKED).all() and (together[ways].abs() < 1e3).all()
+
+
+@pytest.mark.parametrize("encoder", ENCODERS)
+def test_a_decision_changes_what_is_said_of_the_others(encoder: str) -> None:
+    graph = graph_of(pyramid(8, 0), 0.5)
+    net = fresh(graph, encoder)
+    with torch.no_grad():
+        nothing, one = (
+            net(batch_of([data_of(graph, np.where(np.arange(len(graph)) < n, STAYS, UNDECIDED))])) for n in (0, 1)
+        )
+    assert (nothing[1:] - one[1:]).abs().max() > 1e-4
+
+
+@settings(max_examples=40, deadline=None)
+@given(networks(), st.floats(0.3, 1.0), st.integers(0, 5), st.sampled_from(["swap", "recompute", "joint"]))
+def test_decoded_plans_fit(program: Program, share: float, seed: int, mode: str) -> None:
+    graph = graph_of(program, share, mode)
+    if not len(graph):
+        return
+    engine = Engine(program, MACHINE, graph.limit)
+    ways, first, last = decode(fresh(graph, "attention", seed), graph, 3)
+    assert graph.ways[np.arange(len(graph)), ways].all()
+    assert np.allclose(first.sum(1), 1, atol=1e-5) and np.allclose(last.sum(1), 1, atol=1e-5)
+    rows = fitted(engine, graph, ways, last)
+    if rows is not None:
+        assert engine.score(rows).feasible
+        assert len(rows) == 0 or len(rows) <= len(graph)
+    elif mode == "swap":  # no chains: every gap emptied is what repairs end with
+        assert not engine.score(everything(program, mode, 1)).feasible
+
+
+def test_what_the_limit_allows_stays() -> None:
+    graph = graph_of(pyramid(8, 0), 1.0)
+    every = np.where(graph.ways[:, 1:].any(1), graph.ways[:, 1:].argmax(1) + 1, STAYS)
+    assert len(rows_of_ways(graph, every)) == len(graph)
+    likely = np.full((len(graph), 4), 0.25, np.float32)
+    rows = fitted(Engine(pyramid(8, 0), MACHINE, graph.limit), graph, every, likely)
+    assert rows is not None and len(rows) == 0
+
+
+@pytest.mark.parametrize("name", ["policy", "policy_search"])
+@settings(max_examples=25, deadline=None)
+@given(program=networks(), share=st.floats(0.3, 1.0))
+def test_there_is_a_plan_where_a_heuristic_has_one(name: str, program: Program, share: float) -> None:
+    limit = max(int(share * program.peak_bytes), 1)
+    try:
+        plan = agents.make(name, min_bytes=1).plan(program, MACHINE, limit)
+    except Infeasible:
+        for other in heuristics():
+            with pytest.raises(Infeasible):
+                agents.make(other, **({"min_bytes": 1} if "min_bytes" in agents.options(other) else {})).plan(
+                    program, MACHINE, limit
+                )
+    else:
+        assert simulate(program, plan, MACHINE, limit).peak_bytes <= limit
+
+
+def test_same_seed_same_plan_within_the_budget() -> None:
+    program = pyramid(12, 0)
+    limit = int(0.6 * program.peak_bytes)
+    planners = [agents.make("policy_search", min_bytes=1, calls=300, seed=s) for s in (0, 0, 1)]
+    first, again, other = (p.plan(program, MACHINE, limit) for p in planners)
+    assert first == again and first != other
+    assert all(p.simulator_calls <= 300 for p in planners)
+    quick = agents.make("policy_search", min_bytes=1, seconds=0.3)
+    assert simulate(program, quick.plan(program, MACHINE, limit), MACHINE, limit).peak_bytes <= limit
+
+
+def test_the_weights_that_come_with_it_are_worth_more_than_none() -> None:
+    """MobileNet on an H100, a network and a machine that it has not learned: at equal calls, over seeds."""
+    machine = Machine.load("h100")
+    program = bundled("mobilenet", machine)
+    limit = program.peak_bytes // 2
+
+    def overhead(guide: bool) -> float:
+        plans = [
+            agents.make("policy_search", calls=500, seed=s, guide=guide).plan(program, machine, limit) for s in range(3)
+        ]
+        return float(np.mean([simulate(program, plan, machine, limit).overhead for plan in plans]))
+
+    assert overhead(guide=True) < overhead(guide=False) - 0.005
+    assert WEIGHTS.stat().st_size <= 3 * 10**6
+
+
+def test_weights_are_checked(tmp_path: Path) -> None:
+    program = pyramid(6, 0)
+    graph = graph_of(program, 0.6)
+    good, cut, other = tmp_path / "good.pt", tmp_path / "cut.pt", tmp_path / "other.pt"
+    save(fresh(graph, "structure2vec"), good)
+    assert trained(good).settings["encoder"] == "structure2vec"
+    agents.make("policy", min_bytes=1, weights=good).plan(program, MACHINE, graph.limit)
+    cut.write_bytes(good.read_bytes()[:1000])
+    torch.save({"weights": {}}, other)
+    for path, word in ((cut, "damaged"), (other, "damaged"), (tmp_path / "none.pt", "No such file")):
+        with pytest.raises(FormatError, match=word) as error:
+            agents.make("policy_search", min_bytes=1, weights=path).plan(program, MACHINE, graph.limit)
+        assert str(path) in str(error.value)

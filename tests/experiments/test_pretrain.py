@@ -1,0 +1,79 @@
+"""python -m experiments.pretrain: whole, again, and with settings that cannot be."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from agents.learned.expert_iteration import Training
+from agents.learned.policy_net import trained
+from experiments import workloads
+from experiments.cli import CONFIGS, dataclass_of
+from experiments.pretrain import Lines, check_network
+from tests.experiments.conftest import Run
+
+SMALL = ("networks=[{family: mlp, batch_size: 8192, layers: [3, 4]}, {family: alexnet, batch_size: 100}]",
+         "held_out=[alexnet]", "programs=4", "tasks=1", "jobs=1", "rounds=1", "training.epochs=1",
+         "training.width=16", "training.layers=1")  # fmt: skip
+
+
+def test_every_value_of_every_network_is_one() -> None:
+    config = yaml.safe_load((CONFIGS / "pretrain.yaml").read_text())
+    for i, entry in enumerate(config["networks"]):
+        lists = check_network(i, entry)
+        first = {key: values[0] for key, values in lists.items()}
+        for key, values in lists.items():
+            for value in values:
+                workloads.build({"name": "x", **first, key: value})
+    tested = {"squeezenet", "unet", "mobilenet", "gpt2"}
+    assert not tested & {entry["family"] for entry in config["networks"]}
+    assert dataclass_of(Training, config["training"], "training") == Training()
+
+
+def test_a_small_training(run: Run, tmp_path: Path) -> None:
+    done = run("pretrain", *SMALL, f"out={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "attention-0"
+    assert done.stdout.split()[-1] == str(folder / "policy.pt")
+    assert trained(folder / "policy.pt").settings["width"] == 16
+    first, second = ((tmp_path / f"lessons-{i}.jsonl").read_text().splitlines() for i in (0, 1))
+    best = [
+        [min((ns for ns, _ in json.loads(line)["plans"]), default=0) for line in lines] for lines in (first, second)
+    ]
+    assert len(first) == 4 and all(a >= b for a, b in zip(*best, strict=True))
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.*z")} | {
+        tmp_path / "lessons-0.jsonl": (tmp_path / "lessons-0.jsonl").read_text()
+    }
+    (folder / "state-1.pt").unlink()
+    old = (folder / "policy.pt").read_bytes()
+    again = run("pretrain", *SMALL, f"out={tmp_path}")
+    assert again.returncode == 0, again.stderr
+    assert (folder / "policy.pt").read_bytes() == old
+    assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.*z")} | {
+        tmp_path / "lessons-0.jsonl": (tmp_path / "lessons-0.jsonl").read_text()
+    }
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("held_out=[vgg19]", "held_out: no network is of family 'vgg19'"),
+        ("training.encoder=lstm", "encoder: expected attention or structure2vec, got 'lstm'"),
+        ("training.epochs=0", "training: epochs: expected a number above 0, got 0"),
+        ("networks=[vgg]", "networks[0]: expected a mapping with family, got 'vgg'"),
+    ],
+)
+def test_settings_that_cannot_be(run: Run, tmp_path: Path, word: str, says: str) -> None:
+    done = run("pretrain", word, f"out={tmp_path / 'x'}")
+    assert done.returncode == 2 and says in done.stderr and len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_line_that_was_cut_off_is_made_again(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"a":1}\n{"a":2}\n{"a"')
+    with Lines(path) as lines:
+        assert lines.count == 2
+        lines.add({"a": 3})
+    assert [json.loads(line)["a"] for line in path.read_text().splitlines()] == [1, 2, 3]
