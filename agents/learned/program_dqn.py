@@ -40,6 +40,7 @@ from envs.graph import OBSERVED
 from envs.layout import POSITION
 from envs.walk import KEEP, Task
 from simulator.compiled.encoding import BEFORE, EXTRA, KIND, SWAP, TENSOR
+from simulator.files import FormatError
 from simulator.machine import Machine
 from simulator.program import Program
 from simulator.ways import KEPT, RECOMPUTED, STAYS, SWAPPED
@@ -216,9 +217,8 @@ class Learner:
     def __init__(self, cases: Sequence[Case], config: ProgramDQNConfig, seed: int, net: QNet | None = None) -> None:
         self.cases, self.config, self.seed = cases, config, seed
         torch.set_num_threads(1)  # the matrices are small, and sums must not depend on the number of cores
-        torch.manual_seed(seed)
         self.rng = np.random.default_rng(seed)
-        self.net = net or fresh(cases, config)
+        self.net = net or fresh(cases, config, seed)
         self.optimizer = torch.optim.AdamW(self.net.parameters(), config.learning_rate)
         self.tables = tables_of([(case.task, case.chain) for case in cases])
         self.batch = Batch([c.task for c in cases], config.tasks * config.walks, "causal", actions="full", threads=1)
@@ -404,8 +404,9 @@ def padded(arrays: Sequence[Ints]) -> Ints:
     return out
 
 
-def fresh(cases: Sequence[Case], config: ProgramDQNConfig) -> QNet:
+def fresh(cases: Sequence[Case], config: ProgramDQNConfig, seed: int) -> QNet:
     """A network that has learned nothing, its columns centred on those of the tasks."""
+    torch.manual_seed(seed)
     gaps = torch.cat([case.data["gap"].x for case in cases])
     net = QNet(gaps.shape[1], cases[0].data["bin"].x.shape[1], config.width, config.layers, config.encoder)
     net.trunk.mean.copy_(gaps.mean(0))
@@ -422,14 +423,14 @@ def load_weights(path: Path) -> QNet:
     """A network of a file; nothing in it is executed.
 
     Raises:
-        TrainingStateError: it cannot be read, or does not hold one.
+        FormatError: it cannot be read, or does not hold one.
     """
     try:
         state = torch.load(path, weights_only=True, map_location="cpu")
         net = QNet(**state["settings"])
         net.load_state_dict(state["weights"])
     except OSError as error:
-        raise TrainingStateError(f"{path}: cannot be read ({error.strerror or error})") from None
-    except Exception:  # torch raises half a dozen types, by what is wrong
-        raise TrainingStateError(f"{path}: not the weights of a program DQN, or damaged ones") from None
+        raise FormatError(f"weights: {path} cannot be read ({error.strerror or error})") from None
+    except Exception:  # torch.load raises half a dozen types, by what is damaged
+        raise FormatError(f"weights: {path} holds no weights of a program DQN, or damaged ones") from None
     return net.eval()
