@@ -37,7 +37,7 @@ SMALL = ProgramDQNConfig(
 
 
 def cases() -> list[Case]:
-    return [Case(PROGRAM, MACHINE, limit_bytes(limit, PROGRAM)) for limit in (0.7, 0.5)]
+    return [Case(PROGRAM, MACHINE, limit_bytes(limit, PROGRAM)) for limit in (0.7, 0.6)]
 
 
 def test_gaps_are_those_of_the_graph() -> None:
