@@ -106,7 +106,7 @@ def expected_errors() -> tuple[type[Exception], ...]:
     kinds: list[type[Exception]] = [UsageError, FormatError, PlanError, OmegaConfBaseException]
     for module, name in (
         ("agents.planner", "Infeasible"),
-        ("agents.learned.dqn", "TrainingStateError"),
+        ("agents.learned.training_state", "TrainingStateError"),
         ("executor.capture.capture", "CaptureError"),
         ("experiments.workloads", "WorkloadError"),
     ):
