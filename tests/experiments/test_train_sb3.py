@@ -44,12 +44,13 @@ def overhead(plan: Plan | None) -> float:
 
 
 class Invalid(BaseCallback):
-    """Counts actions that could not be taken."""
+    """Counts actions that could not be taken, but for each environment's first: there SB3 has not set epsilon yet."""
 
     count = 0
 
     def _on_step(self) -> bool:
-        self.count += sum("invalid" in info for info in self.locals["infos"])
+        if self.n_calls > 1:
+            self.count += sum("invalid" in info for info in self.locals["infos"])
         return True
 
 
