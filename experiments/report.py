@@ -19,7 +19,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
@@ -168,6 +168,20 @@ def made(name: str, **options: Any) -> agents.Planner:
     return agents.make(name, **{k: v for k, v in options.items() if k in known and v is not None})
 
 
+def controls(calls: int, seconds: float, resumed: bool) -> dict[str, dict[str, Any]]:
+    """Names and budgets of the runs of the agent's search without its network. What a run took before it was resumed
+    is not known: then there is none of equal seconds."""
+    equal: dict[str, dict[str, Any]] = {"mutation, equal calls": {"calls": max(calls, 2)}}
+    return equal if resumed else {**equal, "mutation, equal seconds": {"seconds": seconds}}
+
+
+def contenders(rows: list[Row]) -> list[Row]:
+    """The rows without the published methods that are not the best of them."""
+    published = [r for r in rows if r["planner"] in heuristics()]
+    best = min((r for r in published if r["feasible"]), key=lambda r: r["overhead"], default=None)
+    return [r for r in rows if r is best or r not in published]
+
+
 def other_mode(plan: Plan, mode: str | None) -> str:
     """Why a plan is none of ``mode`` (swap, recompute, joint or None for any); '' where it is."""
     kinds = {"swap" if isinstance(d, Swap) else "recompute" for d in plan.decisions}
@@ -227,6 +241,15 @@ OmegaConf.register_new_resolver("planner_list", planner_list, replace=True)  # o
 
 
 # ------------------------------------------------------------------------------------------ for people
+
+
+def headline(program: Program, machine: Machine, limit: int) -> str:
+    """What is planned, in a sentence."""
+    peak, fraction = program.peak_bytes, limit / program.peak_bytes
+    return (
+        f"{program.name} on {machine.name}: {len(program.kernels):,} kernels, {program.ideal_ns / 1e6:.1f} ms an "
+        f"iteration, peak {peak / MB:,.0f} MB; limit {limit / MB:,.0f} MB ({fraction:.0%})"
+    )
 
 
 def table(rows: Iterable[Row], limits: bool = False) -> Table:
@@ -348,10 +371,41 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
     write_text(path, "".join(json.dumps(r) + "\n" for r in rows))
 
 
+def write_training(
+    out: Path, program: Program, machine: Machine, plan: Plan, planner: str, history: Sequence[Any], rows: list[Row]
+) -> None:
+    """Writes what a training leaves in its run directory besides its summary: the best plan, its timeline, pictures and
+    rows.
+
+    Args:
+        history: episodes, as ``plots.learning_curve``.
+        rows: certified, the trained planner's among them.
+    """
+    from experiments.plotting import plots  # Matplotlib takes long to import
+
+    before = simulator.simulate(program, Plan(), machine, program.peak_bytes)
+    after = simulator.simulate(program, plan, machine, plan.limit)
+    plan.save(out / "plan.json")
+    write_json(out / "timeline.json", after.perfetto(program))
+    plots.memory_curve(out / "memory_curve.png", before, after, machine.name, planner)
+    title = f"{program.name} on {machine.name}, limit {plan.limit / program.peak_bytes:.0%} of the peak: training"
+    plots.learning_curve(out / "learning_curve.png", history, contenders(rows), planner, title)
+    write_rows(out / "results.jsonl", rows)
+
+
 def write_summary(path: Path, cfg: DictConfig, program: Program, rows: list[Row], **more: Any) -> None:
     """Writes summary.json: what was asked, with what, and what came out."""
     packages: dict[str, str | None] = {}
-    for name in ("torch", "torch-geometric", "numpy", "numba", "gymnasium", "hydra-core"):
+    for name in (
+        "torch",
+        "torch-geometric",
+        "stable-baselines3",
+        "sb3-contrib",
+        "numpy",
+        "numba",
+        "gymnasium",
+        "hydra-core",
+    ):
         try:
             packages[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -22,7 +22,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import simulator
 from agents.bound import floor
 from experiments import cli, report
-from simulator.files import write_json
 from simulator.limits import limit_bytes
 
 if TYPE_CHECKING:
@@ -47,13 +46,8 @@ def main(cfg: DictConfig) -> None:
         run_path(cfg, resume), f"{program.name}-{fraction:.3g}-seed{seed}", finished="summary.json"
     )
     screen, log = report.console(), report.console(stderr=True)
-    screen.print(
-        f"{program.name} on {machine.name}: {len(program.kernels):,} kernels, {program.ideal_ns / 1e6:.1f} ms an "
-        f"iteration, peak {program.peak_bytes / report.MB:,.0f} MB; limit {limit / report.MB:,.0f} MB ({fraction:.0%})"
-    )
+    screen.print(report.headline(program, machine, limit))
     with log.status("compiling the simulator"):
-        from experiments.plotting import plots  # Matplotlib takes long to import
-
         for planner in ("annealing", "lp_round"):  # moves, weighted moves
             report.warm_up(machine, planner)
 
@@ -76,7 +70,7 @@ def main(cfg: DictConfig) -> None:
                 rows.append(report.score(name, program, machine, limit, seed)[0])
         after = simulator.simulate(program, result.best, machine, limit)
         calls = result.simulator_calls
-        for named, budget in controls(calls, spent, resume is not None).items():
+        for named, budget in report.controls(calls, spent, resume is not None).items():
             with log.status(f"planning with {named}"):
                 planner = without_network(config, seed, **budget)
                 rows.append(report.score_with(planner, program, machine, limit, seed, named=named)[0])
@@ -88,30 +82,10 @@ def main(cfg: DictConfig) -> None:
         )  # fmt: skip
         rows = [report.certified(r, bound) for r in rows]
 
-        before = simulator.simulate(program, simulator.Plan(), machine, program.peak_bytes)
-        result.best.save(out / "plan.json")
-        write_json(out / "timeline.json", after.perfetto(program))
-        plots.memory_curve(out / "memory_curve.png", before, after, machine.name, agent)
-        title = f"{program.name} on {machine.name}, limit {fraction:.0%} of the peak: training"
-        plots.learning_curve(out / "learning_curve.png", result.history, contenders(rows), agent, title)
-        report.write_rows(out / "results.jsonl", rows)
+        report.write_training(out, program, machine, result.best, agent, result.history, rows)
         report.write_summary(out / "summary.json", cfg, program, rows, episodes=len(result.history), train_s=spent)
     screen.print(report.table(rows))
     print(out)
-
-
-def controls(calls: int, seconds: float, resumed: bool) -> dict[str, dict[str, Any]]:
-    """Names and budgets of the runs of the agent's search without its network. What a run took before it was resumed
-    is not known: then there is none of equal seconds."""
-    equal: dict[str, dict[str, Any]] = {"mutation, equal calls": {"calls": max(calls, 2)}}
-    return equal if resumed else {**equal, "mutation, equal seconds": {"seconds": seconds}}
-
-
-def contenders(rows: list[report.Row]) -> list[report.Row]:
-    """The rows without the published methods that are not the best of them."""
-    published = [r for r in rows if r["planner"] in report.heuristics()]
-    best = min((r for r in published if r["feasible"]), key=lambda r: r["overhead"], default=None)
-    return [r for r in rows if r is best or r not in published]
 
 
 def checkpoint_of(path: Path | None) -> Path | None:

@@ -29,6 +29,7 @@ ROOMS = {
         "figures",
         "gpu",
         "benchmarks",
+        "examples",
     ],  # the top has commands, and what all share
 }
 

@@ -90,6 +90,10 @@ class Structure2Vec(nn.Module):
 
     def forward(self, x: Tensor, current: Tensor) -> Tensor:
         """Q-values: x (N, B, F), current (B,) node under execution -> (B, A)."""
+        return self.with_graph_state(x, current)[0]
+
+    def with_graph_state(self, x: Tensor, current: Tensor) -> tuple[Tensor, Tensor]:
+        """Q-values (B, A) as ``forward``, and the graph state (B, 2p) that they are read from."""
         n, batch, _ = x.shape
         # Equation 1. S^0 is zero, so the first round has no neighbour term.
         edge = self.w3(
@@ -108,4 +112,4 @@ class Structure2Vec(nn.Module):
         if self.w9 is not None:
             both = self.w9(both)
         q: Tensor = self.w7(both.relu())
-        return q[..., 0]
+        return q[..., 0], g

@@ -1,0 +1,1 @@
+"""Programs to be read from top to bottom."""

@@ -1,0 +1,149 @@
+"""A masked DQN with structure2vec on GpuMemory-v0 in one file, in the manner of CleanRL: PyTorch and NumPy only.
+
+    python -m experiments.examples.dqn_single_file --steps 20000 --seed 0
+
+After "GPU memory management for neural networks using deep Q-network" (2020), equations 1 to 5, with a target network.
+Shapes: N nodes, E edges, B states, F features, p embedding size.
+"""
+
+import argparse
+import math
+from dataclasses import dataclass, fields
+
+import gymnasium
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import envs  # noqa: F401  # registers GpuMemory-v0
+from experiments import report
+
+MASKED = -1e8  # the value of an action that may not be taken; not -inf, because 0 * -inf is not a number
+
+
+@dataclass
+class Args:
+    steps: int = 20_000  # of all environments
+    seed: int = 0
+    limit: float = 0.7  # of the peak of the built-in task
+    num_envs: int = 8
+    size: int = 16  # p
+    rounds: int = 3  # of message passing
+    learning_rate: float = 1e-3
+    buffer: int = 10_000  # transitions
+    batch: int = 32
+    warm_up: int = 1_000  # steps before the first update
+    target_every: int = 800  # steps
+    explore: float = 0.3  # share of the steps over which epsilon falls from 1 to 0.02
+    reward_scale: float = 10.0
+
+
+class QNetwork(nn.Module):
+    """structure2vec: Q (B, N) of every node, MASKED where it may not be taken."""
+
+    def __init__(self, edges: np.ndarray, weights: np.ndarray, features: int, p: int, rounds: int):
+        super().__init__()
+        self.source, self.target = torch.from_numpy(edges)  # (E,) each; every node is its own neighbour, too
+        self.weights, self.rounds = torch.from_numpy(weights)[:, None], rounds
+        self.own, self.neighbours = nn.Linear(features, p), nn.Linear(p, p, bias=False)
+        self.edge, self.edges = nn.Linear(1, p, bias=False), nn.Linear(p, p, bias=False)
+        self.all, self.here, self.node = (nn.Linear(p, p) for _ in range(3))
+        self.mix, self.q = nn.Linear(3 * p, p), nn.Linear(p, 1)
+
+    def gather(self, messages: Tensor, n: int) -> Tensor:
+        """The sum at every node of the messages on its edges: (B, E, p) -> (B, N, p)."""
+        return messages.new_zeros(len(messages), n, messages.shape[2]).index_add(1, self.target, messages)
+
+    def forward(self, nodes: Tensor, current: Tensor, mask: Tensor) -> Tensor:
+        """nodes (B, N, F), current (B,), mask (B, N)."""
+        n = nodes.shape[1]
+        fixed = self.own(nodes) + self.edges(self.gather(self.edge(self.weights).relu()[None], n))
+        s = fixed.relu()
+        for _ in range(self.rounds - 1):  # equation 1: a node's state, of its features, neighbours and edges
+            s = (fixed + self.neighbours(self.gather(s[:, self.source], n))).relu()
+        graph = torch.cat([self.all(s.mean(1)), self.here(s[torch.arange(len(s)), current])], 1)  # equation 2
+        both = torch.cat([graph[:, None].expand(-1, n, -1), self.node(s)], 2)
+        return self.q(self.mix(both).relu())[..., 0].masked_fill(~mask, MASKED)  # equation 3
+
+
+def state_of(observation: dict[str, np.ndarray]) -> tuple[Tensor, Tensor, Tensor]:
+    """What the network reads: nodes, current, mask."""
+    nodes, current, mask = (observation[key] for key in ("nodes", "current", "action_mask"))
+    return torch.from_numpy(nodes.copy()), torch.from_numpy(current[:, 0].copy()), torch.from_numpy(mask != 0)
+
+
+def main(args: Args) -> float:
+    """Trains, and returns the overhead of the greedy plan (infinite where it is a dead end)."""
+    rng = np.random.default_rng(args.seed)
+    torch.manual_seed(args.seed)
+    torch.set_num_threads(1)
+    options = {"limit": args.limit, "autoreset_mode": "Disabled"}
+    env = gymnasium.make_vec("GpuMemory-v0", args.num_envs, "vector_entry_point", **options)
+    task = env.unwrapped.tasks[0]
+    observation, _ = env.reset(seed=args.seed)
+    n, features = observation["nodes"].shape[1:]
+    q, target = (QNetwork(task.graph.edges, task.graph.weights, features, args.size, args.rounds) for _ in range(2))
+    target.load_state_dict(q.state_dict())
+    optimizer = torch.optim.Adam(q.parameters(), args.learning_rate)
+
+    # The buffer is a ring: a row of each tensor is a transition.
+    size = args.buffer
+    here, there = ([torch.zeros(size, *x.shape[1:], dtype=x.dtype) for x in state_of(observation)] for _ in range(2))
+    taken, rewards, ends = torch.zeros(size, dtype=torch.long), torch.zeros(size), torch.zeros(size)
+    stored, episodes, returns = 0, 0, np.zeros(args.num_envs)
+
+    for step in range(0, args.steps, args.num_envs):
+        # Epsilon-greedy, both among what may be taken.
+        epsilon = max(0.02, 1 - 0.98 * step / (args.explore * args.steps))
+        state = state_of(observation)
+        with torch.no_grad():
+            greedy = q(*state).argmax(1).numpy()
+        random = np.where(state[2], rng.random((args.num_envs, n)), -1).argmax(1)
+        actions = np.where(rng.random(args.num_envs) < epsilon, random, greedy)
+
+        observation, reward, terminated, _, _ = env.step(actions)
+        at = torch.arange(stored, stored + args.num_envs) % size
+        for ring, values in zip((*here, *there), (*state, *state_of(observation)), strict=True):
+            ring[at] = values
+        taken[at], ends[at] = torch.from_numpy(actions), torch.from_numpy(terminated).float()
+        rewards[at] = torch.from_numpy(reward * args.reward_scale).float()
+        stored += args.num_envs
+        returns += reward
+        for ended in np.flatnonzero(terminated):
+            episodes += 1
+            if episodes % 50 == 0:
+                print(f"step {step:,}, episode {episodes:,}: return {returns[ended]:.4f}, epsilon {epsilon:.2f}")
+            returns[ended] = 0.0
+        if terminated.any():
+            observation, _ = env.reset(options={"reset_mask": terminated})
+
+        if stored >= args.warm_up:  # equations 4 and 5
+            i = torch.from_numpy(rng.integers(min(stored, size), size=args.batch))
+            with torch.no_grad():
+                y = rewards[i] + (1 - ends[i]) * target(*(ring[i] for ring in there)).max(1).values
+            value = q(*(ring[i] for ring in here)).gather(1, taken[i][:, None])[:, 0]
+            loss = nn.functional.smooth_l1_loss(value, y)
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(q.parameters(), 10.0)
+            optimizer.step()
+        if step % args.target_every == 0:
+            target.load_state_dict(q.state_dict())
+
+    observation, info = env.reset()  # all environments walk alike
+    terminated = np.zeros(args.num_envs, bool)
+    while not terminated.any():
+        with torch.no_grad():
+            observation, _, terminated, _, info = env.step(q(*state_of(observation)).argmax(1).numpy())
+    overhead = float(info["overhead"][0]) if info["feasible"][0] else math.inf
+    rows = [report.score(name, task.program, task.machine, task.limit, args.seed)[0] for name in report.heuristics()]
+    best = min((row for row in rows if row["feasible"]), key=lambda row: row["overhead"])
+    print(f"greedy plan: overhead {overhead:.2%}; best published heuristic, {best['planner']}: {best['overhead']:.2%}")
+    return overhead
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="masked DQN on GpuMemory-v0")
+    for f in fields(Args):
+        parser.add_argument(f"--{f.name.replace('_', '-')}", type=type(f.default), default=f.default)
+    main(Args(**vars(parser.parse_args())))

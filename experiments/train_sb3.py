@@ -1,0 +1,112 @@
+"""Train an agent of Stable-Baselines3 to plan one step, and compare the planners.
+
+    python -m experiments.train_sb3 algo=maskable_ppo steps=6000 seed=1                  # the small built-in task
+    python -m experiments.train_sb3 algo=dqn workload=vgg16 machine=gtx1080ti limit=0.5 mode=swap
+
+The run directory holds summary.json, results.jsonl (a row per planner), plan.json (the agent's best plan), model.zip
+(by Stable-Baselines3), tb/ (TensorBoard), learning_curve.png, memory_curve.png and timeline.json (for Perfetto). Its
+path is the last line printed.
+"""
+
+from __future__ import annotations
+
+import time
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+import agents
+import simulator
+from agents.bound import floor
+from envs import Task
+from envs.memory_env import small_task
+from experiments import cli, report
+from simulator.limits import limit_bytes
+from simulator.ways import MODES
+
+
+@cli.entry("train_sb3")
+def main(cfg: DictConfig) -> None:
+    try:
+        from agents.learned import sb3  # PyTorch takes seconds to import, too
+    except ModuleNotFoundError as error:
+        raise cli.UsageError(f"{error.name} is not installed; the extra is sb3") from None
+    from agents.learned.dqn import check_reachable
+
+    seed, steps = cli.integer(cfg, "seed"), cli.integer(cfg, "steps", least=1)
+    mode, min_bytes = cli.choice(cfg, "mode", MODES), cli.integer(cfg, "min_bytes")
+    names = report.planner_names(cli.values(cfg, "planners")) if cfg.planners else []
+    algorithm = HydraConfig.get().runtime.choices["algo"]
+    agent = f"sb3_{algorithm}"
+    program, machine = task_of(cfg)
+    limit = limit_bytes(cfg.limit, program)
+    if program.peak_bytes <= limit:
+        raise cli.UsageError(f"limit: {program.name} fits without a plan, its peak is {program.peak_bytes:,} bytes")
+    check_reachable(Task(program, machine, limit, min_bytes, mode), min_bytes)
+    label = f"{program.name}-{limit / program.peak_bytes:.3g}-{algorithm}-seed{seed}"
+    directory = report.RunDirectory(cli.path(cfg, "out"), label, finished="summary.json")
+    screen, log = report.console(), report.console(stderr=True)
+    screen.print(report.headline(program, machine, limit))
+
+    environment = {"program": program, "machine": machine, "limit": limit, "min_bytes": min_bytes, "mode": mode}
+    with directory as out:
+        record = sb3.Record(agent)
+        with log.status("compiling the simulator"):
+            try:
+                logs = {"tensorboard_log": str(out / "tb")}
+                model = sb3.make(algorithm, environment, record, seed, **cli.plain(cfg.algo), **logs)
+            except (TypeError, ValueError, AssertionError) as error:
+                raise cli.UsageError(f"algo: {error}") from None
+            sb3.greedy(model, environment, agent)
+            for planner in ("annealing", "lp_round"):  # moves, weighted moves
+                report.warm_up(machine, planner)
+        with report.progress() as bar:
+            task = bar.add_task("training", total=steps)
+            record.on_episode = lambda e: bar.update(
+                task, completed=min(e.steps, steps), description=f"training, best {e.best_overhead:.2%}"
+            )
+            start = time.perf_counter()
+            model.learn(steps)
+            spent = time.perf_counter() - start
+        model.save(out / "model.zip")
+        if record.best is None:
+            raise agents.Infeasible(f"none of {len(record.history)} episodes found a plan that fits {limit:,} bytes")
+
+        with log.status("bounding every plan"):
+            bound = floor(program, machine, limit, mode)
+        rows = []
+        for name in names:
+            with log.status(f"planning with {name}"):
+                rows.append(report.score(name, program, machine, limit, seed, mode)[0])
+        for named, budget in report.controls(record.steps, spent, resumed=False).items():
+            with log.status(f"planning with {named}"):
+                control = report.made("mutation", seed=seed, mode=mode, min_bytes=min_bytes, **budget)
+                rows.append(report.score_with(control, program, machine, limit, seed, mode, named=named)[0])
+        plans = {agent: record.best, f"{agent}_greedy": sb3.greedy(model, environment, agent)}
+        for named, plan in plans.items():
+            timeline = simulator.simulate(program, plan, machine, limit) if plan is not None else None
+            why = "the final greedy policy's plan does not fit the limit"
+            rows.append(
+                report.row(program, machine, limit, named, seed, timeline, spent, record.steps, why, mode)
+            )  # fmt: skip
+        rows = [report.certified(r, bound) for r in rows]
+        report.write_training(out, program, machine, record.best, agent, record.history, rows)
+        episodes = len(record.history)
+        report.write_summary(out / "summary.json", cfg, program, rows, episodes=episodes, train_s=spent)
+    screen.print(report.table(rows))
+    print(out)
+
+
+def task_of(cfg: DictConfig) -> tuple[simulator.Program, simulator.Machine]:
+    """The program and the machine: the small task's where neither a workload nor a program is given."""
+    small, machine = small_task()
+    own = cfg.program is None and cfg.get("workload") is None
+    if cfg.get("machine") is not None:
+        machine = cli.machine(cfg)
+    elif not own:
+        machine = simulator.Machine.load("gtx1080ti")
+    return (small if own else cli.program(cfg, machine)), machine
+
+
+if __name__ == "__main__":
+    main()
