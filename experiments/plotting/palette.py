@@ -42,7 +42,7 @@ HUES: dict[Family, Hues] = {
     "search and exact": Hues(
         "#cb181d", ("#222222", "#9a9a9a", "#fb6a4a", "#cb181d", "#67000d", "#000000", "#f4a582", "#e7298a"), "xos^DvPX"
     ),
-    "learned": Hues("#d6336c", ("#d6336c", "#f783ac", "#8a1253", "#d3a0bd")),
+    "learned": Hues("#d6336c", ("#d6336c", "#f783ac", "#8a1253", "#d3a0bd", "#e599f7", "#ae1fc9")),
     "other": Hues("#17becf"),
 }
 MODE_COLOURS = {"swap": "#1f5fa8", "recompute": "#8e5bd0", "joint": "#238b45"}  # of simulator.ways.MODES

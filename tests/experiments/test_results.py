@@ -43,6 +43,8 @@ SLOW = (
     "lp_round",
     "milp",
     "rerun_search",
+    "policy",
+    "policy_search",
 )
 
 
