@@ -210,12 +210,15 @@ def test_the_command_writes_its_run_directory(run: Run, tmp_path: Path, algorith
     assert any((out / "tb").rglob("events.out.tfevents.*"))
 
 
-def test_a_program_of_ones_own_and_mistakes(run: Run, program_file: Path, tmp_path: Path) -> None:
+def test_a_program_of_ones_own(run: Run, program_file: Path, tmp_path: Path) -> None:
     words = (f"program={program_file}", "limit=0.6", "mode=swap", "steps=64", "algo.n_steps=8", "planners=null")
     done = run("train_sb3", *words, f"out={tmp_path / 'out'}")
     assert done.returncode == 0, done.stderr
     assert {row["machine"] for row in rows_in(tmp_path / "out")} == {"gtx1080ti"}
     assert {row["mode"] for row in rows_in(tmp_path / "out")} == {"swap"}
+
+
+def test_mistakes_end_with_status_2_and_leave_nothing(run: Run, tmp_path: Path) -> None:
     refused(run("train_sb3", "limit=1"), "small fits without a plan")
     refused(run("train_sb3", "algo=ppo"), "'maskable_ppo'")
     refused(run("train_sb3", "+algo.walks=3"), "walks")
