@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from agents.learned.program_dqn import Case, Learner, ProgramDQNConfig, QNet
 
 LEAST_GAPS = 4  # that the walk of a task chooses from
-HEAT = 0.05  # of the walks that are drawn by their Q-values
+HEAT = 0.03  # of the walks that are drawn by their Q-values
 Row = dict[str, Any]
 
 

@@ -68,7 +68,7 @@ class ProgramDQNConfig:
         width, layers, encoder: of PolicyNet.
     """
 
-    iterations: int = 500
+    iterations: int = 600
     tasks: int = 16
     walks: int = 8
     guided: int = 3
@@ -78,7 +78,7 @@ class ProgramDQNConfig:
     epsilon_least: float = 0.01
     temperature: float = 0.1
     remembered: int = 4
-    updates: int = 8
+    updates: int = 24
     batch_tasks: int = 8
     batch_size: int = 256
     learning_rate: float = 1e-3
