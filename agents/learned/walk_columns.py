@@ -57,8 +57,8 @@ def tables_of(tasks: Sequence[tuple[Task, Ints]]) -> Tables:
     for i, (task, chain) in enumerate(tasks):
         over = np.maximum(task.live_bytes - task.limit, 0)
         g, n = len(task.tensor), len(task.live_bytes)
-        numbers[i] = (task.limit, task.ideal_ns, max(int(over.max(initial=0)), 1), max(float(over @ task.duration_ns), 1.0),
-                      gaps_at, kernels_at, n, g)  # fmt: skip
+        total = max(float(over @ task.duration_ns), 1.0)
+        numbers[i] = (task.limit, task.ideal_ns, max(int(over.max(initial=0)), 1), total, gaps_at, kernels_at, n, g)
         table = np.zeros((ROWS, g), np.int64)
         table[RERUN_NS, task.removal_gap] = task.graph.features[task.removals, RECOMPUTE_TIME] * task.ideal_ns
         table[:RERUN_NS] = task.after, task.before, task.nbytes, task.wraps, task.d2h_ns, task.h2d_ns
