@@ -73,7 +73,7 @@ def decoded(net: PolicyNet, found: Guided, mode: str, samples: int = SAMPLES, ro
         rows = fitted(engine, graph, chosen, likely)
         if rows is not None:
             found.offer(rows)
-    moves.weights = np.where(moves.weights > 0, first + LEAST, 0.0)
+    moves.weights = np.where(moves.weights > 0, first.astype(np.float64) + LEAST, 0.0)
 
 
 def halving(
