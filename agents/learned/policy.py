@@ -211,6 +211,8 @@ class PolicySearch(Policy):
         if not 0 < cold <= hot:
             raise ValueError(f"hot, cold: expected 0 < cold <= hot, got {hot} and {cold}")
         self.calls, self.seconds, self.jobs, self.guide = calls, seconds, jobs, guide
+        if calls is not None:
+            self.samples = min(samples, max(calls - 2, 0))  # beside the likeliest plan and the final check
         self.hot, self.cold = hot, cold
 
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:

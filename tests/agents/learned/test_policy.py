@@ -118,6 +118,11 @@ def test_same_seed_same_plan_within_the_budget() -> None:
     first, again, other = (p.plan(program, MACHINE, limit) for p in planners)
     assert first == again and first != other
     assert all(p.simulator_calls <= 300 for p in planners)
+    short = agents.make("policy_search", min_bytes=1, calls=20)
+    short.plan(program, MACHINE, limit)
+    assert short.simulator_calls <= 20
+    cores = [agents.make("policy_search", min_bytes=1, calls=300, jobs=jobs) for jobs in (1, 4)]
+    assert len({p.plan(program, MACHINE, limit).decisions for p in cores}) == 1
     quick = agents.make("policy_search", min_bytes=1, seconds=0.3)
     assert simulate(program, quick.plan(program, MACHINE, limit), MACHINE, limit).peak_bytes <= limit
 
