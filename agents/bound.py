@@ -128,7 +128,8 @@ def floor(
         return Floor(True, least_bytes, program.ideal_ns, 0.0, tuple(gaps), none, none)
     if solution is None:
         return Floor(False, least_bytes, program.ideal_ns, 0.0, tuple(gaps), none, none)
-    iteration = program.ideal_ns + max(0, int(np.ceil(solution.bound * problem.tick - ROUNDING)))
+    delay = solution.bound * problem.tick if language == mode else 0.0  # of swaps alone, less than 1 ns says nothing
+    iteration = program.ideal_ns + max(0, int(np.ceil(delay - ROUNDING)))
     overhead = iteration / program.ideal_ns - 1 if program.ideal_ns else 0.0
     swapped, recomputed = problem.fractions(solution.x)
     return Floor(True, least_bytes, iteration, overhead, tuple(gaps), swapped, recomputed)

@@ -265,6 +265,18 @@ def best_of_all(program: Program, machine: Machine, limit: int) -> float:
     return float(best)
 
 
+def test_less_than_a_nanosecond_of_swaps_is_nothing_where_kernels_may_run_again() -> None:
+    """Kernels that last nothing: one byte over the limit takes a part of a nanosecond to copy, none to make again."""
+    sizes = (11, 29, 21, 1, 1, 3, 1, 1, 1)
+    tensors = tuple(Tensor(f"t{i}", nbytes, persistent=i == 0) for i, nbytes in enumerate(sizes))
+    reads = [(0,)] * 4 + [(4,), (3,), (2,), (1,)]
+    kernels = tuple(Kernel(f"k{i}", "conv", "forward", inputs, (i + 1,), 0) for i, inputs in enumerate(reads))
+    program, machine = Program("nothing", tensors, kernels), replace(MACHINE, d2h_bytes_per_s=5 * 10**8, copy_engines=1)
+    assert {mode: floor(program, machine, 65, mode).iteration_ns for mode in ("swap", "recompute", "joint")} == {
+        "swap": 1, "recompute": 0, "joint": 0
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("fraction", [0.5, 0.65])
 def test_brute_force_is_never_below(seed: int, fraction: float) -> None:

@@ -88,7 +88,7 @@ def test_annealing_for_some_seconds(restarts: int, jobs: int | None) -> None:
     first = few.plan(program, MACHINE, limit)
     begin = time.monotonic()
     plan = many.plan(program, MACHINE, limit)
-    assert 0.4 < time.monotonic() - begin < 2  # another process may have the cores for a while
+    assert 0.4 < time.monotonic() - begin < 5  # another process may have the cores for a while
     assert few.simulator_calls < 10 and many.simulator_calls > 500
     ns = [simulate(program, p, MACHINE, limit).iteration_ns for p in (plan, first)]
     assert ns[0] < ns[1]
