@@ -61,7 +61,7 @@ def test_seconds_are_kept() -> None:
     for seconds in (0.1, 1.0):
         planner, began = agents.make("lp_round", min_bytes=1, seconds=seconds), time.monotonic()
         plan = planner.plan(program, MACHINE, limit)
-        assert time.monotonic() - began < 1.2 * seconds + 0.5  # other processes run
+        assert time.monotonic() - began < 1.2 * seconds + 1.5  # other processes run
         found = simulate(program, plan, MACHINE, limit).overhead
         assert planner.floor.overhead <= found <= overhead(program, limit, "autoswap_swdoa")
     few = agents.make("lp_round", min_bytes=1, seconds=60.0, calls=100)
