@@ -1,7 +1,7 @@
 """What finished training runs learned, over the seeds: the agent beside its search without the network (`mutation`, at
 equal simulator calls and at equal seconds), AutoSwap's best score, annealing and the floor.
 
-    python -m experiments.train_dqn -m seed=0,1,2 limit=0.7,0.65,0.6
+    python -m experiments.train_dqn -m seed=0,1,2 limit=0.7,0.65,0.6 agent.episodes=600
     python -m experiments.learning runs=runs out=experiments/results/learning.json
 
 Prints a table and writes JSON: per workload, limit and mode, each seed's overheads, the commands that made them,

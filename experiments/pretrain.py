@@ -33,6 +33,8 @@ from simulator.program import Program
 if TYPE_CHECKING:
     from agents.learned.expert_iteration import Lesson
 
+Network = dict[str, list[Any]]  # the values of each setting of a workload
+
 MOST_KERNELS, LEAST_GAPS, MOST_GAPS = 2600, 8, 1500  # of a program
 LIMITS = 0.3, 0.8  # of the peak
 JOINT = 0.8  # of the tasks; the rest swap or recompute
@@ -42,12 +44,12 @@ VALIDATED = 48  # tasks of the families that are held out
 
 @cli.entry("pretrain")
 def main(cfg: DictConfig) -> None:
-    networks = [check_network(i, one) for i, one in enumerate(cli.values(cfg, "networks"))]
+    sets = [check_set(i, one) for i, one in enumerate(cli.values(cfg, "sets"))]
     held_out = set(cli.values(cfg, "held_out"))
-    unknown = held_out - {family for network in networks for family in network["family"]}
+    unknown = held_out - {family for _, networks in sets for network in networks for family in network["family"]}
     if unknown:
         raise cli.UsageError(f"held_out: no network is of family {sorted(unknown)[0]!r}")
-    count, each, seed = cli.integer(cfg, "programs", 1), cli.integer(cfg, "tasks", 1), cli.integer(cfg, "data_seed")
+    each, seed = cli.integer(cfg, "tasks", 1), cli.integer(cfg, "data_seed")
     net_seed, rounds, jobs = cli.integer(cfg, "seed"), cli.integer(cfg, "rounds"), cli.jobs(cfg)
     out = cli.path(cfg, "out") or Path("runs/pretrain")
 
@@ -61,7 +63,9 @@ def main(cfg: DictConfig) -> None:
     folder = out / f"{settings.encoder}-{net_seed}"
     for made in (out / "programs", folder):
         made.mkdir(parents=True, exist_ok=True)
-    todo = [(out, networks, seed, i) for i in range(count) if not program_path(out, i).exists()]
+    drawn_from = [networks for programs, networks in sets for _ in range(programs)]  # of each program
+    count = len(drawn_from)
+    todo = [(out, drawn_from[i], seed, i) for i in range(count) if not program_path(out, i).exists()]
     run(capture_one, todo, jobs, "capturing programs", lambda _: None)
     with Lines(out / "lessons-0.jsonl") as lines:
         tasks = [(out, seed, i, j) for j in range(each) for i in range(count)]  # more of them: the first ones stay
@@ -98,14 +102,26 @@ def main(cfg: DictConfig) -> None:
     print(weights)
 
 
-def check_network(i: int, entry: Any) -> dict[str, list[Any]]:
-    """Lists of the values of each setting; raises UsageError naming the entry."""
+def check_set(i: int, entry: Any) -> tuple[int, list[Network]]:
+    """How many programs, and the networks to draw them from; raises UsageError naming the entry."""
+    if not isinstance(entry, dict) or set(entry) != {"programs", "networks"}:
+        raise cli.UsageError(f"sets[{i}]: expected a mapping with programs and networks, got {entry!r}")
+    programs, networks = entry["programs"], entry["networks"]
+    if isinstance(programs, bool) or not isinstance(programs, int) or programs < 1:
+        raise cli.UsageError(f"sets[{i}].programs: expected an integer of at least 1, got {programs!r}")
+    if not isinstance(networks, list) or not networks:
+        raise cli.UsageError(f"sets[{i}].networks: expected a list of networks, got {networks!r}")
+    return programs, [check_network(f"sets[{i}].networks[{j}]", one) for j, one in enumerate(networks)]
+
+
+def check_network(where: str, entry: Any) -> Network:
+    """Lists of the values of each setting; raises UsageError that says ``where``."""
     if not isinstance(entry, dict) or not isinstance(entry.get("family"), str):
-        raise cli.UsageError(f"networks[{i}]: expected a mapping with family, got {entry!r}")
+        raise cli.UsageError(f"{where}: expected a mapping with family, got {entry!r}")
     lists = {str(key): value if isinstance(value, list) else [value] for key, value in entry.items()}
     for key, values in lists.items():
         if not values:
-            raise cli.UsageError(f"networks[{i}].{key}: expected at least one value")
+            raise cli.UsageError(f"{where}.{key}: expected at least one value")
     return lists
 
 
@@ -135,9 +151,11 @@ class Lines:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        whole = [line for line in path.read_text().splitlines(True) if line.endswith("\n")] if path.exists() else []
+        lines = path.read_text().splitlines(True) if path.exists() else []
+        whole = [line for line in lines if line.endswith("\n")]
         self.count = len(whole)
-        path.write_text("".join(whole))
+        if len(whole) < len(lines):  # else it is left as it is: another training may read it
+            path.write_text("".join(whole))
 
     def __enter__(self) -> Lines:
         self.file = self.path.open("a")
@@ -151,7 +169,7 @@ class Lines:
         self.file.flush()
 
 
-def capture_one(task: tuple[Path, list[dict[str, list[Any]]], int, int]) -> None:
+def capture_one(task: tuple[Path, list[Network], int, int]) -> None:
     """Captures a network drawn at random, again where it is too small or too large, and writes the program."""
     from experiments import workloads
 

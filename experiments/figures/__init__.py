@@ -72,6 +72,7 @@ _LABELS = {"unet": "U-Net", "lstm": "LSTM", "kmeans": "K-means", "resnet_stochas
            "mlp": "MLP", "gpt2_small": "GPT-2 small", "gpt2_medium": "GPT-2 medium", "llama": "Llama",
            "llama3_8b": "Llama 3 8B", "qwen3": "Qwen3 8B", "mixtral": "Mixtral 8x7B", "vit_l": "ViT-L/16",
            "hourglass": "Stacked hourglass", "randwire": "RandWire", "bert": "BERT", "transformer": "Transformer",
+           "fc_densenet": "FC-DenseNet", "yolov3": "YOLOv3",
            "inception_v3": "Inception V3", "inception_v3_cifar": "Inception V3", "inception_v4": "Inception V4",
            "densenet121": "DenseNet121", "mobilenet": "MobileNet", "squeezenet": "SqueezeNet", "plain20": "Plain20",
            "resnet18_cifar": "ResNet18", "vgg16_imagenet": "VGG16", "resnet50_imagenet": "ResNet50",

@@ -11,22 +11,23 @@ from agents.learned.expert_iteration import Training
 from agents.learned.policy_net import trained
 from experiments import workloads
 from experiments.cli import CONFIGS, dataclass_of
-from experiments.pretrain import Lines, check_network
+from experiments.pretrain import Lines, check_set
 from tests.experiments.conftest import Run
 
-SMALL = ("networks=[{family: mlp, batch_size: 8192, layers: [3, 4]}, {family: alexnet, batch_size: 100}]",
-         "held_out=[alexnet]", "programs=4", "tasks=1", "jobs=1", "rounds=1", "training.epochs=1",
+MLP, ALEXNET = "{family: mlp, batch_size: 8192, layers: [3, 4]}", "{family: alexnet, batch_size: 100}"
+SMALL = (f"sets=[{{programs: 3, networks: [{MLP}, {ALEXNET}]}}, {{programs: 1, networks: [{ALEXNET}]}}]",
+         "held_out=[alexnet]", "tasks=1", "jobs=1", "rounds=1", "training.epochs=1",
          "training.width=16", "training.layers=1")  # fmt: skip
 
 
 def test_every_value_of_every_network_is_one() -> None:
     config = yaml.safe_load((CONFIGS / "pretrain.yaml").read_text())
-    for i, entry in enumerate(config["networks"]):
-        lists = check_network(i, entry)
+    networks = [network for i, entry in enumerate(config["sets"]) for network in check_set(i, entry)[1]]
+    for lists in networks:
         for j in range(max(len(values) for key, values in lists.items() if key != "draw")):
             workloads.build({"name": "x", **{key: values[j % len(values)] for key, values in lists.items()}})
     tested = {"squeezenet", "unet", "mobilenet", "gpt2"}
-    assert not tested & {entry["family"] for entry in config["networks"]}
+    assert not tested & {family for lists in networks for family in lists["family"]}
     assert dataclass_of(Training, OmegaConf.create(config["training"]), "training") == Training()
 
 
@@ -60,7 +61,9 @@ def test_a_small_training(run: Run, tmp_path: Path) -> None:
         ("held_out=[vgg19]", "held_out: no network is of family 'vgg19'"),
         ("training.encoder=lstm", "encoder: expected attention or structure2vec, got 'lstm'"),
         ("training.epochs=0", "training: epochs: expected a number above 0, got 0"),
-        ("networks=[vgg]", "networks[0]: expected a mapping with family, got 'vgg'"),
+        ("sets=[{programs: 1, networks: [vgg]}]", "sets[0].networks[0]: expected a mapping with family, got 'vgg'"),
+        ("sets=[{programs: 0, networks: []}]", "sets[0].programs: expected an integer of at least 1, got 0"),
+        ("sets=[vgg]", "sets[0]: expected a mapping with programs and networks, got 'vgg'"),
     ],
 )
 def test_settings_that_cannot_be(run: Run, tmp_path: Path, word: str, says: str) -> None:

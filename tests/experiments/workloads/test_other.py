@@ -28,7 +28,7 @@ from simulator import Machine, Plan, Swap
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs" / "workload"
 NAMES = ["unet", "lstm", "kmeans", "resnet_stochastic", "mlp", "gpt2_small", "gpt2_medium", "hourglass",
-         "randwire", "bert", "transformer"]  # fmt: skip
+         "randwire", "bert", "transformer", "fc_densenet", "yolov3"]  # fmt: skip
 TINY = {
     "unet": {"batch_size": 1, "image": 188},
     "lstm": {"batch_size": 2, "hidden": 8, "length": 3, "vocabulary": 5},
@@ -41,6 +41,8 @@ TINY = {
     "randwire": {"batch_size": 2, "image": 32, "width": 4, "nodes": 16},
     "bert": {"batch_size": 1, "length": 4},
     "transformer": {"batch_size": 1, "length": 4},
+    "fc_densenet": {"stages": "1-2-1", "growth": 4, "image": 16},
+    "yolov3": {"stages": "1-1-1-1-1", "width": 4, "image": 64},
 }
 GPU = Machine.load("gtx1080ti")
 
@@ -107,6 +109,31 @@ def test_stacked_hourglasses_and_randwire_are_about_as_large_as_published():
     # ECCV 2018, Table 6) count 25.5 million for eight hourglasses.
     assert 5.4e6 < parameters("randwire") < 5.9e6
     assert parameters("hourglass", stacks=8) == pytest.approx(25.5e6, rel=0.01)
+
+
+def test_fc_densenet_and_yolov3_are_as_large_as_published():
+    # Jégou et al., Table 3: 1.5, 3.5 and 9.4 million; Table 2: 1072 channels before the last convolution's 256.
+    assert parameters("fc_densenet") == pytest.approx(9.4e6, rel=0.02)
+    assert parameters("fc_densenet", stages="5-5-5-5-5-5") == pytest.approx(3.5e6, rel=0.02)
+    assert parameters("fc_densenet", stages="4-4-4-4-4-4", growth=12) == pytest.approx(1.5e6, rel=0.1)
+    model = workloads.build(config("fc_densenet"))[0]
+    assert model.classify.in_channels == 256
+    assert [up[-1][2].in_channels + 16 for up in model.up] == [1088, 816, 576, 384, 256]  # the paper prints 578
+    assert parameters("yolov3") == 61_949_149
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "says"),
+    [
+        ("fc_densenet", {"stages": "4"}, "workload.stages"),
+        ("fc_densenet", {"image": 200}, "workload.image: expected a multiple of 32"),
+        ("yolov3", {"stages": "1-2-8-8"}, "workload.stages"),
+        ("yolov3", {"image": 400}, "workload.image: expected a multiple of 32"),
+    ],
+)
+def test_images_and_stages_that_cannot_be(name, changes, says):
+    with pytest.raises(WorkloadError, match=says):
+        workloads.build({**config(name), **changes})
 
 
 def test_the_graph_of_randwire_is_that_of_watts_and_strogatz():
