@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from agents.learned.program_dqn import Case, Learner, ProgramDQNConfig, QNet
 
 LEAST_GAPS = 4  # that the walk of a task chooses from
+TRIED = 500  # simulator calls of the search that says whether a task has a good plan
 HEAT = 0.03  # of the walks that are drawn by their Q-values
 Row = dict[str, Any]
 
@@ -99,11 +100,10 @@ def main(cfg: DictConfig) -> None:
 
 
 def drawn(files: list[Path], count: int, most: int, seed: int) -> list[Case]:
-    """Tasks of programs with no more than ``most`` kernels, of random machines and limits."""
-    from agents.learned.expert_iteration import reachable
+    """Tasks of programs with no more than ``most`` kernels, of random machines and limits, that some plan is good for."""
+    from agents.learned.expert_iteration import MOST, reachable
     from agents.learned.program_dqn import Case
     from executor.capture.roofline import with_roofline
-    from simulator.compiled.engine import Engine
 
     programs = [p for p in map(Program.load, files) if len(p.kernels) <= most]
     if not programs:
@@ -114,7 +114,7 @@ def drawn(files: list[Path], count: int, most: int, seed: int) -> list[Case]:
         program = with_roofline(programs[turn % len(programs)], machine)
         limit = reachable(program, machine, int(rng.uniform(*LIMITS) * program.peak_bytes), "joint")
         case = Case(program, machine, limit)
-        if len(case.gap) >= LEAST_GAPS and Engine(program, machine, limit).score(case.everything).feasible:
+        if len(case.gap) >= LEAST_GAPS and case.annealed(TRIED, 0)[1] < MOST:  # infinite where none fits
             out.append(case)
         if len(out) == count:
             break
