@@ -56,7 +56,7 @@ def main(cfg: DictConfig) -> None:
     import torch  # a mistyped key is answered before
 
     from agents.learned import expert_iteration as learning
-    from agents.learned.policy_net import save
+    from agents.learned.training_state import save_weights
 
     settings = cli.dataclass_of(learning.Training, cfg.training, "training")
     torch.set_num_threads(1)  # sums are in the same order, whatever the machine
@@ -74,7 +74,7 @@ def main(cfg: DictConfig) -> None:
     log, net = report.console(stderr=True), None
     for round_ in range(rounds + 1):
         if round_ and net is not None:
-            save(net, folder / f"round-{round_ - 1}.pt")
+            save_weights(net, folder / f"round-{round_ - 1}.pt")
             with Lines(out / f"lessons-{round_}.jsonl") as lines:
                 before = (out / f"lessons-{round_ - 1}.jsonl").read_text().splitlines()
                 tasks = [(out, line, folder / f"round-{round_ - 1}.pt", i) for i, line in enumerate(before)]
@@ -98,7 +98,7 @@ def main(cfg: DictConfig) -> None:
         state = folder / f"state-{round_}.pt"
         net = learning.train(net, examples, kept, settings, net_seed + 1000 * round_, state, watch)
     weights = cli.path(cfg, "weights") or folder / "policy.pt"
-    save(net, weights)
+    save_weights(net, weights)
     print(weights)
 
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 LEAST_GAPS = 4  # that the walk of a task chooses from
 TRIED = 500  # simulator calls of the search that says whether a task has a good plan
 HEAT = 0.03  # of the walks that are drawn by their Q-values
+WHAT = "a program DQN"
 Row = dict[str, Any]
 
 
@@ -54,7 +55,8 @@ def main(cfg: DictConfig) -> None:
 
     import torch  # a mistyped key is answered before
 
-    from agents.learned.program_dqn import Learner, ProgramDQNConfig, load_weights, save_weights
+    from agents.learned.program_dqn import Learner, ProgramDQNConfig, QNet
+    from agents.learned.training_state import read_weights, save_weights
 
     torch.set_num_threads(1)  # sums are in the same order, whatever the machine
     config = cli.dataclass_of(ProgramDQNConfig, cfg.training, "training")
@@ -72,10 +74,10 @@ def main(cfg: DictConfig) -> None:
         if state.exists():
             learner.load(state)
         train(learner, state, out / f"log-{seed}.jsonl", log)
-        save_weights(weights, learner.net)
+        save_weights(learner.net, weights)
     rows: list[Row] = []
     for seed in seeds:
-        net, path = load_weights(out / f"weights-{seed}.pt"), out / f"results-{seed}.jsonl"
+        net, path = read_weights(out / f"weights-{seed}.pt", QNet, WHAT), out / f"results-{seed}.jsonl"
         found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         done = {(r["workload"], r["machine"], r["limit_fraction"]) for r in found}
         for program, machine, fraction in tested(cfg):
@@ -100,7 +102,7 @@ def main(cfg: DictConfig) -> None:
 
 
 def drawn(files: list[Path], count: int, most: int, seed: int) -> list[Case]:
-    """Tasks of programs with no more than ``most`` kernels, of random machines and limits, that some plan is good for."""
+    """Tasks of programs of at most ``most`` kernels, of random machines and limits, for which there is a good plan."""
     from agents.learned.expert_iteration import MOST, reachable
     from agents.learned.program_dqn import Case
     from executor.capture.roofline import with_roofline

@@ -24,7 +24,7 @@ from torch_geometric.data import Batch, HeteroData
 from torch_geometric.utils import scatter, to_dense_batch
 
 from agents.learned.gap_graph import BINS, Choices, GapGraph
-from simulator.files import FormatError
+from agents.learned.training_state import read_weights
 from simulator.ways import KEPT
 
 ENCODERS = ("attention", "structure2vec")
@@ -32,23 +32,10 @@ WAYS = KEPT + 1
 MASKED = -1e8  # not −inf: 0 · −inf is not a number
 
 
-def save(net: PolicyNet, path: Path) -> None:
-    """Writes settings and weights, for ``trained``."""
-    torch.save({"settings": net.settings, "weights": net.state_dict()}, path)
-
-
 @cache
 def trained(path: Path) -> PolicyNet:
-    """The network of a file of weights; raises FormatError where it is none."""
-    try:
-        state = torch.load(path, weights_only=True)
-        net = PolicyNet(**state["settings"])
-        net.load_state_dict(state["weights"])
-    except OSError as error:
-        raise FormatError(f"weights: {path} cannot be read ({error.strerror or error})") from None
-    except Exception:  # torch.load raises half a dozen types, by what is damaged
-        raise FormatError(f"weights: {path} holds no weights of the policy, or damaged ones") from None
-    return net.eval()
+    """The network of a file of weights, read once; raises FormatError where it is none."""
+    return read_weights(path, PolicyNet, "the policy")
 
 
 def data_of(graph: GapGraph, decided: Choices) -> HeteroData:

@@ -40,7 +40,6 @@ from envs.graph import OBSERVED
 from envs.layout import POSITION
 from envs.walk import KEEP, Task
 from simulator.compiled.encoding import BEFORE, EXTRA, KIND, SWAP, TENSOR
-from simulator.files import FormatError
 from simulator.machine import Machine
 from simulator.program import Program
 from simulator.ways import KEPT, RECOMPUTED, STAYS, SWAPPED
@@ -68,7 +67,7 @@ class ProgramDQNConfig:
         width, layers, encoder: of PolicyNet.
     """
 
-    iterations: int = 600
+    iterations: int = 400
     tasks: int = 16
     walks: int = 8
     guided: int = 3
@@ -412,25 +411,3 @@ def fresh(cases: Sequence[Case], config: ProgramDQNConfig, seed: int) -> QNet:
     net.trunk.mean.copy_(gaps.mean(0))
     net.trunk.scale.copy_(gaps.std(0).clamp(min=0.05))
     return net
-
-
-def save_weights(path: Path, net: QNet) -> None:
-    """Writes a network for ``load_weights``."""
-    torch.save({"settings": net.settings, "weights": net.state_dict()}, path)
-
-
-def load_weights(path: Path) -> QNet:
-    """A network of a file; nothing in it is executed.
-
-    Raises:
-        FormatError: it cannot be read, or does not hold one.
-    """
-    try:
-        state = torch.load(path, weights_only=True, map_location="cpu")
-        net = QNet(**state["settings"])
-        net.load_state_dict(state["weights"])
-    except OSError as error:
-        raise FormatError(f"weights: {path} cannot be read ({error.strerror or error})") from None
-    except Exception:  # torch.load raises half a dozen types, by what is damaged
-        raise FormatError(f"weights: {path} holds no weights of a program DQN, or damaged ones") from None
-    return net.eval()

@@ -1,15 +1,19 @@
-"""Checkpoint files: written whole or not at all, read without executing anything in them."""
+"""Checkpoint files and files of weights. Checkpoints are written whole or not at all; in neither is anything executed."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
+
+from simulator.files import FormatError
 
 FORMAT = "dqn-checkpoint/1"
+Net = TypeVar("Net", bound=nn.Module)
 
 
 class TrainingStateError(ValueError):
@@ -56,3 +60,25 @@ def must_match(path: Path, state: dict[str, Any], identity: dict[str, Any]) -> N
         if key == "config" and isinstance(theirs, dict):
             key = next((f"agent.{k}" for k in value if theirs.get(k) != value[k]), key)
         raise TrainingStateError(f"{path}: the checkpoint is of a run with another {key}")
+
+
+def save_weights(net: nn.Module, path: Path) -> None:
+    """Writes ``net.settings``, the keyword arguments of its class, and its weights, for ``read_weights``."""
+    torch.save({"settings": net.settings, "weights": net.state_dict()}, path)
+
+
+def read_weights(path: Path, kind: type[Net], what: str) -> Net:
+    """A network of class ``kind`` from a file of weights; nothing in it is executed.
+
+    Raises:
+        FormatError: it cannot be read, or holds no weights of ``what``.
+    """
+    try:
+        state = torch.load(path, weights_only=True, map_location="cpu")
+        net = kind(**state["settings"])
+        net.load_state_dict(state["weights"])
+    except OSError as error:
+        raise FormatError(f"weights: {path} cannot be read ({error.strerror or error})") from None
+    except Exception:  # torch.load raises half a dozen types, by what is damaged
+        raise FormatError(f"weights: {path} holds no weights of {what}, or damaged ones") from None
+    return net.eval()

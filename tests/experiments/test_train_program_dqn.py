@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from agents.learned.program_dqn import ProgramDQNConfig, load_weights
+from agents.learned.program_dqn import ProgramDQNConfig, QNet
+from agents.learned.training_state import read_weights
 from experiments.cli import CONFIGS, dataclass_of
 from tests.experiments.conftest import MB, Run, chain
 
@@ -48,7 +49,7 @@ def test_a_small_training(run: Run, tmp_path: Path) -> None:
         assert [of[f"{start}, best walk", seed]["calls"] for start in ("zero-shot", "fine-tuned")] == [6, 18]
         walk, search = (of[f"zero-shot, {what}", seed]["overhead"] for what in ("best walk", "and search"))
         assert walk is None or search <= walk
-    assert load_weights(tmp_path / "out" / "weights-1.pt").settings["width"] == 8
+    assert read_weights(tmp_path / "out" / "weights-1.pt", QNet, "a program DQN").settings["width"] == 8
 
     for name in ("weights-0.pt", "results-1.jsonl", "program_dqn.json"):
         (tmp_path / "out" / name).unlink()

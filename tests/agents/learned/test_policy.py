@@ -11,7 +11,8 @@ import agents
 from agents.learned.decoding import decode, drawn, fitted, rows_of_ways
 from agents.learned.gap_graph import BIN_STATE, BIN_STATIC, STATE, UNDECIDED, GapGraph
 from agents.learned.policy import WEIGHTS
-from agents.learned.policy_net import ENCODERS, MASKED, PolicyNet, batch_of, data_of, save, trained
+from agents.learned.policy_net import ENCODERS, MASKED, PolicyNet, batch_of, data_of, trained
+from agents.learned.training_state import save_weights
 from agents.planner import Infeasible
 from agents.search.annealing import everything
 from agents.search.local_search import Moves
@@ -147,7 +148,7 @@ def test_weights_are_checked(tmp_path: Path) -> None:
     program = pyramid(6, 0)
     graph = graph_of(program, 0.6)
     good, cut, other = tmp_path / "good.pt", tmp_path / "cut.pt", tmp_path / "other.pt"
-    save(fresh(graph, "structure2vec"), good)
+    save_weights(fresh(graph, "structure2vec"), good)
     assert trained(good).settings["encoder"] == "structure2vec"
     agents.make("policy", min_bytes=1, weights=good).plan(program, MACHINE, graph.limit)
     cut.write_bytes(good.read_bytes()[:1000])

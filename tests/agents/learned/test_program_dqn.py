@@ -14,12 +14,11 @@ from agents.learned.program_dqn import (
     Case,
     Learner,
     ProgramDQNConfig,
+    QNet,
     Seen,
     fresh,
-    load_weights,
-    save_weights,
 )
-from agents.learned.training_state import TrainingStateError
+from agents.learned.training_state import TrainingStateError, read_weights, save_weights
 from agents.learned.walk_columns import ACTION, WALK
 from envs.memory_env import small_task
 from envs.walk import KEEP, Walk
@@ -146,8 +145,8 @@ def test_learns_what_random_walks_do_not_find(tmp_path: Path) -> None:
 def test_weights_are_checked_at_the_edge(tmp_path: Path) -> None:
     (case, _) = cases()
     net = fresh([case], SMALL, 0)
-    save_weights(tmp_path / "net.pt", net)
-    other = load_weights(tmp_path / "net.pt")
+    save_weights(net, tmp_path / "net.pt")
+    other = read_weights(tmp_path / "net.pt", QNet, "a program DQN")
     assert other.settings == net.settings
     assert all(torch.equal(a, b) for a, b in zip(net.state_dict().values(), other.state_dict().values(), strict=True))
     (tmp_path / "bad.pt").write_bytes(b"nothing")
@@ -156,9 +155,9 @@ def test_weights_are_checked_at_the_edge(tmp_path: Path) -> None:
         with pytest.raises(
             FormatError, match=f"^weights: .*{name} holds no weights of a program DQN, or damaged ones$"
         ):
-            load_weights(tmp_path / name)
+            read_weights(tmp_path / name, QNet, "a program DQN")
     with pytest.raises(FormatError, match=r"none\.pt cannot be read"):
-        load_weights(tmp_path / "none.pt")
+        read_weights(tmp_path / "none.pt", QNet, "a program DQN")
 
 
 def test_config_is_checked() -> None:
