@@ -1,4 +1,4 @@
-"""Checkpoint files and files of weights. Checkpoints are written whole or not at all; in neither is anything executed."""
+"""Checkpoints, which are written whole or not at all, and files of weights; in neither is anything executed."""
 
 from __future__ import annotations
 
