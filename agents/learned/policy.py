@@ -19,7 +19,7 @@ import numpy as np
 
 from agents.planner import MIB, Facts, Rows, check_budget, finish, infeasible
 from agents.search.annealing import everything, start
-from agents.search.local_search import Moves, anneal
+from agents.search.local_search import Moves, anneal, check_heat
 from simulator.compiled.engine import Engine, cores, side_by_side
 from simulator.machine import Machine
 from simulator.plan import Plan
@@ -208,8 +208,7 @@ class PolicySearch(Policy):
     ) -> None:
         super().__init__(mode, min_bytes, seed, samples, rounds, weights)
         check_budget(calls, seconds, jobs)
-        if not 0 < cold <= hot:
-            raise ValueError(f"hot, cold: expected 0 < cold <= hot, got {hot} and {cold}")
+        check_heat(hot, cold)
         self.calls, self.seconds, self.jobs, self.guide = calls, seconds, jobs, guide
         if calls is not None:
             self.samples = min(samples, max(calls - 2, 0))  # beside the likeliest plan and the final check
