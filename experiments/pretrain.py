@@ -2,7 +2,7 @@
 plans (agents/learned/expert_iteration.py).
 
     python -m experiments.pretrain out=runs/pretrain
-    python -m experiments.pretrain out=runs/pretrain seed=1 training.encoder=structure2vec
+    python -m experiments.pretrain out=runs/pretrain seed=1 training.encoder=attention
 
 What is in ``out`` is not made again: a run goes on where it was stopped, and trainings share programs and plans. Files:
 programs/0000.json.gz, …; lessons-0.jsonl, annealing's plans, a line per task; lessons-1.jsonl, those that the first

@@ -83,7 +83,7 @@ class Training:
         ValueError: a figure is out of range.
     """
 
-    encoder: str = "attention"
+    encoder: str = "structure2vec"
     width: int = 64
     layers: int = 3
     epochs: int = 20

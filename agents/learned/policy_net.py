@@ -70,7 +70,7 @@ class PolicyNet(nn.Module):
     scale: Tensor
 
     def __init__(
-        self, features: int, bin_features: int, width: int = 64, layers: int = 3, encoder: str = "attention",
+        self, features: int, bin_features: int, width: int = 64, layers: int = 3, encoder: str = "structure2vec",
         heads: int = 4,
     ) -> None:  # fmt: skip
         super().__init__()

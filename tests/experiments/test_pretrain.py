@@ -34,7 +34,7 @@ def test_every_value_of_every_network_is_one() -> None:
 def test_a_small_training(run: Run, tmp_path: Path) -> None:
     done = run("pretrain", *SMALL, f"out={tmp_path}")
     assert done.returncode == 0, done.stderr
-    folder = tmp_path / "attention-0"
+    folder = tmp_path / "structure2vec-0"
     assert done.stdout.split()[-1] == str(folder / "policy.pt")
     assert trained(folder / "policy.pt").settings["width"] == 16
     first, second = ((tmp_path / f"lessons-{i}.jsonl").read_text().splitlines() for i in (0, 1))
