@@ -19,7 +19,7 @@ import numpy as np
 
 from agents.planner import MIB, Facts, Rows, check_budget, finish, infeasible
 from agents.search.annealing import everything, start
-from agents.search.local_search import Moves, anneal
+from agents.search.local_search import Moves, anneal, check_heat
 from simulator.compiled.engine import Engine, cores, side_by_side
 from simulator.machine import Machine
 from simulator.plan import Plan
@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # PyTorch takes seconds to import
     from agents.learned.policy_net import PolicyNet
 
 WEIGHTS = Path(__file__).parent / "policy.pt"
-CALLS = 5_000
+CALLS, WORK = 5_000, 12_000_000  # simulator calls by default; calls times kernels that they do not exceed
 SAMPLES = 128  # plans drawn, beside the likeliest one
 STARTS = 6
 FALL = (0.0, 0.25, 0.5, 1.0)  # how far the temperature has fallen, in the exponent, as 6, 3 and 1 runs begin
@@ -180,8 +180,8 @@ class PolicySearch(Policy):
     """Local search from the decoded plan, by the network's probabilities.
 
     Args:
-        calls: simulator calls, those of the start and the final check included; None: ``CALLS``, or as many as fit
-            into ``seconds``.
+        calls: simulator calls, those of the start and the final check included; None: ``CALLS``, of programs with many
+            kernels fewer (``WORK``), or as many as fit into ``seconds``.
         hot, cold: the first and the last temperature, as fractions of the ideal time.
         seconds: of wall-clock time. With them the plan depends on the computer.
         jobs: runs side by side, each on a core; None: one a core.
@@ -208,8 +208,7 @@ class PolicySearch(Policy):
     ) -> None:
         super().__init__(mode, min_bytes, seed, samples, rounds, weights)
         check_budget(calls, seconds, jobs)
-        if not 0 < cold <= hot:
-            raise ValueError(f"hot, cold: expected 0 < cold <= hot, got {hot} and {cold}")
+        check_heat(hot, cold)
         self.calls, self.seconds, self.jobs, self.guide = calls, seconds, jobs, guide
         if calls is not None:
             self.samples = min(samples, max(calls - 2, 0))  # beside the likeliest plan and the final check
@@ -219,7 +218,8 @@ class PolicySearch(Policy):
         """The best plan found; raises as ``Policy.plan``."""
         until = time.monotonic() + self.seconds if self.seconds is not None else None
         found = self._begin(program, machine, limit, until)
-        left = max((CALLS if self.calls is None else self.calls) - 1 - found.engine.calls, 0)
+        most = min(CALLS, WORK // max(len(program.kernels), 1)) if self.calls is None else self.calls
+        left = max(most - 1 - found.engine.calls, 0)
         calls = None if until is not None and self.calls is None else left
         best = halving(found, calls, until, self.jobs or cores(), self.hot, self.cold, self.seed)
         return finish(self, program, machine, limit, found.engine, best)

@@ -24,7 +24,7 @@ from agents.heuristics.pytorch import ActivationBudget
 from agents.heuristics.superneurons import SuperNeurons
 from agents.heuristics.tensile import TENSILE
 from agents.planner import MIB, Facts, Planner, Rows, check_budget, finish, infeasible, plans_of, ways_of
-from agents.search.local_search import Moves, anneal
+from agents.search.local_search import Moves, anneal, check_heat
 from simulator.compiled.engine import Engine, cores
 from simulator.machine import Machine
 from simulator.plan import Plan
@@ -68,8 +68,7 @@ class Annealing:
         jobs: int | None = None,
     ) -> None:
         check_budget(calls, seconds, jobs)
-        if not 0 < cold <= hot:
-            raise ValueError(f"hot, cold: expected 0 < cold <= hot, got {hot} and {cold}")
+        check_heat(hot, cold)
         self.calls, self.seconds, self.mode = calls, seconds, check_mode(mode)
         self.hot, self.cold, self.jobs = hot, cold, jobs
         self.restarts, self.min_bytes, self.seed = restarts, min_bytes, seed

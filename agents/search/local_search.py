@@ -133,6 +133,12 @@ def _earlier(program: Program, gaps: list[Gap]) -> NDArray[np.int64]:
     return out
 
 
+def check_heat(hot: float, cold: float) -> None:
+    """Are these the temperatures of a search? Raises ValueError where they are not."""
+    if not 0 < cold <= hot:
+        raise ValueError(f"hot, cold: expected 0 < cold <= hot, got {hot} and {cold}")
+
+
 def anneal(
     moves: Moves, engine: Engine, start: Rows, start_ns: int, calls: int | None, hot: float, cold: float, seed: int,
     enough_ns: int = 0, until: float | None = None,

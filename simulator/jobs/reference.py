@@ -29,9 +29,9 @@
    (b) of these the one whose next touch is furthest ahead, in ns of its own job's steps; then the larger, the lower
        job, the lower tensor, the lower block.
    A step **touches** what it reads, writes or frees, and what is copied or sent away at its end. The evicted tensor is
-   copied to the host unless a copy that its plan made of this block is valid, and is back before the next step that
-   touches it: that waits for it. It may come back at once, as its job's planned residency counts it; its copy is then
-   given up.
+   copied to the host unless a copy that its plan made of this block is valid (until the tensor's last use in program
+   order). It is back before the next step that touches it, which waits for it, or stays away where none does. It may
+   come back at once, as its job's planned residency counts it; its copy is then given up.
    So every step gets what it needs in the end: only a full host (rule 9) can stop the jobs, and raises JobsDeadlock. A
    step that does not fit with everything else away is refused before the start (OutOfMemory).
 7. A new plan takes effect at a boundary, or at the admission. Tensors that it has away there leave if they are in
@@ -251,7 +251,7 @@ class _Machine:
         missing = {gap.block: gap for gap in (*job.away.values(), *job.evicted.values())}
         job.use(plan)
         job.away, job.evicted, job.early = {}, {}, []
-        for d, block in job.schedule.moved.items():
+        for d, block in sorted(job.schedule.moved.items(), key=lambda moved: moved[0].tensor):
             if not (d.tensor in job.schedule.away_at_start and d.after >= d.before):
                 continue
             before = missing.pop(block, None)

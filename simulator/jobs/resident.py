@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from simulator.jobs.lowered import Lowered
+from simulator.jobs.lowered import NEVER, Lowered
 from simulator.jobs.nouns import Cause, Job, Stall
 from simulator.plan import Swap
 from simulator.schedule import Step
@@ -79,7 +79,8 @@ class Resident:
         """The gap of a block that is away on demand, from now to the next step that touches it."""
         kernels, _ = self.lowered.next_touch(block, self.step)
         tensor = self.schedule.blocks[block].owner
-        return Gap(tensor, block, self.position + kernels, self.position, demand=True)
+        before = min(NEVER, self.position + kernels)
+        return Gap(tensor, block, before, self.position if before < NEVER else NEVER, demand=True)
 
     def awaited(self) -> list[Gap]:
         """What the next step waits for."""
