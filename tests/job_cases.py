@@ -6,11 +6,14 @@ so many cases:
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 from typing import NamedTuple
 
-from simulator import Job, Machine, Plan
+from simulator import Job, JobsDeadlock, JobsTimeline, Machine, OutOfMemory, Plan, PlanError
+from simulator.jobs import engine, reference
 from simulator.jobs.lowered import Lowered
 from simulator.jobs.nouns import Sharing
 from simulator.schedule import lower
@@ -64,3 +67,30 @@ def least_limit(jobs: tuple[Job, ...]) -> int:
             steps = range(len(lowered.schedule.steps))
             most = max(most, lowered.admission_bytes, *(lowered.least_bytes(i) for i in steps))
     return most
+
+
+def jobs_difference(case: JobsCase) -> str | None:
+    """How the compiled simulator differs from the reference in a case; None where it does not."""
+
+    def result(run: Callable[..., JobsTimeline]) -> object:
+        try:
+            return run(*case)
+        except (OutOfMemory, PlanError, JobsDeadlock) as error:
+            return str(error)
+
+    right, ours = result(reference.simulate_jobs), result(engine.simulate_jobs)
+    if right == ours:
+        return None
+    if not isinstance(right, JobsTimeline) or not isinstance(ours, JobsTimeline):
+        return f"simulate_jobs gives\n{ours}\nnot\n{right}"
+    names = [name for name in right.__dataclass_fields__ if getattr(right, name) != getattr(ours, name)]
+    return f"simulate_jobs gives other {names}:\n{ours}\nnot\n{right}"
+
+
+if __name__ == "__main__":
+    first = int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    for seed in range(first, first + int(sys.argv[1])):
+        found = jobs_difference(jobs_case(seed))
+        if found:
+            sys.exit(f"seed {seed}: {jobs_case(seed)}\n{found}")
+    print(f"{sys.argv[1]} cases: equal")
