@@ -351,9 +351,7 @@ def evict(w):  # type: ignore[no-untyped-def]
     """Rule 6; returns whether there is what can be evicted."""
     if w.now[SERVED] < 0:
         for j in range(w.jobs.size):
-            if w.jobs[j].stage == PRESENT and (
-                w.now[SERVED] < 0 or w.jobs[j].since < w.jobs[w.now[SERVED]].since
-            ):
+            if w.jobs[j].stage == PRESENT and (w.now[SERVED] < 0 or w.jobs[j].since < w.jobs[w.now[SERVED]].since):
                 w.now[SERVED] = j
     best, best_job, best_tier, best_ns, best_bytes, best_owner = -1, -1, 3, 0, 0, 0
     for j in range(w.jobs.size):
@@ -379,10 +377,9 @@ def evict(w):  # type: ignore[no-untyped-def]
             if tier > best_tier or (tier == 2 and j == w.now[SERVED]):
                 continue
             _, ns = _next_touch(w, j, b)
-            better = tier < best_tier or ns > best_ns or (
-                ns == best_ns and (nbytes > best_bytes or (nbytes == best_bytes and j == best_job and owner < best_owner))
-            )
-            if better:
+            alike = ns == best_ns and nbytes == best_bytes and j == best_job
+            further = ns > best_ns or (ns == best_ns and nbytes > best_bytes) or (alike and owner < best_owner)
+            if tier < best_tier or further:
                 best, best_job, best_tier, best_ns, best_bytes, best_owner = b, j, tier, ns, nbytes, owner
     if best < 0:
         return False
