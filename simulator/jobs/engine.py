@@ -31,6 +31,7 @@ from simulator.plan import Plan, PlanError
 from simulator.program import Program
 from simulator.reference import OutOfMemory
 
+KEPT = 1024  # plans of a program that an engine keeps lowered
 Tables = Sequence[Sequence[Table]]
 
 
@@ -186,10 +187,13 @@ class JobsEngine:
         return JobsScore(feasible, out, int(world.now[PEAK]), int(world.now[EVICTIONS]))
 
     def _lowered(self, j: int, plan: Plan) -> tuple[Lowered, Table]:
-        if plan not in self._known[j]:
+        known = self._known[j]
+        if plan not in known:
             lowered = Lowered.of(self.programs[j], plan)
-            self._known[j][plan] = lowered, table_of(lowered, self.machine)
-        return self._known[j][plan]
+            if len(known) == KEPT:
+                del known[next(iter(known))]
+            known[plan] = lowered, table_of(lowered, self.machine)
+        return known[plan]
 
 
 def _job_score(job: Mapping[str, int]) -> JobScore:

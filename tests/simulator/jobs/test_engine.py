@@ -77,6 +77,14 @@ def test_what_cannot_run_is_not_feasible():
         JobsEngine(programs, small, 300)
 
 
+def test_an_engine_keeps_so_many_plans(monkeypatch):
+    monkeypatch.setattr(engine, "KEPT", 1)
+    alone = JobsEngine([tiny.PROGRAM], tiny.MACHINE, tiny.LIMIT, iterations=2)
+    wanted = [alone.score([plan]) for plan in (tiny.SWAP_PLAN, tiny.RECOMPUTE_PLAN)]
+    assert [alone.score([plan]) for plan in (tiny.SWAP_PLAN, tiny.RECOMPUTE_PLAN)] == wanted
+    assert [job.mean_ns for score in wanted for job in score.jobs] == [170, 130]
+
+
 def test_the_plans_of_two_jobs_make_room_for_each_other():
     """Where both recompute, nothing is evicted on demand; without plans something is, and both are slower."""
     two = JobsEngine([tiny.PROGRAM] * 2, tiny.MACHINE, 250, iterations=3)
