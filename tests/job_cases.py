@@ -64,8 +64,7 @@ def least_limit(jobs: tuple[Job, ...]) -> int:
     for job in jobs:
         for plan in job.plans:
             lowered = Lowered(lower(job.program, plan))
-            steps = range(len(lowered.schedule.steps))
-            most = max(most, lowered.admission_bytes, *(lowered.least_bytes(i) for i in steps))
+            most = max(most, lowered.admission_bytes, *lowered.least_bytes)
     return most
 
 

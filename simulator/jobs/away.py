@@ -116,7 +116,7 @@ def open_row(w, j, row, position):  # type: ignore[no-untyped-def]
 
 @stage
 def _next_touch(w, j, block):  # type: ignore[no-untyped-def]
-    """(kernels, ns) to the next step that touches a block."""
+    """(kernels, ns) to the next step that touches a block, and whether that is the job's next."""
     job = w.jobs[j]
     plan = w.plans[job.plan]
     table, base, s = w.tables, plan.base, job.step
@@ -125,19 +125,19 @@ def _next_touch(w, j, block):  # type: ignore[no-untyped-def]
     for i in range(begin, end):
         at = table[base + i]
         if at >= s:
-            return table[before + at] - table[before + s], table[begins + at] - table[begins + s]
+            return table[before + at] - table[before + s], table[begins + at] - table[begins + s], at == s
     if begin == end or table[base + plan.first + block] >= 0:
-        return NEVER, NEVER
+        return NEVER, NEVER, False
     at = table[base + begin]
     kernels = plan.n - table[before + s] + table[before + at]
-    return kernels, table[begins + plan.n_steps] - table[begins + s] + table[begins + at]
+    return kernels, table[begins + plan.n_steps] - table[begins + s] + table[begins + at], False
 
 
 @stage
 def _open_block(w, j, block, state):  # type: ignore[no-untyped-def]
     """A block is away on demand, from now to the next step that touches it."""
     job = w.jobs[j]
-    kernels, _ = _next_touch(w, j, block)
+    kernels, _, _ = _next_touch(w, j, block)
     w.by_block[j, GAP_STATE, block] = state
     w.by_block[j, GAP_BEFORE, block] = min(NEVER, job.position + kernels)
     w.by_block[j, GAP_READY, block] = job.position if kernels < NEVER else NEVER
@@ -351,9 +351,7 @@ def evict(w):  # type: ignore[no-untyped-def]
     """Rule 6; returns whether there is what can be evicted."""
     if w.now[SERVED] < 0:
         for j in range(w.jobs.size):
-            if w.jobs[j].stage == PRESENT and (
-                w.now[SERVED] < 0 or w.jobs[j].since < w.jobs[w.now[SERVED]].since
-            ):
+            if w.jobs[j].stage == PRESENT and (w.now[SERVED] < 0 or w.jobs[j].since < w.jobs[w.now[SERVED]].since):
                 w.now[SERVED] = j
     best, best_job, best_tier, best_ns, best_bytes, best_owner = -1, -1, 3, 0, 0, 0
     for j in range(w.jobs.size):
@@ -363,26 +361,21 @@ def evict(w):  # type: ignore[no-untyped-def]
         plan = w.plans[job.plan]
         table, base = w.tables, plan.base
         for b in range(plan.n_blocks):
+            if table[base + plan.last + b] < job.step or table[base + plan.first + b] >= job.step:
+                continue
             owner, nbytes = table[base + plan.owner + b], table[base + plan.nbytes + b]
             if owner < 0 or nbytes == 0 or nbytes > w.now[HOST_LEFT] or w.by_block[j, GAP_STATE, b]:
-                continue
-            if table[base + plan.first + b] >= job.step or table[base + plan.last + b] < job.step:
                 continue
             row = w.by_tensor[j, OPEN_ROW, owner]
             if row >= 0 and table[base + plan.row_block + row] == b:
                 continue
-            tier, ns = 0, 0
-            if _awaited(w, j, -1 - b):
-                tier = 2
-            elif j == w.now[SERVED]:
-                tier = 1
-            if tier > best_tier or (tier == 2 and j == w.now[SERVED]):
+            _, ns, touched = _next_touch(w, j, b)
+            tier = 2 if touched else 1 if j == w.now[SERVED] else 0
+            if tier > best_tier or (touched and j == w.now[SERVED]):
                 continue
-            _, ns = _next_touch(w, j, b)
-            better = tier < best_tier or ns > best_ns or (
-                ns == best_ns and (nbytes > best_bytes or (nbytes == best_bytes and j == best_job and owner < best_owner))
-            )
-            if better:
+            alike = ns == best_ns and nbytes == best_bytes and j == best_job
+            further = ns > best_ns or (ns == best_ns and nbytes > best_bytes) or (alike and owner < best_owner)
+            if tier < best_tier or further:
                 best, best_job, best_tier, best_ns, best_bytes, best_owner = b, j, tier, ns, nbytes, owner
     if best < 0:
         return False

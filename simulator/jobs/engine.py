@@ -1,7 +1,7 @@
 """The rules of reference.py, compiled: equal to it to the nanosecond.
 
-``simulate_jobs`` is the public call. ``JobsEngine`` is for planners, which score many plans of the same programs: it makes
-no timeline, and lowers a plan once only. Read tables.py, event_loop.py and away.py first.
+``simulate_jobs`` is the public call. ``JobsEngine`` is for planners, which score many plans of the same programs: it
+makes no timeline, and lowers a plan once only. Read tables.py, event_loop.py and away.py first.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from simulator.jobs.tables import (
     C_END, C_JOB, DEADLOCK, EVICTIONS, HOST_LEFT, JOB, LOG, N_LOG, NOW, PEAK, PLAN, SERVED, STATE, STEPPED, UNADMITTED,
     UNFINISHED, Table, World, table_of,
 )  # fmt: skip
+
 # isort: on
 from simulator.machine import Machine
 from simulator.plan import Plan, PlanError
 from simulator.program import Program
 from simulator.reference import OutOfMemory
 
+KEPT = 1024  # plans of a program that an engine keeps lowered
 Tables = Sequence[Sequence[Table]]
 
 
@@ -102,8 +104,7 @@ def _world(jobs: Sequence[Job], plans: Sequence[Sequence[Lowered]], tables: Tabl
         np.zeros((n * most["n_blocks"] + 1, 4), np.int64),
         copy,
         now,
-        np.array([limit, machine.copy_engines, machine.duplex_share, sharing == "fifo", machine.switch_ns,
-                  machine.host_bytes], np.int64),  # fmt: skip
+        np.array([limit, machine.copy_engines, machine.duplex_share, sharing == "fifo", machine.switch_ns], np.int64),
         np.array([machine.compute_share(k) for k in range(n + 1)], np.int64),
         np.empty((entries + 1 if entries else 0, LOG), np.int64),
     )
@@ -133,7 +134,7 @@ def simulate_jobs(
         room = entries
         world = _world(jobs, plans, tables, machine, limit, until_ns, sharing, room)
         if run(world) == DEADLOCK:
-            return reference.simulate_jobs(jobs, machine, limit, until_ns, sharing)  # raises, and says who waits for what
+            return reference.simulate_jobs(jobs, machine, limit, until_ns, sharing)  # it says who waits for what
         entries = int(world.now[N_LOG])
     end = int(world.jobs["left"].max(initial=-1))
     out, order, evictions = read_log(world.log[:entries], jobs, plans)
@@ -186,10 +187,13 @@ class JobsEngine:
         return JobsScore(feasible, out, int(world.now[PEAK]), int(world.now[EVICTIONS]))
 
     def _lowered(self, j: int, plan: Plan) -> tuple[Lowered, Table]:
-        if plan not in self._known[j]:
+        known = self._known[j]
+        if plan not in known:
             lowered = Lowered.of(self.programs[j], plan)
-            self._known[j][plan] = lowered, table_of(lowered, self.machine)
-        return self._known[j][plan]
+            if len(known) == KEPT:
+                del known[next(iter(known))]
+            known[plan] = lowered, table_of(lowered, self.machine)
+        return known[plan]
 
 
 def _job_score(job: Mapping[str, int]) -> JobScore:

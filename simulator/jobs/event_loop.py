@@ -1,7 +1,7 @@
-"""The rules of reference.py, compiled: the clock. tables.py names the arrays; away.py has the functions for what is away.
+"""The rules of reference.py, compiled: the clock. tables.py names the arrays, away.py is about what is away.
 
-``run`` goes from one round to the next, by the last paragraph of the rules. A round costs some 100 ns: what a job waits
-for and what it would have back are looked for only when something has happened to it (``looked``, ``stale``).
+``run`` goes from one round to the next, by the last paragraph of the rules. What a job waits for and what it would have
+back are looked for only when something has happened to it (``looked``, ``stale``).
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from simulator.jobs.away import (
 from simulator.jobs.ledger import charge, note
 from simulator.jobs.tables import (
     BACK, COMPUTE_AT, COUNTED, C_BLOCK, C_COMPUTE, C_DATA, C_END, C_ENTRY, C_JOB, C_MEMORY, C_TENSOR, C_VOID, C_WORK,
-    DEADLOCK, DONE, DUPLEX, ENGINES, FIFO, GAP_BEFORE, GAP_STATE, GONE, HEAD, HOST_BLOCK, HOST_LEFT, KERNEL_ENDS,
+    DEADLOCK, DONE, DUPLEX, ENGINES, FIFO, GAP_STATE, GONE, HEAD, HOST_BLOCK, HOST_LEFT, KERNEL_ENDS,
     LEAVES, LEAVING, LIMIT, LINK_AT, L_ADMIT, L_BOUNDARY, L_END, L_GONE, L_IN, L_NEVER, L_OUT, L_STALL, L_STEP, NOW,
     OPEN_ROW, OUT, PRESENT, QUEUED, Q_BLOCK, Q_ISSUED, Q_JOB, Q_TENSOR, RETURNS, RUNNING, SERVED, STEPPED, SWITCH_NS,
     TAIL, UNADMITTED, UNFINISHED, USED, WAITING,
 )  # fmt: skip
+
 # isort: on
 from simulator.machine import ALONE
 

@@ -18,7 +18,7 @@ def note(w, start, end, what, job, index, more):  # type: ignore[no-untyped-def]
     """Writes an entry of the log, or the last one where there is no room; returns which it would be."""
     entry = w.now[N_LOG]
     if w.log.shape[0]:
-        i = min(entry, w.log.shape[0] - 1)
-        w.log[i, 0], w.log[i, 1], w.log[i, 2], w.log[i, 3], w.log[i, 4], w.log[i, 5] = start, end, what, job, index, more
+        row = w.log[min(entry, w.log.shape[0] - 1)]
+        row[0], row[1], row[2], row[3], row[4], row[5] = start, end, what, job, index, more
         w.now[N_LOG] += 1
     return entry

@@ -13,6 +13,7 @@ from simulator.jobs.nouns import Cause, Eviction, Job, JobTimeline, Stall, in_or
 from simulator.jobs.tables import (
     L_ADMIT, L_BOUNDARY, L_END, L_EVICT, L_GONE, L_IN, L_LEFT, L_NEVER, L_OUT, L_STALL, L_STEP, L_SWITCH,
 )  # fmt: skip
+
 # isort: on
 from simulator.timeline import BlockEvent, Span
 

@@ -78,12 +78,20 @@ class Lowered:
         """The most bytes that the host holds for the plan at a time."""
         return max(self.schedule.on_host)
 
-    def least_bytes(self, i: int) -> int:
-        """What step i needs with everything else away: what it touches, allocates and waits for."""
+    @cached_property
+    def least_bytes(self) -> tuple[int, ...]:
+        """Per step: what it needs with everything else away: what it touches, allocates and waits for."""
         s = self.schedule
-        step = s.steps[i]
-        fetched = {b for d, b in s.moved.items() if d.tensor in step.waits and s.returns[d] == step.before}
-        return sum(s.blocks[b].nbytes for b in self.touched[i] | fetched | set(step.allocates))
+        fetched: dict[tuple[int, int], int] = {(s.returns[d], d.tensor): b for d, b in s.moved.items()}
+        return tuple(
+            sum(
+                s.blocks[b].nbytes
+                for b in touched
+                | {fetched[step.before, t] for t in step.waits if (step.before, t) in fetched}
+                | set(step.allocates)
+            )
+            for step, touched in zip(s.steps, self.touched, strict=True)
+        )
 
     def next_touch(self, block: int, step: int) -> tuple[int, int]:
         """(kernels, ns) from this step to the next one that touches a block; NEVER where there is none."""
@@ -128,8 +136,7 @@ def check(jobs: Sequence[Job], plans: Sequence[Sequence[Lowered]], machine: Mach
             if plan.admission_bytes > limit:
                 used = plan.start_bytes
                 raise OutOfMemory(0, plan.admission_bytes - used, used, limit, job.name)
-            for i, step in enumerate(plan.schedule.steps):
-                least = plan.least_bytes(i)
+            for step, least in zip(plan.schedule.steps, plan.least_bytes, strict=True):
                 if least > limit:
                     requested = sum(plan.schedule.blocks[b].nbytes for b in step.allocates)
                     raise OutOfMemory(step.kernel, requested, least - requested, limit, job.name)

@@ -1,7 +1,7 @@
 """The arrays that the compiled simulator of several jobs works on: plans as tables, and the names of all columns.
 
-A plan is one int64 array, its **table**. The records of PLAN say where in it what is: columns of steps, rows (a row is a
-swap of the plan, by tensor) and blocks, and lists. Offsets count from the table's beginning: list i of ``x`` is
+A plan is one int64 array, its **table**. The records of PLAN say where in it what is: columns of steps, rows (a row is
+a swap of the plan, by tensor) and blocks, and lists. Offsets count from the table's beginning: list i of ``x`` is
 table[table[x + i] : table[x + i + 1]].
 """
 
@@ -21,10 +21,10 @@ from simulator.plan import Swap
 # Where things are in a plan's table; ``base``: where the table is among those of all.
 PLAN = np.dtype([(name, np.int64) for name in (
     "base", "at_ns", "n", "n_steps", "n_rows", "n_blocks", "n_persistent", "start_bytes", "admission_bytes",
-    # Per step: the kernel for which it runs, whether it runs again, ns, bytes that it allocates and frees, ns before it.
+    # Per step: the kernel for which it runs, does it run again, ns, bytes that it allocates and frees, ns before it.
     "before", "again", "lasts", "takes", "gives", "begins",
     # Lists, per step: tensors that must be there, of those that are swapped; blocks that it touches; tensors that it
-    # writes, each with its block, or uses last (block -1), where they can have a copy; rows copied and opened at its end.
+    # writes, each with its block, or uses last (block -1), where they can have a copy; rows copied at its end, opened.
     "waits", "touched", "writes", "copies", "opens",
     # Per row: tensor, block, kernels from the opening to the return, and until it may come back; flags.
     "row_tensor", "row_block", "row_before", "row_ready", "row_sync", "row_pinned", "row_after", "row_start",
@@ -32,12 +32,13 @@ PLAN = np.dtype([(name, np.int64) for name in (
     "owner", "nbytes", "first", "last", "out_ns", "in_ns", "touches",
     "residency",  # per kernel
 )], align=True)  # fmt: skip
-NOT_AT_START, AWAY, COPIED = range(3)  # row_start: its tensor is there when the job begins; away; there, and copied
+AWAY, COPIED, OTHERWISE = range(3)  # row_start: when the job begins its tensor is away; or there, and copied
 
 JOB = np.dtype([(name, np.int64) for name in (
     "arrives", "leaves", "iterations", "reserved", "first_plan", "n_plans",
     "stage",  # WAITING, PRESENT, LEAVING, GONE
-    "plan", "position", "step", "running", "end", "work", "entry", "since", "admitted", "left", "boundaries", "boundary",
+    "plan", "position", "step", "running", "end", "work", "entry", "since", "admitted", "left",
+    "boundaries", "boundary",  # how many, and the last
     "ready_since",  # -1: its next step is not ready
     "looked", "held_up", "missing",  # has the next step's data been looked at; what was found
     "sync",  # synchronous swap-outs that are not over
@@ -59,7 +60,7 @@ C_JOB, C_TENSOR, C_BLOCK, C_WORK, C_END, C_ENTRY, C_VOID = range(7)
 
 (NOW, USED, PEAK, KERNEL_ENDS, SERVED, STEPPED, RUNNING, UNADMITTED, UNFINISHED, HEAD, TAIL, LINK_AT, COMPUTE_AT, N_LOG,
  HOST_LEFT, EVICTIONS, STATE) = range(17)  # fmt: skip
-LIMIT, ENGINES, DUPLEX, FIFO, SWITCH_NS, HOST_BYTES, SETTINGS = range(7)
+LIMIT, ENGINES, DUPLEX, FIFO, SWITCH_NS = range(5)
 
 # Columns of the log: start, end, one of these, job, index.
 L_STEP, L_END, L_OUT, L_IN, L_LEFT, L_STALL, L_BOUNDARY, L_ADMIT, L_SWITCH, L_GONE, L_EVICT, L_NEVER = range(12)
@@ -116,7 +117,8 @@ def table_of(plan: Lowered, machine: Machine) -> Table:
 
     def lists(name: str, values: Sequence[Iterable[int]]) -> None:
         record[name] = begin = len(out)
-        flat, offsets = [], []
+        flat: list[int] = []
+        offsets = []
         for each in values:
             offsets.append(begin + len(values) + 1 + len(flat))
             flat.extend(each)
@@ -170,4 +172,4 @@ def _writes(plan: Lowered, i: int, swapped: set[int]) -> list[int]:
 def _start(d: Swap, away: frozenset[int]) -> int:
     if d.tensor in away and d.after >= d.before:
         return AWAY
-    return COPIED if d.copy is not None and d.copy > d.after else NOT_AT_START
+    return COPIED if d.copy is not None and d.copy > d.after else OTHERWISE

@@ -2,9 +2,9 @@
 
 import pytest
 
-from simulator.jobs import reference
+from simulator.jobs import engine, reference
 
 
-@pytest.fixture(params=[reference.simulate_jobs], ids=["reference"])
+@pytest.fixture(params=[reference.simulate_jobs, engine.simulate_jobs], ids=["reference", "engine"])
 def simulate_jobs(request):
     return request.param
