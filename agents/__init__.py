@@ -28,8 +28,13 @@ def _classes() -> list[tuple[Facts, Callable[..., Planner]]]:
     """
     modules = ["agents.planner"]
     for room in ROOMS:
-        files = sorted((Path(__file__).parent / room).glob("*.py"))
-        modules += [f"agents.{room}.{f.stem}" for f in files if "Facts(" in f.read_text("utf-8")]
+        here = Path(__file__).parent
+        files = [
+            f.relative_to(here).with_suffix("")
+            for f in sorted((here / room).rglob("*.py"))
+            if "Facts(" in f.read_text("utf-8")
+        ]
+        modules += [".".join(("agents", *f.parts)).removesuffix(".__init__") for f in files]
     found = []
     for module in modules:
         for kind in vars(import_module(module)).values():

@@ -2,11 +2,13 @@
 
 from simulator.compiled.engine import Engine, simulate
 from simulator.files import FormatError
+from simulator.jobs import Job, JobsDeadlock, JobsTimeline, simulate_jobs
 from simulator.machine import Machine
 from simulator.plan import Decision, Plan, PlanError, Recompute, Rerun, Swap
 from simulator.program import Gap, Kernel, Program, Tensor
 from simulator.reference import OutOfMemory
 from simulator.timeline import Timeline
 
-__all__ = ["Decision", "Engine", "FormatError", "Gap", "Kernel", "Machine", "OutOfMemory", "Plan", "PlanError",
-           "Program", "Recompute", "Rerun", "Swap", "Tensor", "Timeline", "simulate"]  # fmt: skip
+__all__ = ["Decision", "Engine", "FormatError", "Gap", "Job", "JobsDeadlock", "JobsTimeline", "Kernel", "Machine",
+           "OutOfMemory", "Plan", "PlanError", "Program", "Recompute", "Rerun", "Swap", "Tensor", "Timeline",
+           "simulate", "simulate_jobs"]  # fmt: skip

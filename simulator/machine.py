@@ -45,6 +45,9 @@ class Machine:
     malloc_bytes_per_s: int = (
         0  # at which memory is mapped and unmapped again, besides the calls; 0: size costs nothing
     )
+    # For several programs at once (simulator.jobs).
+    switch_ns: int = 0  # between two kernels of different programs, where one runs at a time
+    concurrency: float = 1.0  # speed of all kernels that run at once together, where one alone has 1
     # Fraction of the roofline that kernels reach, by kernel kind; "default" for the kinds not named.
     efficiency: dict[str, float] = field(default_factory=dict)
 
@@ -53,11 +56,13 @@ class Machine:
             if getattr(self, name) < 1:
                 raise FormatError(f"machine.{name}: expected a positive integer, got {getattr(self, name)}")
         for name in ("copy_latency_ns", "host_bytes", "launch_ns", "malloc_ns", "free_ns", "malloc_bytes_per_s",
-                     "duplex_bytes_per_s"):  # fmt: skip
+                     "duplex_bytes_per_s", "switch_ns"):  # fmt: skip
             if getattr(self, name) < 0:
                 raise FormatError(f"machine.{name}: expected an integer of at least 0, got {getattr(self, name)}")
         if self.copy_engines not in (1, 2):
             raise FormatError(f"machine.copy_engines: expected 1 or 2, got {self.copy_engines}")
+        if not 0 < self.concurrency <= 1024:
+            raise FormatError(f"machine.concurrency: expected a number in (0, 1024], got {self.concurrency!r}")
         for key, flops in self.flops_per_s.items():
             if isinstance(flops, bool) or not isinstance(flops, int) or flops < 1:
                 raise FormatError(f"machine.flops_per_s.{key}: expected a positive integer, got {flops!r}")
@@ -80,6 +85,10 @@ class Machine:
         if self.copy_engines == 1 or not 0 < self.duplex_bytes_per_s < together:
             return ALONE
         return max(1, (self.duplex_bytes_per_s << 20) // together)
+
+    def compute_share(self, running: int) -> int:
+        """Speed of each of so many kernels that run at once, in 2⁻²⁰ of that of one alone."""
+        return ALONE if running < 2 else max(1, min(ALONE, round(self.concurrency * ALONE) // running))
 
     def driver_ns(self, mallocs: int, frees: int, nbytes: int) -> int:
         """Time of so many calls of cudaMalloc and cudaFree over ``nbytes`` in all, rounded up."""

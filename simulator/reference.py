@@ -83,9 +83,10 @@ MAX_ITERATIONS = 64  # of a simulation that does not become steady (rule 10)
 class OutOfMemory(RuntimeError):
     """A kernel needs more than the limit even with everything away that the plan swaps out or drops."""
 
-    def __init__(self, kernel: int, requested: int, used: int, limit: int):
+    def __init__(self, kernel: int, requested: int, used: int, limit: int, job: str = ""):
+        of = f"job {job!r}: " if job else ""
         super().__init__(
-            f"kernel {kernel} needs {requested:,} bytes beside {used:,} in use, over the limit of {limit:,}"
+            f"{of}kernel {kernel} needs {requested:,} bytes beside {used:,} in use, over the limit of {limit:,}"
         )
         self.kernel, self.requested, self.used, self.limit = kernel, requested, used, limit
 

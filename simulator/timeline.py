@@ -22,7 +22,7 @@ class Span(NamedTuple):
     start_ns: int
     end_ns: int
     stream: Literal["compute", "d2h", "h2d"]
-    kind: Literal["kernel", "recompute", "swap_out", "swap_in"]
+    kind: Literal["kernel", "recompute", "swap_out", "swap_in", "switch"]  # switch: with several programs only
     index: int  # type: ignore[assignment]  # kernel for the compute stream, tensor for copies
 
 
@@ -46,8 +46,8 @@ class Breakdown:
     overlapped_transfer_ns: int  # copy-engine time during which compute was not stalled
 
 
-def _curve(events: Sequence[BlockEvent], resident: int) -> tuple[tuple[int, int], ...]:
-    """``Timeline.memory``; so many events come before the start."""
+def memory_curve(events: Sequence[BlockEvent], resident: int) -> tuple[tuple[int, int], ...]:
+    """``Timeline.memory``; so many of the events come before the start."""
     used, before = sum(event.nbytes for event in events[:resident]), (-1, True)
     curve = [(0, used)]
     for event in events[resident:]:
@@ -85,7 +85,7 @@ class Timeline:
     @cached_property
     def memory(self) -> tuple[tuple[int, int], ...]:
         """(time_ns, bytes in use after this), in order; all that one instant takes, or gives back, is one change."""
-        return _curve(self.events, self.events_until[0])
+        return memory_curve(self.events, self.events_until[0])
 
     def peak_by(self, kind_of: Callable[[int], str]) -> dict[str, int]:
         """Bytes in use at the first peak, by the kind that ``kind_of`` gives each owner."""
@@ -143,7 +143,7 @@ class Timeline:
             limit=limit,
             iteration_ns=end - begin,
             ideal_ns=program.ideal_ns,
-            peak_bytes=max(used for _, used in _curve(events, events_until[0])),
+            peak_bytes=max(used for _, used in memory_curve(events, events_until[0])),
             required_bytes=required,
             breakdown=Breakdown(
                 compute_ns=busy["kernel"],

@@ -20,7 +20,7 @@ MAY_IMPORT = {
 }
 # Of each package, from the first to the last; "" is its top, without __init__.py, which opens the door to all of it.
 ROOMS = {
-    "simulator": ["", "validate", "compiled", "pool"],
+    "simulator": ["", "validate", "compiled", "jobs", "pool"],
     "agents": ["", "heuristics", "search", "exact", "learned"],
     "executor": ["capture", "training", "replay", ""],
     "experiments": [

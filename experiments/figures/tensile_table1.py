@@ -19,20 +19,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
-from matplotlib.artist import Artist
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter
 from omegaconf import DictConfig
 
 import agents
 from agents.heuristics.layers import feature_maps
 from experiments import cli, figures
 from experiments.bisection import largest
+from experiments.figures import tensile
 from experiments.plotting import palette
-from experiments.plotting.palette import INK
-from experiments.plotting.plots import figure
 from experiments.report import Row
 from simulator.compiled.engine import simulate
 from simulator.machine import Machine
@@ -116,14 +110,12 @@ def smallest(program: Program, machine: Machine) -> Plan | None:
 # ------------------------------------------------------------------------------------------ for people
 
 
-def ratios(row: Row, method: str) -> tuple[float, float, float] | None:
-    """MSR, EOR, CBR; CBR is infinite where nothing is lost."""
+def ratios(row: Row, method: str) -> tensile.Ratios | None:
+    """MSR, EOR, CBR; None: no plan."""
     found = row["methods"][method]
     if found is None:
         return None
-    msr = 1 - found["peak_bytes"] / row["peak_bytes"]
-    eor = found["iteration_ns"] / row["ideal_ns"] - 1
-    return msr, eor, msr / eor if eor else float("inf")
+    return tensile.ratios(found["peak_bytes"], found["iteration_ns"], row["peak_bytes"], row["ideal_ns"])
 
 
 def table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
@@ -141,15 +133,10 @@ def table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
             lasting = sum(found["bytes"].get(kind, 0) for kind in ("parameter", "optimizer_state", "buffer"))
             cells.append([
                 name,
-                *(_pair(theirs[i] if theirs else None, value) for i, value in enumerate(ours)),
+                *(tensile.pair(theirs[i] if theirs else None, value) for i, value in enumerate(ours)),
                 f"{found['decisions']}", f"{lasting / sum(found['bytes'].values()):.0%}",
             ])  # fmt: skip
     return heads, cells
-
-
-def _pair(theirs: float | None, ours: float) -> str:
-    value = "∞" if ours == float("inf") else f"{ours:.4f}"
-    return value if theirs is None else f"{theirs:.4f} / {value}"
 
 
 def notes(rows: list[Row]) -> list[str]:
@@ -184,41 +171,11 @@ def why(row: Row) -> str:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Two panels of a row per network: memory saved, time lost; the paper hollow, ours filled."""
-    looks = {method: palette.look(PLANNERS.get(method, "tensile")) for method in METHODS}
-    shifts = dict(zip(METHODS, np.linspace(-0.27, 0.27, len(METHODS)), strict=True))
-    with figure(path, 12.0, 2.0 + 0.8 * len(rows), 1, 2) as (saved, lost):
-        for axes, i in ((saved, 0), (lost, 1)):
-            for y, row in enumerate(rows):
-                axes.axhspan(y - 0.5, y + 0.5, color="none" if y % 2 else "#f6f6f6", linewidth=0, zorder=0)
-                for method, look in looks.items():
-                    at, ours = y + shifts[method], ratios(row, method)
-                    hollow = "white" if method == HELD else look.colour
-                    if ours is not None:
-                        axes.barh(at, ours[i], color=hollow, edgecolor=look.colour, height=0.15, zorder=2)
-                        if method not in PAPER or row["network"] != OF_PAPER:
-                            axes.annotate(f"{ours[i]:.1%}", (ours[i], at), (4, 0), "data", "offset points",
-                                          va="center", fontsize=8.5, color=INK)  # fmt: skip
-                    if row["network"] == OF_PAPER and method in PAPER:
-                        axes.plot(PAPER[method][i], at, "D", color=look.colour, markerfacecolor="white", markersize=7,
-                                  markeredgewidth=1.6, zorder=4)  # fmt: skip
-            axes.set_yticks(range(len(rows)), [figures.label(r["network"]) for r in rows] if axes is saved else [])
-            axes.set(ylim=(len(rows) - 0.4, -0.6), xlim=(0, None))
-            axes.set_xlim(0, 1.08 * axes.get_xlim()[1])
-            axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.0%}"))
-            axes.tick_params(axis="y", length=0)
-            axes.grid(axis="y", visible=False)
-        saved.set(title="Memory saved (MSR)", xlabel="of the peak without a plan")
-        lost.set(title="Time lost (EOR)", xlabel="of the iteration without a plan")
-        keys: list[Artist] = [
-            Patch(facecolor="white" if method == HELD else look.colour, edgecolor=look.colour, label=f"{method}, ours")
-            for method, look in looks.items()
-        ]
-        keys.append(Line2D([], [], linestyle="", marker="D", color=INK, markerfacecolor="white", markersize=7,
-                           markeredgewidth=1.6, label="the paper's, of VGG"))  # fmt: skip
-        fig = saved.figure
-        fig.legend(handles=keys, loc="outside lower center", ncols=5, fontsize=10)
-        fig.suptitle(
-            f"What vDNN, Capuchin and TENSILE save and cost: one job, batch size {rows[0]['batch']}, RTX 2080 Ti",
-            x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK,
-        )  # fmt: skip
+    """Memory saved and time lost, a row per network."""
+    tensile.draw(
+        path, [figures.label(row["network"]) for row in rows],
+        [{method: ratios(row, method) for method in METHODS} for row in rows],
+        [PAPER if row["network"] == OF_PAPER else {} for row in rows],
+        {method: palette.look(PLANNERS.get(method, "tensile")) for method in METHODS}, [HELD], "the paper's, of VGG",
+        f"What vDNN, Capuchin and TENSILE save and cost: one job, batch size {rows[0]['batch']}, RTX 2080 Ti",
+    )  # fmt: skip

@@ -39,6 +39,7 @@ class Step:
     position: int  # of the kernel for which it runs, counted from the start
     waits: set[int] = field(default_factory=set)  # tensors that it, or its pass, needs where they are
     own: set[int] = field(default_factory=set)  # tensors that it reads from what its pass has written
+    uses: list[Block] = field(default_factory=list)  # those that it reads or writes
     takes: list[Block] = field(default_factory=list)
     gives: list[Block] = field(default_factory=list)
 
@@ -150,6 +151,7 @@ class Steps:
                 block = None  # it goes on writing what the pass has not begun
             if block is not None:
                 block.last = len(self.steps) - 1
+                step.uses.append(block)
                 if block is self.tensor.get(t):
                     self.needs[-1].add(t)
                 if block is self.own.get(t):
@@ -168,6 +170,7 @@ class Steps:
                 self.blocks.setdefault(t, []).append(block)
             block.content = self._written(block.content, w, t, here + w)
             block.last = len(self.steps) - 1
+            step.uses.append(block)
             if self.reruns and not hidden and block.content == self.right[t]:
                 self.tensor[t] = block
         return step
@@ -233,6 +236,7 @@ class Steps:
             self.right[t] = self._written(self.right[t], k, t, position)
         for t in step.waits:
             if t in self.tensor:
+                step.uses.append(self.tensor[t])
                 self.tensor[t].content, self.tensor[t].last = self.right[t], len(self.steps) - 1
         self.needs[-1] |= step.waits
         self.open -= self.needs[-1]

@@ -59,7 +59,7 @@ def test_what_may_be_left_out():
     assert Machine.from_dict(GOOD) == Machine(
         "m", 100, 10**9, 10**9, copy_latency_ns=10_000, copy_engines=2, host_bytes=68_719_476_736, alignment=512,
         flops_per_s={}, memory_bytes_per_s=1, launch_ns=5_000, malloc_ns=0, free_ns=0, malloc_bytes_per_s=0,
-        efficiency={},
+        efficiency={}, switch_ns=0, concurrency=1.0,
     )  # fmt: skip
 
 
@@ -73,6 +73,14 @@ def test_copies_round_up(nbytes, rate, latency):
     machine = Machine("m", 1, rate, 1, latency)
     assert machine.h2d_ns(nbytes) == latency + ceil(Fraction(nbytes * 10**9, rate))
     assert Machine("m", 1, 1, rate, latency).d2h_ns(nbytes) == machine.h2d_ns(nbytes)
+
+
+def test_kernels_at_once_share_the_speed():
+    """In units of 2**-20, rounded down; none is faster than alone, and none stands still."""
+    assert [Machine("m", 1, 1, 1).compute_share(k) for k in (0, 1, 2, 3)] == [2**20, 2**20, 2**19, 2**20 // 3]
+    assert [Machine("m", 1, 1, 1, concurrency=1.5).compute_share(k) for k in (1, 2)] == [2**20, 3 * 2**18]
+    assert Machine("m", 1, 1, 1, concurrency=8).compute_share(2) == 2**20
+    assert Machine("m", 1, 1, 1, concurrency=1e-9).compute_share(2) == 1
 
 
 def test_the_driver():
@@ -119,6 +127,10 @@ MALFORMED = [
     ({"copy_latency_ns": -1}, "machine.copy_latency_ns: expected an integer of at least 0, got -1"),
     ({"host_bytes": -1}, "machine.host_bytes: expected an integer of at least 0, got -1"),
     ({"malloc_bytes_per_s": -1}, "machine.malloc_bytes_per_s: expected an integer of at least 0, got -1"),
+    ({"switch_ns": -1}, "machine.switch_ns: expected an integer of at least 0, got -1"),
+    ({"concurrency": 0}, "machine.concurrency: expected a number in (0, 1024], got 0.0"),
+    ({"concurrency": 1025}, "machine.concurrency: expected a number in (0, 1024], got 1025.0"),
+    ({"concurrency": float("nan")}, "machine.concurrency: expected a number in (0, 1024], got nan"),
     ({"copy_engines": 3}, "machine.copy_engines: expected 1 or 2, got 3"),
     ({"flops_per_s": 1}, "machine.flops_per_s: expected an object, got 1"),
     ({"flops_per_s": {"float32": 0}}, "machine.flops_per_s.float32: expected a positive integer, got 0"),

@@ -30,9 +30,10 @@ def straight(tensors: list[Tensor], uses: list[tuple[str, str]], durations: list
 #   uses       a   b                                         b    a
 #   channel       |-- a out --|b out|       ...   |b in|--- a in --|
 #                 10         40    60            110  130         160
+USES = [("", "a"), ("", "b"), ("", ""), ("", ""), ("", ""), ("", ""), ("b", ""), ("a", "")]
 TWO = straight(
     [Tensor("a", 30), Tensor("b", 20)],
-    [("", "a"), ("", "b"), ("", ""), ("", ""), ("", ""), ("", ""), ("b", ""), ("a", "")],
+    USES,
     [10, 10, 60, 10, 30, 30, 10, 10],
     peak=3,
 )
@@ -161,3 +162,38 @@ def test_bad_options() -> None:
         TENSILE(max_swap_ratio=1.5)
     with pytest.raises(ValueError, match="mode: expected"):
         TENSILE(mode="both")
+
+
+def test_the_largest_tensor_of_all_jobs_goes_first() -> None:
+    # TWO needs 100 bytes at its peak, the other 110. At 200 the 40 bytes of its a go, though 30 or 20 would do.
+    other = straight([Tensor("a", 40), Tensor("b", 20)], USES, [10, 10, 60, 10, 30, 30, 10, 10], peak=3)
+    planner = TENSILE(min_bytes=1)
+    small, large = planner.plan_jobs([TWO, other], BYTE_PER_NS, 200)
+    assert small.decisions == () and [d.tensor for d in large.decisions] == [0]
+    assert (small.limit, large.limit) == (130, 100)  # each: what the other leaves
+    small, large = planner.plan_jobs([TWO, other], BYTE_PER_NS, 100)
+    assert {d.tensor for d in small.decisions} == {d.tensor for d in large.decisions} == {0, 1}
+    with pytest.raises(agents.Infeasible, match="100 bytes"):
+        planner.plan_jobs([TWO, other], BYTE_PER_NS, 99)
+
+
+def test_a_job_of_low_ratio_swaps_less() -> None:
+    first, second = TENSILE(min_bytes=1, max_swap_ratio=[0.5, 1.0]).plan_jobs([TWO, TWO], BYTE_PER_NS, 120)
+    assert {d.tensor for d in first.decisions} == {0} and {d.tensor for d in second.decisions} == {0, 1}
+    with pytest.raises(ValueError, match="one for each of 2 jobs, got 3"):
+        TENSILE(max_swap_ratio=[1, 1, 1]).plan_jobs([TWO, TWO], BYTE_PER_NS, 120)
+
+
+def test_the_jobs_share_the_channel() -> None:
+    # Alone each takes 100 of 170 ns of it. Two in 170 ns have no room for both; in 340 ns each they have.
+    tight = [list(TWO.start_ns)] * 2
+    planner = TENSILE(min_bytes=1)
+    with pytest.raises(agents.Infeasible):
+        planner.plan_jobs([TWO, TWO], BYTE_PER_NS, 100, tight)
+    assert all(len(plan.decisions) == 2 for plan in planner.plan_jobs([TWO, TWO], BYTE_PER_NS, 100))
+
+
+def test_all_jobs_share_the_host() -> None:
+    small = Machine("small host", 10**6, 10**9, 10**9, copy_latency_ns=0, host_bytes=59)
+    first, second = TENSILE(min_bytes=1).plan_jobs([TWO, TWO], small, 150)
+    assert sorted(d.tensor for d in (*first.decisions, *second.decisions)) == [0, 1]  # 30 and 20 bytes

@@ -1,83 +1,27 @@
-"""TENSILE: "TENSILE: A Tensor granularity dynamic GPU memory scheduler method towards multitasking dynamic workloads
-system" (Zhang et al., 2021), for one job.
-
-Algorithm 3: find the peak of the footprint (Algorithm 2), swap the largest tensor that lies there unused and whose
-transfers find their place on the PCIe channel (Algorithm 1), and repeat; once no swap succeeds, recompute, by MSPS
-(section 4.4). Computation never waits for a swap scheduled so: where no region is free, the tensor stays. Read on in
-``TENSILE.plan`` and ``_Schedule``. What the paper leaves open, and deviations (reasons in README.md):
-
-1. The Tensor Access Sequence (section 4.3) is the program's own, with unlimited memory; nothing is predicted.
-2. The loop stops as soon as the peak is within the limit; the paper lowers the peak as far as it can.
-3. A swap is for the gap that spans the peak kernel: the swap-out as early, the swap-in as late as possible around it.
-4. Line 21 of Algorithm 1, the tensor's next gap, is left out: by choice 3 no other gap would do.
-5. One tensor is scheduled per peak, the largest that can be (section 4.1), not every tensor of the peak (line 25).
-6. One transfer at a time, both directions together (section 4.1); a transfer may cross the iteration boundary.
-7. A tensor updated in the optimizing phase is away over the boundary (lines 9-10, 27-28): its wrapping gap.
-8. The host copy is good until the tensor is written (section 3.1): in later gaps the tensor leaves at once (line 36).
-9. A swap-in counts from its start, as the simulator charges it; Algorithm 2 counts it from its end.
-10. ``max_swap_ratio`` is the share of tensors that may be swapped, each once, and once more over the boundary.
-11. A task's trigger (section 3.2) becomes a kernel: the last that ends by the scheduled start.
-12. Recomputation is for tensors at the peak that are never away otherwise, by MSPS; it must not raise the peak.
-13. A footprint above the limit only by transfers under way is left to the simulator, which waits (rule 8).
+"""TENSILE's schedule of one job: its transfers on the PCIe channel (Algorithm 1), its footprint (Algorithm 2), and what
+is recomputed (section 4.4). The jobs' peaks meet in ``TENSILE.plan_jobs`` (Algorithm 3).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.planner import MIB, Facts, Row, finish, infeasible, row_of
+from agents.planner import Row, Rows, row_of
 from simulator.compiled.encoding import SWAP
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
-from simulator.plan import Plan
 from simulator.program import Gap, Program
 from simulator.schedule import recompute_ns
-from simulator.ways import RECOMPUTED, check_mode, ways_to_empty
+from simulator.ways import RECOMPUTED, ways_to_empty
 
 
-class TENSILE:
-    """TENSILE for one job.
-
-    Args:
-        mode: swap, recompute or joint.
-        max_swap_ratio: share of the tensors that may be swapped, 0 to 1.
-        min_bytes: tensors below this size stay.
-        seed: unused; nothing is drawn.
-    """
-
-    facts = Facts(
-        "tensile", "TENSILE",
-        '"TENSILE: A Tensor granularity dynamic GPU memory scheduler method towards multitasking dynamic workloads '
-        'system", 2021',
-        family="swap and recompute", slot=2, place=170, moves="joint",
-    )  # fmt: skip
-    name = facts.key
-
-    def __init__(self, mode: str = "joint", max_swap_ratio: float = 1.0, min_bytes: int = MIB, seed: int = 0) -> None:
-        if not 0 <= max_swap_ratio <= 1:
-            raise ValueError(f"max_swap_ratio: expected a number from 0 to 1, got {max_swap_ratio}")
-        self.mode, self.max_swap_ratio, self.min_bytes = check_mode(mode), max_swap_ratio, min_bytes
-        self.simulator_calls = 0
-
-    def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
-        """Algorithm 3; raises Infeasible when neither swaps nor recomputation bring the plan within ``limit``."""
-        engine = Engine(program, machine, limit)
-        schedule = _Schedule(program, machine, engine, self.min_bytes, self.max_swap_ratio)
-        steps = [schedule.swap] if self.mode != "recompute" else []
-        steps += [schedule.recompute] if self.mode != "swap" else []
-        for step in steps:
-            while schedule.footprint.max() > limit and step():
-                pass
-        rows = np.array(schedule.rows, np.int64).reshape(-1, 6)
-        least = int(engine.residency(rows).max())
-        if least > limit:
-            self.simulator_calls = 0
-            raise infeasible(self, program, limit, least)
-        return finish(self, program, machine, limit, engine, rows)
+def array(rows: list[Row]) -> Rows:
+    """int64[m, 6]."""
+    return np.array(rows, np.int64).reshape(-1, 6)
 
 
 class Channel:
@@ -100,6 +44,15 @@ class Channel:
             at = max(at, end)
         return found + [(at, latest)] if at < latest else found
 
+    @property
+    def load(self) -> float:
+        """Share of the time in which it is busy."""
+        return self.share(sum(end - start for start, end in self.busy))
+
+    def share(self, duration: int) -> float:
+        """Of the time."""
+        return duration / self.period if self.period else 0.0
+
     def _busy(self, earliest: int, latest: int) -> Iterator[tuple[int, int]]:
         for start, end in self.busy:
             first = -((end - earliest) // self.period)  # iterations to shift by: the first that ends after `earliest`
@@ -117,31 +70,39 @@ class Channel:
         return next(fits, None) if duration <= self.period else None
 
 
-class _Schedule:
+class Schedule:
     """The decisions so far. A position is a kernel, or a kernel of the next iteration (+ n).
+
+    Args:
+        starts: n + 1 times in ns, when each kernel starts and the iteration ends: the Tensor Access Sequence.
+        ratio: share of the tensors that may be swapped.
 
     Attributes:
         rows: the decisions, as rows of ``planner.Rows``.
         footprint: int64[kernels], bytes while each runs (Algorithm 2), transfers included.
+        hosted: bytes of the tensors that are swapped.
     """
 
-    def __init__(self, program: Program, machine: Machine, engine: Engine, min_bytes: int, ratio: float) -> None:
+    def __init__(
+        self, program: Program, machine: Machine, engine: Engine, min_bytes: int, ratio: float, starts: Sequence[int]
+    ) -> None:
         self.program, self.machine, self.engine = program, machine, engine
         self.n = len(program.kernels)
         self.gaps = program.gaps(min_bytes)
         self.allowed = ratio * len({g.tensor for g in self.gaps})  # tensors that may be swapped
-        self.channel = Channel(program.ideal_ns)
-        both = [t + i * program.ideal_ns for i in (0, 1) for t in program.start_ns[: self.n]]
-        self.starts, self.ends = both, both[1:] + [2 * program.ideal_ns]
+        self.channel = Channel(starts[-1])
+        both = [t + i * starts[-1] for i in (0, 1) for t in starts[: self.n]]
+        self.starts, self.ends = both, both[1:] + [2 * starts[-1]]
         self.rows: list[Row] = []
         self.scheduled: set[Gap] = set()
         self.swapped: set[int] = set()
         self.moving = np.zeros(self.n, np.int64)  # bytes that leave or return while a kernel of their gap runs
+        self.hosted = 0
         self.footprint = self._footprint(self.rows)
 
     def _footprint(self, rows: list[Row]) -> NDArray[np.int64]:
         """Algorithm 2: int64[kernels], with the decisions ``rows``."""
-        return self.engine.residency(np.array(rows, np.int64).reshape(-1, 6)) + self.moving
+        return self.engine.residency(array(rows)) + self.moving
 
     def _at_peak(self) -> tuple[int, list[Gap]]:
         """The peak kernel and the gaps that span it and are not scheduled, the largest tensors first."""
@@ -154,23 +115,35 @@ class _Schedule:
         ]
         return k, sorted(spanning, key=lambda g: -self.program.tensors[g.tensor].nbytes)
 
-    def swap(self) -> bool:
-        """Algorithm 1: schedules the largest tensor of the peak that can be; False when there is none."""
-        k, gaps = self._at_peak()
-        return any(self._may_swap(gap) and self._swap(gap, k) for gap in gaps)
+    @property
+    def peak(self) -> int:
+        """Bytes: the peak of the footprint."""
+        return int(self.footprint.max())
+
+    def candidates(self) -> list[Gap]:
+        """The gaps at the peak that may be swapped (lines 27 to 29), the largest tensors first."""
+        return [gap for gap in self._at_peak()[1] if self._may_swap(gap)]
 
     def _may_swap(self, gap: Gap) -> bool:
-        """Lines 27-29, and the room on the host."""
         if gap.tensor in self.swapped:
             return gap.after >= gap.before
-        on_host = sum(self.program.tensors[t].nbytes for t in self.swapped | {gap.tensor})
-        return len(self.swapped) + 1 <= self.allowed and on_host <= self.machine.host_bytes
+        return len(self.swapped) + 1 <= self.allowed
 
-    def _swap(self, gap: Gap, peak: int) -> bool:
-        """Function scheduling_swap: both transfers of a gap around kernel ``peak``; False without regions for them."""
-        nbytes = self.program.tensors[gap.tensor].nbytes
+    def nbytes(self, gap: Gap) -> int:
+        """Of the gap's tensor."""
+        return self.program.tensors[gap.tensor].nbytes
+
+    def swap(self, gap: Gap, free: float = 1.0) -> bool:
+        """Function scheduling_swap: both transfers of a gap around the peak; False without regions for them.
+
+        Args:
+            free: share of the channel's time that this job may take.
+        """
+        nbytes = self.nbytes(gap)
         out_ns = self.machine.d2h_ns(nbytes)
-        peak = self._position(peak, gap)
+        if self.channel.load + self.channel.share(out_ns + self.machine.h2d_ns(nbytes)) > free:
+            return False
+        peak = self._position(self._at_peak()[0], gap)
         out = self.channel.early(out_ns, self._written(gap), self.starts[peak])
         if out is None:
             return False
@@ -179,8 +152,9 @@ class _Schedule:
         if not self._swap_in(gap, issued, out + out_ns, self.ends[peak]):
             self.channel.busy.pop()
             return False
+        self.hosted += 0 if gap.tensor in self.swapped else nbytes
         self.swapped.add(gap.tensor)
-        self._swap_in_the_rest(gap)
+        self._swap_in_the_rest(gap, free)
         self.footprint = self._footprint(self.rows)
         return True
 
@@ -218,7 +192,7 @@ class _Schedule:
                 self.moving[p % self.n] += nbytes
         return True
 
-    def _swap_in_the_rest(self, gap: Gap) -> None:
+    def _swap_in_the_rest(self, gap: Gap, free: float) -> None:
         """Line 36: swaps in the later gaps of the tensor in which the copy on the host is still valid."""
         t, program = gap.tensor, self.program
         opens = {g.after: g for g in self.gaps if g.tensor == t and g not in self.scheduled}
@@ -226,23 +200,27 @@ class _Schedule:
         for k in program.accesses[t][i:] + (program.accesses[t][:i] if program.tensors[t].persistent else ()):
             if k in program.writes[t]:
                 break
-            if k in opens:
+            if k in opens and self.channel.load + self.channel.share(self.machine.h2d_ns(self.nbytes(gap))) <= free:
                 self._swap_in(opens[k], k, self.ends[k], self.ends[k + 1])
 
-    def recompute(self) -> bool:
-        """Section 4.4: drops the tensor of the peak with the largest MSPS; False when none lowers the peak."""
-        k, gaps = self._at_peak()
+    def droppable(self) -> list[tuple[float, Gap]]:
+        """Section 4.4: the gaps at the peak that may be recomputed, each with 1 / MSPS, the best first."""
         released = {g.tensor for g in self.scheduled}
-        fresh = [g for g in gaps if g.tensor not in released and ways_to_empty(self.program, g, "recompute")]
-        for gap in sorted(fresh, key=self._seconds_per_byte):
-            row = row_of(gap, RECOMPUTED)
-            footprint = self._footprint([*self.rows, row])
-            if footprint.max() <= self.footprint.max() and footprint[k] < self.footprint[k]:
-                self.rows.append(row)
-                self.scheduled.add(gap)
-                self.footprint = footprint
-                return True
-        return False
+        fresh = [
+            g for g in self._at_peak()[1] if g.tensor not in released and ways_to_empty(self.program, g, "recompute")
+        ]
+        return sorted(((self._seconds_per_byte(gap), gap) for gap in fresh), key=lambda entry: entry[0])
+
+    def drop(self, gap: Gap) -> bool:
+        """Recomputes a tensor of the peak; False where that would not lower it."""
+        k, row = self._at_peak()[0], row_of(gap, RECOMPUTED)
+        footprint = self._footprint([*self.rows, row])
+        if footprint.max() > self.peak or footprint[k] >= self.footprint[k]:
+            return False
+        self.rows.append(row)
+        self.scheduled.add(gap)
+        self.footprint = footprint
+        return True
 
     def _seconds_per_byte(self, gap: Gap) -> float:
         """1 / MSPS."""

@@ -1,0 +1,132 @@
+"""TENSILE: "TENSILE: A Tensor granularity dynamic GPU memory scheduler method towards multitasking dynamic workloads
+system" (Zhang et al., 2021).
+
+Algorithm 3 (``plan_jobs``): find the peaks of all jobs' footprints (Algorithm 2), swap the largest tensor that lies at
+one of them unused and whose transfers find their place on the PCIe channel (Algorithm 1), and repeat; once no swap
+succeeds, recompute, by MSPS (section 4.4). No kernel waits for a swap scheduled so: where no region is free, the
+tensor stays. schedule.py has one job's algorithms, times.py the kernel times that are predicted and corrected (4.3).
+What the paper leaves open, and deviations (reasons in ../README.md):
+
+1. The Tensor Access Sequence (section 4.3) is given, or the program's own, with unlimited memory, as many times longer
+   as there are jobs.
+2. The loop stops as soon as the peaks together are within the limit; the paper lowers them as far as it can.
+3. A swap is for the gap that spans the peak kernel: the swap-out as early, the swap-in as late as possible around it.
+4. Line 21 of Algorithm 1, the tensor's next gap, is left out: by choice 3 no other gap would do.
+5. One tensor is scheduled at a time, the largest that can be (section 4.1), not every tensor of the peak (line 25).
+6. One transfer at a time, both directions together (section 4.1); a transfer may cross the iteration boundary.
+7. A tensor updated in the optimizing phase is away over the boundary (lines 9-10, 27-28): its wrapping gap.
+8. The host copy is good until the tensor is written (section 3.1): in later gaps the tensor leaves at once (line 36).
+9. A swap-in counts from its start, as the simulator charges it; Algorithm 2 counts it from its end.
+10. ``max_swap_ratio`` is the share of a job's tensors that may be swapped, each once, and once more over the boundary.
+11. A task's trigger (section 3.2) becomes a kernel: the last that ends by the scheduled start.
+12. Recomputation is for tensors at the peak that are never away otherwise, by MSPS; it must not raise the peak.
+13. A footprint above the limit only by transfers under way is left to the simulator, which waits (rule 8).
+14. Jobs run at their own pace: their peaks are added ("merge the result"), and the channel is shared by load: each
+    job's transfers lie in its own regions, all of them together in no more than the time there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from agents.heuristics.tensile.schedule import Channel, Schedule, array
+from agents.planner import MIB, Facts, finish, infeasible
+from simulator.compiled.engine import Engine
+from simulator.machine import Machine
+from simulator.plan import Plan
+from simulator.program import Program
+from simulator.ways import check_mode
+
+__all__ = ["TENSILE", "Channel"]
+
+
+class TENSILE:
+    """TENSILE, for one job (``plan``) or several (``plan_jobs``).
+
+    Args:
+        mode: swap, recompute or joint.
+        max_swap_ratio: share of the tensors that may be swapped, 0 to 1; for several jobs one of each, or one for all.
+            The less a job may swap, the higher its priority (section 4.1).
+        min_bytes: tensors below this size stay.
+        seed: unused; nothing is drawn.
+    """
+
+    facts = Facts(
+        "tensile", "TENSILE",
+        '"TENSILE: A Tensor granularity dynamic GPU memory scheduler method towards multitasking dynamic workloads '
+        'system", 2021',
+        family="swap and recompute", slot=2, place=170, moves="joint",
+    )  # fmt: skip
+    name = facts.key
+
+    def __init__(
+        self, mode: str = "joint", max_swap_ratio: float | Sequence[float] = 1.0, min_bytes: int = MIB, seed: int = 0
+    ) -> None:
+        ratios = [max_swap_ratio] if isinstance(max_swap_ratio, (int, float)) else list(max_swap_ratio)
+        if not ratios or not all(0 <= ratio <= 1 for ratio in ratios):
+            raise ValueError(f"max_swap_ratio: expected numbers from 0 to 1, got {max_swap_ratio}")
+        self.mode, self.ratios, self.min_bytes = check_mode(mode), ratios, min_bytes
+        self.simulator_calls = 0
+
+    def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
+        """Algorithm 3; raises Infeasible when neither swaps nor recomputation bring the plan within ``limit``."""
+        (plan,) = self.plan_jobs([program], machine, limit)
+        return plan
+
+    def plan_jobs(
+        self, programs: Sequence[Program], machine: Machine, limit: int,
+        sequences: Sequence[Sequence[int]] | None = None,
+    ) -> tuple[Plan, ...]:  # fmt: skip
+        """Algorithm 3 for jobs that share ``limit`` bytes: a plan of each.
+
+        Args:
+            sequences: of each job n + 1 times in ns, when its kernels start and its iteration ends; None: choice 1.
+
+        Raises:
+            ValueError: as many ``max_swap_ratio`` as jobs were expected.
+            Infeasible: the least that the jobs need together is more than ``limit``.
+        """
+        ratios = self.ratios * len(programs) if len(self.ratios) == 1 else self.ratios
+        if len(ratios) != len(programs):
+            raise ValueError(f"max_swap_ratio: expected one for each of {len(programs)} jobs, got {len(ratios)}")
+        sequences = sequences or [[t * len(programs) for t in program.start_ns] for program in programs]
+        jobs = [
+            Schedule(program, machine, Engine(program, machine, limit), self.min_bytes, ratio, starts)
+            for program, ratio, starts in zip(programs, ratios, sequences, strict=True)
+        ]
+        steps = [_swap] if self.mode != "recompute" else []
+        steps += [_recompute] if self.mode != "swap" else []
+        for step in steps:
+            while sum(job.peak for job in jobs) > limit and step(jobs, machine):
+                pass
+        least = [int(job.engine.residency(array(job.rows)).max()) for job in jobs]
+        if sum(least) > limit:
+            self.simulator_calls = 0
+            raise infeasible(self, programs[0], limit, sum(least))
+        calls, plans = 0, []
+        for job, mine in zip(jobs, least, strict=True):
+            left = limit - sum(least) + mine  # what the others leave
+            engine = job.engine if left == limit else Engine(job.program, machine, left)
+            plans.append(finish(self, job.program, machine, left, engine, array(job.rows)))
+            calls += self.simulator_calls
+        self.simulator_calls = calls
+        return tuple(plans)
+
+
+def _swap(jobs: list[Schedule], machine: Machine) -> bool:
+    """Algorithm 1: schedules the largest tensor of all jobs' peaks that can be; False when there is none."""
+    room = machine.host_bytes - sum(job.hosted for job in jobs)
+    found = [(job, gap) for job in jobs for gap in job.candidates()]
+    for job, gap in sorted(found, key=lambda entry: -entry[0].nbytes(entry[1])):
+        free = 1.0 - sum(other.channel.load for other in jobs if other is not job)
+        if gap.tensor not in job.swapped and job.nbytes(gap) > room:
+            continue
+        if job.swap(gap, free):
+            return True
+    return False
+
+
+def _recompute(jobs: list[Schedule], machine: Machine) -> bool:
+    """Section 4.4: drops the tensor of all jobs' peaks with the largest MSPS; False when none lowers its peak."""
+    found = [(cost, i, gap) for i, job in enumerate(jobs) for cost, gap in job.droppable()]
+    return any(jobs[i].drop(gap) for _, i, gap in sorted(found, key=lambda entry: entry[0]))

@@ -1,0 +1,186 @@
+"""The Global Controller of TENSILE (sections 3.2 and 4.5): jobs come and go, their kernels take more or less time than
+was thought, and plans are made anew. A new plan takes effect as its job begins an iteration; nothing is lost between.
+
+Plans are made anew for all jobs when one comes or leaves, with the times that the new utilisation lets expect, and when
+the measured times have drifted from those of the plans (times.py). The planner is any ``JobsPlanner``; TENSILE is told
+the times.
+
+1. Times are looked at every ``check_ns``; the paper does not say how often.
+2. A kernel's time is measured from its start to the next kernel's, less what the job waits for memory and data: what
+   other jobs take of the GPU is in it.
+3. The simulation is deterministic and is run again from the start to each moment at which something is decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from agents.heuristics.tensile import TENSILE
+from agents.heuristics.tensile.times import KernelTimes, Times, corrected, drift, sequence
+from agents.jobs import JobsPlanner
+from simulator.jobs import Job, JobsTimeline, JobTimeline, simulate_jobs
+from simulator.jobs.lowered import NEVER
+from simulator.jobs.nouns import Sharing
+from simulator.machine import Machine
+
+
+@dataclass(frozen=True)
+class Replanned:
+    """A moment at which plans were made anew, and why."""
+
+    time_ns: int
+    why: str  # "arrival", "departure" or "drift"
+    drift: float  # the largest of the jobs', as a share
+
+
+@dataclass(frozen=True)
+class Controlled:
+    """What came of jobs under a controller."""
+
+    jobs: tuple[Job, ...]  # with all plans that they got
+    timeline: JobsTimeline
+    replanned: tuple[Replanned, ...]
+
+
+def control(
+    jobs: Sequence[Job], machine: Machine, limit: int, planner: JobsPlanner, until_ns: int, check_ns: int,
+    sharing: Sharing = "fifo", times: KernelTimes | None = None, beta: float = 0.5, threshold: float = 0.1,
+) -> Controlled:  # fmt: skip
+    """Runs jobs whose plans ``planner`` makes, and makes anew.
+
+    Args:
+        jobs: their own plans and switches are not used.
+        until_ns: all leave at their first boundary from then on.
+        check_ns: how often times are looked at.
+        times: predicts those that were not measured; None: a kernel's own, as many times as jobs run.
+        beta: of the exponential moving average.
+        threshold: drift above which plans are made anew.
+
+    Raises:
+        Infeasible: the jobs that are there have no plans that fit together.
+    """
+    if check_ns < 1:
+        raise ValueError(f"check_ns: expected at least 1, got {check_ns}")
+    run, now = _Run(jobs, machine, limit, planner, sharing, times, beta), 0
+    while now < until_ns:
+        ahead = run.simulate(now + check_ns)
+        there = {j for j, job in enumerate(jobs) if job.arrives_ns <= now and run.left(ahead, j) > now}
+        if there != run.there:
+            run.plan(there, now, "arrival" if there - run.there else "departure", 0.0)
+            ahead = run.simulate(now + check_ns)
+        elif (far := run.measure(ahead, now)) > threshold:
+            run.plan(there, now, "drift", far)
+            ahead = run.simulate(now + check_ns)
+        soon = [job.arrives_ns for job in jobs] + [run.left(ahead, j) for j in there]
+        now = min([now + check_ns, *(at for at in soon if at > now)])
+    order = sorted(run.planned)
+    final = [run.planned[j] for j in order]
+    return Controlled(tuple(final), simulate_jobs(final, machine, limit, until_ns, sharing), tuple(run.replanned))
+
+
+class _Run:
+    """The jobs that came, by their index, with the plans that they have got.
+
+    Attributes:
+        there: those for which the plans in force were made.
+        times: what each one's kernels take, by the latest estimate; used: by its plan.
+    """
+
+    def __init__(
+        self, jobs: Sequence[Job], machine: Machine, limit: int, planner: JobsPlanner, sharing: Sharing,
+        predictor: KernelTimes | None, beta: float,
+    ) -> None:  # fmt: skip
+        self.jobs, self.machine, self.limit, self.planner = jobs, machine, limit, planner
+        self.sharing, self.predictor, self.beta = sharing, predictor, beta
+        self.there: set[int] = set()
+        self.planned: dict[int, Job] = {}
+        self.times: dict[int, Times] = {}
+        self.used: dict[int, Times] = {}
+        self.replanned: list[Replanned] = []
+
+    def simulate(self, until_ns: int) -> dict[int, JobTimeline]:
+        """What the jobs that have plans do up to a time, by index."""
+        order = sorted(self.planned)
+        if not order:
+            return {}
+        jobs = [self.planned[j] for j in order]
+        ran = simulate_jobs(jobs, self.machine, self.limit, until_ns + 1, self.sharing)
+        return dict(zip(order, ran.jobs, strict=True))
+
+    def left(self, ran: dict[int, JobTimeline], j: int) -> int:
+        """When a job left; NEVER: not in what was simulated, or only because that ended."""
+        job = ran.get(j)
+        mine = self.jobs[j]
+        if job is None or job.left_ns is None:
+            return NEVER
+        asked = len(job.boundaries) == mine.iterations or (mine.leaves_ns is not None and job.left_ns >= mine.leaves_ns)
+        return job.left_ns if asked else NEVER
+
+    def expected(self, j: int, jobs: int) -> Times:
+        """What a job's kernels take while so many jobs run: its last estimate, as much longer or shorter as the
+        predictions are."""
+        program = self.jobs[j].program
+        known = self.times.get(j)
+        if known is not None and self.predictor is None:
+            return known * jobs // len(self.there)
+        if self.predictor is None:
+            return np.array([k.duration_ns for k in program.kernels], np.int64) * jobs
+        now = self.predictor.predict(program, jobs)
+        if known is None:
+            return now
+        before = np.maximum(self.predictor.predict(program, len(self.there)), 1)
+        longer: Times = np.rint(known * (now / before)).astype(np.int64)
+        return longer
+
+    def plan(self, there: set[int], now: int, why: str, far: float) -> None:
+        """Makes the plans of the jobs that are there."""
+        order = sorted(there)
+        if why != "drift":
+            self.times |= {j: self.expected(j, len(order)) for j in order}
+        self.there = there
+        if not order:
+            return
+        programs = [self.jobs[j].program for j in order]
+        if isinstance(self.planner, TENSILE):
+            sequences = [sequence(self.times[j]) for j in order]
+            plans = self.planner.plan_jobs(programs, self.machine, self.limit, sequences)
+        else:
+            plans = self.planner.plan_jobs(programs, self.machine, self.limit)
+        for j, plan in zip(order, plans, strict=True):
+            self.used[j] = self.times[j]
+            job = self.planned.get(j)
+            if job is None:
+                self.planned[j] = replace(self.jobs[j], plan=plan, switches=())
+            elif plan.decisions != job.plans[-1].decisions:
+                before = tuple(one for one in job.switches if one[0] < now)
+                self.planned[j] = replace(job, switches=(*before, (now, plan)))
+        self.replanned.append(Replanned(now, why, far))
+
+    def measure(self, ran: dict[int, JobTimeline], now: int) -> float:
+        """Corrects the times by each job's last whole iteration; returns how far the farthest has drifted."""
+        far = 0.0
+        for j in self.there:
+            measured = measured_times(ran[j], len(self.jobs[j].program.kernels), now)
+            if measured is not None:
+                self.times[j] = corrected(self.times[j], measured, self.beta)
+                far = max(far, drift(self.used[j], self.times[j]))
+        return far
+
+
+def measured_times(job: JobTimeline, n: int, now: int) -> Times | None:
+    """(n,) ns of the kernels of the last iteration that ended by ``now``; None: there is none."""
+    ended = [i for i, at in enumerate(job.boundaries) if at <= now]
+    if not ended or job.admitted_ns is None:
+        return None
+    i = ended[-1]
+    begin, end = (job.boundaries[i - 1] if i else job.admitted_ns), job.boundaries[i]
+    starts = [s.start_ns for s in job.spans if s.kind == "kernel"][i * n : (i + 1) * n]
+    edges = np.array([begin, *starts[1:], end], np.int64)
+    waits = np.zeros(n, np.int64)
+    for stall in job.stalls:
+        if stall.cause in ("memory", "data") and begin <= stall.start_ns < end:
+            waits[np.searchsorted(edges, stall.start_ns, side="right") - 1] += stall.end_ns - stall.start_ns
+    return np.maximum(np.diff(edges) - waits, 0)

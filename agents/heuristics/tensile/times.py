@@ -1,0 +1,111 @@
+"""Kernel times before and while jobs run: section 4.3 of the TENSILE paper.
+
+Before a job was measured its kernels' times are predicted by "a 3 layers MLP network" from each kernel's kind, work and
+the GPU's utilisation (``KernelTimes``); while it runs, each is corrected by the exponential moving average of what is
+measured (``corrected``), and plans are made anew where times have drifted (``drift``; section 3.2, step 4).
+
+1. In the place of shapes and parameters the inputs are FLOPs, bytes and workspace, which a program has of every kernel.
+2. The utilisation is the number of jobs that run.
+3. As printed, the average has t_j twice; here it is t' = β t + (1 - β) measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.program import KERNEL_KINDS, Program
+
+if TYPE_CHECKING:
+    from torch import nn
+
+KINDS = sorted(KERNEL_KINDS)
+WIDTH, STEPS, RATE = 64, 400, 1e-2
+LEAST_NS = 1.0
+
+Times = NDArray[np.int64]  # (n,), ns of each kernel
+
+
+class Sample(NamedTuple):
+    """What was measured of a program's kernels while so many jobs ran."""
+
+    program: Program
+    jobs: int
+    times: Times
+
+
+class KernelTimes:
+    """Predicts kernel times; the same for a seed."""
+
+    def __init__(self, net: nn.Module, mean: NDArray[np.float32], scale: NDArray[np.float32]) -> None:
+        self._net, self._mean, self._scale = net, mean, scale
+
+    @classmethod
+    def fit(cls, samples: Sequence[Sample], seed: int = 0) -> KernelTimes:
+        """Learns log times from samples, by Adam on the squared error of all of them at once."""
+        import torch
+        from torch import nn
+
+        if not samples:
+            raise ValueError("samples: expected at least one")
+        x = np.concatenate([features(one.program, one.jobs) for one in samples])
+        y = np.log(np.maximum(np.concatenate([one.times for one in samples]), LEAST_NS))
+        mean, scale = x.mean(0), np.maximum(x.std(0), 1e-3)
+        torch.manual_seed(seed)
+        layers = nn.Linear(x.shape[1], WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        nn.init.constant_(layers[2].bias, float(y.mean()))
+        net = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
+        optimizer = torch.optim.Adam(net.parameters(), RATE)
+        rate = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+        inputs, targets = torch.from_numpy((x - mean) / scale), torch.from_numpy(y.astype(np.float32))
+        for _ in range(STEPS):
+            loss = nn.functional.mse_loss(net(inputs)[:, 0], targets)
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            rate.step()
+        return cls(net, mean, scale)
+
+    def predict(self, program: Program, jobs: int) -> Times:
+        """(n,) ns of the program's kernels while so many jobs run, itself included."""
+        import torch
+
+        with torch.no_grad():
+            log_ns = self._net(torch.from_numpy((features(program, jobs) - self._mean) / self._scale))[:, 0].numpy()
+        times: Times = np.rint(np.exp(log_ns.astype(np.float64))).astype(np.int64)
+        return times
+
+
+def features(program: Program, jobs: int) -> NDArray[np.float32]:
+    """(n, f): kind (one column each), logarithms of FLOPs, bytes and workspace, and the number of jobs."""
+    out = np.zeros((len(program.kernels), len(KINDS) + 4), np.float32)
+    for row, kernel in zip(out, program.kernels, strict=True):
+        row[KINDS.index(kernel.kind)] = 1
+        row[-4:] = np.log1p(kernel.flops), np.log1p(kernel.bytes), np.log1p(kernel.workspace), jobs
+    return out
+
+
+def r_squared(predicted: Times, measured: Times) -> float:
+    """1 - squared error / variance, of the times (the paper's "average R²")."""
+    error = ((predicted - measured).astype(np.float64) ** 2).sum()
+    spread = ((measured - measured.mean()) ** 2).sum()
+    return 1.0 - float(error / spread) if spread else float(error == 0)
+
+
+def corrected(times: Times, measured: Times, beta: float) -> Times:
+    """The exponential moving average; ``beta`` is what stays of the estimate."""
+    return np.rint(beta * times + (1 - beta) * measured).astype(np.int64)
+
+
+def drift(times: Times, measured: Times) -> float:
+    """How far the Tensor Access Sequence has moved from that of the plan: the most that a kernel is early or late, as a
+    share of the iteration that was planned. (Of single kernels, jobs that take turns make any time.)"""
+    return float(np.abs(np.cumsum(measured - times)).max() / max(times.sum(), 1))
+
+
+def sequence(times: Times) -> list[int]:
+    """The Tensor Access Sequence: n + 1 times in ns, when each kernel starts and the iteration ends."""
+    return [0, *np.cumsum(times).tolist()]

@@ -1,0 +1,172 @@
+"""Plans for several jobs that share one GPU: what they are measured by, the floor under it, memory split between them.
+
+The measure is the **makespan** of a fixed amount of work: every job comes at 0 and runs as many iterations as take it
+about as long, alone, as the others (``shares_of_work``). Its overhead is over the makespan with unlimited memory and no
+plans, so that what the jobs cost each other by sharing the kernels' time is in both.
+
+A planner of several jobs has ``plan_jobs``: TENSILE (heuristics/tensile/), ``Split`` and ``SearchedSplit`` here, and
+``JointAnnealing`` (search/joint_annealing.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Protocol
+
+import agents
+from agents.bound import floor
+from agents.planner import Infeasible, Planner
+from simulator.jobs import Job, simulate_jobs
+from simulator.jobs.nouns import Sharing
+from simulator.machine import Machine
+from simulator.plan import Plan
+from simulator.program import Program
+
+ROUNDS = 6  # iterations of the job whose iteration takes longest
+
+
+class JobsPlanner(Protocol):
+    """Plans several programs on one machine under one limit.
+
+    Attributes:
+        name: for people and results.
+        simulator_calls: simulator calls that the last ``plan_jobs`` made, of one program or of all together.
+    """
+
+    name: str
+    simulator_calls: int
+
+    def plan_jobs(self, programs: Sequence[Program], machine: Machine, limit: int) -> tuple[Plan, ...]:
+        """A plan of each program, which together fit ``limit`` (bytes); raises Infeasible where it has none."""
+        ...
+
+
+def shares_of_work(programs: Sequence[Program], rounds: int = ROUNDS) -> tuple[int, ...]:
+    """Iterations of each job: ``rounds`` of the longest one, and of the others as many as take about as long."""
+    longest = max(program.ideal_ns for program in programs)
+    return tuple(max(1, round(rounds * longest / max(program.ideal_ns, 1))) for program in programs)
+
+
+def jobs_of(programs: Sequence[Program], plans: Sequence[Plan | None], rounds: int = ROUNDS) -> tuple[Job, ...]:
+    """The jobs of the measure; None: the empty plan."""
+    work = shares_of_work(programs, rounds)
+    return tuple(
+        Job(f"{i}: {program.name}", program, plan or Plan((), program.fingerprint, "none"), iterations=count)
+        for i, (program, plan, count) in enumerate(zip(programs, plans, work, strict=True))
+    )
+
+
+def makespan_ns(
+    programs: Sequence[Program], plans: Sequence[Plan], machine: Machine, limit: int, sharing: Sharing = "fifo",
+    rounds: int = ROUNDS,
+) -> int:  # fmt: skip
+    """When the last job has done its work; raises as ``simulate_jobs``."""
+    return simulate_jobs(jobs_of(programs, plans, rounds), machine, limit, sharing=sharing).end_ns
+
+
+def unlimited_ns(
+    programs: Sequence[Program], machine: Machine, sharing: Sharing = "fifo", rounds: int = ROUNDS
+) -> int:  # fmt: skip
+    """The makespan with memory for everything and no plans."""
+    everything = sum(program.peak_bytes for program in programs)
+    jobs = jobs_of(programs, [None] * len(programs), rounds)
+    return simulate_jobs(jobs, machine, everything, sharing=sharing).end_ns
+
+
+def floor_ns(programs: Sequence[Program], machine: Machine, limit: int, rounds: int = ROUNDS) -> int:
+    """No plans have a shorter makespan (either way of sharing, with ``Machine.concurrency`` of 1).
+
+    The kernels' own time, all of it; and for each job, that it takes alone in the whole memory: what the linear program
+    proves of a steady iteration holds of the mean of all iterations but one, whose transfers may be before the start
+    and after the end.
+    """
+    work = shares_of_work(programs, rounds)
+    busy = sum(count * program.ideal_ns for count, program in zip(work, programs, strict=True))
+    alone = [
+        program.ideal_ns + int((count - 1) * program.ideal_ns * (1 + floor(program, machine, limit).overhead))
+        for count, program in zip(work, programs, strict=True)
+    ]
+    return max(busy, *alone)
+
+
+class Split:
+    """Each job by a planner of its own, in a part of the memory in proportion to its peak.
+
+    Args:
+        planner: a key of ``agents.PLANNERS``; options are its options.
+    """
+
+    def __init__(self, planner: str, **options: object) -> None:
+        self.name, self.simulator_calls = planner, 0
+        self._make: Callable[[], Planner] = lambda: agents.make(planner, **options)
+
+    def plan_jobs(self, programs: Sequence[Program], machine: Machine, limit: int) -> tuple[Plan, ...]:
+        """Plans each job for its part; raises Infeasible where a part is too small."""
+        peaks = [program.peak_bytes for program in programs]
+        parts = [min(peak, limit * peak // sum(peaks)) for peak in peaks]
+        planner, plans, calls = self._make(), [], 0
+        for program, part in zip(programs, parts, strict=True):
+            plans.append(planner.plan(program, machine, part))
+            calls += planner.simulator_calls
+        self.simulator_calls = calls
+        return tuple(plans)
+
+
+class SearchedSplit(Split):
+    """The same, the memory split in the best of many ways.
+
+    Every job is planned for ``parts`` limits between its smallest and its peak; of all combinations that fit together,
+    the ``tried`` with the least sum of the iterations' overheads are simulated, and the one of least makespan is taken.
+    """
+
+    def __init__(self, planner: str, parts: int = 7, tried: int = 12, **options: object) -> None:
+        if parts < 2 or tried < 1:
+            raise ValueError(f"parts, tried: expected at least 2 and 1, got {parts} and {tried}")
+        super().__init__(planner, **options)
+        self.name, self.parts, self.tried = f"{planner}, split searched", parts, tried
+
+    def plan_jobs(self, programs: Sequence[Program], machine: Machine, limit: int) -> tuple[Plan, ...]:
+        """The best combination; raises Infeasible where none fits."""
+        known: dict[str, list[tuple[int, float, Plan]]] = {}
+        self.simulator_calls = 0
+        for program in programs:
+            if program.fingerprint not in known:
+                known[program.fingerprint] = self._menu(program, machine, limit)
+        menus = [known[program.fingerprint] for program in programs]
+        combinations = [
+            (sum(entry[1] for entry in chosen), index)
+            for index in product(*(range(len(menu)) for menu in menus))
+            if sum((chosen := [menu[i] for menu, i in zip(menus, index, strict=True)])[j][0] for j in range(len(menus)))
+            <= limit
+        ]
+        if not combinations:
+            raise Infeasible(f"{self.name}: no split of {limit:,} bytes gives every job a plan")
+        best: tuple[int, tuple[Plan, ...]] | None = None
+        for _, index in sorted(combinations)[: self.tried]:
+            plans = tuple(menu[i][2] for menu, i in zip(menus, index, strict=True))
+            ns = makespan_ns(programs, plans, machine, limit)
+            self.simulator_calls += 1
+            if best is None or ns < best[0]:
+                best = ns, plans
+        assert best is not None
+        return best[1]
+
+    def _menu(self, program: Program, machine: Machine, limit: int) -> list[tuple[int, float, Plan]]:
+        """(bytes needed, overhead, plan) of one program, for limits down to the smallest that has a plan."""
+        from simulator.compiled.engine import simulate
+
+        planner, found = self._make(), []
+        top = min(limit, program.peak_bytes)
+        for i in range(self.parts):
+            part = int(top * (1 - i / self.parts))
+            try:
+                plan = planner.plan(program, machine, part)
+            except Infeasible:
+                self.simulator_calls += planner.simulator_calls
+                continue
+            self.simulator_calls += planner.simulator_calls + 1
+            timeline = simulate(program, plan, machine, part)
+            found.append((timeline.required_bytes, timeline.overhead, replace(plan, limit=part)))
+        return found

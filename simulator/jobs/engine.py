@@ -1,0 +1,202 @@
+"""The rules of reference.py, compiled: equal to it to the nanosecond.
+
+``simulate_jobs`` is the public call. ``JobsEngine`` is for planners, which score many plans of the same programs: it
+makes no timeline, and lowers a plan once only. Read tables.py, event_loop.py and away.py first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from simulator.compiled.encoding import NEVER, Ints, decisions_of
+from simulator.jobs import reference
+from simulator.jobs.event_loop import run
+from simulator.jobs.log import read_log
+from simulator.jobs.lowered import Lowered, check, reserved_bytes
+from simulator.jobs.nouns import Job, JobsTimeline, Sharing
+
+# isort: off
+from simulator.jobs.tables import (
+    C_END, C_JOB, DEADLOCK, EVICTIONS, HOST_LEFT, JOB, LOG, N_LOG, NOW, PEAK, PLAN, SERVED, STATE, STEPPED, UNADMITTED,
+    UNFINISHED, Table, World, table_of,
+)  # fmt: skip
+
+# isort: on
+from simulator.machine import Machine
+from simulator.plan import Plan, PlanError
+from simulator.program import Program
+from simulator.reference import OutOfMemory
+
+KEPT = 1024  # plans of a program that an engine keeps lowered
+Tables = Sequence[Sequence[Table]]
+
+
+class JobScore(NamedTuple):
+    """What a planner asks of a job."""
+
+    iterations: int
+    mean_ns: float  # of an iteration; NaN where none ended
+    admitted_ns: int  # -1: never
+    left_ns: int
+
+
+class JobsScore(NamedTuple):
+    """What a planner asks of the plans of several jobs."""
+
+    feasible: bool  # every job could begin, and none was stuck
+    jobs: tuple[JobScore, ...]
+    peak_bytes: int
+    evictions: int  # on demand
+
+
+def _world(jobs: Sequence[Job], plans: Sequence[Sequence[Lowered]], tables: Tables, machine: Machine, limit: int,
+           until_ns: int | None, sharing: Sharing, entries: int) -> World:  # fmt: skip
+    """All arrays, before the first round.
+
+    Args:
+        tables: of each job, those of its plans.
+        entries: of the log; 0: none is kept.
+    """
+    n = len(jobs)
+    flat = [table for each in tables for table in each]
+    at = [time for job in jobs for time in (-1, *(t for t, _ in job.switches))]
+    records = np.zeros(len(flat), PLAN)
+    base = 0
+    for i, (table, time) in enumerate(zip(flat, at, strict=True)):
+        for name, value in {**table.record, "base": base, "at_ns": time}.items():
+            records[i][name] = value
+        base += len(table.values)
+    state = np.zeros(n, JOB)
+    never = NEVER if until_ns is None else until_ns
+    first = 0
+    for j, job in enumerate(jobs):
+        for name, number in {
+            "arrives": job.arrives_ns, "leaves": min(never, NEVER if job.leaves_ns is None else job.leaves_ns),
+            "iterations": -1 if job.iterations is None else job.iterations, "reserved": reserved_bytes(plans[j]),
+            "first_plan": first, "n_plans": len(plans[j]), "end": NEVER, "admitted": -1, "left": -1, "ready_since": -1,
+            "stale": 1, "first": NEVER, "offer": NEVER, "blocked": -1,
+        }.items():  # fmt: skip
+            state[j][name] = number
+        first += len(plans[j])
+    most = {name: max((t.record[name] for t in flat), default=0) for name in ("n", "n_rows", "n_blocks")}
+    tensors = max((len(job.program.tensors) for job in jobs), default=0)
+    now = np.zeros(STATE, np.int64)
+    now[[UNADMITTED, UNFINISHED]] = n
+    now[[SERVED, STEPPED]] = -1
+    now[HOST_LEFT] = machine.host_bytes
+    copy = np.zeros((2, 7), np.int64)
+    copy[:, C_JOB], copy[:, C_END] = -1, NEVER
+    return World(
+        np.concatenate([t.values for t in flat]) if flat else np.zeros(0, np.int64),
+        records,
+        state,
+        np.array(sorted(range(n), key=lambda j: (jobs[j].arrives_ns, j)), np.int64),
+        np.full((n, 2, tensors), -1, np.int64),
+        np.zeros((n, 3, most["n_rows"]), np.int64),
+        np.zeros((n, 5, most["n_blocks"]), np.int64),
+        np.zeros((n, most["n"]), np.int64),
+        np.zeros((n, most["n_rows"] + most["n_blocks"]), np.int64),
+        np.zeros((n, most["n"] + 1), np.int64),
+        np.zeros((n * most["n_blocks"] + 1, 4), np.int64),
+        copy,
+        now,
+        np.array([limit, machine.copy_engines, machine.duplex_share, sharing == "fifo", machine.switch_ns], np.int64),
+        np.array([machine.compute_share(k) for k in range(n + 1)], np.int64),
+        np.empty((entries + 1 if entries else 0, LOG), np.int64),
+    )
+
+
+def simulate_jobs(
+    jobs: Sequence[Job], machine: Machine, limit: int, until_ns: int | None = None, sharing: Sharing = "fifo"
+) -> JobsTimeline:
+    """Runs several jobs on one machine; the rules are in reference.py.
+
+    Args:
+        limit: bytes, persistent tensors included, for all jobs together.
+        until_ns: from then on every job leaves at its next boundary, and none begins; None: they leave by themselves.
+        sharing: "fifo": one step at a time on the compute stream; "shared": one of each job, each of them slower.
+
+    Raises:
+        ValueError: a job has no end.
+        PlanError: a plan does not fit its program, or holds more on the host than that has.
+        OutOfMemory: a step of a job does not fit under the limit with everything else away.
+        JobsDeadlock: no job can go on, because the host is full.
+    """
+    plans = [[Lowered.of(job.program, plan) for plan in job.plans] for job in jobs]
+    check(jobs, plans, machine, limit, until_ns)
+    tables = [[table_of(plan, machine) for plan in each] for each in plans]
+    entries, room = 4096, 0
+    while entries > room:
+        room = entries
+        world = _world(jobs, plans, tables, machine, limit, until_ns, sharing, room)
+        if run(world) == DEADLOCK:
+            return reference.simulate_jobs(jobs, machine, limit, until_ns, sharing)  # it says who waits for what
+        entries = int(world.now[N_LOG])
+    end = int(world.jobs["left"].max(initial=-1))
+    out, order, evictions = read_log(world.log[:entries], jobs, plans)
+    return JobsTimeline.assemble(limit, sharing, end if end >= 0 else int(world.now[NOW]), out, order, evictions)
+
+
+class JobsEngine:
+    """Programs that share a machine, ready to score many plans for them. They all begin at 0.
+
+    Args:
+        limit: bytes, for all together.
+        until_ns, iterations: when the jobs leave, as for ``simulate_jobs`` and ``Job``; one of them is given.
+
+    Raises:
+        ValueError: neither is given.
+    """
+
+    def __init__(self, programs: Sequence[Program], machine: Machine, limit: int, until_ns: int | None = None,
+                 iterations: int | None = None, sharing: Sharing = "fifo"):  # fmt: skip
+        if until_ns is None and iterations is None:
+            raise ValueError("expected until_ns or iterations")
+        self.programs, self.machine, self.limit = tuple(programs), machine, limit
+        self.until_ns, self.sharing, self.calls = until_ns, sharing, 0
+        self._jobs = [Job(str(j), program, Plan(), iterations=iterations) for j, program in enumerate(programs)]
+        self._known: list[dict[Plan, tuple[Lowered, Table]]] = [{} for _ in programs]
+
+    def score(self, plans: Sequence[Plan | Ints]) -> JobsScore:
+        """Simulates the jobs under a plan each; a plan that is given often is lowered once.
+
+        Args:
+            plans: a Plan, or its decisions as rows (``compiled.encoding.rows_of``), for each program.
+
+        Raises:
+            PlanError: a plan does not fit its program.
+        """
+        self.calls += 1
+        given = [plan if isinstance(plan, Plan) else Plan(decisions_of(plan)) for plan in plans]
+        jobs = [replace(job, plan=plan) for job, plan in zip(self._jobs, given, strict=True)]
+        known = [self._lowered(j, plan) for j, plan in enumerate(given)]
+        lowered = [[plan] for plan, _ in known]
+        try:
+            check(jobs, lowered, self.machine, self.limit, self.until_ns)
+        except (OutOfMemory, PlanError):
+            return JobsScore(False, (), 0, 0)
+        tables = [[table] for _, table in known]
+        world = _world(jobs, lowered, tables, self.machine, self.limit, self.until_ns, self.sharing, 0)
+        status = run(world)
+        out = tuple(_job_score(world.jobs[j]) for j in range(len(jobs)))
+        feasible = status != DEADLOCK and all(job.iterations for job in out)
+        return JobsScore(feasible, out, int(world.now[PEAK]), int(world.now[EVICTIONS]))
+
+    def _lowered(self, j: int, plan: Plan) -> tuple[Lowered, Table]:
+        known = self._known[j]
+        if plan not in known:
+            lowered = Lowered.of(self.programs[j], plan)
+            if len(known) == KEPT:
+                del known[next(iter(known))]
+            known[plan] = lowered, table_of(lowered, self.machine)
+        return known[plan]
+
+
+def _job_score(job: Mapping[str, int]) -> JobScore:
+    ended, admitted = int(job["boundaries"]), int(job["admitted"])
+    mean = (int(job["boundary"]) - admitted) / ended if ended else float("nan")
+    return JobScore(ended, mean, admitted, int(job["left"]))

@@ -1,0 +1,193 @@
+"""The nouns of several programs on one machine: a Job goes in, a JobsTimeline comes out. Both are frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
+
+from simulator.plan import Plan
+from simulator.program import Program
+from simulator.timeline import STREAMS, BlockEvent, Span, memory_curve
+
+Cause = Literal["admission", "compute", "data", "memory"]
+Sharing = Literal["fifo", "shared"]
+CAUSES: tuple[Cause, ...] = ("admission", "compute", "data", "memory")
+
+
+class JobsDeadlock(RuntimeError):
+    """No job can go on, and no tensor can be evicted: the host is full. It names the jobs and what each asks for."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A program under a plan that comes to a machine, runs one iteration after the other, and leaves.
+
+    Attributes:
+        arrives_ns: it begins then, or later, when its start fits (rule 5 of simulator.jobs.reference).
+        iterations: it leaves after so many; None: it does not count them.
+        leaves_ns: it leaves at the first end of an iteration from this time on.
+        switches: (at_ns, plan), ascending: the plan takes effect at the job's first boundary from that time on.
+
+    Raises:
+        ValueError: a time or a number is out of range.
+    """
+
+    name: str
+    program: Program
+    plan: Plan
+    arrives_ns: int = 0
+    iterations: int | None = None
+    leaves_ns: int | None = None
+    switches: tuple[tuple[int, Plan], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.arrives_ns < 0:
+            raise ValueError(f"job {self.name!r}: arrives_ns is at least 0, not {self.arrives_ns}")
+        if self.iterations is not None and self.iterations < 1:
+            raise ValueError(f"job {self.name!r}: iterations are at least 1, not {self.iterations}")
+        if any(a >= b for (a, _), (b, _) in pairwise(self.switches)):
+            raise ValueError(f"job {self.name!r}: the times of its switches are not ascending")
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plan of the start, and those that are switched to."""
+        return (self.plan, *(plan for _, plan in self.switches))
+
+
+class Stall(NamedTuple):
+    """A job waits over [start_ns, end_ns)."""
+
+    start_ns: int
+    end_ns: int
+    cause: Cause
+
+
+class Eviction(NamedTuple):
+    """A tensor is sent away on demand (rule 6)."""
+
+    time_ns: int
+    job: int  # whose tensor it is
+    tensor: int
+    block: int  # in the schedule of the job's plan at that time
+    nbytes: int
+    wanted_by: int  # the job that gets the memory
+
+
+@dataclass(frozen=True)
+class JobTimeline:
+    """What one job did. Times are ns from the start of the simulation, None where it did not come to that."""
+
+    name: str
+    program: str
+    ideal_ns: int
+    arrived_ns: int
+    admitted_ns: int | None
+    left_ns: int | None
+    boundaries: tuple[int, ...]  # end time of each iteration
+    spans: tuple[Span, ...]  # in order of start
+    events: tuple[BlockEvent, ...]  # in order; blocks are those of the plan in force
+    events_until: tuple[int, ...]  # how many of them there were after admission, and at the end of each iteration
+    stalls: tuple[Stall, ...]  # in order
+    switches: tuple[tuple[int, int], ...]  # that took effect: time, index into Job.plans
+
+    @property
+    def iterations_ns(self) -> tuple[int, ...]:
+        """How long each iteration took."""
+        return tuple(b - a for a, b in pairwise((self.admitted_ns or 0, *self.boundaries)))
+
+    @property
+    def mean_ns(self) -> float:
+        """The mean iteration; NaN where none ended."""
+        lasts = self.iterations_ns
+        return sum(lasts) / len(lasts) if lasts else float("nan")
+
+    def stall_ns(self, cause: Cause) -> int:
+        """How long it waited for this, in all."""
+        return sum(s.end_ns - s.start_ns for s in self.stalls if s.cause == cause)
+
+    @cached_property
+    def held(self) -> tuple[tuple[int, int], ...]:
+        """(time_ns, bytes that the job holds after this), in order."""
+        return memory_curve(self.events, 0)
+
+
+@dataclass(frozen=True)
+class JobsTimeline:
+    """Several jobs on one machine, from the arrival of the first until the last has left."""
+
+    limit: int
+    sharing: Sharing
+    end_ns: int  # when the last job left
+    peak_bytes: int
+    jobs: tuple[JobTimeline, ...]
+    order: tuple[int, ...]  # the jobs of all block events, in order
+    evictions: tuple[Eviction, ...]  # in order
+
+    @classmethod
+    def assemble(
+        cls, limit: int, sharing: Sharing, end_ns: int, jobs: Sequence[JobTimeline], order: Sequence[int],
+        evictions: Sequence[Eviction],
+    ) -> JobsTimeline:  # fmt: skip
+        """With the peak that the events give."""
+        peak = max(used for _, used in memory_curve(_merged(jobs, order), 0))
+        return cls(limit, sharing, end_ns, peak, tuple(jobs), tuple(order), tuple(evictions))
+
+    @cached_property
+    def memory(self) -> tuple[tuple[int, int], ...]:
+        """(time_ns, bytes in use after this), in order; all that one instant takes, or gives back, is one change."""
+        return memory_curve(_merged(self.jobs, self.order), 0)
+
+    def copies_ns(self, stream: Literal["d2h", "h2d"]) -> int:
+        """How long copies in this direction were under way."""
+        return sum(s.end_ns - s.start_ns for job in self.jobs for s in job.spans if s.stream == stream)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as lists and numbers."""
+        out = asdict(self)
+        for job, entry in zip(self.jobs, out["jobs"], strict=True):
+            entry |= {name: [list(x) for x in getattr(job, name)] for name in ("spans", "events", "stalls", "switches")}
+        out["evictions"] = [e._asdict() for e in self.evictions]
+        return out
+
+    def perfetto(self, jobs: Sequence[Job]) -> dict[str, Any]:
+        """Chrome trace JSON (opens in Perfetto): a process a job with its streams, its stalls and what it holds; one
+        more process for the memory of all."""
+        events: list[dict[str, Any]] = []
+        for pid, (job, ran) in enumerate(zip(jobs, self.jobs, strict=True), 1):
+            events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": ran.name}})
+            for tid, track in enumerate((*STREAMS, "waits"), 1):
+                events.append({"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": track}})
+            for s in ran.spans:
+                on_compute = s.stream == "compute"
+                what = job.program.kernels[s.index].name if on_compute else job.program.tensors[s.index].name
+                events.append(_piece(pid, STREAMS.index(s.stream) + 1, s.kind, what, s.start_ns, s.end_ns))
+            tid = len(STREAMS) + 1
+            events += [_piece(pid, tid, "wait", stall.cause, stall.start_ns, stall.end_ns) for stall in ran.stalls]
+            events += _counter(pid, ran.held)
+        everybody = len(jobs) + 1
+        events.append({"ph": "M", "pid": everybody, "name": "process_name", "args": {"name": "all jobs"}})
+        return {"traceEvents": events + _counter(everybody, self.memory), "displayTimeUnit": "ns"}
+
+
+def in_order(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """By start: a step after a switch starts later than copies that come after it."""
+    return tuple(sorted(spans, key=lambda s: s.start_ns))
+
+
+def _merged(jobs: Sequence[JobTimeline], order: Sequence[int]) -> list[BlockEvent]:
+    """The block events of all jobs, in order."""
+    events = [iter(job.events) for job in jobs]
+    return [next(events[j]) for j in order]
+
+
+def _piece(pid: int, tid: int, kind: str, name: str, start_ns: int, end_ns: int) -> dict[str, Any]:
+    label = name if kind in ("kernel", "wait") else f"{kind} {name}"
+    return {"ph": "X", "pid": pid, "tid": tid, "cat": kind, "name": label, "ts": start_ns / 1000,
+            "dur": (end_ns - start_ns) / 1000}  # fmt: skip
+
+
+def _counter(pid: int, curve: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
+    return [{"ph": "C", "pid": pid, "name": "memory", "ts": t / 1000, "args": {"bytes": used}} for t, used in curve]

@@ -1,0 +1,175 @@
+"""The arrays that the compiled simulator of several jobs works on: plans as tables, and the names of all columns.
+
+A plan is one int64 array, its **table**. The records of PLAN say where in it what is: columns of steps, rows (a row is
+a swap of the plan, by tensor) and blocks, and lists. Offsets count from the table's beginning: list i of ``x`` is
+table[table[x + i] : table[x + i + 1]].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.compiled.encoding import Ints
+from simulator.jobs.lowered import Lowered
+from simulator.machine import Machine
+from simulator.plan import Swap
+
+# Where things are in a plan's table; ``base``: where the table is among those of all.
+PLAN = np.dtype([(name, np.int64) for name in (
+    "base", "at_ns", "n", "n_steps", "n_rows", "n_blocks", "n_persistent", "start_bytes", "admission_bytes",
+    # Per step: the kernel for which it runs, does it run again, ns, bytes that it allocates and frees, ns before it.
+    "before", "again", "lasts", "takes", "gives", "begins",
+    # Lists, per step: tensors that must be there, of those that are swapped; blocks that it touches; tensors that it
+    # writes, each with its block, or uses last (block -1), where they can have a copy; rows copied at its end, opened.
+    "waits", "touched", "writes", "copies", "opens",
+    # Per row: tensor, block, kernels from the opening to the return, and until it may come back; flags.
+    "row_tensor", "row_block", "row_before", "row_ready", "row_sync", "row_pinned", "row_after", "row_start",
+    # Per block: owner, bytes, first and last step, ns of a copy out and in; list of the steps that touch it.
+    "owner", "nbytes", "first", "last", "out_ns", "in_ns", "touches",
+    "residency",  # per kernel
+)], align=True)  # fmt: skip
+AWAY, COPIED, OTHERWISE = range(3)  # row_start: when the job begins its tensor is away; or there, and copied
+
+JOB = np.dtype([(name, np.int64) for name in (
+    "arrives", "leaves", "iterations", "reserved", "first_plan", "n_plans",
+    "stage",  # WAITING, PRESENT, LEAVING, GONE
+    "plan", "position", "step", "running", "end", "work", "entry", "since", "admitted", "left",
+    "boundaries", "boundary",  # how many, and the last
+    "ready_since",  # -1: its next step is not ready
+    "looked", "held_up", "missing",  # has the next step's data been looked at; what was found
+    "sync",  # synchronous swap-outs that are not over
+    "evicted",  # blocks that are away on demand
+    "hosted", "first", "stale", "next_ready",  # what is on the host; its first to return, and until when that is so
+    "offer", "offered_since", "blocked",  # not before this position has passed
+)], align=True)  # fmt: skip
+WAITING, PRESENT, LEAVING, GONE = range(4)
+
+# Of a gap, by_row[j, GAP_STATE, row] and by_block[j, GAP_STATE, block]: none, or where its tensor is.
+GAP_STATE, GAP_BEFORE, GAP_READY, COUNTED, QUEUED = range(5)
+THERE, LEAVES, HOSTED, RETURNS = range(4)
+OPEN_ROW, HOST_BLOCK = range(2)  # by_tensor: the row that has it away; the block that its copy is of; or -1
+
+# The queue to the host, and the two copies under way: copy[OUT] and copy[BACK].
+Q_JOB, Q_TENSOR, Q_BLOCK, Q_ISSUED = range(4)
+OUT, BACK = range(2)
+C_JOB, C_TENSOR, C_BLOCK, C_WORK, C_END, C_ENTRY, C_VOID = range(7)
+
+(NOW, USED, PEAK, KERNEL_ENDS, SERVED, STEPPED, RUNNING, UNADMITTED, UNFINISHED, HEAD, TAIL, LINK_AT, COMPUTE_AT, N_LOG,
+ HOST_LEFT, EVICTIONS, STATE) = range(17)  # fmt: skip
+LIMIT, ENGINES, DUPLEX, FIFO, SWITCH_NS = range(5)
+
+# Columns of the log: start, end, one of these, job, index.
+L_STEP, L_END, L_OUT, L_IN, L_LEFT, L_STALL, L_BOUNDARY, L_ADMIT, L_SWITCH, L_GONE, L_EVICT, L_NEVER = range(12)
+LOG = 6
+C_COMPUTE, C_DATA, C_MEMORY = range(3)  # the index of a stall
+
+DONE, DEADLOCK = range(2)
+
+
+class World(NamedTuple):
+    """All arrays of a simulation; jobs and plans are records, the others int64."""
+
+    tables: Ints
+    plans: NDArray[Any]
+    jobs: NDArray[Any]
+    arrivals: Ints  # jobs in the order in which they arrive
+    by_tensor: Ints  # (jobs, 2, tensors)
+    by_row: Ints  # (jobs, 3, rows)
+    by_block: Ints  # (jobs, 5, blocks)
+    load: Ints  # (jobs, kernels): planned residency and what came back early, from the present kernel on
+    hosted: Ints  # (jobs, rows + blocks): gaps that are on the host, a row r as r, a block b as -1 - b
+    ends: Ints  # (jobs, kernels + 1): kernels of all jobs that had ended at a position, modulo kernels + 1
+    queue: Ints  # (blocks of all jobs, 4)
+    copy: Ints  # (2, 7)
+    now: Ints
+    settings: Ints
+    share: Ints  # speed of each of so many steps at once
+    log: Ints  # (entries, 6), one more than is needed; or of none
+
+
+class Table(NamedTuple):
+    """A plan for a machine."""
+
+    values: Ints
+    record: dict[str, int]
+
+
+def table_of(plan: Lowered, machine: Machine) -> Table:
+    """The table of a plan, and all of its PLAN but ``base`` and ``at_ns``."""
+    schedule = plan.schedule
+    program, steps, blocks = schedule.program, schedule.steps, schedule.blocks
+    n = len(program.kernels)
+    rows = sorted(schedule.moved, key=lambda d: (d.tensor, d.after))
+    row = {d: r for r, d in enumerate(rows)}
+    swapped = {d.tensor for d in rows}
+    out: list[int] = []
+    record = {"n": n, "n_steps": len(steps), "n_rows": len(rows), "n_blocks": len(blocks),
+              "n_persistent": sum(b.first < 0 for b in blocks), "start_bytes": plan.start_bytes,
+              "admission_bytes": plan.admission_bytes}  # fmt: skip
+
+    def column(name: str, values: Iterable[int]) -> None:
+        record[name] = len(out)
+        out.extend(values)
+
+    def lists(name: str, values: Sequence[Iterable[int]]) -> None:
+        record[name] = begin = len(out)
+        flat: list[int] = []
+        offsets = []
+        for each in values:
+            offsets.append(begin + len(values) + 1 + len(flat))
+            flat.extend(each)
+        out.extend([*offsets, begin + len(values) + 1 + len(flat), *flat])
+
+    column("before", (s.before for s in steps))
+    column("again", (s.rerun for s in steps))
+    column("lasts", (program.kernels[s.kernel].duration_ns for s in steps))
+    column("takes", (sum(blocks[b].nbytes for b in s.allocates) for s in steps))
+    column("gives", (sum(blocks[b].nbytes for b in s.frees) for s in steps))
+    column("begins", plan.begins)
+    lists("waits", [sorted(s.waits & swapped) for s in steps])
+    lists("touched", [sorted(b) for b in plan.touched])
+    lists("writes", [_writes(plan, i, swapped) for i in range(len(steps))])
+    lists("copies", [[row[d] for d in s.copies] for s in steps])
+    lists("opens", [[row[d] for d in s.opens] for s in steps])
+    column("row_tensor", (d.tensor for d in rows))
+    column("row_block", (schedule.moved[d] for d in rows))
+    column("row_before", ((schedule.returns[d] - d.after - 1) % n + 1 for d in rows))
+    column("row_ready", (1 + (0 if d.prefetch is None else (d.prefetch - d.after) % n) for d in rows))
+    column("row_sync", (d.sync for d in rows))
+    column("row_pinned", (d.prefetch is not None for d in rows))
+    column("row_after", (d.after for d in rows))
+    column("row_start", (_start(d, schedule.away_at_start) for d in rows))
+    column("owner", (b.owner for b in blocks))
+    column("nbytes", (b.nbytes for b in blocks))
+    column("first", (b.first for b in blocks))
+    column("last", (b.last for b in blocks))
+    column("out_ns", (machine.d2h_ns(b.nbytes) for b in blocks))
+    column("in_ns", (machine.h2d_ns(b.nbytes) for b in blocks))
+    lists("touches", [plan.touches.get(b, ()) for b in range(len(blocks))])
+    column("residency", schedule.residency)
+    return Table(np.array(out, np.int64), record)
+
+
+def _writes(plan: Lowered, i: int, swapped: set[int]) -> list[int]:
+    """Pairs of tensor and block, for the tensors whose copies on the host are given up when step i ends."""
+    step, program = plan.schedule.steps[i], plan.schedule.program
+    if step.rerun:
+        return []
+    kernel, out = program.kernels[step.kernel], []
+    for t in dict.fromkeys(kernel.outputs):
+        if t in swapped or program.tensors[t].persistent:
+            out += [t, step.uses[t]]
+    for t in kernel.accesses:
+        if t in swapped and not program.tensors[t].persistent and program.accesses[t][-1] == step.kernel:
+            out += [t, -1]
+    return out
+
+
+def _start(d: Swap, away: frozenset[int]) -> int:
+    if d.tensor in away and d.after >= d.before:
+        return AWAY
+    return COPIED if d.copy is not None and d.copy > d.after else OTHERWISE

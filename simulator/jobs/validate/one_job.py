@@ -1,0 +1,211 @@
+"""One job of a recorded timeline, step by step: what it may do next, by its spans and its plans alone.
+
+What each step reads, takes and gives back is ``simulator.validate.steps``', one plan after the other. Positions count
+kernels from the beginning of the present plan.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from simulator.jobs.nouns import Job, JobTimeline
+from simulator.plan import Swap
+from simulator.timeline import Breakdown, Span, Timeline
+from simulator.validate.ledger import Change
+from simulator.validate.steps import Block, Step, Steps
+
+FAR = 2**62  # a use that does not come
+
+
+@dataclass(eq=False)
+class Gap:
+    """A tensor that is away."""
+
+    block: Block
+    before: int  # position that needs it
+    after: int = FAR  # position from which it may come back, less one
+    sync: bool = False
+    pinned: bool = False
+    demand: bool = False  # then ``after`` says nothing
+    state: str = "leaving"  # -> "on host" -> "arriving"
+    counted: bool = False  # on the host, beside what is planned
+
+
+class Piece(NamedTuple):
+    """A step as recorded."""
+
+    begin: int  # when its memory is taken: that of the switch before it
+    step: Step
+    span: Span
+
+
+@dataclass
+class Part:
+    """The iterations that a job ran by one of its plans."""
+
+    plan: int
+    steps: Steps
+    pieces: list[Piece]
+    residency: list[int]
+    swaps: list[tuple[Swap, int, int, int]]  # positions of the copy's issue, the opening, the return
+    ended: int  # iterations of the job when it ended
+
+    def touched(self, step: Step) -> list[Block]:
+        """What must be there when the step starts, or is made by it."""
+        out = step.uses + step.gives + step.takes
+        if step.span.kind == "kernel":
+            for d, issued, opened, _ in self.swaps:
+                if step.position in (issued, opened):
+                    out.append(self.sent(d, opened))
+        return [b for b in out if b.owner >= 0]
+
+    def sent(self, d: Swap, opened: int) -> Block:
+        """The block that a gap opened at a position sends away."""
+        blocks = self.steps.leaves
+        persistent = {b.owner: b for b in self.steps.persistent}
+        return blocks[opened, d.tensor] if (opened, d.tensor) in blocks else persistent[d.tensor]
+
+
+def parts_of(job: Job, ran: JobTimeline) -> list[Part]:
+    """The job's iterations, by plan; its spans are well formed and in order."""
+    n, compute = len(job.program.kernels), [s for s in ran.spans if s.stream == "compute"]
+    begins, work = {}, [s for s in compute if s.kind != "switch"]
+    for a, b in zip(compute, compute[1:], strict=False):
+        if a.kind == "switch":
+            begins[id(b)] = a.start_ns
+    ends = [0]  # of iterations, in ``work``
+    for i, s in enumerate(work):
+        if s.kind == "kernel" and s.index == n - 1:
+            ends.append(i + 1)
+    starts = {0: 0}  # iteration -> plan
+    for time, plan in ran.switches:
+        before = 0 if time == ran.admitted_ns else 1 + [i for i, t in enumerate(ran.boundaries) if t == time][-1]
+        starts[before] = plan
+    out = []
+    firsts = sorted(starts)
+    for first, end in zip(firsts, [*firsts[1:], len(ran.boundaries)], strict=True):
+        went_by = job.plans[starts[first]]
+        spans = tuple(work[ends[first] : ends[end]])
+        program = job.program.with_variants(went_by.variants)
+        record = Timeline(job.name, 0, 0, 0, 0, 0, Breakdown(0, 0, 0, 0, 0), (), spans, (), ())
+        steps = Steps(record, program, went_by)
+        pieces = [Piece(begins.get(id(s.span), s.span.start_ns), s, s.span) for s in steps.steps]
+        out.append(
+            Part(starts[first], steps, pieces, steps.planned_residency(), steps.gaps(range(-1, end - first + 1)), end)
+        )
+    return out
+
+
+@dataclass(eq=False)
+class Running:
+    """The state of a job from its admission until it has left."""
+
+    index: int
+    job: Job
+    ran: JobTimeline
+    parts: list[Part]
+    kernel_ends: list[int]  # how many kernels of all jobs had ended when it had ended so many of its own
+    part: int = -1
+    position: int = 0
+    todo: deque[Piece] = field(default_factory=deque)
+    running: Piece | None = None
+    memory: list[Block] = field(default_factory=list)
+    gaps: dict[Block, Gap] = field(default_factory=dict)
+    early: list[Gap] = field(default_factory=list)
+    writes: dict[int, int] = field(default_factory=dict)  # by tensor: how often kernels wrote it, but again
+    host: dict[int, tuple[int, Block]] = field(default_factory=dict)  # by tensor: that number, of its copy; of what
+    iterations: int = 0
+    idle_since: int = 0
+    ready_since: int | None = None
+    offer: Gap | None = None
+    offered_since: int = 0
+    leaving: bool = False
+    ledger: list[Change] = field(default_factory=list)
+    changes: list[int] = field(default_factory=list)  # how long the ledger was after admission, and each iteration
+    stalls: list[tuple[int, int, str]] = field(default_factory=list)
+
+    @property
+    def now(self) -> Part:
+        """The present plan's part."""
+        return self.parts[self.part]
+
+    @property
+    def n(self) -> int:
+        """Kernels of an iteration."""
+        return len(self.job.program.kernels)
+
+    def valid(self, tensor: int) -> bool:
+        """Has the host what the tensor holds?"""
+        return tensor in self.host and self.host[tensor][0] == self.writes.get(tensor, 0)
+
+    def enter(self, part: int) -> None:
+        """Goes on by the next plan; what is in memory, or away, is persistent."""
+        if part:
+            new = {b.owner: b for b in self.parts[part].steps.persistent}
+            self.memory = [new[b.owner] for b in self.memory]
+            for gap in self.gaps.values():
+                gap.block = new[gap.block.owner]
+            self.gaps = {gap.block: gap for gap in self.gaps.values()}
+            self.host = {t: (count, new[t]) for t, (count, _) in self.host.items() if t in new}
+        self.part, self.position, self.early = part, 0, []
+        self.todo = deque(self.now.pieces)
+
+    def gap_of(self, d: Swap, opened: int, back: int) -> Gap:
+        """A gap of the plan."""
+        after = opened
+        while d.prefetch is not None and after % self.n != d.prefetch:
+            after += 1
+        return Gap(self.now.sent(d, opened), back, after, d.sync, d.prefetch is not None)
+
+    def next_touch(self, block: Block) -> tuple[int, int]:
+        """(position, ns until then) of the next step that touches a block."""
+        ns, step = 0, None
+        left = [p.step for p in self.todo if p.step.position // self.n == self.position // self.n]
+        for step in left:
+            if block in self.now.touched(step):
+                return step.position, ns
+            ns += self._lasts(step)
+        if block.born < 0:
+            # The iterations of a plan are alike; that before is as good as that after.
+            whole = [p.step for p in self.now.pieces if p.step.position // self.n == self.position // self.n]
+            for step in whole:
+                if block in self.now.touched(step):
+                    return step.position + self.n, ns
+                ns += self._lasts(step)
+        return FAR, FAR
+
+    def _lasts(self, step: Step) -> int:
+        return self.now.steps.program.kernels[step.span.index].duration_ns
+
+    def awaited(self) -> list[Gap]:
+        """What the next step needs and is away."""
+        step = self.todo[0].step
+        touched = self.now.touched(step)
+        return [g for g in self.gaps.values() if (g.block in touched if g.demand else g.block.owner in step.waits)]
+
+    def held_up(self) -> bool:
+        """Is something missing, or a synchronous swap-out not over?"""
+        return bool(self.awaited()) or any(g.sync and g.state == "leaving" for g in self.gaps.values())
+
+    def first_to_return(self, served: bool) -> Gap | None:
+        """Of what is on the host and may come back, what is needed first; ``served``: of what the next step needs."""
+        gaps = self.awaited() if served else list(self.gaps.values())
+        waiting = [
+            g for g in gaps
+            if g.state == "on host"
+            and ((g.demand and g.before < FAR) or self.position > g.after or self.position == g.before)
+        ]  # fmt: skip
+        return min(waiting, key=lambda g: (g.before, g.block.owner, g.demand, g.block.born), default=None)
+
+    def has_room(self, gap: Gap, limit: int) -> bool:
+        """Until it is used, by the job's planned residency."""
+        if gap.demand:
+            return True
+        runs = self.running is not None and self.running.span.kind == "kernel"
+        for p in range(self.position + runs, gap.before):
+            early = sum(g.block.nbytes for g in self.early if g.before > p)
+            if self.now.residency[p % self.n] + early + gap.block.nbytes > limit:
+                return False
+        return True

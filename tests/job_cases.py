@@ -1,0 +1,95 @@
+"""Random jobs from a seed. Run as a command, it compares the compiled simulator of several jobs with the reference on
+so many cases:
+
+    python -m tests.job_cases 100000 [first seed]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+from typing import NamedTuple
+
+from simulator import Job, JobsDeadlock, JobsTimeline, Machine, OutOfMemory, Plan, PlanError
+from simulator.jobs import engine, reference
+from simulator.jobs.lowered import Lowered
+from simulator.jobs.nouns import Sharing
+from simulator.schedule import lower
+from tests.random_cases import machine_of, plan_of, program_of
+
+
+class JobsCase(NamedTuple):
+    """What a simulation takes."""
+
+    jobs: tuple[Job, ...]
+    machine: Machine
+    limit: int
+    until_ns: int | None
+    sharing: Sharing
+
+
+def jobs_machine_of(rng: Random) -> Machine:
+    """Like ``machine_of``, with switches that cost and kernels that slow each other down."""
+    slower = rng.choice([0.7, 1.0, 1.0, 1.3, 2.5])
+    return replace(machine_of(rng), switch_ns=rng.choice([0, 0, 1, 7]), concurrency=slower)
+
+
+def job_of(rng: Random, name: str) -> Job:
+    """It may come late, leave early and change its plan."""
+    program = program_of(rng)
+    if not program.ideal_ns:
+        program = program.with_durations([1] * len(program.kernels))
+    plans = [plan_of(rng, program) if rng.random() < 0.7 else Plan() for _ in range(rng.choice([1, 1, 1, 2, 3]))]
+    times = sorted(rng.sample(range(600), len(plans) - 1))
+    arrives = rng.choice([0, 0, rng.randint(0, 300)])
+    iterations = rng.choice([None, rng.randint(1, 4)])
+    leaves = arrives + rng.randint(0, 800) if iterations is None or rng.random() < 0.2 else None
+    return Job(name, program, plans[0], arrives, iterations, leaves, tuple(zip(times, plans[1:], strict=True)))
+
+
+def jobs_case(seed: int) -> JobsCase:
+    """The case of a seed: from one job to four, with more or less memory than they need."""
+    rng = Random(seed)
+    jobs = tuple(job_of(rng, f"j{i}") for i in range(rng.choice([1, 2, 2, 2, 3, 3, 4])))
+    machine = jobs_machine_of(rng)
+    limit = least_limit(jobs) + rng.choice([0, 0, rng.randint(0, 40), rng.randint(0, 300)])
+    return JobsCase(jobs, machine, limit, rng.choice([None, None, rng.randint(0, 700)]), rng.choice(["fifo", "shared"]))
+
+
+def least_limit(jobs: tuple[Job, ...]) -> int:
+    """The smallest at which each of the jobs could run alone, evicting on demand."""
+    most = 0
+    for job in jobs:
+        for plan in job.plans:
+            lowered = Lowered(lower(job.program, plan))
+            most = max(most, lowered.admission_bytes, *lowered.least_bytes)
+    return most
+
+
+def jobs_difference(case: JobsCase) -> str | None:
+    """How the compiled simulator differs from the reference in a case; None where it does not."""
+
+    def result(run: Callable[..., JobsTimeline]) -> object:
+        try:
+            return run(*case)
+        except (OutOfMemory, PlanError, JobsDeadlock) as error:
+            return str(error)
+
+    right, ours = result(reference.simulate_jobs), result(engine.simulate_jobs)
+    if right == ours:
+        return None
+    if not isinstance(right, JobsTimeline) or not isinstance(ours, JobsTimeline):
+        return f"simulate_jobs gives\n{ours}\nnot\n{right}"
+    names = [name for name in right.__dataclass_fields__ if getattr(right, name) != getattr(ours, name)]
+    return f"simulate_jobs gives other {names}:\n{ours}\nnot\n{right}"
+
+
+if __name__ == "__main__":
+    first = int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    for seed in range(first, first + int(sys.argv[1])):
+        found = jobs_difference(jobs_case(seed))
+        if found:
+            sys.exit(f"seed {seed}: {jobs_case(seed)}\n{found}")
+    print(f"{sys.argv[1]} cases: equal")

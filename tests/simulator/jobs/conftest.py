@@ -1,0 +1,10 @@
+"""Both forms of the simulator of several jobs, for the hand-computed tests."""
+
+import pytest
+
+from simulator.jobs import engine, reference
+
+
+@pytest.fixture(params=[reference.simulate_jobs, engine.simulate_jobs], ids=["reference", "engine"])
+def simulate_jobs(request):
+    return request.param

@@ -1,0 +1,40 @@
+"""Random jobs for property tests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import strategies as st
+
+from simulator import Job, Machine, Plan
+from tests.job_cases import JobsCase, least_limit
+from tests.strategies import machines, networks, plans, programs
+
+
+@st.composite
+def jobs(draw: st.DrawFn, name: str) -> Job:
+    """A job that may come late, leave early and change its plan."""
+    program = draw(programs(8) | networks())
+    if not program.ideal_ns:
+        program = program.with_durations([1] * len(program.kernels))
+    first, *others = draw(st.lists(plans(program, reruns=True) | st.just(Plan()), min_size=1, max_size=3))
+    times = sorted(draw(st.lists(st.integers(0, 400), min_size=len(others), max_size=len(others), unique=True)))
+    arrives, leaves = draw(st.integers(0, 200)), draw(st.none() | st.integers(0, 600))
+    iterations = draw(st.integers(1, 4)) if leaves is None else draw(st.none() | st.integers(1, 4))
+    return Job(name, program, first, arrives, iterations, leaves, tuple(zip(times, others, strict=True)))
+
+
+@st.composite
+def jobs_machines(draw: st.DrawFn) -> Machine:
+    """Machines on which switches cost, and kernels slow each other down."""
+    return replace(draw(machines()), switch_ns=draw(st.sampled_from([0, 0, 1, 7])),
+                   concurrency=draw(st.sampled_from([0.7, 1.0, 1.3, 2.5])))  # fmt: skip
+
+
+@st.composite
+def jobs_cases(draw: st.DrawFn, most: int = 3) -> JobsCase:
+    """From one job to so many, with more or less memory than they need."""
+    several = tuple(draw(jobs(f"j{i}")) for i in range(draw(st.integers(1, most))))
+    limit = least_limit(several) + draw(st.integers(0, 60) | st.integers(0, 300))
+    until = draw(st.none() | st.integers(0, 500))
+    return JobsCase(several, draw(jobs_machines()), limit, until, draw(st.sampled_from(["fifo", "shared"])))

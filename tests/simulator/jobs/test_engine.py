@@ -1,0 +1,108 @@
+"""engine.py is reference.py, compiled; JobsEngine says what the timelines say."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from simulator import Job, Kernel, Machine, Plan, PlanError, Program, Swap, Tensor, simulate
+from simulator.compiled.encoding import rows_of
+from simulator.jobs import JobsEngine, alone_ns, engine, without_limit
+from simulator.schedule import lower
+from tests import tiny
+from tests.job_cases import jobs_case, jobs_difference, least_limit
+from tests.simulator.jobs.strategies import jobs_cases, jobs_machines
+from tests.strategies import plans, programs
+
+
+@settings(max_examples=500, deadline=None)
+@given(jobs_cases(4))
+def test_engine_equals_reference(case):
+    assert jobs_difference(case) is None
+
+
+@pytest.mark.parametrize("first", range(0, 3000, 1000))
+def test_engine_equals_reference_in_many_cases(first):
+    for seed in range(first, first + 1000):
+        assert jobs_difference(jobs_case(seed)) is None, f"seed {seed}"
+
+
+def test_a_log_of_more_entries_than_expected():
+    """More than 4,096 of them."""
+    program = Program("one", (Tensor("x", 10),), (Kernel("k", "other", "forward", (), (0,), 10),))
+    timeline = engine.simulate_jobs([Job("a", program, Plan(), iterations=3000)], tiny.MACHINE, 100)
+    assert timeline.jobs[0].boundaries == tuple(range(10, 30_010, 10))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_a_score_is_what_the_timeline_says(data):
+    several = data.draw(st.lists(programs(8), min_size=1, max_size=3))
+    several = [p if p.ideal_ns else p.with_durations([1] * len(p.kernels)) for p in several]
+    chosen = [data.draw(plans(p, reruns=True)) for p in several]
+    machine, sharing = data.draw(jobs_machines()), data.draw(st.sampled_from(["fifo", "shared"]))
+    iterations, until = data.draw(st.sampled_from([(2, None), (None, 300), (3, 200)]))
+    jobs = [
+        Job(str(j), p, plan, iterations=iterations) for j, (p, plan) in enumerate(zip(several, chosen, strict=True))
+    ]
+    limit = least_limit(tuple(jobs)) + data.draw(st.integers(0, 100))
+    scorer = JobsEngine(several, machine, limit, until, iterations, sharing)
+    for given_plans in (chosen, [rows_of(plan.decisions) for plan in chosen]):
+        score = scorer.score(given_plans)
+        timeline = engine.simulate_jobs(jobs, machine, limit, until, sharing)
+        assert (score.peak_bytes, score.evictions) == (timeline.peak_bytes, len(timeline.evictions))
+        assert score.feasible == all(job.boundaries for job in timeline.jobs)
+        for job, ran in zip(score.jobs, timeline.jobs, strict=True):
+            assert job.iterations == len(ran.boundaries)
+            assert (job.admitted_ns, job.left_ns) == tuple(
+                -1 if t is None else t for t in (ran.admitted_ns, ran.left_ns)
+            )
+            assert job.mean_ns == ran.mean_ns or (math.isnan(job.mean_ns) and math.isnan(ran.mean_ns))
+    assert scorer.calls == 2
+
+
+def test_what_cannot_run_is_not_feasible():
+    """40 bytes of the host are needed, and 90 of memory for f2 alone, which reads 40 and writes 40 beside w."""
+    programs = [tiny.PROGRAM, tiny.PROGRAM]
+    least = least_limit((Job("a", tiny.PROGRAM, Plan()),))
+    assert JobsEngine(programs, tiny.MACHINE, least, iterations=1).score([Plan(), Plan()]).feasible
+    assert not JobsEngine(programs, tiny.MACHINE, least - 1, iterations=1).score([Plan(), Plan()]).feasible
+    small = replace(tiny.MACHINE, host_bytes=39)
+    assert not JobsEngine(programs, small, 300, iterations=1).score([tiny.SWAP_PLAN, Plan()]).feasible
+    assert not JobsEngine(programs, small, least, iterations=1).score([Plan(), Plan()]).feasible  # they are stuck
+    with pytest.raises(PlanError):
+        JobsEngine(programs, small, 300, iterations=1).score([Plan((Swap(1, 2, 3),)), Plan()])
+    with pytest.raises(ValueError, match="until_ns or iterations"):
+        JobsEngine(programs, small, 300)
+
+
+def test_an_engine_keeps_so_many_plans(monkeypatch):
+    monkeypatch.setattr(engine, "KEPT", 1)
+    alone = JobsEngine([tiny.PROGRAM], tiny.MACHINE, tiny.LIMIT, iterations=2)
+    wanted = [alone.score([plan]) for plan in (tiny.SWAP_PLAN, tiny.RECOMPUTE_PLAN)]
+    assert [alone.score([plan]) for plan in (tiny.SWAP_PLAN, tiny.RECOMPUTE_PLAN)] == wanted
+    assert [job.mean_ns for score in wanted for job in score.jobs] == [170, 130]
+
+
+def test_the_plans_of_two_jobs_make_room_for_each_other():
+    """Where both recompute, nothing is evicted on demand; without plans something is, and both are slower."""
+    two = JobsEngine([tiny.PROGRAM] * 2, tiny.MACHINE, 250, iterations=3)
+    planned, unplanned = two.score([tiny.RECOMPUTE_PLAN] * 2), two.score([Plan(), Plan()])
+    assert planned.evictions == 0 < unplanned.evictions
+    assert all(a.mean_ns < b.mean_ns for a, b in zip(planned.jobs, unplanned.jobs, strict=True))
+
+
+def test_what_the_time_is_measured_against():
+    jobs = [Job("a", tiny.PROGRAM, tiny.SWAP_PLAN, iterations=2), Job("b", tiny.PROGRAM, Plan(), iterations=2)]
+    assert alone_ns(jobs[0], tiny.MACHINE, tiny.LIMIT) == 170
+    free = without_limit(jobs, tiny.MACHINE)
+    assert not free.evictions and free.end_ns == 4 * tiny.PROGRAM.ideal_ns
+    assert not any(s.stream != "compute" for job in free.jobs for s in job.spans)
+
+
+def test_a_job_alone_is_as_fast_as_simulate_says():
+    machine = Machine("slow link", 1000, 10**9, 10**9, copy_latency_ns=3)
+    limit = lower(tiny.PROGRAM, tiny.SWAP_PLAN).required_bytes
+    score = JobsEngine([tiny.PROGRAM], machine, limit, iterations=5).score([tiny.SWAP_PLAN])
+    assert score.jobs[0].mean_ns == simulate(tiny.PROGRAM, tiny.SWAP_PLAN, machine, limit).iteration_ns
