@@ -6,9 +6,9 @@ environments. Prints one JSON object and nothing else.
 Its keys (experiments/README.md says how each is measured): ``simulate_us``, ``simulate_all_us``, ``speedup_vs_simpy``,
 ``speedup_vs_reference``, ``plan_us``, ``plan_speedup_vs_simpy``, ``plan_speedup_vs_reference``, ``search_calls_per_s``,
 ``scores_speedup``, ``capture_s``, ``home_search_s``, ``home_call_us``, ``env_steps_per_s``, ``cartpole_steps_per_s``,
-``smartpool_s``, ``smartpool_ratio``, ``portfolio_ratio``, ``optimal_s``, ``optimal_ratio``, ``first_command_s``;
-``home_paper_…`` is Table 3 of HOME. The engine, the SimPy model and the reference must agree on the iteration to the
-nanosecond, or there is no number.
+``jobs_simulate_ms``, ``jobs_plan_ms``, ``smartpool_s``, ``smartpool_ratio``, ``portfolio_ratio``, ``optimal_s``,
+``optimal_ratio``, ``first_command_s``; ``home_paper_…`` is Table 3 of HOME. The engine, the SimPy model and the
+reference must agree on the iteration to the nanosecond, or there is no number.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from omegaconf import DictConfig
 
 from agents.heuristics.autoswap import peak_gaps
 from experiments import cli
+from experiments.benchmarks.jobs import several
 from experiments.benchmarks.packing import packing
 from experiments.benchmarks.simulation import (
     batches,
@@ -72,9 +73,12 @@ def main(cfg: DictConfig) -> None:
             found[key][name] = value
     found |= HOME_PAPER
     found |= plans(cli.plain(cfg)["plans"], programs, machine, calls, cli.integer(cfg, "plan_calls", 20), seed)
-    env = str(cfg.env.workload)
-    if env not in programs:
-        programs[env] = capture(env, machine, 1)[1]
+    env, jobs = str(cfg.env.workload), [str(name) for name in cli.values(cfg.jobs, "workloads")]
+    for name in (env, *jobs):
+        if name not in programs:
+            programs[name] = capture(name, machine, 1)[1]
+    times, span_ns = cli.integer(cfg, "jobs.times", 1), cli.integer(cfg, "jobs.span_ns", 1)
+    found |= several([programs[name] for name in jobs], machine, float(cfg.jobs.limit), span_ns, times)
     walks, steps = cli.integer(cfg, "env.num_envs", 1), cli.integer(cfg, "env.steps", 1)
     found |= environment(programs[env], machine, float(cfg.env.limit), walks, steps, seed)
     found |= packing(blocks, perfect_blocks, pack_seconds, seed)
