@@ -6,7 +6,6 @@ so many cases:
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
@@ -17,7 +16,7 @@ from simulator.jobs import engine, reference
 from simulator.jobs.lowered import Lowered
 from simulator.jobs.nouns import Sharing
 from simulator.schedule import lower
-from tests.random_cases import machine_of, plan_of, program_of
+from tests.random_cases import compare, machine_of, plan_of, program_of
 
 
 class JobsCase(NamedTuple):
@@ -87,9 +86,4 @@ def jobs_difference(case: JobsCase) -> str | None:
 
 
 if __name__ == "__main__":
-    first = int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    for seed in range(first, first + int(sys.argv[1])):
-        found = jobs_difference(jobs_case(seed))
-        if found:
-            sys.exit(f"seed {seed}: {jobs_case(seed)}\n{found}")
-    print(f"{sys.argv[1]} cases: equal")
+    compare(jobs_case, jobs_difference)

@@ -8,8 +8,9 @@ Run as a command, it compares the compiled simulator with the reference on so ma
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from simulator import Decision, Kernel, Machine, Plan, Program, Recompute, Rerun, Swap, Tensor, Timeline
 from simulator.plan import PlanError
@@ -144,10 +145,15 @@ def difference(case: Case) -> str | None:
     return None
 
 
-if __name__ == "__main__":
+def compare(case_of: Callable[[int], Any], difference_of: Callable[[Any], str | None]) -> None:
+    """Draws as many cases as the command line says, from its first seed on; exits at the first difference."""
     first = int(sys.argv[2]) if len(sys.argv) > 2 else 0
     for seed in range(first, first + int(sys.argv[1])):
-        found = difference(case(seed))
+        found = difference_of(case_of(seed))
         if found:
-            sys.exit(f"seed {seed}: {case(seed)}\n{found}")
+            sys.exit(f"seed {seed}: {case_of(seed)}\n{found}")
     print(f"{sys.argv[1]} cases: equal")
+
+
+if __name__ == "__main__":
+    compare(case, difference)

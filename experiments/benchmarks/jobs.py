@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from statistics import median
+from collections.abc import Sequence
 
 from agents.heuristics.tensile import TENSILE
+from experiments.benchmarks.simulation import median_s
 from simulator.jobs.engine import JobsEngine
 from simulator.machine import Machine
 from simulator.program import Program
@@ -32,15 +31,6 @@ def several(
     if not engine.score(plans).feasible:
         raise AssertionError("TENSILE's plans cannot be simulated")
     return {
-        "jobs_simulate_ms": _median_ms(lambda: engine.score(plans), times),
-        "jobs_plan_ms": _median_ms(lambda: planner.plan_jobs(programs, machine, limit), times),
+        "jobs_simulate_ms": round(1e3 * median_s(lambda: engine.score(plans), times), 2),
+        "jobs_plan_ms": round(1e3 * median_s(lambda: planner.plan_jobs(programs, machine, limit), times), 2),
     }
-
-
-def _median_ms(work: Callable[[], object], times: int) -> float:
-    spent = []
-    for _ in range(times):
-        start = time.perf_counter()
-        work()
-        spent.append(time.perf_counter() - start)
-    return round(1e3 * median(spent), 2)
