@@ -85,7 +85,7 @@ def _left(w, j, gap):  # type: ignore[no-untyped-def]
         block = w.tables[plan.base + plan.row_block + gap]
         job.sync -= w.tables[plan.base + plan.row_sync + gap]
     _on_host(w, j, gap)
-    charge(w, -w.tables[plan.base + plan.nbytes + block])
+    charge(w, j, -w.tables[plan.base + plan.nbytes + block])
     note(w, w.now[NOW], w.now[NOW], L_LEFT, j, block, 0)
 
 
@@ -256,19 +256,22 @@ def fits(w, j, gap):  # type: ignore[no-untyped-def]
     plan = w.plans[job.plan]
     table, base = w.tables, plan.base
     block = table[base + plan.row_block + gap] if gap >= 0 else -1 - gap
-    room = w.settings[LIMIT] - table[base + plan.nbytes + block]
-    if w.now[USED] > room:
+    nbytes, served = table[base + plan.nbytes + block], w.now[SERVED] == j
+    if w.now[USED] > w.settings[LIMIT] - nbytes:
+        return False
+    room = (w.settings[LIMIT] if served else min(w.settings[LIMIT], job.share)) - nbytes
+    if job.held > room:
         return False
     if gap < 0:
         return True
     runs = 1 if job.running and table[base + plan.again + job.step] == 0 else 0
     p = job.position + runs
-    if p <= job.blocked:
+    if p <= job.blocked and not served:
         return False
     k = p % plan.n
     for at in range(p, w.by_row[j, GAP_BEFORE, gap]):
         if w.load[j, k] > room:
-            job.blocked = at
+            job.blocked = job.blocked if served else at
             return False
         k = k + 1 if k + 1 < plan.n else 0
     return True
@@ -293,7 +296,7 @@ def leave(w, j, gap):  # type: ignore[no-untyped-def]
     else:
         block = -1 - gap
         w.by_block[j, GAP_STATE, block] = RETURNS
-    charge(w, table[base + plan.nbytes + block])
+    charge(w, j, table[base + plan.nbytes + block])
     return table[base + plan.owner + block], block
 
 

@@ -77,6 +77,7 @@ def _world(jobs: Sequence[Job], plans: Sequence[Sequence[Lowered]], tables: Tabl
         for name, number in {
             "arrives": job.arrives_ns, "leaves": min(never, NEVER if job.leaves_ns is None else job.leaves_ns),
             "iterations": -1 if job.iterations is None else job.iterations, "reserved": reserved_bytes(plans[j]),
+            "share": NEVER if job.share is None else job.share,
             "first_plan": first, "n_plans": len(plans[j]), "end": NEVER, "admitted": -1, "left": -1, "ready_since": -1,
             "stale": 1, "first": NEVER, "offer": NEVER, "blocked": -1,
         }.items():  # fmt: skip

@@ -119,7 +119,7 @@ def _complete(w, j):  # type: ignore[no-untyped-def]
     job = w.jobs[j]
     plan = w.plans[job.plan]
     table, base, s = w.tables, plan.base, job.step
-    charge(w, -table[base + plan.gives + s])
+    charge(w, j, -table[base + plan.gives + s])
     note(w, w.now[NOW], w.now[NOW], L_END, j, 0, 0)
     job.step += 1
     job.looked = 0
@@ -184,7 +184,7 @@ def _part(w):  # type: ignore[no-untyped-def]
                     counted += size * w.by_block[j, COUNTED, b]
                 if state <= LEAVES or state == RETURNS:
                     nbytes += size
-            charge(w, -nbytes)
+            charge(w, j, -nbytes)
             w.now[HOST_LEFT] += job.reserved + counted
             job.stage = GONE
             job.left = w.now[NOW]
@@ -221,7 +221,7 @@ def _admit(w):  # type: ignore[no-untyped-def]
         job.plan = p
         job.admitted = job.since = job.boundary = now
         note(w, now, now, L_ADMIT, j, p - job.first_plan, 0)
-        charge(w, w.plans[p].start_bytes)
+        charge(w, j, w.plans[p].start_bytes)
         begin_rows(w, j)
 
 
@@ -320,7 +320,7 @@ def _start_steps(w):  # type: ignore[no-untyped-def]
             return
         job = w.jobs[best]
         plan = w.plans[job.plan]
-        charge(w, w.tables[plan.base + plan.takes + job.step])
+        charge(w, best, w.tables[plan.base + plan.takes + job.step])
         pause = 0
         if fifo and w.now[STEPPED] >= 0 and w.now[STEPPED] != best:
             pause = w.settings[SWITCH_NS]

@@ -7,8 +7,9 @@ from simulator.jobs.tables import N_LOG, PEAK, USED
 
 
 @stage
-def charge(w, nbytes):  # type: ignore[no-untyped-def]
-    """So many bytes more, or less, are in use."""
+def charge(w, j, nbytes):  # type: ignore[no-untyped-def]
+    """So many bytes more, or less, are in use, by job j."""
+    w.jobs[j].held += nbytes
     w.now[USED] += nbytes
     w.now[PEAK] = max(w.now[PEAK], w.now[USED])
 

@@ -30,6 +30,7 @@ class Job:
         iterations: it leaves after so many; None: it does not count them.
         leaves_ns: it leaves at the first end of an iteration from this time on.
         switches: (at_ns, plan), ascending: the plan takes effect at the job's first boundary from that time on.
+        share: bytes above which its swap-ins do not bring the job's own memory (rule 4); None: it may use all.
 
     Raises:
         ValueError: a time or a number is out of range.
@@ -42,12 +43,15 @@ class Job:
     iterations: int | None = None
     leaves_ns: int | None = None
     switches: tuple[tuple[int, Plan], ...] = ()
+    share: int | None = None
 
     def __post_init__(self) -> None:
         if self.arrives_ns < 0:
             raise ValueError(f"job {self.name!r}: arrives_ns is at least 0, not {self.arrives_ns}")
         if self.iterations is not None and self.iterations < 1:
             raise ValueError(f"job {self.name!r}: iterations are at least 1, not {self.iterations}")
+        if self.share is not None and self.share < 0:
+            raise ValueError(f"job {self.name!r}: share is at least 0, not {self.share}")
         if any(a >= b for (a, _), (b, _) in pairwise(self.switches)):
             raise ValueError(f"job {self.name!r}: the times of its switches are not ascending")
 

@@ -42,6 +42,7 @@ class Resident:
         self.evicted: dict[int, Gap] = {}  # on demand: by block
         self.early: list[Gap] = []  # come back, or coming, before their use
         self.memory: set[int] = set()  # blocks
+        self.held = 0  # their bytes
         self.host_copy: dict[int, int] = {}  # tensor -> the block that its valid copy on the host is of
         self.running = False
         self.waits_since = now  # when its last step ended

@@ -37,6 +37,7 @@ AWAY, COPIED, OTHERWISE = range(3)  # row_start: when the job begins its tensor 
 JOB = np.dtype([(name, np.int64) for name in (
     "arrives", "leaves", "iterations", "reserved", "first_plan", "n_plans",
     "stage",  # WAITING, PRESENT, LEAVING, GONE
+    "share", "held",  # NEVER: it has none; bytes that it holds
     "plan", "position", "step", "running", "end", "work", "entry", "since", "admitted", "left",
     "boundaries", "boundary",  # how many, and the last
     "ready_since",  # -1: its next step is not ready

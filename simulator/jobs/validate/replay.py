@@ -325,9 +325,14 @@ class Replay:
 
     def _best_offer(self) -> Running | None:
         """Whose tensor returns next, if the engine is free."""
-        fit = [r for r in self.present if r.offer and self.used + r.offer.block.nbytes <= self.limit
-               and r.has_room(r.offer, self.limit)]  # fmt: skip
+        fit = [r for r in self.present if r.offer and self._may_return(r, r.offer)]
         return min(fit, key=lambda r: (r.offered_since, r.index), default=None)
+
+    def _may_return(self, job: Running, gap: Gap) -> bool:
+        """Is there room for it, beside everything and, where nobody is to be helped, within the job's share?"""
+        share = self.limit if job.job.share is None or job is self.served else min(job.job.share, self.limit)
+        mine = sum(block.nbytes for block in job.memory) + gap.block.nbytes
+        return self.used + gap.block.nbytes <= self.limit and mine <= share and job.has_room(gap, share)
 
     def _next(self, stream: str, turn: Running | None, block: Block | None) -> Span | None:
         """What is recorded to start now: of the job and the tensor whose turn it is, if there is one."""
