@@ -50,11 +50,12 @@ def shares_of_work(programs: Sequence[Program], rounds: int = ROUNDS) -> tuple[i
 
 
 def jobs_of(programs: Sequence[Program], plans: Sequence[Plan | None], rounds: int = ROUNDS) -> tuple[Job, ...]:
-    """The jobs of the measure; None: the empty plan."""
+    """The jobs of the measure, each within its plan's limit; None: the empty plan."""
     work = shares_of_work(programs, rounds)
+    known = [plan or Plan((), program.fingerprint, "none") for program, plan in zip(programs, plans, strict=True)]
     return tuple(
-        Job(f"{i}: {program.name}", program, plan or Plan((), program.fingerprint, "none"), iterations=count)
-        for i, (program, plan, count) in enumerate(zip(programs, plans, work, strict=True))
+        Job(f"{i}: {program.name}", program, plan, iterations=count, within=True)
+        for i, (program, plan, count) in enumerate(zip(programs, known, work, strict=True))
     )
 
 
@@ -119,6 +120,7 @@ class SearchedSplit(Split):
 
     Every job is planned for ``parts`` limits between its smallest and its peak; of all combinations that fit together,
     the ``tried`` with the least sum of the iterations' overheads are simulated, and the one of least makespan is taken.
+    Every job keeps within what its plan needs and an equal part of what is left over.
     """
 
     def __init__(self, planner: str, parts: int = 7, tried: int = 12, **options: object) -> None:
@@ -135,17 +137,18 @@ class SearchedSplit(Split):
             if program.fingerprint not in known:
                 known[program.fingerprint] = self._menu(program, machine, limit)
         menus = [known[program.fingerprint] for program in programs]
-        combinations = [
-            (sum(entry[1] for entry in chosen), index)
-            for index in product(*(range(len(menu)) for menu in menus))
-            if sum((chosen := [menu[i] for menu, i in zip(menus, index, strict=True)])[j][0] for j in range(len(menus)))
-            <= limit
-        ]
+        combinations = []
+        for index in product(*(range(len(menu)) for menu in menus)):
+            entries = [menu[i] for menu, i in zip(menus, index, strict=True)]
+            if sum(least for least, *_ in entries) <= limit:
+                combinations.append((sum(overhead for _, overhead, _ in entries), index))
         if not combinations:
             raise Infeasible(f"{self.name}: no split of {limit:,} bytes gives every job a plan")
         best: tuple[int, tuple[Plan, ...]] | None = None
         for _, index in sorted(combinations)[: self.tried]:
-            plans = tuple(menu[i][2] for menu, i in zip(menus, index, strict=True))
+            chosen = [menu[i] for menu, i in zip(menus, index, strict=True)]
+            spare = (limit - sum(least for least, *_ in chosen)) // len(chosen)
+            plans = tuple(replace(plan, limit=least + spare) for least, _, plan in chosen)
             ns = makespan_ns(programs, plans, machine, limit)
             self.simulator_calls += 1
             if best is None or ns < best[0]:
@@ -168,5 +171,5 @@ class SearchedSplit(Split):
                 continue
             self.simulator_calls += planner.simulator_calls + 1
             timeline = simulate(program, plan, machine, part)
-            found.append((timeline.required_bytes, timeline.overhead, replace(plan, limit=part)))
+            found.append((timeline.required_bytes, timeline.overhead, plan))
         return found

@@ -54,8 +54,15 @@ def jobs_case(seed: int) -> JobsCase:
     jobs = tuple(job_of(rng, f"j{i}") for i in range(rng.choice([1, 2, 2, 2, 3, 3, 4])))
     machine = jobs_machine_of(rng)
     limit = least_limit(jobs) + rng.choice([0, 0, rng.randint(0, 40), rng.randint(0, 300)])
-    if rng.random() < 0.5:  # large and small shares, of some of them
-        jobs = tuple(replace(job, share=rng.choice([None, limit, limit // len(jobs), rng.randint(0, limit)])) for job in jobs)
+    if rng.random() < 0.5:  # some keep within limits, which are large or small
+        limits = [0, limit, limit // len(jobs), rng.randint(0, limit)]
+        jobs = tuple(
+            replace(
+                job, within=rng.random() < 0.7, plan=replace(job.plan, limit=rng.choice(limits)),
+                switches=tuple((at, replace(plan, limit=rng.choice(limits))) for at, plan in job.switches),
+            )
+            for job in jobs
+        )  # fmt: skip
     return JobsCase(jobs, machine, limit, rng.choice([None, None, rng.randint(0, 700)]), rng.choice(["fifo", "shared"]))
 
 

@@ -5,8 +5,8 @@ Ratios, batch, image and durations are those of Table 1 (tensile_table1.py), ove
 and the makespan of a fixed amount of work (agents/jobs.py), both against the jobs without plans in the same memory.
 
 1. TENSILE only swaps, at the smallest limit that it has plans for.
-2. vDNN and Capuchin plan job by job: vDNN offloads the inputs of all layers; Capuchin is held to parts of TENSILE's
-   peak that are in proportion to the jobs' own peaks (section 5.1).
+2. The others plan job by job: vDNN offloads the inputs of all layers; Capuchin (section 5.1) and the two that the paper
+   has not are held to parts of TENSILE's peak that are in proportion to the jobs' own peaks.
 3. Kernels of several jobs run one at a time, first come, first served.
 """
 
@@ -31,7 +31,8 @@ from simulator.plan import Plan
 from simulator.program import Program
 
 TITLE = "TENSILE, Table 2 and Figure 6: several jobs on one GPU"
-PLANNERS = {"vDNN": "vdnn_all", "Capuchin": "capuchin", "TENSILE": "tensile"}
+PLANNERS = {"vDNN": "vdnn_all", "Capuchin": "capuchin", "TENSILE": "tensile", "AutoSwap": "autoswap_swdoa",
+            "LP rounding": "lp_round"}  # fmt: skip
 METHODS = tuple(PLANNERS)
 PAPER = {  # of VGG x 1, 2, 3: MSR, EOR, CBR
     "vDNN": ((0.2822, 0.8507, 0.3317), (0.2368, 0.9103, 0.2602), (0.2613, 0.9202, 0.2840)),
@@ -63,7 +64,8 @@ def run(task: Row, machine: Machine) -> Row:
         "TENSILE": outcome(programs, lowest, machine),
     }
     limit = found["TENSILE"]["peak_bytes"] if found["TENSILE"] else sum(p.peak_bytes for p in programs)
-    found["Capuchin"] = outcome(programs, planned(Split("capuchin"), programs, machine, limit), machine)
+    for method in ("Capuchin", "AutoSwap", "LP rounding"):
+        found[method] = outcome(programs, planned(Split(PLANNERS[method]), programs, machine, limit), machine)
     return {"without": outcome(programs, without, machine), "methods": found}
 
 

@@ -259,7 +259,7 @@ def fits(w, j, gap):  # type: ignore[no-untyped-def]
     nbytes, served = table[base + plan.nbytes + block], w.now[SERVED] == j
     if w.now[USED] > w.settings[LIMIT] - nbytes:
         return False
-    room = (w.settings[LIMIT] if served else min(w.settings[LIMIT], job.share)) - nbytes
+    room = (w.settings[LIMIT] if served else min(w.settings[LIMIT], plan.share)) - nbytes
     if job.held > room:
         return False
     if gap < 0:

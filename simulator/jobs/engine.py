@@ -64,10 +64,12 @@ def _world(jobs: Sequence[Job], plans: Sequence[Sequence[Lowered]], tables: Tabl
     n = len(jobs)
     flat = [table for each in tables for table in each]
     at = [time for job in jobs for time in (-1, *(t for t, _ in job.switches))]
+    shares = [job.share(p) for job in jobs for p in range(len(job.plans))]
     records = np.zeros(len(flat), PLAN)
     base = 0
-    for i, (table, time) in enumerate(zip(flat, at, strict=True)):
-        for name, value in {**table.record, "base": base, "at_ns": time}.items():
+    for i, (table, time, share) in enumerate(zip(flat, at, shares, strict=True)):
+        own = NEVER if share is None else share
+        for name, value in {**table.record, "base": base, "at_ns": time, "share": own}.items():
             records[i][name] = value
         base += len(table.values)
     state = np.zeros(n, JOB)
@@ -77,7 +79,6 @@ def _world(jobs: Sequence[Job], plans: Sequence[Sequence[Lowered]], tables: Tabl
         for name, number in {
             "arrives": job.arrives_ns, "leaves": min(never, NEVER if job.leaves_ns is None else job.leaves_ns),
             "iterations": -1 if job.iterations is None else job.iterations, "reserved": reserved_bytes(plans[j]),
-            "share": NEVER if job.share is None else job.share,
             "first_plan": first, "n_plans": len(plans[j]), "end": NEVER, "admitted": -1, "left": -1, "ready_since": -1,
             "stale": 1, "first": NEVER, "offer": NEVER, "blocked": -1,
         }.items():  # fmt: skip
@@ -148,18 +149,21 @@ class JobsEngine:
     Args:
         limit: bytes, for all together.
         until_ns, iterations: when the jobs leave, as for ``simulate_jobs`` and ``Job``; one of them is given.
+        within: as for ``Job``.
 
     Raises:
         ValueError: neither is given.
     """
 
     def __init__(self, programs: Sequence[Program], machine: Machine, limit: int, until_ns: int | None = None,
-                 iterations: int | None = None, sharing: Sharing = "fifo"):  # fmt: skip
+                 iterations: int | None = None, sharing: Sharing = "fifo", within: bool = False):  # fmt: skip
         if until_ns is None and iterations is None:
             raise ValueError("expected until_ns or iterations")
         self.programs, self.machine, self.limit = tuple(programs), machine, limit
         self.until_ns, self.sharing, self.calls = until_ns, sharing, 0
-        self._jobs = [Job(str(j), program, Plan(), iterations=iterations) for j, program in enumerate(programs)]
+        self._jobs = [
+            Job(str(j), program, Plan(), iterations=iterations, within=within) for j, program in enumerate(programs)
+        ]
         self._known: list[dict[Plan, tuple[Lowered, Table]]] = [{} for _ in programs]
 
     def score(self, plans: Sequence[Plan | Ints]) -> JobsScore:

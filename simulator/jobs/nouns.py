@@ -30,7 +30,7 @@ class Job:
         iterations: it leaves after so many; None: it does not count them.
         leaves_ns: it leaves at the first end of an iteration from this time on.
         switches: (at_ns, plan), ascending: the plan takes effect at the job's first boundary from that time on.
-        share: bytes above which its swap-ins do not bring the job's own memory (rule 4); None: it may use all.
+        within: its swap-ins do not bring its own memory above the limit that the plan was made for (rule 4).
 
     Raises:
         ValueError: a time or a number is out of range.
@@ -43,15 +43,13 @@ class Job:
     iterations: int | None = None
     leaves_ns: int | None = None
     switches: tuple[tuple[int, Plan], ...] = ()
-    share: int | None = None
+    within: bool = False
 
     def __post_init__(self) -> None:
         if self.arrives_ns < 0:
             raise ValueError(f"job {self.name!r}: arrives_ns is at least 0, not {self.arrives_ns}")
         if self.iterations is not None and self.iterations < 1:
             raise ValueError(f"job {self.name!r}: iterations are at least 1, not {self.iterations}")
-        if self.share is not None and self.share < 0:
-            raise ValueError(f"job {self.name!r}: share is at least 0, not {self.share}")
         if any(a >= b for (a, _), (b, _) in pairwise(self.switches)):
             raise ValueError(f"job {self.name!r}: the times of its switches are not ascending")
 
@@ -59,6 +57,10 @@ class Job:
     def plans(self) -> tuple[Plan, ...]:
         """The plan of the start, and those that are switched to."""
         return (self.plan, *(plan for _, plan in self.switches))
+
+    def share(self, plan: int) -> int | None:
+        """Bytes that its swap-ins keep within under this one of its plans; None: all may be used."""
+        return (self.plans[plan].limit or None) if self.within else None
 
 
 class Stall(NamedTuple):

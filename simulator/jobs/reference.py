@@ -16,8 +16,8 @@
    was issued before the first swap-out goes before it (choice b there); what was issued when is counted in kernels of
    all jobs.
 4. Does a swap-in fit? Now, beside all that is in use; and until its use, by its own job's planned residency alone.
-   A job with a ``share`` has its swap-ins fit that, too: now, beside what it holds itself, and until their use. Steps
-   take what is free all the same. While a job is served (6) its share is not asked for.
+   The swap-ins of a job ``within`` its plan's limit fit that, too: now, beside what it holds itself, and until their
+   use. Its steps take what is free all the same. While it is served (6) its plan's limit is not asked for.
 5. A job begins at the first instant from its arrival on at which there is room for what is resident before its first
    iteration and for what its first step allocates and waits for; FIFO by arrival (then by job). The host keeps free
    what its plan holds there (rule 9), which must fit, too. A job that would have to leave before that never begins. At
@@ -352,7 +352,7 @@ class _Machine:
         self._set_ends()
 
     def _fits(self, job: Resident, gap: Gap) -> bool:
-        nbytes, share = job.schedule.blocks[gap.block].nbytes, job.job.share
+        nbytes, share = job.schedule.blocks[gap.block].nbytes, job.job.share(job.plan)
         own = self.limit if share is None or self.served is job else min(share, self.limit)
         return self.used + nbytes <= self.limit and job.held + nbytes <= own and job.has_room(gap, own)
 

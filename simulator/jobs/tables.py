@@ -21,6 +21,7 @@ from simulator.plan import Swap
 # Where things are in a plan's table; ``base``: where the table is among those of all.
 PLAN = np.dtype([(name, np.int64) for name in (
     "base", "at_ns", "n", "n_steps", "n_rows", "n_blocks", "n_persistent", "start_bytes", "admission_bytes",
+    "share",  # NEVER: all memory
     # Per step: the kernel for which it runs, does it run again, ns, bytes that it allocates and frees, ns before it.
     "before", "again", "lasts", "takes", "gives", "begins",
     # Lists, per step: tensors that must be there, of those that are swapped; blocks that it touches; tensors that it
@@ -37,7 +38,7 @@ AWAY, COPIED, OTHERWISE = range(3)  # row_start: when the job begins its tensor 
 JOB = np.dtype([(name, np.int64) for name in (
     "arrives", "leaves", "iterations", "reserved", "first_plan", "n_plans",
     "stage",  # WAITING, PRESENT, LEAVING, GONE
-    "share", "held",  # NEVER: it has none; bytes that it holds
+    "held",  # bytes
     "plan", "position", "step", "running", "end", "work", "entry", "since", "admitted", "left",
     "boundaries", "boundary",  # how many, and the last
     "ready_since",  # -1: its next step is not ready

@@ -54,6 +54,17 @@ def test_memory_is_split_by_peaks() -> None:
         Split("autoswap_doa").plan_jobs([PROGRAM, double], MACHINE, limit // 3)
 
 
+def test_jobs_within_their_limits_do_not_take_from_each_other() -> None:
+    # Without prefetch triggers tensors come back into memory that is free, and that others need.
+    programs = [PROGRAM] * 3
+    limit = int(0.55 * sum(program.peak_bytes for program in programs))
+    within = jobs_of(programs, Split("autoswap_doa").plan_jobs(programs, MACHINE, limit))
+    free = [replace(job, within=False) for job in within]
+    kept, taken = (simulate_jobs(jobs, MACHINE, limit) for jobs in (within, free))
+    assert not kept.evictions and taken.evictions
+    assert kept.end_ns < taken.end_ns
+
+
 def test_a_searched_split_is_no_worse() -> None:
     programs = [PROGRAM, SLOWER]  # the slower hides its transfers: it can do with less
     limit = int(0.6 * sum(program.peak_bytes for program in programs))

@@ -153,7 +153,7 @@ class _Run:
             self.used[j] = self.times[j]
             job = self.planned.get(j)
             if job is None:
-                self.planned[j] = replace(self.jobs[j], plan=plan, switches=())
+                self.planned[j] = replace(self.jobs[j], plan=plan, switches=(), within=True)
             elif plan.decisions != job.plans[-1].decisions:
                 before = tuple(one for one in job.switches if one[0] < now)
                 self.planned[j] = replace(job, switches=(*before, (now, plan)))

@@ -330,7 +330,8 @@ class Replay:
 
     def _may_return(self, job: Running, gap: Gap) -> bool:
         """Is there room for it, beside everything and, where nobody is to be helped, within the job's share?"""
-        share = self.limit if job.job.share is None or job is self.served else min(job.job.share, self.limit)
+        share = job.job.plans[job.part].limit if job.job.within else 0
+        share = min(share, self.limit) if share and job is not self.served else self.limit
         mine = sum(block.nbytes for block in job.memory) + gap.block.nbytes
         return self.used + gap.block.nbytes <= self.limit and mine <= share and job.has_room(gap, share)
 
