@@ -18,7 +18,7 @@ RENAMED = {  # keys of older versions
 class DQNConfig:
     """Hyperparameters; the names are the keys of configs/agent/*.yaml."""
 
-    episodes: int = 300
+    episodes: int = 160
     mode: str = "joint"  # swap, recompute or joint
     min_bytes: int = 2**20
     num_envs: int = 8
