@@ -33,7 +33,8 @@ def test_every_figure_of_a_preset_has_its_source():
                 figures.add(figure[2])
                 if figure[2] != "free_ns":  # the source of malloc_ns is its source too
                     assert re.match(r" +# .{4}", figure[4]), f"{path.name}: {line}"
-        assert figures == {name for name, value in Machine.load(path.stem).to_dict().items() if isinstance(value, int | float)}
+        values = Machine.load(path.stem).to_dict()
+        assert figures == {name for name, value in values.items() if isinstance(value, int | float)}
 
 
 def test_the_presets_of_the_readme_exist():
