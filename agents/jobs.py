@@ -4,8 +4,7 @@ The measure is the **makespan** of a fixed amount of work: every job comes at 0 
 about as long, alone, as the others (``shares_of_work``). Its overhead is over the makespan with unlimited memory and no
 plans, so that what the jobs cost each other by sharing the kernels' time is in both.
 
-A planner of several jobs has ``plan_jobs``: TENSILE (heuristics/tensile/), ``Split`` and ``SearchedSplit`` here, and
-``JointAnnealing`` (search/joint_annealing.py).
+A planner of several jobs has ``plan_jobs``: TENSILE (heuristics/tensile/), ``Split`` and ``SearchedSplit`` here.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ from typing import Protocol
 import agents
 from agents.bound import floor
 from agents.planner import Infeasible, Planner
-from simulator.jobs import Job, simulate_jobs
+from simulator.compiled.engine import simulate
+from simulator.jobs import Job, simulate_jobs, without_limit
 from simulator.jobs.nouns import Sharing
 from simulator.machine import Machine
 from simulator.plan import Plan
@@ -71,9 +71,7 @@ def unlimited_ns(
     programs: Sequence[Program], machine: Machine, sharing: Sharing = "fifo", rounds: int = ROUNDS
 ) -> int:  # fmt: skip
     """The makespan with memory for everything and no plans."""
-    everything = sum(program.peak_bytes for program in programs)
-    jobs = jobs_of(programs, [None] * len(programs), rounds)
-    return simulate_jobs(jobs, machine, everything, sharing=sharing).end_ns
+    return without_limit(jobs_of(programs, [None] * len(programs), rounds), machine, sharing=sharing).end_ns
 
 
 def floor_ns(programs: Sequence[Program], machine: Machine, limit: int, rounds: int = ROUNDS) -> int:
@@ -158,8 +156,6 @@ class SearchedSplit(Split):
 
     def _menu(self, program: Program, machine: Machine, limit: int) -> list[tuple[int, float, Plan]]:
         """(bytes needed, overhead, plan) of one program, for limits down to the smallest that has a plan."""
-        from simulator.compiled.engine import simulate
-
         planner, found = self._make(), []
         top = min(limit, program.peak_bytes)
         for i in range(self.parts):
