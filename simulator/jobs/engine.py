@@ -52,6 +52,11 @@ class JobsScore(NamedTuple):
     peak_bytes: int
     evictions: int  # on demand
 
+    @property
+    def makespan_ns(self) -> int:
+        """When the last job left."""
+        return max((job.left_ns for job in self.jobs), default=0)
+
 
 def _world(jobs: Sequence[Job], plans: Sequence[Sequence[Lowered]], tables: Tables, machine: Machine, limit: int,
            until_ns: int | None, sharing: Sharing, entries: int) -> World:  # fmt: skip
@@ -149,6 +154,7 @@ class JobsEngine:
     Args:
         limit: bytes, for all together.
         until_ns, iterations: when the jobs leave, as for ``simulate_jobs`` and ``Job``; one of them is given.
+            Iterations may be those of each job.
         within: as for ``Job``.
 
     Raises:
@@ -156,13 +162,16 @@ class JobsEngine:
     """
 
     def __init__(self, programs: Sequence[Program], machine: Machine, limit: int, until_ns: int | None = None,
-                 iterations: int | None = None, sharing: Sharing = "fifo", within: bool = False):  # fmt: skip
+                 iterations: int | Sequence[int] | None = None, sharing: Sharing = "fifo",
+                 within: bool = False):  # fmt: skip
         if until_ns is None and iterations is None:
             raise ValueError("expected until_ns or iterations")
         self.programs, self.machine, self.limit = tuple(programs), machine, limit
         self.until_ns, self.sharing, self.calls = until_ns, sharing, 0
+        counts = iterations if isinstance(iterations, Sequence) else [iterations] * len(programs)
         self._jobs = [
-            Job(str(j), program, Plan(), iterations=iterations, within=within) for j, program in enumerate(programs)
+            Job(str(j), program, Plan(), iterations=count, within=within)
+            for j, (program, count) in enumerate(zip(programs, counts, strict=True))
         ]
         self._known: list[dict[Plan, tuple[Lowered, Table]]] = [{} for _ in programs]
 
