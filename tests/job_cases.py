@@ -11,7 +11,7 @@ from dataclasses import replace
 from random import Random
 from typing import NamedTuple
 
-from simulator import Job, JobsDeadlock, JobsTimeline, Machine, OutOfMemory, Plan, PlanError
+from simulator import Job, JobsDeadlock, JobsTimeline, Machine, OutOfMemory, Plan, PlanError, Program
 from simulator.jobs import engine, reference
 from simulator.jobs.lowered import Lowered
 from simulator.jobs.nouns import Sharing
@@ -36,7 +36,7 @@ def jobs_machine_of(rng: Random) -> Machine:
 
 
 def job_of(rng: Random, name: str) -> Job:
-    """It may come late, leave early and change its plan."""
+    """It may come late, leave early, change its plan and have kernels that take more or less time."""
     program = program_of(rng)
     if not program.ideal_ns:
         program = program.with_durations([1] * len(program.kernels))
@@ -45,7 +45,14 @@ def job_of(rng: Random, name: str) -> Job:
     arrives = rng.choice([0, 0, rng.randint(0, 300)])
     iterations = rng.choice([None, rng.randint(1, 4)])
     leaves = arrives + rng.randint(0, 800) if iterations is None or rng.random() < 0.2 else None
-    return Job(name, program, plans[0], arrives, iterations, leaves, tuple(zip(times, plans[1:], strict=True)))
+    job = Job(name, program, plans[0], arrives, iterations, leaves, tuple(zip(times, plans[1:], strict=True)))
+    rows = rng.choice([0, 0, 1, 2, 3])
+    return replace(job, durations=tuple(durations_of(rng, program) for _ in range(rows)))
+
+
+def durations_of(rng: Random, program: Program) -> tuple[int, ...]:
+    """Other times of a program's kernels, at least one above 0."""
+    return (*(rng.randint(0, 40) for _ in program.kernels[1:]), rng.randint(1, 40))
 
 
 def jobs_case(seed: int) -> JobsCase:

@@ -74,16 +74,18 @@ def _world(jobs: Sequence[Job], plans: Sequence[Sequence[Lowered]], tables: Tabl
         base += len(table.values)
     state = np.zeros(n, JOB)
     never = NEVER if until_ns is None else until_ns
-    first = 0
+    first = rows = 0
     for j, job in enumerate(jobs):
         for name, number in {
             "arrives": job.arrives_ns, "leaves": min(never, NEVER if job.leaves_ns is None else job.leaves_ns),
             "iterations": -1 if job.iterations is None else job.iterations, "reserved": reserved_bytes(plans[j]),
-            "first_plan": first, "n_plans": len(plans[j]), "end": NEVER, "admitted": -1, "left": -1, "ready_since": -1,
-            "stale": 1, "first": NEVER, "offer": NEVER, "blocked": -1,
+            "first_plan": first, "n_plans": len(plans[j]), "durations": rows, "n_durations": len(job.durations),
+            "end": NEVER, "admitted": -1, "left": -1, "ready_since": -1, "stale": 1, "first": NEVER, "offer": NEVER,
+            "blocked": -1,
         }.items():  # fmt: skip
             state[j][name] = number
         first += len(plans[j])
+        rows += len(job.durations) * len(job.program.kernels)
     most = {name: max((t.record[name] for t in flat), default=0) for name in ("n", "n_rows", "n_blocks")}
     tensors = max((len(job.program.tensors) for job in jobs), default=0)
     now = np.zeros(STATE, np.int64)
@@ -97,6 +99,7 @@ def _world(jobs: Sequence[Job], plans: Sequence[Sequence[Lowered]], tables: Tabl
         records,
         state,
         np.array(sorted(range(n), key=lambda j: (jobs[j].arrives_ns, j)), np.int64),
+        np.array([ns for job in jobs for row in job.durations for ns in row], np.int64),
         np.full((n, 2, tensors), -1, np.int64),
         np.zeros((n, 3, most["n_rows"]), np.int64),
         np.zeros((n, 5, most["n_blocks"]), np.int64),

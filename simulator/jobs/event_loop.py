@@ -324,9 +324,13 @@ def _start_steps(w):  # type: ignore[no-untyped-def]
         pause = 0
         if fifo and w.now[STEPPED] >= 0 and w.now[STEPPED] != best:
             pause = w.settings[SWITCH_NS]
+        lasts = w.tables[plan.base + plan.lasts + job.step]
+        if job.n_durations:
+            row = job.durations + job.boundaries % job.n_durations * plan.n
+            lasts = w.durations[row + w.tables[plan.base + plan.kernel + job.step]]
         _reckon_compute(w)
         job.running = 1
-        job.work = (pause + w.tables[plan.base + plan.lasts + job.step]) * ALONE
+        job.work = (pause + lasts) * ALONE
         job.entry = note(w, now, 0, L_STEP, best, pause, 0)
         job.ready_since = -1
         w.now[RUNNING] += 1

@@ -131,7 +131,8 @@ def check(jobs: Sequence[Job], plans: Sequence[Sequence[Lowered]], machine: Mach
                 f"job {job.name!r} has no end: give it iterations or leaves_ns, or the simulation until_ns"
             )
         for plan in lowered:
-            if job.iterations is None and not plan.begins[-1]:
+            ns = sum(map(sum, job.durations)) if job.durations else plan.begins[-1]
+            if job.iterations is None and not ns:
                 raise ValueError(f"job {job.name!r} takes no time: give it iterations")
             if plan.admission_bytes > limit:
                 used = plan.start_bytes

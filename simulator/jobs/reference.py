@@ -48,6 +48,8 @@
    be full, a candidate is passed over.
 10. A job leaves after ``iterations``, or at its first boundary from ``leaves_ns`` on; from ``until_ns`` on they all
     do. The simulation ends when all have left.
+11. Kernels, and those that run again, take the time of their plan's variants, else the program's; with ``durations``
+    that of the iteration's row. What it will be is not known before: 6 (b) goes by the former all the same.
 
 At one instant: copies complete (d2h first), steps complete (by job), jobs that leave are gone, jobs are admitted,
 copies start (d2h first), steps start. A waiting job's stall is for compute where its step is ready, else for data
@@ -385,7 +387,7 @@ class _Machine:
             job.spans.append(Span(self.now, begin, "compute", "switch", step.kernel))
         job.spans.append(Span(begin, 0, "compute", "recompute" if step.rerun else "kernel", step.kernel))
         self._reckon_compute()
-        lasts = begin - self.now + job.schedule.program.kernels[step.kernel].duration_ns
+        lasts = begin - self.now + job.lasts_ns(step.kernel)
         self.steps.append(_Work(job, len(job.spans) - 1, lasts * ALONE))
         self._set_ends()
         job.running, job.ready_since, self.stepped = True, None, job

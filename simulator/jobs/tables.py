@@ -22,8 +22,9 @@ from simulator.plan import Swap
 PLAN = np.dtype([(name, np.int64) for name in (
     "base", "at_ns", "n", "n_steps", "n_rows", "n_blocks", "n_persistent", "start_bytes", "admission_bytes",
     "share",  # NEVER: all memory
-    # Per step: the kernel for which it runs, does it run again, ns, bytes that it allocates and frees, ns before it.
-    "before", "again", "lasts", "takes", "gives", "begins",
+    # Per step: the kernel for which it runs, does it run again, ns, bytes that it allocates and frees, ns before it,
+    # kernel.
+    "before", "again", "lasts", "takes", "gives", "begins", "kernel",
     # Lists, per step: tensors that must be there, of those that are swapped; blocks that it touches; tensors that it
     # writes, each with its block, or uses last (block -1), where they can have a copy; rows copied at its end, opened.
     "waits", "touched", "writes", "copies", "opens",
@@ -37,6 +38,7 @@ AWAY, COPIED, OTHERWISE = range(3)  # row_start: when the job begins its tensor 
 
 JOB = np.dtype([(name, np.int64) for name in (
     "arrives", "leaves", "iterations", "reserved", "first_plan", "n_plans",
+    "durations", "n_durations",  # its first row, and how many; 0: the plan's ns
     "stage",  # WAITING, PRESENT, LEAVING, GONE
     "held",  # bytes
     "plan", "position", "step", "running", "end", "work", "entry", "since", "admitted", "left",
@@ -79,6 +81,7 @@ class World(NamedTuple):
     plans: NDArray[Any]
     jobs: NDArray[Any]
     arrivals: Ints  # jobs in the order in which they arrive
+    durations: Ints  # rows of all jobs
     by_tensor: Ints  # (jobs, 2, tensors)
     by_row: Ints  # (jobs, 3, rows)
     by_block: Ints  # (jobs, 5, blocks)
@@ -132,6 +135,7 @@ def table_of(plan: Lowered, machine: Machine) -> Table:
     column("takes", (sum(blocks[b].nbytes for b in s.allocates) for s in steps))
     column("gives", (sum(blocks[b].nbytes for b in s.frees) for s in steps))
     column("begins", plan.begins)
+    column("kernel", (s.kernel for s in steps))
     lists("waits", [sorted(s.waits & swapped) for s in steps])
     lists("touched", [sorted(b) for b in plan.touched])
     lists("writes", [_writes(plan, i, swapped) for i in range(len(steps))])

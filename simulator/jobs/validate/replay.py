@@ -406,7 +406,9 @@ class Replay:
             self._need(right, "switch", f"the switch to job {job.ran.name!r} takes another time")
             for block in piece.step.takes:
                 self._charge(job, block, 1)
-            lasts = switch + job.now.steps.program.kernels[piece.span.index].duration_ns
+            rows, k = job.job.durations, piece.span.index
+            planned = job.now.steps.program.kernels[k].duration_ns
+            lasts = switch + (rows[job.iterations % len(rows)][k] if rows else planned)
             self.steps[job.index] = Work(job, piece.span._replace(start_ns=self.now), lasts * LONE)
             job.running, job.ready_since, self.last = piece, None, job
             self.served = None if self.served is job else self.served

@@ -13,7 +13,7 @@ from tests.strategies import machines, networks, plans, programs
 
 @st.composite
 def jobs(draw: st.DrawFn, name: str) -> Job:
-    """A job that may come late, leave early and change its plan."""
+    """A job that may come late, leave early, change its plan and have kernels that take more or less time."""
     program = draw(programs(8) | networks())
     if not program.ideal_ns:
         program = program.with_durations([1] * len(program.kernels))
@@ -21,7 +21,10 @@ def jobs(draw: st.DrawFn, name: str) -> Job:
     times = sorted(draw(st.lists(st.integers(0, 400), min_size=len(others), max_size=len(others), unique=True)))
     arrives, leaves = draw(st.integers(0, 200)), draw(st.none() | st.integers(0, 600))
     iterations = draw(st.integers(1, 4)) if leaves is None else draw(st.none() | st.integers(1, 4))
-    return Job(name, program, first, arrives, iterations, leaves, tuple(zip(times, others, strict=True)))
+    row = st.lists(st.integers(0, 40), min_size=len(program.kernels), max_size=len(program.kernels)).filter(any)
+    rows = draw(st.lists(row.map(tuple), max_size=3))
+    switches = tuple(zip(times, others, strict=True))
+    return Job(name, program, first, arrives, iterations, leaves, switches, durations=tuple(rows))
 
 
 @st.composite

@@ -29,6 +29,16 @@ def compute(job):
 # ------------------------------------------------------------------------------------------------ compute
 
 
+def test_kernels_that_take_more_time_in_every_other_iteration(simulate_jobs):
+    """Recomputed ones, too: what iterations of tiny take under RECOMPUTE_PLAN is its kernels and f1 once more."""
+    plain, slow = tuple(k.duration_ns for k in tiny.PROGRAM.kernels), tuple(range(1, len(tiny.PROGRAM.kernels) + 1))
+    job = Job("a", tiny.PROGRAM, tiny.RECOMPUTE_PLAN, iterations=3, durations=(plain, slow))
+    job = simulate_jobs([job], tiny.MACHINE, tiny.LIMIT).jobs[0]
+    assert job.iterations_ns == (sum(plain) + plain[0], sum(slow) + slow[0], sum(plain) + plain[0])
+    assert [s.end_ns - s.start_ns for s in job.spans if s.kind == "recompute"] == [plain[0], slow[0], plain[0]]
+    assert job.ideal_ns == sum(plain)
+
+
 def test_kernels_take_turns(simulate_jobs):
     """b has been ready since 0 when a's second kernel is at 10."""
     jobs = [Job("a", one_kernel(10), Plan(), iterations=2), Job("b", one_kernel(10), Plan(), iterations=2)]
@@ -237,6 +247,12 @@ def test_what_is_not_a_simulation(simulate_jobs):
         simulate_jobs([Job("a", one_kernel(0), Plan(), leaves_ns=10)], MACHINE, 100)
     with pytest.raises(PlanError, match="job 'a': its plans have 40 bytes on the host"):
         simulate_jobs([Job("a", tiny.PROGRAM, tiny.SWAP_PLAN, iterations=1)], replace(MACHINE, host_bytes=39), 150)
+    lasting = replace(Job("a", one_kernel(10), Plan(), leaves_ns=10), durations=((0,), (0,)))
+    with pytest.raises(ValueError, match="job 'a' takes no time"):
+        simulate_jobs([lasting], MACHINE, 100)
+    for wrong in ({"durations": ((1,) * 7,)}, {"durations": ((1,) * 7 + (-1,),)}):
+        with pytest.raises(ValueError, match=r"job 'a': durations\[0\]: expected 8 integers"):
+            Job("a", tiny.PROGRAM, Plan(), **wrong)
     for wrong in ({"arrives_ns": -1}, {"iterations": 0}, {"switches": ((5, Plan()), (5, Plan()))}):
         with pytest.raises(ValueError, match="job 'a'"):
             Job("a", tiny.PROGRAM, Plan(), **wrong)
