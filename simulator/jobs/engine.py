@@ -1,14 +1,15 @@
 """The rules of reference.py, compiled: equal to it to the nanosecond.
 
 ``simulate_jobs`` is the public call. ``JobsEngine`` is for planners, which score many plans of the same programs: it
-makes no timeline, and lowers a plan once only. Read tables.py, event_loop.py and away.py first.
+makes no timeline. Both lower a plan that comes again once only. Read tables.py, event_loop.py and away.py first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,8 +32,35 @@ from simulator.plan import Plan, PlanError
 from simulator.program import Program
 from simulator.reference import OutOfMemory
 
-KEPT = 1024  # plans of a program that an engine keeps lowered
+KEPT = 1024  # plans that an engine keeps lowered
 Tables = Sequence[Sequence[Table]]
+Durations = tuple[tuple[int, ...], ...]  # as Job.durations
+
+
+class _Same:
+    """A program or a machine in the key of a cache: equal to itself only."""
+
+    def __init__(self, of: Any):
+        self.of = of
+
+    def __hash__(self) -> int:
+        return id(self.of)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.of is other.of
+
+
+def _prepared(program: _Same, machine: _Same, plan: Plan) -> tuple[Lowered, Table]:
+    lowered = Lowered.of(program.of, plan)
+    return lowered, table_of(lowered, machine.of)
+
+
+_known = lru_cache(256)(_prepared)  # of simulate_jobs
+
+
+def _key(program: Program, machine: Machine, plan: Plan) -> tuple[_Same, _Same, Plan]:
+    """What a schedule and its table follow from."""
+    return _Same(program), _Same(machine), replace(plan, planner="", limit=0, machine="")
 
 
 class JobScore(NamedTuple):
@@ -99,7 +127,7 @@ def _world(jobs: Sequence[Job], plans: Sequence[Sequence[Lowered]], tables: Tabl
         records,
         state,
         np.array(sorted(range(n), key=lambda j: (jobs[j].arrives_ns, j)), np.int64),
-        np.array([ns for job in jobs for row in job.durations for ns in row], np.int64),
+        np.concatenate([np.zeros(0, np.int64), *(np.array(job.durations, np.int64).ravel() for job in jobs)]),
         np.full((n, 2, tensors), -1, np.int64),
         np.zeros((n, 3, most["n_rows"]), np.int64),
         np.zeros((n, 5, most["n_blocks"]), np.int64),
@@ -131,9 +159,10 @@ def simulate_jobs(
         OutOfMemory: a step of a job does not fit under the limit with everything else away.
         JobsDeadlock: no job can go on, because the host is full.
     """
-    plans = [[Lowered.of(job.program, plan) for plan in job.plans] for job in jobs]
+    known = [[_known(*_key(job.program, machine, plan)) for plan in job.plans] for job in jobs]
+    plans = [[lowered for lowered, _ in each] for each in known]
+    tables = [[table for _, table in each] for each in known]
     check(jobs, plans, machine, limit, until_ns)
-    tables = [[table_of(plan, machine) for plan in each] for each in plans]
     entries, room = 4096, 0
     while entries > room:
         room = entries
@@ -153,35 +182,45 @@ class JobsEngine:
         limit: bytes, for all together.
         until_ns, iterations: when the jobs leave, as for ``simulate_jobs`` and ``Job``; one of them is given.
         within: as for ``Job``.
+        shares: bytes that each job's swap-ins keep within, in the place of its plan's limit; 0: all may be used.
 
     Raises:
-        ValueError: neither is given.
+        ValueError: neither is given, or the shares are not one for each program.
     """
 
     def __init__(self, programs: Sequence[Program], machine: Machine, limit: int, until_ns: int | None = None,
-                 iterations: int | None = None, sharing: Sharing = "fifo", within: bool = False):  # fmt: skip
+                 iterations: int | None = None, sharing: Sharing = "fifo", within: bool = False,
+                 shares: Sequence[int] | None = None):  # fmt: skip
         if until_ns is None and iterations is None:
             raise ValueError("expected until_ns or iterations")
+        if shares is not None and len(shares) != len(programs):
+            raise ValueError(f"expected {len(programs)} shares, got {len(shares)}")
         self.programs, self.machine, self.limit = tuple(programs), machine, limit
-        self.until_ns, self.sharing, self.calls = until_ns, sharing, 0
+        self.until_ns, self.sharing, self.calls, self.shares = until_ns, sharing, 0, shares
+        within = within or shares is not None
         self._jobs = [
             Job(str(j), program, Plan(), iterations=iterations, within=within) for j, program in enumerate(programs)
         ]
-        self._known: list[dict[Plan, tuple[Lowered, Table]]] = [{} for _ in programs]
+        self._known = lru_cache(KEPT)(_prepared)
 
-    def score(self, plans: Sequence[Plan | Ints]) -> JobsScore:
+    def score(self, plans: Sequence[Plan | Ints], sample: Sequence[Durations] | None = None) -> JobsScore:
         """Simulates the jobs under a plan each; a plan that is given often is lowered once.
 
         Args:
             plans: a Plan, or its decisions as rows (``compiled.encoding.rows_of``), for each program.
+            sample: ``Job.durations`` for each program; None: the programs' own.
 
         Raises:
             PlanError: a plan does not fit its program.
+            ValueError: a sample's durations do not fit their program.
         """
         self.calls += 1
         given = [plan if isinstance(plan, Plan) else Plan(decisions_of(plan)) for plan in plans]
-        jobs = [replace(job, plan=plan) for job, plan in zip(self._jobs, given, strict=True)]
-        known = [self._lowered(j, plan) for j, plan in enumerate(given)]
+        known = [self._known(*_key(p, self.machine, q)) for p, q in zip(self.programs, given, strict=True)]
+        if self.shares is not None:
+            given = [replace(plan, limit=share) for plan, share in zip(given, self.shares, strict=True)]
+        rows = [()] * len(given) if sample is None else sample
+        jobs = [replace(j, plan=q, durations=d) for j, q, d in zip(self._jobs, given, rows, strict=True)]
         lowered = [[plan] for plan, _ in known]
         try:
             check(jobs, lowered, self.machine, self.limit, self.until_ns)
@@ -194,14 +233,9 @@ class JobsEngine:
         feasible = status != DEADLOCK and all(job.iterations for job in out)
         return JobsScore(feasible, out, int(world.now[PEAK]), int(world.now[EVICTIONS]))
 
-    def _lowered(self, j: int, plan: Plan) -> tuple[Lowered, Table]:
-        known = self._known[j]
-        if plan not in known:
-            lowered = Lowered.of(self.programs[j], plan)
-            if len(known) == KEPT:
-                del known[next(iter(known))]
-            known[plan] = lowered, table_of(lowered, self.machine)
-        return known[plan]
+    def scores(self, plans: Sequence[Plan | Ints], samples: Sequence[Sequence[Durations]]) -> list[JobsScore]:
+        """What ``score`` gives for each of the samples: how plans fare when kernels take other times than planned."""
+        return [self.score(plans, sample) for sample in samples]
 
 
 def _job_score(job: Mapping[str, int]) -> JobScore:
