@@ -14,7 +14,7 @@ from typing import NamedTuple
 from simulator import Job, JobsDeadlock, JobsTimeline, Machine, OutOfMemory, Plan, PlanError, Program
 from simulator.jobs import engine, reference
 from simulator.jobs.lowered import Lowered
-from simulator.jobs.nouns import Sharing
+from simulator.jobs.nouns import Sharing, Tenant
 from simulator.schedule import lower
 from tests.random_cases import compare, machine_of, plan_of, program_of
 
@@ -27,6 +27,7 @@ class JobsCase(NamedTuple):
     limit: int
     until_ns: int | None
     sharing: Sharing
+    tenant: Tenant = ()
 
 
 def jobs_machine_of(rng: Random) -> Machine:
@@ -70,7 +71,14 @@ def jobs_case(seed: int) -> JobsCase:
             )
             for job in jobs
         )  # fmt: skip
-    return JobsCase(jobs, machine, limit, rng.choice([None, None, rng.randint(0, 700)]), rng.choice(["fifo", "shared"]))
+    until, sharing = rng.choice([None, None, rng.randint(0, 700)]), rng.choice(["fifo", "shared"])
+    return JobsCase(jobs, machine, limit, until, sharing, tenant_of(rng))
+
+
+def tenant_of(rng: Random) -> Tenant:
+    """It takes more and less of the link, or nothing."""
+    times = sorted(rng.sample(range(600), rng.choice([0, 0, 1, 3, 10])))
+    return tuple((at_ns, rng.choice([0.0, 0.25, 0.9, rng.random()])) for at_ns in times)
 
 
 def least_limit(jobs: tuple[Job, ...]) -> int:

@@ -17,17 +17,17 @@ from simulator.compiled.encoding import NEVER, Ints, decisions_of
 from simulator.jobs import reference
 from simulator.jobs.event_loop import run
 from simulator.jobs.log import read_log
-from simulator.jobs.lowered import Lowered, check, reserved_bytes
-from simulator.jobs.nouns import Job, JobsTimeline, Sharing
+from simulator.jobs.lowered import Lowered, check, left_by, reserved_bytes
+from simulator.jobs.nouns import Job, JobsTimeline, Sharing, Tenant
 
 # isort: off
 from simulator.jobs.tables import (
-    C_END, C_JOB, DEADLOCK, EVICTIONS, HOST_LEFT, JOB, LOG, N_LOG, NOW, PEAK, PLAN, SERVED, STATE, STEPPED, UNADMITTED,
-    UNFINISHED, Table, World, table_of,
+    C_END, C_JOB, DEADLOCK, EVICTIONS, FREE, HOST_LEFT, JOB, LOG, N_LOG, NOW, PEAK, PLAN, SERVED, STATE, STEPPED,
+    TENANT, TENANT_AT, UNADMITTED, UNFINISHED, Table, World, table_of,
 )  # fmt: skip
 
 # isort: on
-from simulator.machine import Machine
+from simulator.machine import ALONE, Machine
 from simulator.plan import Plan, PlanError
 from simulator.program import Program
 from simulator.reference import OutOfMemory
@@ -82,7 +82,7 @@ class JobsScore(NamedTuple):
 
 
 def _world(jobs: Sequence[Job], plans: Sequence[Sequence[Lowered]], tables: Tables, machine: Machine, limit: int,
-           until_ns: int | None, sharing: Sharing, entries: int) -> World:  # fmt: skip
+           until_ns: int | None, sharing: Sharing, tenant: Tenant, entries: int) -> World:  # fmt: skip
     """All arrays, before the first round.
 
     Args:
@@ -102,7 +102,8 @@ def _world(jobs: Sequence[Job], plans: Sequence[Sequence[Lowered]], tables: Tabl
         base += len(table.values)
     state = np.zeros(n, JOB)
     never = NEVER if until_ns is None else until_ns
-    first = rows = 0
+    changes = [*left_by(tenant), (NEVER, ALONE)]
+    first, rows = 0, base
     for j, job in enumerate(jobs):
         for name, number in {
             "arrives": job.arrives_ns, "leaves": min(never, NEVER if job.leaves_ns is None else job.leaves_ns),
@@ -119,15 +120,16 @@ def _world(jobs: Sequence[Job], plans: Sequence[Sequence[Lowered]], tables: Tabl
     now = np.zeros(STATE, np.int64)
     now[[UNADMITTED, UNFINISHED]] = n
     now[[SERVED, STEPPED]] = -1
-    now[HOST_LEFT] = machine.host_bytes
+    now[HOST_LEFT], now[FREE], now[TENANT], now[TENANT_AT] = machine.host_bytes, ALONE, rows, changes[0][0]
+    more = [*(job.durations for job in jobs), changes]
+    speeds = [machine.compute_share(k) for k in range(n + 1)]
     copy = np.zeros((2, 7), np.int64)
     copy[:, C_JOB], copy[:, C_END] = -1, NEVER
     return World(
-        np.concatenate([t.values for t in flat]) if flat else np.zeros(0, np.int64),
+        np.concatenate([*(t.values for t in flat), *(np.array(x, np.int64).ravel() for x in more)]),
         records,
         state,
         np.array(sorted(range(n), key=lambda j: (jobs[j].arrives_ns, j)), np.int64),
-        np.concatenate([np.zeros(0, np.int64), *(np.array(job.durations, np.int64).ravel() for job in jobs)]),
         np.full((n, 2, tensors), -1, np.int64),
         np.zeros((n, 3, most["n_rows"]), np.int64),
         np.zeros((n, 5, most["n_blocks"]), np.int64),
@@ -137,24 +139,27 @@ def _world(jobs: Sequence[Job], plans: Sequence[Sequence[Lowered]], tables: Tabl
         np.zeros((n * most["n_blocks"] + 1, 4), np.int64),
         copy,
         now,
-        np.array([limit, machine.copy_engines, machine.duplex_share, sharing == "fifo", machine.switch_ns], np.int64),
-        np.array([machine.compute_share(k) for k in range(n + 1)], np.int64),
+        np.array(
+            [limit, machine.copy_engines, machine.duplex_share, sharing == "fifo", machine.switch_ns, *speeds], np.int64
+        ),
         np.empty((entries + 1 if entries else 0, LOG), np.int64),
     )
 
 
 def simulate_jobs(
-    jobs: Sequence[Job], machine: Machine, limit: int, until_ns: int | None = None, sharing: Sharing = "fifo"
-) -> JobsTimeline:
+    jobs: Sequence[Job], machine: Machine, limit: int, until_ns: int | None = None, sharing: Sharing = "fifo",
+    tenant: Tenant = (),
+) -> JobsTimeline:  # fmt: skip
     """Runs several jobs on one machine; the rules are in reference.py.
 
     Args:
         limit: bytes, persistent tensors included, for all jobs together.
         until_ns: from then on every job leaves at its next boundary, and none begins; None: they leave by themselves.
         sharing: "fifo": one step at a time on the compute stream; "shared": one of each job, each of them slower.
+        tenant: (at_ns, share), ascending: what somebody else takes of the link from then on, in [0, 1).
 
     Raises:
-        ValueError: a job has no end.
+        ValueError: a job has no end, or the tenant's times or shares are out of range.
         PlanError: a plan does not fit its program, or holds more on the host than that has.
         OutOfMemory: a step of a job does not fit under the limit with everything else away.
         JobsDeadlock: no job can go on, because the host is full.
@@ -166,9 +171,10 @@ def simulate_jobs(
     entries, room = 4096, 0
     while entries > room:
         room = entries
-        world = _world(jobs, plans, tables, machine, limit, until_ns, sharing, room)
+        world = _world(jobs, plans, tables, machine, limit, until_ns, sharing, tenant, room)
         if run(world) == DEADLOCK:
-            return reference.simulate_jobs(jobs, machine, limit, until_ns, sharing)  # it says who waits for what
+            # It says who waits for what.
+            return reference.simulate_jobs(jobs, machine, limit, until_ns, sharing, tenant)
         entries = int(world.now[N_LOG])
     end = int(world.jobs["left"].max(initial=-1))
     out, order, evictions = read_log(world.log[:entries], jobs, plans)
@@ -183,20 +189,23 @@ class JobsEngine:
         until_ns, iterations: when the jobs leave, as for ``simulate_jobs`` and ``Job``; one of them is given.
         within: as for ``Job``.
         shares: bytes that each job's swap-ins keep within, in the place of its plan's limit; 0: all may be used.
+        tenant: as for ``simulate_jobs``.
 
     Raises:
-        ValueError: neither is given, or the shares are not one for each program.
+        ValueError: neither is given, the shares are not one for each program, or the tenant is out of range.
     """
 
     def __init__(self, programs: Sequence[Program], machine: Machine, limit: int, until_ns: int | None = None,
                  iterations: int | None = None, sharing: Sharing = "fifo", within: bool = False,
-                 shares: Sequence[int] | None = None):  # fmt: skip
+                 shares: Sequence[int] | None = None, tenant: Tenant = ()):  # fmt: skip
         if until_ns is None and iterations is None:
             raise ValueError("expected until_ns or iterations")
         if shares is not None and len(shares) != len(programs):
             raise ValueError(f"expected {len(programs)} shares, got {len(shares)}")
         self.programs, self.machine, self.limit = tuple(programs), machine, limit
         self.until_ns, self.sharing, self.calls, self.shares = until_ns, sharing, 0, shares
+        self.tenant = tuple(tenant)
+        left_by(self.tenant)
         within = within or shares is not None
         self._jobs = [
             Job(str(j), program, Plan(), iterations=iterations, within=within) for j, program in enumerate(programs)
@@ -227,7 +236,7 @@ class JobsEngine:
         except (OutOfMemory, PlanError):
             return JobsScore(False, (), 0, 0)
         tables = [[table] for _, table in known]
-        world = _world(jobs, lowered, tables, self.machine, self.limit, self.until_ns, self.sharing, 0)
+        world = _world(jobs, lowered, tables, self.machine, self.limit, self.until_ns, self.sharing, self.tenant, 0)
         status = run(world)
         out = tuple(_job_score(world.jobs[j]) for j in range(len(jobs)))
         feasible = status != DEADLOCK and all(job.iterations for job in out)

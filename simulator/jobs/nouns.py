@@ -17,6 +17,10 @@ Sharing = Literal["fifo", "shared"]
 CAUSES: tuple[Cause, ...] = ("admission", "compute", "data", "memory")
 
 
+# (at_ns, share), ascending: from then on a tenant, who is none of the jobs, takes this part of the link; before, none.
+Tenant = Sequence[tuple[int, float]]
+
+
 class JobsDeadlock(RuntimeError):
     """No job can go on, and no tensor can be evicted: the host is full. It names the jobs and what each asks for."""
 

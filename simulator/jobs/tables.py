@@ -63,8 +63,8 @@ OUT, BACK = range(2)
 C_JOB, C_TENSOR, C_BLOCK, C_WORK, C_END, C_ENTRY, C_VOID = range(7)
 
 (NOW, USED, PEAK, KERNEL_ENDS, SERVED, STEPPED, RUNNING, UNADMITTED, UNFINISHED, HEAD, TAIL, LINK_AT, COMPUTE_AT, N_LOG,
- HOST_LEFT, EVICTIONS, STATE) = range(17)  # fmt: skip
-LIMIT, ENGINES, DUPLEX, FIFO, SWITCH_NS = range(5)
+ HOST_LEFT, EVICTIONS, FREE, TENANT, TENANT_AT, STATE) = range(20)  # fmt: skip
+LIMIT, ENGINES, DUPLEX, FIFO, SWITCH_NS, SHARE = range(6)  # SHARE + k: speed of each of k steps at once
 
 # Columns of the log: start, end, one of these, job, index.
 L_STEP, L_END, L_OUT, L_IN, L_LEFT, L_STALL, L_BOUNDARY, L_ADMIT, L_SWITCH, L_GONE, L_EVICT, L_NEVER = range(12)
@@ -75,13 +75,13 @@ DONE, DEADLOCK = range(2)
 
 
 class World(NamedTuple):
-    """All arrays of a simulation; jobs and plans are records, the others int64."""
+    """All arrays of a simulation; jobs and plans are records, the others int64. Every call copies what describes them:
+    the fewer, the faster."""
 
-    tables: Ints
+    tables: Ints  # of all plans; then the durations of all jobs; then (at_ns, speed) of the tenant's changes, and NEVER
     plans: NDArray[Any]
     jobs: NDArray[Any]
     arrivals: Ints  # jobs in the order in which they arrive
-    durations: Ints  # rows of all jobs
     by_tensor: Ints  # (jobs, 2, tensors)
     by_row: Ints  # (jobs, 3, rows)
     by_block: Ints  # (jobs, 5, blocks)
@@ -92,7 +92,6 @@ class World(NamedTuple):
     copy: Ints  # (2, 7)
     now: Ints
     settings: Ints
-    share: Ints  # speed of each of so many steps at once
     log: Ints  # (entries, 6), one more than is needed; or of none
 
 

@@ -40,4 +40,6 @@ def jobs_cases(draw: st.DrawFn, most: int = 3) -> JobsCase:
     several = tuple(draw(jobs(f"j{i}")) for i in range(draw(st.integers(1, most))))
     limit = least_limit(several) + draw(st.integers(0, 60) | st.integers(0, 300))
     until = draw(st.none() | st.integers(0, 500))
-    return JobsCase(several, draw(jobs_machines()), limit, until, draw(st.sampled_from(["fifo", "shared"])))
+    times = sorted(draw(st.sets(st.integers(0, 400), max_size=3)))
+    tenant = tuple((at_ns, draw(st.floats(0, 0.99))) for at_ns in times)
+    return JobsCase(several, draw(jobs_machines()), limit, until, draw(st.sampled_from(["fifo", "shared"])), tenant)

@@ -82,20 +82,20 @@ def test_what_cannot_run_is_not_feasible():
 
 @settings(max_examples=50, deadline=None)
 @given(st.data())
-def test_a_score_within_shares_and_over_samples_of_the_times(data):
+def test_a_score_within_shares_beside_a_tenant_and_over_samples_of_the_times(data):
     case = data.draw(jobs_cases())
     chosen = [job.plan for job in case.jobs]
     shares = [data.draw(st.integers(0, case.limit)) for _ in chosen]
     samples = [[job.durations for job in case.jobs], [()] * len(chosen)]
     programs = [job.program for job in case.jobs]
-    scorer = JobsEngine(programs, case.machine, case.limit, 300, 3, case.sharing, shares=shares)
+    scorer = JobsEngine(programs, case.machine, case.limit, 300, 3, case.sharing, shares=shares, tenant=case.tenant)
     for sample, score in zip(samples, scorer.scores(chosen, samples), strict=True):
         several = [
             Job(str(j), program, replace(plan, limit=share), iterations=3, within=True, durations=rows)
             for j, (program, plan, share, rows) in enumerate(zip(programs, chosen, shares, sample, strict=True))
         ]
         try:
-            timeline = engine.simulate_jobs(several, case.machine, case.limit, 300, case.sharing)
+            timeline = engine.simulate_jobs(several, case.machine, case.limit, 300, case.sharing, case.tenant)
         except (JobsDeadlock, PlanError):
             assert not score.feasible
             continue
