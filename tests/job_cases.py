@@ -56,6 +56,23 @@ def durations_of(rng: Random, program: Program) -> tuple[int, ...]:
     return (*(rng.randint(0, 40) for _ in program.kernels[1:]), rng.randint(1, 40))
 
 
+def draw_of(rng: Random, program: Program) -> Program:
+    """The program without some of its kernels and what only they use, its tensors in another order."""
+    kept = [k for k in program.kernels if rng.random() < 0.8] or [program.kernels[-1]]
+    written = {t for t, tensor in enumerate(program.tensors) if tensor.persistent}
+    kernels = []
+    for kernel in kept:
+        kernels.append(replace(kernel, inputs=tuple(t for t in kernel.inputs if t in written)))
+        written |= set(kernel.outputs)
+    used = list({t for kernel in kernels for t in kernel.accesses})
+    rng.shuffle(used)
+    at = {t: i for i, t in enumerate(used)}
+    moved = tuple(
+        replace(k, inputs=tuple(at[t] for t in k.inputs), outputs=tuple(at[t] for t in k.outputs)) for k in kernels
+    )
+    return Program("drawn", tuple(program.tensors[t] for t in used), moved)
+
+
 def jobs_case(seed: int) -> JobsCase:
     """The case of a seed: from one job to four, with more or less memory than they need."""
     rng = Random(seed)
