@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 
-from simulator.jobs.nouns import Job
-from simulator.machine import Machine
+from simulator.jobs.nouns import Job, Tenant
+from simulator.machine import ALONE, Machine
 from simulator.plan import Plan, PlanError
 from simulator.program import Program
 from simulator.reference import OutOfMemory
@@ -113,6 +113,20 @@ def reserved_bytes(plans: Sequence[Lowered]) -> int:
     return max(map(sum, pairwise(most))) if len(most) > 1 else most[0]
 
 
+def left_by(tenant: Tenant) -> list[tuple[int, int]]:
+    """(at_ns, speed of a copy alone in 2⁻²⁰ of its own), by what the tenant leaves (rule 12).
+
+    Raises:
+        ValueError: a time is negative or not after the one before, or a share is not in [0, 1).
+    """
+    for i, (at_ns, share) in enumerate(tenant):
+        if at_ns < 0 or (i and at_ns <= tenant[i - 1][0]):
+            raise ValueError(f"tenant[{i}]: expected a time from 0 on, after the one before, got {at_ns}")
+        if not 0 <= share < 1:
+            raise ValueError(f"tenant[{i}]: expected a share in [0, 1), got {share}")
+    return [(at_ns, max(1, ALONE - round(share * ALONE))) for at_ns, share in tenant]
+
+
 def check(jobs: Sequence[Job], plans: Sequence[Sequence[Lowered]], machine: Machine, limit: int, until_ns: int | None
           ) -> None:  # fmt: skip
     """Can every job run alone, evicting on demand, and does every one end?
@@ -131,7 +145,8 @@ def check(jobs: Sequence[Job], plans: Sequence[Sequence[Lowered]], machine: Mach
                 f"job {job.name!r} has no end: give it iterations or leaves_ns, or the simulation until_ns"
             )
         for plan in lowered:
-            if job.iterations is None and not plan.begins[-1]:
+            ns = sum(map(sum, job.durations)) if job.durations else plan.begins[-1]
+            if job.iterations is None and not ns:
                 raise ValueError(f"job {job.name!r} takes no time: give it iterations")
             if plan.admission_bytes > limit:
                 used = plan.start_bytes

@@ -17,6 +17,10 @@ Sharing = Literal["fifo", "shared"]
 CAUSES: tuple[Cause, ...] = ("admission", "compute", "data", "memory")
 
 
+# (at_ns, share), ascending: from then on a tenant, who is none of the jobs, takes this part of the link; before, none.
+Tenant = Sequence[tuple[int, float]]
+
+
 class JobsDeadlock(RuntimeError):
     """No job can go on, and no tensor can be evicted: the host is full. It names the jobs and what each asks for."""
 
@@ -31,9 +35,10 @@ class Job:
         leaves_ns: it leaves at the first end of an iteration from this time on.
         switches: (at_ns, plan), ascending: the plan takes effect at the job's first boundary from that time on.
         within: its swap-ins do not bring its own memory above the limit that the plan was made for (rule 4).
+        durations: iteration i takes row i mod len for the ns of its kernels (rule 11); empty: the program's and plan's.
 
     Raises:
-        ValueError: a time or a number is out of range.
+        ValueError: a time or a number is out of range, or a row is not one of the program.
     """
 
     name: str
@@ -44,6 +49,7 @@ class Job:
     leaves_ns: int | None = None
     switches: tuple[tuple[int, Plan], ...] = ()
     within: bool = False
+    durations: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if self.arrives_ns < 0:
@@ -52,6 +58,11 @@ class Job:
             raise ValueError(f"job {self.name!r}: iterations are at least 1, not {self.iterations}")
         if any(a >= b for (a, _), (b, _) in pairwise(self.switches)):
             raise ValueError(f"job {self.name!r}: the times of its switches are not ascending")
+        for i, row in enumerate(self.durations):
+            if len(row) != len(self.program.kernels) or not all(0 <= ns <= 2**43 for ns in row):
+                raise ValueError(
+                    f"job {self.name!r}: durations[{i}]: expected {len(self.program.kernels)} integers from 0 to 2**43"
+                )
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -88,7 +99,7 @@ class JobTimeline:
 
     name: str
     program: str
-    ideal_ns: int
+    ideal_ns: int  # the program's, whatever its kernels took
     arrived_ns: int
     admitted_ns: int | None
     left_ns: int | None
@@ -159,8 +170,8 @@ class JobsTimeline:
         return out
 
     def perfetto(self, jobs: Sequence[Job]) -> dict[str, Any]:
-        """Chrome trace JSON (opens in Perfetto): a process a job with its streams, its stalls and what it holds; one
-        more process for the memory of all."""
+        """Chrome trace JSON (opens in Perfetto): a process a job with its streams, its stalls, what it holds and the
+        instants at which it changes its plan; one more process for the memory of all."""
         events: list[dict[str, Any]] = []
         for pid, (job, ran) in enumerate(zip(jobs, self.jobs, strict=True), 1):
             events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": ran.name}})
@@ -172,6 +183,9 @@ class JobsTimeline:
                 events.append(_piece(pid, STREAMS.index(s.stream) + 1, s.kind, what, s.start_ns, s.end_ns))
             tid = len(STREAMS) + 1
             events += [_piece(pid, tid, "wait", stall.cause, stall.start_ns, stall.end_ns) for stall in ran.stalls]
+            for time, plan in ran.switches:
+                what = f"plan {plan}"
+                events.append({"ph": "i", "s": "p", "pid": pid, "tid": 1, "name": what, "ts": time / 1000})
             events += _counter(pid, ran.held)
         everybody = len(jobs) + 1
         events.append({"ph": "M", "pid": everybody, "name": "process_name", "args": {"name": "all jobs"}})

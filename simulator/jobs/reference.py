@@ -48,10 +48,15 @@
    be full, a candidate is passed over.
 10. A job leaves after ``iterations``, or at its first boundary from ``leaves_ns`` on; from ``until_ns`` on they all
     do. The simulation ends when all have left.
+11. Kernels, and those that run again, take the time of their plan's variants, else the program's; with ``durations``
+    that of the iteration's row. What it will be is not known before: 6 (b) goes by the former all the same.
+12. A tenant takes ``share`` of the link from ``at_ns`` on. Copies go at 1 - share (at least 2⁻²⁰) of the speed that
+    they would have otherwise, in whole units of 2⁻²⁰; reckoned anew at ``at_ns``, before copies complete.
 
-At one instant: copies complete (d2h first), steps complete (by job), jobs that leave are gone, jobs are admitted,
-copies start (d2h first), steps start. A waiting job's stall is for compute where its step is ready, else for data
-where a tensor is missing and a swap-in is under way, else for memory; before its admission it is for admission.
+At one instant: the tenant's share changes, copies complete (d2h first), steps complete (by job), jobs that leave are
+gone, jobs are admitted, copies start (d2h first), steps start. A waiting job's stall is for compute where its step is
+ready, else for data where a tensor is missing and a swap-in is under way, else for memory; before its admission it is
+for admission.
 """
 
 from __future__ import annotations
@@ -59,8 +64,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from simulator.jobs.lowered import NEVER, Lowered, check, reserved_bytes
-from simulator.jobs.nouns import Eviction, Job, JobsDeadlock, JobsTimeline, JobTimeline, Sharing, Stall, in_order
+from simulator.jobs.lowered import NEVER, Lowered, check, left_by, reserved_bytes
+from simulator.jobs.nouns import (
+    Eviction,
+    Job,
+    JobsDeadlock,
+    JobsTimeline,
+    JobTimeline,
+    Sharing,
+    Stall,
+    Tenant,
+    in_order,
+)
 from simulator.jobs.resident import Gap, Resident
 from simulator.machine import ALONE, Machine
 from simulator.plan import Swap
@@ -85,7 +100,8 @@ class _Machine:
     """The state of a simulation; one method per line of the last paragraph."""
 
     def __init__(self, jobs: Sequence[Job], plans: Sequence[Sequence[Lowered]], machine: Machine, limit: int,
-                 until_ns: int | None, sharing: Sharing):  # fmt: skip
+                 until_ns: int | None, sharing: Sharing, tenant: Tenant):  # fmt: skip
+        self.free, self.tenant = ALONE, left_by(tenant)  # speed that the tenant leaves now, and from when on
         self.jobs, self.plans, self.machine, self.limit, self.sharing = jobs, plans, machine, limit, sharing
         self.now = self.used = self.kernel_ends = 0
         never = NEVER if until_ns is None else until_ns
@@ -124,7 +140,7 @@ class _Machine:
     # ------------------------------------------------------------- what is under way: the link, and compute
 
     def _rate(self) -> int:
-        return self.machine.duplex_share if self.out and self.back else ALONE
+        return max(1, (self.machine.duplex_share if self.out and self.back else ALONE) * self.free // ALONE)
 
     def _reckon_link(self) -> None:
         """Before a copy starts or when one ends: what is left of both."""
@@ -168,8 +184,9 @@ class _Machine:
     # ------------------------------------------------------------------------------------ completions
 
     def complete_copies(self) -> None:
-        """Copies complete."""
+        """The tenant takes more or less of the link; copies complete."""
         self._reckon_link()
+        self.free = dict(self.tenant).get(self.now, self.free)
         out, back = self.out, self.back
         if out and out.end == self.now:
             self.out = None
@@ -385,7 +402,7 @@ class _Machine:
             job.spans.append(Span(self.now, begin, "compute", "switch", step.kernel))
         job.spans.append(Span(begin, 0, "compute", "recompute" if step.rerun else "kernel", step.kernel))
         self._reckon_compute()
-        lasts = begin - self.now + job.schedule.program.kernels[step.kernel].duration_ns
+        lasts = begin - self.now + job.lasts_ns(step.kernel)
         self.steps.append(_Work(job, len(job.spans) - 1, lasts * ALONE))
         self._set_ends()
         job.running, job.ready_since, self.stepped = True, None, job
@@ -401,6 +418,7 @@ class _Machine:
             self._evict()
             return
         ends += [self.jobs[j].arrives_ns for j in self.waiting if self.jobs[j].arrives_ns > self.now]
+        ends += [at_ns for at_ns, _ in self.tenant if at_ns > self.now]
         then = min(ends + [self.leaves[j] for j in self.waiting if self.leaves[j] > self.now])
         for job in self.present:
             if then > self.now and not job.running and not job.leaving:
@@ -459,12 +477,13 @@ class _Machine:
 
 
 def simulate_jobs(
-    jobs: Sequence[Job], machine: Machine, limit: int, until_ns: int | None = None, sharing: Sharing = "fifo"
-) -> JobsTimeline:
+    jobs: Sequence[Job], machine: Machine, limit: int, until_ns: int | None = None, sharing: Sharing = "fifo",
+    tenant: Tenant = (),
+) -> JobsTimeline:  # fmt: skip
     """Runs several jobs on one machine; the arguments are those of ``engine.simulate_jobs``."""
     plans = [[Lowered.of(job.program, plan) for plan in job.plans] for job in jobs]
     check(jobs, plans, machine, limit, until_ns)
-    run = _Machine(jobs, plans, machine, limit, until_ns, sharing)
+    run = _Machine(jobs, plans, machine, limit, until_ns, sharing, tenant)
     while True:
         run.complete_copies()
         run.complete_steps()

@@ -93,6 +93,11 @@ class Resident:
         """Is a tensor missing, or a synchronous swap-out not over?"""
         return any(gap.sync and not gap.left for gap in self.away.values()) or bool(self.awaited())
 
+    def lasts_ns(self, kernel: int) -> int:
+        """Rule 11: what a kernel takes in this iteration."""
+        rows, planned = self.job.durations, self.schedule.program.kernels[kernel].duration_ns
+        return rows[len(self.boundaries) % len(rows)][kernel] if rows else planned
+
     def requested(self) -> int:
         """Bytes that the next step allocates."""
         return sum(self.schedule.blocks[b].nbytes for b in self.next_step.allocates)

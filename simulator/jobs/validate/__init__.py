@@ -6,7 +6,7 @@ that never took effect would have needed. The rules (numbers: the docstring of `
 
 - ``spans``      well formed, in order; ``order``: kernels in program order, every iteration complete (1)
 - ``content``, ``recompute``, ``resident``   as in ``simulator.validate``, plan by plan (1, 7)
-- ``duration``   a kernel and a copy end when their work is done, beside what else is under way (2)
+- ``duration``   a kernel and a copy end when their work is done, beside what else is under way (2, 11, 12)
 - ``overlap``, ``switch``   one step at a time, and what a change of jobs costs; plans change in time (2, 7)
 - ``swap-out``, ``swap-in``, ``idle``   each copy and step is that whose turn it is, as soon as it can start (2 to 4)
 - ``admission``, ``leave``   jobs begin as soon as they fit, and go when they should (5, 10)
@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from simulator.jobs.nouns import Job, JobsTimeline, JobTimeline
+from simulator.jobs.nouns import Job, JobsTimeline, JobTimeline, Tenant
 from simulator.jobs.validate.one_job import Part, parts_of
 from simulator.jobs.validate.replay import Replay
 from simulator.machine import Machine
@@ -34,12 +34,13 @@ STREAMS = {"kernel": "compute", "recompute": "compute", "switch": "compute", "sw
 
 
 def violations(
-    timeline: JobsTimeline, jobs: Sequence[Job], machine: Machine, limit: int, until_ns: int | None = None
-) -> list[Violation]:
+    timeline: JobsTimeline, jobs: Sequence[Job], machine: Machine, limit: int, until_ns: int | None = None,
+    tenant: Tenant = (),
+) -> list[Violation]:  # fmt: skip
     """Rules that a timeline breaks; [] for a right one. A replay ends at the first that it finds.
 
     Args:
-        jobs, machine, limit, until_ns: those of the simulation, which can run (``lowered.check``).
+        jobs, machine, limit, until_ns, tenant: those of the simulation, which can run (``lowered.check``).
     """
     found = [v for job, ran in zip(jobs, timeline.jobs, strict=True) for v in _well_formed(job, ran)]
     if any(timeline.order.count(j) != len(ran.events) for j, ran in enumerate(timeline.jobs)):
@@ -50,7 +51,7 @@ def violations(
     found = [v for each in parts for part in each for v in part.steps.found]
     if found:
         return found
-    replay = Replay(timeline, jobs, parts, machine, limit, until_ns)
+    replay = Replay(timeline, jobs, parts, machine, limit, until_ns, tenant)
     if replay.found:
         return replay.found
     for run, ran in zip(replay.all, timeline.jobs, strict=True):

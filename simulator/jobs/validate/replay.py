@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from simulator.jobs.nouns import Job, JobsTimeline
+from simulator.jobs.nouns import Job, JobsTimeline, Tenant
 from simulator.jobs.validate.one_job import FAR, Gap, Part, Running
 from simulator.machine import Machine
 from simulator.schedule import lower
@@ -52,9 +52,10 @@ class Replay:
     """
 
     def __init__(self, timeline: JobsTimeline, jobs: Sequence[Job], parts: Sequence[list[Part]], machine: Machine,
-                 limit: int, until_ns: int | None):  # fmt: skip
+                 limit: int, until_ns: int | None, tenant: Tenant):  # fmt: skip
         self.timeline, self.jobs, self.machine, self.limit = timeline, jobs, machine, limit
         self.fifo, self.one_engine = timeline.sharing == "fifo", machine.copy_engines == 1
+        self.tenant = tenant
         self.until = FAR if until_ns is None else until_ns
         self.all = [Running(j, *each, [0]) for j, each in enumerate(zip(jobs, timeline.jobs, parts, strict=True))]
         self.waiting = sorted(self.all, key=lambda r: (r.job.arrives_ns, r.index))
@@ -406,7 +407,9 @@ class Replay:
             self._need(right, "switch", f"the switch to job {job.ran.name!r} takes another time")
             for block in piece.step.takes:
                 self._charge(job, block, 1)
-            lasts = switch + job.now.steps.program.kernels[piece.span.index].duration_ns
+            rows, k = job.job.durations, piece.span.index
+            planned = job.now.steps.program.kernels[k].duration_ns
+            lasts = switch + (rows[job.iterations % len(rows)][k] if rows else planned)
             self.steps[job.index] = Work(job, piece.span._replace(start_ns=self.now), lasts * LONE)
             job.running, job.ready_since, self.last = piece, None, job
             self.served = None if self.served is job else self.served
@@ -426,12 +429,15 @@ class Replay:
             return
         on_demand = self.evictions and self.evictions[0].time_ns < self.now
         self._need(not on_demand, "demand", "a tensor is evicted while something is under way")
-        both = self.duplex if len(self.copies) == 2 else LONE
+        taken = [0.0, *(share for at, share in self.tenant if at <= self.now)][-1]
+        speed = (LONE - round(taken * LONE)) * (self.duplex if len(self.copies) == 2 else LONE)
+        copies = max(speed // LONE, 1)
         k = len(self.steps)
         share = max(1, min(LONE, round(self.machine.concurrency * LONE) // k)) if k > 1 else LONE
         for work in under_way:
-            work.rate = both if work.span.stream != "compute" else share
+            work.rate = copies if work.span.stream != "compute" else share
         times = [w.span.end_ns for w in under_way] + [self.now - (-w.left // w.rate) for w in under_way]
+        times += [at for at, _ in self.tenant if at > self.now]
         times += [t for r in self.waiting for t in (r.job.arrives_ns, self._leaves(r)) if t > self.now]
         then = max(self.now, min(times))
         for job in [r for r in self.present if then > self.now and not r.running and r.todo]:

@@ -13,7 +13,7 @@ from tests.strategies import machines, networks, plans, programs
 
 @st.composite
 def jobs(draw: st.DrawFn, name: str) -> Job:
-    """A job that may come late, leave early and change its plan."""
+    """A job that may come late, leave early, change its plan and have kernels that take more or less time."""
     program = draw(programs(8) | networks())
     if not program.ideal_ns:
         program = program.with_durations([1] * len(program.kernels))
@@ -21,7 +21,10 @@ def jobs(draw: st.DrawFn, name: str) -> Job:
     times = sorted(draw(st.lists(st.integers(0, 400), min_size=len(others), max_size=len(others), unique=True)))
     arrives, leaves = draw(st.integers(0, 200)), draw(st.none() | st.integers(0, 600))
     iterations = draw(st.integers(1, 4)) if leaves is None else draw(st.none() | st.integers(1, 4))
-    return Job(name, program, first, arrives, iterations, leaves, tuple(zip(times, others, strict=True)))
+    row = st.lists(st.integers(0, 40), min_size=len(program.kernels), max_size=len(program.kernels)).filter(any)
+    rows = draw(st.lists(row.map(tuple), max_size=3))
+    switches = tuple(zip(times, others, strict=True))
+    return Job(name, program, first, arrives, iterations, leaves, switches, durations=tuple(rows))
 
 
 @st.composite
@@ -37,4 +40,6 @@ def jobs_cases(draw: st.DrawFn, most: int = 3) -> JobsCase:
     several = tuple(draw(jobs(f"j{i}")) for i in range(draw(st.integers(1, most))))
     limit = least_limit(several) + draw(st.integers(0, 60) | st.integers(0, 300))
     until = draw(st.none() | st.integers(0, 500))
-    return JobsCase(several, draw(jobs_machines()), limit, until, draw(st.sampled_from(["fifo", "shared"])))
+    times = sorted(draw(st.sets(st.integers(0, 400), max_size=3)))
+    tenant = tuple((at_ns, draw(st.floats(0, 0.99))) for at_ns in times)
+    return JobsCase(several, draw(jobs_machines()), limit, until, draw(st.sampled_from(["fifo", "shared"])), tenant)

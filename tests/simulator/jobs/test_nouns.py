@@ -38,6 +38,13 @@ def test_perfetto_has_a_process_a_job():
     assert max(memory) == TIMELINE.peak_bytes <= 200 and memory[-1] == 0
 
 
+def test_perfetto_marks_the_switches_of_plans():
+    job = Job("a", tiny.PROGRAM, Plan(), iterations=3, switches=((1, tiny.RECOMPUTE_PLAN),))
+    timeline = simulate_jobs((job,), tiny.MACHINE, 200)
+    marks = [e for e in timeline.perfetto((job,))["traceEvents"] if e["ph"] == "i"]
+    assert [(e["pid"], e["name"], e["ts"]) for e in marks] == [(1, "plan 1", timeline.jobs[0].boundaries[0] / 1000)]
+
+
 def test_what_each_holds_adds_up():
     for time, used in dict(TIMELINE.memory).items():  # after all that this instant changes
         assert sum([0, *(b for t, b in job.held if t <= time)][-1] for job in TIMELINE.jobs) == used

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from simulator import Job, JobsDeadlock, Kernel, Machine, OutOfMemory, Plan, PlanError, Program, Swap, Tensor, simulate
-from simulator.jobs import reference
+from simulator.jobs import JobsEngine, reference
 from simulator.jobs.nouns import Eviction, Stall
 from simulator.schedule import lower
 from simulator.timeline import BlockEvent, Span
@@ -27,6 +27,16 @@ def compute(job):
 
 
 # ------------------------------------------------------------------------------------------------ compute
+
+
+def test_kernels_that_take_more_time_in_every_other_iteration(simulate_jobs):
+    """Recomputed ones, too: what iterations of tiny take under RECOMPUTE_PLAN is its kernels and f1 once more."""
+    plain, slow = tuple(k.duration_ns for k in tiny.PROGRAM.kernels), tuple(range(1, len(tiny.PROGRAM.kernels) + 1))
+    job = Job("a", tiny.PROGRAM, tiny.RECOMPUTE_PLAN, iterations=3, durations=(plain, slow))
+    job = simulate_jobs([job], tiny.MACHINE, tiny.LIMIT).jobs[0]
+    assert job.iterations_ns == (sum(plain) + plain[0], sum(slow) + slow[0], sum(plain) + plain[0])
+    assert [s.end_ns - s.start_ns for s in job.spans if s.kind == "recompute"] == [plain[0], slow[0], plain[0]]
+    assert job.ideal_ns == sum(plain)
 
 
 def test_kernels_take_turns(simulate_jobs):
@@ -237,11 +247,69 @@ def test_what_is_not_a_simulation(simulate_jobs):
         simulate_jobs([Job("a", one_kernel(0), Plan(), leaves_ns=10)], MACHINE, 100)
     with pytest.raises(PlanError, match="job 'a': its plans have 40 bytes on the host"):
         simulate_jobs([Job("a", tiny.PROGRAM, tiny.SWAP_PLAN, iterations=1)], replace(MACHINE, host_bytes=39), 150)
+    lasting = replace(Job("a", one_kernel(10), Plan(), leaves_ns=10), durations=((0,), (0,)))
+    with pytest.raises(ValueError, match="job 'a' takes no time"):
+        simulate_jobs([lasting], MACHINE, 100)
+    for wrong in ({"durations": ((1,) * 7,)}, {"durations": ((1,) * 7 + (-1,),)}):
+        with pytest.raises(ValueError, match=r"job 'a': durations\[0\]: expected 8 integers"):
+            Job("a", tiny.PROGRAM, Plan(), **wrong)
     for wrong in ({"arrives_ns": -1}, {"iterations": 0}, {"switches": ((5, Plan()), (5, Plan()))}):
         with pytest.raises(ValueError, match="job 'a'"):
             Job("a", tiny.PROGRAM, Plan(), **wrong)
     nobody = simulate_jobs([], MACHINE, 100)
     assert (nobody.end_ns, nobody.peak_bytes, nobody.jobs) == (0, 0, ())
+
+
+# ----------------------------------------------------------------------------------- a tenant on the link
+
+
+def test_a_tenant_slows_copies_down_from_the_instant_on_at_which_it_comes(simulate_jobs):
+    """w (30 bytes) leaves from 50 on: 10 bytes at full speed, 20 at half of it until 100; it returns at a quarter until
+    160 (15 bytes), then at full speed."""
+    program = Program(
+        "reader", (Tensor("w", 30, "parameter", True),),
+        (Kernel("k0", "other", "forward", (0,), (), 10), Kernel("k1", "other", "forward", (), (), 40)),
+    )  # fmt: skip
+    job = Job("a", program, Plan(), iterations=2, switches=((15, Plan((Swap(0, 0, 0),))),))
+    tenant = ((60, 0.5), (100, 0.75), (160, 0.0))
+    job = simulate_jobs([job], MACHINE, 100, tenant=tenant).jobs[0]
+    copies = [s for s in job.spans if s.stream != "compute"]
+    assert copies[:2] == [Span(50, 100, "d2h", "swap_out", 0), Span(100, 175, "h2d", "swap_in", 0)]
+    assert job.stalls == (Stall(50, 100, "memory"), Stall(100, 175, "data"))
+
+
+def test_a_tenant_and_the_other_direction_both_slow_a_copy_down(simulate_jobs):
+    """Rounded down to whole units of 2**-20, and up to whole ns: 1/3 is 349,525 units, half of it 174,762."""
+    program = Program(
+        "two", (Tensor("v", 20, "parameter", True), Tensor("w", 20, "parameter", True)),
+        (Kernel("k0", "other", "forward", (), (1,), 10), Kernel("k1", "other", "forward", (), (), 500),
+         Kernel("k2", "other", "forward", (0,), (), 10)),
+    )  # fmt: skip
+    machine = replace(MACHINE, duplex_bytes_per_s=10**9)
+    job = Job("a", program, Plan((Swap(1, 0, 0), Swap(0, 2, 2))), iterations=1)
+    job = simulate_jobs([job], machine, 100, tenant=((0, 2 / 3),)).jobs[0]
+    spans = [s for s in job.spans if s.stream != "compute"]
+    alone, both = 349_525, 174_762
+    first = -(-20 * 2**20 // alone)  # w comes in alone; then v comes in while w goes out
+    assert spans[0] == Span(0, first, "h2d", "swap_in", 1)
+    begin, out = spans[1].start_ns, spans[2].start_ns
+    assert (spans[1][3:], spans[2][3:]) == (("swap_in", 0), ("swap_out", 1)) and (begin, out) == (first, first + 10)
+    left = 20 * 2**20 - alone * 10
+    assert spans[1].end_ns == out - (-left // both)
+    rest = 20 * 2**20 - both * (spans[1].end_ns - out)
+    assert spans[2].end_ns == spans[1].end_ns - (-rest // alone)
+
+
+@pytest.mark.parametrize(
+    ("tenant", "what"),
+    [(((0, 1.0),), r"tenant\[0\]: expected a share in \[0, 1\), got 1.0"), (((0, -0.1),), "a share"),
+     (((-1, 0.5),), "a time from 0 on"), (((5, 0.5), (5, 0.0)), r"tenant\[1\]: .* after the one before, got 5")],
+)  # fmt: skip
+def test_what_is_no_tenant(simulate_jobs, tenant, what):
+    with pytest.raises(ValueError, match=what):
+        simulate_jobs([Job("a", one_kernel(10), Plan(), iterations=1)], MACHINE, 100, tenant=tenant)
+    with pytest.raises(ValueError, match=what):
+        JobsEngine([one_kernel(10)], MACHINE, 100, iterations=1, tenant=tenant)
 
 
 # ------------------------------------------------------------------------------------------ what always holds
