@@ -220,16 +220,19 @@ class JobsEngine:
         ]
         self._known = lru_cache(KEPT)(_prepared)
 
-    def score(self, plans: Sequence[Plan | Ints], sample: Sequence[Durations] | None = None) -> JobsScore:
+    def score(
+        self, plans: Sequence[Plan | Ints], sample: Sequence[Durations] | None = None, tenant: Tenant | None = None
+    ) -> JobsScore:
         """Simulates the jobs under a plan each; a plan that is given often is lowered once.
 
         Args:
             plans: a Plan, or its decisions as rows (``compiled.encoding.rows_of``), for each program.
             sample: ``Job.durations`` for each program; None: the programs' own.
+            tenant: in the place of the engine's.
 
         Raises:
             PlanError: a plan does not fit its program.
-            ValueError: a sample's durations do not fit their program.
+            ValueError: a sample's durations do not fit their program, or the tenant is out of range.
         """
         self.calls += 1
         given = [plan if isinstance(plan, Plan) else Plan(decisions_of(plan)) for plan in plans]
@@ -244,7 +247,8 @@ class JobsEngine:
         except (OutOfMemory, PlanError):
             return JobsScore(False, (), 0, 0)
         tables = [[table] for _, table in known]
-        world = _world(jobs, lowered, tables, self.machine, self.limit, self.until_ns, self.sharing, self.tenant, 0)
+        taken = self.tenant if tenant is None else tenant
+        world = _world(jobs, lowered, tables, self.machine, self.limit, self.until_ns, self.sharing, taken, 0)
         status = run(world)
         out = tuple(_job_score(world.jobs[j]) for j in range(len(jobs)))
         feasible = status != DEADLOCK and all(job.iterations for job in out)
