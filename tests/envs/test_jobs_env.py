@@ -1,0 +1,412 @@
+"""The environment of several jobs: the checkers of two libraries, rewards that add up, a past that stays as it was, a mask
+that never lies, and decisions that are worth something."""
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.utils.env_checker import check_env
+from hypothesis import given, settings, strategies as st
+from sb3_contrib import MaskablePPO
+from stable_baselines3.common.env_checker import check_env as sb3_check_env
+
+import envs
+from envs.graph import OFFLOAD, REMOVE
+from envs.jobs_env import small_scenario
+from envs.jobs_walk import LOAD, RELIEF, VALID, Scenario, total_slowdown
+from envs.walk import DEAD_END_REWARD
+from simulator import Job, JobsTimeline, Kernel, Machine, OutOfMemory, Plan, Program, Swap, Tensor, simulate_jobs
+from tests.job_cases import least_limit
+from tests.simulator.jobs.strategies import jobs, jobs_machines
+
+SMALL = small_scenario()
+# x is written, not used for 20 ns, and read.
+THREE = Program("three", (Tensor("x", 40), Tensor("y", 60)), (
+    Kernel("k0", "other", "forward", (), (0,), 10), Kernel("k1", "other", "forward", (), (1,), 20),
+    Kernel("k2", "other", "forward", (0,), (), 10),
+))  # fmt: skip
+MACHINE = Machine("machine", 10**6, 4 * 10**9, 4 * 10**9, copy_latency_ns=0)
+# Alone in the machine, then two, then the second alone; each would need 100 bytes at its peak.
+TWO = Scenario((Job("a", THREE, Plan(), iterations=5), Job("b", THREE, Plan(), 100, iterations=4)), MACHINE, 170)
+Agent = Callable[[dict[str, np.ndarray]], int]
+
+
+def nothing(observation: dict[str, np.ndarray]) -> int:
+    return 0
+
+
+def greedy(observation: dict[str, np.ndarray]) -> int:
+    """TENSILE's rule: the largest tensor at the peak leaves, until the peaks together fit."""
+    return int(np.where(observation["action_mask"], observation["nodes"][:, RELIEF], 0).argmax())
+
+
+def random(seed: int) -> Agent:
+    rng = np.random.default_rng(seed)
+    return lambda observation: int(rng.choice(np.flatnonzero(observation["action_mask"])))
+
+
+def episode(env: envs.JobsEnv, agent: Agent, task: int = 0) -> tuple[float, list[float], dict]:
+    """The sum of the rewards, the times of its phases, and what is said in the end."""
+    observation, info = env.reset(options={"task": task})
+    total, terminated, times = 0.0, False, [info["time_ns"]]
+    while not terminated:
+        observation, reward, terminated, truncated, info = env.step(np.int64(agent(observation)))
+        assert not truncated
+        total += reward
+        times += [info["time_ns"]] if info["time_ns"] != times[-1] else []
+    return total, times, info
+
+
+@st.composite
+def scenarios(draw: st.DrawFn) -> Scenario:
+    """From one job to three that come and leave, with more or less memory than they need, and a host that is small."""
+    several = []
+    for i in range(draw(st.integers(1, 3))):
+        job = replace(draw(jobs(f"j{i}")), plan=Plan(), switches=(), within=draw(st.booleans()))
+        several.append(job if job.leaves_ns is None else replace(job, leaves_ns=job.arrives_ns + 1 + job.leaves_ns))
+    limit = max(1, least_limit(tuple(several)) + draw(st.integers(0, 20) | st.integers(0, 150)))
+    until = draw(st.none() | st.integers(1, 500))
+    latest = max(job.arrives_ns for job in several)
+    machine = replace(draw(jobs_machines()), host_bytes=draw(st.integers(0, 50)))
+    sharing = draw(st.sampled_from(["fifo", "shared"]))
+    return Scenario(tuple(several), machine, limit, until if until is None else latest + until, sharing)
+
+
+# ------------------------------------------------------------------------------------------------ the interface
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute", "joint"])
+@pytest.mark.parametrize("invalid", ["end", "ignore"])
+def test_checkers(mode, invalid):
+    arguments = {"mode": mode, "invalid": invalid, "scenario": [SMALL, replace(SMALL, jobs=SMALL.jobs[:2])]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # unbounded features are meant
+        check_env(gymnasium.make("GpuMemoryJobs-v0", **arguments).unwrapped, skip_render_check=True)
+        sb3_check_env(gymnasium.make("GpuMemoryJobs-v0", **arguments).unwrapped)
+
+
+def test_what_is_meant_where_nothing_is_given():
+    env = gymnasium.make("GpuMemoryJobs-v0").unwrapped
+    (task,) = env.tasks
+    assert task.scenario == SMALL and SMALL.until_ns is None and SMALL.sharing == "fifo"
+    assert SMALL.limit == int(0.6 * sum(job.program.peak_bytes for job in SMALL.jobs))
+    kinds = [set(actions.graph.action_kind.tolist()) for actions in task.actions]
+    assert all({OFFLOAD, REMOVE} < found for found in kinds)
+    env.reset(seed=0)
+    assert env.step(-1)[2]  # an invalid action ends the episode
+    # Tensors of 1 MiB at least.
+    program = SMALL.jobs[0].program
+    smaller = replace(program, tensors=(replace(program.tensors[0], nbytes=2**20 - 1), *program.tensors[1:]))
+    least = [
+        envs.JobsTask(replace(SMALL, jobs=(replace(SMALL.jobs[0], program=one),))).actions[0].nbytes.min()
+        for one in (program, smaller)
+    ]
+    assert least == [2**20, 3 * 2**20]
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+def test_vector_environments_are_of_single_ones(vectorization):
+    arguments = {"scenario": [SMALL, replace(SMALL, jobs=SMALL.jobs[1:])], "mode": "swap"}
+    vector = gymnasium.make_vec("GpuMemoryJobs-v0", 2, vectorization, **arguments)
+    singles = [envs.JobsEnv(**arguments) for _ in range(2)]
+    try:
+        observations, infos = vector.reset(seed=5)
+        alone = [env.reset(seed=5 + i) for i, env in enumerate(singles)]
+        ended, episodes = [False, False], 0
+        for _ in range(60):
+            for key, value in observations.items():
+                assert (value == np.array([observation[key] for observation, _ in alone])).all(), key
+            assert infos["slowdown"].tolist() == [info["slowdown"] for _, info in alone]
+            actions = np.array([greedy(observation) for observation, _ in alone])
+            observations, ours, *_, infos = vector.step(actions)
+            for i, (env, action) in enumerate(zip(singles, actions, strict=True)):
+                if ended[i]:  # it begins anew with this step
+                    alone[i], reward, ended[i] = env.reset(), 0.0, False
+                else:
+                    observation, reward, ended[i], _, info = env.step(action)
+                    alone[i], episodes = (observation, info), episodes + ended[i]
+                assert ours[i] == reward
+        assert episodes > 2
+    finally:
+        vector.close()
+
+
+def test_scenarios_are_drawn_by_the_seed():
+    several = [SMALL, replace(SMALL, limit=SMALL.limit + 1), replace(SMALL, jobs=SMALL.jobs[:2])]
+    env, other = envs.JobsEnv(several), envs.JobsEnv(several)
+    drawn = [one.reset(seed=seed)[0]["task"][0] for seed in (3, None, None, None, None) for one in (env, other)]
+    assert drawn[::2] == drawn[1::2] and len(set(drawn)) > 1
+    assert env.reset(options={"task": 2})[0]["task"] == [2]
+    # Scenarios are padded to the largest; those with the same programs share what is known of them.
+    observation, info = env.reset(options={"task": 2})
+    assert len(observation["nodes"]) == len(env.tasks[0].graph) > len(env.tasks[2].graph)
+    assert not observation["nodes"][len(env.tasks[2].graph) :].any() and len(info["action_mask"]) == env.size
+    assert env.tasks[0].actions[1] is env.tasks[2].actions[1]
+
+
+def test_what_is_returned_is_not_written_to_again():
+    env = envs.JobsEnv()
+    first, info = env.reset(seed=0)
+    kept = {**{key: value.copy() for key, value in first.items()}, "info": info["action_mask"].copy()}
+    masks = [env.action_masks()]
+    for _ in range(10):
+        then, *_, later = env.step(random(0)(first if len(masks) == 1 else then))
+        masks.append(env.action_masks())
+        assert (then["action_mask"] == later["action_mask"]).all() and (masks[-1] == later["action_mask"]).all()
+        masks[-1][:] = True  # the caller's own
+        then["action_mask"] = then["action_mask"].copy()
+        later["action_mask"][:] = True
+    assert all((first[key] == kept[key]).all() for key in first) and (info["action_mask"] == kept["info"]).all()
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda env: pickle.loads(pickle.dumps(env))])
+def test_a_copy_goes_on_by_itself(again):
+    env = envs.JobsEnv()
+    observation, _ = env.reset(seed=0)
+    env.step(0)
+    other = again(env)
+    for action in (0, 0):
+        ours, theirs = env.step(action), other.step(action)
+        assert ours[1] == theirs[1] and all((ours[0][key] == theirs[0][key]).all() for key in ours[0])
+
+
+def test_an_invalid_action_ends_the_episode():
+    env = envs.JobsEnv(TWO, min_bytes=1)
+    for action in (1, 100, -1):  # nothing need leave yet; none; none
+        env.reset(seed=0)
+        _, reward, terminated, truncated, info = env.step(action)
+        assert (reward, terminated, truncated, info["invalid"]) == (2 * DEAD_END_REWARD, True, False, True)
+        assert env.action_masks().tolist() == [True] + [False] * (env.size - 1)
+        _, reward, terminated, _, info = env.step(0)
+        assert (reward, terminated) == (0, True) and "invalid" not in info
+
+
+def test_an_invalid_action_may_be_ignored():
+    env = envs.JobsEnv(TWO, min_bytes=1, invalid="ignore")
+    first, _ = env.reset(seed=0)
+    for action in (1, 100, -1):
+        observation, reward, terminated, truncated, info = env.step(action)
+        assert (reward, terminated, truncated, info["invalid"]) == (0, False, False, True)
+        assert all((observation[key] == first[key]).all() for key in first)
+    assert "invalid" not in env.step(0)[4]
+    with pytest.raises(ValueError, match="invalid"):
+        envs.JobsEnv(invalid="neither")
+
+
+def test_maskable_ppo_learns_on_it():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        env = gymnasium.make("GpuMemoryJobs-v0", scenario=TWO, min_bytes=1)
+        model = MaskablePPO("MultiInputPolicy", env, n_steps=16, batch_size=16, seed=0, device="cpu").learn(32)
+    observation, info = env.reset(seed=0)
+    action, _ = model.predict(observation, action_masks=info["action_mask"])
+    assert info["action_mask"][action]
+
+
+@pytest.mark.parametrize("wrong, said", [
+    (replace(TWO, jobs=()), "at least one job"),
+    (replace(TWO, jobs=(Job("endless", THREE, Plan()),)), "'endless' has no end"),
+    (replace(TWO, until_ns=100), "'b': expected one that begins"),
+    (replace(TWO, jobs=(Job("c", THREE, Plan(), 5, leaves_ns=5),)), "'c': expected one that begins"),
+    (replace(TWO, jobs=(Job("d", THREE.with_durations([0, 0, 0]), Plan(), 5, 1),)), "'d': expected one that .*takes time"),
+])  # fmt: skip
+def test_scenarios_that_cannot_be(wrong, said):
+    with pytest.raises(ValueError, match=said):
+        envs.JobsTask(wrong)
+
+
+def test_a_job_that_does_not_fit_alone_is_refused():
+    with pytest.raises(OutOfMemory, match="'a'"):
+        envs.JobsTask(replace(TWO, limit=59))
+    envs.JobsTask(replace(TWO, limit=60))  # without x
+    with pytest.raises(ValueError, match="mode"):
+        envs.JobsTask(TWO, mode="all")
+
+
+# -------------------------------------------------------------------------------------------------- an episode
+
+
+def test_the_graph_of_all_jobs():
+    """Node 0 is of all; the others are those of each job's own graph, one after the other."""
+    task = envs.JobsTask(SMALL)
+    graph, alone = task.graph, [actions.graph for actions in task.actions]
+    assert len(graph) == 1 + sum(len(one) - 1 for one in alone) == len(task.job)
+    found = set(zip(*graph.edges.tolist(), graph.weights.tolist(), strict=True))
+    assert len(found) == graph.edges.shape[1]
+    expected, gap = set(), 0
+    for j, one in enumerate(alone):
+        first = int(np.flatnonzero(task.job == j)[0])
+        node = [0, *range(first, first + len(one) - 1)]
+        expected |= {(node[a], node[b], w) for (a, b), w in zip(one.edges.T, one.weights.tolist(), strict=True)}
+        assert (graph.action_kind[node] == one.action_kind).all() and (graph.kernel[node] == one.kernel).all()
+        acts = np.flatnonzero(one.action_gap >= 0)
+        assert (graph.action_gap[np.array(node)[acts]] == one.action_gap[acts] + gap).all()
+        assert graph.gaps[gap : gap + len(one.gaps)] == one.gaps
+        assert (graph.features[node][:, 1:] == one.features[:, 1:]).all()
+        peak = SMALL.jobs[j].program.peak_bytes
+        assert graph.features[node][:, 0] == pytest.approx(one.features[:, 0] * peak / SMALL.limit)
+        gap += len(one.gaps)
+    assert found == expected
+
+
+def test_what_is_shown_of_the_moment():
+    """Nodes of a job: malloc x, write x, read x, free x. x may leave after k0 (node 2), or be recomputed (node 3)."""
+    env = envs.JobsEnv(replace(TWO, until_ns=1000), min_bytes=1)
+    first, info = env.reset(seed=0)
+    # a alone: it needs 100 bytes of 170, so that nothing may be decided.
+    assert first["job"].tolist() == [-1] + 4 * [0] + 4 * [-1] and not first["nodes"][5:].any()
+    assert first["action_mask"].tolist() == [1] + 8 * [0] and info["action_mask"].dtype == np.bool_
+    assert first["moment"] == pytest.approx([100 / 170 - 1, 1, 1, 1])
+    share = 100 / 170
+    size, transfer, recompute, revisit = 40 / 170, 20 / 40, 10 / 40, 20 / 40
+    kind = np.array([0, 2 / 3, 1, 0])
+    load = [40 / 170, 40 / 170, 40 / 170, 40 / 170]
+    static = np.array([4 * [size], 4 * [transfer], [*3 * [recompute], 0], [*3 * [revisit], 0], kind])
+    moment = np.array([4 * [0], [0, 40 / 170, 40 / 170, 0], load, 4 * [share], 4 * [1]])
+    assert first["nodes"][1:5].T == pytest.approx(np.concatenate([static, moment]))
+    assert first["nodes"][0] == pytest.approx([0, 0, 0, 0, 1 / 3, 1, 0, 0, 0, 0])
+    # b comes at 100: a has done 2 of 5 iterations, and holds x and y, in k1.
+    then, reward, *_, info = env.step(0)
+    assert (info["time_ns"], reward, info["slowdown"]) == (100, -10 / 200, 10 / 200)  # k1 has not ended yet
+    assert then["job"].tolist() == [-1] + 4 * [0] + 4 * [1]
+    assert then["moment"] == pytest.approx([200 / 170 - 1, 70 / 170, 2, 0.9])
+    assert then["action_mask"].tolist() == [1, 0, 1, 1, 0, 0, 1, 1, 0]
+    assert then["nodes"][1:, 9] == pytest.approx(4 * [0.6] + 4 * [1])
+    # b's x leaves: a's 100 bytes and b's 60 fit, and no more need leave.
+    last, reward, *_, info = env.step(6)
+    assert (info["time_ns"], reward) == (100, 0)
+    assert last["moment"][0] == pytest.approx(160 / 170 - 1) and last["action_mask"].tolist() == [1] + 8 * [0]
+    assert last["nodes"][:, VALID].tolist() == [1, 0, 0, 0, 0, 0, -1, 0, 0]
+    assert last["nodes"][[1, 5], 8] == pytest.approx([100 / 170, 60 / 170])
+    assert last["nodes"][[2, 6], RELIEF] == pytest.approx([40 / 170, 0])
+    assert (last["nodes"][1:, LOAD] > 0).all()
+    # Its plan has an equal part of what is left over.
+    env.step(0)
+    a, b = env.jobs
+    assert b.plan.decisions == (Swap(0, 0, 2),) and (a.plan.decisions, a.plan.limit) == ((), 170)
+    assert (b.plan.limit, a.switches[-1][1].limit) == (65, 105) and b.switches == ()
+
+
+def test_phases_begin_when_jobs_come_and_leave():
+    """Nobody is there from 40 to 1000; c comes when a and b are there, and is the last."""
+    one = Scenario((
+        Job("a", THREE, Plan(), 1000, iterations=3), Job("b", THREE, Plan(), 1000, iterations=2),
+        Job("early", THREE, Plan(), iterations=1), Job("c", THREE, Plan(), 1030, iterations=3),
+    ), MACHINE, 1000)  # fmt: skip
+    env = envs.JobsEnv(one, min_bytes=1)
+    total, times, info = episode(env, nothing)
+    left = [job.left_ns for job in env._walk.timeline.jobs]
+    assert times == [0, 1000, 1030, *sorted(left[:2] + left[3:])] and left[2] == 40
+    alone = [3 * 40, 2 * 40, 40, 3 * 40]
+    ratios = [(at - job.arrives_ns) / ns - 1 for at, job, ns in zip(left, one.jobs, alone, strict=True)]
+    assert ratios[2] == 0 < min(ratios[0], ratios[1], ratios[3])
+    assert total == pytest.approx(-sum(ratios)) and info["slowdown"] == pytest.approx(sum(ratios))
+
+
+def test_there_are_no_phases_after_the_end_of_the_span():
+    """From 250 on both leave when their iterations end."""
+    env = envs.JobsEnv(replace(TWO, until_ns=250), min_bytes=1)
+    total, times, info = episode(env, nothing)
+    assert times[:2] == [0, 100] and len(times) == 3 and times[-1] >= 250
+    # Alone, b would be there for 4 of 40 ns, as the iteration that has begun at 220 ends at 260.
+    assert env.tasks[0].alone_ns == [200, 160]
+    left = [job.left_ns for job in env._walk.timeline.jobs]
+    ended = [len(job.boundaries) * 40 for job in env._walk.timeline.jobs]
+    assert info["slowdown"] == pytest.approx((left[0] - ended[0]) / 200 + (left[1] - 100 - ended[1]) / 160)
+
+
+def test_a_job_that_never_begins_has_lost_its_time():
+    one = Scenario((Job("a", THREE, Plan(), iterations=4), Job("b", THREE, Plan(), 5, leaves_ns=95)), MACHINE, 100)
+    env = envs.JobsEnv(one, min_bytes=1)  # a's 100 bytes are all there is
+    _, times, info = episode(env, nothing)
+    a, b = env._walk.timeline.jobs
+    assert b.left_ns is None or b.boundaries  # else it would have begun in vain
+    lost = (95 - 5 if b.left_ns is None else b.left_ns - 5 - 40 * len(b.boundaries)) / 120
+    assert info["slowdown"] == pytest.approx(a.left_ns / 160 - 1 + lost)
+
+
+def test_decisions_are_worth_something():
+    """Where memory is short, greedy decisions cost less than none, and other decisions cost other amounts."""
+    env = envs.JobsEnv(SMALL)
+    with_none, with_greedy = episode(env, nothing)[0], episode(env, greedy)[0]
+    with_random = {episode(env, random(seed))[0] for seed in range(5)}
+    assert with_greedy > 0.95 * with_none  # the sums are negative
+    assert with_none < with_greedy - 0.2
+    assert len(with_random) == 5 and np.mean(list(with_random)) < with_greedy
+    # With memory enough there is nothing to decide, and it costs what sharing the kernels' time costs.
+    env = envs.JobsEnv(replace(SMALL, limit=sum(job.program.peak_bytes for job in SMALL.jobs)))
+    assert episode(env, random(0))[0] == episode(env, nothing)[0]
+    assert not any(job.plan.decisions for job in env.jobs)
+
+
+# -------------------------------------------------------------------------------------------------- properties
+
+
+@settings(max_examples=100, deadline=None)
+@given(scenarios(), st.sampled_from(["swap", "recompute", "joint"]), st.integers(0, 99))
+def test_rewards_add_up_and_the_mask_never_lies(scenario, mode, seed):
+    """A valid action is taken without error and gives plans that fit; an invalid one is refused. In the end the rewards
+    are the slowdown of the jobs under the plans that they got, simulated anew."""
+    walk, rng = envs.JobsWalk(envs.JobsTask(scenario, min_bytes=1, mode=mode)), np.random.default_rng(seed)
+    rewards, stop = [], rng.choice([0.0, 0.1, 0.5])
+    while not walk.done:
+        mask = walk.mask()
+        invalid = np.flatnonzero(~mask)
+        for node in [-1, len(mask), *(rng.choice(invalid, 1) if len(invalid) else [])]:
+            with pytest.raises(ValueError, match="not a valid action"):
+                walk.step(int(node))
+        assert mask[0] and walk.there
+        node = 0 if rng.random() < stop else int(rng.choice(np.flatnonzero(mask)))
+        rewards.append(walk.step(node))
+        assert node == 0 or rewards[-1] == 0
+    planned = [walk.planned[j] for j in range(len(scenario.jobs))]
+    timeline = simulate_jobs(planned, walk.task.machine, scenario.limit, scenario.until_ns, scenario.sharing)
+    assert timeline == walk.timeline and timeline.peak_bytes <= scenario.limit
+    assert walk.slowdown == total_slowdown(scenario, timeline)
+    assert sum(rewards) == pytest.approx(-walk.slowdown, abs=1e-9)
+    for job, ran in zip(planned, timeline.jobs, strict=True):
+        if len(ran.boundaries) == job.iterations and scenario.until_ns is None and job.leaves_ns is None:
+            scenario = replace(scenario, jobs=(job,))
+            alone = job.iterations * job.program.ideal_ns
+            one = replace(timeline, jobs=(ran,))
+            assert total_slowdown(scenario, one) == pytest.approx((ran.left_ns - job.arrives_ns) / alone - 1)
+
+
+def past(timeline: JobsTimeline, now: int) -> list[object]:
+    """What is known of a timeline at a time: what has ended before, or begun."""
+    known: list[object] = [tuple(one for one in timeline.evictions if one.time_ns < now)]
+    for job in timeline.jobs:
+        known += [job.name, job.admitted_ns if job.admitted_ns is not None and job.admitted_ns < now else None]
+        known += [tuple(s if s.end_ns <= now else s._replace(end_ns=now) for s in job.spans if s.start_ns < now)]
+        known += [tuple(e for e in job.events if e.time_ns < now), tuple(b for b in job.boundaries if b < now)]
+        known += [tuple(s for s in job.stalls if s.end_ns < now), tuple(s for s in job.switches if s[0] < now)]
+    return known
+
+
+@settings(max_examples=100, deadline=None)
+@given(scenarios(), st.sampled_from(["swap", "joint"]), st.integers(0, 99))
+def test_the_past_stays_as_it_was(scenario, mode, seed):
+    """The timeline before a phase is the same with the plans of that phase, and in the end."""
+    walk, rng = envs.JobsWalk(envs.JobsTask(scenario, min_bytes=1, mode=mode)), np.random.default_rng(seed)
+    before: list[tuple[int, set[int], JobsTimeline]] = []
+    while not walk.done:
+        phase = walk.now_ns
+        walk.step(int(rng.choice(np.flatnonzero(walk.mask()))))
+        if walk.now_ns != phase and not walk.done:
+            before.append((walk.now_ns, set(walk.planned), walk.timeline))
+    for now, known, timeline in before:
+        jobs = tuple(ran for j, ran in enumerate(walk.timeline.jobs) if j in known)
+        names = {job.name for job in scenario.jobs if job.arrives_ns >= now}
+        assert not names & {job.name for job in jobs}
+        final = replace(walk.timeline, jobs=jobs)
+        index = sorted(known)
+        evictions = tuple(
+            one._replace(job=index.index(one.job), wanted_by=index.index(one.wanted_by))
+            for one in final.evictions if one.time_ns < now
+        )  # fmt: skip
+        assert past(replace(final, evictions=evictions), now) == past(timeline, now)
