@@ -1,8 +1,8 @@
-"""``GpuMemoryJobs-v0``: the walk of jobs_walk.py as a Gymnasium environment. The action is the number of a node; node 0 is
-"enough". The observation is a dictionary (N nodes: those of all jobs; scenarios are padded to the largest).
+"""``GpuMemoryJobs-v0``: the walk of jobs_walk.py as a Gymnasium environment. The action is the number of a node; node 0
+is "enough". The observation is a dictionary (N nodes: those of all jobs; scenarios are padded to the largest).
 
-- ``nodes`` (N, 10) float32: the paper's six features (DQN paper, section 4.4.1), relief, the job's load, its share of the
-  memory and what it still has to do. Zeros where the node's job is not there.
+- ``nodes`` (N, 10) float32: the paper's six features (DQN paper, section 4.4.1), relief, the job's load, its share of
+  the memory and what it still has to do. Zeros where the node's job is not there.
 - ``moment`` (4,) float32: planned peak over the limit, free memory, how many jobs are there, time left.
 - ``action_mask`` (N,) int8: which nodes are actions that may be taken now; never wrong.
 - ``job`` (N,) int64: the job that a node belongs to; -1: node 0, a job that is not there, or padding.
@@ -122,6 +122,6 @@ class JobsEnv(gymnasium.Env[Observation, np.int64]):
         walk.show(nodes, moment)
         job = np.full(self.size, -1, np.int64)
         job[: len(task.job)] = np.where(np.isin(task.job, walk.there), task.job, -1)
-        observation = {"nodes": nodes, "moment": moment, "action_mask": mask.astype(np.int8), "job": job,
-                       "task": np.array([self._task])}  # fmt: skip
+        observation: Observation = {"nodes": nodes, "moment": moment, "action_mask": mask.astype(np.int8), "job": job,
+                                    "task": np.array([self._task])}  # fmt: skip
         return observation, {"action_mask": mask, "slowdown": walk.slowdown, "time_ns": walk.now_ns}

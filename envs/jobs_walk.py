@@ -1,14 +1,14 @@
-"""An episode over several jobs without Gymnasium: programs arrive and leave, and the agent plans for those that are there.
+"""An episode over several jobs without Gymnasium: programs arrive and leave, the agent plans for those that are there.
 
-A **phase** begins when the set of jobs changes. In it decisions are added to plans that begin empty, because what has to
-leave is another question with other jobs: each swaps or recomputes one gap of one job. "Enough" gives every job its plan:
-a job that is new starts with it, another changes to it at its next boundary (``Job.switches``). Then time goes on to the
-next phase. The reward of "enough" is the total slowdown that this time has cost, negated.
+A **phase** begins when the set of jobs changes. In it decisions are added to plans that begin empty, because with other
+jobs it is another question what has to leave; each swaps or recomputes one gap of one job. "Enough" gives every job its
+plan: one that is new starts with it, another changes to it at its next boundary (``Job.switches``). Then time goes on
+to the next phase. The reward of "enough" is the total slowdown that this time has cost, negated.
 
-1. Decisions can be taken while the jobs' planned peaks together are over the limit. Where they stay over it, tensors are
-   evicted on demand; else the limit of a plan is its peak and an equal part of what is left over (``Job.within``).
-2. Nothing is known of jobs that come later: simulated are those that came, from the start, and the past stays as it was.
-3. The host is large enough: what plans hold there is reserved from a job's beginning on, and would be known too early.
+1. Decisions can be taken while the jobs' planned peaks together are over the limit. Where they stay over it, tensors
+   are evicted on demand; else a plan's limit is its peak and an equal part of what is left over (``Job.within``).
+2. Nothing is known of jobs that come later: those that came are simulated from the start; the past stays as it was.
+3. The host is large enough: what plans hold there is reserved as a job begins, and would be known too early.
 4. A job keeps its slowdown from its arrival until it is gone; there are no phases after ``until_ns``.
 """
 
@@ -126,9 +126,8 @@ class JobsTask:
         OutOfMemory: a kernel of a job does not fit under the limit with everything else away.
     """
 
-    def __init__(
-        self, scenario: Scenario, min_bytes: int = 2**20, mode: str = "joint", known: dict[str, JobActions] | None = None
-    ):  # fmt: skip
+    def __init__(self, scenario: Scenario, min_bytes: int = 2**20, mode: str = "joint",
+                 known: dict[str, JobActions] | None = None):  # fmt: skip
         if not scenario.jobs:
             raise ValueError("a scenario has at least one job")
         self.scenario = scenario
@@ -189,7 +188,7 @@ class _Draft:
         self._look()
 
     def _look(self) -> None:
-        """What follows from the plan: the residency of each kernel, its peak and where that is first; bytes on the host."""
+        """What follows from the plan: the residency of each kernel, its peak and where that is; bytes on the host."""
         self.need = self.actions.engine.residency(self.rows) if len(self.rows) else self.actions.live
         self.peak_at = int(self.need.argmax())
         self.peak = int(self.need[self.peak_at])
@@ -302,7 +301,7 @@ class JobsWalk:
 
     def _enough(self) -> float:
         """The jobs get their plans, and run until the next one comes or goes; returns the reward."""
-        task, scenario = self.task, self.task.scenario
+        scenario = self.task.scenario
         for j, plan in self._plans().items():
             job = self.planned.get(j)
             if job is None:
