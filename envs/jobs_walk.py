@@ -6,7 +6,7 @@ plan: one that is new starts with it, another changes to it at its next boundary
 to the next phase. The reward of "enough" is the total slowdown that this time has cost, negated.
 
 1. Decisions can be taken while the jobs' planned peaks together are over the limit. Where they stay over it, tensors
-   are evicted on demand; else a plan's limit is its peak and an equal part of what is left over (``Job.within``).
+   are evicted on demand; else a job is ``within`` its peak and an equal part of what is left over, if it is that.
 2. Nothing is known of jobs that come later: those that came are simulated from the start; the past stays as it was.
 3. The host is large enough: what plans hold there is reserved as a job begins, and would be known too early.
 4. A job keeps its slowdown from its arrival until it is gone; there are no phases after ``until_ns``.
@@ -317,8 +317,8 @@ class JobsWalk:
         self._begin(then)
         if not self.there:
             self._begin(come)
-        before, until = self.slowdown, NEVER if self.done else self.now_ns
-        self.slowdown = sum(lost(scenario, j, one, until) for j, one in ran.items())
+        before = self.slowdown
+        self.slowdown = sum(lost(scenario, j, one, self.now_ns) for j, one in ran.items())
         return before - self.slowdown
 
     def _plans(self) -> dict[int, Plan]:
@@ -327,7 +327,7 @@ class JobsWalk:
         spare = (limit - self.planned_peak) // len(self.there)
         for j, draft in self.drafts.items():
             program = self.task.actions[j].program
-            own = draft.peak + spare if spare >= 0 else 0
+            own = draft.peak + spare if spare >= 0 and self.task.scenario.jobs[j].within else 0
             rows = draft.rows[np.lexsort(draft.rows.T[[AFTER, TENSOR]])]  # in any order they are the same plan
             out[j] = Plan(decisions_of(rows), program.fingerprint, "", own, self.task.machine.name)
         return out

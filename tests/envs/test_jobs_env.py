@@ -20,7 +20,19 @@ from envs.graph import OFFLOAD, REMOVE
 from envs.jobs_env import small_scenario
 from envs.jobs_walk import LOAD, RELIEF, VALID, Scenario, total_slowdown
 from envs.walk import DEAD_END_REWARD
-from simulator import Job, JobsTimeline, Kernel, Machine, OutOfMemory, Plan, Program, Swap, Tensor, simulate_jobs
+from simulator import (
+    Job,
+    JobsTimeline,
+    Kernel,
+    Machine,
+    OutOfMemory,
+    Plan,
+    Program,
+    Recompute,
+    Swap,
+    Tensor,
+    simulate_jobs,
+)
 from tests.job_cases import least_limit
 from tests.simulator.jobs.strategies import jobs, jobs_machines
 
@@ -255,7 +267,7 @@ def test_the_graph_of_all_jobs():
 
 def test_what_is_shown_of_the_moment():
     """Nodes of a job: malloc x, write x, read x, free x. x may leave after k0 (node 2), or be recomputed (node 3)."""
-    env = envs.JobsEnv(replace(TWO, until_ns=1000), min_bytes=1)
+    env = envs.JobsEnv(replace(TWO, jobs=(TWO.jobs[0], replace(TWO.jobs[1], within=True)), until_ns=1000), min_bytes=1)
     first, info = env.reset(seed=0)
     # a alone: it needs 100 bytes of 170, so that nothing may be decided.
     assert first["job"].tolist() == [-1] + 4 * [0] + 4 * [-1] and not first["nodes"][5:].any()
@@ -284,11 +296,28 @@ def test_what_is_shown_of_the_moment():
     assert last["nodes"][[1, 5], 8] == pytest.approx([100 / 170, 60 / 170])
     assert last["nodes"][[2, 6], RELIEF] == pytest.approx([40 / 170, 0])
     assert (last["nodes"][1:, LOAD] > 0).all()
-    # Its plan has an equal part of what is left over.
+    # It is within the 60 bytes and half of what is left over; the plan of a is what it was.
     env.step(0)
     a, b = env.jobs
-    assert b.plan.decisions == (Swap(0, 0, 2),) and (a.plan.decisions, a.plan.limit) == ((), 170)
-    assert (b.plan.limit, a.switches[-1][1].limit) == (65, 105) and b.switches == ()
+    assert b.plan.decisions == (Swap(0, 0, 2),) and (b.plan.limit, b.switches, b.within) == (65, (), True)
+    assert (a.plan.decisions, a.plan.limit, a.switches, a.within) == ((), 0, (), False)
+
+
+def test_a_tensor_may_be_away_at_the_peak_over_the_boundary():
+    """Of w the next use is in the next iteration; the peak is at k2, then at k1."""
+    tensors = (Tensor("w", 30, "parameter", True), Tensor("x", 50), Tensor("y", 60), Tensor("z", 35))
+    uses = [((), (1,)), ((0, 1), (2,)), ((1,), (3,))]
+    kernels = tuple(Kernel(f"k{k}", "other", "forward", *each, 10) for k, each in enumerate(uses))
+    job = Job("a", Program("p", tensors, kernels), Plan(), iterations=2)
+    env = envs.JobsEnv(Scenario((job, replace(job, name="b")), MACHINE, 250), min_bytes=1, mode="swap")
+    first, _ = env.reset(seed=0)
+    (gap,) = env.tasks[0].actions[0].graph.gaps
+    (a, b) = np.flatnonzero(env.tasks[0].graph.action_kind == OFFLOAD)
+    assert gap == (0, 1, 1) and job.program.live_bytes == (80, 140, 115)
+    assert first["action_mask"][[a, b]].tolist() == [1, 1] and not first["nodes"][:, RELIEF].any()
+    later = replace(job, program=replace(job.program, tensors=(*tensors[:3], Tensor("z", 80))))
+    env = envs.JobsEnv(replace(env.tasks[0].scenario, jobs=(later, job)), min_bytes=1, mode="swap")
+    assert env.reset(seed=0)[0]["nodes"][[a, b], RELIEF] == pytest.approx([30 / 250, 0])
 
 
 def test_phases_begin_when_jobs_come_and_leave():
@@ -305,6 +334,65 @@ def test_phases_begin_when_jobs_come_and_leave():
     ratios = [(at - job.arrives_ns) / ns - 1 for at, job, ns in zip(left, one.jobs, alone, strict=True)]
     assert ratios[2] == 0 < min(ratios[0], ratios[1], ratios[3])
     assert total == pytest.approx(-sum(ratios)) and info["slowdown"] == pytest.approx(sum(ratios))
+
+
+def test_a_job_may_come_as_another_ends_an_iteration():
+    """It does not leave then: the phase is of both, and from its boundary on a has a plan."""
+    walk = envs.JobsWalk(envs.JobsTask(replace(TWO, jobs=(TWO.jobs[0], replace(TWO.jobs[1], arrives_ns=80))), 1))
+    walk.step(0)
+    assert (walk.now_ns, walk.there) == (80, [0, 1])
+    walk.step(2)
+    walk.step(0)
+    assert walk.timeline.jobs[0].switches[0] == (80, 1) and walk.planned[0].plans[1].decisions == (Swap(0, 0, 2),)
+
+
+@pytest.mark.parametrize("at, used", [(40, 40), (69, 100), (70, 40), (201, 0)])
+def test_the_memory_in_use_as_a_phase_begins(at, used):
+    """Where another kernel has begun at that time, it counts; and what the one before has freed does not."""
+    walk = envs.JobsWalk(envs.JobsTask(replace(TWO, jobs=(TWO.jobs[0], replace(TWO.jobs[1], arrives_ns=at))), 1))
+    walk.step(0)
+    assert (walk.now_ns, walk.used) == (at, used)
+
+
+def test_the_time_alone_is_of_whole_iterations():
+    """A job leaves when an iteration ends, at ``leaves_ns`` or later."""
+    job = Job("a", THREE, Plan(), 7)
+    for leaves, iterations, alone in ((86, None, 80), (87, None, 80), (88, None, 120), (88, 2, 80), (None, 5, 200)):
+        one = replace(job, leaves_ns=leaves, iterations=iterations)
+        scenario = Scenario((one,), MACHINE, 100)
+        assert scenario.alone_ns(0) == alone
+        ran = simulate_jobs((one,), MACHINE, 100)
+        assert ran.end_ns == 7 + alone and total_slowdown(scenario, ran) == 0
+    assert Scenario((replace(job, iterations=9),), MACHINE, 100, until_ns=88).alone_ns(0) == 120
+
+
+def test_what_a_recomputation_fetches_has_to_fit():
+    """t is made of c and x2, c of x1. To make it again with x1 and x2 on the host takes 100 bytes: c, t, x1 and x2. So
+    after its removal no offload may be taken, and after theirs it may not be removed."""
+    tensors = tuple(Tensor(name, nbytes) for name, nbytes in (("x1", 40), ("x2", 40), ("c", 10), ("t", 10), ("y", 60)))
+    uses = [((), (0,)), ((), (1,)), ((0,), (2,)), ((1, 2), (3,)), ((), (4,)), ((3,), ()), ((0,), ()), ((1,), ())]
+    kernels = tuple(Kernel(f"k{k}", "other", "forward", *each, 10) for k, each in enumerate(uses))
+    job = Job("job", Program("chain", tensors, kernels), Plan(), iterations=2)
+    task = envs.JobsTask(Scenario((job,), MACHINE, 99), min_bytes=10)
+    node = {
+        (int(kind), task.graph.gaps[gap]): i
+        for i, (kind, gap) in enumerate(zip(task.graph.action_kind, task.graph.action_gap, strict=True))
+        if gap >= 0
+    }
+    first, second = node[OFFLOAD, (0, 2, 6)], node[OFFLOAD, (1, 3, 7)]
+    removal = node[REMOVE, (3, 3, 5)]
+    walk = envs.JobsWalk(task)
+    assert walk.mask()[[first, second, removal]].all()
+    walk.step(removal)
+    assert walk.mask()[[first, second]].tolist() == [False, False]
+    walk.reset()
+    walk.step(first)
+    assert walk.mask()[[second, removal]].tolist() == [True, False]
+    # So it is: the limit is the least that does not do.
+    plan = Plan((Swap(0, 2, 6), Swap(1, 3, 7), Recompute(3, 3, 5)))
+    with pytest.raises(OutOfMemory):
+        simulate_jobs([replace(job, plan=plan)], MACHINE, 99)
+    simulate_jobs([replace(job, plan=plan)], MACHINE, 100)
 
 
 def test_there_are_no_phases_after_the_end_of_the_span():
