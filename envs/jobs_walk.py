@@ -6,7 +6,7 @@ plan: one that is new starts with it, another changes to it at its next boundary
 to the next phase. The reward of "enough" is the total slowdown that this time has cost, negated.
 
 1. Decisions can be taken while the jobs' planned peaks together are over the limit. Where they stay over it, tensors
-   are evicted on demand; else a job is ``within`` its peak and an equal part of what is left over, if it is that.
+   are evicted on demand; else every job is ``within`` its peak and an equal part of what is left over.
 2. Nothing is known of jobs that come later: those that came are simulated from the start; the past stays as it was.
 3. The host is large enough: what plans hold there is reserved as a job begins, and would be known too early.
 4. A job keeps its slowdown from its arrival until it is gone; there are no phases after ``until_ns``.
@@ -34,7 +34,7 @@ HOST_BYTES = 2**60  # point 3
 
 @dataclass(frozen=True)
 class Scenario:
-    """Jobs that come and go on one machine. Their own plans and switches are not used.
+    """Jobs that come and go on one machine. Their own plans and switches, and ``within``, are not used.
 
     Attributes:
         limit: bytes, for all jobs together.
@@ -305,7 +305,7 @@ class JobsWalk:
         for j, plan in self._plans().items():
             job = self.planned.get(j)
             if job is None:
-                self.planned[j] = replace(scenario.jobs[j], plan=plan, switches=())
+                self.planned[j] = replace(scenario.jobs[j], plan=plan, switches=(), within=True)
             elif plan != job.plans[-1]:
                 self.planned[j] = replace(job, switches=(*job.switches, (self.now_ns, plan)))
         come = min((job.arrives_ns for job in scenario.jobs if job.arrives_ns > self.now_ns), default=NEVER)
@@ -327,7 +327,7 @@ class JobsWalk:
         spare = (limit - self.planned_peak) // len(self.there)
         for j, draft in self.drafts.items():
             program = self.task.actions[j].program
-            own = draft.peak + spare if spare >= 0 and self.task.scenario.jobs[j].within else 0
+            own = draft.peak + spare if spare >= 0 else 0
             rows = draft.rows[np.lexsort(draft.rows.T[[AFTER, TENSOR]])]  # in any order they are the same plan
             out[j] = Plan(decisions_of(rows), program.fingerprint, "", own, self.task.machine.name)
         return out

@@ -79,7 +79,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
     """From one job to three that come and leave, with more or less memory than they need, and a host that is small."""
     several = []
     for i in range(draw(st.integers(1, 3))):
-        job = replace(draw(jobs(f"j{i}")), plan=Plan(), switches=(), within=draw(st.booleans()))
+        job = replace(draw(jobs(f"j{i}")), plan=Plan(), switches=())
         several.append(job if job.leaves_ns is None else replace(job, leaves_ns=job.arrives_ns + 1 + job.leaves_ns))
     limit = max(1, least_limit(tuple(several)) + draw(st.integers(0, 20) | st.integers(0, 150)))
     until = draw(st.none() | st.integers(1, 500))
@@ -267,7 +267,7 @@ def test_the_graph_of_all_jobs():
 
 def test_what_is_shown_of_the_moment():
     """Nodes of a job: malloc x, write x, read x, free x. x may leave after k0 (node 2), or be recomputed (node 3)."""
-    env = envs.JobsEnv(replace(TWO, jobs=(TWO.jobs[0], replace(TWO.jobs[1], within=True)), until_ns=1000), min_bytes=1)
+    env = envs.JobsEnv(replace(TWO, until_ns=1000), min_bytes=1)
     first, info = env.reset(seed=0)
     # a alone: it needs 100 bytes of 170, so that nothing may be decided.
     assert first["job"].tolist() == [-1] + 4 * [0] + 4 * [-1] and not first["nodes"][5:].any()
@@ -296,11 +296,18 @@ def test_what_is_shown_of_the_moment():
     assert last["nodes"][[1, 5], 8] == pytest.approx([100 / 170, 60 / 170])
     assert last["nodes"][[2, 6], RELIEF] == pytest.approx([40 / 170, 0])
     assert (last["nodes"][1:, LOAD] > 0).all()
-    # It is within the 60 bytes and half of what is left over; the plan of a is what it was.
+    # Each is within its peak and half of what is left over.
     env.step(0)
     a, b = env.jobs
     assert b.plan.decisions == (Swap(0, 0, 2),) and (b.plan.limit, b.switches, b.within) == (65, (), True)
-    assert (a.plan.decisions, a.plan.limit, a.switches, a.within) == ((), 0, (), False)
+    ((at, plan),) = a.switches
+    assert (at, plan.decisions, a.plan.limit, plan.limit, a.within) == (100, (), 170, 105, True)
+    # Where they stay over the limit, there is none for each, and the same plan is no other one.
+    env = envs.JobsEnv(replace(TWO, limit=99), min_bytes=1)
+    env.reset(seed=0)
+    env.step(0)
+    env.step(0)
+    assert [(job.plan.limit, job.switches) for job in env.jobs] == [(0, ()), (0, ())]
 
 
 def test_a_tensor_may_be_away_at_the_peak_over_the_boundary():
@@ -422,7 +429,6 @@ def test_decisions_are_worth_something():
     env = envs.JobsEnv(SMALL)
     with_none, with_greedy = episode(env, nothing)[0], episode(env, greedy)[0]
     with_random = {episode(env, random(seed))[0] for seed in range(5)}
-    assert with_greedy > 0.95 * with_none  # the sums are negative
     assert with_none < with_greedy - 0.2
     assert len(with_random) == 5 and np.mean(list(with_random)) < with_greedy
     # With memory enough there is nothing to decide, and it costs what sharing the kernels' time costs.
