@@ -10,12 +10,14 @@ from dataclasses import replace
 import gymnasium
 import numpy as np
 import pytest
+import torch
 from gymnasium.utils.env_checker import check_env
 from hypothesis import given, settings, strategies as st
 from sb3_contrib import MaskablePPO
 from stable_baselines3.common.env_checker import check_env as sb3_check_env
 
 import envs
+from agents.learned.structure2vec import Structure2Vec
 from envs.graph import OFFLOAD, REMOVE
 from envs.jobs_env import small_scenario
 from envs.jobs_walk import LOAD, RELIEF, VALID, Scenario, total_slowdown
@@ -263,6 +265,21 @@ def test_the_graph_of_all_jobs():
         assert graph.features[node][:, 0] == pytest.approx(one.features[:, 0] * peak / SMALL.limit)
         gap += len(one.gaps)
     assert found == expected
+
+
+def test_structure2vec_reads_the_graph_of_all_jobs():
+    """A value of each action, of all jobs that are there; what is decided of one job changes those of others."""
+    torch.manual_seed(0)
+    env = envs.JobsEnv(TWO, min_bytes=1)
+    env.reset(seed=0)
+    before, *_ = env.step(0)
+    after, *_ = env.step(6)
+    network = Structure2Vec(env.tasks[0].graph, before["nodes"].shape[1], 8, 3, "mean", True)
+    x = torch.from_numpy(np.stack([before["nodes"], after["nodes"]])).transpose(0, 1)
+    with torch.no_grad():
+        q = network(x, torch.zeros(2, dtype=torch.long))
+    assert network.actions.tolist() == [0, 2, 3, 6, 7] and q.shape == (2, 5)
+    assert (q[0] != q[1]).all()
 
 
 def test_what_is_shown_of_the_moment():
