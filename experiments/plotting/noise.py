@@ -65,9 +65,9 @@ def _recovery(axes: Axes, recovery: Sequence[Row]) -> None:
         axes.plot(one["kept"], y, how.marker, color=how.colour, markersize=7)
         axes.plot(one["replanned"], y, how.marker, color=how.colour, markerfacecolor="white", markersize=7)
         axes.plot(one["new"], y, "|", color=INK, markersize=13)
-        until = "never as fast" if one["iterations"] is None else f"{one['iterations']} iterations"
-        axes.annotate(until, (max(one["kept"], one["replanned"], one["new"]), y), (8, 0), "data", "offset points",
-                      va="center", fontsize=9, color=INK)  # fmt: skip
+        right = max(one["kept"], one["replanned"], one["new"])
+        axes.annotate(f"{one['iterations']} iterations", (right, y), (8, 0), "data", "offset points", va="center",
+                      fontsize=9, color=INK)  # fmt: skip
     n = len(first["planners"])
     axes.set(title=f"After drift {first['size']:g}, replanned", ylim=(n - 0.4, -0.6), xlabel="overhead")
     axes.set_xlim(None, 1.35 * axes.get_xlim()[1])
@@ -75,6 +75,6 @@ def _recovery(axes: Axes, recovery: Sequence[Row]) -> None:
     axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=None))
     axes.legend(handles=[
         Line2D([], [], color=INK, marker="o", linestyle="", label="plan kept"),
-        Line2D([], [], color=INK, marker="o", markerfacecolor="white", linestyle="", label="planned anew"),
+        Line2D([], [], color=INK, marker="o", markerfacecolor="white", linestyle="", label="planned anew, in the end"),
         Line2D([], [], color=INK, marker="|", linestyle="", markersize=11, label="plan for the new times"),
     ], fontsize=8.5, loc="lower right")  # fmt: skip
