@@ -6,6 +6,8 @@ it is dropped. So a kernel is known by its **place**: the persistent tensors tha
 place of the kernel that wrote the newest of its inputs (of those that the forward pass wrote, if there are any: in the
 backward pass a layer's own activations say more than the gradient that comes in). Of kernels of the same name at the
 same place the k-th correspond. A tensor is known by its name if it is persistent, else by its first writer.
+
+``unified`` gives the programs of a job's steps the same persistent tensors (``Job.entries``).
 """
 
 from __future__ import annotations
@@ -13,9 +15,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
+from functools import lru_cache
+from typing import Any
 
 from simulator.plan import Decision, Plan, PlanError, Rerun, Swap
-from simulator.program import Program
+from simulator.program import Program, Tensor
 from simulator.schedule import lower
 
 
@@ -36,6 +40,66 @@ def adapted(plan: Plan, program: Program, other: Program) -> Plan:
     bare = replace(plan, decisions=(), fingerprint=other.fingerprint, variants=tuple(sorted(known)))
     found = [_moved(d, tensor, kernel, other) for d in plan.decisions]
     return replace(bare, decisions=_together([], [d for d in found if d is not None], bare, other))
+
+
+class Same:
+    """A program or a machine in the key of a cache: equal to itself only."""
+
+    def __init__(self, of: Any):
+        self.of = of
+
+    def __hash__(self) -> int:
+        return id(self.of)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.of is other.of
+
+
+def unified(steps: Sequence[tuple[Program, Plan]]) -> tuple[tuple[Program, Plan], ...]:
+    """The same steps, numbered alike: the persistent tensors of all programs come first, in the order in which they are
+    found, and each program's own others after them. A program that lacks one has it, and touches it never.
+
+    Raises:
+        ValueError: tensors of one name have different sizes, or a plan does not fit its program (PlanError).
+    """
+    for program, plan in steps:
+        plan.check(program)
+    found = _numbered_alike(tuple(Same(program) for program, _ in steps))
+    return tuple((new, _renumbered(plan, old, new, at)) for (old, plan), (new, at) in zip(steps, found, strict=True))
+
+
+@lru_cache(64)
+def _numbered_alike(programs: tuple[Same, ...]) -> tuple[tuple[Program, tuple[int, ...]], ...]:
+    """The programs with all persistent tensors first, and each one's new numbers of its tensors."""
+    first: dict[Hashable, Tensor] = {}
+    names = [_numbered(tensor.name if tensor.persistent else None for tensor in p.of.tensors) for p in programs]
+    for p, keys in zip(programs, names, strict=True):
+        for key, tensor in zip(keys, p.of.tensors, strict=True):
+            if tensor.persistent and first.setdefault(key, tensor).nbytes != tensor.nbytes:
+                sizes = f"{tensor.nbytes:,} bytes in {p.of.name!r}, and {first[key].nbytes:,} in another step"
+                raise ValueError(f"tensor {tensor.name!r} has {sizes}")
+    where = {key: i for i, key in enumerate(first)}
+    out = []
+    for p, keys in zip(programs, names, strict=True):
+        old: Program = p.of
+        own = {t: len(first) + i for i, t in enumerate(t for t, x in enumerate(old.tensors) if not x.persistent)}
+        at = tuple(own[t] if t in own else where[key] for t, key in enumerate(keys))
+        mine = dict(zip(keys, old.tensors, strict=True))
+        tensors = (*(mine.get(key, tensor) for key, tensor in first.items()), *(old.tensors[t] for t in own))
+        kernels = tuple(
+            replace(k, inputs=tuple(at[t] for t in k.inputs), outputs=tuple(at[t] for t in k.outputs))
+            for k in old.kernels
+        )
+        out.append((old if tensors == old.tensors else Program(old.name, tensors, kernels), at))
+    return tuple(out)
+
+
+def _renumbered(plan: Plan, old: Program, new: Program, at: Sequence[int]) -> Plan:
+    """The plan with the new program's numbers of tensors."""
+    if old is new:
+        return plan
+    moved = tuple(d if isinstance(d, Rerun) else replace(d, tensor=at[d.tensor]) for d in plan.decisions)
+    return replace(plan, decisions=moved, fingerprint=new.fingerprint if plan.fingerprint else "")
 
 
 def _matched(keys: Sequence[Hashable], others: Sequence[Hashable]) -> dict[int, int]:

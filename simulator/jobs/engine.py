@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from simulator.compiled.encoding import NEVER, Ints, decisions_of
 from simulator.jobs import reference
+from simulator.jobs.draws import Same
 from simulator.jobs.event_loop import run
 from simulator.jobs.log import read_log
 from simulator.jobs.lowered import Lowered, check, left_by, reserved_bytes
@@ -37,20 +38,7 @@ Tables = Sequence[Sequence[Table]]
 Durations = tuple[tuple[int, ...], ...]  # as Job.durations
 
 
-class _Same:
-    """A program or a machine in the key of a cache: equal to itself only."""
-
-    def __init__(self, of: Any):
-        self.of = of
-
-    def __hash__(self) -> int:
-        return id(self.of)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.of is other.of
-
-
-def _prepared(program: _Same, machine: _Same, plan: Plan) -> tuple[Lowered, Table]:
+def _prepared(program: Same, machine: Same, plan: Plan) -> tuple[Lowered, Table]:
     lowered = Lowered.of(program.of, plan)
     return lowered, table_of(lowered, machine.of)
 
@@ -58,9 +46,9 @@ def _prepared(program: _Same, machine: _Same, plan: Plan) -> tuple[Lowered, Tabl
 _known = lru_cache(256)(_prepared)  # of simulate_jobs
 
 
-def _key(program: Program, machine: Machine, plan: Plan) -> tuple[_Same, _Same, Plan]:
+def _key(program: Program, machine: Machine, plan: Plan) -> tuple[Same, Same, Plan]:
     """What a schedule and its table follow from."""
-    return _Same(program), _Same(machine), replace(plan, planner="", limit=0, machine="")
+    return Same(program), Same(machine), replace(plan, planner="", limit=0, machine="")
 
 
 class JobScore(NamedTuple):
@@ -91,18 +79,18 @@ def _world(jobs: Sequence[Job], plans: Sequence[Sequence[Lowered]], tables: Tabl
     """All arrays, before the first round.
 
     Args:
-        tables: of each job, those of its plans.
+        tables: of each job, those of its entries.
         entries: of the log; 0: none is kept.
     """
     n = len(jobs)
     flat = [table for each in tables for table in each]
-    at = [time for job in jobs for time in (-1, *(t for t, _ in job.switches))]
-    shares = [job.share(p) for job in jobs for p in range(len(job.plans))]
+    own = [(job, p) for job in jobs for p in range(len(job.entries))]
     records = np.zeros(len(flat), PLAN)
     base = 0
-    for i, (table, time, share) in enumerate(zip(flat, at, shares, strict=True)):
-        own = NEVER if share is None else share
-        for name, value in {**table.record, "base": base, "at_ns": time, "share": own}.items():
+    for i, (table, (job, p)) in enumerate(zip(flat, own, strict=True)):
+        share, at_ns = job.share(p), job.switches[p - 1][0] if p and job.switches else -1
+        mine = {"base": base, "at_ns": at_ns, "share": NEVER if share is None else share, "alike": job.alike[p]}
+        for name, value in (table.record | mine).items():
             records[i][name] = value
         base += len(table.values)
     state = np.zeros(n, JOB)
@@ -114,6 +102,7 @@ def _world(jobs: Sequence[Job], plans: Sequence[Sequence[Lowered]], tables: Tabl
             "arrives": job.arrives_ns, "leaves": min(never, NEVER if job.leaves_ns is None else job.leaves_ns),
             "iterations": -1 if job.iterations is None else job.iterations, "reserved": reserved_bytes(plans[j]),
             "first_plan": first, "n_plans": len(plans[j]), "durations": rows, "n_durations": len(job.durations),
+            "takes_turns": len(job.steps) > 0,
             "end": NEVER, "admitted": -1, "left": -1, "ready_since": -1, "stale": 1, "first": NEVER, "offer": NEVER,
             "blocked": -1,
         }.items():  # fmt: skip
@@ -121,7 +110,7 @@ def _world(jobs: Sequence[Job], plans: Sequence[Sequence[Lowered]], tables: Tabl
         first += len(plans[j])
         rows += len(job.durations) * len(job.program.kernels)
     most = {name: max((t.record[name] for t in flat), default=0) for name in ("n", "n_rows", "n_blocks")}
-    tensors = max((len(job.program.tensors) for job in jobs), default=0)
+    tensors = max((len(program.tensors) for job in jobs for program, _ in job.entries), default=0)
     now = np.zeros(STATE, np.int64)
     now[[UNADMITTED, UNFINISHED]] = n
     now[[SERVED, STEPPED]] = -1
@@ -169,7 +158,7 @@ def simulate_jobs(
         OutOfMemory: a step of a job does not fit under the limit with everything else away.
         JobsDeadlock: no job can go on, because the host is full.
     """
-    known = [[_known(*_key(job.program, machine, plan)) for plan in job.plans] for job in jobs]
+    known = [[_known(*_key(program, machine, plan)) for program, plan in job.entries] for job in jobs]
     plans = [[lowered for lowered, _ in each] for each in known]
     tables = [[table for _, table in each] for each in known]
     check(jobs, plans, machine, limit, until_ns)

@@ -97,6 +97,8 @@ def _plan_now(w, j):  # type: ignore[no-untyped-def]
     """The plan that a job is to go by now."""
     job = w.jobs[j]
     plan = job.first_plan
+    if job.takes_turns:
+        return plan + job.boundaries % job.n_plans
     while plan + 1 < job.first_plan + job.n_plans and w.plans[plan + 1].at_ns <= w.now[NOW]:
         plan += 1
     return plan

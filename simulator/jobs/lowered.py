@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 from simulator.jobs.nouns import Job, Tenant
 from simulator.machine import ALONE, Machine
@@ -108,9 +108,8 @@ class Lowered:
 
 def reserved_bytes(plans: Sequence[Lowered]) -> int:
     """What the host keeps free for a job: what its plan holds there at the most; for a job that changes its plans, what
-    two plans in succession hold together."""
-    most = [plan.on_host for plan in plans]
-    return max(map(sum, pairwise(most))) if len(most) > 1 else most[0]
+    those two hold that hold most."""
+    return sum(sorted(plan.on_host for plan in plans)[-2:])
 
 
 def left_by(tenant: Tenant) -> list[tuple[int, int]]:
@@ -132,7 +131,7 @@ def check(jobs: Sequence[Job], plans: Sequence[Sequence[Lowered]], machine: Mach
     """Can every job run alone, evicting on demand, and does every one end?
 
     Args:
-        plans: of each job, those of ``Job.plans``.
+        plans: of each job, those of ``Job.entries``.
 
     Raises:
         ValueError: a job has no end.

@@ -22,6 +22,7 @@ from simulator.plan import Swap
 PLAN = np.dtype([(name, np.int64) for name in (
     "base", "at_ns", "n", "n_steps", "n_rows", "n_blocks", "n_persistent", "start_bytes", "admission_bytes",
     "share",  # NEVER: all memory
+    "alike",  # the first of the job's that does the same
     # Per step: the kernel for which it runs, does it run again, ns, bytes that it allocates and frees, ns before it,
     # kernel.
     "before", "again", "lasts", "takes", "gives", "begins", "kernel",
@@ -39,6 +40,7 @@ AWAY, COPIED, OTHERWISE = range(3)  # row_start: when the job begins its tensor 
 JOB = np.dtype([(name, np.int64) for name in (
     "arrives", "leaves", "iterations", "reserved", "first_plan", "n_plans",
     "durations", "n_durations",  # its first row, and how many; 0: the plan's ns
+    "takes_turns",  # its plans are steps
     "stage",  # WAITING, PRESENT, LEAVING, GONE
     "held",  # bytes
     "plan", "position", "step", "running", "end", "work", "entry", "since", "admitted", "left",
@@ -103,7 +105,7 @@ class Table(NamedTuple):
 
 
 def table_of(plan: Lowered, machine: Machine) -> Table:
-    """The table of a plan, and all of its PLAN but ``base`` and ``at_ns``."""
+    """The table of a plan, and all of its PLAN but what depends on the job."""
     schedule = plan.schedule
     program, steps, blocks = schedule.program, schedule.steps, schedule.blocks
     n = len(program.kernels)

@@ -84,10 +84,9 @@ def test_what_cannot_run_is_not_feasible():
 @given(st.data())
 def test_a_score_within_shares_beside_a_tenant_and_over_samples_of_the_times(data):
     case = data.draw(jobs_cases())
-    chosen = [job.plan for job in case.jobs]
+    programs, chosen = zip(*(job.entries[0] for job in case.jobs), strict=True)
     shares = [data.draw(st.integers(0, case.limit)) for _ in chosen]
     samples = [[job.durations for job in case.jobs], [()] * len(chosen)]
-    programs = [job.program for job in case.jobs]
     scorer = JobsEngine(programs, case.machine, case.limit, 300, 3, case.sharing, shares=shares, tenant=case.tenant)
     for sample, score in zip(samples, scorer.scores(chosen, samples), strict=True):
         several = [
@@ -137,6 +136,10 @@ def test_what_the_time_is_measured_against():
     free = without_limit(jobs, tiny.MACHINE)
     assert not free.evictions and free.end_ns == 4 * tiny.PROGRAM.ideal_ns
     assert not any(s.stream != "compute" for job in free.jobs for s in job.spans)
+    steps = ((tiny.PROGRAM, tiny.SWAP_PLAN), (tiny.PROGRAM, Plan()))
+    several = Job("a", tiny.PROGRAM, Plan(), iterations=2, steps=steps)
+    assert alone_ns(several, tiny.MACHINE, tiny.LIMIT) == 170
+    assert without_limit([several], tiny.MACHINE).end_ns == 2 * tiny.PROGRAM.ideal_ns
 
 
 def test_a_job_alone_is_as_fast_as_simulate_says():

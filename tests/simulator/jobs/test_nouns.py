@@ -3,7 +3,7 @@
 import json
 import math
 
-from simulator import Job, Plan
+from simulator import Job, Kernel, Plan, Program, Swap, Tensor
 from simulator.jobs.reference import simulate_jobs
 from tests import tiny
 
@@ -43,6 +43,20 @@ def test_perfetto_marks_the_switches_of_plans():
     timeline = simulate_jobs((job,), tiny.MACHINE, 200)
     marks = [e for e in timeline.perfetto((job,))["traceEvents"] if e["ph"] == "i"]
     assert [(e["pid"], e["name"], e["ts"]) for e in marks] == [(1, "plan 1", timeline.jobs[0].boundaries[0] / 1000)]
+
+
+def test_perfetto_has_the_names_of_the_step_that_runs():
+    first = Program("one", (Tensor("x", 10),), (Kernel("make x", "other", "forward", (), (0,), 10),))
+    second = Program(
+        "two", (Tensor("y", 10), Tensor("w", 10, "parameter", True)),
+        (Kernel("make y", "other", "forward", (), (0, 1), 10), Kernel("read y", "other", "forward", (0,), (), 10)),
+    )  # fmt: skip
+    away = Plan((Swap(1, 0, 0),))
+    job = Job("a", first, Plan(), iterations=4, steps=((first, Plan()), (second, away)))
+    ran = simulate_jobs((job,), tiny.MACHINE, 30)
+    names = [e["name"] for e in ran.perfetto((job,))["traceEvents"] if e["ph"] == "X" and e["cat"] != "wait"]
+    second = ["swap_in w", "make y", "swap_out w", "read y"]
+    assert names == ["make x", "swap_out w", *second, "make x", *second]
 
 
 def test_what_each_holds_adds_up():

@@ -1,7 +1,7 @@
 """The rules of several jobs: cases computed by hand, one job alone, and what always holds."""
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -12,6 +12,7 @@ from simulator.jobs.nouns import Eviction, Stall
 from simulator.schedule import lower
 from simulator.timeline import BlockEvent, Span
 from tests import tiny
+from tests.job_cases import jobs_case
 from tests.simulator.jobs.strategies import jobs_cases, jobs_machines
 from tests.strategies import networks, plans, programs, with_algorithms
 
@@ -102,6 +103,18 @@ def test_a_deadlock_and_its_eviction(simulate_jobs):
     assert b.stalls == (Stall(0, 10, "compute"), Stall(20, 70, "memory"), Stall(70, 110, "data"))
     assert timeline.memory == ((0, 0), (0, 40), (10, 80), (60, 40), (60, 70), (70, 0), (70, 40), (110, 70), (120, 0))
     assert timeline.copies_ns("d2h") == timeline.copies_ns("h2d") == 40
+
+
+def test_a_job_that_is_stuck_within_its_limit_is_served_beyond_it(simulate_jobs):
+    """It has 40 and asks for 30 more, which 60 bytes do not hold, with 30 others free; nothing can be evicted."""
+    program = Program(
+        "keeps", (Tensor("w", 40, "parameter", True), Tensor("x", 30, "parameter", True)),
+        (Kernel("k0", "other", "forward", (0,), (), 10), Kernel("k1", "other", "forward", (0, 1), (), 10)),
+    )  # fmt: skip
+    job = Job("a", program, Plan((Swap(1, 1, 1),), limit=60), iterations=1, within=True)
+    timeline = simulate_jobs([job], MACHINE, 100)
+    assert timeline.jobs[0].boundaries == (50,) and timeline.evictions == ()
+    assert [s for s in timeline.jobs[0].spans if s.kind == "swap_in"] == [Span(10, 40, "h2d", "swap_in", 1)]
 
 
 def test_a_full_host_is_a_deadlock_that_says_who_asks_for_what(simulate_jobs):
@@ -260,6 +273,70 @@ def test_what_is_not_a_simulation(simulate_jobs):
     assert (nobody.end_ns, nobody.peak_bytes, nobody.jobs) == (0, 0, ())
 
 
+@pytest.mark.parametrize("seed", range(100))
+def test_a_switch_to_the_same_decisions_changes_nothing(simulate_jobs, seed):
+    """Whatever is on its way at the boundary, and in whatever order they are."""
+    case = jobs_case(seed)
+    machine = replace(case.machine, host_bytes=10**6)  # two plans in succession keep more of the host free
+    jobs = tuple(replace(job, switches=()) for job in case.jobs if not job.steps)
+    again = tuple(
+        replace(job, switches=tuple((at, replace(job.plan, decisions=job.plan.decisions[::-1])) for at in (30, 90)))
+        for job in jobs
+    )
+    timeline, other = (simulate_jobs(several, machine, *case[2:]) for several in (jobs, again))
+    assert replace(other, jobs=tuple(replace(job, switches=()) for job in other.jobs)) == timeline
+
+
+# --------------------------------------------------------------------- programs that differ between iterations
+
+V, W_, X = Tensor("v", 20, "parameter", True), Tensor("w", 30, "parameter", True), Tensor("x", 40)
+BOTH = Program("both", (X, V, W_), (Kernel("k0", "other", "forward", (1,), (0,), 10),
+                                    Kernel("k1", "other", "forward", (2, 0), (), 60)))  # fmt: skip
+LESS = Program("less", (W_, X), (Kernel("k1", "other", "forward", (), (1,), 50),))
+
+
+def test_steps_take_turns(simulate_jobs):
+    """Persistent tensors come first, as BOTH has them; LESS lacks v, which stays."""
+    job = Job("a", BOTH, Plan(), iterations=3, steps=((BOTH, Plan()), (LESS, Plan())))
+    assert [[t.name for t in program.tensors] for program, _ in job.entries] == [["v", "w", "x"]] * 2
+    assert job.entries[1][0].kernels[0].outputs == (2,) and job.entries[0][0].kernels[1].inputs == (1, 2)
+    timeline = simulate_jobs([job], MACHINE, 90)
+    ran = timeline.jobs[0]
+    assert (ran.boundaries, ran.switches) == ((70, 120, 190), ((70, 1), (120, 0)))
+    assert [s.index for s in ran.spans] == [0, 1, 0, 0, 1]
+    assert ran.held == ((0, 0), (0, 90), (70, 50), (70, 90), (120, 50), (120, 90), (190, 0))
+    assert ran.ideal_ns == 70
+
+
+@pytest.mark.parametrize(("reads", "back"), [(False, 140), (True, 90)])
+def test_what_one_step_has_away_stays_away_until_it_is_needed(simulate_jobs, reads, back):
+    """BOTH has w on the host from k1 to k1: it comes in from 0 to 30, and is dropped at 90, as its copy is valid. LESS
+    has no decision for it: it comes back for its kernel, if that reads it, and stays until BOTH has begun again; that
+    drops it, and has it back for k1."""
+    plan, less = Plan((Swap(2, 1, 1),)), replace(LESS, kernels=(replace(LESS.kernels[0], inputs=(0,) * reads),))
+    job = Job("a", BOTH, plan, iterations=3, steps=((BOTH, plan), (less, Plan())))
+    ran = simulate_jobs([job], MACHINE, 90).jobs[0]
+    copies = [(s.start_ns, s.end_ns, s.kind, s.index) for s in ran.spans if s.stream != "compute"]
+    end = 90 + 30 * reads + 50
+    assert copies == [(at, at + 30, "swap_in", 1) for at in sorted({0, back, end})]
+    assert ran.boundaries == (90, end, end + 90)
+
+
+def test_what_are_no_steps():
+    grown = replace(LESS, tensors=(Tensor("w", 31, "parameter", True), X))
+    for wrong, what in (
+        (
+            {"steps": ((BOTH, Plan()), (grown, Plan()))},
+            "job 'a': tensor 'w' has 31 bytes in 'less', and 30 in another step",
+        ),
+        ({"steps": ((LESS, Plan((Swap(7, 0, 0),))),)}, "job 'a': .* there is no tensor 7"),
+        ({"steps": ((LESS, Plan()),), "durations": ((5, 5),)}, "with steps there are neither switches nor durations"),
+        ({"steps": ((LESS, Plan()),), "switches": ((5, Plan()),)}, "with steps there are neither"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            Job("a", BOTH, Plan(), **wrong)
+
+
 # ----------------------------------------------------------------------------------- a tenant on the link
 
 
@@ -346,10 +423,11 @@ def test_what_always_holds(case):
     assert timeline.peak_bytes <= case.limit
     assert [used for _, used in timeline.memory][-1] == 0
     for job, ran in zip(case.jobs, timeline.jobs, strict=True):
-        n = len(job.program.kernels)
+        several = [len(program.kernels) for program, _ in job.steps] or [len(job.program.kernels)]
+        n = [several[i % len(several)] for i in range(len(ran.boundaries))]
         kernels = [s for s in ran.spans if s.kind == "kernel"]
-        assert [s.index for s in kernels] == list(range(n)) * len(ran.boundaries)
-        assert tuple(s.end_ns for s in kernels[n - 1 :: n]) == ran.boundaries
+        assert [s.index for s in kernels] == [k for each in n for k in range(each)]
+        assert tuple(kernels[end - 1].end_ns for end in accumulate(n)) == ran.boundaries
         if ran.admitted_ns is None:
             assert ran.left_ns is None and not ran.spans
             continue
@@ -366,7 +444,10 @@ def test_what_always_holds(case):
 @settings(max_examples=100, deadline=None)
 @given(jobs_cases(2))
 def test_more_memory_than_all_need_leaves_nothing_to_wait_for_but_compute(case):
-    plain = tuple(replace(job, plan=Plan(), switches=()) for job in case.jobs)
+    plain = tuple(
+        replace(job, plan=Plan(), switches=(), steps=tuple((program, Plan()) for program, _ in job.steps))
+        for job in case.jobs
+    )
     timeline = reference.simulate_jobs(plain, case.machine, 10**9, case.until_ns, case.sharing)
     assert timeline.evictions == ()
     assert {stall.cause for job in timeline.jobs for stall in job.stalls} <= {"compute"}

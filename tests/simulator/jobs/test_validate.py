@@ -155,6 +155,17 @@ def test_a_copy_that_the_tenant_should_slow_down():
     assert violations(RIGHT, JOBS, MACHINE, 100, tenant=((70, 0.5), (80, 0.0))) == []  # nothing is copied then
 
 
+def test_steps_that_take_turns_otherwise():
+    """The second step for the first, and a switch that is not said."""
+    other = replace(READER, kernels=(*READER.kernels, READER.kernels[1]))
+    jobs = (Job("a", READER, Plan(), iterations=2, steps=((READER, Plan()), (other, Plan()))),)
+    timeline = simulate_jobs(jobs, MACHINE, 100)
+    assert violations(timeline, jobs, MACHINE, 100) == []
+    turned = (replace(jobs[0], steps=jobs[0].steps[::-1]),)
+    assert {v.rule for v in violations(timeline, turned, MACHINE, 100)} == {"order"}
+    assert {v.rule for v in violations(with_job(timeline, 0, switches=()), jobs, MACHINE, 100)} == {"switch"}
+
+
 def test_it_names_turns():
     """b takes the kernel's turn that is a's, and shifts nothing else."""
     program = Program("one", (Tensor("x", 10),), (Kernel("k", "other", "forward", (), (0,), 10),))
