@@ -91,12 +91,12 @@ class Backend(ABC):
 
     @abstractmethod
     def free(self) -> None:
-        """Drains the streams and returns the arena; work that has not begun may be dropped. The host buffer may stay
-        pinned for the next arena until ``close``. Raises nothing."""
+        """Drains the streams and returns the arena and the host buffer, which stays pinned for who asks next
+        (executor/memory/pinned.py); work that has not begun may be dropped. Raises nothing."""
 
     @abstractmethod
     def close(self) -> None:
-        """``free``, and gives back the host buffer and the streams. The backend cannot be used any more."""
+        """``free``, and gives back the streams. The backend cannot be used any more."""
 
     def __enter__(self) -> Backend:
         return self

@@ -1,7 +1,7 @@
 """A GPU behind ``executor.replay.backend``, with CuPy. The only file that imports it.
 
-The arena is one cudaMalloc a run, the host buffer one cudaHostAlloc. Pinning is slow, so the buffer stays for later
-runs, grows when one needs more, and goes with ``close``. No pool of CuPy's is used. Each stream is a CUDA stream
+The arena is one cudaMalloc a run, the host buffer the pinned memory of the process (executor/memory/pinned.py). No pool
+of CuPy's is used. Each stream is a CUDA stream
 without the legacy default stream's barriers. Reasons for these are in executor/replay/README.md:
 
 1. A spin reads the GPU's ``globaltimer``; one that begins within PAUSE_NS of the last counts from when that was due.
@@ -11,13 +11,13 @@ without the legacy default stream's barriers. Reasons for these are in executor/
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
+from executor.memory.pinned import CUDA
 from executor.replay.backend import Backend, BackendError, Stream
 
 try:
@@ -108,8 +108,8 @@ class CupyBackend(Backend):
             compute, d2h = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
             h2d = cupy.cuda.Stream(non_blocking=True) if copy_engines == 2 else d2h
         self._streams: dict[str, Any] = {"compute": compute, "d2h": d2h, "h2d": h2d}
-        self._arena = self._pinned = self._clock = 0  # addresses
-        self._bytes = self._taken = self._checks = self._pinned_bytes = 0
+        self._arena = self._clock = 0  # addresses
+        self._bytes = self._taken = self._checks = 0
         self._slots: list[int] = []  # addresses of uint64[SLOTS]
         self._base: Any = None
 
@@ -120,6 +120,8 @@ class CupyBackend(Backend):
             yield
         except BackendError:
             raise
+        except MemoryError as e:  # of pinned memory, which says it all
+            raise BackendError(f"{self.task}: {e}" if self.task else str(e)) from e
         except (RuntimeError, OSError, cupy.cuda.compiler.CompileException) as e:  # of the runtime, driver, or loader
             reason = f"{what} ({e})".splitlines()[0]
             raise BackendError(f"{self.task}: {reason}" if self.task else reason) from e
@@ -131,10 +133,7 @@ class CupyBackend(Backend):
             raise BackendError("there is an arena already; free it first")
         try:
             with self._talk(f"{host_bytes:,} bytes of host memory cannot be pinned"):
-                if not self._pinned or host_bytes > self._pinned_bytes:
-                    self._unpin()
-                    self._pinned, self._pinned_bytes = runtime.hostAlloc(max(host_bytes, 1), 0), host_bytes
-            self.host = np.ctypeslib.as_array((ctypes.c_uint8 * host_bytes).from_address(self._pinned))
+                self.host = CUDA.take(host_bytes)
             with self._talk(f"an arena of {device_bytes:,} bytes cannot be allocated"):
                 self._clock = runtime.malloc(16)
                 free, _ = runtime.memGetInfo()
@@ -169,23 +168,14 @@ class CupyBackend(Backend):
         self._arena = self._clock = self._bytes = self._taken = self._checks = 0
         self._slots, self._base, self.task = [], None, ""
 
-    def _unpin(self) -> None:
-        address, self._pinned, self._pinned_bytes = self._pinned, 0, 0
-        if address:
-            runtime.freeHost(address)
-
     def close(self) -> None:
         self.free()
-        try:
-            self._unpin()
-        except runtime.CUDARuntimeError:
-            pass  # as in free
         self._streams = {}
 
     # ---------------------------------------------------------------------------------- work
 
     def copy(self, stream: Stream, device: int, host: int, nbytes: int) -> None:
-        on_device, on_host = self._address(device, nbytes), self._pinned + host
+        on_device, on_host = self._address(device, nbytes), self.host.ctypes.data + host
         if not 0 <= host <= host + nbytes <= len(self.host):
             raise BackendError(f"{self.task}: bytes {host:,} to {host + nbytes:,} are not in the host buffer")
         target, source, kind = (

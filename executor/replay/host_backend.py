@@ -1,7 +1,7 @@
 """This computer behind ``executor.replay.backend``: a GPU played with what every computer has.
 
-The arena and the host buffer are NumPy arrays, each stream is a thread that does its work in order, copies really move
-their bytes at the speed of a ``Machine``, and the threads run in parallel (NumPy releases the GIL while it copies).
+The arena is a NumPy array, each stream is a thread that does its work in order, copies really move their bytes at the
+speed of a ``Machine``, and the threads run in parallel (NumPy releases the GIL while it copies).
 How it keeps time (executor/replay/README.md):
 
 1. A spin ends, and the last byte of a copy moves, when it is due, never before; a late thread delays nothing after it.
@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from executor.memory.pinned import HOST
 from executor.replay.backend import RAMP, Backend, BackendError, Bytes, Stream, first_difference, pattern, pieces
 from simulator.machine import Machine
 
@@ -77,12 +78,13 @@ class HostBackend(Backend):
         self._base = time.perf_counter_ns()
 
     def _pin(self, nbytes: int) -> Bytes:
+        if nbytes > self.machine.host_bytes:
+            name, most = self.machine.name, self.machine.host_bytes
+            raise BackendError(f"{nbytes:,} bytes of host memory cannot be pinned: {name} has {most:,}")
         try:
-            if nbytes > self.machine.host_bytes:
-                raise MemoryError(f"{self.machine.name} has {self.machine.host_bytes:,}")
-            return np.zeros(nbytes, np.uint8)
-        except (MemoryError, ValueError) as error:
-            raise BackendError(f"{nbytes:,} bytes of host memory cannot be pinned ({error})") from None
+            return HOST.take(nbytes)
+        except MemoryError as error:
+            raise BackendError(str(error)) from None
 
     @property
     def allocated_bytes(self) -> int:

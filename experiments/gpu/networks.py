@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import gc
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from executor.memory.pinned import CUDA, available
 from experiments.workloads import gpt2, resnet, vgg
 
 
@@ -114,9 +113,6 @@ def give_back() -> None:
 
 
 def host_bytes() -> int:
-    """Memory of this computer that may be pinned: three quarters of what it has, or of what this process may take."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    group = Path("/sys/fs/cgroup/memory.max")
-    if group.exists() and (text := group.read_text().strip()).isdigit():
-        total = min(total, int(text))
-    return total * 3 // 4
+    """Memory of this computer that may be pinned: three quarters of what is left, with what is pinned and free."""
+    CUDA.drop()
+    return available()[0] * 3 // 4
