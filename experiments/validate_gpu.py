@@ -43,6 +43,7 @@ from executor.calibrate import calibrate
 from executor.capture.profile import ProfileError, measure, path_of, with_profile
 from executor.replay.backend import BackendError
 from experiments.gpu import largest_batch, side_by_side
+from experiments.gpu.clocks import watched
 from experiments.gpu.deadline import TimeUp, within
 from experiments.gpu.flags import deterministic, report
 from experiments.gpu.networks import give_back, host_bytes
@@ -222,7 +223,11 @@ def replay_all(settings: Settings, plans: list[tuple[Case, Plan]], machine: Mach
     give_back()
     checked: set[tuple[str, float]] = set()
     until = record.share(REPLAYING_BEFORE if settings.compare else REPLAYING)
-    with open_backend(settings.backend, HOST if settings.backend == "host" else machine) as backend:
+    options = {**REPLAY[settings.backend], "kernels": settings.kernels}
+    with (
+        open_backend(settings.backend, HOST if settings.backend == "host" else machine, settings.pause_ns) as backend,
+        watched(settings.device) as clocks,
+    ):
         for case, plan in plans:
             row = {"workload": case.workload, "fraction": case.fraction, "limit": case.limit, "planner": plan.planner}
             if record.left(until) <= 0:
@@ -230,7 +235,7 @@ def replay_all(settings: Settings, plans: list[tuple[Case, Plan]], machine: Mach
                 continue
             try:
                 with within(record.left(until) + GRACE):
-                    found = replay(case.program, plan, machine, case.limit, backend, **REPLAY[settings.backend])
+                    found = replay(case.program, plan, machine, case.limit, backend, **options)
                     if (case.workload, case.fraction) not in checked and plan.decisions:
                         checked.add((case.workload, case.fraction))
                         row["checks"] = replay(case.program, plan, machine, case.limit, backend, 2, 1, "check").checks
@@ -241,10 +246,12 @@ def replay_all(settings: Settings, plans: list[tuple[Case, Plan]], machine: Mach
                 "replay", **row, predicted_ns=found.predicted_ns, measured_ns=found.iteration_ns, error=found.error,
                 predicted_peak=found.predicted.peak_bytes, measured_peak=found.timeline.peak_bytes,
                 footprint=found.footprint, device_bytes=found.device_bytes, fits=found.fits, device=found.device,
+                kernels=found.kernels, absorbed_ns=found.absorbed_ns,
             )  # fmt: skip
             moves = sum(s.stream != "compute" for s in found.timeline.spans)
             if moves > most[0]:
                 most = moves, (found, f"{case.workload} at {case.fraction:.0%}", plan.planner)
+    record.add("clocks", stage="replay", pause_ns=settings.pause_ns, clocks=clocks)
     if most[1]:
         timelines(record.out / "timeline.png", *most[1])
 

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import agents
 from executor.capture.profile import Cache
+from executor.replay.replay import Kernels
 from experiments.gpu.networks import NETWORKS
 
 COMPARING = 3600.0  # seconds; torch.compile takes most of them
@@ -29,6 +30,7 @@ class Settings:
         limits: fractions of the activation peak.
         cache: of the profiles, as executor.capture.profile.measure; where a step does not fit, "cold".
         planners, train: which plan and replay, and which plans are trained under.
+        kernels, pause_ns: of replays: "stream", kernels move their bytes, too; pauses that they make up for.
         steps: measured training steps, in turns with as many eager ones.
         seconds: for everything; COMPARING with ``compare``.
         workers: processes that plan, at least 1.
@@ -46,6 +48,8 @@ class Settings:
     cache: str = "step"
     planners: tuple[str, ...] = tuple(agents.untrained())
     train: tuple[str, ...] = ("autoswap_swdoa", "superneurons", "capuchin", "lp_round")
+    kernels: str = "spin"
+    pause_ns: int = 0
     steps: int = 20
     seconds: float = 1500.0
     workers: int = 14
@@ -98,10 +102,13 @@ def parse(words: Sequence[str]) -> Settings:
         for name in getattr(settings, key):
             if name not in known:
                 raise UsageError(f"{key}: there is no {name!r}; there are {', '.join(known)}")
-    if settings.cache not in get_args(Cache):
-        raise UsageError(f"cache: expected one of {', '.join(get_args(Cache))}, got {settings.cache!r}")
+    for key, kind in (("cache", Cache), ("kernels", Kernels)):
+        if getattr(settings, key) not in get_args(kind):
+            raise UsageError(f"{key}: expected one of {', '.join(get_args(kind))}, got {getattr(settings, key)!r}")
     if not settings.workloads or not all(0 < f <= 1 for f in settings.limits) or not settings.limits:
         raise UsageError("workloads and limits: expected at least one of each, limits above 0 and at most 1")
+    if settings.pause_ns < 0:
+        raise UsageError(f"pause_ns: expected at least 0, got {settings.pause_ns}")
     if settings.steps < 1 or settings.workers < 1 or min(settings.seconds, settings.largest_seconds) <= 0:
         raise UsageError("steps, workers, seconds and largest_seconds: expected more than 0")
     return settings

@@ -36,7 +36,7 @@ def test_on_the_host_in_small(tmp_path, capsys):
     out = tmp_path / "out"
     assert main([
         "backend=host", f"out={out}", "workloads=tiny_resnet", "limits=0.8", "planners=none,capuchin,autoswap_swdoa",
-        "train=capuchin", "workers=1", "steps=1", "seconds=60",
+        "train=capuchin", "workers=1", "steps=1", "seconds=60", "kernels=stream",
     ]) == 0  # fmt: skip
     found = read_json(out / "results.json")
     rows = found["rows"]
@@ -45,9 +45,10 @@ def test_on_the_host_in_small(tmp_path, capsys):
     assert kinds == [
         ("calibration", None, False), ("profile", None, False), ("plan", "none", True), ("plan", "capuchin", False),
         ("plan", "autoswap_swdoa", False), ("replay", "capuchin", False), ("replay", "autoswap_swdoa", False),
-        ("train", "capuchin", False),
+        ("clocks", None, False), ("train", "capuchin", False),
     ]  # fmt: skip
-    first, second, trained = rows[-3:]
+    first, second, clocks, trained = rows[-4:]
+    assert clocks["clocks"] == {"absent": "no GPU is used"} and first["kernels"] == "stream"
     for row in (first, second):
         assert 0.9 < row["measured_ns"] / row["predicted_ns"] < 3  # threads wake up late, on a busy computer very late
         assert row["measured_peak"] == row["predicted_peak"] <= row["limit"]
@@ -105,6 +106,8 @@ def test_words():
         ("backend=tpu", "backend: expected cuda or host, got 'tpu'"),
         ("limits=a", r"limits: expected tuple\[float, ...\], got 'a'"),
         ("cache=warm", "cache: expected one of cold, hot, step, got 'warm'"),
+        ("kernels=real", "kernels: expected one of spin, stream, got 'real'"),
+        ("pause_ns=-1", "pause_ns: expected at least 0, got -1"),
         ("compare=yes", "compare: expected bool, got 'yes'"),
         ("workloads=alexnet", "workloads: there is no 'alexnet'; there are vgg16"),
         ("planners=best", "planners: there is no 'best'"),
