@@ -137,10 +137,13 @@ class HostBackend(Backend):
 
         def work(ready: int) -> int:
             self._absorbed += max(0, time.perf_counter_ns() - ready)
+            took = 0
             for i in range(parts):
+                begin = time.perf_counter_ns()
                 self._stream(arena, first + half * i // parts, first + half * (i + 1) // parts)
+                took += time.perf_counter_ns() - begin
                 self._sleep_until(ready + ns * (i + 1) // parts)
-            return max(self._sleep_until(ready + ns), time.perf_counter_ns() if parts else 0)
+            return self._sleep_until(ready + max(ns, took))
 
         self._put("compute", work)
 
