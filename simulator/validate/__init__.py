@@ -19,7 +19,7 @@ kernels is found out. The rules (numbers: the docstring of ``reference.py``):
 - ``memory``     the block events are the ledger, change by change; a block is one copy of one tensor (3, 4, 5, 9)
 - ``limit``      never more in use than the limit
 - ``host``       never more planned to be on the host than it holds (h)
-- ``figures``    ideal, iteration, period, peak, required bytes, boundaries and breakdown follow from the spans (10)
+- ``figures``    ideal, iteration, period, peak, required bytes, boundaries and breakdown follow from the spans (10, i)
 """
 
 from __future__ import annotations
