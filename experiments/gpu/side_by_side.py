@@ -333,6 +333,7 @@ class _Ours:
         self.name, self.device, self.machine = name, device, machine
         self.program: Program | None = None
         self.aim = 0  # of the last ``at``
+        self.plans: dict[int, Plan] = {}  # by aim
 
     def within(self, limit: int) -> Trial:
         """A planned step within the limit; raises Unreachable."""
@@ -359,7 +360,7 @@ class _Ours:
             if self.program is None:
                 profile = measure(captured, self.device, self.machine.name, cache=CACHE[self.device])
                 self.program = with_profile(captured.program, profile)
-            plan = best_plan(self.program, self.machine, aim)
+            plan = self.plans[aim] = self.plans.get(aim) or best_plan(self.program, self.machine, aim)
             step = PlannedStep(replace(captured, program=self.program), plan, self.machine, aim)
             with step:
                 found = _measured(self.device, lambda: step(*n.batch), before, beside, steps)

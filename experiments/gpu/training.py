@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -93,8 +94,9 @@ def losses_only(device: str, case: Case, plan: Plan, machine: Machine, cap: floa
 
 def timed_beside(device: str, case: Case, plan: Plan, machine: Machine, cap: float, count: int) -> dict[str, Any]:
     """Median times of steps under a plan, capped likewise, and of the eager steps that take turns with them; what the
-    GPU's clocks were; PyTorch's own count of the peak (CUDA), the ledger's, and what was held beside."""
-    cuda, peak = device == "cuda", 0
+    host took to issue a planned step (on the CPU that is all of it); what the GPU's clocks were; PyTorch's own count of
+    the peak (CUDA), the ledger's, and what was held beside."""
+    cuda, peak, hosts = device == "cuda", 0, list[int]()
     give_back()
     eager = eager_beside(case.workload, device)
     give_back()
@@ -113,11 +115,18 @@ def timed_beside(device: str, case: Case, plan: Plan, machine: Machine, cap: flo
 
         limit(True)
         with PlannedStep(captured, plan, machine, case.limit) as step:
-            losses(lambda: step(*network.batch))  # the optimizer makes its state
+
+            def planned() -> Any:
+                begin = time.perf_counter_ns()
+                loss = step(*network.batch)
+                hosts.append(time.perf_counter_ns() - begin)
+                return loss
+
+            losses(planned)  # the optimizer makes its state
             with watched(device) as clocks:
-                _, times, others = in_turns(lambda: step(*network.batch), eager, count, device, turn)
-    found = {"measured_ns": median(times), "eager_ns": median(others), "ledger": step.peak_bytes, "held": held,
-             "pinned_bytes": step.pinned_bytes, "clocks": clocks}  # fmt: skip
+                _, times, others = in_turns(planned, eager, count, device, turn)
+    found = {"measured_ns": median(times), "eager_ns": median(others), "host_ns": median(hosts),
+             "ledger": step.peak_bytes, "held": held, "pinned_bytes": step.pinned_bytes, "clocks": clocks}  # fmt: skip
     return {**found, "device_peak": peak} if cuda else found
 
 
