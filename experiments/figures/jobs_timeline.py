@@ -97,7 +97,10 @@ def table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
         for job in row["ran"]:
             lasts = np.diff([job["admitted_ns"], *job["boundaries"]]) / job["ideal_ns"]
             there = f"{job['admitted_ns'] / 1e9:.1f} to {job['left_ns'] / 1e9:.1f} s"
-            cells.append([row["planner"], job["name"], there, f"{len(job['boundaries'])}", f"{lasts.mean():.2f}", f"{len(job['switches'])}"])  # fmt: skip
+            cells.append([
+                row["planner"], job["name"], there, f"{len(job['boundaries'])}", f"{lasts.mean():.2f}",
+                f"{len(job['switches'])}",
+            ])  # fmt: skip
     return ["planner", "job", "there", "iterations", "mean, of its time alone", "switches of plans"], cells
 
 
@@ -108,8 +111,10 @@ def notes(rows: list[Row]) -> list[str]:
         why = [cause for _, cause, _ in row["replanned"]]
         counts = ", ".join(f"{why.count(cause)} by {cause}" for cause in CAUSES if cause in why)
         peak, limit = row["peak_bytes"] / MB, row["limit_bytes"] / MB
-        out.append(f"{row['planner']}: plans made {len(why)} times ({counts}); the peak is {peak:,.0f} MB of {limit:,.0f}; "
-                   f"{row['evictions']} tensors were evicted on demand.")  # fmt: skip
+        out.append(
+            f"{row['planner']}: plans made {len(why)} times ({counts}); the peak is {peak:,.0f} MB of {limit:,.0f}; "
+            f"{row['evictions']} tensors were evicted on demand."
+        )
     return out
 
 
