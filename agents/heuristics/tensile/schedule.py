@@ -196,12 +196,21 @@ class Schedule:
         self.channel.busy.append((start, start + in_ns))
         prefetch = bisect_right(self.ends, start) - 1
         copy = issued % self.n if issued < after else -1
+        self.rows = [self._copied(row, gap) for row in self.rows]
         self.rows.append((SWAP, gap.tensor, after % self.n, gap.before, prefetch % self.n, copy))
         self.scheduled.add(gap)
         for p in range(after + 1, before):
             if self.starts[p] < gone or self.ends[p] > start:
                 self.moving[p % self.n] += nbytes
         return True
+
+    def _copied(self, row: Row, gap: Gap) -> Row:
+        """A swap beside that of a new gap: where the tensor is away between its early copy and its own gap, it needs
+        none, for it is on the host since then."""
+        kind, tensor, after, before, prefetch, copy = row
+        between = (after - gap.before) % self.n < (after - copy) % self.n
+        drops = kind == SWAP and tensor == gap.tensor and copy >= 0 and between
+        return (kind, tensor, after, before, prefetch, -1) if drops else row
 
     def _swap_in_the_rest(self, gap: Gap, free: float) -> None:
         """Line 36: swaps in the later gaps of the tensor in which the copy on the host is still valid."""

@@ -6,7 +6,11 @@ import pytest
 
 import agents
 from agents.heuristics.tensile import TENSILE, Channel
-from simulator import Kernel, Machine, Program, Recompute, Swap, Tensor, simulate
+from agents.heuristics.tensile.schedule import Schedule, array
+from simulator import Kernel, Machine, Plan, Program, Recompute, Swap, Tensor, simulate
+from simulator.compiled.encoding import SWAP, decisions_of
+from simulator.compiled.engine import Engine
+from simulator.program import Gap
 from tests.simulator.test_language import READ_MEANWHILE
 from tests.tiny import A1, A2, LIMIT, MACHINE, PROGRAM, W
 
@@ -197,3 +201,18 @@ def test_all_jobs_share_the_host() -> None:
     small = Machine("small host", 10**6, 10**9, 10**9, copy_latency_ns=0, host_bytes=59)
     first, second = TENSILE(min_bytes=1).plan_jobs([TWO, TWO], small, 150)
     assert sorted(d.tensor for d in (*first.decisions, *second.decisions)) == [0, 1]  # 30 and 20 bytes
+
+
+def test_a_copy_is_of_what_is_there() -> None:
+    # w is written by k8 and copied at once, for its gap from k3 to k6. Then it leaves over the boundary, too: the copy
+    # would be made of a tensor that is away, and is on the host already.
+    uses = {1: ("w", ""), 3: ("w", ""), 6: ("w", ""), 8: ("w", "w")}
+    tensors = [Tensor("w", 10, "parameter", True)]
+    program = straight(tensors, [uses.get(k, ("", "")) for k in range(10)], [10] * 10, peak=4)
+    early = (SWAP, 0, 3, 6, 5, 8)
+    for gap, copy in ((Gap(0, 8, 1), -1), (Gap(0, 1, 3), -1), (Gap(0, 6, 8), 8)):
+        schedule = Schedule(program, BYTE_PER_NS, Engine(program, BYTE_PER_NS, 1000), 1, 1.0, program.start_ns)
+        schedule.rows = [early]
+        assert schedule._swap_in(gap, gap.after, 10 * gap.after + 10, 10 * gap.after + 10)
+        assert schedule.rows[0] == (*early[:5], copy)
+        Plan(decisions_of(array(schedule.rows))).check(program)
