@@ -12,7 +12,7 @@ Known differences from eager:
 1. cuDNN's fused kernels and workspaces are not seen from CPU operators (algorithms.py can model the workspaces).
 2. ``foreach`` and ``fused`` optimizers are captured as their single-tensor form.
 3. A parameter that gets a gradient but belongs to no optimizer loses the gradient at the end of the step.
-4. Python branches are taken as they fall during the trace; learning rates are constants unless they are tensors.
+4. Python branches are taken as they fall during the trace; an optimizer's numbers are read at each step (numbers.py).
 5. Optimizers that branch on a number read from a tensor (RAdam, ASGD) are captured in their ``capturable`` form.
 """
 
@@ -22,7 +22,7 @@ import operator
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -52,8 +52,9 @@ from executor.capture.operators import (
     running_statistics,
     touched_bytes,
 )
+from executor.capture.numbers import Numbers, Option
 from executor.capture.roofline import with_roofline
-from executor.capture.state import Entry, Home, StepState, capturable, options, takes_capturable, untouched
+from executor.capture.state import Entry, Home, StepState, capturable, fixed, options, takes_capturable, untouched
 from simulator.machine import Machine
 from simulator.program import Kernel, Phase, Program, Tensor as Storage, TensorKind
 
@@ -82,7 +83,8 @@ class Captured:
     outputs: tuple[fx.Node, ...]
     spec: TreeSpec  # of the step's arguments
     leaves: tuple[Any, ...]  # those, flat; a tensor's placeholder stands for it
-    settings: tuple[tuple[Optimizer, tuple[dict[str, Any], ...]], ...]  # per optimizer and group: options, no tensors
+    settings: tuple[tuple[Optimizer, tuple[dict[str, Any], ...]], ...]  # per optimizer and group: what cannot change
+    numbers: Numbers  # of the optimizers' options: what may change
     modules: tuple[tuple[nn.Module, bool, tuple[nn.Module | None, ...]], ...]  # whether it trains, its submodules
 
     def on(
@@ -167,7 +169,8 @@ def _capture(
 ) -> Captured:  # fmt: skip
     # Sizes are those of the example; only numbers that an optimizer reads may be symbols.
     mode = FakeTensorMode(shape_env=ShapeEnv(allow_dynamic_output_shape_ops=False), static_shapes=True)
-    state = StepState(mode, as_capturable)
+    assert mode.shape_env is not None
+    state, numbers = StepState(mode, as_capturable), Numbers(mode.shape_env)
     recorder = _Recorder()
     returned: list[Tensor] = []
 
@@ -195,12 +198,12 @@ def _capture(
                 for i, v in enumerate(leaves)
             ]
             batch = tree_unflatten(inputs, spec)
-            settings = tuple((o, tuple(map(options, o.param_groups))) for o in state.optimizers)
+            groups = {o: tuple(map(options, o.param_groups)) for o in state.optimizers}
             modules = tuple((m, m.training, tuple(m._modules.values())) for m in state.modules)
             place = {id(e.fake): i for i, e in enumerate(state.entries)}
             flat = [(place[id(v)], None) if isinstance(v, Tensor) else (None, v) for v in inputs]
             del leaves, inputs
-            with state.installed(), capturable_optimizers(recorder):
+            with state.installed(), capturable_optimizers(recorder, numbers, groups):
                 fakes = [e.fake for e in state.entries]
                 with mode:
                     graph = make_fx(traced, tracing_mode="real")(*fakes)
@@ -212,24 +215,30 @@ def _capture(
         raise CaptureError(_sentence(error)) from error
     if not recorder.ops:
         raise CaptureError("the step runs no tensor operation")
-    captured = recorder.build(graph, state.entries, name, (spec, flat))
+    numbers.close({node.target for node in graph.graph.nodes if isinstance(node.target, Option)})
+    captured = recorder.build(graph, state.entries, name, (spec, flat), numbers)
+    settings = tuple((o, tuple(map(fixed, was))) for o, was in groups.items())
     captured = replace(captured, settings=settings, modules=modules)
     return captured.on(machine or Machine.load("gtx1080ti"), algorithms=algorithms)
 
 
 @contextmanager
-def capturable_optimizers(recorder: _Recorder) -> Iterator[None]:
+def capturable_optimizers(
+    recorder: _Recorder, numbers: Numbers, groups: dict[Optimizer, tuple[dict[str, Any], ...]]
+) -> Iterator[None]:
     """Tells the recorder when an optimizer's step runs, in the form that it is to be captured in."""
-    stack: list[Any] = []
+    stack: list[ExitStack] = []
 
     def enter(optimizer: Optimizer, *_: Any) -> None:
-        context = capturable(takes_capturable(optimizer))
-        context.__enter__()
+        context = ExitStack()
+        context.enter_context(capturable(takes_capturable(optimizer)))
+        if optimizer in groups:
+            context.enter_context(numbers.symbolic(optimizer, groups[optimizer]))
         stack.append(context)
         recorder.stepping = True
 
     def leave(*_: Any) -> None:
-        stack.pop().__exit__(None, None, None)
+        stack.pop().close()
         recorder.stepping = False
 
     hooks = [register_optimizer_step_pre_hook(enter), register_optimizer_step_post_hook(leave)]
@@ -239,7 +248,7 @@ def capturable_optimizers(recorder: _Recorder) -> Iterator[None]:
         for hook in hooks:
             hook.remove()
         while stack:  # the step raised
-            stack.pop().__exit__(None, None, None)
+            stack.pop().close()
 
 
 @dataclass(slots=True)
@@ -362,8 +371,9 @@ class _Recorder(TorchDispatchMode):
         return list(islice(reversed(self.graph.nodes), count))[::-1]
 
     def build(
-        self, graph: fx.GraphModule, entries: list[Entry], name: str, batch: tuple[TreeSpec, list[tuple[Any, Any]]]
-    ) -> Captured:
+        self, graph: fx.GraphModule, entries: list[Entry], name: str, batch: tuple[TreeSpec, list[tuple[Any, Any]]],
+        numbers: Numbers,
+    ) -> Captured:  # fmt: skip
         """The program of what was recorded."""
         self._add_in_place()
         ops = [op for op in self.ops if op.launches]
@@ -403,7 +413,7 @@ class _Recorder(TorchDispatchMode):
             {node: index[s] for node, s in self.values.items() if s in index}, placeholders,
             tuple(e.name for e in entries), tuple(e.real for e in entries), tuple(e.home for e in entries),
             tuple(e.fake.device for e in entries), tuple(returned), batch[0],
-            tuple(v if i is None else placeholders[i] for i, v in batch[1]), (), (),
+            tuple(v if i is None else placeholders[i] for i, v in batch[1]), (), numbers, (),
         )  # fmt: skip
 
     def _add_in_place(self) -> None:

@@ -22,6 +22,7 @@ from torch._subclasses import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
+from executor.capture.numbers import is_number
 from simulator.program import TensorKind
 
 
@@ -284,6 +285,12 @@ def options(group: dict[str, Any]) -> dict[str, Any]:
     """A parameter group's options that are not tensors, and how many parameters it has."""
     plain = {k: v for k, v in group.items() if k != "params" and not isinstance(v, Tensor)}
     return {**plain, "params": len(group["params"])}
+
+
+def fixed(options: dict[str, Any]) -> dict[str, Any]:
+    """Of options those that are constants of the graph (the others: numbers.py)."""
+    return {k: v for k, v in options.items() if not is_number(k, v) and not
+            (isinstance(v, tuple) and any(is_number(k, part) for part in v))}  # fmt: skip
 
 
 def _restorer(table: dict[Any, Any]) -> Callable[[], None]:

@@ -23,6 +23,7 @@ from torch._ops import OpOverload
 from torch.fx.node import map_arg
 
 from executor.capture.capture import Captured
+from executor.capture.numbers import Option
 from simulator.schedule import Schedule, Step
 
 Call = tuple[int, Callable[..., Any], Callable[[list[Any]], Any], dict[str, Any]]
@@ -35,6 +36,8 @@ class Calls:
         slots: node -> its place in the table, of what is in no block or in that of a persistent tensor.
         table: constants in their places, None elsewhere.
         fixed: calls that make the views of persistent tensors, run when those are bound.
+        numbers: calls that depend on the optimizers' numbers alone, run when one of these has changed.
+        patches: (options of a call, key, slot): where results of ``numbers`` stand, written after these have run.
         first: calls that begin a step.
         steps: per step of the schedule, its calls, and the slots that are cleared after it.
         of: block -> slots of its values, its maker's first.
@@ -47,6 +50,9 @@ class Calls:
         self.slots: dict[fx.Node, int] = {}
         self.table: list[Any] = []
         self.fixed: list[Call] = []
+        self.numbers: list[Call] = []
+        self.patches: list[tuple[dict[str, Any], str, int]] = []
+        self._numbers: set[fx.Node] = set()
         self.first: list[Call] = []
         self.read_first: set[int] = set()
         self.bodies: list[list[fx.Node]] = [[] for _ in schedule.program.kernels]
@@ -104,6 +110,11 @@ class Calls:
                     fixed.add(node)
             elif k >= 0:
                 self.bodies[k].append(node)
+            elif isinstance(node.target, Option) or (
+                not fixed.issuperset(node.all_input_nodes) and (fixed | self._numbers).issuperset(node.all_input_nodes)
+            ):
+                self._numbers.add(node)
+                self.numbers.append(self._call(node, self.slots.__getitem__, self.slots[node]))
             elif fixed.issuperset(node.all_input_nodes) and node.target is not _NUMBER:
                 fixed.add(node)
                 self.fixed.append(self._call(node, self.slots.__getitem__, self.slots[node]))
@@ -132,8 +143,10 @@ class Calls:
 
         target = _not_in_place(node.target)
         function = getattr(target, "_op", target)  # below OpOverload's own Python
-        keys = [key for key, value in node.kwargs.items() if isinstance(value, fx.Node)]
+        known = [key for key, value in node.kwargs.items() if isinstance(value, fx.Node) and value in self._numbers]
+        keys = [key for key, value in node.kwargs.items() if isinstance(value, fx.Node) and key not in known]
         options = {key: value for key, value in node.kwargs.items() if key not in keys}
+        self.patches += [(options, key, self.slots[node.kwargs[key]]) for key in known]  # type: ignore[index]
         where = [slot(v) for v in node.args] + [slot(node.kwargs[key]) for key in keys]
         if keys:
             function = _with_options(function, len(node.args), keys)

@@ -17,7 +17,7 @@ step that fails, and the reasons for these choices:
 4. State that the optimizer has not created yet is created by its own ``step``, on parameters of one element.
 5. ``peak_bytes`` counts the program's storages and workspaces, not ``undo_bytes`` nor other tensors of the caller.
 6. The batch's storages are the caller's; one that the plan swaps must have a storage of its own.
-7. Model, mode, frozen parameters and optimizer options are the capture's; a learning rate that changes is a tensor.
+7. Model, mode, frozen parameters are the capture's. An optimizer's numbers (lr, betas, …) are read at each step.
 8. The loss is returned without a graph: ``loss.backward()`` has been done.
 """
 
@@ -96,6 +96,8 @@ class PlannedStep:
         self._inputs = {captured.values[leaf] for leaf in captured.leaves if leaf in captured.values}
         self._make_blocks()
         self._work = self._compile()
+        self._numbers: list[Any] = []  # the optimizers', when they were last read, and their types
+        self._types: list[type] = []
         self._bind()
         self._parameters = [b for b in self._bindings if isinstance(b.user, nn.Parameter)]
         self._make_undo(undo)
@@ -203,12 +205,29 @@ class PlannedStep:
             for b in changed:
                 b.user = None  # type: ignore[assignment]  # the next step looks again
             raise
-        self._table = self.calls.table.copy()
+        self._table, self._types = self.calls.table.copy(), []
         for b in self._bindings:
             self._table[self.calls.slots[b.node]] = b.own
         with torch.no_grad():
             for out, function, get, options in self.calls.fixed:
                 self._table[out] = function(*get(self._table), **options)
+
+    def _read_numbers(self) -> None:
+        """Learning rates and the like as they are now."""
+        numbers = self.captured.numbers
+        present = [option() for option in numbers.options]
+        if list(map(type, present)) == self._types and present == self._numbers:
+            return
+        if wrong := numbers.broken(dict(zip(numbers.options, present, strict=True))):
+            raise StepError(
+                f"the optimizer's {wrong.key} was {wrong.was} at the capture and is {wrong()} now, with which its step "
+                "does something else; capture the step again"
+            )
+        for out, function, get, options in self.calls.numbers:
+            self._table[out] = function(*get(self._table), **options)
+        for options, key, slot in self.calls.patches:
+            options[key] = self._table[slot]
+        self._numbers, self._types = present, list(map(type, present))
 
     def _take_state(self, changed: list[Binding]) -> None:
         for b in changed:
@@ -265,6 +284,7 @@ class PlannedStep:
         batch = self._take(args)
         self._bind()
         check(self.captured, self._parameters)
+        self._read_numbers()
         blocks, commit, peak = self._blocks, self._commit, self.peak_bytes
         table = blocks.values = self._table.copy()
         at = -1
