@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import agents
-from executor import Captured, PlannedStep, StepError
+from executor import Captured, PlannedStep, StepError, capture, capture_step
 from simulator import Plan, Program
 from tests.executor.networks import OPTIMIZERS, adamw
-from tests.executor.training.programs import GPU, Twins, random_plan, tight
+from tests.executor.training.programs import GPU, Twins, random_plan, same, tight
 
 NETS = ["resnet", "gpt2"]
 
@@ -124,3 +124,82 @@ def test_what_would_give_another_graph_is_refused(maker, key, value):
         step(*twins.next_batch())
     group[key] = before
     twins.train(step)
+
+
+# ------------------------------------------------------------------------------------------ accumulation and clipping
+
+
+class Accumulated(Twins):
+    """A step is some micro-batches, their gradients clipped."""
+
+    def __init__(self, network: str, optimizer: Callable[[nn.Module], torch.optim.Optimizer], k: int, norm: float):
+        super().__init__(network, optimizer)
+        self.k, self.norm = k, norm
+
+    def batches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        first, batches = self.seed, []
+        for i in range(self.k):
+            self.seed = 1000 * first + i
+            batches.append(self.next_batch())
+        self.seed = first
+        return batches
+
+    def several(self, step: PlannedStep, steps: int) -> None:
+        model, loss_fn, optimizer = self.eager
+        for _ in range(steps):
+            batches = self.batches()
+            torch.manual_seed(self.seed)
+            ours = step(*batches)
+            torch.manual_seed(self.seed)
+            total = torch.zeros(())
+            for x, y in batches:
+                loss = loss_fn(model(x), y) / self.k
+                loss.backward()
+                total += loss.detach()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), self.norm)
+            assert norm > self.norm
+            optimizer.step()
+            optimizer.zero_grad()
+            assert same(ours, total)
+            self.seed += 1
+        self.compare()
+
+
+@pytest.mark.parametrize("k", [2, 4])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("network", NETS)
+def test_accumulation_and_clipping(network, optimizer, k):
+    twins = Accumulated(network, OPTIMIZERS[optimizer], k, 0.05)
+    captured = capture(*twins.ours, twins.next_batch(), machine=GPU, accumulate=k, clip_norm=twins.norm)
+    step = at(captured)
+    twins.several(step, 3)
+    twins.several(tight(captured, random_plan(captured.program, 5)), 2)
+
+
+def test_clipping_alone():
+    twins = Accumulated("small", adamw, 1, 0.05)
+    captured = capture(*twins.ours, twins.next_batch(), machine=GPU, clip_norm=twins.norm)
+    step = tight(captured, random_plan(captured.program, 5))
+    for _ in range(3):
+        twins.several(lambda batch: step(*batch), 1)  # type: ignore[arg-type]
+
+
+def test_a_loop_of_ones_own_is_captured_as_it_is():
+    """Micro-batches in a list, the loop in the user's function."""
+    twins = Accumulated("gpt2", adamw, 3, 0.05)
+    model, loss_fn, optimizer = twins.ours
+
+    def step(batches: list[Any]) -> torch.Tensor:
+        total = torch.zeros(())
+        for x, y in batches:
+            loss = loss_fn(model(x), y) / len(batches)
+            loss.backward()
+            total += loss.detach()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+        return total
+
+    captured = capture_step(step, twins.batches(), machine=GPU)
+    planned = at(captured)
+    twins.several(lambda *batches: planned(list(batches)), 3)  # type: ignore[arg-type]
