@@ -10,7 +10,7 @@ zero-duration ``marker`` kernel reads it. Details, and what a trace shows differ
 Known differences from eager:
 
 1. cuDNN's fused kernels and workspaces are not seen from CPU operators (algorithms.py can model the workspaces).
-2. ``foreach`` and ``fused`` optimizers are captured as their single-tensor form.
+2. ``foreach`` and ``fused`` updates are captured as what they are; ``bucket_bytes`` splits them.
 3. A parameter that gets a gradient but belongs to no optimizer loses the gradient at the end of the step.
 4. Python branches are taken as they fall during the trace; an optimizer's numbers are read at each step (numbers.py).
 5. Optimizers that branch on a number read from a tensor (RAdam, ASGD) are captured in their ``capturable`` form.
@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from executor.capture.captured import Captured, CaptureError
 from executor.capture.numbers import Numbers, Option
 from executor.capture.recorder import Recorder
-from executor.capture.state import StepState, capturable, fixed, options, takes_capturable, untouched
+from executor.capture.state import StepState, bucketed, capturable, fixed, options, takes_capturable, untouched
 from simulator.machine import Machine
 
 
@@ -54,6 +54,7 @@ def capture(
     algorithms: bool = False,
     accumulate: int = 1,
     clip_norm: float | None = None,
+    bucket_bytes: int | None = None,
 ) -> Captured:
     """Captures ``loss_fn(model(x), y)``, its backward pass, the optimizer's step and ``zero_grad``.
 
@@ -68,6 +69,9 @@ def capture(
         accumulate: micro-batches of a step. With more than one, each loss is divided by their number before its
             backward pass, gradients add up, and the optimizer steps after the last. The step then takes that many
             pairs ``(x, y)`` and returns the sum of these losses.
+        bucket_bytes: an update of several parameters at once (``foreach``, ``fused``) is one kernel, for which all of
+            them are in memory with their gradients and state; with this it is several, each of parameters of at most
+            so many bytes (or of one). The results are the same to the bit.
         clip_norm: before the optimizer's step, ``clip_grad_norm_(model.parameters(), clip_norm)``.
 
     Raises:
@@ -113,7 +117,7 @@ def capture(
     roots = [(model, ""), (loss_fn, "loss_fn"), (optimizer, "optimizer")]
     label = name or type(model).__name__
     if accumulate == 1:
-        return _capture(step, tuple(example_batch), roots, machine, label, algorithms)
+        return _capture(step, tuple(example_batch), roots, machine, label, algorithms, bucket_bytes)
     examples = {id(v): v for v in tree_leaves(example_batch)}  # of each micro-batch's tensors, by theirs
 
     def another(value: Any) -> Any:
@@ -122,13 +126,13 @@ def capture(
         return copy
 
     batches = tuple(tree_map(another, tuple(example_batch)) for _ in range(accumulate))
-    captured = _capture(several, batches, roots, machine, label, algorithms)
+    captured = _capture(several, batches, roots, machine, label, algorithms, bucket_bytes)
     return replace(captured, sources=tuple(examples.get(id(s), s) for s in captured.sources))
 
 
 def capture_step(
     step: Callable[..., Any], *args: Any, machine: Machine | None = None, name: str | None = None,
-    algorithms: bool = False,
+    algorithms: bool = False, bucket_bytes: int | None = None,
 ) -> Captured:  # fmt: skip
     """Captures one call ``step(*args)`` of any callable.
 
@@ -140,18 +144,18 @@ def capture_step(
     """
     roots = [(step, ""), (args, "")]
     label = name or getattr(step, "__qualname__", type(step).__name__)
-    return _capture(step, args, roots, machine, str(label), algorithms)
+    return _capture(step, args, roots, machine, str(label), algorithms, bucket_bytes)
 
 
 def _capture(
     step: Callable[..., Any], args: tuple[Any, ...], roots: list[tuple[Any, str]], machine: Machine | None, name: str,
-    algorithms: bool, as_capturable: bool = False,
+    algorithms: bool, bucket_bytes: int | None, as_capturable: bool = False,
 ) -> Captured:  # fmt: skip
     # Sizes are those of the example; only numbers that an optimizer reads may be symbols.
     mode = FakeTensorMode(shape_env=ShapeEnv(allow_dynamic_output_shape_ops=False), static_shapes=True)
     assert mode.shape_env is not None
     state, numbers = StepState(mode, as_capturable), Numbers(mode.shape_env)
-    recorder = Recorder()
+    recorder = Recorder(numbers)
     returned: list[Tensor] = []
 
     def traced(*flat: Tensor) -> tuple[Tensor, ...]:
@@ -183,7 +187,7 @@ def _capture(
             place = {id(e.fake): i for i, e in enumerate(state.entries)}
             flat = [(place[id(v)], None) if isinstance(v, Tensor) else (None, v) for v in inputs]
             del leaves, inputs
-            with state.installed(), capturable_optimizers(recorder, numbers, groups):
+            with state.installed(), traced_optimizers(recorder, groups, bucket_bytes):
                 fakes = [e.fake for e in state.entries]
                 with mode:
                     graph = make_fx(traced, tracing_mode="real")(*fakes)
@@ -191,20 +195,20 @@ def _capture(
         raise
     except Exception as error:
         if isinstance(error, GuardOnDataDependentSymNode) and state.optimizers and not as_capturable:
-            return _capture(step, args, roots, machine, name, algorithms, as_capturable=True)
+            return _capture(step, args, roots, machine, name, algorithms, bucket_bytes, as_capturable=True)
         raise CaptureError(_sentence(error)) from error
     if not recorder.ops:
         raise CaptureError("the step runs no tensor operation")
     numbers.close({node.target for node in graph.graph.nodes if isinstance(node.target, Option)})
-    captured = recorder.build(graph, state.entries, name, (spec, flat), numbers)
+    captured = recorder.build(graph, state.entries, name, (spec, flat))
     settings = tuple((o, tuple(map(fixed, was))) for o, was in groups.items())
     captured = replace(captured, settings=settings, modules=modules)
     return captured.on(machine or Machine.load("gtx1080ti"), algorithms=algorithms)
 
 
 @contextmanager
-def capturable_optimizers(
-    recorder: Recorder, numbers: Numbers, groups: dict[Optimizer, tuple[dict[str, Any], ...]]
+def traced_optimizers(
+    recorder: Recorder, groups: dict[Optimizer, tuple[dict[str, Any], ...]], bucket_bytes: int | None
 ) -> Iterator[None]:
     """Tells the recorder when an optimizer's step runs, in the form that it is to be captured in."""
     stack: list[ExitStack] = []
@@ -213,7 +217,9 @@ def capturable_optimizers(
         context = ExitStack()
         context.enter_context(capturable(takes_capturable(optimizer)))
         if optimizer in groups:
-            context.enter_context(numbers.symbolic(optimizer, groups[optimizer]))
+            context.enter_context(recorder.numbers.symbolic(optimizer, groups[optimizer]))
+        if bucket_bytes:
+            context.enter_context(bucketed(optimizer, bucket_bytes))
         stack.append(context)
         recorder.stepping = True
 

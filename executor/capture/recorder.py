@@ -53,8 +53,9 @@ class _Op:
 class Recorder(TorchDispatchMode):
     """The mode; executor/capture/README.md has the reasons."""
 
-    def __init__(self) -> None:
+    def __init__(self, numbers: Numbers) -> None:
         super().__init__()
+        self.numbers = numbers
         self.ops: list[_Op] = []
         self.values: dict[fx.Node, int] = {}
         self.nbytes: list[int] = []
@@ -140,6 +141,8 @@ class Recorder(TorchDispatchMode):
                 value = out[node.args[1]] if node.target is operator.getitem else out
                 if isinstance(value, Tensor):
                     self.values[node] = self._storage(value)
+        if func._overloadpacket.__name__.startswith("_fused_") and self.stepping and nodes:
+            self.numbers.connect(nodes[0], args[0][0])
         launched = nodes[0].target if nodes and isinstance(nodes[0].target, OpOverload) else func
         moved = 0 if func._overloadpacket in ALLOCATIONS else sum(map(touched_bytes, tensors + outs))
         view = Tag.inplace_view in func.tags or (not func._schema.is_mutable and set(writes) <= set(reads))
@@ -155,9 +158,8 @@ class Recorder(TorchDispatchMode):
         return list(islice(reversed(self.graph.nodes), count))[::-1]
 
     def build(
-        self, graph: fx.GraphModule, entries: list[Entry], name: str, batch: tuple[TreeSpec, list[tuple[Any, Any]]],
-        numbers: Numbers,
-    ) -> Captured:  # fmt: skip
+        self, graph: fx.GraphModule, entries: list[Entry], name: str, batch: tuple[TreeSpec, list[tuple[Any, Any]]]
+    ) -> Captured:
         """The program of what was recorded."""
         self._add_in_place()
         ops = [op for op in self.ops if op.launches]
@@ -197,7 +199,7 @@ class Recorder(TorchDispatchMode):
             {node: index[s] for node, s in self.values.items() if s in index}, placeholders,
             tuple(e.name for e in entries), tuple(e.real for e in entries), tuple(e.home for e in entries),
             tuple(e.fake.device for e in entries), tuple(returned), batch[0],
-            tuple(v if i is None else placeholders[i] for i, v in batch[1]), (), numbers, (),
+            tuple(v if i is None else placeholders[i] for i, v in batch[1]), (), self.numbers, (),
         )  # fmt: skip
 
     def _add_in_place(self) -> None:

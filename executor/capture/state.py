@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
+from torch.optim.optimizer import _default_to_fused_or_foreach
 
 from executor.capture.numbers import is_number
 from simulator.program import TensorKind
@@ -191,15 +192,17 @@ class StepState:
     def _install_optimizer(self, optimizer: Optimizer, prefix: str) -> None:
         """Swaps in fake parameters and state, and creates the state its first step would create.
 
-        Single-tensor updates (``foreach`` and ``fused`` off), so that a kernel is one update of one tensor. The
-        step count of Adam and its kin is read as a number that is not known (a SymFloat), so that the arithmetic
+        Updates take the form (``foreach``, ``fused`` or one by one) that the real parameters would give them. The step
+        count of Adam and its kin is read as a number that is not known (a SymFloat), so that the arithmetic
         of the bias correction becomes part of the graph, as eager PyTorch does it on the host.
         """
         groups, fresh = [], []
-        options = _SINGLE_TENSOR | ({"capturable": True} if self.as_capturable else {})
+        options = {"capturable": True} if self.as_capturable else {}
         for g, group in enumerate(optimizer.param_groups):
             swapped = dict(group, params=[self.fake(p, f"{prefix}.param", "parameter") for p in group["params"]])
             swapped.update({k: v for k, v in options.items() if k in swapped})
+            if swapped.get("foreach", 0) is None and not swapped.get("fused"):  # what fakes would not choose
+                swapped["foreach"] = chooses_foreach(group)
             for option, value in group.items():  # a learning rate that is a tensor
                 if isinstance(value, Tensor):
                     swapped[option] = self.fake(value, f"{prefix}.{option}", "optimizer_state",
@@ -250,7 +253,32 @@ class StepState:
 
 _OPAQUE = (Tensor, types.ModuleType, type, str, bytes, int, float, complex, type(None), torch.dtype, torch.device,
            torch.Generator, types.BuiltinFunctionType, types.CodeType)  # fmt: skip
-_SINGLE_TENSOR = {"foreach": False, "fused": False}
+
+
+def chooses_foreach(group: dict[str, Any]) -> bool:
+    """Whether an optimizer whose ``foreach`` is None takes it for this group, as it does on CUDA."""
+    if isinstance(group.get("lr"), Tensor) and not group.get("capturable"):
+        return False
+    wanted = [p for p in group["params"] if p.requires_grad]
+    return bool(_default_to_fused_or_foreach(wanted, group.get("differentiable", False), False)[1])
+
+
+@contextmanager
+def bucketed(optimizer: Optimizer, nbytes: int) -> Iterator[None]:
+    """Every parameter group is several, each of parameters of at most ``nbytes`` (or of one)."""
+    groups, optimizer.param_groups = optimizer.param_groups, []
+    for group in groups:
+        bucket: list[Tensor] = []
+        for param in group["params"]:
+            if bucket and sum(p.nbytes for p in bucket) + param.nbytes > nbytes:
+                optimizer.param_groups.append({**group, "params": bucket})
+                bucket = []
+            bucket.append(param)
+        optimizer.param_groups.append({**group, "params": bucket})
+    try:
+        yield
+    finally:
+        optimizer.param_groups = groups
 
 
 def takes_capturable(optimizer: Optimizer) -> bool:

@@ -96,6 +96,7 @@ class Calls:
         batch = {leaf for leaf in self.captured.leaves if isinstance(leaf, fx.Node)}
         with_kernel: dict[fx.Node, int] = {}
         fixed: set[fx.Node] = set()
+        written: dict[int, int] = {}  # tensor -> the kernel that wrote it last
         for node in self.captured.graph.graph.nodes:
             if (
                 node.op == "output"
@@ -105,6 +106,10 @@ class Calls:
                 continue
             self.slots[node] = self._slot(getattr(self.captured.graph, node.target) if node.op == "get_attr" else None)
             k = with_kernel[node] = own.get(node, max((with_kernel[a] for a in node.all_input_nodes), default=-1))
+            if node.target is _NUMBER:  # comes after what has written the tensor, whose node that need not be
+                k = with_kernel[node] = max(k, *(written.get(self.values.get(a, -1), -1) for a in node.all_input_nodes))
+            if node in own:
+                written.update(dict.fromkeys(self.schedule.program.kernels[k].outputs, k))
             if node.op != "call_function":
                 if node not in batch:
                     fixed.add(node)
