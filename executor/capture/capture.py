@@ -21,7 +21,7 @@ from __future__ import annotations
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.amp.grad_scaler import GradScaler
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.optim import Optimizer
@@ -39,6 +40,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from executor.capture.captured import Captured, CaptureError
 from executor.capture.numbers import Numbers, Option
 from executor.capture.recorder import Recorder
+from executor.capture.scaling import traced_scalers
 from executor.capture.state import StepState, bucketed, capturable, fixed, options, takes_capturable, untouched
 from simulator.machine import Machine
 
@@ -54,6 +56,8 @@ def capture(
     algorithms: bool = False,
     accumulate: int = 1,
     clip_norm: float | None = None,
+    autocast: torch.dtype | None = None,
+    scaler: GradScaler | None = None,
     bucket_bytes: int | None = None,
 ) -> Captured:
     """Captures ``loss_fn(model(x), y)``, its backward pass, the optimizer's step and ``zero_grad``.
@@ -69,6 +73,10 @@ def capture(
         accumulate: micro-batches of a step. With more than one, each loss is divided by their number before its
             backward pass, gradients add up, and the optimizer steps after the last. The step then takes that many
             pairs ``(x, y)`` and returns the sum of these losses.
+        autocast: the forward pass and the loss run within ``torch.autocast`` of this type.
+        scaler: the loss is scaled, gradients are unscaled before they are clipped, and ``scaler.step(optimizer)`` and
+            ``scaler.update()`` end the step. The program is that of a step which is not skipped; one that is leaves
+            the parameters and the state as they were.
         bucket_bytes: an update of several parameters at once (``foreach``, ``fused``) is one kernel, for which all of
             them are in memory with their gradients and state; with this it is several, each of parameters of at most
             so many bytes (or of one). The results are the same to the bit.
@@ -84,22 +92,31 @@ def capture(
     if accumulate < 1 or (optimizer is None and (accumulate > 1 or clip_norm is not None)):
         raise CaptureError("accumulate is at least 1; it and clip_norm are for a step with an optimizer")
 
+    device = next((p.device.type for p in model.parameters() if p.device.type != "meta"), "cpu")
+
     def part(x: Any, y: Any) -> Tensor:
-        loss = loss_fn(model(x), y)
+        with torch.autocast(device, autocast) if autocast is not None else nullcontext():
+            loss = loss_fn(model(x), y)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise CaptureError(f"the loss is {what}, not a tensor of one element")
         if accumulate > 1:
             loss = loss / accumulate
         if optimizer is not None:
-            loss.backward()  # type: ignore[no-untyped-call]
+            (loss if scaler is None else scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
         return loss
 
     def update() -> None:
         if clip_norm is not None:
+            if scaler is not None:
+                scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
         if optimizer is not None:
-            optimizer.step()
+            if scaler is not None:
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
     def step(x: Any, y: Any) -> Tensor:
@@ -114,7 +131,7 @@ def capture(
         update()
         return total
 
-    roots = [(model, ""), (loss_fn, "loss_fn"), (optimizer, "optimizer")]
+    roots = [(model, ""), (loss_fn, "loss_fn"), (optimizer, "optimizer"), (scaler, "scaler")]
     label = name or type(model).__name__
     if accumulate == 1:
         return _capture(step, tuple(example_batch), roots, machine, label, algorithms, bucket_bytes)
@@ -157,12 +174,15 @@ def _capture(
     state, numbers = StepState(mode, as_capturable), Numbers(mode.shape_env)
     recorder = Recorder(numbers)
     returned: list[Tensor] = []
+    weights_cast_once = torch.is_autocast_cache_enabled()
 
     def traced(*flat: Tensor) -> tuple[Tensor, ...]:
         # `flat` are the entries' fake tensors themselves; the step reaches them through its own objects.
         recorder.begin(flat)
+        torch.set_autocast_cache_enabled(weights_cast_once)  # the tracer turns it off
         with recorder:
             result = step(*batch)
+        torch.clear_autocast_cache()
         leaves = tree_leaves(result)
         for leaf in leaves:
             if leaf is not None and not isinstance(leaf, Tensor):
@@ -187,7 +207,7 @@ def _capture(
             place = {id(e.fake): i for i, e in enumerate(state.entries)}
             flat = [(place[id(v)], None) if isinstance(v, Tensor) else (None, v) for v in inputs]
             del leaves, inputs
-            with state.installed(), traced_optimizers(recorder, groups, bucket_bytes):
+            with state.installed(), traced_optimizers(recorder, groups, bucket_bytes), traced_scalers(recorder):
                 fakes = [e.fake for e in state.entries]
                 with mode:
                     graph = make_fx(traced, tracing_mode="real")(*fakes)

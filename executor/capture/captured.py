@@ -44,6 +44,8 @@ class Captured:
     leaves: tuple[Any, ...]  # those, flat; a tensor's placeholder stands for it
     settings: tuple[tuple[Optimizer, tuple[dict[str, Any], ...]], ...]  # per optimizer and group: what cannot change
     numbers: Numbers  # of the optimizers' options: what may change
+    asked: frozenset[fx.Node]  # numbers that are not 0 where ``left_out`` must not be done (scaling.py)
+    left_out: frozenset[int]  # kernels
     modules: tuple[tuple[nn.Module, bool, tuple[nn.Module | None, ...]], ...]  # whether it trains, its submodules
 
     def on(

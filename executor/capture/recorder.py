@@ -6,6 +6,8 @@ From what it saw it builds the program. Lifetimes are eager PyTorch's, not the g
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -26,6 +28,7 @@ from executor.capture.operators import (
     adds_gradients,
     caller,
     flops_of,
+    half_statistics,
     kind_of,
     mutated,
     running_statistics,
@@ -47,7 +50,11 @@ class _Op:
     flops: int
     bytes: int
     sums: tuple[int, int] | None  # storages of two gradients that autograd adds
+    optional: bool  # of an update that a GradScaler may skip
     launches: bool  # False: a view or a no-op
+
+
+_NUMBER = torch.ops.aten._local_scalar_dense.default
 
 
 class Recorder(TorchDispatchMode):
@@ -63,6 +70,8 @@ class Recorder(TorchDispatchMode):
         self.persistent: set[int] = set()
         self.constants: dict[int, str] = {}  # real tensors that no placeholder stands for
         self.stepping = False  # an optimizer's step is running
+        self.asked: set[fx.Node] = set()
+        self._optional = self._asking = False
         self._index: dict[StorageWeakRef, int] = {}
         self._live: dict[int, StorageWeakRef] = {}
         self._backward_seen = False
@@ -118,7 +127,7 @@ class Recorder(TorchDispatchMode):
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
-        if func is torch.ops.aten._local_scalar_dense.default and not self.stepping:
+        if func is _NUMBER and not (self.stepping or self._asking):
             raise DataDependentOutputException(func)
         self.reap()
         phase = self._phase(func)
@@ -130,6 +139,8 @@ class Recorder(TorchDispatchMode):
         before = len(self.graph.nodes)
         out = func(*args, **kwargs)
         outs = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        for i in half_statistics(func, args, kwargs):  # the fake ones are half as large
+            self.nbytes[self._storage(out[i])] *= 2
         statistics = [self._storage(x) for x in running_statistics(func, args, kwargs)]
         reads = [s for s in reads if s not in statistics]
         writes = [self._storage(x) for x in mutated(func, args, kwargs) + outs] + statistics
@@ -141,17 +152,35 @@ class Recorder(TorchDispatchMode):
                 value = out[node.args[1]] if node.target is operator.getitem else out
                 if isinstance(value, Tensor):
                     self.values[node] = self._storage(value)
+        for node in nodes:
+            if node.target is operator.getitem and node.args[1] in half_statistics(func, args, kwargs):
+                node.meta["tensor_meta"] = node.meta["tensor_meta"]._replace(dtype=torch.float32)
         if func._overloadpacket.__name__.startswith("_fused_") and self.stepping and nodes:
             self.numbers.connect(nodes[0], args[0][0])
+        if self._asking:
+            self.asked.update(node for node in nodes if node.target is _NUMBER)
         launched = nodes[0].target if nodes and isinstance(nodes[0].target, OpOverload) else func
         moved = 0 if func._overloadpacket in ALLOCATIONS else sum(map(touched_bytes, tensors + outs))
         view = Tag.inplace_view in func.tags or (not func._schema.is_mutable and set(writes) <= set(reads))
         self.ops.append(
             _Op(launched, phase, nodes, list(dict.fromkeys(reads)), list(dict.fromkeys(writes)),
-                flops_of(func, args, kwargs, out), moved, sums,
+                flops_of(func, args, kwargs, out), moved, sums, self._optional,
                 not view and any(self.nbytes[s] for s in reads + writes))
         )  # fmt: skip
         return out
+
+    @contextmanager
+    def optional(self, skipped: Tensor) -> Iterator[None]:
+        """What is done here is left out where the number in ``skipped`` is not 0 when the graph runs."""
+        if self.asked:
+            raise NotImplementedError("several steps of optimizers with a GradScaler")
+        self._asking = True
+        skipped.item()
+        self._asking, self._optional = False, True
+        try:
+            yield
+        finally:
+            self._optional = False
 
     def _new_nodes(self, before: int) -> list[fx.Node]:
         count = len(self.graph.nodes) - before
@@ -179,6 +208,7 @@ class Recorder(TorchDispatchMode):
         tensors, index = self._tensors(ops, last, entries)
         kernels: list[Kernel] = []
         nodes: list[tuple[fx.Node, ...]] = []
+        left_out: set[int] = set()
         for k in range(len(ops) + 1):
             if k in held:
                 phase = ops[k - 1].phase
@@ -191,6 +221,8 @@ class Recorder(TorchDispatchMode):
                 twice = not any(tensors[t].persistent and t in reads for t in writes)
                 kernels.append(Kernel(str(op.func), kind_of(op.func, op.phase), op.phase, reads, writes, 0,
                                       flops=op.flops, bytes=op.bytes, recomputable=twice))  # fmt: skip
+                if op.optional:
+                    left_out.add(len(nodes))
                 nodes.append(tuple(op.nodes))
         placeholders = tuple(n for n in graph.graph.nodes if n.op == "placeholder")
         (returned,) = next(n for n in graph.graph.nodes if n.op == "output").args
@@ -199,7 +231,8 @@ class Recorder(TorchDispatchMode):
             {node: index[s] for node, s in self.values.items() if s in index}, placeholders,
             tuple(e.name for e in entries), tuple(e.real for e in entries), tuple(e.home for e in entries),
             tuple(e.fake.device for e in entries), tuple(returned), batch[0],
-            tuple(v if i is None else placeholders[i] for i, v in batch[1]), (), self.numbers, (),
+            tuple(v if i is None else placeholders[i] for i, v in batch[1]),
+            (), self.numbers, frozenset(self.asked), frozenset(left_out), (),
         )  # fmt: skip
 
     def _add_in_place(self) -> None:

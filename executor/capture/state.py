@@ -7,6 +7,7 @@ restored.
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 import types
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.amp.grad_scaler import GradScaler
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.optim.optimizer import _default_to_fused_or_foreach
@@ -72,6 +74,7 @@ class StepState:
         self.entries: list[Entry] = []
         self.modules: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
+        self.scalers: list[GradScaler] = []
         self._slots: list[tuple[Any, Any, Tensor]] = []  # container, key, fake
         self._fakes: dict[int, Tensor] = {}
         self._bases: dict[StorageWeakRef, Tensor] = {}
@@ -118,6 +121,12 @@ class StepState:
                 self._module(module, prefix, depth)
         elif isinstance(value, Optimizer):
             self.optimizers.append(value)
+        elif isinstance(value, GradScaler):
+            if value.is_enabled() and value._scale is None:  # its first use would make them
+                value._lazy_init_scale_growth_tracker(torch.device(value._device))
+            self.scalers.append(value)
+            self._items(vars(value), [(k, k) for k in ("_scale", "_growth_tracker") if k in vars(value)], name, kind,
+                        depth)  # fmt: skip
         elif isinstance(value, dict):
             self._items(value, [(k, k if isinstance(k, str) else repr(k)) for k in value], name, kind, depth)
         elif isinstance(value, list):
@@ -181,6 +190,9 @@ class StepState:
                 undo += [_restorer(t) for t in (module._parameters, module._buffers, module._modules)]
             for container, key, fake in self._slots:
                 undo.append(_put(container, key, fake))
+            for scaler in self.scalers:
+                undo.append(_restorer(vars(scaler)))
+                scaler._per_optimizer_states = copy.copy(scaler._per_optimizer_states)
             for i, optimizer in enumerate(self.optimizers):
                 undo.append(_restorer(vars(optimizer)))
                 self._install_optimizer(optimizer, "optimizer" if i == 0 else f"optimizer{i}")

@@ -40,6 +40,8 @@ class Calls:
         patches: (options of a call, key, slot): where results of ``numbers`` stand, written after these have run.
         first: calls that begin a step.
         steps: per step of the schedule, its calls, and the slots that are cleared after it.
+        asks: kernel -> slot of a number that is read after it; where it is not 0, ``skipped`` are left out.
+        skipped: kernel -> its calls where it is left out (skipping.py).
         of: block -> slots of its values, its maker's first.
         outputs: slots of what is returned.
         read_first: tensors that ``first`` reads, as numbers.
@@ -62,6 +64,8 @@ class Calls:
         last: dict[int, int] = {}  # tensor -> the block that it is in at the end
         for step in schedule.steps:
             last.update({} if step.rerun else step.uses)
+        self.asks: dict[int, int] = {}
+        self.skipped: dict[int, tuple[Call, ...]] = {}
         self.outputs = [self._at(node, last) for node in captured.outputs]
         self.steps = [self._step(step) for step in schedule.steps]
 
@@ -87,6 +91,12 @@ class Calls:
 
         body = self.bodies[step.kernel]
         calls = [self._call(node, place, self._at(node, step.uses)) for node in body]
+        if not step.rerun:
+            if step.kernel in self.captured.left_out:
+                self.skipped[step.kernel] = tuple(map(self._left_out, body, calls))
+            for node in body:
+                if node in self.captured.asked:
+                    self.asks[step.kernel] = self._at(node, step.uses)
         clear = [s for b in step.frees for s in self.of.get(b, ()) if s not in self.outputs]
         return scratch + calls, (*clear, *(self.slots[n] for n in body if self._sequence(n)))
 
@@ -157,6 +167,15 @@ class Calls:
             function = _with_options(function, len(node.args), keys)
         return out, function, _getter(where), options
 
+    def _left_out(self, node: fx.Node, call: Call) -> Call:
+        """The call of a node whose kernel is left out: what it writes in place stays as it is."""
+        out, function, get, options = call
+        if not isinstance(node.target, OpOverload) or node.target is _NUMBER:
+            return out, _or_one(function), get, options
+        persistent = any(self.schedule.program.tensors[t].persistent for a in node.all_input_nodes
+                         if (t := self.values.get(a)) is not None)  # fmt: skip
+        return (out, _first, get, {}) if node.target._schema.is_mutable and persistent else call
+
     def random(self, k: int) -> bool:
         """Does the kernel draw random numbers?"""
         return any(isinstance(n.target, OpOverload) and Tag.nondeterministic_seeded in n.target.tags
@@ -179,6 +198,22 @@ def _getter(where: list[Any]) -> Callable[[list[Any]], Any]:
     if where:
         return itemgetter(slice(where[0], where[0] + 1))
     return itemgetter(slice(0, 0))
+
+
+def _first(*args: Any) -> Any:
+    return None if isinstance(args[0], list) else args[0]
+
+
+def _or_one(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A number that goes nowhere (a bias correction after no step) is 1 where it is none."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        try:
+            return function(*args, **options)
+        except ArithmeticError:
+            return 1.0
+
+    return call
 
 
 def _with_options(function: Callable[..., Any], count: int, keys: list[str]) -> Callable[..., Any]:

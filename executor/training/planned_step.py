@@ -23,8 +23,6 @@ step that fails, and the reasons for these choices:
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +34,8 @@ from executor.capture.capture import Captured
 from executor.training.bindings import Binding, StepError, check, compare, create_state, meant
 from executor.training.calls import Calls
 from executor.training.order import Move, order
+from executor.training.process import BEGIN, NOW, Interrupt, Random
+from executor.training.skipping import Skipping
 from executor.training.storage import (
     ALIGNMENT,
     Block,
@@ -127,7 +127,8 @@ class PlannedStep:
         """The work of a step; see the module."""
         order, calls, program = self.order, self.calls, self.program
         rerun = {item.step.kernel for item in order.items if item.step.rerun and calls.random(item.step.kernel)}
-        self._random = _Random(_generators(self.captured, self.device))
+        self._random = Random(_generators(self.captured, self.device))
+        self._skipping = Skipping(self._blocks)
         work: list[tuple[Any, ...]] = []
         grad_mode = False
         for item, (run_calls, clear) in zip(order.items, calls.steps, strict=True):
@@ -140,8 +141,13 @@ class PlannedStep:
             if kernel in rerun:
                 before.append((self._random.replay if again else self._random.save, kernel))
                 if again:
-                    after.insert(0, (self._random.restore, _NOW))
+                    after.insert(0, (self._random.restore, NOW))
+            if not again and (asked := calls.asks.get(kernel)) is not None:
+                after.insert(0, (self._skipping.ask, asked))
+            if not again and kernel in calls.skipped:
+                self._skipping.add(len(work), calls.skipped[kernel])
             work.append((tuple(before), item.charged, tuple(run_calls), clear, item.freed, tuple(after)))
+        self._skipping.work = work
         first_write = (i for i, item in enumerate(order.items) if program.kernels[item.step.kernel].phase == "optimizer"
                        and not item.step.rerun and any(program.tensors[t].persistent
                                                        for t in program.kernels[item.step.kernel].outputs))  # fmt: skip
@@ -288,7 +294,7 @@ class PlannedStep:
         blocks, commit, peak = self._blocks, self._commit, self.peak_bytes
         table = blocks.values = self._table.copy()
         at = -1
-        with _Interrupt() as interrupt, torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+        with Interrupt() as interrupt, torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             try:
                 self._begin(batch, table)
                 for at, (before, charged, calls, clear, freed, after) in enumerate(self._work):
@@ -316,6 +322,7 @@ class PlannedStep:
                 self._fail(at, error)
                 raise
             finally:
+                self._skipping.end()
                 blocks.tolerant, blocks.values, self._undo_batch = False, [], []
                 for t in self._inputs & blocks.blocks.keys():  # the caller's memory
                     blocks.blocks[t].storage = blocks.blocks[t].bytes = None
@@ -324,7 +331,7 @@ class PlannedStep:
 
     def _begin(self, batch: dict[fx.Node, Tensor], table: list[Any]) -> None:
         """What can be undone is noted; the batch is in its place, and what the plan has away at the boundary is."""
-        self._random.save(_BEGIN)
+        self._random.save(BEGIN)
         for into, bindings in self._undone:
             torch._foreach_copy_(into, [b.seen for b in bindings], non_blocking=True)
         for node, tensor in batch.items():
@@ -358,7 +365,7 @@ class PlannedStep:
                     torch._foreach_copy_([b.seen for b in bindings], copies)
                 for tensor, copy in self._undo_batch:
                     tensor.copy_(copy)
-                self._random.restore(_BEGIN)
+                self._random.restore(BEGIN)
                 left = "the model is as before the step"
             else:
                 left = "the optimizer had begun, and what it updated before this kernel is a step ahead of the rest"
@@ -386,54 +393,6 @@ class PlannedStep:
     def __exit__(self, *_: object) -> None:
         self._open = False
         self.finish()
-
-
-_BEGIN, _NOW = -2, -1  # random states that are no kernel's: before the step, before a kernel runs again
-
-
-class _Random:
-    """States of all random generators, by what comes after them. (A class of its own: were these methods of the step,
-    its list of work would hold the step, and its memory would wait for the garbage collector.)"""
-
-    def __init__(self, generators: list[torch.Generator]):
-        self.generators, self.states = generators, dict[int, list[Tensor]]()
-
-    def save(self, kernel: int) -> None:
-        self.states[kernel] = [g.get_state() for g in self.generators]
-
-    def restore(self, kernel: int) -> None:
-        for generator, state in zip(self.generators, self.states[kernel], strict=True):
-            generator.set_state(state)
-
-    def replay(self, kernel: int) -> None:
-        self.save(_NOW)
-        self.restore(kernel)
-
-
-class _Interrupt:
-    """Ctrl-C while a step runs: noted, and handled when the step is over, done or undone.
-
-    Attributes:
-        stop: it should be undone, if it still can. A handler other than Python's own is called only at the end.
-    """
-
-    def __enter__(self) -> _Interrupt:
-        self.stop, self.caught = False, None
-        handler = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
-        self.handler = handler if callable(handler) else None
-        if self.handler:
-            signal.signal(signal.SIGINT, self._note)
-        return self
-
-    def _note(self, *caught: Any) -> None:
-        self.caught = caught
-        self.stop = self.handler is signal.default_int_handler
-
-    def __exit__(self, kind: Any, *_: object) -> None:
-        if self.handler:
-            signal.signal(signal.SIGINT, self.handler)
-            if self.caught and kind is not KeyboardInterrupt:
-                self.handler(*self.caught)
 
 
 def _device(captured: Captured) -> torch.device:
