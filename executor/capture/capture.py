@@ -39,6 +39,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from executor.capture.captured import Captured, CaptureError
 from executor.capture.numbers import Numbers, Option
+from executor.capture.randomness import traced_states
 from executor.capture.recorder import Recorder
 from executor.capture.scaling import traced_scalers
 from executor.capture.state import StepState, bucketed, capturable, fixed, options, takes_capturable, untouched
@@ -207,7 +208,12 @@ def _capture(
             place = {id(e.fake): i for i, e in enumerate(state.entries)}
             flat = [(place[id(v)], None) if isinstance(v, Tensor) else (None, v) for v in inputs]
             del leaves, inputs
-            with state.installed(), traced_optimizers(recorder, groups, bucket_bytes), traced_scalers(recorder):
+            with (
+                state.installed(),
+                traced_optimizers(recorder, groups, bucket_bytes),
+                traced_scalers(recorder),
+                traced_states(recorder),
+            ):
                 fakes = [e.fake for e in state.entries]
                 with mode:
                     graph = make_fx(traced, tracing_mode="real")(*fakes)
@@ -273,6 +279,8 @@ def _sentence(error: Exception) -> str:
         return f"the step's Python depends on the values of a tensor: {str(error.args[0]).splitlines()[0]}{where}"
     if isinstance(error, DynamicOutputShapeException):
         return f"the shape of a result depends on the values of a tensor: {error.args[0]}{where}"
+    if "dynamo-optimized" in text:
+        return f"a part of the step is compiled (torch.compile), and only what is not can be captured{where}"
     if "convert all Tensors to FakeTensors" in text:
         return f"the step uses a tensor that is not in its arguments, modules, optimizers or closure{where}"
     return f"the step cannot be traced: {type(error).__name__}: {text[:300]}{where}"

@@ -71,6 +71,8 @@ class Recorder(TorchDispatchMode):
         self.constants: dict[int, str] = {}  # real tensors that no placeholder stands for
         self.stepping = False  # an optimizer's step is running
         self.asked: set[fx.Node] = set()
+        self.drawn = self.drawing = -1  # operator that drew last; that after whose draws the random state is now
+        self.draws: dict[int, int] = {}  # operator -> where it begins, if not where the last one ended
         self._optional = self._asking = False
         self._index: dict[StorageWeakRef, int] = {}
         self._live: dict[int, StorageWeakRef] = {}
@@ -159,6 +161,10 @@ class Recorder(TorchDispatchMode):
             self.numbers.connect(nodes[0], args[0][0])
         if self._asking:
             self.asked.update(node for node in nodes if node.target is _NUMBER)
+        if Tag.nondeterministic_seeded in func.tags:
+            if self.drawing != self.drawn:
+                self.draws[len(self.ops)] = self.drawing
+            self.drawn = self.drawing = len(self.ops)
         launched = nodes[0].target if nodes and isinstance(nodes[0].target, OpOverload) else func
         moved = 0 if func._overloadpacket in ALLOCATIONS else sum(map(touched_bytes, tensors + outs))
         view = Tag.inplace_view in func.tags or (not func._schema.is_mutable and set(writes) <= set(reads))
@@ -208,6 +214,7 @@ class Recorder(TorchDispatchMode):
         tensors, index = self._tensors(ops, last, entries)
         kernels: list[Kernel] = []
         nodes: list[tuple[fx.Node, ...]] = []
+        numbers: list[int] = []  # of the operators' kernels
         left_out: set[int] = set()
         for k in range(len(ops) + 1):
             if k in held:
@@ -221,9 +228,14 @@ class Recorder(TorchDispatchMode):
                 twice = not any(tensors[t].persistent and t in reads for t in writes)
                 kernels.append(Kernel(str(op.func), kind_of(op.func, op.phase), op.phase, reads, writes, 0,
                                       flops=op.flops, bytes=op.bytes, recomputable=twice))  # fmt: skip
+                numbers.append(len(nodes))
                 if op.optional:
                     left_out.add(len(nodes))
                 nodes.append(tuple(op.nodes))
+        kernel_of = dict(zip((i for i, op in enumerate(self.ops) if op.launches), numbers, strict=True))
+        draws = {kernel_of[i]: kernel_of.get(j, -1) for i, j in self.draws.items()}
+        if self.drawing != self.drawn:
+            draws[len(kernels)] = kernel_of.get(self.drawing, -1)
         placeholders = tuple(n for n in graph.graph.nodes if n.op == "placeholder")
         (returned,) = next(n for n in graph.graph.nodes if n.op == "output").args
         return Captured(
@@ -232,7 +244,8 @@ class Recorder(TorchDispatchMode):
             tuple(e.name for e in entries), tuple(e.real for e in entries), tuple(e.home for e in entries),
             tuple(e.fake.device for e in entries), tuple(returned), batch[0],
             tuple(v if i is None else placeholders[i] for i, v in batch[1]),
-            (), self.numbers, frozenset(self.asked), frozenset(left_out), (),
+            (), self.numbers, frozenset(self.asked), frozenset(left_out),
+            draws, (),
         )  # fmt: skip
 
     def _add_in_place(self) -> None:

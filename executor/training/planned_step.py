@@ -129,6 +129,12 @@ class PlannedStep:
         rerun = {item.step.kernel for item in order.items if item.step.rerun and calls.random(item.step.kernel)}
         self._random = Random(_generators(self.captured, self.device))
         self._skipping = Skipping(self._blocks)
+        # Checkpoints of the model's own put random states back: of each, the state after a kernel, by a number below 0.
+        draws, n = self.captured.draws, len(program.kernels)
+        kept = {k: NOW - 2 - k for k in draws.values() if k >= 0}
+        starts = {k: kept.get(source, BEGIN) for k, source in draws.items() if k < n}
+        end = kept.get(draws[n], BEGIN) if n in draws else None
+        last = max((k for k in range(n) if calls.random(k)), default=-1)
         work: list[tuple[Any, ...]] = []
         grad_mode = False
         for item, (run_calls, clear) in zip(order.items, calls.steps, strict=True):
@@ -138,6 +144,13 @@ class PlannedStep:
             if forward is not grad_mode:
                 grad_mode = forward
                 before.append((torch._C._set_grad_enabled, forward))
+            if not again:
+                if kernel in starts:
+                    before.append((self._random.restore, starts[kernel]))
+                if kernel in kept:
+                    after.insert(0, (self._random.save, kept[kernel]))
+                if kernel == last and end is not None:
+                    after.append((self._random.restore, end))
             if kernel in rerun:
                 before.append((self._random.replay if again else self._random.save, kernel))
                 if again:
