@@ -250,6 +250,8 @@ class StepState:
             steps = {id(p): dict(s) for p, s in state.items() if isinstance(p, Tensor)}
             with capturable(takes_capturable(optimizer)):
                 type(optimizer).step(optimizer)
+        # Should the setting above be lost: a context that an interrupted capture left open may end at any time.
+        self.mode.shape_env.pending_fresh_unbacked_symbols.clear()
         for param in fresh:
             param.grad = None
         for param in fresh:

@@ -285,6 +285,9 @@ class Blocks:
         block = self.blocks[t]
         if block.storage is None:
             block.on(next(v for v in (self.values[s] for s in slots) if v is not None))
+            if block.storage.nbytes() != block.nbytes:  # type: ignore[attr-defined]
+                found = f"{block.storage.nbytes():,} bytes, the program says {block.nbytes:,}"  # type: ignore[attr-defined]
+                raise TransferError(f"{block.name} has {found}: this operator is not what its trace was")
 
     def out(self, t: int) -> None:
         """Starts the copy to the host; the tensor can be used until it is reclaimed."""

@@ -361,3 +361,14 @@ def test_plans_that_do_not_fit():
     x = torch.ones(2, 4)
     with pytest.raises(StepError, match="dampening"):
         PlannedStep(capture(model, nn.MSELoss(), damped, (x, x)), Plan())
+
+
+def test_a_tensor_of_another_size_than_the_programs_is_refused():
+    """Where a real operator makes something else than its trace (they differ in few)."""
+    twins, step = planned()
+    block = next(b for b in step._blocks.blocks.values() if not b.persistent)
+    block.nbytes += 4
+    with pytest.raises(StepError, match=r"has .* bytes, the program says .*the model is as before the step"):
+        step(*twins.next_batch())
+    block.nbytes -= 4
+    twins.train(step, 2)
