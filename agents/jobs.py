@@ -13,12 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import agents
 from agents.bound import floor
 from agents.planner import Infeasible, Planner
-from simulator.jobs import Job, simulate_jobs
+from simulator.compiled.engine import simulate
+from simulator.jobs import Job, JobsEngine, simulate_jobs, without_limit
 from simulator.jobs.nouns import Sharing
 from simulator.machine import Machine
 from simulator.plan import Plan
@@ -67,13 +68,16 @@ def makespan_ns(
     return simulate_jobs(jobs_of(programs, plans, rounds), machine, limit, sharing=sharing).end_ns
 
 
+def engine_of(programs: Sequence[Program], machine: Machine, limit: int, rounds: int = ROUNDS) -> JobsEngine:
+    """What scores plans by this measure, many of them: each job within its plan's limit."""
+    return JobsEngine(programs, machine, limit, iterations=shares_of_work(programs, rounds), within=True)
+
+
 def unlimited_ns(
     programs: Sequence[Program], machine: Machine, sharing: Sharing = "fifo", rounds: int = ROUNDS
 ) -> int:  # fmt: skip
     """The makespan with memory for everything and no plans."""
-    everything = sum(program.peak_bytes for program in programs)
-    jobs = jobs_of(programs, [None] * len(programs), rounds)
-    return simulate_jobs(jobs, machine, everything, sharing=sharing).end_ns
+    return without_limit(jobs_of(programs, [None] * len(programs), rounds), machine, sharing=sharing).end_ns
 
 
 def floor_ns(programs: Sequence[Program], machine: Machine, limit: int, rounds: int = ROUNDS) -> int:
@@ -118,9 +122,10 @@ class Split:
 class SearchedSplit(Split):
     """The same, the memory split in the best of many ways.
 
-    Every job is planned for ``parts`` limits between its smallest and its peak; of all combinations that fit together,
-    the ``tried`` with the least sum of the iterations' overheads are simulated, and the one of least makespan is taken.
-    Every job keeps within what its plan needs and an equal part of what is left over.
+    Every job is planned for ``parts`` limits between its smallest and its peak, and for its part in proportion to its
+    peak. The split in proportion to peaks and, of all combinations that fit together, the ``tried`` with the least sum
+    of the iterations' overheads are simulated, and that of least makespan is taken. Every job keeps within what its
+    plan needs and an equal part of what is left over.
     """
 
     def __init__(self, planner: str, parts: int = 7, tried: int = 12, **options: object) -> None:
@@ -131,39 +136,35 @@ class SearchedSplit(Split):
 
     def plan_jobs(self, programs: Sequence[Program], machine: Machine, limit: int) -> tuple[Plan, ...]:
         """The best combination; raises Infeasible where none fits."""
-        known: dict[str, list[tuple[int, float, Plan]]] = {}
+        known: dict[str, list[_Entry]] = {}
         self.simulator_calls = 0
+        peak = sum(program.peak_bytes for program in programs)
         for program in programs:
             if program.fingerprint not in known:
-                known[program.fingerprint] = self._menu(program, machine, limit)
+                even = min(limit * program.peak_bytes // peak, program.peak_bytes)
+                known[program.fingerprint] = self._menu(program, machine, even, min(limit, program.peak_bytes))
         menus = [known[program.fingerprint] for program in programs]
-        combinations = []
-        for index in product(*(range(len(menu)) for menu in menus)):
-            entries = [menu[i] for menu, i in zip(menus, index, strict=True)]
-            if sum(least for least, *_ in entries) <= limit:
-                combinations.append((sum(overhead for _, overhead, _ in entries), index))
-        if not combinations:
+        found = [chosen for chosen in product(*menus) if sum(one.needs for one in chosen) <= limit]
+        if not found:
             raise Infeasible(f"{self.name}: no split of {limit:,} bytes gives every job a plan")
-        best: tuple[int, tuple[Plan, ...]] | None = None
-        for _, index in sorted(combinations)[: self.tried]:
-            chosen = [menu[i] for menu, i in zip(menus, index, strict=True)]
-            spare = (limit - sum(least for least, *_ in chosen)) // len(chosen)
-            plans = tuple(replace(plan, limit=least + spare) for least, _, plan in chosen)
-            ns = makespan_ns(programs, plans, machine, limit)
-            self.simulator_calls += 1
-            if best is None or ns < best[0]:
-                best = ns, plans
-        assert best is not None
-        return best[1]
+        # The even split first, where it is there.
+        found.sort(key=lambda chosen: (not all(one.even for one in chosen), sum(one.overhead for one in chosen)))
+        engine, best = engine_of(programs, machine, limit), []
+        for i, chosen in enumerate(found[: self.tried + 1]):
+            spare = (limit - sum(one.needs for one in chosen)) // len(chosen)
+            plans = tuple(replace(one.plan, limit=one.needs + spare) for one in chosen)
+            score = engine.score(plans)
+            if score.feasible:
+                best.append((score.makespan_ns, i, plans))
+        self.simulator_calls += engine.calls
+        if not best:
+            raise Infeasible(f"{self.name}: no split that was tried can run")
+        return min(best, key=lambda entry: entry[:2])[2]
 
-    def _menu(self, program: Program, machine: Machine, limit: int) -> list[tuple[int, float, Plan]]:
-        """(bytes needed, overhead, plan) of one program, for limits down to the smallest that has a plan."""
-        from simulator.compiled.engine import simulate
-
+    def _menu(self, program: Program, machine: Machine, even: int, top: int) -> list[_Entry]:
+        """Plans of one program, for an even part and for limits down from the top to the smallest that has a plan."""
         planner, found = self._make(), []
-        top = min(limit, program.peak_bytes)
-        for i in range(self.parts):
-            part = int(top * (1 - i / self.parts))
+        for part in (even, *(int(top * (1 - i / self.parts)) for i in range(self.parts))):
             try:
                 plan = planner.plan(program, machine, part)
             except Infeasible:
@@ -171,5 +172,14 @@ class SearchedSplit(Split):
                 continue
             self.simulator_calls += planner.simulator_calls + 1
             timeline = simulate(program, plan, machine, part)
-            found.append((timeline.required_bytes, timeline.overhead, plan))
+            found.append(_Entry(timeline.required_bytes, timeline.overhead, plan, part == even))
         return found
+
+
+class _Entry(NamedTuple):
+    """A plan of one job."""
+
+    needs: int  # bytes
+    overhead: float
+    plan: Plan
+    even: bool  # made for its part in proportion to peaks

@@ -1,7 +1,10 @@
-"""Gymnasium environments over the simulator; importing this package registers ``GpuMemory-v0``."""
+"""Gymnasium environments over the simulator; importing this package registers ``GpuMemory-v0`` and
+``GpuMemoryJobs-v0``."""
 
 import gymnasium
 
+from envs.jobs_env import JobsEnv
+from envs.jobs_walk import JobsTask, JobsWalk, Scenario
 from envs.memory_env import MemoryEnv, MemoryVectorEnv
 from envs.walk import Task, Walk
 
@@ -9,4 +12,6 @@ gymnasium.register(
     "GpuMemory-v0", entry_point="envs.memory_env:MemoryEnv", vector_entry_point="envs.memory_env:MemoryVectorEnv"
 )
 
-__all__ = ["MemoryEnv", "MemoryVectorEnv", "Task", "Walk"]
+gymnasium.register("GpuMemoryJobs-v0", entry_point="envs.jobs_env:JobsEnv")
+
+__all__ = ["JobsEnv", "JobsTask", "JobsWalk", "MemoryEnv", "MemoryVectorEnv", "Scenario", "Task", "Walk"]

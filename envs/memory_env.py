@@ -37,10 +37,9 @@ Observation = dict[str, NDArray[Any]]
 Limit = float | str  # as simulator.limits.limit_bytes takes it
 
 
-def small_task() -> tuple[Program, Machine]:
-    """A forward and backward pass over eight layers: any agent can learn it in seconds."""
-    layers, mib = 8, 2**20
-    sizes = [6, 12, 4, 10, 3, 8, 5, 7]
+def small_program(name: str, sizes: Sequence[int]) -> Program:
+    """A forward and backward pass over layers of so many MiB."""
+    layers, mib = len(sizes), 2**20
     tensors = [Tensor("batch", mib, "input", True)]
     tensors += [Tensor(f"activation{i}", sizes[i] * mib) for i in range(layers)]
     tensors += [Tensor(f"gradient{i}", sizes[i] * mib, "gradient") for i in range(layers)]
@@ -52,8 +51,12 @@ def small_task() -> tuple[Program, Machine]:
         backward.append(
             Kernel(f"backward{i}", "conv", "backward", inputs, (layers + 1 + i,), 400_000 + 100_000 * sizes[i])
         )
-    program = Program("small", tuple(tensors), tuple(forward + backward))
-    return program, Machine("small", 2**30, 12 * 10**9, 12 * 10**9)
+    return Program(name, tuple(tensors), tuple(forward + backward))
+
+
+def small_task() -> tuple[Program, Machine]:
+    """Eight layers: any agent can learn it in seconds."""
+    return small_program("small", [6, 12, 4, 10, 3, 8, 5, 7]), Machine("small", 2**30, 12 * 10**9, 12 * 10**9)
 
 
 def make_tasks(

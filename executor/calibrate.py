@@ -9,7 +9,7 @@ alignment, the driver's calls) is that of the machine given. How (reasons in exe
 1. *Transfers*: the median of REPEATS copies of 4 KiB to 1 GiB, from the end of a kernel to that of the copy (rule 4).
 2. *Latency and bandwidths*: least squares of the relative errors of latency + bytes / bandwidth, one latency for both.
 3. *Duplex*: the largest copy in both directions at once, beside each alone: what the link carries together.
-4. *Launch*: LAUNCHES empty kernels, issued while a long one runs.
+4. *Launch*: LAUNCHES empty kernels, issued while a long one runs. *Issue*: what the host takes for one and its event.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ class Calibration:
             "copy_engines": f"measured: with both directions at once {slower} times as long as alone",
             "duplex_bytes_per_s": f"measured: {self.share:.1%} of both alone, give or take {self.share_error:.1%}; "
             "0: each its own rate",
+            "issue_ns": "measured: the host's time for a kernel and its event, as replays issue them",
             "launch_ns": f"measured: mean of {LAUNCHES} empty kernels on one stream",
         }
         lines = [f"# {self.device}: measured by executor.calibrate.", "#", "# GB/s     h2d     d2h"]
@@ -135,6 +136,7 @@ def calibrate(
                 transfers[d].append((n, round(median(single[d]))))
         both = [_copies(backend, DIRECTIONS, largest) for _ in range(REPEATS)]
         launch = median(_launch(backend) for _ in range(REPEATS))
+        issue = median(_issue(backend) for _ in range(REPEATS))
     alone = {d: transfers[d][-1][1] for d in DIRECTIONS}
     duplex = {str(d): median(times[d] for times in both) / alone[d] for d in DIRECTIONS}
     ends = [max(times.values()) for times in both]
@@ -148,8 +150,8 @@ def calibrate(
     limited = engines == 2 and share < 1 - share_error
     machine = replace(
         base, name=name or base.name, memory_bytes=backend.memory_bytes, h2d_bytes_per_s=rates["h2d"],
-        d2h_bytes_per_s=rates["d2h"], copy_latency_ns=latency, launch_ns=round(launch), copy_engines=engines,
-        duplex_bytes_per_s=round(share * sum(rates.values())) if limited else 0,
+        d2h_bytes_per_s=rates["d2h"], copy_latency_ns=latency, launch_ns=round(launch), issue_ns=round(issue),
+        copy_engines=engines, duplex_bytes_per_s=round(share * sum(rates.values())) if limited else 0,
     )  # fmt: skip
     return Calibration(machine, backend.name, transfers, error, duplex, share, share_error)
 
@@ -193,6 +195,19 @@ def _launch(backend: Backend) -> float:
     end = backend.record("compute")
     backend.synchronize()
     return (backend.time_ns(end) - backend.time_ns(begin)) / LAUNCHES
+
+
+def _issue(backend: Backend) -> float:
+    """ns of the host per empty kernel and event; the stream has room for all of them."""
+    backend.task = "kernels and events"
+    backend.spin(ISSUE_NS)
+    begin = time.perf_counter_ns()
+    for _ in range(LAUNCHES // 2):
+        backend.spin(0)
+        backend.record("compute")
+    ended = time.perf_counter_ns()
+    backend.synchronize()
+    return (ended - begin) / (LAUNCHES // 2)
 
 
 def _fit(transfers: dict[str, list[tuple[int, int]]]) -> tuple[int, dict[str, int], float]:

@@ -24,32 +24,41 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-# Before PyTorch is imported: memory in segments that grow, so that a cap counts bytes and not fragments. (2.9 calls
-# this name deprecated and ignores its new one.)
+# Before PyTorch is imported: experiments/gpu/flags.py says why.
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 import agents
-from executor import CaptureError, PlannedStep, ReplayError, capture, open_backend, replay
+from executor import CaptureError, ReplayError, open_backend, replay
 from executor.calibrate import calibrate
-from executor.capture.capture import Captured
 from executor.capture.profile import ProfileError, measure, path_of, with_profile
 from executor.replay.backend import BackendError
 from experiments.gpu import largest_batch, side_by_side
+from experiments.gpu.clocks import watched
 from experiments.gpu.deadline import TimeUp, within
-from experiments.gpu.largest_batch import CAPS
-from experiments.gpu.networks import Network, build, give_back, host_bytes, timed
+from experiments.gpu.flags import deterministic, report
+from experiments.gpu.networks import give_back, host_bytes
 from experiments.gpu.plots import batches, scatter, timelines
 from experiments.gpu.settings import Settings, UsageError, parse
 from experiments.gpu.side_by_side import GRACE, METHODS, smallest_block
+from experiments.gpu.training import (
+    Case,
+    captured_step,
+    eager_bits,
+    fresh,
+    losses_only,
+    timed_beside,
+    train_capped,
+)
 from simulator import Machine, OutOfMemory, Plan, Program, simulate
 from simulator.files import FormatError, write_json, write_text
 from simulator.plan import PlanError
@@ -103,16 +112,6 @@ class Record:
         return [r for r in self.rows if r["kind"] == kind and "failed" not in r]
 
 
-@dataclass(frozen=True)
-class Case:
-    """A workload at a limit."""
-
-    workload: str
-    program: Program
-    fraction: float
-    limit: int
-
-
 def cases(settings: Settings, machine: Machine, record: Record) -> list[Case]:
     """Captures and profiles the workloads."""
     out, until = [], record.share(PROFILING)
@@ -135,7 +134,13 @@ def cases(settings: Settings, machine: Machine, record: Record) -> list[Case]:
 def profiled(settings: Settings, name: str, machine: Machine, record: Record, seconds: float) -> Program:
     """The program of a workload with measured durations."""
     captured = captured_step(fresh(name, settings.device), machine)
-    profile = measure(captured, settings.device, machine.name, seconds=seconds)
+    try:
+        profile = measure(captured, settings.device, machine.name, seconds=seconds, cache=settings.cache)  # type: ignore[arg-type]
+    except ProfileError:
+        if settings.cache != "step":
+            raise
+        give_back()  # all of a step does not fit, one kernel may
+        profile = measure(captured, settings.device, machine.name, seconds=seconds / 2, cache="cold")
     profile.save(record.out / "profiles" / path_of(profile).name)
     program = with_profile(captured.program, profile)
     if settings.backend == "host":
@@ -143,19 +148,8 @@ def profiled(settings: Settings, name: str, machine: Machine, record: Record, se
         durations = [k.duration_ns and max(HOST_KERNEL_NS, round(k.duration_ns * scale)) for k in program.kernels]
         program = program.with_durations(durations)
     record.add("profile", workload=name, kernels=len(program.kernels), ideal_ns=program.ideal_ns,
-               peak_bytes=program.peak_bytes, device=profile.device)  # fmt: skip
+               peak_bytes=program.peak_bytes, device=profile.device, cache=profile.cache)  # fmt: skip
     return program
-
-
-def fresh(name: str, device: str) -> Network:
-    """A network, in the memory of those before it."""
-    give_back()
-    return build(name, device)
-
-
-def captured_step(network: Network, machine: Machine) -> Captured:
-    """The network's step as a program."""
-    return capture(network.model, network.loss_fn, network.optimizer, network.batch, machine=machine, name=network.name)
 
 
 # ------------------------------------------------------------------------------------------- plans
@@ -229,7 +223,11 @@ def replay_all(settings: Settings, plans: list[tuple[Case, Plan]], machine: Mach
     give_back()
     checked: set[tuple[str, float]] = set()
     until = record.share(REPLAYING_BEFORE if settings.compare else REPLAYING)
-    with open_backend(settings.backend, HOST if settings.backend == "host" else machine) as backend:
+    options = {**REPLAY[settings.backend], "kernels": settings.kernels}
+    with (
+        open_backend(settings.backend, HOST if settings.backend == "host" else machine, settings.pause_ns) as backend,
+        watched(settings.device) as clocks,
+    ):
         for case, plan in plans:
             row = {"workload": case.workload, "fraction": case.fraction, "limit": case.limit, "planner": plan.planner}
             if record.left(until) <= 0:
@@ -237,7 +235,7 @@ def replay_all(settings: Settings, plans: list[tuple[Case, Plan]], machine: Mach
                 continue
             try:
                 with within(record.left(until) + GRACE):
-                    found = replay(case.program, plan, machine, case.limit, backend, **REPLAY[settings.backend])
+                    found = replay(case.program, plan, machine, case.limit, backend, **options)
                     if (case.workload, case.fraction) not in checked and plan.decisions:
                         checked.add((case.workload, case.fraction))
                         row["checks"] = replay(case.program, plan, machine, case.limit, backend, 2, 1, "check").checks
@@ -248,16 +246,19 @@ def replay_all(settings: Settings, plans: list[tuple[Case, Plan]], machine: Mach
                 "replay", **row, predicted_ns=found.predicted_ns, measured_ns=found.iteration_ns, error=found.error,
                 predicted_peak=found.predicted.peak_bytes, measured_peak=found.timeline.peak_bytes,
                 footprint=found.footprint, device_bytes=found.device_bytes, fits=found.fits, device=found.device,
+                kernels=found.kernels, absorbed_ns=found.absorbed_ns,
             )  # fmt: skip
             moves = sum(s.stream != "compute" for s in found.timeline.spans)
             if moves > most[0]:
                 most = moves, (found, f"{case.workload} at {case.fraction:.0%}", plan.planner)
+    record.add("clocks", stage="replay", pause_ns=settings.pause_ns, clocks=clocks)
     if most[1]:
         timelines(record.out / "timeline.png", *most[1])
 
 
 def train_all(settings: Settings, plans: list[tuple[Case, Plan]], machine: Machine, record: Record) -> None:
-    """Real steps under the plans of ``settings.train``, beside eager steps from the same start."""
+    """Real steps under the plans of ``settings.train``, twice: for time, in turns with eager steps, as PyTorch does
+    them by default; and for bits, where operators take their deterministic form, beside eager steps that do."""
     eager: dict[str, dict[str, Any]] = {}
     until = record.share(TRAINING_BEFORE if settings.compare else TRAINING)
     for case, plan in plans:
@@ -270,69 +271,25 @@ def train_all(settings: Settings, plans: list[tuple[Case, Plan]], machine: Machi
         try:
             with within(record.left(until) + GRACE):
                 if case.workload not in eager:  # twice: the second tells whether eager is equal to itself
-                    first, again = (steps(settings, fresh(case.workload, settings.device).step) for _ in range(2))
-                    eager[case.workload] = again | {"equal": first["losses"] == again["losses"]}
-                got = train_capped(settings, case, plan, machine)
+                    eager[case.workload] = eager_bits(case.workload, settings.device)
+                got = bits = train_capped(settings.device, case, plan, machine, timed_beside, count=settings.steps)
+                if "failed" not in got:
+                    with deterministic():
+                        bits = train_capped(settings.device, case, plan, machine, losses_only)
         except TimeUp:
             got = {"failed": STOPPED}
         if "failed" not in got:
             timeline = simulate(case.program, plan, machine, case.limit)
-            losses = got.pop("losses")
-            got |= {"equal": losses == eager[case.workload]["losses"], "eager_equal": eager[case.workload]["equal"],
-                    "measured_peak": got.get("device_peak", got["ledger"]),
+            same = eager[case.workload]
+            got |= {"equal": bits.get("losses") == same["losses"], "eager_equal": same["equal"],
+                    "not_deterministic": same["loose"], "measured_peak": got.get("device_peak", got["ledger"]),
                     "predicted_ns": timeline.iteration_ns if settings.device == "cuda" else None,
-                    "predicted_peak": timeline.peak_bytes, "eager_ns": eager[case.workload]["measured_ns"]}  # fmt: skip
+                    "predicted_peak": timeline.peak_bytes}  # fmt: skip
+            if "failed" in bits:
+                got["equal_failed"] = bits["failed"]
             if got["predicted_ns"]:
                 got["error"] = got["measured_ns"] / got["predicted_ns"] - 1
         record.add("train", **row, **got)
-
-
-def train_capped(settings: Settings, case: Case, plan: Plan, machine: Machine) -> dict[str, Any]:
-    """Steps under a plan within the smallest of CAPS that they run with, or why there is none."""
-    failed = ""
-    for cap in CAPS if settings.device == "cuda" else (1.0,):
-        try:
-            return {**train_one(settings, case, plan, machine, cap), "cap": cap}
-        except (RuntimeError, PlanError) as error:  # StepError, and what a device out of memory raises
-            failed = f"within {cap} times the limit: {error}"
-    return {"failed": failed}
-
-
-def train_one(settings: Settings, case: Case, plan: Plan, machine: Machine, cap: float) -> dict[str, Any]:
-    """Steps under a plan with PyTorch's memory capped at ``cap`` times the limit, above what libraries hold."""
-    cuda = settings.device == "cuda"
-    give_back()
-    held = (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) if cuda else (0, 0)
-    network = fresh(case.workload, settings.device)
-    captured = replace(captured_step(network, machine), program=case.program)
-    if cuda:
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, (cap * case.limit + held[1]) / total))
-    try:
-        step = PlannedStep(captured, plan, machine, case.limit)
-        with step:
-            found = steps(settings, lambda: step(*network.batch))
-    finally:
-        if cuda:
-            torch.cuda.set_per_process_memory_fraction(1.0)
-    if cuda:
-        found["device_peak"] -= held[0]
-    return {**found, "ledger": step.peak_bytes, "libraries": held[0]}
-
-
-def steps(settings: Settings, step: Any) -> dict[str, Any]:
-    """Losses, median time per step in ns, and PyTorch's own count of the peak (CUDA)."""
-    cuda = settings.device == "cuda"
-    wait = torch.cuda.synchronize if cuda else (lambda: None)
-    torch.manual_seed(1)
-    losses = [step() for _ in range(2)]  # warm-up; the optimizer makes its state
-    wait()
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-    more, times = timed(step, settings.steps, settings.device)
-    losses += more
-    peak = {"device_peak": torch.cuda.max_memory_allocated()} if cuda else {}
-    return {"losses": [float(x) for x in losses], "measured_ns": median(times), **peak}
 
 
 # ------------------------------------------------------------------------------------------- results
@@ -359,7 +316,7 @@ def write_results(settings: Settings, machine: Machine | None, record: Record) -
     sums = {kind: summary(record.of(kind)) for kind in ("replay", "train")}
     write_json(record.out / "results.json", {
         "format": FORMAT, "settings": asdict(settings), "torch": str(torch.__version__),
-        "device": torch.cuda.get_device_name() if settings.device == "cuda" else "host",
+        "device": torch.cuda.get_device_name() if settings.device == "cuda" else "host", "flags": report(),
         "machine": machine.to_dict() if machine else None, "seconds": time.monotonic() - record.begin,
         "summary": sums, "rows": record.rows,
     }, indent=1)  # fmt: skip
@@ -430,7 +387,7 @@ def main(words: Sequence[str] | None = None) -> int:
         names, device = settings.workloads, settings.device
         methods = [m for m in METHODS if m != "compile" or device == "cuda"]
         if settings.compare:
-            side_by_side.compare(names, settings.limits, device, machine, record, methods)
+            side_by_side.compare(names, settings.limits, device, machine, record, methods, settings.steps)
         if settings.largest:
             largest_batch.search(names, device, machine, record, settings.largest_seconds, methods)
     except TimeUp:

@@ -40,6 +40,7 @@ class Machine:
     flops_per_s: dict[str, int] = field(default_factory=dict)  # by dtype: "float32", "bfloat16", …
     memory_bytes_per_s: int = 1
     launch_ns: int = 5_000
+    issue_ns: int = 0  # of the host, for a kernel or a copy; it runs ahead of the GPU (simulator.reference, choice i)
     malloc_ns: int = 0  # a call of cudaMalloc
     free_ns: int = 0  # a call of cudaFree
     malloc_bytes_per_s: int = (
@@ -55,8 +56,8 @@ class Machine:
         for name in ("memory_bytes", "h2d_bytes_per_s", "d2h_bytes_per_s", "memory_bytes_per_s", "alignment"):
             if getattr(self, name) < 1:
                 raise FormatError(f"machine.{name}: expected a positive integer, got {getattr(self, name)}")
-        for name in ("copy_latency_ns", "host_bytes", "launch_ns", "malloc_ns", "free_ns", "malloc_bytes_per_s",
-                     "duplex_bytes_per_s", "switch_ns"):  # fmt: skip
+        for name in ("copy_latency_ns", "host_bytes", "launch_ns", "issue_ns", "malloc_ns", "free_ns",
+                     "malloc_bytes_per_s", "duplex_bytes_per_s", "switch_ns"):  # fmt: skip
             if getattr(self, name) < 0:
                 raise FormatError(f"machine.{name}: expected an integer of at least 0, got {getattr(self, name)}")
         if self.copy_engines not in (1, 2):

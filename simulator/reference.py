@@ -63,6 +63,10 @@ Choices where the rules could be read in several ways:
     or ends, in whole units of 2**-20 ns, and rounded up.
 (h) The host holds a copy from its issue until the tensor is back, or until the next gap that finds it valid has ended
     (``Schedule.on_host``).
+(i) The host issues one thing after the other, each in ``Machine.issue_ns``: the steps that take time, and two copies
+    for each Swap. It runs ahead, iteration after iteration, and waits for nothing. So it delays nothing where an
+    iteration takes the machine at least as long as the host; else iterations follow each other at the host's pace,
+    which is then ``iteration_ns``. Spans and boundaries are those of a host that is ahead.
 """
 
 from __future__ import annotations
@@ -362,7 +366,7 @@ def simulate(
         run.advance()
     return Timeline.assemble(
         program, limit, schedule.required_bytes, run.boundaries, run.spans, run.events, run.events_until,
-        run.stalls, period,
+        run.stalls, period, schedule.issued * machine.issue_ns,
     )  # fmt: skip
 
 

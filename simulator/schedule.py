@@ -90,6 +90,11 @@ class Schedule:
         return self.first[k + 1] - 1
 
     @cached_property
+    def issued(self) -> int:
+        """What the host issues in an iteration: steps that take time, and two copies for each Swap."""
+        return sum(self.program.kernels[step.kernel].duration_ns > 0 for step in self.steps) + 2 * len(self.moved)
+
+    @cached_property
     def reruns(self) -> tuple[Rerun, ...]:
         """What runs again, as decisions: the plan of these does the same as the Recompute decisions."""
         return tuple(Rerun(s.kernel, s.before) for s in self.steps if s.rerun)

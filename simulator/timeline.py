@@ -37,13 +37,14 @@ class BlockEvent(NamedTuple):
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Where the last iteration went, in ns. The first four add up to ``iteration_ns``."""
+    """Where the last iteration went, in ns. All but the transfers add up to ``iteration_ns``."""
 
     compute_ns: int
     recompute_ns: int
     stall_memory_ns: int  # compute waits for memory that swap-outs (d2h) are freeing
     stall_data_ns: int  # compute waits for an input that a swap-in (h2d) is bringing
     overlapped_transfer_ns: int  # copy-engine time during which compute was not stalled
+    stall_issue_ns: int = 0  # at its end, until the host has issued as much again (simulator.reference, choice i)
 
 
 def memory_curve(events: Sequence[BlockEvent], resident: int) -> tuple[tuple[int, int], ...]:
@@ -127,8 +128,10 @@ class Timeline:
         events_until: Sequence[int],
         stalls: Sequence[tuple[int, int, bool]],
         period: int = 1,
+        issue_ns: int = 0,
     ) -> Timeline:
-        """From the raw record of a run, in order of start. ``stalls``: (start, end, compute waits for data)."""
+        """From the raw record of a run, in order of start. ``stalls``: (start, end, compute waits for data);
+        ``issue_ns``: what the host takes to issue an iteration."""
         end = boundaries[-1]
         begin = _last_start(boundaries)
 
@@ -141,7 +144,7 @@ class Timeline:
         return cls(
             program=program.name,
             limit=limit,
-            iteration_ns=end - begin,
+            iteration_ns=max(end - begin, issue_ns),
             ideal_ns=program.ideal_ns,
             peak_bytes=max(used for _, used in memory_curve(events, events_until[0])),
             required_bytes=required,
@@ -151,6 +154,7 @@ class Timeline:
                 stall_memory_ns=memory_wait,
                 stall_data_ns=data,
                 overlapped_transfer_ns=busy["swap_out"] + busy["swap_in"] - memory_wait - data,
+                stall_issue_ns=max(0, issue_ns - (end - begin)),
             ),
             boundaries=tuple(boundaries),
             spans=tuple(spans),
@@ -160,8 +164,10 @@ class Timeline:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The ``timeline/2`` dictionary; ``period`` stands in it where it is not 1."""
+        """The ``timeline/2`` dictionary; ``period`` stands in it where it is not 1, ``stall_issue_ns`` where not 0."""
         out = asdict(self)
+        if not self.breakdown.stall_issue_ns:
+            del out["breakdown"]["stall_issue_ns"]
         if self.steady:
             del out["period"]
         out["spans"] = [list(s) for s in self.spans]
@@ -182,7 +188,9 @@ class Timeline:
         top = fields(data, "timeline", {**integer, **rest}, {"period": (int, 1)})
         if top.pop("format") != FORMAT:
             raise FormatError(f"timeline.format: expected {FORMAT!r}")
-        parts = fields(top["breakdown"], "breakdown", dict.fromkeys(Breakdown.__dataclass_fields__, int), {})
+        wanted = dict.fromkeys(Breakdown.__dataclass_fields__, int)
+        del wanted["stall_issue_ns"]
+        parts = fields(top["breakdown"], "breakdown", wanted, {"stall_issue_ns": (int, 0)})
         top["breakdown"] = Breakdown(**parts)
         for name in ("boundaries", "events_until"):
             top[name] = integers(top[name], name)

@@ -22,7 +22,7 @@ MAY_IMPORT = {
 ROOMS = {
     "simulator": ["", "validate", "compiled", "jobs", "pool"],
     "agents": ["", "heuristics", "search", "exact", "learned"],
-    "executor": ["capture", "training", "replay", ""],
+    "executor": ["memory", "capture", "training", "replay", ""],
     "experiments": [
         "workloads",
         "plotting",

@@ -290,6 +290,12 @@ def propose(  # type: ignore[no-untyped-def]
 
 
 @stage(entry=True)
+def one_move(*arrays):  # type: ignore[no-untyped-def]
+    """``propose``, to be called from Python."""
+    return propose(*arrays)
+
+
+@stage(entry=True)
 def walk(  # type: ignore[no-untyped-def]
     rng, limit, nbytes, ways, weights, opens, since, earlier, rows, on, load, new_rows, new_on, new_load, differ, row,
     plan, where, swaps_only, kernels, tensors, graph, settings, ends, by_kernel, by_segment, by_tensor, by_row, gaps,

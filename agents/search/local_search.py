@@ -21,7 +21,8 @@ from simulator.ways import KEPT, RECOMPUTED, SWAPPED, ways_to_empty
 
 # isort: off
 from agents.search.local_moves import (
-    ANSWER_NS, ASKS, BEST_NS, BEST_ROWS, CUTOFF_NS, DONE, NOW_NS, PRUNE, ROWS, SCORED, STATE, STEP, put, walk,
+    ANSWER_NS, ASKS, BEST_NS, BEST_ROWS, CUTOFF_NS, DONE, NOW_NS, PRUNE, ROWS, SCORED, STATE, STEP, one_move, put,
+    walk,
 )  # fmt: skip
 # isort: on
 
@@ -44,6 +45,7 @@ class Moves:
         weights: float64[len(gaps), 4], as above; may be changed.
         on: bool[len(gaps)], gaps that the plan empties.
         load: int64[n], planned residency per kernel.
+        limit: bytes, which the residency of a proposed plan keeps within; may be changed.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class Moves:
         self._after = np.array([g.after for g in self.gaps], dtype=np.int64)
         self._since = np.array([since_write(program, g) for g in self.gaps], dtype=np.int64)
         self._earlier = _earlier(program, self.gaps)
-        self._limit = limit
+        self.limit = limit
         self._own(seed)
 
     def _own(self, seed: int) -> None:
@@ -101,12 +103,22 @@ class Moves:
     @property
     def arrays(self) -> tuple[Any, ...]:
         """What ``propose`` works on: its arguments."""
-        return (self._rng, self._limit, self._nbytes, self._ways, self.weights, self._after, self._since, self._earlier,
+        return (self._rng, self.limit, self._nbytes, self._ways, self.weights, self._after, self._since, self._earlier,
                 self.rows, self.on, self.load, *self._tried, self._differ, self._row, self._plan)  # fmt: skip
+
+    def propose(self) -> Rows | None:
+        """int64[k, 6]: a neighbouring plan whose residency fits, a copy; None when ``TRIES`` moves in a row did not."""
+        rows = one_move(*self.arrays)
+        return self.proposed(rows).copy() if rows >= 0 else None
 
     def proposed(self, rows: int) -> Rows:
         """int64[rows, 6]: the plan that was proposed last, of so many rows; to be read before the next."""
         return self._plan[:rows]
+
+    @property
+    def proposed_load(self) -> NDArray[np.int64]:
+        """int64[n]: planned residency per kernel of the plan that was proposed last."""
+        return self._tried[2]
 
     def accept(self) -> None:
         """Goes to the plan that was proposed last."""

@@ -4,9 +4,9 @@
     profile.save(path_of(profile))                      # configs/profiles/<program>-<machine>.json
     program = with_profile(captured.program, profile)
 
-Each kernel runs alone, on inputs made for it and freed after it: at no time is there more on the device than one
-kernel's inputs, outputs and workspace, so a model larger than the GPU can be profiled. How (reasons in
-executor/capture/README.md):
+Each kernel runs alone, on inputs made for it and freed after it, so that a model larger than the GPU can be profiled:
+``cache="cold"`` with a cache that has other bytes in it, ``"hot"`` with one that has its inputs. ``cache="step"``
+measures all in order, in a real step, which has to fit. How (reasons in executor/capture/README.md):
 
 1. *Inputs* have the captured shapes, strides and types: random floats, valid indices, fair coins, counts of 1.
 2. *Time*: the median of ``repeats`` runs after WARMUP ones, between events (CUDA) or by ``time.perf_counter_ns``.
@@ -25,13 +25,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from executor.capture.capture import Captured
+from executor.capture.in_step import CYCLES_PER_NS, StepRunner
 from simulator.files import FormatError, fields, integers, load_json, write_json
 from simulator.program import Program
 
@@ -39,8 +40,11 @@ FORMAT = "profile/1"
 PROFILES = Path(__file__).resolve().parents[2] / "configs" / "profiles"
 WARMUP = 3
 SHORT_NS, ROW = 1_000_000, 8
-CYCLES_PER_NS = 2.0  # of a GPU's clock, at most: the stream is kept busy while the host issues the runs of a kernel
+EMPTY = 50  # pairs of events with nothing between them
+CORE_BYTES = 2**22  # of what a processor's core caches for itself, at most
 SLOW_NS = 50_000_000  # a run that takes longer is repeated three times only
+
+Cache = Literal["cold", "hot", "step"]
 
 aten = torch.ops.aten
 # Operator -> (which argument is of indices, what they index: from the arguments to a bound).
@@ -75,6 +79,8 @@ class Profile:
         torch: its version.
         durations_ns: per kernel.
         workspaces: per kernel, bytes; None where the device does not tell.
+        cache: what the kernels found in the cache (``measure``).
+        event_ns: what the events of a kernel cost by themselves; it is not in the durations.
     """
 
     program: str
@@ -84,11 +90,15 @@ class Profile:
     torch: str
     durations_ns: tuple[int, ...]
     workspaces: tuple[int, ...] | None = None
+    cache: Cache = "hot"
+    event_ns: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """The ``profile/1`` dictionary; ``workspaces`` stand in it where there are any."""
+        """The ``profile/1`` dictionary; ``workspaces`` stand in it where there are any. (Older ones have neither
+        ``cache``, which was hot, nor ``event_ns``.)"""
         out = {"format": FORMAT, "program": self.program, "fingerprint": self.fingerprint, "machine": self.machine,
-               "device": self.device, "torch": self.torch, "durations_ns": list(self.durations_ns)}  # fmt: skip
+               "device": self.device, "torch": self.torch, "cache": self.cache, "event_ns": self.event_ns,
+               "durations_ns": list(self.durations_ns)}  # fmt: skip
         return out if self.workspaces is None else {**out, "workspaces": list(self.workspaces)}
 
     @classmethod
@@ -99,9 +109,12 @@ class Profile:
             FormatError: naming the first malformed entry.
         """
         words = ("format", "program", "fingerprint", "machine", "device", "torch")
-        top = fields(data, "profile", {**dict.fromkeys(words, str), "durations_ns": list}, {"workspaces": (list, None)})
+        optional = {"workspaces": (list, None), "cache": (str, "hot"), "event_ns": (int, 0)}
+        top = fields(data, "profile", {**dict.fromkeys(words, str), "durations_ns": list}, optional)
         if top.pop("format") != FORMAT:
             raise FormatError(f"profile.format: expected {FORMAT!r}, got {data['format']!r}")  # type: ignore[index]
+        if top["cache"] not in get_args(Cache):
+            raise FormatError(f"profile.cache: expected one of {', '.join(get_args(Cache))}, got {top['cache']!r}")
         top["durations_ns"] = integers(top["durations_ns"], "profile.durations_ns")
         if top["workspaces"] is not None:
             top["workspaces"] = integers(top["workspaces"], "profile.workspaces", len(top["durations_ns"]))
@@ -157,8 +170,9 @@ def with_profile(program: Program, profile: Profile) -> Program:
 
 
 def measure(
-    captured: Captured, device: str | torch.device, machine: str = "", repeats: int = 7, seconds: float = math.inf
-) -> Profile:
+    captured: Captured, device: str | torch.device, machine: str = "", repeats: int = 7, seconds: float = math.inf,
+    cache: Cache = "cold",
+) -> Profile:  # fmt: skip
     """Measures every kernel of a captured program.
 
     Args:
@@ -166,32 +180,47 @@ def measure(
         machine: name of the machine that the profile is for.
         repeats: measured runs of each kernel, at least 1.
         seconds: when they are over, no kernel is begun.
+        cache: "cold", twice the cache is written before each run; "hot", runs follow each other on the same inputs;
+            "step", kernels run in order in a step, and find what those before them left.
 
     Raises:
-        ProfileError: a kernel cannot be run alone, the time is over, or there is no such device.
+        ProfileError: a kernel cannot be run alone, the step does not fit the device ("step"), the time is over, or
+            there is no such device.
     """
     if repeats < 1:
         raise ValueError(f"repeats: expected at least 1, got {repeats}")
+    if cache not in get_args(Cache):
+        raise ValueError(f"cache: expected one of {', '.join(get_args(Cache))}, got {cache!r}")
     where = torch.device(device)
     if where.type == "cuda" and not torch.cuda.is_available():
         raise ProfileError("there is no CUDA GPU to profile on")
-    run = _Runner(captured, where, repeats, time.monotonic() + seconds)
+    run = _Runner(captured, where, repeats, time.monotonic() + seconds, cache)
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else f"{where.type} ({torch.get_num_threads()})"
     with torch.random.fork_rng([torch.cuda.current_device()] if where.type == "cuda" else []), torch.enable_grad():
         # Without grad mode oneDNN's LSTM would keep nothing for its backward pass; no input asks for a gradient.
-        figures = [run.kernel(k) for k in range(len(captured.nodes))]
+        figures = run.in_step() if cache == "step" else [run.kernel(k) for k in range(len(captured.nodes))]
     durations, workspaces = zip(*figures, strict=True)
     return Profile(
         captured.program.name, shape_of(captured.program).fingerprint, machine, name, str(torch.__version__),
-        durations, workspaces if where.type == "cuda" else None,
+        durations, workspaces if where.type == "cuda" else None, cache, run.event_ns,
     )  # fmt: skip
 
 
 class _Runner:
-    """Runs kernels one by one."""
+    """Runs kernels one by one.
 
-    def __init__(self, captured: Captured, device: torch.device, repeats: int, until: float = math.inf):
+    Attributes:
+        event_ns: see ``Profile``.
+    """
+
+    def __init__(
+        self, captured: Captured, device: torch.device, repeats: int, until: float = math.inf, cache: Cache = "hot"
+    ):
         self.captured, self.device, self.repeats, self.until = captured, device, repeats, until
+        self.other: Tensor | None = None  # what is written to have nothing else in the cache
+        if cache == "cold":
+            self.other = torch.empty(2 * cache_bytes(device), dtype=torch.uint8, device=device)
+        self.event_ns = _empty_ns(device) if device.type == "cuda" and cache != "hot" else 0
         self.known: dict[str, tuple[int, int]] = {}
         own = [d for node, d in zip(captured.placeholders, captured.devices, strict=True) if node in captured.values]
         main = next((d for d in own if d.type != "cpu"), torch.device("cpu"))
@@ -216,11 +245,33 @@ class _Runner:
                 raise ProfileError(f"kernel {k} ({node.target}) cannot be run alone: {reason}") from error
         return self.known[key]
 
+    def in_step(self) -> list[tuple[int, int]]:
+        """(ns, workspace in bytes) of all kernels, in a step."""
+        try:
+            runner = StepRunner(self.captured, self.device, self.devices, _fresh, self.moved)
+            durations, workspaces = runner.measure(self.repeats, self.until)
+        except TimeoutError:
+            raise ProfileError("the time for profiling was over before a step was measured") from None
+        except (RuntimeError, TypeError, IndexError, ZeroDivisionError, NotImplementedError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ProfileError(f"the step cannot be run to profile it: {reason}") from error
+        least = [int(bool(nodes)) for nodes in self.captured.nodes]
+        times = [max(ns - self.event_ns, some) for ns, some in zip(durations, least, strict=True)]
+        return list(zip(times, workspaces, strict=True))
+
+    def _flush(self) -> None:
+        """The cache holds nothing of the kernel's, if it is to be cold."""
+        if self.other is not None:
+            self.other.zero_()
+
     def _measure(self, call: Callable[[], Any]) -> tuple[int, int]:
         if self.device.type != "cuda":
             for _ in range(WARMUP):
                 out, ns = _timed(call)
-            times = [_timed(call)[1] for _ in range(self.repeats if ns < SLOW_NS else min(3, self.repeats))]
+            times = []
+            for _ in range(self.repeats if ns < SLOW_NS else min(3, self.repeats)):
+                self._flush()
+                times.append(_timed(call)[1])
             del out
             return round(median(times)), 0
         with torch.cuda.device(self.device):
@@ -232,6 +283,7 @@ class _Runner:
                 torch.cuda.synchronize()
             ns = begin.elapsed_time(end) * 1e6
             runs, row = min(3, self.repeats) if ns >= SLOW_NS else self.repeats, ROW if ns < SHORT_NS else 1
+            row = 1 if self.other is not None else row  # the second of a row would find what the first left
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             out = call()
@@ -239,14 +291,16 @@ class _Runner:
             workspace = max(0, torch.cuda.max_memory_allocated() - max(before, torch.cuda.memory_allocated()))
             del out
             pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(runs)]
-            torch.cuda._sleep(round(CYCLES_PER_NS * (500_000 + 1.5 * issue_ns * runs * row)))
+            torch.cuda._sleep(round(CYCLES_PER_NS * (500_000 + 1.5 * issue_ns * runs * (row + 1))))
             for begin, end in pairs:
+                self._flush()
                 begin.record()
                 for _ in range(row):
                     call()
                 end.record()
             torch.cuda.synchronize()
-            return round(median(a.elapsed_time(b) for a, b in pairs) / row * 1e6), workspace
+            ns = median(a.elapsed_time(b) for a, b in pairs) * 1e6 - self.event_ns
+            return max(1, round(ns / row)), workspace
 
     # ------------------------------------------------------------------------------------ inputs
 
@@ -305,6 +359,23 @@ class _Runner:
             return f"<{order.setdefault(a, len(order))} {what}>"
 
         return f"{node.target} {map_arg(node.args, describe)} {map_arg(node.kwargs, describe)}"
+
+
+def cache_bytes(device: torch.device) -> int:
+    """Of a GPU's L2, which all kernels share; of a processor, what a core has for itself."""
+    return int(torch.cuda.get_device_properties(device).L2_cache_size) if device.type == "cuda" else CORE_BYTES
+
+
+def _empty_ns(device: torch.device) -> int:
+    """What lies between two events of a busy stream that nothing is between."""
+    with torch.cuda.device(device):
+        pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(EMPTY)]
+        torch.cuda._sleep(round(CYCLES_PER_NS * 5_000_000))
+        for begin, end in pairs:
+            begin.record()
+            end.record()
+        torch.cuda.synchronize()
+        return round(1e6 * median(a.elapsed_time(b) for a, b in pairs))
 
 
 def _timed(call: Callable[[], Any]) -> tuple[Any, int]:

@@ -63,12 +63,14 @@ class Backend(ABC):
     Attributes:
         name: of the device, in words.
         memory_bytes: of the device in all.
+        pause_ns: kernels that begin so soon after the one before make up for the pause (``spin``).
         host: uint8[host_bytes], the pinned buffer, while there is one. Touch it when nothing is under way there.
         task: what the caller is doing; errors of what is enqueued from now on begin with it.
     """
 
     name: str
     memory_bytes: int
+    pause_ns: int = 0
     host: Bytes
     task: str = ""
 
@@ -91,12 +93,12 @@ class Backend(ABC):
 
     @abstractmethod
     def free(self) -> None:
-        """Drains the streams and returns the arena; work that has not begun may be dropped. The host buffer may stay
-        pinned for the next arena until ``close``. Raises nothing."""
+        """Drains the streams and returns the arena and the host buffer, which stays pinned for who asks next
+        (executor/memory/pinned.py); work that has not begun may be dropped. Raises nothing."""
 
     @abstractmethod
     def close(self) -> None:
-        """``free``, and gives back the host buffer and the streams. The backend cannot be used any more."""
+        """``free``, and gives back the streams. The backend cannot be used any more."""
 
     def __enter__(self) -> Backend:
         return self
@@ -114,8 +116,18 @@ class Backend(ABC):
         """Copies ``nbytes`` between arena[device:] and host[host:]; ``stream``, d2h or h2d, is the direction."""
 
     @abstractmethod
-    def spin(self, ns: int) -> None:
-        """Keeps the compute stream busy for so long."""
+    def spin(self, ns: int, nbytes: int = 0) -> None:
+        """Keeps the compute stream busy for so long, and longer if its ``nbytes`` cannot be moved in that time.
+
+        Args:
+            ns: from its start; where that is at most ``pause_ns`` after the kernel before, from when that was due.
+            nbytes: half of them are read from the arena and half written to it as they were, evenly over the time.
+                What copies bring there meanwhile may be overwritten.
+        """
+
+    @abstractmethod
+    def absorbed_ns(self) -> int:
+        """After ``synchronize``: the pauses that kernels made up for, in all."""
 
     @abstractmethod
     def fill(self, device: int, nbytes: int, seed: int) -> None:

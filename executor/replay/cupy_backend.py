@@ -1,23 +1,24 @@
 """A GPU behind ``executor.replay.backend``, with CuPy. The only file that imports it.
 
-The arena is one cudaMalloc a run, the host buffer one cudaHostAlloc. Pinning is slow, so the buffer stays for later
-runs, grows when one needs more, and goes with ``close``. No pool of CuPy's is used. Each stream is a CUDA stream
+The arena is one cudaMalloc a run, the host buffer the pinned memory of the process (executor/memory/pinned.py). No pool
+of CuPy's is used. Each stream is a CUDA stream
 without the legacy default stream's barriers. Reasons for these are in executor/replay/README.md:
 
-1. A spin reads the GPU's ``globaltimer``; one that begins within PAUSE_NS of the last counts from when that was due.
+1. A spin reads the GPU's ``globaltimer``; it may make up for a pause of ``pause_ns`` before it (``Backend.spin``). One
+   with bytes runs on all multiprocessors, which stream their share of the arena evenly over its time.
 2. Patterns are written and checked 16 bytes at a time by all multiprocessors, unaligned ends byte by byte.
 3. Events have the resolution of cudaEventElapsedTime: half a microsecond.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
+from executor.memory.pinned import CUDA
 from executor.replay.backend import Backend, BackendError, Stream
 
 try:
@@ -26,23 +27,70 @@ try:
 except ImportError as error:
     raise BackendError(f"the cuda backend needs CuPy ({error}): pip install 'headroom[gpu]'") from None
 
-PAUSE_NS = 10_000
+UNROLL = 4  # vectors of 16 bytes that a thread of ``stream`` has under way
+CLOCK = 32  # bytes, of which 24 are used
 SLOTS = 4096  # of answers of checks, per allocation
 THREADS = 256
 
 SOURCE = r"""
 typedef unsigned long long u64;
 typedef unsigned int u32;
+#define UNROLL 4
 
 __device__ u64 now() { u64 ns; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(ns)); return ns; }
 
-// last: when the last spin was over, and when it was due.
-extern "C" __global__ void spin(u64 ns, u64 pause, u64* last) {
-    u64 begin = now();
-    u64 due = (begin - last[0] <= pause ? last[1] : begin) + ns, end = begin;
-    while (end < due) end = now();
-    last[0] = end;
-    last[1] = due;
+// last: when the kernel before was over, when it was due, and the pauses made up for so far; next: the same, of this
+// one. Two of them take turns.
+__device__ u64 begin_of(u64 begin, u64 pause, const u64* last) {
+    return pause && begin - last[0] <= pause ? last[1] : begin;
+}
+
+extern "C" __global__ void spin(u64 ns, u64 pause, const u64* last, u64* next) {
+    u64 begin = now(), from = begin_of(begin, pause, last), end = begin;
+    while (end < from + ns) end = now();
+    next[0] = end;
+    next[1] = from + ns;
+    next[2] = last[2] + (begin - from);
+}
+
+// Past the caches' usual ways, and never left out by the compiler.
+__device__ uint4 load(const uint4* p) {
+    uint4 v;
+    asm volatile("ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
+}
+__device__ void store(uint4* p, uint4 v) {
+    asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" :: "l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
+}
+
+// Reads and writes ``count`` vectors of the arena's, from ``first`` on and round; the addresses of a round of all
+// threads follow each other. Times grow, so what stands in next from two kernels ago is below what comes.
+extern "C" __global__ void stream(u64 ns, u64 pause, const u64* last, u64* next, uint4* arena, u64 vectors, u64 first,
+                                  u64 count) {
+    u64 begin = now(), from = begin_of(begin, pause, last), end = begin;
+    u64 threads = gridDim.x * (u64)blockDim.x, me = blockIdx.x * (u64)blockDim.x + threadIdx.x;
+    u64 rounds = (count + UNROLL * threads - 1) / (UNROLL * threads);
+    for (u64 r = 0; r < rounds; r++) {
+        uint4 v[UNROLL];
+        u64 at[UNROLL];
+#pragma unroll
+        for (int u = 0; u < UNROLL; u++) {
+            u64 i = (r * UNROLL + u) * threads + me;
+            at[u] = i < count ? first + i : first;
+            while (at[u] >= vectors) at[u] -= vectors;
+        }
+#pragma unroll
+        for (int u = 0; u < UNROLL; u++) v[u] = load(arena + at[u]);
+#pragma unroll
+        for (int u = 0; u < UNROLL; u++)
+            if ((r * UNROLL + u) * threads + me < count) store(arena + at[u], v[u]);
+        u64 until = from + ns * (r + 1) / rounds;
+        do end = now(); while (end < until);
+    }
+    atomicMax(next, end);
+    atomicMax(next + 1, from + ns);
+    if (me == 0) next[2] = last[2] + (begin - from);
 }
 
 __device__ u32 word(u64 i, u32 seed) { return seed + (u32)i * 2654435761u; }
@@ -93,8 +141,8 @@ class CupyBackend(Backend):
         BackendError: there is no such GPU.
     """
 
-    def __init__(self, copy_engines: int = 2, device: int = 0):
-        self._device = device
+    def __init__(self, copy_engines: int = 2, pause_ns: int = 0, device: int = 0):
+        self._device, self.pause_ns = device, pause_ns
         with self._talk("no CUDA GPU can be used"):
             runtime.setDevice(device)
             properties = runtime.getDeviceProperties(device)
@@ -103,13 +151,15 @@ class CupyBackend(Backend):
             self.name = f"{properties['name'].decode()}, CUDA {major}.{minor}, CuPy {cupy.__version__}"
             kernels = cupy.RawModule(code=SOURCE)
             kernels.compile()
-            self._spin, self._fill, self._verify = (kernels.get_function(name) for name in ("spin", "fill", "verify"))
+            names = ("spin", "stream", "fill", "verify")
+            self._spin, self._stream, self._fill, self._verify = map(kernels.get_function, names)
             self._blocks = 4 * int(properties["multiProcessorCount"])
             compute, d2h = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
             h2d = cupy.cuda.Stream(non_blocking=True) if copy_engines == 2 else d2h
         self._streams: dict[str, Any] = {"compute": compute, "d2h": d2h, "h2d": h2d}
-        self._arena = self._pinned = self._clock = 0  # addresses
-        self._bytes = self._taken = self._checks = self._pinned_bytes = 0
+        self._arena = self._clock = 0  # addresses
+        self._bytes = self._taken = self._checks = 0
+        self._kernels = self._next = 0  # how many there were; the vector of the arena at which the next one streams
         self._slots: list[int] = []  # addresses of uint64[SLOTS]
         self._base: Any = None
 
@@ -120,6 +170,8 @@ class CupyBackend(Backend):
             yield
         except BackendError:
             raise
+        except MemoryError as e:  # of pinned memory, which says it all
+            raise BackendError(f"{self.task}: {e}" if self.task else str(e)) from e
         except (RuntimeError, OSError, cupy.cuda.compiler.CompileException) as e:  # of the runtime, driver, or loader
             reason = f"{what} ({e})".splitlines()[0]
             raise BackendError(f"{self.task}: {reason}" if self.task else reason) from e
@@ -131,16 +183,13 @@ class CupyBackend(Backend):
             raise BackendError("there is an arena already; free it first")
         try:
             with self._talk(f"{host_bytes:,} bytes of host memory cannot be pinned"):
-                if not self._pinned or host_bytes > self._pinned_bytes:
-                    self._unpin()
-                    self._pinned, self._pinned_bytes = runtime.hostAlloc(max(host_bytes, 1), 0), host_bytes
-            self.host = np.ctypeslib.as_array((ctypes.c_uint8 * host_bytes).from_address(self._pinned))
+                self.host = CUDA.take(host_bytes)
             with self._talk(f"an arena of {device_bytes:,} bytes cannot be allocated"):
-                self._clock = runtime.malloc(16)
+                self._clock = runtime.malloc(2 * CLOCK)
                 free, _ = runtime.memGetInfo()
                 self._arena = runtime.malloc(max(device_bytes, 1))
                 self._taken = free - runtime.memGetInfo()[0]
-                runtime.memset(self._clock, 0, 16)
+                runtime.memset(self._clock, 0, 2 * CLOCK)
                 runtime.deviceSynchronize()
                 self._bytes = device_bytes
                 self._base = self.record("compute")
@@ -166,26 +215,17 @@ class CupyBackend(Backend):
                     runtime.free(address)
             except runtime.CUDARuntimeError:
                 pass  # as above
-        self._arena = self._clock = self._bytes = self._taken = self._checks = 0
+        self._arena = self._clock = self._bytes = self._taken = self._checks = self._kernels = self._next = 0
         self._slots, self._base, self.task = [], None, ""
-
-    def _unpin(self) -> None:
-        address, self._pinned, self._pinned_bytes = self._pinned, 0, 0
-        if address:
-            runtime.freeHost(address)
 
     def close(self) -> None:
         self.free()
-        try:
-            self._unpin()
-        except runtime.CUDARuntimeError:
-            pass  # as in free
         self._streams = {}
 
     # ---------------------------------------------------------------------------------- work
 
     def copy(self, stream: Stream, device: int, host: int, nbytes: int) -> None:
-        on_device, on_host = self._address(device, nbytes), self._pinned + host
+        on_device, on_host = self._address(device, nbytes), self.host.ctypes.data + host
         if not 0 <= host <= host + nbytes <= len(self.host):
             raise BackendError(f"{self.task}: bytes {host:,} to {host + nbytes:,} are not in the host buffer")
         target, source, kind = (
@@ -195,8 +235,25 @@ class CupyBackend(Backend):
         with self._talk(f"a copy of {nbytes:,} bytes failed"):
             runtime.memcpyAsync(target, source, nbytes, kind, self._streams[stream].ptr)
 
-    def spin(self, ns: int) -> None:
-        self._launch(self._spin, 1, 1, np.uint64(ns), np.uint64(PAUSE_NS), np.uint64(self._clock))
+    def spin(self, ns: int, nbytes: int = 0) -> None:
+        last, following = (self._clock + CLOCK * ((self._kernels + i) % 2) for i in range(2))
+        self._kernels += 1
+        args = (np.uint64(ns), np.uint64(self.pause_ns), np.uint64(last), np.uint64(following))
+        count, vectors = nbytes // 32, self._bytes // 16  # each is read and written
+        if not count or not vectors:
+            self._launch(self._spin, 1, 1, *args)
+            return
+        first, self._next = self._next, (self._next + count) % vectors
+        blocks = min(self._blocks, -(-count // (UNROLL * THREADS)))
+        where = np.uint64(self._arena), np.uint64(vectors), np.uint64(first), np.uint64(count)
+        self._launch(self._stream, blocks, THREADS, *args, *where)
+
+    def absorbed_ns(self) -> int:
+        found = np.zeros(CLOCK // 8, np.uint64)
+        with self._talk("the clock of kernels cannot be read"):
+            at = self._clock + CLOCK * (self._kernels % 2)
+            runtime.memcpy(found.ctypes.data, at, CLOCK, runtime.memcpyDeviceToHost)
+        return int(found[2])
 
     def fill(self, device: int, nbytes: int, seed: int) -> None:
         if nbytes:

@@ -1,10 +1,11 @@
 """This computer behind ``executor.replay.backend``: a GPU played with what every computer has.
 
-The arena and the host buffer are NumPy arrays, each stream is a thread that does its work in order, copies really move
-their bytes at the speed of a ``Machine``, and the threads run in parallel (NumPy releases the GIL while it copies).
+The arena is a NumPy array, each stream is a thread that does its work in order, copies really move their bytes at the
+speed of a ``Machine``, and the threads run in parallel (NumPy releases the GIL while it copies).
 How it keeps time (executor/replay/README.md):
 
-1. A spin ends, and the last byte of a copy moves, when it is due, never before; a late thread delays nothing after it.
+1. A spin ends, and the last byte of a copy moves, when it is due, never before; a late thread delays nothing after it,
+   whatever ``pause_ns`` is. A kernel whose bytes take longer is late by that.
 2. A copy moves in up to PARTS pieces, each when it is due: who reads too early meets a copy that is half done.
 3. Filling and checking take as long as NumPy takes.
 """
@@ -19,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from executor.memory.pinned import HOST
 from executor.replay.backend import RAMP, Backend, BackendError, Bytes, Stream, first_difference, pattern, pieces
 from simulator.machine import Machine
 
@@ -53,7 +55,7 @@ class HostBackend(Backend):
         self._arena: Bytes | None = None
         self._mismatches: dict[int, int] = {}
         self._checks = 0
-        self._base = 0
+        self._base = self._absorbed = self._next = 0  # the last: where the next kernel streams
         names = ("compute", "d2h", "h2d") if machine.copy_engines == 2 else ("compute", "d2h")
         self._queues: dict[str, SimpleQueue[Any]] = {stream: SimpleQueue() for stream in names}
         self._threads = [threading.Thread(target=self._run, args=(q,), daemon=True) for q in self._queues.values()]
@@ -74,15 +76,17 @@ class HostBackend(Backend):
         except MemoryError as error:
             del self.host
             raise BackendError(f"an arena of {device_bytes:,} bytes cannot be allocated ({error})") from None
+        self._absorbed = self._next = 0
         self._base = time.perf_counter_ns()
 
     def _pin(self, nbytes: int) -> Bytes:
+        if nbytes > self.machine.host_bytes:
+            name, most = self.machine.name, self.machine.host_bytes
+            raise BackendError(f"{nbytes:,} bytes of host memory cannot be pinned: {name} has {most:,}")
         try:
-            if nbytes > self.machine.host_bytes:
-                raise MemoryError(f"{self.machine.name} has {self.machine.host_bytes:,}")
-            return np.zeros(nbytes, np.uint8)
-        except (MemoryError, ValueError) as error:
-            raise BackendError(f"{nbytes:,} bytes of host memory cannot be pinned ({error})") from None
+            return HOST.take(nbytes)
+        except MemoryError as error:
+            raise BackendError(str(error)) from None
 
     @property
     def allocated_bytes(self) -> int:
@@ -126,8 +130,34 @@ class HostBackend(Backend):
             target[begin:end] = source[begin:end]
         return ready + ns
 
-    def spin(self, ns: int) -> None:
-        self._put("compute", lambda ready: self._sleep_until(ready + ns))
+    def spin(self, ns: int, nbytes: int = 0) -> None:
+        arena, half = self._range(0, 0 if self._arena is None else len(self._arena)), nbytes // 2
+        parts = min(PARTS, max(1, half // PART_BYTES)) if half and len(arena) else 0
+        first, self._next = self._next, self._next + half
+
+        def work(ready: int) -> int:
+            self._absorbed += max(0, time.perf_counter_ns() - ready)
+            took = 0
+            for i in range(parts):
+                begin = time.perf_counter_ns()
+                self._stream(arena, first + half * i // parts, first + half * (i + 1) // parts)
+                took += time.perf_counter_ns() - begin
+                self._sleep_until(ready + ns * (i + 1) // parts)
+            return self._sleep_until(ready + max(ns, took))
+
+        self._put("compute", work)
+
+    @staticmethod
+    def _stream(arena: Bytes, begin: int, end: int) -> None:
+        """Reads and writes these bytes of the arena, which goes round."""
+        while begin < end:
+            at = begin % len(arena)
+            piece = arena[at : at + end - begin]
+            piece[:] = piece.copy()
+            begin += len(piece)
+
+    def absorbed_ns(self) -> int:
+        return self._absorbed
 
     def fill(self, device: int, nbytes: int, seed: int) -> None:
         where = self._range(device, nbytes)

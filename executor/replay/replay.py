@@ -8,9 +8,10 @@ hardware decides when anything happens. The measured Timeline is of the simulato
         measured = replay(program, plan, machine, limit, backend)
     measured.iteration_ns, measured.error, measured.timeline.save("measured.json")
 
-``mode="time"``: kernels only spin. ``mode="check"``: every block is also filled with a pattern of its tensor and
-version and compared wherever it is read; what is wrong is a ReplayError that names tensor and kernel, and times are not
-the plan's. Choices (reasons in executor/replay/README.md):
+``mode="time"``: kernels spin (``kernels="spin"``), or also read and write as many bytes as the program says that they
+do, so that copies and kernels contend for the device's memory (``"stream"``). ``mode="check"``: every block is also
+filled with a pattern of its tensor and version and compared wherever it is read; what is wrong is a ReplayError that
+names tensor and kernel, and times are not the plan's. Choices (reasons in executor/replay/README.md):
 
 (a) The host issues at most AHEAD iterations ahead of the device.
 (b) A kernel that waits only for its predecessor starts in the Timeline when that ended; others after their waits.
@@ -37,6 +38,7 @@ from simulator.timeline import BlockEvent, Span, Timeline
 AHEAD = 2  # iterations
 
 Mode = Literal["time", "check"]
+Kernels = Literal["spin", "stream"]
 # Of an event, what orders it: its time; whether what causes it begins then (at one instant frees first, rule 9, but of
 # what takes no time); the number of its job; whether it frees.
 _Key = tuple[int, bool, int, bool]
@@ -56,6 +58,9 @@ class Measured:
         allocator: that packed.
         checks: how many comparisons there were, each of a whole block.
         device: in words.
+        kernels: whether they moved bytes of their own.
+        absorbed_ns: of an iteration, the pauses before kernels that these made up for (``Backend.spin``): by so much
+            the time may be too short.
     """
 
     timeline: Timeline
@@ -69,6 +74,8 @@ class Measured:
     allocator: str
     checks: int
     device: str
+    kernels: Kernels = "spin"
+    absorbed_ns: float = 0.0
 
     @property
     def iteration_ns(self) -> float:
@@ -96,6 +103,7 @@ def replay(
     iterations: int = 5,
     warmup: int = 2,
     mode: Mode = "time",
+    kernels: Kernels = "spin",
     strict: bool = False,
     allocators: Sequence[str] = ("smartpool", "optimal"),
     seconds: float = 5.0,
@@ -107,6 +115,7 @@ def replay(
         limit: bytes, persistent tensors included.
         iterations: measured ones, at least 2; this and ``warmup`` are rounded up where iterations repeat in groups.
         warmup: iterations before them. The first begins with nothing under way, unlike the others.
+        kernels: see the module; while blocks are checked, they spin.
         strict: refuse a plan whose footprint is over the limit although its bytes are not. Else the arena is as large
             as the footprint, and the result says so (``fits``).
         allocators, seconds: as ``executor.replay.streams.circle``.
@@ -120,6 +129,8 @@ def replay(
         raise ValueError(f"expected at least 2 iterations and 1 of warm-up, got {iterations} and {warmup}")
     if mode not in ("time", "check"):
         raise ValueError(f"mode: expected time or check, got {mode!r}")
+    if kernels not in ("spin", "stream"):
+        raise ValueError(f"kernels: expected spin or stream, got {kernels!r}")
     order = circle(program, plan, machine, limit, allocators, seconds)
     if strict and order.footprint > limit:
         raise ReplayError(
@@ -127,7 +138,7 @@ def replay(
             f"over the limit of {limit:,}"
         )
     with backend.arena(order.footprint, order.host_bytes):
-        run = _Run(order, backend, mode == "check")
+        run = _Run(order, backend, mode == "check", kernels == "stream" and mode == "time")
         group = order.iterations
         warmup, iterations = (-(-count // group) * group for count in (warmup, iterations))
         for i in range((warmup + iterations) // group):
@@ -137,19 +148,20 @@ def replay(
         run.finish()
         timeline = run.read(program, limit, warmup)
         device_bytes = backend.allocated_bytes
+        absorbed = backend.absorbed_ns() / (warmup + iterations)
     ends = (0, *timeline.boundaries)
     return Measured(
         timeline, tuple(b - a for a, b in zip(ends, ends[1:], strict=False)), order.predicted,
         order.predicted.iteration_ns / group, group, limit, order.footprint, device_bytes, order.allocator,
-        len(run.checks), backend.name,
+        len(run.checks), backend.name, kernels, absorbed,
     )  # fmt: skip
 
 
 class _Run:
     """Issues the circle of jobs again and again and keeps the events."""
 
-    def __init__(self, order: Circle, backend: Backend, check: bool):
-        self.order, self.backend, self.check = order, backend, check
+    def __init__(self, order: Circle, backend: Backend, check: bool, stream: bool):
+        self.order, self.backend, self.check, self.stream = order, backend, check, stream
         self.program = order.program
         self.begins: list[list[Any]] = []  # per round and job; None where it starts when the one before ends
         self.ends: list[list[Any]] = []
@@ -186,8 +198,9 @@ class _Run:
             ends.append(backend.record(stream))
 
     def _spin(self, job: Job) -> None:
-        if ns := self.program.kernels[job.span.index].duration_ns:
-            self.backend.spin(ns)
+        kernel = self.program.kernels[job.span.index]
+        if kernel.duration_ns:
+            self.backend.spin(kernel.duration_ns, kernel.bytes if self.stream else 0)
 
     def _checked(self, job: Job, i: int) -> None:
         """A kernel that really writes and reads."""

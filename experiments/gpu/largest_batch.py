@@ -28,7 +28,7 @@ from executor.capture.profile import ProfileError, measure, with_profile
 from experiments.bisection import largest
 from experiments.gpu.deadline import TimeUp, within
 from experiments.gpu.networks import Network, build, give_back, host_bytes, own_batch
-from experiments.gpu.side_by_side import METHODS, OURS, Counter, Levels, Record, smallest_block
+from experiments.gpu.side_by_side import CACHE, METHODS, OURS, Counter, Levels, Record, smallest_block
 from simulator import Machine, OutOfMemory, Plan
 from simulator.plan import PlanError
 
@@ -101,7 +101,7 @@ class Tries:
     def fits(self, batch: int) -> bool:
         """Does it train at this batch?"""
         give_back()
-        if self.method == "save_on_cpu" and self.device == "cuda":  # a host out of memory ends the process
+        if self.method in ("offload", "save_on_cpu") and self.device == "cuda":  # a host out of memory ends the process
             need = 2 * self.cap * batch // own_batch(self.name)  # PyTorch pins powers of two
             if need > host_bytes():
                 self.tried[batch] = f"it may pin {need:,} bytes of the host's {host_bytes():,}"
@@ -134,7 +134,9 @@ class Tries:
         """Any planner's plan will do."""
         n = network
         captured = capture(n.model, n.loss_fn, n.optimizer, n.batch, machine=self.machine, name=n.name)
-        program = with_profile(captured.program, measure(captured, self.device, self.machine.name, repeats=1))
+        program = with_profile(
+            captured.program, measure(captured, self.device, self.machine.name, 1, cache=CACHE[self.device])
+        )
         captured = replace(captured, program=program)
         reasons = []
         for planner, options in OURS.items():

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import gc
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from experiments.workloads import gpt2, resnet, vgg
+from executor.memory.pinned import CUDA, available
+from experiments.workloads import gpt2, llama, resnet, resnet_imagenet, vgg
+from experiments.workloads._transformers import RMSNorm
+
+TURNS = 4  # of two steps that are measured side by side, each
+WARM = 1  # steps at the begin of a turn
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,12 +40,47 @@ class Network:
         return loss.detach()
 
 
-def _images(model: nn.Module, batch: int, size: int = 32) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
-    return model, (torch.randn(batch, 3, size, size), torch.randint(10, (batch,)))
+Parts = tuple[nn.Module, tuple[Tensor, Tensor], nn.Module]  # model, batch, loss
 
 
-def _text(model: nn.Module, batch: int, length: int, words: int) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
-    return model, (torch.randint(words, (batch, length)), torch.randint(words, (batch * length,)))
+class Autocast(nn.Module):
+    """A model under bfloat16 autocast."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, torch.bfloat16):
+            out: Tensor = self.model(x)
+        return out
+
+
+def _images(model: nn.Module, batch: int, size: int = 32, classes: int = 10) -> Parts:
+    return model, (torch.randn(batch, 3, size, size), torch.randint(classes, (batch,))), nn.CrossEntropyLoss()
+
+
+def _channels_last(model: nn.Module, batch: int, size: int, classes: int, half: bool) -> Parts:
+    """As images are trained on tensor cores; ``half``: under bfloat16 autocast, the loss in float32."""
+    model, (x, y), loss = _images(model.to(memory_format=torch.channels_last), batch, size, classes)
+    x = x.contiguous(memory_format=torch.channels_last)
+    return (Autocast(model), (x, y), llama.Loss()) if half else (model, (x, y), loss)
+
+
+def _text(model: nn.Module, batch: int, length: int, words: int, half: bool = False) -> Parts:
+    """``half``: all in bfloat16, the loss in float32."""
+    data = torch.randint(words, (batch, length)), torch.randint(words, (batch * length,))
+    return (model.to(torch.bfloat16), data, llama.Loss()) if half else (model, data, nn.CrossEntropyLoss())
+
+
+def _llama(layers: int, width: int, heads: int, hidden: int, words: int, length: int) -> nn.Module:
+    """Llama's blocks, with PyTorch's own RMSNorm: what it compiles and fuses is then what it can."""
+    model = llama.Llama(layers, width, heads, max(1, heads // 8), words, length, lambda: llama.SwiGLU(width, hidden))
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, RMSNorm):
+                setattr(module, name, nn.RMSNorm(len(child.weight), child.epsilon, device=child.weight.device))
+    return model
 
 
 def _tiny_resnet() -> nn.Module:
@@ -50,14 +88,30 @@ def _tiny_resnet() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *blocks, nn.AvgPool2d(8), nn.Flatten(), nn.Linear(16, 10))
 
 
-# Name -> the batch that it is trained with, and the model and one batch of any size.
-NETWORKS: dict[str, tuple[int, Callable[[int], tuple[nn.Module, tuple[Tensor, Tensor]]]]] = {
+def _resnet50() -> nn.Module:
+    return resnet_imagenet.ResNet((3, 4, 6, 3))
+
+
+def _gpt2() -> nn.Module:
+    return gpt2.GPT2(*gpt2.SIZES["medium"])
+
+
+# Name -> the batch that it is trained with, and the model, one batch of any size, and the loss. The Llama is twelve
+# blocks of TinyLlama 1.1B.
+NETWORKS: dict[str, tuple[int, Callable[[int], Parts]]] = {
     "vgg16": (100, lambda n: _images(vgg.VGG(16), n)),
     "resnet50": (100, lambda n: _images(resnet.ResNet(50), n)),
-    "gpt2_medium": (8, lambda n: _text(gpt2.GPT2(*gpt2.SIZES["medium"]), n, gpt2.CONTEXT, gpt2.VOCABULARY)),
+    "resnet50_imagenet": (64, lambda n: _channels_last(_resnet50(), n, 224, 1000, False)),
+    "resnet50_imagenet_bf16": (64, lambda n: _channels_last(_resnet50(), n, 224, 1000, True)),
+    "gpt2_medium": (8, lambda n: _text(_gpt2(), n, gpt2.CONTEXT, gpt2.VOCABULARY)),
+    "gpt2_medium_bf16": (8, lambda n: _text(_gpt2(), n, gpt2.CONTEXT, gpt2.VOCABULARY, True)),
+    "llama_bf16": (4, lambda n: _text(_llama(12, 2048, 32, 5632, 32000, 2048), n, 2048, 32000, True)),
     "tiny_resnet": (8, lambda n: _images(_tiny_resnet(), n, 16)),
+    "tiny_resnet_bf16": (8, lambda n: _channels_last(_tiny_resnet(), n, 16, 10, True)),
     "tiny_gpt2": (4, lambda n: _text(gpt2.GPT2(3, 32, 2, vocabulary=64, context=16), n, 16, 64)),
+    "tiny_llama_bf16": (4, lambda n: _text(_llama(3, 32, 2, 64, 64, 16), n, 16, 64, True)),
 }
+BLOCKS = (resnet.Block, resnet_imagenet.Bottleneck, gpt2.Block, llama.Block)
 
 
 def own_batch(name: str) -> int:
@@ -73,14 +127,14 @@ def build(name: str, device: str, seed: int = 0, foreach: bool | None = False, b
     torch.manual_seed(seed)
     own, make = NETWORKS[name]
     with torch.device(device):
-        model, data = make(batch or own)
+        model, data, loss_fn = make(batch or own)
     text = data[0].dtype == torch.int64
     optimizer: torch.optim.Optimizer = (
         torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=foreach) if text
         else torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, foreach=foreach)
     )  # fmt: skip
-    blocks = tuple(m for m in model.modules() if isinstance(m, (resnet.Block, gpt2.Block)))
-    return Network(name, model, nn.CrossEntropyLoss(), optimizer, data, blocks)
+    blocks = tuple(m for m in model.modules() if isinstance(m, BLOCKS))
+    return Network(name, model, loss_fn, optimizer, data, blocks)
 
 
 def timed(step: Callable[[], Any], count: int, device: str) -> tuple[list[Any], list[int]]:
@@ -104,6 +158,33 @@ def timed(step: Callable[[], Any], count: int, device: str) -> tuple[list[Any], 
     return results, [round(1e6 * a.elapsed_time(b)) for a, b in zip(marks, marks[1:], strict=False)]
 
 
+def in_turns(
+    step: Callable[[], Any], other: Callable[[], Any], count: int, device: str, turn: Callable[[bool], None]
+) -> tuple[list[Any], list[int], list[int]]:
+    """``timed`` of two steps that take turns, so that a GPU that slows down does so under both.
+
+    Args:
+        count: steps of each that are measured, at least 1, in up to TURNS turns.
+        turn: called when one of the two is about to have its turn, before the WARM steps that are not measured; with
+            whether it is ``step``.
+
+    Returns:
+        What the measured ``step`` returns; its times, and those of ``other``, in ns.
+    """
+    results: list[Any] = []
+    times: tuple[list[int], list[int]] = ([], [])
+    turns = min(TURNS, count)
+    for i in range(turns):
+        for mine, run in ((True, step), (False, other)):
+            turn(mine)
+            for _ in range(WARM):
+                run()
+            found, took = timed(run, count * (i + 1) // turns - count * i // turns, device)
+            results += found if mine else []
+            times[not mine].extend(took)
+    return results, *times
+
+
 def give_back() -> None:
     """Memory of what is not used any more goes back to the device and to the host."""
     gc.collect()
@@ -114,9 +195,6 @@ def give_back() -> None:
 
 
 def host_bytes() -> int:
-    """Memory of this computer that may be pinned: three quarters of what it has, or of what this process may take."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    group = Path("/sys/fs/cgroup/memory.max")
-    if group.exists() and (text := group.read_text().strip()).isdigit():
-        total = min(total, int(text))
-    return total * 3 // 4
+    """Memory of this computer that may be pinned: three quarters of what is left, with what is pinned and free."""
+    CUDA.drop()
+    return available()[0] * 3 // 4

@@ -5,12 +5,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, get_args
 
 import agents
+from executor.capture.profile import Cache
+from executor.replay.replay import Kernels
 from experiments.gpu.networks import NETWORKS
 
-COMPARING = 1500.0  # seconds; torch.compile takes most of them
+COMPARING = 3600.0  # seconds; torch.compile takes most of them
 
 
 class UsageError(ValueError):
@@ -26,8 +28,10 @@ class Settings:
         machine: preset that gives what calibration does not measure.
         workloads: of experiments.gpu.networks.
         limits: fractions of the activation peak.
+        cache: of the profiles, as executor.capture.profile.measure; where a step does not fit, "cold".
         planners, train: which plan and replay, and which plans are trained under.
-        steps: measured training steps.
+        kernels, pause_ns: of replays: "stream", kernels move their bytes, too; pauses that they make up for.
+        steps: measured training steps, in turns with as many eager ones.
         seconds: for everything; COMPARING with ``compare``.
         workers: processes that plan, at least 1.
         compare: also run side_by_side.py.
@@ -38,12 +42,16 @@ class Settings:
     backend: str = "cuda"
     out: str = ""
     machine: str = "h200"
-    workloads: tuple[str, ...] = ("vgg16", "resnet50", "gpt2_medium")
+    workloads: tuple[str, ...] = ("vgg16", "resnet50_imagenet_bf16", "gpt2_medium_bf16", "llama_bf16",
+                                  "resnet50_imagenet")  # fmt: skip
     limits: tuple[float, ...] = (0.7, 0.5, 0.35)
+    cache: str = "step"
     planners: tuple[str, ...] = tuple(agents.untrained())
     train: tuple[str, ...] = ("autoswap_swdoa", "superneurons", "capuchin", "lp_round")
-    steps: int = 5
-    seconds: float = 440.0
+    kernels: str = "spin"
+    pause_ns: int = 0
+    steps: int = 20
+    seconds: float = 1500.0
     workers: int = 14
     compare: bool = False
     largest: bool = False
@@ -55,8 +63,8 @@ class Settings:
         return "cuda" if self.backend == "cuda" else "cpu"
 
 
-ON_HOST = Settings("host", machine="", workloads=("tiny_resnet", "tiny_gpt2"), limits=(0.7,), steps=2, seconds=40.0,
-                   workers=2, largest_seconds=60.0)  # fmt: skip
+ON_HOST = Settings("host", machine="", workloads=("tiny_resnet", "tiny_gpt2"), limits=(0.7,), cache="hot", steps=2,
+                   seconds=40.0, workers=2, largest_seconds=60.0)  # fmt: skip
 
 
 def parse(words: Sequence[str]) -> Settings:
@@ -94,8 +102,13 @@ def parse(words: Sequence[str]) -> Settings:
         for name in getattr(settings, key):
             if name not in known:
                 raise UsageError(f"{key}: there is no {name!r}; there are {', '.join(known)}")
+    for key, kind in (("cache", Cache), ("kernels", Kernels)):
+        if getattr(settings, key) not in get_args(kind):
+            raise UsageError(f"{key}: expected one of {', '.join(get_args(kind))}, got {getattr(settings, key)!r}")
     if not settings.workloads or not all(0 < f <= 1 for f in settings.limits) or not settings.limits:
         raise UsageError("workloads and limits: expected at least one of each, limits above 0 and at most 1")
+    if settings.pause_ns < 0:
+        raise UsageError(f"pause_ns: expected at least 0, got {settings.pause_ns}")
     if settings.steps < 1 or settings.workers < 1 or min(settings.seconds, settings.largest_seconds) <= 0:
         raise UsageError("steps, workers, seconds and largest_seconds: expected more than 0")
     return settings

@@ -3,17 +3,19 @@
     eager        nothing; its peak and its time are what the others are compared with
     ours         the fastest of OURS' plans on the measured profile, run by PlannedStep
     checkpoint   torch.utils.checkpoint around each of the first n blocks
-    save_on_cpu  torch.autograd.graph.save_on_cpu(pin_memory=True) around the first n blocks
     selective    checkpoints that keep what products and convolutions return, around the first n blocks
+    offload      what the first n blocks save goes to pinned memory on streams of its own (offload.py)
     compile      torch.compile with activation_memory_budget
+    save_on_cpu  torch.autograd.graph.save_on_cpu(pin_memory=True) around the first n blocks: a straw man, since it
+                 waits for every copy
 
 A limit f is what eager holds between steps and f of what its peak has above it, by the device's own count. A method's
 setting is the mildest whose measured peak is within the limit, by bisection. Choices:
 
 (a) Each trial starts with a new model of the same seed and batch; for ours the limit is lowered up to TRIES times.
-(b) Time is the median of STEPS steps after two, which follow each other without a wait.
+(b) To find the setting, STEPS steps are run. It is then timed over ``steps`` steps that take turns with eager's.
 (c) The peak is that of the measured steps, PyTorch's allocator's ``allocated``.
-(d) On the CPU storages seen by a dispatch mode are counted, for ours its ledger; save_on_cpu needs a GPU.
+(d) On the CPU storages seen by a dispatch mode are counted, for ours its ledger; offloading needs a GPU to gain.
 (e) Optimizers are as PyTorch chooses (``foreach``), except for ours, which updates one parameter at a time.
 """
 
@@ -26,7 +28,7 @@ from statistics import median
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -35,12 +37,16 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import agents
 from executor import PlannedStep, StepError, capture
 from executor.capture.capture import CaptureError
-from executor.capture.profile import ProfileError, measure, with_profile
+from executor.capture.profile import Cache, ProfileError, measure, with_profile
+from executor.memory.pinned import CUDA
+from experiments.gpu.clocks import watched
 from experiments.gpu.deadline import TimeUp, within
-from experiments.gpu.networks import Network, build, give_back, timed
+from experiments.gpu.networks import Network, build, give_back, in_turns, timed
+from experiments.gpu.offload import Offload
 from simulator import Machine, Plan, Program, simulate
 
 STEPS, TRIES = 5, 4
+CACHE: dict[str, Cache] = {"cuda": "cold", "cpu": "hot"}  # of profiles; the CPU's is too large to be emptied quickly
 GRACE = 5.0  # seconds that what has begun may take longer than there are
 OURS: dict[str, dict[str, int]] = {
     "capuchin": {},
@@ -48,7 +54,8 @@ OURS: dict[str, dict[str, int]] = {
     "lp_round": {"calls": 2000},
 }  # planners and options
 BUDGETS = (1.0, 0.7, 0.5, 0.35, 0.2, 0.0)  # of torch.compile
-METHODS = ("eager", "ours", "checkpoint", "save_on_cpu", "selective", "compile")
+METHODS = ("eager", "ours", "checkpoint", "selective", "offload", "compile", "save_on_cpu")
+NAMES = {"save_on_cpu": "save_on_cpu (straw man)"}
 MIB = 2**20
 
 aten = torch.ops.aten
@@ -72,20 +79,23 @@ class Unreachable(Exception):
 
 @dataclass(frozen=True)
 class Trial:
-    """One setting of one method, measured: ns per step, bytes at the peak and between steps."""
+    """One setting of one method, measured: ns per step, bytes at the peak and between steps; ns of eager's steps that
+    took turns with them, where some did."""
 
     ns: float
     peak: int
     between: int = 0
     setting: str = ""
+    eager_ns: float | None = None
 
 
 def compare(
     workloads: Sequence[str], limits: Sequence[float], device: str, machine: Machine, record: Record,
-    methods: Sequence[str] = METHODS,
+    methods: Sequence[str] = METHODS, steps: int = STEPS,
 ) -> None:  # fmt: skip
     """Adds a row per workload, limit and method: ``measured_ns``, ``measured_peak``, ``limit``, ``setting``,
-    ``overhead`` against eager without a limit; or ``failed``. Workloads without blocks are left out."""
+    ``eager_ns`` of the eager steps in between, ``overhead`` against them, ``clocks``; or ``failed``. Workloads without
+    blocks are left out."""
     for name in workloads:
         if record.left() <= 0:
             record.add("compare", workload=name, method="all", failed="no time left")
@@ -116,7 +126,9 @@ def compare(
                     continue
                 try:
                     with within(record.left() + GRACE):
-                        found = search.within(limit)
+                        chosen = search.within(limit)
+                        with watched(device) as clocks:
+                            found = search.timed(chosen, steps)
                 except TimeUp:
                     record.add("compare", **row, failed="stopped: the time was over")
                 except Unreachable as error:
@@ -124,18 +136,20 @@ def compare(
                 except Exception as error:  # a method that breaks must not end the run; the row says so
                     record.add("compare", **row, failed=f"{type(error).__name__}: {error}".splitlines()[0])
                 else:
-                    record.add("compare", **row, measured_ns=found.ns, measured_peak=found.peak,
-                               overhead=found.ns / eager.ns - 1, setting=found.setting)  # fmt: skip
+                    record.add("compare", **row, measured_ns=found.ns, measured_peak=max(found.peak, chosen.peak),
+                               eager_ns=found.eager_ns, overhead=found.ns / (found.eager_ns or eager.ns) - 1,
+                               setting=chosen.setting, clocks=clocks)  # fmt: skip
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows as Markdown."""
     lines = ["| workload | limit | method | setting | ms | against eager | peak MiB | limit MiB |", "| --- " * 8 + "|"]
-    lines += [
-        f"| {r['workload']} | {r['fraction']:.0%} | {r['method']} | {r['setting']} | {r['measured_ns'] / 1e6:.2f} | "
-        f"{r['overhead']:+.1%} | {r['measured_peak'] / MIB:.2f} | {r['limit'] / MIB:.2f} |"
-        for r in sorted(rows, key=lambda r: (r["workload"], -r["fraction"], r["measured_ns"]))
-    ]
+    for r in sorted(rows, key=lambda r: (r["workload"], -r["fraction"], r["measured_ns"])):
+        method = NAMES.get(r["method"], r["method"])
+        lines.append(
+            f"| {r['workload']} | {r['fraction']:.0%} | {method} | {r['setting']} | {r['measured_ns'] / 1e6:.2f} | "
+            f"{r['overhead']:+.1%} | {r['measured_peak'] / MIB:.2f} | {r['limit'] / MIB:.2f} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -148,20 +162,27 @@ def _build(name: str, device: str) -> Network:
 
 
 def trial(
-    name: str, device: str, prepare: Callable[[Network], Callable[[Tensor], Any] | None], setting: str = ""
-) -> Trial:
-    """Trains a new network as ``prepare`` leaves it; what it returns is run in the place of the model."""
+    name: str, device: str, prepare: Callable[[Network], Callable[[Tensor], Any] | None], setting: str = "",
+    steps: int = 0,
+) -> Trial:  # fmt: skip
+    """Trains a new network as ``prepare`` leaves it; what it returns is run in the place of the model. ``steps``: so
+    many, in turns with eager's; 0: STEPS alone."""
     give_back()
+    beside = eager_beside(name, device) if steps else None
     before = torch.cuda.memory_allocated() if device == "cuda" else 0
     network = _build(name, device)
     forward = prepare(network)
-    return replace(_measured(device, lambda: network.step(forward), before), setting=setting)
+    return replace(_measured(device, lambda: network.step(forward), before, beside, steps), setting=setting)
 
 
-def _measured(device: str, step: Callable[[], Any], before: int) -> Trial:
-    """Time and peak of a step."""
+def _measured(
+    device: str, step: Callable[[], Any], before: int, beside: Callable[[], Any] | None = None, steps: int = 0
+) -> Trial:
+    """Time and peak of a step; ``beside``: an eager one that takes turns with it, ``steps`` times."""
     torch.manual_seed(1)
     cuda, counter = device == "cuda", Counter()
+    if beside:
+        return _in_turns(device, step, before, beside, steps)
     step()
     if cuda:
         step()
@@ -174,6 +195,31 @@ def _measured(device: str, step: Callable[[], Any], before: int) -> Trial:
     _, times = timed(step, STEPS, device)
     peak = torch.cuda.max_memory_allocated() - before if cuda else counter.peak
     return Trial(median(times), peak, between)
+
+
+def _in_turns(device: str, step: Callable[[], Any], before: int, beside: Callable[[], Any], steps: int) -> Trial:
+    """``_measured``, without bytes on the CPU."""
+    peak = 0
+    step()  # compilers and optimizers make what they keep
+
+    def turn(mine: bool) -> None:
+        nonlocal peak
+        if device == "cuda":
+            peak = peak if mine else max(peak, torch.cuda.max_memory_allocated() - before)
+            give_back()
+            torch.cuda.reset_peak_memory_stats()
+
+    _, times, eager = in_turns(step, beside, steps, device, turn)
+    return Trial(median(times), peak, eager_ns=median(eager))
+
+
+def eager_beside(name: str, device: str) -> Callable[[], Any]:
+    """An eager step that has made all that it keeps."""
+    network = _build(name, device)
+    network.step()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return network.step
 
 
 class Counter(TorchDispatchMode):
@@ -230,6 +276,11 @@ class Levels:
             self.known[level] = trial(self.name, self.device, lambda network: self.prepare(network, level), setting)
         return self.known[level]
 
+    def timed(self, chosen: Trial, steps: int) -> Trial:
+        """One of the known settings, in turns with eager."""
+        level = next(i for i, known in self.known.items() if known is chosen)
+        return trial(self.name, self.device, lambda network: self.prepare(network, level), chosen.setting, steps)
+
     def prepare(self, network: Network, level: int) -> Callable[[Tensor], Any] | None:
         """Puts the method around the first ``level`` blocks."""
         if self.method == "compile":
@@ -239,19 +290,24 @@ class Levels:
             config.activation_memory_budget = BUDGETS[level]
             compiled: Callable[[Tensor], Any] = torch.compile(network.model)
             return compiled
-        wrap = {"checkpoint": _checkpointed, "selective": _selected, "save_on_cpu": _offloaded}[self.method]
+        if self.device == "cuda" and self.method in ("offload", "save_on_cpu"):
+            CUDA.drop()  # they pin memory of their own
+        if self.method == "offload":
+            wrap = Offload(network.model, self.device).wrap
+        else:
+            wrap = {"checkpoint": _checkpointed, "selective": _selected, "save_on_cpu": _saved_on_cpu}[self.method]
         for block in network.blocks[:level]:
-            block.forward = wrap(block)  # type: ignore[method-assign]
+            block.forward = wrap(block.forward)  # type: ignore[method-assign]
         return None
 
 
-def _checkpointed(block: nn.Module) -> Callable[[Tensor], Any]:
-    return partial(checkpoint, block.forward, use_reentrant=False)
+def _checkpointed(inner: Callable[..., Any]) -> Callable[..., Any]:
+    return partial(checkpoint, inner, use_reentrant=False)
 
 
-def _selected(block: nn.Module) -> Callable[[Tensor], Any]:
+def _selected(inner: Callable[..., Any]) -> Callable[..., Any]:
     contexts = partial(create_selective_checkpoint_contexts, _policy)
-    return partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+    return partial(checkpoint, inner, use_reentrant=False, context_fn=contexts)
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -259,12 +315,10 @@ def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _offloaded(block: nn.Module) -> Callable[[Tensor], Any]:
-    inner = block.forward
-
-    def forward(x: Tensor) -> Any:
+def _saved_on_cpu(inner: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(x: Tensor, *rest: Any) -> Any:
         with torch.autograd.graph.save_on_cpu(pin_memory=x.device.type == "cuda"):
-            return inner(x)
+            return inner(x, *rest)
 
     return forward
 
@@ -278,7 +332,8 @@ class _Ours:
     def __init__(self, name: str, device: str, machine: Machine):
         self.name, self.device, self.machine = name, device, machine
         self.program: Program | None = None
-        self.failed = ""
+        self.aim = 0  # of the last ``at``
+        self.plans: dict[int, Plan] = {}  # by aim
 
     def within(self, limit: int) -> Trial:
         """A planned step within the limit; raises Unreachable."""
@@ -290,19 +345,25 @@ class _Ours:
             aim -= found.peak - limit + limit // 200
         raise Unreachable(f"{found.setting}: its measured peak is {found.peak:,} bytes, over the limit of {limit:,}")
 
-    def at(self, aim: int) -> Trial:
-        """A step planned for ``aim`` bytes."""
+    def timed(self, chosen: Trial, steps: int) -> Trial:
+        """The last step, in turns with eager."""
+        return self.at(self.aim, steps)
+
+    def at(self, aim: int, steps: int = 0) -> Trial:
+        """A step planned for ``aim`` bytes; ``steps``: so many, in turns with eager's."""
         give_back()
+        self.aim, beside = aim, eager_beside(self.name, self.device) if steps else None
         before = torch.cuda.memory_allocated() if self.device == "cuda" else 0
         n = _build(self.name, self.device)
         try:
             captured = capture(n.model, n.loss_fn, n.optimizer, n.batch, machine=self.machine, name=n.name)
             if self.program is None:
-                self.program = with_profile(captured.program, measure(captured, self.device, self.machine.name))
-            plan = best_plan(self.program, self.machine, aim)
+                profile = measure(captured, self.device, self.machine.name, cache=CACHE[self.device])
+                self.program = with_profile(captured.program, profile)
+            plan = self.plans[aim] = self.plans.get(aim) or best_plan(self.program, self.machine, aim)
             step = PlannedStep(replace(captured, program=self.program), plan, self.machine, aim)
             with step:
-                found = _measured(self.device, lambda: step(*n.batch), before)
+                found = _measured(self.device, lambda: step(*n.batch), before, beside, steps)
         except (CaptureError, ProfileError, StepError) as error:
             raise Unreachable(str(error)) from error
         setting = f"{plan.planner}, planned for {aim:,} bytes"

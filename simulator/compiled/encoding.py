@@ -72,7 +72,7 @@ DONE, OUT_OF_MEMORY, HOST_FULL, SLOWER, MORE_STEPS, UNKNOWN, STUCK = range(7)
 STATUS, ITERATION_NS, REQUIRED, PEAK, PERIOD, RESULTS = range(6)
 
 # The rows of ``settings``: what an engine has.
-PERSISTENT_BYTES, LIMIT, MAX_ITERATIONS, COPY_ENGINES, DUPLEX_SHARE, HOST_BYTES, SETTINGS = range(7)
+PERSISTENT_BYTES, LIMIT, MAX_ITERATIONS, COPY_ENGINES, DUPLEX_SHARE, HOST_BYTES, ISSUE_NS, SETTINGS = range(8)
 
 # Columns of the log of a run: start, end, one of these, kernel or row. The first four are spans; a step ends, and the
 # memory of an open gap is free.

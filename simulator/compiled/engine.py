@@ -164,7 +164,7 @@ class Engine:
         """What no two engines share."""
         self._settings = np.array([
             self._persistent_bytes, self.limit, max(self.iterations, STEADY), self.machine.copy_engines,
-            self.machine.duplex_share, self.machine.host_bytes,
+            self.machine.duplex_share, self.machine.host_bytes, self.machine.issue_ns,
         ], np.int64)  # fmt: skip
         self._work = self._new_work()
         self._idle: list[_Work] = []  # those of other threads
@@ -392,7 +392,8 @@ class Engine:
         if status != DONE:
             raise AssertionError(f"the schedule fits, the compiled one does not (status {status})")
         read = read_log(log[:n_log], plan.decisions, schedule)
-        return Timeline.assemble(self.program, self.limit, required, *read, period)
+        issue_ns = schedule.issued * self.machine.issue_ns
+        return Timeline.assemble(self.program, self.limit, required, *read, period, issue_ns)
 
 
 def _present_until(program: Program) -> Ints:

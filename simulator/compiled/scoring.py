@@ -9,10 +9,21 @@ from simulator.compiled.rematerialisation import lower_recomputations
 
 # isort: off
 from simulator.compiled.encoding import (
-    BEGINS, DONE, DURATION, HOST_FULL, ITERATION_NS, KIND, LIMIT, MORE_STEPS, NEVER, OUT_OF_MEMORY, PEAK, PERIOD,
-    PLANNED, RECOMPUTE, REQUIRED, RERUN, SLOWER, STATUS, STEP_KERNEL, STUCK, UNKNOWN,
+    BEGINS, DONE, DURATION, HOST_FULL, ISSUE_NS, ITERATION_NS, KIND, LIMIT, MORE_STEPS, NEVER, OUT_OF_MEMORY, PEAK,
+    PERIOD, PLANNED, RECOMPUTE, REQUIRED, RERUN, SLOWER, STATUS, STEP_KERNEL, STUCK, UNKNOWN,
 )  # fmt: skip
 # isort: on
+
+
+@stage
+def _issued(kernels, steps, count, swaps):  # type: ignore[no-untyped-def]
+    """``Schedule.issued`` of a plan of so many swaps, for which the first ``count`` of ``steps`` run again."""
+    found, durations = 2 * swaps, kernels[DURATION]
+    for k in range(durations.size):  # the last is none, and takes no time
+        found += durations[k] > 0
+    for j in range(count):
+        found += durations[steps[j, STEP_KERNEL]] > 0
+    return found
 
 
 @stage(entry=True)
@@ -66,8 +77,12 @@ def score_plans(  # type: ignore[no-untyped-def]
                     if planned[k] > limit:
                         status = OUT_OF_MEMORY
             result[ITERATION_NS], result[REQUIRED], result[PEAK], result[PERIOD] = NEVER, required, 0, 0
-            if status == DONE and swaps == 0 and log.shape[0] == 0:  # nothing waits
-                result[ITERATION_NS], result[PEAK], result[PERIOD] = kernels[BEGINS, n] + lasts, required, 1
+            issue_ns = settings[ISSUE_NS] * _issued(kernels, steps, count, swaps) if settings[ISSUE_NS] > 0 else 0
+            if status == DONE and issue_ns >= cutoff:
+                status = SLOWER
+            elif status == DONE and swaps == 0 and log.shape[0] == 0:  # nothing waits
+                lasts += kernels[BEGINS, n]
+                result[ITERATION_NS], result[PEAK], result[PERIOD] = max(lasts, issue_ns), required, 1
                 if result[ITERATION_NS] >= cutoff:
                     status = SLOWER
             elif status == DONE:
@@ -75,6 +90,7 @@ def score_plans(  # type: ignore[no-untyped-def]
                     kernels, tensors, graph, plan, drops + reruns > 0, count, lasts, settings, required, limit_until,
                     cutoff, iterations, by_kernel, by_segment, by_tensor, by_row, gaps, steps, states, result, log,
                 )  # fmt: skip
+                result[ITERATION_NS] = max(result[ITERATION_NS], issue_ns)
         result[STATUS] = status
         if status == UNKNOWN or status == MORE_STEPS:
             return i, n_log

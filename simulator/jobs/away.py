@@ -306,6 +306,10 @@ def switch(w, j, to):  # type: ignore[no-untyped-def]
     job = w.jobs[j]
     old = w.plans[job.plan]
     note(w, w.now[NOW], w.now[NOW], L_SWITCH, j, to - job.first_plan, 0)
+    if w.plans[to].alike == old.alike:
+        job.plan = to
+        job.blocked = -1
+        return
     for row in range(old.n_rows):  # what is away by the old plan is so on demand
         state = w.by_row[j, GAP_STATE, row]
         if state:
@@ -317,6 +321,8 @@ def switch(w, j, to):  # type: ignore[no-untyped-def]
     job.offer = NEVER
     job.blocked = -1
     job.stale = 1
+    job.position = 0
+    w.ends[j, 0] = w.now[KERNEL_ENDS]
     plan = w.plans[to]
     table, base = w.tables, plan.base
     for k in range(plan.n):
@@ -351,8 +357,9 @@ def switch(w, j, to):  # type: ignore[no-untyped-def]
 
 @stage
 def evict(w):  # type: ignore[no-untyped-def]
-    """Rule 6; returns whether there is what can be evicted."""
-    if w.now[SERVED] < 0:
+    """Rule 6; returns False where the served job cannot go on."""
+    before = w.now[SERVED]
+    if before < 0:
         for j in range(w.jobs.size):
             if w.jobs[j].stage == PRESENT and (w.now[SERVED] < 0 or w.jobs[j].since < w.jobs[w.now[SERVED]].since):
                 w.now[SERVED] = j
@@ -381,7 +388,7 @@ def evict(w):  # type: ignore[no-untyped-def]
             if tier < best_tier or further:
                 best, best_job, best_tier, best_ns, best_bytes, best_owner = b, j, tier, ns, nbytes, owner
     if best < 0:
-        return False
+        return before < 0
     note(w, w.now[NOW], w.now[NOW], L_EVICT, best_job, best, w.now[SERVED])
     w.now[EVICTIONS] += 1
     w.now[HOST_LEFT] -= best_bytes

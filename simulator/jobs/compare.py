@@ -13,18 +13,19 @@ from simulator.plan import Plan
 
 
 def alone_ns(job: Job, machine: Machine, limit: int) -> int:
-    """An iteration of a job by its first plan, alone under the limit, in the steady state.
+    """An iteration of a job by its first plan, or step, alone under the limit, in the steady state.
 
     Raises:
         OutOfMemory: its plan needs more.
     """
-    return simulate(job.program, job.plan, machine, limit).iteration_ns
+    return simulate(*job.entries[0], machine, limit).iteration_ns
 
 
 def without_limit(
     jobs: Sequence[Job], machine: Machine, until_ns: int | None = None, sharing: Sharing = "fifo"
 ) -> JobsTimeline:
     """The same jobs with memory enough and no plans: they wait for each other's kernels only."""
-    limit = sum(job.program.peak_bytes for job in jobs)
-    plain = [replace(job, plan=Plan(), switches=()) for job in jobs]
+    limit = sum(max(program.peak_bytes for program, _ in job.entries) for job in jobs)
+    none = Plan()
+    plain = [replace(job, plan=none, switches=(), steps=tuple((p, none) for p, _ in job.steps)) for job in jobs]
     return simulate_jobs(plain, machine, limit, until_ns, sharing)

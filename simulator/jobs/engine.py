@@ -1,38 +1,54 @@
 """The rules of reference.py, compiled: equal to it to the nanosecond.
 
 ``simulate_jobs`` is the public call. ``JobsEngine`` is for planners, which score many plans of the same programs: it
-makes no timeline, and lowers a plan once only. Read tables.py, event_loop.py and away.py first.
+makes no timeline. Both lower a plan that comes again once only. Read tables.py, event_loop.py and away.py first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from simulator.compiled.encoding import NEVER, Ints, decisions_of
 from simulator.jobs import reference
+from simulator.jobs.draws import Same
 from simulator.jobs.event_loop import run
 from simulator.jobs.log import read_log
-from simulator.jobs.lowered import Lowered, check, reserved_bytes
-from simulator.jobs.nouns import Job, JobsTimeline, Sharing
+from simulator.jobs.lowered import Lowered, check, left_by, reserved_bytes
+from simulator.jobs.nouns import Job, JobsTimeline, Sharing, Tenant
 
 # isort: off
 from simulator.jobs.tables import (
-    C_END, C_JOB, DEADLOCK, EVICTIONS, HOST_LEFT, JOB, LOG, N_LOG, NOW, PEAK, PLAN, SERVED, STATE, STEPPED, UNADMITTED,
-    UNFINISHED, Table, World, table_of,
+    C_END, C_JOB, DEADLOCK, EVICTIONS, FREE, HOST_LEFT, JOB, LOG, N_LOG, NOW, PEAK, PLAN, SERVED, STATE, STEPPED,
+    TENANT, TENANT_AT, UNADMITTED, UNFINISHED, Table, World, table_of,
 )  # fmt: skip
 
 # isort: on
-from simulator.machine import Machine
+from simulator.machine import ALONE, Machine
 from simulator.plan import Plan, PlanError
 from simulator.program import Program
 from simulator.reference import OutOfMemory
 
-KEPT = 1024  # plans of a program that an engine keeps lowered
+KEPT = 1024  # plans that an engine keeps lowered
 Tables = Sequence[Sequence[Table]]
+Durations = tuple[tuple[int, ...], ...]  # as Job.durations
+
+
+def _prepared(program: Same, machine: Same, plan: Plan) -> tuple[Lowered, Table]:
+    lowered = Lowered.of(program.of, plan)
+    return lowered, table_of(lowered, machine.of)
+
+
+_known = lru_cache(256)(_prepared)  # of simulate_jobs
+
+
+def _key(program: Program, machine: Machine, plan: Plan) -> tuple[Same, Same, Plan]:
+    """What a schedule and its table follow from."""
+    return Same(program), Same(machine), replace(plan, planner="", limit=0, machine="")
 
 
 class JobScore(NamedTuple):
@@ -52,48 +68,59 @@ class JobsScore(NamedTuple):
     peak_bytes: int
     evictions: int  # on demand
 
+    @property
+    def makespan_ns(self) -> int:
+        """When the last job left."""
+        return max((job.left_ns for job in self.jobs), default=0)
+
 
 def _world(jobs: Sequence[Job], plans: Sequence[Sequence[Lowered]], tables: Tables, machine: Machine, limit: int,
-           until_ns: int | None, sharing: Sharing, entries: int) -> World:  # fmt: skip
+           until_ns: int | None, sharing: Sharing, tenant: Tenant, entries: int) -> World:  # fmt: skip
     """All arrays, before the first round.
 
     Args:
-        tables: of each job, those of its plans.
+        tables: of each job, those of its entries.
         entries: of the log; 0: none is kept.
     """
     n = len(jobs)
     flat = [table for each in tables for table in each]
-    at = [time for job in jobs for time in (-1, *(t for t, _ in job.switches))]
-    shares = [job.share(p) for job in jobs for p in range(len(job.plans))]
+    own = [(job, p) for job in jobs for p in range(len(job.entries))]
     records = np.zeros(len(flat), PLAN)
     base = 0
-    for i, (table, time, share) in enumerate(zip(flat, at, shares, strict=True)):
-        own = NEVER if share is None else share
-        for name, value in {**table.record, "base": base, "at_ns": time, "share": own}.items():
+    for i, (table, (job, p)) in enumerate(zip(flat, own, strict=True)):
+        share, at_ns = job.share(p), job.switches[p - 1][0] if p and job.switches else -1
+        mine = {"base": base, "at_ns": at_ns, "share": NEVER if share is None else share, "alike": job.alike[p]}
+        for name, value in (table.record | mine).items():
             records[i][name] = value
         base += len(table.values)
     state = np.zeros(n, JOB)
     never = NEVER if until_ns is None else until_ns
-    first = 0
+    changes = [*left_by(tenant), (NEVER, ALONE)]
+    first, rows = 0, base
     for j, job in enumerate(jobs):
         for name, number in {
             "arrives": job.arrives_ns, "leaves": min(never, NEVER if job.leaves_ns is None else job.leaves_ns),
             "iterations": -1 if job.iterations is None else job.iterations, "reserved": reserved_bytes(plans[j]),
-            "first_plan": first, "n_plans": len(plans[j]), "end": NEVER, "admitted": -1, "left": -1, "ready_since": -1,
-            "stale": 1, "first": NEVER, "offer": NEVER, "blocked": -1,
+            "first_plan": first, "n_plans": len(plans[j]), "durations": rows, "n_durations": len(job.durations),
+            "takes_turns": len(job.steps) > 0,
+            "end": NEVER, "admitted": -1, "left": -1, "ready_since": -1, "stale": 1, "first": NEVER, "offer": NEVER,
+            "blocked": -1,
         }.items():  # fmt: skip
             state[j][name] = number
         first += len(plans[j])
+        rows += len(job.durations) * len(job.program.kernels)
     most = {name: max((t.record[name] for t in flat), default=0) for name in ("n", "n_rows", "n_blocks")}
-    tensors = max((len(job.program.tensors) for job in jobs), default=0)
+    tensors = max((len(program.tensors) for job in jobs for program, _ in job.entries), default=0)
     now = np.zeros(STATE, np.int64)
     now[[UNADMITTED, UNFINISHED]] = n
     now[[SERVED, STEPPED]] = -1
-    now[HOST_LEFT] = machine.host_bytes
+    now[HOST_LEFT], now[FREE], now[TENANT], now[TENANT_AT] = machine.host_bytes, ALONE, rows, changes[0][0]
+    more = [*(job.durations for job in jobs), changes]
+    speeds = [machine.compute_share(k) for k in range(n + 1)]
     copy = np.zeros((2, 7), np.int64)
     copy[:, C_JOB], copy[:, C_END] = -1, NEVER
     return World(
-        np.concatenate([t.values for t in flat]) if flat else np.zeros(0, np.int64),
+        np.concatenate([*(t.values for t in flat), *(np.array(x, np.int64).ravel() for x in more)]),
         records,
         state,
         np.array(sorted(range(n), key=lambda j: (jobs[j].arrives_ns, j)), np.int64),
@@ -106,37 +133,42 @@ def _world(jobs: Sequence[Job], plans: Sequence[Sequence[Lowered]], tables: Tabl
         np.zeros((n * most["n_blocks"] + 1, 4), np.int64),
         copy,
         now,
-        np.array([limit, machine.copy_engines, machine.duplex_share, sharing == "fifo", machine.switch_ns], np.int64),
-        np.array([machine.compute_share(k) for k in range(n + 1)], np.int64),
+        np.array(
+            [limit, machine.copy_engines, machine.duplex_share, sharing == "fifo", machine.switch_ns, *speeds], np.int64
+        ),
         np.empty((entries + 1 if entries else 0, LOG), np.int64),
     )
 
 
 def simulate_jobs(
-    jobs: Sequence[Job], machine: Machine, limit: int, until_ns: int | None = None, sharing: Sharing = "fifo"
-) -> JobsTimeline:
+    jobs: Sequence[Job], machine: Machine, limit: int, until_ns: int | None = None, sharing: Sharing = "fifo",
+    tenant: Tenant = (),
+) -> JobsTimeline:  # fmt: skip
     """Runs several jobs on one machine; the rules are in reference.py.
 
     Args:
         limit: bytes, persistent tensors included, for all jobs together.
         until_ns: from then on every job leaves at its next boundary, and none begins; None: they leave by themselves.
         sharing: "fifo": one step at a time on the compute stream; "shared": one of each job, each of them slower.
+        tenant: (at_ns, share), ascending: what somebody else takes of the link from then on, in [0, 1).
 
     Raises:
-        ValueError: a job has no end.
+        ValueError: a job has no end, or the tenant's times or shares are out of range.
         PlanError: a plan does not fit its program, or holds more on the host than that has.
         OutOfMemory: a step of a job does not fit under the limit with everything else away.
         JobsDeadlock: no job can go on, because the host is full.
     """
-    plans = [[Lowered.of(job.program, plan) for plan in job.plans] for job in jobs]
+    known = [[_known(*_key(program, machine, plan)) for program, plan in job.entries] for job in jobs]
+    plans = [[lowered for lowered, _ in each] for each in known]
+    tables = [[table for _, table in each] for each in known]
     check(jobs, plans, machine, limit, until_ns)
-    tables = [[table_of(plan, machine) for plan in each] for each in plans]
     entries, room = 4096, 0
     while entries > room:
         room = entries
-        world = _world(jobs, plans, tables, machine, limit, until_ns, sharing, room)
+        world = _world(jobs, plans, tables, machine, limit, until_ns, sharing, tenant, room)
         if run(world) == DEADLOCK:
-            return reference.simulate_jobs(jobs, machine, limit, until_ns, sharing)  # it says who waits for what
+            # It says who waits for what.
+            return reference.simulate_jobs(jobs, machine, limit, until_ns, sharing, tenant)
         entries = int(world.now[N_LOG])
     end = int(world.jobs["left"].max(initial=-1))
     out, order, evictions = read_log(world.log[:entries], jobs, plans)
@@ -149,56 +181,71 @@ class JobsEngine:
     Args:
         limit: bytes, for all together.
         until_ns, iterations: when the jobs leave, as for ``simulate_jobs`` and ``Job``; one of them is given.
+            Iterations may be those of each job.
         within: as for ``Job``.
+        shares: bytes that each job's swap-ins keep within, in the place of its plan's limit; 0: all may be used.
+        tenant: as for ``simulate_jobs``.
 
     Raises:
-        ValueError: neither is given.
+        ValueError: neither is given, the shares are not one for each program, or the tenant is out of range.
     """
 
     def __init__(self, programs: Sequence[Program], machine: Machine, limit: int, until_ns: int | None = None,
-                 iterations: int | None = None, sharing: Sharing = "fifo", within: bool = False):  # fmt: skip
+                 iterations: int | Sequence[int] | None = None, sharing: Sharing = "fifo", within: bool = False,
+                 shares: Sequence[int] | None = None, tenant: Tenant = ()):  # fmt: skip
         if until_ns is None and iterations is None:
             raise ValueError("expected until_ns or iterations")
+        if shares is not None and len(shares) != len(programs):
+            raise ValueError(f"expected {len(programs)} shares, got {len(shares)}")
         self.programs, self.machine, self.limit = tuple(programs), machine, limit
-        self.until_ns, self.sharing, self.calls = until_ns, sharing, 0
+        self.until_ns, self.sharing, self.calls, self.shares = until_ns, sharing, 0, shares
+        self.tenant = tuple(tenant)
+        left_by(self.tenant)
+        within = within or shares is not None
+        counts = iterations if isinstance(iterations, Sequence) else [iterations] * len(programs)
         self._jobs = [
-            Job(str(j), program, Plan(), iterations=iterations, within=within) for j, program in enumerate(programs)
+            Job(str(j), program, Plan(), iterations=count, within=within)
+            for j, (program, count) in enumerate(zip(programs, counts, strict=True))
         ]
-        self._known: list[dict[Plan, tuple[Lowered, Table]]] = [{} for _ in programs]
+        self._known = lru_cache(KEPT)(_prepared)
 
-    def score(self, plans: Sequence[Plan | Ints]) -> JobsScore:
+    def score(
+        self, plans: Sequence[Plan | Ints], sample: Sequence[Durations] | None = None, tenant: Tenant | None = None
+    ) -> JobsScore:
         """Simulates the jobs under a plan each; a plan that is given often is lowered once.
 
         Args:
             plans: a Plan, or its decisions as rows (``compiled.encoding.rows_of``), for each program.
+            sample: ``Job.durations`` for each program; None: the programs' own.
+            tenant: in the place of the engine's.
 
         Raises:
             PlanError: a plan does not fit its program.
+            ValueError: a sample's durations do not fit their program, or the tenant is out of range.
         """
         self.calls += 1
         given = [plan if isinstance(plan, Plan) else Plan(decisions_of(plan)) for plan in plans]
-        jobs = [replace(job, plan=plan) for job, plan in zip(self._jobs, given, strict=True)]
-        known = [self._lowered(j, plan) for j, plan in enumerate(given)]
+        known = [self._known(*_key(p, self.machine, q)) for p, q in zip(self.programs, given, strict=True)]
+        if self.shares is not None:
+            given = [replace(plan, limit=share) for plan, share in zip(given, self.shares, strict=True)]
+        rows = [()] * len(given) if sample is None else sample
+        jobs = [replace(j, plan=q, durations=d) for j, q, d in zip(self._jobs, given, rows, strict=True)]
         lowered = [[plan] for plan, _ in known]
         try:
             check(jobs, lowered, self.machine, self.limit, self.until_ns)
         except (OutOfMemory, PlanError):
             return JobsScore(False, (), 0, 0)
         tables = [[table] for _, table in known]
-        world = _world(jobs, lowered, tables, self.machine, self.limit, self.until_ns, self.sharing, 0)
+        taken = self.tenant if tenant is None else tenant
+        world = _world(jobs, lowered, tables, self.machine, self.limit, self.until_ns, self.sharing, taken, 0)
         status = run(world)
         out = tuple(_job_score(world.jobs[j]) for j in range(len(jobs)))
         feasible = status != DEADLOCK and all(job.iterations for job in out)
         return JobsScore(feasible, out, int(world.now[PEAK]), int(world.now[EVICTIONS]))
 
-    def _lowered(self, j: int, plan: Plan) -> tuple[Lowered, Table]:
-        known = self._known[j]
-        if plan not in known:
-            lowered = Lowered.of(self.programs[j], plan)
-            if len(known) == KEPT:
-                del known[next(iter(known))]
-            known[plan] = lowered, table_of(lowered, self.machine)
-        return known[plan]
+    def scores(self, plans: Sequence[Plan | Ints], samples: Sequence[Sequence[Durations]]) -> list[JobsScore]:
+        """What ``score`` gives for each of the samples: how plans fare when kernels take other times than planned."""
+        return [self.score(plans, sample) for sample in samples]
 
 
 def _job_score(job: Mapping[str, int]) -> JobScore:

@@ -16,10 +16,10 @@ from simulator.jobs.away import (
 from simulator.jobs.ledger import charge, note
 from simulator.jobs.tables import (
     BACK, COMPUTE_AT, COUNTED, C_BLOCK, C_COMPUTE, C_DATA, C_END, C_ENTRY, C_JOB, C_MEMORY, C_TENSOR, C_VOID, C_WORK,
-    DEADLOCK, DONE, DUPLEX, ENGINES, FIFO, GAP_STATE, GONE, HEAD, HOST_BLOCK, HOST_LEFT, KERNEL_ENDS,
+    DEADLOCK, DONE, DUPLEX, ENGINES, FIFO, FREE, GAP_STATE, GONE, HEAD, HOST_BLOCK, HOST_LEFT, KERNEL_ENDS,
     LEAVES, LEAVING, LIMIT, LINK_AT, L_ADMIT, L_BOUNDARY, L_END, L_GONE, L_IN, L_NEVER, L_OUT, L_STALL, L_STEP, NOW,
-    OPEN_ROW, OUT, PRESENT, QUEUED, Q_BLOCK, Q_ISSUED, Q_JOB, Q_TENSOR, RETURNS, RUNNING, SERVED, STEPPED, SWITCH_NS,
-    TAIL, UNADMITTED, UNFINISHED, USED, WAITING,
+    OPEN_ROW, OUT, PRESENT, QUEUED, Q_BLOCK, Q_ISSUED, Q_JOB, Q_TENSOR, RETURNS, RUNNING, SERVED, SHARE, STEPPED,
+    SWITCH_NS, TAIL, TENANT, TENANT_AT, UNADMITTED, UNFINISHED, USED, WAITING,
 )  # fmt: skip
 
 # isort: on
@@ -30,7 +30,7 @@ from simulator.machine import ALONE
 def _rate(w):  # type: ignore[no-untyped-def]
     """Speed of each copy under way."""
     both = w.copy[OUT, C_JOB] >= 0 and w.copy[BACK, C_JOB] >= 0
-    return w.settings[DUPLEX] if both else ALONE
+    return max(1, (w.settings[DUPLEX] if both else ALONE) * w.now[FREE] // ALONE)
 
 
 @stage
@@ -53,7 +53,7 @@ def _set_link_ends(w):  # type: ignore[no-untyped-def]
 
 @stage
 def _reckon_compute(w):  # type: ignore[no-untyped-def]
-    done = w.share[w.now[RUNNING]] * (w.now[NOW] - w.now[COMPUTE_AT])
+    done = w.settings[SHARE + w.now[RUNNING]] * (w.now[NOW] - w.now[COMPUTE_AT])
     if done:
         for j in range(w.jobs.size):
             w.jobs[j].work -= done
@@ -62,7 +62,7 @@ def _reckon_compute(w):  # type: ignore[no-untyped-def]
 
 @stage
 def _set_compute_ends(w):  # type: ignore[no-untyped-def]
-    rate = w.share[w.now[RUNNING]]
+    rate = w.settings[SHARE + w.now[RUNNING]]
     for j in range(w.jobs.size):
         job = w.jobs[j]
         if job.running:
@@ -77,9 +77,13 @@ def _set_compute_ends(w):  # type: ignore[no-untyped-def]
 @stage
 def _complete_copies(w):  # type: ignore[no-untyped-def]
     now = w.now[NOW]
-    if w.copy[OUT, C_END] != now and w.copy[BACK, C_END] != now:
+    if w.copy[OUT, C_END] != now and w.copy[BACK, C_END] != now and w.now[TENANT_AT] != now:
         return
     _reckon_link(w)
+    if w.now[TENANT_AT] == now:
+        w.now[FREE] = w.tables[w.now[TENANT] + 1]
+        w.now[TENANT] += 2
+        w.now[TENANT_AT] = w.tables[w.now[TENANT]]
     for i in range(2):
         if w.copy[i, C_END] == now:
             w.copy[i, C_END] = NEVER
@@ -93,6 +97,8 @@ def _plan_now(w, j):  # type: ignore[no-untyped-def]
     """The plan that a job is to go by now."""
     job = w.jobs[j]
     plan = job.first_plan
+    if job.takes_turns:
+        return plan + job.boundaries % job.n_plans
     while plan + 1 < job.first_plan + job.n_plans and w.plans[plan + 1].at_ns <= w.now[NOW]:
         plan += 1
     return plan
@@ -324,9 +330,13 @@ def _start_steps(w):  # type: ignore[no-untyped-def]
         pause = 0
         if fifo and w.now[STEPPED] >= 0 and w.now[STEPPED] != best:
             pause = w.settings[SWITCH_NS]
+        lasts = w.tables[plan.base + plan.lasts + job.step]
+        if job.n_durations:
+            row = job.durations + job.boundaries % job.n_durations * plan.n
+            lasts = w.tables[row + w.tables[plan.base + plan.kernel + job.step]]
         _reckon_compute(w)
         job.running = 1
-        job.work = (pause + w.tables[plan.base + plan.lasts + job.step]) * ALONE
+        job.work = (pause + lasts) * ALONE
         job.entry = note(w, now, 0, L_STEP, best, pause, 0)
         job.ready_since = -1
         w.now[RUNNING] += 1
@@ -345,6 +355,7 @@ def _advance(w):  # type: ignore[no-untyped-def]
             then = min(then, w.jobs[j].end)
     if then == NEVER and w.now[UNFINISHED] > w.now[UNADMITTED]:
         return evict(w)
+    then = min(then, w.now[TENANT_AT])
     if w.now[UNADMITTED]:
         for j in range(w.jobs.size):
             job = w.jobs[j]

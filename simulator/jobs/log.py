@@ -90,7 +90,7 @@ def read_log(
 
     Args:
         log: int64 (entries, 6).
-        plans: of each job, those of ``Job.plans``.
+        plans: of each job, those of ``Job.entries``.
     """
     ran = [_Job(job, each, each[0]) for job, each in zip(jobs, plans, strict=True)]
     order: list[int] = []

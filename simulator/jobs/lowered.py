@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
-from simulator.jobs.nouns import Job
-from simulator.machine import Machine
+from simulator.jobs.nouns import Job, Tenant
+from simulator.machine import ALONE, Machine
 from simulator.plan import Plan, PlanError
 from simulator.program import Program
 from simulator.reference import OutOfMemory
@@ -108,9 +108,22 @@ class Lowered:
 
 def reserved_bytes(plans: Sequence[Lowered]) -> int:
     """What the host keeps free for a job: what its plan holds there at the most; for a job that changes its plans, what
-    two plans in succession hold together."""
-    most = [plan.on_host for plan in plans]
-    return max(map(sum, pairwise(most))) if len(most) > 1 else most[0]
+    those two hold that hold most."""
+    return sum(sorted(plan.on_host for plan in plans)[-2:])
+
+
+def left_by(tenant: Tenant) -> list[tuple[int, int]]:
+    """(at_ns, speed of a copy alone in 2⁻²⁰ of its own), by what the tenant leaves (rule 12).
+
+    Raises:
+        ValueError: a time is negative or not after the one before, or a share is not in [0, 1).
+    """
+    for i, (at_ns, share) in enumerate(tenant):
+        if at_ns < 0 or (i and at_ns <= tenant[i - 1][0]):
+            raise ValueError(f"tenant[{i}]: expected a time from 0 on, after the one before, got {at_ns}")
+        if not 0 <= share < 1:
+            raise ValueError(f"tenant[{i}]: expected a share in [0, 1), got {share}")
+    return [(at_ns, max(1, ALONE - round(share * ALONE))) for at_ns, share in tenant]
 
 
 def check(jobs: Sequence[Job], plans: Sequence[Sequence[Lowered]], machine: Machine, limit: int, until_ns: int | None
@@ -118,20 +131,23 @@ def check(jobs: Sequence[Job], plans: Sequence[Sequence[Lowered]], machine: Mach
     """Can every job run alone, evicting on demand, and does every one end?
 
     Args:
-        plans: of each job, those of ``Job.plans``.
+        plans: of each job, those of ``Job.entries``.
 
     Raises:
-        ValueError: a job has no end.
+        ValueError: a job has no end, or the machine's host takes time to issue what it runs.
         OutOfMemory: a job and the first kernel that does not fit alone.
         PlanError: a job whose plans hold more on the host than it has.
     """
+    if machine.issue_ns:
+        raise ValueError(f"machine.issue_ns is {machine.issue_ns}: with several jobs hosts are never too slow (0)")
     for job, lowered in zip(jobs, plans, strict=True):
         if job.iterations is None and job.leaves_ns is None and until_ns is None:
             raise ValueError(
                 f"job {job.name!r} has no end: give it iterations or leaves_ns, or the simulation until_ns"
             )
         for plan in lowered:
-            if job.iterations is None and not plan.begins[-1]:
+            ns = sum(map(sum, job.durations)) if job.durations else plan.begins[-1]
+            if job.iterations is None and not ns:
                 raise ValueError(f"job {job.name!r} takes no time: give it iterations")
             if plan.admission_bytes > limit:
                 used = plan.start_bytes

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
+from simulator.jobs.draws import unified
 from simulator.plan import Plan
 from simulator.program import Program
 from simulator.timeline import STREAMS, BlockEvent, Span, memory_curve
@@ -15,6 +16,10 @@ from simulator.timeline import STREAMS, BlockEvent, Span, memory_curve
 Cause = Literal["admission", "compute", "data", "memory"]
 Sharing = Literal["fifo", "shared"]
 CAUSES: tuple[Cause, ...] = ("admission", "compute", "data", "memory")
+
+
+# (at_ns, share), ascending: from then on a tenant, who is none of the jobs, takes this part of the link; before, none.
+Tenant = Sequence[tuple[int, float]]
 
 
 class JobsDeadlock(RuntimeError):
@@ -31,9 +36,13 @@ class Job:
         leaves_ns: it leaves at the first end of an iteration from this time on.
         switches: (at_ns, plan), ascending: the plan takes effect at the job's first boundary from that time on.
         within: its swap-ins do not bring its own memory above the limit that the plan was made for (rule 4).
+        durations: iteration i takes row i mod len for the ns of its kernels (rule 11); empty: the program's and plan's.
+        steps: iteration i runs entry i mod len in the place of program and plan (rule 13), without switches and
+            durations; empty: all are alike.
 
     Raises:
-        ValueError: a time or a number is out of range.
+        ValueError: a time or a number is out of range, a row is not one of the program, a plan does not fit its step,
+            or steps do not agree on the size of a persistent tensor.
     """
 
     name: str
@@ -44,6 +53,8 @@ class Job:
     leaves_ns: int | None = None
     switches: tuple[tuple[int, Plan], ...] = ()
     within: bool = False
+    durations: tuple[tuple[int, ...], ...] = ()
+    steps: tuple[tuple[Program, Plan], ...] = ()
 
     def __post_init__(self) -> None:
         if self.arrives_ns < 0:
@@ -52,14 +63,40 @@ class Job:
             raise ValueError(f"job {self.name!r}: iterations are at least 1, not {self.iterations}")
         if any(a >= b for (a, _), (b, _) in pairwise(self.switches)):
             raise ValueError(f"job {self.name!r}: the times of its switches are not ascending")
+        for i, row in enumerate(self.durations):
+            if len(row) != len(self.program.kernels) or not all(0 <= ns <= 2**43 for ns in row):
+                raise ValueError(
+                    f"job {self.name!r}: durations[{i}]: expected {len(self.program.kernels)} integers from 0 to 2**43"
+                )
+        if self.steps and (self.switches or self.durations):
+            raise ValueError(f"job {self.name!r}: with steps there are neither switches nor durations")
+        try:
+            _ = self.entries
+        except ValueError as error:
+            raise ValueError(f"job {self.name!r}: {error}") from None
+
+    @cached_property
+    def entries(self) -> tuple[tuple[Program, Plan], ...]:
+        """All that it may run: its program under the plan of the start, and under those that are switched to; or its
+        steps, with persistent tensors numbered alike (``draws.unified``). Timelines have the numbers of these."""
+        if self.steps:
+            return unified(self.steps)
+        return tuple((self.program, plan) for plan in (self.plan, *(plan for _, plan in self.switches)))
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """The plan of the start, and those that are switched to."""
-        return (self.plan, *(plan for _, plan in self.switches))
+        """Those of the entries."""
+        return tuple(plan for _, plan in self.entries)
+
+    @cached_property
+    def alike(self) -> tuple[int, ...]:
+        """Per entry: the first with the same program, decisions and variants."""
+        first: dict[object, int] = {}
+        keys = [(id(program), frozenset(plan.decisions), plan.variants) for program, plan in self.entries]
+        return tuple(first.setdefault(key, i) for i, key in enumerate(keys))
 
     def share(self, plan: int) -> int | None:
-        """Bytes that its swap-ins keep within under this one of its plans; None: all may be used."""
+        """Bytes that its swap-ins keep within under this one of its entries; None: all may be used."""
         return (self.plans[plan].limit or None) if self.within else None
 
 
@@ -88,7 +125,7 @@ class JobTimeline:
 
     name: str
     program: str
-    ideal_ns: int
+    ideal_ns: int  # the program's, whatever its kernels took
     arrived_ns: int
     admitted_ns: int | None
     left_ns: int | None
@@ -97,7 +134,7 @@ class JobTimeline:
     events: tuple[BlockEvent, ...]  # in order; blocks are those of the plan in force
     events_until: tuple[int, ...]  # how many of them there were after admission, and at the end of each iteration
     stalls: tuple[Stall, ...]  # in order
-    switches: tuple[tuple[int, int], ...]  # that took effect: time, index into Job.plans
+    switches: tuple[tuple[int, int], ...]  # that took effect: time, index into Job.entries
 
     @property
     def iterations_ns(self) -> tuple[int, ...]:
@@ -159,19 +196,22 @@ class JobsTimeline:
         return out
 
     def perfetto(self, jobs: Sequence[Job]) -> dict[str, Any]:
-        """Chrome trace JSON (opens in Perfetto): a process a job with its streams, its stalls and what it holds; one
-        more process for the memory of all."""
+        """Chrome trace JSON (opens in Perfetto): a process a job with its streams, its stalls, what it holds and the
+        instants at which it changes its plan; one more process for the memory of all."""
         events: list[dict[str, Any]] = []
         for pid, (job, ran) in enumerate(zip(jobs, self.jobs, strict=True), 1):
             events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": ran.name}})
             for tid, track in enumerate((*STREAMS, "waits"), 1):
                 events.append({"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": track}})
-            for s in ran.spans:
+            for s, program in zip(ran.spans, _programs(job, ran), strict=True):
                 on_compute = s.stream == "compute"
-                what = job.program.kernels[s.index].name if on_compute else job.program.tensors[s.index].name
+                what = program.kernels[s.index].name if on_compute else program.tensors[s.index].name
                 events.append(_piece(pid, STREAMS.index(s.stream) + 1, s.kind, what, s.start_ns, s.end_ns))
             tid = len(STREAMS) + 1
             events += [_piece(pid, tid, "wait", stall.cause, stall.start_ns, stall.end_ns) for stall in ran.stalls]
+            for time, plan in ran.switches:
+                what = f"plan {plan}"
+                events.append({"ph": "i", "s": "p", "pid": pid, "tid": 1, "name": what, "ts": time / 1000})
             events += _counter(pid, ran.held)
         everybody = len(jobs) + 1
         events.append({"ph": "M", "pid": everybody, "name": "process_name", "args": {"name": "all jobs"}})
@@ -181,6 +221,17 @@ class JobsTimeline:
 def in_order(spans: Sequence[Span]) -> tuple[Span, ...]:
     """By start: a step after a switch starts later than copies that come after it."""
     return tuple(sorted(spans, key=lambda s: s.start_ns))
+
+
+def _programs(job: Job, ran: JobTimeline) -> Iterator[Program]:
+    """The program that each span is of: that of the next step from the end of the last kernel on."""
+    programs = [program for program, _ in job.entries][: len(job.steps) or 1]
+    done = kernels = 0  # iterations that have ended, and kernels of the present one that have started
+    for span in ran.spans:
+        if kernels == len(programs[done % len(programs)].kernels) and span.start_ns >= ran.boundaries[done]:
+            done, kernels = done + 1, 0
+        yield programs[done % len(programs)]
+        kernels += span.kind == "kernel"
 
 
 def _merged(jobs: Sequence[JobTimeline], order: Sequence[int]) -> list[BlockEvent]:

@@ -14,7 +14,7 @@
    to return (rule 5 there). The one that has been offered longest, of those that fit, goes first (then the lower job):
    one that does not fit holds up those of its own job only. With one copy engine a swap-in with a ``prefetch`` that
    was issued before the first swap-out goes before it (choice b there); what was issued when is counted in kernels of
-   all jobs.
+   all jobs; before a change of plans is at the change.
 4. Does a swap-in fit? Now, beside all that is in use; and until its use, by its own job's planned residency alone.
    The swap-ins of a job ``within`` its plan's limit fit that, too: now, beside what it holds itself, and until their
    use. Its steps take what is free all the same. While it is served (6) its plan's limit is not asked for.
@@ -24,8 +24,8 @@
    the boundary at which it leaves, its queued copies are dropped; when those under way have ended, its memory is free.
 6. Deadlock: jobs are there, nothing is under way, nothing can start. Then the job whose last step ended first (then
    the lower job) is **served** until its next step starts: until then no other step starts, nothing comes back but
-   what that step waits for, and nobody is admitted. One tensor is evicted on demand; and another, when nothing is
-   under way again and the step still cannot start. Which one:
+   what that step waits for, and nobody is admitted. One tensor is evicted on demand, if there is any; and another, when
+   nothing is under way again and the step still cannot start. Which one:
    (a) of other jobs, not touched by their next step; else of the served job, not touched by its next; else of other
        jobs;
    (b) of these the one whose next touch is furthest ahead, in ns of its own job's steps; then the larger, the lower
@@ -36,56 +36,61 @@
    come back at once, as its job's planned residency counts it; its copy is then given up.
    So every step gets what it needs in the end: only a full host (rule 9) can stop the jobs, and raises JobsDeadlock. A
    step that does not fit with everything else away is refused before the start (OutOfMemory).
-7. A new plan takes effect at a boundary, or at the admission. Tensors that it has away there leave if they are in
-   memory, and stay away, or on the way, if they are not. Tensors that it has in memory and that are not come back as
-   if they had been evicted on demand. Queued copies of the old plan that no open gap waits for are dropped; one under
-   way does not count if the tensor is written meanwhile. Where the new plan finds no copy that it would have issued
-   before the switch, it is issued as the gap opens.
+7. A new plan takes effect at a boundary, or at the admission; one with the same decisions changes nothing. Tensors
+   that it has away there leave if they are in memory, and stay away, or on the way, if they are not. Tensors that it
+   has in memory and that are not come back as if they had been evicted on demand. Queued copies of the old plan that
+   no open gap waits for are dropped; one under way does not count if the tensor is written meanwhile. Where the new
+   plan finds no copy that it would have issued before the switch, it is issued as the gap opens.
 8. One job alone without switches does what ``simulator.simulate`` says, iteration by iteration, if that can run its
    plan.
-9. The host has room for what the plans hold there (``Schedule.on_host``; of a job that changes plans, two in
-   succession together), from the admission of their jobs, and for every tensor that is away on demand. Where it would
-   be full, a candidate is passed over.
+9. The host has room for what the plans hold there (``Schedule.on_host``; of a job that changes plans, those two
+   together that hold most), from the admission of their jobs, and for every tensor that is away on demand. Where it
+   would be full, a candidate is passed over.
 10. A job leaves after ``iterations``, or at its first boundary from ``leaves_ns`` on; from ``until_ns`` on they all
     do. The simulation ends when all have left.
+11. Kernels, and those that run again, take the time of their plan's variants, else the program's; with ``durations``
+    that of the iteration's row. What it will be is not known before: 6 (b) goes by the former all the same.
+12. A tenant takes ``share`` of the link from ``at_ns`` on. Copies go at 1 - share (at least 2⁻²⁰) of the speed that
+    they would have otherwise, in whole units of 2⁻²⁰; reckoned anew at ``at_ns``, before copies complete.
 
-At one instant: copies complete (d2h first), steps complete (by job), jobs that leave are gone, jobs are admitted,
-copies start (d2h first), steps start. A waiting job's stall is for compute where its step is ready, else for data
-where a tensor is missing and a swap-in is under way, else for memory; before its admission it is for admission.
+13. Iteration i of a job with ``steps`` runs entry i mod len of them, another program under another plan, which takes
+    effect as a new plan does (7). Persistent tensors are the same by name; one that a program lacks stays as it is.
+
+At one instant: the tenant's share changes, copies complete (d2h first), steps complete (by job), jobs that leave are
+gone, jobs are admitted, copies start (d2h first), steps start. A waiting job's stall is for compute where its step is
+ready, else for data where a tensor is missing and a swap-in is under way, else for memory; before its admission it is
+for admission.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from simulator.jobs.lowered import NEVER, Lowered, check, reserved_bytes
-from simulator.jobs.nouns import Eviction, Job, JobsDeadlock, JobsTimeline, JobTimeline, Sharing, Stall, in_order
-from simulator.jobs.resident import Gap, Resident
+from simulator.jobs.lowered import NEVER, Lowered, check, left_by, reserved_bytes
+from simulator.jobs.nouns import (
+    Eviction,
+    Job,
+    JobsDeadlock,
+    JobsTimeline,
+    JobTimeline,
+    Sharing,
+    Stall,
+    Tenant,
+    in_order,
+)
+from simulator.jobs.resident import Gap, Resident, Work
 from simulator.machine import ALONE, Machine
 from simulator.plan import Swap
 from simulator.timeline import BlockEvent, Span
-
-
-@dataclass
-class _Work:
-    """A copy or a step that is under way or, with ``issued``, queued."""
-
-    job: Resident
-    span: int = -1  # its index among the job's spans
-    work: int = 0  # what is left of it, in ns / ALONE, when it was last reckoned
-    end: int = 0
-    tensor: int = -1
-    block: int = -1
-    issued: int = 0  # how many kernels of all jobs had ended
-    void: bool = False  # the tensor was written meanwhile
 
 
 class _Machine:
     """The state of a simulation; one method per line of the last paragraph."""
 
     def __init__(self, jobs: Sequence[Job], plans: Sequence[Sequence[Lowered]], machine: Machine, limit: int,
-                 until_ns: int | None, sharing: Sharing):  # fmt: skip
+                 until_ns: int | None, sharing: Sharing, tenant: Tenant):  # fmt: skip
+        self.free, self.tenant = ALONE, left_by(tenant)  # speed that the tenant leaves now, and from when on
         self.jobs, self.plans, self.machine, self.limit, self.sharing = jobs, plans, machine, limit, sharing
         self.now = self.used = self.kernel_ends = 0
         never = NEVER if until_ns is None else until_ns
@@ -93,11 +98,11 @@ class _Machine:
         self.waiting = sorted(range(len(jobs)), key=lambda j: (jobs[j].arrives_ns, j))  # for admission
         self.present: list[Resident] = []  # by job
         self.gone: list[Resident] = []
-        self.queue: list[_Work] = []  # to the host
-        self.out: _Work | None = None
-        self.back: _Work | None = None
+        self.queue: list[Work] = []  # to the host
+        self.out: Work | None = None
+        self.back: Work | None = None
         self.link_reckoned = self.compute_reckoned = 0  # when the work of copies was, and of steps
-        self.steps: list[_Work] = []  # under way
+        self.steps: list[Work] = []  # under way
         self.stepped: Resident | None = None  # whose step was the last to start
         self.served: Resident | None = None
         self.order: list[int] = []
@@ -124,7 +129,7 @@ class _Machine:
     # ------------------------------------------------------------- what is under way: the link, and compute
 
     def _rate(self) -> int:
-        return self.machine.duplex_share if self.out and self.back else ALONE
+        return max(1, (self.machine.duplex_share if self.out and self.back else ALONE) * self.free // ALONE)
 
     def _reckon_link(self) -> None:
         """Before a copy starts or when one ends: what is left of both."""
@@ -151,7 +156,7 @@ class _Machine:
             each.end = reckoned - (-each.work // rate)
             each.job.spans[each.span] = each.job.spans[each.span]._replace(end_ns=each.end)
 
-    def _copy(self, copy: _Work, lasts: int, span: Span) -> _Work:
+    def _copy(self, copy: Work, lasts: int, span: Span) -> Work:
         self._reckon_link()
         copy.job.spans.append(span)
         copy.span, copy.work = len(copy.job.spans) - 1, lasts * ALONE
@@ -163,13 +168,14 @@ class _Machine:
 
     def _enqueue(self, job: Resident, tensor: int, block: int) -> None:
         if not self._queued(job, block):
-            self.queue.append(_Work(job, tensor=tensor, block=block, issued=self.kernel_ends))
+            self.queue.append(Work(job, tensor=tensor, block=block, issued=self.kernel_ends))
 
     # ------------------------------------------------------------------------------------ completions
 
     def complete_copies(self) -> None:
-        """Copies complete."""
+        """The tenant takes more or less of the link; copies complete."""
         self._reckon_link()
+        self.free = dict(self.tenant).get(self.now, self.free)
         out, back = self.out, self.back
         if out and out.end == self.now:
             self.out = None
@@ -204,7 +210,7 @@ class _Machine:
         if step.rerun:
             return
         self.kernel_ends += 1
-        program = job.job.program
+        program = schedule.program
         kernel = program.kernels[step.kernel]
         for t in kernel.outputs:
             job.host_copy.pop(t, None)
@@ -241,18 +247,24 @@ class _Machine:
         if len(job.boundaries) == job.job.iterations or self.now >= self.leaves[job.index]:
             job.leaving = True
             self.queue = [copy for copy in self.queue if copy.job is not job]
-        elif (plan := self._plan_now(job.index)) != job.plan:
+        elif (plan := self._plan_now(job.index, len(job.boundaries))) != job.plan:
             self.switches[job.index].append((self.now, plan))
             self._switch(job, plan)
 
-    def _plan_now(self, j: int) -> int:
-        """Which of its plans a job is to go by now."""
+    def _plan_now(self, j: int, iterations: int) -> int:
+        """Which of its entries a job is to go by now, after so many iterations."""
+        if self.jobs[j].steps:
+            return iterations % len(self.jobs[j].steps)
         return sum(at_ns <= self.now for at_ns, _ in self.jobs[j].switches)
 
     def _switch(self, job: Resident, plan: int) -> None:
         """Rule 7. At a boundary all that is away is persistent, and has the same block in every plan."""
         missing = {gap.block: gap for gap in (*job.away.values(), *job.evicted.values())}
+        nothing_changes = job.job.alike[plan] == job.job.alike[job.plan]
         job.use(plan)
+        if nothing_changes:
+            return
+        job.position, job.ends = 0, [self.kernel_ends]
         job.away, job.evicted, job.early = {}, {}, []
         for d, block in sorted(job.schedule.moved.items(), key=lambda moved: moved[0].tensor):
             if not (d.tensor in job.schedule.away_at_start and d.after >= d.before):
@@ -293,7 +305,7 @@ class _Machine:
                 self.unserved[j] = Stall(self.jobs[j].arrives_ns, self.now, "admission")
         while self.waiting and self.jobs[self.waiting[0]].arrives_ns <= self.now and self.served is None:
             j = self.waiting[0]
-            plan = self._plan_now(j)
+            plan = self._plan_now(j, 0)
             lowered = self.plans[j][plan]
             if self.used + lowered.admission_bytes > self.limit or self._host_left() < reserved_bytes(self.plans[j]):
                 break
@@ -348,7 +360,7 @@ class _Machine:
                 going.early.append(gap)
             span = Span(self.now, 0, "h2d", "swap_in", gap.tensor)
             lasts = self.machine.h2d_ns(going.schedule.blocks[gap.block].nbytes)
-            self.back = self._copy(_Work(going, tensor=gap.tensor, block=gap.block), lasts, span)
+            self.back = self._copy(Work(going, tensor=gap.tensor, block=gap.block), lasts, span)
         self._set_ends()
 
     def _fits(self, job: Resident, gap: Gap) -> bool:
@@ -385,8 +397,8 @@ class _Machine:
             job.spans.append(Span(self.now, begin, "compute", "switch", step.kernel))
         job.spans.append(Span(begin, 0, "compute", "recompute" if step.rerun else "kernel", step.kernel))
         self._reckon_compute()
-        lasts = begin - self.now + job.schedule.program.kernels[step.kernel].duration_ns
-        self.steps.append(_Work(job, len(job.spans) - 1, lasts * ALONE))
+        lasts = begin - self.now + job.lasts_ns(step.kernel)
+        self.steps.append(Work(job, len(job.spans) - 1, lasts * ALONE))
         self._set_ends()
         job.running, job.ready_since, self.stepped = True, None, job
         if self.served is job:
@@ -401,6 +413,7 @@ class _Machine:
             self._evict()
             return
         ends += [self.jobs[j].arrives_ns for j in self.waiting if self.jobs[j].arrives_ns > self.now]
+        ends += [at_ns for at_ns, _ in self.tenant if at_ns > self.now]
         then = min(ends + [self.leaves[j] for j in self.waiting if self.leaves[j] > self.now])
         for job in self.present:
             if then > self.now and not job.running and not job.leaving:
@@ -410,8 +423,8 @@ class _Machine:
 
     def _evict(self) -> None:
         """Rule 6."""
-        if self.served is None:
-            self.served = min(self.present, key=lambda job: (job.waits_since, job.index))
+        before = self.served
+        self.served = before or min(self.present, key=lambda job: (job.waits_since, job.index))
         best: tuple[tuple[int, ...], Resident, int] | None = None
         host_left = self._host_left()
         for job in self.present:
@@ -425,6 +438,8 @@ class _Machine:
                 key = (tier, -ns, -nbytes, job.index, tensor, b)
                 if best is None or key < best[0]:
                     best = key, job, b
+        if best is None and before is None:
+            return
         if best is None:
             asks = [
                 f"{job.job.name!r} asks for {job.requested():,} bytes for kernel {job.next_step.kernel}"
@@ -459,12 +474,13 @@ class _Machine:
 
 
 def simulate_jobs(
-    jobs: Sequence[Job], machine: Machine, limit: int, until_ns: int | None = None, sharing: Sharing = "fifo"
-) -> JobsTimeline:
+    jobs: Sequence[Job], machine: Machine, limit: int, until_ns: int | None = None, sharing: Sharing = "fifo",
+    tenant: Tenant = (),
+) -> JobsTimeline:  # fmt: skip
     """Runs several jobs on one machine; the arguments are those of ``engine.simulate_jobs``."""
-    plans = [[Lowered.of(job.program, plan) for plan in job.plans] for job in jobs]
+    plans = [[Lowered.of(program, plan) for program, plan in job.entries] for job in jobs]
     check(jobs, plans, machine, limit, until_ns)
-    run = _Machine(jobs, plans, machine, limit, until_ns, sharing)
+    run = _Machine(jobs, plans, machine, limit, until_ns, sharing, tenant)
     while True:
         run.complete_copies()
         run.complete_steps()

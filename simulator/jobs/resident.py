@@ -14,7 +14,7 @@ from simulator.timeline import BlockEvent, Span
 
 @dataclass(eq=False)
 class Gap:
-    """A tensor that is away. Positions count the job's kernels from its start."""
+    """A tensor that is away. Positions count the job's kernels from its start, or its last change of plans."""
 
     tensor: int
     block: int
@@ -33,7 +33,6 @@ class Resident:
 
     def __init__(self, index: int, job: Job, plans: Sequence[Lowered], plan: int, now: int, kernel_ends: int):
         self.index, self.job, self.plans = index, job, plans
-        self.n = len(job.program.kernels)
         self.use(plan)
         self.position = 0  # the kernel that runs, or else the next one
         self.step = 0  # the step that runs, or else the next one
@@ -57,8 +56,9 @@ class Resident:
         self.stalls: list[Stall] = []
 
     def use(self, plan: int) -> None:
-        """From now on it goes by this one of its plans."""
+        """From now on it goes by this one of its entries."""
         self.plan, self.lowered, self.schedule = plan, self.plans[plan], self.plans[plan].schedule
+        self.n = len(self.schedule.program.kernels)
 
     @property
     def next_step(self) -> Step:
@@ -92,6 +92,11 @@ class Resident:
     def held_up(self) -> bool:
         """Is a tensor missing, or a synchronous swap-out not over?"""
         return any(gap.sync and not gap.left for gap in self.away.values()) or bool(self.awaited())
+
+    def lasts_ns(self, kernel: int) -> int:
+        """Rule 11: what a kernel takes in this iteration."""
+        rows, planned = self.job.durations, self.schedule.program.kernels[kernel].duration_ns
+        return rows[len(self.boundaries) % len(rows)][kernel] if rows else planned
 
     def requested(self) -> int:
         """Bytes that the next step allocates."""
@@ -128,3 +133,17 @@ class Resident:
         if self.stalls and self.stalls[-1][1:] == (start_ns, cause):
             start_ns = self.stalls.pop().start_ns
         self.stalls.append(Stall(start_ns, end_ns, cause))
+
+
+@dataclass(eq=False)
+class Work:
+    """A copy or a step that is under way or, with ``issued``, queued."""
+
+    job: Resident
+    span: int = -1  # its index among the job's spans
+    work: int = 0  # what is left of it, in ns / ALONE, when it was last reckoned
+    end: int = 0
+    tensor: int = -1
+    block: int = -1
+    issued: int = 0  # how many kernels of all jobs had ended
+    void: bool = False  # the tensor was written meanwhile

@@ -22,8 +22,10 @@ from simulator.plan import Swap
 PLAN = np.dtype([(name, np.int64) for name in (
     "base", "at_ns", "n", "n_steps", "n_rows", "n_blocks", "n_persistent", "start_bytes", "admission_bytes",
     "share",  # NEVER: all memory
-    # Per step: the kernel for which it runs, does it run again, ns, bytes that it allocates and frees, ns before it.
-    "before", "again", "lasts", "takes", "gives", "begins",
+    "alike",  # the first of the job's that does the same
+    # Per step: the kernel for which it runs, does it run again, ns, bytes that it allocates and frees, ns before it,
+    # kernel.
+    "before", "again", "lasts", "takes", "gives", "begins", "kernel",
     # Lists, per step: tensors that must be there, of those that are swapped; blocks that it touches; tensors that it
     # writes, each with its block, or uses last (block -1), where they can have a copy; rows copied at its end, opened.
     "waits", "touched", "writes", "copies", "opens",
@@ -37,6 +39,8 @@ AWAY, COPIED, OTHERWISE = range(3)  # row_start: when the job begins its tensor 
 
 JOB = np.dtype([(name, np.int64) for name in (
     "arrives", "leaves", "iterations", "reserved", "first_plan", "n_plans",
+    "durations", "n_durations",  # its first row, and how many; 0: the plan's ns
+    "takes_turns",  # its plans are steps
     "stage",  # WAITING, PRESENT, LEAVING, GONE
     "held",  # bytes
     "plan", "position", "step", "running", "end", "work", "entry", "since", "admitted", "left",
@@ -61,8 +65,8 @@ OUT, BACK = range(2)
 C_JOB, C_TENSOR, C_BLOCK, C_WORK, C_END, C_ENTRY, C_VOID = range(7)
 
 (NOW, USED, PEAK, KERNEL_ENDS, SERVED, STEPPED, RUNNING, UNADMITTED, UNFINISHED, HEAD, TAIL, LINK_AT, COMPUTE_AT, N_LOG,
- HOST_LEFT, EVICTIONS, STATE) = range(17)  # fmt: skip
-LIMIT, ENGINES, DUPLEX, FIFO, SWITCH_NS = range(5)
+ HOST_LEFT, EVICTIONS, FREE, TENANT, TENANT_AT, STATE) = range(20)  # fmt: skip
+LIMIT, ENGINES, DUPLEX, FIFO, SWITCH_NS, SHARE = range(6)  # SHARE + k: speed of each of k steps at once
 
 # Columns of the log: start, end, one of these, job, index.
 L_STEP, L_END, L_OUT, L_IN, L_LEFT, L_STALL, L_BOUNDARY, L_ADMIT, L_SWITCH, L_GONE, L_EVICT, L_NEVER = range(12)
@@ -73,9 +77,10 @@ DONE, DEADLOCK = range(2)
 
 
 class World(NamedTuple):
-    """All arrays of a simulation; jobs and plans are records, the others int64."""
+    """All arrays of a simulation; jobs and plans are records, the others int64. Every call copies what describes them:
+    the fewer, the faster."""
 
-    tables: Ints
+    tables: Ints  # of all plans; then the durations of all jobs; then (at_ns, speed) of the tenant's changes, and NEVER
     plans: NDArray[Any]
     jobs: NDArray[Any]
     arrivals: Ints  # jobs in the order in which they arrive
@@ -89,7 +94,6 @@ class World(NamedTuple):
     copy: Ints  # (2, 7)
     now: Ints
     settings: Ints
-    share: Ints  # speed of each of so many steps at once
     log: Ints  # (entries, 6), one more than is needed; or of none
 
 
@@ -101,7 +105,7 @@ class Table(NamedTuple):
 
 
 def table_of(plan: Lowered, machine: Machine) -> Table:
-    """The table of a plan, and all of its PLAN but ``base`` and ``at_ns``."""
+    """The table of a plan, and all of its PLAN but what depends on the job."""
     schedule = plan.schedule
     program, steps, blocks = schedule.program, schedule.steps, schedule.blocks
     n = len(program.kernels)
@@ -132,6 +136,7 @@ def table_of(plan: Lowered, machine: Machine) -> Table:
     column("takes", (sum(blocks[b].nbytes for b in s.allocates) for s in steps))
     column("gives", (sum(blocks[b].nbytes for b in s.frees) for s in steps))
     column("begins", plan.begins)
+    column("kernel", (s.kernel for s in steps))
     lists("waits", [sorted(s.waits & swapped) for s in steps])
     lists("touched", [sorted(b) for b in plan.touched])
     lists("writes", [_writes(plan, i, swapped) for i in range(len(steps))])

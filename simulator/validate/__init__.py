@@ -19,7 +19,7 @@ kernels is found out. The rules (numbers: the docstring of ``reference.py``):
 - ``memory``     the block events are the ledger, change by change; a block is one copy of one tensor (3, 4, 5, 9)
 - ``limit``      never more in use than the limit
 - ``host``       never more planned to be on the host than it holds (h)
-- ``figures``    ideal, iteration, period, peak, required bytes, boundaries and breakdown follow from the spans (10)
+- ``figures``    ideal, iteration, period, peak, required bytes, boundaries and breakdown follow from the spans (10, i)
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from simulator.machine import Machine
-from simulator.plan import Plan
+from simulator.plan import Plan, Swap
 from simulator.program import Program
 from simulator.timeline import Timeline
 from simulator.validate.ledger import curve, wrong_events
@@ -57,7 +57,7 @@ def violations(
     replay = Replay(timeline, steps, link, machine.copy_engines == 1, limit)
     found = [*duration(timeline, runs, link), *steps.found, *replay.found]
     found += wrong_events(replay.ledger, timeline.events, (block.owner for block in steps.persistent))
-    found += _figures(timeline, program, replay)
+    found += _figures(timeline, program, plan, machine, replay)
     if limit is not None:
         found += [Violation("limit", t, f"{b} bytes of {limit}") for t, b in curve(timeline.events) if b > limit]
     on_host = steps.planned_host_bytes()
@@ -68,7 +68,7 @@ def violations(
     return sorted(found, key=lambda v: v.time_ns)
 
 
-def _figures(timeline: Timeline, program: Program, replay: Replay) -> Iterator[Violation]:
+def _figures(timeline: Timeline, program: Program, plan: Plan, machine: Machine, replay: Replay) -> Iterator[Violation]:
     n = len(program.kernels)
     ends = [s.end_ns for s in timeline.spans if s.kind == "kernel"][n - 1 :: n]
     begin, end = ([0] + ends)[-2:]
@@ -82,9 +82,12 @@ def _figures(timeline: Timeline, program: Program, replay: Replay) -> Iterator[V
     period = next((len(lasts) - i for i in since if lasts[-1] == max(lasts[i:])), 0)
     waits = replay.stalls["memory"] + replay.stalls["data"]
     parts = timeline.breakdown
+    ran = [s for s in timeline.spans if s.stream == "compute" and begin < s.end_ns <= end and s.end_ns > s.start_ns]
+    swaps = [d for d in plan.decisions if isinstance(d, Swap)]
+    lasts_ns = max(end - begin, machine.issue_ns * (len(ran) + 2 * len(swaps)))  # the machine, the host (i)
     for name, says, right in (
         ("boundaries", timeline.boundaries, tuple(ends)),
-        ("iteration_ns", timeline.iteration_ns, end - begin),
+        ("iteration_ns", timeline.iteration_ns, lasts_ns),
         ("ideal_ns", timeline.ideal_ns, sum(k.duration_ns for k in program.kernels)),
         ("peak_bytes", timeline.peak_bytes, max((used for _, used in curve(timeline.events)), default=0)),
         ("required_bytes", timeline.required_bytes, max(replay.residency)),
@@ -95,8 +98,9 @@ def _figures(timeline: Timeline, program: Program, replay: Replay) -> Iterator[V
         ("stall_memory_ns", parts.stall_memory_ns, replay.stalls["memory"]),
         ("stall_data_ns", parts.stall_data_ns, replay.stalls["data"]),
         ("overlapped_transfer_ns", parts.overlapped_transfer_ns, busy("swap_out") + busy("swap_in") - waits),
+        ("stall_issue_ns", parts.stall_issue_ns, lasts_ns - (end - begin)),
         ("the sum of the breakdown", parts.compute_ns + parts.recompute_ns + parts.stall_memory_ns
-         + parts.stall_data_ns, end - begin),
+         + parts.stall_data_ns + parts.stall_issue_ns, lasts_ns),
     ):  # fmt: skip
         if says != right:
             yield Violation("figures", end, f"{name} is {says}, the spans give {right}")

@@ -18,10 +18,10 @@ def interruptible() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def gpu_backend(machine: Machine) -> Backend:
+def gpu_backend(machine: Machine, pause_ns: int = 0) -> Backend:
     """The CUDA backend; the test that asks is skipped where there is none."""
     pytest.importorskip("cupy")
     try:
-        return open_backend("cuda", machine)
+        return open_backend("cuda", machine, pause_ns)
     except BackendError as error:
         pytest.skip(str(error))

@@ -29,7 +29,7 @@ def test_the_figures_are_found_back(tmp_path):
     assert machine.d2h_bytes_per_s == pytest.approx(MACHINE.d2h_bytes_per_s, rel=0.2)
     assert MACHINE.copy_latency_ns * 0.9 < machine.copy_latency_ns < MACHINE.copy_latency_ns * 2  # threads wake up late
     assert (machine.copy_engines, machine.memory_bytes) == (2, 2**28)
-    assert 0 < machine.launch_ns < 100_000
+    assert 0 < machine.launch_ns < 100_000 and 0 < machine.issue_ns < 1_000_000
     assert all(0.8 < slower < 1.4 for slower in found.duplex.values())
 
     path = tmp_path / "machine.yaml"

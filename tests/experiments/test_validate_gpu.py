@@ -6,15 +6,17 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 from rich.console import Console
 
+from executor.capture.profile import ProfileError
 from experiments import validate_gpu
-from experiments.gpu import side_by_side
+from experiments.gpu import side_by_side, training
 from experiments.gpu.deadline import TimeUp, within
-from experiments.gpu.networks import build, timed
+from experiments.gpu.networks import BLOCKS, NETWORKS, build, in_turns, timed
 from experiments.gpu.settings import COMPARING, ON_HOST, Settings, UsageError, parse
 from experiments.gpu.side_by_side import Counter, Levels, Unreachable
 from experiments.validate_gpu import Case, Record, main, make_plans, summary
@@ -22,7 +24,8 @@ from simulator import Machine
 from simulator.files import read_json
 from tests.experiments.conftest import ROOT, chain
 
-LINK = Machine("link", 2**33, 10**10, 10**10, host_bytes=2**34)
+LINK = Machine("link", 2**33, 10**10, 10**10, host_bytes=2**34, flops_per_s={"float32": 10**12},
+               memory_bytes_per_s=10**11)  # fmt: skip
 
 
 def record(tmp_path, seconds=60.0):
@@ -33,7 +36,7 @@ def test_on_the_host_in_small(tmp_path, capsys):
     out = tmp_path / "out"
     assert main([
         "backend=host", f"out={out}", "workloads=tiny_resnet", "limits=0.8", "planners=none,capuchin,autoswap_swdoa",
-        "train=capuchin", "workers=1", "steps=1", "seconds=60",
+        "train=capuchin", "workers=1", "steps=1", "seconds=60", "kernels=stream",
     ]) == 0  # fmt: skip
     found = read_json(out / "results.json")
     rows = found["rows"]
@@ -42,14 +45,19 @@ def test_on_the_host_in_small(tmp_path, capsys):
     assert kinds == [
         ("calibration", None, False), ("profile", None, False), ("plan", "none", True), ("plan", "capuchin", False),
         ("plan", "autoswap_swdoa", False), ("replay", "capuchin", False), ("replay", "autoswap_swdoa", False),
-        ("train", "capuchin", False),
+        ("clocks", None, False), ("train", "capuchin", False),
     ]  # fmt: skip
-    first, second, trained = rows[-3:]
+    first, second, clocks, trained = rows[-4:]
+    assert clocks["clocks"] == {"absent": "no GPU is used"} and first["kernels"] == "stream"
     for row in (first, second):
         assert 0.9 < row["measured_ns"] / row["predicted_ns"] < 3  # threads wake up late, on a busy computer very late
         assert row["measured_peak"] == row["predicted_peak"] <= row["limit"]
         assert row["device_bytes"] == row["footprint"]
     assert first["checks"] > 100 and "checks" not in second  # patterns, once per workload and limit
+    assert trained["eager_ns"] > 0 and trained["clocks"] == {"absent": "no GPU is used"}
+    assert trained["eager_equal"] and trained["not_deterministic"] == [] and "equal_failed" not in trained
+    assert found["flags"]["CUBLAS_WORKSPACE_CONFIG"] and not found["flags"]["deterministic_algorithms"]
+    assert rows[1]["cache"] == "hot" == read_json(out / "profiles" / "tiny_resnet-host.json")["cache"]
     assert trained["equal"] and trained["measured_peak"] <= trained["limit"] and trained["predicted_ns"] is None
     assert found["summary"]["replay"]["count"] == 2 and found["summary"]["replay"]["over_limit"] == 0
     table = (out / "table.md").read_text()
@@ -97,6 +105,9 @@ def test_words():
         ("limit=0.5", "'limit=0.5': expected key=value; the nearest key is 'limits'"),
         ("backend=tpu", "backend: expected cuda or host, got 'tpu'"),
         ("limits=a", r"limits: expected tuple\[float, ...\], got 'a'"),
+        ("cache=warm", "cache: expected one of cold, hot, step, got 'warm'"),
+        ("kernels=real", "kernels: expected one of spin, stream, got 'real'"),
+        ("pause_ns=-1", "pause_ns: expected at least 0, got -1"),
         ("compare=yes", "compare: expected bool, got 'yes'"),
         ("workloads=alexnet", "workloads: there is no 'alexnet'; there are vgg16"),
         ("planners=best", "planners: there is no 'best'"),
@@ -166,7 +177,7 @@ def test_planners_in_processes_are_stopped_in_time(tmp_path):
     assert threading.active_count() == threads
 
 
-@pytest.mark.parametrize(("seconds", "profiled"), [(0.01, False), (4.0, True)])
+@pytest.mark.parametrize(("seconds", "profiled"), [(0.01, False), (8.0, True)])
 def test_a_run_ends_in_time_and_names_what_it_left_out(seconds, profiled, tmp_path, monkeypatch):
     """Every workload, planner, replay and training is in the results, measured or with why it is not."""
     monkeypatch.setattr(validate_gpu, "GRACE", 1.0)
@@ -188,7 +199,7 @@ def test_a_run_ends_in_time_and_names_what_it_left_out(seconds, profiled, tmp_pa
     trained = {(r["workload"], r["fraction"], r["planner"]) for r in rows if r["kind"] == "train"}
     assert trained == {key for key in found if key[2] == "capuchin"}
     assert {r["workload"] for r in rows if r["kind"] == "compare"} == {"tiny_resnet", "tiny_gpt2"}
-    assert len([r for r in rows if r["kind"] == "largest"]) == 2 * 5  # all methods but torch.compile
+    assert len([r for r in rows if r["kind"] == "largest"]) == 2 * 6  # all methods but torch.compile
     text = (out / "table.md").read_text()
     assert all(r["failed"] in text for r in rows if "failed" in r)
 
@@ -247,7 +258,7 @@ def test_methods_side_by_side(tmp_path, monkeypatch):
     assert table.count("\n") == 5 and "| tiny_resnet | 80% | checkpoint | 1 of 3 blocks |" in table
 
 
-@pytest.mark.parametrize("method", ["checkpoint", "selective", "save_on_cpu"])
+@pytest.mark.parametrize("method", ["checkpoint", "selective", "offload", "save_on_cpu"])
 def test_a_method_changes_no_result(method):
     def losses(level):
         network = build("tiny_gpt2", "cpu")
@@ -275,6 +286,63 @@ def test_steps_are_timed_one_by_one():
     assert results == ["loss", "loss"] and 20e6 <= times[0] < 45e6 and times[1] >= 50e6
 
 
+def test_two_steps_take_turns():
+    # Five steps in turns of 1, 1, 1, 2, each after one that is not measured.
+    log, results = [], iter(range(20))
+    found, mine, others = in_turns(
+        lambda: log.append("a") or next(results), lambda: log.append("b"), 5, "cpu", lambda which: log.append(which)
+    )
+    assert log == [True, *"aa", False, *"bb"] * 3 + [True, *"aaa", False, *"bbb"]
+    assert found == [1, 3, 5, 7, 8] and len(mine) == len(others) == 5 and min(mine + others) >= 0
+    log.clear()
+    assert len(in_turns(lambda: 0, lambda: 0, 1, "cpu", log.append)[1]) == 1 and log == [True, False]
+
+
+@pytest.mark.parametrize("name", ["tiny_resnet_bf16", "tiny_llama_bf16"])
+def test_networks_in_bfloat16_train_under_a_plan_to_the_bit(name):
+    """Autocast, channels-last images and a decoder in bfloat16: the losses are eager's."""
+    eager = training.eager_bits(name, "cpu")
+    program = training.captured_step(build(name, "cpu"), LINK).program
+    persistent = sum(t.nbytes for t in program.tensors if t.persistent)
+    limit = persistent + (program.peak_bytes - persistent) * 7 // 10
+    plan = validate_gpu.agents.make("capuchin", min_bytes=1).plan(program, LINK, limit)
+    case = Case(name, program, 0.7, limit)
+    assert training.losses_only("cpu", case, plan, LINK, 1.0)["losses"] == eager["losses"] and eager["equal"]
+    found = training.timed_beside("cpu", case, plan, LINK, 1.0, 2)
+    assert found["measured_ns"] > 0 and found["eager_ns"] > 0 and found["host_ns"] > 0 and found["ledger"] <= limit
+
+
+def test_a_step_that_does_not_fit_is_profiled_kernel_by_kernel(tmp_path, monkeypatch):
+    tried = []
+
+    def measure(captured, device, machine, seconds, cache):
+        tried.append(cache)
+        if cache == "step":
+            raise ProfileError("out of memory")
+        return real(captured, device, machine, 1, cache="hot")
+
+    real = validate_gpu.measure
+    monkeypatch.setattr(validate_gpu, "measure", measure)
+    settings = replace(ON_HOST, cache="step", workloads=("tiny_resnet",))
+    validate_gpu.profiled(settings, "tiny_resnet", LINK, record(tmp_path), 10.0)
+    assert tried == ["step", "cold"]
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_network_can_be_made(name):
+    """On the meta device: blocks, loss and batch are there, and nothing of its size is allocated."""
+    batch, make = NETWORKS[name]
+    with torch.device("meta"):
+        model, (x, y), _ = make(batch)
+    blocks = [m for m in model.modules() if isinstance(m, BLOCKS)]
+    assert len(x) == batch and len(y) in (batch, x.numel()) and (blocks or name == "vgg16")
+    if "imagenet" in name:
+        assert x.shape[2:] == (224, 224) and x.is_contiguous(memory_format=torch.channels_last)
+    if name.startswith("llama"):
+        kinds = {p.dtype for p in model.parameters()}
+        assert kinds == {torch.bfloat16} and any(isinstance(m, torch.nn.RMSNorm) for m in model.modules())
+
+
 def test_bytes_are_counted():
     # 400 and 800 bytes at once, then 800 alone.
     with Counter() as counter:
@@ -294,6 +362,7 @@ def test_a_network_without_blocks_is_named(tmp_path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_on_a_gpu(tmp_path):
     words = ["workloads=vgg16", "limits=0.7", "planners=autoswap_swdoa,capuchin", "train=capuchin", "seconds=120"]
+    words.append("pause_ns=10000")  # launches between short spins are not the plan's
     assert main([f"out={tmp_path}", *words]) == 0
     found = read_json(tmp_path / "results.json")
     assert found["summary"]["replay"]["time"]["worst"] < 0.05 and found["summary"]["replay"]["over_limit"] == 0
@@ -306,5 +375,6 @@ def test_side_by_side_on_a_gpu(tmp_path):
     rows = record(tmp_path, 300)
     side_by_side.compare(["resnet50"], [0.7], "cuda", Machine.load("h200"), rows)
     found = {r["method"]: r for r in rows.rows if "failed" not in r}
-    assert {"ours", "checkpoint", "save_on_cpu"} <= set(found)
+    assert {"ours", "checkpoint", "offload", "save_on_cpu"} <= set(found)
+    assert found["offload"]["measured_ns"] < found["save_on_cpu"]["measured_ns"]
     assert all(r["measured_peak"] <= r["limit"] for r in found.values())

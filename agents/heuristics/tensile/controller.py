@@ -2,12 +2,12 @@
 was thought, and plans are made anew. A new plan takes effect as its job begins an iteration; nothing is lost between.
 
 Plans are made anew for all jobs when one comes or leaves, with the times that the new utilisation lets expect, and when
-the measured times have drifted from those of the plans (times.py). The planner is any ``JobsPlanner``; TENSILE is told
-the times.
+the measured times have drifted from those of the plans (times.py). The planner is any ``JobsPlanner``: TENSILE is told
+the times, the others programs whose kernels take their part of them.
 
 1. Times are looked at every ``check_ns``; the paper does not say how often.
 2. A kernel's time is measured from its start to the next kernel's, less what the job waits for memory and data: what
-   other jobs take of the GPU is in it.
+   other jobs take of the GPU is in it, what runs again is not.
 3. The simulation is deterministic and is run again from the start to each moment at which something is decided.
 """
 
@@ -23,7 +23,7 @@ from agents.heuristics.tensile.times import KernelTimes, Times, corrected, drift
 from agents.jobs import JobsPlanner
 from simulator.jobs import Job, JobsTimeline, JobTimeline, simulate_jobs
 from simulator.jobs.lowered import NEVER
-from simulator.jobs.nouns import Sharing
+from simulator.jobs.nouns import Sharing, Tenant
 from simulator.machine import Machine
 
 
@@ -48,6 +48,7 @@ class Controlled:
 def control(
     jobs: Sequence[Job], machine: Machine, limit: int, planner: JobsPlanner, until_ns: int, check_ns: int,
     sharing: Sharing = "fifo", times: KernelTimes | None = None, beta: float = 0.5, threshold: float = 0.1,
+    tenant: Tenant = (),
 ) -> Controlled:  # fmt: skip
     """Runs jobs whose plans ``planner`` makes, and makes anew.
 
@@ -58,13 +59,14 @@ def control(
         times: predicts those that were not measured; None: a kernel's own, as many times as jobs run.
         beta: of the exponential moving average.
         threshold: drift above which plans are made anew.
+        tenant: as for ``simulate_jobs``.
 
     Raises:
         Infeasible: the jobs that are there have no plans that fit together.
     """
     if check_ns < 1:
         raise ValueError(f"check_ns: expected at least 1, got {check_ns}")
-    run, now = _Run(jobs, machine, limit, planner, sharing, times, beta), 0
+    run, now = _Run(jobs, machine, limit, planner, sharing, times, beta, tenant), 0
     while now < until_ns:
         ahead = run.simulate(now + check_ns)
         there = {j for j, job in enumerate(jobs) if job.arrives_ns <= now and run.left(ahead, j) > now}
@@ -75,10 +77,14 @@ def control(
             run.plan(there, now, "drift", far)
             ahead = run.simulate(now + check_ns)
         soon = [job.arrives_ns for job in jobs] + [run.left(ahead, j) for j in there]
+        if not there and max(soon) <= now:
+            break
         now = min([now + check_ns, *(at for at in soon if at > now)])
     order = sorted(run.planned)
     final = [run.planned[j] for j in order]
-    return Controlled(tuple(final), simulate_jobs(final, machine, limit, until_ns, sharing), tuple(run.replanned))
+    return Controlled(
+        tuple(final), simulate_jobs(final, machine, limit, until_ns, sharing, tenant), tuple(run.replanned)
+    )
 
 
 class _Run:
@@ -91,10 +97,10 @@ class _Run:
 
     def __init__(
         self, jobs: Sequence[Job], machine: Machine, limit: int, planner: JobsPlanner, sharing: Sharing,
-        predictor: KernelTimes | None, beta: float,
+        predictor: KernelTimes | None, beta: float, tenant: Tenant,
     ) -> None:  # fmt: skip
         self.jobs, self.machine, self.limit, self.planner = jobs, machine, limit, planner
-        self.sharing, self.predictor, self.beta = sharing, predictor, beta
+        self.sharing, self.predictor, self.beta, self.tenant = sharing, predictor, beta, tenant
         self.there: set[int] = set()
         self.planned: dict[int, Job] = {}
         self.times: dict[int, Times] = {}
@@ -107,7 +113,7 @@ class _Run:
         if not order:
             return {}
         jobs = [self.planned[j] for j in order]
-        ran = simulate_jobs(jobs, self.machine, self.limit, until_ns + 1, self.sharing)
+        ran = simulate_jobs(jobs, self.machine, self.limit, until_ns + 1, self.sharing, self.tenant)
         return dict(zip(order, ran.jobs, strict=True))
 
     def left(self, ran: dict[int, JobTimeline], j: int) -> int:
@@ -148,7 +154,11 @@ class _Run:
             sequences = [sequence(self.times[j]) for j in order]
             plans = self.planner.plan_jobs(programs, self.machine, self.limit, sequences)
         else:
-            plans = self.planner.plan_jobs(programs, self.machine, self.limit)
+            own = [
+                p.with_durations((self.times[j] // len(order)).tolist()) for j, p in zip(order, programs, strict=True)
+            ]
+            made = self.planner.plan_jobs(own, self.machine, self.limit)
+            plans = tuple(replace(plan, fingerprint=p.fingerprint) for plan, p in zip(made, programs, strict=True))
         for j, plan in zip(order, plans, strict=True):
             self.used[j] = self.times[j]
             job = self.planned.get(j)
@@ -183,4 +193,7 @@ def measured_times(job: JobTimeline, n: int, now: int) -> Times | None:
     for stall in job.stalls:
         if stall.cause in ("memory", "data") and begin <= stall.start_ns < end:
             waits[np.searchsorted(edges, stall.start_ns, side="right") - 1] += stall.end_ns - stall.start_ns
+    for span in job.spans:
+        if span.kind == "recompute" and begin <= span.start_ns < end:
+            waits[np.searchsorted(edges, span.start_ns, side="right") - 1] += span.end_ns - span.start_ns
     return np.maximum(np.diff(edges) - waits, 0)

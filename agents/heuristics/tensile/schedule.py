@@ -53,6 +53,10 @@ class Channel:
         """Of the time."""
         return duration / self.period if self.period else 0.0
 
+    def has(self, duration: int, free: float) -> bool:
+        """Is it busy for at most a share ``free`` of the time with another transfer?"""
+        return self.load + self.share(duration) <= free
+
     def _busy(self, earliest: int, latest: int) -> Iterator[tuple[int, int]]:
         for start, end in self.busy:
             first = -((end - earliest) // self.period)  # iterations to shift by: the first that ends after `earliest`
@@ -80,7 +84,7 @@ class Schedule:
     Attributes:
         rows: the decisions, as rows of ``planner.Rows``.
         footprint: int64[kernels], bytes while each runs (Algorithm 2), transfers included.
-        hosted: bytes of the tensors that are swapped.
+        swapped: the tensors that are swapped.
     """
 
     def __init__(
@@ -97,32 +101,40 @@ class Schedule:
         self.scheduled: set[Gap] = set()
         self.swapped: set[int] = set()
         self.moving = np.zeros(self.n, np.int64)  # bytes that leave or return while a kernel of their gap runs
-        self.hosted = 0
         self.footprint = self._footprint(self.rows)
 
     def _footprint(self, rows: list[Row]) -> NDArray[np.int64]:
         """Algorithm 2: int64[kernels], with the decisions ``rows``."""
         return self.engine.residency(array(rows)) + self.moving
 
-    def _at_peak(self) -> tuple[int, list[Gap]]:
-        """The peak kernel and the gaps that span it and are not scheduled, the largest tensors first."""
-        k = int(np.argmax(self.footprint))
+    def _at_peak(self) -> list[Gap]:
+        """The gaps that span the peak kernel and are not scheduled, the largest tensors first."""
+        k = self._peak_kernel
         spanning = [
             g
             for g in self.gaps
             if (g.after < k < g.before if g.after < g.before else not g.before <= k <= g.after)
             and g not in self.scheduled
         ]
-        return k, sorted(spanning, key=lambda g: -self.program.tensors[g.tensor].nbytes)
+        return sorted(spanning, key=lambda g: -self.nbytes(g))
+
+    @property
+    def _peak_kernel(self) -> int:
+        return int(np.argmax(self.footprint))
 
     @property
     def peak(self) -> int:
         """Bytes: the peak of the footprint."""
         return int(self.footprint.max())
 
+    @property
+    def hosted(self) -> int:
+        """Bytes of the tensors that are swapped."""
+        return sum(self.program.tensors[t].nbytes for t in self.swapped)
+
     def candidates(self) -> list[Gap]:
         """The gaps at the peak that may be swapped (lines 27 to 29), the largest tensors first."""
-        return [gap for gap in self._at_peak()[1] if self._may_swap(gap)]
+        return [gap for gap in self._at_peak() if self._may_swap(gap)]
 
     def _may_swap(self, gap: Gap) -> bool:
         if gap.tensor in self.swapped:
@@ -141,9 +153,9 @@ class Schedule:
         """
         nbytes = self.nbytes(gap)
         out_ns = self.machine.d2h_ns(nbytes)
-        if self.channel.load + self.channel.share(out_ns + self.machine.h2d_ns(nbytes)) > free:
+        if not self.channel.has(out_ns + self.machine.h2d_ns(nbytes), free):
             return False
-        peak = self._position(self._at_peak()[0], gap)
+        peak = self._position(self._peak_kernel, gap)
         out = self.channel.early(out_ns, self._written(gap), self.starts[peak])
         if out is None:
             return False
@@ -152,7 +164,6 @@ class Schedule:
         if not self._swap_in(gap, issued, out + out_ns, self.ends[peak]):
             self.channel.busy.pop()
             return False
-        self.hosted += 0 if gap.tensor in self.swapped else nbytes
         self.swapped.add(gap.tensor)
         self._swap_in_the_rest(gap, free)
         self.footprint = self._footprint(self.rows)
@@ -177,7 +188,7 @@ class Schedule:
             gone: the time from which it is gone.
         """
         after = max(gap.after, issued)
-        nbytes, before = self.program.tensors[gap.tensor].nbytes, self._position(gap.before, gap)
+        nbytes, before = self.nbytes(gap), self._position(gap.before, gap)
         in_ns = self.machine.h2d_ns(nbytes)
         start = self.channel.late(in_ns, earliest, self.starts[before])
         if start is None:
@@ -200,20 +211,18 @@ class Schedule:
         for k in program.accesses[t][i:] + (program.accesses[t][:i] if program.tensors[t].persistent else ()):
             if k in program.writes[t]:
                 break
-            if k in opens and self.channel.load + self.channel.share(self.machine.h2d_ns(self.nbytes(gap))) <= free:
+            if k in opens and self.channel.has(self.machine.h2d_ns(self.nbytes(gap)), free):
                 self._swap_in(opens[k], k, self.ends[k], self.ends[k + 1])
 
     def droppable(self) -> list[tuple[float, Gap]]:
         """Section 4.4: the gaps at the peak that may be recomputed, each with 1 / MSPS, the best first."""
         released = {g.tensor for g in self.scheduled}
-        fresh = [
-            g for g in self._at_peak()[1] if g.tensor not in released and ways_to_empty(self.program, g, "recompute")
-        ]
+        fresh = [g for g in self._at_peak() if g.tensor not in released and ways_to_empty(self.program, g, "recompute")]
         return sorted(((self._seconds_per_byte(gap), gap) for gap in fresh), key=lambda entry: entry[0])
 
     def drop(self, gap: Gap) -> bool:
         """Recomputes a tensor of the peak; False where that would not lower it."""
-        k, row = self._at_peak()[0], row_of(gap, RECOMPUTED)
+        k, row = self._peak_kernel, row_of(gap, RECOMPUTED)
         footprint = self._footprint([*self.rows, row])
         if footprint.max() > self.peak or footprint[k] >= self.footprint[k]:
             return False
@@ -224,7 +233,7 @@ class Schedule:
 
     def _seconds_per_byte(self, gap: Gap) -> float:
         """1 / MSPS."""
-        return recompute_ns(self.program, gap) / self.program.tensors[gap.tensor].nbytes
+        return recompute_ns(self.program, gap) / self.nbytes(gap)
 
     def _position(self, k: int, gap: Gap) -> int:
         """The position of kernel ``k`` of a gap, counted from the iteration in which the gap opens."""

@@ -6,7 +6,7 @@ that never took effect would have needed. The rules (numbers: the docstring of `
 
 - ``spans``      well formed, in order; ``order``: kernels in program order, every iteration complete (1)
 - ``content``, ``recompute``, ``resident``   as in ``simulator.validate``, plan by plan (1, 7)
-- ``duration``   a kernel and a copy end when their work is done, beside what else is under way (2)
+- ``duration``   a kernel and a copy end when their work is done, beside what else is under way (2, 11, 12)
 - ``overlap``, ``switch``   one step at a time, and what a change of jobs costs; plans change in time (2, 7)
 - ``swap-out``, ``swap-in``, ``idle``   each copy and step is that whose turn it is, as soon as it can start (2 to 4)
 - ``admission``, ``leave``   jobs begin as soon as they fit, and go when they should (5, 10)
@@ -20,8 +20,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from simulator.jobs.nouns import Job, JobsTimeline, JobTimeline
-from simulator.jobs.validate.one_job import Part, parts_of
+from simulator.jobs.nouns import Job, JobsTimeline, JobTimeline, Tenant
+from simulator.jobs.validate.one_job import Part, parts_of, program_of
 from simulator.jobs.validate.replay import Replay
 from simulator.machine import Machine
 from simulator.timeline import Span
@@ -34,12 +34,13 @@ STREAMS = {"kernel": "compute", "recompute": "compute", "switch": "compute", "sw
 
 
 def violations(
-    timeline: JobsTimeline, jobs: Sequence[Job], machine: Machine, limit: int, until_ns: int | None = None
-) -> list[Violation]:
+    timeline: JobsTimeline, jobs: Sequence[Job], machine: Machine, limit: int, until_ns: int | None = None,
+    tenant: Tenant = (),
+) -> list[Violation]:  # fmt: skip
     """Rules that a timeline breaks; [] for a right one. A replay ends at the first that it finds.
 
     Args:
-        jobs, machine, limit, until_ns: those of the simulation, which can run (``lowered.check``).
+        jobs, machine, limit, until_ns, tenant: those of the simulation, which can run (``lowered.check``).
     """
     found = [v for job, ran in zip(jobs, timeline.jobs, strict=True) for v in _well_formed(job, ran)]
     if any(timeline.order.count(j) != len(ran.events) for j, ran in enumerate(timeline.jobs)):
@@ -50,12 +51,15 @@ def violations(
     found = [v for each in parts for part in each for v in part.steps.found]
     if found:
         return found
-    replay = Replay(timeline, jobs, parts, machine, limit, until_ns)
+    replay = Replay(timeline, jobs, parts, machine, limit, until_ns, tenant)
     if replay.found:
         return replay.found
     for run, ran in zip(replay.all, timeline.jobs, strict=True):
         found += _events(run.ledger, run.changes, ran, parts[run.index])
         found += _figures(run.changes, run.stalls, ran)
+        if list(ran.switches) != run.switches:
+            detail = f"job {ran.name!r} changes its plan at {list(ran.switches)}; it should at {run.switches}"
+            found.append(Violation("switch", 0, detail))
     peak = max((used for _, used in replay.curve), default=0)
     end = max((t.left_ns for t in timeline.jobs if t.left_ns is not None), default=replay.now)
     for name, says, right in (
@@ -69,9 +73,13 @@ def violations(
 
 def _well_formed(job: Job, ran: JobTimeline) -> Iterator[Violation]:
     """Rules ``spans`` and ``order`` for one job."""
-    n = len(job.program.kernels)
+    iteration = 0
     for s in ran.spans:
-        count = n if s.stream == "compute" else len(job.program.tensors)
+        program = program_of(job, iteration)
+        count = len(program.kernels)
+        iteration += s.kind == "kernel" and s.index == count - 1
+        if s.stream != "compute":
+            count = max(len(program.tensors) for program, _ in job.entries)
         if STREAMS[s.kind] != s.stream or not 0 <= s.index < count or not 0 <= s.start_ns <= s.end_ns:
             yield Violation("spans", s.start_ns, f"{s} of job {ran.name!r} is none")
     compute = [s for s in ran.spans if s.stream == "compute"]
@@ -80,11 +88,12 @@ def _well_formed(job: Job, ran: JobTimeline) -> Iterator[Violation]:
             if b.start_ns < a.end_ns:
                 yield Violation("overlap", b.start_ns, f"{b} of job {ran.name!r} starts before {a} has ended")
     kernels = [s.index for s in compute if s.kind == "kernel"]
-    if kernels != list(range(n)) * len(ran.boundaries) or (compute and compute[-1].kind != "kernel"):
+    wanted = [k for i in range(len(ran.boundaries)) for k in range(len(program_of(job, i).kernels))]
+    if kernels != wanted or (compute and compute[-1].kind != "kernel"):
         yield Violation("order", 0, f"the kernels of job {ran.name!r} are not whole iterations in order")
     if any(a.kind == "switch" and not _follows(a, b) for a, b in pairwise(compute)):
         yield Violation("switch", 0, f"a switch to job {ran.name!r} is not followed by its step")
-    if any(not 0 <= plan < len(job.plans) for _, plan in ran.switches) or bool(ran.boundaries) != (
+    if any(not 0 <= plan < len(job.entries) for _, plan in ran.switches) or bool(ran.boundaries) != (
         ran.admitted_ns is not None
     ):
         yield Violation("switch", 0, f"job {ran.name!r} changes to a plan that it has not, or does not run")

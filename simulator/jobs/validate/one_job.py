@@ -1,7 +1,7 @@
 """One job of a recorded timeline, step by step: what it may do next, by its spans and its plans alone.
 
 What each step reads, takes and gives back is ``simulator.validate.steps``', one plan after the other. Positions count
-kernels from the beginning of the present plan.
+kernels from the beginning of the present plan. An entry is one of ``Job.entries``: a program under a plan.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from simulator.jobs.nouns import Job, JobTimeline
 from simulator.plan import Swap
+from simulator.program import Program
 from simulator.timeline import Breakdown, Span, Timeline
 from simulator.validate.ledger import Change
 from simulator.validate.steps import Block, Step, Steps
@@ -43,9 +44,9 @@ class Piece(NamedTuple):
 
 @dataclass
 class Part:
-    """The iterations that a job ran by one of its plans."""
+    """Iterations that a job ran one after the other by the same plan."""
 
-    plan: int
+    plan: int  # an entry, as all that are alike
     steps: Steps
     pieces: list[Piece]
     residency: list[int]
@@ -68,32 +69,47 @@ class Part:
         return blocks[opened, d.tensor] if (opened, d.tensor) in blocks else persistent[d.tensor]
 
 
+def program_of(job: Job, iteration: int) -> Program:
+    """The program that an iteration runs."""
+    return job.entries[iteration % len(job.steps) if job.steps else 0][0]
+
+
+def alike(job: Job, a: int, b: int) -> bool:
+    """Do two entries do the same?"""
+    (p, x), (q, y) = job.entries[a], job.entries[b]
+    return p is q and set(x.decisions) == set(y.decisions) and x.variants == y.variants
+
+
 def parts_of(job: Job, ran: JobTimeline) -> list[Part]:
     """The job's iterations, by plan; its spans are well formed and in order."""
-    n, compute = len(job.program.kernels), [s for s in ran.spans if s.stream == "compute"]
+    compute = [s for s in ran.spans if s.stream == "compute"]
     begins, work = {}, [s for s in compute if s.kind != "switch"]
     for a, b in zip(compute, compute[1:], strict=False):
         if a.kind == "switch":
             begins[id(b)] = a.start_ns
     ends = [0]  # of iterations, in ``work``
     for i, s in enumerate(work):
-        if s.kind == "kernel" and s.index == n - 1:
+        if s.kind == "kernel" and s.index == len(program_of(job, len(ends) - 1).kernels) - 1:
             ends.append(i + 1)
-    starts = {0: 0}  # iteration -> plan
+    by = {0: 0}  # iteration -> entry
     for time, plan in ran.switches:
-        before = 0 if time == ran.admitted_ns else 1 + [i for i, t in enumerate(ran.boundaries) if t == time][-1]
-        starts[before] = plan
+        by[0 if time == ran.admitted_ns else 1 + ran.boundaries.index(time)] = plan
+    if job.steps:
+        by = {i: i % len(job.steps) for i in range(len(ran.boundaries))}
+    starts = [0]
+    for i in sorted(by):
+        if not alike(job, by[i], by[starts[-1]]):
+            starts.append(i)
     out = []
-    firsts = sorted(starts)
-    for first, end in zip(firsts, [*firsts[1:], len(ran.boundaries)], strict=True):
-        went_by = job.plans[starts[first]]
+    for first, end in zip(starts, [*starts[1:], len(ran.boundaries)], strict=True):
+        program, went_by = job.entries[by[first]]
         spans = tuple(work[ends[first] : ends[end]])
-        program = job.program.with_variants(went_by.variants)
+        program = program.with_variants(went_by.variants)
         record = Timeline(job.name, 0, 0, 0, 0, 0, Breakdown(0, 0, 0, 0, 0), (), spans, (), ())
         steps = Steps(record, program, went_by)
         pieces = [Piece(begins.get(id(s.span), s.span.start_ns), s, s.span) for s in steps.steps]
         out.append(
-            Part(starts[first], steps, pieces, steps.planned_residency(), steps.gaps(range(-1, end - first + 1)), end)
+            Part(by[first], steps, pieces, steps.planned_residency(), steps.gaps(range(-1, end - first + 1)), end)
         )
     return out
 
@@ -106,8 +122,10 @@ class Running:
     job: Job
     ran: JobTimeline
     parts: list[Part]
-    kernel_ends: list[int]  # how many kernels of all jobs had ended when it had ended so many of its own
+    kernel_ends: list[int]  # by position: how many kernels of all jobs had ended when it was reached
     part: int = -1
+    plan: int = 0  # the entry that it goes by
+    switches: list[tuple[int, int]] = field(default_factory=list)
     position: int = 0
     todo: deque[Piece] = field(default_factory=deque)
     running: Piece | None = None
@@ -134,14 +152,22 @@ class Running:
     @property
     def n(self) -> int:
         """Kernels of an iteration."""
-        return len(self.job.program.kernels)
+        return len(self.now.steps.program.kernels)
 
     def valid(self, tensor: int) -> bool:
         """Has the host what the tensor holds?"""
         return tensor in self.host and self.host[tensor][0] == self.writes.get(tensor, 0)
 
-    def enter(self, part: int) -> None:
-        """Goes on by the next plan; what is in memory, or away, is persistent."""
+    def go_by(self, plan: int, now: int) -> bool:
+        """Goes on by an entry; returns whether that changes anything."""
+        if plan == self.plan:
+            return False
+        before, self.plan = self.plan, plan
+        self.switches.append((now, plan))
+        return not alike(self.job, before, plan)
+
+    def enter(self, part: int, ended: int) -> None:
+        """Goes on by the next plan, after so many kernels of all jobs; what is in memory, or away, is persistent."""
         if part:
             new = {b.owner: b for b in self.parts[part].steps.persistent}
             self.memory = [new[b.owner] for b in self.memory]
@@ -149,7 +175,7 @@ class Running:
                 gap.block = new[gap.block.owner]
             self.gaps = {gap.block: gap for gap in self.gaps.values()}
             self.host = {t: (count, new[t]) for t, (count, _) in self.host.items() if t in new}
-        self.part, self.position, self.early = part, 0, []
+        self.part, self.position, self.early, self.kernel_ends = part, 0, [], [ended]
         self.todo = deque(self.now.pieces)
 
     def gap_of(self, d: Swap, opened: int, back: int) -> Gap:

@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from simulator.jobs.nouns import Job, JobsTimeline
-from simulator.jobs.validate.one_job import FAR, Gap, Part, Running
+from simulator.jobs.nouns import Job, JobsTimeline, Tenant
+from simulator.jobs.validate.one_job import FAR, Gap, Part, Running, alike
 from simulator.machine import Machine
 from simulator.schedule import lower
 from simulator.timeline import Span
@@ -52,9 +52,10 @@ class Replay:
     """
 
     def __init__(self, timeline: JobsTimeline, jobs: Sequence[Job], parts: Sequence[list[Part]], machine: Machine,
-                 limit: int, until_ns: int | None):  # fmt: skip
+                 limit: int, until_ns: int | None, tenant: Tenant):  # fmt: skip
         self.timeline, self.jobs, self.machine, self.limit = timeline, jobs, machine, limit
         self.fifo, self.one_engine = timeline.sharing == "fifo", machine.copy_engines == 1
+        self.tenant = tenant
         self.until = FAR if until_ns is None else until_ns
         self.all = [Running(j, *each, [0]) for j, each in enumerate(zip(jobs, timeline.jobs, parts, strict=True))]
         self.waiting = sorted(self.all, key=lambda r: (r.job.arrives_ns, r.index))
@@ -161,13 +162,14 @@ class Replay:
         if piece.span.kind == "recompute":
             return
         self.ended += 1
-        kernel, part = job.job.program.kernels[piece.span.index], job.now
+        part, program = job.now, job.now.steps.program
+        kernel = program.kernels[piece.span.index]
         for t in set(kernel.outputs):
             job.writes[t] = job.writes.get(t, 0) + 1
             stale = [c for c in self.queue if c.job is job and c.block.owner == t and c.block in piece.step.uses]
             self.queue = [c for c in self.queue if c not in stale]
         for t in set(kernel.inputs + kernel.outputs):
-            if not job.job.program.tensors[t].persistent and part.steps.uses[t][-1] == piece.span.index:
+            if not program.tensors[t].persistent and part.steps.uses[t][-1] == piece.span.index:
                 job.host.pop(t, None)
         here = sorted((s for s in part.swaps if job.position in s[1:3]), key=lambda s: s[0].tensor)
         for d, issued, opened, _ in here:
@@ -208,19 +210,21 @@ class Replay:
             job.leaving = True
             self.queue = [c for c in self.queue if c.job is not job]
             return
-        plan = self._plan(job)
-        change = job.iterations == job.now.ended
-        self._need(change == (plan != job.now.plan), "switch", f"job {ran.name!r} does not change its plan in time")
+        change = job.go_by(self._plan(job), self.now)
+        in_time = change == (job.iterations == job.now.ended)
+        self._need(in_time, "switch", f"job {ran.name!r} does not change its plan in time")
         if change:
             self._change(job)
 
     def _plan(self, job: Running) -> int:
+        if job.job.steps:
+            return job.iterations % len(job.job.steps)
         return len([at for at, _ in job.job.switches if at <= self.now])
 
     def _change(self, job: Running) -> None:
         """Rule 7."""
-        job.enter(job.part + 1)
-        self._need(job.now.plan == self._plan(job), "switch", f"job {job.ran.name!r} goes on by another plan")
+        job.enter(job.part + 1, self.ended)
+        self._need(alike(job.job, job.now.plan, job.plan), "switch", f"job {job.ran.name!r} goes on by another plan")
         for copy in (*self.queue, *(c for _, c in self.copies.values())):
             if copy.job is job and copy.block.born < 0 and copy.block.owner >= 0:
                 copy.block = next(b for b in job.now.steps.persistent if b.owner == copy.block.owner)
@@ -274,9 +278,8 @@ class Replay:
     def _planned_host(self, job: Running) -> int:
         """What the host keeps free for the plans of a job (rule 9). Those that it never went by left no spans."""
         ran = {part.plan: part.steps.planned_host_bytes() for part in job.parts}
-        plans = job.job.plans
-        most = [max(ran[i] if i in ran else lower(job.job.program, plans[i]).on_host) for i in range(len(plans))]
-        return max(a + b for a, b in zip(most, most[1:], strict=False)) if len(most) > 1 else most[0]
+        most = [max(ran[i] if i in ran else lower(*each).on_host) for i, each in enumerate(job.job.entries)]
+        return sum(sorted(most, reverse=True)[:2])
 
     def _host_left(self) -> int:
         counted = sum(g.block.nbytes for r in self.present for g in r.gaps.values() if g.counted)
@@ -284,25 +287,27 @@ class Replay:
 
     def _room(self, job: Running) -> bool:
         """May a job begin?"""
-        if job.parts and job.parts[0].plan == self._plan(job):
+        entry = self._plan(job)
+        if job.parts and alike(job.job, job.parts[0].plan, entry):
             part = job.parts[0]
             away = {d.tensor for d, _, opened, back in part.swaps if opened < 0 <= back}
             waits, takes = part.pieces[0].step.waits, sum(b.nbytes for b in part.pieces[0].step.takes)
         else:  # not by this plan
-            plan = lower(job.job.program, job.job.plans[self._plan(job)])
+            plan = lower(*job.job.entries[entry])
             away, waits = set(plan.away_at_start), set(plan.steps[0].waits)
             takes = sum(plan.blocks[b].nbytes for b in plan.steps[0].allocates)
-        tensors = job.job.program.tensors
+        tensors = job.job.entries[entry][0].tensors
         resident = sum(x.nbytes for t, x in enumerate(tensors) if x.persistent and (t not in away or t in waits))
         return self.used + resident + takes <= self.limit and self._planned_host(job) <= self._host_left()
 
     def _begin(self, job: Running) -> None:
         if job.job.arrives_ns < self.now:
             job.stalls.append((job.job.arrives_ns, self.now, "admission"))
-        job.idle_since, job.kernel_ends = self.now, [self.ended]
+        job.idle_since = self.now
         self.present = sorted([*self.present, job], key=lambda r: r.index)
-        job.enter(0)
-        self._need(job.now.plan == self._plan(job), "switch", f"job {job.ran.name!r} begins by another plan")
+        job.go_by(self._plan(job), self.now)
+        job.enter(0, self.ended)
+        self._need(alike(job.job, job.now.plan, job.plan), "switch", f"job {job.ran.name!r} begins by another plan")
         for d, issued, opened, back in job.now.swaps:
             if opened < 0 <= back:
                 gap = job.gap_of(d, opened, back)
@@ -330,7 +335,7 @@ class Replay:
 
     def _may_return(self, job: Running, gap: Gap) -> bool:
         """Is there room for it, beside everything and, where nobody is to be helped, within the job's share?"""
-        share = job.job.plans[job.part].limit if job.job.within else 0
+        share = job.job.entries[job.plan][1].limit if job.job.within else 0
         share = min(share, self.limit) if share and job is not self.served else self.limit
         mine = sum(block.nbytes for block in job.memory) + gap.block.nbytes
         return self.used + gap.block.nbytes <= self.limit and mine <= share and job.has_room(gap, share)
@@ -360,17 +365,13 @@ class Replay:
             best = self._best_offer()
             gap = best.offer if best else None
             if best and gap and gap.pinned and gap.after < best.position:
-                issued = best.kernel_ends[max(0, self._position(best, gap.after + 1))]
+                issued = best.kernel_ends[max(0, gap.after + 1)]
                 first = None if issued < first.issued else first
         if "d2h" in self.copies or (self.one_engine and self.copies):
             first = None
         span = self._next("d2h", first.job if first else None, first.block if first else None)
         if span:
             self._begin_copy("d2h", span, self.queue.pop(0))
-
-    def _position(self, job: Running, position: int) -> int:
-        """Counted from the job's start, not that of its plan."""
-        return position + len(job.kernel_ends) - 1 - job.position
 
     def _start_in(self) -> None:
         free = "h2d" not in self.copies and not (self.one_engine and self.copies)
@@ -406,7 +407,9 @@ class Replay:
             self._need(right, "switch", f"the switch to job {job.ran.name!r} takes another time")
             for block in piece.step.takes:
                 self._charge(job, block, 1)
-            lasts = switch + job.now.steps.program.kernels[piece.span.index].duration_ns
+            rows, k = job.job.durations, piece.span.index
+            planned = job.now.steps.program.kernels[k].duration_ns
+            lasts = switch + (rows[job.iterations % len(rows)][k] if rows else planned)
             self.steps[job.index] = Work(job, piece.span._replace(start_ns=self.now), lasts * LONE)
             job.running, job.ready_since, self.last = piece, None, job
             self.served = None if self.served is job else self.served
@@ -426,12 +429,15 @@ class Replay:
             return
         on_demand = self.evictions and self.evictions[0].time_ns < self.now
         self._need(not on_demand, "demand", "a tensor is evicted while something is under way")
-        both = self.duplex if len(self.copies) == 2 else LONE
+        taken = [0.0, *(share for at, share in self.tenant if at <= self.now)][-1]
+        speed = (LONE - round(taken * LONE)) * (self.duplex if len(self.copies) == 2 else LONE)
+        copies = max(speed // LONE, 1)
         k = len(self.steps)
         share = max(1, min(LONE, round(self.machine.concurrency * LONE) // k)) if k > 1 else LONE
         for work in under_way:
-            work.rate = both if work.span.stream != "compute" else share
+            work.rate = copies if work.span.stream != "compute" else share
         times = [w.span.end_ns for w in under_way] + [self.now - (-w.left // w.rate) for w in under_way]
+        times += [at for at, _ in self.tenant if at > self.now]
         times += [t for r in self.waiting for t in (r.job.arrives_ns, self._leaves(r)) if t > self.now]
         then = max(self.now, min(times))
         for job in [r for r in self.present if then > self.now and not r.running and r.todo]:
@@ -447,6 +453,7 @@ class Replay:
 
     def _evict(self) -> None:
         """Rule 6."""
+        served_before = self.served is not None
         if self.served is None:
             self.served = min(self.present, key=lambda r: (r.idle_since, r.index))
         ranks = []
@@ -458,6 +465,8 @@ class Replay:
                     tier = 2 if block in now else 1 if job is self.served else 0
                     ahead = job.next_touch(block)[1]
                     ranks.append((tier, -ahead, -block.nbytes, job.index, block.owner, block.born, job, block))
+        if not ranks and not served_before:
+            return
         ranks.sort(key=lambda rank: rank[:6])
         self._need(bool(self.evictions and ranks), "demand", "nothing is under way, and no tensor is evicted")
         said, (*_, job, block) = self.evictions.popleft(), ranks[0]

@@ -9,21 +9,8 @@ from itertools import count
 import numpy as np
 
 from agents.planner import Rows
-from agents.search.local_moves import propose as one_move
 from agents.search.local_search import CLOCK, Moves
 from simulator.compiled.engine import NEVER, Engine
-from simulator.compiled.jit import stage
-
-
-@stage(entry=True)
-def _propose(*arrays):  # type: ignore[no-untyped-def]
-    return one_move(*arrays)
-
-
-def propose(moves: Moves) -> Rows | None:
-    """Rows of a neighbouring plan whose residency fits; None when ``TRIES`` moves in a row did not."""
-    rows = _propose(*moves.arrays)
-    return moves.proposed(rows).copy() if rows >= 0 else None
 
 
 def anneal(
@@ -42,7 +29,7 @@ def anneal(
             spent = (time.monotonic() - begin) / max(until - begin, 1e-9)
         if best_ns <= enough or spent >= 1:
             break
-        rows = propose(moves)
+        rows = moves.propose()
         if rows is None:
             break
         done = max(spent, step / calls if calls is not None else 0.0)

@@ -18,7 +18,7 @@ from simulator import Kernel, Machine, Program, Tensor, simulate
 from simulator.compiled.encoding import RECOMPUTE, SWAP
 from simulator.compiled.engine import NEVER, Engine, Score, rows_of
 from simulator.ways import KEPT, SWAPPED
-from tests.agents.search.stepwise import anneal, propose
+from tests.agents.search.stepwise import anneal
 
 MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, copy_latency_ns=0)
 
@@ -122,7 +122,7 @@ def test_moves_keep_the_residency(mode: str) -> None:
     proposed, kinds, shifted = 0, set(), 0
     for _ in range(300):
         before = moves.plan()
-        rows = propose(moves)
+        rows = moves.propose()
         if rows is None:
             break
         proposed += 1
@@ -180,12 +180,12 @@ def test_a_fork_searches_on_its_own() -> None:
     program = pyramid(8, 2)
     limit = int(0.7 * program.peak_bytes)
     moves = Moves(program, limit, "joint", 1, seed=0)
-    start = propose(moves)
+    start = moves.propose()
     assert start is not None
     moves.accept()
     same, other = moves.fork(7), Moves(program, limit, "joint", 1, seed=7)
     for _ in range(50):
-        mine, theirs = propose(same), propose(other)
+        mine, theirs = same.propose(), other.propose()
         assert mine is not None and np.array_equal(mine, theirs)
         same.accept()
         other.accept()
@@ -199,7 +199,7 @@ def test_weights_decide_what_is_picked() -> None:
     moves = Moves(program, program.peak_bytes, "joint", 1, seed=0, weights=weights)
     seen = set()
     for _ in range(200):
-        rows = propose(moves)
+        rows = moves.propose()
         assert rows is not None
         moves.accept()
         seen |= {moves.index[int(r[1]), int(r[3])] for r in rows}

@@ -7,7 +7,20 @@ import torch
 from torch import nn
 
 from executor import capture
-from executor.capture.profile import PROFILES, Profile, ProfileError, _Runner, measure, path_of, shape_of, with_profile
+from executor.capture.in_step import StepRunner
+from executor.capture.profile import (
+    PROFILES,
+    WARMUP,
+    Profile,
+    ProfileError,
+    _fresh,
+    _Runner,
+    cache_bytes,
+    measure,
+    path_of,
+    shape_of,
+    with_profile,
+)
 from simulator import Kernel, Machine, Program, Tensor
 from simulator.files import FormatError
 
@@ -51,11 +64,14 @@ def captured(kind=Images, optimizer=torch.optim.AdamW, device="cpu"):
     return capture(model, nn.CrossEntropyLoss(), optimizer(model.parameters()), batch)
 
 
+@pytest.mark.parametrize("cache", ["cold", "hot", "step"])
 @pytest.mark.parametrize("kind", [Sequences, Images])
-def test_every_kernel_of_a_step_is_measured(kind):
+def test_every_kernel_of_a_step_is_measured(kind, cache):
     step = captured(kind)
     before = [p.clone() for p in step.sources if p is not None]
-    profile = measure(step, "cpu", "here", repeats=2)
+    random = torch.get_rng_state()
+    profile = measure(step, "cpu", "here", repeats=2, cache=cache)
+    assert profile.cache == cache and profile.event_ns == 0 and torch.equal(torch.get_rng_state(), random)
     assert len(profile.durations_ns) == len(step.program.kernels) and profile.workspaces is None
     for ns, nodes in zip(profile.durations_ns, step.nodes, strict=True):
         assert (ns > 0) == bool(nodes)  # a marker takes no time
@@ -72,6 +88,68 @@ def test_a_longer_kernel_takes_longer():
         return measure(capture(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), 0.1), batch), "cpu", repeats=25)
 
     assert max(of(512).durations_ns) > 2 * max(of(16).durations_ns)  # 1024 times as many operations
+
+
+@pytest.mark.parametrize("cache", ["cold", "hot"])
+def test_a_cold_cache_is_flushed_before_every_run(cache, monkeypatch):
+    calls = []
+    monkeypatch.setattr(_Runner, "_flush", lambda self: calls.append("flush"))
+    run = _Runner(captured(), torch.device("cpu"), 4, cache=cache)
+    assert (run.other is None) == (cache == "hot")
+    run._measure(lambda: calls.append("run"))
+    assert calls == ["run"] * WARMUP + ["flush", "run"] * 4
+
+
+def test_what_is_flushed_is_twice_the_cache():
+    run = _Runner(captured(), torch.device("cpu"), 1, cache="cold")
+    run.other.fill_(1)
+    run._flush()
+    assert len(run.other) == 2 * cache_bytes(torch.device("cpu")) and not run.other.any()
+
+
+def test_in_a_step_the_kernels_run_in_order_on_their_own_results():
+    """What the runner computes is the step: parameters of its own go where an eager step takes the user's."""
+    x, y = torch.randn(4, 6), torch.randint(3, (4,))
+    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step = capture(model, nn.CrossEntropyLoss(), optimizer, (x, y))
+    run = _Runner(step, torch.device("cpu"), 1)
+    runner = StepRunner(step, torch.device("cpu"), run.devices, _fresh, False)
+    for node, value in runner.start.items():
+        if value.dtype == torch.float32 and "optimizer" in step.names[step.placeholders.index(node)]:
+            value.zero_()
+    seen = []
+    for _ in range(2):
+        runner._run(lambda k, call: seen.append(k) or call())
+    assert seen == 2 * [k for k, nodes in enumerate(step.nodes) if nodes]
+    for _ in range(2):
+        nn.CrossEntropyLoss()(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for node, name in zip(step.placeholders, step.names, strict=True):
+        if name in dict(model.named_parameters()):
+            assert torch.equal(runner.start[node], dict(model.named_parameters())[name]), name
+
+
+def test_tied_tensors_stay_tied():
+    model = nn.Linear(4, 4, bias=False)
+    model.twin = nn.Parameter(model.weight.data.T)  # a view of the same memory
+    model.forward = lambda x: x @ model.twin @ model.weight
+    step = capture(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), 0.1), (torch.ones(2, 4), torch.ones(2, 4)))
+    runner = StepRunner(step, torch.device("cpu"), _Runner(step, torch.device("cpu"), 1).devices, _fresh, False)
+    places = {runner.start[n].untyped_storage().data_ptr() for n, s in zip(step.placeholders, step.sources, strict=True)
+              if s is model.weight or s is model.twin}  # fmt: skip
+    assert len(places) == 1 and model.weight.untyped_storage().data_ptr() not in places
+
+
+def test_a_step_that_cannot_be_run_is_named():
+    step = captured()
+    nodes = [n[0] for n in step.nodes if n and str(n[0].target) == "aten.addmm.default"]
+    nodes[0].args = (nodes[0].args[0], nodes[0].args[2], nodes[0].args[1])
+    with pytest.raises(ProfileError, match=r"^the step cannot be run to profile it: "):
+        measure(step, "cpu", repeats=1, cache="step")
+    with pytest.raises(ProfileError, match=r"^the time for profiling was over before a step was measured$"):
+        measure(captured(), "cpu", repeats=1, seconds=-1, cache="step")
 
 
 def test_indices_are_in_range_and_not_all_the_same():
@@ -119,7 +197,7 @@ def test_another_programs_profile_is_refused():
         with_profile(other, PROFILE)
 
 
-@pytest.mark.parametrize("profile", [PROFILE, replace(PROFILE, workspaces=None)])
+@pytest.mark.parametrize("profile", [PROFILE, replace(PROFILE, workspaces=None, cache="step", event_ns=3)])
 def test_a_profile_is_data(tmp_path, profile):
     profile.save(tmp_path / "p.json")
     assert Profile.load(tmp_path / "p.json") == profile
@@ -132,6 +210,7 @@ def test_a_profile_is_data(tmp_path, profile):
         ({"format": "profile/2"}, "profile.format: expected 'profile/1', got 'profile/2'"),
         ({"durations_ns": [1, "2"]}, r"profile.durations_ns\[1\]: expected an integer"),
         ({"durations_ns": [1, -2]}, r"profile.durations_ns\[1\]: expected an integer of at least 0, got -2"),
+        ({"cache": "warm"}, "profile.cache: expected one of cold, hot, step, got 'warm'"),
         ({"workspaces": [1]}, "profile.workspaces: expected 2 integers, got 1"),
         ({"colour": 1}, "profile: unknown key 'colour'"),
     ],
@@ -144,6 +223,8 @@ def test_malformed_profiles(change, message):
 def test_bad_options():
     with pytest.raises(ValueError, match="repeats: expected at least 1, got 0"):
         measure(captured(), "cpu", repeats=0)
+    with pytest.raises(ValueError, match="cache: expected one of cold, hot, step, got 'warm'"):
+        measure(captured(), "cpu", cache="warm")
     if not torch.cuda.is_available():
         with pytest.raises(ProfileError, match="there is no CUDA GPU to profile on"):
             measure(captured(), "cuda")
@@ -151,13 +232,29 @@ def test_bad_options():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("cache", ["cold", "hot", "step"])
 @pytest.mark.parametrize("kind", [Sequences, Images])
-def test_on_a_gpu(kind):
+def test_on_a_gpu(kind, cache):
     step = captured(kind, device="cuda")
     before = torch.cuda.memory_allocated()
-    profile = measure(step, "cuda")
+    profile = measure(step, "cuda", cache=cache)
+    assert (profile.event_ns > 0) == (cache != "hot")
     assert torch.cuda.memory_allocated() - before < 2**26  # nothing but what libraries keep
     assert all((ns > 0) == bool(nodes) for ns, nodes in zip(profile.durations_ns, step.nodes, strict=True))
     assert profile.workspaces is not None and len(profile.workspaces) == len(step.nodes)
     assert with_profile(step.program.with_durations(profile.durations_ns), profile).ideal_ns > 0
-    measure(captured(Images), "cuda", str(Machine.load("h200").name), repeats=2)  # captured on the CPU
+    measure(captured(Images), "cuda", str(Machine.load("h200").name), repeats=2, cache=cache)  # captured on the CPU
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_cold_cache_is_slower_on_a_gpu():
+    """An addition of tensors that fit the cache takes longer where they have to come from memory."""
+    side = int((cache_bytes(torch.device("cuda")) / 16) ** 0.5)  # two inputs and a result of a quarter of it each
+    model = nn.Linear(side, side, bias=False).cuda()
+    model.forward = lambda x: x + model.weight
+    batch = torch.randn(side, side, device="cuda"), torch.randn(side, side, device="cuda")
+    step = capture(model, nn.MSELoss(), None, batch)
+    k = next(k for k, n in enumerate(step.nodes) if n and "aten.add" in str(n[0].target))
+    hot, cold = (measure(step, "cuda", repeats=15, cache=cache).durations_ns[k] for cache in ("hot", "cold"))
+    assert cold > 1.2 * hot

@@ -115,7 +115,7 @@ def test_memory_is_taken_once_and_given_back(backend):
 
 @pytest.mark.gpu
 def test_spins_of_a_gpu_are_exact_to_the_microsecond():
-    with gpu_backend(MACHINE) as backend, backend.arena(16, 16):
+    with gpu_backend(MACHINE, 10_000) as backend, backend.arena(16, 16):
         events = []
         backend.spin(20 * MS)
         for ns in [50_000] * 200 + [2000] * 100:
@@ -124,6 +124,52 @@ def test_spins_of_a_gpu_are_exact_to_the_microsecond():
         events.append(backend.record("compute"))
         backend.synchronize()
         assert backend.time_ns(events[200]) - backend.time_ns(events[0]) == pytest.approx(10 * MS, rel=0.005)
+        assert backend.absorbed_ns() > 0
+    with gpu_backend(MACHINE) as backend, backend.arena(16, 16):  # by default a pause is a pause
+        backend.spin(20 * MS)
+        begin = backend.record("compute")
+        for _ in range(200):
+            backend.spin(50_000)
+        end = backend.record("compute")
+        backend.synchronize()
+        assert backend.time_ns(end) - backend.time_ns(begin) > 10 * MS and backend.absorbed_ns() == 0
+
+
+@pytest.mark.gpu
+def test_a_gpu_streams_as_fast_as_it_can_and_no_faster_than_asked():
+    with gpu_backend(MACHINE) as backend, backend.arena(2**30, 2**28):
+        backend.fill(0, 2**30, 3)
+        times = []
+        for ns in (0, 50 * MS):
+            backend.spin(MS)
+            begin = backend.record("compute")
+            backend.spin(ns, 2**33)  # 4 GiB each way
+            end = backend.record("compute")
+            number = backend.verify(0, 2**30, 3)
+            backend.synchronize()
+            assert number not in backend.mismatches()
+            times.append(backend.time_ns(end) - backend.time_ns(begin))
+        assert 2**33 / 10**13 < times[0] / 1e9 < 0.04  # between 10 and 0.2 TB/s
+        assert times[1] == pytest.approx(50 * MS, rel=0.05)
+
+
+@pytest.mark.gpu
+def test_copies_and_streams_contend_on_a_gpu():
+    """A kernel that takes all of the memory's bandwidth is not faster beside a copy."""
+    with gpu_backend(MACHINE) as backend, backend.arena(2**30, 2**28):
+
+        def lasts(copies):
+            backend.spin(5 * MS)
+            begin = backend.record("compute")
+            for _ in range(copies):
+                backend.wait("d2h", begin)
+                backend.copy("d2h", 0, 0, 2**28)
+            backend.spin(0, 2**34)
+            end = backend.record("compute")
+            backend.synchronize()
+            return backend.time_ns(end) - backend.time_ns(begin)
+
+        assert min(lasts(2) for _ in range(3)) > 0.98 * min(lasts(0) for _ in range(3))
 
 
 def test_there_is_no_other_backend():
@@ -174,6 +220,34 @@ def test_spins_add_up_without_drift():
                 break
         # A thread that sleeps is woken up some 0.1 ms late; 40 times 0.1 ms would be 4 ms more than 20 ms.
         assert 19.5 <= found[-1] < 23, found
+
+
+def test_a_kernel_that_streams_takes_its_time_and_leaves_what_was_there():
+    """1 MB in 20 ms, twice round an arena of 300 kB; and 40 MB take as long as they take."""
+    with HostBackend(MACHINE) as backend, backend.arena(300_000, 16):
+        backend.fill(0, 300_000, 4)
+        backend.synchronize()
+        begin = backend.record("compute")
+        backend.spin(20 * MS, 10**6)
+        end = backend.record("compute")
+        backend.spin(0, 40 * 10**6)
+        late = backend.record("compute")
+        number = backend.verify(0, 300_000, 4)
+        backend.synchronize()
+        assert 19 * MS <= backend.time_ns(end) - backend.time_ns(begin) < 60 * MS
+        assert backend.time_ns(late) - backend.time_ns(end) > 30_000  # 1 TB/s would be 40 us
+        assert number not in backend.mismatches() and backend.absorbed_ns() > 0
+
+
+def test_streams_go_round_the_arena(monkeypatch):
+    seen = []
+    real = HostBackend._stream
+    monkeypatch.setattr(HostBackend, "_stream", staticmethod(lambda a, i, j: (seen.append((i, j)), real(a, i, j))))
+    with HostBackend(MACHINE) as backend, backend.arena(1500, 16):
+        backend.spin(0, 4096)  # 2 KiB are read and written, in two parts
+        backend.spin(0, 200)
+        backend.synchronize()
+    assert seen == [(0, 1024), (1024, 2048), (2048, 2148)]
 
 
 def test_a_reader_that_does_not_wait_meets_half_a_copy():

@@ -49,8 +49,12 @@ class Virtual(Backend):
     def copy(self, stream, device, host, nbytes):
         self.now[self._on(stream)] += self.machine.d2h_ns(nbytes) if stream == "d2h" else self.machine.h2d_ns(nbytes)
 
-    def spin(self, ns):
+    def spin(self, ns, nbytes=0):
         self.now["compute"] += ns
+        self.bytes = [*getattr(self, "bytes", ()), nbytes]
+
+    def absorbed_ns(self):
+        return 700
 
     def fill(self, device, nbytes, seed): ...
 
@@ -120,6 +124,28 @@ def test_a_prefetch_is_issued_when_its_kernel_ends_and_a_synchronous_swap_out_ho
 def test_recomputation_by_hand():
     measured = replay(PROGRAM, RECOMPUTE_PLAN, BYTES, LIMIT, Virtual(BYTES))
     assert measured.iteration_ns == 130 and measured.timeline.breakdown.recompute_ns == 10
+
+
+@pytest.mark.parametrize("kernels", ["spin", "stream"])
+def test_kernels_stream_the_bytes_of_the_program_if_asked(kernels):
+    """Of each kernel with a duration, in order, in seven iterations, five of them measured; 700 ns are of them all."""
+    moving = tuple(replace(k, bytes=100 + i) for i, k in enumerate(PROGRAM.kernels))
+    program, device = replace(PROGRAM, kernels=moving), Virtual(BYTES)
+    measured = replay(program, Plan(SWAP_PLAN.decisions), BYTES, LIMIT, device, kernels=kernels)
+    assert measured.kernels == kernels and measured.absorbed_ns == 100 and measured.iteration_ns == 170
+    own = [k.bytes if kernels == "stream" else 0 for k in program.kernels if k.duration_ns]
+    assert device.bytes == 7 * own
+
+
+def test_while_blocks_are_checked_nothing_streams():
+    program = replace(LARGE, kernels=tuple(replace(k, bytes=10**5) for k in LARGE.kernels))
+    with HostBackend(LINK) as backend:
+        measured = replay(program, LARGE_SWAP, LINK, 150_000, backend, 2, 1, "check", "stream")
+        assert measured.checks > 0  # and none of them failed
+        streamed = replay(program, LARGE_SWAP, LINK, 150_000, backend, 2, 1, "time", "stream")
+    assert 0.9 < streamed.iteration_ns / streamed.predicted_ns < 3 and streamed.absorbed_ns >= 0
+    with pytest.raises(ValueError, match="kernels: expected spin or stream, got 'real'"):
+        replay(LARGE, LARGE_SWAP, LINK, 150_000, None, kernels="real")
 
 
 def names(jobs):
@@ -478,12 +504,12 @@ class Broken(HostBackend):
             raise OSError("the link is down")
         return super()._copy(*arguments)
 
-    def spin(self, ns):
+    def spin(self, ns, nbytes=0):
         def work(ready):
             raise ZeroDivisionError("a kernel")
 
         self.spins += 1
-        return self._put("compute", work) if self.what == "spin" and self.spins == 20 else super().spin(ns)
+        return self._put("compute", work) if self.what == "spin" and self.spins == 20 else super().spin(ns, nbytes)
 
 
 @pytest.mark.parametrize(

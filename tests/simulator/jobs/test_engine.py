@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from simulator import Job, Kernel, Machine, Plan, PlanError, Program, Swap, Tensor, simulate
+from simulator import Job, JobsDeadlock, Kernel, Machine, Plan, PlanError, Program, Swap, Tensor, simulate
 from simulator.compiled.encoding import rows_of
 from simulator.jobs import JobsEngine, alone_ns, engine, without_limit
+from simulator.jobs.tables import table_of
 from simulator.schedule import lower
 from tests import tiny
 from tests.job_cases import jobs_case, jobs_difference, least_limit
@@ -75,6 +76,42 @@ def test_what_cannot_run_is_not_feasible():
         JobsEngine(programs, small, 300, iterations=1).score([Plan((Swap(1, 2, 3),)), Plan()])
     with pytest.raises(ValueError, match="until_ns or iterations"):
         JobsEngine(programs, small, 300)
+    with pytest.raises(ValueError, match="expected 2 shares, got 1"):
+        JobsEngine(programs, small, 300, 100, shares=[200])
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data())
+def test_a_score_within_shares_beside_a_tenant_and_over_samples_of_the_times(data):
+    case = data.draw(jobs_cases())
+    programs, chosen = zip(*(job.entries[0] for job in case.jobs), strict=True)
+    shares = [data.draw(st.integers(0, case.limit)) for _ in chosen]
+    samples = [[job.durations for job in case.jobs], [()] * len(chosen)]
+    scorer = JobsEngine(programs, case.machine, case.limit, 300, 3, case.sharing, shares=shares, tenant=case.tenant)
+    for sample, score in zip(samples, scorer.scores(chosen, samples), strict=True):
+        several = [
+            Job(str(j), program, replace(plan, limit=share), iterations=3, within=True, durations=rows)
+            for j, (program, plan, share, rows) in enumerate(zip(programs, chosen, shares, sample, strict=True))
+        ]
+        try:
+            timeline = engine.simulate_jobs(several, case.machine, case.limit, 300, case.sharing, case.tenant)
+        except (JobsDeadlock, PlanError):
+            assert not score.feasible
+            continue
+        assert (score.peak_bytes, score.evictions) == (timeline.peak_bytes, len(timeline.evictions))
+        assert [job.left_ns for job in score.jobs] == [-1 if r.left_ns is None else r.left_ns for r in timeline.jobs]
+
+
+def test_a_plan_that_comes_again_is_lowered_once(monkeypatch):
+    """Whatever it says of who made it for what; another program's is another."""
+    made = []
+    monkeypatch.setattr(engine, "table_of", lambda plan, machine: made.append(plan) or table_of(plan, machine))
+    program = replace(tiny.PROGRAM)
+    for plan in (tiny.SWAP_PLAN, replace(tiny.SWAP_PLAN, limit=150), replace(tiny.SWAP_PLAN, decisions=())):
+        engine.simulate_jobs([Job("a", program, plan, iterations=1)] * 2, tiny.MACHINE, 300)
+    assert len(made) == 2
+    engine.simulate_jobs([Job("a", replace(program), tiny.SWAP_PLAN, iterations=1)], tiny.MACHINE, 300)
+    assert len(made) == 3
 
 
 def test_an_engine_keeps_so_many_plans(monkeypatch):
@@ -99,6 +136,10 @@ def test_what_the_time_is_measured_against():
     free = without_limit(jobs, tiny.MACHINE)
     assert not free.evictions and free.end_ns == 4 * tiny.PROGRAM.ideal_ns
     assert not any(s.stream != "compute" for job in free.jobs for s in job.spans)
+    steps = ((tiny.PROGRAM, tiny.SWAP_PLAN), (tiny.PROGRAM, Plan()))
+    several = Job("a", tiny.PROGRAM, Plan(), iterations=2, steps=steps)
+    assert alone_ns(several, tiny.MACHINE, tiny.LIMIT) == 170
+    assert without_limit([several], tiny.MACHINE).end_ns == 2 * tiny.PROGRAM.ideal_ns
 
 
 def test_a_job_alone_is_as_fast_as_simulate_says():

@@ -3,7 +3,7 @@
 import json
 import math
 
-from simulator import Job, Plan
+from simulator import Job, Kernel, Plan, Program, Swap, Tensor
 from simulator.jobs.reference import simulate_jobs
 from tests import tiny
 
@@ -36,6 +36,27 @@ def test_perfetto_has_a_process_a_job():
     assert first["name"] == "swap_out a1" and first["dur"] == 0.04
     memory = [e["args"]["bytes"] for e in trace if e["ph"] == "C" and e["pid"] == 4]
     assert max(memory) == TIMELINE.peak_bytes <= 200 and memory[-1] == 0
+
+
+def test_perfetto_marks_the_switches_of_plans():
+    job = Job("a", tiny.PROGRAM, Plan(), iterations=3, switches=((1, tiny.RECOMPUTE_PLAN),))
+    timeline = simulate_jobs((job,), tiny.MACHINE, 200)
+    marks = [e for e in timeline.perfetto((job,))["traceEvents"] if e["ph"] == "i"]
+    assert [(e["pid"], e["name"], e["ts"]) for e in marks] == [(1, "plan 1", timeline.jobs[0].boundaries[0] / 1000)]
+
+
+def test_perfetto_has_the_names_of_the_step_that_runs():
+    first = Program("one", (Tensor("x", 10),), (Kernel("make x", "other", "forward", (), (0,), 10),))
+    second = Program(
+        "two", (Tensor("y", 10), Tensor("w", 10, "parameter", True)),
+        (Kernel("make y", "other", "forward", (), (0, 1), 10), Kernel("read y", "other", "forward", (0,), (), 10)),
+    )  # fmt: skip
+    away = Plan((Swap(1, 0, 0),))
+    job = Job("a", first, Plan(), iterations=4, steps=((first, Plan()), (second, away)))
+    ran = simulate_jobs((job,), tiny.MACHINE, 30)
+    names = [e["name"] for e in ran.perfetto((job,))["traceEvents"] if e["ph"] == "X" and e["cat"] != "wait"]
+    second = ["swap_in w", "make y", "swap_out w", "read y"]
+    assert names == ["make x", "swap_out w", *second, "make x", *second]
 
 
 def test_what_each_holds_adds_up():

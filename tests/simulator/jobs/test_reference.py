@@ -1,17 +1,18 @@
 """The rules of several jobs: cases computed by hand, one job alone, and what always holds."""
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from simulator import Job, JobsDeadlock, Kernel, Machine, OutOfMemory, Plan, PlanError, Program, Swap, Tensor, simulate
-from simulator.jobs import reference
+from simulator.jobs import JobsEngine, reference
 from simulator.jobs.nouns import Eviction, Stall
 from simulator.schedule import lower
 from simulator.timeline import BlockEvent, Span
 from tests import tiny
+from tests.job_cases import jobs_case
 from tests.simulator.jobs.strategies import jobs_cases, jobs_machines
 from tests.strategies import networks, plans, programs, with_algorithms
 
@@ -27,6 +28,16 @@ def compute(job):
 
 
 # ------------------------------------------------------------------------------------------------ compute
+
+
+def test_kernels_that_take_more_time_in_every_other_iteration(simulate_jobs):
+    """Recomputed ones, too: what iterations of tiny take under RECOMPUTE_PLAN is its kernels and f1 once more."""
+    plain, slow = tuple(k.duration_ns for k in tiny.PROGRAM.kernels), tuple(range(1, len(tiny.PROGRAM.kernels) + 1))
+    job = Job("a", tiny.PROGRAM, tiny.RECOMPUTE_PLAN, iterations=3, durations=(plain, slow))
+    job = simulate_jobs([job], tiny.MACHINE, tiny.LIMIT).jobs[0]
+    assert job.iterations_ns == (sum(plain) + plain[0], sum(slow) + slow[0], sum(plain) + plain[0])
+    assert [s.end_ns - s.start_ns for s in job.spans if s.kind == "recompute"] == [plain[0], slow[0], plain[0]]
+    assert job.ideal_ns == sum(plain)
 
 
 def test_kernels_take_turns(simulate_jobs):
@@ -92,6 +103,18 @@ def test_a_deadlock_and_its_eviction(simulate_jobs):
     assert b.stalls == (Stall(0, 10, "compute"), Stall(20, 70, "memory"), Stall(70, 110, "data"))
     assert timeline.memory == ((0, 0), (0, 40), (10, 80), (60, 40), (60, 70), (70, 0), (70, 40), (110, 70), (120, 0))
     assert timeline.copies_ns("d2h") == timeline.copies_ns("h2d") == 40
+
+
+def test_a_job_that_is_stuck_within_its_limit_is_served_beyond_it(simulate_jobs):
+    """It has 40 and asks for 30 more, which 60 bytes do not hold, with 30 others free; nothing can be evicted."""
+    program = Program(
+        "keeps", (Tensor("w", 40, "parameter", True), Tensor("x", 30, "parameter", True)),
+        (Kernel("k0", "other", "forward", (0,), (), 10), Kernel("k1", "other", "forward", (0, 1), (), 10)),
+    )  # fmt: skip
+    job = Job("a", program, Plan((Swap(1, 1, 1),), limit=60), iterations=1, within=True)
+    timeline = simulate_jobs([job], MACHINE, 100)
+    assert timeline.jobs[0].boundaries == (50,) and timeline.evictions == ()
+    assert [s for s in timeline.jobs[0].spans if s.kind == "swap_in"] == [Span(10, 40, "h2d", "swap_in", 1)]
 
 
 def test_a_full_host_is_a_deadlock_that_says_who_asks_for_what(simulate_jobs):
@@ -237,11 +260,133 @@ def test_what_is_not_a_simulation(simulate_jobs):
         simulate_jobs([Job("a", one_kernel(0), Plan(), leaves_ns=10)], MACHINE, 100)
     with pytest.raises(PlanError, match="job 'a': its plans have 40 bytes on the host"):
         simulate_jobs([Job("a", tiny.PROGRAM, tiny.SWAP_PLAN, iterations=1)], replace(MACHINE, host_bytes=39), 150)
+    lasting = replace(Job("a", one_kernel(10), Plan(), leaves_ns=10), durations=((0,), (0,)))
+    with pytest.raises(ValueError, match="job 'a' takes no time"):
+        simulate_jobs([lasting], MACHINE, 100)
+    for wrong in ({"durations": ((1,) * 7,)}, {"durations": ((1,) * 7 + (-1,),)}):
+        with pytest.raises(ValueError, match=r"job 'a': durations\[0\]: expected 8 integers"):
+            Job("a", tiny.PROGRAM, Plan(), **wrong)
     for wrong in ({"arrives_ns": -1}, {"iterations": 0}, {"switches": ((5, Plan()), (5, Plan()))}):
         with pytest.raises(ValueError, match="job 'a'"):
             Job("a", tiny.PROGRAM, Plan(), **wrong)
     nobody = simulate_jobs([], MACHINE, 100)
     assert (nobody.end_ns, nobody.peak_bytes, nobody.jobs) == (0, 0, ())
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_a_switch_to_the_same_decisions_changes_nothing(simulate_jobs, seed):
+    """Whatever is on its way at the boundary, and in whatever order they are."""
+    case = jobs_case(seed)
+    machine = replace(case.machine, host_bytes=10**6)  # two plans in succession keep more of the host free
+    jobs = tuple(replace(job, switches=()) for job in case.jobs if not job.steps)
+    again = tuple(
+        replace(job, switches=tuple((at, replace(job.plan, decisions=job.plan.decisions[::-1])) for at in (30, 90)))
+        for job in jobs
+    )
+    timeline, other = (simulate_jobs(several, machine, *case[2:]) for several in (jobs, again))
+    assert replace(other, jobs=tuple(replace(job, switches=()) for job in other.jobs)) == timeline
+
+
+# --------------------------------------------------------------------- programs that differ between iterations
+
+V, W_, X = Tensor("v", 20, "parameter", True), Tensor("w", 30, "parameter", True), Tensor("x", 40)
+BOTH = Program("both", (X, V, W_), (Kernel("k0", "other", "forward", (1,), (0,), 10),
+                                    Kernel("k1", "other", "forward", (2, 0), (), 60)))  # fmt: skip
+LESS = Program("less", (W_, X), (Kernel("k1", "other", "forward", (), (1,), 50),))
+
+
+def test_steps_take_turns(simulate_jobs):
+    """Persistent tensors come first, as BOTH has them; LESS lacks v, which stays."""
+    job = Job("a", BOTH, Plan(), iterations=3, steps=((BOTH, Plan()), (LESS, Plan())))
+    assert [[t.name for t in program.tensors] for program, _ in job.entries] == [["v", "w", "x"]] * 2
+    assert job.entries[1][0].kernels[0].outputs == (2,) and job.entries[0][0].kernels[1].inputs == (1, 2)
+    timeline = simulate_jobs([job], MACHINE, 90)
+    ran = timeline.jobs[0]
+    assert (ran.boundaries, ran.switches) == ((70, 120, 190), ((70, 1), (120, 0)))
+    assert [s.index for s in ran.spans] == [0, 1, 0, 0, 1]
+    assert ran.held == ((0, 0), (0, 90), (70, 50), (70, 90), (120, 50), (120, 90), (190, 0))
+    assert ran.ideal_ns == 70
+
+
+@pytest.mark.parametrize(("reads", "back"), [(False, 140), (True, 90)])
+def test_what_one_step_has_away_stays_away_until_it_is_needed(simulate_jobs, reads, back):
+    """BOTH has w on the host from k1 to k1: it comes in from 0 to 30, and is dropped at 90, as its copy is valid. LESS
+    has no decision for it: it comes back for its kernel, if that reads it, and stays until BOTH has begun again; that
+    drops it, and has it back for k1."""
+    plan, less = Plan((Swap(2, 1, 1),)), replace(LESS, kernels=(replace(LESS.kernels[0], inputs=(0,) * reads),))
+    job = Job("a", BOTH, plan, iterations=3, steps=((BOTH, plan), (less, Plan())))
+    ran = simulate_jobs([job], MACHINE, 90).jobs[0]
+    copies = [(s.start_ns, s.end_ns, s.kind, s.index) for s in ran.spans if s.stream != "compute"]
+    end = 90 + 30 * reads + 50
+    assert copies == [(at, at + 30, "swap_in", 1) for at in sorted({0, back, end})]
+    assert ran.boundaries == (90, end, end + 90)
+
+
+def test_what_are_no_steps():
+    grown = replace(LESS, tensors=(Tensor("w", 31, "parameter", True), X))
+    for wrong, what in (
+        (
+            {"steps": ((BOTH, Plan()), (grown, Plan()))},
+            "job 'a': tensor 'w' has 31 bytes in 'less', and 30 in another step",
+        ),
+        ({"steps": ((LESS, Plan((Swap(7, 0, 0),))),)}, "job 'a': .* there is no tensor 7"),
+        ({"steps": ((LESS, Plan()),), "durations": ((5, 5),)}, "with steps there are neither switches nor durations"),
+        ({"steps": ((LESS, Plan()),), "switches": ((5, Plan()),)}, "with steps there are neither"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            Job("a", BOTH, Plan(), **wrong)
+
+
+# ----------------------------------------------------------------------------------- a tenant on the link
+
+
+def test_a_tenant_slows_copies_down_from_the_instant_on_at_which_it_comes(simulate_jobs):
+    """w (30 bytes) leaves from 50 on: 10 bytes at full speed, 20 at half of it until 100; it returns at a quarter until
+    160 (15 bytes), then at full speed."""
+    program = Program(
+        "reader", (Tensor("w", 30, "parameter", True),),
+        (Kernel("k0", "other", "forward", (0,), (), 10), Kernel("k1", "other", "forward", (), (), 40)),
+    )  # fmt: skip
+    job = Job("a", program, Plan(), iterations=2, switches=((15, Plan((Swap(0, 0, 0),))),))
+    tenant = ((60, 0.5), (100, 0.75), (160, 0.0))
+    job = simulate_jobs([job], MACHINE, 100, tenant=tenant).jobs[0]
+    copies = [s for s in job.spans if s.stream != "compute"]
+    assert copies[:2] == [Span(50, 100, "d2h", "swap_out", 0), Span(100, 175, "h2d", "swap_in", 0)]
+    assert job.stalls == (Stall(50, 100, "memory"), Stall(100, 175, "data"))
+
+
+def test_a_tenant_and_the_other_direction_both_slow_a_copy_down(simulate_jobs):
+    """Rounded down to whole units of 2**-20, and up to whole ns: 1/3 is 349,525 units, half of it 174,762."""
+    program = Program(
+        "two", (Tensor("v", 20, "parameter", True), Tensor("w", 20, "parameter", True)),
+        (Kernel("k0", "other", "forward", (), (1,), 10), Kernel("k1", "other", "forward", (), (), 500),
+         Kernel("k2", "other", "forward", (0,), (), 10)),
+    )  # fmt: skip
+    machine = replace(MACHINE, duplex_bytes_per_s=10**9)
+    job = Job("a", program, Plan((Swap(1, 0, 0), Swap(0, 2, 2))), iterations=1)
+    job = simulate_jobs([job], machine, 100, tenant=((0, 2 / 3),)).jobs[0]
+    spans = [s for s in job.spans if s.stream != "compute"]
+    alone, both = 349_525, 174_762
+    first = -(-20 * 2**20 // alone)  # w comes in alone; then v comes in while w goes out
+    assert spans[0] == Span(0, first, "h2d", "swap_in", 1)
+    begin, out = spans[1].start_ns, spans[2].start_ns
+    assert (spans[1][3:], spans[2][3:]) == (("swap_in", 0), ("swap_out", 1)) and (begin, out) == (first, first + 10)
+    left = 20 * 2**20 - alone * 10
+    assert spans[1].end_ns == out - (-left // both)
+    rest = 20 * 2**20 - both * (spans[1].end_ns - out)
+    assert spans[2].end_ns == spans[1].end_ns - (-rest // alone)
+
+
+@pytest.mark.parametrize(
+    ("tenant", "what"),
+    [(((0, 1.0),), r"tenant\[0\]: expected a share in \[0, 1\), got 1.0"), (((0, -0.1),), "a share"),
+     (((-1, 0.5),), "a time from 0 on"), (((5, 0.5), (5, 0.0)), r"tenant\[1\]: .* after the one before, got 5")],
+)  # fmt: skip
+def test_what_is_no_tenant(simulate_jobs, tenant, what):
+    with pytest.raises(ValueError, match=what):
+        simulate_jobs([Job("a", one_kernel(10), Plan(), iterations=1)], MACHINE, 100, tenant=tenant)
+    with pytest.raises(ValueError, match=what):
+        JobsEngine([one_kernel(10)], MACHINE, 100, iterations=1, tenant=tenant)
 
 
 # ------------------------------------------------------------------------------------------ what always holds
@@ -278,10 +423,11 @@ def test_what_always_holds(case):
     assert timeline.peak_bytes <= case.limit
     assert [used for _, used in timeline.memory][-1] == 0
     for job, ran in zip(case.jobs, timeline.jobs, strict=True):
-        n = len(job.program.kernels)
+        several = [len(program.kernels) for program, _ in job.steps] or [len(job.program.kernels)]
+        n = [several[i % len(several)] for i in range(len(ran.boundaries))]
         kernels = [s for s in ran.spans if s.kind == "kernel"]
-        assert [s.index for s in kernels] == list(range(n)) * len(ran.boundaries)
-        assert tuple(s.end_ns for s in kernels[n - 1 :: n]) == ran.boundaries
+        assert [s.index for s in kernels] == [k for each in n for k in range(each)]
+        assert tuple(kernels[end - 1].end_ns for end in accumulate(n)) == ran.boundaries
         if ran.admitted_ns is None:
             assert ran.left_ns is None and not ran.spans
             continue
@@ -298,7 +444,10 @@ def test_what_always_holds(case):
 @settings(max_examples=100, deadline=None)
 @given(jobs_cases(2))
 def test_more_memory_than_all_need_leaves_nothing_to_wait_for_but_compute(case):
-    plain = tuple(replace(job, plan=Plan(), switches=()) for job in case.jobs)
+    plain = tuple(
+        replace(job, plan=Plan(), switches=(), steps=tuple((program, Plan()) for program, _ in job.steps))
+        for job in case.jobs
+    )
     timeline = reference.simulate_jobs(plain, case.machine, 10**9, case.until_ns, case.sharing)
     assert timeline.evictions == ()
     assert {stall.cause for job in timeline.jobs for stall in job.stalls} <= {"compute"}

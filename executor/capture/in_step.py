@@ -1,0 +1,179 @@
+"""Kernels timed where they run: a captured step, done again and again in order, with a clock around each kernel.
+
+Caches, clock rates and power are then those of a step, but all of the step must fit the device. The tensors are copies:
+nothing of the user's is changed. On CUDA the host issues SEGMENT kernels while the stream is kept busy, so that its own
+time is not in any of theirs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+
+from executor.capture.capture import Captured
+
+WARMUP = 2  # steps; the last of them tells the workspaces and how long the host takes to issue
+SEGMENT = 250  # kernels; with two events each they fit a stream's queue, of about a thousand
+CYCLES_PER_NS = 2.0  # of a GPU's clock, at most: how long the stream is kept busy
+
+
+@dataclass(frozen=True)
+class _Work:
+    """One node of the graph: its kernel where it is one's operator, else -1; values that nobody reads after it."""
+
+    node: fx.Node
+    kernel: int
+    dead: tuple[fx.Node, ...]
+
+
+class StepRunner:
+    """The step of a capture on a device.
+
+    Args:
+        place: of every node's value.
+        fresh: a tensor for a placeholder that has none yet.
+        moved: the device is not the one of the capture.
+    """
+
+    def __init__(
+        self, captured: Captured, device: torch.device, place: dict[fx.Node, torch.device],
+        fresh: Callable[[Any, torch.device], Tensor], moved: bool,
+    ) -> None:  # fmt: skip
+        self.device, self.moved, self.count = device, moved, len(captured.nodes)
+        self.graph = captured.graph
+        self.work = _work(captured)
+        self.start: dict[fx.Node, Any] = {}
+        memory: dict[int, torch.UntypedStorage] = {}  # tensors that share their memory share it here, too
+        for node, source in zip(captured.placeholders, captured.sources, strict=True):
+            where = torch.device("cpu") if moved and not node.meta["tensor_meta"].shape else place[node]
+            if source is None or source.device.type == "meta":
+                self.start[node] = fresh(node.meta["tensor_meta"], where)
+                continue
+            storage = source.untyped_storage()
+            if storage.data_ptr() not in memory:
+                copy = torch.empty(0, dtype=torch.uint8, device=source.device).set_(storage)  # type: ignore[call-overload]
+                memory[storage.data_ptr()] = copy.to(where, copy=True).untyped_storage()
+            copied = torch.empty(0, dtype=source.dtype, device=where)
+            own = memory[storage.data_ptr()]
+            self.start[node] = copied.set_(own, source.storage_offset(), source.size(), source.stride())  # type: ignore[call-overload]
+
+    def measure(self, repeats: int, until: float) -> tuple[list[int], list[int]]:
+        """Median ns of each kernel over ``repeats`` steps, events' own time included, and bytes of its workspace.
+
+        Raises:
+            TimeoutError: not one step was measured ``until`` then, of ``time.monotonic``.
+        """
+        workspaces, issue_ns = [0] * self.count, 0
+        for _ in range(WARMUP):
+            begin = time.perf_counter_ns()
+            workspaces = self._watched()
+            issue_ns = (time.perf_counter_ns() - begin) * SEGMENT // max(self.count, 1)
+        times: list[list[int]] = []
+        while len(times) < repeats and (time.monotonic() < until or times):
+            times.append(self._timed(issue_ns) if self.device.type == "cuda" else self._on_host())
+            if time.monotonic() > until:
+                break
+        if not times:
+            raise TimeoutError
+        return [round(median(each)) for each in zip(*times, strict=True)], workspaces
+
+    def _run(self, around: Callable[[int, Callable[[], Any]], Any]) -> None:
+        """One step; ``around`` is given each kernel with its call."""
+        values = dict(self.start)
+        for w in self.work:
+            node = w.node
+            if node.op == "get_attr":
+                value = getattr(self.graph, str(node.target))
+                values[node] = value.to(self.device) if self.moved and isinstance(value, Tensor) else value
+            else:
+                args, kwargs = (map_arg(a, values.__getitem__) for a in (node.args, node.kwargs))
+                if self.moved and isinstance(kwargs.get("device"), torch.device):
+                    kwargs = {**kwargs, "device": self.device}
+
+                def call(node: fx.Node = node, args: Any = args, kwargs: Any = kwargs) -> Any:
+                    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+                values[node] = around(w.kernel, call) if w.kernel >= 0 else call()
+                del args, kwargs, call
+            for dead in w.dead:
+                del values[dead]
+
+    def _watched(self) -> list[int]:
+        """A step; per kernel, the peak of CUDA's caching allocator less what stands before it or after."""
+        found = [0] * self.count
+        if self.device.type != "cuda":
+            self._run(lambda k, call: call())
+            return found
+
+        def around(k: int, call: Callable[[], Any]) -> Any:
+            torch.cuda.reset_peak_memory_stats(self.device)
+            before = torch.cuda.memory_allocated(self.device)
+            out = call()
+            stands = max(before, torch.cuda.memory_allocated(self.device))
+            found[k] = max(0, torch.cuda.max_memory_allocated(self.device) - stands)
+            return out
+
+        self._run(around)
+        torch.cuda.synchronize(self.device)
+        return found
+
+    def _on_host(self) -> list[int]:
+        found = [0] * self.count
+
+        def around(k: int, call: Callable[[], Any]) -> Any:
+            begin = time.perf_counter_ns()
+            out = call()
+            found[k] = time.perf_counter_ns() - begin
+            return out
+
+        self._run(around)
+        return found
+
+    def _timed(self, issue_ns: int) -> list[int]:
+        """A step on CUDA; the stream is kept busy for so long before each segment is issued."""
+        marks: dict[int, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
+
+        def around(k: int, call: Callable[[], Any]) -> Any:
+            if len(marks) % SEGMENT == 0:
+                torch.cuda.synchronize(self.device)
+                torch.cuda._sleep(round(CYCLES_PER_NS * (500_000 + 1.5 * issue_ns)))
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            out = call()
+            end.record()
+            marks[k] = begin, end
+            return out
+
+        with torch.cuda.device(self.device):
+            self._run(around)
+            torch.cuda.synchronize()
+        found = [0] * self.count
+        for k, (begin, end) in marks.items():
+            found[k] = round(1e6 * begin.elapsed_time(end))
+        return found
+
+
+def _work(captured: Captured) -> list[_Work]:
+    """The nodes in order."""
+    operators = {nodes[0]: k for k, nodes in enumerate(captured.nodes) if nodes}
+    nodes = [n for n in captured.graph.graph.nodes if n.op in ("get_attr", "call_function") and not _profiler(n)]
+    nodes = [n for n in nodes if n.op != "get_attr" or not all(map(_profiler, n.users))]
+    last: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        last |= dict.fromkeys((node, *node.all_input_nodes), node)
+    dead: dict[fx.Node, list[fx.Node]] = {}
+    for value, node in last.items():
+        if value.op != "placeholder":
+            dead.setdefault(node, []).append(value)
+    return [_Work(node, operators.get(node, -1), tuple(dead.get(node, ()))) for node in nodes]
+
+
+def _profiler(node: fx.Node) -> bool:
+    return node.op == "call_function" and getattr(node.target, "namespace", "") == "profiler"

@@ -1,0 +1,1 @@
+"""Host memory that a device copies to and from."""

@@ -1,0 +1,129 @@
+"""Activation offloading as torchtune and TRL do it (their OffloadActivations): pinned memory, streams of their own.
+
+What a block saves for its backward pass (``saved_tensors_hooks``) is copied to pinned memory on a side stream while the
+next blocks run, and comes back on another while the backward pass is still at the block after it. So the device holds
+what DEPTH blocks saved, and no copy is waited for that is over in time: unlike ``torch.autograd.graph.save_on_cpu``,
+which waits for each. A storage that is saved several times is copied once. Memory of the device is allocated and freed
+in the order of the compute stream's work, which waits for a copy before it frees what was copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+DEPTH = 2  # blocks whose saved tensors are on the device at once
+MIN_BYTES = 2**16  # smaller ones stay
+
+
+@dataclass(eq=False)
+class _Item:
+    """A storage that was saved: where its bytes are, and how often it will be asked for."""
+
+    device: Tensor | None
+    host: Tensor | None
+    block: int
+    uses: int = 0
+
+
+@dataclass(eq=False)
+class _Block:
+    """What one block saved."""
+
+    items: dict[tuple[int, int], _Item] = field(default_factory=dict)  # by storage and version
+    left: Any = None  # when the last copy to the host is over
+    back: Any = None  # likewise, of those to the device
+
+
+class Offload:
+    """Wraps blocks, in the order in which they run; each runs once a step.
+
+    Attributes:
+        copied: bytes that have gone to the host.
+    """
+
+    def __init__(self, model: nn.Module, device: str):
+        self.cuda = device == "cuda"
+        self.kept = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+        self.blocks: list[_Block] = []
+        self.count = self.copied = 0
+        self.out, self.back = (torch.cuda.Stream(), torch.cuda.Stream()) if self.cuda else (None, None)
+
+    def wrap(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward of the next block."""
+        number = self.count
+        self.count += 1
+
+        def forward(*args: Any) -> Any:
+            if number == 0:
+                self.blocks = []
+            self.blocks.append(_Block())
+            self._retire(number - DEPTH)
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+                result = inner(*args)
+            block = self.blocks[-1]
+            block.left = self.out.record_event() if self.out else None
+            return result
+
+        return forward
+
+    def _retire(self, number: int) -> None:
+        """What this block saved has gone: its memory on the device is given back."""
+        if number >= 0:
+            block = self.blocks[number]
+            if block.left:
+                torch.cuda.current_stream().wait_event(block.left)
+            for item in block.items.values():
+                item.device = None
+
+    def _pack(self, tensor: Tensor) -> Any:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < MIN_BYTES or storage.data_ptr() in self.kept:
+            return tensor
+        number = len(self.blocks) - 1
+        items = self.blocks[number].items
+        key = storage.data_ptr(), tensor._version
+        if key not in items:
+            device = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)  # type: ignore[call-overload]
+            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self.cuda)
+            self._copy(self.out, host, device)
+            self.copied += storage.nbytes()
+            items[key] = _Item(device, host, number)
+        items[key].uses += 1
+        return items[key], tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        item, dtype, size, stride, offset = packed
+        for number in (item.block, item.block - 1):  # the one before is needed next
+            self._fetch(number)
+        back = self.blocks[item.block].back
+        if back:
+            torch.cuda.current_stream().wait_event(back)
+        whole: Tensor = item.device
+        item.uses -= 1
+        if not item.uses:
+            item.device = item.host = None
+        return torch.empty(0, dtype=dtype, device=whole.device).set_(whole.untyped_storage(), offset, size, stride)  # type: ignore[call-overload, no-any-return]
+
+    def _fetch(self, number: int) -> None:
+        """Begins to bring back what is not on the device of what a block saved."""
+        block = self.blocks[number] if number >= 0 else _Block()
+        for item in block.items.values():
+            if item.device is None and item.host is not None:
+                item.device = torch.empty_like(item.host, device="cuda" if self.cuda else "cpu")
+                self._copy(self.back, item.device, item.host)
+                block.back = self.back.record_event() if self.back else None
+
+    def _copy(self, stream: Any, target: Tensor, source: Tensor) -> None:
+        if stream is None:
+            target.copy_(source)
+            return
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)

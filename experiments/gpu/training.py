@@ -1,0 +1,136 @@
+"""Real training steps under a plan, capped: their time beside eager steps, and their losses against eager ones."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+
+from executor import PlannedStep, capture
+from executor.capture.capture import Captured
+from experiments.gpu.clocks import watched
+from experiments.gpu.flags import deterministic
+from experiments.gpu.largest_batch import CAPS
+from experiments.gpu.networks import Network, build, give_back, in_turns
+from experiments.gpu.side_by_side import eager_beside
+from simulator import Machine, Plan, Program
+from simulator.plan import PlanError
+
+BITS = 3  # steps whose losses are compared
+
+
+@dataclass(frozen=True)
+class Case:
+    """A workload at a limit."""
+
+    workload: str
+    program: Program
+    fraction: float
+    limit: int
+
+
+def fresh(name: str, device: str) -> Network:
+    """A network, in the memory of those before it."""
+    give_back()
+    return build(name, device)
+
+
+def captured_step(network: Network, machine: Machine) -> Captured:
+    """The network's step as a program."""
+    return capture(network.model, network.loss_fn, network.optimizer, network.batch, machine=machine, name=network.name)
+
+
+def eager_bits(name: str, device: str) -> dict[str, Any]:
+    """Losses of eager steps, whether they are the same a second time, and what has no deterministic form."""
+    with deterministic() as loose:
+        first, again = (losses(fresh(name, device).step) for _ in range(2))
+    return {"losses": again, "equal": first == again, "loose": loose}
+
+
+def train_capped(
+    device: str, case: Case, plan: Plan, machine: Machine, run: Callable[..., dict[str, Any]], **options: Any
+) -> dict[str, Any]:
+    """``run`` within the smallest of CAPS with which its steps run, or why there is none."""
+    failed = ""
+    for cap in CAPS if device == "cuda" else (1.0,):
+        try:
+            return {**run(device, case, plan, machine, cap, **options), "cap": cap}
+        except (RuntimeError, PlanError) as error:  # StepError, and what a device out of memory raises
+            failed = f"within {cap} times the limit: {error}"
+    return {"failed": failed}
+
+
+@contextmanager
+def capped(nbytes: float, device: str) -> Iterator[Callable[[bool], None]]:
+    """A cap on PyTorch's memory, above what it has reserved now; yields what sets it and lifts it."""
+    held = torch.cuda.memory_reserved() if device == "cuda" else 0
+
+    def cap(on: bool) -> None:
+        if device == "cuda":
+            total = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, (nbytes + held) / total) if on else 1.0)
+
+    try:
+        yield cap
+    finally:
+        cap(False)
+
+
+def losses_only(device: str, case: Case, plan: Plan, machine: Machine, cap: float) -> dict[str, Any]:
+    """The losses of the first steps under a plan, with PyTorch's memory capped at ``cap`` times the limit."""
+    give_back()
+    with capped(cap * case.limit, device) as limit:
+        network = fresh(case.workload, device)
+        captured = replace(captured_step(network, machine), program=case.program)
+        limit(True)
+        with PlannedStep(captured, plan, machine, case.limit) as step:
+            return {"losses": losses(lambda: step(*network.batch))}
+
+
+def timed_beside(device: str, case: Case, plan: Plan, machine: Machine, cap: float, count: int) -> dict[str, Any]:
+    """Median times of steps under a plan, capped likewise, and of the eager steps that take turns with them; what the
+    host took to issue a planned step (on the CPU that is all of it); what the GPU's clocks were; PyTorch's own count of
+    the peak (CUDA), the ledger's, and what was held beside."""
+    cuda, peak, hosts = device == "cuda", 0, list[int]()
+    give_back()
+    eager = eager_beside(case.workload, device)
+    give_back()
+    held = torch.cuda.memory_allocated() if cuda else 0
+    with capped(cap * case.limit, device) as limit:
+        network = build(case.workload, device)
+        captured = replace(captured_step(network, machine), program=case.program)
+
+        def turn(mine: bool) -> None:
+            nonlocal peak
+            if cuda:
+                peak = peak if mine else max(peak, torch.cuda.max_memory_allocated() - held)
+                give_back()
+                torch.cuda.reset_peak_memory_stats()
+            limit(mine)
+
+        limit(True)
+        with PlannedStep(captured, plan, machine, case.limit) as step:
+
+            def planned() -> Any:
+                begin = time.perf_counter_ns()
+                loss = step(*network.batch)
+                hosts.append(time.perf_counter_ns() - begin)
+                return loss
+
+            losses(planned)  # the optimizer makes its state
+            with watched(device) as clocks:
+                _, times, others = in_turns(planned, eager, count, device, turn)
+    found = {"measured_ns": median(times), "eager_ns": median(others), "host_ns": median(hosts),
+             "ledger": step.peak_bytes, "held": held, "pinned_bytes": step.pinned_bytes, "clocks": clocks}  # fmt: skip
+    return {**found, "device_peak": peak} if cuda else found
+
+
+def losses(step: Callable[[], Any]) -> list[float]:
+    """Of the first BITS steps, with the same random numbers each time."""
+    torch.manual_seed(1)
+    return [float(step()) for _ in range(BITS)]

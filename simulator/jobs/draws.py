@@ -1,0 +1,178 @@
+"""Programs that differ between iterations, one for each draw: stochastic depth, a batch of another shape.
+
+``adapted`` carries a plan over from one draw to another. Names do not say what corresponds: captures name parameters by
+module, but number activations and gradients in order, so that those of a layer have other names where a layer before
+it is dropped. So a kernel is known by its **place**: the persistent tensors that it touches; where there are none, the
+place of the kernel that wrote the newest of its inputs (of those that the forward pass wrote, if there are any: in the
+backward pass a layer's own activations say more than the gradient that comes in). Of kernels of the same name at the
+same place the k-th correspond. A tensor is known by its name if it is persistent, else by its first writer.
+
+``unified`` gives the programs of a job's steps the same persistent tensors (``Job.entries``).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from simulator.plan import Decision, Plan, PlanError, Rerun, Swap
+from simulator.program import Program, Tensor
+from simulator.schedule import lower
+
+
+def adapted(plan: Plan, program: Program, other: Program) -> Plan:
+    """The decisions of a plan for ``program`` that make sense in ``other``.
+
+    A decision whose tensor or next use is missing is left out. Where the kernel is missing after which a gap opens, it
+    opens after the use before; a prefetch, an early copy or an early recomputation is left open. Of decisions that do
+    not go together the later are left out. What is then not planned may need more than the plan's limit: several jobs
+    evict it on demand.
+
+    Returns:
+        A plan that passes ``Plan.check`` and can be lowered.
+    """
+    tensor, kernel = (_matched(*pair) for pair in zip(_known(program), _known(other), strict=True))
+    variants = [(kernel[k], i) for k, i in plan.variants if k in kernel]
+    known = [(k, i) for k, i in variants if i < len(other.kernels[k].variants)]
+    bare = replace(plan, decisions=(), fingerprint=other.fingerprint, variants=tuple(sorted(known)))
+    found = [_moved(d, tensor, kernel, other) for d in plan.decisions]
+    return replace(bare, decisions=_together([], [d for d in found if d is not None], bare, other))
+
+
+class Same:
+    """A program or a machine in the key of a cache: equal to itself only."""
+
+    def __init__(self, of: Any):
+        self.of = of
+
+    def __hash__(self) -> int:
+        return id(self.of)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.of is other.of
+
+
+def unified(steps: Sequence[tuple[Program, Plan]]) -> tuple[tuple[Program, Plan], ...]:
+    """The same steps, numbered alike: the persistent tensors of all programs come first, in the order in which they are
+    found, and each program's own others after them. A program that lacks one has it, and touches it never.
+
+    Raises:
+        ValueError: tensors of one name have different sizes, or a plan does not fit its program (PlanError).
+    """
+    for program, plan in steps:
+        plan.check(program)
+    found = _numbered_alike(tuple(Same(program) for program, _ in steps))
+    return tuple((new, _renumbered(plan, old, new, at)) for (old, plan), (new, at) in zip(steps, found, strict=True))
+
+
+@lru_cache(64)
+def _numbered_alike(programs: tuple[Same, ...]) -> tuple[tuple[Program, tuple[int, ...]], ...]:
+    """The programs with all persistent tensors first, and each one's new numbers of its tensors."""
+    first: dict[Hashable, Tensor] = {}
+    names = [_numbered(tensor.name if tensor.persistent else None for tensor in p.of.tensors) for p in programs]
+    for p, keys in zip(programs, names, strict=True):
+        for key, tensor in zip(keys, p.of.tensors, strict=True):
+            if tensor.persistent and first.setdefault(key, tensor).nbytes != tensor.nbytes:
+                sizes = f"{tensor.nbytes:,} bytes in {p.of.name!r}, and {first[key].nbytes:,} in another step"
+                raise ValueError(f"tensor {tensor.name!r} has {sizes}")
+    where = {key: i for i, key in enumerate(first)}
+    out = []
+    for p, keys in zip(programs, names, strict=True):
+        old: Program = p.of
+        own = {t: len(first) + i for i, t in enumerate(t for t, x in enumerate(old.tensors) if not x.persistent)}
+        at = tuple(own[t] if t in own else where[key] for t, key in enumerate(keys))
+        mine = dict(zip(keys, old.tensors, strict=True))
+        tensors = (*(mine.get(key, tensor) for key, tensor in first.items()), *(old.tensors[t] for t in own))
+        kernels = tuple(
+            replace(k, inputs=tuple(at[t] for t in k.inputs), outputs=tuple(at[t] for t in k.outputs))
+            for k in old.kernels
+        )
+        out.append((old if tensors == old.tensors else Program(old.name, tensors, kernels), at))
+    return tuple(out)
+
+
+def _renumbered(plan: Plan, old: Program, new: Program, at: Sequence[int]) -> Plan:
+    """The plan with the new program's numbers of tensors."""
+    if old is new:
+        return plan
+    moved = tuple(d if isinstance(d, Rerun) else replace(d, tensor=at[d.tensor]) for d in plan.decisions)
+    return replace(plan, decisions=moved, fingerprint=new.fingerprint if plan.fingerprint else "")
+
+
+def _matched(keys: Sequence[Hashable], others: Sequence[Hashable]) -> dict[int, int]:
+    """Indices with the same key."""
+    at = {key: i for i, key in enumerate(others)}
+    return {i: at[key] for i, key in enumerate(keys) if key in at}
+
+
+def _known(program: Program) -> tuple[list[Hashable], list[Hashable]]:
+    """What tensors and kernels are known by, each by its own."""
+    tensors, kernels = program.tensors, program.kernels
+    places: list[Hashable] = []
+    writer: dict[int, int] = {}  # of tensors that are not persistent: the last so far
+    for kernel in kernels:
+        place: Hashable = tuple(tensors[t].name for t in kernel.accesses if tensors[t].persistent)
+        wrote = sorted(writer[t] for t in kernel.inputs if t in writer)
+        if not place and wrote:
+            place = places[max((w for w in wrote if kernels[w].phase == "forward"), default=wrote[-1])]
+        places.append(place)
+        writer |= {t: len(places) - 1 for t in kernel.outputs if not tensors[t].persistent}
+    keys = _numbered((kernel.name, place) for kernel, place in zip(kernels, places, strict=True))
+    made = {t: (keys[uses[0]], kernels[uses[0]].outputs.index(t))
+            for t, uses in enumerate(program.writes) if uses and not tensors[t].persistent}  # fmt: skip
+    return _numbered(made.get(t, x.name) for t, x in enumerate(tensors)), keys
+
+
+def _numbered(names: Iterable[Hashable]) -> list[Hashable]:
+    """Each with how often it came before."""
+    seen: dict[Hashable, int] = {}
+    out: list[Hashable] = []
+    for name in names:
+        out.append((name, seen.get(name, 0)))
+        seen[name] = seen.get(name, 0) + 1
+    return out
+
+
+def _moved(d: Decision, tensor: dict[int, int], kernel: dict[int, int], other: Program) -> Decision | None:
+    """A decision in the other program's numbers; None where there is none."""
+    tries: list[Decision]
+    if isinstance(d, Rerun):
+        tries = [Rerun(kernel.get(d.kernel, -1), kernel.get(d.before, -1))]
+    else:
+        t, before = tensor.get(d.tensor), kernel.get(d.before)
+        if t is None or before is None or not other.accesses[t]:
+            return None
+        uses = other.accesses[t]
+        here = replace(d, tensor=t, after=kernel.get(d.after, uses[bisect_left(uses, before) - 1]), before=before)
+        if isinstance(here, Swap):
+            prefetch, copy = (None if k is None else kernel.get(k) for k in (here.prefetch, here.copy))
+            tries = [replace(here, prefetch=p, copy=c) for p in (prefetch, None) for c in (copy, None)]
+        else:
+            tries = [replace(here, at=None if here.at is None else kernel.get(here.at)), replace(here, at=None)]
+    return next((one for one in tries if _fit(Plan((one,)), other)), None)
+
+
+def _fit(plan: Plan, program: Program) -> bool:
+    try:
+        plan.check(program)
+    except PlanError:
+        return False
+    return True
+
+
+def _together(kept: list[Decision], more: list[Decision], bare: Plan, program: Program) -> tuple[Decision, ...]:
+    """Those that are kept, and of the others those that go together with them, found by halving."""
+    whole = replace(bare, decisions=(*kept, *more))
+    try:
+        whole.check(program)
+        lower(program, whole)
+        return whole.decisions
+    except PlanError:
+        if len(more) == 1:
+            return tuple(kept)
+    half = len(more) // 2
+    first = _together(kept, more[:half], bare, program)
+    return _together(list(first), more[half:], bare, program)

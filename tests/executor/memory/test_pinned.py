@@ -1,0 +1,148 @@
+"""Pinned memory: one slab serves all in turn, in whole pages, and what the host has not is refused."""
+
+import gc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from executor.memory.pinned import CUDA, HOST, PAGE, Slabs, available
+
+TREE = {"proc/meminfo": "MemTotal:       1000 kB\nMemAvailable:    600 kB\n"}
+
+
+class Driver:
+    """Notes what is pinned."""
+
+    def __init__(self):
+        self.pinned, self.calls, self.settled = {}, [], 0
+        self.slabs = Slabs(self.pin, self.unpin, self.settle)
+
+    def pin(self, address, nbytes):
+        if nbytes > 100 * PAGE:
+            raise MemoryError("the driver says no")
+        assert address % PAGE == 0
+        self.pinned[address] = nbytes
+        self.calls.append(nbytes)
+
+    def unpin(self, address):
+        del self.pinned[address]
+
+    def settle(self):
+        self.settled += 1
+
+
+@pytest.fixture
+def driver():
+    return Driver()
+
+
+def test_one_slab_serves_all_in_turn(driver):
+    for nbytes in (3 * PAGE, PAGE + 1, 3 * PAGE, 17):
+        memory = driver.slabs.take(nbytes)
+        assert memory.shape == (nbytes,) and memory.dtype == np.uint8
+        memory[:] = 7
+        del memory
+    assert driver.calls == [3 * PAGE] and driver.settled == 3  # before each of the three that followed
+
+
+def test_no_power_of_two(driver):
+    memory = driver.slabs.take(5 * PAGE - 1)
+    assert driver.slabs.nbytes == 5 * PAGE and len(memory) == 5 * PAGE - 1
+
+
+def test_a_slab_that_is_too_small_goes_first(driver):
+    driver.slabs.take(2 * PAGE)
+    memory = driver.slabs.take(4 * PAGE)
+    assert list(driver.pinned.values()) == [4 * PAGE] and len(memory) == 4 * PAGE
+
+
+def test_what_is_used_is_not_handed_out(driver):
+    first = driver.slabs.take(2 * PAGE)
+    view = torch.frombuffer(first, dtype=torch.uint8, count=8, offset=16).view(torch.int64)
+    part = first[100:200]
+    second = driver.slabs.take(PAGE)
+    assert driver.calls == [2 * PAGE, PAGE]
+    second[:] = 1
+    del first
+    gc.collect()
+    driver.slabs.drop()
+    assert len(driver.pinned) == 2 and view.shape == (1,)  # a tensor and a view hold it
+    del view
+    driver.slabs.drop()
+    assert len(driver.pinned) == 2
+    del part, second
+    driver.slabs.drop()
+    assert not driver.pinned and driver.slabs.nbytes == 0
+
+
+def test_nothing_costs_nothing(driver):
+    assert len(driver.slabs.take(0)) == 0 and not driver.calls
+
+
+def test_what_cannot_be_had_is_refused_and_leaves_nothing(driver):
+    with pytest.raises(MemoryError, match=r"^4,611,686,018,427,387,904 bytes of host memory cannot be pinned: .* are "):
+        driver.slabs.take(2**62)
+    with pytest.raises(MemoryError, match=r"^413,696 bytes of host memory cannot be pinned: the driver says no$"):
+        driver.slabs.take(413_696)  # 101 pages
+    assert not driver.pinned and driver.slabs.nbytes == 0
+
+
+def tree(folder: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("files", "left", "source"),
+    [
+        ({}, 614_400, "MemAvailable"),
+        ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/b/memory.max": "max", "sys/fs/cgroup/a/memory.max": "5000",
+          "sys/fs/cgroup/a/b/memory.current": "3", "sys/fs/cgroup/a/memory.current": "1800",
+          "sys/fs/cgroup/a/memory.stat": "anon 1000\ninactive_file 800\n"}, 4000, "cgroup/a/memory.max"),
+        ({"proc/self/cgroup": "3:cpu,memory:/x\n1:cpu:/x\n", "sys/fs/cgroup/memory/memory.limit_in_bytes": "900",
+          "sys/fs/cgroup/memory/memory.usage_in_bytes": "1000"}, 0, "memory.limit_in_bytes"),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "9999999999",
+          "sys/fs/cgroup/memory.current": "1"}, 614_400, "MemAvailable"),
+    ],
+)  # fmt: skip
+def test_what_is_available_by_hand(tmp_path, files, left, source):
+    found, who = available(tree(tmp_path, TREE | files))
+    assert found == left and source in who
+
+
+def test_what_is_available_here():
+    left, _ = available()
+    assert 2**20 < left < 2**50
+
+
+def test_the_host_has_slabs_of_its_own():
+    memory = HOST.take(10)
+    memory[:] = 3
+    assert HOST is not CUDA and memory.sum() == 30
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_gpu_copies_from_it_while_the_host_goes_on():
+    memory = CUDA.take(2**26 + 1)
+    assert torch.frombuffer(memory, dtype=torch.uint8).is_pinned()
+    memory[:] = np.arange(len(memory), dtype=np.uint64).astype(np.uint8)
+    device = torch.empty(len(memory), dtype=torch.uint8, device="cuda")
+    torch.cuda._sleep(10_000_000)
+    before = torch.cuda.Event()
+    device.copy_(torch.frombuffer(memory, dtype=torch.uint8), non_blocking=True)
+    before.record()
+    assert not before.query()  # it was issued, not done
+    torch.cuda.synchronize()
+    assert np.array_equal(device.cpu().numpy(), memory)
+    address = memory.ctypes.data
+    del memory
+    again = CUDA.take(2**25)
+    assert again.ctypes.data == address
+    del again
+    CUDA.drop()
+    assert CUDA.nbytes == 0
