@@ -45,6 +45,7 @@ from executor.training.storage import (
     as_tensor,
     engines_for,
     movable,
+    shared,
     slab,
 )
 from simulator.machine import Machine
@@ -263,6 +264,8 @@ class PlannedStep:
             if block := self._blocks.blocks.get(t):
                 if block.place is Place.HOST:  # what was there is no longer the user's
                     self._blocks.used += block.nbytes
+                if shared(block.host):  # which the user saw, and made so
+                    block.host = block.host.clone()
                 block.place, block.shown, block.users = Place.DEVICE, False, groups[t]
                 block.adopt()
         self.finish()  # no view can be made of what is away

@@ -439,7 +439,12 @@ def slab(engines: Engines, sizes: dict[int, int], offsets: dict[int, int] | None
 
 def movable(tensor: Tensor) -> bool:
     """Can its storage be emptied? Not where a NumPy array, a file or another process has it."""
-    return tensor.untyped_storage().resizable()
+    return tensor.untyped_storage().resizable() and not shared(tensor)
+
+
+def shared(tensor: Tensor) -> bool:
+    """Is it in memory that other processes see? (PyTorch says of such memory that it can be resized, and crashes.)"""
+    return tensor.device.type == "cpu" and tensor.untyped_storage().is_shared()
 
 
 def as_tensor(memory: Tensor, like: Tensor) -> Tensor:

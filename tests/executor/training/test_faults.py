@@ -309,6 +309,8 @@ def test_a_swapped_batch_needs_memory_of_its_own():
         step(data[2:4], y)
     with pytest.raises(StepError, match="clone it"):
         step(torch.from_numpy(data[2:4].numpy()), y)
+    with pytest.raises(StepError, match="clone it"):
+        step(data[2:4].clone().share_memory_(), y)
     model, loss_fn, _ = twins.eager
     torch.manual_seed(3)
     want = loss_fn(model(data[2:4]), y).detach()
@@ -342,6 +344,20 @@ def test_a_model_that_is_not_the_captured_one(change, message):
         with pytest.raises(StepError, match=message) as caught:
             step(*twins.next_batch())
         assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("place", [storage.Place.DEVICE, storage.Place.HOST])
+def test_state_that_becomes_shared_is_refused_wherever_it_is(place):
+    twins, step = planned("lstm")
+    twins.train(step)
+    b = next(b for b in step._bindings if b.block and b.block.place is place)
+    user = b.user
+    user.share_memory_()
+    for _ in range(2):
+        with pytest.raises(StepError, match=f"the plan swaps {b.name}, which is in memory shared with other processes"):
+            step(*twins.next_batch())
+    user.data = user.data.clone()
+    twins.train(step, 2)
 
 
 def test_plans_that_do_not_fit():
