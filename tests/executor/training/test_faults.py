@@ -1,6 +1,5 @@
 """A step that fails leaves a sound model, and what does not fit is refused in one sentence."""
 
-import contextlib
 import copy
 import gc
 import signal
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from executor import PlannedStep, StepError, capture
+from executor.memory.pinned import CUDA
 from executor.training import storage
 from simulator import Plan, Swap
 from simulator.plan import PlanError
@@ -237,41 +237,45 @@ def test_a_step_that_nobody_holds_returns_threads_and_memory_at_once(failed):
         gc.enable()
 
 
-def test_what_cuda_pins_is_given_back_with_the_last_tensor(monkeypatch):
-    """The driver's calls, seen from outside: whole pages, kept as long as a tensor shows the memory."""
+def test_what_cuda_pins_serves_the_next_step(monkeypatch):
+    """The driver's calls, seen from outside: whole pages, another's only when no tensor shows the memory any more."""
     pinned: dict[int, int] = {}
 
     class Runtime:
         def cudaHostRegister(self, address, size, flags):
             assert not any(a < address + size and address < a + n for a, n in pinned.items())
             pinned[address] = size
-            return 0 if size < 10**6 else 2
+            return 0
 
         def cudaHostUnregister(self, address):
             del pinned[address]
 
-        def cudaGetErrorString(self, status):
-            return "out of memory"
-
+    settled = []
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
-    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 512 * (device == 2))
+    monkeypatch.setattr(torch.cuda, "synchronize", settled.append)
     engines = storage.CudaEngines(torch.device("cpu"))
     places = storage.slab(engines, {3: 5000, 4: 10})  # 5,120 and 512 bytes: two pages
     assert list(pinned.values()) == [8192] and next(iter(pinned)) % 4096 == 0
     assert next(iter(pinned)) == places[3].data_ptr() and places[4].data_ptr() == places[3].data_ptr() + 5120
     last = places[4].view(torch.int16)
     other = storage.slab(engines, {0: 1})
-    assert len(pinned) == 2
     del places
-    assert len(pinned) == 2
-    del last, other
+    assert list(pinned.values()) == [8192, 4096] and not settled
+    again = storage.slab(engines, {0: 4000})
+    assert list(pinned.values()) == [8192, 4096, 4096]
+    where = last.data_ptr() - 5120
+    del last
+    assert storage.slab(engines, {0: 5000})[0].data_ptr() == where
+    assert settled == [1, 2]  # what its last owner has copied, on any device
+    with pytest.raises(storage.TransferError, match=r"bytes of host memory cannot be pinned: .* are available"):
+        engines.pinned(2**62)
+    del again, other
+    CUDA.drop()
     assert not pinned
-    with pytest.raises(
-        storage.TransferError, match=r"^2,000,000 bytes of host memory cannot be pinned: out of memory$"
-    ):
-        engines.pinned(2 * 10**6)
 
 
 # ------------------------------------------------------------------------------------------------- errors at the edge
