@@ -290,6 +290,7 @@ class PlannedStep:
                 if leaf.untyped_storage().nbytes() != block.nbytes or not movable(leaf):
                     raise StepError(f"the plan swaps tensor {i} of the batch, which has no memory of its own: clone it")
                 block.on(leaf)
+                self._blocks.engines.borrow(leaf)  # type: ignore[union-attr]
         return batch
 
     # ------------------------------------------------------------------------------------ a step

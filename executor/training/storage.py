@@ -41,6 +41,9 @@ class Engines(Protocol):
     def pinned(self, nbytes: int) -> Bytes:
         """Host memory for copies, uint8[nbytes], free again with the array; raises TransferError."""
 
+    def borrow(self, tensor: Tensor) -> None:
+        """The step may free this memory of the caller's, which may be another stream's: after all compute so far."""
+
     def copy_out(self, host: Tensor, device: Tensor) -> Any:
         """Starts a swap-out; returns its event."""
 
@@ -99,6 +102,9 @@ class HostEngines:
     def pinned(self, nbytes: int) -> Bytes:
         return _take(HOST, nbytes)
 
+    def borrow(self, tensor: Tensor) -> None:
+        pass  # there is one pool
+
     def copy_out(self, host: Tensor, device: Tensor) -> _Copy:
         return self._enqueue(0, host, device)
 
@@ -135,6 +141,9 @@ class CudaEngines:
 
     def pinned(self, nbytes: int) -> Bytes:
         return _take(CUDA, nbytes)
+
+    def borrow(self, tensor: Tensor) -> None:
+        tensor.record_stream(torch.cuda.current_stream(self.device))
 
     def copy_out(self, host: Tensor, device: Tensor) -> torch.cuda.Event:
         return self._copy(self.d2h, host, device)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from executor import PlannedStep, StepError, capture
+from executor import Captured, PlannedStep, StepError, capture
 from executor.memory.pinned import CUDA
 from executor.training import storage
 from simulator import Plan, Swap
@@ -300,13 +300,17 @@ def test_a_batch_that_does_not_fit(batch, message):
     twins.train(step)
 
 
-def test_a_swapped_batch_needs_memory_of_its_own():
-    twins = Twins("small")
+def swapping_the_batch(twins: Twins) -> tuple[Captured, PlannedStep]:
+    """Its first tensor, within the step and over its boundary."""
     captured = twins.captured()
     (x,) = (i for i, t in enumerate(captured.program.tensors) if t.name == "input0")
     uses = captured.program.accesses[x]
-    plan = Plan((Swap(x, uses[0], uses[-1]), Swap(x, uses[-1], uses[0])))
-    step = tight(captured, plan)
+    return captured, tight(captured, Plan((Swap(x, uses[0], uses[-1]), Swap(x, uses[-1], uses[0]))))
+
+
+def test_a_swapped_batch_needs_memory_of_its_own():
+    twins = Twins("small")
+    captured, step = swapping_the_batch(twins)
     twins.train(step, 2)
     data, y = torch.randn(8, 3, 16, 16), twins.next_batch()[1]
     with pytest.raises(StepError, match="clone it"):
@@ -320,6 +324,39 @@ def test_a_swapped_batch_needs_memory_of_its_own():
     want = loss_fn(model(data[2:4]), y).detach()
     torch.manual_seed(3)
     assert same(PlannedStep(captured, Plan())(data[2:4], y), want)
+
+
+def test_a_swapped_batch_is_borrowed_before_it_is_freed(monkeypatch):
+    """On CUDA its memory may be another stream's, whose allocator knows nothing of compute unless it is told."""
+    told = []
+    monkeypatch.setattr(storage.HostEngines, "borrow", lambda self, t: told.append((t, t.untyped_storage().nbytes())))
+    twins = Twins("small")
+    step = swapping_the_batch(twins)[1]
+    x, y = twins.next_batch()
+    step(x, y)
+    assert len(told) == 1 and told[0][0] is x and told[0][1] == x.nbytes
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+def test_a_swapped_batch_of_another_stream(monkeypatch):
+    """That stream goes on allocating while compute has not come to the batch."""
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    twins = Twins("small", device="cuda")
+    step = swapping_the_batch(twins)[1]
+    side = torch.cuda.Stream()
+    for _ in range(3):
+        with torch.cuda.stream(side):
+            x, y = twins.next_batch()
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda._sleep(100_000_000)
+        torch.manual_seed(twins.seed)
+        loss = step(x, y)
+        with torch.cuda.stream(side):
+            torch.full_like(x, torch.nan)
+        assert same(loss, twins.eager_step())
+        twins.seed += 1
 
 
 @pytest.mark.parametrize(
