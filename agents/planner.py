@@ -218,11 +218,14 @@ def plans_of(planners: Sequence[Planner], program: Program, machine: Machine, li
 
 def infeasible(planner: Planner, program: Program, limit: int, least: int | None) -> Infeasible:
     """The exception, saying the smallest limit that the planner can reach: ``least`` bytes, None if not known."""
+    min_bytes = getattr(planner, "min_bytes", 0)
     known = least is not None and least > limit
     reach = f"the smallest limit it can reach is {least:,} bytes" if known else "it found no plan that fits"
+    if min_bytes and not program.gaps(min_bytes) and program.gaps():
+        reach = "it can move nothing"
     return Infeasible(
         f"{planner.name}: {program.name!r} cannot be planned within {limit:,} bytes (peak "
-        f"{program.peak_bytes:,}); {reach}{held_back(program, limit, getattr(planner, 'min_bytes', 0))}"
+        f"{program.peak_bytes:,}); {reach}{held_back(program, limit, min_bytes)}"
     )
 
 

@@ -8,6 +8,9 @@ from executor.replay.backend import BackendError
 from executor.replay.replay import Measured, replay
 from executor.replay.streams import ReplayError
 from executor.training.planned_step import PlannedStep, StepError
+from executor.training.planned_steps import PlannedSteps
 
-__all__ = ["BackendError", "CaptureError", "Captured", "Measured", "PlannedStep", "ReplayError", "StepError", "capture",
-           "capture_step", "open_backend", "replay", "with_algorithms", "with_roofline"]  # fmt: skip
+__all__ = [
+    "BackendError", "CaptureError", "Captured", "Measured", "PlannedStep", "PlannedSteps", "ReplayError", "StepError",
+    "capture", "capture_step", "open_backend", "replay", "with_algorithms", "with_roofline",
+]  # fmt: skip

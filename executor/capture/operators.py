@@ -122,6 +122,19 @@ def running_statistics(func: OpOverload, args: Any, kwargs: Any) -> list[Tensor]
     return [given[key] for key in ("running_mean", "running_var") if isinstance(given.get(key), Tensor)]
 
 
+def half_statistics(func: OpOverload, args: Any, kwargs: Any) -> tuple[int, ...]:
+    """Which results are float32 although fake tensors say that they are half: batch-norm's statistics on the CPU, of
+    half inputs with float32 weights or running statistics."""
+    if "native_batch_norm" not in func._overloadpacket.__name__ or "backward" in func._overloadpacket.__name__:
+        return ()
+    given = {argument.name: value for argument, value in arguments(func, args, kwargs)}
+    x = given["input"]
+    others = [given.get(k) for k in ("weight", "bias", "running_mean", "running_var")]
+    mixed = any(isinstance(v, Tensor) and v.dtype == torch.float32 for v in others)
+    half = x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16)
+    return (1, 2) if mixed and half else ()
+
+
 def adds_gradients(func: OpOverload, args: Any, kwargs: Any) -> bool:
     """Whether this ``add`` is autograd's own sum of two gradients, in a form that it does in place.
 

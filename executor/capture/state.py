@@ -7,6 +7,7 @@ restored.
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 import types
@@ -19,9 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.amp.grad_scaler import GradScaler
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
+from torch.optim.optimizer import _default_to_fused_or_foreach
 
+from executor.capture.numbers import is_number
 from simulator.program import TensorKind
 
 
@@ -70,6 +74,7 @@ class StepState:
         self.entries: list[Entry] = []
         self.modules: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
+        self.scalers: list[GradScaler] = []
         self._slots: list[tuple[Any, Any, Tensor]] = []  # container, key, fake
         self._fakes: dict[int, Tensor] = {}
         self._bases: dict[StorageWeakRef, Tensor] = {}
@@ -116,6 +121,12 @@ class StepState:
                 self._module(module, prefix, depth)
         elif isinstance(value, Optimizer):
             self.optimizers.append(value)
+        elif isinstance(value, GradScaler):
+            if value.is_enabled() and value._scale is None:  # its first use would make them
+                value._lazy_init_scale_growth_tracker(torch.device(value._device))
+            self.scalers.append(value)
+            self._items(vars(value), [(k, k) for k in ("_scale", "_growth_tracker") if k in vars(value)], name, kind,
+                        depth)  # fmt: skip
         elif isinstance(value, dict):
             self._items(value, [(k, k if isinstance(k, str) else repr(k)) for k in value], name, kind, depth)
         elif isinstance(value, list):
@@ -179,6 +190,9 @@ class StepState:
                 undo += [_restorer(t) for t in (module._parameters, module._buffers, module._modules)]
             for container, key, fake in self._slots:
                 undo.append(_put(container, key, fake))
+            for scaler in self.scalers:
+                undo.append(_restorer(vars(scaler)))
+                scaler._per_optimizer_states = copy.copy(scaler._per_optimizer_states)
             for i, optimizer in enumerate(self.optimizers):
                 undo.append(_restorer(vars(optimizer)))
                 self._install_optimizer(optimizer, "optimizer" if i == 0 else f"optimizer{i}")
@@ -190,15 +204,17 @@ class StepState:
     def _install_optimizer(self, optimizer: Optimizer, prefix: str) -> None:
         """Swaps in fake parameters and state, and creates the state its first step would create.
 
-        Single-tensor updates (``foreach`` and ``fused`` off), so that a kernel is one update of one tensor. The
-        step count of Adam and its kin is read as a number that is not known (a SymFloat), so that the arithmetic
+        Updates take the form (``foreach``, ``fused`` or one by one) that the real parameters would give them. The step
+        count of Adam and its kin is read as a number that is not known (a SymFloat), so that the arithmetic
         of the bias correction becomes part of the graph, as eager PyTorch does it on the host.
         """
         groups, fresh = [], []
-        options = _SINGLE_TENSOR | ({"capturable": True} if self.as_capturable else {})
+        options = {"capturable": True} if self.as_capturable else {}
         for g, group in enumerate(optimizer.param_groups):
             swapped = dict(group, params=[self.fake(p, f"{prefix}.param", "parameter") for p in group["params"]])
             swapped.update({k: v for k, v in options.items() if k in swapped})
+            if swapped.get("foreach", 0) is None and not swapped.get("fused"):  # what fakes would not choose
+                swapped["foreach"] = chooses_foreach(group)
             for option, value in group.items():  # a learning rate that is a tensor
                 if isinstance(value, Tensor):
                     swapped[option] = self.fake(value, f"{prefix}.{option}", "optimizer_state",
@@ -234,6 +250,8 @@ class StepState:
             steps = {id(p): dict(s) for p, s in state.items() if isinstance(p, Tensor)}
             with capturable(takes_capturable(optimizer)):
                 type(optimizer).step(optimizer)
+        # Should the setting above be lost: a context that an interrupted capture left open may end at any time.
+        self.mode.shape_env.pending_fresh_unbacked_symbols.clear()
         for param in fresh:
             param.grad = None
         for param in fresh:
@@ -249,7 +267,32 @@ class StepState:
 
 _OPAQUE = (Tensor, types.ModuleType, type, str, bytes, int, float, complex, type(None), torch.dtype, torch.device,
            torch.Generator, types.BuiltinFunctionType, types.CodeType)  # fmt: skip
-_SINGLE_TENSOR = {"foreach": False, "fused": False}
+
+
+def chooses_foreach(group: dict[str, Any]) -> bool:
+    """Whether an optimizer whose ``foreach`` is None takes it for this group, as it does on CUDA."""
+    if isinstance(group.get("lr"), Tensor) and not group.get("capturable"):
+        return False
+    wanted = [p for p in group["params"] if p.requires_grad]
+    return bool(_default_to_fused_or_foreach(wanted, group.get("differentiable", False), False)[1])
+
+
+@contextmanager
+def bucketed(optimizer: Optimizer, nbytes: int) -> Iterator[None]:
+    """Every parameter group is several, each of parameters of at most ``nbytes`` (or of one)."""
+    groups, optimizer.param_groups = optimizer.param_groups, []
+    for group in groups:
+        bucket: list[Tensor] = []
+        for param in group["params"]:
+            if bucket and sum(p.nbytes for p in bucket) + param.nbytes > nbytes:
+                optimizer.param_groups.append({**group, "params": bucket})
+                bucket = []
+            bucket.append(param)
+        optimizer.param_groups.append({**group, "params": bucket})
+    try:
+        yield
+    finally:
+        optimizer.param_groups = groups
 
 
 def takes_capturable(optimizer: Optimizer) -> bool:
@@ -284,6 +327,12 @@ def options(group: dict[str, Any]) -> dict[str, Any]:
     """A parameter group's options that are not tensors, and how many parameters it has."""
     plain = {k: v for k, v in group.items() if k != "params" and not isinstance(v, Tensor)}
     return {**plain, "params": len(group["params"])}
+
+
+def fixed(options: dict[str, Any]) -> dict[str, Any]:
+    """Of options those that are constants of the graph (the others: numbers.py)."""
+    return {k: v for k, v in options.items() if not is_number(k, v) and not
+            (isinstance(v, tuple) and any(is_number(k, part) for part in v))}  # fmt: skip
 
 
 def _restorer(table: dict[Any, Any]) -> Callable[[], None]:

@@ -178,10 +178,14 @@ def _unregister(address: int) -> None:
 
 
 def _synchronize() -> None:
+    """Waits for every device that is used, and makes no context on another."""
     import torch
 
-    with contextlib.suppress(RuntimeError):  # an earlier failure is reported where it happened
-        torch.cuda.synchronize()
+    current = torch.cuda.current_device()
+    for device in range(torch.cuda.device_count()):
+        if device == current or torch.cuda.memory_reserved(device):
+            with contextlib.suppress(RuntimeError):  # an earlier failure is reported where it happened
+                torch.cuda.synchronize(device)
 
 
 CUDA = Slabs(_register, _unregister, _synchronize)

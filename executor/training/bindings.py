@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
 from executor.capture.capture import Captured
-from executor.training.storage import Block, Place, Shared, movable
+from executor.training.storage import Block, Place, Shared, movable, shared
 
 
 class StepError(RuntimeError):
@@ -35,7 +35,9 @@ class Binding(Shared):
         now = self.present()
         if now is None or now is not self.user or now.device != self.seen.device or not self.seen.is_set_to(now):
             return False
-        return self.block is None or self.block.place is not Place.DEVICE or movable(now)
+        if self.block is None:
+            return True
+        return movable(now) if self.block.place is Place.DEVICE else not shared(now)
 
     def take(self, nbytes: int) -> None:
         """Takes what is there, which has to look as at the capture.
@@ -46,13 +48,13 @@ class Binding(Shared):
         now = self.present()
         if isinstance(self.source, nn.Parameter) and now is not self.source:
             raise StepError(f"{self.name} was replaced by another parameter after the capture; capture the step again")
+        if self.block and isinstance(now, Tensor) and shared(now):
+            raise StepError(f"the plan swaps {self.name}, which is in memory shared with other processes")
         if isinstance(now, Tensor) and now.device.type == "cpu" != self.meant[0].type and self._may_be_away():
             now.data = now.data.to(self.meant[0])
         compare(self.name, now, self.node, *self.meant)
         if self.block and now.untyped_storage().nbytes() != nbytes:
             raise StepError(f"{self.name} is part of other memory than at the capture; capture the step again")
-        if self.block and now.device.type == "cpu" and now.is_shared():
-            raise StepError(f"the plan swaps {self.name}, which is in memory shared with other processes")
         self.user, self.own = now, now.detach()
         self.seen = self.own
 

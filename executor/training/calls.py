@@ -23,6 +23,7 @@ from torch._ops import OpOverload
 from torch.fx.node import map_arg
 
 from executor.capture.capture import Captured
+from executor.capture.numbers import Option
 from simulator.schedule import Schedule, Step
 
 Call = tuple[int, Callable[..., Any], Callable[[list[Any]], Any], dict[str, Any]]
@@ -35,8 +36,12 @@ class Calls:
         slots: node -> its place in the table, of what is in no block or in that of a persistent tensor.
         table: constants in their places, None elsewhere.
         fixed: calls that make the views of persistent tensors, run when those are bound.
+        numbers: calls that depend on the optimizers' numbers alone, run when one of these has changed.
+        patches: (options of a call, key, slot): where results of ``numbers`` stand, written after these have run.
         first: calls that begin a step.
         steps: per step of the schedule, its calls, and the slots that are cleared after it.
+        asks: kernel -> slot of a number that is read after it; where it is not 0, ``skipped`` are left out.
+        skipped: kernel -> its calls where it is left out (skipping.py).
         of: block -> slots of its values, its maker's first.
         outputs: slots of what is returned.
         read_first: tensors that ``first`` reads, as numbers.
@@ -47,6 +52,9 @@ class Calls:
         self.slots: dict[fx.Node, int] = {}
         self.table: list[Any] = []
         self.fixed: list[Call] = []
+        self.numbers: list[Call] = []
+        self.patches: list[tuple[dict[str, Any], str, int]] = []
+        self._numbers: set[fx.Node] = set()
         self.first: list[Call] = []
         self.read_first: set[int] = set()
         self.bodies: list[list[fx.Node]] = [[] for _ in schedule.program.kernels]
@@ -56,6 +64,8 @@ class Calls:
         last: dict[int, int] = {}  # tensor -> the block that it is in at the end
         for step in schedule.steps:
             last.update({} if step.rerun else step.uses)
+        self.asks: dict[int, int] = {}
+        self.skipped: dict[int, tuple[Call, ...]] = {}
         self.outputs = [self._at(node, last) for node in captured.outputs]
         self.steps = [self._step(step) for step in schedule.steps]
 
@@ -81,6 +91,12 @@ class Calls:
 
         body = self.bodies[step.kernel]
         calls = [self._call(node, place, self._at(node, step.uses)) for node in body]
+        if not step.rerun:
+            if step.kernel in self.captured.left_out:
+                self.skipped[step.kernel] = tuple(map(self._left_out, body, calls))
+            for node in body:
+                if node in self.captured.asked:
+                    self.asks[step.kernel] = self._at(node, step.uses)
         clear = [s for b in step.frees for s in self.of.get(b, ()) if s not in self.outputs]
         return scratch + calls, (*clear, *(self.slots[n] for n in body if self._sequence(n)))
 
@@ -90,6 +106,7 @@ class Calls:
         batch = {leaf for leaf in self.captured.leaves if isinstance(leaf, fx.Node)}
         with_kernel: dict[fx.Node, int] = {}
         fixed: set[fx.Node] = set()
+        written: dict[int, int] = {}  # tensor -> the kernel that wrote it last
         for node in self.captured.graph.graph.nodes:
             if (
                 node.op == "output"
@@ -99,11 +116,20 @@ class Calls:
                 continue
             self.slots[node] = self._slot(getattr(self.captured.graph, node.target) if node.op == "get_attr" else None)
             k = with_kernel[node] = own.get(node, max((with_kernel[a] for a in node.all_input_nodes), default=-1))
+            if node.target is _NUMBER:  # comes after what has written the tensor, whose node that need not be
+                k = with_kernel[node] = max(k, *(written.get(self.values.get(a, -1), -1) for a in node.all_input_nodes))
+            if node in own:
+                written.update(dict.fromkeys(self.schedule.program.kernels[k].outputs, k))
             if node.op != "call_function":
                 if node not in batch:
                     fixed.add(node)
             elif k >= 0:
                 self.bodies[k].append(node)
+            elif isinstance(node.target, Option) or (
+                not fixed.issuperset(node.all_input_nodes) and (fixed | self._numbers).issuperset(node.all_input_nodes)
+            ):
+                self._numbers.add(node)
+                self.numbers.append(self._call(node, self.slots.__getitem__, self.slots[node]))
             elif fixed.issuperset(node.all_input_nodes) and node.target is not _NUMBER:
                 fixed.add(node)
                 self.fixed.append(self._call(node, self.slots.__getitem__, self.slots[node]))
@@ -132,12 +158,23 @@ class Calls:
 
         target = _not_in_place(node.target)
         function = getattr(target, "_op", target)  # below OpOverload's own Python
-        keys = [key for key, value in node.kwargs.items() if isinstance(value, fx.Node)]
+        known = [key for key, value in node.kwargs.items() if isinstance(value, fx.Node) and value in self._numbers]
+        keys = [key for key, value in node.kwargs.items() if isinstance(value, fx.Node) and key not in known]
         options = {key: value for key, value in node.kwargs.items() if key not in keys}
+        self.patches += [(options, key, self.slots[node.kwargs[key]]) for key in known]  # type: ignore[index]
         where = [slot(v) for v in node.args] + [slot(node.kwargs[key]) for key in keys]
         if keys:
             function = _with_options(function, len(node.args), keys)
         return out, function, _getter(where), options
+
+    def _left_out(self, node: fx.Node, call: Call) -> Call:
+        """The call of a node whose kernel is left out: what it writes in place stays as it is."""
+        out, function, get, options = call
+        if not isinstance(node.target, OpOverload) or node.target is _NUMBER:
+            return out, _or_one(function), get, options
+        persistent = any(self.schedule.program.tensors[t].persistent for a in node.all_input_nodes
+                         if (t := self.values.get(a)) is not None)  # fmt: skip
+        return (out, _first, get, {}) if node.target._schema.is_mutable and persistent else call
 
     def random(self, k: int) -> bool:
         """Does the kernel draw random numbers?"""
@@ -161,6 +198,22 @@ def _getter(where: list[Any]) -> Callable[[list[Any]], Any]:
     if where:
         return itemgetter(slice(where[0], where[0] + 1))
     return itemgetter(slice(0, 0))
+
+
+def _first(*args: Any) -> Any:
+    return None if isinstance(args[0], list) else args[0]
+
+
+def _or_one(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A number that goes nowhere (a bias correction after no step) is 1 where it is none."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        try:
+            return function(*args, **options)
+        except ArithmeticError:
+            return 1.0
+
+    return call
 
 
 def _with_options(function: Callable[..., Any], count: int, keys: list[str]) -> Callable[..., Any]:

@@ -17,14 +17,12 @@ step that fails, and the reasons for these choices:
 4. State that the optimizer has not created yet is created by its own ``step``, on parameters of one element.
 5. ``peak_bytes`` counts the program's storages and workspaces, not ``undo_bytes`` nor other tensors of the caller.
 6. The batch's storages are the caller's; one that the plan swaps must have a storage of its own.
-7. Model, mode, frozen parameters and optimizer options are the capture's; a learning rate that changes is a tensor.
+7. Model, mode, frozen parameters are the capture's. An optimizer's numbers (lr, betas, …) are read at each step.
 8. The loss is returned without a graph: ``loss.backward()`` has been done.
 """
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +34,8 @@ from executor.capture.capture import Captured
 from executor.training.bindings import Binding, StepError, check, compare, create_state, meant
 from executor.training.calls import Calls
 from executor.training.order import Move, order
+from executor.training.process import BEGIN, NOW, Interrupt, Random
+from executor.training.skipping import Skipping
 from executor.training.storage import (
     ALIGNMENT,
     Block,
@@ -45,6 +45,7 @@ from executor.training.storage import (
     as_tensor,
     engines_for,
     movable,
+    shared,
     slab,
 )
 from simulator.machine import Machine
@@ -96,6 +97,8 @@ class PlannedStep:
         self._inputs = {captured.values[leaf] for leaf in captured.leaves if leaf in captured.values}
         self._make_blocks()
         self._work = self._compile()
+        self._numbers: list[Any] = []  # the optimizers', when they were last read, and their types
+        self._types: list[type] = []
         self._bind()
         self._parameters = [b for b in self._bindings if isinstance(b.user, nn.Parameter)]
         self._make_undo(undo)
@@ -125,7 +128,14 @@ class PlannedStep:
         """The work of a step; see the module."""
         order, calls, program = self.order, self.calls, self.program
         rerun = {item.step.kernel for item in order.items if item.step.rerun and calls.random(item.step.kernel)}
-        self._random = _Random(_generators(self.captured, self.device))
+        self._random = Random(_generators(self.captured, self.device))
+        self._skipping = Skipping(self._blocks)
+        # Checkpoints of the model's own put random states back: of each, the state after a kernel, by a number below 0.
+        draws, n = self.captured.draws, len(program.kernels)
+        kept = {k: NOW - 2 - k for k in draws.values() if k >= 0}
+        starts = {k: kept.get(source, BEGIN) for k, source in draws.items() if k < n}
+        end = kept.get(draws[n], BEGIN) if n in draws else None
+        last = max((k for k in range(n) if calls.random(k)), default=-1)
         work: list[tuple[Any, ...]] = []
         grad_mode = False
         for item, (run_calls, clear) in zip(order.items, calls.steps, strict=True):
@@ -135,11 +145,23 @@ class PlannedStep:
             if forward is not grad_mode:
                 grad_mode = forward
                 before.append((torch._C._set_grad_enabled, forward))
+            if not again:
+                if kernel in starts:
+                    before.append((self._random.restore, starts[kernel]))
+                if kernel in kept:
+                    after.insert(0, (self._random.save, kept[kernel]))
+                if kernel == last and end is not None:
+                    after.append((self._random.restore, end))
             if kernel in rerun:
                 before.append((self._random.replay if again else self._random.save, kernel))
                 if again:
-                    after.insert(0, (self._random.restore, _NOW))
+                    after.insert(0, (self._random.restore, NOW))
+            if not again and (asked := calls.asks.get(kernel)) is not None:
+                after.insert(0, (self._skipping.ask, asked))
+            if not again and kernel in calls.skipped:
+                self._skipping.add(len(work), calls.skipped[kernel])
             work.append((tuple(before), item.charged, tuple(run_calls), clear, item.freed, tuple(after)))
+        self._skipping.work = work
         first_write = (i for i, item in enumerate(order.items) if program.kernels[item.step.kernel].phase == "optimizer"
                        and not item.step.rerun and any(program.tensors[t].persistent
                                                        for t in program.kernels[item.step.kernel].outputs))  # fmt: skip
@@ -203,12 +225,29 @@ class PlannedStep:
             for b in changed:
                 b.user = None  # type: ignore[assignment]  # the next step looks again
             raise
-        self._table = self.calls.table.copy()
+        self._table, self._types = self.calls.table.copy(), []
         for b in self._bindings:
             self._table[self.calls.slots[b.node]] = b.own
         with torch.no_grad():
             for out, function, get, options in self.calls.fixed:
                 self._table[out] = function(*get(self._table), **options)
+
+    def _read_numbers(self) -> None:
+        """Learning rates and the like as they are now."""
+        numbers = self.captured.numbers
+        present = [option() for option in numbers.options]
+        if list(map(type, present)) == self._types and present == self._numbers:
+            return
+        if wrong := numbers.broken(dict(zip(numbers.options, present, strict=True))):
+            raise StepError(
+                f"the optimizer's {wrong.key} was {wrong.was} at the capture and is {wrong()} now, with which its step "
+                "does something else; capture the step again"
+            )
+        for out, function, get, options in self.calls.numbers:
+            self._table[out] = function(*get(self._table), **options)
+        for options, key, slot in self.calls.patches:
+            options[key] = self._table[slot]
+        self._numbers, self._types = present, list(map(type, present))
 
     def _take_state(self, changed: list[Binding]) -> None:
         for b in changed:
@@ -225,6 +264,8 @@ class PlannedStep:
             if block := self._blocks.blocks.get(t):
                 if block.place is Place.HOST:  # what was there is no longer the user's
                     self._blocks.used += block.nbytes
+                if shared(block.host):  # which the user saw, and made so
+                    block.host = block.host.clone()
                 block.place, block.shown, block.users = Place.DEVICE, False, groups[t]
                 block.adopt()
         self.finish()  # no view can be made of what is away
@@ -249,6 +290,7 @@ class PlannedStep:
                 if leaf.untyped_storage().nbytes() != block.nbytes or not movable(leaf):
                     raise StepError(f"the plan swaps tensor {i} of the batch, which has no memory of its own: clone it")
                 block.on(leaf)
+                self._blocks.engines.borrow(leaf)  # type: ignore[union-attr]
         return batch
 
     # ------------------------------------------------------------------------------------ a step
@@ -265,10 +307,11 @@ class PlannedStep:
         batch = self._take(args)
         self._bind()
         check(self.captured, self._parameters)
+        self._read_numbers()
         blocks, commit, peak = self._blocks, self._commit, self.peak_bytes
         table = blocks.values = self._table.copy()
         at = -1
-        with _Interrupt() as interrupt, torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+        with Interrupt() as interrupt, torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             try:
                 self._begin(batch, table)
                 for at, (before, charged, calls, clear, freed, after) in enumerate(self._work):
@@ -296,6 +339,7 @@ class PlannedStep:
                 self._fail(at, error)
                 raise
             finally:
+                self._skipping.end()
                 blocks.tolerant, blocks.values, self._undo_batch = False, [], []
                 for t in self._inputs & blocks.blocks.keys():  # the caller's memory
                     blocks.blocks[t].storage = blocks.blocks[t].bytes = None
@@ -304,7 +348,7 @@ class PlannedStep:
 
     def _begin(self, batch: dict[fx.Node, Tensor], table: list[Any]) -> None:
         """What can be undone is noted; the batch is in its place, and what the plan has away at the boundary is."""
-        self._random.save(_BEGIN)
+        self._random.save(BEGIN)
         for into, bindings in self._undone:
             torch._foreach_copy_(into, [b.seen for b in bindings], non_blocking=True)
         for node, tensor in batch.items():
@@ -338,7 +382,7 @@ class PlannedStep:
                     torch._foreach_copy_([b.seen for b in bindings], copies)
                 for tensor, copy in self._undo_batch:
                     tensor.copy_(copy)
-                self._random.restore(_BEGIN)
+                self._random.restore(BEGIN)
                 left = "the model is as before the step"
             else:
                 left = "the optimizer had begun, and what it updated before this kernel is a step ahead of the rest"
@@ -366,54 +410,6 @@ class PlannedStep:
     def __exit__(self, *_: object) -> None:
         self._open = False
         self.finish()
-
-
-_BEGIN, _NOW = -2, -1  # random states that are no kernel's: before the step, before a kernel runs again
-
-
-class _Random:
-    """States of all random generators, by what comes after them. (A class of its own: were these methods of the step,
-    its list of work would hold the step, and its memory would wait for the garbage collector.)"""
-
-    def __init__(self, generators: list[torch.Generator]):
-        self.generators, self.states = generators, dict[int, list[Tensor]]()
-
-    def save(self, kernel: int) -> None:
-        self.states[kernel] = [g.get_state() for g in self.generators]
-
-    def restore(self, kernel: int) -> None:
-        for generator, state in zip(self.generators, self.states[kernel], strict=True):
-            generator.set_state(state)
-
-    def replay(self, kernel: int) -> None:
-        self.save(_NOW)
-        self.restore(kernel)
-
-
-class _Interrupt:
-    """Ctrl-C while a step runs: noted, and handled when the step is over, done or undone.
-
-    Attributes:
-        stop: it should be undone, if it still can. A handler other than Python's own is called only at the end.
-    """
-
-    def __enter__(self) -> _Interrupt:
-        self.stop, self.caught = False, None
-        handler = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
-        self.handler = handler if callable(handler) else None
-        if self.handler:
-            signal.signal(signal.SIGINT, self._note)
-        return self
-
-    def _note(self, *caught: Any) -> None:
-        self.caught = caught
-        self.stop = self.handler is signal.default_int_handler
-
-    def __exit__(self, kind: Any, *_: object) -> None:
-        if self.handler:
-            signal.signal(signal.SIGINT, self.handler)
-            if self.caught and kind is not KeyboardInterrupt:
-                self.handler(*self.caught)
 
 
 def _device(captured: Captured) -> torch.device:

@@ -23,15 +23,12 @@ from itertools import accumulate
 from queue import SimpleQueue
 from typing import Any, Literal, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-ALIGNMENT = 512
-PAGE = 4096  # bytes; the driver pins whole pages
+from executor.memory.pinned import CUDA, HOST, Bytes, Slabs
 
-Bytes = npt.NDArray[np.uint8]
+ALIGNMENT = 512
 
 
 class TransferError(RuntimeError):
@@ -42,7 +39,10 @@ class Engines(Protocol):
     """One copy engine each way; copies of one direction are done in order, after the compute enqueued before them."""
 
     def pinned(self, nbytes: int) -> Bytes:
-        """Host memory for copies, uint8[nbytes], given back with the array; raises TransferError."""
+        """Host memory for copies, uint8[nbytes], free again with the array; raises TransferError."""
+
+    def borrow(self, tensor: Tensor) -> None:
+        """The step may free this memory of the caller's, which may be another stream's: after all compute so far."""
 
     def copy_out(self, host: Tensor, device: Tensor) -> Any:
         """Starts a swap-out; returns its event."""
@@ -100,7 +100,10 @@ class HostEngines:
             weakref.finalize(self, queue.put, None)
 
     def pinned(self, nbytes: int) -> Bytes:
-        return _memory(nbytes)
+        return _take(HOST, nbytes)
+
+    def borrow(self, tensor: Tensor) -> None:
+        pass  # there is one pool
 
     def copy_out(self, host: Tensor, device: Tensor) -> _Copy:
         return self._enqueue(0, host, device)
@@ -130,28 +133,17 @@ class HostEngines:
 
 
 class CudaEngines:
-    """For tensors on a GPU: a stream each way. Host memory is registered with the driver, which takes the exact size
-    (PyTorch's own pinned memory is rounded up to a power of two)."""
+    """For tensors on a GPU: a stream each way."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self.d2h, self.h2d = (torch.cuda.Stream(device) for _ in range(2))
 
     def pinned(self, nbytes: int) -> Bytes:
-        size = -(-nbytes // PAGE) * PAGE  # whole pages that nobody else pins
-        room = _memory(size + PAGE)
-        skip = -room.ctypes.data % PAGE
-        memory = room[skip : skip + size]
-        runtime, address = torch.cuda.cudart(), memory.ctypes.data
-        with torch.cuda.device(self.device):
-            status = runtime.cudaHostRegister(address, size, 0)
-            if int(status) != 0:
-                with contextlib.suppress(RuntimeError):  # the driver tells the next launch once more
-                    torch.zeros((), device=self.device)
-                why = runtime.cudaGetErrorString(status)
-                raise TransferError(f"{nbytes:,} bytes of host memory cannot be pinned: {why}")
-        weakref.finalize(room, _unpin, runtime, self.device, address)  # views keep it, not each other
-        return memory[:nbytes]
+        return _take(CUDA, nbytes)
+
+    def borrow(self, tensor: Tensor) -> None:
+        tensor.record_stream(torch.cuda.current_stream(self.device))
 
     def copy_out(self, host: Tensor, device: Tensor) -> torch.cuda.Event:
         return self._copy(self.d2h, host, device)
@@ -179,18 +171,11 @@ class CudaEngines:
             torch.cuda.synchronize(self.device)
 
 
-def _memory(nbytes: int) -> Bytes:
+def _take(slabs: Slabs, nbytes: int) -> Bytes:
     try:
-        return np.empty(nbytes, np.uint8)
+        return slabs.take(nbytes)
     except MemoryError as error:
-        raise TransferError(f"{nbytes:,} bytes of host memory cannot be had: {_line(error)}") from None
-
-
-def _unpin(runtime: Any, device: torch.device, address: int) -> None:
-    with contextlib.suppress(RuntimeError):  # an earlier failure is not reported here
-        torch.cuda.synchronize(device)  # no copy may still be under way there
-    with torch.cuda.device(device):
-        runtime.cudaHostUnregister(address)
+        raise TransferError(str(error)) from None
 
 
 class Place(Enum):
@@ -285,6 +270,9 @@ class Blocks:
         block = self.blocks[t]
         if block.storage is None:
             block.on(next(v for v in (self.values[s] for s in slots) if v is not None))
+            if block.storage.nbytes() != block.nbytes:  # type: ignore[attr-defined]
+                found = f"{block.storage.nbytes():,} bytes, the program says {block.nbytes:,}"  # type: ignore[attr-defined]
+                raise TransferError(f"{block.name} has {found}: this operator is not what its trace was")
 
     def out(self, t: int) -> None:
         """Starts the copy to the host; the tensor can be used until it is reclaimed."""
@@ -436,7 +424,12 @@ def slab(engines: Engines, sizes: dict[int, int], offsets: dict[int, int] | None
 
 def movable(tensor: Tensor) -> bool:
     """Can its storage be emptied? Not where a NumPy array, a file or another process has it."""
-    return tensor.untyped_storage().resizable()
+    return tensor.untyped_storage().resizable() and not shared(tensor)
+
+
+def shared(tensor: Tensor) -> bool:
+    """Is it in memory that other processes see? (PyTorch says of such memory that it can be resized, and crashes.)"""
+    return tensor.device.type == "cpu" and tensor.untyped_storage().is_shared()
 
 
 def as_tensor(memory: Tensor, like: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Capture against eager PyTorch: lifetimes, in-place updates, values, and nothing of the user's changed."""
 
+import contextlib
 import copy
 import random
 from collections.abc import Callable
@@ -7,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -425,3 +427,12 @@ def test_capture_refuses_what_is_no_training_step():
     lbfgs = torch.optim.LBFGS(model.parameters())
     with pytest.raises(CaptureError, match="cannot be traced"):
         capture(model, loss_fn, lbfgs, (x, y), machine=GPU)
+
+
+def test_numbers_read_in_the_untraced_step_are_forgotten(monkeypatch):
+    """Also where PyTorch's setting that ignores them is lost in between."""
+    monkeypatch.setattr(ShapeEnv, "ignore_fresh_unbacked_symbols", lambda self: contextlib.nullcontext())
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    captured = capture(model, nn.MSELoss(), optimizer, (torch.randn(3, 4), torch.randn(3, 2)))
+    assert captured.program.kernels[-1].phase == "optimizer"

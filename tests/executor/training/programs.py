@@ -88,7 +88,10 @@ class Twins:
 
 def same(a: Tensor, b: Tensor) -> bool:
     """Equal to the bit, on whatever device."""
-    return a.dtype == b.dtype and a.shape == b.shape and a.cpu().numpy().tobytes() == b.cpu().numpy().tobytes()
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    left, right = (t.detach().cpu().contiguous().flatten().view(torch.uint8) for t in (a, b))
+    return torch.equal(left, right)
 
 
 def state(parts: Parts) -> tuple[dict, dict]:

@@ -1,0 +1,66 @@
+"""What a capture gives: the program of a step, the graph that runs it, and where the step finds its tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import TreeSpec
+
+from executor.capture.algorithms import convolution_of, with_algorithms
+from executor.capture.numbers import Numbers
+from executor.capture.roofline import with_roofline
+from executor.capture.state import Home
+from simulator.machine import Machine
+from simulator.program import Program
+
+
+class CaptureError(ValueError):
+    """A step cannot be captured; the message is one sentence naming the cause."""
+
+
+@dataclass(frozen=True, eq=False)
+class Captured:
+    """A program and the graph it came from.
+
+    ``graph`` takes the placeholders' tensors in order and returns ``outputs`` (the step's tensors, flat);
+    run on real tensors it does exactly the step, in-place updates of the state included.
+    """
+
+    program: Program
+    graph: fx.GraphModule
+    nodes: tuple[tuple[fx.Node, ...], ...]  # per kernel: its operator and the getitems of it; () for a marker
+    values: dict[fx.Node, int]  # node whose value is one tensor -> index in program.tensors
+    placeholders: tuple[fx.Node, ...]
+    names: tuple[str, ...]  # per placeholder, e.g. "features.0.weight", "optimizer.features.0.weight.momentum_buffer"
+    sources: tuple[Tensor | None, ...]  # per placeholder: the user's tensor; None: state not created yet
+    homes: tuple[Home | None, ...]  # per placeholder: where the step finds its tensor; None for its arguments
+    devices: tuple[torch.device, ...]  # per placeholder
+    outputs: tuple[fx.Node, ...]
+    spec: TreeSpec  # of the step's arguments
+    leaves: tuple[Any, ...]  # those, flat; a tensor's placeholder stands for it
+    settings: tuple[tuple[Optimizer, tuple[dict[str, Any], ...]], ...]  # per optimizer and group: what cannot change
+    numbers: Numbers  # of the optimizers' options: what may change
+    asked: frozenset[fx.Node]  # numbers that are not 0 where ``left_out`` must not be done (scaling.py)
+    left_out: frozenset[int]  # kernels
+    draws: dict[
+        int, int
+    ]  # kernel (their number: the end) -> that after whose random numbers it begins, if not the last
+    modules: tuple[tuple[nn.Module, bool, tuple[nn.Module | None, ...]], ...]  # whether it trains, its submodules
+
+    def on(
+        self, machine: Machine, dtype: str = "float32", iteration_ns: int | None = None, algorithms: bool = False
+    ) -> Captured:
+        """The same capture with durations for another machine (see ``with_roofline``).
+
+        Args:
+            algorithms: convolutions have the workspace of their fastest algorithm, and the others as variants (see
+                ``with_algorithms``); without it they have neither.
+        """
+        found = {k: convolution_of(nodes[0]) for k, nodes in enumerate(self.nodes) if nodes and algorithms}
+        known = {k: convolution for k, convolution in found.items() if convolution is not None}
+        program = with_roofline(self.program, machine, dtype, iteration_ns)
+        return replace(self, program=with_algorithms(program, known, machine, dtype))

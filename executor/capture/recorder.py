@@ -1,0 +1,302 @@
+"""The recorder of a trace: sits above the tracer, sees every operator, numbers storages, and sees them die.
+
+From what it saw it builds the program. Lifetimes are eager PyTorch's, not the graph's (executor/capture/README.md).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tag, Tensor, fx
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.fx.experimental.proxy_tensor import autograd_would_have_decomposed, get_proxy_mode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_leaves
+
+from executor.capture.captured import Captured
+from executor.capture.numbers import Numbers
+from executor.capture.operators import (
+    ALLOCATIONS,
+    adds_gradients,
+    caller,
+    flops_of,
+    half_statistics,
+    kind_of,
+    mutated,
+    running_statistics,
+    touched_bytes,
+)
+from executor.capture.state import Entry
+from simulator.program import Kernel, Phase, Program, Tensor as Storage, TensorKind
+
+
+@dataclass(slots=True)
+class _Op:
+    """One operator as dispatched; storages by number."""
+
+    func: OpOverload
+    phase: Phase
+    nodes: list[fx.Node]
+    reads: list[int]
+    writes: list[int]
+    flops: int
+    bytes: int
+    sums: tuple[int, int] | None  # storages of two gradients that autograd adds
+    optional: bool  # of an update that a GradScaler may skip
+    launches: bool  # False: a view or a no-op
+
+
+_NUMBER = torch.ops.aten._local_scalar_dense.default
+
+
+class Recorder(TorchDispatchMode):
+    """The mode; executor/capture/README.md has the reasons."""
+
+    def __init__(self, numbers: Numbers) -> None:
+        super().__init__()
+        self.numbers = numbers
+        self.ops: list[_Op] = []
+        self.values: dict[fx.Node, int] = {}
+        self.nbytes: list[int] = []
+        self.death: dict[int, int] = {}  # storage -> operators dispatched before it was found dead
+        self.persistent: set[int] = set()
+        self.constants: dict[int, str] = {}  # real tensors that no placeholder stands for
+        self.stepping = False  # an optimizer's step is running
+        self.asked: set[fx.Node] = set()
+        self.drawn = self.drawing = -1  # operator that drew last; that after whose draws the random state is now
+        self.draws: dict[int, int] = {}  # operator -> where it begins, if not where the last one ended
+        self._optional = self._asking = False
+        self._index: dict[StorageWeakRef, int] = {}
+        self._live: dict[int, StorageWeakRef] = {}
+        self._backward_seen = False
+
+    def begin(self, placeholders: tuple[Tensor, ...]) -> None:
+        mode = get_proxy_mode()
+        assert mode is not None
+        self.graph: fx.Graph = mode.tracer.graph
+        for node, tensor in zip(list(self.graph.nodes), placeholders, strict=True):
+            self.values[node] = self._storage(tensor)
+        self.persistent = set(self._live)
+        self._live.clear()
+
+    def reap(self) -> None:
+        """Notes the storages that died since the last operator."""
+        for s in [s for s, reference in self._live.items() if reference.expired()]:
+            self.death[s] = len(self.ops)
+            del self._live[s]
+
+    def _storage(self, tensor: Tensor) -> int:
+        storage = tensor.untyped_storage()
+        key = StorageWeakRef(storage)
+        if key not in self._index:
+            self._index[key] = len(self.nbytes)
+            self._live[len(self.nbytes)] = key
+            self.nbytes.append(storage.nbytes())
+        return self._index[key]
+
+    def _read(self, tensor: Tensor) -> int:
+        known = len(self.nbytes)
+        s = self._storage(tensor)
+        if s == known:  # read before any write
+            self.constants[s] = f"constant{len(self.constants)}"
+            self.persistent.add(s)
+            del self._live[s]
+        return s
+
+    def _phase(self, func: OpOverload) -> Phase:
+        root_gradient = func is torch.ops.aten.ones_like.default and caller() == "_make_grads"
+        if torch._C._current_graph_task_id() != -1 or root_gradient:
+            self._backward_seen = True
+            return "backward"
+        if self.stepping or (self._backward_seen and not torch.is_grad_enabled()):
+            return "optimizer"
+        return "forward"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return func(*args, **kwargs)
+        if autograd_would_have_decomposed(func, tree_leaves((args, kwargs))):
+            with self:  # what the tracer would do below, where its operators could not be seen
+                out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        if func is _NUMBER and not (self.stepping or self._asking):
+            raise DataDependentOutputException(func)
+        self.reap()
+        phase = self._phase(func)
+        # A constant that the host makes is not on the device until it is copied there.
+        hosted = func._overloadpacket in (torch.ops.aten.lift_fresh, torch.ops.aten.lift_fresh_copy)
+        tensors = [] if hosted else [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        reads = [self._read(x) for x in tensors]
+        sums = (reads[0], reads[1]) if phase == "backward" and adds_gradients(func, args, kwargs) else None
+        before = len(self.graph.nodes)
+        out = func(*args, **kwargs)
+        outs = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        for i in half_statistics(func, args, kwargs):  # the fake ones are half as large
+            self.nbytes[self._storage(out[i])] *= 2
+        statistics = [self._storage(x) for x in running_statistics(func, args, kwargs)]
+        reads = [s for s in reads if s not in statistics]
+        writes = [self._storage(x) for x in mutated(func, args, kwargs) + outs] + statistics
+        nodes = []
+        for node in self._new_nodes(before):
+            node.meta.pop("val", None)  # an alias, which would keep the storage alive
+            if node.op == "call_function":
+                nodes.append(node)
+                value = out[node.args[1]] if node.target is operator.getitem else out
+                if isinstance(value, Tensor):
+                    self.values[node] = self._storage(value)
+        for node in nodes:
+            if node.target is operator.getitem and node.args[1] in half_statistics(func, args, kwargs):
+                node.meta["tensor_meta"] = node.meta["tensor_meta"]._replace(dtype=torch.float32)
+        if func._overloadpacket.__name__.startswith("_fused_") and self.stepping and nodes:
+            self.numbers.connect(nodes[0], args[0][0])
+        if self._asking:
+            self.asked.update(node for node in nodes if node.target is _NUMBER)
+        if Tag.nondeterministic_seeded in func.tags:
+            if self.drawing != self.drawn:
+                self.draws[len(self.ops)] = self.drawing
+            self.drawn = self.drawing = len(self.ops)
+        launched = nodes[0].target if nodes and isinstance(nodes[0].target, OpOverload) else func
+        moved = 0 if func._overloadpacket in ALLOCATIONS else sum(map(touched_bytes, tensors + outs))
+        view = Tag.inplace_view in func.tags or (not func._schema.is_mutable and set(writes) <= set(reads))
+        self.ops.append(
+            _Op(launched, phase, nodes, list(dict.fromkeys(reads)), list(dict.fromkeys(writes)),
+                flops_of(func, args, kwargs, out), moved, sums, self._optional,
+                not view and any(self.nbytes[s] for s in reads + writes))
+        )  # fmt: skip
+        return out
+
+    @contextmanager
+    def optional(self, skipped: Tensor) -> Iterator[None]:
+        """What is done here is left out where the number in ``skipped`` is not 0 when the graph runs."""
+        if self.asked:
+            raise NotImplementedError("several steps of optimizers with a GradScaler")
+        self._asking = True
+        skipped.item()
+        self._asking, self._optional = False, True
+        try:
+            yield
+        finally:
+            self._optional = False
+
+    def _new_nodes(self, before: int) -> list[fx.Node]:
+        count = len(self.graph.nodes) - before
+        return list(islice(reversed(self.graph.nodes), count))[::-1]
+
+    def build(
+        self, graph: fx.GraphModule, entries: list[Entry], name: str, batch: tuple[TreeSpec, list[tuple[Any, Any]]]
+    ) -> Captured:
+        """The program of what was recorded."""
+        self._add_in_place()
+        ops = [op for op in self.ops if op.launches]
+        last: dict[int, int] = {}  # storage -> its last kernel, markers not counted
+        for k, op in enumerate(ops):
+            last.update(dict.fromkeys(op.reads + op.writes, k))
+        done = [0]  # operators dispatched -> kernels among them
+        for op in self.ops:
+            done.append(done[-1] + op.launches)
+        held: dict[int, list[int]] = {}  # number of kernels done -> storages that eager holds until then
+        for s, k in last.items():
+            if s not in self.persistent:
+                until = done[self.death.get(s, len(self.ops))]
+                if until > k + 1:
+                    held.setdefault(until, []).append(s)
+
+        tensors, index = self._tensors(ops, last, entries)
+        kernels: list[Kernel] = []
+        nodes: list[tuple[fx.Node, ...]] = []
+        numbers: list[int] = []  # of the operators' kernels
+        left_out: set[int] = set()
+        for k in range(len(ops) + 1):
+            if k in held:
+                phase = ops[k - 1].phase
+                read = tuple(sorted(index[s] for s in held[k]))
+                kernels.append(Kernel("marker", "other", phase, read, (), 0, recomputable=False))
+                nodes.append(())
+            if k < len(ops):
+                op = ops[k]
+                reads, writes = (tuple(index[s] for s in side if s in index) for side in (op.reads, op.writes))
+                twice = not any(tensors[t].persistent and t in reads for t in writes)
+                kernels.append(Kernel(str(op.func), kind_of(op.func, op.phase), op.phase, reads, writes, 0,
+                                      flops=op.flops, bytes=op.bytes, recomputable=twice))  # fmt: skip
+                numbers.append(len(nodes))
+                if op.optional:
+                    left_out.add(len(nodes))
+                nodes.append(tuple(op.nodes))
+        kernel_of = dict(zip((i for i, op in enumerate(self.ops) if op.launches), numbers, strict=True))
+        draws = {kernel_of[i]: kernel_of.get(j, -1) for i, j in self.draws.items()}
+        if self.drawing != self.drawn:
+            draws[len(kernels)] = kernel_of.get(self.drawing, -1)
+        placeholders = tuple(n for n in graph.graph.nodes if n.op == "placeholder")
+        (returned,) = next(n for n in graph.graph.nodes if n.op == "output").args
+        return Captured(
+            Program(name, tuple(tensors), tuple(kernels)), graph, tuple(nodes),
+            {node: index[s] for node, s in self.values.items() if s in index}, placeholders,
+            tuple(e.name for e in entries), tuple(e.real for e in entries), tuple(e.home for e in entries),
+            tuple(e.fake.device for e in entries), tuple(returned), batch[0],
+            tuple(v if i is None else placeholders[i] for i, v in batch[1]),
+            (), self.numbers, frozenset(self.asked), frozenset(left_out),
+            draws, (),
+        )  # fmt: skip
+
+    def _add_in_place(self) -> None:
+        """Autograd's sums, done in the operand that dies with the sum, as eager does them."""
+        alias: dict[int, int] = {}
+
+        def root(s: int) -> int:
+            while s in alias:
+                s = alias[s]
+            return s
+
+        for i, op in enumerate(self.ops):
+            if op.sums is None or op.sums[0] == op.sums[1]:
+                continue
+            reused, total = op.sums[0], op.writes[0]
+            if reused in self.persistent or self.death.get(reused) != i + 1:
+                continue  # something else holds it
+            op.nodes[0].target = op.func = torch.ops.aten.add_.Tensor
+            alias[total] = reused
+        for total in alias:  # the storage lives as long as its last sum; no entry: to the end
+            if total not in self.death:
+                self.death.pop(root(total), None)
+            elif root(total) in self.death:
+                self.death[root(total)] = max(self.death[root(total)], self.death[total])
+        for op in self.ops:
+            op.reads = list(dict.fromkeys(map(root, op.reads)))
+            op.writes = list(dict.fromkeys(map(root, op.writes)))
+        self.values = {node: root(s) for node, s in self.values.items()}
+
+    def _tensors(
+        self, ops: list[_Op], last: dict[int, int], entries: list[Entry]
+    ) -> tuple[list[Storage], dict[int, int]]:
+        """The program's tensors and storage -> position: persistent ones first, the others by birth."""
+        tensors: list[Storage] = []
+        index: dict[int, int] = {}
+        for entry, s in zip(entries, self.values.values(), strict=False):
+            made_in_vain = entry.real is None and s not in last  # state of a parameter that gets no gradient
+            if s not in index and not made_in_vain:
+                index[s] = len(tensors)
+                tensors.append(Storage(entry.name, self.nbytes[s], entry.kind, True))
+        for s, label in self.constants.items():
+            if s in last:
+                index[s] = len(tensors)
+                tensors.append(Storage(label, self.nbytes[s], "buffer", True))
+        names: dict[int, str] = {}
+        for node, s in self.values.items():
+            names.setdefault(s, node.name)
+        for op in ops:
+            for s in op.writes:
+                if s not in index:
+                    index[s] = len(tensors)
+                    kind: TensorKind = "activation" if op.phase == "forward" else "gradient"
+                    tensors.append(Storage(names.get(s, f"storage{s}"), self.nbytes[s], kind, False))
+        return tensors, index
