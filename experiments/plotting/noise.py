@@ -69,7 +69,7 @@ def _recovery(axes: Axes, recovery: Sequence[Row]) -> None:
         axes.annotate(f"{one['iterations']} iterations", (right, y), (8, 0), "data", "offset points", va="center",
                       fontsize=9, color=INK)  # fmt: skip
     n = len(first["planners"])
-    axes.set(title=f"After drift {first['size']:g}, replanned", ylim=(n - 0.4, -0.6), xlabel="overhead")
+    axes.set(title=f"After drift {first['size']:g}, replanned", ylim=(n + 1.2, -0.6), xlabel="overhead")
     axes.set_xlim(None, 1.35 * axes.get_xlim()[1])
     axes.set_yticks(range(n), [style(name).label for name in first["planners"]])
     axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=None))
@@ -77,4 +77,4 @@ def _recovery(axes: Axes, recovery: Sequence[Row]) -> None:
         Line2D([], [], color=INK, marker="o", linestyle="", label="plan kept"),
         Line2D([], [], color=INK, marker="o", markerfacecolor="white", linestyle="", label="planned anew, in the end"),
         Line2D([], [], color=INK, marker="|", linestyle="", markersize=11, label="plan for the new times"),
-    ], fontsize=8.5, loc="lower right")  # fmt: skip
+    ], fontsize=8.5, loc="lower center", ncols=3, columnspacing=1, handletextpad=0.2)  # fmt: skip
