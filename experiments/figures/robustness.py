@@ -51,7 +51,7 @@ def table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
 
 def notes(rows: list[Row]) -> list[str]:
     """Which plans lose least, and what planning anew gains."""
-    out = ["Mean (95th percentile) over iterations, under the largest noise of each kind; the others are in the picture."]
+    out = ["Mean (95th percentile) over iterations under the largest noise of each kind; the picture has the others."]
     for row in rows:
         both = row["noise"]["both"][0]
         order = sorted(both["planners"], key=lambda name: both["planners"][name]["mean"])
