@@ -40,6 +40,9 @@ class Scenario:
         limit: bytes, for all jobs together.
         until_ns: from then on every job leaves at its next boundary, and none begins; None: they leave by themselves.
         sharing: as for ``simulate_jobs``.
+
+    Raises:
+        ValueError: a job runs several programs.
     """
 
     jobs: tuple[Job, ...]
@@ -47,6 +50,11 @@ class Scenario:
     limit: int
     until_ns: int | None = None
     sharing: Sharing = "fifo"
+
+    def __post_init__(self) -> None:
+        for job in self.jobs:
+            if job.steps:
+                raise ValueError(f"job {job.name!r}: a scenario's jobs run one program each, without steps")
 
     def leaves_ns(self, j: int) -> int:
         """From when on a job leaves at its next boundary, whatever it has done; NEVER: it does its iterations."""

@@ -40,7 +40,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
     """From one job to three that come and leave, with more or less memory than they need, and a host that is small."""
     several = []
     for i in range(draw(st.integers(1, 3))):
-        job = replace(draw(jobs(f"j{i}")), plan=Plan(), switches=())
+        job = replace(draw(jobs(f"j{i}")), plan=Plan(), switches=(), steps=())
         several.append(job if job.leaves_ns is None else replace(job, leaves_ns=job.arrives_ns + 1 + job.leaves_ns))
     limit = max(1, least_limit(tuple(several)) + draw(st.integers(0, 20) | st.integers(0, 150)))
     until = draw(st.none() | st.integers(1, 500))
@@ -98,6 +98,12 @@ def test_the_time_alone_is_of_whole_iterations():
         ran = simulate_jobs((one,), MACHINE, 100)
         assert ran.end_ns == 7 + alone and total_slowdown(scenario, ran) == 0
     assert Scenario((replace(job, iterations=9),), MACHINE, 100, until_ns=88).alone_ns(0) == 120
+
+
+def test_jobs_of_several_programs_are_refused():
+    steps = ((THREE, Plan()), (THREE, Plan()))
+    with pytest.raises(ValueError, match="'a': a scenario's jobs run one program"):
+        Scenario((Job("a", THREE, Plan(), iterations=2, steps=steps),), MACHINE, 100)
 
 
 def test_what_a_recomputation_fetches_has_to_fit():
