@@ -21,6 +21,7 @@ from agents.heuristics.tensile import TENSILE
 from agents.heuristics.tensile.controller import control
 from agents.jobs import JobsPlanner, SearchedSplit
 from experiments import cli, figures
+from experiments.plotting import palette
 from experiments.plotting.palette import FAINT, INK, LIMIT, SPARE
 from experiments.plotting.plots import figure
 from experiments.report import MB, Row
@@ -98,7 +99,7 @@ def table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
             lasts = np.diff([job["admitted_ns"], *job["boundaries"]]) / job["ideal_ns"]
             there = f"{job['admitted_ns'] / 1e9:.1f} to {job['left_ns'] / 1e9:.1f} s"
             cells.append([
-                row["planner"], job["name"], there, f"{len(job['boundaries'])}", f"{lasts.mean():.2f}",
+                palette.label(row["planner"]), job["name"], there, f"{len(job['boundaries'])}", f"{lasts.mean():.2f}",
                 f"{len(job['switches'])}",
             ])  # fmt: skip
     return ["planner", "job", "there", "iterations", "mean, of its time alone", "switches of plans"], cells
@@ -106,14 +107,17 @@ def table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
 
 def notes(rows: list[Row]) -> list[str]:
     """Why plans were made anew, and whether the limit held."""
-    out = []
+    out = [
+        "Kernels take turns, first come, first served: a job of short kernels (MobileNet) waits for a long one of the "
+        "others before each of its own. So measured times change with whoever is there, which counts as drift."
+    ]
     for row in rows:
         why = [cause for _, cause, _ in row["replanned"]]
         counts = ", ".join(f"{why.count(cause)} by {cause}" for cause in CAUSES if cause in why)
         peak, limit = row["peak_bytes"] / MB, row["limit_bytes"] / MB
         out.append(
-            f"{row['planner']}: plans made {len(why)} times ({counts}); the peak is {peak:,.0f} MB of {limit:,.0f}; "
-            f"{row['evictions']} tensors were evicted on demand."
+            f"{palette.label(row['planner'])}: plans made {len(why)} times ({counts}); the peak is {peak:,.0f} MB of "
+            f"{limit:,.0f}; {row['evictions']} tensors were evicted on demand."
         )
     return out
 
@@ -139,8 +143,10 @@ def draw(rows: list[Row], path: Path) -> None:
             for at, why, _ in row["replanned"]:
                 for axes in (memory, lasts):
                     axes.axvline(at / 1e9, color=CAUSES[why], linewidth=1, linestyle=":", zorder=0.5)
-            memory.set(title=f"{row['planner']}: memory of each job, the most in each moment's part", ylabel="MB")
-            lasts.set(title="An iteration, in times of the job alone", xlabel="s", ylim=(0, None))
+            name = palette.label(row["planner"])
+            memory.set(title=f"{name}: memory of each job, the most in {POINTS:,} parts of the time", ylabel="MB")
+            lasts.set(title="An iteration, in times of the job alone", xlabel="s", yscale="log", ylim=(0.5, None))
+            lasts.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
             memory.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}"))
             for axes in (memory, lasts):
                 axes.set_xlim(0, row["end_ns"] / 1e9)

@@ -55,6 +55,6 @@ def test_jobs_that_come_and_leave(tmp_path) -> None:
     assert max(held for _, held in row["memory"]) == row["peak_bytes"]
     _, cells = jobs_timeline.table([row])
     assert [cell[1] for cell in cells] == ["VGG11 1", "ResNet18 2"]
-    assert "1 by departure" in jobs_timeline.notes([row])[0]
+    assert "1 by departure" in jobs_timeline.notes([row])[1]
     jobs_timeline.draw([row], tmp_path / "timeline.png")
     assert (tmp_path / "timeline.png").stat().st_size > 20_000
