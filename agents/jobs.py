@@ -96,6 +96,12 @@ def floor_ns(programs: Sequence[Program], machine: Machine, limit: int, rounds: 
     return max(busy, *alone)
 
 
+def with_parts(plans: Sequence[Plan], needs: Sequence[int], limit: int) -> tuple[Plan, ...]:
+    """The plans, each with a limit of the bytes that it needs and an equal part of what no plan needs."""
+    spare = (limit - sum(needs)) // len(needs)
+    return tuple(replace(plan, limit=need + spare) for plan, need in zip(plans, needs, strict=True))
+
+
 class Split:
     """Each job by a planner of its own, in a part of the memory in proportion to its peak.
 
@@ -151,8 +157,7 @@ class SearchedSplit(Split):
         found.sort(key=lambda chosen: (not all(one.even for one in chosen), sum(one.overhead for one in chosen)))
         engine, best = engine_of(programs, machine, limit), []
         for i, chosen in enumerate(found[: self.tried + 1]):
-            spare = (limit - sum(one.needs for one in chosen)) // len(chosen)
-            plans = tuple(replace(one.plan, limit=one.needs + spare) for one in chosen)
+            plans = with_parts([one.plan for one in chosen], [one.needs for one in chosen], limit)
             score = engine.score(plans)
             if score.feasible:
                 best.append((score.makespan_ns, i, plans))

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from agents.jobs import ROUNDS, JobsPlanner, SearchedSplit, engine_of, shares_of_work, unlimited_ns
-from agents.planner import MIB, Infeasible, Rows
+from agents.jobs import ROUNDS, JobsPlanner, SearchedSplit, engine_of, shares_of_work, unlimited_ns, with_parts
+from agents.planner import MIB, Infeasible
 from agents.search.local_search import Moves, check_heat
 from simulator.compiled.encoding import decisions_of, rows_of
 from simulator.jobs import JobsEngine
@@ -120,7 +120,10 @@ class JointAnnealing:
                 continue
             tried = [*map(Moves.plan, jobs[:j]), rows, *map(Moves.plan, jobs[j + 1 :])]
             needs[j] = int(jobs[j].proposed_load.max())
-            found = _plans(programs, tried, needs, machine, limit, self.name)
+            found = with_parts(
+                [Plan(decisions_of(mine), program.fingerprint, self.name, 0, machine.name)
+                 for program, mine in zip(programs, tried, strict=True)], needs, limit,
+            )  # fmt: skip
             ns = _mean_ns(engine, found, worlds)
             heat = ideal * self.hot * (self.cold / self.hot) ** (step / steps)
             if ns is not None and ns < now - heat * math.log(1.0 - random.random()):
@@ -135,14 +138,3 @@ def _mean_ns(engine: JobsEngine, plans: Sequence[Plan], worlds: list[World]) -> 
     """The mean makespan; None where the plans cannot run."""
     scores = [engine.score(plans, sample, tenant) for sample, tenant in worlds]
     return sum(s.makespan_ns for s in scores) / len(scores) if all(s.feasible for s in scores) else None
-
-
-def _plans(
-    programs: Sequence[Program], rows: Sequence[Rows], needs: Sequence[int], machine: Machine, limit: int, name: str
-) -> tuple[Plan, ...]:  # fmt: skip
-    """Plans of these rows, each with the memory that it needs and an equal part of the rest."""
-    spare = (limit - sum(needs)) // len(needs)
-    return tuple(
-        Plan(decisions_of(mine), program.fingerprint, name, need + spare, machine.name)
-        for program, mine, need in zip(programs, rows, needs, strict=True)
-    )

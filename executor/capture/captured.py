@@ -46,9 +46,8 @@ class Captured:
     numbers: Numbers  # of the optimizers' options: what may change
     asked: frozenset[fx.Node]  # numbers that are not 0 where ``left_out`` must not be done (scaling.py)
     left_out: frozenset[int]  # kernels
-    draws: dict[
-        int, int
-    ]  # kernel (their number: the end) -> that after whose random numbers it begins, if not the last
+    # Kernel (their number: the end) -> that after whose random numbers it begins, if not the last.
+    draws: dict[int, int]
     modules: tuple[tuple[nn.Module, bool, tuple[nn.Module | None, ...]], ...]  # whether it trains, its submodules
 
     def on(

@@ -190,10 +190,9 @@ def measured_times(job: JobTimeline, n: int, now: int) -> Times | None:
     starts = [s.start_ns for s in job.spans if s.kind == "kernel"][i * n : (i + 1) * n]
     edges = np.array([begin, *starts[1:], end], np.int64)
     waits = np.zeros(n, np.int64)
-    for stall in job.stalls:
-        if stall.cause in ("memory", "data") and begin <= stall.start_ns < end:
-            waits[np.searchsorted(edges, stall.start_ns, side="right") - 1] += stall.end_ns - stall.start_ns
-    for span in job.spans:
-        if span.kind == "recompute" and begin <= span.start_ns < end:
-            waits[np.searchsorted(edges, span.start_ns, side="right") - 1] += span.end_ns - span.start_ns
+    others = [(stall.start_ns, stall.end_ns) for stall in job.stalls if stall.cause in ("memory", "data")]
+    others += [(span.start_ns, span.end_ns) for span in job.spans if span.kind == "recompute"]
+    for start, over in others:
+        if begin <= start < end:
+            waits[np.searchsorted(edges, start, side="right") - 1] += over - start
     return np.maximum(np.diff(edges) - waits, 0)
