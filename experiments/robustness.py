@@ -4,7 +4,8 @@
     python -m experiments.robustness program=step.json limit=12GiB planners=[lp_round,policy_search] 'drift=[-0.3]'
 
 Every plan is made without noise, for one job, and runs for many iterations of several seeds. An iteration's overhead is
-over the time that its own kernels took. ``robust`` is a plan made for samples of other seeds (joint_annealing.py).
+over the time that its own kernels took. ``robust`` is a plan made for samples of other seeds (joint_annealing.py), and
+``without_noise`` its control, the same search with as many simulations of the noiseless job.
 After the drift the job is planned anew, too, as TENSILE's controller does it (agents/heuristics/tensile/controller.py):
 how many iterations until it is as fast as it gets, beside a plan made for the new times? Planning takes no simulated
 time.
@@ -37,7 +38,7 @@ from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
 
-ROBUST = "robust"
+ROBUST, CONTROL = "robust", "without_noise"  # searched for noise, and as long without
 KINDS = ("jitter", "drift", "tenant")
 FAR = 0.005  # of ideal time: from the overhead of the last iteration
 THRESHOLD = 0.05  # drift above which a job is planned anew
@@ -102,11 +103,12 @@ def measure(program: Program, machine: Machine, limit: int, names: Sequence[str]
             without.append(name)
     if settings["robust_calls"] and plans:
         starts = [Given(plan) for plan in plans.values()]
-        robust = JointAnnealing(starts, settings["robust_calls"], noise=Noise(**settings["robust"]))
-        try:
-            plans[ROBUST] = robust.plan_jobs([program], machine, limit)[0]
-        except Infeasible:
-            without.append(ROBUST)
+        for name, noise in ((CONTROL, None), (ROBUST, Noise(**settings["robust"]))):
+            search = JointAnnealing(starts, settings["robust_calls"], noise=noise)
+            try:
+                plans[name] = search.plan_jobs([program], machine, limit)[0]
+            except Infeasible:
+                without.append(name)
     if not plans:
         raise Infeasible(f"no planner has a plan for {program.name!r} within {limit:,} bytes")
 
@@ -123,7 +125,7 @@ def measure(program: Program, machine: Machine, limit: int, names: Sequence[str]
     noise["both"] = [{**settings["robust"], "planners": row(Noise(**settings["robust"]))}]
     recovery = [
         {"size": size, "planners": {name: recovered(program, machine, limit, name, Noise(drift=size), iterations)
-                                    for name in plans if name != ROBUST}}
+                                    for name in plans if name not in (ROBUST, CONTROL)}}
         for size in settings["drift"] if size
     ]  # fmt: skip
     return {"program": program.name, "machine": machine.name, "limit_bytes": limit, "without_a_plan": without,

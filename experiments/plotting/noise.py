@@ -19,12 +19,15 @@ AXES = {
     "drift": "drift: kernels change by",
     "tenant": "tenant: takes up to, of the link",
 }
-ROBUST = Look("planned for noise", "#222222", "P")
+OWN = {
+    "robust": Look("planned for noise", "#222222", "P"),
+    "without_noise": Look("the same search without noise", "#9a9a9a", "P"),
+}
 
 
 def style(planner: str) -> Look:
-    """A planner's looks, those of the robust plan too."""
-    return ROBUST if planner == "robust" else look(planner)
+    """A planner's looks, those of the robust plan and of its control too."""
+    return OWN.get(planner) or look(planner)
 
 
 def noise_panels(path: Path, rows: Sequence[Row]) -> None:

@@ -6,7 +6,8 @@ measured (``corrected``), and plans are made anew where times have drifted (``dr
 
 1. In the place of shapes and parameters the inputs are FLOPs, bytes and workspace, which a program has of every kernel.
 2. The utilisation is the number of jobs that run.
-3. As printed, the average has t_j twice; here it is t' = β t + (1 - β) measured.
+3. Predictions stay within the range of the times learned from, as kernels of other kinds would be beyond any.
+4. As printed, the average has t_j twice; here it is t' = β t + (1 - β) measured.
 """
 
 from __future__ import annotations
@@ -40,8 +41,10 @@ class Sample(NamedTuple):
 class KernelTimes:
     """Predicts kernel times; the same for a seed."""
 
-    def __init__(self, net: nn.Module, mean: NDArray[np.float32], scale: NDArray[np.float32]) -> None:
-        self._net, self._mean, self._scale = net, mean, scale
+    def __init__(
+        self, net: nn.Module, mean: NDArray[np.float32], scale: NDArray[np.float32], least: float, most: float
+    ) -> None:  # fmt: skip
+        self._net, self._mean, self._scale, self._range = net, mean, scale, (least, most)
 
     @classmethod
     def fit(cls, samples: Sequence[Sample], seed: int = 0) -> KernelTimes:
@@ -53,7 +56,7 @@ class KernelTimes:
             raise ValueError("samples: expected at least one")
         x = np.concatenate([features(one.program, one.jobs) for one in samples])
         y = np.log(np.maximum(np.concatenate([one.times for one in samples]), LEAST_NS))
-        mean, scale = x.mean(0), np.maximum(x.std(0), 1e-3)
+        mean, scale = x.mean(0), np.where(x.std(0) > 1e-3, x.std(0), 1).astype(np.float32)
         torch.manual_seed(seed)
         layers = nn.Linear(x.shape[1], WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
         nn.init.constant_(layers[2].bias, float(y.mean()))
@@ -67,7 +70,7 @@ class KernelTimes:
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             rate.step()
-        return cls(net, mean, scale)
+        return cls(net, mean, scale, float(y.min()), float(y.max()))
 
     def predict(self, program: Program, jobs: int) -> Times:
         """(n,) ns of the program's kernels while so many jobs run, itself included."""
@@ -75,7 +78,7 @@ class KernelTimes:
 
         with torch.no_grad():
             log_ns = self._net(torch.from_numpy((features(program, jobs) - self._mean) / self._scale))[:, 0].numpy()
-        times: Times = np.rint(np.exp(log_ns.astype(np.float64))).astype(np.int64)
+        times: Times = np.rint(np.exp(np.clip(log_ns.astype(np.float64), *self._range))).astype(np.int64)
         return times
 
 

@@ -23,9 +23,10 @@ def test_jobs_by_every_planner(tmp_path) -> None:
     (task,) = jobs.tasks(DictConfig(settings))
     row = {**task, **jobs.run(task, MACHINE)}
     found = {key: one["overhead"] for key, one in row["planners"].items() if one is not None}
-    assert {"tensile", "autoswap_swdoa", "split", "control", "joint"} <= set(found)
+    assert {"tensile", "autoswap_swdoa", "split", "control", "seconds", "exact_split", "joint"} <= set(found)
     assert all(overhead >= row["floor"] - 1e-9 for overhead in found.values())
-    assert found["joint"] <= found["split"]
+    assert found["joint"] <= found["split"] and found["seconds"] <= found["control"]
+    assert row["planners"]["seconds"]["plan_s"] >= row["planners"]["joint"]["plan_s"]
     heads, ((*cells,),) = jobs.table([row])
     assert len(heads) == len(cells) and cells[0] == "VGG11, ResNet18, 70%"
     assert "Joint annealing is below" in jobs.notes([row])[0]

@@ -1,0 +1,35 @@
+"""The figure of predicted kernel times: R² on networks held out, for both sources."""
+
+from __future__ import annotations
+
+from statistics import median
+
+import pytest
+from omegaconf import DictConfig
+
+from experiments.cli import UsageError
+from experiments.figures import tensile_times
+from simulator import Machine
+
+MACHINE = Machine.load("rtx2080ti")
+SETTINGS = {"networks": ["squeezenet", "mobilenet", "vgg11", "resnet18_cifar"], "batch": 2, "repeats": 1}
+
+
+def test_networks_held_out(tmp_path) -> None:
+    rows = [{**task, **tensile_times.run(task, MACHINE)} for task in tensile_times.tasks(DictConfig(SETTINGS))]
+    roofline, measured = rows
+    assert roofline["device"] == "rtx2080ti" and measured["device"].startswith("cpu")
+    # The roofline is a function of what the network sees, but for kinds of kernels that it never saw.
+    assert median(one["all"] for one in roofline["held"].values()) > 0.5
+    assert all(-9 < one["all"] <= 1 and one["iteration"] > 0 for row in rows for one in row["held"].values())
+    heads, cells = tensile_times.table(rows)
+    assert all(len(line) == len(heads) for line in cells) and len(cells) == 5
+    assert "0.582" in cells[-1][1] and "0.805" in cells[-1][2]
+    assert "rtx2080ti" in tensile_times.notes(rows)[0]
+    tensile_times.draw(rows, tmp_path / "times.png")
+    assert (tmp_path / "times.png").stat().st_size > 10_000
+
+
+def test_one_network_has_nothing_to_learn_from() -> None:
+    with pytest.raises(UsageError, match="at least two"):
+        tensile_times.tasks(DictConfig({**SETTINGS, "networks": ["mobilenet"]}))
