@@ -394,7 +394,8 @@ def write_training(
 
 
 def write_summary(path: Path, cfg: DictConfig, program: Program, rows: list[Row], **more: Any) -> None:
-    """Writes summary.json: what was asked, with what, and what came out."""
+    """Writes summary.json (what was asked, with what, and what came out), and program.json beside it, so that the run
+    can be repeated from its directory alone (rerun.py)."""
     packages: dict[str, str | None] = {}
     for name in (
         "torch",
@@ -410,6 +411,7 @@ def write_summary(path: Path, cfg: DictConfig, program: Program, rows: list[Row]
             packages[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             packages[name] = None
+    program.save(path.with_name("program.json"))
     write_json(path, {
         "command": ["python", "-m", _module(), *sys.argv[1:]],
         "config": OmegaConf.to_container(cfg, resolve=True),

@@ -1,0 +1,146 @@
+"""The benchmark's suites: what they ask for, a small task as a user runs it, and how runs become scores."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from omegaconf import DictConfig
+
+from experiments import benchmark, cli
+from experiments.cli import UsageError
+from experiments.figures import core, large, program, suite
+from simulator import Machine
+from simulator.files import write_json
+
+MLP = "gtx1080ti"
+
+
+def settings(**changes: Any) -> DictConfig:
+    pin = program("mlp", Machine.load(MLP)).fingerprint[:12]
+    task = {"workload": "mlp", "machine": MLP, "limit": 0.8, "split": "test", "fingerprint": pin}
+    return DictConfig({
+        "tasks": {"small": task},
+        "agents": {"annealing": {"planner": "annealing", "min_bytes": 1}, "capuchin": {"planner": "capuchin"},
+                   "published": {"planner": "published"}},
+        "calls": [50], "seconds": [0.05], "seeds": [0, 1], "beside": False, **changes,
+    })  # fmt: skip
+
+
+def changed(**entries: Any) -> DictConfig:
+    made = settings()
+    made.tasks.small.update(entries)
+    return made
+
+
+def test_a_task_as_a_user_runs_it(tmp_path) -> None:
+    (task,) = suite.tasks(settings())
+    row = {**task, **suite.run(task, Machine.load("h100"))}
+    runs = row["runs"]
+    assert [(one["agent"], one["calls"], one["seconds"], one["seed"]) for one in runs] == [
+        ("annealing", 50, None, 0), ("annealing", 50, None, 1),
+        ("annealing", None, 0.05, 0), ("annealing", None, 0.05, 1),
+        ("capuchin", None, None, 0), ("capuchin", None, None, 1), ("published", None, None, 0),
+    ]  # fmt: skip
+    assert all(one["gap"] >= 0 for one in runs if one["gap"] is not None)
+    assert all(0 < one["simulator_calls"] <= 50 for one in runs[:2]) and not any(one["late"] for one in runs[:2])
+    assert runs[-1]["gap"] <= runs[-2]["gap"]  # Capuchin is one of the published
+    heads, cells = core.table([row])
+    assert all(len(line) == len(heads) for line in cells) and {"50 calls", "0.05 s", "–"} == {c[0] for c in cells}
+    assert "small" in core.notes([row])[1]
+    core.draw([row], tmp_path / "core.png")
+    assert (tmp_path / "core.png").stat().st_size > 10_000
+
+
+def row(split: str, gaps: dict[str, list[float | None]]) -> suite.Row:
+    runs = [{"agent": agent, "calls": 100, "seconds": None, "seed": i, "gap": gap, "late": False, "plan_s": 0.5,
+             "simulator_calls": 120} for agent, each in gaps.items() for i, gap in enumerate(each)]  # fmt: skip
+    return {"task": split, "split": split, "runs": runs}
+
+
+def test_scores() -> None:
+    rows = [row("train", {"annealing": [1.0, 2.0], "mutation": [None, 5.0]}),
+            row("test", {"annealing": [3.0, 400.0], "mutation": [7.0, 9.0]})]  # fmt: skip
+    found = suite.scores(rows)
+    np.testing.assert_array_equal(found["annealing", (100, None)], [[1, 2], [3, suite.WITHOUT]])
+    np.testing.assert_array_equal(found["mutation", (100, None)], [[suite.WITHOUT, 5], [7, 9]])
+    # Of 1, 2, 3, 100 the middle half is 2 and 3.
+    assert suite.iqm(found["annealing", (100, None)]) == 2.5
+    low, high = suite.interval(found["annealing", (100, None)])
+    assert 1 <= low < 2.5 < high <= suite.WITHOUT
+    assert suite.interval(np.full((3, 2), 4.0)) == (4.0, 4.0)
+    _, (first, second) = suite.table(rows)
+    assert first[:3] == ["100 calls", "simulated annealing", "2.50"] and first[4:6] == ["1.50", "51.50"]
+    assert second[1:3] == ["mutation search", "8.00"] and second[-2] == "1 of 4"
+    assert "1.20 times" in suite.notes(rows)[-1]
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"workload": "vgg61"}, "figure.tasks.small.workload: there is no workload 'vgg61'"),
+    ({"limit": 40}, "figure.tasks.small.limit: expected a share of the peak, got 40"),
+    ({"split": "both"}, "figure.tasks.small: expected fingerprint, limit, machine, split, workload, of split"),
+])  # fmt: skip
+def test_wrong_tasks(change: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        suite.tasks(changed(**change))
+
+
+@pytest.mark.parametrize(("agent", "message"), [
+    ({"planner": "anealing"}, "figure.agents.x: there is no planner 'anealing'; the nearest is 'annealing'"),
+    ({"target": "nowhere:Mine"}, "figure.agents.x: 'nowhere:Mine' is no 'module:Class'"),
+    ({"target": "json:loads"}, "figure.agents.x: json:loads is no class with a method plan"),
+])  # fmt: skip
+def test_wrong_agents(agent: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        suite.tasks(settings(agents={"x": agent}))
+
+
+def test_another_program_is_refused() -> None:
+    (task,) = suite.tasks(changed(fingerprint="0123456789ab"))
+    with pytest.raises(UsageError, match=r"small\.fingerprint: the suite is of 0123456789ab"):
+        suite.run(task, Machine.load("h100"))
+
+
+def test_an_agent_of_ones_own_beside_the_results_that_are_there(tmp_path, monkeypatch) -> None:
+    (tmp_path / "ownagent.py").write_text(
+        "import agents\n\n\nclass Mine:\n    name = 'mine'\n\n    def __init__(self, calls=9):\n"
+        "        self.simulator_calls, self.calls = 0, calls\n\n    def plan(self, program, machine, limit):\n"
+        "        self.simulator_calls = self.calls\n"
+        "        return agents.make('capuchin').plan(program, machine, limit)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (task,) = suite.tasks(settings(agents={"ownagent:Mine": {"target": "ownagent:Mine"}}, beside=True))
+    known = {key: task[key] for key in ("task", *sorted(suite._TASK))}
+    old = row("test", {"annealing": [1.0, 2.0], "ownagent:Mine": [9.0, 9.0]})["runs"]
+    write_json(tmp_path / "core.json", {"rows": [{**known, "runs": old}, {**known, "limit": 0.7, "runs": old}]})
+    monkeypatch.setattr(suite, "RESULTS", tmp_path)
+    runs = suite.run(task, Machine.load("h100"))["runs"]
+    assert [(one["agent"], one["calls"]) for one in runs] == [
+        ("ownagent:Mine", 50), ("annealing", 100), ("annealing", 100),
+    ]  # fmt: skip
+    assert runs[0]["simulator_calls"] == 50 and runs[0]["gap"] >= 0
+
+
+def test_which_agents_are_asked_for() -> None:
+    known = {"agents": {"annealing": {"planner": "annealing"}}}
+
+    def asked(agents: Any, which: str = "core") -> dict[str, Any] | None:
+        return benchmark.agents_of(DictConfig({"agents": agents}), which, known)
+
+    assert asked(None) is None
+    assert asked("annealing") == known["agents"]
+    assert asked(["annealing", "my.module:Mine"]) == {**known["agents"], "my.module:Mine": {"target": "my.module:Mine"}}
+    with pytest.raises(UsageError, match="agents: 'anealing' is neither 'module:Class' nor of the suite; the nearest"):
+        asked("anealing")
+    with pytest.raises(UsageError, match="agents: the suites core and large take one, jobs does not"):
+        asked("annealing", "jobs")
+
+
+@pytest.mark.parametrize("module", [core, large])
+def test_the_suites_are_pinned_and_have_both_splits(module) -> None:
+    made = yaml.safe_load((Path(cli.CONFIGS) / "figure" / f"{module.__name__.rpartition('.')[2]}.yaml").read_text())
+    tasks = module.tasks(DictConfig({key: value for key, value in made.items() if key != "quick"}))
+    assert {task["split"] for task in tasks} == set(suite.SPLITS)
+    assert all(len(task["fingerprint"]) == 12 for task in tasks)

@@ -1,0 +1,76 @@
+"""Trackers: TensorBoard and MLflow write files that are read back here; Weights & Biases is a stand-in."""
+
+from __future__ import annotations
+
+import math
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from experiments import tracking
+from experiments.cli import UsageError
+
+CONFIG = {"seed": 3, "agent": {"learning_rate": 0.1, "widths": [1, 2]}}
+
+
+def write(name: str, out: Any) -> None:
+    tracker = tracking.open_tracker(name, out, CONFIG)
+    tracker.scalars(0, {"overhead": 0.5, "best": math.inf})
+    tracker.scalars(7, {"overhead": 0.25, "best": 0.25})
+    tracker.close()
+
+
+def test_tensorboard(tmp_path) -> None:
+    write("tensorboard", tmp_path)
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("overhead")] == [(0, 0.5), (7, 0.25)]
+    assert [(e.step, e.value) for e in events.Scalars("best")] == [(7, 0.25)]
+
+
+def test_mlflow_in_files_of_the_run_directory(tmp_path, monkeypatch) -> None:
+    for key in ("MLFLOW_TRACKING_URI", "MLFLOW_ALLOW_FILE_STORE"):
+        monkeypatch.delenv(key, raising=False)
+    out = tmp_path / "my run"
+    out.mkdir()
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # as tracking.py does, and undone after the test
+    write("mlflow", out)
+    from mlflow import MlflowClient
+
+    client = MlflowClient((out / "mlruns").absolute().as_uri())
+    (run,) = client.search_runs([client.get_experiment_by_name("headroom").experiment_id])
+    assert run.info.run_name == "my run" and run.info.status == "FINISHED"
+    assert run.data.params == {"seed": "3", "agent.learning_rate": "0.1", "agent.widths": "[1, 2]"}
+    assert [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, "overhead")] == [(0, 0.5), (7, 0.25)]
+    assert run.data.metrics["best"] == 0.25
+    write("mlflow", out)  # a second run of the same experiment
+    assert len(client.search_runs([run.info.experiment_id])) == 2
+
+
+def test_wandb_is_told_the_same(tmp_path, monkeypatch) -> None:
+    said: list[Any] = []
+    run = SimpleNamespace(log=lambda values, step: said.append((step, values)), finish=lambda: said.append("finished"))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **options: said.append(options) or run))
+    write("wandb", tmp_path)
+    assert said == [
+        {"project": "headroom", "name": tmp_path.name, "dir": str(tmp_path), "config": CONFIG},
+        (0, {"overhead": 0.5}), (7, {"overhead": 0.25, "best": 0.25}), "finished",
+    ]  # fmt: skip
+
+
+def test_nowhere(tmp_path) -> None:
+    write("none", tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_not_there_is_refused(monkeypatch) -> None:
+    assert tracking.chosen(DictConfig({"tracker": "mlflow"})) == "mlflow"
+    with pytest.raises(UsageError, match="tracker: expected tensorboard, wandb, mlflow or none"):
+        tracking.chosen(DictConfig({"tracker": "neptune"}))
+    monkeypatch.setattr(tracking, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="tracker: wandb is not installed; the extra is wandb"):
+        tracking.chosen(DictConfig({"tracker": "wandb"}))
