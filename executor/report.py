@@ -8,7 +8,7 @@ All is read off the simulator's timelines, of the step without a plan and under 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -212,11 +212,19 @@ def _rerun(program: Program, timeline: Timeline) -> dict[str, Rerun]:
 # ------------------------------------------------------------------------------------ the page
 
 
-def _depth(peaks: Iterable[Peak]) -> int:
-    """The most names of a path with which there are at most ROWS modules; at least 1."""
-    paths = [path.split(".") for peak in peaks for path in peak.modules]
+def _depth(peaks: Sequence[Peak]) -> int:
+    """With how many names of a path there are at most ROWS modules; more where one of those would have over half of
+    the peak, so that it is split."""
+    paths = {tuple(path.split(".")) for peak in peaks for path in peak.modules}
     depths = range(1, max(map(len, paths)) + 1)
-    return max((d for d in depths if len({tuple(path[:d]) for path in paths}) <= ROWS), default=1)
+    depth = max((d for d in depths if len({path[:d] for path in paths}) <= ROWS), default=1)
+    while True:
+        merged = _merged(peaks[0].modules, depth)
+        largest = max(merged, key=merged.__getitem__)
+        parts = {path[: depth + 1] for path in paths if ".".join(path[:depth]) == largest}
+        if 2 * merged[largest] <= peaks[0].nbytes or len(parts) == 1:
+            return depth
+        depth += 1
 
 
 def _merged(modules: Mapping[str, int], depth: int) -> dict[str, int]:
