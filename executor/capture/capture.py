@@ -39,6 +39,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from executor.capture.captured import Captured, CaptureError
 from executor.capture.numbers import Numbers, Option
+from executor.capture.places import Places, users
 from executor.capture.randomness import traced_states
 from executor.capture.recorder import Recorder
 from executor.capture.scaling import traced_scalers
@@ -135,7 +136,7 @@ def capture(
     roots = [(model, ""), (loss_fn, "loss_fn"), (optimizer, "optimizer"), (scaler, "scaler")]
     label = name or type(model).__name__
     if accumulate == 1:
-        return _capture(step, tuple(example_batch), roots, machine, label, algorithms, bucket_bytes)
+        return _capture(step, tuple(example_batch), roots, machine, label, algorithms, bucket_bytes, "loss_fn")
     examples = {id(v): v for v in tree_leaves(example_batch)}  # of each micro-batch's tensors, by theirs
 
     def another(value: Any) -> Any:
@@ -144,7 +145,7 @@ def capture(
         return copy
 
     batches = tuple(tree_map(another, tuple(example_batch)) for _ in range(accumulate))
-    captured = _capture(several, batches, roots, machine, label, algorithms, bucket_bytes)
+    captured = _capture(several, batches, roots, machine, label, algorithms, bucket_bytes, "loss_fn")
     return replace(captured, sources=tuple(examples.get(id(s), s) for s in captured.sources))
 
 
@@ -162,13 +163,14 @@ def capture_step(
     """
     roots = [(step, ""), (args, "")]
     label = name or getattr(step, "__qualname__", type(step).__name__)
-    return _capture(step, args, roots, machine, str(label), algorithms, bucket_bytes)
+    return _capture(step, args, roots, machine, str(label), algorithms, bucket_bytes, "step")
 
 
 def _capture(
     step: Callable[..., Any], args: tuple[Any, ...], roots: list[tuple[Any, str]], machine: Machine | None, name: str,
-    algorithms: bool, bucket_bytes: int | None, as_capturable: bool = False,
+    algorithms: bool, bucket_bytes: int | None, outside: str, as_capturable: bool = False,
 ) -> Captured:  # fmt: skip
+    """``outside``: the place of what runs in no module."""
     # Sizes are those of the example; only numbers that an optimizer reads may be symbols.
     mode = FakeTensorMode(shape_env=ShapeEnv(allow_dynamic_output_shape_ops=False), static_shapes=True)
     assert mode.shape_env is not None
@@ -179,7 +181,7 @@ def _capture(
 
     def traced(*flat: Tensor) -> tuple[Tensor, ...]:
         # `flat` are the entries' fake tensors themselves; the step reaches them through its own objects.
-        recorder.begin(flat)
+        recorder.begin(flat, Places(state.paths, {id(e.fake): e.owner for e in state.entries}, outside))
         torch.set_autocast_cache_enabled(weights_cast_once)  # the tracer turns it off
         with recorder:
             result = step(*batch)
@@ -221,7 +223,7 @@ def _capture(
         raise
     except Exception as error:
         if isinstance(error, GuardOnDataDependentSymNode) and state.optimizers and not as_capturable:
-            return _capture(step, args, roots, machine, name, algorithms, bucket_bytes, as_capturable=True)
+            return _capture(step, args, roots, machine, name, algorithms, bucket_bytes, outside, True)
         raise CaptureError(_sentence(error)) from error
     if not recorder.ops:
         raise CaptureError("the step runs no tensor operation")
@@ -247,6 +249,7 @@ def traced_optimizers(
         if bucket_bytes:
             context.enter_context(bucketed(optimizer, bucket_bytes))
         stack.append(context)
+        recorder.note_gradients(p for group in optimizer.param_groups for p in group["params"])
         recorder.stepping = True
 
     def leave(*_: Any) -> None:
@@ -272,7 +275,7 @@ def _sentence(error: Exception) -> str:
     where = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
-        if not file.startswith((_TORCH, _HERE)) and "<" not in file:
+        if users(file):
             where = f" ({Path(file).name}:{line})"
     text = " ".join(str(error).split())
     if isinstance(error, (DataDependentOutputException, GuardOnDataDependentSymNode)):
@@ -284,7 +287,3 @@ def _sentence(error: Exception) -> str:
     if "convert all Tensors to FakeTensors" in text:
         return f"the step uses a tensor that is not in its arguments, modules, optimizers or closure{where}"
     return f"the step cannot be traced: {type(error).__name__}: {text[:300]}{where}"
-
-
-_TORCH = str(Path(torch.__file__).parent)
-_HERE = str(Path(__file__).parents[1])

@@ -12,6 +12,7 @@ from torch.utils._pytree import TreeSpec
 
 from executor.capture.algorithms import convolution_of, with_algorithms
 from executor.capture.numbers import Numbers
+from executor.capture.places import Place
 from executor.capture.roofline import with_roofline
 from executor.capture.state import Home
 from simulator.machine import Machine
@@ -49,6 +50,10 @@ class Captured:
     # Kernel (their number: the end) -> that after whose random numbers it begins, if not the last.
     draws: dict[int, int]
     modules: tuple[tuple[nn.Module, bool, tuple[nn.Module | None, ...]], ...]  # whether it trains, its submodules
+    places: tuple[Place, ...]  # per kernel; a marker's is that of the kernel before it
+    # Per tensor of the program: the module of a parameter, for a buffer, gradient or optimizer state, too; "inputs" for
+    # the step's arguments; else that of the kernel that first uses it.
+    owners: tuple[str, ...]
 
     def on(
         self, machine: Machine, dtype: str = "float32", iteration_ns: int | None = None, algorithms: bool = False

@@ -6,7 +6,7 @@ From what it saw it builds the program. Lifetimes are eager PyTorch's, not the g
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -34,6 +34,7 @@ from executor.capture.operators import (
     running_statistics,
     touched_bytes,
 )
+from executor.capture.places import Place, Places
 from executor.capture.state import Entry
 from simulator.program import Kernel, Phase, Program, Tensor as Storage, TensorKind
 
@@ -44,6 +45,7 @@ class _Op:
 
     func: OpOverload
     phase: Phase
+    place: Place
     nodes: list[fx.Node]
     reads: list[int]
     writes: list[int]
@@ -69,6 +71,7 @@ class Recorder(TorchDispatchMode):
         self.death: dict[int, int] = {}  # storage -> operators dispatched before it was found dead
         self.persistent: set[int] = set()
         self.constants: dict[int, str] = {}  # real tensors that no placeholder stands for
+        self.gradients: dict[int, int] = {}  # storage -> that of the parameter whose gradient it is
         self.stepping = False  # an optimizer's step is running
         self.asked: set[fx.Node] = set()
         self.drawn = self.drawing = -1  # operator that drew last; that after whose draws the random state is now
@@ -78,7 +81,8 @@ class Recorder(TorchDispatchMode):
         self._live: dict[int, StorageWeakRef] = {}
         self._backward_seen = False
 
-    def begin(self, placeholders: tuple[Tensor, ...]) -> None:
+    def begin(self, placeholders: tuple[Tensor, ...], places: Places) -> None:
+        self.places = places
         mode = get_proxy_mode()
         assert mode is not None
         self.graph: fx.Graph = mode.tracer.graph
@@ -133,6 +137,7 @@ class Recorder(TorchDispatchMode):
             raise DataDependentOutputException(func)
         self.reap()
         phase = self._phase(func)
+        place = self.places.of(phase)
         # A constant that the host makes is not on the device until it is copied there.
         hosted = func._overloadpacket in (torch.ops.aten.lift_fresh, torch.ops.aten.lift_fresh_copy)
         tensors = [] if hosted else [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -169,11 +174,18 @@ class Recorder(TorchDispatchMode):
         moved = 0 if func._overloadpacket in ALLOCATIONS else sum(map(touched_bytes, tensors + outs))
         view = Tag.inplace_view in func.tags or (not func._schema.is_mutable and set(writes) <= set(reads))
         self.ops.append(
-            _Op(launched, phase, nodes, list(dict.fromkeys(reads)), list(dict.fromkeys(writes)),
+            _Op(launched, phase, place, nodes, list(dict.fromkeys(reads)), list(dict.fromkeys(writes)),
                 flops_of(func, args, kwargs, out), moved, sums, self._optional,
                 not view and any(self.nbytes[s] for s in reads + writes))
         )  # fmt: skip
         return out
+
+    def note_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """The gradients that these have now are theirs, wherever they were computed."""
+        for p in parameters:
+            storage = None if p.grad is None else self._index.get(StorageWeakRef(p.grad.untyped_storage()))
+            if storage is not None:
+                self.gradients[storage] = self._storage(p)
 
     @contextmanager
     def optional(self, skipped: Tensor) -> Iterator[None]:
@@ -212,7 +224,9 @@ class Recorder(TorchDispatchMode):
                     held.setdefault(until, []).append(s)
 
         tensors, index = self._tensors(ops, last, entries)
+        owners = self._owners(ops, index, entries)
         kernels: list[Kernel] = []
+        places: list[Place] = []
         nodes: list[tuple[fx.Node, ...]] = []
         numbers: list[int] = []  # of the operators' kernels
         left_out: set[int] = set()
@@ -221,6 +235,7 @@ class Recorder(TorchDispatchMode):
                 phase = ops[k - 1].phase
                 read = tuple(sorted(index[s] for s in held[k]))
                 kernels.append(Kernel("marker", "other", phase, read, (), 0, recomputable=False))
+                places.append(ops[k - 1].place)
                 nodes.append(())
             if k < len(ops):
                 op = ops[k]
@@ -228,6 +243,7 @@ class Recorder(TorchDispatchMode):
                 twice = not any(tensors[t].persistent and t in reads for t in writes)
                 kernels.append(Kernel(str(op.func), kind_of(op.func, op.phase), op.phase, reads, writes, 0,
                                       flops=op.flops, bytes=op.bytes, recomputable=twice))  # fmt: skip
+                places.append(op.place)
                 numbers.append(len(nodes))
                 if op.optional:
                     left_out.add(len(nodes))
@@ -245,7 +261,7 @@ class Recorder(TorchDispatchMode):
             tuple(e.fake.device for e in entries), tuple(returned), batch[0],
             tuple(v if i is None else placeholders[i] for i, v in batch[1]),
             (), self.numbers, frozenset(self.asked), frozenset(left_out),
-            draws, (),
+            draws, (), tuple(places), owners,
         )  # fmt: skip
 
     def _add_in_place(self) -> None:
@@ -274,6 +290,7 @@ class Recorder(TorchDispatchMode):
             op.reads = list(dict.fromkeys(map(root, op.reads)))
             op.writes = list(dict.fromkeys(map(root, op.writes)))
         self.values = {node: root(s) for node, s in self.values.items()}
+        self.gradients = {root(s): p for s, p in self.gradients.items()}
 
     def _tensors(
         self, ops: list[_Op], last: dict[int, int], entries: list[Entry]
@@ -300,3 +317,14 @@ class Recorder(TorchDispatchMode):
                     kind: TensorKind = "activation" if op.phase == "forward" else "gradient"
                     tensors.append(Storage(names.get(s, f"storage{s}"), self.nbytes[s], kind, False))
         return tensors, index
+
+    def _owners(self, ops: list[_Op], index: dict[int, int], entries: list[Entry]) -> tuple[str, ...]:
+        """Per tensor of the program: the module that it belongs to."""
+        found: dict[int, str] = {}
+        for entry, s in zip(entries, self.values.values(), strict=False):
+            found.setdefault(s, entry.owner)
+        found.update({s: found[p] for s, p in self.gradients.items() if s not in self.persistent})
+        for op in ops:
+            for s in op.reads + op.writes:
+                found.setdefault(s, op.place.module)
+        return tuple(found[s] for s in index)

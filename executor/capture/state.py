@@ -59,6 +59,18 @@ class Entry(NamedTuple):
     real: Tensor | None  # the user's tensor; None for optimizer state that does not exist yet
     home: Home | None = None  # None: the step's arguments, or a parameter that only an optimizer knows
 
+    @property
+    def owner(self) -> str:
+        """The path of the module that it belongs to, of state that of its parameter; "inputs" for arguments."""
+        name = self.name
+        if (
+            self.home is not None
+            and isinstance(self.home.container, Optimizer)
+            and isinstance(self.home.key[0], Tensor)
+        ):
+            name = name.partition(".")[2].rpartition(".")[0]
+        return "inputs" if self.kind == "input" else name.rpartition(".")[0]
+
 
 class StepState:
     """Everything persistent that is reachable from ``roots`` (modules, optimizers, callables, tensors).
@@ -73,6 +85,7 @@ class StepState:
         self.as_capturable = as_capturable  # optimizers take their ``capturable`` form
         self.entries: list[Entry] = []
         self.modules: list[nn.Module] = []
+        self.paths: dict[int, str] = {}  # id of a module -> its dotted path
         self.optimizers: list[Optimizer] = []
         self.scalers: list[GradScaler] = []
         self._slots: list[tuple[Any, Any, Tensor]] = []  # container, key, fake
@@ -157,6 +170,7 @@ class StepState:
     def _module(self, module: nn.Module, name: str, depth: int) -> None:
         self._visited.add(id(module))
         self.modules.append(module)
+        self.paths[id(module)] = name
         for table in (module._parameters, module._buffers):
             self._items(table, [(k, k) for k, v in table.items() if v is not None], name, "buffer", depth)
         own = {k: v for k, v in vars(module).items() if k not in ("_parameters", "_buffers", "_modules")}

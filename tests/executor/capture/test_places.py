@@ -1,0 +1,198 @@
+"""Where the kernels of a capture come from: exactly, on small models; the same with checkpoints, autocast, any step."""
+
+from __future__ import annotations
+
+from inspect import getsourcelines
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from executor import Captured, capture, capture_step
+
+
+class Net(nn.Module):
+    def __init__(self, again: str = "") -> None:
+        super().__init__()
+        self.again = again  # which checkpoint runs the body
+        self.stem, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.body = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.stem(x))
+        b = checkpoint(self.body, h, use_reentrant=self.again == "reentrant") if self.again else self.body(h)
+        return self.head((b + h).mean((2, 3)))
+
+
+STEM, BODY, HEAD = (f"{Path(__file__).name}:{getsourcelines(Net.forward)[1] + i}" for i in (1, 2, 3))
+BATCH = torch.empty(2, 3, 8, 8), torch.zeros(2).long()
+
+
+def loss_fn(y: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(y, target)
+
+
+LOSS = f"{Path(__file__).name}:{getsourcelines(loss_fn)[1] + 1}"
+
+
+def of(captured: Captured, phase: str) -> list[tuple[str, str, str]]:
+    """(operator, module, line) of a phase's kernels, without markers."""
+    pairs = zip(captured.program.kernels, captured.places, strict=True)
+    return [(k.name.split(".")[1], *place) for k, place in pairs if k.phase == phase and k.name != "marker"]
+
+
+FORWARD = [
+    ("convolution", "stem", STEM), ("add_", "norm", STEM), ("native_batch_norm", "norm", STEM),
+    ("convolution", "body.0", BODY), ("relu", "body.1", BODY), ("add", "", HEAD), ("mean", "", HEAD),
+    ("addmm", "head", HEAD), ("_log_softmax", "loss_fn", LOSS), ("nll_loss_forward", "loss_fn", LOSS),
+]  # fmt: skip
+FROM_LOSS = [
+    ("ones_like", "loss_fn", ""), ("nll_loss_backward", "loss_fn", LOSS),
+    ("_log_softmax_backward_data", "loss_fn", LOSS), ("mm", "head", HEAD), ("mm", "head", HEAD), ("sum", "head", HEAD),
+    ("div", "", HEAD),
+]  # fmt: skip
+BACKWARD = [
+    *FROM_LOSS, ("threshold_backward", "body.1", BODY), ("convolution_backward", "body.0", BODY),
+    ("add_", "body.0", BODY), ("native_batch_norm_backward", "norm", STEM), ("convolution_backward", "stem", STEM),
+]  # fmt: skip
+
+
+def captured_net(again: str = "", **options: object) -> Captured:
+    model = Net(again)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return capture(model, loss_fn, optimizer, BATCH, **options)  # type: ignore[arg-type]
+
+
+def test_every_kernel_has_the_place_of_its_forward() -> None:
+    captured = captured_net()
+    assert of(captured, "forward") == FORWARD
+    assert of(captured, "backward") == BACKWARD
+    assert set(of(captured, "optimizer")) <= {(op, "optimizer", "") for op in ("mul_", "add_", "_foreach_add_")}
+    markers = [k for k, kernel in enumerate(captured.program.kernels) if kernel.name == "marker"]
+    assert markers
+    assert all(captured.places[k] == captured.places[k - 1] for k in markers)
+
+
+def test_tensors_belong_to_modules() -> None:
+    captured = captured_net()
+    owners = dict(zip((t.name for t in captured.program.tensors), captured.owners, strict=True))
+    assert {name: owners[name] for name in ("stem.weight", "norm.running_mean", "head.bias", "input0")} == {
+        "stem.weight": "stem", "norm.running_mean": "norm", "head.bias": "head", "input0": "inputs",
+    }  # fmt: skip
+    assert owners["optimizer.body.0.weight.momentum_buffer"] == "body.0"
+    assert owners["relu"] == "body.1"
+
+
+def test_the_gradient_of_a_parameter_belongs_to_its_module() -> None:
+    """Also where another module's forward uses it."""
+
+    class Borrowed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lender = nn.Linear(4, 4, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(x, self.lender.weight)
+
+    model = Borrowed()
+    captured = capture(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), (torch.empty(2, 4), BATCH[1]))
+    program = captured.program
+    update = next(k for k in program.kernels if k.phase == "optimizer")
+    (gradient,) = (t for t in update.inputs if program.tensors[t].kind == "gradient")
+    assert captured.owners[gradient] == "lender"
+    assert captured.places[program.accesses[gradient][0]].module == ""
+
+
+@pytest.mark.parametrize("again", ["reentrant", "not reentrant"])
+def test_what_a_checkpoint_runs_again_is_where_it_first_was(again: str) -> None:
+    captured = captured_net(again)
+    assert of(captured, "forward") == FORWARD
+    found = of(captured, "backward")
+    assert found[: len(FROM_LOSS)] == FROM_LOSS
+    rest = {(op, module) for op, module, _ in found[len(FROM_LOSS) :] if op != "detach"}
+    again_runs = {("convolution", "body.0"), ("relu", "body.1")}
+    assert rest - {("add", "body.0")} == again_runs | {(op, module) for op, module, _ in BACKWARD[len(FROM_LOSS) :]}
+    places = {(op, module): line for op, module, line in found}
+    assert places["threshold_backward", "body.1"] == places["convolution_backward", "body.0"] == BODY
+    assert places["native_batch_norm_backward", "norm"] == STEM
+
+
+def test_autocast_and_micro_batches_change_no_place() -> None:
+    captured = captured_net(autocast=torch.bfloat16, accumulate=2)
+    wanted = [(module, line) for _, module, line in FORWARD]
+    found = [(module, line) for _, module, line in of(captured, "forward")]
+    assert set(wanted) <= set(found) <= {*wanted, ("loss_fn", "")}  # and the loss is divided
+    sums = [(place.module, place.line) for k, place in zip(captured.program.kernels, captured.places, strict=True)
+            if k.phase == "backward" and k.name == "aten.add_.Tensor" and not place.line]  # fmt: skip
+    assert sorted(set(sums)) == [("body.0", ""), ("head", ""), ("norm", ""), ("stem", "")]  # gradients add up
+
+
+def test_modules_of_any_step_have_the_names_by_which_it_finds_them() -> None:
+    model, target = Net(), BATCH[1]
+
+    def step(x: Tensor) -> Tensor:
+        loss = nn.functional.cross_entropy(model(x), target)
+        loss.backward()
+        return loss
+
+    captured = capture_step(step, BATCH[0])
+    first = getsourcelines(step)[1]
+    here = Path(__file__).name
+    prefixed = [(op, f"model.{module}".rstrip("."), line) for op, module, line in FORWARD[:-2]]
+    loss = [(op, "step", f"{here}:{first + 1}") for op, *_ in FORWARD[-2:]]
+    assert of(captured, "forward") == prefixed + loss
+    backward = of(captured, "backward")
+    assert backward[0] == ("ones_like", "step", f"{here}:{first + 2}")
+    assert backward[-1] == ("convolution_backward", "model.stem", STEM)
+
+
+def test_the_engine_runs_the_users_functions_in_their_forwards_place() -> None:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: object, grad: Tensor) -> Tensor:
+            return grad + grad
+
+    class Doubled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.two(Double.apply(self.one(x)))
+
+    model = Doubled()
+    x = torch.empty(2, 4)
+    captured = capture(model, nn.functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), (x, x))
+    (forward,) = (entry for entry in of(captured, "forward") if entry[0] == "mul")
+    (backward,) = (entry for entry in of(captured, "backward") if entry[0] == "add")
+    assert forward[1:] == backward[1:] == ("", f"{Path(__file__).name}:{getsourcelines(Double)[1] + 3}")
+
+
+def test_gpt2_of_transformers() -> None:
+    config = GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=50, n_positions=8, bos_token_id=0, eos_token_id=0)
+    model = GPT2LMHeadModel(config)
+    tokens = torch.zeros(2, 8).long()
+    optimizer = torch.optim.AdamW(model.parameters())
+    captured = capture(model, lambda out, y: out.logits.square().mean(), optimizer, (tokens, tokens))
+    forward, backward = of(captured, "forward"), of(captured, "backward")
+    products = [module for op, module, _ in forward if op in ("addmm", "mm")]
+    layer = ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]
+    assert products == [f"transformer.h.{i}.{name}" for i in (0, 1) for name in layer] + ["lm_head"]
+    assert [m for op, m, _ in backward if op in ("mm", "addmm")] == [m for m in reversed(products) for _ in range(2)]
+    assert {line.partition(":")[0] for op, _, line in forward if op == "addmm"} == {"pytorch_utils.py"}
+    assert {line.partition(":")[0] for op, module, line in backward if module.endswith(".act")} == {"activations.py"}
+    modules = {name for name, _ in model.named_modules()} | {"loss_fn"}
+    assert {module for _, module, _ in forward + backward} <= modules
+    lines = {(module, line) for op, module, line in backward if op != "ones_like"}
+    assert lines <= {(module, line) for _, module, line in forward} | {
+        (m, line) for m, line in lines if m.endswith(".attn")}  # views have lines of their own  # fmt: skip
+    owners = dict(zip((t.name for t in captured.program.tensors), captured.owners, strict=True))
+    assert owners["optimizer.transformer.wte.weight.exp_avg"] == "transformer.wte"
