@@ -26,7 +26,7 @@ def main(cfg: DictConfig) -> None:
     suite = cli.choice(cfg, "suite", SUITES)
     settings = cli.plain(OmegaConf.load(reproduce.CONFIGS / f"{suite}.yaml"))  # type: ignore[arg-type]
     out = cli.path(cfg, "out") or Path("runs/benchmark")
-    reproduce.make([settings], cli.choice(cfg, "quick", (False, True)), None, cli.jobs(cfg), out)
+    reproduce.make([settings], cli.choice(cfg, "quick", (False, True)), None, *cli.launcher(cfg), out)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
 import random
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from omegaconf import DictConfig
 
-from experiments import cli, report
+from experiments import cli, report, workers
 from simulator.files import FormatError
 from simulator.machine import Machine
 from simulator.program import Program
@@ -135,15 +133,11 @@ def run(
     """``done`` with the result of each task, in their order, by several processes."""
     if not tasks:
         return
-    with report.progress() as bar, ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+    with report.progress() as bar, workers.Pool(jobs) as pool:
         shown = bar.add_task(what, total=len(tasks))
-        try:
-            for result in pool.map(work, tasks):
-                done(result)
-                bar.advance(shown)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+        for result in pool.map(work, tasks):
+            done(result)
+            bar.advance(shown)
 
 
 class Lines:

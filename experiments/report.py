@@ -411,7 +411,7 @@ def write_summary(path: Path, cfg: DictConfig, program: Program, rows: list[Row]
         except metadata.PackageNotFoundError:
             packages[name] = None
     write_json(path, {
-        "command": ["python", "-m", _module(), *sys.argv[1:]],
+        "command": ["python", "-m", *sys.argv],
         "config": OmegaConf.to_container(cfg, resolve=True),
         "versions": {"python": platform.python_version(), **packages},
         "program": {"name": program.name, "fingerprint": program.fingerprint, "kernels": len(program.kernels),
@@ -422,11 +422,6 @@ def write_summary(path: Path, cfg: DictConfig, program: Program, rows: list[Row]
 
 
 def command() -> str:
-    """The command that was typed, without where its result went."""
+    """The command that was typed (as cli.py leaves it in ``sys.argv``), without where its result went."""
     words = [w for w in sys.argv[1:] if not w.startswith(("out=", "resume="))]
-    return " ".join(["python", "-m", _module(), *words])
-
-
-def _module() -> str:
-    spec = sys.modules["__main__"].__spec__
-    return spec.name if spec else Path(sys.argv[0]).name
+    return " ".join(["python", "-m", sys.argv[0], *words])
