@@ -36,7 +36,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from agents.learned.dqn_config import RENAMED
-from experiments import workers
+from experiments import help, workers
 from simulator.compiled import warm
 from simulator.files import FormatError
 from simulator.machine import Machine
@@ -88,6 +88,9 @@ def entry(
             warm.start()
             os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach this function, which explains them
             args = get_args_parser().parse_intermixed_args()
+            if args.help:
+                print(help_text(config_name, str(sys.modules[task.__module__].__doc__), args.overrides))
+                return
             overrides = keyed(args.overrides, positional) if positional else args.overrides
             # Hydra's own parser wants the options before the overrides; here they come in any order.
             options = [word for word in sys.argv[1:] if word not in args.overrides]
@@ -106,6 +109,12 @@ def entry(
         return command
 
     return decorate
+
+
+def help_text(name: str, doc: str, words: list[str]) -> str:
+    """The help of a command (help.py), with what its YAML adds at the end."""
+    footer = OmegaConf.select(OmegaConf.load(CONFIGS / f"{name}.yaml"), "hydra.help.footer")
+    return f"{help.text(CONFIGS, name, doc, words)}\n\n{footer}" if footer else help.text(CONFIGS, name, doc, words)
 
 
 def expected_errors() -> tuple[type[Exception], ...]:
@@ -131,6 +140,19 @@ def refuse(error: object) -> NoReturn:
     """Prints one sentence on stderr and exits with status 2."""
     print(f"error: {sentence(error)}", file=sys.stderr)
     sys.exit(2)
+
+
+def goes_on(function: Callable[..., None]) -> Callable[..., None]:
+    """Decorates what the same command takes up again: an interruption says so."""
+
+    @functools.wraps(function)
+    def told(*args: Any) -> None:
+        try:
+            function(*args)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt("the same command goes on from what is done") from None
+
+    return told
 
 
 def stopped(stop: KeyboardInterrupt) -> NoReturn:

@@ -54,6 +54,7 @@ def main(cfg: DictConfig) -> None:
     make(every if asked.get("name") == ALL else [asked], quick, cfg.gpu, *cli.launcher(cfg), out)
 
 
+@cli.goes_on
 def make(
     chosen: list[dict[str, Any]], quick: bool, machine: str | None, launcher: str, jobs: int | None, out: Path
 ) -> None:
@@ -71,10 +72,7 @@ def make(
     except OSError as error:
         raise cli.UsageError(f"out: {out} cannot be made ({error.strerror})") from None
 
-    try:
-        wrong, console = compute(figures, launcher, jobs), report.console()
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"the same command goes on from what is done, in {out}") from None
+    wrong, console = compute(figures, launcher, jobs), report.console()
     for figure in figures:
         if not figure.left:
             console.print(rich_table(figure.module, figure.rows))
