@@ -1,8 +1,8 @@
 """The commands under one name: ``headroom evaluate …`` is ``python -m experiments.evaluate …``.
 
-    headroom evaluate workload=vgg16 limits=[0.8,0.6]
-    headroom train limit=0.5 seed=1
-    headroom evaluate --help
+headroom evaluate workload=vgg16 limits=[0.8,0.6]
+headroom train limit=0.5 seed=1
+headroom evaluate --help
 """
 
 from __future__ import annotations

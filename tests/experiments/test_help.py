@@ -36,8 +36,8 @@ def test_every_key_is_in_the_help(name: str) -> None:
 def test_where_a_meaning_is_written(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text(
-        "# About the file.\ndefaults:\n  - one: two  # which\n  - _self_\na: 1  # first\n  # and more\n# above\nb: ['#', 2]\n"
-        "c:  # of d\n  d: x  # inside\n  e: 3\nf: null\nhydra: {}\n"
+        "# About the file.\ndefaults:\n  - one: two  # which\n  - _self_\na: 1  # first\n  # and more\n"
+        "# above\nb: ['#', 2]\nc:  # of d\n  d: x  # inside\n  e: 3\nf: null\nhydra: {}\n"
     )
     assert helping.keys(file) == [
         ("a", "1", "first and more"), ("b", "['#', 2]", "above"), ("c", "", "of d"), ("c.d", "x", "inside"),

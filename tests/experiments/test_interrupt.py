@@ -61,12 +61,13 @@ def test_training_goes_on(run: Run, program: Program, program_file: Path, tmp_pa
     out, work = tmp_path / "out", tmp_path / "work"
     words = (f"program={program_file}", "limit=0.5", "planners=[]", "agent.mode=swap")
     status, screen, last = interrupted(
-        work, lambda: (out / "tb").exists(), "experiments", "train", *words, f"out={out}", "agent.episodes=4000"
+        work, lambda: (out / "tb").exists(), "experiments", "train", *words, f"out={out}", "agent.episodes=400"
     )
     assert status == 130 and last == f"interrupted; resume={out} continues this run", screen
     assert "Traceback" not in screen and re.search(r"training, best .* left", screen)
-    done = run("train_dqn", *words, f"resume={out}", "agent.episodes=4000")
-    assert done.returncode == 2 or done.returncode == 0, done.stderr
+    done = run("train_dqn", *words, f"resume={out}", "agent.episodes=400")
+    assert done.returncode == 0 and done.stderr == "", done.stderr  # quiet where there is no terminal
+    assert json.loads((out / "summary.json").read_text())["episodes"] >= 400
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
@@ -88,9 +89,7 @@ def test_what_does_not_go_on_leaves_nothing(program_file: Path, tmp_path: Path) 
     work = tmp_path / "work"
     work.mkdir()
     words = (f"program={program_file}", "limits=[0.5]", "planners=[annealing]", "seconds=600", "jobs=2")
-    status, screen, last = interrupted(
-        work, lambda: any(work.glob("runs/evaluate-*")), "experiments.evaluate", *words
-    )
+    status, screen, last = interrupted(work, lambda: any(work.glob("runs/evaluate-*")), "experiments.evaluate", *words)
     assert status == 130 and last == "interrupted" and "Traceback" not in screen, screen
     assert not any(work.glob("runs/*"))
 
