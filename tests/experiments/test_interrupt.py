@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from simulator import Program
 from tests.experiments.conftest import ROOT, Run
 
@@ -54,35 +52,34 @@ def interrupted(work: Path, until: Callable[[], bool], *words: object) -> tuple[
     os.close(ours)
     assert pressed, shown.decode()
     screen = CODES.sub("", shown.decode())
-    return process.returncode, screen, screen.replace("\r", "\n").strip().splitlines()[-1]
+    return process.returncode, screen, screen.replace("\r", "\n").strip().splitlines()[-1].removeprefix("^C")
 
 
 def test_training_goes_on(run: Run, program: Program, program_file: Path, tmp_path: Path) -> None:
     out, work = tmp_path / "out", tmp_path / "work"
     words = (f"program={program_file}", "limit=0.5", "planners=[]", "agent.mode=swap")
     status, screen, last = interrupted(
-        work, lambda: (out / "tb").exists(), "experiments", "train", *words, f"out={out}", "agent.episodes=400"
+        work, lambda: (out / "tb").exists(), "experiments", "train", *words, f"out={out}", "agent.episodes=120"
     )
     assert status == 130 and last == f"interrupted; resume={out} continues this run", screen
     assert "Traceback" not in screen and re.search(r"training, best .* left", screen)
-    done = run("train_dqn", *words, f"resume={out}", "agent.episodes=400")
+    done = run("train_dqn", *words, f"resume={out}", "agent.episodes=120")
     assert done.returncode == 0 and done.stderr == "", done.stderr  # quiet where there is no terminal
-    assert json.loads((out / "summary.json").read_text())["episodes"] >= 400
+    assert json.loads((out / "summary.json").read_text())["episodes"] >= 120
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
-def test_a_figure_goes_on(jobs: int, run: Run, tmp_path: Path) -> None:
+def test_a_figure_goes_on(run: Run, tmp_path: Path) -> None:
     out, work = tmp_path / "out", tmp_path / "work"
-    words = ("figure=smartpool_table1", "figure.networks=[vgg11,vgg13,vgg16,vgg19,resnet18,resnet34]", f"out={out}")
+    words = ("figure=smartpool_table1", "figure.networks=[vgg11,vgg13,vgg16,vgg19]", f"out={out}")
     rows = out / "smartpool_table1.jsonl"
-    status, screen, last = interrupted(work, rows.exists, "experiments", "reproduce", *words, f"jobs={jobs}")
+    status, screen, last = interrupted(work, rows.exists, "experiments", "reproduce", *words, "jobs=2")
     assert status == 130 and last == "interrupted; the same command goes on from what is done", screen
-    assert "Traceback" not in screen and re.search(r"smartpool_table1 .*1/6 .* left", screen)
+    assert "Traceback" not in screen and re.search(r"smartpool_table1 .*1/4 .* left", screen)
     kept = len(re.findall(r'"code"', rows.read_text()))
-    assert 0 < kept < 6 and not (out / "smartpool_table1.json").exists()
+    assert 0 < kept < 4 and not (out / "smartpool_table1.json").exists()
     done = run("reproduce", *words, "jobs=1")
     assert done.returncode == 0 and done.stderr == ""  # quiet where there is no terminal
-    assert len(json.loads((out / "smartpool_table1.json").read_text())["rows"]) == 6 and not rows.exists()
+    assert len(json.loads((out / "smartpool_table1.json").read_text())["rows"]) == 4 and not rows.exists()
 
 
 def test_what_does_not_go_on_leaves_nothing(program_file: Path, tmp_path: Path) -> None:
