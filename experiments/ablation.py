@@ -11,8 +11,7 @@ and range over the seeds, and the simulator calls.
 from __future__ import annotations
 
 import itertools
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.table import Table
 
 import agents
-from experiments import cli, report
+from experiments import cli, report, workers
 from experiments.learning import spread
 from simulator import Machine, Program, simulate
 from simulator.files import write_json
@@ -49,9 +48,8 @@ def main(cfg: DictConfig) -> None:
     tasks = list(itertools.product(variants, cli.values(cfg, "seeds")))
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in variants}
     bar = report.progress()
-    context = multiprocessing.get_context("spawn")
     with report.RunDirectory(cli.path(cfg, "out"), f"ablation-{program.name}") as out:
-        with bar, ProcessPoolExecutor(min(jobs, len(tasks)), context) as pool:
+        with bar, workers.Pool(min(jobs, len(tasks))) as pool:
             shown = bar.add_task("training", total=len(tasks))
             futures = {pool.submit(run, program, machine, limit, variants[n], int(s)): n for n, s in tasks}
             for future in as_completed(futures):

@@ -24,7 +24,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from agents.heuristics.autoswap import peak_gaps
-from experiments import cli
+from experiments import cli, report
 from experiments.benchmarks.jobs import several
 from experiments.benchmarks.packing import packing
 from experiments.benchmarks.simulation import (
@@ -60,7 +60,7 @@ def main(cfg: DictConfig) -> None:
     keys = ("simulate_us", "simulate_all_us", "speedup_vs_simpy", "speedup_vs_reference", "capture_s")
     found: dict[str, Any] = {key: {} for key in (*keys, "home_search_s", "home_call_us")}
     programs: dict[str, Program] = {}
-    for name in cli.values(cfg, "workloads"):
+    for name in report.tracked(cli.values(cfg, "workloads"), "simulating"):
         seconds, program = capture(str(name), machine)
         programs[str(name)] = program
         found["capture_s"][name] = round(seconds, 3)
@@ -111,7 +111,8 @@ def plans(
     """
     keys = ("plan_us", "plan_speedup_vs_simpy", "plan_speedup_vs_reference", "search_calls_per_s", "scores_speedup")
     found: dict[str, dict[str, float]] = {key: {} for key in keys}
-    for name, task in tasks.items():
+    for name in report.tracked(list(tasks), "timing plans of"):
+        task = tasks[name]
         of, mode = str(task["program"]), str(task["mode"])
         if of not in programs:
             file = cli.CONFIGS.parent / of

@@ -30,7 +30,7 @@ def main(cfg: DictConfig) -> None:
     if (chosen := agents_of(cfg, suite, settings)) is not None:
         settings |= {"agents": chosen, "beside": True}
     out = cli.path(cfg, "out") or Path("runs/benchmark")
-    reproduce.make([settings], cli.choice(cfg, "quick", (False, True)), None, cli.jobs(cfg), out)
+    reproduce.make([settings], cli.choice(cfg, "quick", (False, True)), None, *cli.launcher(cfg), out)
 
 
 def agents_of(cfg: DictConfig, suite: str, settings: dict[str, Any]) -> dict[str, Any] | None:

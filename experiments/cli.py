@@ -14,8 +14,10 @@ import functools
 import json
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from types import UnionType
 from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
@@ -34,6 +36,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from agents.learned.dqn_config import RENAMED
+from experiments import help, ray_launcher, workers
 from simulator.compiled import warm
 from simulator.files import FormatError
 from simulator.machine import Machine
@@ -66,7 +69,7 @@ def entry(
 
         @functools.wraps(task)
         def guarded(cfg: DictConfig) -> None:
-            sys.argv[1:] = typed
+            sys.argv[:] = [f"experiments.{config_name}", *typed]  # which a launcher's process does not know
             try:
                 task(cfg)
             except Exception as error:
@@ -77,9 +80,18 @@ def entry(
                 refuse(error)
 
         def command() -> None:
+            if task.__module__ == "__main__":  # under its own name: other processes find nothing in __main__
+                spec = sys.modules["__main__"].__spec__
+                assert spec is not None, "run as python -m experiments.NAME"
+                getattr(import_module(spec.name), task.__name__)()
+                return
             warm.start()
+            ray_launcher.register()
             os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach this function, which explains them
             args = get_args_parser().parse_intermixed_args()
+            if args.help:
+                print(help_text(config_name, str(sys.modules[task.__module__].__doc__), args.overrides))
+                return
             overrides = keyed(args.overrides, positional) if positional else args.overrides
             # Hydra's own parser wants the options before the overrides; here they come in any order.
             options = [word for word in sys.argv[1:] if word not in args.overrides]
@@ -92,13 +104,18 @@ def entry(
                 hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(guarded)()
             except (HydraException, OmegaConfBaseException, UsageError, FormatError) as error:
                 refuse(re.sub(rf"{OWN}\d+", lambda option: files.get(option[0], option[0]), str(error)))
-            except KeyboardInterrupt:
-                print("interrupted", file=sys.stderr)
-                sys.exit(130)
+            except KeyboardInterrupt as stop:
+                stopped(stop)
 
         return command
 
     return decorate
+
+
+def help_text(name: str, doc: str, words: list[str]) -> str:
+    """The help of a command (help.py), with what its YAML adds at the end."""
+    footer = OmegaConf.select(OmegaConf.load(CONFIGS / f"{name}.yaml"), "hydra.help.footer")
+    return f"{help.text(CONFIGS, name, doc, words)}\n\n{footer}" if footer else help.text(CONFIGS, name, doc, words)
 
 
 def expected_errors() -> tuple[type[Exception], ...]:
@@ -124,6 +141,26 @@ def refuse(error: object) -> NoReturn:
     """Prints one sentence on stderr and exits with status 2."""
     print(f"error: {sentence(error)}", file=sys.stderr)
     sys.exit(2)
+
+
+def goes_on(function: Callable[..., None]) -> Callable[..., None]:
+    """Decorates what the same command takes up again: an interruption says so."""
+
+    @functools.wraps(function)
+    def told(*args: Any) -> None:
+        try:
+            function(*args)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt("the same command goes on from what is done") from None
+
+    return told
+
+
+def stopped(stop: KeyboardInterrupt) -> NoReturn:
+    """Prints one sentence on stderr, with how the command goes on where it says that, and exits with status 130."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to stop
+    print(f"interrupted; {stop}" if str(stop) else "interrupted", file=sys.stderr)
+    sys.exit(130)
 
 
 # ------------------------------------------------------------------------------------------ the keys
@@ -228,7 +265,7 @@ def check_overrides(config_name: str, overrides: list[str], sweep: bool, config_
             if override.is_sweep_override() and not sweep:
                 raise UsageError(f"{line}: several values are a sweep, which needs -m; a list is written [a,b]")
             if key == "hydra/launcher" and override.value() not in launchers:
-                raise UsageError(f"{line}: this launcher is not installed; the extras are joblib, submitit and ray")
+                raise UsageError(f"{line}: this launcher is not installed; the extras are joblib, ray and submitit")
             if key.startswith(("hydra.", "hydra/")):
                 continue  # Hydra checks its own
             if key in MOVED:
@@ -324,6 +361,18 @@ def choice(cfg: DictConfig, key: str, known: tuple[str | bool | None, ...]) -> A
 def jobs(cfg: DictConfig) -> int:
     """``cfg.jobs`` worker processes, by default one per core; raises UsageError as ``integer`` does."""
     return integer(cfg, "jobs", least=1) if cfg.jobs is not None else os.cpu_count() or 1
+
+
+def launcher(cfg: DictConfig) -> tuple[str, int | None]:
+    """Where the tasks of a command run, and how many at once, as ``workers.results`` takes them.
+
+    Raises:
+        UsageError: there is no such launcher, or it is not installed.
+    """
+    name = choice(cfg, "launcher", tuple(workers.LAUNCHERS))
+    if extra := workers.missing(name):
+        raise UsageError(f"launcher: {name} is not installed; the extra is {extra}")
+    return name, None if name == "ray" and cfg.jobs is None else jobs(cfg)
 
 
 def path(cfg: DictConfig, key: str) -> Path | None:

@@ -12,10 +12,9 @@ is the last line printed.
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +23,7 @@ from omegaconf import DictConfig
 import agents
 from agents.bound import Floor, floor
 from agents.heuristics.workspace import relaxed
-from experiments import cli, report
+from experiments import cli, report, workers
 from experiments.report import Row
 from simulator.compiled import warm
 from simulator.limits import limit_bytes
@@ -131,9 +130,7 @@ def _done(tasks: list[Task], jobs: int, shared: tuple[Any, ...]) -> Iterator[tup
         spent += time.process_time() - begin
     if not tasks:
         return
-    # Spawned, not forked: the progress bar is a thread.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(jobs, len(tasks)), context, _start_worker, shared) as pool:
+    with workers.Pool(min(jobs, len(tasks)), _start_worker, shared) as pool:
         futures = {pool.submit(_do, *task): task for task in tasks}
         for future in as_completed(futures):
             yield futures[future], future.result()

@@ -14,18 +14,17 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
 import random
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from omegaconf import DictConfig
+from rich.progress import Progress, TaskID
 
-from experiments import cli, report
+from experiments import cli, report, workers
 from simulator.files import FormatError
 from simulator.machine import Machine
 from simulator.program import Program
@@ -43,6 +42,7 @@ VALIDATED = 48  # tasks of the families that are held out
 
 
 @cli.entry("pretrain")
+@cli.goes_on
 def main(cfg: DictConfig) -> None:
     sets = [check_set(i, one) for i, one in enumerate(cli.values(cfg, "sets"))]
     held_out = set(cli.values(cfg, "held_out"))
@@ -88,7 +88,11 @@ def main(cfg: DictConfig) -> None:
             net = learning.network(examples, settings, net_seed)
         log.print(f"round {round_}: {len(examples)} tasks to learn from, {len(kept)} to validate with")
 
-        def watch(entry: dict[str, Any], round_: int = round_) -> None:
+        bar = report.progress(log)
+        shown = bar.add_task("training", total=settings.epochs)
+
+        def watch(entry: dict[str, Any], round_: int = round_, bar: Progress = bar, shown: TaskID = shown) -> None:
+            bar.update(shown, completed=entry["epoch"])
             log.print(
                 f"epoch {entry['epoch']}: loss {entry['loss']:.4f}, {entry['validation']:.3f} points above the best"
             )
@@ -96,7 +100,8 @@ def main(cfg: DictConfig) -> None:
                 file.write(json.dumps({"round": round_, **entry}) + "\n")
 
         state = folder / f"state-{round_}.pt"
-        net = learning.train(net, examples, kept, settings, net_seed + 1000 * round_, state, watch)
+        with bar:
+            net = learning.train(net, examples, kept, settings, net_seed + 1000 * round_, state, watch)
     weights = cli.path(cfg, "weights") or folder / "policy.pt"
     save_weights(net, weights)
     print(weights)
@@ -135,15 +140,11 @@ def run(
     """``done`` with the result of each task, in their order, by several processes."""
     if not tasks:
         return
-    with report.progress() as bar, ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+    with report.progress() as bar, workers.Pool(jobs) as pool:
         shown = bar.add_task(what, total=len(tasks))
-        try:
-            for result in pool.map(work, tasks):
-                done(result)
-                bar.advance(shown)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+        for result in pool.map(work, tasks):
+            done(result)
+            bar.advance(shown)
 
 
 class Lines:

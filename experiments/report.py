@@ -19,16 +19,16 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 import agents
@@ -51,6 +51,7 @@ ROW_KEYS = (
 )  # fmt: skip
 
 Row = dict[str, Any]
+T = TypeVar("T")
 Workspace = Literal["least"] | bool
 SEARCHES = "search and exact"  # the family of planners that are no published heuristics
 SLOW = ("autoswap_bo", "home", "smartpool+autoswap")  # heuristics that search for long, or plan addresses
@@ -310,10 +311,26 @@ def console(stderr: bool = False) -> Console:
     return out if out.is_terminal else Console(stderr=stderr, highlight=False, width=150)
 
 
-def progress() -> Progress:
-    """A progress bar on stderr for work that comes in equal pieces."""
+def progress(on: Console | None = None) -> Progress:
+    """A progress bar with the time that is left, for work that comes in pieces.
+
+    Args:
+        on: where; stderr by default. Nothing is shown on what is no terminal.
+    """
+    on = on or console(stderr=True)
     return Progress(TextColumn("{task.description}"), BarColumn(40), MofNCompleteColumn(), TimeElapsedColumn(),
-                    console=console(stderr=True), refresh_per_second=4)  # fmt: skip
+                    TextColumn("left"), TimeRemainingColumn(), console=on, refresh_per_second=4,
+                    disable=not on.is_terminal)  # fmt: skip
+
+
+def tracked(items: Sequence[T], doing: str, on: Console | None = None) -> Iterator[T]:
+    """The items, with a progress bar (as ``progress``) that says which one is at work: ``doing`` and its name."""
+    with progress(on) as bar:
+        shown = bar.add_task(doing, total=len(items))
+        for item in items:
+            bar.update(shown, description=f"{doing} {getattr(item, 'name', item)}")
+            yield item
+            bar.advance(shown)
 
 
 # --------------------------------------------------------------------------------- the run directory
@@ -413,7 +430,7 @@ def write_summary(path: Path, cfg: DictConfig, program: Program, rows: list[Row]
             packages[name] = None
     program.save(path.with_name("program.json"))
     write_json(path, {
-        "command": ["python", "-m", _module(), *sys.argv[1:]],
+        "command": ["python", "-m", *sys.argv],
         "config": OmegaConf.to_container(cfg, resolve=True),
         "versions": {"python": platform.python_version(), **packages},
         "program": {"name": program.name, "fingerprint": program.fingerprint, "kernels": len(program.kernels),
@@ -424,11 +441,6 @@ def write_summary(path: Path, cfg: DictConfig, program: Program, rows: list[Row]
 
 
 def command() -> str:
-    """The command that was typed, without where its result went."""
+    """The command that was typed (as cli.py leaves it in ``sys.argv``), without where its result went."""
     words = [w for w in sys.argv[1:] if not w.startswith(("out=", "resume="))]
-    return " ".join(["python", "-m", _module(), *words])
-
-
-def _module() -> str:
-    spec = sys.modules["__main__"].__spec__
-    return spec.name if spec else Path(sys.argv[0]).name
+    return " ".join(["python", "-m", sys.argv[0], *words])

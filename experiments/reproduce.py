@@ -2,8 +2,8 @@
 
     python -m experiments.reproduce figure=smartpool_table1
     python -m experiments.reproduce figure=all jobs=8 out=experiments/results
+    python -m experiments.reproduce figure=all launcher=ray out=experiments/results     # tasks on a Ray cluster
     python -m experiments.reproduce figure=all quick=true                  # fewer points, to see that it runs
-    python -m experiments.reproduce -m figure=smartpool_table1,smartpool_fig10 hydra/launcher=joblib
     python -m experiments.reproduce figure=all redraw=true out=experiments/results  # of the JSON that is there
 
 The directory holds NAME.json (the command, the settings, a row per task) and NAME.png of every figure, and README.md,
@@ -17,13 +17,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
-import os
 import re
-import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
@@ -34,7 +30,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich import box
 from rich.table import Table
 
-from experiments import cli, report
+from experiments import cli, report, workers
 from experiments.report import Row
 from simulator.files import FormatError, read_json, write_json, write_text
 from simulator.machine import Machine
@@ -55,11 +51,17 @@ def main(cfg: DictConfig) -> None:
         print(out)
         return
     every = [cli.plain(OmegaConf.load(CONFIGS / f"{name}.yaml")) for name in names()]
-    make(every if asked.get("name") == ALL else [asked], quick, cfg.gpu, cli.jobs(cfg), out)
+    make(every if asked.get("name") == ALL else [asked], quick, cfg.gpu, *cli.launcher(cfg), out)
 
 
-def make(chosen: list[dict[str, Any]], quick: bool, machine: str | None, jobs: int, out: Path) -> None:
+@cli.goes_on
+def make(
+    chosen: list[dict[str, Any]], quick: bool, machine: str | None, launcher: str, jobs: int | None, out: Path
+) -> None:
     """Computes and draws figures, by their settings, into ``out``; prints their tables.
+
+    Args:
+        launcher, jobs: as of ``workers.results``.
 
     Raises:
         UsageError, FormatError: as ``Figure``; ``out`` cannot be made.
@@ -70,7 +72,7 @@ def make(chosen: list[dict[str, Any]], quick: bool, machine: str | None, jobs: i
     except OSError as error:
         raise cli.UsageError(f"out: {out} cannot be made ({error.strerror})") from None
 
-    wrong, console = compute(figures, jobs), report.console()
+    wrong, console = compute(figures, launcher, jobs), report.console()
     for figure in figures:
         if not figure.left:
             console.print(rich_table(figure.module, figure.rows))
@@ -84,7 +86,7 @@ def make(chosen: list[dict[str, Any]], quick: bool, machine: str | None, jobs: i
     print(out)
 
 
-def compute(figures: list[Figure], jobs: int) -> list[Exception]:
+def compute(figures: list[Figure], launcher: str, jobs: int | None) -> list[Exception]:
     """Runs what is left of the figures, and finishes each that has all; returns what tasks raised."""
     wrong: list[Exception] = []
     for figure in figures:
@@ -98,7 +100,7 @@ def compute(figures: list[Figure], jobs: int) -> list[Exception]:
     with report.progress() as bar:
         shown = bar.add_task("starting", total=sum(len(f.tasks) for f in figures))
         bar.update(shown, advance=sum(len(f.tasks) - len(f.left) for f in figures))
-        for figure, task, row in chain(done(beside, min(jobs, len(beside))), done(alone, 1)):
+        for figure, task, row in chain(done(beside, launcher, jobs), done(alone, "processes", 1)):
             if isinstance(row, Exception):  # the others go on
                 row.add_note(f"in {figure.name}, {task}")
                 wrong.append(row)
@@ -202,8 +204,8 @@ def code(name: str) -> str:
 
 
 def own_command(name: str) -> str:
-    """What was typed, for one of several figures; without how many did it at once."""
-    typed = re.sub(r" (figure|jobs)=\S+", "", report.command())
+    """What was typed, for one of several figures; without who did it."""
+    typed = re.sub(r" (figure|jobs|launcher)=\S+", "", report.command())
     return typed.replace("experiments.reproduce", f"experiments.reproduce figure={name}")
 
 
@@ -215,34 +217,20 @@ def draw_again(figures: list[str], out: Path) -> None:
     write_text(out / "README.md", page(out))
 
 
-def done(tasks: list[tuple[Figure, Row]], jobs: int) -> Iterator[tuple[Figure, Row, Row | Exception]]:
-    """Every task and its row, or what it raised, as they are done."""
-    if jobs <= 1:
+def done(
+    tasks: list[tuple[Figure, Row]], launcher: str, jobs: int | None
+) -> Iterator[tuple[Figure, Row, Row | Exception]]:
+    """Every task and its row, or what it raised, as they are done; one of this computer alone is done here."""
+    if launcher == "processes" and (jobs == 1 or len(tasks) <= 1):
         for figure, task in tasks:
             try:
                 yield figure, task, _run(figure.name, task, figure.machine)
             except Exception as error:
                 yield figure, task, error
         return
-    # Spawned, not forked: the progress bar is a thread.
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _begin) as pool:
-        futures = {pool.submit(_run, figure.name, task, figure.machine): (figure, task) for figure, task in tasks}
-        try:
-            for future in as_completed(futures):
-                error = future.exception()
-                if error is not None and not isinstance(error, Exception):
-                    raise error
-                yield *futures[future], error or future.result()
-        finally:  # stopped: without what has not begun
-            pool.shutdown(cancel_futures=True)
-
-
-def _begin() -> None:
-    """One thread each. A worker whose parent was killed would wait for its next task forever: it ends with it."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    calls = [(figure.name, task, figure.machine) for figure, task in tasks]
+    for i, row in workers.results(launcher, jobs, _run, calls):
+        yield *tasks[i], row
 
 
 def _run(name: str, task: Row, machine: Machine) -> Row:

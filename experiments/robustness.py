@@ -96,7 +96,7 @@ def measure(program: Program, machine: Machine, limit: int, names: Sequence[str]
     """
     iterations, seeds = settings["iterations"], range(1, settings["seeds"] + 1)
     plans, without = {}, []
-    for name in names:
+    for name in report.tracked(names, "planning with"):
         try:
             plans[name] = agents.make(name).plan(program, machine, limit)
         except Infeasible:
@@ -120,13 +120,13 @@ def measure(program: Program, machine: Machine, limit: int, names: Sequence[str]
             found[name] = {"mean": float(values.mean()), "p95": float(np.percentile(values, 95))}
         return found
 
-    noise = {kind: [{"size": size, "planners": row(Noise(**{kind: size}))} for size in settings[kind]]
-             for kind in KINDS}  # fmt: skip
+    noise = {kind: [{"size": size, "planners": row(Noise(**{kind: size}))}
+                    for size in report.tracked(settings[kind], f"running under {kind}")] for kind in KINDS}  # fmt: skip
     noise["both"] = [{**settings["robust"], "planners": row(Noise(**settings["robust"]))}]
     recovery = [
         {"size": size, "planners": {name: recovered(program, machine, limit, name, Noise(drift=size), iterations)
                                     for name in plans if name not in (ROBUST, CONTROL)}}
-        for size in settings["drift"] if size
+        for size in report.tracked([size for size in settings["drift"] if size], "planning anew after drift")
     ]  # fmt: skip
     return {"program": program.name, "machine": machine.name, "limit_bytes": limit, "without_a_plan": without,
             "noise": noise, "recovery": recovery}  # fmt: skip

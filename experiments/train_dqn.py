@@ -11,13 +11,15 @@ Its path is the last line printed.
 from __future__ import annotations
 
 import math
+import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 import simulator
 from agents.bound import floor
@@ -51,29 +53,21 @@ def main(cfg: DictConfig) -> None:
         for planner in ("annealing", "lp_round"):  # moves, weighted moves
             report.warm_up(machine, planner)
 
-    with directory as out:
+    with resumable(directory) as out:
         start = time.perf_counter()
         with Watch(config.episodes, out / "tb", log) as watch:
-            try:
-                result = dqn.train(program, machine, limit, config, seed, out / "checkpoint.pt", resume, watch, agent)
-            except KeyboardInterrupt:
-                if (out / "checkpoint.pt").exists():
-                    log.print(f"resume={out} continues this run")
-                raise
+            result = dqn.train(program, machine, limit, config, seed, out / "checkpoint.pt", resume, watch, agent)
         spent = time.perf_counter() - start
 
         with log.status("bounding every plan"):
             bound = floor(program, machine, limit)
-        rows = []
-        for name in names:
-            with log.status(f"planning with {name}"):
-                rows.append(report.score(name, program, machine, limit, seed)[0])
+        rows = [report.score(name, program, machine, limit, seed)[0] for name in report.tracked(names, "planning with")]
         after = simulator.simulate(program, result.best, machine, limit)
         calls = result.simulator_calls
-        for named, budget in report.controls(calls, spent, resume is not None).items():
-            with log.status(f"planning with {named}"):
-                planner = without_network(config, seed, **budget)
-                rows.append(report.score_with(planner, program, machine, limit, seed, named=named)[0])
+        budgets = report.controls(calls, spent, resume is not None)
+        for named in report.tracked(list(budgets), "planning with"):
+            planner = without_network(config, seed, **budgets[named])
+            rows.append(report.score_with(planner, program, machine, limit, seed, named=named)[0])
         rows.append(report.row(program, machine, limit, agent, seed, after, spent, calls))
         greedy = simulator.simulate(program, result.greedy, machine, limit) if result.greedy is not None else None
         rows.append(
@@ -98,6 +92,18 @@ def checkpoint_of(path: Path | None) -> Path | None:
     return file
 
 
+@contextmanager
+def resumable(directory: report.RunDirectory) -> Iterator[Path]:
+    """The run directory; an interruption says how the run goes on, where it has a checkpoint."""
+    with directory as out:
+        try:
+            yield out
+        except KeyboardInterrupt:
+            if not (out / "checkpoint.pt").exists():
+                raise
+            raise KeyboardInterrupt(f"resume={out} continues this run") from None
+
+
 def run_path(cfg: DictConfig, resume: Path | None) -> Path | None:
     """Where to write: ``out``, else the directory of an unfinished run that is resumed, else a new one."""
     out = cli.path(cfg, "out")
@@ -107,22 +113,27 @@ def run_path(cfg: DictConfig, resume: Path | None) -> Path | None:
 
 
 class Watch:
-    """Shows training as it goes: a progress bar on stderr and scalars in TensorBoard."""
+    """Shows training as it goes: a progress bar on stderr and scalars in TensorBoard. Ctrl-C waits for the end of an
+    episode, where the state can be kept; a second one does not."""
 
     def __init__(self, episodes: int, logs: Path, console: Any):
         self.logs = logs
         self.writer: Any = None  # made with the first episode: an error before it leaves nothing behind
-        self.bar = Progress(
-            TextColumn("training"), BarColumn(40), MofNCompleteColumn(), TextColumn("{task.description}"),
-            TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=console, refresh_per_second=4,
-        )  # fmt: skip
+        self.bar = report.progress(console)
         self.total = episodes  # walks side by side may finish a few more
-        self.task = self.bar.add_task("no plan yet", total=episodes)
+        self.task = self.bar.add_task("training, no plan yet", total=episodes)
 
     def __enter__(self) -> Watch:
+        self.stopping = False
+        self.before = signal.signal(signal.SIGINT, self.stop)
         return self  # the bar starts with the first episode: where there is none, only the error is printed
 
+    def stop(self, *_: object) -> None:
+        self.stopping = True
+        signal.signal(signal.SIGINT, self.before)
+
     def __exit__(self, *error: object) -> None:
+        signal.signal(signal.SIGINT, self.before)
         if self.bar.live.is_started:
             self.bar.stop()
         if self.writer is not None:
@@ -137,11 +148,13 @@ class Watch:
         best = e.best_overhead
         self.bar.start()
         text = f"best {best:.2%}" if math.isfinite(best) else "no plan yet"
-        self.bar.update(self.task, completed=min(e.episode, self.total), description=text)
+        self.bar.update(self.task, completed=min(e.episode, self.total), description=f"training, {text}")
         scalars = {"overhead": e.overhead, "best_overhead": best, "epsilon": e.epsilon, "loss": e.loss}
         for name, value in {**scalars, "feasible": float(e.feasible)}.items():
             if math.isfinite(value):
                 self.writer.add_scalar(name, value, e.episode)
+        if self.stopping:
+            raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ Row = dict[str, Any]
 
 
 @cli.entry("train_program_dqn")
+@cli.goes_on
 def main(cfg: DictConfig) -> None:
     folder, out = cli.path(cfg, "programs"), cli.path(cfg, "out") or Path("runs/program_dqn")
     files = sorted(folder.glob("*.json*")) if folder is not None else []
@@ -80,11 +81,14 @@ def main(cfg: DictConfig) -> None:
         net, path = read_weights(out / f"weights-{seed}.pt", QNet, WHAT), out / f"results-{seed}.jsonl"
         found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         done = {(r["workload"], r["machine"], r["limit_fraction"]) for r in found}
-        for program, machine, fraction in tested(cfg):
-            if (program.name, machine.name, fraction) not in done:
-                with log.status(f"{program.name} on {machine.name}, {fraction:.0%}"):
-                    found += compared(net, program, machine, fraction, config, tuning, calls, planners, int(seed))
+        left = [one for one in tested(cfg) if (one[0].name, one[1].name, one[2]) not in done]
+        with report.progress() as bar:
+            shown = bar.add_task("planning", total=len(left))
+            for program, machine, fraction in left:
+                bar.update(shown, description=f"planning {program.name} on {machine.name}, {fraction:.0%}")
+                found += compared(net, program, machine, fraction, config, tuning, calls, planners, int(seed))
                 write_text(path, "".join(json.dumps(row) + "\n" for row in found))
+                bar.advance(shown)
         rows += found
     means = summarised(rows)
     write_json(out / "program_dqn.json", {
@@ -130,7 +134,7 @@ def train(learner: Learner, state: Path, log: Path, console: Any) -> None:
     lines = [line for line in lines if line["iteration"] <= learner.iteration]
     before = lines[-1]["seconds"] if lines else 0.0
     greedy: list[float] = []
-    while learner.iteration < learner.config.iterations:
+    for _ in report.tracked(range(learner.iteration, learner.config.iterations), "training, iteration", console):
         greedy += learner.iterate().overhead[:: learner.config.walks].tolist()
         if learner.iteration % 20 == 0 or learner.iteration == learner.config.iterations:
             fits = np.isfinite(greedy)

@@ -74,14 +74,12 @@ def main(cfg: DictConfig) -> None:
 
         with log.status("bounding every plan"):
             bound = floor(program, machine, limit, mode)
-        rows = []
-        for name in names:
-            with log.status(f"planning with {name}"):
-                rows.append(report.score(name, program, machine, limit, seed, mode)[0])
-        for named, budget in report.controls(record.steps, spent, resumed=False).items():
-            with log.status(f"planning with {named}"):
-                control = report.made("mutation", seed=seed, mode=mode, min_bytes=min_bytes, **budget)
-                rows.append(report.score_with(control, program, machine, limit, seed, mode, named=named)[0])
+        rows = [report.score(name, program, machine, limit, seed, mode)[0]
+                for name in report.tracked(names, "planning with")]  # fmt: skip
+        budgets = report.controls(record.steps, spent, resumed=False)
+        for named in report.tracked(list(budgets), "planning with"):
+            control = report.made("mutation", seed=seed, mode=mode, min_bytes=min_bytes, **budgets[named])
+            rows.append(report.score_with(control, program, machine, limit, seed, mode, named=named)[0])
         plans = {agent: record.best, f"{agent}_greedy": sb3.greedy(model, environment, agent)}
         for named, plan in plans.items():
             timeline = simulator.simulate(program, plan, machine, limit) if plan is not None else None

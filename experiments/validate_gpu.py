@@ -1,4 +1,4 @@
-"""``python -m experiments.validate_gpu``: does the simulator say what a GPU does?
+"""Does the simulator say what a GPU does?
 
     python -m experiments.validate_gpu [backend=cuda|host] [key=value …]
 
@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from executor import CaptureError, ReplayError, open_backend, replay
 from executor.calibrate import calibrate
 from executor.capture.profile import ProfileError, measure, path_of, with_profile
 from executor.replay.backend import BackendError
+from experiments import help
 from experiments.gpu import largest_batch, side_by_side
 from experiments.gpu.clocks import watched
 from experiments.gpu.deadline import TimeUp, within
@@ -96,7 +97,7 @@ class Record:
         head = " ".join(str(row[k]) for k in ("workload", "fraction", "planner", "method") if k in row)
         times = (f"{k.removesuffix('_ns')} {row[k] / 1e6:.2f} ms" for k in row if k.endswith("_ns") and row[k])
         what = row.get("failed") or ", ".join(times) or (f"batch {row['batch']}" if "batch" in row else "")
-        line = f"[{time.monotonic() - self.begin:5.0f} s] {kind} {head}: {what}"
+        line = f"[{time.monotonic() - self.begin:5.0f} s, {self.left():5.0f} s left] {kind} {head}: {what}"
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def left(self, until: float | None = None) -> float:
@@ -357,8 +358,9 @@ def write_results(settings: Settings, machine: Machine | None, record: Record) -
 
 def main(words: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
-    parser = argparse.ArgumentParser("experiments.validate_gpu", description=str(__doc__).splitlines()[0],
-                                     epilog="keys: " + ", ".join(f.name for f in fields(Settings)))  # fmt: skip
+    keys = help.table(help.attributes(Settings))
+    parser = argparse.ArgumentParser("experiments.validate_gpu", description=str(__doc__), epilog=f"keys:\n{keys}",
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("settings", nargs="*", metavar="key=value")
     try:
         settings = parse(parser.parse_args(words).settings)

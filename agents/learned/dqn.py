@@ -328,9 +328,15 @@ def train(
             on_episode(episode)
     saved = len(trainer.history) // config.checkpoint_every
     while len(trainer.history) < config.episodes and program.peak_bytes > limit:
-        for episode in trainer.step():
-            if on_episode:
-                on_episode(episode)
+        finished = trainer.step()
+        try:
+            for episode in finished:
+                if on_episode:
+                    on_episode(episode)
+        except KeyboardInterrupt:  # between two steps, where the run can go on
+            if checkpoint is not None:
+                trainer.save(checkpoint)
+            raise
         if checkpoint is not None and len(trainer.history) // config.checkpoint_every > saved:
             saved = len(trainer.history) // config.checkpoint_every
             trainer.save(checkpoint)

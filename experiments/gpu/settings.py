@@ -24,19 +24,22 @@ class Settings:
     """What a run does; each field is a key of the command line, lists with commas.
 
     Attributes:
-        out: folder of the results.
+        backend: "cuda"; or "host", which does the same in small without a GPU.
+        out: folder of the results; by default runs/validate_gpu-<time>.
         machine: preset that gives what calibration does not measure.
         workloads: of experiments.gpu.networks.
         limits: fractions of the activation peak.
         cache: of the profiles, as executor.capture.profile.measure; where a step does not fit, "cold".
-        planners, train: which plan and replay, and which plans are trained under.
-        kernels, pause_ns: of replays: "stream", kernels move their bytes, too; pauses that they make up for.
+        planners: which plan and replay.
+        train: whose plans are trained under.
+        kernels: of replays: "spin", or "stream", which move their bytes, too.
+        pause_ns: of replays: pauses that they make up for.
         steps: measured training steps, in turns with as many eager ones.
         seconds: for everything; COMPARING with ``compare``.
         workers: processes that plan, at least 1.
         compare: also run side_by_side.py.
-        largest, largest_seconds: also search the largest batches (largest_batch.py), in a time of its own
-            that comes after ``seconds``.
+        largest: also search the largest batches (largest_batch.py).
+        largest_seconds: a time of its own for that, after ``seconds``.
     """
 
     backend: str = "cuda"

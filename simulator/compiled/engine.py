@@ -409,8 +409,11 @@ def _present_until(program: Program) -> Ints:
 
 
 def cores() -> int:
-    """How many this process may use; 1 in a worker process, as the cores have been shared out over those already."""
-    if multiprocessing.parent_process() is not None:
+    """How many this process may use; 1 in a worker process, as the cores have been shared out over those already.
+
+    HEADROOM_WORKER in the environment says of any process that it is one.
+    """
+    if multiprocessing.parent_process() is not None or os.environ.get("HEADROOM_WORKER"):
         return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

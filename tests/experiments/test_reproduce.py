@@ -106,7 +106,7 @@ def start(out: Path, machine: str | None = None, **more: Any) -> Figure:
 def test_a_stopped_run_goes_on(squares: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = start(tmp_path)
     assert first.left == first.tasks == [{"x": 1}, {"x": 2}, {"x": 3}]
-    for figure, task, row in reproduce.done([(first, t) for t in first.left[1:]], 1):
+    for figure, task, row in reproduce.done([(first, t) for t in first.left[1:]], "processes", 1):
         assert isinstance(row, dict) and row.pop(reproduce.SECONDS) >= 0
         figure.keep(task, row)
     with (tmp_path / "squares.jsonl").open("a") as file:
@@ -137,7 +137,7 @@ def test_the_others_go_on_where_one_fails(squares: None, tmp_path: Path, monkeyp
 
     monkeypatch.setattr(Squares, "run", run)
     made = start(tmp_path)
-    (error,) = reproduce.compute([made], jobs=1)
+    (error,) = reproduce.compute([made], "processes", jobs=1)
     assert isinstance(error, ZeroDivisionError) and error.__notes__ == ["in squares, {'x': 2}"]
     assert made.left == start(tmp_path).left == [{"x": 2}] and not (tmp_path / "squares.json").exists()
     monkeypatch.undo()

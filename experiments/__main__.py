@@ -1,0 +1,53 @@
+"""The commands under one name: ``headroom evaluate …`` is ``python -m experiments.evaluate …``.
+
+headroom evaluate workload=vgg16 limits=[0.8,0.6]
+headroom train limit=0.5 seed=1
+headroom evaluate --help
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+COMMANDS = {
+    "plan": "plan", "train": "train_dqn", "evaluate": "evaluate", "pack": "pack", "reproduce": "reproduce",
+    "benchmark": "benchmark", "validate": "validate_gpu",
+}  # fmt: skip
+
+
+def main() -> None:
+    """Runs the command that the first word names; exits with its status."""
+    known = {name: f"experiments.{module}" for name, module in COMMANDS.items() if find_spec(f"experiments.{module}")}
+    name, *words = sys.argv[1:] or [""]
+    if name in ("-h", "--help"):
+        print((__doc__ or "").strip(), *(f"{name:10} {about(module)}" for name, module in known.items()), sep="\n")
+        print("\nheadroom COMMAND --help lists its keys; other commands are `python -m experiments.NAME`.")
+        return
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; the nearest is {near[0]!r}" if near else ""
+        print(f"error: {name!r}: expected one of {', '.join(known)}{hint}", file=sys.stderr)
+        sys.exit(2)
+    try:
+        sys.argv = [known[name], *words]
+        sys.exit(import_module(known[name]).main())
+    except KeyboardInterrupt:  # before the command has begun
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def about(module: str) -> str:
+    """The first sentence of a module's docstring; nothing is imported."""
+    spec = find_spec(module)
+    assert spec is not None and spec.origin is not None
+    doc = ast.get_docstring(ast.parse(Path(spec.origin).read_text())) or ""
+    return " ".join(doc.partition("\n\n")[0].split()).rstrip(".")
+
+
+if __name__ == "__main__":
+    main()

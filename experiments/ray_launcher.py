@@ -1,0 +1,70 @@
+"""Hydra's launcher for Ray: ``-m hydra/launcher=ray`` makes every job of a sweep a task of a Ray cluster.
+
+It is ours because hydra-ray-launcher wants the cluster launcher of AWS, the dashboard and an old cloudpickle.
+``hydra.launcher.jobs=N``: how many run at once. What the cluster is, and what becomes of a job whose worker dies:
+experiments/workers.py. ``register`` makes it known; Hydra takes launchers of a package hydra_plugins only, so it is
+known by such a name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
+from hydra.core.singleton import Singleton
+from hydra.core.utils import JobReturn, configure_log, run_job, setup_globals
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, open_dict
+
+from experiments import workers
+
+
+class RayLauncher(Launcher):
+    """The jobs of a sweep on Ray; every one is run to its end, whatever becomes of the others."""
+
+    def __init__(self, jobs: int | None = None) -> None:
+        self.jobs = jobs
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """As Hydra calls it."""
+        self.context, self.task, self.config = hydra_context, task_function, config
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """What each job returned, in their order; raises what Ray says of one whose workers died too often."""
+        setup_globals()
+        configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
+        Path(str(self.config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)
+        tasks = []
+        for number, overrides in enumerate(job_overrides, initial_job_idx):
+            config = self.context.config_loader.load_sweep_config(self.config, list(overrides))
+            with open_dict(config):
+                config.hydra.job.id, config.hydra.job.num = f"{config.hydra.job.name}_{number}", number
+            tasks.append((self.context, config, self.task, Singleton.get_state()))
+        found = dict(workers.results("ray", self.jobs, run_one, tasks))
+        for job in found.values():
+            if isinstance(job, Exception):
+                raise job
+        return [found[i] for i in range(len(tasks))]
+
+
+def run_one(context: HydraContext, config: DictConfig, task: TaskFunction, state: dict[Any, Any]) -> JobReturn:
+    """One job, on a worker; its errors are in what it returns."""
+    setup_globals()
+    Singleton.set_state(state)
+    HydraConfig.instance().set_config(config)
+    return run_job(task, config, "hydra.sweep.dir", "hydra.sweep.subdir", context)
+
+
+def register() -> None:
+    """Makes ``hydra/launcher=ray`` known, where Ray is installed."""
+    if find_spec("ray"):
+        RayLauncher.__module__ = "hydra_plugins.headroom"
+        node = {"_target_": f"{RayLauncher.__module__}.RayLauncher", "jobs": None}
+        ConfigStore.instance().store("ray", node, "hydra/launcher", provider="headroom")
+        Plugins.instance().register(RayLauncher)

@@ -1,0 +1,151 @@
+"""Worker processes for the tasks of a command: of this computer, of a Ray cluster, or jobs of Slurm.
+
+- ``processes``: spawned here.
+- ``ray``: the cluster at RAY_ADDRESS, else one of this computer's cores that starts and ends with the command. A task
+  whose worker dies is given to another.
+- ``submitit``: every task is a job of Slurm where there is sbatch, else a process of its own here.
+
+Workers of a cluster have the same installation, and the command's directory under the same path.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+RETRIES = 3  # of a task whose worker died
+MINUTES = 24 * 60  # that a job of Slurm may take, unless SBATCH_TIMELIMIT says otherwise
+Submit = Callable[..., Future[Any]]
+
+
+def results(
+    launcher: str, jobs: int | None, function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]]
+) -> Iterator[tuple[int, Any]]:
+    """Of every task, as they are done: its index, and what ``function(*task)`` returned, or the Exception it raised.
+
+    Args:
+        launcher: a key of LAUNCHERS.
+        jobs: how many are under way at once; None, for Ray: as many as it has cores for.
+    """
+    most = jobs or len(tasks)
+    with LAUNCHERS[launcher](jobs) as submit:
+        todo, under_way = enumerate(tasks), dict[Future[Any], int]()
+        while True:
+            for i, task in islice(todo, most - len(under_way)):
+                under_way[submit(_caught, os.getcwd(), function, task)] = i
+            if not under_way:
+                return
+            for future in wait(under_way, return_when=FIRST_COMPLETED).done:
+                error = future.exception()
+                if error is not None and not isinstance(error, Exception):
+                    raise error
+                yield under_way.pop(future), error or future.result()
+
+
+def missing(launcher: str) -> str | None:
+    """The extra to install for a launcher; None where it is there."""
+    return None if launcher == "processes" or find_spec(launcher) else launcher
+
+
+class Pool(ProcessPoolExecutor):
+    """Spawned processes of one thread each (not forked: a progress bar is a thread), which end with this one.
+
+    Ctrl-C is for this process alone. As a context: where it ends with an exception, so do they, at once.
+
+    Args:
+        begin: called in each with ``shared``, when it starts.
+    """
+
+    def __init__(self, jobs: int, begin: Callable[..., None] | None = None, shared: tuple[Any, ...] = ()) -> None:
+        if multiprocessing.get_start_method() not in multiprocessing.get_all_start_methods():
+            multiprocessing.set_start_method("spawn", force=True)  # joblib's, which a process that is spawned lacks
+        super().__init__(jobs, multiprocessing.get_context("spawn"), _begin, (begin, shared))
+
+    def submit(self, *args: Any, **options: Any) -> Future[Any]:
+        """As of an executor. What it starts inherits that SIGINT is blocked, which is then delivered here."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
+            return super().submit(*args, **options)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        if kind is not None:
+            for process in multiprocessing.active_children():
+                process.terminate()
+        super().__exit__(kind, *error)
+
+
+def _begin(begin: Callable[..., None] | None, shared: tuple[Any, ...]) -> None:
+    """A worker whose parent was killed would wait for its next task forever: it ends with it."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    if begin is not None:
+        begin(*shared)
+
+
+def _caught(folder: str, function: Callable[..., Any], task: tuple[Any, ...]) -> Any:
+    """What the function returns, or the exception that it raises, with its traceback as a note."""
+    os.chdir(folder)
+    os.environ["HEADROOM_WORKER"] = "1"  # the cores are shared out over the workers (simulator/compiled/engine.py)
+    try:
+        return function(*task)
+    except Exception as error:
+        error.add_note("".join(traceback.format_exception(error)))
+        return error
+
+
+@contextmanager
+def _processes(jobs: int) -> Iterator[Submit]:
+    with Pool(jobs) as pool:
+        yield pool.submit
+
+
+@contextmanager
+def _ray(jobs: int | None) -> Iterator[Submit]:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+
+    own: dict[str, Any] = {"num_cpus": jobs, "include_dashboard": False}
+    ray.init(logging_level="ERROR", **({} if os.environ.get("RAY_ADDRESS") else own))
+    remote = ray.remote(max_retries=RETRIES)(_caught)
+    try:
+        yield lambda _, *task: remote.remote(*task).future()
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _submitit(jobs: int) -> Iterator[Submit]:
+    import submitit
+
+    executor = submitit.AutoExecutor(folder=Path("runs/submitit").resolve())
+    executor.update_parameters(timeout_min=MINUTES, cpus_per_task=1)
+    made: list[Any] = []
+
+    def submit(*task: Any) -> Future[Any]:
+        made.append(executor.submit(*task))
+        return threads.submit(made[-1].result)
+
+    with ThreadPoolExecutor(jobs) as threads:
+        try:
+            yield submit
+        finally:  # stopped: what has begun, too
+            for job in made:
+                if not job.done():
+                    job.cancel()
+
+
+LAUNCHERS: dict[str, Callable[[Any], Any]] = {"processes": _processes, "ray": _ray, "submitit": _submitit}

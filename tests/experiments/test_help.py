@@ -1,0 +1,82 @@
+"""``--help`` shows what a command does, with examples, and every key with its default and its meaning."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments import help as helping
+from experiments.__main__ import COMMANDS
+from experiments.cli import CONFIGS
+from experiments.gpu.settings import Settings
+from tests.experiments.conftest import Run
+
+NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+NAMED = ("variants.", "plans.")  # entries whose names say what they are
+
+
+@pytest.mark.parametrize("name", [*NAMES, "agent/dqn", "agent/dqn_paper", "algo/dqn", "algo/maskable_ppo"])
+def test_every_key_has_a_meaning(name: str) -> None:
+    found = helping.keys(CONFIGS / f"{name}.yaml")
+    groups = helping.keys(CONFIGS / f"{name}.yaml", "defaults") if name in NAMES else []
+    assert found and not [k.name for k in [*found, *groups] if not (k.meaning or k.name.startswith(NAMED))]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_key_is_in_the_help(name: str) -> None:
+    text = helping.text(CONFIGS, name, "What it does.")
+    assert text.startswith("What it does.\n") and max(map(len, text.splitlines())) <= 120
+    for key in helping.keys(CONFIGS / f"{name}.yaml"):
+        assert f"  {key.name}" in text and " ".join(key.meaning.split()) in " ".join(text.split())
+    for group in helping.keys(CONFIGS / f"{name}.yaml", "defaults"):
+        assert f"\n{group.name}={group.value}" in text
+
+
+def test_where_a_meaning_is_written(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(
+        "# About the file.\ndefaults:\n  - one: two  # which\n  - _self_\na: 1  # first\n  # and more\n"
+        "# above\nb: ['#', 2]\nc:  # of d\n  d: x  # inside\n  e: 3\nf: null\nhydra: {}\n"
+    )
+    assert helping.keys(file) == [
+        ("a", "1", "first and more"), ("b", "['#', 2]", "above"), ("c", "", "of d"), ("c.d", "x", "inside"),
+        ("c.e", "3", ""), ("f", "null", ""),
+    ]  # fmt: skip
+    assert helping.keys(file, "defaults") == [("one", "two", "which")]
+
+
+def test_an_option_that_was_chosen_has_its_own_keys() -> None:
+    assert "agent.optimizer=sgd" in helping.text(CONFIGS, "train_dqn", "", ["agent=dqn_paper"])
+    assert "agent.optimizer=adam" in helping.text(CONFIGS, "train_dqn", "")
+
+
+@pytest.mark.parametrize("name", sorted(set(COMMANDS.values()) & set(NAMES)))
+def test_the_help_has_examples(name: str) -> None:
+    __import__(f"experiments.{name}")
+    doc = sys.modules[f"experiments.{name}"].__doc__ or ""
+    assert re.search(rf"^    python -m experiments\.{name} ", doc, re.MULTILINE)
+
+
+def test_a_command_prints_its_help(run: Run, tmp_path: Path) -> None:
+    done = run("evaluate", "machine=h100", "--help")
+    assert done.returncode == 0, done.stderr
+    for words in ("python -m experiments.evaluate workload=", "  seed=0", "machine=h100", "lp_round", "--multirun"):
+        assert words in done.stdout
+    assert not any((tmp_path / "work").iterdir())
+
+
+def test_the_help_of_validate_gpu(run: Run) -> None:
+    done = run("validate_gpu", "--help")
+    assert done.returncode == 0 and "backend=host" in done.stdout
+    for key in Settings.__dataclass_fields__:
+        assert re.search(rf"^  {key}=\S* .*\w", done.stdout, re.MULTILINE), key
+
+
+def test_the_commands_are_listed(run: Run) -> None:
+    done = run("__main__", "--help")
+    assert done.returncode == 0
+    for name in ("train", "evaluate", "pack", "reproduce", "benchmark", "validate"):
+        assert re.search(rf"^{name} +[A-Z].* .* ", done.stdout, re.MULTILINE)
+    wrong = run("__main__", "evaluete", "seed=1")
+    assert wrong.returncode == 2 and len(wrong.stderr.splitlines()) == 1 and "'evaluate'" in wrong.stderr

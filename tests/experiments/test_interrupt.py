@@ -1,0 +1,106 @@
+"""Ctrl-C in a terminal: one sentence, status 130, and what was promised to go on goes on. Progress is for terminals."""
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from simulator import Program
+from tests.experiments.conftest import ROOT, Run
+
+CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # of a terminal
+
+
+def interrupted(work: Path, until: Callable[[], bool], *words: object) -> tuple[int, str, str]:
+    """Runs a command in a pseudo-terminal, and presses Ctrl-C there as soon as ``until``.
+
+    Returns:
+        The status, all that was on the screen, and the last line of it.
+    """
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "150"}
+    command = [sys.executable, "-m", *map(str, words)]
+    process = subprocess.Popen(
+        command, cwd=work, env=environment, stdin=theirs, stdout=theirs, stderr=theirs, close_fds=True,
+        preexec_fn=lambda: (os.setsid(), os.close(os.open(os.ttyname(0), os.O_RDWR))),  # its controlling terminal
+    )  # fmt: skip
+    os.close(theirs)
+    os.set_blocking(ours, False)
+    shown, pressed, end = b"", False, time.monotonic() + 240
+    while process.poll() is None and time.monotonic() < end:
+        try:
+            shown += os.read(ours, 65536)
+        except BlockingIOError:
+            time.sleep(0.02)
+        except OSError:  # nobody writes any more
+            break
+        if not pressed and until():
+            os.write(ours, b"\x03")
+            pressed = True
+    process.wait(timeout=60)
+    try:
+        while more := os.read(ours, 65536):
+            shown += more
+    except OSError:
+        pass
+    os.close(ours)
+    assert pressed, shown.decode()
+    screen = CODES.sub("", shown.decode())
+    return process.returncode, screen, screen.replace("\r", "\n").strip().splitlines()[-1].removeprefix("^C")
+
+
+def test_training_goes_on(run: Run, program: Program, program_file: Path, tmp_path: Path) -> None:
+    out, work = tmp_path / "out", tmp_path / "work"
+    words = (f"program={program_file}", "limit=0.5", "planners=[]", "agent.mode=swap")
+    status, screen, last = interrupted(
+        work, lambda: (out / "tb").exists(), "experiments", "train", *words, f"out={out}", "agent.episodes=120"
+    )
+    assert status == 130 and last == f"interrupted; resume={out} continues this run", screen
+    assert "Traceback" not in screen and re.search(r"training, best .* left", screen)
+    done = run("train_dqn", *words, f"resume={out}", "agent.episodes=120")
+    assert done.returncode == 0 and done.stderr == "", done.stderr  # quiet where there is no terminal
+    assert json.loads((out / "summary.json").read_text())["episodes"] >= 120
+
+
+def test_a_figure_goes_on(run: Run, tmp_path: Path) -> None:
+    out, work = tmp_path / "out", tmp_path / "work"
+    words = ("figure=smartpool_table1", "figure.networks=[vgg11,vgg13,vgg16,vgg19]", f"out={out}")
+    rows = out / "smartpool_table1.jsonl"
+    status, screen, last = interrupted(work, rows.exists, "experiments", "reproduce", *words, "jobs=2")
+    assert status == 130 and last == "interrupted; the same command goes on from what is done", screen
+    assert "Traceback" not in screen and re.search(r"smartpool_table1 .*1/4 .* left", screen)
+    kept = len(re.findall(r'"code"', rows.read_text()))
+    assert 0 < kept < 4 and not (out / "smartpool_table1.json").exists()
+    done = run("reproduce", *words, "jobs=1")
+    assert done.returncode == 0 and done.stderr == ""  # quiet where there is no terminal
+    assert len(json.loads((out / "smartpool_table1.json").read_text())["rows"]) == 4 and not rows.exists()
+
+
+def test_what_does_not_go_on_leaves_nothing(program_file: Path, tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    words = (f"program={program_file}", "limits=[0.5]", "planners=[annealing]", "seconds=600", "jobs=2")
+    status, screen, last = interrupted(work, lambda: any(work.glob("runs/evaluate-*")), "experiments.evaluate", *words)
+    assert status == 130 and last == "interrupted" and "Traceback" not in screen, screen
+    assert not any(work.glob("runs/*"))
+
+
+def test_before_a_command_has_begun(tmp_path: Path) -> None:
+    """While it imports what it needs."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    slow = "import experiments.__main__ as m, sys, time; m.import_module = lambda name: time.sleep(600); "
+    with subprocess.Popen(
+        [sys.executable, "-c", slow + "sys.argv = ['headroom', 'pack']; print(flush=True); m.main()"],
+        env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=60)[1] == "interrupted\n" and process.returncode == 130

@@ -1,0 +1,148 @@
+"""Tasks on workers: one result of each, whatever the launcher, also where a worker is killed in the middle."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from experiments import cli, workers
+from simulator.compiled.engine import cores
+from tests.experiments.conftest import ROOT, Run
+
+pytest.importorskip("ray")
+pytest.importorskip("submitit")
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # of the workers
+    return tmp_path
+
+
+def square(x: int) -> tuple[int, str, int, int]:
+    """One task has an error."""
+    if x == 2:
+        raise cli.UsageError("two is refused")
+    return x * x, os.getcwd(), os.getpid(), cores()
+
+
+@pytest.mark.parametrize("launcher", workers.LAUNCHERS)
+def test_every_task_has_one_result(launcher: str, elsewhere: Path) -> None:
+    found = list(workers.results(launcher, 2, square, [(x,) for x in range(5)]))
+    assert sorted(i for i, _ in found) == [0, 1, 2, 3, 4]
+    results = dict(found)
+    error = results.pop(2)
+    assert isinstance(error, cli.UsageError) and str(error) == "two is refused"
+    assert "in square" in "".join(error.__notes__)  # where it was raised
+    for i, (value, folder, process, alone) in results.items():
+        assert value == i * i and folder == str(elsewhere) and process != os.getpid() and alone == 1
+
+
+def hold(x: int, folder: str) -> int:
+    """Says that it has begun; the first of all waits until it is killed."""
+    place = Path(folder)
+    (place / f"begun-{x}-{os.getpid()}").touch()
+    try:
+        (place / "first").mkdir()
+    except FileExistsError:
+        return x
+    (place / "victim").write_text(str(os.getpid()))
+    time.sleep(600)
+    return -1
+
+
+def test_a_task_whose_worker_is_killed_goes_to_another(elsewhere: Path) -> None:
+    found = []
+    for i, result in workers.results("ray", 2, hold, [(x, str(elsewhere)) for x in range(6)]):
+        found.append((i, result))
+        if len(found) == 3:  # in the middle
+            os.kill(int((elsewhere / "victim").read_text()), signal.SIGKILL)
+    assert sorted(found) == [(x, x) for x in range(6)]
+    assert len(list(elsewhere.glob("begun-*"))) == 7
+
+
+def test_a_pool_that_fails_ends_its_processes_at_once() -> None:
+    begin = time.monotonic()
+    with pytest.raises(ZeroDivisionError), workers.Pool(2) as pool:
+        pool.submit(time.sleep, 600)
+        pool.submit(int).result()
+        raise ZeroDivisionError
+    assert time.monotonic() - begin < 60
+
+
+def test_a_launcher_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(cli.UsageError, match="launcher: expected processes, ray or submitit, got 'slurm'"):
+        cli.launcher(OmegaConf.create({"launcher": "slurm", "jobs": 2}))
+    assert cli.launcher(OmegaConf.create({"launcher": "ray", "jobs": None})) == ("ray", None)
+    monkeypatch.setattr(workers, "find_spec", lambda name: None)
+    with pytest.raises(cli.UsageError, match="launcher: ray is not installed; the extra is ray"):
+        cli.launcher(OmegaConf.create({"launcher": "ray", "jobs": None}))
+    assert cli.launcher(OmegaConf.create({"launcher": "processes", "jobs": 3})) == ("processes", 3)
+
+
+# ------------------------------------------------------------------------------------------- sweeps
+
+LIMITS = (0.5, 0.55)
+SWEEP = "limits=" + ",".join(f"[{limit}]" for limit in LIMITS)
+
+
+def check_sweep(work: Path) -> None:
+    """One run directory of each job, with whole files and the command that was typed."""
+    found = [json.loads(file.read_text()) for file in work.glob("runs/evaluate-*/summary.json")]
+    assert sorted(run["config"]["limits"][0] for run in found) == list(LIMITS)
+    for run in found:
+        assert len(run["results"]) == 1
+        assert run["command"][:4] == ["python", "-m", "experiments.evaluate", "-m"]
+
+
+@pytest.mark.parametrize("launcher", ["joblib", "submitit_local", "ray"])
+def test_a_sweep_on_every_launcher(launcher: str, run: Run, program_file: Path, tmp_path: Path) -> None:
+    # A planner that is slow has a process of its own under each job: what runs there must not belong to __main__.
+    words = (f"program={program_file}", SWEEP, "planners=[lp_round]", "jobs=2")
+    done = run("evaluate", "-m", *words, f"hydra/launcher={launcher}")
+    assert done.returncode == 0, done.stderr
+    check_sweep(tmp_path / "work")
+
+
+@pytest.fixture
+def cluster(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """A Ray cluster on this computer: a head that runs no task, and two nodes of one core."""
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    from ray.cluster_utils import Cluster
+
+    soon = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 4}
+    head = {"num_cpus": 0, "include_dashboard": False, "_system_config": soon}
+    made = Cluster(initialize_head=True, head_node_args=head)
+    nodes = [made.add_node(num_cpus=1) for _ in range(2)]
+    monkeypatch.setenv("RAY_ADDRESS", made.address)
+    yield [made, *nodes]
+    made.shutdown()
+
+
+def at_work(node: Any) -> bool:
+    """Whether a task runs on a node."""
+    raylet = node.all_processes["raylet"][0].process.pid
+    return "ray::_caught" in subprocess.check_output(["ps", "--ppid", str(raylet), "-o", "args="], text=True)
+
+
+def test_a_sweep_on_a_cluster_that_loses_a_node(cluster: list[Any], program_file: Path, tmp_path: Path) -> None:
+    """What is lost with it is done again on the other: every job ends with one result."""
+    made, *nodes = cluster
+    words = (f"program={program_file}", SWEEP, "planners=[mutation]", "seconds=5", "jobs=1", "hydra/launcher=ray")
+    command = [sys.executable, "-m", "experiments.evaluate", "-m", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while not list(tmp_path.glob("runs/evaluate-*")) and process.poll() is None:
+            time.sleep(0.05)
+        made.remove_node(next(node for node in nodes if at_work(node)), allow_graceful=False)
+        errors = process.communicate(timeout=300)[1]
+    assert process.returncode == 0, errors
+    check_sweep(tmp_path)
