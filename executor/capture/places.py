@@ -75,7 +75,7 @@ class Places:
             code = frame.f_code
             owner = _owner(code.co_filename)
             if owner == "user":
-                line = line or f"{Path(code.co_filename).name}:{frame.f_lineno}"
+                line = line or f"{code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
             elif owner == "capture":
                 break  # all outside of it called the capture
             elif code is _CALL and module is None:
