@@ -3,9 +3,9 @@
     python -m experiments.train_dqn workload=resnet50 machine=gtx1080ti limit=0.6 seed=1
     python -m experiments.train_dqn workload=my_net.yaml machine=my_machine.yaml limit=24GiB
 
-The run directory holds summary.json, results.jsonl (a row per planner), plan.json (the DQN's best plan),
-checkpoint.pt, tb/ (TensorBoard), learning_curve.png, memory_curve.png and timeline.json (for Perfetto).
-Its path is the last line printed.
+The run directory holds summary.json, results.jsonl (a row per planner), program.json, plan.json (the DQN's best plan),
+checkpoint.pt, tb/ (TensorBoard; ``tracker=`` has others), learning_curve.png, memory_curve.png and timeline.json (for
+Perfetto). Its path is the last line printed.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from omegaconf import DictConfig
 import simulator
 from agents.bound import floor
 from experiments import cli, report
+from experiments.tracking import Tracker, chosen, open_tracker
 from simulator.limits import limit_bytes
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ def main(cfg: DictConfig) -> None:
     from agents.learned.planner import without_network
 
     machine = cli.machine(cfg)
-    seed = cli.integer(cfg, "seed")
+    seed, tracker = cli.integer(cfg, "seed"), chosen(cfg)
     names = report.planner_names(cli.values(cfg, "planners")) if cfg.planners else []
     agent = HydraConfig.get().runtime.choices["agent"]
     config = cli.dataclass_of(dqn.DQNConfig, cfg.agent, "agent")
@@ -55,7 +57,7 @@ def main(cfg: DictConfig) -> None:
 
     with resumable(directory) as out:
         start = time.perf_counter()
-        with Watch(config.episodes, out / "tb", log) as watch:
+        with Watch(config.episodes, partial(open_tracker, tracker, out, cli.plain(cfg)), log) as watch:
             result = dqn.train(program, machine, limit, config, seed, out / "checkpoint.pt", resume, watch, agent)
         spent = time.perf_counter() - start
 
@@ -113,12 +115,12 @@ def run_path(cfg: DictConfig, resume: Path | None) -> Path | None:
 
 
 class Watch:
-    """Shows training as it goes: a progress bar on stderr and scalars in TensorBoard. Ctrl-C waits for the end of an
+    """Shows training as it goes: a progress bar on stderr and scalars for the tracker. Ctrl-C waits for the end of an
     episode, where the state can be kept; a second one does not."""
 
-    def __init__(self, episodes: int, logs: Path, console: Any):
-        self.logs = logs
-        self.writer: Any = None  # made with the first episode: an error before it leaves nothing behind
+    def __init__(self, episodes: int, begin: Callable[[], Tracker], console: Any):
+        self.begin = begin
+        self.tracker: Tracker | None = None  # made with the first episode: an error before it leaves nothing behind
         self.bar = report.progress(console)
         self.total = episodes  # walks side by side may finish a few more
         self.task = self.bar.add_task("training, no plan yet", total=episodes)
@@ -136,23 +138,19 @@ class Watch:
         signal.signal(signal.SIGINT, self.before)
         if self.bar.live.is_started:
             self.bar.stop()
-        if self.writer is not None:
-            self.writer.close()
+        if self.tracker is not None:
+            self.tracker.close()
 
     def __call__(self, e: Episode) -> None:
         """Takes one finished episode."""
-        if self.writer is None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.writer = SummaryWriter(str(self.logs), purge_step=0)  # a resumed run reports all its episodes again
+        if self.tracker is None:
+            self.tracker = self.begin()
         best = e.best_overhead
         self.bar.start()
         text = f"best {best:.2%}" if math.isfinite(best) else "no plan yet"
         self.bar.update(self.task, completed=min(e.episode, self.total), description=f"training, {text}")
         scalars = {"overhead": e.overhead, "best_overhead": best, "epsilon": e.epsilon, "loss": e.loss}
-        for name, value in {**scalars, "feasible": float(e.feasible)}.items():
-            if math.isfinite(value):
-                self.writer.add_scalar(name, value, e.episode)
+        self.tracker.scalars(e.episode, {**scalars, "feasible": float(e.feasible)})
         if self.stopping:
             raise KeyboardInterrupt
 
