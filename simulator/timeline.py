@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -88,18 +89,31 @@ class Timeline:
         """(time_ns, bytes in use after this), in order; all that one instant takes, or gives back, is one change."""
         return memory_curve(self.events, self.events_until[0])
 
+    @cached_property
+    def peak(self) -> tuple[int, dict[int, int]]:
+        """When the most bytes are first in use, in ns, and how many each owner (``BlockEvent``) then has."""
+        used = most = last = 0
+        for i, event in enumerate(self.events):
+            used += event.nbytes
+            if used > most:
+                most, last = used, i
+        held: dict[int, int] = {}
+        for event in self.events[: last + 1]:
+            held[event.owner] = held.get(event.owner, 0) + event.nbytes
+        return self.events[last].time_ns if self.events else 0, {owner: n for owner, n in held.items() if n}
+
     def peak_by(self, kind_of: Callable[[int], str]) -> dict[str, int]:
         """Bytes in use at the first peak, by the kind that ``kind_of`` gives each owner."""
-        used = most = 0
-        held: dict[str, int] = {}
         at_peak: dict[str, int] = {}
-        for event in self.events:
-            used += event.nbytes
-            kind = kind_of(event.owner)
-            held[kind] = held.get(kind, 0) + event.nbytes
-            if used > most:
-                most, at_peak = used, dict(held)
+        for owner, nbytes in self.peak[1].items():
+            kind = kind_of(owner)
+            at_peak[kind] = at_peak.get(kind, 0) + nbytes
         return at_peak
+
+    def running(self, time_ns: int) -> Span:
+        """What the compute stream does at an instant, or did last; before all of it, what it does first."""
+        spans = [span for span in self.spans if span.stream == "compute"]
+        return spans[max(bisect_right(spans, time_ns, key=lambda span: span.start_ns) - 1, 0)]
 
     @property
     def steady(self) -> bool:

@@ -55,6 +55,14 @@ def test_the_peak_by_kind(timeline):
     assert {kind for kind, nbytes in kinds.items() if nbytes} <= {"parameter", "activation", "gradient"}
 
 
+def test_when_the_peak_is_and_what_runs_then(timeline):
+    """The first instant with 150 bytes is 90, when a4 has gone, b3 (kernel 5) begins and a1's memory is taken again."""
+    time_ns, held = timeline.peak
+    assert time_ns == 90 and held == {0: 10, 1: 40, 2: 40, 3: 40, 5: 10, 6: 10}
+    assert [timeline.running(t).index for t in (0, 39, 60, 69, 90, 120)] == [0, 2, 3, 3, 5, 5]
+    assert timeline.running(-1).index == 0
+
+
 def test_overhead(timeline):
     assert timeline.overhead == pytest.approx(50 / 120)
     assert simulate(PROGRAM.with_durations([0] * 8), Plan(), MACHINE, 180).overhead == 0

@@ -1,0 +1,109 @@
+"""Reports: what is in memory at the peak adds up to it, by kind and by module, and the page says what the plan does."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import nn
+
+from executor import capture
+from executor.report import Moved, Place, Rerun, report
+from simulator import Machine, Program, Swap, simulate
+from simulator.plan import Plan
+from simulator.schedule import lower
+from tests.executor.networks import NETWORKS, ResNet, adamw
+from tests.strategies import machines, plans, programs
+from tests.tiny import LIMIT, MACHINE, PROGRAM, RECOMPUTE_PLAN, SWAP_PLAN
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_the_peaks_are_the_simulators_and_their_parts_add_up(data: st.DataObject) -> None:
+    program: Program = data.draw(programs())
+    plan: Plan = data.draw(plans(program))
+    machine: Machine = data.draw(machines())
+    limit = lower(program, plan).required_bytes
+    found, timeline = report(program, machine, limit, plan), simulate(program, plan, machine, limit)
+    assert found.without.nbytes == sum(found.without.kinds.values()) == program.peak_bytes
+    assert found.under.nbytes == sum(found.under.kinds.values())
+    assert found.under.nbytes == (timeline.peak_bytes if found.planner else program.peak_bytes)
+    assert found.iteration_ns == timeline.iteration_ns or not found.planner
+
+
+def test_by_hand() -> None:
+    """tests/tiny.py has both peaks: b4 without a plan, b3 under it."""
+    found = report(PROGRAM, MACHINE, LIMIT, SWAP_PLAN, floor_ns=125)
+    assert (found.without.kernel, found.without.name, found.without.phase) == (4, "b4", "backward")
+    assert found.without.kinds == {"parameter": 10, "activation": 160, "gradient": 10}
+    assert (found.under.kernel, found.under.nbytes) == (5, 150)
+    assert found.under.kinds == {"parameter": 10, "activation": 120, "gradient": 20}
+    assert found.swapped == {"activation": Moved(1, 40, 40)} and found.rerun == {}
+    again = report(PROGRAM, MACHINE, LIMIT, RECOMPUTE_PLAN)
+    assert again.rerun == {"matmul": Rerun(1, 10)} and again.swapped == {} and again.floor_ns is None
+    assert (found.iteration_ns, again.iteration_ns, found.ideal_ns) == (170, 130, 120)
+
+
+PAGE = """\
+tiny on tiny: limit 150 B, of which 10 B are there from step to step
+
+peak without a plan: 180 B in kernel 4, b4, backward
+peak under the plan: 150 B in kernel 5, b3, backward
+
+peak by kind              without a plan  under the plan
+parameters                          10 B            10 B
+gradients                           10 B            20 B
+activations                        160 B           120 B
+
+plan of by hand, which needs 140 B:
+  swap activations: 1 tensor; a step moves 40 B to the host, 40 B back
+predicted: 170 ns a step, 41.67% over the ideal 120 ns (waits for memory 30 ns, waits for data 20 ns)
+floor: no plan takes less than 125 ns, 4.17% over the ideal"""
+
+
+def test_the_page() -> None:
+    assert str(report(PROGRAM, MACHINE, LIMIT, SWAP_PLAN, floor_ns=125)) == PAGE
+    again = str(report(PROGRAM, MACHINE, LIMIT, RECOMPUTE_PLAN))
+    assert "  run again: 1 kernel (1 matmul 10 ns)" in again and "kernels that run again 10 ns" in again
+    assert "the step fits without a plan: nothing is moved" in str(report(PROGRAM, MACHINE, 180))
+    assert "the step does not fit, and there is no plan" in str(report(PROGRAM, MACHINE, LIMIT))
+
+
+def test_modules_add_up_to_the_peak_with_workspaces() -> None:
+    model = nn.Sequential(*(nn.Conv2d(8, 8, 3, padding=1) for _ in range(3)))
+    x = torch.empty(2, 8, 32, 32)
+    captured = capture(model, nn.functional.mse_loss, adamw(model), (x, x.clone()), algorithms=True)
+    program = captured.program
+    gap = max(program.gaps(), key=lambda gap: (program.tensors[gap.tensor].nbytes, gap.before - gap.after))
+    plan = Plan((Swap(*gap),))
+    found = report(captured, Machine.load("gtx1080ti"), lower(program, plan).required_bytes, plan)
+    for peak in (found.without, found.under):
+        assert sum(peak.modules.values()) == sum(peak.kinds.values()) == peak.nbytes
+        assert peak.kinds["workspace"] == program.kernels[peak.kernel].workspace > 0
+        assert peak.place and peak.modules[peak.place.module] >= peak.kinds["workspace"]
+    assert found.planner == "the caller"
+
+
+def test_parameters_their_gradients_and_state_are_in_their_modules() -> None:
+    """Of a step in which nothing is an activation for long, the last layers: four times their parameters."""
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 2, bias=False))
+    _, batch = NETWORKS["lstm"]
+    x = batch()[0].new_zeros(1, 64).float()
+    captured = capture(model, nn.functional.mse_loss, adamw(model), (x, x[:, :2]))
+    peak = report(captured, Machine.load("gtx1080ti"), captured.program.peak_bytes).without
+    assert peak.phase == "optimizer" and peak.place == Place("optimizer", "")
+    assert peak.modules["0"] == 4 * 64 * 64 * 4 + 4  # and the count of steps
+    assert peak.kinds["gradient"] >= 64 * 64 * 4
+
+
+def test_a_page_has_forty_lines_at_most() -> None:
+    model = ResNet(2, 18)  # more blocks than rows at depth 2, so that they are one
+    batch = NETWORKS["resnet"][1]()
+    captured = capture(model, nn.CrossEntropyLoss(), adamw(model), batch)
+    page = str(report(captured, Machine.load("gtx1080ti"), captured.program.peak_bytes)).splitlines()
+    assert len(page) <= 40 and any(line.startswith("blocks ") for line in page)
+    wide = nn.Sequential(*(nn.Linear(4, 4) for _ in range(40)))
+    captured = capture(wide, nn.functional.mse_loss, adamw(wide), (batch[0][0, 0, :4, :4], batch[0][0, 0, :4, :4]))
+    found = report(captured, Machine.load("gtx1080ti"), captured.program.peak_bytes)
+    page = str(found).splitlines()
+    assert len(page) <= 40 and any(line.startswith("(others)") for line in page)
+    assert len(found.without.modules) > 40
