@@ -21,6 +21,7 @@ from simulator.program import Phase, Program
 from simulator.timeline import Breakdown, Timeline
 
 ROWS = 15  # modules on a page
+FEW = 2  # a page with less than this part of them says too little
 ITSELF = "(the model itself)"  # as a module
 KINDS = {"parameter": "parameters", "buffer": "buffers", "optimizer_state": "optimizer state", "input": "inputs",
          "gradient": "gradients", "activation": "activations", "workspace": "workspace"}  # fmt: skip
@@ -224,10 +225,12 @@ def by_module(peaks: Sequence[Peak], rows: int = ROWS) -> tuple[list[str], list[
 
 
 def _depth(peaks: Iterable[Peak], rows: int) -> int:
-    """The most names of a path with which there are at most ``rows`` modules; at least 1."""
+    """The most names of a path with which there are at most ``rows`` modules, at least 1; or one more, where these are
+    only a few."""
     paths = [path.split(".") for peak in peaks for path in peak.modules]
-    depths = range(1, max(map(len, paths)) + 1)
-    return max((d for d in depths if len({tuple(path[:d]) for path in paths}) <= rows), default=1)
+    counts = {d: len({tuple(path[:d]) for path in paths}) for d in range(1, max(map(len, paths)) + 1)}
+    depth = max((d for d, count in counts.items() if count <= rows), default=1)
+    return depth + 1 if counts[depth] <= rows // FEW and depth + 1 in counts else depth
 
 
 def _merged(modules: Mapping[str, int], depth: int) -> dict[str, int]:

@@ -11,6 +11,7 @@ rooflines are only piece by piece.
 from __future__ import annotations
 
 import multiprocessing
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -91,6 +92,27 @@ class Batches:
 
         return largest(fits, max(least, 1), MOST * self.own, PART)
 
+    def accumulated(self, limit: int) -> tuple[int, int, float] | None:
+        """The fewest micro-batches that make up the own batch and fit without a plan, while the gradients of all
+        parameters are held.
+
+        Returns:
+            The size of each, their number, and what they cost, of the ideal time; None: there are none, or the step
+            changes no parameters.
+        """
+        phases = {k.phase for k in self.program.kernels}
+        held = sum(t.nbytes for t in self.program.tensors if t.kind == "parameter")
+        if "optimizer" not in phases or self.own == 1:
+            return None
+        most = largest(lambda batch: self.peak_bytes(batch) + held <= limit, self.own - 1, self.own - 1)
+        if not most:
+            return None
+        count = -(-self.own // most)
+        each = -(-self.own // count)
+        small = sum(k.duration_ns for k in self.at(each).kernels if k.phase != "optimizer")
+        update = sum(k.duration_ns for k in self.program.kernels if k.phase == "optimizer")
+        return each, count, (small * self.own / each + update) / max(self.program.ideal_ns, 1) - 1
+
     @cached_property
     def _live(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         return tuple(np.array(p.live_bytes, float) for p in (self.program, self.larger))  # type: ignore[return-value]
@@ -113,8 +135,11 @@ class Captures:
     def __init__(self, workload: Mapping[str, Any], machine: Machine) -> None:
         self.workload, self.machine = dict(workload), machine
         self._pool = multiprocessing.get_context("spawn").Pool(1)
-        # The own batch, and the program at twice it.
-        self.doubled: AsyncResult[tuple[int, Program]] = self._pool.apply_async(_doubled, (self.workload, machine))
+        self._doubled = self._pool.apply_async(_doubled, (self.workload, machine))
+        self._thread = threading.Thread()
+        self._batches: Batches | None = None
+        self._failed: Exception | None = None
+        self._check: AsyncResult[Program] | None = None
 
     def __enter__(self) -> Captures:
         return self
@@ -122,9 +147,52 @@ class Captures:
     def __exit__(self, *error: object) -> None:
         self._pool.terminate()  # what it captures now is not waited for
 
-    def at(self, batch: int) -> AsyncResult[Program]:
-        """The program at a batch."""
-        return self._pool.apply_async(_captured, (self.workload, self.machine, batch))
+    def begin(self, program: Program, limit: int) -> None:
+        """Once there is a capture at twice the own batch, with which the step is ``program``, finds the largest that
+        fits, and captures it."""
+        self._thread = threading.Thread(target=self._go_on, args=(program, limit), daemon=True)
+        self._thread.start()
+
+    def _go_on(self, program: Program, limit: int) -> None:
+        try:
+            own, larger = self._doubled.get()
+            self._batches = Batches(own, program, 2 * own, larger)
+            if without := self._batches.largest(limit):
+                self._check = self._pool.apply_async(_captured, (self.workload, self.machine, without))
+        except Exception as error:  # for who asks
+            self._failed = error
+
+    def batches(self, seconds: float) -> Batches:
+        """The step at any batch, waited for so long.
+
+        Raises:
+            BatchError: it was not enough, or the batch cannot be changed.
+            Exception: what a capture raised.
+        """
+        self._thread.join(seconds)
+        if self._failed is not None:
+            raise self._failed
+        if self._batches is None:
+            raise BatchError("there was no time for a capture at another batch")
+        return self._batches
+
+    def checked(self, peak_bytes: int, seconds: float) -> bool:
+        """Whether the largest batch was captured within so long, and its peak is as foretold.
+
+        Raises:
+            BatchError: it is another.
+            Exception: what the capture raised.
+        """
+        self._thread.join(seconds)
+        if self._check is None:
+            return False
+        try:
+            found = self._check.get(seconds).peak_bytes
+        except multiprocessing.TimeoutError:
+            return False
+        if found != peak_bytes:
+            raise BatchError(f"the peak at it is {found:,} bytes, not {peak_bytes:,} as those at others foretell")
+        return True
 
 
 def _doubled(workload: Mapping[str, Any], machine: Machine) -> tuple[int, Program]:
