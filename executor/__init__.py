@@ -3,14 +3,17 @@
 from executor.capture.algorithms import with_algorithms
 from executor.capture.capture import Captured, CaptureError, capture, capture_step
 from executor.capture.roofline import with_roofline
+from executor.fit import FitError, FittedStep, fit
 from executor.replay import open_backend
 from executor.replay.backend import BackendError
 from executor.replay.replay import Measured, replay
 from executor.replay.streams import ReplayError
+from executor.report import Report, report
 from executor.training.planned_step import PlannedStep, StepError
 from executor.training.planned_steps import PlannedSteps
 
 __all__ = [
-    "BackendError", "CaptureError", "Captured", "Measured", "PlannedStep", "PlannedSteps", "ReplayError", "StepError",
-    "capture", "capture_step", "open_backend", "replay", "with_algorithms", "with_roofline",
+    "BackendError", "CaptureError", "Captured", "FitError", "FittedStep", "Measured", "PlannedStep", "PlannedSteps",
+    "ReplayError", "Report", "StepError", "capture", "capture_step", "fit", "open_backend", "replay", "report",
+    "with_algorithms", "with_roofline",
 ]  # fmt: skip

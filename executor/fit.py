@@ -1,0 +1,190 @@
+"""One call for all of it: a training step within so much memory.
+
+    step = fit(model, loss_fn, optimizer, (x, y), memory="24GiB")
+    print(step.report())
+    for x, y in loader:
+        loss = step(x, y)
+
+``fit`` captures the step, gives its kernels durations (measured on a GPU, a roofline's elsewhere), plans, and returns
+the step to train with. This is the one file of the executor that knows planners; they are imported by the first call.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from executor.capture.capture import capture
+from executor.capture.captured import Captured
+from executor.capture.profile import Profile, measure, with_profile
+from executor.memory.pinned import available
+from executor.report import KINDS, Report, report, size
+from executor.training.planned_step import PlannedStep
+from executor.training.planned_steps import BUCKET_BYTES
+from simulator.limits import limit_bytes
+from simulator.machine import PRESETS, Machine
+from simulator.plan import Plan
+from simulator.program import Program
+
+MIN_BYTES, PART = 2**20, 1000  # smaller tensors stay where they are; in a small program those below a part of its peak
+
+
+class FitError(ValueError):
+    """The step cannot be planned; the message is one sentence."""
+
+
+class FittedStep(PlannedStep):
+    """A planned step that can tell what its plan does; ``floor_ns`` as in ``report``."""
+
+    def __init__(
+        self, captured: Captured, plan: Plan, machine: Machine, limit: int, floor_ns: int | None = None
+    ) -> None:
+        super().__init__(captured, plan, machine, limit)
+        self.machine, self.floor_ns = machine, floor_ns
+
+    def report(self) -> Report:
+        """Where the peak sits, what the plan moves, the time that is predicted; ``str`` of it is a page."""
+        return report(self.captured, self.machine, self.limit, self.plan, self.floor_ns)
+
+
+def fit(
+    model: nn.Module,
+    loss_fn: Callable[[Any, Any], Tensor],
+    optimizer: Optimizer,
+    example_batch: tuple[Any, Any],
+    memory: int | float | str,
+    *,
+    machine: Machine | str | None = None,
+    planner: str | Callable[[Program, Machine, int], Plan] = "lp_round",
+    profile: Literal["measure"] | Profile | None = None,
+    seconds: float | None = None,
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+    autocast: torch.dtype | None = None,
+    scaler: GradScaler | None = None,
+    bucket_bytes: int | None = BUCKET_BYTES,
+) -> FittedStep:
+    """The training step of ``loss_fn(model(x), y)`` within ``memory``; what it does is eager's to the bit.
+
+    Args:
+        memory: bytes, a size such as ``"24GiB"``, or a fraction (at most 1) of what the step needs without a plan.
+        machine: a preset's name, a YAML file, or a Machine; by default the preset of the GPU, on the CPU gtx1080ti.
+        planner: a name (``agents.PLANNERS``), or what makes a plan. Not asked where the step fits without one.
+        profile: "measure": kernels are timed on the model's device, the default on a GPU; a Profile: they were. Without
+            one their durations are the machine's roofline's, the default on the CPU.
+        seconds: of planning, about; the planner's own by default.
+        accumulate, clip_norm, autocast, scaler, bucket_bytes: as in ``capture``.
+
+    Raises:
+        CaptureError: the step cannot be captured.
+        FitError: there is no preset for the GPU, no plan for this memory, or the planner found none.
+        FormatError: memory or machine is none.
+        ValueError: there is no such planner, or an option is wrong.
+        ProfileError, StepError: as in ``measure``, ``PlannedStep``.
+    """
+    if not (profile is None or profile == "measure" or isinstance(profile, Profile)):
+        raise ValueError(f"profile: expected None, 'measure' or a Profile, got {profile!r}")
+    if seconds is not None and not isinstance(planner, str):
+        raise ValueError("seconds: is for a planner given by its name")
+    if isinstance(planner, str):
+        _made(planner, seconds)  # what is wrong is said before the capture
+    device = _device(model)
+    if machine is None and device.type == "cuda":
+        machine = machine_of(torch.cuda.get_device_name(device))
+    elif not isinstance(machine, Machine):
+        machine = Machine.load(machine or "gtx1080ti")
+    captured = capture(
+        model, loss_fn, optimizer, example_batch, machine=machine, accumulate=accumulate, clip_norm=clip_norm,
+        autocast=autocast, scaler=scaler, bucket_bytes=bucket_bytes,
+    )  # fmt: skip
+    if (profile is None and device.type == "cuda") or profile == "measure":
+        profile = measure(captured, device, machine.name)
+    if isinstance(profile, Profile):
+        captured = replace(captured, program=with_profile(captured.program, profile))
+    else:
+        dtype = str(autocast or next((p.dtype for p in model.parameters()), torch.float32)).removeprefix("torch.")
+        captured = captured.on(machine, dtype if dtype in machine.flops_per_s else "float32")
+    limit = limit_bytes(memory, captured.program, "memory")
+    plan, floor_ns = _plan(captured, machine, limit, planner, seconds)
+    return FittedStep(captured, plan, machine, limit, floor_ns)
+
+
+def machine_of(device: str) -> Machine:
+    """The preset whose name the GPU's own contains, with as much of the host's memory as may be pinned.
+
+    Raises:
+        FitError: there is none.
+    """
+    words = re.findall("[a-z0-9]+", device.lower())
+    runs = {"".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1)}
+    names = sorted(path.stem for path in PRESETS.glob("*.yaml"))
+    for name in names:
+        if all(part in runs for part in name.split("_")):
+            machine = Machine.load(name)
+            return replace(machine, host_bytes=min(machine.host_bytes, available()[0] * 3 // 4))
+    raise FitError(
+        f"no preset is of {device!r} (there are {', '.join(names)}): give machine=, the nearest of them or a file that "
+        "`python -m executor.calibrate FILE.yaml` has measured"
+    )
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters() if p.is_cuda), torch.device("cpu"))
+
+
+def _made(planner: str, seconds: float | None, **options: Any) -> Any:
+    """A planner by name; raises ValueError where there is none, or it has no such option."""
+    import agents
+
+    return agents.make(planner, **options, **({} if seconds is None else {"seconds": seconds}))
+
+
+def _plan(
+    captured: Captured, machine: Machine, limit: int, planner: str | Callable[[Program, Machine, int], Plan],
+    seconds: float | None,
+) -> tuple[Plan, int | None]:  # fmt: skip
+    """The plan, and a floor where the planner has one; the empty plan where that fits."""
+    import agents
+    from agents.planner import least_residency
+
+    program = captured.program
+    if program.peak_bytes <= limit:
+        return Plan((), program.fingerprint, "", limit, machine.name), None
+    stays = isinstance(planner, str) and "min_bytes" in agents.options(planner)
+    options = {"min_bytes": min(MIN_BYTES, program.peak_bytes // PART)} if stays else {}
+    least = least_residency(program, options.get("min_bytes", 0))
+    if least > limit:
+        raise FitError(_too_small(captured, limit, least))
+    made = _made(planner, seconds, **options) if isinstance(planner, str) else None
+    try:
+        plan = made.plan(program, machine, limit) if made is not None else planner(program, machine, limit)  # type: ignore[operator]
+    except agents.Infeasible as error:
+        raise FitError(f"no plan was found, though there are some from {least:,} bytes on: {error}") from error
+    floor = getattr(made, "floor", None)
+    return plan, floor.iteration_ns if floor is not None else None
+
+
+def _too_small(captured: Captured, limit: int, least: int) -> str:
+    program = captured.program
+    persistent: dict[str, int] = {}
+    for t in program.tensors:
+        if t.persistent:
+            persistent[t.kind] = persistent.get(t.kind, 0) + t.nbytes
+    parts = ", ".join(f"{KINDS[kind]} {size(nbytes)}" for kind, nbytes in persistent.items())
+    at_once = [sum(program.tensors[t].nbytes for t in k.accesses) + k.workspace for k in program.kernels]
+    k = max(range(len(at_once)), key=at_once.__getitem__)
+    name, module = program.kernels[k].name, captured.places[k].module or "the model itself"
+    what = f"are held at once in {module}" if name == "marker" else f"{name} of {module} uses at once"
+    kept = sum(persistent.values())
+    return (
+        f"{program.name} does not fit into {size(limit)}: the smallest memory that has a plan is {least:,} bytes "
+        f"({size(least)}), {size(at_once[k])} of which {what}; {size(kept)} are there from step to step ({parts}), and "
+        f"the step needs {size(program.peak_bytes)} without a plan"
+    )

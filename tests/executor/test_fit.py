@@ -1,0 +1,236 @@
+"""``fit``: the step that comes out of one call trains as eager PyTorch does, and says what it does; every refusal."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+
+import agents
+from agents.planner import least_residency
+from executor import Captured, FitError, StepError, capture, fit
+from executor.capture.profile import measure
+from simulator import FormatError, Machine, OutOfMemory, Plan, Program
+from tests.executor.networks import Batch, ResNet, adamw, images, sgd
+
+MODULE = sys.modules["executor.fit"]  # executor.fit is the function
+
+
+def gpt2() -> nn.Module:
+    sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 50, "n_positions": 8}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+
+
+def bert() -> nn.Module:
+    sizes = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
+    return BertForMaskedLM(BertConfig(**sizes, vocab_size=50, max_position_embeddings=8))
+
+
+def tokens() -> Batch:
+    return torch.randint(50, (2, 8)), torch.randint(50, (2, 8))
+
+
+def of_logits(out: Any, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(out.logits.flatten(0, 1), y.flatten())
+
+
+CASES = {"resnet": (ResNet, nn.CrossEntropyLoss(), images(16)), "gpt2": (gpt2, of_logits, tokens),
+         "bert": (bert, of_logits, tokens)}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_three_steps_are_eager_pytorchs_to_the_bit(case: str) -> None:
+    make, loss_fn, batch = CASES[case]
+    torch.manual_seed(0)
+    model = make()
+    eager = copy.deepcopy(model)
+    optimizer, other = adamw(model), adamw(eager)
+    step = fit(model, loss_fn, optimizer, batch(), memory=0.7)
+    assert step.plan.planner == "lp_round" and step.limit == int(0.7 * step.program.peak_bytes)
+    for _ in range(3):
+        x, y = batch()
+        state = torch.get_rng_state()
+        planned = step(x, y)
+        torch.set_rng_state(state)
+        loss = loss_fn(eager(x), y)
+        loss.backward()
+        other.step()
+        other.zero_grad()
+        assert torch.equal(planned, loss.detach())
+    for a, b in zip(model.state_dict().values(), eager.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+    for p, q in zip(model.parameters(), eager.parameters(), strict=True):
+        assert all(torch.equal(v, other.state[q][k]) for k, v in optimizer.state[p].items())
+    assert step.peak_bytes <= step.limit
+    found = step.report()
+    assert found.under.nbytes <= found.limit < found.without.nbytes
+    assert found.floor_ns is not None and found.ideal_ns <= found.floor_ns <= found.iteration_ns
+    assert sum(found.under.modules.values()) == found.under.nbytes and found.without.place
+
+
+def parts(width: int = 4) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer, Batch]:
+    model = ResNet(width, 2)
+    return model, nn.CrossEntropyLoss(), sgd(model), images(16)()
+
+
+def peak(**options: Any) -> Program:
+    return capture(*parts(), **{"bucket_bytes": 2**26, **options}).program
+
+
+@pytest.mark.parametrize("memory", [1, 1.0, "100%", "1GiB", 10**9])
+def test_what_fits_needs_no_plan(memory: int | float | str) -> None:
+    def never(*_: Any) -> Plan:
+        raise AssertionError("was asked")
+
+    step = fit(*parts(), memory, planner=never)
+    assert step.plan.decisions == () and step.floor_ns is None
+    assert "the step fits without a plan: nothing is moved" in str(step.report())
+    step(*images(16)())
+
+
+def test_bytes_are_bytes() -> None:
+    limit = int(0.8 * peak().peak_bytes)
+    assert fit(*parts(), limit).limit == limit == fit(*parts(), f"{limit}B").limit
+
+
+def test_any_planner() -> None:
+    asked: list[tuple[str, int]] = []
+
+    def planner(program: Program, machine: Machine, limit: int) -> Plan:
+        asked.append((machine.name, limit))
+        return agents.make("autoswap_swdoa", min_bytes=64).plan(program, machine, limit)
+
+    step = fit(*parts(), 0.8, planner=planner, machine="h100")
+    assert asked == [("h100", step.limit)] and step.plan.planner == "autoswap_swdoa" and step.floor_ns is None
+    assert fit(*parts(), 0.8, planner="autoswap_swdoa").plan.decisions
+    assert fit(*parts(), 0.8, seconds=0.5).plan.decisions
+
+
+def test_durations_are_a_roofline_or_measured() -> None:
+    machine = Machine.load("rtx2080ti")
+    assert fit(*parts(), 1).report().ideal_ns == peak().ideal_ns  # gtx1080ti
+    assert fit(*parts(), 1, machine=machine).report().ideal_ns == peak(machine=machine).ideal_ns
+    captured = capture(*parts(), bucket_bytes=2**26)
+    profile = measure(captured, "cpu", "here")
+    step = fit(*parts(), 1, profile=profile)
+    assert tuple(k.duration_ns for k in step.captured.program.kernels) == profile.durations_ns
+    measured = fit(*parts(), 1, profile="measure").report()
+    assert measured.ideal_ns not in (peak().ideal_ns, sum(profile.durations_ns))
+
+
+def test_a_bfloat16_step_has_the_roofline_of_bfloat16() -> None:
+    model = nn.Linear(512, 512, dtype=torch.bfloat16)
+    x = torch.empty(256, 512, dtype=torch.bfloat16)
+    batch = x, x.clone()
+    machine = Machine("fast", 2**34, 10**10, 10**10, flops_per_s={"float32": 10**9, "bfloat16": 10**12},
+                      memory_bytes_per_s=10**12)  # fmt: skip
+    captured = capture(model, nn.MSELoss(), sgd(model), batch, machine=machine)
+    slow, fast = captured.program.ideal_ns, captured.on(machine, "bfloat16").program.ideal_ns
+    assert fit(model, nn.MSELoss(), sgd(model), batch, 1, machine=machine).report().ideal_ns == fast < slow / 2
+
+
+def test_options_of_the_capture_pass_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    def noted(*args: Any, **options: Any) -> Captured:
+        given.update(options)
+        return capture(*args, **options)
+
+    monkeypatch.setattr(MODULE, "capture", noted)
+    options: dict[str, Any] = {"accumulate": 2, "clip_norm": 1.0, "autocast": torch.bfloat16, "bucket_bytes": 1000}
+    step = fit(*parts(), 0.8, **options)
+    batch = images(16)
+    step(batch(), batch())
+    scaler = torch.amp.GradScaler("cpu")
+    fit(*parts(), 1, scaler=scaler)
+    assert given["scaler"] is scaler and given["bucket_bytes"] == 64 * 2**20
+    given.clear()
+    fit(*parts(), 1, **options)
+    assert {key: given[key] for key in options} == options
+
+
+def test_a_plan_is_found_at_the_smallest_memory_that_is_named() -> None:
+    program = peak()
+    least = least_residency(program, program.peak_bytes // 1000)
+    with pytest.raises(FitError, match=rf"the smallest memory that has a plan is {least:,} bytes"):
+        fit(*parts(), least - 1)
+    step = fit(*parts(), least)
+    step(*images(16)())
+    assert step.peak_bytes <= least
+
+
+def refused(match: str, error: type[Exception] = FitError, memory: Any = 0.8, **options: Any) -> None:
+    with pytest.raises(error, match=match) as found:
+        fit(*parts(), memory, **options)
+    assert "\n" not in str(found.value)
+
+
+def test_refusals() -> None:
+    refused(r"^ResNet does not fit into 2.00 KiB: the smallest memory that has a plan is [\d,]+ bytes \([\d.]+ KiB\), "
+            r"[\d.]+ KiB of which aten\.convolution_backward\.default of blocks\.0\.body\.3 uses at once; [\d.]+ KiB are "
+            r"there from step to step \(parameters .*, optimizer state .*\), and the step needs [\d.]+ KiB without a "
+            "plan$", memory="2KiB")  # fmt: skip
+    refused("memory: expected a positive fraction", FormatError, memory="24G")
+    refused("there is no planner 'lp_rund'; the nearest is 'lp_round'", ValueError, planner="lp_rund")
+    refused("'none' has no option 'seconds'", ValueError, planner="none", seconds=1.0)
+    refused("seconds: is for a planner given by its name", ValueError, planner=lambda *_: Plan(), seconds=1.0)
+    refused("profile: expected None, 'measure' or a Profile, got 'cold'", ValueError, profile="cold")
+    refused("there is no preset 'h1000'", FormatError, machine="h1000")
+    refused(r"^no plan was found, though there are some from [\d,]+ bytes on: none: ", planner="none")
+    refused("", OutOfMemory, planner=lambda *_: Plan())
+    model = ResNet(4, 1)
+    profile = measure(capture(model, nn.CrossEntropyLoss(), sgd(model), images(16)()), "cpu")
+    refused("the profile is of another program", FormatError, profile=profile)
+
+
+def test_what_is_wrong_with_the_call_is_said_before_the_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MODULE, "capture", lambda *_, **__: pytest.fail("captured"))
+    refused("there is no planner", ValueError, planner="lp_rund")
+    refused("profile", ValueError, profile="cold")
+
+
+def test_another_batch_is_refused() -> None:
+    step = fit(*parts(), 0.8)
+    with pytest.raises(StepError):
+        step(*images(16, 3)())
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [("NVIDIA GeForce GTX 1080 Ti", "gtx1080ti"), ("NVIDIA GeForce RTX 2080 Ti", "rtx2080ti"), ("Tesla K40c", "k40c"),
+     ("Tesla V100-SXM2-16GB", "v100"), ("NVIDIA A100-SXM4-40GB", "a100_40gb"), ("NVIDIA H100 80GB HBM3", "h100"),
+     ("NVIDIA H200", "h200")],
+)  # fmt: skip
+def test_a_gpu_has_the_preset_of_its_name(device: str, name: str) -> None:
+    found, preset = MODULE.machine_of(device), Machine.load(name)
+    assert found.name == name and found.h2d_bytes_per_s == preset.h2d_bytes_per_s
+    assert 0 < found.host_bytes <= preset.host_bytes
+
+
+@pytest.mark.parametrize(
+    "device", ["NVIDIA GH200 480GB", "NVIDIA A100-SXM4-80GB", "NVIDIA L4", "NVIDIA GeForce GTX 1080"]
+)
+def test_a_gpu_without_one_asks_for_a_machine(device: str) -> None:
+    with pytest.raises(FitError, match=f"no preset is of '{device}' .*: give machine=.*executor.calibrate"):
+        MODULE.machine_of(device)
+
+
+def test_a_gpu_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default; the rest is as on the CPU, on which this runs."""
+    asked: list[Callable[..., Any]] = []
+    monkeypatch.setattr(MODULE, "_device", lambda model: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(
+        MODULE, "measure", lambda c, device, name: asked.append((device, name)) or measure(c, "cpu", name)
+    )
+    step = fit(*parts(), 0.8)
+    assert asked == [(torch.device("cuda"), "h200")] and step.machine.name == "h200"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L4")
+    refused("no preset is of 'NVIDIA L4'")
+    assert fit(*parts(), 0.8, machine="h100").machine.name == "h100"
