@@ -124,7 +124,7 @@ def verdict(a: Answer) -> str:
         return f"It does not fit: {over}, and {least}.{_instead(a)}"
     more = overhead(a.best)
     cost = f"It fits with a plan that {f'takes {percent(more)[1:]} more time' if more >= LITTLE else 'costs no time'}: {over}."
-    return cost + (_instead(a) if overhead(a.best) > DEAR else "")
+    return cost + (_instead(a) if overhead(a.best) > max(DEAR, a.largest.micro_overhead) else "")
 
 
 def _instead(a: Answer) -> str:
@@ -132,7 +132,7 @@ def _instead(a: Answer) -> str:
     if a.largest.micro is None:
         smaller = a.largest.own is not None and 0 < a.largest.without < a.largest.own
         return f" Without a plan a batch of {a.largest.without} fits." if smaller else ""
-    return f" A smaller batch is the better way: {accumulation(a.largest)}."
+    return f" A smaller batch is likely the better way: {accumulation(a.largest)}."
 
 
 def accumulation(found: Largest) -> str:
@@ -148,9 +148,9 @@ def moves(a: Answer) -> str:
         return "No plan is needed." if a.fits else "There is none."
     said, swapped = [], a.page.swapped
     if swapped:
-        kinds = " and ".join(_tensors(m.tensors, kind) for kind, m in swapped.items())
-        out, back = (sum(getattr(m, way) for m in swapped.values()) for way in ("out_bytes", "back_bytes"))
-        said.append(f"swap {kinds}, {size(out)}" + ("" if out == back else f" out and {size(back)} back"))
+        kinds = _listed([_tensors(m.tensors, kind) for kind, m in swapped.items()])
+        out, back = (size(sum(getattr(m, way) for m in swapped.values())) for way in ("out_bytes", "back_bytes"))
+        said.append(f"swap {kinds}, {out}" + ("" if out == back else f" out and {back} back"))
     again = sum(r.kernels for r in a.page.rerun.values())
     if again:
         ns = sum(r.duration_ns for r in a.page.rerun.values())
@@ -160,9 +160,15 @@ def moves(a: Answer) -> str:
 
 
 def _floor(a: Answer) -> str:
+    if a.best is not None and overhead(a.best) < LITTLE:
+        return "no plan is faster"
     if a.floor is None or a.floor < LITTLE:
         return "no floor above 0 was proven in this time"
     return f"no plan can be below {percent(a.floor)}"
+
+
+def _listed(parts: list[str]) -> str:
+    return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
 
 
 def _tensors(n: int, kind: str) -> str:
@@ -173,7 +179,7 @@ def _tensors(n: int, kind: str) -> str:
 def moment(peak: Peak) -> str:
     """When and where a peak is, in words."""
     module, line = peak.place or ("", "")
-    where = [f"in {module}" if module else "", f"at {line}" if line else ""]
+    where = [f"in module {module}" if module else "", f"at {line}" if line else ""]
     return ", ".join([f"kernel {peak.kernel} ({peak.name}), {peak.phase}", *filter(None, where)])
 
 
@@ -184,7 +190,7 @@ def batches(a: Answer) -> list[str]:
         return [f"The largest batch is not known: {found.why}."]
     if found.own is None:
         return []
-    known = "checked by a capture at it" if found.checked else "by two captures at other batches"
+    known = "checked by a capture" if found.checked else f"foretold from captures at {found.own} and {2 * found.own}"
     most = f"at least {found.without}" if found.without == found.most else f"{found.without}"
     if found.without:
         lines = [f"The largest batch without a plan is {most} ({known}); the step's own is {found.own}."]

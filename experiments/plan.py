@@ -48,10 +48,12 @@ if TYPE_CHECKING:  # PyTorch and Matplotlib take seconds to import
 
 PUBLISHED = {"swap": "swap, published", "recompute": "recompute, published", "joint": "both, published"}
 FIRST, LAST = ("tensile", "autoswap_swdoa"), ("capuchin",)  # of the published methods, as long as there is time
-SEARCHES = ("policy_search", "annealing")
+SEARCHES = ("annealing", "policy_search")
 # Of the seconds: of all published methods of a kind, of each; of LP rounding, of each search, of the largest batch.
-KIND, EACH, ROUNDING, SEARCH, BATCHES = 0.15, 0.15, 0.35, 0.07, 0.15
-PER_KERNEL, LEAST = 3e-3, 2.0  # seconds by default
+KIND, EACH, ROUNDING, SEARCH, BATCHES = 0.15, 0.15, 0.35, 0.1, 0.15
+PER_KERNEL, LEAST = 2e-3, 2.0  # seconds by default
+GAPS, DETAIL = 800, 0.15  # of a floor of its own, beside that of LP rounding
+LOADING = 6.0  # with fewer seconds no network is loaded: its libraries alone take some
 WAIT = 3  # times the seconds: until then captures are waited for
 TIE = 1e-4  # of the ideal time
 
@@ -79,7 +81,7 @@ def main(cfg: DictConfig) -> None:
             with log.status("looking for the largest batch"):
                 size = largest_batch(captures, task, mode, most_overhead, seconds)
             answer = answered(source, task, mode, families, bound, size, began)
-            write(out, cfg, answer)
+            write(out, cfg, answer, bound)
     from experiments.answer import shown
 
     report.console().print(shown(answer))
@@ -130,13 +132,14 @@ def answered(
     )  # fmt: skip
 
 
-def write(out: Path, cfg: DictConfig, answer: Answer) -> None:
+def write(out: Path, cfg: DictConfig, answer: Answer, bound: Floor) -> None:
     """Writes the run directory."""
     from experiments import answer as words
     from experiments.plotting import plots
     from experiments.plotting.page import page
 
     program, best = answer.program, answer.best
+    none = report.certified(report.score("none", program, answer.machine, answer.limit, 0, answer.mode)[0], bound)
     before = simulate(program, Plan(), answer.machine, program.peak_bytes)
     after = best.timeline if best else None
     if best is not None and best.plan is not None:
@@ -147,7 +150,7 @@ def write(out: Path, cfg: DictConfig, answer: Answer) -> None:
         answer.limit,
     )  # fmt: skip
     write_text(out / "report.html", page(answer, before, after, report.command()))
-    rows = [b.row for b in answer.families if b.row is not None]
+    rows = [none, *(b.row for b in answer.families if b.row is not None)]
     report.write_rows(out / "results.jsonl", rows)
     report.write_summary(
         out / "summary.json", cfg, program, rows, verdict=words.verdict(answer), fits=answer.fits,
@@ -178,10 +181,14 @@ def planned(task: Task, mode: str, seconds: float, seed: int) -> tuple[list[Best
             names = [name for name in report.heuristics() if agents.PLANNERS[name].moves in (kind, "joint")]
             names.sort(key=lambda name: (name in LAST, name not in FIRST))
             found.append(best_of(family, names, task, kind, seed, EACH * seconds, KIND * seconds))
-    found.append(best_of("search", SEARCHES, task, mode, seed, SEARCH * seconds))
+    found.append(
+        best_of("search", SEARCHES, task, mode, seed, SEARCH * seconds, 0.0 if seconds < LOADING else math.inf)
+    )
     rounding = agents.make("lp_round", mode=mode, seconds=ROUNDING * seconds, seed=seed)
     found.append(best_of("LP rounding", [rounding], task, mode, seed))
-    bound: Floor = rounding.floor  # type: ignore[attr-defined]
+    floors: list[Floor] = [rounding.floor]  # type: ignore[attr-defined]
+    floors.append(floor(program, machine, limit, mode, GAPS, DETAIL, False, seconds))
+    bound = max(floors, key=lambda f: (not f.feasible, f.iteration_ns))
     return [replace(b, row=report.certified(b.row, bound) if b.row else None) for b in found], bound
 
 
@@ -195,14 +202,14 @@ def best_of(
         planners: names, or planners that are made.
         mode: of the plans.
         each: seconds of each of the names; one that takes longer and has no budget is broken off.
-        together: seconds from the beginning after which no other is asked.
+        together: seconds from the beginning after which no other is asked, once there is a plan.
     """
     from experiments.answer import Best
 
     begin, rows, out = time.monotonic(), [], []
     for asked in planners:
         planner = report.made(asked, seed=seed, mode=mode, seconds=each) if isinstance(asked, str) else asked
-        if time.monotonic() - begin > together:
+        if time.monotonic() - begin > together and any(row["feasible"] for row, _ in rows):
             out.append(planner.name)
             continue
         budget = not isinstance(asked, str) or "seconds" in agents.options(asked)
@@ -234,9 +241,7 @@ def reached(program: Program, machine: Machine, limit: int, mode: str) -> int:
     return min(engine.score(everything(program, kind, 0)).required_bytes for kind in kinds)
 
 
-def largest_batch(
-    captures: Captures | None, task: Task, mode: str, most_overhead: float, seconds: float
-) -> Largest:
+def largest_batch(captures: Captures | None, task: Task, mode: str, most_overhead: float, seconds: float) -> Largest:
     """The largest batch without a plan and with one; see ``Largest``.
 
     Args:
@@ -260,7 +265,7 @@ def largest_batch(
             nonlocal planner
             if not floor(step, machine, limit, mode, detail=0.0).feasible:
                 return None
-            for name in (FIRST[0], SEARCHES[0]):
+            for name in (FIRST[0], *SEARCHES[seconds >= LOADING :][:1]):
                 if time.monotonic() < until:
                     made = report.made(name, mode=mode, seconds=BATCHES * seconds / 10)
                     row, _ = report.score_with(made, step, machine, limit, 0, mode)
@@ -276,7 +281,14 @@ def largest_batch(
     except (BatchError, CaptureError, WorkloadError) as error:
         return Largest(why=str(error))
     return Largest(
-        steps.own, without, with_plan, planner, most_overhead, checked, micro and micro[:2], micro[2] if micro else 0.0,
+        steps.own,
+        without,
+        with_plan,
+        planner,
+        most_overhead,
+        checked,
+        micro and micro[:2],
+        micro[2] if micro else 0.0,
         MOST * steps.own,
     )
 

@@ -117,7 +117,9 @@ def _bars(rows: Sequence[tuple[str, list[int]]]) -> str:
     most = max((n for _, columns in rows for n in columns), default=1) or 1
     cells = []
     for name, columns in rows:
-        bars = "".join(f'<div class="bar b{i}" style="width:{100 * n / most:.1f}%"></div>' for i, n in enumerate(columns))
+        bars = "".join(
+            f'<div class="bar b{i}" style="width:{100 * n / most:.1f}%"></div>' for i, n in enumerate(columns)
+        )
         cells += [f"<div>{escape(name)}</div>", f"<div>{bars}</div>",
                   f'<div class="n">{" → ".join(map(size, columns))}</div>']  # fmt: skip
     return f'<div class="bars">{"".join(cells)}</div>'
