@@ -21,7 +21,6 @@ from simulator.program import Phase, Program
 from simulator.timeline import Breakdown, Timeline
 
 ROWS = 15  # modules on a page
-FEW = 2  # a page with less than this part of them says too little
 ITSELF = "(the model itself)"  # as a module
 KINDS = {"parameter": "parameters", "buffer": "buffers", "optimizer_state": "optimizer state", "input": "inputs",
          "gradient": "gradients", "activation": "activations", "workspace": "workspace"}  # fmt: skip
@@ -215,22 +214,28 @@ def _rerun(program: Program, timeline: Timeline) -> dict[str, Rerun]:
 
 
 def by_module(peaks: Sequence[Peak], rows: int = ROWS) -> tuple[list[str], list[dict[str, int]]]:
-    """Bytes of each peak by module, merged by the first names of their paths, as many as give at most so many rows.
+    """Bytes of each peak by module, merged by the first names of their paths.
 
     Returns:
-        Names, the largest of the first peak first, what is beyond ``rows`` of them as one; the columns.
+        At most ``rows`` names, the largest of the first peak first, the smallest of many as one; a column for each peak.
     """
     columns = [_merged(p.modules, _depth(peaks, rows)) for p in peaks]
     return _largest(columns, rows), columns
 
 
-def _depth(peaks: Iterable[Peak], rows: int) -> int:
-    """The most names of a path with which there are at most ``rows`` modules, at least 1; or one more, where these are
-    only a few."""
-    paths = [path.split(".") for peak in peaks for path in peak.modules]
-    counts = {d: len({tuple(path[:d]) for path in paths}) for d in range(1, max(map(len, paths)) + 1)}
-    depth = max((d for d, count in counts.items() if count <= rows), default=1)
-    return depth + 1 if counts[depth] <= rows // FEW and depth + 1 in counts else depth
+def _depth(peaks: Sequence[Peak], rows: int) -> int:
+    """With how many names of a path there are at most ``rows`` modules; more where one of those would have over half of
+    the peak, so that it is split."""
+    paths = {tuple(path.split(".")) for peak in peaks for path in peak.modules}
+    depths = range(1, max(map(len, paths)) + 1)
+    depth = max((d for d in depths if len({path[:d] for path in paths}) <= rows), default=1)
+    while True:
+        merged = _merged(peaks[0].modules, depth)
+        largest = max(merged, key=merged.__getitem__)
+        parts = {path[: depth + 1] for path in paths if ".".join(path[:depth]) == largest}
+        if 2 * merged[largest] <= peaks[0].nbytes or len(parts) == 1:
+            return depth
+        depth += 1
 
 
 def _merged(modules: Mapping[str, int], depth: int) -> dict[str, int]:

@@ -123,8 +123,10 @@ def verdict(a: Answer) -> str:
             least = f"no plan was found{found}, and none needs less than {size(a.least_bytes)}"
         return f"It does not fit: {over}, and {least}.{_instead(a)}"
     more = overhead(a.best)
-    cost = f"It fits with a plan that {f'takes {percent(more)[1:]} more time' if more >= LITTLE else 'costs no time'}: {over}."
-    return cost + (_instead(a) if overhead(a.best) > max(DEAR, a.largest.micro_overhead) else "")
+    cost = f"takes {percent(more)[1:]} more time" if more >= LITTLE else "costs no time"
+    return f"It fits with a plan that {cost}: {over}." + (
+        _instead(a) if overhead(a.best) > max(DEAR, a.largest.micro_overhead) else ""
+    )
 
 
 def _instead(a: Answer) -> str:
@@ -268,8 +270,8 @@ def shown(a: Answer) -> RenderableType:
     """All of it for a terminal."""
     program = a.program
     lines: list[RenderableType] = [
-        Text(f"{program.name} on {a.machine.name}: {len(program.kernels):,} kernels, {program.ideal_ns / 1e6:,.1f} ms a "
-             f"step; memory {size(a.limit)}"),
+        Text(f"{program.name} on {a.machine.name}: {len(program.kernels):,} kernels, {program.ideal_ns / 1e6:,.1f} ms "
+             f"a step; memory {size(a.limit)}"),
         Text(verdict(a), style="bold"),
         Text(""),
     ]  # fmt: skip

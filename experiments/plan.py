@@ -28,6 +28,7 @@ from omegaconf import DictConfig
 
 import agents
 from agents.bound import Floor, floor
+from agents.planner import MIB
 from agents.search.annealing import everything
 from experiments import cli, report
 from experiments.batches import MOST, BatchError, Captures
@@ -54,6 +55,7 @@ KIND, EACH, ROUNDING, SEARCH, BATCHES = 0.15, 0.15, 0.35, 0.1, 0.15
 PER_KERNEL, LEAST = 2e-3, 2.0  # seconds by default
 GAPS, DETAIL = 800, 0.15  # of a floor of its own, beside that of LP rounding
 LOADING = 6.0  # with fewer seconds no network is loaded: its libraries alone take some
+PARTS = 1000
 WAIT = 3  # times the seconds: until then captures are waited for
 TIE = 1e-4  # of the ideal time
 
@@ -184,7 +186,7 @@ def planned(task: Task, mode: str, seconds: float, seed: int) -> tuple[list[Best
     found.append(
         best_of("search", SEARCHES, task, mode, seed, SEARCH * seconds, 0.0 if seconds < LOADING else math.inf)
     )
-    rounding = agents.make("lp_round", mode=mode, seconds=ROUNDING * seconds, seed=seed)
+    rounding = report.made("lp_round", mode=mode, seconds=ROUNDING * seconds, seed=seed, min_bytes=small(program))
     found.append(best_of("LP rounding", [rounding], task, mode, seed))
     floors: list[Floor] = [rounding.floor]  # type: ignore[attr-defined]
     floors.append(floor(program, machine, limit, mode, GAPS, DETAIL, False, seconds))
@@ -208,7 +210,9 @@ def best_of(
 
     begin, rows, out = time.monotonic(), [], []
     for asked in planners:
-        planner = report.made(asked, seed=seed, mode=mode, seconds=each) if isinstance(asked, str) else asked
+        planner = asked
+        if isinstance(planner, str):
+            planner = report.made(planner, seed=seed, mode=mode, seconds=each, min_bytes=small(task[0]))
         if time.monotonic() - begin > together and any(row["feasible"] for row, _ in rows):
             out.append(planner.name)
             continue
@@ -225,6 +229,11 @@ def best_of(
     program, machine, limit = task
     timeline = None if plan is None or not row["feasible"] else simulate(program, plan, machine, min(limit, plan.limit))
     return Best(family, row, None if timeline is None else plan, timeline, spent, tuple(out))
+
+
+def small(program: Program) -> int:
+    """Bytes below which tensors stay: a MiB, or of a small step this part of its peak."""
+    return min(MIB, program.peak_bytes // PARTS)
 
 
 def _rank(row: Row | None, plan: Plan | None) -> tuple[float, int]:
@@ -252,7 +261,7 @@ def largest_batch(captures: Captures | None, task: Task, mode: str, most_overhea
     from experiments.answer import Largest
     from experiments.workloads import WorkloadError
 
-    program, machine, limit = task
+    _, machine, limit = task
     if captures is None:
         return Largest()
     end, planner = time.monotonic() + WAIT * seconds, ""
@@ -267,7 +276,7 @@ def largest_batch(captures: Captures | None, task: Task, mode: str, most_overhea
                 return None
             for name in (FIRST[0], *SEARCHES[seconds >= LOADING :][:1]):
                 if time.monotonic() < until:
-                    made = report.made(name, mode=mode, seconds=BATCHES * seconds / 10)
+                    made = report.made(name, mode=mode, seconds=BATCHES * seconds / 10, min_bytes=small(step))
                     row, _ = report.score_with(made, step, machine, limit, 0, mode)
                     if row["feasible"] and row["overhead"] <= most_overhead:
                         planner = name

@@ -4,7 +4,7 @@ While an optimizer's step is traced each of them is a ``SymFloat``, so that what
 weight_decay``, ``lr / bias_correction``) is part of the graph, in Python's own arithmetic, equal to eager to the bit.
 Where the step's Python asks something of a number (``momentum != 0``), the answer is kept as a condition: a number for
 which it does not hold would give another graph. Fused updates take numbers by name (``_fused_adamw_(lr=…)``) and no
-symbols; there the names are connected with the options, and a 0 has to stay one.
+symbols; there the names are connected with the options, and a 0 has to stay one, but for the learning rate.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ class Numbers:
                     self._symbol(optimizer, g, key, i, value)
                     _, symbol, _, proxy = self._known[id(optimizer), g, key, i]
                     found[key if i is None else f"{key.removesuffix('s')}{i + 1}"] = proxy.node
-                    self._zeros.append(sympy.Eq(symbol, 0) if value == 0 else sympy.Ne(symbol, 0))
+                    if key != "lr":  # which changes no update's form, and is 0 where a schedule begins
+                        self._zeros.append(sympy.Eq(symbol, 0) if value == 0 else sympy.Ne(symbol, 0))
         return found
 
     def connect(self, node: fx.Node, first: Any) -> None:

@@ -89,9 +89,9 @@ def page(a: Answer, before: Timeline, after: Timeline | None, command: str) -> s
         parts += ["<h2>The largest batch</h2>", *map(_p, sentences)]
     if a.families:
         heads, cells = words.methods(a)
-        parts += ["<h2>What methods cost</h2>", _methods(heads, cells), _p(
-            "Overhead over the step in unlimited memory; bytes moved both ways in a step; times simulated."
-            + (" The floor is proven: no plan of any method has less." if a.floor is not None else ""), "faint")]  # fmt: skip
+        proven = " The floor is proven: no plan of any method has less." if a.floor is not None else ""
+        said = f"Overhead over the step in unlimited memory; bytes moved both ways in a step.{proven}"
+        parts += ["<h2>What methods cost</h2>", _methods(heads, cells), _p(said, "faint")]
     if a.best is not None:
         parts += ["<h2>The recommended plan</h2>", _p(words.moves(a)), _p(
             f"By {words.label(a.page.planner)}; it needs {size(a.page.least_bytes)}.", "faint")]  # fmt: skip
@@ -169,7 +169,10 @@ def _picture(limit: int, before: Timeline, after: Timeline | None) -> str:
         for d, name in zip(paths, ("before", "after"), strict=False)
     )
     y = HEIGHT - limit / MB * HEIGHT / top
-    line = f'<line x1="0" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}" stroke="var(--limit)" stroke-width="1.5" stroke-dasharray="6 4"/>'
+    line = (
+        f'<line x1="0" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}" stroke="var(--limit)" stroke-width="1.5" '
+        'stroke-dasharray="6 4"/>'
+    )
     legend = "".join(f'<span class="key"><i class="{kind}"></i>{escape(text)}</span>' for kind, text in keys)
     said = f"Memory in use over one step: {'; '.join(text for _, text in keys)}"
     return (

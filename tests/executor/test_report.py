@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 from executor import capture
-from executor.report import Moved, Place, Rerun, report
+from executor.report import Moved, Place, Report, Rerun, _largest, report
 from simulator import Machine, Program, Swap, simulate
 from simulator.plan import Plan
 from simulator.schedule import lower
@@ -99,15 +99,44 @@ def test_parameters_their_gradients_and_state_are_in_their_modules() -> None:
     assert peak.kinds["gradient"] >= 64 * 64 * 4
 
 
-def test_a_page_has_forty_lines_at_most() -> None:
-    model = ResNet(2, 18)  # more blocks than rows at depth 2, so that they are one
-    batch = NETWORKS["resnet"][1]()
-    captured = capture(model, nn.CrossEntropyLoss(), adamw(model), batch)
-    page = str(report(captured, Machine.load("gtx1080ti"), captured.program.peak_bytes)).splitlines()
-    assert len(page) <= 40 and any(line.startswith("blocks ") for line in page)
-    wide = nn.Sequential(*(nn.Linear(4, 4) for _ in range(40)))
-    captured = capture(wide, nn.functional.mse_loss, adamw(wide), (batch[0][0, 0, :4, :4], batch[0][0, 0, :4, :4]))
-    found = report(captured, Machine.load("gtx1080ti"), captured.program.peak_bytes)
-    page = str(found).splitlines()
-    assert len(page) <= 40 and any(line.startswith("(others)") for line in page)
-    assert len(found.without.modules) > 40
+def of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Report:
+    captured = capture(model, nn.CrossEntropyLoss(), adamw(model), (x, y))
+    return report(captured, Machine.load("gtx1080ti"), captured.program.peak_bytes)
+
+
+def modules_on(page: str) -> list[str]:
+    """The module column of a page."""
+    lines = page.splitlines()
+    assert len(lines) <= 40
+    begin = next(i for i, line in enumerate(lines) if line.startswith("peak by module"))
+    return [line.split("  ")[0] for line in lines[begin + 1 : lines.index("", begin)]]
+
+
+def test_a_page_has_fifteen_modules_and_forty_lines_at_most() -> None:
+    x, y = NETWORKS["resnet"][1]()
+    few = modules_on(str(of(ResNet(2, 2), x, y)))
+    assert "blocks.0.body" in few and "blocks.1.short" in few and "(others)" not in few
+    model = ResNet(2, 18)  # with two names there are more than fifteen, with one "blocks" would have nearly all
+    many = modules_on(str(of(model, x, y)))
+    assert len(many) == 15 and many[-1] == "(others)" and "blocks.17" in many and "blocks" not in many
+    half = nn.ModuleDict({name: nn.Sequential(*(nn.Linear(8, 8) for _ in range(9))) for name in "abc"})
+
+    class Thirds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = half
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for part in self.parts.values():
+                x = part(x)
+            return x
+
+    assert {"parts.a", "parts.b", "parts.c"} <= set(modules_on(str(of(Thirds(), torch.empty(4, 8), y.repeat(2)))))
+
+
+def test_what_is_left_of_the_modules_is_one_row() -> None:
+    columns = [{str(i): i for i in range(20)}, {str(i): 5 for i in range(10, 21)}]
+    sums = [sum(column.values()) for column in columns]
+    keys = _largest(columns)
+    assert keys == [*map(str, range(19, 5, -1)), "(others)"]
+    assert [sum(column.get(key, 0) for key in keys) for column in columns] == sums

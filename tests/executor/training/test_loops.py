@@ -251,3 +251,17 @@ def test_a_fused_option_that_was_0_stays_0():
     twins.ours[2].param_groups[0]["weight_decay"] = 0.1
     with pytest.raises(StepError, match=r"the optimizer's weight_decay was 0\.0 at the capture and is 0\.1 now"):
         step(*twins.next_batch())
+
+
+@pytest.mark.parametrize("form", [{"foreach": False}, {"foreach": True}, {"fused": True}])
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_a_learning_rate_may_begin_at_0_and_return_to_it(name, form):
+    twins = Twins("small", lambda model: FORMS[name](model.parameters(), **form))
+    rates = [0.0, 0.01, 0.005, 0.0]
+    for parts in (twins.ours, twins.eager):
+        parts[2].param_groups[0]["lr"] = rates[0]
+    step = at(twins.captured())
+    for rate in rates:
+        for parts in (twins.ours, twins.eager):
+            parts[2].param_groups[0]["lr"] = rate
+        twins.train(step)
