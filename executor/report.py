@@ -217,7 +217,7 @@ def by_module(peaks: Sequence[Peak], rows: int = ROWS) -> tuple[list[str], list[
     """Bytes of each peak by module, merged by the first names of their paths.
 
     Returns:
-        At most ``rows`` names, the largest of the first peak first, the smallest of many as one; a column for each peak.
+        At most ``rows`` names, the largest of the first peak first, the smallest of many as one; the columns.
     """
     columns = [_merged(p.modules, _depth(peaks, rows)) for p in peaks]
     return _largest(columns, rows), columns

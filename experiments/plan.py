@@ -57,6 +57,7 @@ GAPS, DETAIL = 800, 0.15  # of a floor of its own, beside that of LP rounding
 LOADING = 6.0  # with fewer seconds no network is loaded: its libraries alone take some
 PARTS = 1000
 WAIT = 3  # times the seconds: until then captures are waited for
+FIXED = "a program file has the batch that it was captured with"
 TIE = 1e-4  # of the ideal time
 
 Task = tuple[Program, Machine, int]
@@ -81,7 +82,7 @@ def main(cfg: DictConfig) -> None:
             with log.status("planning"):
                 families, bound = planned(task, mode, seconds, seed)
             with log.status("looking for the largest batch"):
-                size = largest_batch(captures, task, mode, most_overhead, seconds)
+                size = largest_batch(captures, task, mode, most_overhead, seconds, FIXED if workload is None else "")
             answer = answered(source, task, mode, families, bound, size, began)
             write(out, cfg, answer, bound)
     from experiments.answer import shown
@@ -126,7 +127,8 @@ def answered(
     program, machine, limit = task
     best = min((b for b in families if b.plan is not None), key=lambda b: _rank(b.row, b.plan), default=None)
     proven = bool(families) and bound.feasible
-    page = page_of(source, machine, limit, best and best.plan, bound.iteration_ns if proven else None)
+    plan = best.plan if best is not None else None
+    page = page_of(source, machine, limit, plan, bound.iteration_ns if proven else None)
     nearest = reached(program, machine, limit, mode) if program.peak_bytes > limit and best is None else None
     return Answer(
         program, machine, limit, mode, page, tuple(families), best, bound.least_bytes, nearest,
@@ -208,7 +210,8 @@ def best_of(
     """
     from experiments.answer import Best
 
-    begin, rows, out = time.monotonic(), [], []
+    begin, out = time.monotonic(), []
+    rows: list[tuple[Row, Plan | None]] = []
     for asked in planners:
         planner = asked
         if isinstance(planner, str):
@@ -250,11 +253,13 @@ def reached(program: Program, machine: Machine, limit: int, mode: str) -> int:
     return min(engine.score(everything(program, kind, 0)).required_bytes for kind in kinds)
 
 
-def largest_batch(captures: Captures | None, task: Task, mode: str, most_overhead: float, seconds: float) -> Largest:
+def largest_batch(
+    captures: Captures | None, task: Task, mode: str, most_overhead: float, seconds: float, why: str = ""
+) -> Largest:
     """The largest batch without a plan and with one; see ``Largest``.
 
     Args:
-        captures: None: the batch is not to be changed.
+        captures: None: the batch is not to be changed, and ``why`` not.
         seconds: of all planning; the captures are waited for WAIT times as long.
     """
     from executor.capture.captured import CaptureError
@@ -263,7 +268,7 @@ def largest_batch(captures: Captures | None, task: Task, mode: str, most_overhea
 
     _, machine, limit = task
     if captures is None:
-        return Largest()
+        return Largest(why=why)
     end, planner = time.monotonic() + WAIT * seconds, ""
     try:
         steps = captures.batches(WAIT * seconds)

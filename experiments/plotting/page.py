@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from executor.report import size
 from experiments import answer as words
 from experiments.answer import Answer
+from experiments.plotting.palette import label
 from experiments.plotting.plots import steady_memory
 from experiments.report import MB, duration
 from simulator.timeline import Timeline
@@ -94,7 +95,7 @@ def page(a: Answer, before: Timeline, after: Timeline | None, command: str) -> s
         parts += ["<h2>What methods cost</h2>", _methods(heads, cells), _p(said, "faint")]
     if a.best is not None:
         parts += ["<h2>The recommended plan</h2>", _p(words.moves(a)), _p(
-            f"By {words.label(a.page.planner)}; it needs {size(a.page.least_bytes)}.", "faint")]  # fmt: skip
+            f"By {label(a.page.planner)}; it needs {size(a.page.least_bytes)}.", "faint")]  # fmt: skip
     parts += ["<h2>How to run it</h2>", f"<pre>{escape(_code(a))}</pre>", _p(
         "Beside this page: "
         + ("plan.json, " if a.best else "")
