@@ -56,7 +56,7 @@ PER_KERNEL, LEAST = 2e-3, 2.0  # seconds by default
 GAPS, DETAIL = 800, 0.15  # of a floor of its own, beside that of LP rounding
 LOADING = 6.0  # with fewer seconds no network is loaded: its libraries alone take some
 PARTS = 1000
-WAIT = 3  # times the seconds: until then captures are waited for
+WAIT = 3  # times the seconds: so long captures and the floor are waited for
 FIXED = "a program file has the batch that it was captured with"
 TIE = 1e-4  # of the ideal time
 
@@ -191,7 +191,7 @@ def planned(task: Task, mode: str, seconds: float, seed: int) -> tuple[list[Best
     rounding = report.made("lp_round", mode=mode, seconds=ROUNDING * seconds, seed=seed, min_bytes=small(program))
     found.append(best_of("LP rounding", [rounding], task, mode, seed))
     floors: list[Floor] = [rounding.floor]  # type: ignore[attr-defined]
-    floors.append(floor(program, machine, limit, mode, GAPS, DETAIL, False, seconds))
+    floors.append(floor(program, machine, limit, mode, GAPS, DETAIL, False, WAIT * seconds))
     bound = max(floors, key=lambda f: (not f.feasible, f.iteration_ns))
     return [replace(b, row=report.certified(b.row, bound) if b.row else None) for b in found], bound
 
