@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from executor.report import size
 from experiments import answer as words
 from experiments.answer import Answer
-from experiments.plotting.palette import label
+from experiments.plotting.palette import DARK, LIGHT, label
 from experiments.plotting.plots import steady_memory
 from experiments.report import MB, duration
 from simulator.timeline import Timeline
@@ -25,10 +25,6 @@ WIDTH, HEIGHT = 1000, 300  # of the picture, in its own units
 POINTS = 500  # of a curve, across
 
 STYLE = """
-:root { color-scheme: light dark; --ink: #222; --faint: #666; --line: #ddd; --paper: #fff; --soft: #f3f3f5;
-  --before: #b3b3b8; --after: #1f5fa8; --limit: #c22; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e8e8ea; --faint: #a0a0a8; --line: #3a3a40; --paper: #17171a;
-  --soft: #222227; --before: #6d6d75; --after: #6fb1f0; --limit: #f07070; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 1rem; max-width: 60rem; background: var(--paper); color: var(--ink);
   font: 16px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
@@ -104,9 +100,15 @@ def page(a: Answer, before: Timeline, after: Timeline | None, command: str) -> s
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n" + "\n".join(parts)
+        f"<title>{escape(title)}</title>\n<style>{_colours()}{STYLE}</style>\n</head>\n<body>\n" + "\n".join(parts)
         + "\n</body>\n</html>\n"
     )  # fmt: skip
+
+
+def _colours() -> str:
+    """The colours as variables, by the reader's choice."""
+    light, dark = ("".join(f"--{name}: {ink}; " for name, ink in inks.items()) for inks in (LIGHT, DARK))
+    return f":root {{ color-scheme: light dark; {light}}}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark}}} }}"
 
 
 def _p(text: str, kind: str = "") -> str:
