@@ -21,6 +21,7 @@ from simulator.program import Phase, Program
 from simulator.timeline import Breakdown, Timeline
 
 ROWS = 15  # modules on a page
+ITSELF = "(the model itself)"  # as a module
 KINDS = {"parameter": "parameters", "buffer": "buffers", "optimizer_state": "optimizer state", "input": "inputs",
          "gradient": "gradients", "activation": "activations", "workspace": "workspace"}  # fmt: skip
 
@@ -115,8 +116,8 @@ class Report:
         lines += ["", *_table("kind", [k for k in KINDS if any(k in p.kinds for p in peaks)],
                               [p.kinds for p in peaks], KINDS)]  # fmt: skip
         if self.without.modules:
-            columns = [_merged(p.modules, _depth(peaks)) for p in peaks]
-            lines += ["", *_table("module", _largest(columns), columns, {"": "(the model itself)"})]
+            names, columns = by_module(peaks)
+            lines += ["", *_table("module", names, columns, {"": ITSELF})]
         return "\n".join([*lines, "", *(self._plan() if self.planner else ()), *self._times()])
 
     def _plan(self) -> Iterable[str]:
@@ -212,12 +213,22 @@ def _rerun(program: Program, timeline: Timeline) -> dict[str, Rerun]:
 # ------------------------------------------------------------------------------------ the page
 
 
-def _depth(peaks: Sequence[Peak]) -> int:
-    """With how many names of a path there are at most ROWS modules; more where one of those would have over half of
+def by_module(peaks: Sequence[Peak], rows: int = ROWS) -> tuple[list[str], list[dict[str, int]]]:
+    """Bytes of each peak by module, merged by the first names of their paths.
+
+    Returns:
+        At most ``rows`` names, the largest of the first peak first, the smallest of many as one; the columns.
+    """
+    columns = [_merged(p.modules, _depth(peaks, rows)) for p in peaks]
+    return _largest(columns, rows), columns
+
+
+def _depth(peaks: Sequence[Peak], rows: int) -> int:
+    """With how many names of a path there are at most ``rows`` modules; more where one of those would have over half of
     the peak, so that it is split."""
     paths = {tuple(path.split(".")) for peak in peaks for path in peak.modules}
     depths = range(1, max(map(len, paths)) + 1)
-    depth = max((d for d in depths if len({path[:d] for path in paths}) <= ROWS), default=1)
+    depth = max((d for d in depths if len({path[:d] for path in paths}) <= rows), default=1)
     while True:
         merged = _merged(peaks[0].modules, depth)
         largest = max(merged, key=merged.__getitem__)
@@ -235,14 +246,14 @@ def _merged(modules: Mapping[str, int], depth: int) -> dict[str, int]:
     return found
 
 
-def _largest(columns: list[dict[str, int]]) -> list[str]:
-    """Keys of all columns, the largest of the first column first; what is beyond ROWS of them becomes one key."""
+def _largest(columns: list[dict[str, int]], rows: int) -> list[str]:
+    """Keys of all columns, the largest of the first column first; what is beyond ``rows`` of them becomes one key."""
     keys = list(dict.fromkeys(key for column in columns for key in column))
     keys.sort(key=lambda key: [-column.get(key, 0) for column in columns])
-    if len(keys) > ROWS:
+    if len(keys) > rows:
         for column in columns:
-            column["(others)"] = sum(column.get(key, 0) for key in keys[ROWS - 1 :])
-        keys = [*keys[: ROWS - 1], "(others)"]
+            column["(others)"] = sum(column.get(key, 0) for key in keys[rows - 1 :])
+        keys = [*keys[: rows - 1], "(others)"]
     return keys
 
 

@@ -102,6 +102,11 @@ CAPACITY_OF = {  # methods of SuperNeurons' Tables 4 and 5
     "own": "#c9c9c9", "none": "#6b6b6b", "superneurons_joins": "#238b45",
     **{name: LOOKS[name].colour for name in ("memonger", "vdnn_all", "superneurons", "lp_round")},
 }  # fmt: skip
+# Of pages, by the reader's choice.
+LIGHT = {"ink": "#222222", "faint": "#666666", "line": "#dddddd", "paper": "#ffffff", "soft": "#f3f3f5",
+         "before": "#b3b3b8", "after": "#1f5fa8", "limit": "#cc2222"}  # fmt: skip
+DARK = {"ink": "#e8e8ea", "faint": "#a0a0a8", "line": "#3a3a40", "paper": "#17171a", "soft": "#222227",
+        "before": "#6d6d75", "after": "#6fb1f0", "limit": "#f07070"}  # fmt: skip
 PREDICTED, MEASURED = "#9a9a9a", "#cb181d"
 STYLE = {
     "font.size": 11, "axes.titlesize": 12, "axes.titleweight": "bold", "axes.titlelocation": "left",

@@ -89,22 +89,27 @@ def steady_memory(timeline: Timeline) -> tuple[np.ndarray, np.ndarray]:
     return (x - begin) / 1e6, y / MB
 
 
-def memory_curve(path: Path, before: Timeline, after: Timeline, machine: str, planner: str) -> None:
-    """Bytes in use over one iteration, without and with the plan, and the limit."""
-    limit = after.limit / MB
+def memory_curve(
+    path: Path, before: Timeline, after: Timeline | None, machine: str, planner: str, limit: int | None = None
+) -> None:
+    """Bytes in use over one iteration, without and, if there is one, with the plan; and the limit, by default its."""
+    limit_mb = (after.limit if limit is None and after is not None else limit or 0) / MB
     with figure(path) as axes:
-        (x0, y0), (x1, y1) = steady_memory(before), steady_memory(after)
+        x0, y0 = steady_memory(before)
+        right, top = x0[-1], max(y0.max(), limit_mb)
         axes.fill_between(x0, y0, step="post", color="#e9e9e9", linewidth=0)
         axes.step(x0, y0, where="post", color=FAINT, linewidth=1.3, label=f"no plan: peak {y0.max():,.0f} MB")
-        name = f"{label(planner)} plan: peak {y1.max():,.0f} MB, {after.overhead:+.1%} time"
-        axes.step(x1, y1, where="post", color=colour(planner), linewidth=1.5, label=name)
-        percent = after.limit / before.peak_bytes
-        axes.axhline(limit, color=LIMIT, linewidth=1.3, linestyle=(0, (5, 3)),
-                     label=f"limit: {limit:,.0f} MB, {percent:.0%} of the peak")  # fmt: skip
+        if after is not None:
+            x1, y1 = steady_memory(after)
+            right, top = max(right, x1[-1]), max(top, y1.max())
+            name = f"{label(planner)} plan: peak {y1.max():,.0f} MB, {after.overhead:+.1%} time"
+            axes.step(x1, y1, where="post", color=colour(planner), linewidth=1.5, label=name)
+        percent = limit_mb * MB / before.peak_bytes
+        axes.axhline(limit_mb, color=LIMIT, linewidth=1.3, linestyle=(0, (5, 3)),
+                     label=f"limit: {limit_mb:,.0f} MB, {percent:.0%} of the peak")  # fmt: skip
         axes.set(
-            xlim=(0, max(x0[-1], x1[-1])), ylim=(0, 1.28 * max(y0.max(), y1.max(), limit)),
-            xlabel="time in the iteration (ms)", ylabel="GPU memory in use (MB)",
-            title=f"{before.program} on {machine}: one training iteration",
+            xlim=(0, right), ylim=(0, 1.28 * top), xlabel="time in the iteration (ms)",
+            ylabel="GPU memory in use (MB)", title=f"{before.program} on {machine}: one training iteration",
         )  # fmt: skip
         axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}"))
         axes.legend(loc="upper left", ncols=1, fontsize=10, handlelength=1.6)

@@ -27,18 +27,21 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from executor.capture.capture import Captured, capture
-from experiments.workloads.module import Parts, WorkloadError
+from experiments.workloads.module import Parts, WorkloadError, leading, with_batch
 from simulator.machine import Machine
 
-__all__ = ["WorkloadError", "build", "load"]
+__all__ = ["WorkloadError", "batch_of", "build", "load"]
 
 FAMILIES = tuple(sorted(path.stem for path in Path(__file__).parent.glob("[!_]*.py")))
 _KEYS = {"name", "family", "iteration_ms", "paper_peak_mb", "algorithms", "dtype"}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def load(workload: Mapping[str, Any], machine: Machine) -> Captured:
+def load(workload: Mapping[str, Any], machine: Machine, batch: int | None = None) -> Captured:
     """Captures a workload's training step, with durations for ``machine``.
+
+    Args:
+        batch: examples of a batch, in the place of the workload's own; a measured time is taken to grow with them.
 
     Raises:
         WorkloadError: the configuration is wrong.
@@ -46,6 +49,10 @@ def load(workload: Mapping[str, Any], machine: Machine) -> Captured:
         FormatError: the machine has no FLOP rate for the dtype.
     """
     parts = build(workload)
+    times = 1.0
+    if batch is not None:
+        times = batch / batch_of(workload, parts)
+        parts = with_batch(parts, batch) if _own(workload) else build({**workload, "batch_size": batch})
     iteration_ms = workload.get("iteration_ms") or {}
     measured = iteration_ms.get(machine.name) if isinstance(iteration_ms, Mapping) else iteration_ms
     if measured is not None and (isinstance(measured, bool) or not isinstance(measured, (int, float)) or measured <= 0):
@@ -54,7 +61,7 @@ def load(workload: Mapping[str, Any], machine: Machine) -> Captured:
     if not isinstance(algorithms, bool):
         raise WorkloadError(f"workload.algorithms: expected true or false, got {algorithms!r}")
     captured = capture(*parts, machine=machine, name=str(workload.get("name") or type(parts[0]).__name__))
-    iteration_ns = None if measured is None else round(measured * 1e6)
+    iteration_ns = None if measured is None else round(measured * 1e6 * times)
     return captured.on(machine, workload.get("dtype", "float32"), iteration_ns, algorithms)
 
 
@@ -64,29 +71,54 @@ def build(workload: Mapping[str, Any]) -> Parts:
     Raises:
         WorkloadError: the configuration is wrong.
     """
-    family = workload.get("family", "module" if "target" in workload else None)
-    if family not in FAMILIES:
-        raise WorkloadError(f"workload.family: expected {', '.join(FAMILIES)}, got {family!r}")
-    make: Callable[..., Parts] = importlib.import_module(f"experiments.workloads.{family}").build
+    make = _maker(workload)
     asked = inspect.signature(make).parameters
     given = {str(key): value for key, value in workload.items() if key not in _KEYS}
     for key, value in given.items():
         if key not in asked:
-            raise WorkloadError(f"workload: unknown key {key!r}; {family} has {', '.join(asked)}")
+            raise WorkloadError(f"workload: unknown key {key!r}; {_family(workload)} has {', '.join(asked)}")
         # Numbers of a network are counts; what a family demands beyond that it checks itself.
         if asked[key].annotation == "int" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise WorkloadError(f"workload.{key}: expected a positive integer, got {value!r}")
     for key, parameter in asked.items():
         if parameter.default is parameter.empty and key not in given:
-            raise WorkloadError(f"workload.{key}: missing; {family} needs {', '.join(asked)}")
+            raise WorkloadError(f"workload.{key}: missing; {_family(workload)} needs {', '.join(asked)}")
     dtype = workload.get("dtype", "float32")
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise WorkloadError(f"workload.dtype: expected {', '.join(_DTYPES)}, got {dtype!r}")
-    with torch.device("cpu" if family == "module" else "meta"):
+    with torch.device("cpu" if _own(workload) else "meta"):
         model, loss_fn, optimizer, batch = make(**given)
     if dtype == "float32":  # as it is
         return model, loss_fn, optimizer, batch
     return model.to(_DTYPES[dtype]), loss_fn, optimizer, tree_map_only(Tensor, partial(_in, _DTYPES[dtype]), batch)
+
+
+def batch_of(workload: Mapping[str, Any], parts: Parts) -> int:
+    """How many examples the batch of a workload, which was built, has.
+
+    Raises:
+        WorkloadError: the tensors of a factory's batch do not say.
+    """
+    if _own(workload):
+        return leading(parts)
+    default = inspect.signature(_maker(workload)).parameters["batch_size"].default
+    return int(workload.get("batch_size", default))
+
+
+def _own(workload: Mapping[str, Any]) -> bool:
+    """Is it anybody's own model?"""
+    return _family(workload) == "module"
+
+
+def _family(workload: Mapping[str, Any]) -> Any:
+    return workload.get("family", "module" if "target" in workload else None)
+
+
+def _maker(workload: Mapping[str, Any]) -> Callable[..., Parts]:
+    family = _family(workload)
+    if family not in FAMILIES:
+        raise WorkloadError(f"workload.family: expected {', '.join(FAMILIES)}, got {family!r}")
+    return importlib.import_module(f"experiments.workloads.{family}").build  # type: ignore[no-any-return]
 
 
 def _in(dtype: torch.dtype, tensor: Tensor) -> Tensor:

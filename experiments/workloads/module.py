@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch import nn, optim
+import torch
+from torch import Tensor, nn, optim
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 # What capture() takes; no optimizer: a step without gradients.
 Parts = tuple[nn.Module, Callable[[Any, Any], Any], optim.Optimizer | None, tuple[Any, Any]]
@@ -65,6 +68,33 @@ def build(*, target: object) -> Parts:
     ):
         raise WorkloadError(f"target: {target} must return (model, loss_fn, optimizer, (x, y)), not {_describe(parts)}")
     return parts
+
+
+def leading(parts: Parts) -> int:
+    """How many examples the batch has: the first dimension, which all its tensors (but numbers) share.
+
+    Raises:
+        WorkloadError: they do not.
+    """
+    sizes = {tuple(t.shape[:1]) for t in tree_leaves(parts[3]) if isinstance(t, Tensor) and t.dim()}
+    if len(sizes) != 1 or 0 in (size := sizes.pop()):
+        raise WorkloadError("the tensors of the example batch do not share a first dimension, so it has no known size")
+    return int(size[0])
+
+
+def with_batch(parts: Parts, batch: int) -> Parts:
+    """The same with an example batch of so many examples; raises WorkloadError as ``leading`` does."""
+    leading(parts)
+
+    def resized(tensor: Tensor) -> Tensor:
+        if not tensor.dim():
+            return tensor
+        shape = (batch, *tensor.shape[1:])
+        if tensor.stride(0) != math.prod(shape[1:]):  # the examples do not lie one after the other
+            return tensor.new_empty(shape)
+        return torch.empty_strided(shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+    return (*parts[:3], tree_map_only(Tensor, resized, parts[3]))
 
 
 def _describe(value: object) -> str:

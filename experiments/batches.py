@@ -1,0 +1,208 @@
+"""The largest batch that fits, without a plan and with one.
+
+A step whose kernels do not depend on its batch has tensors whose sizes are affine in it: two captures, of another batch
+each, say how large every tensor is at any (``Batches``). So a peak without a plan is known to the byte, and planners
+have a program to plan, without a capture for each batch that is tried. Durations are taken to be affine, too, which
+rooflines are only piece by piece.
+
+``Captures`` makes the captures in a process of its own, beside what its caller does meanwhile.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from multiprocessing.pool import AsyncResult
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experiments.bisection import largest
+from simulator.machine import Machine
+from simulator.program import Program
+
+MOST = 1024  # times the own batch: nothing above is looked at
+PART = 32  # the largest batch with a plan is exact to this part of it
+
+
+class BatchError(ValueError):
+    """The batch of a step cannot be changed; the message is the reason, one sentence."""
+
+
+@dataclass(frozen=True)
+class Batches:
+    """One step at any batch, from captures at two.
+
+    Raises:
+        BatchError: the kernels at the two differ in more than sizes and durations.
+    """
+
+    own: int  # examples
+    program: Program  # with so many
+    other: int
+    larger: Program  # with ``other`` of them
+
+    def __post_init__(self) -> None:
+        if _structure(self.program) != _structure(self.larger):
+            raise BatchError(f"at a batch of {self.other} its kernels are not those at {self.own}")
+
+    def at(self, batch: int) -> Program:
+        """The step with so many examples."""
+
+        def size(small: int, large: int) -> int:
+            return max(small + round((large - small) * (batch - self.own) / (self.other - self.own)), 0)
+
+        tensors = tuple(
+            replace(t, nbytes=size(t.nbytes, u.nbytes))
+            for t, u in zip(self.program.tensors, self.larger.tensors, strict=True)
+        )
+        kernels = tuple(
+            replace(k, duration_ns=size(k.duration_ns, u.duration_ns), workspace=size(k.workspace, u.workspace),
+                    flops=size(k.flops, u.flops), bytes=size(k.bytes, u.bytes), variants=())
+            for k, u in zip(self.program.kernels, self.larger.kernels, strict=True)
+        )  # fmt: skip
+        return Program(self.program.name, tensors, kernels)
+
+    def peak_bytes(self, batch: int) -> int:
+        """The peak with so many examples, without a plan."""
+        small, large = self._live
+        return int(np.ceil(small + (large - small) * ((batch - self.own) / (self.other - self.own))).max())
+
+    def largest(self, limit: int) -> int:
+        """The largest batch with a peak of at most ``limit`` bytes, up to MOST times the own; 0 where none has it."""
+        return largest(lambda batch: self.peak_bytes(batch) <= limit, self.own, MOST * self.own)
+
+    def largest_planned(self, costs: Callable[[Program], float | None], least: int, most_overhead: float) -> int:
+        """The largest batch at which a plan costs at most so much, to 1 / PART of it.
+
+        Args:
+            costs: overhead of a plan for a program; None where there is none.
+            least: a batch that needs no plan; 0: there is none.
+        """
+
+        def fits(batch: int) -> bool:
+            if batch <= least:
+                return True
+            found = costs(self.at(batch))
+            return found is not None and found <= most_overhead
+
+        return largest(fits, max(least, 1), MOST * self.own, PART)
+
+    def accumulated(self, limit: int) -> tuple[int, int, float] | None:
+        """The fewest micro-batches that make up the own batch and fit without a plan, while the gradients of all
+        parameters are held.
+
+        Returns:
+            The size of each, their number, and what they cost, of the ideal time; None: there are none, or the step
+            changes no parameters.
+        """
+        phases = {k.phase for k in self.program.kernels}
+        held = sum(t.nbytes for t in self.program.tensors if t.kind == "parameter")
+        if "optimizer" not in phases or self.own == 1:
+            return None
+        most = largest(lambda batch: self.peak_bytes(batch) + held <= limit, self.own - 1, self.own - 1)
+        if not most:
+            return None
+        count = -(-self.own // most)
+        each = -(-self.own // count)
+        small = sum(k.duration_ns for k in self.at(each).kernels if k.phase != "optimizer")
+        update = sum(k.duration_ns for k in self.program.kernels if k.phase == "optimizer")
+        return each, count, (small * self.own / each + update) / max(self.program.ideal_ns, 1) - 1
+
+    @cached_property
+    def _live(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        return tuple(np.array(p.live_bytes, float) for p in (self.program, self.larger))  # type: ignore[return-value]
+
+
+def _structure(program: Program) -> tuple[Any, ...]:
+    return (
+        [(t.kind, t.persistent) for t in program.tensors],
+        [(k.name, k.inputs, k.outputs, k.recomputable) for k in program.kernels],
+    )
+
+
+class Captures:
+    """Captures of a workload at other batches than its own, in another process; ends with the context.
+
+    Args:
+        workload: a configuration (experiments/workloads).
+    """
+
+    def __init__(self, workload: Mapping[str, Any], machine: Machine) -> None:
+        self.workload, self.machine = dict(workload), machine
+        self._pool = multiprocessing.get_context("spawn").Pool(1)
+        self._doubled = self._pool.apply_async(_doubled, (self.workload, machine))
+        self._thread = threading.Thread()
+        self._batches: Batches | None = None
+        self._failed: Exception | None = None
+        self._check: AsyncResult[Program] | None = None
+
+    def __enter__(self) -> Captures:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.terminate()  # what it captures now is not waited for
+
+    def begin(self, program: Program, limit: int) -> None:
+        """Once there is a capture at twice the own batch, with which the step is ``program``, finds the largest that
+        fits, and captures it."""
+        self._thread = threading.Thread(target=self._go_on, args=(program, limit), daemon=True)
+        self._thread.start()
+
+    def _go_on(self, program: Program, limit: int) -> None:
+        try:
+            own, larger = self._doubled.get()
+            self._batches = Batches(own, program, 2 * own, larger)
+            if without := self._batches.largest(limit):
+                self._check = self._pool.apply_async(_captured, (self.workload, self.machine, without))
+        except Exception as error:  # for who asks
+            self._failed = error
+
+    def batches(self, seconds: float) -> Batches:
+        """The step at any batch, waited for so long.
+
+        Raises:
+            BatchError: it was not enough, or the batch cannot be changed.
+            Exception: what a capture raised.
+        """
+        self._thread.join(seconds)
+        if self._failed is not None:
+            raise self._failed
+        if self._batches is None:
+            raise BatchError("there was no time for a capture at another batch")
+        return self._batches
+
+    def checked(self, peak_bytes: int, seconds: float) -> bool:
+        """Whether the largest batch was captured within so long, and its peak is as foretold.
+
+        Raises:
+            BatchError: it is another.
+            Exception: what the capture raised.
+        """
+        self._thread.join(seconds)
+        if self._check is None:
+            return False
+        try:
+            found = self._check.get(seconds).peak_bytes
+        except multiprocessing.TimeoutError:
+            return False
+        if found != peak_bytes:
+            raise BatchError(f"the peak at it is {found:,} bytes, not {peak_bytes:,} as those at others foretell")
+        return True
+
+
+def _doubled(workload: Mapping[str, Any], machine: Machine) -> tuple[int, Program]:
+    from experiments import workloads
+
+    own = workloads.batch_of(workload, workloads.build(workload))
+    return own, _captured(workload, machine, 2 * own)
+
+
+def _captured(workload: Mapping[str, Any], machine: Machine, batch: int) -> Program:
+    from experiments import workloads  # PyTorch takes seconds to import
+
+    return workloads.load(workload, machine, batch).program

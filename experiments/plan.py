@@ -1,0 +1,311 @@
+"""Will it fit? What a training step needs, whether a memory holds it, and the cheapest plan where it does not.
+
+    python -m experiments.plan target=mymodel:factory machine=h100 memory=24GiB
+    python -m experiments.plan workload=gpt2_medium machine=h100 memory=16GiB
+    python -m experiments.plan program=step.json machine=my_machine.yaml memory=0.6
+
+Nothing is planned where the step fits. Else published methods, searches and LP rounding plan within ``seconds``, and
+the cheapest plan is recommended; of plans whose times differ by less than TIE, that which moves least.
+
+The run directory holds report.html (opens alone), plan.json (where there is a plan), memory.png, timeline.json (for
+Perfetto), results.jsonl and summary.json. Its path is the last line printed. Exit status 1: it does not fit.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+import agents
+from agents.bound import Floor, floor
+from agents.planner import MIB
+from agents.search.annealing import everything
+from experiments import cli, report
+from experiments.batches import MOST, BatchError, Captures
+from experiments.gpu.deadline import TimeUp, within
+from experiments.report import Row
+from simulator import simulate
+from simulator.compiled.engine import Engine
+from simulator.files import write_json, write_text
+from simulator.limits import limit_bytes
+from simulator.machine import Machine
+from simulator.plan import Plan
+from simulator.program import Program
+from simulator.ways import MODES
+
+if TYPE_CHECKING:  # PyTorch and Matplotlib take seconds to import
+    from executor.capture.captured import Captured
+    from experiments.answer import Answer, Best, Largest
+
+PUBLISHED = {"swap": "swap, published", "recompute": "recompute, published", "joint": "both, published"}
+FIRST, LAST = ("tensile", "autoswap_swdoa"), ("capuchin",)  # of the published methods, as long as there is time
+SEARCHES = ("annealing", "policy_search")
+# Of the seconds: of all published methods of a kind, of each; of LP rounding, of each search, of the largest batch.
+KIND, EACH, ROUNDING, SEARCH, BATCHES = 0.15, 0.15, 0.35, 0.1, 0.15
+PER_KERNEL, LEAST = 2e-3, 2.0  # seconds by default
+GAPS, DETAIL = 800, 0.15  # of a floor of its own, beside that of LP rounding
+LOADING = 6.0  # with fewer seconds no network is loaded: its libraries alone take some
+PARTS = 1000
+WAIT = 3  # times the seconds: so long captures and the floor are waited for
+FIXED = "a program file has the batch that it was captured with"
+TIE = 1e-4  # of the ideal time
+
+Task = tuple[Program, Machine, int]
+
+
+@cli.entry("plan")
+def main(cfg: DictConfig) -> None:
+    began = time.monotonic()
+    machine, mode, seed = cli.machine(cfg), cli.choice(cfg, "mode", MODES), cli.integer(cfg, "seed")
+    seconds = cli.number(cfg, "seconds") if cfg.seconds is not None else None
+    most_overhead, look = cli.number(cfg, "largest_overhead"), cli.choice(cfg, "largest", (True, False))
+    workload = workload_of(cfg)
+    log = report.console(stderr=True)
+    with Captures(workload, machine) if workload is not None and look else nullcontext() as captures:
+        source = source_of(cfg, workload, machine)
+        program = source if isinstance(source, Program) else source.program
+        limit = limit_bytes(cfg.memory if cfg.memory is not None else machine.memory_bytes, program, "memory")
+        task, seconds = (program, machine, limit), seconds or max(PER_KERNEL * len(program.kernels), LEAST)
+        with report.RunDirectory(cli.path(cfg, "out"), f"plan-{program.name}") as out:
+            if captures is not None:
+                captures.begin(program, limit)
+            with log.status("planning"):
+                families, bound = planned(task, mode, seconds, seed)
+            with log.status("looking for the largest batch"):
+                size = largest_batch(captures, task, mode, most_overhead, seconds, FIXED if workload is None else "")
+            answer = answered(source, task, mode, families, bound, size, began)
+            write(out, cfg, answer, bound)
+    from experiments.answer import shown
+
+    report.console().print(shown(answer))
+    print(out)
+    if not answer.fits and answer.best is None and HydraConfig.get().mode != RunMode.MULTIRUN:
+        sys.exit(1)
+
+
+def workload_of(cfg: DictConfig) -> dict[str, Any] | None:
+    """The workload to capture; None: a program file is planned.
+
+    Raises:
+        UsageError: nothing is named, or two things are.
+    """
+    named = cfg.workload.get("family") != "module" or cfg.workload.get("name") != "module"
+    if sum((cfg.program is not None, cfg.target is not None, named)) != 1:
+        raise cli.UsageError("what to plan is named by one of target=, workload= and program=")
+    if cfg.program is not None:
+        return None
+    workload = cli.plain(cfg.workload)
+    return workload if named else {**workload, "name": str(cfg.target).replace(":", ".")}
+
+
+def source_of(cfg: DictConfig, workload: dict[str, Any] | None, machine: Machine) -> Captured | Program:
+    """The capture of a workload, or else the program of a file."""
+    if workload is None:
+        return cli.program(cfg, machine)
+    from experiments import workloads  # PyTorch takes seconds to import
+
+    return workloads.load(workload, machine)
+
+
+def answered(
+    source: Captured | Program, task: Task, mode: str, families: list[Best], bound: Floor, size: Largest, began: float
+) -> Answer:
+    """All that was found: the cheapest plan is recommended, of equal ones that which decides least."""
+    from executor.report import report as page_of
+    from experiments.answer import Answer
+
+    program, machine, limit = task
+    best = min((b for b in families if b.plan is not None), key=lambda b: _rank(b.row, b.plan), default=None)
+    proven = bool(families) and bound.feasible
+    plan = best.plan if best is not None else None
+    page = page_of(source, machine, limit, plan, bound.iteration_ns if proven else None)
+    nearest = reached(program, machine, limit, mode) if program.peak_bytes > limit and best is None else None
+    return Answer(
+        program, machine, limit, mode, page, tuple(families), best, bound.least_bytes, nearest,
+        bound.overhead if proven else None, size, time.monotonic() - began,
+    )  # fmt: skip
+
+
+def write(out: Path, cfg: DictConfig, answer: Answer, bound: Floor) -> None:
+    """Writes the run directory."""
+    from experiments import answer as words
+    from experiments.plotting import plots
+    from experiments.plotting.page import page
+
+    program, best = answer.program, answer.best
+    none = report.certified(report.score("none", program, answer.machine, answer.limit, 0, answer.mode)[0], bound)
+    before = simulate(program, Plan(), answer.machine, program.peak_bytes)
+    after = best.timeline if best else None
+    if best is not None and best.plan is not None:
+        best.plan.save(out / "plan.json")
+    write_json(out / "timeline.json", (after or before).perfetto(program))
+    plots.memory_curve(
+        out / "memory.png", before, after, answer.machine.name, best.plan.planner if best and best.plan else "",
+        answer.limit,
+    )  # fmt: skip
+    write_text(out / "report.html", page(answer, before, after, report.command()))
+    rows = [none, *(b.row for b in answer.families if b.row is not None)]
+    report.write_rows(out / "results.jsonl", rows)
+    report.write_summary(
+        out / "summary.json", cfg, program, rows, verdict=words.verdict(answer), fits=answer.fits,
+        recommended=best.row["planner"] if best and best.row else None, least_bytes=answer.least_bytes,
+        reached_bytes=answer.reached_bytes, floor=answer.floor, largest=asdict(answer.largest),
+        peak=asdict(answer.page.without), peak_planned=asdict(answer.page.under) if best else None,
+        seconds=answer.seconds,
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------ planning
+
+
+def planned(task: Task, mode: str, seconds: float, seed: int) -> tuple[list[Best], Floor]:
+    """The best plan of each family of methods that may have plans of ``mode``, and the floor under all.
+
+    Where the step fits, or it is proven that no plan does, none is made.
+    """
+    program, machine, limit = task
+    quick = floor(program, machine, limit, mode, detail=0.0)
+    if program.peak_bytes <= limit or not quick.feasible:
+        return [], quick
+    for name in ("annealing", "lp_round"):  # what is compiled now is not timed
+        report.warm_up(machine, name, mode)
+    found = []
+    for kind, family in PUBLISHED.items():
+        if mode in (kind, "joint"):
+            names = [name for name in report.heuristics() if agents.PLANNERS[name].moves in (kind, "joint")]
+            names.sort(key=lambda name: (name in LAST, name not in FIRST))
+            found.append(best_of(family, names, task, kind, seed, EACH * seconds, KIND * seconds))
+    found.append(
+        best_of("search", SEARCHES, task, mode, seed, SEARCH * seconds, 0.0 if seconds < LOADING else math.inf)
+    )
+    rounding = report.made("lp_round", mode=mode, seconds=ROUNDING * seconds, seed=seed, min_bytes=small(program))
+    found.append(best_of("LP rounding", [rounding], task, mode, seed))
+    floors: list[Floor] = [rounding.floor]  # type: ignore[attr-defined]
+    floors.append(floor(program, machine, limit, mode, GAPS, DETAIL, False, WAIT * seconds))
+    bound = max(floors, key=lambda f: (not f.feasible, f.iteration_ns))
+    return [replace(b, row=report.certified(b.row, bound) if b.row else None) for b in found], bound
+
+
+def best_of(
+    family: str, planners: Sequence[str | agents.Planner], task: Task, mode: str, seed: int, each: float = math.inf,
+    together: float = math.inf,
+) -> Best:  # fmt: skip
+    """The best plan that some planners make.
+
+    Args:
+        planners: names, or planners that are made.
+        mode: of the plans.
+        each: seconds of each of the names; one that takes longer and has no budget is broken off.
+        together: seconds from the beginning after which no other is asked, once there is a plan.
+    """
+    from experiments.answer import Best
+
+    begin, out = time.monotonic(), []
+    rows: list[tuple[Row, Plan | None]] = []
+    for asked in planners:
+        planner = asked
+        if isinstance(planner, str):
+            planner = report.made(planner, seed=seed, mode=mode, seconds=each, min_bytes=small(task[0]))
+        if time.monotonic() - begin > together and any(row["feasible"] for row, _ in rows):
+            out.append(planner.name)
+            continue
+        budget = not isinstance(asked, str) or "seconds" in agents.options(asked)
+        try:
+            with nullcontext() if budget else within(each):
+                rows.append(report.score_with(planner, *task, seed, mode))
+        except TimeUp:
+            out.append(planner.name)
+    spent = time.monotonic() - begin
+    if not rows:
+        return Best(family, None, None, None, spent, tuple(out))
+    row, plan = min(rows, key=lambda entry: _rank(*entry))
+    program, machine, limit = task
+    timeline = None if plan is None or not row["feasible"] else simulate(program, plan, machine, min(limit, plan.limit))
+    return Best(family, row, None if timeline is None else plan, timeline, spent, tuple(out))
+
+
+def small(program: Program) -> int:
+    """Bytes below which tensors stay: a MiB, or of a small step this part of its peak."""
+    return min(MIB, program.peak_bytes // PARTS)
+
+
+def _rank(row: Row | None, plan: Plan | None) -> tuple[float, int]:
+    """The least first: by time as far as it differs, then by decisions. Those without a plan come last."""
+    if row is None or plan is None or not row["feasible"]:
+        return math.inf, 0
+    return round(row["overhead"] / TIE), len(plan.decisions)
+
+
+def reached(program: Program, machine: Machine, limit: int, mode: str) -> int:
+    """Bytes: the smallest limit of the plans that empty every gap."""
+    engine = Engine(program, machine, limit)
+    kinds = ("swap", "joint") if mode == "joint" else (mode,)
+    return min(engine.score(everything(program, kind, 0)).required_bytes for kind in kinds)
+
+
+def largest_batch(
+    captures: Captures | None, task: Task, mode: str, most_overhead: float, seconds: float, why: str = ""
+) -> Largest:
+    """The largest batch without a plan and with one; see ``Largest``.
+
+    Args:
+        captures: None: the batch is not to be changed, and ``why`` not.
+        seconds: of all planning; the captures are waited for WAIT times as long.
+    """
+    from executor.capture.captured import CaptureError
+    from experiments.answer import Largest
+    from experiments.workloads import WorkloadError
+
+    _, machine, limit = task
+    if captures is None:
+        return Largest(why=why)
+    end, planner = time.monotonic() + WAIT * seconds, ""
+    try:
+        steps = captures.batches(WAIT * seconds)
+        until = time.monotonic() + BATCHES * seconds
+
+        def costs(step: Program) -> float | None:
+            """Overhead of the first plan that costs little enough."""
+            nonlocal planner
+            if not floor(step, machine, limit, mode, detail=0.0).feasible:
+                return None
+            for name in (FIRST[0], *SEARCHES[seconds >= LOADING :][:1]):
+                if time.monotonic() < until:
+                    made = report.made(name, mode=mode, seconds=BATCHES * seconds / 10, min_bytes=small(step))
+                    row, _ = report.score_with(made, step, machine, limit, 0, mode)
+                    if row["feasible"] and row["overhead"] <= most_overhead:
+                        planner = name
+                        return float(row["overhead"])
+            return None
+
+        without = steps.largest(limit)
+        with_plan = steps.largest_planned(costs, without, most_overhead)
+        checked = captures.checked(steps.peak_bytes(without), max(end - time.monotonic(), 0)) if without else False
+        micro = steps.accumulated(limit) if without < steps.own else None
+    except (BatchError, CaptureError, WorkloadError) as error:
+        return Largest(why=str(error))
+    return Largest(
+        steps.own,
+        without,
+        with_plan,
+        planner,
+        most_overhead,
+        checked,
+        micro and micro[:2],
+        micro[2] if micro else 0.0,
+        MOST * steps.own,
+    )
+
+
+if __name__ == "__main__":
+    main()

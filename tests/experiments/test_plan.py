@@ -1,0 +1,283 @@
+"""`experiments.plan`: the largest batch, what is recommended, what is said, and the page that opens alone."""
+
+import json
+import math
+import re
+import time
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from experiments import answer as words, cli, plan as command, workloads
+from experiments.batches import BatchError, Batches
+from experiments.plotting.page import page
+from experiments.workloads.module import WorkloadError, leading, with_batch
+from simulator import Machine, Plan, Program, simulate
+from tests.experiments.conftest import MB, Run, chain
+
+MACHINE = Machine.load("h100")
+MLP = {"name": "mlp", "family": "mlp", "batch_size": 2048, "width": 256, "layers": 2}
+FACTORY = """
+from torch import nn, optim, zeros
+
+def factory():
+    model = nn.Sequential(*(m for _ in range(6) for m in (nn.Linear(256, 256), nn.Tanh())), nn.Linear(256, 10))
+    return model, nn.CrossEntropyLoss(), optim.SGD(model.parameters(), 0.1), (zeros(512, 256), zeros(512).long())
+"""
+
+
+class Reader(HTMLParser):
+    """Well-formed: what is opened is closed. Collects text and what would be loaded."""
+
+    VOID = ("meta", "br", "link", "img")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loads: list[str] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.loads += [f"{tag} {key}={value}" for key, value in attrs if key in ("src", "href", "srcset", "action")]
+        assert tag not in ("script", "link", "iframe", "object", "b"), tag
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] != "style":
+            self.text += data + "\n"
+
+
+def read(text: str) -> str:
+    """The words of a page that loads nothing."""
+    reader = Reader(text)
+    assert not reader.loads and "url(" not in text and "@import" not in text and "http" not in text
+    width, height = map(int, re.search(r'viewBox="0 0 (\d+) (\d+)"', text).groups())
+    for path in re.findall(r' d="([^"]+)"', text):
+        assert re.fullmatch(r"M[-\d. ]+(H[-\d.]+V[-\d.]+)*(L[-\d. ]+L[-\d. ]+Z)?", path)
+        assert all(-1 <= float(x) <= width + 1 for x in re.findall(r"H([-\d.]+)", path))
+        assert all(-1 <= float(y) <= height + 1 for y in re.findall(r"V([-\d.]+)", path))
+    return reader.text
+
+
+def answered(program: Program, limit: int, mode: str = "joint", seconds: float = 1.0) -> words.Answer:
+    task = (program, MACHINE, limit)
+    families, bound = command.planned(task, mode, seconds, 0)
+    return command.answered(program, task, mode, families, bound, words.Largest(), 0.0)
+
+
+def pages(a: words.Answer) -> str:
+    after = a.best.timeline if a.best else None
+    return read(page(a, simulate(a.program, Plan(), a.machine, a.program.peak_bytes), after, "typed"))
+
+
+def slow(program: Program) -> Program:
+    """The same with kernels that take long enough for copies."""
+    return replace(program, kernels=tuple(replace(k, duration_ns=10 * k.duration_ns) for k in program.kernels))
+
+
+# ---------------------------------------------------------------------------------------- batches
+
+
+def sized(batch: int) -> Program:
+    return replace(chain(4, MB * batch), kernels=tuple(
+        replace(k, duration_ns=1000 + 100 * batch) for k in chain(4).kernels
+    ))  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def mlp() -> Batches:
+    """A captured step."""
+    small, large = (workloads.load(MLP, MACHINE, batch).program for batch in (2048, 4096))
+    return Batches(2048, small, 4096, large)
+
+
+def test_a_step_at_any_batch_is_as_captured(mlp: Batches) -> None:
+    other = workloads.load({**MLP, "iteration_ms": {"h100": 8}}, MACHINE, 9633).program
+    assert mlp.at(9633).tensors == other.tensors
+    assert mlp.peak_bytes(9633) == other.peak_bytes == mlp.at(9633).peak_bytes
+    assert mlp.largest(other.peak_bytes) == 9633 == mlp.largest(mlp.peak_bytes(9634) - 1)
+    assert mlp.largest(mlp.program.peak_bytes // 8) == 0 and mlp.largest(2**62) == 1024 * 2048
+    assert other.ideal_ns == pytest.approx(8e6 * 9633 / 2048, rel=0.01)  # a measured time grows with the batch
+
+
+def test_batches_that_change_the_kernels_are_refused() -> None:
+    with pytest.raises(BatchError, match="at a batch of 8 its kernels are not those at 4"):
+        Batches(4, sized(4), 8, replace(sized(8), kernels=sized(8).kernels[:-1]))
+
+
+def test_the_largest_batch_with_a_plan() -> None:
+    steps, asked = Batches(8, sized(8), 16, sized(16)), []
+
+    def costs(step: Program) -> float | None:
+        asked.append(step.peak_bytes)
+        batch = (step.kernels[0].duration_ns - 1000) // 100
+        return None if batch > 90 else batch / 1000
+
+    assert steps.largest_planned(costs, 10, 0.05) in (49, 50)  # to 1 / 32 of it
+    assert steps.largest_planned(costs, 10, 1.0) in (88, 89, 90)
+    assert min(asked) > steps.peak_bytes(10)  # what needs no plan is not planned
+    assert steps.largest_planned(lambda _: None, 10, 0.05) == 10
+
+
+def test_micro_batches_fit_and_make_up_the_batch(mlp: Batches) -> None:
+    held = sum(t.nbytes for t in mlp.program.tensors if t.kind == "parameter")
+    limit = mlp.program.peak_bytes * 6 // 10
+    each, count, overhead = mlp.accumulated(limit)
+    assert each * count >= 2048 > each * (count - 1)
+    assert mlp.peak_bytes(each) + held <= limit < mlp.peak_bytes(-(-2048 // (count - 1))) + held
+    assert -0.2 < overhead < 3
+    assert mlp.accumulated(held) is None
+    assert Batches(8, sized(8), 16, sized(16)).accumulated(2**40) is None  # no optimizer: no gradients to add up
+
+
+def test_an_example_batch_of_another_size() -> None:
+    images = torch.empty(4, 3, 8, 8).to(memory_format=torch.channels_last)
+    across = torch.empty(7, 4).t()
+    parts = (nn.Identity(), nn.MSELoss(), None, (images, {"y": across, "scale": torch.tensor(2.0), "n": 3}))
+    assert leading(parts) == 4
+    x, y = with_batch(parts, 9)[3]
+    assert x.shape == (9, 3, 8, 8) and x.is_contiguous(memory_format=torch.channels_last)
+    assert y["y"].shape == (9, 7) and y["scale"].item() == 2.0 and y["n"] == 3
+    for batch in ((images, torch.empty(5)), (torch.tensor(1.0), 1), (torch.empty(0, 3), torch.empty(0))):
+        with pytest.raises(WorkloadError, match="do not share a first dimension"):
+            with_batch((*parts[:3], batch), 9)
+
+
+# ---------------------------------------------------------------------------------------- the answer
+
+
+def test_nothing_is_planned_where_it_fits() -> None:
+    program = chain()
+    a = answered(program, program.peak_bytes)
+    assert a.fits and a.best is None and a.families == ()
+    assert words.verdict(a).startswith("It fits without a plan") and "Nothing is worth doing" in words.verdict(a)
+    text = pages(a)
+    assert "Nothing is worth doing" in text and "What methods cost" not in text and "plan.json" not in text
+
+
+def test_the_cheapest_plan_is_recommended() -> None:
+    program = slow(chain())
+    limit = program.peak_bytes * 7 // 10
+    a = answered(program, limit)
+    assert [best.family for best in a.families][:3] == ["swap, published", "recompute, published", "both, published"]
+    found = [best for best in a.families if best.plan is not None]
+    assert a.best in found and all(words.overhead(a.best) <= words.overhead(best) + 1e-4 for best in found)
+    equal = [len(b.plan.decisions) for b in found if words.overhead(b) < words.overhead(a.best) + 5e-5]
+    assert len(a.best.plan.decisions) == min(equal)
+    for best in found:
+        assert best.timeline.peak_bytes <= limit and best.row["gap"] >= -1e-9
+        assert a.floor <= words.overhead(best) + 1e-9
+    assert re.match(r"(Swap|Run) \d+ .*; \+", words.moves(a))
+    heads, cells = words.methods(a)
+    assert all(len(line) == len(heads) for line in cells)
+    assert [line[-1] for line in cells].count("recommended") == 1 and cells[-1][-1] == "the floor"
+    text = pages(a)
+    assert all(
+        title in text for title in ("The peak by kind", "What methods cost", "The recommended plan", "plan.json")
+    )
+    assert words.moves(a) in text and f"machine, {limit})" in text
+
+
+def test_one_mode_has_only_its_methods() -> None:
+    program = slow(chain())
+    a = answered(program, program.peak_bytes * 7 // 10, "swap")
+    assert [best.family for best in a.families] == ["swap, published", "search", "LP rounding"]
+    assert a.best is not None and not a.page.rerun and "run" not in words.moves(a).lower().split()
+
+
+def test_it_says_that_nothing_fits() -> None:
+    program = chain()
+    a = answered(program, 40 * MB)
+    assert not a.fits and a.best is None and a.families == ()
+    assert a.limit < a.least_bytes <= a.reached_bytes
+    assert words.verdict(a).startswith("It does not fit") and words.size(a.least_bytes) in words.verdict(a)
+    micro = words.Largest(own=8, without=2, micro=(2, 4), micro_overhead=0.012)
+    assert "4 batches of 2" in words.verdict(replace(a, largest=micro))
+    assert "There is none" in words.moves(a) and "there is no plan to run" in pages(a)
+
+
+def test_a_dear_plan_is_said_to_be_one() -> None:
+    program = replace(chain(), kernels=tuple(replace(k, duration_ns=1000) for k in chain().kernels))
+    a = answered(program, program.peak_bytes * 7 // 10, "swap")
+    assert words.overhead(a.best) > 1
+    cheap = words.Largest(own=8, without=5, micro=(4, 2), micro_overhead=0.03)
+    assert "2 batches of 4" in words.verdict(replace(a, largest=cheap))
+    dear = replace(cheap, micro_overhead=math.inf)
+    assert "likely" not in words.verdict(replace(a, largest=dear))
+
+
+def test_names_are_escaped() -> None:
+    program = replace(slow(chain()), name="<b>&amp;\"'")
+    text = pages(answered(program, program.peak_bytes * 8 // 10, "swap", 0.5))
+    assert "Will <b>&amp;\"' fit?" in text
+
+
+def test_a_planner_that_takes_too_long_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow:
+        name, simulator_calls = "autoswap_doa", 0
+
+        def plan(self, *task: object) -> Plan:
+            for _ in range(600):
+                time.sleep(0.1)
+            raise AssertionError("nobody broke it off")
+
+    program = chain()
+    monkeypatch.setattr(command.report, "made", lambda *_, **__: Slow())
+    best = command.best_of("swap", ["autoswap_doa"], (program, MACHINE, 2**30), "swap", 0, 0.05)
+    assert best.plan is None and best.row is None and best.left_out == ("autoswap_doa",) and best.seconds < 5
+
+
+# ---------------------------------------------------------------------------------------- as a user
+
+
+def test_a_factory_is_planned(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "work" / "mymodel.py").write_text(FACTORY)
+    out = tmp_path / "out"
+    done = run("plan", "target=mymodel:factory", "memory=0.6", "seconds=2", f"out={out}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == str(out) and len(done.stdout.splitlines()) <= 45
+    assert {file.name for file in out.iterdir()} == {
+        "report.html", "plan.json", "memory.png", "timeline.json", "results.jsonl", "summary.json"}  # fmt: skip
+    summary = json.loads((out / "summary.json").read_text())
+    found = summary["largest"]
+    assert found["own"] == 512 and found["checked"] and not found["why"]
+    assert 100 < found["without"] < 512 <= found["planned"] or found["planned"] >= found["without"]
+    text = read((out / "report.html").read_text())
+    assert summary["verdict"] in text and "The largest batch without a plan" in text
+    assert Plan.load(out / "plan.json").planner == summary["recommended"]
+    rows = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    assert rows[0]["planner"] == "none" and not rows[0]["feasible"]
+    assert (out / "memory.png").stat().st_size > 20_000
+
+
+def test_exit_status_and_refusals(run: Run, program_file: Path, tmp_path: Path) -> None:
+    done = run("plan", f"program={program_file}", "memory=40MiB", f"out={tmp_path / 'no'}")
+    assert done.returncode == 1 and "It does not fit" in done.stdout, done.stderr
+    assert not (tmp_path / "no" / "plan.json").exists() and (tmp_path / "no" / "report.html").exists()
+    assert "has the batch" in done.stdout
+
+
+@pytest.mark.parametrize("words_", [{}, {"target": "a:b", "program": "x.json"}])
+def test_one_thing_is_named(words_: dict[str, str]) -> None:
+    from omegaconf import OmegaConf
+
+    module = {"family": "module", "name": "module", "target": "${target}"}
+    cfg = OmegaConf.create({"target": None, "program": None, "workload": module, **words_})
+    with pytest.raises(cli.UsageError, match="named by one of target=, workload= and program="):
+        command.workload_of(cfg)
