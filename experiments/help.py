@@ -116,7 +116,7 @@ def table(found: Sequence[Key]) -> str:
     out = []
     for key in found:
         head = f"  {key.name}={key.value}" if key.value else f"  {key.name}"
-        head = textwrap.shorten(head.strip(), WIDTH - 2, placeholder=" …")
+        head = head.strip() if len(head) < WIDTH else f"{head.strip()[: WIDTH - 4]} …"
         room = max(len(head) + 2, 28)
         if room > 44:
             out += [f"  {head}", *textwrap.wrap(key.meaning, WIDTH - 30, initial_indent=" " * 30,
