@@ -52,7 +52,7 @@ from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
 
-Action = tuple[Callable[[int], None], int]
+Action = tuple[Callable[[Any], None], Any]
 
 
 class PlannedStep:
@@ -170,20 +170,14 @@ class PlannedStep:
 
     def _actions(self, moves: tuple[Move, ...]) -> list[Action]:
         blocks, of, memory = self._blocks, self.calls.of, self.order.schedule.blocks
-
-        def out(block: int) -> None:
-            blocks.find(memory[block].owner, of.get(block, ()))
-            blocks.out(memory[block].owner)
-
-        def release(block: int) -> None:
-            if blocks.blocks[memory[block].owner].valid:  # unless its copy has failed
-                blocks.find(memory[block].owner, of.get(block, ()))
-                blocks.release(memory[block].owner)
-
-        found = {"out": out, "release": release}
+        found = {"out": blocks.leave, "release": blocks.release}
         acts = {"in": blocks.swap_in, "reclaim": blocks.reclaim, "wait": blocks.wait}
-        return [(found[kind], b) if kind in found else (acts[kind], memory[b].owner)
-                for kind, b in moves if memory[b].nbytes]  # fmt: skip
+        actions: list[Action] = []
+        for kind, b in moves:
+            if memory[b].nbytes:
+                block = blocks.blocks[memory[b].owner]
+                actions.append((found[kind], (block, of.get(b, ()))) if kind in found else (acts[kind], block))
+        return actions
 
     def _make_undo(self, everything: bool) -> None:
         """Where the content of what a step overwrites is kept: copies, by device and type, and their bindings."""
@@ -396,6 +390,8 @@ class PlannedStep:
     def finish(self) -> None:
         """All of the user's tensors are on the device again, and no copy is under way. Steps may follow."""
         self._blocks.tolerant = True
+        if self._blocks.engines:
+            self._blocks.engines.begin()
         try:
             self._blocks.back(t for t, block in self._blocks.blocks.items() if block.users)
         finally:
