@@ -31,7 +31,16 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten
 
 from executor.capture.capture import Captured
-from executor.training.bindings import Binding, StepError, check, compare, create_state, meant
+from executor.training.bindings import (
+    Binding,
+    StepError,
+    Watch,
+    check,
+    check_settings,
+    compare,
+    create_state,
+    meant,
+)
 from executor.training.calls import Calls
 from executor.training.order import Move, order
 from executor.training.process import BEGIN, NOW, Interrupt, Random
@@ -99,6 +108,7 @@ class PlannedStep:
         self._work = self._compile()
         self._numbers: list[Any] = []  # the optimizers', when they were last read, and their types
         self._types: list[type] = []
+        self._watch: Watch | None = None
         self._bind()
         self._parameters = [b for b in self._bindings if isinstance(b.user, nn.Parameter)]
         self._make_undo(undo)
@@ -206,6 +216,16 @@ class PlannedStep:
 
     # ------------------------------------------------------------------------------------ what a step runs on
 
+    def look(self) -> None:
+        """Takes the user's tensors and numbers as they are now; raises StepError where they do not fit."""
+        if self._watch is None or not self._watch.same():
+            self._watch = None
+            self._bind()
+            check(self.captured, self._parameters)
+            self._watch = Watch(self.captured, self._bindings, self._parameters)
+        check_settings(self.captured)
+        self._read_numbers()
+
     def _bind(self) -> None:
         """Finds the user's tensors, creates state that is missing, and takes what changed since the last step."""
         changed = [b for b in self._bindings if not b.found()]
@@ -299,9 +319,7 @@ class PlannedStep:
             StepError: the batch or the model is not as at the capture (nothing has happened then), or the step failed.
         """
         batch = self._take(args)
-        self._bind()
-        check(self.captured, self._parameters)
-        self._read_numbers()
+        self.look()
         blocks, commit, peak = self._blocks, self._commit, self.peak_bytes
         table = blocks.values = self._table.copy()
         at = -1

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from executor import Captured, PlannedStep, capture
+from executor import PlannedStep, capture
 from executor.memory.pinned import HOST, Bytes
-from executor.training.storage import Engines
 from experiments.benchmarks.simulation import swap_all
 from experiments.workloads.resnet import ResNet
 from simulator.machine import Machine
@@ -41,7 +40,7 @@ def step_overhead(machine: Machine, depth: int, min_bytes: int, repeats: int) ->
     fixed = least_s(lambda: plain(*batch), repeats)
     moving = idle(PlannedStep(captured, plan, machine, lower(program, plan).required_bytes), batch)
     swapped = least_s(lambda: moving(*batch), repeats)
-    moves = sum(len(item.before) + len(item.after) for item in moving.order.items) 
+    moves = sum(len(item.before) + len(item.after) for item in moving.order.items)
     return {
         "step_kernel_us": round(1e6 * (whole - fixed) / len(work), 3),
         "step_move_us": round(1e6 * (swapped - whole) / moves, 3),
@@ -56,37 +55,39 @@ class NoCopies:
     def pinned(self, nbytes: int) -> Bytes:
         return HOST.take(nbytes)
 
-    def nothing(self, *_: object) -> None:
+    def nothing(self, *_: object) -> Any:
         pass
 
-    borrow = begin = copy_out = copy_in = wait = join = synchronize = nothing
+    borrow = event = begin = copy_out = copy_in = wait = join = synchronize = nothing
 
 
 def idle(step: PlannedStep, batch: tuple[Tensor, ...]) -> PlannedStep:
-    """After one real step, the kernels of a step return what they returned in it, and copies are not made."""
+    """After one real step, the kernels return what they returned in it, and copies are not made."""
+    results: list[Any] = []
 
     def kept(function: Callable[..., Any]) -> Callable[..., Any]:
-        results: list[Any] = []
-
-        def first(*args: Any, **options: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
             results.append(function(*args, **options))
-            return results[0]
+            return results[-1]
 
-        kept_results.append(results)
-        return first
+        return call
 
-    kept_results: list[list[Any]] = []
+    def exchange(made: Callable[[Any], Any], work: list[tuple[Any, ...]]) -> None:
+        step._work[:] = [
+            (
+                before,
+                charged,
+                tuple((out, made(f), get, options) for out, f, get, options in calls),
+                *rest,
+            )
+            for before, charged, calls, *rest in work
+        ]
+
     work = list(step._work)
-    step._work[:] = [
-        (before, charged, tuple((out, kept(f), get, options) for out, f, get, options in calls), *rest)
-        for before, charged, calls, *rest in work
-    ]
+    exchange(kept, work)
     step(*batch)
-    results = iter([found[0] for found in kept_results])
-    step._work[:] = [
-        (before, charged, tuple((out, nothing(next(results)), get, options) for out, _, get, options in calls), *rest)
-        for before, charged, calls, *rest in work
-    ]
+    found = iter(results)
+    exchange(lambda _: returning(next(found)), work)
     if step._blocks.engines:
         step._blocks.engines.synchronize()
         step._blocks.engines = NoCopies()
@@ -94,12 +95,12 @@ def idle(step: PlannedStep, batch: tuple[Tensor, ...]) -> PlannedStep:
     return step
 
 
-def nothing(result: Any) -> Callable[..., Any]:
+def returning(result: Any) -> Callable[..., Any]:
     return lambda *args, **options: result
 
 
 def least_s(call: Callable[[], object], repeats: int) -> float:
-    """Shortest duration of a call, in seconds: others use this computer, too."""
+    """Shortest duration of a call, in seconds: others may use this computer, too."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
