@@ -120,7 +120,7 @@ _TRAINING, _CHILDREN = attrgetter("training"), attrgetter("_modules")
 _GRAD, _REQUIRES_GRAD = attrgetter("grad"), attrgetter("requires_grad")
 
 
-class Watch:
+class Known:
     """Bindings that were found and a model that was checked: is all still so? What there is one of for each parameter
     or module is compared by loops in C; only what the plan swaps (whose memory changes) is looked at one by one.
 

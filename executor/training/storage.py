@@ -284,11 +284,27 @@ class Block:
             self.shown = False
 
 
+class Storages:
+    """Memory of blocks by PyTorch's allocator: a storage loses it and gets other."""
+
+    def hold(self, block: Block, tensor: Tensor) -> int:
+        """The block is this tensor's storage; its bytes."""
+        block.on(tensor)
+        return tensor.untyped_storage().nbytes()
+
+    def take(self, block: Block) -> None:
+        block.storage.resize_(block.nbytes)  # type: ignore[union-attr]
+
+    def give(self, block: Block) -> None:
+        block.storage.resize_(0)  # type: ignore[union-attr]
+
+
 class Blocks:
     """All blocks of a plan, by tensor; the moves of order.py, and the bytes in use.
 
     Attributes:
         values: the table of values of the step that runs.
+        memory: takes and gives back that of blocks.
         total: bytes of the persistent tensors.
         used: bytes of the program's tensors on the device.
         tolerant: a failed copy does not stop the step; ``faults`` has what failed.
@@ -299,6 +315,7 @@ class Blocks:
         for block in blocks.values():
             block.went, block.came = engines.event(), engines.event()  # type: ignore[union-attr]
         self.values: list[Any] = []
+        self.memory = Storages()
         self.tolerant = False
         self.faults: list[str] = []
 
@@ -309,10 +326,12 @@ class Blocks:
                 value = self.values[slot]
                 if value is not None:
                     break
-            block.on(value)
-            if block.storage.nbytes() != block.nbytes:  # type: ignore[attr-defined]
-                found = f"{block.storage.nbytes():,} bytes, the program says {block.nbytes:,}"  # type: ignore[attr-defined]
-                raise TransferError(f"{block.name} has {found}: this operator is not what its trace was")
+            found = self.memory.hold(block, value)
+            if found != block.nbytes:
+                raise TransferError(
+                    f"{block.name} has {found:,} bytes, the program says {block.nbytes:,}: this operator is not what "
+                    "its trace was"
+                )
 
     def leave(self, which: tuple[Block, Sequence[int]]) -> None:
         """``out`` of a tensor that the values in these slots of the table share."""
@@ -345,7 +364,7 @@ class Blocks:
             self._free(which[0])
 
     def _free(self, block: Block) -> None:
-        block.storage.resize_(0)  # type: ignore[union-attr]
+        self.memory.give(block)
         block.place = Place.HOST
         self.used -= block.nbytes
 
@@ -353,7 +372,7 @@ class Blocks:
         """Takes memory and starts the swap-in."""
         if block.place is not Place.HOST:
             return
-        block.storage.resize_(block.nbytes)  # type: ignore[union-attr]
+        self.memory.take(block)
         self.used += block.nbytes
         block.place, block.event = Place.IN, block.came
         self.engines.copy_in(block.bytes, block.host, block.came)  # type: ignore[union-attr, arg-type]

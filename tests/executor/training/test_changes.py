@@ -59,9 +59,9 @@ CHANGES = {
 def test_every_change_is_seen(change):
     twins, step = unplanned()
     twins.train(step)
-    assert step._watch is not None and step._watch.same()
+    assert step._known is not None and step._known.same()
     CHANGES[change](twins)
-    assert not step._watch.same()
+    assert not step._known.same()
 
 
 @pytest.mark.parametrize("change", ["frozen", "gradient", "data", "state"])
@@ -70,6 +70,6 @@ def test_every_change_is_seen_of_what_the_plan_swaps(change):
     twins.train(step)
     step.finish()
     step.look()
-    assert step._watch is not None and step._watch.same()
+    assert step._known is not None and step._known.same()
     CHANGES[change](twins)
-    assert not step._watch.same()
+    assert not step._known.same()
