@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from executor.training.calls import Call, Calls
 from executor.training.order import Order
-from executor.training.recording import Recording, Span, span
+from executor.training.recording import Recording, span
 from executor.training.storage import ALIGNMENT, Block, Storages
 from simulator.pool import smartpool
 from simulator.pool.intervals import Intervals
@@ -174,7 +174,7 @@ class Arena(Storages):
             if self.blocks[b].nbytes:
                 self._begin(self.blocks[b].owner)
         body = self.calls.bodies[step.kernel]
-        nodes = [None] * (len(calls) - len(body)) + body  # first those that only make memory
+        nodes: list[fx.Node | None] = [None] * (len(calls) - len(body)) + body  # type: ignore[assignment, list-item]
         name = self.calls.schedule.program.kernels[step.kernel].name
         for node, call in zip(nodes, calls, strict=True):
             self._call(name, node, call)
@@ -199,7 +199,9 @@ class Arena(Storages):
         out, function, get, options = call
         args, options = get(self.table), dict(options)
         result = function(*args, **options)
-        if function is operator.getitem and id(args[0]) in self._made and isinstance(result, Tensor):
+        if node is None:  # memory whose content does not matter
+            result = self._settle(out, result)
+        elif function is operator.getitem and id(args[0]) in self._made and isinstance(result, Tensor):
             result = self._settle(out, result)
             self._made[id(args[0])][1].append((args[1], result))
             self.recording.also_writes(result)
@@ -209,7 +211,7 @@ class Arena(Storages):
         elif self._is_new(result):
             result = self._settle(out, result)
             self._record(name, node, function, args, options, [(None, result)])
-        elif node is not None and _written(node, args):
+        elif _written(node, args):
             self._record(name, node, function, args, options, [])
         self.table[out] = result
 
@@ -225,7 +227,7 @@ class Arena(Storages):
         return placed.copy_(result)
 
     def _record(
-        self, name: str, node: fx.Node | None, function: Any, args: Any, options: dict[str, Any],
+        self, name: str, node: fx.Node, function: Any, args: Any, options: dict[str, Any],
         places: list[tuple[Any, Tensor]],
     ) -> None:  # fmt: skip
         mode = torch.is_grad_enabled()
@@ -237,7 +239,7 @@ class Arena(Storages):
                 place.copy_(made if index is None else made[index])
 
         reads = [v for v in tree_leaves((tuple(args), options)) if isinstance(v, Tensor)]
-        writes = [place for _, place in places] + (_written(node, args) if node is not None else [])
+        writes = [place for _, place in places] + _written(node, args)
         self.recording.kernel(name, reads, writes, again)
 
 

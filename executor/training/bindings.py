@@ -13,6 +13,7 @@ from torch._C._dynamo.guards import TensorGuards
 from torch.optim import Optimizer
 
 from executor.capture.capture import Captured
+from executor.capture.state import capturable, takes_capturable
 from executor.training.storage import Block, Place, Shared, movable, shared
 
 
@@ -215,7 +216,8 @@ def create_state(b: Binding, bindings: list[Binding]) -> None:
     first: defaultdict[Any, _First] = defaultdict(_First)
     try:
         optimizer.param_groups, optimizer.state = [{**group, "params": [probe]}], first
-        type(optimizer).step(optimizer)
+        with capturable(takes_capturable(optimizer)):
+            type(optimizer).step(optimizer)
     finally:
         vars(optimizer).clear()
         vars(optimizer).update(before)

@@ -33,8 +33,8 @@ from torch.utils._pytree import tree_flatten
 from executor.capture.capture import Captured
 from executor.training.bindings import (
     Binding,
-    StepError,
     Known,
+    StepError,
     check,
     check_settings,
     compare,
