@@ -98,7 +98,6 @@ class Arena(Storages):
 
     def __init__(self, order: Order, calls: Calls, swapped: dict[int, Block], table: list[Any]):
         self.calls, self.table, self.blocks = calls, table, order.schedule.blocks
-        self._owners = {id(block): t for t, block in swapped.items()}
         which, intervals = stays(order, swapped)
         packing = smartpool.pack(intervals, ALIGNMENT)
         self._coming = iter(zip(which, packing.offsets.tolist(), strict=True))
@@ -111,12 +110,14 @@ class Arena(Storages):
         for block in swapped.values():
             self._stays_put(block.host)
         self._at: dict[int, int] = {}  # block of the schedule -> its offset, now or last
-        self._present: dict[int, int] = {}  # tensor -> its block that came last
+        self._there: set[int] = set()  # blocks of the schedule
+        # Of what the plan swaps: the block of the schedule that leaves and comes back.
+        self._moved = {id(swapped[b.owner]): i for i, b in enumerate(self.blocks) if b.first < 0 and b.owner in swapped}
         self._of_slot = {slot: b for b, slots in calls.of.items() for slot in slots}
-        self._own: dict[int, list[tuple[int, Tensor]]] = {}  # persistent tensor -> slots, what they have outside
+        self._own: dict[int, list[int]] = {}  # persistent tensor that is swapped -> its slots
         for node, slot in calls.slots.items():
-            if isinstance(table[slot], Tensor) and calls.values.get(node, -1) in swapped:
-                self._own.setdefault(calls.values[node], []).append((slot, table[slot]))
+            if calls.values.get(node, -1) in swapped:
+                self._own.setdefault(calls.values[node], []).append(slot)
         self._made: dict[int, tuple[Any, list[tuple[Any, Tensor]]]] = {}  # id of a list -> it, (index, place) of items
 
     def _stays_put(self, tensor: Tensor) -> None:
@@ -125,18 +126,20 @@ class Arena(Storages):
 
     # ------------------------------------------------------------------------------------ stays
 
-    def _begin(self, owner: int) -> None:
-        """The next stay, which is of a block of this tensor."""
-        b, offset = next(self._coming)
-        if self.blocks[b].owner != owner:
+    def _begin(self, b: int) -> None:
+        """The next stay, which is of this block."""
+        packed, offset = next(self._coming)
+        if packed != b:
             raise AssertionError("what is recorded is not what was packed")
-        self._at[b], self._present[owner] = offset, b
+        self._at[b] = offset
+        self._there.add(b)
         self.recording.take(span(self._bytes(b)))
 
     def _end(self, b: int) -> None:
         memory = self._bytes(b)
         self.recording.give(span(memory), lambda: memory.fill_(255))
         memory.fill_(255)
+        self._there.discard(b)
 
     def _bytes(self, b: int) -> Tensor:
         return self.memory[self._at[b] : self._at[b] + self.blocks[b].nbytes]
@@ -148,23 +151,25 @@ class Arena(Storages):
         return empty.set_(self.memory.untyped_storage(), at, like.size(), like.stride())  # type: ignore[call-overload]
 
     def hold(self, block: Block, tensor: Tensor) -> int:
-        block.storage, block.bytes = tensor.untyped_storage(), self._bytes(self._present[self._owners[id(block)]])
+        where = tensor.storage_offset() * tensor.element_size()
+        b = next(b for b in self._there if self._at[b] <= where < self._at[b] + self.blocks[b].nbytes)
+        self._moved[id(block)] = b
+        block.storage, block.bytes = tensor.untyped_storage(), self._bytes(b)
         return block.bytes.nbytes
 
     def take(self, block: Block) -> None:
-        t = self._owners[id(block)]
-        before = self._at.get(self._present.get(t, -1), 0)
-        self._begin(t)
-        b = self._present[t]
+        b = self._moved[id(block)]
+        before = self._at.get(b, 0)
+        self._begin(b)
         block.bytes = self._bytes(b)
-        for slot, own in self._own.get(t, ()):
-            self.table[slot] = self._view(b, own, own.storage_offset() * own.element_size())
-        for slot in self.calls.of.get(b, ()):
-            if (value := self.table[slot]) is not None:
-                self.table[slot] = self._view(b, value, value.storage_offset() * value.element_size() - before)
+        for slot in self._own.get(self.blocks[b].owner, ()) if block.persistent else self.calls.of.get(b, ()):
+            if isinstance(value := self.table[slot], Tensor):
+                here = value.untyped_storage()._cdata == self.memory.untyped_storage()._cdata
+                begin = value.storage_offset() * value.element_size() - (before if here else 0)
+                self.table[slot] = self._view(b, value, begin)
 
     def give(self, block: Block) -> None:
-        self._end(self._present[self._owners[id(block)]])
+        self._end(self._moved[id(block)])
 
     # ------------------------------------------------------------------------------------ steps
 
@@ -172,7 +177,7 @@ class Arena(Storages):
         """Runs and records a step's calls."""
         for b in step.allocates:
             if self.blocks[b].nbytes:
-                self._begin(self.blocks[b].owner)
+                self._begin(b)
         body = self.calls.bodies[step.kernel]
         nodes: list[fx.Node | None] = [None] * (len(calls) - len(body)) + body  # type: ignore[assignment, list-item]
         name = self.calls.schedule.program.kernels[step.kernel].name
