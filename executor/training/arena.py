@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_leaves
 from executor.training.calls import Call, Calls
 from executor.training.order import Order
 from executor.training.recording import Recording, span
-from executor.training.storage import ALIGNMENT, Block, Storages
+from executor.training.storage import ALIGNMENT, Block
+from executor.training.storages import Storages
 from simulator.pool import smartpool
 from simulator.pool.intervals import Intervals
 from simulator.schedule import Step

@@ -29,7 +29,8 @@ from executor.training.bindings import StepError
 from executor.training.calls import NUMBER, Call
 from executor.training.process import Interrupt
 from executor.training.recording import illegal
-from executor.training.storage import Place, Storages
+from executor.training.storage import Place
+from executor.training.storages import Storages
 from simulator.schedule import Step
 
 if TYPE_CHECKING:
@@ -152,8 +153,8 @@ def forget(step: PlannedStep) -> None:
         if not block.persistent:
             block.storage = block.bytes = None
             continue
-        block.on(block.users[0].own)
-        block.storage.resize_(0)  # type: ignore[union-attr]
+        if block.storage is not None and block.storage.nbytes():  # a capture that failed half way
+            block.storage.resize_(0)
         block.place, block.valid = Place.HOST, True
         blocks.used -= block.nbytes
         block.show()
@@ -194,7 +195,7 @@ class HostGraph:
 
     def __init__(self, step: PlannedStep, table: list[Any]) -> None:
         blocks, outputs = step._blocks, step.calls.outputs
-        engines = blocks.engines
+        engines, before = blocks.engines, [(b, b.storage, b.bytes) for b in blocks.blocks.values()]
         arena = Arena(step.order, step.calls, blocks.blocks, table)
         blocks.memory = arena
         if engines:
@@ -205,6 +206,8 @@ class HostGraph:
                 arena.keep(slot)
         finally:
             blocks.engines = engines
+            for block, storage, memory in before:
+                block.storage, block.bytes = storage, memory
         self.recording, self.pool_bytes, self.done = arena.recording, arena.memory.nbytes, True
         self.outputs = [table[slot] for slot in outputs]
         if reason := illegal(self.recording.operations, self.recording.pool, self.recording.there):

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from executor.memory.pinned import CUDA, HOST, Bytes, Slabs
+from executor.training.storages import Storages
 
 ALIGNMENT = 512
 
@@ -63,7 +64,7 @@ class Engines(Protocol):
         """The calling thread waits for the event."""
 
     def synchronize(self) -> None:
-        """The calling thread waits for all copies and all compute; what failed is not raised."""
+        """It waits for all copies and all compute; what failed is not raised."""
 
 
 def move(target: Tensor, source: Tensor) -> None:
@@ -122,8 +123,7 @@ class HostEngines:
     def borrow(self, tensor: Tensor) -> None:
         pass  # there is one pool
 
-    def event(self) -> _Copy:
-        return _Copy()
+    event = _Copy
 
     def begin(self) -> None:
         pass  # the calling thread computes
@@ -247,9 +247,8 @@ class Block:
         self.place = Place.DEVICE
         self.storage: torch.UntypedStorage | None = None
         self.bytes: Tensor | None = None
-        self.went: Any = None  # the event of its swap-outs
-        self.came: Any = None  # of its swap-ins
-        self.event: Any = None  # of the last of either
+        self.went: Any  # the event of its swap-outs; of its swap-ins; of the last of either
+        self.went = self.came = self.event = None
         self.valid = self.shown = False
         self.users: Sequence[Shared] = ()
 
@@ -282,21 +281,6 @@ class Block:
             for shared in self.users:
                 shared.see(shared.own)
             self.shown = False
-
-
-class Storages:
-    """Memory of blocks by PyTorch's allocator: a storage loses it and gets other."""
-
-    def hold(self, block: Block, tensor: Tensor) -> int:
-        """The block is this tensor's storage; its bytes."""
-        block.on(tensor)
-        return tensor.untyped_storage().nbytes()
-
-    def take(self, block: Block) -> None:
-        block.storage.resize_(block.nbytes)  # type: ignore[union-attr]
-
-    def give(self, block: Block) -> None:
-        block.storage.resize_(0)  # type: ignore[union-attr]
 
 
 class Blocks:
