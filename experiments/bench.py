@@ -7,8 +7,9 @@ Its keys (experiments/README.md says how each is measured): ``simulate_us``, ``s
 ``speedup_vs_reference``, ``plan_us``, ``plan_speedup_vs_simpy``, ``plan_speedup_vs_reference``, ``search_calls_per_s``,
 ``scores_speedup``, ``capture_s``, ``home_search_s``, ``home_call_us``, ``env_steps_per_s``, ``cartpole_steps_per_s``,
 ``jobs_simulate_ms``, ``jobs_plan_ms``, ``smartpool_s``, ``smartpool_ratio``, ``portfolio_ratio``, ``optimal_s``,
-``optimal_ratio``, ``first_command_s``; ``home_paper_…`` is Table 3 of HOME. The engine, the SimPy model and the
-reference must agree on the iteration to the nanosecond, or there is no number.
+``optimal_ratio``, ``step_kernel_us``, ``step_move_us``, ``step_binding_us``, ``step_fixed_us``, ``first_command_s``;
+``home_paper_…`` is Table 3 of HOME. The engine, the SimPy model and the reference must agree on the iteration to the
+nanosecond, or there is no number.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from experiments.benchmarks.simulation import (
     simulation,
     swap_all,
 )
+from experiments.benchmarks.training import step_overhead
 from simulator.limits import limit_bytes
 from simulator.machine import Machine
 from simulator.program import Program
@@ -82,6 +84,7 @@ def main(cfg: DictConfig) -> None:
     walks, steps = cli.integer(cfg, "env.num_envs", 1), cli.integer(cfg, "env.steps", 1)
     found |= environment(programs[env], machine, float(cfg.env.limit), walks, steps, seed)
     found |= packing(blocks, perfect_blocks, pack_seconds, seed)
+    found |= step_overhead(machine, int(cfg.step.depth), int(cfg.step.min_bytes), int(cfg.step.repeats))
     found["first_command_s"] = first_command(str(cfg.first_command))
     print(json.dumps(found, indent=1))
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import chain, repeat
+from operator import attrgetter, getitem, is_
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._C._dynamo.guards import TensorGuards
 from torch.optim import Optimizer
 
 from executor.capture.capture import Captured
+from executor.capture.state import capturable, takes_capturable
 from executor.training.storage import Block, Place, Shared, movable, shared
 
 
@@ -91,6 +95,15 @@ def check(captured: Captured, parameters: list[Binding]) -> None:
         if module.training is not training:
             now, was = ("train" if mode else "eval" for mode in (module.training, training))
             raise StepError(f"module {type(module).__name__} is in {now} mode, at the capture it was in {was} mode")
+    for b in parameters:
+        if b.user.grad is not None:
+            raise StepError(f"{b.name} has a gradient; a captured step begins with none: set it to None")
+        if b.user.requires_grad is not b.node.meta["tensor_meta"].requires_grad:
+            raise StepError(f"{b.name} was frozen or unfrozen after the capture; capture the step again")
+
+
+def check_settings(captured: Captured) -> None:
+    """The optimizers' options that the graph has as constants must be as at the capture; raises StepError."""
     for optimizer, groups in captured.settings:
         if len(groups) != len(optimizer.param_groups):
             raise StepError("the optimizer has other parameter groups than at the capture; capture the step again")
@@ -102,11 +115,79 @@ def check(captured: Captured, parameters: list[Binding]) -> None:
                         f"the optimizer's {option} was {value} at the capture and is {present} now; capture the step "
                         "again, or make it a tensor before the capture"
                     )
-    for b in parameters:
-        if b.user.grad is not None:
-            raise StepError(f"{b.name} has a gradient; a captured step begins with none: set it to None")
-        if b.user.requires_grad is not b.node.meta["tensor_meta"].requires_grad:
-            raise StepError(f"{b.name} was frozen or unfrozen after the capture; capture the step again")
+
+
+_TRAINING, _CHILDREN = attrgetter("training"), attrgetter("_modules")
+_GRAD, _REQUIRES_GRAD = attrgetter("grad"), attrgetter("requires_grad")
+
+
+class Known:
+    """Bindings that were found and a model that was checked: is all still so? What there is one of for each parameter
+    or module is compared by loops in C; only what the plan swaps (whose memory changes) is looked at one by one.
+
+    What is found so: another tensor or table where one was; another form, type or memory of a tensor (``data``);
+    gradients; frozen parameters; parts and mode of modules. A tensor that has changed and lies at the same address in
+    the same form is the same memory.
+    """
+
+    def __init__(self, captured: Captured, bindings: list[Binding], parameters: list[Binding]):
+        self.moved = [b for b in bindings if b.block]
+        stay = [b for b in bindings if not b.block]
+        homes = [(b, b.home) for b in stay if b.home]
+        states = [(b, h) for b, h in homes if isinstance(h.container, Optimizer) and not isinstance(h.key[0], int)]
+        tables = [(b, h) for b, h in homes if isinstance(h.container, (dict, list))]
+        self.single = [b for b in stay if b.home and not isinstance(b.home.container, (dict, list))
+                       and (b, b.home) not in states]  # fmt: skip
+        # The optimizers' state: its table, the parameters in it, the table of each, what is in these.
+        self.optimizers = [
+            (o, o.state, tuple(o.state.keys()), tuple(o.state.values()))
+            for o in {id(h.container): h.container for _, h in states}.values()
+        ]
+        found = [(h.container, h.key, b.user) for b, h in tables]
+        found += [(h.container.state[h.key[0]], h.key[1], b.user) for b, h in states]
+        self.tables, self.keys, self.users = zip(*found, strict=True) if found else ((), (), ())
+        self.tensors = [b.user for b in stay]
+        self.guards = (
+            TensorGuards(*self.tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None) if self.tensors else None
+        )
+        self.addresses = list(map(Tensor.data_ptr, self.tensors))
+        self.parameters = [b.user for b in parameters]
+        self.frozen = list(map(_REQUIRES_GRAD, self.parameters))
+        self.modules = [module for module, _, _ in captured.modules]
+        self.modes, self.children = list(map(_TRAINING, self.modules)), list(map(_CHILDREN, self.modules))
+        self.parts = tuple(chain.from_iterable(children for _, _, children in captured.modules))
+
+    def same(self) -> bool:
+        """Is nothing changed? (Where the answer is no, something may be.)"""
+        for optimizer, state, keys, values in self.optimizers:
+            if optimizer.state is not state or len(state) != len(keys):
+                return False
+            if not (all(map(is_, state.keys(), keys)) and all(map(is_, state.values(), values))):
+                return False
+        try:
+            if not all(map(is_, map(getitem, self.tables, self.keys), self.users)):
+                return False
+        except LookupError:
+            return False
+        return (
+            (self.guards is None or self.guards.check(*self.tensors))
+            and list(map(Tensor.data_ptr, self.tensors)) == self.addresses
+            and all(map(is_, map(_GRAD, self.parameters), repeat(None)))
+            and list(map(_REQUIRES_GRAD, self.parameters)) == self.frozen
+            and self._same_modules()
+            and all(b.found() for b in self.single)
+            and all(b.found() for b in self.moved)
+        )
+
+    def _same_modules(self) -> bool:
+        children = list(map(_CHILDREN, self.modules))
+        parts = list(chain.from_iterable(map(dict.values, children)))
+        return (
+            all(map(is_, map(_TRAINING, self.modules), self.modes))
+            and all(map(is_, children, self.children))
+            and len(parts) == len(self.parts)
+            and all(map(is_, parts, self.parts))
+        )
 
 
 class _First(dict[Any, Any]):
@@ -135,7 +216,8 @@ def create_state(b: Binding, bindings: list[Binding]) -> None:
     first: defaultdict[Any, _First] = defaultdict(_First)
     try:
         optimizer.param_groups, optimizer.state = [{**group, "params": [probe]}], first
-        type(optimizer).step(optimizer)
+        with capturable(takes_capturable(optimizer)):
+            type(optimizer).step(optimizer)
     finally:
         vars(optimizer).clear()
         vars(optimizer).update(before)

@@ -116,7 +116,7 @@ class Calls:
                 continue
             self.slots[node] = self._slot(getattr(self.captured.graph, node.target) if node.op == "get_attr" else None)
             k = with_kernel[node] = own.get(node, max((with_kernel[a] for a in node.all_input_nodes), default=-1))
-            if node.target is _NUMBER:  # comes after what has written the tensor, whose node that need not be
+            if node.target is NUMBER:  # comes after what has written the tensor, whose node that need not be
                 k = with_kernel[node] = max(k, *(written.get(self.values.get(a, -1), -1) for a in node.all_input_nodes))
             if node in own:
                 written.update(dict.fromkeys(self.schedule.program.kernels[k].outputs, k))
@@ -130,12 +130,12 @@ class Calls:
             ):
                 self._numbers.add(node)
                 self.numbers.append(self._call(node, self.slots.__getitem__, self.slots[node]))
-            elif fixed.issuperset(node.all_input_nodes) and node.target is not _NUMBER:
+            elif fixed.issuperset(node.all_input_nodes) and node.target is not NUMBER:
                 fixed.add(node)
                 self.fixed.append(self._call(node, self.slots.__getitem__, self.slots[node]))
             else:
                 self.first.append(self._call(node, self.slots.__getitem__, self.slots[node]))
-                if node.target is _NUMBER:
+                if node.target is NUMBER:
                     self.read_first.update(self.values[a] for a in node.all_input_nodes if a in self.values)
 
     def _slot(self, value: Any = None) -> int:
@@ -170,7 +170,7 @@ class Calls:
     def _left_out(self, node: fx.Node, call: Call) -> Call:
         """The call of a node whose kernel is left out: what it writes in place stays as it is."""
         out, function, get, options = call
-        if not isinstance(node.target, OpOverload) or node.target is _NUMBER:
+        if not isinstance(node.target, OpOverload) or node.target is NUMBER:
             return out, _or_one(function), get, options
         persistent = any(self.schedule.program.tensors[t].persistent for a in node.all_input_nodes
                          if (t := self.values.get(a)) is not None)  # fmt: skip
@@ -182,7 +182,7 @@ class Calls:
                    for n in self.bodies[k])  # fmt: skip
 
 
-_NUMBER = torch.ops.aten._local_scalar_dense.default
+NUMBER = torch.ops.aten._local_scalar_dense.default
 
 
 def _no_node(node: fx.Node) -> Any:

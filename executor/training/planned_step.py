@@ -31,8 +31,18 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten
 
 from executor.capture.capture import Captured
-from executor.training.bindings import Binding, StepError, check, compare, create_state, meant
+from executor.training.bindings import (
+    Binding,
+    Known,
+    StepError,
+    check,
+    check_settings,
+    compare,
+    create_state,
+    meant,
+)
 from executor.training.calls import Calls
+from executor.training.graph import GraphStep
 from executor.training.order import Move, order
 from executor.training.process import BEGIN, NOW, Interrupt, Random
 from executor.training.skipping import Skipping
@@ -52,7 +62,7 @@ from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
 
-Action = tuple[Callable[[int], None], int]
+Action = tuple[Callable[[Any], None], Any]
 
 
 class PlannedStep:
@@ -64,12 +74,14 @@ class PlannedStep:
         machine: whose times decide when swap-ins are issued; the plan's by default.
         limit: bytes; the plan's by default, and the program's peak where it has none.
         undo: keep a copy on the host of all that a step overwrites.
+        graph: from the second step on, replay a graph of it (graph.py).
 
     Attributes:
         peak_bytes: largest number of bytes in use at any kernel of any step so far; at most ``limit``.
         undo_bytes: copies of buffers on the device that are kept beside, to undo a step.
         pinned_bytes: of host memory, for what the plan swaps.
         order: what is issued when.
+        graph: of ``graph=True``: how often it was captured, and its pool.
 
     Raises:
         PlanError: the plan is for another program, or needs more host memory than the machine has.
@@ -79,7 +91,7 @@ class PlannedStep:
 
     def __init__(
         self, captured: Captured, plan: Plan, machine: Machine | None = None, limit: int | None = None,
-        undo: bool = False,
+        undo: bool = False, graph: bool = False,
     ) -> None:  # fmt: skip
         plan.check(captured.program)
         self.captured, self.plan = captured, plan
@@ -95,21 +107,27 @@ class PlannedStep:
         self._bindings = [Binding(captured, i) for i, node in enumerate(captured.placeholders)
                           if node in captured.values and node not in captured.leaves]  # fmt: skip
         self._inputs = {captured.values[leaf] for leaf in captured.leaves if leaf in captured.values}
-        self._make_blocks()
+        self._make_blocks(graph)
         self._work = self._compile()
         self._numbers: list[Any] = []  # the optimizers', when they were last read, and their types
         self._types: list[type] = []
+        self._known: Known | None = None
         self._bind()
         self._parameters = [b for b in self._bindings if isinstance(b.user, nn.Parameter)]
         self._make_undo(undo)
+        self.graph = GraphStep(self) if graph else None
 
     # ------------------------------------------------------------------------------------ construction
 
-    def _make_blocks(self) -> None:
+    def _make_blocks(self, graph: bool) -> None:
         """A block for each tensor that the plan swaps, with its place in pinned memory."""
         tensors = self.program.tensors
         held = self.order.held(ALIGNMENT)
-        at, self.pinned_bytes = held.offsets, held.footprint
+        at, self.pinned_bytes = dict(held.offsets), held.footprint
+        for t in at if graph else ():
+            if tensors[t].persistent:  # it is there between two replays, with the others
+                at[t] = self.pinned_bytes
+                self.pinned_bytes += -(-tensors[t].nbytes // ALIGNMENT) * ALIGNMENT
         known = {b.tensor for b in self._bindings} | self._inputs
         for t in at:
             if tensors[t].persistent and (t not in known or t in self.calls.read_first):
@@ -170,20 +188,14 @@ class PlannedStep:
 
     def _actions(self, moves: tuple[Move, ...]) -> list[Action]:
         blocks, of, memory = self._blocks, self.calls.of, self.order.schedule.blocks
-
-        def out(block: int) -> None:
-            blocks.find(memory[block].owner, of.get(block, ()))
-            blocks.out(memory[block].owner)
-
-        def release(block: int) -> None:
-            if blocks.blocks[memory[block].owner].valid:  # unless its copy has failed
-                blocks.find(memory[block].owner, of.get(block, ()))
-                blocks.release(memory[block].owner)
-
-        found = {"out": out, "release": release}
+        found = {"out": blocks.leave, "release": blocks.release}
         acts = {"in": blocks.swap_in, "reclaim": blocks.reclaim, "wait": blocks.wait}
-        return [(found[kind], b) if kind in found else (acts[kind], memory[b].owner)
-                for kind, b in moves if memory[b].nbytes]  # fmt: skip
+        actions: list[Action] = []
+        for kind, b in moves:
+            if memory[b].nbytes:
+                block = blocks.blocks[memory[b].owner]
+                actions.append((found[kind], (block, of.get(b, ()))) if kind in found else (acts[kind], block))
+        return actions
 
     def _make_undo(self, everything: bool) -> None:
         """Where the content of what a step overwrites is kept: copies, by device and type, and their bindings."""
@@ -211,6 +223,16 @@ class PlannedStep:
         self._undone = [([copy for copy, _ in group], [b for _, b in group]) for group in groups.values()]
 
     # ------------------------------------------------------------------------------------ what a step runs on
+
+    def look(self) -> None:
+        """Takes the user's tensors and numbers as they are now; raises StepError where they do not fit."""
+        if self._known is None or not self._known.same():
+            self._known = None
+            self._bind()
+            check(self.captured, self._parameters)
+            self._known = Known(self.captured, self._bindings, self._parameters)
+        check_settings(self.captured)
+        self._read_numbers()
 
     def _bind(self) -> None:
         """Finds the user's tensors, creates state that is missing, and takes what changed since the last step."""
@@ -305,9 +327,9 @@ class PlannedStep:
             StepError: the batch or the model is not as at the capture (nothing has happened then), or the step failed.
         """
         batch = self._take(args)
-        self._bind()
-        check(self.captured, self._parameters)
-        self._read_numbers()
+        self.look()
+        if self.graph and self.graph.warm:
+            return self.graph(self, batch)
         blocks, commit, peak = self._blocks, self._commit, self.peak_bytes
         table = blocks.values = self._table.copy()
         at = -1
@@ -344,6 +366,8 @@ class PlannedStep:
                 for t in self._inputs & blocks.blocks.keys():  # the caller's memory
                     blocks.blocks[t].storage = blocks.blocks[t].bytes = None
         self._report("the step went on to its end, and the model is as after it")
+        if self.graph:
+            self.graph.warm = True
         return results[0] if len(results) == 1 else results
 
     def _begin(self, batch: dict[fx.Node, Tensor], table: list[Any]) -> None:
@@ -396,6 +420,8 @@ class PlannedStep:
     def finish(self) -> None:
         """All of the user's tensors are on the device again, and no copy is under way. Steps may follow."""
         self._blocks.tolerant = True
+        if self._blocks.engines:
+            self._blocks.engines.begin()
         try:
             self._blocks.back(t for t, block in self._blocks.blocks.items() if block.users)
         finally:

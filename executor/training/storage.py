@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from executor.memory.pinned import CUDA, HOST, Bytes, Slabs
+from executor.training.storages import Storages
 
 ALIGNMENT = 512
 
@@ -44,11 +45,17 @@ class Engines(Protocol):
     def borrow(self, tensor: Tensor) -> None:
         """The step may free this memory of the caller's, which may be another stream's: after all compute so far."""
 
-    def copy_out(self, host: Tensor, device: Tensor) -> Any:
-        """Starts a swap-out; returns its event."""
+    def event(self) -> Any:
+        """For copies of one tensor one way, again and again: each is waited for before the next starts."""
 
-    def copy_in(self, device: Tensor, host: Tensor) -> Any:
-        """Starts a swap-in; returns its event."""
+    def begin(self) -> None:
+        """What the calling thread computes from now on is what copies come after."""
+
+    def copy_out(self, host: Tensor, device: Tensor, event: Any) -> None:
+        """Starts a swap-out; the event is when it is done."""
+
+    def copy_in(self, device: Tensor, host: Tensor, event: Any) -> None:
+        """Starts a swap-in; the event is when it is done."""
 
     def wait(self, event: Any) -> None:
         """What is computed from now on comes after the event; raises TransferError where its copy failed."""
@@ -57,7 +64,7 @@ class Engines(Protocol):
         """The calling thread waits for the event."""
 
     def synchronize(self) -> None:
-        """The calling thread waits for all copies and all compute; what failed is not raised."""
+        """It waits for all copies and all compute; what failed is not raised."""
 
 
 def move(target: Tensor, source: Tensor) -> None:
@@ -66,12 +73,16 @@ def move(target: Tensor, source: Tensor) -> None:
 
 
 class _Copy:
-    """A copy on a host engine, and its event."""
+    """Copies on a host engine, one after the other, and their event."""
 
-    def __init__(self, target: Tensor, source: Tensor):
-        self.tensors: tuple[Tensor, Tensor] | None = (target, source)
-        self.done = threading.Event()
+    def __init__(self) -> None:
+        self.tensors: tuple[Tensor, Tensor] | None = None
         self.error: BaseException | None = None
+        self._pending = threading.Lock()  # held while a copy is under way
+
+    def start(self, tensors: tuple[Tensor, Tensor] | None) -> None:
+        self._pending.acquire()
+        self.tensors, self.error = tensors, None
 
     def run(self) -> None:
         try:
@@ -81,7 +92,14 @@ class _Copy:
             self.error = error.with_traceback(None)  # whose frames hold the tensors
         finally:
             self.tensors = None
-            self.done.set()
+            self._pending.release()
+
+    def under_way(self) -> bool:
+        return self._pending.locked()
+
+    def wait(self) -> None:
+        with self._pending:
+            pass
 
 
 def _engine(queue: SimpleQueue[_Copy | None]) -> None:
@@ -105,31 +123,33 @@ class HostEngines:
     def borrow(self, tensor: Tensor) -> None:
         pass  # there is one pool
 
-    def copy_out(self, host: Tensor, device: Tensor) -> _Copy:
-        return self._enqueue(0, host, device)
+    event = _Copy
 
-    def copy_in(self, device: Tensor, host: Tensor) -> _Copy:
-        return self._enqueue(1, device, host)
+    def begin(self) -> None:
+        pass  # the calling thread computes
 
-    def _enqueue(self, engine: int, target: Tensor, source: Tensor) -> _Copy:
-        copy = _Copy(target, source)
-        self._queues[engine].put(copy)
-        return copy
+    def copy_out(self, host: Tensor, device: Tensor, event: _Copy) -> None:
+        event.start((host, device))
+        self._queues[0].put(event)
+
+    def copy_in(self, device: Tensor, host: Tensor, event: _Copy) -> None:
+        event.start((device, host))
+        self._queues[1].put(event)
 
     def join(self, event: _Copy) -> None:
-        event.done.wait()
+        event.wait()
 
     def wait(self, event: _Copy) -> None:
-        event.done.wait()
+        event.wait()
         if event.error:
             raise TransferError(_line(event.error)) from event.error
 
     def synchronize(self) -> None:
-        for engine in range(2):
-            last = _Copy(torch.empty(0), torch.empty(0))
-            last.tensors = None
-            self._queues[engine].put(last)
-            last.done.wait()
+        for queue in self._queues:
+            last = _Copy()
+            last.start(None)
+            queue.put(last)
+            last.wait()
 
 
 class CudaEngines:
@@ -138,6 +158,7 @@ class CudaEngines:
     def __init__(self, device: torch.device):
         self.device = device
         self.d2h, self.h2d = (torch.cuda.Stream(device) for _ in range(2))
+        self._computed = torch.cuda.Event()
 
     def pinned(self, nbytes: int) -> Bytes:
         return _take(CUDA, nbytes)
@@ -145,23 +166,35 @@ class CudaEngines:
     def borrow(self, tensor: Tensor) -> None:
         tensor.record_stream(torch.cuda.current_stream(self.device))
 
-    def copy_out(self, host: Tensor, device: Tensor) -> torch.cuda.Event:
-        return self._copy(self.d2h, host, device)
+    def event(self) -> torch.cuda.Event:
+        return torch.cuda.Event()
 
-    def copy_in(self, device: Tensor, host: Tensor) -> torch.cuda.Event:
-        return self._copy(self.h2d, device, host)
+    def begin(self) -> None:
+        self._compute, outside = torch.cuda.current_stream(self.device), torch.cuda.current_stream()
+        # To make a stream the current one makes its device the current one, too: the caller's is put back after it.
+        self._back = (self._compute,) if outside.device == self._compute.device else (self._compute, outside)
 
-    def _copy(self, stream: torch.cuda.Stream, target: Tensor, source: Tensor) -> torch.cuda.Event:
-        stream.wait_stream(torch.cuda.current_stream(self.device))
+    def copy_out(self, host: Tensor, device: Tensor, event: torch.cuda.Event) -> None:
+        self._copy(self.d2h, host, device, event)
+
+    def copy_in(self, device: Tensor, host: Tensor, event: torch.cuda.Event) -> None:
+        self._copy(self.h2d, device, host, event)
+
+    def _copy(self, stream: torch.cuda.Stream, target: Tensor, source: Tensor, event: torch.cuda.Event) -> None:
+        self._computed.record(self._compute)  # a wait is for the last record before it, so one event does for all
+        stream.wait_event(self._computed)
         try:
-            with torch.cuda.stream(stream):
-                target.copy_(source, non_blocking=True)
-                return stream.record_event()
+            torch.cuda.set_stream(stream)
+            target.copy_(source, non_blocking=True)
+            event.record(stream)
         except RuntimeError as error:
             raise TransferError(_line(error)) from error
+        finally:
+            for previous in self._back:
+                torch.cuda.set_stream(previous)
 
     def wait(self, event: torch.cuda.Event) -> None:
-        torch.cuda.current_stream(self.device).wait_event(event)
+        self._compute.wait_event(event)
 
     def join(self, event: torch.cuda.Event) -> None:
         event.synchronize()
@@ -214,7 +247,8 @@ class Block:
         self.place = Place.DEVICE
         self.storage: torch.UntypedStorage | None = None
         self.bytes: Tensor | None = None
-        self.event: Any = None
+        self.went: Any  # the event of its swap-outs; of its swap-ins; of the last of either
+        self.went = self.came = self.event = None
         self.valid = self.shown = False
         self.users: Sequence[Shared] = ()
 
@@ -254,6 +288,7 @@ class Blocks:
 
     Attributes:
         values: the table of values of the step that runs.
+        memory: takes and gives back that of blocks.
         total: bytes of the persistent tensors.
         used: bytes of the program's tensors on the device.
         tolerant: a failed copy does not stop the step; ``faults`` has what failed.
@@ -261,67 +296,77 @@ class Blocks:
 
     def __init__(self, engines: Engines | None, blocks: dict[int, Block], total: int):
         self.engines, self.blocks, self.total, self.used = engines, blocks, total, total
+        for block in blocks.values():
+            block.went, block.came = engines.event(), engines.event()  # type: ignore[union-attr]
         self.values: list[Any] = []
+        self.memory = Storages()
         self.tolerant = False
         self.faults: list[str] = []
 
-    def find(self, t: int, slots: Sequence[int]) -> None:
+    def find(self, block: Block, slots: Sequence[int]) -> None:
         """The storage of a tensor, which the values in these slots of the table share."""
-        block = self.blocks[t]
         if block.storage is None:
-            block.on(next(v for v in (self.values[s] for s in slots) if v is not None))
-            if block.storage.nbytes() != block.nbytes:  # type: ignore[attr-defined]
-                found = f"{block.storage.nbytes():,} bytes, the program says {block.nbytes:,}"  # type: ignore[attr-defined]
-                raise TransferError(f"{block.name} has {found}: this operator is not what its trace was")
+            for slot in slots:
+                value = self.values[slot]
+                if value is not None:
+                    break
+            found = self.memory.hold(block, value)
+            if found != block.nbytes:
+                raise TransferError(
+                    f"{block.name} has {found:,} bytes, the program says {block.nbytes:,}: this operator is not what "
+                    "its trace was"
+                )
 
-    def out(self, t: int) -> None:
+    def leave(self, which: tuple[Block, Sequence[int]]) -> None:
+        """``out`` of a tensor that the values in these slots of the table share."""
+        self.find(*which)
+        self.out(which[0])
+
+    def out(self, block: Block) -> None:
         """Starts the copy to the host; the tensor can be used until it is reclaimed."""
-        block = self.blocks[t]
-        block.event = self.engines.copy_out(block.host, block.bytes)  # type: ignore[union-attr, arg-type]
+        block.event = block.went
+        self.engines.copy_out(block.host, block.bytes, block.went)  # type: ignore[union-attr, arg-type]
         block.place, block.valid = Place.OUT, False
 
-    def reclaim(self, t: int) -> None:
+    def reclaim(self, block: Block) -> None:
         """Waits for the swap-out and frees the memory."""
-        block = self.blocks[t]
         if block.place is not Place.OUT:
             return
         try:
-            self.engines.wait(block.event)  # type: ignore[union-attr]
+            self.engines.wait(block.went)  # type: ignore[union-attr]
         except TransferError as error:
             self._fault(block, "out", error)
             self._arrive(block)  # it has never left
             return
         block.valid = True
-        self._leave(block)
+        self._free(block)
 
-    def release(self, t: int) -> None:
-        """Frees the memory: the copy on the host is valid."""
-        self._leave(self.blocks[t])
+    def release(self, which: tuple[Block, Sequence[int]]) -> None:
+        """Frees the memory, whose copy on the host is valid unless it has failed; arguments as in ``leave``."""
+        if which[0].valid:
+            self.find(*which)
+            self._free(which[0])
 
-    def _leave(self, block: Block) -> None:
-        assert block.storage is not None
-        block.storage.resize_(0)
+    def _free(self, block: Block) -> None:
+        self.memory.give(block)
         block.place = Place.HOST
         self.used -= block.nbytes
 
-    def swap_in(self, t: int) -> None:
+    def swap_in(self, block: Block) -> None:
         """Takes memory and starts the swap-in."""
-        block = self.blocks[t]
         if block.place is not Place.HOST:
             return
-        assert block.storage is not None
-        block.storage.resize_(block.nbytes)
+        self.memory.take(block)
         self.used += block.nbytes
-        block.place = Place.IN
-        block.event = self.engines.copy_in(block.bytes, block.host)  # type: ignore[union-attr, arg-type]
+        block.place, block.event = Place.IN, block.came
+        self.engines.copy_in(block.bytes, block.host, block.came)  # type: ignore[union-attr, arg-type]
 
-    def wait(self, t: int) -> None:
+    def wait(self, block: Block) -> None:
         """Waits for the swap-in."""
-        block = self.blocks[t]
         if block.place is not Place.IN:
             return
         try:
-            self.engines.wait(block.event)  # type: ignore[union-attr]
+            self.engines.wait(block.came)  # type: ignore[union-attr]
         except TransferError as error:
             self._fault(block, "in", error)
             block.bytes.copy_(block.host)  # type: ignore[union-attr]
@@ -343,29 +388,31 @@ class Blocks:
 
     def start(self, places: dict[int, Literal["host", "out", "in"]]) -> None:
         """Before the first kernel: tensors go where the steady iteration begins; the others are on the device."""
+        if self.engines:
+            self.engines.begin()
         for t in places:
+            block = self.blocks[t]
             if places[t] != "in":
-                self.wait(t)
-                if self.blocks[t].place is Place.DEVICE:
-                    self.out(t)
+                self.wait(block)
+                if block.place is Place.DEVICE:
+                    self.out(block)
         for t in places:
             if places[t] == "host":
-                self.reclaim(t)
+                self.reclaim(self.blocks[t])
             elif places[t] == "in":
-                self.swap_in(t)
+                self.swap_in(self.blocks[t])
         self.back(t for t, block in self.blocks.items() if block.persistent and t not in places)
 
     def back(self, which: Iterable[int]) -> None:
         """Brings tensors to the device; one whose swap-out is under way stays there."""
-        which = list(which)
-        for t in which:
-            block = self.blocks[t]
+        blocks = [self.blocks[t] for t in which]
+        for block in blocks:
             if block.place is Place.OUT:
-                self.engines.join(block.event)  # type: ignore[union-attr]
+                self.engines.join(block.went)  # type: ignore[union-attr]
                 block.place = Place.DEVICE
-            self.swap_in(t)
-        for t in which:
-            self.wait(t)
+            self.swap_in(block)
+        for block in blocks:
+            self.wait(block)
 
     def settle(self, wait: bool = True) -> None:
         """Between two steps the user's tensors are right: on the device, or their content on the host is shown.
@@ -373,10 +420,10 @@ class Blocks:
         Args:
             wait: until no copy is under way. Else what is on its way is left so, and content on the host may lag.
         """
-        for t, block in self.blocks.items():
+        for block in self.blocks.values():
             if block.persistent and wait:
-                self.reclaim(t)
-                self.wait(t)
+                self.reclaim(block)
+                self.wait(block)
         for block in self.blocks.values():
             block.valid = block.place is Place.HOST
             if block.valid and not block.shown:

@@ -253,6 +253,7 @@ def test_what_cuda_pins_serves_the_next_step(monkeypatch):
     settled = []
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 512 * (device == 2))

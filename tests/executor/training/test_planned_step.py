@@ -111,13 +111,17 @@ class Late(storage.HostEngines):
     def __init__(self) -> None:
         self.due: tuple[deque[Any], deque[Any]] = deque(), deque()
 
-    def _enqueue(self, engine: int, target: Tensor, source: Tensor) -> Any:
-        self.due[engine].append(storage._Copy(target, source))
-        return self.due[engine][-1]
+    def copy_out(self, host: Tensor, device: Tensor, event: Any) -> None:
+        event.start((host, device))
+        self.due[0].append(event)
+
+    def copy_in(self, device: Tensor, host: Tensor, event: Any) -> None:
+        event.start((device, host))
+        self.due[1].append(event)
 
     def join(self, event: Any) -> None:
         for queue in self.due:
-            while not event.done.is_set() and event in queue:  # in order
+            while event.under_way() and event in queue:  # in order
                 queue.popleft().run()
 
     def wait(self, event: Any) -> None:

@@ -1,0 +1,241 @@
+"""A planned step as one graph: captured once, then replayed, so that issuing it costs nothing.
+
+    step = PlannedStep(captured, plan, machine, limit, graph=True)
+
+The first step runs as without a graph (PyTorch warms up); the second captures. What a graph reads and writes stays
+where it is: the batch is copied into slots, what is returned is copied out, and **between replays all that the plan
+swaps of persistent tensors is on the host**, because memory from a graph's pool is at other addresses outside of it.
+Where look() finds a change (a tensor elsewhere, another learning rate that is a Python number), the step is captured
+again; a learning rate that is a tensor is read by every replay.
+
+Two ways to capture, of the same work, the same moves and the same checks:
+
+1. CUDA: ``torch.cuda.graph``. Copies stay on their streams, forked and joined by the events they have in any case.
+   The memory is the graph's own pool: where a result lies, PyTorch's allocator says (README.md).
+2. Host: everything lies in an arena at packed addresses (arena.py) and is recorded; a recording that CUDA would not
+   capture is refused (recording.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, fx
+
+from executor.training.arena import Arena
+from executor.training.bindings import StepError
+from executor.training.calls import NUMBER, Call
+from executor.training.process import Interrupt
+from executor.training.recording import illegal
+from executor.training.storage import Place
+from executor.training.storages import Storages
+from simulator.schedule import Step
+
+if TYPE_CHECKING:
+    from executor.training.planned_step import PlannedStep
+
+
+class Graph(Protocol):
+    """A step that has been captured.
+
+    Attributes:
+        outputs: what it returns, overwritten by each replay.
+        pool_bytes: memory that all that is born in the step, or swapped, lies in.
+        done: the capture was a step, too.
+    """
+
+    outputs: list[Tensor]
+    pool_bytes: int
+    done: bool
+
+    def replay(self) -> None: ...
+
+
+class GraphStep:
+    """Steps by replays.
+
+    Attributes:
+        captures: how often the step was captured.
+        graph: the present one.
+    """
+
+    def __init__(self, step: PlannedStep) -> None:
+        if reason := refused(step):
+            raise StepError(f"the step cannot be a graph: {reason}")
+        self.captures = 0
+        self.graph: Graph | None = None
+        self.warm = False
+        self._slots: dict[fx.Node, Tensor] = {}
+        self._seen: tuple[Any, Any] | None = None  # what look() had found at the capture
+
+    def __call__(self, step: PlannedStep, batch: dict[fx.Node, Tensor]) -> Any:
+        """One step; ``step`` has looked, and is warm."""
+        if not self._slots:
+            self._slots = {node: tensor.detach().clone() for node, tensor in batch.items()}
+        blocks = step._blocks
+        with Interrupt(), torch.no_grad(), torch.autocast(step.device.type, enabled=False):
+            put_away(step)
+            for node, tensor in batch.items():
+                self._slots[node].copy_(tensor, non_blocking=True)
+            present = step._known, step._numbers
+            try:
+                if self._seen is None or any(a is not b for a, b in zip(self._seen, present, strict=True)):
+                    self.graph, self._seen = None, None
+                    self._capture(step)
+                    self._seen = present
+                assert self.graph is not None
+                if not self.graph.done:
+                    self.graph.replay()
+                self.graph.done = False
+            except StepError:
+                raise
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}".splitlines()[0]
+                raise StepError(f"the graph failed: {reason}; the model is somewhere in this step") from error
+            if step.device.type == "cuda" and any(b.persistent for b in blocks.blocks.values()):
+                torch.cuda.current_stream(step.device).synchronize()  # the user may look at what is on the host
+            results = tuple(output.clone() for output in self.graph.outputs)
+        return results[0] if len(results) == 1 else results
+
+    def _capture(self, step: PlannedStep) -> None:
+        table = step._table.copy()
+        for node, slot in self._slots.items():
+            table[step.calls.slots[node]] = slot
+        for out, function, get, options in step.calls.first:
+            table[out] = function(*get(table), **options)
+        try:
+            self.graph = (CudaGraph if step.device.type == "cuda" else HostGraph)(step, table)
+        finally:
+            table.clear()
+            forget(step)
+        self.captures += 1
+
+
+def refused(step: PlannedStep) -> str | None:
+    """Why the step cannot be a graph; None where it can."""
+    captured, calls, program = step.captured, step.calls, step.program
+    if calls.asks:
+        return "a GradScaler decides on the host whether the update is left out"
+    for node in captured.graph.graph.nodes:
+        if node.target is NUMBER:
+            name = program.tensors[captured.values[node.args[0]]].name if node.args[0] in captured.values else node.name
+            return f"the host reads the number {name}; an optimizer that is capturable reads none"
+    for i, node in enumerate(captured.placeholders):
+        if node in captured.values and captured.devices[i].type != step.device.type:
+            return f"{captured.names[i]} is on the host, which a replay does not read: move it to the device"
+    for item in step.order.items:
+        if item.step.rerun and calls.random(item.step.kernel):
+            return f"the plan recomputes {program.kernels[item.step.kernel].name}, which draws random numbers"
+    if captured.draws:
+        return "the model's checkpoints put random states back"
+    for t in step._inputs & step._blocks.blocks.keys():
+        return f"the plan swaps {program.tensors[t].name}, a tensor of the batch, for which a graph has a slot"
+    for t in step._written_inputs:
+        return f"the step writes {program.tensors[t].name}, a tensor of the batch, for which a graph has a slot"
+    return "a replay cannot be undone" if step._everything else None
+
+
+def put_away(step: PlannedStep) -> None:
+    """What the plan swaps of persistent tensors goes to the host, where the user sees it."""
+    blocks = step._blocks
+    blocks.start({t: "host" for t, block in blocks.blocks.items() if block.persistent})
+    blocks.settle()
+
+
+def forget(step: PlannedStep) -> None:
+    """After a capture: blocks are as between two replays, whatever has happened."""
+    blocks = step._blocks
+    blocks.memory, blocks.values, blocks.used = Storages(), [], blocks.total
+    for block in blocks.blocks.values():
+        block.place = Place.DEVICE
+        if not block.persistent:
+            block.storage = block.bytes = None
+            continue
+        if block.storage is not None and block.storage.nbytes():  # a capture that failed half way
+            block.storage.resize_(0)
+        block.place, block.valid = Place.HOST, True
+        blocks.used -= block.nbytes
+        block.show()
+
+
+def issue(
+    step: PlannedStep, table: list[Any], run: Callable[[Step, Sequence[Call]], None],
+    end: Callable[[Step], None] = lambda step: None,
+) -> None:  # fmt: skip
+    """Issues one iteration that begins and ends with what is swapped of persistent tensors on the host.
+
+    Args:
+        run: does the calls of a step of the schedule; ``end`` what is to be done when it is over.
+    """
+    blocks = step._blocks
+    blocks.values = table
+    blocks.start(step.order.start)
+    for item, (before, _, calls, clear, _, after) in zip(step.order.items, step._work, strict=True):
+        for act, what in before:
+            act(what)
+        run(item.step, calls)
+        end(item.step)
+        for slot in clear:
+            table[slot] = None
+        for act, what in after:
+            act(what)
+    persistent = [block for block in blocks.blocks.values() if block.persistent]
+    for block in persistent:
+        blocks.wait(block)
+        if block.place is Place.DEVICE:
+            blocks.out(block)
+    for block in persistent:
+        blocks.reclaim(block)
+
+
+class HostGraph:
+    """A recording in an arena, on this computer's memory."""
+
+    def __init__(self, step: PlannedStep, table: list[Any]) -> None:
+        blocks, outputs = step._blocks, step.calls.outputs
+        engines, before = blocks.engines, [(b, b.storage, b.bytes) for b in blocks.blocks.values()]
+        arena = Arena(step.order, step.calls, blocks.blocks, table)
+        blocks.memory = arena
+        if engines:
+            blocks.engines = arena.recording
+        try:
+            issue(step, table, arena.run, lambda done: arena.end(done, outputs))
+            for slot in set(outputs):
+                arena.keep(slot)
+        finally:
+            blocks.engines = engines
+            for block, storage, memory in before:
+                block.storage, block.bytes = storage, memory
+        self.recording, self.pool_bytes, self.done = arena.recording, arena.memory.nbytes, True
+        self.outputs = [table[slot] for slot in outputs]
+        if reason := illegal(self.recording.operations, self.recording.pool, self.recording.there):
+            raise StepError(f"the step is no legal graph: {reason}; the model is as after it")
+
+    def replay(self) -> None:
+        self.recording.replay()
+
+
+class CudaGraph:
+    """A CUDA graph, with a private pool of PyTorch's allocator."""
+
+    def __init__(self, step: PlannedStep, table: list[Any]) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        for generator in step._random.generators:
+            if generator.device.type == "cuda":
+                self._graph.register_generator_state(generator)
+
+        def run(_: Step, calls: Sequence[Call]) -> None:
+            for out, function, get, options in calls:
+                table[out] = function(*get(table), **options)
+
+        with torch.cuda.device(step.device), torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            issue(step, table, run)
+        self.outputs = [table[slot] for slot in step.calls.outputs]
+        segments = torch.cuda.memory_snapshot(self._graph.pool())
+        self.pool_bytes = sum(segment["total_size"] for segment in segments)
+        self.done = False
+
+    def replay(self) -> None:
+        self._graph.replay()
