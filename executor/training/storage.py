@@ -384,6 +384,13 @@ class Blocks:
                     self.engines.join(block.event)  # type: ignore[union-attr]
                 block.show()
 
+    def show(self) -> list[Block]:
+        """What is on the host is shown, without a wait; returns what had not been."""
+        found = [b for b in self.blocks.values() if b.users and b.place is Place.HOST and not b.shown]
+        for block in found:
+            block.show()
+        return found
+
     def drain(self, away: Set[int]) -> None:
         """After a failure: copies end, what was born in the step is gone, persistent tensors are whole.
 
