@@ -34,24 +34,15 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten
 
 from executor.capture.capture import Captured
-from executor.training.bindings import Binding, StepError, check, compare, create_state, meant
+from executor.training.bindings import Binding, StepError, check, compare, create_state, device_of, meant
 from executor.training.calls import Calls
 from executor.training.micro import Part, Progress, parts
 from executor.training.order import Move, order
 from executor.training.process import BEGIN, NOW, UNDO, Interrupt, Random, generators
 from executor.training.skipping import Skipping
-from executor.training.storage import (
-    ALIGNMENT,
-    Block,
-    Blocks,
-    Place,
-    TransferError,
-    as_tensor,
-    engines_for,
-    movable,
-    shared,
-    slab,
-)
+from executor.training.storage import ALIGNMENT, Block, Blocks, Place, TransferError, as_tensor, engines_for
+from executor.training.storage import movable, shared, slab  # isort: skip
+from executor.training.watch import Allocator, Watch
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
@@ -74,6 +65,8 @@ class PlannedStep:
         undo_bytes: copies of buffers on the device that are kept beside, to undo a step.
         pinned_bytes: of host memory, for what the plan swaps.
         order: what is issued when.
+        allocator: the first step by PyTorch's allocator; None where that keeps no figures.
+        differing: name -> bytes of the first step's storage and of the program's tensor, where they differ (watch.py).
 
     Raises:
         PlanError: the plan is for another program, or needs more host memory than the machine has.
@@ -92,8 +85,10 @@ class PlannedStep:
         self.order = order(captured.program, plan, machine, self.limit)
         self.program: Program = self.order.program
         self.calls = Calls(captured, self.order.schedule)
-        self.device = _device(captured)
+        self.device = device_of(captured)
         self.peak_bytes = 0
+        self.allocator: Allocator | None = None
+        self.differing: dict[str, tuple[int, int]] = {}
         self._open = False
         self._meant = {node: meant(captured, i) for i, node in enumerate(captured.placeholders)}
         self._bindings = [Binding(captured, i) for i, node in enumerate(captured.placeholders)
@@ -169,6 +164,8 @@ class PlannedStep:
             if not again and kernel in calls.skipped:
                 self._skipping.add(len(work), calls.skipped[kernel])
             work.append((tuple(before), item.charged, tuple(run_calls), clear, item.freed, tuple(after)))
+        self._watch = Watch(order, calls, self._blocks, self.device)
+        self._watch.install(work)
         self._skipping.work = work
         first_write = (i for i, item in enumerate(order.items) if program.kernels[item.step.kernel].phase == "optimizer"
                        and not item.step.rerun and any(program.tensors[t].persistent
@@ -381,6 +378,8 @@ class PlannedStep:
             except BaseException as error:
                 self._fail(at, part, error)
                 raise
+        if not (progress.done or self._watch.over):
+            self.allocator, self.differing = self._watch.end(self._work, self.limit)
         self._report("the step went on to its end, and the model is as after it")
         return results[0] if len(results) == 1 else results
 
@@ -413,6 +412,9 @@ class PlannedStep:
             table[out] = function(*get(table), **options)
         if first:
             progress.start(self.order.start)
+            if not self._watch.over:
+                tensors = self.program.tensors
+                self._watch.begin((b.name, b.own, tensors[b.tensor].nbytes) for b in self._bindings if b.block is None)
         else:
             for t in part.tensors & blocks.keys():
                 progress.arrive(t)
@@ -494,12 +496,3 @@ class PlannedStep:
     def __exit__(self, *_: object) -> None:
         self._open = False
         self.finish()
-
-
-def _device(captured: Captured) -> torch.device:
-    """Where the step runs; scalars of an optimizer may be on the host."""
-    devices = {d for node, d in zip(captured.placeholders, captured.devices, strict=True) if node in captured.values}
-    others = sorted({str(d) for d in devices if d.type != "cpu"})
-    if len(others) > 1:
-        raise StepError(f"the model is on several devices ({', '.join(others)}); a plan is for one")
-    return torch.device(others[0]) if others else torch.device("cpu")
