@@ -41,6 +41,7 @@ from executor.training.order import Move, order
 from executor.training.process import BEGIN, NOW, UNDO, Interrupt, Random, generators
 from executor.training.skipping import Skipping
 from executor.training.storage import ALIGNMENT, Block, Blocks, Place, TransferError, as_tensor, engines_for
+
 from executor.training.storage import movable, shared, slab  # isort: skip
 from executor.training.watch import Allocator, Watch
 from simulator.machine import Machine

@@ -7,13 +7,13 @@ lines of rule 9. The functions above it are its stages. README.md draws the stat
 from __future__ import annotations
 
 from simulator.compiled.jit import stage
-from simulator.compiled.lowering import leave_at_start, makes_copies, read_plan, segments
+from simulator.compiled.lowering import leave_at_start, makes_copies, note_waits, read_plan, segments
 
 # isort: off
 from simulator.compiled.encoding import (
     ALLOCATED, BEGINS, BORN, COPIED, COPY_ENGINES, COPYING, DIES, DONE, DUPLEX_SHARE, DURATION, ENFORCED, EXPECTED,
     FIRST_OF, FREED, GATE, GATE_EVENT, GATE_MISSING, GATE_REMAT, GATE_SYNC, HELD, HIGHEST, HOST_BYTES, HOST_FULL,
-    ITERATION_NS, KIND, LEAVING, LEVEL, LIMIT, LIVE, LOG_BOUNDARY, LOG_END, LOG_IN, LOG_KERNEL, LOG_LEFT, LOG_OUT,
+    ITERATION_NS, LEAVING, LEVEL, LIMIT, LIVE, LOG_BOUNDARY, LOG_END, LOG_IN, LOG_KERNEL, LOG_LEFT, LOG_OUT,
     LOG_RECOMPUTE, LOG_STALL, MAX_ITERATIONS, NEVER, NEXT_OPEN, OPENS, ORDER_SEGMENT, PEAK, PERIOD, PERSISTENT_BYTES,
     PLANNED, QUEUE, RECOMPUTE, SEGMENT, SLOWER, STEP_FOR, STEP_KERNEL, STUCK, SYNC_SWAP, WAITING, WAITS, WAIT_NS,
     WORKSPACE,
@@ -229,17 +229,6 @@ def _period(states, i, m):  # type: ignore[no-untyped-def]
 
 
 @stage
-def _note_waits(rows, gaps, gate, waits, wait_ns):  # type: ignore[no-untyped-def]
-    """Fills ``waits``: ns for which each kernel waits for the events of swap-ins (reference, j)."""
-    for k in range(waits.size):
-        waits[k] = 0
-    for r in range(rows.shape[0]):
-        if rows[r, KIND] & 1 == 0:
-            waits[gaps[r].returns] += wait_ns
-            gate[gaps[r].returns] |= GATE_EVENT
-
-
-@stage
 def event_loop(  # type: ignore[no-untyped-def]
     kernels, tensors, graph, rows, lowered, n_steps, lasts, settings, required, limit_until, cutoff, iterations,
     by_kernel, by_segment, by_tensor, by_row, gaps, steps, states, result, log,
@@ -267,9 +256,7 @@ def event_loop(  # type: ignore[no-untyped-def]
     n_segments, on_host, ahead = read_plan(tensors, graph, rows, lowered, by_kernel, by_tensor, by_row, gaps)
     if on_host > settings[HOST_BYTES]:  # all of them together: they need not be there at one time
         return HOST_FULL, 0
-    wait_ns, waits = settings[WAIT_NS], by_kernel[WAITS]
-    if wait_ns:
-        _note_waits(rows, gaps, by_kernel[GATE], waits, wait_ns)
+    waits = note_waits(rows, gaps, by_kernel, settings[WAIT_NS])
     segments(enforced, by_kernel, by_segment, n_segments)
     gate, opens, segment_of, following = by_kernel[GATE], by_kernel[OPENS], by_kernel[SEGMENT], by_row[NEXT_OPEN]
     highest, expected, copied = by_segment[HIGHEST], by_segment[EXPECTED], by_tensor[COPIED]
@@ -392,9 +379,7 @@ def event_loop(  # type: ignore[no-untyped-def]
                 if gate[k] < GATE_SYNC and not _waits_for_data(gate[k], rerun) and used + change <= limit_here:
                     used += change
                     peak = max(peak, used)
-                    end = now + kernels[DURATION, which]
-                    if wait_ns and not rerun:
-                        end += waits[k]
+                    end = now + kernels[DURATION, which] + (0 if rerun or not waits else by_kernel[WAITS, k])
                     n_log = _log(log, n_log, now, end, LOG_RECOMPUTE if rerun else LOG_KERNEL, which)
 
             # On to the next completion.
