@@ -106,7 +106,8 @@ def test_a_wait_is_what_it_adds_to_a_kernel(with_waits, wait_ns, monkeypatch):
         return with_waits if waits else 5000.0
 
     monkeypatch.setattr(calibrate_module, "_launch", launch)
-    found = measured(MACHINE, 2**14)
+    slow = replace(MACHINE, h2d_bytes_per_s=5_000_000, d2h_bytes_per_s=2_500_000)  # sizes are told apart
+    found = measured(slow, 2**14)
     assert found.machine.wait_ns == wait_ns and found.machine.launch_ns == 5000
     assert f"wait_ns: {wait_ns}  # measured: " in found.to_yaml()
 
