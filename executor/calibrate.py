@@ -81,6 +81,7 @@ class Calibration:
             "duplex_bytes_per_s": f"measured: {self.share:.1%} of both alone, give or take {self.share_error:.1%}; "
             "0: each its own rate",
             "issue_ns": "measured: the host's time for a kernel and its event, as replays issue them",
+            "wait_ns": f"measured: mean of {LAUNCHES // 2} waits for events that are over, before empty kernels",
             "launch_ns": f"measured: mean of {LAUNCHES} empty kernels on one stream",
         }
         lines = [f"# {self.device}: measured by executor.calibrate.", "#", "# GB/s     h2d     d2h"]
@@ -137,6 +138,7 @@ def calibrate(
         both = [_copies(backend, DIRECTIONS, largest) for _ in range(REPEATS)]
         launch = median(_launch(backend) for _ in range(REPEATS))
         issue = median(_issue(backend) for _ in range(REPEATS))
+        wait = median(_launch(backend, LAUNCHES // 2, True) - _launch(backend, LAUNCHES // 2) for _ in range(REPEATS))
     alone = {d: transfers[d][-1][1] for d in DIRECTIONS}
     duplex = {str(d): median(times[d] for times in both) / alone[d] for d in DIRECTIONS}
     ends = [max(times.values()) for times in both]
@@ -151,6 +153,7 @@ def calibrate(
     machine = replace(
         base, name=name or base.name, memory_bytes=backend.memory_bytes, h2d_bytes_per_s=rates["h2d"],
         d2h_bytes_per_s=rates["d2h"], copy_latency_ns=latency, launch_ns=round(launch), issue_ns=round(issue),
+        wait_ns=max(0, round(wait)),
         copy_engines=engines, duplex_bytes_per_s=round(share * sum(rates.values())) if limited else 0,
     )  # fmt: skip
     return Calibration(machine, backend.name, transfers, error, duplex, share, share_error)
@@ -185,16 +188,19 @@ def _copies(backend: Backend, directions: Sequence[Direction], nbytes: int) -> d
     return {d: max(backend.time_ns(end) - backend.time_ns(begin), 1) for d, end in ends.items()}
 
 
-def _launch(backend: Backend) -> float:
-    """ns per empty kernel."""
+def _launch(backend: Backend, count: int = LAUNCHES, waits: bool = False) -> float:
+    """ns per empty kernel; ``waits``: each waits for the event of a copy engine, which is over."""
     backend.task = "empty kernels"
+    over = backend.record("h2d")
     backend.spin(20 * ISSUE_NS)
     begin = backend.record("compute")
-    for _ in range(LAUNCHES):
+    for _ in range(count):
+        if waits:
+            backend.wait("compute", over)
         backend.spin(0)
     end = backend.record("compute")
     backend.synchronize()
-    return (backend.time_ns(end) - backend.time_ns(begin)) / LAUNCHES
+    return (backend.time_ns(end) - backend.time_ns(begin)) / count
 
 
 def _issue(backend: Backend) -> float:

@@ -156,7 +156,7 @@ class Captures:
     def _go_on(self, program: Program, limit: int) -> None:
         try:
             own, larger = self._doubled.get()
-            self._batches = Batches(own, program, 2 * own, larger)
+            self._batches = Batches(own, program, 2 * own, _on_its_scale(larger, program))
             if without := self._batches.largest(limit):
                 self._check = self._pool.apply_async(_captured, (self.workload, self.machine, without))
         except Exception as error:  # for who asks
@@ -193,6 +193,20 @@ class Captures:
         if found != peak_bytes:
             raise BatchError(f"the peak at it is {found:,} bytes, not {peak_bytes:,} as those at others foretell")
         return True
+
+
+def _on_its_scale(larger: Program, program: Program) -> Program:
+    """The step at twice the batch, its roofline on the scale of the other's durations, which may be measured ones:
+    kernels that are equal in both (an update of the parameters) say how much longer these are, or, where there are
+    none, that it takes twice as long."""
+    if _structure(larger) != _structure(program) or not larger.ideal_ns:
+        return larger
+    pairs = [(k.duration_ns, u.duration_ns) for k, u in zip(program.kernels, larger.kernels, strict=True)
+             if (k.flops, k.bytes) == (u.flops, u.bytes)]  # fmt: skip
+    ours, theirs = (sum(times) for times in zip(*pairs, strict=True)) if pairs else (0, 0)
+    if not ours or not theirs:
+        ours, theirs = 2 * program.ideal_ns, larger.ideal_ns
+    return larger.with_durations([round(k.duration_ns * ours / theirs) for k in larger.kernels])
 
 
 def _doubled(workload: Mapping[str, Any], machine: Machine) -> tuple[int, Program]:

@@ -41,6 +41,7 @@ class Machine:
     memory_bytes_per_s: int = 1
     launch_ns: int = 5_000
     issue_ns: int = 0  # of the host, for a kernel or a copy; it runs ahead of the GPU (simulator.reference, choice i)
+    wait_ns: int = 0  # of the compute stream, for the event of a swap-in (simulator.reference, choice j)
     malloc_ns: int = 0  # a call of cudaMalloc
     free_ns: int = 0  # a call of cudaFree
     malloc_bytes_per_s: int = (
@@ -56,7 +57,7 @@ class Machine:
         for name in ("memory_bytes", "h2d_bytes_per_s", "d2h_bytes_per_s", "memory_bytes_per_s", "alignment"):
             if getattr(self, name) < 1:
                 raise FormatError(f"machine.{name}: expected a positive integer, got {getattr(self, name)}")
-        for name in ("copy_latency_ns", "host_bytes", "launch_ns", "issue_ns", "malloc_ns", "free_ns",
+        for name in ("copy_latency_ns", "host_bytes", "launch_ns", "issue_ns", "wait_ns", "malloc_ns", "free_ns",
                      "malloc_bytes_per_s", "duplex_bytes_per_s", "switch_ns"):  # fmt: skip
             if getattr(self, name) < 0:
                 raise FormatError(f"machine.{name}: expected an integer of at least 0, got {getattr(self, name)}")

@@ -67,6 +67,8 @@ Choices where the rules could be read in several ways:
     for each Swap. It runs ahead, iteration after iteration, and waits for nothing. So it delays nothing where an
     iteration takes the machine at least as long as the host; else iterations follow each other at the host's pace,
     which is then ``iteration_ns``. Spans and boundaries are those of a host that is ahead.
+(j) The compute stream waits for the event of each swap-in, which takes ``Machine.wait_ns`` also where the copy has long
+    been over: at the begin of the kernel that ends the Swap's gap, in its span (``Schedule.waited``).
 """
 
 from __future__ import annotations
@@ -327,6 +329,8 @@ class _Run:
         for b in step.allocates:
             self._charge(b, 1)
         self.running = self.now + self.program.kernels[step.kernel].duration_ns
+        if not step.rerun:
+            self.running += self.machine.wait_ns * self.schedule.waited[step.kernel]
         kind = "recompute" if step.rerun else "kernel"
         self.spans.append(Span(self.now, self.running, "compute", kind, step.kernel))  # type: ignore[arg-type]
 

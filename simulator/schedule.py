@@ -18,6 +18,7 @@ reads the version that program order gives it, so that the walk need only know w
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Set
 from dataclasses import dataclass
 from functools import cached_property
@@ -93,6 +94,12 @@ class Schedule:
     def issued(self) -> int:
         """What the host issues in an iteration: steps that take time, and two copies for each Swap."""
         return sum(self.program.kernels[step.kernel].duration_ns > 0 for step in self.steps) + 2 * len(self.moved)
+
+    @cached_property
+    def waited(self) -> tuple[int, ...]:
+        """Per kernel, how many swap-ins it waits for: the Swaps whose gaps it ends."""
+        ends = Counter(self.returns[d] for d in self.moved)
+        return tuple(ends[k] for k in range(len(self.program.kernels)))
 
     @cached_property
     def reruns(self) -> tuple[Rerun, ...]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -74,7 +74,7 @@ def capture(
         algorithms: give convolutions workspaces and variants, as in ``Captured.on``.
         accumulate: micro-batches of a step. With more than one, each loss is divided by their number before its
             backward pass, gradients add up, and the optimizer steps after the last. The step then takes that many
-            pairs ``(x, y)`` and returns the sum of these losses.
+            pairs ``(x, y)`` and returns the sum of these losses; PlannedStep also takes them one by one.
         autocast: the forward pass and the loss run within ``torch.autocast`` of this type.
         scaler: the loss is scaled, gradients are unscaled before they are clipped, and ``scaler.step(optimizer)`` and
             ``scaler.update()`` end the step. The program is that of a step which is not skipped; one that is leaves
@@ -126,10 +126,15 @@ def capture(
         update()
         return loss
 
-    def several(*batches: tuple[Any, Any]) -> Tensor:
-        total = part(*batches[0]).detach()
+    def several(*batches: tuple[Any, Any]) -> Generator[Tensor, None, Tensor]:
+        total = loss = part(*batches[0]).detach()
+        yield loss
         for batch in batches[1:]:
-            total = total + part(*batch).detach()
+            del loss  # it lives no longer than in a loop that only adds it
+            loss = part(*batch).detach()
+            total = total + loss
+            yield loss
+        del loss
         update()
         return total
 
@@ -145,7 +150,7 @@ def capture(
         return copy
 
     batches = tuple(tree_map(another, tuple(example_batch)) for _ in range(accumulate))
-    captured = _capture(several, batches, roots, machine, label, algorithms, bucket_bytes, "loss_fn")
+    captured = _capture(several, batches, roots, machine, label, algorithms, bucket_bytes, "loss_fn", several=True)
     return replace(captured, sources=tuple(examples.get(id(s), s) for s in captured.sources))
 
 
@@ -168,9 +173,9 @@ def capture_step(
 
 def _capture(
     step: Callable[..., Any], args: tuple[Any, ...], roots: list[tuple[Any, str]], machine: Machine | None, name: str,
-    algorithms: bool, bucket_bytes: int | None, outside: str, as_capturable: bool = False,
+    algorithms: bool, bucket_bytes: int | None, outside: str, several: bool = False, as_capturable: bool = False,
 ) -> Captured:  # fmt: skip
-    """``outside``: the place of what runs in no module."""
+    """``outside``: the place of what runs in no module. ``several``: the step yields at the end of each micro-batch."""
     # Sizes are those of the example; only numbers that an optimizer reads may be symbols.
     mode = FakeTensorMode(shape_env=ShapeEnv(allow_dynamic_output_shape_ops=False), static_shapes=True)
     assert mode.shape_env is not None
@@ -185,6 +190,8 @@ def _capture(
         torch.set_autocast_cache_enabled(weights_cast_once)  # the tracer turns it off
         with recorder:
             result = step(*batch)
+            if several:
+                result = _parts(result, recorder)
         torch.clear_autocast_cache()
         leaves = tree_leaves(result)
         for leaf in leaves:
@@ -223,7 +230,7 @@ def _capture(
         raise
     except Exception as error:
         if isinstance(error, GuardOnDataDependentSymNode) and state.optimizers and not as_capturable:
-            return _capture(step, args, roots, machine, name, algorithms, bucket_bytes, outside, True)
+            return _capture(step, args, roots, machine, name, algorithms, bucket_bytes, outside, several, True)
         raise CaptureError(_sentence(error)) from error
     if not recorder.ops:
         raise CaptureError("the step runs no tensor operation")
@@ -232,6 +239,15 @@ def _capture(
     settings = tuple((o, tuple(map(fixed, was))) for o, was in groups.items())
     captured = replace(captured, settings=settings, modules=modules)
     return captured.on(machine or Machine.load("gtx1080ti"), algorithms=algorithms)
+
+
+def _parts(step: Generator[Tensor, None, Any], recorder: Recorder) -> Any:
+    """Runs a step that yields at the end of each micro-batch; returns what it returns."""
+    try:
+        while True:
+            recorder.end_micro_batch(next(step))
+    except StopIteration as end:
+        return end.value
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -21,6 +21,22 @@ from simulator.program import Program
 
 class CaptureError(ValueError):
     """A step cannot be captured; the message is one sentence naming the cause."""
+
+
+class MicroBatch(NamedTuple):
+    """The end of a micro-batch.
+
+    Attributes:
+        end: the first kernel after it.
+        loss: what it adds to the step's loss.
+        drawn: the kernel after whose random numbers the random state is then; -1: that before the step.
+        put_back: that is not the kernel that drew last.
+    """
+
+    end: int
+    loss: fx.Node
+    drawn: int
+    put_back: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +70,7 @@ class Captured:
     # Per tensor of the program: the module of a parameter, for a buffer, gradient or optimizer state, too; "inputs" for
     # the step's arguments; else that of the kernel that first uses it.
     owners: tuple[str, ...]
+    micro: tuple[MicroBatch, ...] = ()  # where the step is of several, which come one by one or together
 
     def on(
         self, machine: Machine, dtype: str = "float32", iteration_ns: int | None = None, algorithms: bool = False

@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_leaves
 
-from executor.capture.captured import Captured
+from executor.capture.captured import Captured, MicroBatch
 from executor.capture.numbers import Numbers
 from executor.capture.operators import (
     ALLOCATIONS,
@@ -76,6 +76,7 @@ class Recorder(TorchDispatchMode):
         self.asked: set[fx.Node] = set()
         self.drawn = self.drawing = -1  # operator that drew last; that after whose draws the random state is now
         self.draws: dict[int, int] = {}  # operator -> where it begins, if not where the last one ended
+        self.micro: list[tuple[int, fx.Node, int, bool]] = []  # ends of micro-batches, by operators (MicroBatch)
         self._optional = self._asking = False
         self._index: dict[StorageWeakRef, int] = {}
         self._live: dict[int, StorageWeakRef] = {}
@@ -200,6 +201,12 @@ class Recorder(TorchDispatchMode):
         finally:
             self._optional = False
 
+    def end_micro_batch(self, loss: Tensor) -> None:
+        """A micro-batch is over; ``loss`` is what it adds to the step's."""
+        s = self._storage(loss)
+        node = next(node for node, found in reversed(self.values.items()) if found == s)
+        self.micro.append((len(self.ops), node, self.drawing, self.drawing != self.drawn))
+
     def _new_nodes(self, before: int) -> list[fx.Node]:
         count = len(self.graph.nodes) - before
         return list(islice(reversed(self.graph.nodes), count))[::-1]
@@ -252,6 +259,12 @@ class Recorder(TorchDispatchMode):
         draws = {kernel_of[i]: kernel_of.get(j, -1) for i, j in self.draws.items()}
         if self.drawing != self.drawn:
             draws[len(kernels)] = kernel_of.get(self.drawing, -1)
+        micro = tuple(
+            MicroBatch(
+                next((k for i, k in kernel_of.items() if i >= end), len(kernels)), loss, kernel_of.get(i, -1), back
+            )
+            for end, loss, i, back in self.micro
+        )
         placeholders = tuple(n for n in graph.graph.nodes if n.op == "placeholder")
         (returned,) = next(n for n in graph.graph.nodes if n.op == "output").args
         return Captured(
@@ -261,7 +274,7 @@ class Recorder(TorchDispatchMode):
             tuple(e.fake.device for e in entries), tuple(returned), batch[0],
             tuple(v if i is None else placeholders[i] for i, v in batch[1]),
             (), self.numbers, frozenset(self.asked), frozenset(left_out),
-            draws, (), tuple(places), owners,
+            draws, (), tuple(places), owners, micro,
         )  # fmt: skip
 
     def _add_in_place(self) -> None:

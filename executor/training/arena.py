@@ -19,9 +19,10 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 from executor.training.calls import Call, Calls
+from executor.training.engines import ALIGNMENT
 from executor.training.order import Order
 from executor.training.recording import Recording, span
-from executor.training.storage import ALIGNMENT, Block
+from executor.training.storage import Block
 from executor.training.storages import Storages
 from simulator.pool import smartpool
 from simulator.pool.intervals import Intervals

@@ -66,6 +66,15 @@ class Binding(Shared):
         return self.block is not None or (self.home is not None and isinstance(self.home.container, Optimizer))
 
 
+def device_of(captured: Captured) -> torch.device:
+    """Where the step runs; scalars of an optimizer may be on the host."""
+    devices = {d for node, d in zip(captured.placeholders, captured.devices, strict=True) if node in captured.values}
+    others = sorted({str(d) for d in devices if d.type != "cpu"})
+    if len(others) > 1:
+        raise StepError(f"the model is on several devices ({', '.join(others)}); a plan is for one")
+    return torch.device(others[0]) if others else torch.device("cpu")
+
+
 def meant(captured: Captured, i: int) -> tuple[torch.device, int | None]:
     """Device of a placeholder's tensors, and their offset in their storage where the graph depends on it."""
     node, source = captured.placeholders[i], captured.sources[i]

@@ -38,9 +38,10 @@ class Calls:
         fixed: calls that make the views of persistent tensors, run when those are bound.
         numbers: calls that depend on the optimizers' numbers alone, run when one of these has changed.
         patches: (options of a call, key, slot): where results of ``numbers`` stand, written after these have run.
-        first: calls that begin a step.
+        first: calls that begin a step; per micro-batch (else one list), those that need no later one's tensors.
         steps: per step of the schedule, its calls, and the slots that are cleared after it.
         asks: kernel -> slot of a number that is read after it; where it is not 0, ``skipped`` are left out.
+        losses: kernel -> slot of the loss of a micro-batch, which is there after it.
         skipped: kernel -> its calls where it is left out (skipping.py).
         of: block -> slots of its values, its maker's first.
         outputs: slots of what is returned.
@@ -55,7 +56,7 @@ class Calls:
         self.numbers: list[Call] = []
         self.patches: list[tuple[dict[str, Any], str, int]] = []
         self._numbers: set[fx.Node] = set()
-        self.first: list[Call] = []
+        self.first: list[list[Call]] = [[] for _ in captured.micro or (None,)]
         self.read_first: set[int] = set()
         self.bodies: list[list[fx.Node]] = [[] for _ in schedule.program.kernels]
         self._place_nodes()
@@ -65,6 +66,8 @@ class Calls:
         for step in schedule.steps:
             last.update({} if step.rerun else step.uses)
         self.asks: dict[int, int] = {}
+        self.losses: dict[int, int] = {}
+        self._losses = {micro.loss for micro in captured.micro}
         self.skipped: dict[int, tuple[Call, ...]] = {}
         self.outputs = [self._at(node, last) for node in captured.outputs]
         self.steps = [self._step(step) for step in schedule.steps]
@@ -97,13 +100,18 @@ class Calls:
             for node in body:
                 if node in self.captured.asked:
                     self.asks[step.kernel] = self._at(node, step.uses)
+                if node in self._losses:
+                    self.losses[step.kernel] = self._at(node, step.uses)
         clear = [s for b in step.frees for s in self.of.get(b, ()) if s not in self.outputs]
         return scratch + calls, (*clear, *(self.slots[n] for n in body if self._sequence(n)))
 
     def _place_nodes(self) -> None:
         """Slots, and which kernel each node comes with; -1: none, it depends on persistent tensors alone."""
         own = {node: k for k, nodes in enumerate(self.captured.nodes) for node in nodes}
-        batch = {leaf for leaf in self.captured.leaves if isinstance(leaf, fx.Node)}
+        leaves, parts = self.captured.leaves, len(self.first)
+        batch = {leaf for leaf in leaves if isinstance(leaf, fx.Node)}
+        # The micro-batch whose tensors a node needs last.
+        part = {leaf: i * parts // len(leaves) for i, leaf in reversed([*enumerate(leaves)]) if leaf in batch}
         with_kernel: dict[fx.Node, int] = {}
         fixed: set[fx.Node] = set()
         written: dict[int, int] = {}  # tensor -> the kernel that wrote it last
@@ -134,7 +142,8 @@ class Calls:
                 fixed.add(node)
                 self.fixed.append(self._call(node, self.slots.__getitem__, self.slots[node]))
             else:
-                self.first.append(self._call(node, self.slots.__getitem__, self.slots[node]))
+                part[node] = max((part.get(a, 0) for a in node.all_input_nodes), default=0)
+                self.first[part[node]].append(self._call(node, self.slots.__getitem__, self.slots[node]))
                 if node.target is NUMBER:
                     self.read_first.update(self.values[a] for a in node.all_input_nodes if a in self.values)
 

@@ -103,7 +103,7 @@ class GraphStep:
         table = step._table.copy()
         for node, slot in self._slots.items():
             table[step.calls.slots[node]] = slot
-        for out, function, get, options in step.calls.first:
+        for out, function, get, options in step._whole.first:
             table[out] = function(*get(table), **options)
         try:
             self.graph = (CudaGraph if step.device.type == "cuda" else HostGraph)(step, table)

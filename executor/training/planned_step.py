@@ -5,6 +5,8 @@
     for x, y in loader:
         loss = step(x, y)                   # forward, backward, optimizer.step(), zero_grad()
 
+A step captured with ``accumulate=k`` takes k pairs in one call, or one pair in each of k calls (micro.py).
+
 A step does to the bit what the eager step does: the same kernels, on the user's own parameters, buffers and optimizer
 state, with the same random numbers. All is worked out beforehand; a step is one loop over a flat list of **work**, an
 entry per step of the schedule (a kernel, or one run again): moves before it (order.py), its calls (calls.py), the slots
@@ -24,11 +26,11 @@ step that fails, and the reasons for these choices:
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_flatten
 
 from executor.capture.capture import Captured
 from executor.training.bindings import (
@@ -37,27 +39,19 @@ from executor.training.bindings import (
     StepError,
     check,
     check_settings,
-    compare,
     create_state,
+    device_of,
     meant,
 )
 from executor.training.calls import Calls
+from executor.training.engines import ALIGNMENT, TransferError, engines_for, slab
 from executor.training.graph import GraphStep
+from executor.training.micro import Part, Progress, parts, taken
 from executor.training.order import Move, order
-from executor.training.process import BEGIN, NOW, Interrupt, Random
+from executor.training.process import BEGIN, NOW, UNDO, Interrupt, Random, generators
 from executor.training.skipping import Skipping
-from executor.training.storage import (
-    ALIGNMENT,
-    Block,
-    Blocks,
-    Place,
-    TransferError,
-    as_tensor,
-    engines_for,
-    movable,
-    shared,
-    slab,
-)
+from executor.training.storage import Block, Blocks, Place, as_tensor, shared
+from executor.training.watch import Allocator, Watch
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
@@ -82,6 +76,8 @@ class PlannedStep:
         pinned_bytes: of host memory, for what the plan swaps.
         order: what is issued when.
         graph: of ``graph=True``: how often it was captured, and its pool.
+        allocator: the first step by PyTorch's allocator; None where that keeps no figures.
+        differing: name -> bytes of the first step's storage and of the program's tensor, where they differ (watch.py).
 
     Raises:
         PlanError: the plan is for another program, or needs more host memory than the machine has.
@@ -100,8 +96,10 @@ class PlannedStep:
         self.order = order(captured.program, plan, machine, self.limit)
         self.program: Program = self.order.program
         self.calls = Calls(captured, self.order.schedule)
-        self.device = _device(captured)
+        self.device = device_of(captured)
         self.peak_bytes = 0
+        self.allocator: Allocator | None = None
+        self.differing: dict[str, tuple[int, int]] = {}
         self._open = False
         self._meant = {node: meant(captured, i) for i, node in enumerate(captured.placeholders)}
         self._bindings = [Binding(captured, i) for i, node in enumerate(captured.placeholders)
@@ -146,14 +144,16 @@ class PlannedStep:
         """The work of a step; see the module."""
         order, calls, program = self.order, self.calls, self.program
         rerun = {item.step.kernel for item in order.items if item.step.rerun and calls.random(item.step.kernel)}
-        self._random = Random(_generators(self.captured, self.device))
+        self._random = Random(generators(self.captured, self.device))
+        self._progress = Progress(self._blocks, self._random)
         self._skipping = Skipping(self._blocks)
         # Checkpoints of the model's own put random states back: of each, the state after a kernel, by a number below 0.
         draws, n = self.captured.draws, len(program.kernels)
-        kept = {k: NOW - 2 - k for k in draws.values() if k >= 0}
+        kept = {k: UNDO - 1 - k for k in (*draws.values(), *(m.drawn for m in self.captured.micro)) if k >= 0}
         starts = {k: kept.get(source, BEGIN) for k, source in draws.items() if k < n}
         end = kept.get(draws[n], BEGIN) if n in draws else None
         last = max((k for k in range(n) if calls.random(k)), default=-1)
+        self._whole, self._parts = parts(self.captured, order, calls, kept)
         work: list[tuple[Any, ...]] = []
         grad_mode = False
         for item, (run_calls, clear) in zip(order.items, calls.steps, strict=True):
@@ -176,9 +176,13 @@ class PlannedStep:
                     after.insert(0, (self._random.restore, NOW))
             if not again and (asked := calls.asks.get(kernel)) is not None:
                 after.insert(0, (self._skipping.ask, asked))
+            if not again and (loss := calls.losses.get(kernel)) is not None:
+                after.insert(0, (self._progress.keep, loss))
             if not again and kernel in calls.skipped:
                 self._skipping.add(len(work), calls.skipped[kernel])
             work.append((tuple(before), item.charged, tuple(run_calls), clear, item.freed, tuple(after)))
+        self._watch = Watch(order, calls, self._blocks, self.device)
+        self._watch.install(work)
         self._skipping.work = work
         first_write = (i for i, item in enumerate(order.items) if program.kernels[item.step.kernel].phase == "optimizer"
                        and not item.step.rerun and any(program.tensors[t].persistent
@@ -190,11 +194,18 @@ class PlannedStep:
         blocks, of, memory = self._blocks, self.calls.of, self.order.schedule.blocks
         found = {"out": blocks.leave, "release": blocks.release}
         acts = {"in": blocks.swap_in, "reclaim": blocks.reclaim, "wait": blocks.wait}
+        progress, later = self._progress, set[int]().union(*(part.tensors for part in self._parts[1:]))
+
+        def come(kind: str, act: Callable[[Any], None], t: int) -> Callable[[Any], None]:
+            return lambda which: progress.count(kind, t) if t in progress.absent else act(which)
+
         actions: list[Action] = []
         for kind, b in moves:
             if memory[b].nbytes:
-                block = blocks.blocks[memory[b].owner]
-                actions.append((found[kind], (block, of.get(b, ()))) if kind in found else (acts[kind], block))
+                t = memory[b].owner
+                block = blocks.blocks[t]
+                act, which = (found[kind], (block, of.get(b, ()))) if kind in found else (acts[kind], block)
+                actions.append((come(kind, act, t) if t in later else act, which))
         return actions
 
     def _make_undo(self, everything: bool) -> None:
@@ -292,51 +303,42 @@ class PlannedStep:
                 block.adopt()
         self.finish()  # no view can be made of what is away
 
-    def _take(self, args: tuple[Any, ...]) -> dict[fx.Node, Tensor]:
-        """The batch by placeholder."""
-        leaves, spec = tree_flatten(args)
-        if spec != self.captured.spec:
-            forms = (" ".join(str(s).split()) for s in (spec, self.captured.spec))
-            raise StepError("the batch is {}, the step was captured with {}".format(*forms))
-        batch: dict[fx.Node, Tensor] = {}
-        for i, (leaf, want) in enumerate(zip(leaves, self.captured.leaves, strict=True)):
-            if not isinstance(want, fx.Node):
-                if leaf is not want and leaf != want:
-                    raise StepError(f"argument {i} of the step is {leaf!r}, at the capture it was {want!r}")
-                continue
-            compare(f"tensor {i} of the batch", leaf, want, *self._meant[want])
-            if batch.setdefault(want, leaf) is not leaf:
-                raise StepError(f"tensor {i} of the batch was the same as another one at the capture; now it is not")
-            block = self._blocks.blocks.get(self.captured.values.get(want, -1))
-            if block is not None:
-                if leaf.untyped_storage().nbytes() != block.nbytes or not movable(leaf):
-                    raise StepError(f"the plan swaps tensor {i} of the batch, which has no memory of its own: clone it")
-                block.on(leaf)
-                self._blocks.engines.borrow(leaf)  # type: ignore[union-attr]
-        return batch
-
     # ------------------------------------------------------------------------------------ a step
 
     def __call__(self, *args: Any) -> Any:
-        """One training step.
+        """One training step, or its next micro-batch where it was captured with several and ``args`` are one.
+
+        Between two micro-batches the step is under way: what the plan swaps may not be looked at, gradients are the
+        step's own, and memory stays within the limit. A call that fails undoes all of the step: the next one is its
+        first micro-batch.
 
         Returns:
-            What the captured step returns: a tensor (the loss), or a tuple of them.
+            What the captured step returns: a tensor (the loss), or a tuple of them; of a micro-batch its part of the
+            loss.
 
         Raises:
             StepError: the batch or the model is not as at the capture (nothing has happened then), or the step failed.
         """
-        batch = self._take(args)
-        self.look()
-        if self.graph and self.graph.warm:
-            return self.graph(self, batch)
-        blocks, commit, peak = self._blocks, self._commit, self.peak_bytes
-        table = blocks.values = self._table.copy()
-        at = -1
+        part, batch = taken(self, args)
+        blocks, progress, commit, peak = self._blocks, self._progress, self._commit, self.peak_bytes
+        if progress.done:
+            check(self.captured, self._parameters)
+            check_settings(self.captured)
+            self._read_numbers()
+        else:
+            self.look()
+            if self.graph and part is not self._whole:
+                raise StepError("a graph takes all micro-batches of a step in one call")
+            if self.graph and self.graph.warm:
+                return self.graph(self, batch)
+            blocks.values = self._table.copy()
+        table, at = blocks.values, part.begin - 1
         with Interrupt() as interrupt, torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             try:
-                self._begin(batch, table)
-                for at, (before, charged, calls, clear, freed, after) in enumerate(self._work):
+                self._begin(part, batch, table)
+                for at, (before, charged, calls, clear, freed, after) in enumerate(
+                    islice(self._work, part.begin, part.end), part.begin
+                ):
                     if at <= commit:
                         if interrupt.stop and at < commit:
                             raise KeyboardInterrupt
@@ -353,35 +355,66 @@ class PlannedStep:
                     blocks.used -= freed
                     for act, t in after:
                         act(t)
-                results = tuple(table[slot] for slot in self.calls.outputs)
-                blocks.back(t for t in self._inputs if t in blocks.blocks)
-                blocks.settle(wait=not self._open or self._undoes_away)
+                results = (progress.loss,) if progress.alone else tuple(table[slot] for slot in self.calls.outputs)
+                if part.end < len(self._work):
+                    progress.pause(part, self._parts[progress.done + 1])
+                else:
+                    blocks.back(t for t in self._inputs if t in blocks.blocks)
+                    blocks.settle(wait=not self._open or self._undoes_away)
+                    self._end()
             except BaseException as error:
-                table.clear()
-                self._fail(at, error)
+                self._fail(at, part, error)
                 raise
-            finally:
-                self._skipping.end()
-                blocks.tolerant, blocks.values, self._undo_batch = False, [], []
-                for t in self._inputs & blocks.blocks.keys():  # the caller's memory
-                    blocks.blocks[t].storage = blocks.blocks[t].bytes = None
+        if not (progress.done or self._watch.over):
+            self.allocator, self.differing = self._watch.end(self._work, self.limit)
         self._report("the step went on to its end, and the model is as after it")
         if self.graph:
             self.graph.warm = True
         return results[0] if len(results) == 1 else results
 
-    def _begin(self, batch: dict[fx.Node, Tensor], table: list[Any]) -> None:
-        """What can be undone is noted; the batch is in its place, and what the plan has away at the boundary is."""
-        self._random.save(BEGIN)
-        for into, bindings in self._undone:
-            torch._foreach_copy_(into, [b.seen for b in bindings], non_blocking=True)
+    def _begin(self, part: Part, batch: dict[fx.Node, Tensor], table: list[Any]) -> None:
+        """What can be undone is noted; the batch is in its place, and what the plan has away by then is."""
+        blocks, progress = self._blocks.blocks, self._progress
+        first = progress.done == 0
+        if first:
+            self._random.save(BEGIN)
+            self._random.states[UNDO] = self._random.states[BEGIN]
+            for into, bindings in self._undone:
+                torch._foreach_copy_(into, [b.seen for b in bindings], non_blocking=True)
+            progress.alone = part is not self._whole
+            progress.absent = (self._inputs - part.tensors) & blocks.keys() if progress.alone else set()
+        else:
+            progress.resume(part)
+            for out, *_ in self.calls.numbers:
+                table[out] = self._table[out]
         for node, tensor in batch.items():
+            t = self.captured.values.get(node, -1)
+            if t in blocks:
+                blocks[t].on(tensor)
+                self._blocks.engines.borrow(tensor)  # type: ignore[union-attr]
             table[self.calls.slots[node]] = tensor.detach()
-            if self.captured.values.get(node) in self._written_inputs:
+            if t in part.reads_on:
+                progress.needed.append((tensor, tensor._version))
+            if t in self._written_inputs:
                 self._undo_batch.append((tensor, tensor.clone()))
-        for out, function, get, options in self.calls.first:
+        for out, function, get, options in part.first:
             table[out] = function(*get(table), **options)
-        self._blocks.start(self.order.start)
+        if first:
+            progress.start(self.order.start)
+            if not self._watch.over:
+                tensors = self.program.tensors
+                self._watch.begin((b.name, b.own, tensors[b.tensor].nbytes) for b in self._bindings if b.block is None)
+        else:
+            for t in part.tensors & blocks.keys():
+                progress.arrive(t)
+
+    def _end(self) -> None:
+        """The step is over or undone."""
+        self._skipping.end()
+        self._progress.end()
+        self._blocks.tolerant, self._blocks.values, self._undo_batch = False, [], []
+        for t in self._inputs & self._blocks.blocks.keys():  # the caller's memory
+            self._blocks.blocks[t].storage = self._blocks.blocks[t].bytes = None
 
     def _report(self, left: str) -> None:
         """Raises StepError where copies have failed although nothing is lost."""
@@ -390,35 +423,53 @@ class PlannedStep:
             raise StepError(f"{faults[0]}; {left}")
 
     @torch.no_grad()
-    def _fail(self, at: int, error: BaseException) -> None:
+    def _fail(self, at: int, part: Part, error: BaseException) -> None:
         """A step has failed before its end: see Faults in the module. Raises StepError unless it was interrupted."""
         what = "the step"
-        if at >= 0:
+        if at >= part.begin:
             k = self.order.items[at].step.kernel
             what = f"kernel {k} ({self.program.kernels[k].name})"
+        if alone := self._progress.alone:
+            what += f" in micro-batch {self._progress.done + 1} of {len(self._parts)}"
         reason = f"{type(error).__name__}: {error}".splitlines()[0] if not isinstance(error, TransferError) else error
+        undone = at < self._commit or self._everything
+        try:
+            self._undo(at >= 0, undone)
+        except Exception as second:
+            raise StepError(f"{what} failed: {reason}; then the model could not be restored: {second}") from error
+        left = "the optimizer had begun, and what it updated before this kernel is a step ahead of the rest"
+        if undone:
+            left = "the model is as before the step" + (", which begins anew with micro-batch 1" if alone else "")
+        if not isinstance(error, KeyboardInterrupt):
+            raise StepError(f"{what} failed: {reason}; {left}") from error
+
+    def _undo(self, began: bool, restore: bool) -> None:
+        """The step under way is given up: copies end, memory is returned, and (``restore``) the model is as before."""
+        self._blocks.values.clear()
+        self._progress.end()
         try:
             self._blocks.tolerant, self._blocks.faults = False, []
             self._blocks.drain(self.order.start.keys() - self._inputs)
             self._blocks.settle()
-            if at < self._commit or self._everything:
-                for copies, bindings in self._undone if at >= 0 else ():  # before that nothing is written
+            if restore:
+                for copies, bindings in self._undone if began else ():  # before that nothing is written
                     torch._foreach_copy_([b.seen for b in bindings], copies)
                 for tensor, copy in self._undo_batch:
                     tensor.copy_(copy)
-                self._random.restore(BEGIN)
-                left = "the model is as before the step"
-            else:
-                left = "the optimizer had begun, and what it updated before this kernel is a step ahead of the rest"
-        except Exception as second:
-            raise StepError(f"{what} failed: {reason}; then the model could not be restored: {second}") from error
-        if not isinstance(error, KeyboardInterrupt):
-            raise StepError(f"{what} failed: {reason}; {left}") from error
+                self._random.restore(UNDO)
+        finally:
+            self._end()
 
     # ------------------------------------------------------------------------------------ between steps
 
     def finish(self) -> None:
-        """All of the user's tensors are on the device again, and no copy is under way. Steps may follow."""
+        """All of the user's tensors are on the device again, and no copy is under way. Steps may follow.
+
+        A step of which only some micro-batches are done is undone.
+        """
+        if self._progress.done:
+            with torch.no_grad():
+                self._undo(began=True, restore=True)
         self._blocks.tolerant = True
         if self._blocks.engines:
             self._blocks.engines.begin()
@@ -436,22 +487,3 @@ class PlannedStep:
     def __exit__(self, *_: object) -> None:
         self._open = False
         self.finish()
-
-
-def _device(captured: Captured) -> torch.device:
-    """Where the step runs; scalars of an optimizer may be on the host."""
-    devices = {d for node, d in zip(captured.placeholders, captured.devices, strict=True) if node in captured.values}
-    others = sorted({str(d) for d in devices if d.type != "cpu"})
-    if len(others) > 1:
-        raise StepError(f"the model is on several devices ({', '.join(others)}); a plan is for one")
-    return torch.device(others[0]) if others else torch.device("cpu")
-
-
-def _generators(captured: Captured, device: torch.device) -> list[torch.Generator]:
-    """Every generator that the step may draw from."""
-    found = [torch.default_generator]
-    if device.type == "cuda":
-        found.append(torch.cuda.default_generators[torch.empty(0, device=device).get_device()])
-    for node in captured.graph.graph.nodes:
-        found += [v for v in node.kwargs.values() if isinstance(v, torch.Generator) and v not in found]
-    return found

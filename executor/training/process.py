@@ -9,7 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BEGIN, NOW = -2, -1  # random states that are no kernel's: before the step, before a kernel runs again
+from executor.capture.captured import Captured
+
+# Random states that are no kernel's: that an undone step goes back to; before the step or this micro-batch of it;
+# before a kernel runs again.
+UNDO, BEGIN, NOW = -3, -2, -1
 
 
 class Random:
@@ -29,6 +33,16 @@ class Random:
     def replay(self, kernel: int) -> None:
         self.save(NOW)
         self.restore(kernel)
+
+
+def generators(captured: Captured, device: torch.device) -> list[torch.Generator]:
+    """Every generator that the step may draw from."""
+    found = [torch.default_generator]
+    if device.type == "cuda":
+        found.append(torch.cuda.default_generators[torch.empty(0, device=device).get_device()])
+    for node in captured.graph.graph.nodes:
+        found += [v for v in node.kwargs.values() if isinstance(v, torch.Generator) and v not in found]
+    return found
 
 
 class Interrupt:

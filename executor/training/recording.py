@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from executor.training.storage import Bytes, TransferError, move
+from executor.training.engines import Bytes, TransferError, move
 
 Span = tuple[int, int]  # addresses of bytes, half-open
 COMPUTE, D2H, H2D = "compute", "d2h", "h2d"

@@ -3,8 +3,8 @@
 A tensor of a program is one storage. A swap-out ends with ``resize_(0)`` of that storage, once its bytes are on the
 host; a swap-in begins with ``resize_(nbytes)``. Every tensor and view that shares it stays as it is.
 
-Two implementations of the copy engines (``HostEngines``, ``CudaEngines``), the same calls for tensors in host memory
-and on a GPU. Work is ordered by events alone. Why no byte is overwritten too early (executor/training/README.md):
+Copies are the engines' (engines.py). Work is ordered by events alone. Why no byte is overwritten too early
+(executor/training/README.md):
 
 1. All memory is allocated and freed while the compute stream is current: freed memory is reused in the order of calls.
 2. A swap-out starts after all compute so far; before its memory is freed (``reclaim``) compute waits for the copy.
@@ -14,201 +14,15 @@ and on a GPU. Work is ordered by events alone. Why no byte is overwritten too ea
 
 from __future__ import annotations
 
-import contextlib
-import threading
-import weakref
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from enum import Enum
-from itertools import accumulate
-from queue import SimpleQueue
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from executor.memory.pinned import CUDA, HOST, Bytes, Slabs
+from executor.training.engines import Engines, TransferError
 from executor.training.storages import Storages
-
-ALIGNMENT = 512
-
-
-class TransferError(RuntimeError):
-    """A copy between device and host failed, or host memory for it cannot be had."""
-
-
-class Engines(Protocol):
-    """One copy engine each way; copies of one direction are done in order, after the compute enqueued before them."""
-
-    def pinned(self, nbytes: int) -> Bytes:
-        """Host memory for copies, uint8[nbytes], free again with the array; raises TransferError."""
-
-    def borrow(self, tensor: Tensor) -> None:
-        """The step may free this memory of the caller's, which may be another stream's: after all compute so far."""
-
-    def event(self) -> Any:
-        """For copies of one tensor one way, again and again: each is waited for before the next starts."""
-
-    def begin(self) -> None:
-        """What the calling thread computes from now on is what copies come after."""
-
-    def copy_out(self, host: Tensor, device: Tensor, event: Any) -> None:
-        """Starts a swap-out; the event is when it is done."""
-
-    def copy_in(self, device: Tensor, host: Tensor, event: Any) -> None:
-        """Starts a swap-in; the event is when it is done."""
-
-    def wait(self, event: Any) -> None:
-        """What is computed from now on comes after the event; raises TransferError where its copy failed."""
-
-    def join(self, event: Any) -> None:
-        """The calling thread waits for the event."""
-
-    def synchronize(self) -> None:
-        """It waits for all copies and all compute; what failed is not raised."""
-
-
-def move(target: Tensor, source: Tensor) -> None:
-    """What a copy engine of the host does."""
-    target.copy_(source)
-
-
-class _Copy:
-    """Copies on a host engine, one after the other, and their event."""
-
-    def __init__(self) -> None:
-        self.tensors: tuple[Tensor, Tensor] | None = None
-        self.error: BaseException | None = None
-        self._pending = threading.Lock()  # held while a copy is under way
-
-    def start(self, tensors: tuple[Tensor, Tensor] | None) -> None:
-        self._pending.acquire()
-        self.tensors, self.error = tensors, None
-
-    def run(self) -> None:
-        try:
-            if self.tensors:
-                move(*self.tensors)
-        except BaseException as error:
-            self.error = error.with_traceback(None)  # whose frames hold the tensors
-        finally:
-            self.tensors = None
-            self._pending.release()
-
-    def under_way(self) -> bool:
-        return self._pending.locked()
-
-    def wait(self) -> None:
-        with self._pending:
-            pass
-
-
-def _engine(queue: SimpleQueue[_Copy | None]) -> None:
-    while copy := queue.get():
-        copy.run()
-        del copy  # its error holds no memory while the engine waits
-
-
-class HostEngines:
-    """For tensors in host memory: each engine is a thread that really copies (PyTorch releases the GIL meanwhile)."""
-
-    def __init__(self) -> None:
-        self._queues: list[SimpleQueue[_Copy | None]] = [SimpleQueue(), SimpleQueue()]
-        for name, queue in zip(("d2h", "h2d"), self._queues, strict=True):
-            threading.Thread(target=_engine, args=(queue,), name=name, daemon=True).start()
-            weakref.finalize(self, queue.put, None)
-
-    def pinned(self, nbytes: int) -> Bytes:
-        return _take(HOST, nbytes)
-
-    def borrow(self, tensor: Tensor) -> None:
-        pass  # there is one pool
-
-    event = _Copy
-
-    def begin(self) -> None:
-        pass  # the calling thread computes
-
-    def copy_out(self, host: Tensor, device: Tensor, event: _Copy) -> None:
-        event.start((host, device))
-        self._queues[0].put(event)
-
-    def copy_in(self, device: Tensor, host: Tensor, event: _Copy) -> None:
-        event.start((device, host))
-        self._queues[1].put(event)
-
-    def join(self, event: _Copy) -> None:
-        event.wait()
-
-    def wait(self, event: _Copy) -> None:
-        event.wait()
-        if event.error:
-            raise TransferError(_line(event.error)) from event.error
-
-    def synchronize(self) -> None:
-        for queue in self._queues:
-            last = _Copy()
-            last.start(None)
-            queue.put(last)
-            last.wait()
-
-
-class CudaEngines:
-    """For tensors on a GPU: a stream each way."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.d2h, self.h2d = (torch.cuda.Stream(device) for _ in range(2))
-        self._computed = torch.cuda.Event()
-
-    def pinned(self, nbytes: int) -> Bytes:
-        return _take(CUDA, nbytes)
-
-    def borrow(self, tensor: Tensor) -> None:
-        tensor.record_stream(torch.cuda.current_stream(self.device))
-
-    def event(self) -> torch.cuda.Event:
-        return torch.cuda.Event()
-
-    def begin(self) -> None:
-        self._compute, outside = torch.cuda.current_stream(self.device), torch.cuda.current_stream()
-        # To make a stream the current one makes its device the current one, too: the caller's is put back after it.
-        self._back = (self._compute,) if outside.device == self._compute.device else (self._compute, outside)
-
-    def copy_out(self, host: Tensor, device: Tensor, event: torch.cuda.Event) -> None:
-        self._copy(self.d2h, host, device, event)
-
-    def copy_in(self, device: Tensor, host: Tensor, event: torch.cuda.Event) -> None:
-        self._copy(self.h2d, device, host, event)
-
-    def _copy(self, stream: torch.cuda.Stream, target: Tensor, source: Tensor, event: torch.cuda.Event) -> None:
-        self._computed.record(self._compute)  # a wait is for the last record before it, so one event does for all
-        stream.wait_event(self._computed)
-        try:
-            torch.cuda.set_stream(stream)
-            target.copy_(source, non_blocking=True)
-            event.record(stream)
-        except RuntimeError as error:
-            raise TransferError(_line(error)) from error
-        finally:
-            for previous in self._back:
-                torch.cuda.set_stream(previous)
-
-    def wait(self, event: torch.cuda.Event) -> None:
-        self._compute.wait_event(event)
-
-    def join(self, event: torch.cuda.Event) -> None:
-        event.synchronize()
-
-    def synchronize(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the caller already has an error to report
-            torch.cuda.synchronize(self.device)
-
-
-def _take(slabs: Slabs, nbytes: int) -> Bytes:
-    try:
-        return slabs.take(nbytes)
-    except MemoryError as error:
-        raise TransferError(str(error)) from None
 
 
 class Place(Enum):
@@ -431,6 +245,13 @@ class Blocks:
                     self.engines.join(block.event)  # type: ignore[union-attr]
                 block.show()
 
+    def show(self) -> list[Block]:
+        """What is on the host is shown, without a wait; returns what had not been."""
+        found = [b for b in self.blocks.values() if b.users and b.place is Place.HOST and not b.shown]
+        for block in found:
+            block.show()
+        return found
+
     def drain(self, away: Set[int]) -> None:
         """After a failure: copies end, what was born in the step is gone, persistent tensors are whole.
 
@@ -458,17 +279,6 @@ class Blocks:
             block.users = ()
 
 
-def slab(engines: Engines, sizes: dict[int, int], offsets: dict[int, int] | None = None) -> dict[int, Tensor]:
-    """One piece of pinned memory, cut: a place for each tensor, with a storage of its own (it is all that is saved when
-    a tensor that shows it is saved). Without ``offsets`` one after the other; with them, some may share memory."""
-    if offsets is None:
-        ends = accumulate(-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in sizes.values())
-        offsets = dict(zip(sizes, (0, *ends), strict=False))
-    end = max(-(-(offsets[t] + sizes[t]) // ALIGNMENT) * ALIGNMENT for t in sizes)
-    memory = engines.pinned(end)  # a tensor made from it keeps the array, and so the memory
-    return {t: torch.frombuffer(memory, dtype=torch.uint8, count=sizes[t], offset=at) for t, at in offsets.items()}
-
-
 def movable(tensor: Tensor) -> bool:
     """Can its storage be emptied? Not where a NumPy array, a file or another process has it."""
     return tensor.untyped_storage().resizable() and not shared(tensor)
@@ -482,19 +292,3 @@ def shared(tensor: Tensor) -> bool:
 def as_tensor(memory: Tensor, like: Tensor) -> Tensor:
     """uint8[nbytes] with the bytes of a storage as a tensor that looks as ``like``, one of that storage."""
     return memory.view(like.dtype).as_strided(like.size(), like.stride(), like.storage_offset())
-
-
-def engines_for(device: torch.device) -> Engines:
-    """The copy engines for tensors on a device.
-
-    Raises:
-        TransferError: there are none for this kind of device.
-    """
-    makers: dict[str, Callable[[], Engines]] = {"cpu": HostEngines, "cuda": lambda: CudaEngines(device)}
-    if device.type not in makers:
-        raise TransferError(f"there are no copy engines for {device.type} tensors; there are for cpu and cuda")
-    return makers[device.type]()
-
-
-def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]

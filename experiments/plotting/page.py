@@ -42,6 +42,7 @@ th { color: var(--faint); font-weight: 600; white-space: nowrap; }
 .n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; overflow-wrap: normal; }
 .best td { font-weight: 700; }
 .wide td:first-child { white-space: nowrap; overflow-wrap: normal; }
+.wide td:last-child { min-width: 8rem; overflow-wrap: normal; }
 .bars { display: grid; grid-template-columns: max-content 1fr max-content; gap: .25rem .75rem; align-items: center;
   font-size: .9rem; }
 .bar { height: .55rem; border-radius: 2px; margin: 1px 0; min-width: 1px; }

@@ -41,7 +41,7 @@ def load(workload: Mapping[str, Any], machine: Machine, batch: int | None = None
     """Captures a workload's training step, with durations for ``machine``.
 
     Args:
-        batch: examples of a batch, in the place of the workload's own; a measured time is taken to grow with them.
+        batch: examples of a batch, in the place of the workload's own; durations are then the roofline's.
 
     Raises:
         WorkloadError: the configuration is wrong.
@@ -49,9 +49,7 @@ def load(workload: Mapping[str, Any], machine: Machine, batch: int | None = None
         FormatError: the machine has no FLOP rate for the dtype.
     """
     parts = build(workload)
-    times = 1.0
     if batch is not None:
-        times = batch / batch_of(workload, parts)
         parts = with_batch(parts, batch) if _own(workload) else build({**workload, "batch_size": batch})
     iteration_ms = workload.get("iteration_ms") or {}
     measured = iteration_ms.get(machine.name) if isinstance(iteration_ms, Mapping) else iteration_ms
@@ -61,7 +59,7 @@ def load(workload: Mapping[str, Any], machine: Machine, batch: int | None = None
     if not isinstance(algorithms, bool):
         raise WorkloadError(f"workload.algorithms: expected true or false, got {algorithms!r}")
     captured = capture(*parts, machine=machine, name=str(workload.get("name") or type(parts[0]).__name__))
-    iteration_ns = None if measured is None else round(measured * 1e6 * times)
+    iteration_ns = None if measured is None or batch is not None else round(measured * 1e6)
     return captured.on(machine, workload.get("dtype", "float32"), iteration_ns, algorithms)
 
 

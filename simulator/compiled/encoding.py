@@ -33,7 +33,7 @@ STEP_KERNEL, ALLOCATED, FREED, STEP_FOR = range(4)
 # What a call works on: rows of ``by_kernel`` (kernels + 1), ``by_segment`` (2 kernels + 2), ``by_tensor`` and
 # ``by_row`` (twice the rows, and one more). PLANNED, and for the rows RETURNS (the kernel that ends the gap), BY_REMAT
 # (does a rematerialisation end it?) and AWAY_AT_START are what lowering finds; others are said where they are used.
-PLANNED, ENFORCED, GATE, OPENS, SEGMENT, ENDS, MARKED, PENDING, ORDER, BY_KERNEL = range(10)
+PLANNED, ENFORCED, GATE, OPENS, SEGMENT, ENDS, MARKED, PENDING, ORDER, WAITS, BY_KERNEL = range(11)
 FIRST_OF, HIGHEST, EXPECTED, BY_SEGMENT = range(4)
 COPIED, AWAY, HOLDS, STAYS, USED_LAST, USED, BY_TENSOR = range(7)
 RETURNS, BY_REMAT, AWAY_AT_START, NEXT_OPEN, NEXT_END, HELD, WAITING, QUEUE, BY_ROW = range(9)
@@ -72,7 +72,7 @@ DONE, OUT_OF_MEMORY, HOST_FULL, SLOWER, MORE_STEPS, UNKNOWN, STUCK = range(7)
 STATUS, ITERATION_NS, REQUIRED, PEAK, PERIOD, RESULTS = range(6)
 
 # The rows of ``settings``: what an engine has.
-PERSISTENT_BYTES, LIMIT, MAX_ITERATIONS, COPY_ENGINES, DUPLEX_SHARE, HOST_BYTES, ISSUE_NS, SETTINGS = range(8)
+PERSISTENT_BYTES, LIMIT, MAX_ITERATIONS, COPY_ENGINES, DUPLEX_SHARE, HOST_BYTES, ISSUE_NS, WAIT_NS, SETTINGS = range(9)
 
 # Columns of the log of a run: start, end, one of these, kernel or row. The first four are spans; a step ends, and the
 # memory of an open gap is free.

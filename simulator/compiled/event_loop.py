@@ -7,7 +7,7 @@ lines of rule 9. The functions above it are its stages. README.md draws the stat
 from __future__ import annotations
 
 from simulator.compiled.jit import stage
-from simulator.compiled.lowering import leave_at_start, makes_copies, read_plan, segments
+from simulator.compiled.lowering import leave_at_start, makes_copies, note_waits, read_plan, segments
 
 # isort: off
 from simulator.compiled.encoding import (
@@ -15,7 +15,8 @@ from simulator.compiled.encoding import (
     FIRST_OF, FREED, GATE, GATE_EVENT, GATE_MISSING, GATE_REMAT, GATE_SYNC, HELD, HIGHEST, HOST_BYTES, HOST_FULL,
     ITERATION_NS, LEAVING, LEVEL, LIMIT, LIVE, LOG_BOUNDARY, LOG_END, LOG_IN, LOG_KERNEL, LOG_LEFT, LOG_OUT,
     LOG_RECOMPUTE, LOG_STALL, MAX_ITERATIONS, NEVER, NEXT_OPEN, OPENS, ORDER_SEGMENT, PEAK, PERIOD, PERSISTENT_BYTES,
-    PLANNED, QUEUE, RECOMPUTE, SEGMENT, SLOWER, STEP_FOR, STEP_KERNEL, STUCK, SYNC_SWAP, WAITING, WORKSPACE,
+    PLANNED, QUEUE, RECOMPUTE, SEGMENT, SLOWER, STEP_FOR, STEP_KERNEL, STUCK, SYNC_SWAP, WAITING, WAITS, WAIT_NS,
+    WORKSPACE,
 )  # fmt: skip
 
 # isort: on
@@ -255,6 +256,7 @@ def event_loop(  # type: ignore[no-untyped-def]
     n_segments, on_host, ahead = read_plan(tensors, graph, rows, lowered, by_kernel, by_tensor, by_row, gaps)
     if on_host > settings[HOST_BYTES]:  # all of them together: they need not be there at one time
         return HOST_FULL, 0
+    waits = note_waits(rows, gaps, by_kernel, settings[WAIT_NS])
     segments(enforced, by_kernel, by_segment, n_segments)
     gate, opens, segment_of, following = by_kernel[GATE], by_kernel[OPENS], by_kernel[SEGMENT], by_row[NEXT_OPEN]
     highest, expected, copied = by_segment[HIGHEST], by_segment[EXPECTED], by_tensor[COPIED]
@@ -377,7 +379,7 @@ def event_loop(  # type: ignore[no-untyped-def]
                 if gate[k] < GATE_SYNC and not _waits_for_data(gate[k], rerun) and used + change <= limit_here:
                     used += change
                     peak = max(peak, used)
-                    end = now + kernels[DURATION, which]
+                    end = now + kernels[DURATION, which] + (0 if rerun or not waits else by_kernel[WAITS, k])
                     n_log = _log(log, n_log, now, end, LOG_RECOMPUTE if rerun else LOG_KERNEL, which)
 
             # On to the next completion.

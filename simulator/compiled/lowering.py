@@ -13,7 +13,7 @@ from simulator.compiled.jit import jit, stage
 from simulator.compiled.encoding import (
     AFTER, AWAY_AT_START, BEFORE, BY_REMAT, COPIED, D2H, EXPECTED, EXTRA, FIRST_OF, GATE, GATE_EVENT, GATE_REMAT, H2D,
     HELD, HIGHEST, KIND, LIVE, NEVER, NEXT_OPEN, OPENS, ORDER_SEGMENT, PERSISTENT, RECOMPUTE, RERUN, RETURNS, SEGMENT,
-    SIZE, TENSOR, WHEN,
+    SIZE, TENSOR, WAITS, WHEN,
 )  # fmt: skip
 # isort: on
 
@@ -215,6 +215,22 @@ def segments(enforced, by_kernel, by_segment, n_segments):  # type: ignore[no-un
         highest[at] = highest[n_segments + at] = expected[at] = expected[n_segments + at] = top
         begin = end
     segment_of[n], first[2 * n_segments] = n_segments, 2 * n
+
+
+@stage
+def note_waits(rows, gaps, by_kernel, wait_ns):  # type: ignore[no-untyped-def]
+    """Fills by_kernel[WAITS]: ns for which each kernel waits for the events of swap-ins (reference, j); returns whether
+    there are any."""
+    if wait_ns == 0:
+        return False
+    waits, gate = by_kernel[WAITS], by_kernel[GATE]
+    for k in range(waits.size):
+        waits[k] = 0
+    for r in range(rows.shape[0]):
+        if rows[r, KIND] & 1 == 0:
+            waits[gaps[r].returns] += wait_ns
+            gate[gaps[r].returns] |= GATE_EVENT
+    return True
 
 
 @stage

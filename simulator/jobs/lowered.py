@@ -134,12 +134,14 @@ def check(jobs: Sequence[Job], plans: Sequence[Sequence[Lowered]], machine: Mach
         plans: of each job, those of ``Job.entries``.
 
     Raises:
-        ValueError: a job has no end, or the machine's host takes time to issue what it runs.
+        ValueError: a job has no end, or the machine's host takes time to issue what it runs, or waits cost time.
         OutOfMemory: a job and the first kernel that does not fit alone.
         PlanError: a job whose plans hold more on the host than it has.
     """
     if machine.issue_ns:
         raise ValueError(f"machine.issue_ns is {machine.issue_ns}: with several jobs hosts are never too slow (0)")
+    if machine.wait_ns:
+        raise ValueError(f"machine.wait_ns is {machine.wait_ns}: with several jobs waits for events cost nothing (0)")
     for job, lowered in zip(jobs, plans, strict=True):
         if job.iterations is None and job.leaves_ns is None and until_ns is None:
             raise ValueError(

@@ -24,6 +24,7 @@ kernels is found out. The rules (numbers: the docstring of ``reference.py``):
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -55,7 +56,12 @@ def violations(
     steps = Steps(timeline, runs, plan)
     link = Link(timeline, runs, machine)
     replay = Replay(timeline, steps, link, machine.copy_engines == 1, limit)
-    found = [*duration(timeline, runs, link), *steps.found, *replay.found]
+    ends = Counter(back % len(program.kernels) for *_, back in steps.gaps([0]))
+    found = [
+        *duration(timeline, runs, link, {k: machine.wait_ns * count for k, count in ends.items()}),
+        *steps.found,
+        *replay.found,
+    ]
     found += wrong_events(replay.ledger, timeline.events, (block.owner for block in steps.persistent))
     found += _figures(timeline, program, plan, machine, replay)
     if limit is not None:
@@ -82,7 +88,9 @@ def _figures(timeline: Timeline, program: Program, plan: Plan, machine: Machine,
     period = next((len(lasts) - i for i in since if lasts[-1] == max(lasts[i:])), 0)
     waits = replay.stalls["memory"] + replay.stalls["data"]
     parts = timeline.breakdown
-    ran = [s for s in timeline.spans if s.stream == "compute" and begin < s.end_ns <= end and s.end_ns > s.start_ns]
+    kernels = program.with_variants(plan.variants).kernels
+    ran = [s for s in timeline.spans if s.stream == "compute" and kernels[s.index].duration_ns]
+    ran = ran[-len(ran) // len(ends) :] if ends else []
     swaps = [d for d in plan.decisions if isinstance(d, Swap)]
     lasts_ns = max(end - begin, machine.issue_ns * (len(ran) + 2 * len(swaps)))  # the machine, the host (i)
     for name, says, right in (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from math import inf
 from typing import NamedTuple
@@ -65,11 +65,14 @@ def order(timeline: Timeline, program: Program) -> Iterator[Violation]:
         yield Violation("order", timeline.spans[-1].start_ns, "something starts after the last iteration")
 
 
-def duration(timeline: Timeline, program: Program, link: Link) -> Iterator[Violation]:
-    """Rule ``duration``; the timeline is in order and without overlap."""
+def duration(
+    timeline: Timeline, program: Program, link: Link, waits: Mapping[int, int]
+) -> Iterator[Violation]:  # fmt: skip
+    """Rule ``duration``; the timeline is in order and without overlap. ``waits``: kernel -> ns that come with it."""
     for span in timeline.spans:
         on_compute = span.stream == "compute"
         right = span.start_ns + program.kernels[span.index].duration_ns if on_compute else link.end(span)
+        right += waits.get(span.index, 0) if span.kind == "kernel" else 0
         if span.end_ns != right:
             lasts, wanted = span.end_ns - span.start_ns, right - span.start_ns
             yield Violation("duration", span.start_ns, f"{span.kind} {span.index} lasts {lasts} ns, not {wanted}")

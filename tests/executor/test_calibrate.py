@@ -30,6 +30,7 @@ def test_the_figures_are_found_back(tmp_path):
     assert MACHINE.copy_latency_ns * 0.9 < machine.copy_latency_ns < MACHINE.copy_latency_ns * 2  # threads wake up late
     assert (machine.copy_engines, machine.memory_bytes) == (2, 2**28)
     assert 0 < machine.launch_ns < 100_000 and 0 < machine.issue_ns < 1_000_000
+    assert 0 <= machine.wait_ns < 100_000
     assert all(0.8 < slower < 1.4 for slower in found.duplex.values())
 
     path = tmp_path / "machine.yaml"
@@ -95,6 +96,20 @@ def test_a_latency_below_zero_is_none():
 def test_copies_that_cost_nothing_are_an_error():
     with pytest.raises(BackendError, match="do not take longer"):
         _fit({d: [(1000, 900), (2000, 100)] for d in ("h2d", "d2h")})
+
+
+@pytest.mark.parametrize(("with_waits", "wait_ns"), [(7000.0, 2000), (4000.0, 0)])
+def test_a_wait_is_what_it_adds_to_a_kernel(with_waits, wait_ns, monkeypatch):
+    """5 us a kernel; where noise makes waits cheaper than none, they cost nothing."""
+
+    def launch(backend, count=0, waits=False):
+        return with_waits if waits else 5000.0
+
+    monkeypatch.setattr(calibrate_module, "_launch", launch)
+    slow = replace(MACHINE, h2d_bytes_per_s=5_000_000, d2h_bytes_per_s=2_500_000)  # sizes are told apart
+    found = measured(slow, 2**14)
+    assert found.machine.wait_ns == wait_ns and found.machine.launch_ns == 5000
+    assert f"wait_ns: {wait_ns}  # measured: " in found.to_yaml()
 
 
 def test_there_must_be_two_sizes():

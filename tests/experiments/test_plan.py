@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from experiments import answer as words, cli, plan as command, workloads
+from experiments import answer as words, batches, cli, plan as command, workloads
 from experiments.batches import BatchError, Batches
 from experiments.plotting.page import page
 from experiments.workloads.module import WorkloadError, leading, with_batch
@@ -113,7 +113,19 @@ def test_a_step_at_any_batch_is_as_captured(mlp: Batches) -> None:
     assert mlp.peak_bytes(9633) == other.peak_bytes == mlp.at(9633).peak_bytes
     assert mlp.largest(other.peak_bytes) == 9633 == mlp.largest(mlp.peak_bytes(9634) - 1)
     assert mlp.largest(mlp.program.peak_bytes // 8) == 0 and mlp.largest(2**62) == 1024 * 2048
-    assert other.ideal_ns == pytest.approx(8e6 * 9633 / 2048, rel=0.01)  # a measured time grows with the batch
+    assert other.ideal_ns == workloads.load(MLP, MACHINE, 9633).program.ideal_ns  # the measured time is of another
+
+
+def test_durations_at_two_batches_are_on_one_scale(mlp: Batches) -> None:
+    measured = mlp.program.with_durations([3 * k.duration_ns for k in mlp.program.kernels])
+    scaled = batches._on_its_scale(mlp.larger, measured)
+    assert scaled.ideal_ns == pytest.approx(3 * mlp.larger.ideal_ns, rel=0.01)
+    # Micro-batches cannot be faster than the whole: all kernels of the roofline grow at most as the batch does.
+    _, _, cost = Batches(2048, measured, 4096, scaled).accumulated(measured.peak_bytes * 3 // 4) or (0, 0, -1.0)
+    assert cost >= 0
+    # Nothing in common: in proportion to the batch.
+    other = replace(mlp.larger, kernels=tuple(replace(k, flops=k.flops + 1) for k in mlp.larger.kernels))
+    assert batches._on_its_scale(other, measured).ideal_ns == pytest.approx(2 * measured.ideal_ns, rel=0.01)
 
 
 def test_batches_that_change_the_kernels_are_refused() -> None:

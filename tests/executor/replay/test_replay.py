@@ -1,24 +1,21 @@
 """Replay: the order of issue on a clock without noise, then real bytes on the host backend, and broken on purpose."""
 
-import os
-import signal
-import threading
-import time
 from dataclasses import replace
 from random import Random
 
 import pytest
 
 from executor.replay import streams
-from executor.replay.backend import Backend, BackendError
+from executor.replay.backend import Backend
 from executor.replay.host_backend import HostBackend
 from executor.replay.replay import replay
 from executor.replay.streams import ReplayError, circle, unrolled
 from simulator import Kernel, Machine, OutOfMemory, Plan, Program, Recompute, Rerun, Swap, Tensor, Timeline, simulate
 from simulator.schedule import lower
 from tests.executor.conftest import gpu_backend
+from tests.executor.replay.conftest import LINK
 from tests.random_cases import case as random_case
-from tests.tiny import A1, A2, A3, A4, LIMIT, MACHINE, PROGRAM, RECOMPUTE_PLAN, SWAP_PLAN, W
+from tests.tiny import A1, A2, A3, LIMIT, MACHINE, PROGRAM, RECOMPUTE_PLAN, SWAP_PLAN, W
 
 MS = 1_000_000
 
@@ -312,14 +309,7 @@ LARGE = Program(
     tuple(replace(t, nbytes=1000 * t.nbytes) for t in PROGRAM.tensors),
     tuple(replace(k, duration_ns=200_000 * k.duration_ns) for k in PROGRAM.kernels),
 )
-LINK = Machine("link", 10**6, 5_000_000, 5_000_000, copy_latency_ns=0, alignment=16)
 LARGE_SWAP, LARGE_RECOMPUTE = Plan(SWAP_PLAN.decisions), Plan(RECOMPUTE_PLAN.decisions)
-
-
-@pytest.fixture
-def host():
-    with HostBackend(LINK) as backend:
-        yield backend
 
 
 @pytest.mark.parametrize(("plan", "ms"), [(LARGE_SWAP, 102), (LARGE_RECOMPUTE, 78)])
@@ -394,166 +384,3 @@ def test_a_gpu_takes_as_long_as_calibrated(mode):
         program = replace(LARGE, tensors=tuple(replace(t, nbytes=1000 * t.nbytes) for t in LARGE.tensors))
         measured = replay(program, LARGE_SWAP, machine, 150_020_000, backend, mode=mode)
     assert measured.fits and (mode == "check" or abs(measured.error) < 0.02)
-
-
-# ------------------------------------------------------------------------- broken on purpose
-
-
-class Mutant(HostBackend):
-    """Of the tasks whose names begin so, skips the first call of one method, or changes its arguments."""
-
-    method = tasks = last = ""
-    change = None
-    happened = 0
-
-    def _call(self, method, *arguments):
-        if method == self.method and self.task.startswith(self.tasks) and self.task != self.last:
-            self.last = self.task
-            self.happened += 1
-            if self.change is None:
-                return
-            arguments = self.change(*arguments)
-        getattr(super(), method)(*arguments)
-
-    def wait(self, *arguments):
-        self._call("wait", *arguments)
-
-    def copy(self, *arguments):
-        self._call("copy", *arguments)
-
-
-def broken(program, plan, limit, method, tasks, change, match):
-    """A replay in which a Mutant does so, and the error that must come of it; how often it was done."""
-    with Mutant(LINK) as backend:
-        backend.method, backend.tasks, backend.change = method, tasks, change
-        with pytest.raises(ReplayError, match=match):
-            replay(program, plan, LINK, limit, backend, iterations=2, warmup=1, mode="check")
-    return backend.happened
-
-
-def shifted(stream, device, host, nbytes):
-    return stream, device + 4, host, nbytes
-
-
-def shorter(stream, device, host, nbytes):
-    return stream, device, host, nbytes - 1
-
-
-@pytest.mark.parametrize(
-    ("method", "tasks", "change", "match"),
-    [
-        # a1 leaves before f1 has written it again: what comes back is that of an iteration before.
-        ("wait", "swap-out of tensor 1", None, r"tensor 1 \('a1'\), before kernel 6 \('b2'\)"),
-        # f4 puts a4 where a1 still is.
-        ("wait", "kernel 3", None, r"tensor 1 \('a1'\), before kernel 6 \('b2'\)"),
-        # a1 comes back to where a4 is in use.
-        ("wait", "swap-in of tensor 1", None, r"tensor 4 \('a4'\), \w+ kernel [34] \('[fb]4'\)"),
-        # b2 reads a1 before it is back.
-        ("wait", "kernel 6", None, r"tensor 1 \('a1'\), before kernel 6 \('b2'\)"),
-        ("copy", "swap-out of tensor 1", None, r"tensor 1 \('a1'\), before kernel 6 \('b2'\)"),
-        ("copy", "swap-in of tensor 1", None, r"tensor 1 \('a1'\), before kernel 6 \('b2'\)"),
-        ("copy", "swap-out of tensor 1", shifted, r"tensor 1 \('a1'\), before kernel 6 \('b2'\)"),
-        ("copy", "swap-in of tensor 1", shifted, r"tensor 1 \('a1'\), before kernel 6 \('b2'\)"),
-        ("copy", "swap-in of tensor 1", shorter, r"tensor 1 .*: byte 39,999 of 40,000 is wrong"),
-    ],
-)
-def test_every_wait_and_every_byte_counts(method, tasks, change, match):
-    assert broken(LARGE, LARGE_SWAP, 150_000, method, tasks, change, match) == 3
-
-
-def test_what_is_on_the_host_in_the_end_is_looked_at():
-    """p, updated by f2 only, is on the host from f2 until it is fetched when f1 ends."""
-    p, f2 = len(LARGE.tensors), LARGE.kernels[1]
-    kernels = list(LARGE.kernels)
-    kernels[1] = replace(f2, inputs=(*f2.inputs, p), outputs=(*f2.outputs, p))
-    program = Program("p", (*LARGE.tensors, Tensor("p", 5000, "parameter", True)), tuple(kernels))
-    plan = Plan((Swap(p, 1, 1, prefetch=0),))
-    match = r"tensor 8 \('p'\), on the host at the end of the run: byte 0 of 5,000 is wrong"
-    tasks = "swap-out of tensor 8 ('p'), iteration 2"  # the last
-    assert broken(program, plan, 200_000, "copy", tasks, None, match) == 1
-
-
-def test_a_wrong_address_is_found(monkeypatch):
-    """a4 lies 4 bytes behind the begin of a2, which is in use."""
-    right = streams._pack
-
-    def wrong(lives, *arguments):
-        name, packing = right(lives, *arguments)
-        a2, a4 = (lives.owner.tolist().index(t) for t in (A2, A4))
-        offsets = packing.offsets.copy()
-        offsets[a4] = offsets[a2] + 4
-        return name, replace(packing, offsets=offsets)
-
-    monkeypatch.setattr(streams, "_pack", wrong)
-    with HostBackend(LINK) as backend, pytest.raises(ReplayError, match=r"tensor [23] \('a[23]'\), \w+ kernel \d"):
-        replay(LARGE, Plan(), LINK, 180_000, backend, iterations=2, warmup=1, mode="check")
-
-
-# ------------------------------------------------------------------------- faults
-
-
-class Broken(HostBackend):
-    """Copies to the host fail from the second on, or kernels do from the twentieth on."""
-
-    copies = spins = 0
-    what = ""
-
-    def _copy(self, *arguments):
-        self.copies += 1
-        if self.what == "copy" and self.copies > 2:
-            raise OSError("the link is down")
-        return super()._copy(*arguments)
-
-    def spin(self, ns, nbytes=0):
-        def work(ready):
-            raise ZeroDivisionError("a kernel")
-
-        self.spins += 1
-        return self._put("compute", work) if self.what == "spin" and self.spins == 20 else super().spin(ns, nbytes)
-
-
-@pytest.mark.parametrize(
-    ("what", "match"),
-    [("copy", r"swap-out of tensor 1 \('a1'\), iteration 1: the link is down"),
-     ("spin", r"kernel 3 \('f4'\), iteration 2: a kernel")],
-)  # fmt: skip
-def test_a_fault_is_named_drains_the_streams_and_returns_the_memory(what, match):
-    with Broken(LINK) as backend:
-        backend.what = what
-        begin = time.monotonic()
-        with pytest.raises(BackendError, match=match):
-            replay(LARGE, LARGE_SWAP, LINK, 150_000, backend, iterations=50)
-        assert time.monotonic() - begin < 10
-        assert backend.allocated_bytes == 0 and not hasattr(backend, "host")
-        backend.what = ""
-        assert replay(LARGE, LARGE_SWAP, LINK, 150_000, backend, iterations=2, mode="check").fits
-
-
-def test_host_memory_that_cannot_be_pinned(monkeypatch):
-    def no_memory(self, nbytes):
-        raise BackendError(f"{nbytes:,} bytes of host memory cannot be pinned (none left)")
-
-    monkeypatch.setattr(HostBackend, "_pin", no_memory)
-    with HostBackend(LINK) as backend:
-        with pytest.raises(BackendError, match="40,000 bytes of host memory cannot be pinned"):
-            replay(LARGE, LARGE_SWAP, LINK, 150_000, backend)
-        assert backend.allocated_bytes == 0
-
-
-def test_an_arena_larger_than_the_device(host):
-    small = replace(LINK, memory_bytes=100_000)
-    with HostBackend(small) as backend, pytest.raises(BackendError, match="has 100,000 bytes, too few for"):
-        replay(LARGE, LARGE_SWAP, small, 150_000, backend)
-
-
-def test_ctrl_c_stops_everything(host):
-    threads = threading.active_count()
-    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-    begin = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        timer.start()
-        replay(LARGE.with_durations([10**9] * 8), LARGE_SWAP, LINK, 150_000, host)
-    assert time.monotonic() - begin < 5  # an iteration takes 8 s
-    timer.join()
-    assert host.allocated_bytes == 0 and threading.active_count() == threads
-    assert replay(LARGE, Plan((Recompute(A1, 1, 6),)), LINK, 150_000, host, iterations=2, mode="check").fits

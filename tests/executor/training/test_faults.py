@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from executor import Captured, PlannedStep, StepError, capture
 from executor.memory.pinned import CUDA
-from executor.training import storage
+from executor.training import engines, storage
 from simulator import Plan, Swap
 from simulator.plan import PlanError
 from simulator.reference import OutOfMemory
@@ -100,14 +100,14 @@ def test_a_copy_that_fails_is_as_if_the_step_had_not_been(way, monkeypatch):
     twins, step = planned()
     twins.train(step, 2)
     hosts = {b.host.data_ptr(): b for b in step._blocks.blocks.values() if not b.persistent}
-    move, errors = storage.move, [OSError("no link")]
+    move, errors = engines.move, [OSError("no link")]
 
     def failing(target: Tensor, source: Tensor) -> None:
         if (target if way == "out" else source).data_ptr() in hosts and errors:
             raise errors.pop()
         move(target, source)
 
-    monkeypatch.setattr(storage, "move", failing)
+    monkeypatch.setattr(engines, "move", failing)
     fails(twins, step, StepError, f"the swap-{way} of .* failed: OSError: no link; the model is as before the step")
     twins.train(step, 2)
 
@@ -120,7 +120,7 @@ def test_a_copy_that_fails_while_the_optimizer_runs_loses_nothing(way, monkeypat
     hosts = {step._blocks.blocks[step.order.schedule.blocks[b].owner].host.data_ptr() for b in late}
     began = []
     i = step._commit
-    move, errors = storage.move, [OSError("no link")]
+    move, errors = engines.move, [OSError("no link")]
     work = list(step._work[i])
     work[5] = (*work[5], (began.append, 0))
     step._work[i] = tuple(work)
@@ -130,7 +130,7 @@ def test_a_copy_that_fails_while_the_optimizer_runs_loses_nothing(way, monkeypat
             raise errors.pop()
         move(target, source)
 
-    monkeypatch.setattr(storage, "move", failing)
+    monkeypatch.setattr(engines, "move", failing)
     torch.manual_seed(twins.seed)
     with pytest.raises(StepError, match=f"swap-{way} of .*no link; the step went on to its end, and the model is as "):
         step(*twins.next_batch())
@@ -196,10 +196,10 @@ def test_host_memory_that_cannot_be_had(monkeypatch):
     captured = twins.captured()
     plan = random_plan(captured.program, 0)
 
-    def none(self, nbytes: int) -> storage.Bytes:
-        raise storage.TransferError(f"{nbytes:,} bytes of host memory cannot be pinned")
+    def none(self, nbytes: int) -> engines.Bytes:
+        raise engines.TransferError(f"{nbytes:,} bytes of host memory cannot be pinned")
 
-    monkeypatch.setattr(storage.HostEngines, "pinned", none)
+    monkeypatch.setattr(engines.HostEngines, "pinned", none)
     with pytest.raises(StepError, match=r"^the plan cannot be run: [\d,]+ bytes of host memory cannot be pinned$"):
         PlannedStep(captured, plan, GPU, required(captured.program, plan))
     with pytest.raises(StepError, match="no memory to undo a step"):
@@ -258,21 +258,21 @@ def test_what_cuda_pins_serves_the_next_step(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 512 * (device == 2))
     monkeypatch.setattr(torch.cuda, "synchronize", settled.append)
-    engines = storage.CudaEngines(torch.device("cpu"))
-    places = storage.slab(engines, {3: 5000, 4: 10})  # 5,120 and 512 bytes: two pages
+    cuda = engines.CudaEngines(torch.device("cpu"))
+    places = engines.slab(cuda, {3: 5000, 4: 10})  # 5,120 and 512 bytes: two pages
     assert list(pinned.values()) == [8192] and next(iter(pinned)) % 4096 == 0
     assert next(iter(pinned)) == places[3].data_ptr() and places[4].data_ptr() == places[3].data_ptr() + 5120
     last = places[4].view(torch.int16)
-    other = storage.slab(engines, {0: 1})
+    other = engines.slab(cuda, {0: 1})
     del places
     assert list(pinned.values()) == [8192, 4096] and not settled
-    again = storage.slab(engines, {0: 4000})
+    again = engines.slab(cuda, {0: 4000})
     assert list(pinned.values()) == [8192, 4096, 4096]
     where = last.data_ptr() - 5120
     del last
-    assert storage.slab(engines, {0: 5000})[0].data_ptr() == where
+    assert engines.slab(cuda, {0: 5000})[0].data_ptr() == where
     assert settled == [1, 2]  # what its last owner has copied, on any device
-    with pytest.raises(storage.TransferError, match=r"bytes of host memory cannot be pinned: .* are available"):
+    with pytest.raises(engines.TransferError, match=r"bytes of host memory cannot be pinned: .* are available"):
         engines.pinned(2**62)
     del again, other
     CUDA.drop()
@@ -330,7 +330,7 @@ def test_a_swapped_batch_needs_memory_of_its_own():
 def test_a_swapped_batch_is_borrowed_before_it_is_freed(monkeypatch):
     """On CUDA its memory may be another stream's, whose allocator knows nothing of compute unless it is told."""
     told = []
-    monkeypatch.setattr(storage.HostEngines, "borrow", lambda self, t: told.append((t, t.untyped_storage().nbytes())))
+    monkeypatch.setattr(engines.HostEngines, "borrow", lambda self, t: told.append((t, t.untyped_storage().nbytes())))
     twins = Twins("small")
     step = swapping_the_batch(twins)[1]
     x, y = twins.next_batch()

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from executor import Captured, PlannedStep, StepError, capture
 from executor.capture.state import capturable
 from executor.training import arena
+from executor.training.engines import ALIGNMENT
 from executor.training.recording import Operation, Recording, illegal
-from executor.training.storage import ALIGNMENT
 from simulator import Plan, Recompute, Swap
 from simulator.schedule import lower
 from tests.executor.networks import adamw, sgd
@@ -259,5 +259,5 @@ def test_packed_addresses_that_overlap_are_found(monkeypatch):
     twins, step = graphed()
     step(*twins.next_batch())
     monkeypatch.setattr(arena.smartpool, "pack", wrong)
-    with pytest.raises(StepError, match="is no legal graph: memory is taken that|the graph failed: "):
+    with pytest.raises(StepError, match=r"is no legal graph: memory is taken that|the graph failed: "):
         step(*twins.next_batch())

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import agents
 from executor import PlannedStep, StepError, capture, capture_step
-from executor.training import storage
+from executor.training import engines
 from executor.training.storage import Place
 from simulator import Plan, Recompute, Swap, simulate
 from tests.executor.networks import NETWORKS, OPTIMIZERS, adamw, images, sgd, small
@@ -105,7 +105,7 @@ def test_a_place_on_the_host_is_for_several_tensors():
     twins.train(step, 3)
 
 
-class Late(storage.HostEngines):
+class Late(engines.HostEngines):
     """Copies when it is waited for them: the last moment at which they may be done."""
 
     def __init__(self) -> None:
@@ -138,7 +138,7 @@ class Late(storage.HostEngines):
 @pytest.mark.parametrize("network", ["resnet", "gpt2"])
 def test_it_does_not_matter_when_copies_are_done(network, make, monkeypatch):
     """Nothing is read too early and nothing is overwritten too early, however late the engines are."""
-    monkeypatch.setattr(storage, "HostEngines", Late)
+    monkeypatch.setattr(engines, "HostEngines", Late)
     twins = Twins(network, adamw)
     captured = twins.captured()
     step = tight(captured, make(captured.program, 4))

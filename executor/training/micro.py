@@ -1,0 +1,198 @@
+"""A step that takes its micro-batches one by one: where one ends, and what of the plan waits for those to come.
+
+The tensors of the batch are persistent in the program: all there from the begin of the step. One by one they come
+later. Until a micro-batch has come, the plan's moves of its tensors only count bytes, as the program does (there may be
+less); when it comes, its tensors go where the plan has them by then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_flatten
+
+from executor.capture.captured import Captured
+from executor.training.bindings import StepError, compare
+from executor.training.calls import Call, Calls
+from executor.training.order import Order
+from executor.training.process import BEGIN, Random
+from executor.training.storage import Block, Blocks, Place, movable
+
+if TYPE_CHECKING:
+    from executor.training.planned_step import PlannedStep
+
+
+@dataclass
+class Part:
+    """A micro-batch of a step, or all of it.
+
+    Attributes:
+        begin, end: its items.
+        leaves: its batch's among the step's arguments, flat.
+        tensors: of the program, that are its batch's.
+        slots: of these and their views, cleared when it is over.
+        reads_on: tensors that steps after it need, because kernels of its run again.
+        first: calls that begin it.
+        random: the random state at its begin, as Random counts.
+        put_back: its last kernel does not leave the random state in which the next part begins.
+    """
+
+    begin: int
+    end: int
+    leaves: range
+    tensors: set[int]
+    slots: list[int]
+    reads_on: set[int]
+    first: list[Call]
+    random: int = BEGIN
+    put_back: bool = False
+
+
+def parts(captured: Captured, order: Order, calls: Calls, kept: dict[int, int]) -> tuple[Part, list[Part]]:
+    """All of a step, and its micro-batches.
+
+    Args:
+        kept: kernel -> the number under which the random state after it is kept.
+    """
+
+    def part(begin: int, end: int, leaves: range, first: list[Call]) -> Part:
+        tensors = {t for leaf in leaves if (t := captured.values.get(captured.leaves[leaf])) is not None}
+        reads_on = tensors & set[int]().union(*(item.step.uses.keys() for item in order.items[end:]))
+        slots = [calls.slots[node] for node, t in captured.values.items() if t in tensors - reads_on]
+        return Part(begin, end, leaves, tensors, slots, reads_on, first)
+
+    n, count = len(order.items), len(captured.leaves)
+    whole = part(0, n, range(count), [call for first in calls.first for call in first])
+    ends = [order.schedule.first[micro.end] for micro in captured.micro[:-1]]
+    per = count // (len(ends) + 1)
+    found = [part(begin, end, range(i * per, (i + 1) * per), calls.first[i])
+             for i, (begin, end) in enumerate(pairwise([0, *ends, n]))]  # fmt: skip
+    for micro, (before, after) in zip(captured.micro, pairwise(found), strict=False):
+        after.random, before.put_back = kept.get(micro.drawn, BEGIN), micro.put_back
+    return whole, found
+
+
+class Progress:
+    """How far a step is whose micro-batches come one by one.
+
+    Attributes:
+        done: micro-batches of the present step.
+        alone: they come one by one.
+        loss: the last one's; its own memory.
+        absent: tensors of the batch that have not come.
+        needed: of those that have come, which later parts need; each with its version.
+    """
+
+    def __init__(self, blocks: Blocks, random: Random) -> None:
+        self._blocks, self._random = blocks, random
+        self.done, self.alone, self.absent = 0, False, set[int]()
+        self.loss: Tensor | None = None
+        self.needed: list[tuple[Tensor, int]] = []
+        self._grad_mode = False
+        self._shown: list[Block] = []
+
+    def keep(self, slot: int) -> None:
+        """A micro-batch's loss is there."""
+        if self.alone:
+            self.loss = self._blocks.values[slot].clone()
+
+    def pause(self, part: Part, following: Part) -> None:
+        """A micro-batch is over and the step is not."""
+        self._grad_mode = torch.is_grad_enabled()
+        if part.put_back:
+            self._random.restore(following.random)
+        for slot in part.slots:  # the caller may have the memory back
+            self._blocks.values[slot] = None
+        self._shown = self._blocks.show()
+        self.done += 1
+
+    def resume(self, part: Part) -> None:
+        """The next one begins, with the random state as it is now."""
+        self._random.save(part.random)
+        for block in self._shown:
+            block.hide()
+        torch._C._set_grad_enabled(self._grad_mode)
+
+    def end(self) -> None:
+        """The step is over or given up."""
+        self.done, self.alone, self.loss, self._shown, self.needed = 0, False, None, [], []
+        for t in self.absent:
+            self._blocks.blocks[t].place = Place.DEVICE
+        self.absent.clear()
+
+    # ---------------------------------------------------------------------------- what has not come
+
+    def start(self, places: dict[int, Literal["host", "out", "in"]]) -> None:
+        """``Blocks.start`` for a step whose batch has not come in full."""
+        self._blocks.start({t: place for t, place in places.items() if t not in self.absent})
+        for t in self.absent & places.keys():
+            if places[t] != "in":
+                self.count("out", t)
+            if places[t] == "host":
+                self.count("reclaim", t)
+
+    def count(self, kind: str, t: int) -> None:
+        """A move of a tensor that has not come."""
+        block = self._blocks.blocks[t]
+        if kind == "out":
+            block.place, block.valid = Place.OUT, False
+        elif kind == "in" and block.place is Place.HOST:
+            block.place = Place.DEVICE
+            self._blocks.used += block.nbytes
+        elif kind in ("reclaim", "release") and block.place is not Place.HOST:
+            block.place, block.valid = Place.HOST, True
+            self._blocks.used -= block.nbytes
+
+    def arrive(self, t: int) -> None:
+        """A tensor has come, on the device: it goes where it would be if it had been there from the begin."""
+        self.absent.discard(t)
+        block = self._blocks.blocks[t]
+        meant, valid = block.place, block.valid
+        block.place, block.valid = Place.DEVICE, False
+        if meant is Place.HOST:
+            self._blocks.used += block.nbytes
+        if valid or meant is Place.OUT:
+            self._blocks.out(block)
+        if valid:
+            self._blocks.reclaim(block)
+        if meant is Place.DEVICE:
+            self._blocks.back([t])
+
+
+def taken(step: PlannedStep, args: tuple[Any, ...]) -> tuple[Part, dict[fx.Node, Tensor]]:
+    """What of a step is to run, and its batch by placeholder; raises StepError where it is not as at the capture."""
+    leaves, spec = tree_flatten(args)
+    done, captured, part = step._progress.done, step.captured, step._whole
+    if captured.micro and spec == captured.spec.child(0):
+        part = step._parts[done]
+    elif spec != captured.spec:
+        forms = (" ".join(str(s).split()) for s in (spec, captured.spec))
+        raise StepError("the batch is {}, the step was captured with {}".format(*forms))
+    elif done:
+        raise StepError(f"{done} of the step's {len(step._parts)} micro-batches are done; it takes the next one, alone")
+    if any(tensor._version != version for tensor, version in step._progress.needed):
+        raise StepError("a batch was changed that the plan needs until the step is over; finish() undoes it")
+    batch: dict[fx.Node, Tensor] = {}
+    inputs = (step._blocks.blocks[t] for t in step._inputs & step._blocks.blocks.keys())
+    taken = {block.storage._cdata for block in inputs if block.storage is not None}
+    for i, leaf in zip(part.leaves, leaves, strict=True):
+        want = captured.leaves[i]
+        if not isinstance(want, fx.Node):
+            if leaf is not want and leaf != want:
+                raise StepError(f"argument {i} of the step is {leaf!r}, at the capture it was {want!r}")
+            continue
+        compare(f"tensor {i} of the batch", leaf, want, *step._meant[want])
+        known = want in batch
+        if batch.setdefault(want, leaf) is not leaf:
+            raise StepError(f"tensor {i} of the batch was the same as another one at the capture; now it is not")
+        block = step._blocks.blocks.get(captured.values.get(want, -1))
+        if block is not None and not known:
+            memory = leaf.untyped_storage()
+            if memory.nbytes() != block.nbytes or not movable(leaf) or memory._cdata in taken:
+                raise StepError(f"the plan swaps tensor {i} of the batch, which has no memory of its own: clone it")
+            taken.add(memory._cdata)
+    return part, batch

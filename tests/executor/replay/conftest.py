@@ -1,0 +1,14 @@
+"""What the tests of replays share: the host in a device's place."""
+
+import pytest
+
+from executor.replay.host_backend import HostBackend
+from simulator import Machine
+
+LINK = Machine("link", 10**6, 5_000_000, 5_000_000, copy_latency_ns=0, alignment=16)
+
+
+@pytest.fixture
+def host():
+    with HostBackend(LINK) as backend:
+        yield backend

@@ -1,0 +1,179 @@
+"""The rules of reference.py on order, iterations and choices, by hand; both simulators must say the same."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from simulator import (
+    OutOfMemory,
+    Plan,
+    PlanError,
+    Recompute,
+    Swap,
+    Tensor,
+    reference,
+)
+from simulator.compiled import engine
+from simulator.schedule import lower
+from simulator.timeline import Breakdown
+from tests.simulator.test_reference import (
+    ONE_ENGINE,
+    PLENTY,
+    activations,
+    compute,
+    straight,
+    work,
+)
+from tests.strategies import machines, networks, plans, programs
+from tests.tiny import A1, LIMIT, MACHINE, PROGRAM, SWAP_PLAN
+
+# ------------------------------------------------------------------- rules 9 and 10: order, iterations
+
+
+def test_order_at_one_instant(simulate):
+    """At 20 k1 ends, x has left and y's swap-out is issued: y starts to leave, x starts to return, k2 starts."""
+    timeline = simulate(TWO_SWAPS, SWAP_BOTH, MACHINE, PLENTY, iterations=1)
+    assert [s.kind for s in timeline.spans if s.start_ns == 20] == ["swap_out", "swap_in", "kernel"]
+    assert [m for m in timeline.memory if m[0] == 20] == [(20, 10), (20, 25)]  # x out; x in and workspace
+
+
+def test_a_gap_over_the_iteration_boundary(simulate):
+    """p starts on the host. It fits beside k1's workspace only after k1: [30, …) of 10 ns, past the boundary."""
+    program = straight([Tensor("p", 10, "parameter", True)], ((0,), (), 10), ((), (), 10, 10), ((), (), 5))
+    timeline = simulate(program, Plan((Swap(0, 0, 0),)), MACHINE, 10, iterations=2)
+    assert work(timeline, "swap_out") == []  # never written: the copy on the host stays valid
+    assert work(timeline, "swap_in") == [(0, 0, 10), (0, 30, 40), (0, 60, 70)]
+    assert compute(timeline) == [(0, 10, 20), (1, 20, 30), (2, 30, 35), (0, 40, 50), (1, 50, 60), (2, 60, 65)]
+    assert timeline.boundaries == (35, 65) and timeline.iteration_ns == 30
+    assert timeline.memory[:4] == ((0, 0), (0, 10), (20, 0), (20, 10))
+    assert timeline.breakdown.stall_data_ns == 5
+
+
+def test_a_written_parameter_leaves_over_the_boundary(simulate):
+    """p is updated by k0 in every iteration and must leave in every iteration."""
+    program = straight([Tensor("p", 10, "parameter", True)], ((0,), (0,), 10), ((), (), 10), ((), (), 30))
+    timeline = simulate(program, Plan((Swap(0, 0, 0),)), MACHINE, PLENTY, iterations=2)
+    assert work(timeline, "swap_in") == [(0, 0, 10), (0, 30, 40), (0, 80, 90)]
+    assert work(timeline, "swap_out") == [(0, 20, 30), (0, 70, 80)]
+    assert timeline.boundaries == (60, 110)
+
+
+def test_the_next_iteration_waits_for_a_synchronous_swap_out(simulate):
+    """p, updated by k1, leaves [30, 40) at the end of the iteration; k0, which does not use it, starts at 40."""
+    program = straight([Tensor("p", 10, "parameter", True)], ((), (), 10), ((0,), (0,), 10), ((), (), 10))
+    timeline = simulate(program, Plan((Swap(0, 2, 1, sync=True),)), MACHINE, PLENTY, iterations=3)
+    assert work(timeline, "swap_in") == [(0, 0, 10), (0, 40, 50), (0, 80, 90)]
+    assert work(timeline, "swap_out") == [(0, 30, 40), (0, 70, 80)]
+    assert compute(timeline)[3:6] == [(0, 40, 50), (1, 50, 60), (2, 60, 70)]
+    assert timeline.boundaries == (30, 70, 110) and timeline.breakdown == Breakdown(30, 0, 10, 0, 10)
+
+
+def test_a_chain_that_ends_a_wrapping_gap_before_the_boundary(simulate):
+    """p is away after k0; the chain of k3 reads it, so that it is there when the next iteration starts."""
+    program = straight(
+        [Tensor("p", 10, "parameter", True), *activations(10)],
+        ((0,), (1,), 10), ((), (), 30), ((), (), 10), ((1,), (), 10),
+    )  # fmt: skip
+    plan = Plan((Swap(0, 0, 0), Recompute(1, 0, 3)))
+    timeline = simulate(program, plan, MACHINE, PLENTY, iterations=2)
+    assert timeline.memory[0] == (0, 10)
+    assert compute(timeline)[0] == (0, 0, 10)
+    assert timeline.iteration_ns == 70  # 60 and k0 again
+
+
+def test_a_wrapping_gap_that_has_ended_is_no_gap_before_its_kernel(simulate):
+    """As above, but p is used by k1: as the chain of k4 has fetched it, k0 runs beside it, 10 of 15 bytes."""
+    program = straight(
+        [Tensor("p", 10, "parameter", True), *activations(10)],
+        ((), (), 10, 5), ((0,), (1,), 10), ((), (), 30), ((), (), 10), ((1,), (), 10),
+    )  # fmt: skip
+    plan = Plan((Swap(0, 1, 1), Recompute(1, 1, 4)))
+    schedule = lower(program, plan)
+    assert (schedule.away_at_start, schedule.residency) == (frozenset(), (15, 20, 0, 0, 20))
+    assert simulate(program, plan, MACHINE, 20).memory[:2] == ((0, 10), (0, 15))
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_the_order_of_the_decisions_has_no_meaning(data):
+    program = data.draw(programs() | networks())
+    plan, machine = data.draw(plans(program)), data.draw(machines())
+    decisions = tuple(data.draw(st.permutations(plan.decisions)))
+    limit = lower(program, plan).required_bytes
+    expected = reference.simulate(program, plan, machine, limit)
+    for run in (reference.simulate, engine.simulate):
+        assert run(program, Plan(decisions), machine, limit) == expected
+
+
+# -------------------------------------------------------------------------------- the five choices
+
+# k0 makes x, k1 makes y, k2 has a workspace of 5, k3 reads x, k4 reads y; all take 10 ns.
+TWO_SWAPS = straight(
+    activations(10, 10), ((), (0,), 10), ((), (1,), 10), ((), (), 10, 5), ((0,), (), 10), ((1,), (), 10)
+)
+SWAP_BOTH = Plan((Swap(0, 0, 3), Swap(1, 1, 4)))
+
+
+def test_choice_a_a_swap_out_is_completed_even_when_it_is_late(simulate):
+    program = straight(activations(100), ((), (0,), 10), ((), (), 5), ((0,), (), 10))
+    timeline = simulate(program, Plan((Swap(0, 0, 2),)), MACHINE, PLENTY, iterations=1)
+    assert [(s.kind, s.start_ns, s.end_ns) for s in timeline.spans if s.stream != "compute"] == [
+        ("swap_out", 10, 110), ("swap_in", 110, 210),
+    ]  # fmt: skip
+    assert compute(timeline)[-1] == (2, 210, 220)
+    # 195 ns of waiting: for the swap-out [15, 110), for the swap-in [110, 210).
+    assert timeline.breakdown == Breakdown(25, 0, 95, 100, 5)
+
+
+def test_choice_b_two_copy_engines(simulate):
+    timeline = simulate(TWO_SWAPS, SWAP_BOTH, MACHINE, PLENTY, iterations=1)
+    assert work(timeline, "swap_out") == [(0, 10, 20), (1, 20, 30)]
+    assert work(timeline, "swap_in") == [(0, 20, 30), (1, 30, 40)]
+    assert timeline.breakdown == Breakdown(50, 0, 0, 0, 40)
+
+
+def test_choice_b_one_copy_engine(simulate):
+    """At 20 x could return and y leave: y goes first."""
+    timeline = simulate(TWO_SWAPS, SWAP_BOTH, ONE_ENGINE, PLENTY, iterations=1)
+    assert work(timeline, "swap_out") == [(0, 10, 20), (1, 20, 30)]
+    assert work(timeline, "swap_in") == [(0, 30, 40), (1, 40, 50)]
+    assert compute(timeline)[2:] == [(2, 20, 30), (3, 40, 50), (4, 50, 60)]
+    assert timeline.breakdown == Breakdown(50, 0, 0, 10, 30)
+
+
+def test_choice_c_nothing_is_evicted_on_demand(simulate):
+    with pytest.raises(OutOfMemory) as caught:
+        simulate(PROGRAM, Plan(), MACHINE, 179)
+    error = caught.value
+    assert (error.kernel, error.requested, error.used, error.limit) == (4, 10, 170, 179)
+    assert str(error) == "kernel 4 needs 10 bytes beside 170 in use, over the limit of 179"
+
+
+def test_out_of_memory_counts_what_the_plan_has_away(simulate):
+    with pytest.raises(OutOfMemory) as caught:
+        simulate(PROGRAM, SWAP_PLAN, MACHINE, 139)
+    error = caught.value
+    assert (error.kernel, error.requested, error.used, error.limit) == (4, 10, 130, 139)
+
+
+def test_choice_d_the_limit_until_a_kernel(simulate):
+    """Under 139 bytes the plan is infeasible at b4 (kernel 4); with the limit enforced before it only, f4 still
+    waits until 60, then a1 returns [70, 110) beside a4 and b2 starts when it is back."""
+    timeline = simulate(PROGRAM, SWAP_PLAN, MACHINE, 139, iterations=1, limit_until=4)
+    assert work(timeline, "swap_in") == [(A1, 70, 110)]
+    assert compute(timeline)[3:] == [(3, 60, 70), (4, 70, 90), (5, 90, 110), (6, 110, 130), (7, 130, 150)]
+    assert (timeline.iteration_ns, timeline.peak_bytes) == (150, 180)
+    with pytest.raises(OutOfMemory):
+        simulate(PROGRAM, SWAP_PLAN, MACHINE, 139, iterations=1, limit_until=5)
+
+
+def test_the_host_must_hold_what_is_swapped(simulate):
+    with pytest.raises(PlanError, match="the plan has 40 bytes on the host at a time; tiny has 39"):
+        simulate(PROGRAM, SWAP_PLAN, replace(MACHINE, host_bytes=39), LIMIT)
+    assert simulate(PROGRAM, SWAP_PLAN, replace(MACHINE, host_bytes=40), LIMIT).iteration_ns == 170
+
+
+def test_a_plan_that_does_not_fit_is_refused(simulate):
+    with pytest.raises(PlanError, match=r"decisions\[0\]: kernel 3 does not use tensor 1"):
+        simulate(PROGRAM, Plan((Swap(A1, 1, 3),)), MACHINE, LIMIT)
