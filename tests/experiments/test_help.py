@@ -70,7 +70,7 @@ def test_the_help_of_validate_gpu(run: Run) -> None:
     done = run("validate_gpu", "--help")
     assert done.returncode == 0 and "backend=host" in done.stdout
     for key in Settings.__dataclass_fields__:
-        assert re.search(rf"^  {key}=\S+( …)?\s+\w", done.stdout, re.MULTILINE), key
+        assert re.search(rf"^  {key}=\S+( …)?\s+\"?\w", done.stdout, re.MULTILINE), key
 
 
 def test_the_commands_are_listed(run: Run) -> None:
