@@ -119,9 +119,7 @@ def cluster(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[A
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     from ray.cluster_utils import Cluster
 
-    soon = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 4}
-    head = {"num_cpus": 0, "include_dashboard": False, "_system_config": soon}
-    made = Cluster(initialize_head=True, head_node_args=head)
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     nodes = [made.add_node(num_cpus=1) for _ in range(2)]
     monkeypatch.setenv("RAY_ADDRESS", made.address)
     yield [made, *nodes]
