@@ -171,7 +171,7 @@ class CudaEngines:
 
     def begin(self) -> None:
         self._compute, outside = torch.cuda.current_stream(self.device), torch.cuda.current_stream()
-        # To make a stream the current one makes its device the current one, too: the caller's is put back after it.
+        # A stream that becomes the current one makes its device the current one: the caller's is put back.
         self._back = (self._compute,) if outside.device == self._compute.device else (self._compute, outside)
 
     def copy_out(self, host: Tensor, device: Tensor, event: torch.cuda.Event) -> None:
@@ -307,8 +307,7 @@ class Blocks:
         """The storage of a tensor, which the values in these slots of the table share."""
         if block.storage is None:
             for slot in slots:
-                value = self.values[slot]
-                if value is not None:
+                if (value := self.values[slot]) is not None:
                     break
             found = self.memory.hold(block, value)
             if found != block.nbytes:
@@ -390,9 +389,9 @@ class Blocks:
         """Before the first kernel: tensors go where the steady iteration begins; the others are on the device."""
         if self.engines:
             self.engines.begin()
-        for t in places:
+        for t, place in places.items():
             block = self.blocks[t]
-            if places[t] != "in":
+            if place != "in":
                 self.wait(block)
                 if block.place is Place.DEVICE:
                     self.out(block)

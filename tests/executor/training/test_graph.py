@@ -259,5 +259,5 @@ def test_packed_addresses_that_overlap_are_found(monkeypatch):
     twins, step = graphed()
     step(*twins.next_batch())
     monkeypatch.setattr(arena.smartpool, "pack", wrong)
-    with pytest.raises(StepError, match="is no legal graph: memory is taken that|the graph failed: "):
+    with pytest.raises(StepError, match=r"is no legal graph: memory is taken that|the graph failed: "):
         step(*twins.next_batch())
