@@ -121,8 +121,7 @@ class Blocks:
         """The storage of a tensor, which the values in these slots of the table share."""
         if block.storage is None:
             for slot in slots:
-                value = self.values[slot]
-                if value is not None:
+                if (value := self.values[slot]) is not None:
                     break
             found = self.memory.hold(block, value)
             if found != block.nbytes:
@@ -204,9 +203,9 @@ class Blocks:
         """Before the first kernel: tensors go where the steady iteration begins; the others are on the device."""
         if self.engines:
             self.engines.begin()
-        for t in places:
+        for t, place in places.items():
             block = self.blocks[t]
-            if places[t] != "in":
+            if place != "in":
                 self.wait(block)
                 if block.place is Place.DEVICE:
                     self.out(block)

@@ -54,7 +54,7 @@ def noise_panels(path: Path, rows: Sequence[Row]) -> None:
         handles = [Line2D([], [], color=how.colour, marker=how.marker, label=how.label) for how in seen.values()]
         handles += [Line2D([], [], color=INK, label="mean"), Line2D([], [], color=INK, linestyle=":",
                                                                    label="95th percentile")]  # fmt: skip
-        fig.legend(handles=handles, loc="outside lower center", ncols=8)
+        fig.legend(handles=handles, loc="outside lower center", ncols=5)
 
 
 def _recovery(axes: Axes, recovery: Sequence[Row]) -> None:
