@@ -8,9 +8,11 @@ known by such a name.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -65,6 +67,8 @@ def register() -> None:
     """Makes ``hydra/launcher=ray`` known, where Ray is installed."""
     if find_spec("ray"):
         RayLauncher.__module__ = "hydra_plugins.headroom"
+        Plugins.instance().register(RayLauncher)  # after those that are installed
+        sys.modules.setdefault("hydra_plugins", ModuleType("hydra_plugins"))
+        sys.modules[RayLauncher.__module__] = sys.modules[__name__]
         node = {"_target_": f"{RayLauncher.__module__}.RayLauncher", "jobs": None}
         ConfigStore.instance().store("ray", node, "hydra/launcher", provider="headroom")
-        Plugins.instance().register(RayLauncher)

@@ -15,8 +15,6 @@ import yaml
 
 from tests.experiments.conftest import ROOT, chain
 
-pytest.importorskip("hatchling")
-
 
 @pytest.fixture
 def fresh(tmp_path: Path) -> Path:

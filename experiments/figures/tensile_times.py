@@ -36,10 +36,12 @@ SOURCES = ("roofline", "measured")
 def tasks(settings: DictConfig) -> list[Row]:
     """One per source of times; each has all networks, as they learn from each other."""
     batch, repeats = cli.integer(settings, "batch", least=1), cli.integer(settings, "repeats", least=1)
-    names = figures.networks(settings)
+    names, sources = figures.networks(settings), cli.values(settings, "sources")
+    if not sources or not set(sources) <= set(SOURCES):
+        raise cli.UsageError(f"figure.sources: expected some of {', '.join(SOURCES)}, got {sources!r}")
     if len(names) < 2:
         raise cli.UsageError("figure.networks: expected at least two, one to learn from")
-    return [{"source": source, "networks": names, "batch": batch, "repeats": repeats} for source in SOURCES]
+    return [{"source": source, "networks": names, "batch": batch, "repeats": repeats} for source in sources]
 
 
 def run(task: Row, machine: Machine) -> Row:
@@ -106,7 +108,8 @@ def notes(rows: list[Row]) -> list[str]:
 def draw(rows: list[Row], path: Path) -> None:
     """A panel per source: two bars per network, the paper's means as lines."""
     looks = {"all": ("#9a9a9a", "all kernels"), "expensive": ("#b3123d", "convolutions and matrix products")}
-    with figure(path, 11.5, 5.2, 1, len(rows)) as panels:
+    with figure(path, 11.5, 5.2, 1, len(rows)) as made:
+        panels = np.atleast_1d(made)
         for row, axes in zip(rows, panels, strict=True):
             names = row["networks"]
             for i, (key, (colour, label)) in enumerate(looks.items()):

@@ -20,7 +20,7 @@ from tests.strategies import machines, networks, programs, reachable_limits
 # Search methods with few simulator calls, for tiny programs.
 FAST: dict[str, dict[str, object]] = {
     "random_search": {"calls": 20}, "annealing": {"calls": 60}, "lp_round": {"calls": 60},
-    "mutation": {"calls": 200},
+    "mutation": {"calls": 200}, "rerun_search": {"seconds": 0.3},
     "home": {"particles": 6, "iterations": 4, "jobs": 1},
     "autoswap_bo": {"evaluations": 6}, "milp": {"seconds": 2.0},
     "smartpool+autoswap": {"align": False},

@@ -137,6 +137,6 @@ def test_a_page_has_fifteen_modules_and_forty_lines_at_most() -> None:
 def test_what_is_left_of_the_modules_is_one_row() -> None:
     columns = [{str(i): i for i in range(20)}, {str(i): 5 for i in range(10, 21)}]
     sums = [sum(column.values()) for column in columns]
-    keys = _largest(columns)
+    keys = _largest(columns, 15)
     assert keys == [*map(str, range(19, 5, -1)), "(others)"]
     assert [sum(column.get(key, 0) for key in keys) for column in columns] == sums

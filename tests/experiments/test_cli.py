@@ -160,7 +160,7 @@ def test_evaluate_scores_planners(run: Run, program: Program, program_file: Path
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == str(out)
-    assert {f.name for f in out.iterdir()} == {"summary.json", "results.jsonl", "overhead.png"}
+    assert {f.name for f in out.iterdir()} == {"summary.json", "program.json", "results.jsonl", "overhead.png"}
     rows = rows_in(out)
     check_rows(rows)
     assert [(r["planner"], r["feasible"]) for r in rows] == [
@@ -227,7 +227,7 @@ def test_train_writes_its_run_directory(run: Run, program: Program, program_file
     done = run("train_dqn", *words, f"out={out}")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == str(out)
-    names = {"summary.json", "results.jsonl", "plan.json", "checkpoint.pt", "tb", "learning_curve.png",
+    names = {"program.json", "summary.json", "results.jsonl", "plan.json", "checkpoint.pt", "tb", "learning_curve.png",
              "memory_curve.png", "timeline.json"}  # fmt: skip
     assert {f.name for f in out.iterdir()} == names
     rows = rows_in(out)

@@ -265,7 +265,8 @@ def test_a_factory_is_planned(run: Run, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == str(out) and len(done.stdout.splitlines()) <= 45
     assert {file.name for file in out.iterdir()} == {
-        "report.html", "plan.json", "memory.png", "timeline.json", "results.jsonl", "summary.json"}  # fmt: skip
+        "report.html", "plan.json", "memory.png", "timeline.json", "results.jsonl", "program.json",
+        "summary.json"}  # fmt: skip
     summary = json.loads((out / "summary.json").read_text())
     found = summary["largest"]
     assert found["own"] == 512 and found["checked"] and not found["why"]

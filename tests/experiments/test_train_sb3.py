@@ -194,8 +194,8 @@ def test_the_command_writes_its_run_directory(run: Run, tmp_path: Path, algorith
     done = run("train_sb3", f"algo={algorithm}", "steps=600", "seed=1", "planners=[autoswap_doa]", f"out={out}")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == str(out)
-    names = {"summary.json", "results.jsonl", "plan.json", "model.zip", "tb", "learning_curve.png", "memory_curve.png",
-             "timeline.json"}  # fmt: skip
+    names = {"program.json", "summary.json", "results.jsonl", "plan.json", "model.zip", "tb", "learning_curve.png",
+             "memory_curve.png", "timeline.json"}  # fmt: skip
     assert {f.name for f in out.iterdir()} == names
     rows, agent = rows_in(out), f"sb3_{algorithm}"
     check_rows(rows)

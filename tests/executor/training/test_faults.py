@@ -273,7 +273,7 @@ def test_what_cuda_pins_serves_the_next_step(monkeypatch):
     assert engines.slab(cuda, {0: 5000})[0].data_ptr() == where
     assert settled == [1, 2]  # what its last owner has copied, on any device
     with pytest.raises(engines.TransferError, match=r"bytes of host memory cannot be pinned: .* are available"):
-        engines.pinned(2**62)
+        cuda.pinned(2**62)
     del again, other
     CUDA.drop()
     assert not pinned

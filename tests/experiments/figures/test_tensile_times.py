@@ -12,7 +12,8 @@ from experiments.figures import tensile_times
 from simulator import Machine
 
 MACHINE = Machine.load("rtx2080ti")
-SETTINGS = {"networks": ["squeezenet", "mobilenet", "vgg11", "resnet18_cifar"], "batch": 2, "repeats": 1}
+SETTINGS = {"networks": ["squeezenet", "mobilenet", "vgg11", "resnet18_cifar"], "sources": ["roofline", "measured"],
+            "batch": 2, "repeats": 1}  # fmt: skip
 
 
 def test_networks_held_out(tmp_path) -> None:
