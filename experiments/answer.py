@@ -205,7 +205,9 @@ def batches(a: Answer) -> list[str]:
         else:
             lines.append(f"A plan makes no larger batch fit {at}.")
     if found.micro is not None:
-        lines.append(f"Instead of a plan: {accumulation(found)} (batch norm sees the smaller batches).")
+        lines.append(
+            f"Instead of a plan: {accumulation(found)} (batch norm, if there is any, sees the smaller batches)."
+        )
     return lines
 
 
