@@ -247,6 +247,11 @@ def held_back(program: Program, limit: int, min_bytes: int) -> str:
     return f", because {what} min_bytes ({min_bytes:,} bytes): {hint}"
 
 
+def small(program: Program) -> int:
+    """Bytes below which tensors may stay: a MiB, or of a small program a thousandth of its peak."""
+    return min(MIB, program.peak_bytes // 1000)
+
+
 def least_residency(program: Program, min_bytes: int) -> int:
     """The peak of the planned residency with every gap of tensors of at least ``min_bytes`` emptied, in bytes."""
     n = len(program.kernels)

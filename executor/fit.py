@@ -33,8 +33,6 @@ from simulator.machine import PRESETS, Machine
 from simulator.plan import Plan
 from simulator.program import Program
 
-MIN_BYTES, PART = 2**20, 1000  # smaller tensors stay where they are; in a small program those below a part of its peak
-
 
 class FitError(ValueError):
     """The step cannot be planned; the message is one sentence."""
@@ -152,13 +150,13 @@ def _plan(
 ) -> tuple[Plan, int | None]:  # fmt: skip
     """The plan, and a floor where the planner has one; the empty plan where that fits."""
     import agents
-    from agents.planner import least_residency
+    from agents.planner import least_residency, small
 
     program = captured.program
     if program.peak_bytes <= limit:
         return Plan((), program.fingerprint, "", limit, machine.name), None
     stays = isinstance(planner, str) and "min_bytes" in agents.options(planner)
-    options = {"min_bytes": min(MIN_BYTES, program.peak_bytes // PART)} if stays else {}
+    options = {"min_bytes": small(program)} if stays else {}
     least = least_residency(program, options.get("min_bytes", 0))
     if least > limit:
         raise FitError(_too_small(captured, limit, least))

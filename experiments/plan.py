@@ -28,7 +28,7 @@ from omegaconf import DictConfig
 
 import agents
 from agents.bound import Floor, floor
-from agents.planner import MIB
+from agents.planner import small
 from agents.search.annealing import everything
 from experiments import cli, report
 from experiments.batches import MOST, BatchError, Captures
@@ -55,7 +55,6 @@ KIND, EACH, ROUNDING, SEARCH, BATCHES = 0.15, 0.15, 0.35, 0.1, 0.15
 PER_KERNEL, LEAST = 2e-3, 2.0  # seconds by default
 GAPS, DETAIL = 800, 0.15  # of a floor of its own, beside that of LP rounding
 LOADING = 6.0  # with fewer seconds no network is loaded: its libraries alone take some
-PARTS = 1000
 WAIT = 3  # times the seconds: so long captures and the floor are waited for
 FIXED = "a program file has the batch that it was captured with"
 TIE = 1e-4  # of the ideal time
@@ -232,11 +231,6 @@ def best_of(
     program, machine, limit = task
     timeline = None if plan is None or not row["feasible"] else simulate(program, plan, machine, min(limit, plan.limit))
     return Best(family, row, None if timeline is None else plan, timeline, spent, tuple(out))
-
-
-def small(program: Program) -> int:
-    """Bytes below which tensors stay: a MiB, or of a small step this part of its peak."""
-    return min(MIB, program.peak_bytes // PARTS)
 
 
 def _rank(row: Row | None, plan: Plan | None) -> tuple[float, int]:

@@ -8,11 +8,10 @@ points, so that no plan scores below 0. Agents are planners of `agents`, or anyb
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,7 @@ PUBLISHED = "published"  # the best of all heuristics, as one agent without a bu
 WITHOUT = 100.0  # points, of no plan or one that is too late, and the most that a run scores
 LATE = 1.25, 0.1  # a plan counts that took at most so many times the seconds, and so many beyond
 SPLITS = ("train", "test")
+BUDGETS = {"calls", "seconds", "seed"}  # what an agent may take
 DRAWS, LEVEL = 2_000, 95
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 _TASK = {"workload", "machine", "limit", "split", "fingerprint"}
@@ -63,34 +63,25 @@ def tasks(settings: DictConfig) -> list[Row]:
     return out
 
 
-def maker(agent: Mapping[str, Any], where: str) -> Callable[..., Planner]:
-    """What makes an agent, by the ``planner`` or the ``target`` of its settings; raises UsageError."""
-    options = {key: value for key, value in agent.items() if key not in ("planner", "target")}
+def maker(agent: Mapping[str, Any], where: str) -> tuple[Callable[..., Planner], set[str]]:
+    """What makes an agent, by the ``planner`` or the ``target`` of its settings, and which of calls, seconds and seed
+    it takes; raises UsageError."""
+    chosen = {key: value for key, value in agent.items() if key not in ("planner", "target")}
     if "target" not in agent:
         try:
-            agents.options(str(agent.get("planner")))
+            known = agents.options(str(agent.get("planner")))
         except ValueError as error:
             raise cli.UsageError(f"{where}: {error}") from None
-        return lambda **more: agents.make(agent["planner"], **options, **more)
-    name, _, attribute = str(agent["target"]).partition(":")
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
+        return partial(agents.make, agent["planner"], **chosen), BUDGETS & set(known)
+    from experiments.workloads.module import WorkloadError, named  # PyTorch
+
     try:
-        kind = getattr(importlib.import_module(name), attribute)
-    except (ImportError, ValueError, AttributeError) as error:
+        kind = named(agent["target"])
+    except WorkloadError as error:
         raise cli.UsageError(f"{where}: {agent['target']!r} is no 'module:Class' that can be had ({error})") from None
-    if not callable(kind) or not callable(getattr(kind, "plan", None)):
+    if not callable(getattr(kind, "plan", None)):
         raise cli.UsageError(f"{where}: {agent['target']} is no class with a method plan(program, machine, limit)")
-    return lambda **more: kind(**options, **more)
-
-
-def accepts(agent: Mapping[str, Any], where: str) -> set[str]:
-    """Which of calls, seconds and seed an agent takes."""
-    if "target" not in agent:
-        return {"calls", "seconds", "seed"} & set(agents.options(agent["planner"]))
-    module, _, attribute = agent["target"].partition(":")
-    maker(agent, where)
-    return {"calls", "seconds", "seed"} & set(inspect.signature(getattr(sys.modules[module], attribute)).parameters)
+    return partial(kind, **chosen), BUDGETS & set(inspect.signature(kind).parameters)
 
 
 def run(task: Row, machine: Machine) -> Row:
@@ -112,7 +103,7 @@ def run(task: Row, machine: Machine) -> Row:
         if agent.get("planner") == PUBLISHED:
             runs.append(published(built, machine, limit, bound.overhead))
             continue
-        make, takes = maker(agent, where), accepts(agent, where)
+        make, takes = maker(agent, where)
         budgets: list[dict[str, float]] = [{key: value} for key in ("calls", "seconds") if key in takes
                                            for value in task[key]] or [{}]  # fmt: skip
         outcome(make, budgets[0], built, machine, limit, bound.overhead)  # compiles, loads weights: not counted
@@ -154,7 +145,7 @@ def published(built: Program, machine: Machine, limit: int, bound: float) -> Row
     found = []
     for name in heuristics():
         warm_up(machine, name)
-        found.append(outcome(lambda name=name: agents.make(name), {}, built, machine, limit, bound))  # type: ignore[misc]
+        found.append(outcome(partial(agents.make, name), {}, built, machine, limit, bound))
     gaps = [one["gap"] for one in found if one["gap"] is not None]
     return {"agent": PUBLISHED, "calls": None, "seconds": None, "seed": 0,
             "gap": min(gaps, default=None), "late": False, "plan_s": round(sum(one["plan_s"] for one in found), 3),

@@ -33,6 +33,28 @@ def build(*, target: object) -> Parts:
     Raises:
         WorkloadError: the target cannot be imported or called, or returns something else.
     """
+    factory = named(target)
+    try:
+        parts = factory()
+    except Exception as error:
+        raise WorkloadError(f"target: {target} raised {type(error).__name__}: {error}") from error
+    expected = (nn.Module, Callable, optim.Optimizer, (tuple, list))
+    if (
+        not isinstance(parts, tuple)
+        or len(parts) != 4
+        or not all(isinstance(part, kind) for part, kind in zip(parts, expected, strict=True))  # type: ignore[arg-type]
+        or len(parts[3]) != 2
+    ):
+        raise WorkloadError(f"target: {target} must return (model, loss_fn, optimizer, (x, y)), not {_describe(parts)}")
+    return parts
+
+
+def named(target: object) -> Callable[..., Any]:
+    """What ``"pkg.mod:name"`` names, a function or a class; modules in the working directory are found too.
+
+    Raises:
+        WorkloadError: it cannot be imported, or is nothing that can be called.
+    """
     if not isinstance(target, str) or target.count(":") != 1 or not all(target.split(":")):
         raise WorkloadError(f"target: expected 'pkg.mod:factory', got {target!r}")
     name, attribute = target.split(":")
@@ -55,19 +77,7 @@ def build(*, target: object) -> Parts:
     if not callable(factory):
         what = "nothing callable named" if hasattr(module, attribute) else "no attribute"
         raise WorkloadError(f"target: module {name!r} has {what} {attribute!r}")
-    try:
-        parts = factory()
-    except Exception as error:
-        raise WorkloadError(f"target: {target} raised {type(error).__name__}: {error}") from error
-    expected = (nn.Module, Callable, optim.Optimizer, (tuple, list))
-    if (
-        not isinstance(parts, tuple)
-        or len(parts) != 4
-        or not all(isinstance(part, kind) for part, kind in zip(parts, expected, strict=True))  # type: ignore[arg-type]
-        or len(parts[3]) != 2
-    ):
-        raise WorkloadError(f"target: {target} must return (model, loss_fn, optimizer, (x, y)), not {_describe(parts)}")
-    return parts
+    return factory
 
 
 def leading(parts: Parts) -> int:

@@ -17,9 +17,6 @@ from experiments import cli, workers
 from simulator.compiled.engine import cores
 from tests.experiments.conftest import ROOT, Run
 
-pytest.importorskip("ray")
-pytest.importorskip("submitit")
-
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -68,12 +68,13 @@ def test_engine_equals_reference_and_nothing_is_found(data):
     assert timeline.iteration_ns == max(device.iteration_ns, lower(program, plan).issued * machine.issue_ns)
 
 
+@pytest.mark.parametrize(("cost", "most"), [("issue_ns", 40), ("wait_ns", 20)])
 @settings(max_examples=100, deadline=None)
 @given(st.data())
-def test_a_cutoff_gives_up_nothing_that_is_faster(data):
+def test_a_cutoff_gives_up_nothing_that_is_faster(cost, most, data):
     program = data.draw(programs())
     plan = data.draw(plans(program))
-    machine = replace(data.draw(machines()), issue_ns=data.draw(st.integers(0, 40)))
+    machine = replace(data.draw(machines()), **{cost: data.draw(st.integers(0, most))})
     engine = Engine(program, machine, lower(program, plan).required_bytes)
     rows = rows_of(plan.decisions)
     score = engine.score(rows)

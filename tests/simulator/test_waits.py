@@ -6,8 +6,7 @@ from random import Random
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from simulator import Engine, Job, Kernel, Machine, Plan, Program, Swap, Tensor, reference, simulate, simulate_jobs
-from simulator.compiled.engine import rows_of
+from simulator import Job, Kernel, Machine, Plan, Program, Swap, Tensor, reference, simulate, simulate_jobs
 from simulator.schedule import lower
 from simulator.validate import violations
 from tests import random_cases, tiny
@@ -62,21 +61,6 @@ def test_engine_equals_reference_and_nothing_is_found(data):
     first = [s for s in timeline.spans if s.kind == "kernel"][: len(program.kernels)]
     took = sum(s.end_ns - s.start_ns for s in first)
     assert took == sum(k.duration_ns for k in program.with_variants(plan.variants).kernels) + swaps * machine.wait_ns
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.data())
-def test_a_cutoff_gives_up_nothing_that_is_faster(data):
-    program = data.draw(programs())
-    plan = data.draw(plans(program))
-    machine = replace(data.draw(machines()), wait_ns=data.draw(st.integers(0, 20)))
-    engine = Engine(program, machine, lower(program, plan).required_bytes)
-    rows = rows_of(plan.decisions)
-    score = engine.score(rows)
-    if score.feasible:
-        assert engine.score(rows, cutoff_ns=score.iteration_ns + 1) == score
-        cut = engine.score(rows, cutoff_ns=score.iteration_ns)
-        assert not cut.feasible or cut == score
 
 
 def test_a_wait_that_is_left_out_is_found():
