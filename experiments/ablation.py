@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.table import Table
 
 import agents
-from experiments import cli, report, workers
+from experiments.common import cli, report, workers
 from experiments.learning import spread
 from simulator import Machine, Program, simulate
 from simulator.files import write_json

@@ -25,7 +25,6 @@ from typing import Any
 from omegaconf import DictConfig
 
 from agents.heuristics.autoswap import peak_gaps
-from experiments import cli, report
 from experiments.benchmarks.jobs import several
 from experiments.benchmarks.packing import packing
 from experiments.benchmarks.simulation import (
@@ -38,6 +37,7 @@ from experiments.benchmarks.simulation import (
     swap_all,
 )
 from experiments.benchmarks.training import step_overhead
+from experiments.common import cli, report
 from simulator.limits import limit_bytes
 from simulator.machine import Machine
 from simulator.program import Program

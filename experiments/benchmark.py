@@ -17,7 +17,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from experiments import cli, reproduce
+from experiments import reproduce
+from experiments.common import cli
 
 SUITES = ("core", "large", "checkmate", "jobs", "scale")
 SCORED = ("core", "large")  # whose agents can be chosen

@@ -23,8 +23,8 @@ from omegaconf import DictConfig
 import agents
 from agents.bound import Floor, floor
 from agents.heuristics.workspace import relaxed
-from experiments import cli, report, workers
-from experiments.report import Row
+from experiments.common import cli, report, workers
+from experiments.common.report import Row
 from simulator.compiled import warm
 from simulator.limits import limit_bytes
 from simulator.machine import Machine

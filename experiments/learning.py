@@ -17,7 +17,7 @@ from typing import Any
 from omegaconf import DictConfig
 from rich.table import Table
 
-from experiments import cli, report
+from experiments.common import cli, report
 from simulator.files import FormatError, read_json, write_json
 
 Row = dict[str, Any]

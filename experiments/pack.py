@@ -23,7 +23,7 @@ from omegaconf import DictConfig
 from rich import box
 from rich.table import Table
 
-from experiments import cli, report
+from experiments.common import cli, report
 from experiments.plotting import packing as pack_plot, palette
 from experiments.plotting.packing import binary
 from simulator.compiled.encoding import NEVER

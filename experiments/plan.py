@@ -30,10 +30,10 @@ import agents
 from agents.bound import Floor, floor
 from agents.planner import small
 from agents.search.annealing import everything
-from experiments import cli, report
-from experiments.batches import MOST, BatchError, Captures
+from experiments.common import cli, report
+from experiments.common.report import Row
+from experiments.fit.batches import MOST, BatchError, Captures
 from experiments.gpu.deadline import TimeUp, within
-from experiments.report import Row
 from simulator import simulate
 from simulator.compiled.engine import Engine
 from simulator.files import write_json, write_text
@@ -45,7 +45,7 @@ from simulator.ways import MODES
 
 if TYPE_CHECKING:  # PyTorch and Matplotlib take seconds to import
     from executor.capture.captured import Captured
-    from experiments.answer import Answer, Best, Largest
+    from experiments.fit.answer import Answer, Best, Largest
 
 PUBLISHED = {"swap": "swap, published", "recompute": "recompute, published", "joint": "both, published"}
 FIRST, LAST = ("tensile", "autoswap_swdoa"), ("capuchin",)  # of the published methods, as long as there is time
@@ -84,7 +84,7 @@ def main(cfg: DictConfig) -> None:
                 size = largest_batch(captures, task, mode, most_overhead, seconds, FIXED if workload is None else "")
             answer = answered(source, task, mode, families, bound, size, began)
             write(out, cfg, answer, bound)
-    from experiments.answer import shown
+    from experiments.fit.answer import shown
 
     report.console().print(shown(answer))
     print(out)
@@ -121,7 +121,7 @@ def answered(
 ) -> Answer:
     """All that was found: the cheapest plan is recommended, of equal ones that which decides least."""
     from executor.report import report as page_of
-    from experiments.answer import Answer
+    from experiments.fit.answer import Answer
 
     program, machine, limit = task
     best = min((b for b in families if b.plan is not None), key=lambda b: _rank(b.row, b.plan), default=None)
@@ -137,7 +137,7 @@ def answered(
 
 def write(out: Path, cfg: DictConfig, answer: Answer, bound: Floor) -> None:
     """Writes the run directory."""
-    from experiments import answer as words
+    from experiments.fit import answer as words
     from experiments.plotting import plots
     from experiments.plotting.page import page
 
@@ -207,7 +207,7 @@ def best_of(
         each: seconds of each of the names; one that takes longer and has no budget is broken off.
         together: seconds from the beginning after which no other is asked, once there is a plan.
     """
-    from experiments.answer import Best
+    from experiments.fit.answer import Best
 
     begin, out = time.monotonic(), []
     rows: list[tuple[Row, Plan | None]] = []
@@ -257,7 +257,7 @@ def largest_batch(
         seconds: of all planning; the captures are waited for WAIT times as long.
     """
     from executor.capture.captured import CaptureError
-    from experiments.answer import Largest
+    from experiments.fit.answer import Largest
     from experiments.workloads import WorkloadError
 
     _, machine, limit = task

@@ -24,7 +24,7 @@ import numpy as np
 from omegaconf import DictConfig
 from rich.progress import Progress, TaskID
 
-from experiments import cli, report, workers
+from experiments.common import cli, report, workers
 from simulator.files import FormatError
 from simulator.machine import Machine
 from simulator.program import Program

@@ -30,8 +30,8 @@ from omegaconf import DictConfig, OmegaConf
 from rich import box
 from rich.table import Table
 
-from experiments import cli, report, workers
-from experiments.report import Row
+from experiments.common import cli, report, workers
+from experiments.common.report import Row
 from simulator.files import FormatError, read_json, write_json, write_text
 from simulator.machine import Machine
 

@@ -21,8 +21,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from experiments import cli, report
-from experiments.report import Row
+from experiments.common import cli, report
+from experiments.common.report import Row
 from simulator.files import FormatError, load_json, write_json
 
 COMMANDS = ("experiments.train_dqn", "experiments.train_sb3", "experiments.evaluate")

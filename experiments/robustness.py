@@ -28,8 +28,8 @@ from agents.heuristics.tensile.controller import control
 from agents.jobs import JobsPlanner, Split
 from agents.planner import Infeasible
 from agents.search.joint_annealing import JointAnnealing
-from experiments import cli, report
-from experiments.report import Row
+from experiments.common import cli, report
+from experiments.common.report import Row
 from simulator import simulate
 from simulator.files import write_json
 from simulator.jobs import Job, Noise, simulate_jobs

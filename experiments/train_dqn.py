@@ -24,8 +24,8 @@ from omegaconf import DictConfig
 
 import simulator
 from agents.bound import floor
-from experiments import cli, report
-from experiments.tracking import Tracker, chosen, open_tracker
+from experiments.common import cli, report
+from experiments.common.tracking import Tracker, chosen, open_tracker
 from simulator.limits import limit_bytes
 
 if TYPE_CHECKING:

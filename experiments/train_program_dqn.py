@@ -25,7 +25,7 @@ from omegaconf import DictConfig
 from rich.table import Table
 
 from agents.bound import floor
-from experiments import cli, report
+from experiments.common import cli, report
 from experiments.figures import program as workload
 from experiments.pretrain import LIMITS, random_machine
 from simulator.files import write_json, write_text

@@ -20,7 +20,7 @@ import simulator
 from agents.bound import floor
 from envs import Task
 from envs.memory_env import small_task
-from experiments import cli, report
+from experiments.common import cli, report
 from simulator.limits import limit_bytes
 from simulator.ways import MODES
 

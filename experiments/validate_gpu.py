@@ -42,7 +42,7 @@ from executor import CaptureError, ReplayError, open_backend, replay
 from executor.calibrate import calibrate
 from executor.capture.profile import ProfileError, measure, path_of, with_profile
 from executor.replay.backend import BackendError
-from experiments import help
+from experiments.common import help
 from experiments.gpu import largest_batch, side_by_side
 from experiments.gpu.clocks import watched
 from experiments.gpu.deadline import TimeUp, within

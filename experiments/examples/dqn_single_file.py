@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import envs  # noqa: F401  # registers GpuMemory-v0
-from experiments import report
+from experiments.common import report
 
 MASKED = -1e8  # the value of an action that may not be taken; not -inf, because 0 * -inf is not a number
 

@@ -10,7 +10,7 @@ import yaml
 from omegaconf import DictConfig
 
 import agents
-from experiments import cli
+from experiments.common import cli
 from simulator import Plan, simulate
 from simulator.machine import Machine
 from simulator.pool import Intervals, Packing, run

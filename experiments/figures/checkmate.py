@@ -22,10 +22,10 @@ from omegaconf import DictConfig
 
 import agents
 from agents.bound import floor
-from experiments import cli
+from experiments.common import cli
+from experiments.common.report import Row
 from experiments.plotting.palette import FAINT, FLOOR, INK, look
 from experiments.plotting.plots import panel_grid
-from experiments.report import Row
 from simulator import Machine, Plan, Program, Rerun, simulate
 from simulator.files import read_json
 

@@ -23,10 +23,11 @@ from omegaconf import DictConfig, OmegaConf
 
 import agents
 from agents.bound import floor
-from experiments import cli, figures
+from experiments import figures
+from experiments.common import cli
+from experiments.common.report import Row
 from experiments.plotting.palette import FAINT, INK, colour
 from experiments.plotting.plots import panel_grid
-from experiments.report import Row
 from simulator import Machine, Program, simulate
 
 TITLE = "DQN, Fig. 5: overhead against memory reduction"

@@ -25,9 +25,9 @@ import agents
 from agents.heuristics.layers import feature_maps
 from agents.heuristics.superneurons import leaving
 from agents.planner import spans
-from experiments import cli
-from experiments.bisection import largest
-from experiments.report import Row
+from experiments.common import cli
+from experiments.common.bisection import largest
+from experiments.common.report import Row
 from simulator.compiled.engine import simulate
 from simulator.machine import Machine
 from simulator.program import Program

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig
 
 import agents
-from experiments import cli, figures
-from experiments.bisection import largest
-from experiments.report import Row
+from experiments import figures
+from experiments.common import cli
+from experiments.common.bisection import largest
+from experiments.common.report import Row
 from simulator.compiled.engine import simulate
 from simulator.machine import Machine
 from simulator.plan import Plan, Recompute, Swap

@@ -16,13 +16,13 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 from omegaconf import DictConfig
 
-from experiments import cli
+from experiments.common import cli
+from experiments.common.report import Row
 from experiments.figures import home
 from experiments.figures.home import METHODS, NETWORKS, TABLE2
 from experiments.plotting import palette
 from experiments.plotting.palette import INK
 from experiments.plotting.plots import panel_grid
-from experiments.report import Row
 from simulator.machine import Machine
 
 TITLE = "HOME, Fig. 6: throughput against batch size"

@@ -19,12 +19,12 @@ import numpy as np
 from matplotlib.ticker import FuncFormatter
 from omegaconf import DictConfig
 
-from experiments import cli
+from experiments.common import cli
+from experiments.common.report import Row
 from experiments.figures import home
 from experiments.figures.home import METHODS, NETWORKS
 from experiments.plotting.palette import INK, PARTS
 from experiments.plotting.plots import figure
-from experiments.report import Row
 from simulator.compiled.engine import simulate
 from simulator.machine import Machine
 from simulator.timeline import Timeline

@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from omegaconf import DictConfig
 
 from agents.heuristics.home import HOME
-from experiments import cli
+from experiments.common import cli
+from experiments.common.report import Row
 from experiments.figures import home
 from experiments.figures.home import NETWORKS
 from experiments.plotting.palette import INK, SWARM
 from experiments.plotting.plots import panel_grid
-from experiments.report import Row
 from simulator.machine import Machine
 
 TITLE = "HOME, Fig. 8: convergence of the particle swarm"

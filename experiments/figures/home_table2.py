@@ -19,14 +19,14 @@ from omegaconf import DictConfig
 
 from agents.heuristics.layers import feature_maps
 from agents.planner import MIB, Candidates
-from experiments import cli
-from experiments.bisection import largest
+from experiments.common import cli
+from experiments.common.bisection import largest
+from experiments.common.report import Row
 from experiments.figures import home
 from experiments.figures.home import NETWORKS, TABLE2
 from experiments.plotting import palette
 from experiments.plotting.palette import INK
 from experiments.plotting.plots import figure
-from experiments.report import Row
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program

@@ -20,12 +20,12 @@ from omegaconf import DictConfig
 
 from agents.heuristics.home import HOME, Evaluator, placements
 from agents.heuristics.layers import feature_maps
-from experiments import cli
+from experiments.common import cli
+from experiments.common.report import Row, warm_up
 from experiments.figures import home
 from experiments.figures.home import NETWORKS
 from experiments.plotting.palette import INK, look
 from experiments.plotting.plots import figure
-from experiments.report import Row, warm_up
 from simulator.machine import Machine
 
 TITLE = "HOME, Table 3: time of the search and of an evaluation"

@@ -24,11 +24,12 @@ from agents.heuristics.tensile import TENSILE
 from agents.jobs import JobsPlanner, SearchedSplit, Split, floor_ns, jobs_of, unlimited_ns
 from agents.planner import Infeasible
 from agents.search.joint_annealing import JointAnnealing
-from experiments import cli, figures
+from experiments import figures
+from experiments.common import cli
+from experiments.common.report import Row
 from experiments.figures import tensile_table2
 from experiments.plotting import palette
 from experiments.plotting.plots import figure
-from experiments.report import Row
 from simulator.jobs import simulate_jobs
 from simulator.machine import Machine
 from simulator.program import Program

@@ -20,11 +20,12 @@ from omegaconf import DictConfig
 from agents.heuristics.tensile import TENSILE
 from agents.heuristics.tensile.controller import control
 from agents.jobs import JobsPlanner, SearchedSplit
-from experiments import cli, figures
+from experiments import figures
+from experiments.common import cli
+from experiments.common.report import MB, Row
 from experiments.plotting import palette
 from experiments.plotting.palette import FAINT, INK, LIMIT, SPARE
 from experiments.plotting.plots import figure
-from experiments.report import MB, Row
 from simulator.jobs import Job
 from simulator.machine import Machine
 from simulator.plan import Plan

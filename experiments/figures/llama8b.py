@@ -20,10 +20,11 @@ from omegaconf import DictConfig
 
 import agents
 from agents.bound import floor
-from experiments import cli, figures
+from experiments import figures
+from experiments.common import cli
+from experiments.common.report import Row
 from experiments.plotting.palette import FAINT, FLOOR, INK, look
 from experiments.plotting.plots import figure
-from experiments.report import Row
 from simulator import Machine, Plan, Program, simulate
 
 TITLE = "Llama 3 8B on an H100: overhead against the memory limit"

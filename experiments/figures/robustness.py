@@ -13,9 +13,10 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from experiments import cli, figures, robustness
+from experiments import figures, robustness
+from experiments.common import cli
+from experiments.common.report import Row
 from experiments.plotting.noise import noise_panels, style
-from experiments.report import Row
 from simulator.machine import Machine
 
 TITLE = "Overhead against noise"

@@ -15,11 +15,11 @@ from matplotlib.ticker import FuncFormatter
 from omegaconf import DictConfig
 
 from agents.bound import floor
-from experiments import cli
+from experiments.common import cli
+from experiments.common.report import Row, warm_up
 from experiments.figures import label, network, planned, program
 from experiments.plotting.palette import FAINT, INK, MODE_COLOURS, look
 from experiments.plotting.plots import panel_grid
-from experiments.report import Row, warm_up
 from simulator import Machine
 from simulator.ways import MODES
 

@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 import agents
-from experiments import cli
+from experiments.common import cli
 from experiments.figures.smartpool_table1 import PAPER
 from simulator import Machine, Program, Timeline, simulate
 from simulator.timeline import Span

@@ -20,11 +20,12 @@ from matplotlib.ticker import FuncFormatter
 from omegaconf import DictConfig
 
 from agents.heuristics.smartpool_autoswap import SmartPoolAutoSwap
-from experiments import cli, figures
+from experiments import figures
+from experiments.common import cli
+from experiments.common.report import Row
 from experiments.figures.smartpool_table1 import kept_by_singa
 from experiments.plotting.palette import ALLOCATORS, INK, SWAPPED, Look
 from experiments.plotting.plots import labels_at_right, panel_grid
-from experiments.report import Row
 from simulator import Machine, Program, simulate
 from simulator.pool import ALLOCATORS as POOLS, program_lifetimes, timeline_lifetimes
 

@@ -26,11 +26,12 @@ from omegaconf import DictConfig
 import agents
 from agents.heuristics.memonger import Stages, recomputations
 from agents.heuristics.smartpool_autoswap import SmartPoolAutoSwap
-from experiments import cli, figures
+from experiments import figures
+from experiments.common import cli
+from experiments.common.report import Row
 from experiments.figures.smartpool import ZERO, span
 from experiments.plotting.palette import INK, look
 from experiments.plotting.plots import panel_grid
-from experiments.report import Row
 from simulator import Machine, Plan, Program, simulate
 from simulator.compiled.engine import decisions_of
 from simulator.pool import Intervals, program_lifetimes, timeline_lifetimes

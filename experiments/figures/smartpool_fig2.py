@@ -18,12 +18,13 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig
 
-from experiments import cli, figures
+from experiments import figures
+from experiments.common import cli
+from experiments.common.report import Row
 from experiments.figures.smartpool import MB
 from experiments.figures.smartpool_table1 import PAPER
 from experiments.plotting.palette import ALLOCATORS, FAINT, INK, LOAD
 from experiments.plotting.plots import figure
-from experiments.report import Row
 from simulator import Machine
 
 TITLE = "SmartPool, Fig. 2: memory load over several iterations"

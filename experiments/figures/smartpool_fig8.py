@@ -18,12 +18,12 @@ import agents
 from agents.heuristics.autoswap import peak_gaps
 from agents.planner import Candidates
 from experiments import figures
+from experiments.common.report import MB as MEGABYTE, Row
 from experiments.figures.smartpool import MB, limits_of, our_limit, percent, planned
 from experiments.figures.smartpool_table1 import PAPER
 from experiments.plotting import plots
 from experiments.plotting.palette import FAINT, GRID, LOAD, SWAPPED
 from experiments.plotting.plots import figure
-from experiments.report import MB as MEGABYTE, Row
 from simulator import Machine, Plan, Program, Swap, Timeline, simulate
 
 TITLE = "SmartPool, Fig. 8: memory load with AutoSwap"

@@ -18,12 +18,13 @@ from omegaconf import DictConfig
 import agents
 from agents.bound import floor
 from agents.heuristics.autoswap_bo import BASIC
-from experiments import cli, figures
+from experiments import figures
+from experiments.common import cli
+from experiments.common.report import Row
 from experiments.figures.smartpool import MB, ZERO, limits_of, our_limit, percent, planned, span, waits
 from experiments.figures.smartpool_table1 import PAPER
 from experiments.plotting.palette import FAINT, FLOOR, INK, look
 from experiments.plotting.plots import figure, labels_at_right
-from experiments.report import Row
 from simulator import Machine
 
 TITLE = "SmartPool, Fig. 9: overhead of AutoSwap's priority scores and of Bayesian optimisation"

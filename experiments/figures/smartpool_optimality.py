@@ -24,11 +24,12 @@ from omegaconf import DictConfig
 import agents
 from agents.bound import floor
 from agents.planner import MIB
-from experiments import cli, figures
+from experiments import figures
+from experiments.common import cli
+from experiments.common.report import Row
 from experiments.figures.smartpool import MB, ZERO, last_kernels, our_limit, percent, waits
 from experiments.plotting.palette import FAINT, FLOOR, INK, look
 from experiments.plotting.plots import figure
-from experiments.report import Row
 from simulator import Machine, Plan, Program, Timeline, simulate
 
 TITLE = "SmartPool, section VI-B-3: how much of AutoSwap's overhead is avoidable"

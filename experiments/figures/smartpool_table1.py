@@ -23,10 +23,11 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 from omegaconf import DictConfig
 
-from experiments import cli, figures
+from experiments import figures
+from experiments.common import cli
+from experiments.common.report import Row
 from experiments.plotting.palette import ALLOCATORS, FAINT, INK, KEPT
 from experiments.plotting.plots import figure
-from experiments.report import Row
 from simulator.machine import Machine
 from simulator.pool import Intervals, program_lifetimes
 from simulator.pool.times import allocation_ns

@@ -22,12 +22,13 @@ import agents
 from agents.bound import floor
 from agents.heuristics.autoswap import peak_gaps
 from agents.planner import Candidates
-from experiments import cli, figures
+from experiments import figures
+from experiments.common import cli
+from experiments.common.report import Row
 from experiments.figures.smartpool import MB, ZERO, our_limit, planned, span
 from experiments.figures.smartpool_table1 import PAPER as LOADS
 from experiments.plotting.palette import FAINT, GRID, INK, look
 from experiments.plotting.plots import figure
-from experiments.report import Row
 from simulator import Machine, Program
 
 TITLE = "SmartPool, Table II: largest reduction of the load without overhead"

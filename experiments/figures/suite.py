@@ -25,11 +25,11 @@ from scipy.stats import trim_mean
 import agents
 from agents.bound import floor
 from agents.planner import Planner
-from experiments import cli
+from experiments.common import cli
+from experiments.common.report import Row, heuristics, warm_up
 from experiments.figures import network, program
 from experiments.plotting import palette
 from experiments.plotting.plots import panel_grid
-from experiments.report import Row, heuristics, warm_up
 from simulator import Machine, Program
 from simulator.compiled.engine import simulate
 from simulator.files import FormatError, load_json

@@ -16,12 +16,13 @@ from typing import Any
 from matplotlib.ticker import FuncFormatter
 from omegaconf import DictConfig
 
-from experiments import cli, figures
+from experiments import figures
+from experiments.common import cli
+from experiments.common.report import Row
 from experiments.figures import layerwise
 from experiments.figures.layerwise import FREE, MB
 from experiments.plotting.palette import INK, TECHNIQUES
 from experiments.plotting.plots import figure
-from experiments.report import Row
 from simulator.compiled.engine import simulate
 from simulator.machine import Machine
 

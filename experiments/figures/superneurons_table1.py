@@ -20,12 +20,13 @@ from omegaconf import DictConfig
 
 import agents
 from agents.heuristics.superneurons import JOINS
-from experiments import cli, figures
+from experiments import figures
+from experiments.common import cli
+from experiments.common.report import Row
 from experiments.figures import layerwise
 from experiments.figures.layerwise import FREE, MB
 from experiments.plotting.palette import INK, STRATEGY
 from experiments.plotting.plots import figure
-from experiments.report import Row
 from simulator.machine import Machine
 from simulator.program import Program
 

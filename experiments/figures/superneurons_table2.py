@@ -15,10 +15,11 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from experiments import cli, figures
+from experiments import figures
+from experiments.common import cli
+from experiments.common.report import Row
 from experiments.plotting.palette import ALLOCATORS, FAINT, INK
 from experiments.plotting.plots import figure
-from experiments.report import Row
 from simulator.machine import Machine
 from simulator.pool import program_lifetimes
 from simulator.pool.times import allocation_ns

@@ -16,11 +16,12 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 import agents
-from experiments import cli, figures
+from experiments import figures
+from experiments.common import cli
+from experiments.common.report import Row
 from experiments.figures import layerwise
 from experiments.plotting.palette import INK, MEASURED, PREDICTED
 from experiments.plotting.plots import figure
-from experiments.report import Row
 from simulator.machine import Machine
 from simulator.plan import Plan, Swap
 from simulator.program import Program, Tensor

@@ -19,13 +19,14 @@ from omegaconf import DictConfig
 from agents.heuristics.layers import feature_maps
 from agents.heuristics.superneurons import JOINS
 from executor.capture.roofline import with_roofline
-from experiments import cli, figures
+from experiments import figures
+from experiments.common import cli
+from experiments.common.report import Row
 from experiments.figures import frameworks
 from experiments.figures.capacity import Deeper, anonymous
 from experiments.figures.frameworks import METHODS
 from experiments.plotting.palette import CAPACITY_OF, INK
 from experiments.plotting.plots import figure
-from experiments.report import Row
 from simulator.machine import Machine
 from simulator.program import Program
 

@@ -15,13 +15,14 @@ from omegaconf import DictConfig
 
 import agents
 from agents.heuristics.superneurons import JOINS
-from experiments import cli, figures
+from experiments import figures
+from experiments.common import cli
+from experiments.common.report import Row
 from experiments.figures import frameworks
 from experiments.figures.frameworks import METHODS
 from experiments.figures.home import Sizes
 from experiments.plotting.palette import CAPACITY_OF, INK, label
 from experiments.plotting.plots import panel_grid
-from experiments.report import Row
 from simulator.compiled.engine import simulate
 from simulator.machine import Machine
 from simulator.program import Program

@@ -23,11 +23,12 @@ from omegaconf import DictConfig
 
 import agents
 from agents.heuristics.layers import feature_maps
-from experiments import cli, figures
-from experiments.bisection import largest
+from experiments import figures
+from experiments.common import cli
+from experiments.common.bisection import largest
+from experiments.common.report import Row
 from experiments.figures import tensile
 from experiments.plotting import palette
-from experiments.report import Row
 from simulator.compiled.engine import simulate
 from simulator.machine import Machine
 from simulator.plan import Plan

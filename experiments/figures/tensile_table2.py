@@ -20,11 +20,12 @@ from omegaconf import DictConfig
 from agents.heuristics.tensile import TENSILE
 from agents.jobs import JobsPlanner, Split, jobs_of
 from agents.planner import Infeasible
-from experiments import cli, figures
-from experiments.bisection import largest
+from experiments import figures
+from experiments.common import cli
+from experiments.common.bisection import largest
+from experiments.common.report import Row
 from experiments.figures import tensile
 from experiments.plotting import palette
-from experiments.report import Row
 from simulator.jobs import simulate_jobs
 from simulator.machine import Machine
 from simulator.plan import Plan

@@ -19,10 +19,11 @@ from matplotlib.ticker import FuncFormatter
 from omegaconf import DictConfig
 
 from agents.heuristics.tensile.times import KernelTimes, Sample, r_squared
-from experiments import cli, figures
+from experiments import figures
+from experiments.common import cli
+from experiments.common.report import Row
 from experiments.plotting import palette
 from experiments.plotting.plots import figure
-from experiments.report import Row
 from simulator.machine import Machine
 from simulator.program import Program
 

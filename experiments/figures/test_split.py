@@ -20,11 +20,11 @@ from omegaconf import DictConfig
 
 from agents import PLANNERS
 from agents.bound import floor
-from experiments import cli
+from experiments.common import cli
+from experiments.common.report import Row, heuristics, warm_up
 from experiments.figures import network, planned, program
 from experiments.plotting.palette import INK, look
 from experiments.plotting.plots import figure
-from experiments.report import Row, heuristics, warm_up
 from simulator import Machine
 from simulator.compiled import warm
 

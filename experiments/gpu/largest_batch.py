@@ -2,7 +2,7 @@
 
 The cap is what eager needs for the network's own batch. Each method has its strongest setting: all blocks; of
 torch.compile a budget of 0; ours has any of OURS' plans for the cap. A batch is trained if two steps run, the first of
-which makes the optimizer's state. The search doubles the batch and then bisects (experiments/bisection.py). Choices
+which makes the optimizer's state. The search doubles the batch and then bisects (common/bisection.py). Choices
 (reasons in experiments/README.md):
 
 (a) On CUDA the cap is torch.cuda.set_per_process_memory_fraction, on what PyTorch reserves and libraries hold.
@@ -25,7 +25,7 @@ import agents
 from executor import PlannedStep, StepError, capture
 from executor.capture.capture import Captured, CaptureError
 from executor.capture.profile import ProfileError, measure, with_profile
-from experiments.bisection import largest
+from experiments.common.bisection import largest
 from experiments.gpu.deadline import TimeUp, within
 from experiments.gpu.networks import Network, build, give_back, host_bytes, own_batch
 from experiments.gpu.side_by_side import CACHE, METHODS, OURS, Counter, Levels, Record, smallest_block

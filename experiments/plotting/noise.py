@@ -10,9 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import PercentFormatter
 
+from experiments.common.report import Row
 from experiments.plotting.palette import FAINT, INK, Look, look
 from experiments.plotting.plots import figure
-from experiments.report import Row
 
 AXES = {
     "jitter": "jitter: deviation of log time",

@@ -17,10 +17,11 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
 from scipy.optimize import isotonic_regression
 
+from experiments.common.report import MB, Row
 from experiments.plotting.palette import (
     BEST_OF,
     FAINT,
-        FAMILY_COLOURS,
+    FAMILY_COLOURS,
     FLOOR,
     INK,
     LIMIT,
@@ -32,7 +33,6 @@ from experiments.plotting.palette import (
     label,
     look,
 )  # fmt: skip
-from experiments.report import MB, Row
 from simulator.timeline import Timeline
 
 Levels = list[tuple[float, str, str]]  # of lines at their right ends: value, name, colour

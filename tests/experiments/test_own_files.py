@@ -9,7 +9,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from executor.calibrate import Calibration
-from experiments import bench, cli, workloads
+from experiments import bench, workloads
+from experiments.common import cli
 from experiments.reproduce import Figure
 from simulator import FormatError, Machine, Program
 from tests.experiments.conftest import Run, chain

@@ -14,7 +14,8 @@ from hypothesis import given, settings, strategies as st
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
-from experiments import cli, pack
+from experiments import pack
+from experiments.common import cli
 from experiments.plotting import packing as pack_plot, palette
 from experiments.plotting.packing import binary
 from simulator import Machine, Program

@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from experiments import answer as words, batches, cli, plan as command, workloads
-from experiments.batches import BatchError, Batches
+from experiments import plan as command, workloads
+from experiments.common import cli
+from experiments.fit import answer as words, batches
+from experiments.fit.batches import BatchError, Batches
 from experiments.plotting.page import page
 from experiments.workloads.module import WorkloadError, leading, with_batch
 from simulator import Machine, Plan, Program, simulate

@@ -31,7 +31,8 @@ class Everything:
 """
 ASK = """
 import agents, json
-from experiments import evaluate, report
+from experiments import evaluate
+from experiments.common import report
 from experiments.plotting import palette
 
 print(json.dumps([list(agents.PLANNERS), agents.options("new_exact"), report.planner_names(["all"]),

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from agents.learned.expert_iteration import Training
 from agents.learned.policy_net import trained
 from experiments import workloads
-from experiments.cli import CONFIGS, dataclass_of
+from experiments.common.cli import CONFIGS, dataclass_of
 from experiments.pretrain import Lines, check_set
 from tests.experiments.conftest import Run
 

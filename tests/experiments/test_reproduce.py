@@ -9,7 +9,8 @@ import pytest
 from omegaconf import OmegaConf
 from torch import nn
 
-from experiments import cli, figures, reproduce
+from experiments import figures, reproduce
+from experiments.common import cli
 from experiments.figures import smartpool_fig10 as fig10, smartpool_table1 as table1
 from experiments.reproduce import Figure
 from simulator import Kernel, Machine, Program, Tensor

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from experiments import rerun
-from experiments.cli import UsageError
+from experiments.common.cli import UsageError
 from simulator.files import write_json
 from tests.experiments.conftest import Run
 from tests.tiny import PROGRAM

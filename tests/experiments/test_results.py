@@ -19,8 +19,9 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 import agents
-from experiments import evaluate, pack, report, reproduce, workloads
+from experiments import evaluate, pack, reproduce, workloads
 from experiments.benchmarks import packing
+from experiments.common import report
 from simulator import Machine, Program
 from simulator.pool import files, smartpool
 from tests.experiments.conftest import ROOT, Run

@@ -8,7 +8,8 @@ from omegaconf import DictConfig
 
 from agents.planner import Infeasible
 from envs.memory_env import small_task
-from experiments import cli, robustness
+from experiments import robustness
+from experiments.common import cli
 from experiments.figures import robustness as figure
 from experiments.plotting.noise import noise_panels
 from simulator import Plan, simulate

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from agents.learned.program_dqn import ProgramDQNConfig, QNet
 from agents.learned.training_state import read_weights
-from experiments.cli import CONFIGS, dataclass_of
+from experiments.common.cli import CONFIGS, dataclass_of
 from tests.experiments.conftest import MB, Run, chain
 
 SMALL = ("seeds=[0,1]", "tasks=3", "training.iterations=2", "training.tasks=2", "training.updates=2",

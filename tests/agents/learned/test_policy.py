@@ -16,8 +16,8 @@ from agents.learned.training_state import save_weights
 from agents.planner import Infeasible
 from agents.search.annealing import everything
 from agents.search.local_search import Moves
+from experiments.common.report import heuristics
 from experiments.figures import program as bundled
-from experiments.report import heuristics
 from simulator import Machine, Program, simulate
 from simulator.compiled.engine import Engine
 from simulator.files import FormatError

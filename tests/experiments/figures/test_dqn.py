@@ -7,7 +7,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from envs.memory_env import small_task
-from experiments import cli, figures
+from experiments import figures
+from experiments.common import cli
 from experiments.figures import dqn_fig5 as fig
 from simulator import simulate
 

@@ -21,7 +21,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from experiments import cli, figures, reproduce
+from experiments import figures, reproduce
+from experiments.common import cli
 from experiments.figures import (
     home,
     home_fig6 as fig6,

@@ -4,7 +4,7 @@ import pytest
 from omegaconf import DictConfig
 
 from experiments import figures
-from experiments.cli import UsageError
+from experiments.common.cli import UsageError
 from experiments.figures import jobs, jobs_timeline
 from simulator import Machine
 from tests.experiments.conftest import chain

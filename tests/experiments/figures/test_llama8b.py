@@ -7,7 +7,8 @@ import pytest
 from omegaconf import OmegaConf
 from PIL import Image
 
-from experiments import cli, reproduce
+from experiments import reproduce
+from experiments.common import cli
 from experiments.figures import llama8b
 from experiments.figures.llama8b import GB
 from simulator import Kernel, Machine, Program, Tensor

@@ -3,7 +3,7 @@
 import pytest
 from omegaconf import DictConfig
 
-from experiments.cli import UsageError
+from experiments.common.cli import UsageError
 from experiments.figures import scale
 from simulator import Machine
 

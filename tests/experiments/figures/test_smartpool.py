@@ -11,7 +11,8 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
-from experiments import cli, figures, reproduce
+from experiments import figures, reproduce
+from experiments.common import cli
 from experiments.figures import (
     smartpool,
     smartpool_fig2 as fig2,

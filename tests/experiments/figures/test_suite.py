@@ -8,8 +8,9 @@ import pytest
 import yaml
 from omegaconf import DictConfig
 
-from experiments import benchmark, cli
-from experiments.cli import UsageError
+from experiments import benchmark
+from experiments.common import cli
+from experiments.common.cli import UsageError
 from experiments.figures import core, large, program, suite
 from simulator import Machine
 from simulator.files import write_json

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings as limits, strategies as st
 from omegaconf import OmegaConf
 
-from experiments import cli, figures, reproduce
+from experiments import figures, reproduce
+from experiments.common import cli
 from experiments.figures import (
     layerwise,
     superneurons_alexnet as fig10,

@@ -14,8 +14,9 @@ from omegaconf import OmegaConf
 import agents
 from agents.heuristics.superneurons import leaving
 from agents.planner import MIB
-from experiments import cli, figures, workloads
-from experiments.bisection import largest
+from experiments import figures, workloads
+from experiments.common import cli
+from experiments.common.bisection import largest
 from experiments.figures import (
     frameworks,
     superneurons_table2 as table2,

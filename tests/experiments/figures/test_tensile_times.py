@@ -7,7 +7,7 @@ from statistics import median
 import pytest
 from omegaconf import DictConfig
 
-from experiments.cli import UsageError
+from experiments.common.cli import UsageError
 from experiments.figures import tensile_times
 from simulator import Machine
 

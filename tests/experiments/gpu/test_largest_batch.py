@@ -6,7 +6,7 @@ from rich.console import Console
 
 import agents
 from executor import StepError
-from experiments.bisection import largest
+from experiments.common.bisection import largest
 from experiments.gpu import largest_batch
 from experiments.gpu.largest_batch import Tries, lacks_memory, search, table
 from experiments.gpu.plots import batches

@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 
 import agents
 from agents.planner import Family
+from experiments.common.report import MB
 from experiments.plotting import palette, plots
-from experiments.report import MB
 from simulator import Machine, Plan, Program, Swap, simulate
 
 MACHINE = Machine("m", 2**40, 4 * 10**9, 4 * 10**9)

@@ -10,8 +10,9 @@ from rich.console import Console
 
 import agents
 from agents.bound import Floor, floor
-from experiments import evaluate, report
-from experiments.cli import UsageError
+from experiments import evaluate
+from experiments.common import report
+from experiments.common.cli import UsageError
 from simulator import Engine, Machine, Program, Recompute, Swap
 from tests.experiments.conftest import ROOT
 
@@ -168,7 +169,7 @@ def test_published_planners_stand_for_those_that_plan_in_seconds() -> None:
 
 
 WARM = """
-from experiments import report
+from experiments.common import report
 from tests.experiments.conftest import chain
 from simulator import Machine
 import sys

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from experiments import cli, workers
+from experiments.common import cli, workers
 from simulator.compiled.engine import cores
 from tests.experiments.conftest import ROOT, Run
 

@@ -35,7 +35,7 @@ import agents
 import simulator
 from agents.bound import Floor
 from agents.heuristics.workspace import least_workspaces, plan_with_variants, with_fastest_variants
-from experiments.cli import UsageError, expected_errors
+from experiments.common.cli import UsageError, expected_errors
 from simulator.compiled import warm
 from simulator.compiled.engine import rows_of
 from simulator.files import write_json, write_text

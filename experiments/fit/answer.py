@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from executor.report import ITSELF, KINDS, Peak, Report, by_module, size
-from experiments import report
+from experiments.common import report
+from experiments.common.report import Row
 from experiments.plotting.palette import label
-from experiments.report import Row
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.bisection import largest
+from experiments.common.bisection import largest
 from simulator.machine import Machine
 from simulator.program import Program
 

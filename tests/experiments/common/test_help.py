@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments import help as helping
 from experiments.__main__ import COMMANDS
-from experiments.cli import CONFIGS
+from experiments.common import help as helping
+from experiments.common.cli import CONFIGS
 from experiments.gpu.settings import Settings
 from tests.experiments.conftest import Run
 

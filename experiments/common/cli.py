@@ -36,7 +36,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from agents.learned.dqn_config import RENAMED
-from experiments import help, ray_launcher, workers
+from experiments.common import help, ray_launcher, workers
 from simulator.compiled import warm
 from simulator.files import FormatError
 from simulator.machine import Machine
@@ -45,7 +45,7 @@ from simulator.program import Program
 
 T = TypeVar("T")
 
-CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"
 MOVED = {f"agent.{old}": f"agent.{new}" for old, new in RENAMED.items()}  # keys of older versions
 
 

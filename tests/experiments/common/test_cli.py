@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 
 from agents.bound import floor
 from agents.learned.dqn import DQNConfig
-from experiments import cli
-from experiments.report import ROW_KEYS
+from experiments.common import cli
+from experiments.common.report import ROW_KEYS
 from simulator import Machine, Plan, Program, Swap, simulate
 from simulator.compiled.engine import Engine, rows_of
 from tests.experiments.conftest import Run, chain

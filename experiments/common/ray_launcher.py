@@ -2,7 +2,7 @@
 
 It is ours because hydra-ray-launcher wants the cluster launcher of AWS, the dashboard and an old cloudpickle.
 ``hydra.launcher.jobs=N``: how many run at once. What the cluster is, and what becomes of a job whose worker dies:
-experiments/workers.py. ``register`` makes it known; Hydra takes launchers of a package hydra_plugins only, so it is
+workers.py. ``register`` makes it known; Hydra takes launchers of a package hydra_plugins only, so it is
 known by such a name.
 """
 
@@ -24,7 +24,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
-from experiments import workers
+from experiments.common import workers
 
 
 class RayLauncher(Launcher):

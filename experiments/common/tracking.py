@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from omegaconf import DictConfig
 
-from experiments import cli
+from experiments.common import cli
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "none")
 _MODULES = {"wandb": "wandb", "mlflow": "mlflow"}

@@ -11,8 +11,8 @@ import pytest
 from omegaconf import DictConfig
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from experiments import tracking
-from experiments.cli import UsageError
+from experiments.common import tracking
+from experiments.common.cli import UsageError
 
 CONFIG = {"seed": 3, "agent": {"learning_rate": 0.1, "widths": [1, 2]}}
 

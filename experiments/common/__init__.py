@@ -1,0 +1,1 @@
+"""What commands share: settings, rows and tables, workers, trackers."""

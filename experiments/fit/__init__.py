@@ -1,0 +1,1 @@
+"""Will it fit? What ``experiments.plan`` asks and answers."""
