@@ -138,8 +138,8 @@ def answered(
 def write(out: Path, cfg: DictConfig, answer: Answer, bound: Floor) -> None:
     """Writes the run directory."""
     from experiments.fit import answer as words
+    from experiments.fit.page import page
     from experiments.plotting import plots
-    from experiments.plotting.page import page
 
     program, best = answer.program, answer.best
     none = report.certified(report.score("none", program, answer.machine, answer.limit, 0, answer.mode)[0], bound)

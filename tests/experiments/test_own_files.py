@@ -13,8 +13,8 @@ from experiments import bench, workloads
 from experiments.common import cli
 from experiments.reproduce import Figure
 from simulator import FormatError, Machine, Program
+from tests.experiments.common.test_cli import refused, rows_in
 from tests.experiments.conftest import Run, chain
-from tests.experiments.test_cli import refused, rows_in
 
 MACHINE = """
 name: mine
