@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 from typing import Any, NamedTuple
 
@@ -111,7 +112,20 @@ def case(seed: int) -> Case:
     plan, machine = plan_of(rng, program), machine_of(rng)
     limit = lower(program, plan).required_bytes + rng.randint(-1, 60)
     until = rng.choice([None, None, None, 0, len(program.kernels) // 2])
-    return Case(program, plan, machine, limit, until, rng.randint(1, 5))
+    found = Case(program, plan, machine, limit, until, rng.randint(1, 5))
+    return contending(rng, found) if rng.random() < 0.25 else found
+
+
+def contending(rng: Random, case: Case) -> Case:
+    """The case with kernels that move bytes, from which copies take memory bandwidth."""
+    kernels = tuple(replace(k, bytes=rng.choice([0, 7, 40, 1000])) for k in case.program.kernels)
+    program = replace(case.program, kernels=kernels)
+    machine = replace(
+        case.machine, memory_bytes_per_s=3 * 10**9, copy_contention=rng.choice([0.02, 0.3, 0.499]),
+        wait_ns=rng.choice([0, 7]), issue_ns=rng.choice([0, 0, 9]),
+    )  # fmt: skip
+    plan = replace(case.plan, fingerprint=program.fingerprint)
+    return case._replace(program=program, machine=machine, plan=plan)
 
 
 def difference(case: Case) -> str | None:
