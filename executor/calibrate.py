@@ -229,8 +229,8 @@ def _issue(backend: Backend) -> float:
 
 
 def _contention(backend: Backend, copies: dict[Direction, int], nbytes: int) -> tuple[dict[str, float], float]:
-    """By direction, what a copy of ``nbytes`` (``copies`` ns alone) takes of the speed of a kernel that streams for about
-    half as long; the relative spread of the kernel's times alone."""
+    """By direction, what a copy of ``nbytes`` (``copies`` ns alone) takes of the speed of a kernel that streams half
+    as long; the relative spread of the kernel's times alone."""
     aim, streamed = min(copies.values()) / 2, nbytes
     for _ in range(2):  # the first of everything is slow
         streamed = max(1024, round(streamed * aim / _streaming(backend, streamed)[0]))
