@@ -59,7 +59,7 @@ class Calibration:
         share: of its own speed that each direction has while both are busy, by when both copies are over.
         share_error: the relative spread between the quartiles of its measurements, at least DUPLEX_ERROR.
         contention: direction -> what a copy takes of the speed of a kernel that streams.
-        contention_error: the relative spread between the quartiles of that kernel's times alone.
+        contention_error: the largest spread between quartiles, of its measurements and of that kernel's times alone.
     """
 
     machine: Machine
@@ -182,8 +182,13 @@ def _share(alone: Sequence[float], at_once: float) -> float:
 
 def _spread(times: Sequence[float]) -> float:
     """Between the quartiles, over the median."""
-    low, middle, high = quantiles(times, n=4)
-    return (high - low) / middle
+    return _range(times) / median(times)
+
+
+def _range(values: Sequence[float]) -> float:
+    """Between the quartiles."""
+    low, _, high = quantiles(values, n=4)
+    return high - low
 
 
 def _copies(backend: Backend, directions: Sequence[Direction], nbytes: int) -> dict[str, int]:
@@ -230,16 +235,18 @@ def _issue(backend: Backend) -> float:
 
 def _contention(backend: Backend, copies: dict[Direction, int], nbytes: int) -> tuple[dict[str, float], float]:
     """By direction, what a copy of ``nbytes`` (``copies`` ns alone) takes of the speed of a kernel that streams half
-    as long; the relative spread of the kernel's times alone."""
+    as long; the largest spread between quartiles, of these and of the kernel's times alone."""
     aim, streamed = min(copies.values()) / 2, nbytes
     for _ in range(2):  # the first of everything is slow
         streamed = max(1024, round(streamed * aim / _streaming(backend, streamed)[0]))
     alone = [_streaming(backend, streamed)[0] for _ in range(REPEATS)]
-    found = {}
+    found, errors = {}, [_spread(alone)]
     for d in DIRECTIONS:
         beside = [_streaming(backend, streamed, d, nbytes) for _ in range(REPEATS)]
-        found[str(d)] = median((took - median(alone)) / shared for took, shared in beside)
-    return found, _spread(alone)
+        taken = [(took - median(alone)) / shared for took, shared in beside]
+        found[str(d)] = median(taken)
+        errors.append(_range(taken))
+    return found, max(errors)
 
 
 def _taken(contention: dict[str, float], error: float) -> float:
