@@ -143,7 +143,8 @@ def fit(
     bytes. The errors below are then the call's, the model is as it was, and other shapes may follow.
 
     Args:
-        example_batch: ``(x, y)``; only shapes and types matter. With ``accumulate`` it may be the pairs of a step.
+        example_batch: ``(x, y)``; only shapes and types matter. With ``accumulate`` it may be the pairs of a
+            step (and is taken as these where x and y are pairs themselves).
         memory: bytes, a size such as ``"24GiB"``, or a fraction (at most 1) of what the example's step needs without a
             plan.
         machine: a preset's name, a YAML file, or a Machine; by default the preset of the GPU, on the CPU gtx1080ti.

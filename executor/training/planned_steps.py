@@ -15,7 +15,7 @@ shape are best in a row. Only the steps of the last ``keep`` shapes are kept: ea
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -196,7 +196,7 @@ class PlannedSteps:
         """Largest number of bytes in use at any kernel of any step of the shapes that are kept."""
         return max((step.peak_bytes for step in self.steps.values()), default=0)
 
-    def __enter__(self) -> PlannedSteps:
+    def __enter__(self) -> Self:
         """Until the end of the ``with``, copies run on over the boundary of steps of one shape."""
         self._open = True
         if self._current is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments, set_seed
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 
 from experiments.examples import hf_trainer
 from experiments.examples.hf_trainer import PlannedTrainer, model_and_data, padded, train
@@ -55,7 +55,7 @@ def both(make: Callable[[], nn.Module], data: list[dict[str, Tensor]], out: Path
     for kind, more in ((PlannedTrainer, {"memory": 0.6}), (Trainer, {})):
         set_seed(0)
         arguments = TrainingArguments(
-            str(out), num_train_epochs=2, per_device_train_batch_size=2, gradient_accumulation_steps=accumulate,
+            str(out), num_train_epochs=2, per_device_train_batch_size=4, gradient_accumulation_steps=accumulate,
             learning_rate=1e-2, lr_scheduler_type="cosine", logging_steps=1, save_strategy="no", report_to="none",
             disable_tqdm=True, max_grad_norm=0.5,
         )  # fmt: skip
@@ -71,12 +71,13 @@ def both(make: Callable[[], nn.Module], data: list[dict[str, Tensor]], out: Path
 
 
 def model() -> nn.Module:
-    return model_and_data(1)[0]
+    sizes = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 256, "n_positions": 64}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
 
 
 def test_batches_of_several_shapes(tmp_path: Path) -> None:
     """Of two lengths, and a short one at the end of each epoch."""
-    data = model_and_data(7, (12, 12, 24))[1]
+    data = model_and_data(13, (40, 40, 40, 40, 48))[1]
     ours, _ = both(model, data, tmp_path, 1)
     assert len(ours.planned.steps) > 2
 
@@ -96,7 +97,7 @@ class Mean(nn.Module):
 def test_accumulation(make: Callable[[], nn.Module], counted: bool, tmp_path: Path) -> None:
     """Three micro-batches a step, of several shapes, then one at the end of each epoch; losses are divided by how many
     tokens all of them have, or by how many they are."""
-    data = model_and_data(7, (12, 24, 24))[1]
+    data = model_and_data(13, (40, 40, 40, 40, 48))[1]
     ours, own = both(make, data, tmp_path, 3)
     assert own.model_accepts_loss_kwargs is counted
     assert {len(forms) for forms in ours.planned.steps} == {3, 1} and not ours.planned.under_way

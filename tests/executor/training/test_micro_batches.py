@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from executor import PlannedStep, StepError, capture
 from executor.training import engines
-from simulator import Plan, Swap
+from simulator import Plan, Recompute, Swap
 from tests.executor.networks import OPTIMIZERS, adamw, sgd
 from tests.executor.training.programs import (
     GPU,
@@ -131,6 +131,15 @@ def test_a_scaler():
     step = tight(captured, random_plan(captured.program, 2))
     twins.go(step, 5)
     assert twins.scalers[0].get_scale() == twins.scalers[1].get_scale() > 2.0**8
+
+
+def test_a_loss_that_the_plan_frees_at_once():
+    twins = OneByOne("small", k=2)
+    captured = twins.accumulated()
+    loss = captured.values[captured.micro[1].loss]
+    gap = next(gap for gap in captured.program.gaps() if gap.tensor == loss)
+    assert gap.after == captured.program.accesses[loss][0]
+    twins.go(tight(captured, Plan((Recompute(loss, gap.after, gap.before),))), 2)
 
 
 class Checkpointed(nn.Module):
