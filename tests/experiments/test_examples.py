@@ -12,6 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from experiments.examples import hf_trainer
 from experiments.examples.hf_trainer import PlannedTrainer, model_and_data, padded, train
+from simulator import Swap
 
 pytestmark = pytest.mark.filterwarnings("ignore:'pin_memory' argument")
 
@@ -52,7 +53,7 @@ def same_training(ours: Trainer, own: Trainer) -> None:
 def both(make: Callable[[], nn.Module], data: list[dict[str, Tensor]], out: Path, accumulate: int) -> list[Trainer]:
     """Two epochs of the planned Trainer and of the Trainer."""
     trained: list[Trainer] = []
-    for kind, more in ((PlannedTrainer, {"memory": 0.6}), (Trainer, {})):
+    for kind, more in ((PlannedTrainer, {"memory": 0.6, "options": {"planner": "capuchin"}}), (Trainer, {})):
         set_seed(0)
         arguments = TrainingArguments(
             str(out), num_train_epochs=2, per_device_train_batch_size=4, gradient_accumulation_steps=accumulate,
@@ -65,7 +66,8 @@ def both(make: Callable[[], nn.Module], data: list[dict[str, Tensor]], out: Path
     assert logged(ours) == logged(own) and len({rate for _, rate in logged(own)}) > 2
     for a, b in zip(ours.model.state_dict().values(), own.model.state_dict().values(), strict=True):
         assert torch.equal(a, b)
-    assert sum(bool(step.plan.decisions) for step in ours.planned.steps.values()) > 1
+    plans = [step.plan.decisions for step in ours.planned.steps.values()]
+    assert sum(map(bool, plans)) > 1 and any(isinstance(decision, Swap) for plan in plans for decision in plan)
     assert ours.planned.peak_bytes <= ours.planned.limit
     return trained
 
