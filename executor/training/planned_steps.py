@@ -146,7 +146,7 @@ class PlannedSteps:
                 f"{self._current.done} of the step's {len(next(reversed(self.steps)))} micro-batches are done; it "
                 "takes the next one, alone, or finish() undoes it"
             )
-        if self.accumulate > 1 and not (0 < len(pairs) <= self.accumulate and all(map(_is_pair, pairs))):
+        if not 0 < len(pairs) <= self.accumulate or (self.accumulate > 1 and not all(map(_is_pair, pairs))):
             raise StepError(f"a step takes 1 to {self.accumulate} micro-batches, each a pair (x, y)")
         pairs, self._told = tuple(map(tuple, pairs)), False
         forms = tuple(map(_form, pairs))

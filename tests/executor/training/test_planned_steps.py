@@ -236,6 +236,10 @@ def test_what_is_no_micro_batch():
     with pytest.raises(StepError, match=r"the batch has something that is no tensor and cannot be compared: .*set"):
         twins.steps((x, {1}), y)
     assert not twins.steps.steps
+    single = PlannedSteps(*twins.ours, GPU, 1.0, capuchin)
+    for wrong in ([], [(x, y)] * 2):
+        with pytest.raises(StepError, match=r"^a step takes 1 to 1 micro-batches"):
+            single.begin(*wrong)
     for name in ("accumulate", "keep"):
         with pytest.raises(ValueError, match=f"{name}: expected at least 1, got 0"):
             PlannedSteps(*twins.ours, GPU, 1.0, capuchin, **{name: 0})
