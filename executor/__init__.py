@@ -3,7 +3,7 @@
 from executor.capture.algorithms import with_algorithms
 from executor.capture.capture import Captured, CaptureError, capture, capture_step
 from executor.capture.roofline import with_roofline
-from executor.fit import FitError, FittedStep, fit
+from executor.fit import FitError, FittedStep, FittedSteps, fit
 from executor.replay import open_backend
 from executor.replay.backend import BackendError
 from executor.replay.replay import Measured, replay
@@ -13,7 +13,7 @@ from executor.training.planned_step import PlannedStep, StepError
 from executor.training.planned_steps import PlannedSteps
 
 __all__ = [
-    "BackendError", "CaptureError", "Captured", "FitError", "FittedStep", "Measured", "PlannedStep", "PlannedSteps",
-    "ReplayError", "Report", "StepError", "capture", "capture_step", "fit", "open_backend", "replay", "report",
-    "with_algorithms", "with_roofline",
+    "BackendError", "CaptureError", "Captured", "FitError", "FittedStep", "FittedSteps", "Measured", "PlannedStep",
+    "PlannedSteps", "ReplayError", "Report", "StepError", "capture", "capture_step", "fit", "open_backend", "replay",
+    "report", "with_algorithms", "with_roofline",
 ]  # fmt: skip

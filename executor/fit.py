@@ -6,7 +6,8 @@
         loss = step(x, y)
 
 ``fit`` captures the step, gives its kernels durations (measured on a GPU, a roofline's elsewhere), plans, and returns
-the step to train with. This is the one file of the executor that knows planners; they are imported by the first call.
+the step to train with, which does the same for batches of other shapes when it first sees them. This is the one file of
+the executor that knows planners; they are imported by the first call.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from executor.capture.capture import capture
 from executor.capture.captured import Captured
 from executor.capture.profile import Profile, measure, with_profile
 from executor.memory.pinned import available
 from executor.report import KINDS, Report, report, size
 from executor.training.planned_step import PlannedStep
-from executor.training.planned_steps import BUCKET_BYTES
+from executor.training.planned_steps import BUCKET_BYTES, PlannedSteps
+from simulator.files import FormatError
 from simulator.limits import limit_bytes
 from simulator.machine import PRESETS, Machine
 from simulator.plan import Plan
@@ -39,7 +40,7 @@ class FitError(ValueError):
 
 
 class FittedStep(PlannedStep):
-    """A planned step that can tell what its plan does; ``floor_ns`` as in ``report``."""
+    """A planned step of one shape that can tell what its plan does; ``floor_ns`` as in ``report``."""
 
     def __init__(
         self, captured: Captured, plan: Plan, machine: Machine, limit: int, floor_ns: int | None = None
@@ -52,33 +53,108 @@ class FittedStep(PlannedStep):
         return report(self.captured, self.machine, self.limit, self.plan, self.floor_ns)
 
 
+class FittedSteps(PlannedSteps):
+    """What ``fit`` returns: planned steps of all shapes, within one limit.
+
+    Attributes:
+        present: the step of the shape used last. ``captured``, ``program``, ``plan``, ``floor_ns`` and ``report()`` are
+            its own.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], optimizer: Optimizer, machine: Machine,
+        memory: int | float | str, planner: str | Callable[[Program, Machine, int], Plan],
+        profile: Literal["measure"] | Profile | None, seconds: float | None, keep: int, **options: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(model, loss_fn, optimizer, machine, memory, cast(Any, planner), keep, **options)
+        self._profile, self._seconds, self._device = profile, seconds, _device(model)
+        dtype = options["autocast"] or next((p.dtype for p in model.parameters()), torch.float32)
+        self._dtype = name if (name := str(dtype).removeprefix("torch.")) in machine.flops_per_s else "float32"
+
+    def _make(self, pairs: tuple[Any, ...]) -> FittedStep:
+        captured, machine, profile = self._capture(pairs), self.machine, self._profile
+        if profile == "measure":
+            profile = measure(captured, self._device, machine.name)
+        if profile is None:
+            captured = captured.on(machine, self._dtype)
+        else:
+            try:
+                captured = replace(captured, program=with_profile(captured.program, profile))
+            except FormatError as error:
+                if self.limit is None:
+                    raise
+                raise FitError(f"{error}: a batch of another shape needs one of its own, or 'measure'") from error
+        limit = self.limit or limit_bytes(self._wanted, captured.program, "memory")
+        plan, floor_ns = _plan(captured, machine, limit, self.planner, self._seconds)
+        return FittedStep(captured, plan, machine, limit, floor_ns)
+
+    @property
+    def present(self) -> FittedStep:
+        """The step of the shape used last."""
+        return cast(FittedStep, next(reversed(self.steps.values())))
+
+    @property
+    def captured(self) -> Captured:
+        """As PlannedStep's."""
+        return self.present.captured
+
+    @property
+    def program(self) -> Program:
+        """As PlannedStep's."""
+        return self.present.program
+
+    @property
+    def plan(self) -> Plan:
+        """As PlannedStep's."""
+        return self.present.plan
+
+    @property
+    def floor_ns(self) -> int | None:
+        """As in ``report``."""
+        return self.present.floor_ns
+
+    def report(self) -> Report:
+        """As FittedStep's."""
+        return self.present.report()
+
+
 def fit(
     model: nn.Module,
     loss_fn: Callable[[Any, Any], Tensor],
     optimizer: Optimizer,
-    example_batch: tuple[Any, Any],
+    example_batch: tuple[Any, ...],
     memory: int | float | str,
     *,
     machine: Machine | str | None = None,
     planner: str | Callable[[Program, Machine, int], Plan] = "lp_round",
     profile: Literal["measure"] | Profile | None = None,
     seconds: float | None = None,
+    keep: int = 16,
     accumulate: int = 1,
+    average: bool = True,
     clip_norm: float | None = None,
     autocast: torch.dtype | None = None,
     scaler: GradScaler | None = None,
     bucket_bytes: int | None = BUCKET_BYTES,
-) -> FittedStep:
+) -> FittedSteps:
     """The training step of ``loss_fn(model(x), y)`` within ``memory``; what it does is eager's to the bit.
 
+    Batches of another shape than ``example_batch`` are captured and planned when they are first seen, for the same
+    bytes. The errors below are then the call's, the model is as it was, and other shapes may follow.
+
     Args:
-        memory: bytes, a size such as ``"24GiB"``, or a fraction (at most 1) of what the step needs without a plan.
+        example_batch: ``(x, y)``; only shapes and types matter. With ``accumulate`` it may be the pairs of a
+            step (and is taken as these where x and y are pairs themselves).
+        memory: bytes, a size such as ``"24GiB"``, or a fraction (at most 1) of what the example's step needs without a
+            plan.
         machine: a preset's name, a YAML file, or a Machine; by default the preset of the GPU, on the CPU gtx1080ti.
         planner: a name (``agents.PLANNERS``), or what makes a plan. Not asked where the step fits without one.
-        profile: "measure": kernels are timed on the model's device, the default on a GPU; a Profile: they were. Without
-            one their durations are the machine's roofline's, the default on the CPU.
-        seconds: of planning, about; the planner's own by default.
-        accumulate, clip_norm, autocast, scaler, bucket_bytes: as in ``capture``.
+        profile: "measure": kernels are timed on the model's device, the default on a GPU; a Profile: they were, for
+            this shape (others are refused). Without one their durations are the machine's roofline's, the default on
+            the CPU.
+        seconds: of planning, about, for each shape; the planner's own by default.
+        keep, accumulate: as in PlannedSteps.
+        average, clip_norm, autocast, scaler, bucket_bytes: as in ``capture``.
 
     Raises:
         CaptureError: the step cannot be captured.
@@ -91,6 +167,8 @@ def fit(
         raise ValueError(f"profile: expected None, 'measure' or a Profile, got {profile!r}")
     if seconds is not None and not isinstance(planner, str):
         raise ValueError("seconds: is for a planner given by its name")
+    if not isinstance(example_batch, (tuple, list)):
+        raise ValueError(f"example_batch: expected a pair (x, y), got {type(example_batch).__name__}")
     if isinstance(planner, str):
         _made(planner, seconds)  # what is wrong is said before the capture
     device = _device(model)
@@ -98,20 +176,14 @@ def fit(
         machine = machine_of(torch.cuda.get_device_name(device))
     elif not isinstance(machine, Machine):
         machine = Machine.load(machine or "gtx1080ti")
-    captured = capture(
-        model, loss_fn, optimizer, example_batch, machine=machine, accumulate=accumulate, clip_norm=clip_norm,
-        autocast=autocast, scaler=scaler, bucket_bytes=bucket_bytes,
+    if profile is None and device.type == "cuda":
+        profile = "measure"
+    steps = FittedSteps(
+        model, loss_fn, optimizer, machine, memory, planner, profile, seconds, keep, accumulate=accumulate,
+        average=average, clip_norm=clip_norm, autocast=autocast, scaler=scaler, bucket_bytes=bucket_bytes,
     )  # fmt: skip
-    if (profile is None and device.type == "cuda") or profile == "measure":
-        profile = measure(captured, device, machine.name)
-    if isinstance(profile, Profile):
-        captured = replace(captured, program=with_profile(captured.program, profile))
-    else:
-        dtype = str(autocast or next((p.dtype for p in model.parameters()), torch.float32)).removeprefix("torch.")
-        captured = captured.on(machine, dtype if dtype in machine.flops_per_s else "float32")
-    limit = limit_bytes(memory, captured.program, "memory")
-    plan, floor_ns = _plan(captured, machine, limit, planner, seconds)
-    return FittedStep(captured, plan, machine, limit, floor_ns)
+    steps.step_for(*example_batch)
+    return steps
 
 
 def machine_of(device: str) -> Machine:
@@ -181,8 +253,10 @@ def _too_small(captured: Captured, limit: int, least: int) -> str:
     name, module = program.kernels[k].name, captured.places[k].module or "the model itself"
     what = f"are held at once in {module}" if name == "marker" else f"{name} of {module} uses at once"
     kept = sum(persistent.values())
+    shapes = (str(list(leaf.meta["tensor_meta"].shape)) for leaf in captured.leaves if isinstance(leaf, fx.Node))
+    of = ", ".join(dict.fromkeys(shapes))
     return (
-        f"{program.name} does not fit into {size(limit)}: the smallest memory that has a plan is {least:,} bytes "
-        f"({size(least)}), {size(at_once[k])} of which {what}; {size(kept)} are there from step to step ({parts}), and "
-        f"the step needs {size(program.peak_bytes)} without a plan"
+        f"{program.name} does not fit into {size(limit)} with a batch of {of}: the smallest memory that has a plan "
+        f"is {least:,} bytes ({size(least)}), {size(at_once[k])} of which {what}; {size(kept)} are there from step "
+        f"to step ({parts}), and the step needs {size(program.peak_bytes)} without a plan"
     )

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import traceback
 import warnings
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +35,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_structure, tree_unflatten
 
 from executor.capture.captured import Captured, CaptureError
 from executor.capture.numbers import Numbers, Option
@@ -57,6 +57,8 @@ def capture(
     name: str | None = None,
     algorithms: bool = False,
     accumulate: int = 1,
+    average: bool = True,
+    others: Sequence[tuple[Any, Any]] | None = None,
     clip_norm: float | None = None,
     autocast: torch.dtype | None = None,
     scaler: GradScaler | None = None,
@@ -75,6 +77,8 @@ def capture(
         accumulate: micro-batches of a step. With more than one, each loss is divided by their number before its
             backward pass, gradients add up, and the optimizer steps after the last. The step then takes that many
             pairs ``(x, y)`` and returns the sum of these losses; PlannedStep also takes them one by one.
+        average: False: losses of micro-batches are not divided by their number (``loss_fn`` does what is to be done).
+        others: the examples of the micro-batches after the first, where they are of other shapes than it.
         autocast: the forward pass and the loss run within ``torch.autocast`` of this type.
         scaler: the loss is scaled, gradients are unscaled before they are clipped, and ``scaler.step(optimizer)`` and
             ``scaler.update()`` end the step. The program is that of a step which is not skipped; one that is leaves
@@ -93,6 +97,9 @@ def capture(
         raise CaptureError("capture takes a torch.nn.Module, a callable loss, an Optimizer or None, and a batch")
     if accumulate < 1 or (optimizer is None and (accumulate > 1 or clip_norm is not None)):
         raise CaptureError("accumulate is at least 1; it and clip_norm are for a step with an optimizer")
+    pairs = [example_batch, *((example_batch,) * (accumulate - 1) if others is None else others)]
+    if len(pairs) != accumulate or len({tree_structure(tuple(pair)) for pair in pairs}) > 1:
+        raise CaptureError("others: expected accumulate - 1 pairs (x, y) of the structure of example_batch")
 
     device = next((p.device.type for p in model.parameters() if p.device.type != "meta"), "cpu")
 
@@ -102,7 +109,7 @@ def capture(
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise CaptureError(f"the loss is {what}, not a tensor of one element")
-        if accumulate > 1:
+        if average and accumulate > 1:
             loss = loss / accumulate
         if optimizer is not None:
             (loss if scaler is None else scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
@@ -142,14 +149,19 @@ def capture(
     label = name or type(model).__name__
     if accumulate == 1:
         return _capture(step, tuple(example_batch), roots, machine, label, algorithms, bucket_bytes, "loss_fn")
-    examples = {id(v): v for v in tree_leaves(example_batch)}  # of each micro-batch's tensors, by theirs
+    # Micro-batches are different tensors, whatever the examples are; of each, the example that it stands for.
+    examples: dict[int, Any] = {}
 
     def another(value: Any) -> Any:
-        copy = torch.empty_like(value) if isinstance(value, Tensor) else value
+        if not isinstance(value, Tensor):
+            return value
+        memory = torch.UntypedStorage(value.untyped_storage().nbytes(), device=value.device)
+        copy = torch.empty(0, dtype=value.dtype, device=value.device)
+        copy.set_(memory, value.storage_offset(), value.size(), value.stride())  # type: ignore[call-overload]
         examples[id(copy)] = value
         return copy
 
-    batches = tuple(tree_map(another, tuple(example_batch)) for _ in range(accumulate))
+    batches = tuple(tree_map(another, tuple(pair)) for pair in pairs)
     captured = _capture(several, batches, roots, machine, label, algorithms, bucket_bytes, "loss_fn", several=True)
     return replace(captured, sources=tuple(examples.get(id(s), s) for s in captured.sources))
 

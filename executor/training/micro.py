@@ -95,10 +95,11 @@ class Progress:
         self._grad_mode = False
         self._shown: list[Block] = []
 
-    def keep(self, slot: int) -> None:
-        """A micro-batch's loss is there."""
+    def keep(self, loss: Tensor) -> Tensor:
+        """A micro-batch's loss is there: passed on."""
         if self.alone:
-            self.loss = self._blocks.values[slot].clone()
+            self.loss = loss.clone()
+        return loss
 
     def pause(self, part: Part, following: Part) -> None:
         """A micro-batch is over and the step is not."""

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import islice
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -106,7 +107,7 @@ class PlannedStep:
                           if node in captured.values and node not in captured.leaves]  # fmt: skip
         self._inputs = {captured.values[leaf] for leaf in captured.leaves if leaf in captured.values}
         self._make_blocks(graph)
-        self._work = self._compile()
+        self._work = self._compile(graph)
         self._numbers: list[Any] = []  # the optimizers', when they were last read, and their types
         self._types: list[type] = []
         self._known: Known | None = None
@@ -140,7 +141,7 @@ class PlannedStep:
             b.block = blocks.get(b.tensor)
         self._blocks = Blocks(engines, blocks, sum(t.nbytes for t in tensors if t.persistent))
 
-    def _compile(self) -> list[tuple[Any, ...]]:
+    def _compile(self, graph: bool) -> list[tuple[Any, ...]]:
         """The work of a step; see the module."""
         order, calls, program = self.order, self.calls, self.program
         rerun = {item.step.kernel for item in order.items if item.step.rerun and calls.random(item.step.kernel)}
@@ -176,8 +177,8 @@ class PlannedStep:
                     after.insert(0, (self._random.restore, NOW))
             if not again and (asked := calls.asks.get(kernel)) is not None:
                 after.insert(0, (self._skipping.ask, asked))
-            if not again and (loss := calls.losses.get(kernel)) is not None:
-                after.insert(0, (self._progress.keep, loss))
+            if not (again or graph) and (loss := calls.losses.get(kernel)) is not None:  # the plan may free it at once
+                run_calls = [*run_calls, (loss, self._progress.keep, itemgetter(slice(loss, loss + 1)), {})]
             if not again and kernel in calls.skipped:
                 self._skipping.add(len(work), calls.skipped[kernel])
             work.append((tuple(before), item.charged, tuple(run_calls), clear, item.freed, tuple(after)))
@@ -304,6 +305,11 @@ class PlannedStep:
         self.finish()  # no view can be made of what is away
 
     # ------------------------------------------------------------------------------------ a step
+
+    @property
+    def done(self) -> int:
+        """Micro-batches of the step under way that are done; 0 between steps."""
+        return self._progress.done
 
     def __call__(self, *args: Any) -> Any:
         """One training step, or its next micro-batch where it was captured with several and ``args`` are one.

@@ -14,12 +14,13 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 
 import agents
 from agents.planner import least_residency
-from executor import Captured, FitError, StepError, capture, fit
+from executor import Captured, FitError, capture, fit
 from executor.capture.profile import measure
 from simulator import FormatError, Machine, OutOfMemory, Plan, Program
 from tests.executor.networks import Batch, ResNet, adamw, images, sgd
 
 MODULE = sys.modules["executor.fit"]  # executor.fit is the function
+CAPTURE = "executor.training.planned_steps.capture"
 
 
 def gpt2() -> nn.Module:
@@ -142,8 +143,14 @@ def test_options_of_the_capture_pass_through(monkeypatch: pytest.MonkeyPatch) ->
         given.update(options)
         return capture(*args, **options)
 
-    monkeypatch.setattr(MODULE, "capture", noted)
-    options: dict[str, Any] = {"accumulate": 2, "clip_norm": 1.0, "autocast": torch.bfloat16, "bucket_bytes": 1000}
+    monkeypatch.setattr(CAPTURE, noted)
+    options: dict[str, Any] = {
+        "accumulate": 2,
+        "average": False,
+        "clip_norm": 1.0,
+        "autocast": torch.bfloat16,
+        "bucket_bytes": 1000,
+    }
     step = fit(*parts(), 0.8, **options)
     batch = images(16)
     step(batch(), batch())
@@ -172,10 +179,10 @@ def refused(match: str, error: type[Exception] = FitError, memory: Any = 0.8, **
 
 
 def test_refusals() -> None:
-    refused(r"^ResNet does not fit into 2.00 KiB: the smallest memory that has a plan is [\d,]+ bytes \([\d.]+ KiB\), "
-            r"[\d.]+ KiB of which aten\.convolution_backward\.default of blocks\.0\.body\.3 uses at once; [\d.]+ KiB "
-            r"are there from step to step \(parameters .*, optimizer state .*\), and the step needs [\d.]+ KiB without "
-            "a plan$", memory="2KiB")  # fmt: skip
+    refused(r"^ResNet does not fit into 2.00 KiB with a batch of \[2, 3, 16, 16\], \[2\]: the smallest memory that has "
+            r"a plan is [\d,]+ bytes \([\d.]+ KiB\), [\d.]+ KiB of which aten\.convolution_backward\.default of "
+            r"blocks\.0\.body\.3 uses at once; [\d.]+ KiB are there from step to step \(parameters .*, optimizer state "
+            r".*\), and the step needs [\d.]+ KiB without a plan$", memory="2KiB")  # fmt: skip
     refused("memory: expected a positive fraction", FormatError, memory="24G")
     refused("there is no planner 'lp_rund'; the nearest is 'lp_round'", ValueError, planner="lp_rund")
     refused("'none' has no option 'seconds'", ValueError, planner="none", seconds=1.0)
@@ -190,15 +197,110 @@ def test_refusals() -> None:
 
 
 def test_what_is_wrong_with_the_call_is_said_before_the_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MODULE, "capture", lambda *_, **__: pytest.fail("captured"))
+    monkeypatch.setattr(CAPTURE, lambda *_, **__: pytest.fail("captured"))
     refused("there is no planner", ValueError, planner="lp_rund")
     refused("profile", ValueError, profile="cold")
+    refused("accumulate: expected at least 1, got 0", ValueError, accumulate=0)
+    with pytest.raises(ValueError, match=r"example_batch: expected a pair \(x, y\), got Tensor"):
+        fit(*parts()[:3], torch.zeros(2, 3, 16, 16), 0.8)  # type: ignore[arg-type]
 
 
-def test_another_batch_is_refused() -> None:
-    step = fit(*parts(), 0.8)
-    with pytest.raises(StepError):
+UNSEEN = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler")
+
+
+class Both:
+    """A step and its eager twin, whose learning rates go down; gradients are clipped."""
+
+    def __init__(self, memory: Any, **options: Any) -> None:
+        model, self.loss_fn, optimizer, batch = parts()
+        eager = copy.deepcopy(model)
+        self.models, self.optimizers = (model, eager), (optimizer, sgd(eager))
+        self.rates = [torch.optim.lr_scheduler.ExponentialLR(o, 0.8) for o in self.optimizers]
+        self.step = fit(model, self.loss_fn, optimizer, batch, memory, clip_norm=0.05, **options)
+
+    def train(self, *counts: int) -> None:
+        """A step of so many micro-batches."""
+        self.step.begin(*(images(16, count)() for count in counts))
+        for count in counts:
+            x, y = images(16, count)()
+            state = torch.get_rng_state()
+            ours, drawn = self.step(x.clone(), y.clone()), torch.get_rng_state()  # away while the step is under way
+            torch.set_rng_state(state)
+            loss = self.loss_fn(self.models[1](x), y)
+            loss = loss / len(counts) if len(counts) > 1 else loss
+            loss.backward()
+            assert torch.equal(ours, loss.detach()) and torch.equal(drawn, torch.get_rng_state())
+        assert nn.utils.clip_grad_norm_(self.models[1].parameters(), 0.05) > 0.05
+        self.optimizers[1].step()
+        self.optimizers[1].zero_grad()
+        for rate in self.rates:
+            rate.step()
+        self.compare()
+
+    def compare(self) -> None:
+        ours, theirs = self.models
+        for a, b in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True):
+            assert torch.equal(a, b)
+        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+            found = (o.state.get(w, {}).items() for o, w in zip(self.optimizers, (p, q), strict=True))
+            assert all(torch.equal(v, w) for (_, v), (_, w) in zip(*found, strict=True))
+
+
+@UNSEEN
+def test_batches_of_every_shape() -> None:
+    """Each is planned once, for the bytes of the first, and nothing that is drawn is drawn for it."""
+    both = Both(0.7)
+    step = both.step
+    limit, first = step.limit, step.plan
+    for count in (2, 3, 2, 1, 3):
+        state = torch.get_rng_state()
+        step.step_for(*images(16, count)())
+        torch.set_rng_state(state)
+        both.train(count)
+        assert step.limit == step.present.limit == limit and step.report().limit == limit
+        assert step.report().without.nbytes == step.program.peak_bytes == step.captured.program.peak_bytes
+    assert len(step.steps) == 3 and step.present.captured.leaves[0].meta["tensor_meta"].shape[0] == 3
+    assert first.decisions and step.plan.decisions and step.plan != first and step.peak_bytes <= limit
+    assert step.floor_ns is not None
+    both.train(1)
+    assert not step.plan.decisions and "the step fits without a plan" in str(step.report())
+
+
+@UNSEEN
+def test_micro_batches_of_every_shape() -> None:
+    both = Both(0.7, accumulate=2)
+    for counts in ((2, 2), (3, 2), (2,), (2, 2)):
+        both.train(*counts)
+    assert sum(bool(step.plan.decisions) for step in both.step.steps.values()) >= 2
+    assert both.step.peak_bytes <= both.step.limit
+    model, loss_fn, optimizer, _ = parts()
+    step = fit(model, loss_fn, optimizer, (images(16, 3)(), images(16)()), 0.7, accumulate=2)  # a step's own
+    step(images(16, 3)(), images(16)())
+    assert len(step.steps) == 1
+
+
+@UNSEEN
+def test_a_shape_for_which_there_is_no_plan_changes_nothing() -> None:
+    both = Both(0.7)
+    both.train(2)
+    state = torch.get_rng_state()
+    said = r"^ResNet does not fit into .* with a batch of \[64, 3, 16, 16\], \[64\]: the smallest memory"
+    with pytest.raises(FitError, match=said):
+        both.step(*images(16, 64)())
+    torch.set_rng_state(state)
+    both.compare()
+    assert len(both.step.steps) == 1 and both.step.report().limit == both.step.limit
+    both.train(2)
+    both.train(1)
+
+
+def test_a_profile_is_of_one_shape() -> None:
+    profile = measure(capture(*parts(), bucket_bytes=2**26), "cpu", "here")
+    step = fit(*parts(), 1, profile=profile)
+    with pytest.raises(FitError, match=r"^the profile is of another program .*: a batch of another shape needs one of "
+                                       "its own, or 'measure'$"):  # fmt: skip
         step(*images(16, 3)())
+    step(*images(16)())
 
 
 @pytest.mark.parametrize(

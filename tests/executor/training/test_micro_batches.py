@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from executor import PlannedStep, StepError, capture
 from executor.training import engines
-from simulator import Plan, Swap
+from simulator import Plan, Recompute, Swap
 from tests.executor.networks import OPTIMIZERS, adamw, sgd
 from tests.executor.training.programs import (
     GPU,
@@ -32,17 +32,17 @@ class OneByOne(Twins):
 
     def __init__(self, network: str, optimizer=adamw, k: int = 3, scaler: bool = False) -> None:
         super().__init__(network, optimizer)
-        self.k, self.batches = k, []
+        self.k, self.batches, self.average = k, [], True
         self.scalers = [GradScaler("cpu", init_scale=2.0**8, growth_interval=2) if scaler else None for _ in range(2)]
 
     def accumulated(self):
         return capture(*self.ours, self.next_batch(), machine=GPU, accumulate=self.k, clip_norm=NORM,
-                       scaler=self.scalers[0])  # fmt: skip
+                       scaler=self.scalers[0], average=self.average)  # fmt: skip
 
     def eager_micro(self, i: int, x: Tensor, y: Tensor) -> Tensor:
         model, loss_fn, optimizer = self.eager
         scaler = self.scalers[1]
-        loss = loss_fn(model(x), y) / self.k
+        loss = loss_fn(model(x), y) / (self.k if self.average else 1)
         (scaler.scale(loss) if scaler else loss).backward()
         if i == self.k - 1:
             if scaler:
@@ -131,6 +131,17 @@ def test_a_scaler():
     step = tight(captured, random_plan(captured.program, 2))
     twins.go(step, 5)
     assert twins.scalers[0].get_scale() == twins.scalers[1].get_scale() > 2.0**8
+
+
+def test_a_loss_that_the_plan_frees_at_once():
+    """Without a division after it nothing reads it until the losses are added."""
+    twins = OneByOne("small", k=2)
+    twins.average = False
+    captured = twins.accumulated()
+    loss = captured.values[captured.micro[1].loss]
+    gap = next(gap for gap in captured.program.gaps() if gap.tensor == loss)
+    assert gap.after == captured.program.accesses[loss][0]
+    twins.go(tight(captured, Plan((Recompute(loss, gap.after, gap.before),))), 2)
 
 
 class Checkpointed(nn.Module):
