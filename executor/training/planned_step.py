@@ -106,7 +106,7 @@ class PlannedStep:
                           if node in captured.values and node not in captured.leaves]  # fmt: skip
         self._inputs = {captured.values[leaf] for leaf in captured.leaves if leaf in captured.values}
         self._make_blocks(graph)
-        self._work = self._compile()
+        self._work = self._compile(graph)
         self._numbers: list[Any] = []  # the optimizers', when they were last read, and their types
         self._types: list[type] = []
         self._known: Known | None = None
@@ -140,7 +140,7 @@ class PlannedStep:
             b.block = blocks.get(b.tensor)
         self._blocks = Blocks(engines, blocks, sum(t.nbytes for t in tensors if t.persistent))
 
-    def _compile(self) -> list[tuple[Any, ...]]:
+    def _compile(self, graph: bool) -> list[tuple[Any, ...]]:
         """The work of a step; see the module."""
         order, calls, program = self.order, self.calls, self.program
         rerun = {item.step.kernel for item in order.items if item.step.rerun and calls.random(item.step.kernel)}
@@ -149,7 +149,9 @@ class PlannedStep:
         self._skipping = Skipping(self._blocks)
         # Checkpoints of the model's own put random states back: of each, the state after a kernel, by a number below 0.
         draws, n = self.captured.draws, len(program.kernels)
-        kept = {k: UNDO - 1 - k for k in (*draws.values(), *(m.drawn for m in self.captured.micro)) if k >= 0}
+        # Of micro-batches, too, which a graph takes in one call; and in a capture no state can be read.
+        between = () if graph else (m.drawn for m in self.captured.micro)
+        kept = {k: UNDO - 1 - k for k in (*draws.values(), *between) if k >= 0}
         starts = {k: kept.get(source, BEGIN) for k, source in draws.items() if k < n}
         end = kept.get(draws[n], BEGIN) if n in draws else None
         last = max((k for k in range(n) if calls.random(k)), default=-1)
