@@ -278,7 +278,7 @@ def train_all(settings: Settings, plans: list[tuple[Case, Plan]], machine: Machi
                     eager[name, graph] = eager_bits(name, settings.device, graph)
                 if graph:
                     seconds, less = record.left(until), LESS[settings.backend]
-                    case, plan = replanned(case, plan, machine, settings.device, seconds, less)  # noqa: PLW2901
+                    case, plan = replanned(case, plan, machine, settings.device, seconds, less)
                     row["limit"] = case.limit
                 got = bits = train_capped(
                     settings.device, case, plan, machine, timed_beside, count=settings.steps, graph=graph

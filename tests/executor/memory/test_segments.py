@@ -1,4 +1,4 @@
-"""The native functions of a graph's memory pool, called as PyTorch calls them: through their addresses, from threads."""
+"""The native functions of a graph's memory pool, called as PyTorch does it: by their addresses, from threads."""
 
 import ctypes
 import gc
@@ -161,8 +161,7 @@ def test_the_memory_goes_back_once_and_not_before_the_last_segment(native):
 def test_there_are_so_many_arenas_and_no_more():
     made, back = [], []
     with pytest.raises(MemoryError, match=f"there are {ARENAS} arenas of graphs already"):
-        for i in range(ARENAS + 1):
-            made.append(Segments(2**40 + i * MIB, MIB, release=lambda: back.append(1)))
+        made.extend(Segments(2**40 + i * MIB, MIB, release=lambda: back.append(1)) for i in range(ARENAS + 1))
     assert len(back) == 1  # what was asked for in vain
     for arena in made:
         arena.close()
