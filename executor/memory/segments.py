@@ -126,6 +126,8 @@ def functions() -> tuple[Any, Any]:
             _give(table, address)
             _exchange(lock, 0)
 
+    for kept in (allocate, free, _TABLE):  # to the very end of the process: PyTorch frees what it has later than Python
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
     return allocate, free
 
 

@@ -18,6 +18,7 @@ Two ways to capture, of the same work, the same moves and the same checks:
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -258,7 +259,6 @@ class CudaGraph:
             raise StepError(f"the graph has no memory: {error}; the model is as before the step") from None
         self._graph = torch.cuda.CUDAGraph()
         self.close = weakref.finalize(self, _give_back, self._graph, pool, self.outputs)
-        self.close.atexit = False  # the driver has it all by then
         for generator in step._random.generators:
             if generator.device.type == "cuda":
                 self._graph.register_generator_state(generator)
@@ -291,7 +291,8 @@ class CudaGraph:
 
 def _give_back(graph: torch.cuda.CUDAGraph, pool: GraphPool, outputs: list[Tensor]) -> None:
     """In this order: who uses the memory, who hands it out, the memory."""
-    torch.cuda.synchronize(pool.device)  # a replay may be under way
+    with contextlib.suppress(RuntimeError):  # an earlier failure is reported where it happened
+        torch.cuda.synchronize(pool.device)  # a replay may be under way
     outputs.clear()
     graph.reset()
     pool.close()

@@ -279,7 +279,7 @@ def test_a_new_capture_gives_the_old_memory_back_first(cuda, monkeypatch):
     twins, step = graphed("small", sgd)
     twins.train(step, 2)
     for parts in (twins.ours, twins.eager):
-        parts[2].param_groups[0]["lr"] = 0.05
+        parts[2].param_groups[0]["lr"] = 0.07
     cuda.log.clear()
     twins.train(step)
     assert step.graph.captures == 2 and cuda.live == 1
@@ -298,6 +298,7 @@ def test_a_capture_that_fails_says_why_and_the_next_step_tries_again(arena, cuda
         pool.append(made.segment(2 * MIB))
         if arena:
             assert not made.segment(2**40)
+        del made  # or the traceback has it, and the memory waits for that
         raise Out("CUDA out of memory")
 
     monkeypatch.setattr(graph, "issue", failing)
@@ -337,7 +338,8 @@ def test_no_random_state_is_read_in_a_capture(monkeypatch):
     step(*batches)
     read = []
     for name in ("save", "restore", "replay"):
-        monkeypatch.setattr(Random, name, lambda self, kernel, name=name: read.append(name))
+        does = getattr(Random, name)
+        monkeypatch.setattr(Random, name, lambda *a, name=name, does=does: (read.append(name), does(*a)))
     step(*batches)
     assert step.graph.captures == 1 and not read
     plain(*batches)
