@@ -21,8 +21,9 @@ from experiments.gpu.flags import deterministic
 from experiments.gpu.largest_batch import CAPS
 from experiments.gpu.networks import Network, build, give_back, in_turns
 from experiments.gpu.side_by_side import eager_beside, smallest_block
-from simulator import Machine, Plan, Program
+from simulator import Machine, Plan, Program, Swap
 from simulator.plan import PlanError
+from simulator.schedule import lower
 
 BITS = 3  # steps whose losses are compared
 
@@ -52,7 +53,8 @@ def replanned(
     case: Case, plan: Plan, machine: Machine, device: str, seconds: float, less: dict[str, float]
 ) -> tuple[Case, Plan]:  # fmt: skip
     """The same for a graph, whose optimizer may have to be another: then captured, profiled and planned anew, each
-    kernel alone and by the same planner, with as much of the activations as before. ``less``: options of planners.
+    kernel alone and by the same planner, with as much of the activations as before. What the plan swaps of the batch
+    stays, because a graph has its own copy of it; the limit is raised where that needs it. ``less``: of planners.
 
     Raises:
         ProfileError: it cannot be profiled in so many seconds.
@@ -60,13 +62,20 @@ def replanned(
     """
     captured = captured_step(fresh(case.workload, device, graph=True), machine)
     if shape_of(captured.program).fingerprint == shape_of(case.program).fingerprint:
-        return case, plan
+        return _batch_stays(case, plan)
     program = with_profile(captured.program, measure(captured, device, machine.name, seconds=seconds, cache="hot"))
     persistent = sum(t.nbytes for t in program.tensors if t.persistent)
     limit = persistent + round(case.fraction * (program.peak_bytes - persistent))
     known, wanted = agents.options(plan.planner), {**less, "min_bytes": smallest_block(program)}
     planner = agents.make(plan.planner, **{key: value for key, value in wanted.items() if key in known})
-    return Case(case.workload, program, case.fraction, limit), planner.plan(program, machine, limit)
+    return _batch_stays(Case(case.workload, program, case.fraction, limit), planner.plan(program, machine, limit))
+
+
+def _batch_stays(case: Case, plan: Plan) -> tuple[Case, Plan]:
+    tensors = case.program.tensors
+    kept = tuple(d for d in plan.decisions if not (isinstance(d, Swap) and tensors[d.tensor].kind == "input"))
+    plan = replace(plan, decisions=kept)
+    return replace(case, limit=max(case.limit, lower(case.program, plan).required_bytes)), plan
 
 
 def eager_bits(name: str, device: str, graph: bool = False) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def test_on_the_host_in_small(tmp_path, capsys):
     out = tmp_path / "out"
     assert main([
         "backend=host", f"out={out}", "workloads=tiny_resnet", "limits=0.8", "planners=none,capuchin,autoswap_swdoa",
-        "train=capuchin", "workers=1", "steps=1", "seconds=60", "kernels=stream",
+        "train=capuchin", "workers=1", "steps=1", "seconds=150", "kernels=stream",
     ]) == 0  # fmt: skip
     found = read_json(out / "results.json")
     rows = found["rows"]
@@ -60,7 +60,7 @@ def test_on_the_host_in_small(tmp_path, capsys):
     assert rows[1]["cache"] == "hot" == read_json(out / "profiles" / "tiny_resnet-host.json")["cache"]
     assert trained["equal"] and trained["measured_peak"] <= trained["limit"] and trained["predicted_ns"] is None
     assert graph["equal"] and graph["eager_equal"] and graph["eager_ns"] > 0 and graph["captures"] == 1
-    assert graph["limit"] == trained["limit"] and 0 < graph["packed_bytes"] == graph["pool_bytes"]
+    assert graph["limit"] >= trained["limit"] and 0 < graph["packed_bytes"] == graph["pool_bytes"]
     assert graph["pool_bytes"] < graph["measured_peak"] and found["summary"]["graph"]["count"] == 1
     assert found["summary"]["replay"]["count"] == 2 and found["summary"]["replay"]["over_limit"] == 0
     table = (out / "table.md").read_text()
