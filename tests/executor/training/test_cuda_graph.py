@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from executor import PlannedStep, StepError, capture
 from executor.memory.segments import Segments, functions
@@ -22,8 +23,8 @@ from simulator.pool import smartpool
 from simulator.pool.intervals import Intervals
 from simulator.pool.online import caching
 from tests.executor.networks import sgd
-from tests.executor.training.programs import GPU, Twins
-from tests.executor.training.test_graph import by_tensor, graphed
+from tests.executor.training.programs import GPU, Twins, tight
+from tests.executor.training.test_graph import by_tensor, graphed, plan_for
 
 MIB = 2**20
 DEVICE = torch.device("cuda", 0)
@@ -344,3 +345,32 @@ def test_no_random_state_is_read_in_a_capture(monkeypatch):
     assert step.graph.captures == 1 and not read
     plain(*batches)
     assert "save" in read
+
+
+# -------------------------------------------------------------------------------------------------------------- a GPU
+
+
+def without_numbers(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01, capturable=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+@pytest.mark.parametrize(("network", "optimizer"), [("small", sgd), ("vgg16", sgd), ("gpt2", without_numbers)])
+def test_a_graph_on_a_gpu(network, optimizer, monkeypatch):
+    """Equal to eager to the bit where cuDNN is deterministic; its memory goes back to the device when it is closed."""
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    twins = Twins(network, optimizer, "cuda")
+    captured = twins.captured()
+    step = tight(captured, plan_for(captured), graph=True)
+    twins.train(step, 5)
+    made = step.graph.graph
+    assert step.graph.captures == 1 and 0 < made.idle_bytes <= made.pool_bytes and made.packed_bytes <= made.pool_bytes
+    before = torch.cuda.mem_get_info()[0]
+    step.graph.close()
+    assert torch.cuda.mem_get_info()[0] - before >= made.pool_bytes
+    twins.train(step, 2)
+    assert step.graph.captures == 2
+    step.finish()
+    twins.compare()
