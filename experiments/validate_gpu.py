@@ -57,6 +57,7 @@ from experiments.gpu.training import (
     eager_bits,
     fresh,
     losses_only,
+    replanned,
     timed_beside,
     train_capped,
 )
@@ -258,30 +259,40 @@ def replay_all(settings: Settings, plans: list[tuple[Case, Plan]], machine: Mach
 
 
 def train_all(settings: Settings, plans: list[tuple[Case, Plan]], machine: Machine, record: Record) -> None:
-    """Real steps under the plans of ``settings.train``, twice: for time, in turns with eager steps, as PyTorch does
-    them by default; and for bits, where operators take their deterministic form, beside eager steps that do."""
-    eager: dict[str, dict[str, Any]] = {}
+    """Real steps under the plans of ``settings.train``, and of ``settings.graph`` as graphs, each twice: for time, in
+    turns with eager steps, as PyTorch does them by default; and for bits, where operators take their deterministic
+    form, beside eager steps that do."""
+    eager: dict[tuple[str, bool], dict[str, Any]] = {}
     until = record.share(TRAINING_BEFORE if settings.compare else TRAINING)
-    for case, plan in plans:
-        if plan.planner not in settings.train:
-            continue
-        row = {"workload": case.workload, "fraction": case.fraction, "limit": case.limit, "planner": plan.planner}
+    passes = [(case, plan, graph) for case, plan in plans if plan.planner in settings.train
+              for graph in (False, True)[: 1 + (plan.planner in settings.graph)]]  # fmt: skip
+    for case, plan, graph in passes:
+        kind, name = "graph" if graph else "train", case.workload
+        row = {"workload": name, "fraction": case.fraction, "limit": case.limit, "planner": plan.planner}
         if record.left(until) <= 0:
-            record.add("train", **row, failed=LATE)
+            record.add(kind, **row, failed=LATE)
             continue
         try:
             with within(record.left(until) + GRACE):
-                if case.workload not in eager:  # twice: the second tells whether eager is equal to itself
-                    eager[case.workload] = eager_bits(case.workload, settings.device)
-                got = bits = train_capped(settings.device, case, plan, machine, timed_beside, count=settings.steps)
+                if (name, graph) not in eager:  # twice: the second tells whether eager is equal to itself
+                    eager[name, graph] = eager_bits(name, settings.device, graph)
+                if graph:
+                    seconds, less = record.left(until), LESS[settings.backend]
+                    case, plan = replanned(case, plan, machine, settings.device, seconds, less)
+                    row["limit"] = case.limit
+                got = bits = train_capped(
+                    settings.device, case, plan, machine, timed_beside, count=settings.steps, graph=graph
+                )
                 if "failed" not in got:
                     with deterministic():
-                        bits = train_capped(settings.device, case, plan, machine, losses_only)
+                        bits = train_capped(settings.device, case, plan, machine, losses_only, graph=graph)
         except TimeUp:
             got = {"failed": STOPPED}
+        except (ProfileError, agents.Infeasible) as error:
+            got = {"failed": f"for a graph: {error}"}
         if "failed" not in got:
             timeline = simulate(case.program, plan, machine, case.limit)
-            same = eager[case.workload]
+            same = eager[name, graph]
             got |= {"equal": bits.get("losses") == same["losses"], "eager_equal": same["equal"],
                     "not_deterministic": same["loose"], "measured_peak": got.get("device_peak", got["ledger"]),
                     "predicted_ns": timeline.iteration_ns if settings.device == "cuda" else None,
@@ -290,7 +301,7 @@ def train_all(settings: Settings, plans: list[tuple[Case, Plan]], machine: Machi
                 got["equal_failed"] = bits["failed"]
             if got["predicted_ns"]:
                 got["error"] = got["measured_ns"] / got["predicted_ns"] - 1
-        record.add("train", **row, **got)
+        record.add(kind, **row, **got)
 
 
 # ------------------------------------------------------------------------------------------- results
@@ -314,7 +325,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def write_results(settings: Settings, machine: Machine | None, record: Record) -> None:
     """results.json, table.md and the scatter, of what there is."""
-    sums = {kind: summary(record.of(kind)) for kind in ("replay", "train")}
+    sums = {kind: summary(record.of(kind)) for kind in ("replay", "train", "graph")}
     write_json(record.out / "results.json", {
         "format": FORMAT, "settings": asdict(settings), "torch": str(torch.__version__),
         "device": torch.cuda.get_device_name() if settings.device == "cuda" else "host", "flags": report(),
@@ -324,7 +335,7 @@ def write_results(settings: Settings, machine: Machine | None, record: Record) -
     head = ("", "workload", "limit", "planner", "predicted ms", "measured ms", "error", "peak MiB", "measured", "limit")
     lines = [("---",) * len(head)]
     table = Table(*head)
-    for kind in ("replay", "train"):
+    for kind in ("replay", "train", "graph"):
         for r in record.of(kind):
             cells = (
                 kind, r["workload"], f"{r['fraction']:.0%}", r["planner"],
@@ -342,6 +353,10 @@ def write_results(settings: Settings, machine: Machine | None, record: Record) -
                 said = f"{kind}, {what}: mean absolute error {e['mean_absolute']:.2%}, worst {e['worst']:.2%}"
                 text += f"\n{said} over {found['count']} plans.\n"
                 record.console.print(said, markup=False)
+    for r in record.of("graph"):
+        text += (f"\ngraph {r['workload']} {r['fraction']:.0%} {r['planner']}: pool {r['pool_bytes'] / MIB:.2f} MiB, "
+                 f"packing {r['packed_bytes'] / MIB:.2f} MiB, eager {r['eager_ns'] / 1e6:.2f} ms, bits "
+                 f"{'equal' if r['equal'] else 'differ'}.\n")  # fmt: skip
     failed = [r for r in record.rows if "failed" in r]
     text += "".join(f"\n- {r['kind']} {r.get('workload', '')} {r.get('fraction', '')} "
                     f"{r.get('planner', r.get('method', ''))}: {r['failed']}" for r in failed) + "\n"  # fmt: skip

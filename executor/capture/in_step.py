@@ -63,6 +63,10 @@ class StepRunner:
             copied = torch.empty(0, dtype=source.dtype, device=where)
             own = memory[storage.data_ptr()]
             self.start[node] = copied.set_(own, source.storage_offset(), source.size(), source.stride())  # type: ignore[call-overload]
+        for w in self.work:  # constants, once: a copy from the host would wait for the stream in the middle of a step
+            if w.node.op == "get_attr":
+                value = getattr(self.graph, str(w.node.target))
+                self.start[w.node] = value.to(device) if moved and isinstance(value, Tensor) else value
 
     def measure(self, repeats: int, until: float) -> tuple[list[int], list[int]]:
         """Median ns of each kernel over ``repeats`` steps, events' own time included, and bytes of its workspace.
@@ -89,10 +93,7 @@ class StepRunner:
         values = dict(self.start)
         for w in self.work:
             node = w.node
-            if node.op == "get_attr":
-                value = getattr(self.graph, str(node.target))
-                values[node] = value.to(self.device) if self.moved and isinstance(value, Tensor) else value
-            else:
+            if node.op != "get_attr":
                 args, kwargs = (map_arg(a, values.__getitem__) for a in (node.args, node.kwargs))
                 if self.moved and isinstance(kwargs.get("device"), torch.device):
                     kwargs = {**kwargs, "device": self.device}

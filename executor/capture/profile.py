@@ -196,7 +196,10 @@ def measure(
         raise ProfileError("there is no CUDA GPU to profile on")
     run = _Runner(captured, where, repeats, time.monotonic() + seconds, cache)
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else f"{where.type} ({torch.get_num_threads()})"
-    with torch.random.fork_rng([torch.cuda.current_device()] if where.type == "cuda" else []), torch.enable_grad():
+    drawing = []
+    if where.type == "cuda":
+        drawing = [torch.cuda.current_device() if where.index is None else where.index]
+    with torch.random.fork_rng(drawing), torch.enable_grad():
         # Without grad mode oneDNN's LSTM would keep nothing for its backward pass; no input asks for a gradient.
         figures = run.in_step() if cache == "step" else [run.kernel(k) for k in range(len(captured.nodes))]
     durations, workspaces = zip(*figures, strict=True)

@@ -26,7 +26,13 @@ class TransferError(RuntimeError):
 
 
 class Engines(Protocol):
-    """One copy engine each way; copies of one direction are done in order, after the compute enqueued before them."""
+    """One copy engine each way; copies of one direction are done in order, after the compute enqueued before them.
+
+    Attributes:
+        streams: what they enqueue copies on; none where there is no GPU.
+    """
+
+    streams: tuple[Any, ...]
 
     def pinned(self, nbytes: int) -> Bytes:
         """Host memory for copies, uint8[nbytes], free again with the array; raises TransferError."""
@@ -100,6 +106,8 @@ def _engine(queue: SimpleQueue[_Copy | None]) -> None:
 class HostEngines:
     """For tensors in host memory: each engine is a thread that really copies (PyTorch releases the GIL meanwhile)."""
 
+    streams = ()
+
     def __init__(self) -> None:
         self._queues: list[SimpleQueue[_Copy | None]] = [SimpleQueue(), SimpleQueue()]
         for name, queue in zip(("d2h", "h2d"), self._queues, strict=True):
@@ -146,7 +154,7 @@ class CudaEngines:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.d2h, self.h2d = (torch.cuda.Stream(device) for _ in range(2))
+        self.d2h, self.h2d = self.streams = tuple(torch.cuda.Stream(device) for _ in range(2))
         self._computed = torch.cuda.Event()
 
     def pinned(self, nbytes: int) -> Bytes:

@@ -11,22 +11,26 @@ again; a learning rate that is a tensor is read by every replay.
 Two ways to capture, of the same work, the same moves and the same checks:
 
 1. CUDA: ``torch.cuda.graph``. Copies stay on their streams, forked and joined by the events they have in any case.
-   The memory is the graph's own pool: where a result lies, PyTorch's allocator says (README.md).
+   The memory is one arena; where in it a result lies, PyTorch's allocator says (graph_pool.py).
 2. Host: everything lies in an arena at packed addresses (arena.py) and is recorded; a recording that CUDA would not
    capture is refused (recording.py).
 """
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, fx
 
-from executor.training.arena import Arena
+from executor.training.arena import Arena, stays
 from executor.training.bindings import StepError
 from executor.training.calls import NUMBER, Call
+from executor.training.engines import line
+from executor.training.graph_pool import GraphPool, need_of
 from executor.training.process import Interrupt
 from executor.training.recording import illegal
 from executor.training.storage import Place
@@ -43,14 +47,21 @@ class Graph(Protocol):
     Attributes:
         outputs: what it returns, overwritten by each replay.
         pool_bytes: memory that all that is born in the step, or swapped, lies in.
+        packed_bytes: the footprint of the packing of what the program says lies there.
+        idle_bytes: of the pool, what PyTorch's allocator does not count as in use between two replays.
         done: the capture was a step, too.
     """
 
     outputs: list[Tensor]
     pool_bytes: int
+    packed_bytes: int
+    idle_bytes: int
     done: bool
 
     def replay(self) -> None: ...
+
+    def close(self) -> None:
+        """It is not replayed any more; its memory goes back."""
 
 
 class GraphStep:
@@ -59,12 +70,13 @@ class GraphStep:
     Attributes:
         captures: how often the step was captured.
         graph: the present one.
+        peak_bytes: by the ledger: what the program has on the device between replays, and the pool.
     """
 
     def __init__(self, step: PlannedStep) -> None:
         if reason := refused(step):
             raise StepError(f"the step cannot be a graph: {reason}")
-        self.captures = 0
+        self.captures = self.peak_bytes = 0
         self.graph: Graph | None = None
         self.warm = False
         self._slots: dict[fx.Node, Tensor] = {}
@@ -82,7 +94,7 @@ class GraphStep:
             present = step._known, step._numbers
             try:
                 if self._seen is None or any(a is not b for a, b in zip(self._seen, present, strict=True)):
-                    self.graph, self._seen = None, None
+                    self.close()
                     self._capture(step)
                     self._seen = present
                 assert self.graph is not None
@@ -111,6 +123,13 @@ class GraphStep:
             table.clear()
             forget(step)
         self.captures += 1
+        self.peak_bytes = step._blocks.used + self.graph.pool_bytes
+
+    def close(self) -> None:
+        """The graph's memory goes back; the next step captures."""
+        graph, self.graph, self._seen = self.graph, None, None
+        if graph is not None:
+            graph.close()
 
 
 def refused(step: PlannedStep) -> str | None:
@@ -208,7 +227,9 @@ class HostGraph:
             blocks.engines = engines
             for block, storage, memory in before:
                 block.storage, block.bytes = storage, memory
-        self.recording, self.pool_bytes, self.done = arena.recording, arena.memory.nbytes, True
+        self.recording, self.done = arena.recording, True
+        self.pool_bytes = self.packed_bytes = arena.memory.nbytes
+        self.idle_bytes = 0  # it is a tensor
         self.outputs = [table[slot] for slot in outputs]
         if reason := illegal(self.recording.operations, self.recording.pool, self.recording.there):
             raise StepError(f"the step is no legal graph: {reason}; the model is as after it")
@@ -216,12 +237,28 @@ class HostGraph:
     def replay(self) -> None:
         self.recording.replay()
 
+    def close(self) -> None:
+        """Its arena is a tensor and goes with it."""
+
 
 class CudaGraph:
-    """A CUDA graph, with a private pool of PyTorch's allocator."""
+    """A CUDA graph in an arena of its own.
+
+    Raises:
+        StepError: it cannot be captured. Nothing of the step has been done then.
+    """
 
     def __init__(self, step: PlannedStep, table: list[Any]) -> None:
+        engines = step._blocks.engines
+        _, intervals = stays(step.order, step._blocks.blocks)
+        need = need_of(intervals)
+        self.outputs: list[Tensor] = []
+        try:
+            pool = GraphPool(step.device, need)
+        except MemoryError as error:
+            raise StepError(f"the graph has no memory: {error}; the model is as before the step") from None
         self._graph = torch.cuda.CUDAGraph()
+        self.close = weakref.finalize(self, _give_back, self._graph, pool, self.outputs)
         for generator in step._random.generators:
             if generator.device.type == "cuda":
                 self._graph.register_generator_state(generator)
@@ -230,12 +267,32 @@ class CudaGraph:
             for out, function, get, options in calls:
                 table[out] = function(*get(table), **options)
 
-        with torch.cuda.device(step.device), torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-            issue(step, table, run)
-        self.outputs = [table[slot] for slot in step.calls.outputs]
-        segments = torch.cuda.memory_snapshot(self._graph.pool())
-        self.pool_bytes = sum(segment["total_size"] for segment in segments)
-        self.done = False
+        try:
+            with pool.capturing(self._graph, engines.streams if engines else ()):
+                issue(step, table, run)
+                self.outputs += [table[slot] for slot in step.calls.outputs]
+        except Exception as error:
+            reason = line(error)
+            if refused := pool.arena.refused_bytes:
+                reason = (
+                    f"its arena has {need.arena:,} bytes ({need.reserved:,} by the program), of which "
+                    f"{refused:,} in one piece were not left: an operator takes more than its profile says"
+                )
+            table.clear()
+            forget(step)
+            self.close()
+            raise StepError(f"the step cannot be captured: {reason}; the model is as before the step") from error
+        self.pool_bytes, self.packed_bytes, self.done = need.arena, need.packed, False
+        self.idle_bytes = need.arena - pool.allocated()
 
     def replay(self) -> None:
         self._graph.replay()
+
+
+def _give_back(graph: torch.cuda.CUDAGraph, pool: GraphPool, outputs: list[Tensor]) -> None:
+    """In this order: who uses the memory, who hands it out, the memory."""
+    with contextlib.suppress(RuntimeError):  # an earlier failure is reported where it happened
+        torch.cuda.synchronize(pool.device)  # a replay may be under way
+    outputs.clear()
+    graph.reset()
+    pool.close()

@@ -114,6 +114,8 @@ class Progress:
     def resume(self, part: Part) -> None:
         """The next one begins, with the random state as it is now."""
         self._random.save(part.random)
+        if self._blocks.engines:
+            self._blocks.engines.begin()  # the caller's stream may be another one
         for block in self._shown:
             block.hide()
         torch._C._set_grad_enabled(self._grad_mode)

@@ -150,7 +150,9 @@ class PlannedStep:
         self._skipping = Skipping(self._blocks)
         # Checkpoints of the model's own put random states back: of each, the state after a kernel, by a number below 0.
         draws, n = self.captured.draws, len(program.kernels)
-        kept = {k: UNDO - 1 - k for k in (*draws.values(), *(m.drawn for m in self.captured.micro)) if k >= 0}
+        # Of micro-batches, too, which a graph takes in one call; and in a capture no state can be read.
+        between = () if graph else (m.drawn for m in self.captured.micro)
+        kept = {k: UNDO - 1 - k for k in (*draws.values(), *between) if k >= 0}
         starts = {k: kept.get(source, BEGIN) for k, source in draws.items() if k < n}
         end = kept.get(draws[n], BEGIN) if n in draws else None
         last = max((k for k in range(n) if calls.random(k)), default=-1)

@@ -39,7 +39,8 @@ def generators(captured: Captured, device: torch.device) -> list[torch.Generator
     """Every generator that the step may draw from."""
     found = [torch.default_generator]
     if device.type == "cuda":
-        found.append(torch.cuda.default_generators[torch.empty(0, device=device).get_device()])
+        index = torch.empty(0, device=device).get_device()  # before there is a tensor there may be no generators
+        found.append(torch.cuda.default_generators[index])
     for node in captured.graph.graph.nodes:
         found += [v for v in node.kwargs.values() if isinstance(v, torch.Generator) and v not in found]
     return found

@@ -51,6 +51,8 @@ class Recording:
         there: memory from before the recording.
     """
 
+    streams = ()
+
     def __init__(self, pool: Span):
         self.pool = pool
         self.operations: list[Operation] = []

@@ -119,10 +119,14 @@ def own_batch(name: str) -> int:
     return NETWORKS[name][0]
 
 
-def build(name: str, device: str, seed: int = 0, foreach: bool | None = False, batch: int | None = None) -> Network:
+def build(
+    name: str, device: str, seed: int = 0, foreach: bool | None = False, batch: int | None = None,
+    capturable: bool = False,
+) -> Network:  # fmt: skip
     """A network with random content; the same seed gives the same on one device.
 
     ``foreach``: of the optimizer; None as PyTorch chooses, False one parameter at a time, as captured steps do it.
+    ``capturable``: an AdamW that reads no number on the host, as a graph needs it; SGD reads none.
     """
     torch.manual_seed(seed)
     own, make = NETWORKS[name]
@@ -130,7 +134,7 @@ def build(name: str, device: str, seed: int = 0, foreach: bool | None = False, b
         model, data, loss_fn = make(batch or own)
     text = data[0].dtype == torch.int64
     optimizer: torch.optim.Optimizer = (
-        torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=foreach) if text
+        torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=foreach, capturable=capturable) if text
         else torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, foreach=foreach)
     )  # fmt: skip
     blocks = tuple(m for m in model.modules() if isinstance(m, BLOCKS))

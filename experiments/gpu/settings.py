@@ -32,6 +32,7 @@ class Settings:
         cache: of the profiles, as executor.capture.profile.measure; where a step does not fit, "cold".
         planners: which plan and replay.
         train: whose plans are trained under.
+        graph: of these, whose are also trained under as a CUDA graph.
         kernels: of replays: "spin", or "stream", which move their bytes, too.
         pause_ns: of replays: pauses that they make up for.
         steps: measured training steps, in turns with as many eager ones.
@@ -51,6 +52,7 @@ class Settings:
     cache: str = "step"
     planners: tuple[str, ...] = tuple(agents.untrained())
     train: tuple[str, ...] = ("autoswap_swdoa", "superneurons", "capuchin", "lp_round")
+    graph: tuple[str, ...] = ("capuchin", "lp_round")
     kernels: str = "spin"
     pause_ns: int = 0
     steps: int = 20
@@ -101,7 +103,8 @@ def parse(words: Sequence[str]) -> Settings:
     if chosen.get("compare"):
         chosen.setdefault("seconds", COMPARING)
     settings = replace(ON_HOST if given.get("backend") == "host" else Settings(), **chosen)
-    for key, known in (("workloads", NETWORKS), ("planners", agents.PLANNERS), ("train", agents.PLANNERS)):
+    plans = agents.PLANNERS
+    for key, known in (("workloads", NETWORKS), ("planners", plans), ("train", plans), ("graph", plans)):
         for name in getattr(settings, key):
             if name not in known:
                 raise UsageError(f"{key}: there is no {name!r}; there are {', '.join(known)}")

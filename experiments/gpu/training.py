@@ -11,15 +11,19 @@ from typing import Any
 
 import torch
 
+import agents
 from executor import PlannedStep, capture
 from executor.capture.capture import Captured
+from executor.capture.profile import measure, shape_of, with_profile
+from executor.capture.state import capturable
 from experiments.gpu.clocks import watched
 from experiments.gpu.flags import deterministic
 from experiments.gpu.largest_batch import CAPS
 from experiments.gpu.networks import Network, build, give_back, in_turns
-from experiments.gpu.side_by_side import eager_beside
-from simulator import Machine, Plan, Program
+from experiments.gpu.side_by_side import eager_beside, smallest_block
+from simulator import Machine, Plan, Program, Swap
 from simulator.plan import PlanError
+from simulator.schedule import lower
 
 BITS = 3  # steps whose losses are compared
 
@@ -34,10 +38,10 @@ class Case:
     limit: int
 
 
-def fresh(name: str, device: str) -> Network:
-    """A network, in the memory of those before it."""
+def fresh(name: str, device: str, graph: bool = False) -> Network:
+    """A network, in the memory of those before it; ``graph``: whose step can be one."""
     give_back()
-    return build(name, device)
+    return build(name, device, capturable=graph)
 
 
 def captured_step(network: Network, machine: Machine) -> Captured:
@@ -45,10 +49,39 @@ def captured_step(network: Network, machine: Machine) -> Captured:
     return capture(network.model, network.loss_fn, network.optimizer, network.batch, machine=machine, name=network.name)
 
 
-def eager_bits(name: str, device: str) -> dict[str, Any]:
+def replanned(
+    case: Case, plan: Plan, machine: Machine, device: str, seconds: float, less: dict[str, float]
+) -> tuple[Case, Plan]:  # fmt: skip
+    """The same for a graph, whose optimizer may have to be another: then captured, profiled and planned anew, each
+    kernel alone and by the same planner, with as much of the activations as before. What the plan swaps of the batch
+    stays, because a graph has its own copy of it; the limit is raised where that needs it. ``less``: of planners.
+
+    Raises:
+        ProfileError: it cannot be profiled in so many seconds.
+        agents.Infeasible: there is no plan.
+    """
+    captured = captured_step(fresh(case.workload, device, graph=True), machine)
+    if shape_of(captured.program).fingerprint == shape_of(case.program).fingerprint:
+        return _batch_stays(case, plan)
+    program = with_profile(captured.program, measure(captured, device, machine.name, seconds=seconds, cache="hot"))
+    persistent = sum(t.nbytes for t in program.tensors if t.persistent)
+    limit = persistent + round(case.fraction * (program.peak_bytes - persistent))
+    known, wanted = agents.options(plan.planner), {**less, "min_bytes": smallest_block(program)}
+    planner = agents.make(plan.planner, **{key: value for key, value in wanted.items() if key in known})
+    return _batch_stays(Case(case.workload, program, case.fraction, limit), planner.plan(program, machine, limit))
+
+
+def _batch_stays(case: Case, plan: Plan) -> tuple[Case, Plan]:
+    tensors = case.program.tensors
+    kept = tuple(d for d in plan.decisions if not (isinstance(d, Swap) and tensors[d.tensor].kind == "input"))
+    plan = replace(plan, decisions=kept)
+    return replace(case, limit=max(case.limit, lower(case.program, plan).required_bytes)), plan
+
+
+def eager_bits(name: str, device: str, graph: bool = False) -> dict[str, Any]:
     """Losses of eager steps, whether they are the same a second time, and what has no deterministic form."""
-    with deterministic() as loose:
-        first, again = (losses(fresh(name, device).step) for _ in range(2))
+    with deterministic() as loose, capturable(graph):
+        first, again = (losses(fresh(name, device, graph).step) for _ in range(2))
     return {"losses": again, "equal": first == again, "loose": loose}
 
 
@@ -81,28 +114,33 @@ def capped(nbytes: float, device: str) -> Iterator[Callable[[bool], None]]:
         cap(False)
 
 
-def losses_only(device: str, case: Case, plan: Plan, machine: Machine, cap: float) -> dict[str, Any]:
+def losses_only(
+    device: str, case: Case, plan: Plan, machine: Machine, cap: float, graph: bool = False
+) -> dict[str, Any]:  # fmt: skip
     """The losses of the first steps under a plan, with PyTorch's memory capped at ``cap`` times the limit."""
     give_back()
     with capped(cap * case.limit, device) as limit:
-        network = fresh(case.workload, device)
+        network = fresh(case.workload, device, graph)
         captured = replace(captured_step(network, machine), program=case.program)
         limit(True)
-        with PlannedStep(captured, plan, machine, case.limit) as step:
+        with PlannedStep(captured, plan, machine, case.limit, graph=graph) as step:
             return {"losses": losses(lambda: step(*network.batch))}
 
 
-def timed_beside(device: str, case: Case, plan: Plan, machine: Machine, cap: float, count: int) -> dict[str, Any]:
+def timed_beside(
+    device: str, case: Case, plan: Plan, machine: Machine, cap: float, count: int, graph: bool = False
+) -> dict[str, Any]:  # fmt: skip
     """Median times of steps under a plan, capped likewise, and of the eager steps that take turns with them; what the
     host took to issue a planned step (on the CPU that is all of it); what the GPU's clocks were; PyTorch's own count of
-    the peak (CUDA), the ledger's, and what was held beside."""
+    the peak (CUDA), the ledger's, and what was held beside. ``graph``: the planned steps are replays of one; with the
+    bytes of its pool, and those of the packing of what lies there."""
     cuda, peak, hosts = device == "cuda", 0, list[int]()
     give_back()
     eager = eager_beside(case.workload, device)
     give_back()
     held = torch.cuda.memory_allocated() if cuda else 0
     with capped(cap * case.limit, device) as limit:
-        network = build(case.workload, device)
+        network = build(case.workload, device, capturable=graph)
         captured = replace(captured_step(network, machine), program=case.program)
 
         def turn(mine: bool) -> None:
@@ -114,7 +152,7 @@ def timed_beside(device: str, case: Case, plan: Plan, machine: Machine, cap: flo
             limit(mine)
 
         limit(True)
-        with PlannedStep(captured, plan, machine, case.limit) as step:
+        with PlannedStep(captured, plan, machine, case.limit, graph=graph) as step:
 
             def planned() -> Any:
                 begin = time.perf_counter_ns()
@@ -127,6 +165,12 @@ def timed_beside(device: str, case: Case, plan: Plan, machine: Machine, cap: flo
                 _, times, others = in_turns(planned, eager, count, device, turn)
     found = {"measured_ns": median(times), "eager_ns": median(others), "host_ns": median(hosts),
              "ledger": step.peak_bytes, "held": held, "pinned_bytes": step.pinned_bytes, "clocks": clocks}  # fmt: skip
+    if step.graph:
+        made = step.graph.graph
+        assert made is not None
+        found |= {"ledger": step.graph.peak_bytes, "pool_bytes": made.pool_bytes, "packed_bytes": made.packed_bytes,
+                  "captures": step.graph.captures}  # fmt: skip
+        peak += made.idle_bytes  # a graph has all of its pool, whatever the allocator counts as in use
     return {**found, "device_peak": peak} if cuda else found
 
 

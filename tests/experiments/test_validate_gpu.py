@@ -36,7 +36,7 @@ def test_on_the_host_in_small(tmp_path, capsys):
     out = tmp_path / "out"
     assert main([
         "backend=host", f"out={out}", "workloads=tiny_resnet", "limits=0.8", "planners=none,capuchin,autoswap_swdoa",
-        "train=capuchin", "workers=1", "steps=1", "seconds=60", "kernels=stream",
+        "train=capuchin", "workers=1", "steps=1", "seconds=150", "kernels=stream",
     ]) == 0  # fmt: skip
     found = read_json(out / "results.json")
     rows = found["rows"]
@@ -45,9 +45,9 @@ def test_on_the_host_in_small(tmp_path, capsys):
     assert kinds == [
         ("calibration", None, False), ("profile", None, False), ("plan", "none", True), ("plan", "capuchin", False),
         ("plan", "autoswap_swdoa", False), ("replay", "capuchin", False), ("replay", "autoswap_swdoa", False),
-        ("clocks", None, False), ("train", "capuchin", False),
+        ("clocks", None, False), ("train", "capuchin", False), ("graph", "capuchin", False),
     ]  # fmt: skip
-    first, second, clocks, trained = rows[-4:]
+    first, second, clocks, trained, graph = rows[-5:]
     assert clocks["clocks"] == {"absent": "no GPU is used"} and first["kernels"] == "stream"
     for row in (first, second):
         assert 0.9 < row["measured_ns"] / row["predicted_ns"] < 3  # threads wake up late, on a busy computer very late
@@ -59,10 +59,14 @@ def test_on_the_host_in_small(tmp_path, capsys):
     assert found["flags"]["CUBLAS_WORKSPACE_CONFIG"] and not found["flags"]["deterministic_algorithms"]
     assert rows[1]["cache"] == "hot" == read_json(out / "profiles" / "tiny_resnet-host.json")["cache"]
     assert trained["equal"] and trained["measured_peak"] <= trained["limit"] and trained["predicted_ns"] is None
+    assert graph["equal"] and graph["eager_equal"] and graph["eager_ns"] > 0 and graph["captures"] == 1
+    assert graph["limit"] >= trained["limit"] and 0 < graph["packed_bytes"] == graph["pool_bytes"]
+    assert graph["pool_bytes"] < graph["measured_peak"] and found["summary"]["graph"]["count"] == 1
     assert found["summary"]["replay"]["count"] == 2 and found["summary"]["replay"]["over_limit"] == 0
     table = (out / "table.md").read_text()
     assert "| replay | tiny_resnet | 80% | capuchin |" in table and "replay, time: mean absolute error" in table
     assert "- plan tiny_resnet 0.8 none: none: 'tiny_resnet' cannot be planned" in table
+    assert "| graph | tiny_resnet | 80% | capuchin |" in table and "graph tiny_resnet 80% capuchin: pool " in table
     assert Machine.load(out / "machine.yaml").name == "host"
     assert (out / "profiles" / "tiny_resnet-host.json").exists()
     for name in ("predicted_vs_measured.png", "timeline.png"):
@@ -111,6 +115,7 @@ def test_words():
         ("compare=yes", "compare: expected bool, got 'yes'"),
         ("workloads=alexnet", "workloads: there is no 'alexnet'; there are vgg16"),
         ("planners=best", "planners: there is no 'best'"),
+        ("graph=best", "graph: there is no 'best'"),
         ("limits=1.5", "limits above 0 and at most 1"),
         ("steps=0", "steps, workers, seconds and largest_seconds: expected more than 0"),
         ("workers=0", "workers, seconds and largest_seconds: expected more than 0"),
@@ -310,6 +315,12 @@ def test_networks_in_bfloat16_train_under_a_plan_to_the_bit(name):
     assert training.losses_only("cpu", case, plan, LINK, 1.0)["losses"] == eager["losses"] and eager["equal"]
     found = training.timed_beside("cpu", case, plan, LINK, 1.0, 2)
     assert found["measured_ns"] > 0 and found["eager_ns"] > 0 and found["host_ns"] > 0 and found["ledger"] <= limit
+    # As a graph, with an optimizer that can be in one: another program, with a plan of its own.
+    case, plan = training.replanned(case, plan, LINK, "cpu", 60.0, {})
+    assert (case.program is program) is (name == "tiny_resnet_bf16") and plan.decisions
+    eager = training.eager_bits(name, "cpu", graph=True)
+    assert training.losses_only("cpu", case, plan, LINK, 1.0, graph=True)["losses"] == eager["losses"]
+    assert eager["equal"]
 
 
 def test_a_step_that_does_not_fit_is_profiled_kernel_by_kernel(tmp_path, monkeypatch):

@@ -31,14 +31,37 @@ LARGE_BUFFER = 20 << 20  # kLargeBuffer: a segment for requests of 1 to 10 MiB
 MIN_LARGE_ALLOC = 10 << 20  # kMinLargeAlloc: requests from here on get a segment of their own
 ROUND_LARGE = 2 << 20  # kRoundLarge: what these segments are rounded up to
 
+_ENDLESS = 1 << 50
 _SIZE, _OFFSET, _PREV, _NEXT, _FREE = range(5)  # rows of the table of PyTorch's blocks; PREV and NEXT: -1 for none
 
 
-def pack(intervals: Intervals) -> Packing:
-    """Offsets for blocks on a line; raises ValueError if time repeats."""
+def pack(intervals: Intervals, first: int = 0) -> Packing:
+    """Offsets for blocks on a line; raises ValueError if time repeats.
+
+    Args:
+        first: bytes of a segment that the large pool begins with, at offset 0; it counts in the footprint.
+    """
     order = events(intervals)
-    offsets, reserved, steps, segments = _serve(order, intervals.rounded(MIN_BLOCK_SIZE).nbytes)
+    offsets, reserved, steps, segments = _serve(order, intervals.rounded(MIN_BLOCK_SIZE).nbytes, first)
     return Packing(offsets, reserved, steps=steps, driver_mallocs=segments)
+
+
+def first_segment(intervals: Intervals, tries: int = 9) -> tuple[int, int]:
+    """A first segment for the large pool with which little is reserved, for whoever can make the pool one segment.
+
+    Args:
+        tries: sizes, from what would do if the segment had no end, each 1/32 larger than the one before.
+
+    Returns:
+        Bytes of that segment, and of all segments.
+    """
+    large = intervals.rounded(MIN_BLOCK_SIZE).nbytes
+    packing = pack(intervals, _ENDLESS)
+    inside = (large > SMALL_SIZE) & (packing.offsets < _ENDLESS)
+    high = int((packing.offsets + large)[inside].max(initial=0))
+    sizes = [int(_segment(high * (32 + i) // 32)) for i in range(tries)] if high else [0]
+    reserved, size = min((pack(intervals, size).footprint, size) for size in sizes)
+    return size, reserved
 
 
 @jit
@@ -112,13 +135,16 @@ def _remove(pool, m, at):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _serve(order, size):  # type: ignore[no-untyped-def]
+def _serve(order, size, first):  # type: ignore[no-untyped-def]
     """All mallocs and frees; offsets, reserved bytes, tree entries looked at, and segments."""
     n = len(size)
     offsets, holds = np.zeros(n, np.int64), np.empty(n, np.int64)  # holds: row of the block that a request got
-    blocks, n_blocks = np.empty((5, 2 * n), np.int64), 0
-    pools, counts = np.empty((2, 2 * n), np.int64), np.zeros(2, np.int64)  # free blocks, small and large
+    blocks, n_blocks = np.empty((5, 2 * n + 1), np.int64), 0
+    pools, counts = np.empty((2, 2 * n + 1), np.int64), np.zeros(2, np.int64)  # free blocks, small and large
     reserved, steps, segments = 0, 0, 0
+    if first:
+        _fill(blocks, 0, first, 0, -1, -1)
+        pools[1, 0], counts[1], n_blocks, reserved, segments = 0, 1, 1, first, 1
     for event in order:
         request = event if event >= 0 else ~event
         nbytes = size[request]

@@ -100,6 +100,40 @@ def test_a_cold_cache_is_flushed_before_every_run(cache, monkeypatch):
     assert calls == ["run"] * WARMUP + ["flush", "run"] * 4
 
 
+@pytest.mark.parametrize(("device", "index"), [("cuda:1", 1), ("cuda", 3)])
+def test_the_random_state_of_the_device_that_is_measured_is_kept(device, index, monkeypatch):
+    class Asked(Exception):
+        pass
+
+    def fork_rng(devices):
+        raise Asked(devices)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_name", str)
+    monkeypatch.setattr(torch.random, "fork_rng", fork_rng)
+    monkeypatch.setitem(measure.__globals__, "_Runner", lambda *args: None)
+    with pytest.raises(Asked) as asked:
+        measure(captured(), device)
+    assert asked.value.args == ([index],)
+
+
+def test_constants_are_placed_once_and_not_in_every_step():
+    class Scaled(Images):
+        def forward(self, x):
+            return super().forward(x * torch.tensor([0.5, 2.0, 1.0]).view(3, 1, 1))
+
+    step = captured(Scaled)
+    cpu = torch.device("cpu")
+    places = dict.fromkeys(step.graph.graph.nodes, cpu)
+    runner = StepRunner(step, cpu, places, _fresh, True)
+    constants = [w.node for w in runner.work if w.node.op == "get_attr"]
+    assert any(isinstance(runner.start[node], torch.Tensor) for node in constants)
+    for node in constants:  # a step does not look there any more
+        delattr(step.graph, node.target)
+    runner._run(lambda k, call: call())
+
+
 def test_what_is_flushed_is_twice_the_cache():
     run = _Runner(captured(), torch.device("cpu"), 1, cache="cold")
     run.other.fill_(1)

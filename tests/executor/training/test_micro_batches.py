@@ -94,6 +94,23 @@ def test_one_by_one(network, optimizer, k):
         step.finish()
 
 
+def test_copies_come_after_the_stream_on_which_each_micro_batch_computes(monkeypatch):
+    """The caller's may be another one each time: the engines are told when a call begins."""
+    twins = OneByOne("small")
+    captured = twins.accumulated()
+    step = tight(captured, random_plan(captured.program, 0, nothing=0.1))
+    twins.go(step)
+    told = []
+    monkeypatch.setattr(engines.HostEngines, "begin", lambda self: told.append("begin"))
+    for name in ("copy_out", "copy_in"):
+        copy = getattr(engines.HostEngines, name)
+        monkeypatch.setattr(engines.HostEngines, name, lambda *a, copy=copy: (told.append("copy"), copy(*a)))
+    for i in range(3):
+        told.clear()
+        twins.micro(step, i)
+        assert told[0] == "begin" and "copy" in told
+
+
 def test_at_once_and_one_by_one_take_turns():
     twins = OneByOne("small")
     captured = twins.accumulated()
