@@ -350,7 +350,7 @@ def staged(stages: Mapping[str, float], still: bool = False) -> Iterator[Callabl
     """
     names, whole = list(stages), sum(stages.values())
     with progress(still=still) as bar:
-        shown = bar.add_task("", total=100)
+        shown = bar.add_task(names[0], total=100)
 
         def begin(name: str) -> None:
             before = sum(stages[other] for other in names[: names.index(name)])

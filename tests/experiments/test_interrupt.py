@@ -102,7 +102,7 @@ LEFT = re.compile(r"left 0:\d\d:\d\d")  # known once two pieces are done
     ("words", "doing"),
     [
         (("workloads",), "capturing vgg"),
-        (("bench", "workloads=[mlp,alexnet]", "calls=10", "home.particles=2", "home.iterations=2"),
+        (("bench", "workloads=[vgg16,vgg19]", "calls=10", "home.particles=2", "home.iterations=2"),
          "timing plans of resnet50_swap"),
         (("plan", "workload=mlp", "machine=h100", "memory=0.7", "largest=false"), "LP rounding"),
     ],
