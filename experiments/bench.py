@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from typing import Any
 
 from omegaconf import DictConfig
@@ -62,31 +63,52 @@ def main(cfg: DictConfig) -> None:
     keys = ("simulate_us", "simulate_all_us", "speedup_vs_simpy", "speedup_vs_reference", "capture_s")
     found: dict[str, Any] = {key: {} for key in (*keys, "home_search_s", "home_call_us")}
     programs: dict[str, Program] = {}
-    for name in report.tracked(cli.values(cfg, "workloads"), "simulating"):
-        seconds, program = capture(str(name), machine)
-        programs[str(name)] = program
-        found["capture_s"][name] = round(seconds, 3)
-        speed = simulation(program, swap_all(program, peak_gaps(program, min_bytes)), machine, calls)
-        for key, value in speed.items():
-            found[key][name] = value
-        every = swap_all(program, program.gaps(min_bytes))
-        found["simulate_all_us"][name] = simulation(program, every, machine, calls)["simulate_us"]
-        for key, value in home_search(program, machine, particles, iterations, seed).items():
-            found[key][name] = value
-    found |= HOME_PAPER
-    found |= plans(cli.plain(cfg)["plans"], programs, machine, calls, cli.integer(cfg, "plan_calls", 20), seed)
-    env, jobs = str(cfg.env.workload), [str(name) for name in cli.values(cfg.jobs, "workloads")]
-    for name in (env, *jobs):
-        if name not in programs:
-            programs[name] = capture(name, machine, 1)[1]
-    times, span_ns = cli.integer(cfg, "jobs.times", 1), cli.integer(cfg, "jobs.span_ns", 1)
-    found |= several([programs[name] for name in jobs], machine, float(cfg.jobs.limit), span_ns, times)
-    walks, steps = cli.integer(cfg, "env.num_envs", 1), cli.integer(cfg, "env.steps", 1)
-    found |= environment(programs[env], machine, float(cfg.env.limit), walks, steps, seed)
-    found |= packing(blocks, perfect_blocks, pack_seconds, seed)
-    found |= step_overhead(machine, int(cfg.step.depth), int(cfg.step.min_bytes), int(cfg.step.repeats))
-    found["first_command_s"] = first_command(str(cfg.first_command))
+    networks, tasks = [str(name) for name in cli.values(cfg, "workloads")], cli.plain(cfg)["plans"]
+    with report.staged(stages(networks, list(tasks), len(blocks), pack_seconds), still=True) as begin:
+        for name in networks:
+            begin(f"simulating {name}")
+            seconds, program = capture(name, machine)
+            programs[name] = program
+            found["capture_s"][name] = round(seconds, 3)
+            speed = simulation(program, swap_all(program, peak_gaps(program, min_bytes)), machine, calls)
+            for key, value in speed.items():
+                found[key][name] = value
+            every = swap_all(program, program.gaps(min_bytes))
+            found["simulate_all_us"][name] = simulation(program, every, machine, calls)["simulate_us"]
+            for key, value in home_search(program, machine, particles, iterations, seed).items():
+                found[key][name] = value
+        found |= HOME_PAPER
+        found |= plans(tasks, programs, machine, calls, cli.integer(cfg, "plan_calls", 20), seed, begin)
+        begin("several jobs")
+        env, jobs = str(cfg.env.workload), [str(name) for name in cli.values(cfg.jobs, "workloads")]
+        for name in (env, *jobs):
+            if name not in programs:
+                programs[name] = capture(name, machine, 1)[1]
+        times, span_ns = cli.integer(cfg, "jobs.times", 1), cli.integer(cfg, "jobs.span_ns", 1)
+        found |= several([programs[name] for name in jobs], machine, float(cfg.jobs.limit), span_ns, times)
+        begin("steps of the environment")
+        walks, steps = cli.integer(cfg, "env.num_envs", 1), cli.integer(cfg, "env.steps", 1)
+        found |= environment(programs[env], machine, float(cfg.env.limit), walks, steps, seed)
+        begin("packing")
+        found |= packing(blocks, perfect_blocks, pack_seconds, seed)
+        begin("planned steps")
+        found |= step_overhead(machine, int(cfg.step.depth), int(cfg.step.min_bytes), int(cfg.step.repeats))
+        begin("a first command")
+        found["first_command_s"] = first_command(str(cfg.first_command))
     print(json.dumps(found, indent=1))
+
+
+def stages(networks: list[str], tasks: list[str], blocks: int, pack_seconds: float) -> dict[str, float]:
+    """What is timed, in order, and about the seconds that each takes by default."""
+    return {
+        **{f"simulating {name}": 12.0 for name in networks},
+        **{f"timing plans of {name}": 10.0 for name in tasks},
+        "several jobs": 10.0,
+        "steps of the environment": 40.0,
+        "packing": pack_seconds * (blocks + 1),
+        "planned steps": 20.0,
+        "a first command": 20.0,
+    }
 
 
 def first_command(workload: str) -> dict[str, float]:
@@ -104,18 +126,19 @@ def first_command(workload: str) -> dict[str, float]:
 
 def plans(
     tasks: dict[str, dict[str, Any]], programs: dict[str, Program], machine: Machine, calls: int, plan_calls: int,
-    seed: int,
+    seed: int, begin: Callable[[str], None],
 ) -> dict[str, dict[str, float]]:  # fmt: skip
     """Timings of plans that a planner made, by name.
 
     Args:
         tasks: a program (a file in the repository, or a workload), limit and mode, by name.
         programs: those that are there already, by workload.
+        begin: told of each.
     """
     keys = ("plan_us", "plan_speedup_vs_simpy", "plan_speedup_vs_reference", "search_calls_per_s", "scores_speedup")
     found: dict[str, dict[str, float]] = {key: {} for key in keys}
-    for name in report.tracked(list(tasks), "timing plans of"):
-        task = tasks[name]
+    for name, task in tasks.items():
+        begin(f"timing plans of {name}")
         of, mode = str(task["program"]), str(task["mode"])
         if of not in programs:
             file = cli.CONFIGS.parent / of

@@ -78,7 +78,7 @@ def main(cfg: DictConfig) -> None:
                     report.score_plan(plan, program, machine, limit, seed, mode, workspace),
                     floor_under(program, machine, limit, mode, bool(workspace or plan.variants)),
                 )
-                for limit in limits
+                for limit in report.tracked(limits, "scoring the plan within")
             ]
         else:
             rows = score_all(program, machine, limits, names, seed, jobs, {**options, "workspace": workspace})

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -50,6 +50,8 @@ if TYPE_CHECKING:  # PyTorch and Matplotlib take seconds to import
 PUBLISHED = {"swap": "swap, published", "recompute": "recompute, published", "joint": "both, published"}
 FIRST, LAST = ("tensile", "autoswap_swdoa"), ("capuchin",)  # of the published methods, as long as there is time
 SEARCHES = ("annealing", "policy_search")
+SEARCH_NAME, ROUNDING_NAME = "search", "LP rounding"  # of families, as PUBLISHED
+CAPTURE, FLOOR, LARGEST = "capturing", "the floor", "the largest batch"  # what else is done
 # Of the seconds: of all published methods of a kind, of each; of LP rounding, of each search, of the largest batch.
 KIND, EACH, ROUNDING, SEARCH, BATCHES = 0.15, 0.15, 0.35, 0.1, 0.15
 PER_KERNEL, LEAST = 2e-3, 2.0  # seconds by default
@@ -69,8 +71,9 @@ def main(cfg: DictConfig) -> None:
     seconds = cli.number(cfg, "seconds") if cfg.seconds is not None else None
     most_overhead, look = cli.number(cfg, "largest_overhead"), cli.choice(cfg, "largest", (True, False))
     workload = workload_of(cfg)
-    log = report.console(stderr=True)
-    with Captures(workload, machine) if workload is not None and look else nullcontext() as captures:
+    capturing = Captures(workload, machine) if workload is not None and look else nullcontext()
+    with capturing as captures, report.staged(stages(mode)) as begin:
+        begin(CAPTURE)
         source = source_of(cfg, workload, machine)
         program = source if isinstance(source, Program) else source.program
         limit = limit_bytes(cfg.memory if cfg.memory is not None else machine.memory_bytes, program, "memory")
@@ -78,10 +81,9 @@ def main(cfg: DictConfig) -> None:
         with report.RunDirectory(cli.path(cfg, "out"), f"plan-{program.name}") as out:
             if captures is not None:
                 captures.begin(program, limit)
-            with log.status("planning"):
-                families, bound = planned(task, mode, seconds, seed)
-            with log.status("looking for the largest batch"):
-                size = largest_batch(captures, task, mode, most_overhead, seconds, FIXED if workload is None else "")
+            families, bound = planned(task, mode, seconds, seed, begin)
+            begin(LARGEST)
+            size = largest_batch(captures, task, mode, most_overhead, seconds, FIXED if workload is None else "")
             answer = answered(source, task, mode, families, bound, size, began)
             write(out, cfg, answer, bound)
     from experiments.fit.answer import shown
@@ -90,6 +92,13 @@ def main(cfg: DictConfig) -> None:
     print(out)
     if not answer.fits and answer.best is None and HydraConfig.get().mode != RunMode.MULTIRUN:
         sys.exit(1)
+
+
+def stages(mode: str) -> dict[str, float]:
+    """What is done for plans of ``mode``, in order, and about how long it takes, of the seconds of planning."""
+    kinds = {family: KIND for kind, family in PUBLISHED.items() if mode in (kind, "joint")}
+    return {CAPTURE: 1.0, **kinds, SEARCH_NAME: SEARCH * len(SEARCHES), ROUNDING_NAME: ROUNDING, FLOOR: DETAIL,
+            LARGEST: BATCHES}  # fmt: skip
 
 
 def workload_of(cfg: DictConfig) -> dict[str, Any] | None:
@@ -160,6 +169,8 @@ def write(out: Path, cfg: DictConfig, answer: Answer, bound: Floor) -> None:
         recommended=best.row["planner"] if best and best.row else None, least_bytes=answer.least_bytes,
         reached_bytes=answer.reached_bytes, floor=answer.floor, largest=asdict(answer.largest),
         peak=asdict(answer.page.without), peak_planned=asdict(answer.page.under) if best else None,
+        families=[{"family": b.family, "planner": b.row["planner"] if b.row else None, "left_out": b.left_out}
+                  for b in answer.families],
         seconds=answer.seconds,
     )  # fmt: skip
 
@@ -167,8 +178,11 @@ def write(out: Path, cfg: DictConfig, answer: Answer, bound: Floor) -> None:
 # ------------------------------------------------------------------------------------ planning
 
 
-def planned(task: Task, mode: str, seconds: float, seed: int) -> tuple[list[Best], Floor]:
-    """The best plan of each family of methods that may have plans of ``mode``, and the floor under all.
+def planned(
+    task: Task, mode: str, seconds: float, seed: int, begin: Callable[[str], object] = str
+) -> tuple[list[Best], Floor]:
+    """The best plan of each family of methods that may have plans of ``mode``, and the floor under all; ``begin`` is
+    told the name of each.
 
     Where the step fits, or it is proven that no plan does, none is made.
     """
@@ -183,12 +197,15 @@ def planned(task: Task, mode: str, seconds: float, seed: int) -> tuple[list[Best
         if mode in (kind, "joint"):
             names = [name for name in report.heuristics() if agents.PLANNERS[name].moves in (kind, "joint")]
             names.sort(key=lambda name: (name in LAST, name not in FIRST))
+            begin(family)
             found.append(best_of(family, names, task, kind, seed, EACH * seconds, KIND * seconds))
-    found.append(
-        best_of("search", SEARCHES, task, mode, seed, SEARCH * seconds, 0.0 if seconds < LOADING else math.inf)
-    )
+    begin(SEARCH_NAME)
+    together = 0.0 if seconds < LOADING else math.inf
+    found.append(best_of(SEARCH_NAME, SEARCHES, task, mode, seed, SEARCH * seconds, together))
+    begin(ROUNDING_NAME)
     rounding = report.made("lp_round", mode=mode, seconds=ROUNDING * seconds, seed=seed, min_bytes=small(program))
-    found.append(best_of("LP rounding", [rounding], task, mode, seed))
+    found.append(best_of(ROUNDING_NAME, [rounding], task, mode, seed))
+    begin(FLOOR)
     floors: list[Floor] = [rounding.floor]  # type: ignore[attr-defined]
     floors.append(floor(program, machine, limit, mode, GAPS, DETAIL, False, WAIT * seconds))
     bound = max(floors, key=lambda f: (not f.feasible, f.iteration_ns))

@@ -3,10 +3,11 @@
     python -m experiments.rerun runs/vgg16-0.45-seed0-20260101-120000
     python -m experiments.rerun RUN out=again
 
-The directory holds all that is needed: the program (program.json), and in summary.json the command, every setting as it
-was, the machine among them, and the versions of what it ran with. The new run gets the same settings, whatever the
-defaults are now. Plans are compared to the byte, rows without what a clock measured; what was searched for a number of
-seconds may differ. Its path is the last line printed; the exit status is 1 where something that should be equal is not.
+The directory holds all that is needed: the program (program.json; of pack the file, in input/), and in summary.json
+the command, every setting as it was, the machine among them, and the versions of what it ran with. The new run gets the
+same settings, whatever the defaults are now. What a number of calls decides is compared to the byte; what a clock
+measured, or seconds decided, is not (experiments/README.md). Its path is the last line printed; the exit status is 1
+where something that should be equal is not.
 """
 
 from __future__ import annotations
@@ -21,15 +22,22 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+import agents
 from experiments.common import cli, report
 from experiments.common.report import Row
 from simulator.files import FormatError, load_json, write_json
+from simulator.pool import ALLOCATORS
 
-COMMANDS = ("experiments.train_dqn", "experiments.train_sb3", "experiments.evaluate")
-GIVEN = ("program", "workload", "machine", "out", "resume")  # which the directory says instead
+PLAN, PACK = "experiments.plan", "experiments.pack"
+COMMANDS = ("experiments.train_dqn", "experiments.train_sb3", "experiments.evaluate", PLAN, PACK)
+GIVEN = ("program", "workload", "target", "file", "machine", "out", "resume")  # which the directory says instead
 CHOICES = ("agent", "algo")  # config groups whose option's name counts
 CLOCK = ("plan_ms",)  # keys of rows that a clock measured
+FLOOR = ("bound_overhead", "gap")  # and, of plan, those of a floor that had seconds
 SAME = ("planner", "limit_bytes", "mode", "workspace", "seed")  # what says which row is which
+FACTS = ("fits", "least_bytes")  # of plan's summary: no seconds decide them
+
+Compared = tuple[bool, list[str]]  # is all equal that should be, and what is said
 
 
 @cli.entry("rerun", positional="run")
@@ -44,15 +52,18 @@ def main(cfg: DictConfig) -> None:
     with tempfile.TemporaryDirectory() as folder:
         machine = Path(folder) / "machine.json"
         write_json(machine, before["config"]["machine"])
-        given = [f"program={(run / 'program.json').absolute()}", f"machine={machine}", f"out={out}"]
-        done = subprocess.run([sys.executable, "-m", module, *words, *given], check=False)
-    if done.returncode:
-        sys.exit(done.returncode)
+        given = [
+            f"{key}={_written(str(path.absolute()))}" for key, path in (inputs(run, module) | {"out": out}).items()
+        ]
+        command = [sys.executable, "-m", module, *words, f"machine={machine}", *given]
+        status = subprocess.run(command, check=False).returncode
+    if status and not (out / "summary.json").exists():  # plan says with its status whether it fits
+        sys.exit(status)
     after = summary(out)
     for name, version in before["versions"].items():
         if (now := after["versions"].get(name)) != version:
             log.print(f"{name} was {version} and is {now}")
-    same, lines = compared(run, out, before, after)
+    same, lines = {PLAN: compared_plan, PACK: compared_pack}.get(module, compared)(run, out, before, after)
     for line in lines:
         print(line)
     print(out)
@@ -64,10 +75,14 @@ def summary(run: Path) -> Row:
     """The summary of a run directory; raises UsageError where it has none of ours."""
 
     def check(data: object) -> Row:
-        keys = {"command": list, "config": dict, "versions": dict, "program": dict, "results": list}
+        keys = {"command": list, "config": dict, "versions": dict}
         wrong = [k for k, kind in keys.items() if not isinstance(data, dict) or not isinstance(data.get(k), kind)]
         if wrong or not isinstance(data, dict):
             raise FormatError(f"summary.{wrong[0]}: missing, this is no summary of a run")
+        more = {PLAN: ("results", "families", "recommended", *FACTS), PACK: ("best",)}
+        for key in more.get(_module(data), ("results",)):
+            if key not in data:
+                raise FormatError(f"summary.{key}: missing, it is not of this version")
         return data
 
     try:
@@ -83,19 +98,35 @@ def repeated(run: Path) -> tuple[str, list[str], Row]:
         UsageError: the directory is not of a run that can be repeated.
     """
     data = summary(run)
-    command, config = data["command"], data["config"]
-    module = str(command[2]) if len(command) > 2 else ""
+    command, config, module = data["command"], data["config"], _module(data)
     if module not in COMMANDS:
         raise cli.UsageError(
             f"run: {run} is of {module or 'an unknown command'}; {', '.join(COMMANDS)} can be repeated"
         )
-    if not (run / "program.json").is_file() or not isinstance(config.get("machine"), dict):
-        raise cli.UsageError(f"run: {run} has no program.json or no machine; it was made by an older version")
+    inputs(run, module)
+    if not isinstance(config.get("machine"), dict):
+        raise cli.UsageError(f"run: {run} has no machine; it was made by an older version")
     words = [str(word) for word in command[3:] if str(word).partition("=")[0] in CHOICES]
     for key, value in config.items():
         if key not in GIVEN:
             words += [f"{name}={_written(leaf)}" for name, leaf in _leaves(key, value)]
     return module, words, data
+
+
+def inputs(run: Path, module: str) -> dict[str, Path]:
+    """The file that a run worked on, by the key that names it; raises UsageError where its directory has none."""
+    key, files = "program", [run / "program.json"]
+    if module == PACK:
+        key, files = "file", list((run / report.INPUT).glob("*"))
+    if len(files) != 1 or not files[0].is_file():
+        name = f"one file in {report.INPUT}/" if module == PACK else "program.json"
+        raise cli.UsageError(f"run: {run} has no {name}; it was made by an older version")
+    return {key: files[0]}
+
+
+def _module(data: Row) -> str:
+    command = data["command"]
+    return str(command[2]) if len(command) > 2 else ""
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -117,22 +148,102 @@ def _written(value: Any) -> str:
     return json.dumps(value)
 
 
-def compared(run: Path, out: Path, before: Row, after: Row) -> tuple[bool, list[str]]:
-    """Is all equal that should be, and a line for the plan and for each row."""
+def compared(run: Path, out: Path, before: Row, after: Row) -> Compared:
+    """A line for the plan and for each row of a training or an evaluation."""
     same, lines = True, []
     if (run / "plan.json").exists():
-        equal = (run / "plan.json").read_bytes() == (out / "plan.json").read_bytes()
-        same, text = same and equal, "the same to the byte" if equal else "another one"
-        lines.append(f"plan.json: {text}")
+        same, line = _file("plan.json", run, out)
+        lines.append(line)
     rows = {_which(row): row for row in after["results"]}
     for row in before["results"]:
-        other = rows.get(_which(row), {})
-        keys = [key for key in row if key not in CLOCK and row[key] != other.get(key)]
+        keys = _other(row, rows.get(_which(row), {}), CLOCK)
         timed = "seconds" in row["planner"]
         same &= timed or not keys
         what = "the same" if not keys else f"other {', '.join(keys)}" + (" (it had seconds)" if timed else "")
-        lines.append(f"{row['planner']}, {row['limit_fraction']:.3g} of the peak: {what}")
+        lines.append(f"{_name(row)}: {what}")
     return same, lines
+
+
+def compared_plan(run: Path, out: Path, before: Row, after: Row) -> Compared:
+    """A line for each fact, for each family's best method and for plan.json.
+
+    A method without a budget of seconds has the same row and the same plan. Which is the best of its family is the
+    same where there was time for the same ones, and none had seconds; which is recommended, where that holds of all.
+    """
+    changed = [key for key in FACTS if before[key] != after[key]]
+    same, lines = not changed, [f"other {key}: {before[key]} and {after[key]}" for key in changed]
+    rows = {_which(row): row for row in after["results"]}
+    kept, now = ({family["family"]: family for family in data["families"]} for data in (before, after))
+    same &= kept.keys() == now.keys()
+    by_time = {name for name in kept.keys() & now.keys()
+               if any(_budget(each[name]["planner"]) for each in (kept, now))
+               or kept[name]["left_out"] != now[name]["left_out"]}  # fmt: skip
+    for name in [name for name in kept if name in now]:
+        was, planner = kept[name]["planner"], now[name]["planner"]
+        if was != planner:
+            same &= name in by_time
+            lines.append(f"{name}: {planner} in the place of {was}{' (by time)' * (name in by_time)}")
+    for row in before["results"]:
+        if _which(row) in rows:
+            keys, timed = _other(row, rows[_which(row)], CLOCK + FLOOR), _budget(row["planner"])
+            same &= timed or not keys
+            what = "the same" if not keys else f"other {', '.join(keys)}"
+            lines.append(f"{_name(row)}: {what}{' (it had seconds)' if timed and keys else ''}")
+    was, planner = before["recommended"], after["recommended"]
+    if was != planner:
+        same &= bool(by_time)
+        lines.append(f"recommended: {planner} in the place of {was}{' (by time)' * bool(by_time)}")
+    elif was is not None:
+        equal, line = _file("plan.json", run, out)
+        timed = _budget(was)
+        same &= equal or timed
+        lines.append(f"{line}, by {was}{' (it had seconds)' * (timed and not equal)}")
+    return same, [*lines, "the largest batch: not compared, it takes the model"]
+
+
+def compared_pack(run: Path, out: Path, before: Row, after: Row) -> Compared:
+    """A line for each allocator and for solution.csv; what searches for seconds is compared where it was proven."""
+    same, lines = True, []
+    rows, others = (load_json(path / "results.json", _rows) for path in (run, out))
+    for name, row in rows.items():
+        other = others.get(name, {})
+        keys = _other(row, other, ("seconds",))
+        timed = name not in ALLOCATORS or (ALLOCATORS[name].timed and not (row["proven"] and other.get("proven")))
+        same &= timed or not keys
+        what = "the same" if not keys else f"other {', '.join(keys)}{' (it had seconds)' if timed else ''}"
+        lines.append(f"{name}: {what}")
+    was, best = before["best"], after["best"]
+    timed = any(name not in ALLOCATORS or ALLOCATORS[name].timed for name in (was, best))
+    equal, line = _file("solution.csv", run, out)
+    same &= equal or timed
+    lines.append(f"{line}, by {best}{' (it had seconds)' * (timed and not equal)}")
+    return same, lines
+
+
+def _rows(data: object) -> dict[str, Row]:
+    if not isinstance(data, dict) or not all(isinstance(row, dict) and "proven" in row for row in data.values()):
+        raise FormatError("expected an object of allocators")
+    return data
+
+
+def _file(name: str, run: Path, out: Path) -> tuple[bool, str]:
+    """Is a file the same, and a line that says so."""
+    equal = (out / name).is_file() and (run / name).read_bytes() == (out / name).read_bytes()
+    return equal, f"{name}: {'the same to the byte' if equal else 'another one'}"
+
+
+def _other(row: Row, now: Row, but: tuple[str, ...]) -> list[str]:
+    """The keys of a row whose values differ."""
+    return [key for key in row if key not in but and row[key] != now.get(key)]
+
+
+def _name(row: Row) -> str:
+    return f"{row['planner']}, {row['limit_fraction']:.3g} of the peak"
+
+
+def _budget(planner: str | None) -> bool:
+    """Does a planner stop by the clock?"""
+    return planner is not None and "seconds" in agents.options(planner)
 
 
 def _which(row: Row) -> tuple[Any, ...]:

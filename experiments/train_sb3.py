@@ -4,13 +4,14 @@
     python -m experiments.train_sb3 algo=dqn workload=vgg16 machine=gtx1080ti limit=0.5 mode=swap
 
 The run directory holds summary.json, results.jsonl (a row per planner), plan.json (the agent's best plan), model.zip
-(by Stable-Baselines3), tb/ (TensorBoard), learning_curve.png, memory_curve.png and timeline.json (for Perfetto). Its
-path is the last line printed.
+(by Stable-Baselines3), tb/ (TensorBoard; ``tracker=`` has others), learning_curve.png, memory_curve.png and
+timeline.json (for Perfetto). Its path is the last line printed.
 """
 
 from __future__ import annotations
 
 import time
+from contextlib import closing
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
@@ -21,6 +22,7 @@ from agents.bound import floor
 from envs import Task
 from envs.memory_env import small_task
 from experiments.common import cli, report
+from experiments.common.tracking import chosen, open_tracker
 from simulator.limits import limit_bytes
 from simulator.ways import MODES
 
@@ -33,7 +35,7 @@ def main(cfg: DictConfig) -> None:
         raise cli.UsageError(f"{error.name} is not installed; the extra is sb3") from None
     from agents.learned.dqn import check_reachable
 
-    seed, steps = cli.integer(cfg, "seed"), cli.integer(cfg, "steps", least=1)
+    seed, steps, tracker = cli.integer(cfg, "seed"), cli.integer(cfg, "steps", least=1), chosen(cfg)
     mode, min_bytes = cli.choice(cfg, "mode", MODES), cli.integer(cfg, "min_bytes")
     names = report.planner_names(cli.values(cfg, "planners")) if cfg.planners else []
     algorithm = HydraConfig.get().runtime.choices["algo"]
@@ -53,21 +55,22 @@ def main(cfg: DictConfig) -> None:
         record = sb3.Record(agent)
         with log.status("compiling the simulator"):
             try:
-                logs = {"tensorboard_log": str(out / "tb")}
-                model = sb3.make(algorithm, environment, record, seed, **cli.plain(cfg.algo), **logs)
+                model = sb3.make(algorithm, environment, record, seed, **cli.plain(cfg.algo))
             except (TypeError, ValueError, AssertionError) as error:
                 raise cli.UsageError(f"algo: {error}") from None
             sb3.greedy(model, environment, agent)
             for planner in ("annealing", "lp_round"):  # moves, weighted moves
                 report.warm_up(machine, planner)
-        with report.progress() as bar:
+        with report.progress() as bar, closing(open_tracker(tracker, out, cli.plain(cfg))) as scalars:
             task = bar.add_task("training", total=steps)
             record.on_episode = lambda e: bar.update(
                 task, completed=min(e.steps, steps), description=f"training, best {e.best_overhead:.2%}"
             )
+            sb3.watch(model, record, scalars.scalars)
             start = time.perf_counter()
             model.learn(steps)
             spent = time.perf_counter() - start
+            model.logger.dump(model.num_timesteps)
         model.save(out / "model.zip")
         if record.best is None:
             raise agents.Infeasible(f"none of {len(record.history)} episodes found a plan that fits {limit:,} bytes")

@@ -24,6 +24,7 @@ from sb3_contrib.common.maskable.policies import MaskableMultiInputActorCriticPo
 from stable_baselines3 import DQN
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.logger import KVWriter, Logger
 from stable_baselines3.common.policies import BasePolicy
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.dqn.policies import MultiInputPolicy, QNetwork
@@ -219,6 +220,40 @@ class Recorded(gymnasium.Wrapper[Observation, np.int64, Observation, np.int64]):
             if record.on_episode:
                 record.on_episode(episode)
         return observation, float(reward) * self.scale, terminated, truncated, info
+
+
+class Scalars(KVWriter):
+    """Hands on the numbers that the library's logger has collected by a step, those that it gives TensorBoard."""
+
+    def __init__(self, tell: Callable[[int, Mapping[str, float]], None]):
+        self.tell = tell
+
+    def write(self, key_values: dict[str, Any], key_excluded: dict[str, tuple[str, ...]], step: int = 0) -> None:
+        """As the library calls it."""
+        numbers = {key: float(v) for key, v in key_values.items() if isinstance(v, (int, float, np.number))}
+        self.tell(step, {key: v for key, v in numbers.items() if "tensorboard" not in key_excluded.get(key, ())})
+
+    def close(self) -> None:
+        """As the library calls it; whoever made it closes what it tells."""
+
+
+def watch(model: BaseAlgorithm, record: Record, tell: Callable[[int, Mapping[str, float]], None]) -> None:
+    """Tells ``tell`` all that the library logs, by step, and of the episodes in between: the mean ``overhead`` of those
+    with a plan, the part that is ``feasible``, and the ``best_overhead`` so far. To be called before ``learn``; the
+    rest is told by ``model.logger.dump``."""
+    model.set_logger(Logger(None, [Scalars(tell)]))
+    shown = record.on_episode
+
+    def log(episode: Episode) -> None:
+        model.logger.record_mean("episode/feasible", float(episode.feasible))
+        if episode.feasible:
+            model.logger.record_mean("episode/overhead", episode.overhead)
+        if record.best is not None:
+            model.logger.record("episode/best_overhead", episode.best_overhead)
+        if shown:
+            shown(episode)
+
+    record.on_episode = log
 
 
 ALGORITHMS: dict[str, tuple[type[BaseAlgorithm], type[BasePolicy]]] = {

@@ -19,7 +19,8 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
@@ -56,6 +57,8 @@ Workspace = Literal["least"] | bool
 SEARCHES = "search and exact"  # the family of planners that are no published heuristics
 SLOW = ("autoswap_bo", "home", "smartpool+autoswap")  # heuristics that search for long, or plan addresses
 MB = 1e6
+INPUT = "input"  # the folder of a run directory with a copy of the file that it worked on, where that is no program
+VERSIONS = ("torch", "torch-geometric", "stable-baselines3", "sb3-contrib", "numpy", "numba", "gymnasium", "hydra-core")
 
 
 def row(
@@ -311,16 +314,19 @@ def console(stderr: bool = False) -> Console:
     return out if out.is_terminal else Console(stderr=stderr, highlight=False, width=150)
 
 
-def progress(on: Console | None = None) -> Progress:
+def progress(on: Console | None = None, still: bool = False) -> Progress:
     """A progress bar with the time that is left, for work that comes in pieces.
 
     Args:
         on: where; stderr by default. Nothing is shown on what is no terminal.
+        still: it is drawn on demand only (``refresh``), so that no thread runs beside what is timed.
     """
     on = on or console(stderr=True)
     return Progress(TextColumn("{task.description}"), BarColumn(40), MofNCompleteColumn(), TimeElapsedColumn(),
                     TextColumn("left"), TimeRemainingColumn(), console=on, refresh_per_second=4,
-                    disable=not on.is_terminal)  # fmt: skip
+                    auto_refresh=not still, disable=not on.is_terminal,
+                    speed_estimate_period=3600,  # a piece may take minutes; the default forgets it after 30 seconds
+                    redirect_stdout=sys.stdout.isatty())  # fmt: skip  # what goes into a file is not for stderr
 
 
 def tracked(items: Sequence[T], doing: str, on: Console | None = None) -> Iterator[T]:
@@ -331,6 +337,27 @@ def tracked(items: Sequence[T], doing: str, on: Console | None = None) -> Iterat
             bar.update(shown, description=f"{doing} {getattr(item, 'name', item)}")
             yield item
             bar.advance(shown)
+
+
+@contextmanager
+def staged(stages: Mapping[str, float], still: bool = False) -> Iterator[Callable[[str], None]]:
+    """A progress bar (as ``progress``) of 100 parts over stages that differ in length; gives what is to be called with
+    the name of a stage when it begins, in their order (some may be left out).
+
+    Args:
+        stages: what each is expected to take, in any unit.
+        still: drawn again when a stage begins only, as ``progress``.
+    """
+    names, whole = list(stages), sum(stages.values())
+    with progress(still=still) as bar:
+        shown = bar.add_task(names[0], total=100)
+
+        def begin(name: str) -> None:
+            before = sum(stages[other] for other in names[: names.index(name)])
+            bar.update(shown, completed=100 * before / whole, description=name, refresh=True)
+
+        yield begin
+        bar.update(shown, completed=100)
 
 
 # --------------------------------------------------------------------------------- the run directory
@@ -391,31 +418,26 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
 def write_summary(path: Path, cfg: DictConfig, program: Program, rows: list[Row], **more: Any) -> None:
     """Writes summary.json (what was asked, with what, and what came out), and program.json beside it, so that the run
     can be repeated from its directory alone (rerun.py)."""
-    packages: dict[str, str | None] = {}
-    for name in (
-        "torch",
-        "torch-geometric",
-        "stable-baselines3",
-        "sb3-contrib",
-        "numpy",
-        "numba",
-        "gymnasium",
-        "hydra-core",
-    ):
-        try:
-            packages[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            packages[name] = None
     program.save(path.with_name("program.json"))
     write_json(path, {
-        "command": ["python", "-m", *sys.argv],
-        "config": OmegaConf.to_container(cfg, resolve=True),
-        "versions": {"python": platform.python_version(), **packages},
+        **asked(cfg),
         "program": {"name": program.name, "fingerprint": program.fingerprint, "kernels": len(program.kernels),
                     "tensors": len(program.tensors), "peak_bytes": program.peak_bytes, "ideal_ns": program.ideal_ns},
         "results": rows,
         **more,
     }, indent=1)  # fmt: skip
+
+
+def asked(cfg: DictConfig) -> Row:
+    """What was typed, every setting, and the versions of what it runs with: the beginning of summary.json."""
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for name in VERSIONS:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    config = OmegaConf.to_container(cfg, resolve=True)
+    return {"command": ["python", "-m", *sys.argv], "config": config, "versions": versions}
 
 
 def command() -> str:

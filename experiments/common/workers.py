@@ -2,7 +2,7 @@
 
 - ``processes``: spawned here.
 - ``ray``: the cluster at RAY_ADDRESS, else one of this computer's cores that starts and ends with the command. A task
-  whose worker dies is given to another.
+  whose worker dies is given to another. What a task prints is printed here as it is, when the task is done.
 - ``submitit``: every task is a job of Slurm where there is sbatch, else a process of its own here.
 
 Workers of a cluster have the same installation, and the command's directory under the same path.
@@ -13,12 +13,16 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
+from io import StringIO
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -49,7 +53,7 @@ def results(
                 error = future.exception()
                 if error is not None and not isinstance(error, Exception):
                     raise error
-                yield under_way.pop(future), error or future.result()
+                yield under_way.pop(future), error or _printed(future.result())
 
 
 def missing(launcher: str) -> str | None:
@@ -107,6 +111,50 @@ def _caught(folder: str, function: Callable[..., Any], task: tuple[Any, ...]) ->
         return error
 
 
+@dataclass(frozen=True)
+class Heard:
+    """What a task returned, and what it printed meanwhile."""
+
+    value: Any
+    out: str
+    err: str
+
+
+def _heard(*task: Any) -> Heard:
+    """``_caught``, with all that it and the processes that it starts print."""
+    with _taken(1) as out, _taken(2) as err:
+        value = _caught(*task)
+    return Heard(value, out.getvalue(), err.getvalue())
+
+
+@contextmanager
+def _taken(descriptor: int) -> Iterator[StringIO]:
+    """All that this process writes to a file descriptor meanwhile; there at the end."""
+    said, stream = StringIO(), (sys.stdout, sys.stderr)[descriptor - 1]
+    with tempfile.TemporaryFile() as file:
+        stream.flush()
+        before = os.dup(descriptor)
+        os.dup2(file.fileno(), descriptor)
+        try:
+            yield said
+        finally:
+            stream.flush()
+            os.dup2(before, descriptor)
+            os.close(before)
+            file.seek(0)
+            said.write(file.read().decode(errors="replace"))
+
+
+def _printed(found: Any) -> Any:
+    """What a task returned; prints what it said."""
+    if not isinstance(found, Heard):
+        return found
+    for text, stream in ((found.out, sys.stdout), (found.err, sys.stderr)):
+        stream.write(text)
+        stream.flush()
+    return found.value
+
+
 @contextmanager
 def _processes(jobs: int) -> Iterator[Submit]:
     with Pool(jobs) as pool:
@@ -119,8 +167,9 @@ def _ray(jobs: int | None) -> Iterator[Submit]:
     import ray
 
     own: dict[str, Any] = {"num_cpus": jobs, "include_dashboard": False}
-    ray.init(logging_level="ERROR", **({} if os.environ.get("RAY_ADDRESS") else own))
-    remote = ray.remote(max_retries=RETRIES)(_caught)
+    # What tasks print comes with their result; Ray's own forwarding would put "(name pid=…)" before each line.
+    ray.init(logging_level="ERROR", log_to_driver=False, **({} if os.environ.get("RAY_ADDRESS") else own))
+    remote = ray.remote(max_retries=RETRIES)(_heard)
     try:
         yield lambda _, *task: remote.remote(*task).future()
     finally:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import yaml
 
+from experiments.common import cli, report
 from experiments.workloads import load
 from simulator.machine import Machine
 
@@ -19,7 +20,9 @@ def main() -> None:
     machine = Machine.load("gtx1080ti")
     print("workload   peak MB  paper MB    diff   ideal ms  paper ms    diff   kernels  capture s")
     configs = [yaml.safe_load(path.read_text()) for path in CONFIGS.glob("*.yaml")]
-    for config in sorted((c for c in configs if "paper_peak_mb" in c), key=lambda c: c["paper_peak_mb"]):
+    known = {c["name"]: c for c in configs if "paper_peak_mb" in c}
+    for name in report.tracked(sorted(known, key=lambda name: known[name]["paper_peak_mb"]), "capturing"):
+        config = known[name]
         begin = time.perf_counter()
         program = load({**config, "iteration_ms": {}}, machine).program
         seconds = time.perf_counter() - begin
@@ -27,9 +30,13 @@ def main() -> None:
         ideal, measured = program.ideal_ns / 1e6, config["iteration_ms"][machine.name]
         print(
             f"{config['name']:10s} {peak:7.0f}  {paper:8d}  {peak / paper - 1:+6.1%}   {ideal:8.1f}  {measured:8d}  "
-            f"{ideal / measured - 1:+6.1%}   {len(program.kernels):7d}  {seconds:9.2f}"
+            f"{ideal / measured - 1:+6.1%}   {len(program.kernels):7d}  {seconds:9.2f}",
+            flush=True,
         )
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt as stop:
+        cli.stopped(stop)

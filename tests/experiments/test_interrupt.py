@@ -27,8 +27,8 @@ def _heard() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def interrupted(work: Path, until: Callable[[], bool], *words: object) -> tuple[int, str, str]:
-    """Runs a command in a pseudo-terminal, and presses Ctrl-C there as soon as ``until``.
+def interrupted(work: Path, until: Callable[[str], bool], *words: object) -> tuple[int, str, str]:
+    """Runs a command in a pseudo-terminal, and presses Ctrl-C there as soon as ``until``, given all that was shown.
 
     Returns:
         The status, all that was on the screen, and the last line of it.
@@ -50,7 +50,7 @@ def interrupted(work: Path, until: Callable[[], bool], *words: object) -> tuple[
             time.sleep(0.02)
         except OSError:  # nobody writes any more
             break
-        if not pressed and until():
+        if not pressed and until(CODES.sub("", shown.decode(errors="replace"))):
             os.write(ours, b"\x03")
             pressed = True
     process.wait(timeout=60)
@@ -69,7 +69,7 @@ def test_training_goes_on(run: Run, program: Program, program_file: Path, tmp_pa
     out, work = tmp_path / "out", tmp_path / "work"
     words = (f"program={program_file}", "limit=0.5", "planners=[]", "agent.mode=swap")
     status, screen, last = interrupted(
-        work, lambda: (out / "tb").exists(), "experiments", "train", *words, f"out={out}", "agent.episodes=120"
+        work, lambda _: (out / "tb").exists(), "experiments", "train", *words, f"out={out}", "agent.episodes=120"
     )
     assert status == 130 and last == f"interrupted; resume={out} continues this run", screen
     assert "Traceback" not in screen and re.search(r"training, best .* left", screen)
@@ -82,7 +82,7 @@ def test_a_figure_goes_on(run: Run, tmp_path: Path) -> None:
     out, work = tmp_path / "out", tmp_path / "work"
     words = ("figure=smartpool_table1", "figure.networks=[vgg11,vgg13,vgg16,vgg19]", f"out={out}")
     rows = out / "smartpool_table1.jsonl"
-    status, screen, last = interrupted(work, rows.exists, "experiments", "reproduce", *words, "jobs=2")
+    status, screen, last = interrupted(work, lambda _: rows.exists(), "experiments", "reproduce", *words, "jobs=2")
     assert status == 130 and last == "interrupted; the same command goes on from what is done", screen
     assert "Traceback" not in screen and re.search(r"smartpool_table1 .*1/4 .* left", screen)
     kept = len(re.findall(r'"code"', rows.read_text()))
@@ -96,9 +96,41 @@ def test_what_does_not_go_on_leaves_nothing(program_file: Path, tmp_path: Path) 
     work = tmp_path / "work"
     work.mkdir()
     words = (f"program={program_file}", "limits=[0.5]", "planners=[annealing]", "seconds=600", "jobs=2")
-    status, screen, last = interrupted(work, lambda: any(work.glob("runs/evaluate-*")), "experiments.evaluate", *words)
+    status, screen, last = interrupted(
+        work, lambda _: any(work.glob("runs/evaluate-*")), "experiments.evaluate", *words
+    )
     assert status == 130 and last == "interrupted" and "Traceback" not in screen, screen
     assert not any(work.glob("runs/*"))
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (("workloads",), r"capturing vgg.*left 0:\d\d:\d\d"),  # known once two pieces are done
+        (("plan", "workload=mlp", "machine=h100", "memory=0.7", "largest=false"), r"LP rounding.*left 0:\d\d:\d\d"),
+        (("bench", "workloads=[vgg16,vgg19]", "calls=10", "home.particles=2", "home.iterations=2"),
+         r"simulating vgg19.* [1-9]\d?/100 .*left"),
+    ],
+)  # fmt: skip
+def test_the_time_that_is_left_is_shown(words: tuple[str, ...], shown: str, tmp_path: Path) -> None:
+    (work := tmp_path / "work").mkdir()
+    command, begun = (f"experiments.{words[0]}", *words[1:]), re.compile(shown)
+    status, screen, last = interrupted(work, lambda screen: bool(begun.search(screen)), *command)
+    assert status == 130 and last == "interrupted" and "Traceback" not in screen, screen
+    assert not any(work.glob("runs/*"))
+
+
+def test_rows_go_where_they_are_sent(tmp_path: Path) -> None:
+    """A bar on the terminal does not take what is printed for a file."""
+    script = "from experiments.common import report\nfor i in report.tracked(range(2), 'counting'): print('row', i)\n"
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, cwd=tmp_path, stdout=subprocess.PIPE,
+                          stderr=theirs, text=True, check=True)  # fmt: skip
+    shown = os.read(ours, 65536).decode()
+    os.close(ours)
+    os.close(theirs)
+    assert done.stdout == "row 0\nrow 1\n" and "counting" in shown and "row" not in shown
 
 
 def test_before_a_command_has_begun(tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 Compared to the last digit and in the order of the keys; left out by name (TIMED) is what a clock measured. Left out
 are the figures whose cheapest row takes longest, what was trained, and searches that stop by the clock. A picture
-depends on the version of Matplotlib that drew it (fonts, antialiasing), which stands in the PNG: it is compared where
-that is the installed one.
+depends on the version of Matplotlib that drew it (fonts, antialiasing), which stands in the PNG: it is compared to the
+pixel where that is the installed one, and roughly elsewhere.
 """
 
 import json
@@ -33,6 +33,7 @@ CHEAP = ("home_fig6", "home_table3", "smartpool_fig2", "smartpool_fig8", "smartp
 CHEAPEST = "superneurons_table3"  # made again as a whole, as a user does it
 DRAWN = ("checkmate", "home_fig7", "home_table2", "home_table3", "smartpool_fig2", "smartpool_fig8", "smartpool_fig9",
          "smartpool_table2", "superneurons_table1", "superneurons_table2", "superneurons_table4")  # fmt: skip
+LETTERS = 0.5  # of what a blank page differs by: the pictures of Matplotlib 3.10 and 3.11 differ by 0.08 to 0.40
 TIMED = (reproduce.SECONDS, "search_s", "evaluation_s", "processor", "plan_ms", "seconds")
 SLOW = (
     "random_search",
@@ -66,10 +67,21 @@ def vgg16(settings: str) -> tuple[Machine, Program]:
 
 
 def same_picture(made: Path, name: str) -> None:
+    """The same pixels, by the Matplotlib that drew ours; by another one, whose letters differ, nearly the same grey in
+    squares of 8 x 8 pixels."""
     with Image.open(RESULTS / f"{name}.png") as ours, Image.open(made) as now:
-        if f"version{metadata.version('matplotlib')}," not in ours.info["Software"] or platform.machine() != "x86_64":
-            pytest.skip(f"{name}.png is by another Matplotlib ({ours.info['Software']}) or another processor")
-        assert np.array_equal(np.asarray(ours), np.asarray(now))
+        if f"version{metadata.version('matplotlib')}," in ours.info["Software"] and platform.machine() == "x86_64":
+            assert np.array_equal(np.asarray(ours), np.asarray(now))
+            return
+        assert np.allclose(now.size, ours.size, rtol=0.01)
+        assert coarsely_differ(ours, now) < LETTERS * coarsely_differ(ours, Image.new("L", ours.size, 255))
+
+
+def coarsely_differ(ours: Image.Image, now: Image.Image) -> float:
+    """Mean difference of the grey of 8 x 8 pixels, of 255."""
+    size = ours.width // 8, ours.height // 8
+    a, b = (np.asarray(image.convert("L").resize(size, Image.Resampling.BOX), float) for image in (ours, now))
+    return float(np.abs(a - b).mean())
 
 
 # -------------------------------------------------------------------------------------------- figures

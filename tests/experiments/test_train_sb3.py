@@ -12,6 +12,7 @@ import pytest
 import torch
 from stable_baselines3 import DQN
 from stable_baselines3.common.callbacks import BaseCallback
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
 from agents.learned import sb3
@@ -207,7 +208,13 @@ def test_the_command_writes_its_run_directory(run: Run, tmp_path: Path, algorith
     assert overhead(plan) == rows[3]["overhead"] and plan.planner == agent
     summary = json.loads((out / "summary.json").read_text())
     assert summary["versions"]["sb3-contrib"] and summary["config"]["steps"] == 600
-    assert any((out / "tb").rglob("events.out.tfevents.*"))
+    told = EventAccumulator(str(out / "tb"))
+    told.Reload()
+    best = [(e.step, e.value) for e in told.Scalars("episode/best_overhead")]
+    assert best[-1] == (steps, pytest.approx(overhead(plan))) and len(best) > 1
+    assert best == sorted(best, key=lambda entry: (entry[0], -entry[1]))
+    assert {"rollout/ep_rew_mean", "time/fps"} <= set(told.Tags()["scalars"])
+    assert "time/total_timesteps" not in told.Tags()["scalars"]
 
 
 def test_a_program_of_ones_own(run: Run, program_file: Path, tmp_path: Path) -> None:
@@ -218,9 +225,49 @@ def test_a_program_of_ones_own(run: Run, program_file: Path, tmp_path: Path) -> 
     assert {row["mode"] for row in rows_in(tmp_path / "out")} == {"swap"}
 
 
+@pytest.mark.parametrize("algorithm", sb3.ALGORITHMS)
+def test_scalars_are_those_of_the_episodes(algorithm: str) -> None:
+    said: list[tuple[int, Mapping[str, float]]] = []
+    model, record = made(algorithm, **SMALL[algorithm])
+    sb3.watch(model, record, lambda step, values: said.append((step, values)))
+    model.learn(512)
+    model.logger.dump(model.num_timesteps)
+    begin, shown = 0, 0
+    for step, values in said:
+        episodes = [e for e in record.history if begin < e.steps <= step]
+        if episodes:
+            shown += 1
+            assert values["episode/feasible"] == pytest.approx(np.mean([e.feasible for e in episodes]))
+            assert values["episode/best_overhead"] == episodes[-1].best_overhead
+            found = [e.overhead for e in episodes if e.feasible]
+            assert values.get("episode/overhead") == (pytest.approx(np.mean(found)) if found else None)
+        begin = step
+    assert shown > 2 and begin == record.steps == 512  # all of them
+
+
+def test_mlflow_has_the_scalars(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow import MlflowClient
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # of the reading below
+    out = tmp_path / "out"
+    words = ("steps=300", "algo.n_steps=16", "planners=null", "tracker=mlflow", f"out={out}")
+    done = run("train_sb3", *words)
+    assert done.returncode == 0, done.stderr
+    assert not (out / "tb").exists()
+    client = MlflowClient((out / "mlruns").absolute().as_uri())
+    (kept,) = client.search_runs([client.get_experiment_by_name("headroom").experiment_id])
+    assert kept.info.status == "FINISHED" and kept.data.params["algo.n_steps"] == "16"
+    best = client.get_metric_history(kept.info.run_id, "episode/best_overhead")
+    row = next(row for row in rows_in(out) if row["planner"] == "sb3_maskable_ppo")
+    assert best[-1].step <= row["simulator_calls"] and best[-1].value == row["overhead"]  # type: ignore[operator]
+    assert "rollout/ep_rew_mean" in kept.data.metrics
+
+
 def test_mistakes_end_with_status_2_and_leave_nothing(run: Run, tmp_path: Path) -> None:
     refused(run("train_sb3", "limit=1"), "small fits without a plan")
     refused(run("train_sb3", "algo=ppo"), "'maskable_ppo'")
+    refused(run("train_sb3", "tracker=neptune"), "tracker: expected tensorboard, wandb, mlflow or none")
     refused(run("train_sb3", "+algo.walks=3"), "walks")
     assert not any((tmp_path / "work").rglob("*.*"))
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -101,6 +102,43 @@ def check_sweep(work: Path) -> None:
         assert run["command"][:4] == ["python", "-m", "experiments.evaluate", "-m"]
 
 
+def test_a_sweep_on_ray_prints_as_without_it(run: Run, program_file: Path, tmp_path: Path) -> None:
+    """Each job's table whole and as it is, one after the other, nothing of Ray's, and nothing on stderr."""
+    words = (f"program={program_file}", SWEEP, "planners=[none]", "jobs=1")
+    done = run("evaluate", "-m", *words, "hydra/launcher=ray")
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    check_sweep(tmp_path / "work")
+    here = run("evaluate", "-m", *words)
+    timed = re.compile(r"\d{8}-\d{6}(-\d+)?|[\d.]+ ms")  # names of directories, and what a clock measured
+    said, expected = (
+        sorted(timed.sub("", line).split() for line in text.splitlines()) for text in (done.stdout, here.stdout)
+    )
+    assert said == expected and len(said) > 8
+
+
+def shout(x: int) -> int:
+    """Prints by every way, another process among them."""
+    print(f"printed {x}")
+    sys.stderr.write(f"warned {x}\n")
+    os.write(1, f"written {x}\n".encode())
+    subprocess.run(["echo", f"echoed {x}"], check=True)
+    if x == 1:
+        raise cli.UsageError("one is refused")
+    return x
+
+
+def test_what_tasks_print_on_ray_is_printed_here(elsewhere: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    found = dict(workers.results("ray", 2, shout, [(x,) for x in range(3)]))
+    assert (found[0], str(found[1]), found[2]) == (0, "one is refused", 2)
+    out, err = capfd.readouterr()
+    assert sorted(err.splitlines()) == ["warned 0", "warned 1", "warned 2"]
+    lines = out.splitlines()
+    assert len(lines) == 9
+    for i in range(0, 9, 3):  # those of a task are together
+        assert len({line[-1] for line in lines[i : i + 3]}) == 1
+        assert {line[:-2] for line in lines[i : i + 3]} == {"printed", "written", "echoed"}
+
+
 @pytest.mark.parametrize("launcher", ["joblib", "submitit_local", "ray"])
 def test_a_sweep_on_every_launcher(launcher: str, run: Run, program_file: Path, tmp_path: Path) -> None:
     # A planner that is slow has a process of its own under each job: what runs there must not belong to __main__.
@@ -126,7 +164,7 @@ def cluster(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[A
 def at_work(node: Any) -> bool:
     """Whether a task runs on a node."""
     raylet = node.all_processes["raylet"][0].process.pid
-    return "ray::_caught" in subprocess.check_output(["ps", "--ppid", str(raylet), "-o", "args="], text=True)
+    return "ray::_heard" in subprocess.check_output(["ps", "--ppid", str(raylet), "-o", "args="], text=True)
 
 
 def test_a_sweep_on_a_cluster_that_loses_a_node(cluster: list[Any], program_file: Path, tmp_path: Path) -> None:
