@@ -46,7 +46,7 @@ class Captures:
         (self._own, own), (self._other, other) = context.Pipe(), context.Pipe()
         groups = [[own, other]] if FORKS else [[own], [other]]
         self._processes = [context.Process(target=_serve, args=(group,)) for group in groups]
-        with _without_main():
+        with _aside():
             for process in self._processes:
                 process.start()
         own.close()
@@ -170,16 +170,20 @@ def _received(connection: Connection, refused: type[ValueError]) -> Any:
 
 
 @contextmanager
-def _without_main() -> Iterator[None]:
-    """Processes that are spawned within do not import the command, which takes long: multiprocessing imports nothing
-    that is called __main__."""
+def _aside() -> Iterator[None]:
+    """Processes that are spawned within do not hear Ctrl-C, and do not import the command, which takes long:
+    multiprocessing imports nothing that is called __main__."""
     main = sys.modules["__main__"]
     spec = main.__spec__
     main.__spec__ = find_spec("experiments.__main__")
+    may_set = threading.current_thread() is threading.main_thread()
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN) if may_set else None
     try:
         yield
     finally:
         main.__spec__ = spec
+        if handler is not None:
+            signal.signal(signal.SIGINT, handler)
 
 
 # ------------------------------------------------------------------------------------ in the other processes
