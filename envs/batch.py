@@ -172,7 +172,7 @@ class Batch:
             w[[layout.KERNELS, layout.TENSORS, layout.GAPS]] = n, len(task.program.tensors), len(task.tensor)
             w[[layout.NODES, layout.LIMIT_BYTES, layout.IDEAL_NS]] = len(graph), task.limit, task.ideal_ns
             w[[layout.HOST, layout.SHORT]] = machine.host_bytes, task.host_is_short
-            w[layout.KERNELS_AT] = ints.put(tables.kernels, ("kernels", program))
+            w[layout.KERNELS_AT] = ints.put(tables.kernels, ("kernels", program, id(machine)))
             w[layout.TENSORS_AT] = ints.put(tables.tensors, ("tensors", program, id(machine)))
             w[layout.GRAPH_AT] = ints.put(tables.graph, ("graph", program))
             w[layout.GRAPH_END] = w[layout.GRAPH_AT] + tables.graph.size

@@ -27,8 +27,8 @@ from envs.layout import (
     TENSOR, TENSORS, TENSORS_AT, TIMES_AT, UNDER_WAY, WALK, WANTS_HOST, WANTS_STEPS, WORK_AT, WRAPS,
 )  # fmt: skip
 from simulator.compiled.encoding import (
-    BEGINS, BY_KERNEL, BY_ROW, BY_SEGMENT, BY_TENSOR, D2H, DONE, H2D, HOST_BYTES, ITERATION_NS, LIVE, MORE_STEPS, NEVER,
-    PERIOD, PLANNED, RECOMPUTE, REQUIRED, RESULTS, SETTINGS, STATUS, STEP_KERNEL, SWAP,
+    BEGINS, BY_KERNEL, BY_ROW, BY_SEGMENT, BY_TENSOR, D2H, DONE, H2D, HOST_BYTES, ITERATION_NS, KERNEL_ROWS, LIVE,
+    MORE_STEPS, NEVER, PERIOD, PLANNED, RECOMPUTE, REQUIRED, RESULTS, SETTINGS, STATUS, STEP_KERNEL, SWAP,
 )  # fmt: skip
 # isort: on
 
@@ -256,7 +256,7 @@ def step_walks(  # type: ignore[no-untyped-def]
             task = walk[TASK]
             w = where[task]
             n, n_gaps, limit, ideal = w[KERNELS], w[GAPS], w[LIMIT_BYTES], w[IDEAL_NS]
-            kernels = ints[w[KERNELS_AT] : w[KERNELS_AT] + (BEGINS + 1) * (n + 1)].reshape(BEGINS + 1, n + 1)
+            kernels = ints[w[KERNELS_AT] : w[KERNELS_AT] + KERNEL_ROWS * (n + 1)].reshape(KERNEL_ROWS, n + 1)
             tensors = ints[w[TENSORS_AT] : w[TENSORS_AT] + (H2D + 1) * w[TENSORS]].reshape(H2D + 1, w[TENSORS])
             graph = ints[w[GRAPH_AT] : w[GRAPH_END]]
             gaps = ints[w[GAPS_AT] : w[GAPS_AT] + GAP_ROWS * n_gaps].reshape(GAP_ROWS, n_gaps)

@@ -10,6 +10,7 @@ alignment, the driver's calls) is that of the machine given. How (reasons in exe
 2. *Latency and bandwidths*: least squares of the relative errors of latency + bytes / bandwidth, one latency for both.
 3. *Duplex*: the largest copy in both directions at once, beside each alone: what the link carries together.
 4. *Launch*: LAUNCHES empty kernels, issued while a long one runs. *Issue*: what the host takes for one and its event.
+5. *Contention*: a kernel that streams through the GPU's memory, beside a copy in each direction and alone.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ LAUNCHES = 500  # a stream takes about a thousand before the host must wait
 ISSUE_NS = 1_000_000  # of the kernel during which the host issues a few calls
 ONE_ENGINE = 0.85  # of one after the other: from here on, both at once are one engine
 DUPLEX_ERROR = 0.02  # the least measuring error of a share; a larger spread of the repeats counts
+MOST = 0.49  # that a copy can be said to take of a kernel's speed (Machine.copy_contention)
 
 Direction = Literal["d2h", "h2d"]
 DIRECTIONS: tuple[Direction, Direction] = ("h2d", "d2h")
@@ -56,6 +58,8 @@ class Calibration:
         duplex: direction -> how many times as long a copy of the largest size takes while one goes the other way.
         share: of its own speed that each direction has while both are busy, by when both copies are over.
         share_error: the relative spread between the quartiles of its measurements, at least DUPLEX_ERROR.
+        contention: direction -> what a copy takes of the speed of a kernel that streams.
+        contention_error: the relative spread between the quartiles of that kernel's times alone.
     """
 
     machine: Machine
@@ -65,12 +69,15 @@ class Calibration:
     duplex: dict[str, float]
     share: float
     share_error: float
+    contention: dict[str, float]
+    contention_error: float
 
     def to_yaml(self) -> str:
         """The machine as Machine.load reads it, with comments."""
         sizes = f"copies of {_size(self.transfers['h2d'][0][0])} to {_size(self.transfers['h2d'][-1][0])}"
         fit = f"measured: least squares over {sizes}, worst error {self.fit_error:.1%}"
         slower = " and ".join(f"{d} {self.duplex[d]:.2f}" for d in DIRECTIONS)
+        taken = " and ".join(f"{d} {self.contention[d]:.1%}" for d in DIRECTIONS)
         measured = {
             "name": "",
             "memory_bytes": "as the device says",
@@ -82,6 +89,8 @@ class Calibration:
             "0: each its own rate",
             "issue_ns": "measured: the host's time for a kernel and its event, as replays issue them",
             "wait_ns": f"measured: mean of {LAUNCHES // 2} waits for events that are over, before empty kernels",
+            "copy_contention": f"measured: a copy takes {taken} of a streaming kernel's speed, give or take "
+            f"{self.contention_error:.1%}",
             "launch_ns": f"measured: mean of {LAUNCHES} empty kernels on one stream",
         }
         lines = [f"# {self.device}: measured by executor.calibrate.", "#", "# GB/s     h2d     d2h"]
@@ -139,7 +148,8 @@ def calibrate(
         launch = median(_launch(backend) for _ in range(REPEATS))
         issue = median(_issue(backend) for _ in range(REPEATS))
         wait = median(_launch(backend, LAUNCHES // 2, True) - _launch(backend, LAUNCHES // 2) for _ in range(REPEATS))
-    alone = {d: transfers[d][-1][1] for d in DIRECTIONS}
+        alone = {d: transfers[d][-1][1] for d in DIRECTIONS}
+        contention, contention_error = _contention(backend, alone, largest)
     duplex = {str(d): median(times[d] for times in both) / alone[d] for d in DIRECTIONS}
     ends = [max(times.values()) for times in both]
     at_once = median(ends)
@@ -153,10 +163,12 @@ def calibrate(
     machine = replace(
         base, name=name or base.name, memory_bytes=backend.memory_bytes, h2d_bytes_per_s=rates["h2d"],
         d2h_bytes_per_s=rates["d2h"], copy_latency_ns=latency, launch_ns=round(launch), issue_ns=round(issue),
-        wait_ns=max(0, round(wait)),
+        wait_ns=max(0, round(wait)), copy_contention=_taken(contention, contention_error),
         copy_engines=engines, duplex_bytes_per_s=round(share * sum(rates.values())) if limited else 0,
     )  # fmt: skip
-    return Calibration(machine, backend.name, transfers, error, duplex, share, share_error)
+    return Calibration(
+        machine, backend.name, transfers, error, duplex, share, share_error, contention, contention_error
+    )
 
 
 def _share(alone: Sequence[float], at_once: float) -> float:
@@ -214,6 +226,42 @@ def _issue(backend: Backend) -> float:
     ended = time.perf_counter_ns()
     backend.synchronize()
     return (ended - begin) / (LAUNCHES // 2)
+
+
+def _contention(backend: Backend, copies: dict[Direction, int], nbytes: int) -> tuple[dict[str, float], float]:
+    """By direction, what a copy of ``nbytes`` (``copies`` ns alone) takes of the speed of a kernel that streams half
+    as long; the relative spread of the kernel's times alone."""
+    aim, streamed = min(copies.values()) / 2, nbytes
+    for _ in range(2):  # the first of everything is slow
+        streamed = max(1024, round(streamed * aim / _streaming(backend, streamed)[0]))
+    alone = [_streaming(backend, streamed)[0] for _ in range(REPEATS)]
+    found = {}
+    for d in DIRECTIONS:
+        beside = [_streaming(backend, streamed, d, nbytes) for _ in range(REPEATS)]
+        found[str(d)] = median((took - median(alone)) / shared for took, shared in beside)
+    return found, _spread(alone)
+
+
+def _taken(contention: dict[str, float], error: float) -> float:
+    """``Machine.copy_contention``: the mean of both directions; 0 where it is no more than the measuring error."""
+    mean = sum(contention.values()) / len(contention)
+    return round(min(mean, MOST), 4) if mean > error else 0.0
+
+
+def _streaming(backend: Backend, streamed: int, direction: Direction | None = None, copied: int = 0) -> tuple[int, int]:
+    """ns of a kernel that moves so many bytes as fast as it can, and how much of it a copy was under way beside it."""
+    backend.task = f"a kernel over {streamed:,} bytes"
+    backend.spin(ISSUE_NS)
+    begin = backend.record("compute")
+    if direction:
+        backend.wait(direction, begin)
+        backend.copy(direction, 0, 0, copied)
+        over = backend.record(direction)
+    backend.spin(0, streamed)
+    end = backend.record("compute")
+    backend.synchronize()
+    took = max(backend.time_ns(end) - backend.time_ns(begin), 1)
+    return took, max(1, min(took, backend.time_ns(over) - backend.time_ns(begin))) if direction else 0
 
 
 def _fit(transfers: dict[str, list[tuple[int, int]]]) -> tuple[int, dict[str, int], float]:

@@ -119,7 +119,8 @@ def workload_of(cfg: DictConfig) -> dict[str, Any] | None:
 
 def get_ready(machine: Machine, mode: str) -> None:
     """Imports and compiles what is needed later: there is time for it while others capture, and it is not timed."""
-    from experiments.plotting import page, plots  # noqa: F401
+    from experiments.fit import page  # noqa: F401
+    from experiments.plotting import plots  # noqa: F401
 
     for name in ("annealing", "lp_round"):
         report.warm_up(machine, name, mode)
@@ -150,8 +151,8 @@ def answered(
 def write(out: Path, cfg: DictConfig, answer: Answer, bound: Floor) -> None:
     """Writes the run directory."""
     from experiments.fit import answer as words
+    from experiments.fit.page import page
     from experiments.plotting import plots
-    from experiments.plotting.page import page
 
     program, best = answer.program, answer.best
     none = report.certified(report.score("none", program, answer.machine, answer.limit, 0, answer.mode)[0], bound)

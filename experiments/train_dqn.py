@@ -78,7 +78,9 @@ def main(cfg: DictConfig) -> None:
         )  # fmt: skip
         rows = [report.certified(r, bound) for r in rows]
 
-        report.write_training(out, program, machine, result.best, agent, result.history, rows)
+        from experiments.plotting.training import write_training  # Matplotlib takes long to import
+
+        write_training(out, program, machine, result.best, agent, result.history, rows)
         report.write_summary(out / "summary.json", cfg, program, rows, episodes=len(result.history), train_s=spent)
     screen.print(report.table(rows))
     print(out)

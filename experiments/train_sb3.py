@@ -88,7 +88,9 @@ def main(cfg: DictConfig) -> None:
                 report.row(program, machine, limit, named, seed, timeline, spent, record.steps, why, mode)
             )  # fmt: skip
         rows = [report.certified(r, bound) for r in rows]
-        report.write_training(out, program, machine, record.best, agent, record.history, rows)
+        from experiments.plotting.training import write_training  # Matplotlib takes long to import
+
+        write_training(out, program, machine, record.best, agent, record.history, rows)
         episodes = len(record.history)
         report.write_summary(out / "summary.json", cfg, program, rows, episodes=episodes, train_s=spent)
     screen.print(report.table(rows))

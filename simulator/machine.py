@@ -42,6 +42,7 @@ class Machine:
     launch_ns: int = 5_000
     issue_ns: int = 0  # of the host, for a kernel or a copy; it runs ahead of the GPU (simulator.reference, choice i)
     wait_ns: int = 0  # of the compute stream, for the event of a swap-in (simulator.reference, choice j)
+    copy_contention: float = 0.0  # of a memory-bound kernel's speed, what each copy beside it takes (choice k)
     malloc_ns: int = 0  # a call of cudaMalloc
     free_ns: int = 0  # a call of cudaFree
     malloc_bytes_per_s: int = (
@@ -65,6 +66,8 @@ class Machine:
             raise FormatError(f"machine.copy_engines: expected 1 or 2, got {self.copy_engines}")
         if not 0 < self.concurrency <= 1024:
             raise FormatError(f"machine.concurrency: expected a number in (0, 1024], got {self.concurrency!r}")
+        if not 0 <= self.copy_contention < 0.5:
+            raise FormatError(f"machine.copy_contention: expected a number in [0, 0.5), got {self.copy_contention!r}")
         for key, flops in self.flops_per_s.items():
             if isinstance(flops, bool) or not isinstance(flops, int) or flops < 1:
                 raise FormatError(f"machine.flops_per_s.{key}: expected a positive integer, got {flops!r}")
@@ -87,6 +90,11 @@ class Machine:
         if self.copy_engines == 1 or not 0 < self.duplex_bytes_per_s < together:
             return ALONE
         return max(1, (self.duplex_bytes_per_s << 20) // together)
+
+    def copy_loss(self, nbytes: int, duration_ns: int) -> int:
+        """What each copy under way takes from the speed of a kernel that moves so many bytes, in 2⁻²⁰ of it."""
+        most, could = int(self.copy_contention * ALONE), duration_ns * self.memory_bytes_per_s
+        return min(most, most * nbytes * 1_000_000_000 // could) if could else 0
 
     def compute_share(self, running: int) -> int:
         """Speed of each of so many kernels that run at once, in 2⁻²⁰ of that of one alone."""

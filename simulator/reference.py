@@ -69,6 +69,9 @@ Choices where the rules could be read in several ways:
     which is then ``iteration_ns``. Spans and boundaries are those of a host that is ahead.
 (j) The compute stream waits for the event of each swap-in, which takes ``Machine.wait_ns`` also where the copy has long
     been over: at the begin of the kernel that ends the Swap's gap, in its span (``Schedule.waited``).
+(k) Copies share the GPU's memory with the step that runs: each under way takes ``Machine.copy_loss`` of its speed, the
+    more the nearer the kernel is to the bandwidth of that memory. Copies keep theirs. The end of the step is reckoned
+    anew when that changes, as those of transfers are (g).
 """
 
 from __future__ import annotations
@@ -148,6 +151,9 @@ class _Run:
         self.back: _Transfer | None = None
         self.reckoned = 0  # when the work of both was
         self.running: int | None = None  # the end of the step that runs
+        self.work = self.worked = 0  # what was left of it, in ns / ALONE, when last reckoned, and when that was
+        self.speed = ALONE  # of it, since then
+        self.computes = 0  # its index among the spans
         self.boundaries: list[int] = []
         self.events_until = [len(self.events)]
         self.states = [self.state()]  # before the first iteration and after each
@@ -328,11 +334,25 @@ class _Run:
             return
         for b in step.allocates:
             self._charge(b, 1)
-        self.running = self.now + self.program.kernels[step.kernel].duration_ns
+        lasts = self.program.kernels[step.kernel].duration_ns
         if not step.rerun:
-            self.running += self.machine.wait_ns * self.schedule.waited[step.kernel]
+            lasts += self.machine.wait_ns * self.schedule.waited[step.kernel]
+        self.running, self.work, self.worked, self.speed = self.now + lasts, lasts * ALONE, self.now, ALONE
+        self.computes = len(self.spans)
         kind = "recompute" if step.rerun else "kernel"
         self.spans.append(Span(self.now, self.running, "compute", kind, step.kernel))  # type: ignore[arg-type]
+
+    def pace_step(self) -> None:
+        """Choice k: how fast does the step run beside the copies under way?"""
+        if self.running is None:
+            return
+        kernel, copies = self.program.kernels[self.next_step.kernel], (self.out is not None) + (self.back is not None)
+        speed = ALONE - copies * self.machine.copy_loss(kernel.bytes, kernel.duration_ns)
+        if speed != self.speed:
+            self.work -= self.speed * (self.now - self.worked)
+            self.worked, self.speed = self.now, speed
+            self.running = self.now - (-self.work // speed)
+            self.spans[self.computes] = self.spans[self.computes]._replace(end_ns=self.running)
 
     def advance(self) -> None:
         """To the next completion."""
@@ -367,6 +387,7 @@ def simulate(
                 break
         run.start_copies()
         run.start_step()
+        run.pace_step()
         run.advance()
     return Timeline.assemble(
         program, limit, schedule.required_bytes, run.boundaries, run.spans, run.events, run.events_until,

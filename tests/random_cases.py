@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 from typing import Any, NamedTuple
 
@@ -114,6 +115,18 @@ def case(seed: int) -> Case:
     return Case(program, plan, machine, limit, until, rng.randint(1, 5))
 
 
+def contending(rng: Random, case: Case) -> Case:
+    """The case with kernels that move bytes, from which copies take memory bandwidth, and with costs of the host."""
+    kernels = tuple(replace(k, bytes=rng.choice([0, 7, 40, 1000])) for k in case.program.kernels)
+    program = replace(case.program, kernels=kernels)
+    machine = replace(
+        case.machine, memory_bytes_per_s=3 * 10**9, copy_contention=rng.choice([0.02, 0.3, 0.499]),
+        wait_ns=rng.choice([0, 7]), issue_ns=rng.choice([0, 0, 9]),
+    )  # fmt: skip
+    plan = replace(case.plan, fingerprint=program.fingerprint)
+    return case._replace(program=program, machine=machine, plan=plan)
+
+
 def difference(case: Case) -> str | None:
     """How the compiled simulator differs from the reference in a case; None where it does not."""
     from simulator import Engine, OutOfMemory, reference, simulate
@@ -156,4 +169,4 @@ def compare(case_of: Callable[[int], Any], difference_of: Callable[[Any], str | 
 
 
 if __name__ == "__main__":
-    compare(case, difference)
+    compare(lambda seed: contending(Random(-seed), case(seed)) if seed % 3 == 0 else case(seed), difference)

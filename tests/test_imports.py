@@ -26,14 +26,8 @@ ROOMS = {
     "simulator": ["", "validate", "compiled", "jobs", "pool"],
     "agents": ["", "heuristics", "search", "exact", "learned"],
     "executor": ["memory", "capture", "training", "replay", ""],
-    "experiments": [
-        "workloads",
-        "plotting",
-        "figures",
-        "gpu",
-        "benchmarks",
-        "examples",
-    ],  # the top has commands, and what all share
+    # The top has commands, which use all of them.
+    "experiments": ["workloads", "common", "plotting", "fit", "figures", "gpu", "benchmarks", "examples"],
 }
 
 

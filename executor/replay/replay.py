@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Literal
 
@@ -111,7 +111,7 @@ def replay(
     """Runs a plan on a backend.
 
     Args:
-        machine: what the simulator predicts with; the backend does as it does.
+        machine: what the simulator predicts with; the backend does as it does. Copies take nothing of spins.
         limit: bytes, persistent tensors included.
         iterations: measured ones, at least 2; this and ``warmup`` are rounded up where iterations repeat in groups.
         warmup: iterations before them. The first begins with nothing under way, unlike the others.
@@ -131,6 +131,9 @@ def replay(
         raise ValueError(f"mode: expected time or check, got {mode!r}")
     if kernels not in ("spin", "stream"):
         raise ValueError(f"kernels: expected spin or stream, got {kernels!r}")
+    stream = kernels == "stream" and mode == "time"
+    if not stream:  # nothing to be taken from
+        machine = replace(machine, copy_contention=0.0)
     order = circle(program, plan, machine, limit, allocators, seconds)
     if strict and order.footprint > limit:
         raise ReplayError(
@@ -138,7 +141,7 @@ def replay(
             f"over the limit of {limit:,}"
         )
     with backend.arena(order.footprint, order.host_bytes):
-        run = _Run(order, backend, mode == "check", kernels == "stream" and mode == "time")
+        run = _Run(order, backend, mode == "check", stream)
         group = order.iterations
         warmup, iterations = (-(-count // group) * group for count in (warmup, iterations))
         for i in range((warmup + iterations) // group):

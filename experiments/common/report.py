@@ -388,28 +388,6 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
     write_text(path, "".join(json.dumps(r) + "\n" for r in rows))
 
 
-def write_training(
-    out: Path, program: Program, machine: Machine, plan: Plan, planner: str, history: Sequence[Any], rows: list[Row]
-) -> None:
-    """Writes what a training leaves in its run directory besides its summary: the best plan, its timeline, pictures and
-    rows.
-
-    Args:
-        history: episodes, as ``plots.learning_curve``.
-        rows: certified, the trained planner's among them.
-    """
-    from experiments.plotting import plots  # Matplotlib takes long to import
-
-    before = simulator.simulate(program, Plan(), machine, program.peak_bytes)
-    after = simulator.simulate(program, plan, machine, plan.limit)
-    plan.save(out / "plan.json")
-    write_json(out / "timeline.json", after.perfetto(program))
-    plots.memory_curve(out / "memory_curve.png", before, after, machine.name, planner)
-    title = f"{program.name} on {machine.name}, limit {plan.limit / program.peak_bytes:.0%} of the peak: training"
-    plots.learning_curve(out / "learning_curve.png", history, contenders(rows), planner, title)
-    write_rows(out / "results.jsonl", rows)
-
-
 def write_summary(path: Path, cfg: DictConfig, program: Program, rows: list[Row], **more: Any) -> None:
     """Writes summary.json (what was asked, with what, and what came out), and program.json beside it, so that the run
     can be repeated from its directory alone (rerun.py)."""

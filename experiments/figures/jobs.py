@@ -180,4 +180,4 @@ def draw(rows: list[Row], path: Path) -> None:
         axes.grid(axis="y", visible=False)
         handles = {key: look(key) for row in rows for key, one in row["planners"].items() if one is not None}
         axes.figure.legend(handles=[Line2D([], [], linestyle="", marker=how.marker, color=how.colour, label=how.label)
-                                    for how in handles.values()], loc="outside lower center", ncols=4)  # fmt: skip
+                                    for how in handles.values()], loc="outside lower center", ncols=3)  # fmt: skip

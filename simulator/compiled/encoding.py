@@ -20,11 +20,11 @@ KIND, TENSOR, AFTER, BEFORE, EXTRA, WHEN = range(6)
 COLUMNS = 6
 SWAP, RECOMPUTE, SYNC_SWAP, RERUN = 0, 1, 2, 3  # swaps are even
 
-# What is known of a program on a machine: kernels[DURATION, k] and so on, int64 (7, kernels + 1) and (6, tensors).
+# What is known of a program on a machine: kernels[DURATION, k] and so on, int64 (8, kernels + 1) and (6, tensors).
 # BORN, DIES: bytes of the non-persistent tensors that are first used by the kernel, and last. LIVE: of all that live,
-# with its workspace. LEVEL: bytes before the kernel. BEGINS: ns of all kernels before it.
+# with its workspace. LEVEL: bytes before the kernel. BEGINS: ns of all kernels before it. LOSS: Machine.copy_loss.
 # FIRST, LAST: kernels that use the tensor. D2H, H2D: ns of a transfer.
-DURATION, WORKSPACE, BORN, DIES, LIVE, LEVEL, BEGINS = range(7)
+DURATION, WORKSPACE, BORN, DIES, LIVE, LEVEL, BEGINS, LOSS, KERNEL_ROWS = range(9)
 SIZE, PERSISTENT, FIRST, LAST, D2H, H2D = range(6)
 
 # Columns of ``steps``, a row for each kernel that runs again, in order. STEP_FOR: the kernel for which it does.
@@ -71,8 +71,9 @@ DONE, OUT_OF_MEMORY, HOST_FULL, SLOWER, MORE_STEPS, UNKNOWN, STUCK = range(7)
 # Columns of the results, a row a plan.
 STATUS, ITERATION_NS, REQUIRED, PEAK, PERIOD, RESULTS = range(6)
 
-# The rows of ``settings``: what an engine has.
-PERSISTENT_BYTES, LIMIT, MAX_ITERATIONS, COPY_ENGINES, DUPLEX_SHARE, HOST_BYTES, ISSUE_NS, WAIT_NS, SETTINGS = range(9)
+# The rows of ``settings``: what an engine has. CONTENDS: is there a LOSS?
+PERSISTENT_BYTES, LIMIT, MAX_ITERATIONS, COPY_ENGINES, DUPLEX_SHARE, HOST_BYTES, ISSUE_NS, WAIT_NS = range(8)
+CONTENDS, SETTINGS = 8, 9
 
 # Columns of the log of a run: start, end, one of these, kernel or row. The first four are spans; a step ends, and the
 # memory of an open gap is free.

@@ -35,7 +35,7 @@ from simulator.timeline import Timeline
 # isort: off
 from simulator.compiled.encoding import (
     BEFORE, BY_KERNEL, BY_ROW, BY_SEGMENT, BY_TENSOR, COLUMNS, DONE, DURATION, GAP, HOST_BYTES, HOST_FULL, KIND, LEVEL,
-    LIVE, MAX_ITERATIONS, MORE_STEPS, NEVER, PLANNED, RECOMPUTE, RERUN, RESULTS, RETURNS, STATUS, STUCK, SWAP,
+    LIVE, LOSS, MAX_ITERATIONS, MORE_STEPS, NEVER, PLANNED, RECOMPUTE, RERUN, RESULTS, RETURNS, STATUS, STUCK, SWAP,
     SYNC_SWAP, TENSOR, BEGINS, WORKSPACE, Ints, decisions_of, ragged, read_log, rows_of,
 )  # fmt: skip
 from simulator.compiled.event_loop import CHECKS
@@ -142,13 +142,14 @@ class Engine:
         dies = np.bincount(last[persistent == 0] + 1, size[persistent == 0], n + 2)[1:].astype(np.int64)
         born[n] = dies[n] = 0
         zeros = np.zeros(n + 1, np.int64)
-        self._own = self._kernels = np.array([zeros, zeros, born, dies, zeros, zeros, zeros], np.int64)
+        self._own = self._kernels = np.array([zeros, zeros, born, dies, zeros, zeros, zeros, zeros], np.int64)
         self._own[DURATION, :n] = [k.duration_ns for k in kernels]
         self._own[WORKSPACE, :n] = [k.workspace for k in kernels]
         self._own[LIVE, :n] = program.live_bytes
         self._own[LEVEL, :n] = self._own[LIVE, :n] - self._own[WORKSPACE, :n] - born[:n]
         self._own[LEVEL, n] = self._own[LEVEL, n - 1] + born[n - 1] - dies[n - 1]
         self._own[BEGINS, 1:] = self._own[DURATION, :n].cumsum()
+        self._own[LOSS, :n] = [machine.copy_loss(k.bytes, k.duration_ns) for k in kernels]
         self._tensors = np.array([
             size, persistent, first, last, [machine.d2h_ns(t.nbytes) for t in tensors],
             [machine.h2d_ns(t.nbytes) for t in tensors]], np.int64)  # fmt: skip
@@ -165,6 +166,7 @@ class Engine:
         self._settings = np.array([
             self._persistent_bytes, self.limit, max(self.iterations, STEADY), self.machine.copy_engines,
             self.machine.duplex_share, self.machine.host_bytes, self.machine.issue_ns, self.machine.wait_ns,
+            self._own[LOSS].any(),
         ], np.int64)  # fmt: skip
         self._work = self._new_work()
         self._idle: list[_Work] = []  # those of other threads
@@ -192,6 +194,7 @@ class Engine:
         for k, (duration, workspace) in self.program.chosen(variants).items():
             out._kernels[LIVE, k] += workspace - out._kernels[WORKSPACE, k]
             out._kernels[[DURATION, WORKSPACE], k] = duration, workspace
+            out._kernels[LOSS, k] = self.machine.copy_loss(self.program.kernels[k].bytes, duration)
         out._kernels[BEGINS, 1:] = out._kernels[DURATION, :-1].cumsum()
         return out
 

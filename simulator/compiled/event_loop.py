@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from simulator.compiled.jit import stage
 from simulator.compiled.lowering import leave_at_start, makes_copies, note_waits, read_plan, segments
+from simulator.compiled.steady import alike, note_state, period_of
 
 # isort: off
 from simulator.compiled.encoding import (
-    ALLOCATED, BEGINS, BORN, COPIED, COPY_ENGINES, COPYING, DIES, DONE, DUPLEX_SHARE, DURATION, ENFORCED, EXPECTED,
-    FIRST_OF, FREED, GATE, GATE_EVENT, GATE_MISSING, GATE_REMAT, GATE_SYNC, HELD, HIGHEST, HOST_BYTES, HOST_FULL,
-    ITERATION_NS, LEAVING, LEVEL, LIMIT, LIVE, LOG_BOUNDARY, LOG_END, LOG_IN, LOG_KERNEL, LOG_LEFT, LOG_OUT,
-    LOG_RECOMPUTE, LOG_STALL, MAX_ITERATIONS, NEVER, NEXT_OPEN, OPENS, ORDER_SEGMENT, PEAK, PERIOD, PERSISTENT_BYTES,
-    PLANNED, QUEUE, RECOMPUTE, SEGMENT, SLOWER, STEP_FOR, STEP_KERNEL, STUCK, SYNC_SWAP, WAITING, WAITS, WAIT_NS,
-    WORKSPACE,
+    ALLOCATED, BEGINS, BORN, CONTENDS, COPIED, COPYING, COPY_ENGINES, DIES, DONE, DUPLEX_SHARE, DURATION, ENFORCED,
+    EXPECTED, FIRST_OF, FREED, GATE, GATE_EVENT, GATE_MISSING, GATE_REMAT, GATE_SYNC, HELD, HIGHEST, HOST_BYTES,
+    HOST_FULL, ITERATION_NS, LEAVING, LEVEL, LIMIT, LIVE, LOG_BOUNDARY, LOG_END, LOG_IN, LOG_KERNEL, LOG_LEFT,
+    LOG_OUT, LOG_RECOMPUTE, LOG_STALL, LOSS, MAX_ITERATIONS, NEVER, NEXT_OPEN, OPENS, ORDER_SEGMENT, PEAK, PERIOD,
+    PERSISTENT_BYTES, PLANNED, QUEUE, RECOMPUTE, SEGMENT, SLOWER, STEP_FOR, STEP_KERNEL, STUCK, SYNC_SWAP, WAITING,
+    WAITS, WAIT_NS, WORKSPACE,
 )  # fmt: skip
 
 # isort: on
@@ -189,46 +190,6 @@ def _open_gaps(  # type: ignore[no-untyped-def]
 
 
 @stage
-def _note_state(state, m, lasts, waiting, n_waiting, held, n_held, queue, head, tail):  # type: ignore[no-untyped-def]
-    """Writes who is away into ``state``: by row, 1 on the host, 2 and more in the queue, 0 neither.
-
-    The loop adds, below 0, what a copy under way still takes; in the last but one column, whether there are only the
-    host copies of the start; in the last one, what the iteration has lasted.
-    """
-    for r in range(m + 1):
-        state[r] = 0
-    state[m + 1] = lasts
-    for j in range(n_waiting):
-        state[waiting[j]] = 1
-    for j in range(n_held):
-        state[held[j]] = 1
-    for j in range(head, tail):
-        state[queue[j]] = 2 + j - head
-
-
-@stage
-def _alike(one, two, columns):  # type: ignore[no-untyped-def]
-    """Are the first columns of two states the same?"""
-    c = 0
-    while c < columns and one[c] == two[c]:
-        c += 1
-    return c == columns
-
-
-@stage
-def _period(states, i, m):  # type: ignore[no-untyped-def]
-    """reference._Run.period after iteration i; the last column has what each iteration lasted."""
-    slowest, period, j = 0, 0, i - 1
-    while j >= 0:
-        slowest = max(slowest, states[j + 1, m + 1])
-        if _alike(states[i], states[j], m + 1):
-            period = i - j if states[i, m + 1] == slowest else 0
-            j = 0
-        j -= 1
-    return period
-
-
-@stage
 def event_loop(  # type: ignore[no-untyped-def]
     kernels, tensors, graph, rows, lowered, n_steps, lasts, settings, required, limit_until, cutoff, iterations,
     by_kernel, by_segment, by_tensor, by_row, gaps, steps, states, result, log,
@@ -270,6 +231,8 @@ def event_loop(  # type: ignore[no-untyped-def]
     out_row = in_row = 0
     # Of a transfer beside one in the other direction: what was left of it when last reckoned; its entry in the log.
     duplex, changed, reckoned, out_work, in_work, out_log, in_log = duplex_share < ALONE, False, 0, 0, 0, 0, 0
+    # Of the step that runs, beside copies: what was left of it when last reckoned, when that was, its speed, its entry.
+    contends, work, worked, speed, end_log = settings[CONTENDS] > 0, 0, 0, ALONE, 0
     in_failed = False  # with one engine: the swap-in that was issued first does not fit
     held, waiting, queue = by_row[HELD], by_row[WAITING], by_row[QUEUE]
     n_waiting = queue_head = queue_tail = 0
@@ -287,7 +250,7 @@ def event_loop(  # type: ignore[no-untyped-def]
     carries = n_held > 0 or settled > 0 or ahead
     boundaries, next_check, check, first_check = settings[MAX_ITERATIONS] + 1, n, 0, CHECKS
     if carries:
-        _note_state(states[0], m, 0, waiting, 0, held, n_held, queue, 0, 0)
+        note_state(states[0], m, 0, waiting, 0, held, n_held, queue, 0, 0)
         states[0, m] = settled
         while first_check > 0 and (n - settled) >> first_check == 0:
             first_check -= 1
@@ -361,7 +324,8 @@ def event_loop(  # type: ignore[no-untyped-def]
                     _log_end(log, in_log, in_end)
 
             # Plain kernels run, one after the other; a log wants each of them.
-            if end == NEVER and gate[k] == 0 and not logs:
+            alone = not contends or (out_end == NEVER and in_end == NEVER)
+            if end == NEVER and gate[k] == 0 and not logs and alone:
                 came_from = k
                 now, k, used, peak, chance = _run_plain(
                     kernels, gate, now, k, used, peak, limit_here, min(out_end, in_end), head_bytes,
@@ -379,8 +343,19 @@ def event_loop(  # type: ignore[no-untyped-def]
                 if gate[k] < GATE_SYNC and not _waits_for_data(gate[k], rerun) and used + change <= limit_here:
                     used += change
                     peak = max(peak, used)
-                    end = now + kernels[DURATION, which] + (0 if rerun or not waits else by_kernel[WAITS, k])
+                    end, end_log = now + kernels[DURATION, which], n_log
+                    if waits and not rerun:
+                        end += by_kernel[WAITS, k]
+                    work, worked, speed = (end - now) * ALONE, now, ALONE
                     n_log = _log(log, n_log, now, end, LOG_RECOMPUTE if rerun else LOG_KERNEL, which)
+
+            if contends and end != NEVER:
+                loss = kernels[LOSS, steps[step, STEP_KERNEL] if rerun else k]
+                pace = ALONE - (loss if out_end != NEVER else 0) - (loss if in_end != NEVER else 0)
+                if pace != speed:
+                    work, worked, speed = work - speed * (now - worked), now, pace
+                    end = _end(work, speed, now)
+                    _log_end(log, end_log, end)
 
             # On to the next completion.
             then = min(end, min(out_end, in_end))
@@ -461,7 +436,7 @@ def event_loop(  # type: ignore[no-untyped-def]
             turn = iteration % 2
             state = states[iteration] if at_end else states[boundaries + 2 * check + turn]
             before = states[boundaries + 2 * check + 1 - turn]
-            _note_state(state, m, now - begin, waiting, n_waiting, held, n_held, queue, queue_head, queue_tail)
+            note_state(state, m, now - begin, waiting, n_waiting, held, n_held, queue, queue_head, queue_tail)
             if duplex:
                 rate = ALONE if out_end == NEVER or in_end == NEVER else duplex_share
                 out_left = _left(out_work, out_end, rate, now - reckoned)
@@ -475,11 +450,11 @@ def event_loop(  # type: ignore[no-untyped-def]
             if not at_end:
                 check -= 1
                 next_check = settled + ((n - settled) >> check) if check else n
-                if iteration and _alike(state, before, m):  # from here on it is like the one before
+                if iteration and alike(state, before, m):  # from here on it is like the one before
                     lasted += now - begin - before[m + 1]
                     period, status, running = 1, DONE, False
                 continue
-            period = _period(states, iteration, m)
+            period = period_of(states, iteration, m)
         if iteration >= iterations and (period or iteration >= settings[MAX_ITERATIONS]):
             status = DONE
             break

@@ -142,6 +142,8 @@ def check(jobs: Sequence[Job], plans: Sequence[Sequence[Lowered]], machine: Mach
         raise ValueError(f"machine.issue_ns is {machine.issue_ns}: with several jobs hosts are never too slow (0)")
     if machine.wait_ns:
         raise ValueError(f"machine.wait_ns is {machine.wait_ns}: with several jobs waits for events cost nothing (0)")
+    if share := machine.copy_contention:
+        raise ValueError(f"machine.copy_contention is {share}: with several jobs copies take nothing from kernels (0)")
     for job, lowered in zip(jobs, plans, strict=True):
         if job.iterations is None and job.leaves_ns is None and until_ns is None:
             raise ValueError(

@@ -8,7 +8,8 @@ kernels is found out. The rules (numbers: the docstring of ``reference.py``):
 - ``spans``      well formed, in order of start
 - ``overlap``    one piece of work at a time on a stream; on both copy streams with one copy engine (4)
 - ``order``      the kernels run in program order and every iteration is complete (1)
-- ``duration``   a kernel lasts as long as its algorithm does, a copy until its work is done on the shared link (4, g)
+- ``duration``   a kernel lasts as long as its algorithm does beside copies (k), a copy until its work is done on the
+  shared link (4, g)
 - ``resident``   what a kernel or a step uses is in device memory when it starts (2, 6)
 - ``content``    … and has the content that program order gives it (7)
 - ``recompute``  what the plan runs again, no other: in program order, before the kernel that it names, each time (7)
@@ -58,7 +59,7 @@ def violations(
     replay = Replay(timeline, steps, link, machine.copy_engines == 1, limit)
     ends = Counter(back % len(program.kernels) for *_, back in steps.gaps([0]))
     found = [
-        *duration(timeline, runs, link, {k: machine.wait_ns * count for k, count in ends.items()}),
+        *duration(timeline, runs, link, {k: machine.wait_ns * count for k, count in ends.items()}, machine),
         *steps.found,
         *replay.found,
     ]

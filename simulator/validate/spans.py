@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from fractions import Fraction
 from itertools import pairwise
 from math import inf
 from typing import NamedTuple
 
 from simulator.machine import Machine
-from simulator.program import Program
+from simulator.program import Kernel, Program
 from simulator.timeline import Span, Timeline
 
 LONE = 2**20  # what a transfer alone on the link gets done in a nanosecond
@@ -66,16 +67,28 @@ def order(timeline: Timeline, program: Program) -> Iterator[Violation]:
 
 
 def duration(
-    timeline: Timeline, program: Program, link: Link, waits: Mapping[int, int]
-) -> Iterator[Violation]:  # fmt: skip
+    timeline: Timeline, program: Program, link: Link, waits: Mapping[int, int], machine: Machine
+) -> Iterator[Violation]:
     """Rule ``duration``; the timeline is in order and without overlap. ``waits``: kernel -> ns that come with it."""
     for span in timeline.spans:
-        on_compute = span.stream == "compute"
-        right = span.start_ns + program.kernels[span.index].duration_ns if on_compute else link.end(span)
-        right += waits.get(span.index, 0) if span.kind == "kernel" else 0
+        if span.stream == "compute":
+            kernel = program.kernels[span.index]
+            lasts = kernel.duration_ns + (waits.get(span.index, 0) if span.kind == "kernel" else 0)
+            right = link.beside_copies(span.start_ns, lasts, _taken(kernel, machine))
+        else:
+            right = link.end(span)
         if span.end_ns != right:
             lasts, wanted = span.end_ns - span.start_ns, right - span.start_ns
             yield Violation("duration", span.start_ns, f"{span.kind} {span.index} lasts {lasts} ns, not {wanted}")
+
+
+def _taken(kernel: Kernel, machine: Machine) -> int:
+    """What a copy takes from the kernel's speed, of LONE (k)."""
+    if not kernel.duration_ns:
+        return 0
+    could = kernel.duration_ns * machine.memory_bytes_per_s  # 10^-9 bytes
+    busy = Fraction(min(kernel.bytes * 10**9, could), could)
+    return int(int(machine.copy_contention * LONE) * busy)
 
 
 class Link:
@@ -108,6 +121,18 @@ class Link:
             yield int(now), then, speed, left
             if then < inf:
                 left -= int(then - now) * speed
+
+    def beside_copies(self, start: int, lasts: int, taken: int) -> int:
+        """When a step ends that takes so long alone, and from which each copy under way takes so much of LONE (k)."""
+        copies = [copy for stream in self.busy.values() for copy in stream] if taken else []
+        changes = sorted({int(t) for copy in copies for t in copy if start < t < inf})
+        now, left = start, lasts * LONE
+        for then in [*changes, inf]:
+            speed = LONE - taken * sum(begin <= now < end for begin, end in copies)
+            if now + -(-left // speed) <= then:
+                break
+            now, left = int(then), left - (int(then) - now) * speed
+        return now + -(-left // speed)
 
     def end(self, span: Span) -> int:
         """The first whole ns at which it is done."""

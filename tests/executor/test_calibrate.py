@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from executor import calibrate as calibrate_module
-from executor.calibrate import _fit, _share, calibrate, main
+from executor.calibrate import _contention, _fit, _share, _streaming, _taken, calibrate, main
 from executor.replay.backend import BackendError
 from executor.replay.host_backend import HostBackend
 from simulator import Machine
@@ -110,6 +110,30 @@ def test_a_wait_is_what_it_adds_to_a_kernel(with_waits, wait_ns, monkeypatch):
     found = measured(slow, 2**14)
     assert found.machine.wait_ns == wait_ns and found.machine.launch_ns == 5000
     assert f"wait_ns: {wait_ns}  # measured: " in found.to_yaml()
+
+
+def test_what_a_copy_takes_by_hand(monkeypatch):
+    """A kernel of 1000 ns alone takes 1200 beside a copy in that is over after 800, 1100 beside one out that is not."""
+    times = {None: (1000, 0), "h2d": (1200, 800), "d2h": (1100, 1100)}
+    monkeypatch.setattr(calibrate_module, "_streaming", lambda backend, n, direction=None, copied=0: times[direction])
+    found, error = _contention(None, {"h2d": 4000, "d2h": 2000}, 2**20)
+    assert found == pytest.approx({"h2d": 0.25, "d2h": 1 / 11}) and error == 0
+    assert _taken({"h2d": 0.25, "d2h": 0.05}, 0.1) == 0.15 and _taken({"h2d": 0.25, "d2h": 0.05}, 0.15) == 0.0
+    assert _taken({"h2d": -0.02, "d2h": 0.01}, 0.0) == 0.0 and _taken({"h2d": 1.5, "d2h": 0.9}, 0.1) == 0.49
+
+
+def test_a_kernel_beside_copies_is_timed():
+    """Its length is about half of the shorter copy's; a copy takes some of this computer's bandwidth, or none."""
+    with HostBackend(MACHINE) as backend, backend.arena(2**23, 2**23):
+        alone, none = _streaming(backend, 2**20)
+        took, shared = _streaming(backend, 2**20, "h2d", 2**22)
+        brief, whole = _streaming(backend, 2**20, "d2h", 2**12)
+    assert none == 0 < alone and 0 < shared <= took and 0 < whole <= brief
+    assert shared == took or shared > 9_000_000  # the copy takes 9.4 ms
+    found = measured(MACHINE)
+    assert set(found.contention) == {"h2d", "d2h"} and found.contention_error >= 0
+    assert found.machine.copy_contention == _taken(found.contention, found.contention_error)
+    assert f"copy_contention: {found.machine.copy_contention}  # measured: " in found.to_yaml()
 
 
 def test_there_must_be_two_sizes():

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,14 @@ from simulator import Program
 from tests.experiments.conftest import ROOT, Run
 
 CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # of a terminal
+
+
+@pytest.fixture(autouse=True)
+def _heard() -> Iterator[None]:
+    """A shell's background jobs ignore Ctrl-C, and would hand that down to the commands here."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def interrupted(work: Path, until: Callable[[], bool], *words: object) -> tuple[int, str, str]:

@@ -13,8 +13,8 @@ from experiments import bench, workloads
 from experiments.common import cli
 from experiments.reproduce import Figure
 from simulator import FormatError, Machine, Program
+from tests.experiments.common.test_cli import refused, rows_in
 from tests.experiments.conftest import Run, chain
-from tests.experiments.test_cli import refused, rows_in
 
 MACHINE = """
 name: mine
@@ -58,7 +58,9 @@ def test_a_calibrated_machine_is_swept_beside_a_preset(run: Run, program_file: P
     copies = {"h2d": [(4096, 9000), (16384, 11000)], "d2h": [(4096, 9000), (16384, 11000)]}
     machine = replace(Machine.load("k40c"), name="my_machine", h2d_bytes_per_s=6 * 10**9)
     # As executor.calibrate does it.
-    Calibration(machine, "a GPU", copies, 0.01, {"h2d": 1.0, "d2h": 1.1}, 0.95, 0.02).save(file)
+    Calibration(
+        machine, "a GPU", copies, 0.01, {"h2d": 1.0, "d2h": 1.1}, 0.95, 0.02, {"h2d": 0.02, "d2h": 0.01}, 0.01
+    ).save(file)
     written(work, ODD, MACHINE)
     done = run("evaluate", "-m", *words, f"machine=gtx1080ti,my_machine.yaml,'{ODD}'")
     assert done.returncode == 0, done.stderr

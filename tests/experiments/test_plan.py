@@ -16,7 +16,7 @@ from experiments import plan as command, workloads
 from experiments.common import cli
 from experiments.fit import answer as words, batches
 from experiments.fit.batches import BatchError, Batches
-from experiments.plotting.page import page
+from experiments.fit.page import page
 from experiments.workloads.module import WorkloadError, leading, with_batch
 from simulator import Machine, Plan, Program, simulate
 from tests.experiments.conftest import MB, Run, chain

@@ -20,8 +20,8 @@ from envs import MemoryEnv, Task
 from envs.memory_env import small_task
 from experiments.examples import dqn_single_file
 from simulator import Plan, simulate
+from tests.experiments.common.test_cli import check_rows, refused, rows_in
 from tests.experiments.conftest import Run, chain
-from tests.experiments.test_cli import check_rows, refused, rows_in
 
 PROGRAM, MACHINE = small_task()
 ENVIRONMENT = {"limit": 0.7}

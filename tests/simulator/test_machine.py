@@ -59,8 +59,8 @@ def test_what_may_be_left_out():
     """Pinned host memory of 64 GiB, copies and launches of 10 and 5 us, two engines, CUDA's alignment."""
     assert Machine.from_dict(GOOD) == Machine(
         "m", 100, 10**9, 10**9, copy_latency_ns=10_000, copy_engines=2, host_bytes=68_719_476_736, alignment=512,
-        flops_per_s={}, memory_bytes_per_s=1, launch_ns=5_000, issue_ns=0, wait_ns=0, malloc_ns=0, free_ns=0,
-        malloc_bytes_per_s=0, efficiency={}, switch_ns=0, concurrency=1.0,
+        flops_per_s={}, memory_bytes_per_s=1, launch_ns=5_000, issue_ns=0, wait_ns=0, copy_contention=0.0, malloc_ns=0,
+        free_ns=0, malloc_bytes_per_s=0, efficiency={}, switch_ns=0, concurrency=1.0,
     )  # fmt: skip
 
 
@@ -130,6 +130,9 @@ MALFORMED = [
     ({"malloc_bytes_per_s": -1}, "machine.malloc_bytes_per_s: expected an integer of at least 0, got -1"),
     ({"wait_ns": -1}, "machine.wait_ns: expected an integer of at least 0, got -1"),
     ({"issue_ns": -1}, "machine.issue_ns: expected an integer of at least 0, got -1"),
+    ({"copy_contention": -0.1}, "machine.copy_contention: expected a number in [0, 0.5), got -0.1"),
+    ({"copy_contention": 0.5}, "machine.copy_contention: expected a number in [0, 0.5), got 0.5"),
+    ({"copy_contention": float("nan")}, "machine.copy_contention: expected a number in [0, 0.5), got nan"),
     ({"switch_ns": -1}, "machine.switch_ns: expected an integer of at least 0, got -1"),
     ({"concurrency": 0}, "machine.concurrency: expected a number in (0, 1024], got 0.0"),
     ({"concurrency": 1025}, "machine.concurrency: expected a number in (0, 1024], got 1025.0"),

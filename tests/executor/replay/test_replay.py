@@ -384,3 +384,15 @@ def test_a_gpu_takes_as_long_as_calibrated(mode):
         program = replace(LARGE, tensors=tuple(replace(t, nbytes=1000 * t.nbytes) for t in LARGE.tensors))
         measured = replay(program, LARGE_SWAP, machine, 150_020_000, backend, mode=mode)
     assert measured.fits and (mode == "check" or abs(measured.error) < 0.02)
+
+
+def test_copies_take_nothing_from_kernels_that_spin():
+    """Without noise, the prediction of kernels that move no bytes of their own is what happens."""
+    machine = replace(BYTES, copy_contention=0.25, memory_bytes_per_s=10**9)
+    program = replace(PROGRAM, kernels=tuple(replace(k, bytes=10**6) for k in PROGRAM.kernels))
+    plan = replace(SWAP_PLAN, fingerprint=program.fingerprint)
+    found = replay(program, plan, machine, LIMIT, Virtual(machine))
+    assert found.predicted.iteration_ns == simulate(PROGRAM, SWAP_PLAN, BYTES, LIMIT).iteration_ns
+    streamed = replay(program, plan, machine, LIMIT, Virtual(machine), kernels="stream")
+    lasts = [found.predicted.breakdown.compute_ns, streamed.predicted.breakdown.compute_ns]
+    assert lasts[0] == PROGRAM.ideal_ns < lasts[1]

@@ -1,0 +1,45 @@
+"""When iterations repeat (rule 10): the state at an instant, and whether it is one that there was before."""
+
+from __future__ import annotations
+
+from simulator.compiled.jit import stage
+
+
+@stage
+def note_state(state, m, lasts, waiting, n_waiting, held, n_held, queue, head, tail):  # type: ignore[no-untyped-def]
+    """Writes who is away into ``state``: by row, 1 on the host, 2 and more in the queue, 0 neither.
+
+    The loop adds, below 0, what a copy under way still takes; in the last but one column, whether there are only the
+    host copies of the start; in the last one, what the iteration has lasted.
+    """
+    for r in range(m + 1):
+        state[r] = 0
+    state[m + 1] = lasts
+    for j in range(n_waiting):
+        state[waiting[j]] = 1
+    for j in range(n_held):
+        state[held[j]] = 1
+    for j in range(head, tail):
+        state[queue[j]] = 2 + j - head
+
+
+@stage
+def alike(one, two, columns):  # type: ignore[no-untyped-def]
+    """Are the first columns of two states the same?"""
+    c = 0
+    while c < columns and one[c] == two[c]:
+        c += 1
+    return c == columns
+
+
+@stage
+def period_of(states, i, m):  # type: ignore[no-untyped-def]
+    """reference._Run.period after iteration i; the last column has what each iteration lasted."""
+    slowest, period, j = 0, 0, i - 1
+    while j >= 0:
+        slowest = max(slowest, states[j + 1, m + 1])
+        if alike(states[i], states[j], m + 1):
+            period = i - j if states[i, m + 1] == slowest else 0
+            j = 0
+        j -= 1
+    return period
