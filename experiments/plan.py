@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import sys
 
-if __name__ == "__main__" and any(word.startswith(("target=", "workload=")) for word in sys.argv):
+if __name__ == "__main__":
     from experiments.fit import captures
 
-    captures.start()  # PyTorch is imported in another process, while this one imports the rest
+    captures.start(sys.argv)  # PyTorch is imported in another process, while this one imports the rest
 
 import math
 import time

@@ -146,9 +146,11 @@ class Captures:
 _started: list[Captures] = []
 
 
-def start() -> None:
-    """Starts the processes of what is ``opened`` next."""
-    _started.append(Captures())
+def start(words: list[str]) -> None:
+    """Starts the processes of what is ``opened`` next, if the words of a command line ask for a capture here: jobs of a
+    sweep may run elsewhere."""
+    if any(word.startswith(("target=", "workload=")) for word in words) and not {"-m", "--multirun"} & {*words}:
+        _started.append(Captures())
 
 
 def opened() -> Captures:
@@ -172,16 +174,19 @@ def _received(connection: Connection, refused: type[ValueError]) -> Any:
 @contextmanager
 def _aside() -> Iterator[None]:
     """Processes that are spawned within do not hear Ctrl-C, and do not import the command, which takes long:
-    multiprocessing imports nothing that is called __main__."""
+    multiprocessing imports nothing that is called __main__. Nor are they told of a launcher's way to start processes,
+    which they could not know."""
     main = sys.modules["__main__"]
-    spec = main.__spec__
+    spec, method = main.__spec__, multiprocessing.get_start_method(allow_none=True)
     main.__spec__ = find_spec("experiments.__main__")
+    multiprocessing.set_start_method("spawn", force=True)
     may_set = threading.current_thread() is threading.main_thread()
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN) if may_set else None
     try:
         yield
     finally:
         main.__spec__ = spec
+        multiprocessing.set_start_method(method, force=True)
         if handler is not None:
             signal.signal(signal.SIGINT, handler)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 from experiments import workloads
 from experiments.common.cli import UsageError
+from experiments.fit import captures as captures_
 from experiments.fit.batches import BatchError
 from experiments.fit.captures import Captures
 from simulator import Machine
@@ -52,9 +54,13 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_they_are_as_captured_here() -> None:
+@pytest.mark.parametrize("forks", [True, False])
+def test_they_are_as_captured_here(forks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if forks and not captures_.FORKS:
+        pytest.skip("processes are not forked here")
+    monkeypatch.setattr(captures_, "FORKS", forks)
     here = workloads.load(MLP, MACHINE)
-    handler = signal.getsignal(signal.SIGINT)
+    handler, method = signal.getsignal(signal.SIGINT), multiprocessing.get_start_method(allow_none=True)
     with Captures() as captures:
         captures.begin(MLP, MACHINE, True)
         step = captures.step()
@@ -65,6 +71,7 @@ def test_they_are_as_captured_here() -> None:
         assert found.larger == workloads.load(MLP, MACHINE, 128).program
         without = found.largest(10 * step.program.peak_bytes)
         assert captures.checked(found.peak_bytes(without), 60)
+    assert multiprocessing.get_start_method(allow_none=True) is method
     assert signal.getsignal(signal.SIGINT) is handler and sys.modules["__main__"].__spec__ is not None
 
 
@@ -136,6 +143,23 @@ def test_the_command_imports_no_pytorch(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out" / "report.html").exists()
+
+
+def test_within_a_launchers_process(tmp_path: Path) -> None:
+    """Whose way to start processes is joblib's own, and known to no other."""
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    words = [
+        "workload=mlp",
+        "memory=1.0",
+        "hydra/launcher=joblib",
+        "hydra.launcher.n_jobs=2",
+        f"out={tmp_path / 'out'}",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "experiments.plan", "-m", *words, "seconds=1", f"out={tmp_path / 'out'}"], cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0 and (tmp_path / "out" / "report.html").exists(), done.stderr
 
 
 def test_under_a_profiler(tmp_path: Path) -> None:
