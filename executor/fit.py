@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from executor.capture.captured import Captured
 from executor.capture.profile import Profile, measure, with_profile
 from executor.memory.pinned import available
-from executor.report import KINDS, Report, report, size
+from executor.report import report
 from executor.training.planned_step import PlannedStep
 from executor.training.planned_steps import BUCKET_BYTES, PlannedSteps
 from simulator.files import FormatError
@@ -33,6 +33,7 @@ from simulator.limits import limit_bytes
 from simulator.machine import PRESETS, Machine
 from simulator.plan import Plan
 from simulator.program import Program
+from simulator.report import KINDS, Report, size
 
 
 class FitError(ValueError):

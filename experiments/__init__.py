@@ -1,0 +1,32 @@
+"""Commands: ``python -m experiments.NAME``, or ``headroom NAME``."""
+
+import os
+import signal
+import sys
+from types import FrameType
+
+
+def _stop(_: int, frame: FrameType | None) -> None:
+    """Ctrl-C. Within an import an exception might be caught, or come out as another; there is nothing to clean up."""
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            os.write(2, b"interrupted\n")
+            os._exit(130)
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
+def importing() -> None:
+    """Until the command has ``begun``, Ctrl-C within an import is one sentence and status 130."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _stop)
+
+
+def begun() -> None:
+    """Ctrl-C is an exception again: what the command does is to be undone."""
+    if signal.getsignal(signal.SIGINT) is _stop:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+if sys.argv[:1] == ["-m"]:  # so it reads while `python -m` looks for the module in this package
+    importing()

@@ -10,9 +10,11 @@ from __future__ import annotations
 import ast
 import difflib
 import sys
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from runpy import run_module
+
+from experiments import importing
 
 COMMANDS = {
     "plan": "plan", "train": "train_dqn", "evaluate": "evaluate", "pack": "pack", "reproduce": "reproduce",
@@ -21,7 +23,7 @@ COMMANDS = {
 
 
 def main() -> None:
-    """Runs the command that the first word names; exits with its status."""
+    """Runs the command that the first word names, as ``python -m`` does; exits with its status."""
     known = {name: f"experiments.{module}" for name, module in COMMANDS.items() if find_spec(f"experiments.{module}")}
     name, *words = sys.argv[1:] or [""]
     if name in ("-h", "--help"):
@@ -33,12 +35,9 @@ def main() -> None:
         hint = f"; the nearest is {near[0]!r}" if near else ""
         print(f"error: {name!r}: expected one of {', '.join(known)}{hint}", file=sys.stderr)
         sys.exit(2)
-    try:
-        sys.argv = [known[name], *words]
-        sys.exit(import_module(known[name]).main())
-    except KeyboardInterrupt:  # before the command has begun
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
+    importing()
+    sys.argv = [known[name], *words]
+    run_module(known[name], run_name="__main__", alter_sys=True)
 
 
 def about(module: str) -> str:

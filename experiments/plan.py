@@ -13,8 +13,14 @@ Perfetto), results.jsonl and summary.json. Its path is the last line printed. Ex
 
 from __future__ import annotations
 
-import math
 import sys
+
+if __name__ == "__main__":
+    from experiments.fit import captures
+
+    captures.start(sys.argv)  # PyTorch is imported in another process, while this one imports the rest
+
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -32,7 +38,8 @@ from agents.planner import small
 from agents.search.annealing import everything
 from experiments.common import cli, report
 from experiments.common.report import Row
-from experiments.fit.batches import MOST, BatchError, Captures
+from experiments.fit.batches import MOST, BatchError
+from experiments.fit.captures import Captures, opened
 from experiments.gpu.deadline import TimeUp, within
 from simulator import simulate
 from simulator.compiled.engine import Engine
@@ -41,10 +48,10 @@ from simulator.limits import limit_bytes
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
+from simulator.report import Origins, report as page_of
 from simulator.ways import MODES
 
-if TYPE_CHECKING:  # PyTorch and Matplotlib take seconds to import
-    from executor.capture.captured import Captured
+if TYPE_CHECKING:  # Matplotlib takes long to import
     from experiments.fit.answer import Answer, Best, Largest
 
 PUBLISHED = {"swap": "swap, published", "recompute": "recompute, published", "joint": "both, published"}
@@ -71,20 +78,22 @@ def main(cfg: DictConfig) -> None:
     seconds = cli.number(cfg, "seconds") if cfg.seconds is not None else None
     most_overhead, look = cli.number(cfg, "largest_overhead"), cli.choice(cfg, "largest", (True, False))
     workload = workload_of(cfg)
-    capturing = Captures(workload, machine) if workload is not None and look else nullcontext()
-    with capturing as captures, report.staged(stages(mode)) as begin:
+    with nullcontext() if workload is None else opened() as captures, report.staged(stages(mode)) as begin:
         begin(CAPTURE)
-        source = source_of(cfg, workload, machine)
-        program = source if isinstance(source, Program) else source.program
+        if captures is not None:
+            captures.begin(workload or {}, machine, look)
+        get_ready(machine, mode)
+        program, origins = (cli.program(cfg, machine), None) if captures is None else captures.step()
         limit = limit_bytes(cfg.memory if cfg.memory is not None else machine.memory_bytes, program, "memory")
         task, seconds = (program, machine, limit), seconds or max(PER_KERNEL * len(program.kernels), LEAST)
         with report.RunDirectory(cli.path(cfg, "out"), f"plan-{program.name}") as out:
-            if captures is not None:
-                captures.begin(program, limit)
+            if captures is not None and look:
+                captures.look(program, limit)
             families, bound = planned(task, mode, seconds, seed, begin)
             begin(LARGEST)
-            size = largest_batch(captures, task, mode, most_overhead, seconds, FIXED if workload is None else "")
-            answer = answered(source, task, mode, families, bound, size, began)
+            why = FIXED if workload is None else ""
+            size = largest_batch(captures if look else None, task, mode, most_overhead, seconds, why)
+            answer = answered(task, origins, mode, families, bound, size, began)
             write(out, cfg, answer, bound)
     from experiments.fit.answer import shown
 
@@ -116,27 +125,30 @@ def workload_of(cfg: DictConfig) -> dict[str, Any] | None:
     return workload if named else {**workload, "name": str(cfg.target).replace(":", ".")}
 
 
-def source_of(cfg: DictConfig, workload: dict[str, Any] | None, machine: Machine) -> Captured | Program:
-    """The capture of a workload, or else the program of a file."""
-    if workload is None:
-        return cli.program(cfg, machine)
-    from experiments import workloads  # PyTorch takes seconds to import
+def get_ready(machine: Machine, mode: str) -> None:
+    """Imports and compiles what is needed later: there is time for it while others capture, and it is not timed."""
+    from experiments.fit import page  # noqa: F401
+    from experiments.plotting import plots  # noqa: F401
 
-    return workloads.load(workload, machine)
+    for name in ("annealing", "lp_round"):
+        report.warm_up(machine, name, mode)
 
 
 def answered(
-    source: Captured | Program, task: Task, mode: str, families: list[Best], bound: Floor, size: Largest, began: float
+    task: Task, origins: Origins | None, mode: str, families: list[Best], bound: Floor, size: Largest, began: float
 ) -> Answer:
     """All that was found: the cheapest plan is recommended, of equal ones that which decides least."""
-    from executor.report import report as page_of
     from experiments.fit.answer import Answer
 
     program, machine, limit = task
     best = min((b for b in families if b.plan is not None), key=lambda b: _rank(b.row, b.plan), default=None)
     proven = bool(families) and bound.feasible
     plan = best.plan if best is not None else None
-    page = page_of(source, machine, limit, plan, bound.iteration_ns if proven else None)
+    page = page_of(
+        program, machine, limit, simulate(program, Plan(), machine, program.peak_bytes),
+        simulate(program, plan, machine, limit) if plan is not None and (plan.decisions or plan.variants) else None,
+        plan, bound.iteration_ns if proven else None, origins,
+    )  # fmt: skip
     nearest = reached(program, machine, limit, mode) if program.peak_bytes > limit and best is None else None
     return Answer(
         program, machine, limit, mode, page, tuple(families), best, bound.least_bytes, nearest,
@@ -190,8 +202,8 @@ def planned(
     quick = floor(program, machine, limit, mode, detail=0.0)
     if program.peak_bytes <= limit or not quick.feasible:
         return [], quick
-    for name in ("annealing", "lp_round"):  # what is compiled now is not timed
-        report.warm_up(machine, name, mode)
+    if seconds >= LOADING:
+        report.warm_up(machine, "policy_search", mode)  # PyTorch is loaded
     found = []
     for kind, family in PUBLISHED.items():
         if mode in (kind, "joint"):
@@ -273,9 +285,7 @@ def largest_batch(
         captures: None: the batch is not to be changed, and ``why`` not.
         seconds: of all planning; the captures are waited for WAIT times as long.
     """
-    from executor.capture.captured import CaptureError
     from experiments.fit.answer import Largest
-    from experiments.workloads import WorkloadError
 
     _, machine, limit = task
     if captures is None:
@@ -303,7 +313,7 @@ def largest_batch(
         with_plan = steps.largest_planned(costs, without, most_overhead)
         checked = captures.checked(steps.peak_bytes(without), max(end - time.monotonic(), 0)) if without else False
         micro = steps.accumulated(limit) if without < steps.own else None
-    except (BatchError, CaptureError, WorkloadError) as error:
+    except BatchError as error:
         return Largest(why=str(error))
     return Largest(
         steps.own,

@@ -12,11 +12,11 @@ from torch.utils._pytree import TreeSpec
 
 from executor.capture.algorithms import convolution_of, with_algorithms
 from executor.capture.numbers import Numbers
-from executor.capture.places import Place
 from executor.capture.roofline import with_roofline
 from executor.capture.state import Home
 from simulator.machine import Machine
 from simulator.program import Program
+from simulator.report import Origins, Place
 
 
 class CaptureError(ValueError):
@@ -71,6 +71,10 @@ class Captured:
     # the step's arguments; else that of the kernel that first uses it.
     owners: tuple[str, ...]
     micro: tuple[MicroBatch, ...] = ()  # where the step is of several, which come one by one or together
+
+    @property
+    def origins(self) -> Origins:
+        return Origins(self.places, self.owners)
 
     def on(
         self, machine: Machine, dtype: str = "float32", iteration_ns: int | None = None, algorithms: bool = False

@@ -12,20 +12,13 @@ import sys
 import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd import graph
 
 from simulator.program import Phase
-
-
-class Place(NamedTuple):
-    """Where a kernel comes from."""
-
-    module: str  # dotted path, "" for the model itself; the name of what is no module: "loss_fn", "step", "optimizer"
-    line: str  # "file.py:12"; "" where no line of the user's is known
+from simulator.report import Place
 
 
 class Places:

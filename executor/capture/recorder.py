@@ -34,9 +34,10 @@ from executor.capture.operators import (
     running_statistics,
     touched_bytes,
 )
-from executor.capture.places import Place, Places
+from executor.capture.places import Places
 from executor.capture.state import Entry
 from simulator.program import Kernel, Phase, Program, Tensor as Storage, TensorKind
+from simulator.report import Place
 
 
 @dataclass(slots=True)

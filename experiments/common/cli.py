@@ -36,6 +36,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from agents.learned.dqn_config import RENAMED
+from experiments import begun
 from experiments.common import help, ray_launcher, workers
 from simulator.compiled import warm
 from simulator.files import FormatError
@@ -81,23 +82,24 @@ def entry(
 
         def command() -> None:
             if task.__module__ == "__main__":  # under its own name: other processes find nothing in __main__
-                spec = sys.modules["__main__"].__spec__
+                spec = task.__globals__["__spec__"]  # that of sys.modules["__main__"] may be a profiler's
                 assert spec is not None, "run as python -m experiments.NAME"
                 getattr(import_module(spec.name), task.__name__)()
                 return
-            warm.start()
-            ray_launcher.register()
-            os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach this function, which explains them
-            args = get_args_parser().parse_intermixed_args()
-            if args.help:
-                print(help_text(config_name, str(sys.modules[task.__module__].__doc__), args.overrides))
-                return
-            overrides = keyed(args.overrides, positional) if positional else args.overrides
-            # Hydra's own parser wants the options before the overrides; here they come in any order.
-            options = [word for word in sys.argv[1:] if word not in args.overrides]
-            typed[:] = options + overrides
             files: dict[str, str] = {}
             try:
+                begun()
+                warm.start()
+                ray_launcher.register()
+                os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach this function, which explains them
+                args = get_args_parser().parse_intermixed_args()
+                if args.help:
+                    print(help_text(config_name, str(sys.modules[task.__module__].__doc__), args.overrides))
+                    return
+                overrides = keyed(args.overrides, positional) if positional else args.overrides
+                # Hydra's own parser wants the options before the overrides; here they come in any order.
+                options = [word for word in sys.argv[1:] if word not in args.overrides]
+                typed[:] = options + overrides
                 overrides, files = with_own_files(overrides)
                 check_overrides(config_name, overrides, args.multirun, args.config_dir)
                 sys.argv[1:] = options + overrides

@@ -10,13 +10,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from executor.report import ITSELF, KINDS, Peak, Report, by_module, size
 from experiments.common import report
 from experiments.common.report import Row
 from experiments.plotting.palette import label
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
+from simulator.report import ITSELF, KINDS, Peak, Report, by_module, size
 from simulator.timeline import Timeline
 
 MODULES = 8  # rows of a table in a terminal

@@ -4,25 +4,19 @@ A step whose kernels do not depend on its batch has tensors whose sizes are affi
 each, say how large every tensor is at any (``Batches``). So a peak without a plan is known to the byte, and planners
 have a program to plan, without a capture for each batch that is tried. Durations are taken to be affine, too, which
 rooflines are only piece by piece.
-
-``Captures`` makes the captures in a process of its own, beside what its caller does meanwhile.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from multiprocessing.pool import AsyncResult
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from experiments.common.bisection import largest
-from simulator.machine import Machine
 from simulator.program import Program
 
 MOST = 1024  # times the own batch: nothing above is looked at
@@ -125,77 +119,7 @@ def _structure(program: Program) -> tuple[Any, ...]:
     )
 
 
-class Captures:
-    """Captures of a workload at other batches than its own, in another process; ends with the context.
-
-    Args:
-        workload: a configuration (experiments/workloads).
-    """
-
-    def __init__(self, workload: Mapping[str, Any], machine: Machine) -> None:
-        self.workload, self.machine = dict(workload), machine
-        self._pool = multiprocessing.get_context("spawn").Pool(1)
-        self._doubled = self._pool.apply_async(_doubled, (self.workload, machine))
-        self._thread = threading.Thread()
-        self._batches: Batches | None = None
-        self._failed: Exception | None = None
-        self._check: AsyncResult[Program] | None = None
-
-    def __enter__(self) -> Captures:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._pool.terminate()  # what it captures now is not waited for
-
-    def begin(self, program: Program, limit: int) -> None:
-        """Once there is a capture at twice the own batch, with which the step is ``program``, finds the largest that
-        fits, and captures it."""
-        self._thread = threading.Thread(target=self._go_on, args=(program, limit), daemon=True)
-        self._thread.start()
-
-    def _go_on(self, program: Program, limit: int) -> None:
-        try:
-            own, larger = self._doubled.get()
-            self._batches = Batches(own, program, 2 * own, _on_its_scale(larger, program))
-            if without := self._batches.largest(limit):
-                self._check = self._pool.apply_async(_captured, (self.workload, self.machine, without))
-        except Exception as error:  # for who asks
-            self._failed = error
-
-    def batches(self, seconds: float) -> Batches:
-        """The step at any batch, waited for so long.
-
-        Raises:
-            BatchError: it was not enough, or the batch cannot be changed.
-            Exception: what a capture raised.
-        """
-        self._thread.join(seconds)
-        if self._failed is not None:
-            raise self._failed
-        if self._batches is None:
-            raise BatchError("there was no time for a capture at another batch")
-        return self._batches
-
-    def checked(self, peak_bytes: int, seconds: float) -> bool:
-        """Whether the largest batch was captured within so long, and its peak is as foretold.
-
-        Raises:
-            BatchError: it is another.
-            Exception: what the capture raised.
-        """
-        self._thread.join(seconds)
-        if self._check is None:
-            return False
-        try:
-            found = self._check.get(seconds).peak_bytes
-        except multiprocessing.TimeoutError:
-            return False
-        if found != peak_bytes:
-            raise BatchError(f"the peak at it is {found:,} bytes, not {peak_bytes:,} as those at others foretell")
-        return True
-
-
-def _on_its_scale(larger: Program, program: Program) -> Program:
+def on_its_scale(larger: Program, program: Program) -> Program:
     """The step at twice the batch, its roofline on the scale of the other's durations, which may be measured ones:
     kernels that are equal in both (an update of the parameters) say how much longer these are, or, where there are
     none, that it takes twice as long."""
@@ -207,16 +131,3 @@ def _on_its_scale(larger: Program, program: Program) -> Program:
     if not ours or not theirs:
         ours, theirs = 2 * program.ideal_ns, larger.ideal_ns
     return larger.with_durations([round(k.duration_ns * ours / theirs) for k in larger.kernels])
-
-
-def _doubled(workload: Mapping[str, Any], machine: Machine) -> tuple[int, Program]:
-    from experiments import workloads
-
-    own = workloads.batch_of(workload, workloads.build(workload))
-    return own, _captured(workload, machine, 2 * own)
-
-
-def _captured(workload: Mapping[str, Any], machine: Machine, batch: int) -> Program:
-    from experiments import workloads  # PyTorch takes seconds to import
-
-    return workloads.load(workload, machine, batch).program

@@ -12,12 +12,12 @@ from html import escape
 import numpy as np
 from numpy.typing import NDArray
 
-from executor.report import size
 from experiments.common.report import MB, duration
 from experiments.fit import answer as words
 from experiments.fit.answer import Answer
 from experiments.plotting.palette import DARK, LIGHT, label
 from experiments.plotting.plots import steady_memory
+from simulator.report import size
 from simulator.timeline import Timeline
 
 MODULES = 15

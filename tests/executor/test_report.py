@@ -9,9 +9,10 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 from executor import capture
-from executor.report import Moved, Place, Report, Rerun, _largest, report
+from executor.report import report
 from simulator import Machine, Program, Swap, simulate
 from simulator.plan import Plan
+from simulator.report import Moved, Place, Report, Rerun, _largest
 from simulator.schedule import lower
 from tests.executor.networks import NETWORKS, ResNet, adamw
 from tests.strategies import machines, plans, programs

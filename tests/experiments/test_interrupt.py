@@ -133,16 +133,46 @@ def test_rows_go_where_they_are_sent(tmp_path: Path) -> None:
     assert done.stdout == "row 0\nrow 1\n" and "counting" in shown and "row" not in shown
 
 
-def test_before_a_command_has_begun(tmp_path: Path) -> None:
+SLOW = """
+import time
+print("importing", flush=True)
+try:
+    time.sleep(600)
+except BaseException:  # as libraries do around what is optional
+    print("went on", flush=True)
+"""
+
+
+@pytest.mark.parametrize("words", [("-m", "experiments.plan", "workload=mlp"), ("-m", "experiments", "plan")])
+def test_before_a_command_has_begun(tmp_path: Path, words: tuple[str, ...]) -> None:
     """While it imports what it needs."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    slow = "import experiments.__main__ as m, sys, time; m.import_module = lambda name: time.sleep(600); "
+    (tmp_path / "hydra.py").write_text(SLOW)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
     with subprocess.Popen(
-        [sys.executable, "-c", slow + "sys.argv = ['headroom', 'pack']; print(flush=True); m.main()"],
-        env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [sys.executable, *words], env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True,
     ) as process:  # fmt: skip
-        assert process.stdout is not None
-        process.stdout.readline()
-        time.sleep(1)
+        assert process.stdout is not None and process.stdout.readline() == "importing\n"
         process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=60)[1] == "interrupted\n" and process.returncode == 130
+        assert process.communicate(timeout=60) == ("", "interrupted\n") and process.returncode == 130
+
+
+def test_outside_of_imports_it_is_an_exception(tmp_path: Path) -> None:
+    """What is no command of ours, but lies beside them; a library that is imported leaves Ctrl-C alone."""
+    code = """if True:
+        import os, signal, sys
+        sys.argv[0] = NAME
+        import experiments
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except KeyboardInterrupt:
+            print("caught", signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+            experiments.begun()
+            print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+    """
+    for name, untouched in (("-m", "False"), ("mine.py", "True")):
+        done = subprocess.run(
+            [sys.executable, "-c", code.replace("NAME", repr(name))], cwd=ROOT, capture_output=True, text=True,
+            timeout=60, check=True,
+        )  # fmt: skip
+        assert done.stdout == f"caught {untouched}\nTrue\n"

@@ -1,0 +1,290 @@
+"""Report: where the peak of a training step sits, what a plan moves, and what that costs, on one page.
+
+All is read off the simulator's timelines, of the step without a plan and under it: the same figures as in tables.
+``executor.report`` makes the timelines, too, and knows where a capture's kernels come from.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from simulator.machine import Machine
+from simulator.plan import Plan, Swap
+from simulator.program import Phase, Program
+from simulator.timeline import Breakdown, Timeline
+
+ROWS = 15  # modules on a page
+ITSELF = "(the model itself)"  # as a module
+KINDS = {"parameter": "parameters", "buffer": "buffers", "optimizer_state": "optimizer state", "input": "inputs",
+         "gradient": "gradients", "activation": "activations", "workspace": "workspace"}  # fmt: skip
+
+
+class Place(NamedTuple):
+    """Where a kernel comes from."""
+
+    module: str  # dotted path, "" for the model itself; the name of what is no module: "loss_fn", "step", "optimizer"
+    line: str  # "file.py:12"; "" where no line of the user's is known
+
+
+class Origins(NamedTuple):
+    """Where the parts of a program come from."""
+
+    places: tuple[Place, ...]  # per kernel
+    owners: tuple[str, ...]  # per tensor: the path of a module, or "inputs"
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The moment of a step at which the most bytes are in use, the first one.
+
+    Attributes:
+        kernel: which runs then (or waits).
+        place: where it comes from; None of a program that was not captured here.
+        kinds: bytes by kind of tensor, and "workspace"; their sum is ``nbytes``.
+        modules: bytes by path of the module, the same sum; {} where places are not known.
+    """
+
+    nbytes: int
+    kernel: int
+    name: str
+    phase: Phase
+    place: Place | None
+    kinds: dict[str, int]
+    modules: dict[str, int]
+
+    def __str__(self) -> str:
+        module, line = self.place or ("", "")
+        where = "".join((f" of {module}" if module else "", f" ({line})" if line else ""))
+        return f"{size(self.nbytes)} in kernel {self.kernel}, {self.name}, {self.phase}{where}"
+
+
+class Moved(NamedTuple):
+    """Of one kind of tensor, in one step."""
+
+    tensors: int
+    out_bytes: int  # to the host
+    back_bytes: int
+
+
+class Rerun(NamedTuple):
+    """Of one kind of kernel, in one step."""
+
+    kernels: int
+    duration_ns: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a plan makes of a step.
+
+    Attributes:
+        limit: bytes.
+        planner: its name; "" without decisions.
+        least_bytes: the smallest limit at which the plan is feasible.
+        swapped: by kind of tensor.
+        rerun: by kind of kernel.
+        iteration_ns: predicted; ``breakdown`` says where it goes.
+        floor_ns: no plan has a shorter iteration at this limit; None: not known.
+    """
+
+    program: str
+    machine: str
+    limit: int
+    planner: str
+    persistent_bytes: int
+    least_bytes: int
+    without: Peak
+    under: Peak
+    swapped: dict[str, Moved]
+    rerun: dict[str, Rerun]
+    iteration_ns: int
+    ideal_ns: int
+    breakdown: Breakdown
+    floor_ns: int | None
+
+    @property
+    def overhead(self) -> float:
+        """Iteration over ideal time, less 1."""
+        return self.iteration_ns / self.ideal_ns - 1 if self.ideal_ns else 0.0
+
+    def __str__(self) -> str:
+        peaks = (self.without, self.under) if self.planner else (self.without,)
+        lines = [
+            f"{self.program} on {self.machine}: limit {size(self.limit)}, of which {size(self.persistent_bytes)} are "
+            "there from step to step", "",
+            f"peak without a plan: {self.without}",
+        ]  # fmt: skip
+        if self.planner:
+            lines.append(f"peak under the plan: {self.under}")
+        elif self.without.nbytes <= self.limit:
+            lines.append("the step fits without a plan: nothing is moved")
+        else:
+            lines.append("the step does not fit, and there is no plan")
+        lines += ["", *_table("kind", [k for k in KINDS if any(k in p.kinds for p in peaks)],
+                              [p.kinds for p in peaks], KINDS)]  # fmt: skip
+        if self.without.modules:
+            names, columns = by_module(peaks)
+            lines += ["", *_table("module", names, columns, {"": ITSELF})]
+        return "\n".join([*lines, "", *(self._plan() if self.planner else ()), *self._times()])
+
+    def _plan(self) -> Iterable[str]:
+        yield f"plan of {self.planner}, which needs {size(self.least_bytes)}:"
+        for kind, moved in self.swapped.items():
+            tensors, out, back = _count(moved.tensors, "tensor"), size(moved.out_bytes), size(moved.back_bytes)
+            yield f"  swap {KINDS[kind]}: {tensors}; a step moves {out} to the host, {back} back"
+        if self.rerun:
+            kernels = _count(sum(r.kernels for r in self.rerun.values()), "kernel")
+            kinds = ", ".join(f"{r.kernels} {kind} {_time(r.duration_ns)}" for kind, r in self.rerun.items())
+            yield f"  run again: {kernels} ({kinds})"
+
+    def _times(self) -> Iterable[str]:
+        parts = self.breakdown
+        lost = {"kernels that run again": parts.recompute_ns, "waits for memory": parts.stall_memory_ns,
+                "waits for data": parts.stall_data_ns, "waits for the host": parts.stall_issue_ns}  # fmt: skip
+        why = ", ".join(f"{what} {_time(ns)}" for what, ns in lost.items() if ns)
+        yield (
+            f"predicted: {_time(self.iteration_ns)} a step, {self.overhead:.2%} over the ideal {_time(self.ideal_ns)}"
+            + (f" ({why})" if why else "")
+        )
+        if self.floor_ns is not None:
+            over = self.floor_ns / self.ideal_ns - 1 if self.ideal_ns else 0.0
+            yield f"floor: no plan takes less than {_time(self.floor_ns)}, {over:.2%} over the ideal"
+
+
+def report(
+    program: Program, machine: Machine, limit: int, alone: Timeline, under: Timeline | None = None,
+    plan: Plan | None = None, floor_ns: int | None = None, origins: Origins | None = None,
+) -> Report:  # fmt: skip
+    """What ``plan`` makes of a step; without one, what the step needs.
+
+    Args:
+        limit: bytes.
+        alone: the step without a plan.
+        under: the step under the plan; None where there is none, or it decides nothing.
+        floor_ns: as of ``agents.bound.floor``.
+        origins: None of a program that was not captured here.
+    """
+    timeline = under or alone
+    without = _peak(program, origins, alone)
+    return Report(
+        program.name, machine.name, limit, (plan.planner or "the caller") if plan is not None and under else "",
+        sum(t.nbytes for t in program.tensors if t.persistent), timeline.required_bytes, without,
+        _peak(program, origins, under) if under else without,
+        _swapped(program, plan, timeline) if plan is not None else {}, _rerun(program, timeline),
+        timeline.iteration_ns, program.ideal_ns, timeline.breakdown, floor_ns,
+    )  # fmt: skip
+
+
+def _peak(program: Program, origins: Origins | None, timeline: Timeline) -> Peak:
+    time_ns, held = timeline.peak
+    k = timeline.running(time_ns).index
+    kinds = timeline.peak_by(lambda owner: program.tensors[owner].kind if owner >= 0 else "workspace")
+    modules: dict[str, int] = {}
+    if origins is not None:
+        places, owners = origins
+        modules = timeline.peak_by(lambda owner: owners[owner] if owner >= 0 else places[-1 - owner].module)
+    kernel = program.kernels[k]
+    place = origins.places[k] if origins is not None else None
+    return Peak(sum(held.values()), k, kernel.name, kernel.phase, place, kinds, modules)
+
+
+def _swapped(program: Program, plan: Plan, timeline: Timeline) -> dict[str, Moved]:
+    """What the last iteration moves, by kind of tensor, the most bytes first."""
+    tensors: defaultdict[str, set[int]] = defaultdict(set)
+    for d in plan.decisions:
+        if isinstance(d, Swap):
+            tensors[program.tensors[d.tensor].kind].add(d.tensor)
+    moved = {kind: defaultdict[str, int](int) for kind in tensors}
+    for span in timeline.spans:
+        if span.stream != "compute" and span.start_ns >= timeline.last_start_ns:
+            moved[program.tensors[span.index].kind][span.kind] += program.tensors[span.index].nbytes
+    found = {kind: Moved(len(tensors[kind]), n["swap_out"], n["swap_in"]) for kind, n in moved.items()}
+    return dict(sorted(found.items(), key=lambda entry: -entry[1].out_bytes - entry[1].back_bytes))
+
+
+def _rerun(program: Program, timeline: Timeline) -> dict[str, Rerun]:
+    """What the last iteration runs again, by kind of kernel, what takes longest first."""
+    found: dict[str, Rerun] = {}
+    for span in timeline.spans:
+        if span.kind == "recompute" and span.start_ns >= timeline.last_start_ns:
+            kind = program.kernels[span.index].kind
+            count, ns = found.get(kind, (0, 0))
+            found[kind] = Rerun(count + 1, ns + span.end_ns - span.start_ns)
+    return dict(sorted(found.items(), key=lambda entry: -entry[1].duration_ns))
+
+
+# ------------------------------------------------------------------------------------ the page
+
+
+def by_module(peaks: Sequence[Peak], rows: int = ROWS) -> tuple[list[str], list[dict[str, int]]]:
+    """Bytes of each peak by module, merged by the first names of their paths.
+
+    Returns:
+        At most ``rows`` names, the largest of the first peak first, the smallest of many as one; the columns.
+    """
+    columns = [_merged(p.modules, _depth(peaks, rows)) for p in peaks]
+    return _largest(columns, rows), columns
+
+
+def _depth(peaks: Sequence[Peak], rows: int) -> int:
+    """With how many names of a path there are at most ``rows`` modules; more where one of those would have over half of
+    the peak, so that it is split."""
+    paths = {tuple(path.split(".")) for peak in peaks for path in peak.modules}
+    depths = range(1, max(map(len, paths)) + 1)
+    depth = max((d for d in depths if len({path[:d] for path in paths}) <= rows), default=1)
+    while True:
+        merged = _merged(peaks[0].modules, depth)
+        largest = max(merged, key=merged.__getitem__)
+        parts = {path[: depth + 1] for path in paths if ".".join(path[:depth]) == largest}
+        if 2 * merged[largest] <= peaks[0].nbytes or len(parts) == 1:
+            return depth
+        depth += 1
+
+
+def _merged(modules: Mapping[str, int], depth: int) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for path, nbytes in modules.items():
+        head = ".".join(path.split(".")[:depth])
+        found[head] = found.get(head, 0) + nbytes
+    return found
+
+
+def _largest(columns: list[dict[str, int]], rows: int) -> list[str]:
+    """Keys of all columns, the largest of the first column first; what is beyond ``rows`` of them becomes one key."""
+    keys = list(dict.fromkeys(key for column in columns for key in column))
+    keys.sort(key=lambda key: [-column.get(key, 0) for column in columns])
+    if len(keys) > rows:
+        for column in columns:
+            column["(others)"] = sum(column.get(key, 0) for key in keys[rows - 1 :])
+        keys = [*keys[: rows - 1], "(others)"]
+    return keys
+
+
+def _table(title: str, keys: list[str], columns: list[dict[str, int]], names: Mapping[str, str]) -> Iterable[str]:
+    """A row for each key: its name and its bytes in each column."""
+    name: Callable[[str], str] = lambda key: names.get(key, key)  # noqa: E731
+    width = max(24, *(len(name(key)) for key in keys))
+    heads = ("without a plan", "under the plan")[: len(columns)]
+    yield f"{'peak by ' + title:{width}}" + "".join(f"{head:>16}" for head in heads)
+    for key in keys:
+        yield f"{name(key):{width}}" + "".join(f"{size(column.get(key, 0)):>16}" for column in columns)
+
+
+def size(nbytes: int) -> str:
+    """Bytes for people."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:,.2f} {name}"
+    return f"{nbytes} B"
+
+
+def _time(ns: int) -> str:
+    """Time for people."""
+    return f"{ns / 1e6:,.2f} ms" if ns >= 1e6 else f"{ns / 1e3:.1f} us" if ns >= 1e3 else f"{ns} ns"
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n:,} {noun}{'s' if n != 1 else ''}"

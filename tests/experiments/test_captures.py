@@ -1,0 +1,173 @@
+"""Captures in processes of their own: the same as here, with their reasons, and ended with what asked for them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from experiments import workloads
+from experiments.common.cli import UsageError
+from experiments.fit import captures as captures_
+from experiments.fit.batches import BatchError
+from experiments.fit.captures import Captures
+from simulator import Machine
+from tests.experiments.conftest import ROOT
+
+MACHINE = Machine.load("h100")
+MLP = {"name": "mlp", "family": "mlp", "batch_size": 64, "width": 64, "layers": 2}
+FACTORIES = """
+import os, pathlib, signal, time
+from torch import nn, optim, zeros
+
+def waits():
+    pathlib.Path(f"{os.getpid()}.pid").touch()
+    time.sleep(600)
+
+def killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def shapeless():
+    model = nn.Linear(4, 4)
+    return model, nn.MSELoss(), optim.SGD(model.parameters(), 0.1), (zeros(8, 4), zeros(4))
+"""
+
+
+@pytest.fixture
+def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What the workload of a factory begins with; its module is in the working directory."""
+    (tmp_path / "factories.py").write_text(FACTORIES)
+    monkeypatch.chdir(tmp_path)
+    return "factories:"
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("forks", [True, False])
+def test_they_are_as_captured_here(forks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if forks and not captures_.FORKS:
+        pytest.skip("processes are not forked here")
+    monkeypatch.setattr(captures_, "FORKS", forks)
+    here = workloads.load(MLP, MACHINE)
+    handler, method = signal.getsignal(signal.SIGINT), multiprocessing.get_start_method(allow_none=True)
+    with Captures() as captures:
+        captures.begin(MLP, MACHINE, True)
+        step = captures.step()
+        assert step.program == here.program and step.origins == here.origins
+        captures.look(step.program, 10 * step.program.peak_bytes)
+        found = captures.batches(60)
+        assert (found.own, found.other) == (64, 128)
+        assert found.larger == workloads.load(MLP, MACHINE, 128).program
+        without = found.largest(10 * step.program.peak_bytes)
+        assert captures.checked(found.peak_bytes(without), 60)
+    assert multiprocessing.get_start_method(allow_none=True) is method
+    assert signal.getsignal(signal.SIGINT) is handler and sys.modules["__main__"].__spec__ is not None
+
+
+def test_another_peak_than_foretold_is_said() -> None:
+    with Captures() as captures:
+        captures.begin(MLP, MACHINE, True)
+        program = captures.step().program
+        captures.look(program, 2 * program.peak_bytes)
+        captures.batches(60)
+        with pytest.raises(BatchError, match="bytes, not 1 as those at others foretell"):
+            captures.checked(1, 60)
+
+
+def test_without_others_none_is_captured() -> None:
+    with Captures() as captures:
+        captures.begin(MLP, MACHINE, False)
+        captures.step()
+        assert not captures._other.poll(0.5)
+
+
+def test_reasons_are_told(target: str) -> None:
+    with Captures() as captures:
+        captures.begin({"name": "m", "target": target + "missing"}, MACHINE, False)
+        with pytest.raises(UsageError, match="module 'factories' has no attribute 'missing'"):
+            captures.step()
+        captures.begin({"name": "m", "target": target + "shapeless"}, MACHINE, True)  # at its own batch it is captured
+        captures.look(captures.step().program, 2**30)
+        with pytest.raises(BatchError, match="do not share a first dimension"):
+            captures.batches(60)
+        captures.begin({"name": "m", "target": target + "killed"}, MACHINE, False)
+        with pytest.raises(UsageError, match="was killed; was there memory enough"):
+            captures.step()
+
+
+def test_a_bug_keeps_its_traceback() -> None:
+    with Captures() as captures:
+        captures.begin(MLP, None, False)  # type: ignore[arg-type]
+        with pytest.raises(RuntimeError, match=r"(?s)Traceback.*AttributeError.*'NoneType'"):
+            captures.step()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are looked up in /proc")
+def test_they_end_at_once(target: str, tmp_path: Path) -> None:
+    """Also those that were forked, in the middle of a capture."""
+    with Captures() as captures:
+        captures.begin({"name": "m", "target": target + "waits"}, MACHINE, True)
+        end = time.monotonic() + 60
+        while len(pids := [int(file.stem) for file in tmp_path.glob("*.pid")]) < 2 and time.monotonic() < end:
+            time.sleep(0.05)
+        assert len(set(pids)) == 2 and all(map(alive, pids)) and os.getpid() not in pids
+    end = time.monotonic() + 10
+    while any(map(alive, pids)) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not any(map(alive, pids))
+
+
+def test_the_command_imports_no_pytorch(tmp_path: Path) -> None:
+    code = """if True:
+        import sys
+        from experiments import plan
+        plan.main()
+        assert "torch" not in sys.modules
+    """
+    words = ["workload=mlp", "memory=0.7", "seconds=1", f"out={tmp_path / 'out'}"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], cwd=tmp_path, env=environment, capture_output=True, text=True,
+        timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "report.html").exists()
+
+
+def test_within_a_launchers_process(tmp_path: Path) -> None:
+    """Whose way to start processes is joblib's own, and known to no other."""
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    words = [
+        "workload=mlp",
+        "memory=1.0",
+        "hydra/launcher=joblib",
+        "hydra.launcher.n_jobs=2",
+        f"out={tmp_path / 'out'}",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "experiments.plan", "-m", *words, "seconds=1", f"out={tmp_path / 'out'}"], cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0 and (tmp_path / "out" / "report.html").exists(), done.stderr
+
+
+def test_under_a_profiler(tmp_path: Path) -> None:
+    """Whose module is __main__ in the place of the command's."""
+    words = ["-m", "cProfile", "-o", "profile", "-m", "experiments.plan", "workload=mlp", "memory=0.7", "seconds=1"]
+    done = subprocess.run(
+        [sys.executable, *words, f"out={tmp_path / 'out'}"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0 and (tmp_path / "profile").stat().st_size > 10_000, done.stderr
+    assert (tmp_path / "out" / "report.html").exists()
