@@ -61,6 +61,7 @@ def test_they_are_as_captured_here(forks: bool, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(captures_, "FORKS", forks)
     here = workloads.load(MLP, MACHINE)
     handler, method = signal.getsignal(signal.SIGINT), multiprocessing.get_start_method(allow_none=True)
+    spec = sys.modules["__main__"].__spec__
     with Captures() as captures:
         captures.begin(MLP, MACHINE, True)
         step = captures.step()
@@ -72,7 +73,7 @@ def test_they_are_as_captured_here(forks: bool, monkeypatch: pytest.MonkeyPatch)
         without = found.largest(10 * step.program.peak_bytes)
         assert captures.checked(found.peak_bytes(without), 60)
     assert multiprocessing.get_start_method(allow_none=True) is method
-    assert signal.getsignal(signal.SIGINT) is handler and sys.modules["__main__"].__spec__ is not None
+    assert signal.getsignal(signal.SIGINT) is handler and sys.modules["__main__"].__spec__ is spec
 
 
 def test_another_peak_than_foretold_is_said() -> None:
