@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import inspect
 import json
 import os
 import re
@@ -82,7 +83,9 @@ def entry(
 
         def command() -> None:
             if task.__module__ == "__main__":  # under its own name: other processes find nothing in __main__
-                spec = task.__globals__["__spec__"]  # that of sys.modules["__main__"] may be a profiler's
+                spec = inspect.unwrap(task).__globals__[
+                    "__spec__"
+                ]  # that of sys.modules["__main__"] may be a profiler's
                 assert spec is not None, "run as python -m experiments.NAME"
                 getattr(import_module(spec.name), task.__name__)()
                 return

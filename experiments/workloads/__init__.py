@@ -17,7 +17,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,9 +61,34 @@ def load(workload: Mapping[str, Any], machine: Machine, batch: int | None = None
     algorithms = workload.get("algorithms", False)
     if not isinstance(algorithms, bool):
         raise WorkloadError(f"workload.algorithms: expected true or false, got {algorithms!r}")
-    captured = capture(*parts, machine=machine, name=str(workload.get("name") or type(parts[0]).__name__))
+    with _ctrl_c_waits():
+        captured = capture(*parts, machine=machine, name=str(workload.get("name") or type(parts[0]).__name__))
     iteration_ns = None if measured is None or batch is not None else round(measured * 1e6)
     return captured.on(machine, workload.get("dtype", "float32"), iteration_ns, algorithms)
+
+
+@contextmanager
+def _ctrl_c_waits() -> Iterator[None]:
+    """Ctrl-C amid PyTorch's C++ may abort the process: it waits for the end of this, unless pressed twice."""
+    presses = 0
+
+    def press(*_: object) -> None:
+        nonlocal presses
+        presses += 1
+        if presses > 1:
+            raise KeyboardInterrupt
+
+    heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if heard and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, press)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if presses:
+            raise KeyboardInterrupt
+    else:
+        yield
 
 
 def build(workload: Mapping[str, Any]) -> Parts:

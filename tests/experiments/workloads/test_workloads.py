@@ -1,5 +1,6 @@
 """The papers' networks, their configurations, and anybody's own model."""
 
+import signal
 import subprocess
 import sys
 import textwrap
@@ -9,6 +10,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from experiments import workloads
 from experiments.workloads import WorkloadError, build, load
 from simulator import Machine
 
@@ -150,3 +152,23 @@ def test_command_prints_both_peaks():
     rows = [line.split()[:3] for line in done.stdout.splitlines()[1:]]
     assert [row[0] for row in rows] == NETWORKS and all(int(row[1]) > 100 for row in rows)
     assert [row[2] for row in rows] == [str(config(n)["paper_peak_mb"]) for n in NETWORKS]
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+def test_ctrl_c_waits_for_the_end_of_a_capture_unless_pressed_twice(presses, monkeypatch):
+    done = []
+
+    def capture(*_, **__):
+        for _ in range(presses):
+            signal.raise_signal(signal.SIGINT)
+        done.append(True)
+
+    monkeypatch.setattr(workloads, "capture", capture)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            load(config("mlp"), Machine.load("h100"))
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert done == [True] * (presses == 1)
