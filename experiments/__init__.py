@@ -3,6 +3,9 @@
 import os
 import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 
@@ -26,6 +29,30 @@ def begun() -> None:
     """Ctrl-C is an exception again: what the command does is to be undone."""
     if signal.getsignal(signal.SIGINT) is _stop:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
+def ctrl_c_waits() -> Iterator[None]:
+    """Ctrl-C is heard at the end of this, unless pressed twice."""
+    presses = 0
+
+    def press(*_: object) -> None:
+        nonlocal presses
+        presses += 1
+        if presses > 1:
+            raise KeyboardInterrupt
+
+    heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if heard and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, press)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if presses:
+            raise KeyboardInterrupt
+    else:
+        yield
 
 
 if sys.argv[:1] == ["-m"]:  # so it reads while `python -m` looks for the module in this package

@@ -27,6 +27,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from experiments import ctrl_c_waits
+
 RETRIES = 3  # of a task whose worker died
 MINUTES = 24 * 60  # that a job of Slurm may take, unless SBATCH_TIMELIMIT says otherwise
 Submit = Callable[..., Future[Any]]
@@ -76,12 +78,14 @@ class Pool(ProcessPoolExecutor):
         super().__init__(jobs, multiprocessing.get_context("spawn"), _begin, (begin, shared))
 
     def submit(self, *args: Any, **options: Any) -> Future[Any]:
-        """As of an executor. What it starts inherits that SIGINT is blocked, which is then delivered here."""
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-        try:
-            return super().submit(*args, **options)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        """As of an executor. What it starts inherits that SIGINT is blocked; here, where another thread (a progress
+        bar) may receive it, Ctrl-C waits: a process that is half started would say so."""
+        with ctrl_c_waits():
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+            try:
+                return super().submit(*args, **options)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         if kind is not None:

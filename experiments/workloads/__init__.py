@@ -17,10 +17,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +27,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from executor.capture.capture import Captured, capture
+from experiments import ctrl_c_waits
 from experiments.workloads.module import Parts, WorkloadError, leading, with_batch
 from simulator.machine import Machine
 
@@ -61,34 +59,10 @@ def load(workload: Mapping[str, Any], machine: Machine, batch: int | None = None
     algorithms = workload.get("algorithms", False)
     if not isinstance(algorithms, bool):
         raise WorkloadError(f"workload.algorithms: expected true or false, got {algorithms!r}")
-    with _ctrl_c_waits():
+    with ctrl_c_waits():  # amid PyTorch's C++ it may abort the process
         captured = capture(*parts, machine=machine, name=str(workload.get("name") or type(parts[0]).__name__))
     iteration_ns = None if measured is None or batch is not None else round(measured * 1e6)
     return captured.on(machine, workload.get("dtype", "float32"), iteration_ns, algorithms)
-
-
-@contextmanager
-def _ctrl_c_waits() -> Iterator[None]:
-    """Ctrl-C amid PyTorch's C++ may abort the process: it waits for the end of this, unless pressed twice."""
-    presses = 0
-
-    def press(*_: object) -> None:
-        nonlocal presses
-        presses += 1
-        if presses > 1:
-            raise KeyboardInterrupt
-
-    heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if heard and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, press)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        if presses:
-            raise KeyboardInterrupt
-    else:
-        yield
 
 
 def build(workload: Mapping[str, Any]) -> Parts:

@@ -77,6 +77,36 @@ def test_a_pool_that_fails_ends_its_processes_at_once() -> None:
     assert time.monotonic() - begin < 60
 
 
+PRESSED = """
+import os, signal, sys, threading, time
+from multiprocessing import util
+from experiments.common import workers
+started = util.spawnv_passfds
+def start(*args):
+    pid = started(*args)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.1)
+    return pid
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Thread(target=threading.Event().wait, daemon=True).start()  # as a progress bar: it receives the signal
+    try:
+        with workers.Pool(2) as pool:
+            util.spawnv_passfds = start
+            pool.submit(time.sleep, 600)
+            print("went on")
+    except KeyboardInterrupt:
+        print("interrupted")
+"""
+
+
+def test_ctrl_c_while_a_process_starts_ends_it_quietly(tmp_path: Path) -> None:
+    (script := tmp_path / "pressed.py").write_text(PRESSED)
+    done = subprocess.run([sys.executable, script], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True,
+                          text=True, timeout=60, check=False)  # fmt: skip
+    assert (done.stdout, done.stderr, done.returncode) == ("interrupted\n", "", 0)
+
+
 def test_a_launcher_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(cli.UsageError, match="launcher: expected processes, ray or submitit, got 'slurm'"):
         cli.launcher(OmegaConf.create({"launcher": "slurm", "jobs": 2}))
