@@ -43,7 +43,7 @@ from executor.capture.places import Places, users
 from executor.capture.randomness import traced_states
 from executor.capture.recorder import Recorder
 from executor.capture.scaling import traced_scalers
-from executor.capture.state import StepState, bucketed, capturable, fixed, options, takes_capturable, untouched
+from executor.capture.state import StepState, bucketed, capturable, fixed, options, over, takes_capturable, untouched
 from simulator.machine import Machine
 
 
@@ -156,8 +156,7 @@ def capture(
         if not isinstance(value, Tensor):
             return value
         memory = torch.UntypedStorage(value.untyped_storage().nbytes(), device=value.device)
-        copy = torch.empty(0, dtype=value.dtype, device=value.device)
-        copy.set_(memory, value.storage_offset(), value.size(), value.stride())  # type: ignore[call-overload]
+        copy = over(memory, value, value.device)
         examples[id(copy)] = value
         return copy
 

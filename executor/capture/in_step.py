@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from executor.capture.capture import Captured
+from executor.capture.state import over
 
 WARMUP = 2  # steps; the last of them tells the workspaces and how long the host takes to issue
 SEGMENT = 250  # kernels; with two events each they fit a stream's queue, of about a thousand
@@ -60,9 +61,7 @@ class StepRunner:
             if storage.data_ptr() not in memory:
                 copy = torch.empty(0, dtype=torch.uint8, device=source.device).set_(storage)  # type: ignore[call-overload]
                 memory[storage.data_ptr()] = copy.to(where, copy=True).untyped_storage()
-            copied = torch.empty(0, dtype=source.dtype, device=where)
-            own = memory[storage.data_ptr()]
-            self.start[node] = copied.set_(own, source.storage_offset(), source.size(), source.stride())  # type: ignore[call-overload]
+            self.start[node] = over(memory[storage.data_ptr()], source, where)
         for w in self.work:  # constants, once: a copy from the host would wait for the stream in the middle of a step
             if w.node.op == "get_attr":
                 value = getattr(self.graph, str(w.node.target))

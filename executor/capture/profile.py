@@ -33,6 +33,7 @@ from torch.fx.node import map_arg
 
 from executor.capture.capture import Captured
 from executor.capture.in_step import CYCLES_PER_NS, StepRunner
+from executor.memory import cuda_index
 from simulator.files import FormatError, fields, integers, load_json, write_json
 from simulator.program import Program
 
@@ -196,10 +197,7 @@ def measure(
         raise ProfileError("there is no CUDA GPU to profile on")
     run = _Runner(captured, where, repeats, time.monotonic() + seconds, cache)
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else f"{where.type} ({torch.get_num_threads()})"
-    drawing = []
-    if where.type == "cuda":
-        drawing = [torch.cuda.current_device() if where.index is None else where.index]
-    with torch.random.fork_rng(drawing), torch.enable_grad():
+    with torch.random.fork_rng([cuda_index(where)] if where.type == "cuda" else []), torch.enable_grad():
         # Without grad mode oneDNN's LSTM would keep nothing for its backward pass; no input asks for a gradient.
         figures = run.in_step() if cache == "step" else [run.kernel(k) for k in range(len(captured.nodes))]
     durations, workspaces = zip(*figures, strict=True)

@@ -110,9 +110,7 @@ class StepState:
             if storage not in self._bases:
                 size = tensor.untyped_storage().nbytes()
                 self._bases[storage] = torch.empty(size, dtype=torch.uint8, device=device)
-            base = self._bases[storage].untyped_storage()
-            fake = torch.empty(0, dtype=tensor.dtype, device=device)
-            fake.set_(base, tensor.storage_offset(), tensor.size(), tensor.stride())
+            fake = over(self._bases[storage].untyped_storage(), tensor, device)
             if isinstance(tensor, nn.Parameter):
                 fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
             elif tensor.requires_grad:
@@ -368,6 +366,13 @@ def _put(container: Any, key: Any, value: Any) -> Callable[[], None]:
     before = container[key]
     container[key] = value
     return functools.partial(container.__setitem__, key, before)
+
+
+def over(memory: torch.UntypedStorage, like: Tensor, device: torch.device) -> Tensor:
+    """A tensor over ``memory``, of ``device`` (a fake one's own is meta), with the dtype, offset, shape and strides of
+    another."""
+    empty = torch.empty(0, dtype=like.dtype, device=device)
+    return empty.set_(memory, like.storage_offset(), like.size(), like.stride())  # type: ignore[call-overload,no-any-return]
 
 
 def _names(code: types.CodeType) -> set[str]:

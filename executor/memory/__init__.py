@@ -1,1 +1,8 @@
-"""Host memory that a device copies to and from."""
+"""Memory for copies and graphs: of the host, pinned, and of a device."""
+
+import torch
+
+
+def cuda_index(device: torch.device) -> int:
+    """The number of a CUDA device; of one without a number, that of the current device."""
+    return torch.cuda.current_device() if device.index is None else device.index

@@ -27,6 +27,7 @@ from numba import carray, cfunc, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from executor.memory import cuda_index
 from simulator.compiled.jit import jit
 
 ALIGNMENT = 512
@@ -177,7 +178,7 @@ class Segments:
             driver = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
             raise MemoryError(f"the CUDA driver cannot be asked for memory: {error}") from None
-        index = torch.cuda.current_device() if device.index is None else device.index
+        index = cuda_index(device)
         with torch.cuda.device(index):
             torch.cuda.synchronize()  # the device's context is this thread's
             torch.cuda.empty_cache()

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from executor.memory import cuda_index
 from executor.memory.segments import Segments, allocator
 from executor.training.engines import ALIGNMENT
 from simulator.pool import smartpool
@@ -74,7 +75,7 @@ class GraphPool:
 
     def __init__(self, device: torch.device, need: Need):
         self.need = need
-        self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        self.device = torch.device("cuda", cuda_index(device))
         self._stream = capture_stream(self.device.index)
         self.arena = Segments.on_device(self.device, need.arena)
         try:

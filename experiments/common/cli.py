@@ -83,9 +83,8 @@ def entry(
 
         def command() -> None:
             if task.__module__ == "__main__":  # under its own name: other processes find nothing in __main__
-                spec = inspect.unwrap(task).__globals__[
-                    "__spec__"
-                ]  # that of sys.modules["__main__"] may be a profiler's
+                # Not that of sys.modules["__main__"], which may be a profiler's.
+                spec = inspect.unwrap(task).__globals__["__spec__"]
                 assert spec is not None, "run as python -m experiments.NAME"
                 getattr(import_module(spec.name), task.__name__)()
                 return

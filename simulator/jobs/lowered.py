@@ -134,7 +134,8 @@ def check(jobs: Sequence[Job], plans: Sequence[Sequence[Lowered]], machine: Mach
         plans: of each job, those of ``Job.entries``.
 
     Raises:
-        ValueError: a job has no end, or the machine's host takes time to issue what it runs, or waits cost time.
+        ValueError: a job has no end, or the machine has costs that several jobs do not know:
+            issue_ns, wait_ns, copy_contention.
         OutOfMemory: a job and the first kernel that does not fit alone.
         PlanError: a job whose plans hold more on the host than it has.
     """

@@ -158,6 +158,7 @@ def cuda(monkeypatch):
         addmm=lambda *args: fake.log.append("addmm"),
     )  # fmt: skip
     monkeypatch.setattr(graph_pool, "torch", stand_in)
+    monkeypatch.setattr(graph_pool, "cuda_index", lambda device: fake.current_device())
     monkeypatch.setattr(graph_pool, "allocator", lambda: None)
     monkeypatch.setattr(graph_pool, "capture_stream", lambda index: Stream(fake, "capture"))
     in_graph = SimpleNamespace(cuda=fake, no_grad=torch.no_grad, autocast=torch.autocast)
