@@ -27,9 +27,11 @@ def main() -> None:
     known = {name: f"experiments.{module}" for name, module in COMMANDS.items() if find_spec(f"experiments.{module}")}
     name, *words = sys.argv[1:] or [""]
     if name in ("-h", "--help"):
-        print((__doc__ or "").strip(), *(f"{name:10} {about(module)}" for name, module in known.items()), sep="\n")
-        print("\nheadroom COMMAND --help lists its keys; other commands are `python -m experiments.NAME`.")
-        return
+        from experiments.common import help
+
+        rows = [f"{name:10} {about(module)}" for name, module in known.items()]
+        end = "\nheadroom COMMAND --help lists its keys; other commands are `python -m experiments.NAME`."
+        return help.show("\n".join([(__doc__ or "").strip(), *rows, end]))
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"; the nearest is {near[0]!r}" if near else ""

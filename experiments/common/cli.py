@@ -96,7 +96,7 @@ def entry(
                 os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach this function, which explains them
                 args = get_args_parser().parse_intermixed_args()
                 if args.help:
-                    print(help_text(config_name, str(sys.modules[task.__module__].__doc__), args.overrides))
+                    help.show(help_text(config_name, str(sys.modules[task.__module__].__doc__), args.overrides))
                     return
                 overrides = keyed(args.overrides, positional) if positional else args.overrides
                 # Hydra's own parser wants the options before the overrides; here they come in any order.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import signal
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
@@ -57,6 +58,12 @@ def text(configs: Path, name: str, doc: str, chosen: Sequence[str] = ()) -> str:
             lines.append(table([each._replace(name=f"{group}.{each.name}") for each in own]))
         parts.append("\n".join(lines))
     return "\n\n".join([*parts, HYDRA])
+
+
+def show(help_: str) -> None:
+    """Prints a help. Where its reader ends first (``--help | head``), so does this process, as other commands do."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    print(help_, flush=True)
 
 
 def keys(file: Path, under: str | None = None) -> list[Key]:

@@ -1,6 +1,9 @@
 """``--help`` shows what a command does, with examples, and every key with its default and its meaning."""
 
+import os
 import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +13,7 @@ from experiments.__main__ import COMMANDS
 from experiments.common import help as helping
 from experiments.common.cli import CONFIGS
 from experiments.gpu.settings import Settings
-from tests.experiments.conftest import Run
+from tests.experiments.conftest import ROOT, Run
 
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 NAMED = ("variants.", "plans.")  # entries whose names say what they are
@@ -71,6 +74,17 @@ def test_the_help_of_validate_gpu(run: Run) -> None:
     assert done.returncode == 0 and "backend=host" in done.stdout
     for key in Settings.__dataclass_fields__:
         assert re.search(rf"^  {key}=\S+( …)?\s+\"?\w", done.stdout, re.MULTILINE), key
+
+
+@pytest.mark.parametrize("command", ["experiments.pack", "experiments"])
+def test_a_reader_may_end_first(command: str) -> None:
+    """As ``--help | head`` does."""
+    ours, theirs = os.pipe()
+    os.close(ours)
+    done = subprocess.run([sys.executable, "-m", command, "--help"], cwd=ROOT, stdout=theirs,
+                          stderr=subprocess.PIPE, timeout=60, check=False)  # fmt: skip
+    os.close(theirs)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")
 
 
 def test_the_commands_are_listed(run: Run) -> None:
