@@ -95,7 +95,8 @@ class Recorder(TorchDispatchMode):
 
     def reap(self) -> None:
         """Notes the storages that died since the last operator."""
-        for s in [s for s, reference in self._live.items() if reference.expired()]:
+        expired = torch.UntypedStorage._expired  # StorageWeakRef.expired, which is asked very often
+        for s in [s for s, reference in self._live.items() if expired(reference.cdata)]:
             self.death[s] = len(self.ops)
             del self._live[s]
 
