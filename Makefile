@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
+unexport PYTHONDONTWRITEBYTECODE  # modules are compiled when they are first imported, which is half of an installation
+
 .PHONY: train test check lint bench clean
 
 train: $(STAMP)
@@ -25,7 +27,7 @@ bench: $(STAMP)
 
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --editable '.[dev]'
 	touch $(STAMP)
 
 clean:

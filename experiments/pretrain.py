@@ -16,6 +16,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -137,12 +138,12 @@ def program_path(out: Path, i: int) -> Path:
 def run(
     work: Callable[[Any], Any], tasks: Sequence[Any], jobs: int, what: str, done: Callable[[Any], None]
 ) -> None:  # fmt: skip
-    """``done`` with the result of each task, in their order, by several processes."""
+    """``done`` with the result of each task, in their order, by several processes; by this one where one is to be."""
     if not tasks:
         return
-    with report.progress() as bar, workers.Pool(jobs) as pool:
+    with report.progress() as bar, workers.Pool(jobs) if jobs > 1 else nullcontext() as pool:
         shown = bar.add_task(what, total=len(tasks))
-        for result in pool.map(work, tasks):
+        for result in (pool.map if pool else map)(work, tasks):
             done(result)
             bar.advance(shown)
 

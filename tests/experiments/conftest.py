@@ -1,9 +1,13 @@
 """A small program for the entry points, and a way to run them as a user does."""
 
+import json
 import os
+import select
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -45,7 +49,7 @@ def program_file(program: Program, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def fresh(tmp_path: Path) -> Run:
     """Runs ``python -m experiments.<name>`` in an empty directory, the checkout not installed."""
     work = tmp_path / "work"
     work.mkdir()
@@ -56,5 +60,39 @@ def run(tmp_path: Path) -> Run:
             [sys.executable, "-m", f"experiments.{name}", *map(str, words)],
             cwd=work, env=environment, capture_output=True, text=True, timeout=300, check=False,
         )  # fmt: skip
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[subprocess.Popen[str]]:
+    """The process of forked.py."""
+    with subprocess.Popen(
+        [sys.executable, Path(__file__).with_name("forked.py")], cwd=ROOT, text=True, start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        yield process
+        process.terminate()
+
+
+@pytest.fixture
+def run(forks: subprocess.Popen[str], tmp_path: Path) -> Run:
+    """As ``fresh``, faster: what commands import is there already, and the seed of Python's hashes is one for all."""
+    (work := tmp_path / "work").mkdir()
+
+    def call(name: str, *words: object) -> subprocess.CompletedProcess[str]:
+        assert forks.stdin is not None and forks.stdout is not None
+        typed = [f"experiments.{name}", *map(str, words)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        with tempfile.TemporaryDirectory() as output:
+            forks.stdin.write(json.dumps([typed, str(work), environment, output]) + "\n")
+            forks.stdin.flush()
+            if not select.select([forks.stdout], [], [], 300)[0]:
+                os.killpg(forks.pid, signal.SIGKILL)
+            said = [(Path(output) / name).read_text() for name in ("stdout", "stderr")]
+            status = forks.stdout.readline()
+        assert status, f"{typed}: not done in time: {said}"
+        return subprocess.CompletedProcess(typed, int(status), *said)
 
     return call

@@ -134,12 +134,13 @@ def check_sweep(work: Path) -> None:
 
 def test_a_sweep_on_ray_prints_as_without_it(run: Run, program_file: Path, tmp_path: Path) -> None:
     """Each job's table whole and as it is, one after the other, nothing of Ray's, and nothing on stderr."""
-    words = (f"program={program_file}", SWEEP, "planners=[none]", "jobs=1")
+    # A planner that is slow has a process of its own under each job: what runs there must not belong to __main__.
+    words = (f"program={program_file}", SWEEP, "planners=[lp_round]", "jobs=2")
     done = run("evaluate", "-m", *words, "hydra/launcher=ray")
     assert done.returncode == 0 and done.stderr == "", done.stderr
     check_sweep(tmp_path / "work")
     here = run("evaluate", "-m", *words)
-    timed = re.compile(r"\d{8}-\d{6}(-\d+)?|[\d.]+ ms")  # names of directories, and what a clock measured
+    timed = re.compile(r"\d{8}-\d{6}(-\d+)?|[\d.]+ m?s")  # names of directories, and what a clock measured
     said, expected = (
         sorted(timed.sub("", line).split() for line in text.splitlines()) for text in (done.stdout, here.stdout)
     )
@@ -169,9 +170,8 @@ def test_what_tasks_print_on_ray_is_printed_here(elsewhere: Path, capfd: pytest.
         assert {line[:-2] for line in lines[i : i + 3]} == {"printed", "written", "echoed"}
 
 
-@pytest.mark.parametrize("launcher", ["joblib", "submitit_local", "ray"])
-def test_a_sweep_on_every_launcher(launcher: str, run: Run, program_file: Path, tmp_path: Path) -> None:
-    # A planner that is slow has a process of its own under each job: what runs there must not belong to __main__.
+@pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
+def test_a_sweep_on_other_launchers(launcher: str, run: Run, program_file: Path, tmp_path: Path) -> None:
     words = (f"program={program_file}", SWEEP, "planners=[lp_round]", "jobs=2")
     done = run("evaluate", "-m", *words, f"hydra/launcher={launcher}")
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,53 @@
+"""Runs commands as ``python -m`` does, each in a fork of this process, which has imported what takes them long.
+
+Reads a call per line, a list as JSON: the module and its words, the folder to run in, the environment, and the folder
+of its output (the files ``stdout`` and ``stderr``). Writes its exit status on a line.
+"""
+
+import gc
+import json
+import os
+import random
+import sys
+from runpy import run_module
+
+import hydra  # noqa: F401
+import matplotlib.pyplot  # noqa: F401
+import numpy
+import rich.progress  # noqa: F401
+import scipy.optimize  # noqa: F401
+import torch.utils.tensorboard  # noqa: F401
+import torch_geometric.nn  # noqa: F401
+
+import simulator.compiled.scoring  # noqa: F401
+
+
+def serve() -> None:
+    """Answers calls. A fork returns from here when its command is done, to end as any process does."""
+    for line in sys.stdin:
+        call = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            return command(*call)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+
+
+def command(typed: list[str], folder: str, environment: dict[str, str], output: str) -> None:
+    """Runs a command as if this process had begun with it."""
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    random.seed()
+    numpy.random.seed()  # noqa: NPY002
+    for number, name in enumerate((os.devnull, "stdout", "stderr")):
+        file = os.open(os.path.join(output, name), os.O_CREAT | (os.O_WRONLY if number else os.O_RDONLY))
+        os.dup2(file, number)
+        os.close(file)
+    sys.path[0] = folder
+    sys.argv[:] = ["-m", *typed[1:]]
+    run_module(typed[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    gc.freeze()  # so that forks share it
+    serve()
