@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-unexport PYTHONDONTWRITEBYTECODE  # modules are compiled when they are first imported, which is half of an installation
+unexport PYTHONDONTWRITEBYTECODE  # modules are compiled when they are first imported, not when they are installed
 
 .PHONY: train test check lint bench clean
 

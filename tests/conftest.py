@@ -1,4 +1,4 @@
-"""Several test processes share the cores: PyTorch's threads would wait for each other, which takes most of the time."""
+"""Several test processes share the cores: threads of PyTorch's would wait for each other."""
 
 import gc
 import os
@@ -7,6 +7,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when PyTorch is imported
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: looking for garbage in it takes a tenth of the time."""
+    """What was imported stays: garbage is not to be looked for in it."""
     gc.collect()
     gc.freeze()
