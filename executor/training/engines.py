@@ -1,4 +1,4 @@
-"""Copy engines: one each way, the same calls for tensors in host memory and on a GPU; and places in pinned memory.
+"""Copy engines: one each way, the same calls for tensors in host memory and on a GPU.
 
 Work is ordered by events alone (storage.py says which).
 """
@@ -9,7 +9,6 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable
-from itertools import accumulate
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -206,17 +205,6 @@ def _take(slabs: Slabs, nbytes: int) -> Bytes:
         return slabs.take(nbytes)
     except MemoryError as error:
         raise TransferError(str(error)) from None
-
-
-def slab(engines: Engines, sizes: dict[int, int], offsets: dict[int, int] | None = None) -> dict[int, Tensor]:
-    """One piece of pinned memory, cut: a place for each tensor, with a storage of its own (it is all that is saved when
-    a tensor that shows it is saved). Without ``offsets`` one after the other; with them, some may share memory."""
-    if offsets is None:
-        ends = accumulate(-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in sizes.values())
-        offsets = dict(zip(sizes, (0, *ends), strict=False))
-    end = max(-(-(offsets[t] + sizes[t]) // ALIGNMENT) * ALIGNMENT for t in sizes)
-    memory = engines.pinned(end)  # a tensor made from it keeps the array, and so the memory
-    return {t: torch.frombuffer(memory, dtype=torch.uint8, count=sizes[t], offset=at) for t, at in offsets.items()}
 
 
 def engines_for(device: torch.device) -> Engines:

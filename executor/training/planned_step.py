@@ -45,13 +45,14 @@ from executor.training.bindings import (
     meant,
 )
 from executor.training.calls import Calls
-from executor.training.engines import ALIGNMENT, TransferError, engines_for, slab
+from executor.training.engines import ALIGNMENT, TransferError, engines_for
 from executor.training.graph import GraphStep
+from executor.training.host import HostMemory
 from executor.training.micro import Part, Progress, parts, taken
 from executor.training.order import Move, order
 from executor.training.process import BEGIN, NOW, UNDO, Interrupt, Random, generators
 from executor.training.skipping import Skipping
-from executor.training.storage import Block, Blocks, Place, as_tensor, shared
+from executor.training.storage import Block, Blocks, Place
 from executor.training.watch import Allocator, Watch
 from simulator.machine import Machine
 from simulator.plan import Plan
@@ -102,6 +103,7 @@ class PlannedStep:
         self.allocator: Allocator | None = None
         self.differing: dict[str, tuple[int, int]] = {}
         self._open = False
+        self.graph: GraphStep | None = None
         self._meant = {node: meant(captured, i) for i, node in enumerate(captured.placeholders)}
         self._bindings = [Binding(captured, i) for i, node in enumerate(captured.placeholders)
                           if node in captured.values and node not in captured.leaves]  # fmt: skip
@@ -114,12 +116,13 @@ class PlannedStep:
         self._bind()
         self._parameters = [b for b in self._bindings if isinstance(b.user, nn.Parameter)]
         self._make_undo(undo)
+        self._host.take()
         self.graph = GraphStep(self) if graph else None
 
     # ------------------------------------------------------------------------------------ construction
 
     def _make_blocks(self, graph: bool) -> None:
-        """A block for each tensor that the plan swaps, with its place in pinned memory."""
+        """A block for each tensor that the plan swaps."""
         tensors = self.program.tensors
         held = self.order.held(ALIGNMENT)
         at, self.pinned_bytes = dict(held.offsets), held.footprint
@@ -133,13 +136,13 @@ class PlannedStep:
                 raise StepError(f"the plan swaps {tensors[t].name}, which the step reads on the host")
         try:
             engines = engines_for(self.device) if at else None
-            host = slab(engines, {t: tensors[t].nbytes for t in at}, at) if engines else {}
         except TransferError as error:
             raise StepError(f"the plan cannot be run: {error}") from error
-        blocks = {t: Block(tensors[t].name, tensors[t].nbytes, host[t], tensors[t].persistent) for t in at}
+        blocks = {t: Block(tensors[t].name, tensors[t].nbytes, tensors[t].persistent) for t in at}
         for b in self._bindings:
             b.block = blocks.get(b.tensor)
         self._blocks = Blocks(engines, blocks, sum(t.nbytes for t in tensors if t.persistent))
+        self._host = HostMemory(self._blocks, at)
 
     def _compile(self, graph: bool) -> list[tuple[Any, ...]]:
         """The work of a step; see the module."""
@@ -223,18 +226,8 @@ class PlannedStep:
         pairs = [(torch.empty_like(b.own), b) for b in self._bindings if b.tensor in early]
         self.undo_bytes = sum(copy.nbytes for copy, _ in pairs)
         rest = [b for b in self._bindings if b.tensor in late - early] if everything else []
-        if rest:
-            try:
-                engines = self._blocks.engines or engines_for(self.device)
-                places = slab(engines, {i: b.own.untyped_storage().nbytes() for i, b in enumerate(rest)})
-            except TransferError as error:
-                raise StepError(f"there is no memory to undo a step: {error}") from error
-            pairs += [(as_tensor(places[i], b.own), b) for i, b in enumerate(rest)]
-        groups: dict[Any, list[tuple[Tensor, Binding]]] = {}
-        for copy, b in pairs:
-            groups.setdefault((copy.device, copy.dtype), []).append((copy, b))
-        self._undoes_away = any(b.tensor in self._blocks.blocks for _, b in pairs)
-        self._undone = [([copy for copy, _ in group], [b for _, b in group]) for group in groups.values()]
+        self._host.kept, self._host.rest = pairs, rest
+        self._undoes_away = any(b.tensor in self._blocks.blocks for b in (*(b for _, b in pairs), *rest))
 
     # ------------------------------------------------------------------------------------ what a step runs on
 
@@ -247,6 +240,8 @@ class PlannedStep:
             self._known = Known(self.captured, self._bindings, self._parameters)
         check_settings(self.captured)
         self._read_numbers()
+        if not self._host.taken:
+            self._host.take()
 
     def _bind(self) -> None:
         """Finds the user's tensors, creates state that is missing, and takes what changed since the last step."""
@@ -300,11 +295,12 @@ class PlannedStep:
             if block := self._blocks.blocks.get(t):
                 if block.place is Place.HOST:  # what was there is no longer the user's
                     self._blocks.used += block.nbytes
-                if shared(block.host):  # which the user saw, and made so
-                    block.host = block.host.clone()
                 block.place, block.shown, block.users = Place.DEVICE, False, groups[t]
                 block.adopt()
         self.finish()  # no view can be made of what is away
+        if self.graph:  # it will be captured again
+            self.graph.close()
+            self._host.give()
 
     # ------------------------------------------------------------------------------------ a step
 
@@ -387,7 +383,7 @@ class PlannedStep:
         if first:
             self._random.save(BEGIN)
             self._random.states[UNDO] = self._random.states[BEGIN]
-            for into, bindings in self._undone:
+            for into, bindings in self._host.undo:
                 torch._foreach_copy_(into, [b.seen for b in bindings], non_blocking=True)
             progress.alone = part is not self._whole
             progress.absent = (self._inputs - part.tensors) & blocks.keys() if progress.alone else set()
@@ -460,7 +456,7 @@ class PlannedStep:
             self._blocks.drain(self.order.start.keys() - self._inputs)
             self._blocks.settle()
             if restore:
-                for copies, bindings in self._undone if began else ():  # before that nothing is written
+                for copies, bindings in self._host.undo if began else ():  # before that nothing is written
                     torch._foreach_copy_([b.seen for b in bindings], copies)
                 for tensor, copy in self._undo_batch:
                     tensor.copy_(copy)
@@ -473,7 +469,7 @@ class PlannedStep:
     def finish(self) -> None:
         """All of the user's tensors are on the device again, and no copy is under way. Steps may follow.
 
-        A step of which only some micro-batches are done is undone.
+        Until then other steps may have its pinned memory. A step of which only some micro-batches are done is undone.
         """
         if self._progress.done:
             with torch.no_grad():
@@ -485,6 +481,8 @@ class PlannedStep:
             self._blocks.back(t for t, block in self._blocks.blocks.items() if block.users)
         finally:
             self._blocks.tolerant = False
+        if not self.graph:  # whose replays write where its capture did
+            self._host.give()
         self._report("it was repeated, and everything is on the device")
 
     def __enter__(self) -> PlannedStep:

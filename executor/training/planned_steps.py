@@ -9,7 +9,7 @@ that differ, or fewer than k (the last of an epoch), one by one: ``step.begin(*p
 
 Between steps there is one state, the user's own tensors. The limit holds within the steps of every shape. A step of
 another shape than the last begins with all persistent tensors on the device (``PlannedStep.finish``), so batches of one
-shape are best in a row. Only the steps of the last ``keep`` shapes are kept: each has pinned memory of its own.
+shape are best in a row. Only the steps of the last ``keep`` shapes are kept; pinned memory has the one used last.
 """
 
 from __future__ import annotations

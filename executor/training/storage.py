@@ -50,14 +50,16 @@ class Block:
 
     Attributes:
         storage: None for a tensor born in the step while it is on the device.
-        host: its place in pinned memory, uint8[nbytes]; others have it while it is not this one's (order.py).
+        host: its place in pinned memory, uint8[nbytes]; others have it while it is not this one's (order.py). None
+            while the step has no pinned memory (host.py).
         valid: the content there is that of the tensor.
         users: of a persistent tensor: the user's.
         shown: the user's tensors show the content on the host.
     """
 
-    def __init__(self, name: str, nbytes: int, host: Tensor, persistent: bool):
-        self.name, self.nbytes, self.host, self.persistent = name, nbytes, host, persistent
+    def __init__(self, name: str, nbytes: int, persistent: bool):
+        self.name, self.nbytes, self.persistent = name, nbytes, persistent
+        self.host: Any = None
         self.place = Place.DEVICE
         self.storage: torch.UntypedStorage | None = None
         self.bytes: Tensor | None = None

@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from executor import Captured, PlannedStep, StepError, capture
 from executor.memory.pinned import CUDA
 from executor.training import engines, storage
+from executor.training.host import slab
 from simulator import Plan, Swap
 from simulator.plan import PlanError
 from simulator.reference import OutOfMemory
@@ -259,18 +260,18 @@ def test_what_cuda_pins_serves_the_next_step(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 512 * (device == 2))
     monkeypatch.setattr(torch.cuda, "synchronize", settled.append)
     cuda = engines.CudaEngines(torch.device("cpu"))
-    places = engines.slab(cuda, {3: 5000, 4: 10})  # 5,120 and 512 bytes: two pages
+    places = slab(cuda, {3: 5000, 4: 10})  # 5,120 and 512 bytes: two pages
     assert list(pinned.values()) == [8192] and next(iter(pinned)) % 4096 == 0
     assert next(iter(pinned)) == places[3].data_ptr() and places[4].data_ptr() == places[3].data_ptr() + 5120
     last = places[4].view(torch.int16)
-    other = engines.slab(cuda, {0: 1})
+    other = slab(cuda, {0: 1})
     del places
     assert list(pinned.values()) == [8192, 4096] and not settled
-    again = engines.slab(cuda, {0: 4000})
+    again = slab(cuda, {0: 4000})
     assert list(pinned.values()) == [8192, 4096, 4096]
     where = last.data_ptr() - 5120
     del last
-    assert engines.slab(cuda, {0: 5000})[0].data_ptr() == where
+    assert slab(cuda, {0: 5000})[0].data_ptr() == where
     assert settled == [1, 2]  # what its last owner has copied, on any device
     with pytest.raises(engines.TransferError, match=r"bytes of host memory cannot be pinned: .* are available"):
         cuda.pinned(2**62)

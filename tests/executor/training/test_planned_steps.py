@@ -1,6 +1,7 @@
 """Batches of several shapes under plans: one state, one limit, equal to eager to the bit."""
 
 import copy
+import gc
 from itertools import cycle
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 import agents
 from executor import PlannedSteps, StepError
+from executor.memory.pinned import HOST, PAGE
 from simulator import Machine, Plan, Program, Recompute, Swap
 from tests.executor.networks import OPTIMIZERS, adamw, images
 from tests.executor.training.programs import GPU, Twins, random_plan, required, same
@@ -76,6 +78,33 @@ def test_every_shape_has_state_away():
     steps = PlannedSteps(*twins.ours, GPU, 1.0, everything)
     twins.train(steps, 8)
     assert len(plans) == 3 and all(step.order.start for step in steps.steps.values())
+
+
+@pytest.mark.parametrize("undo", [False, True])
+def test_all_shapes_have_one_slab(undo):
+    """As large as the one of them that needs most; one who comes between finds it free."""
+    twins = Several("small")
+    counts = cycle([3, 4, 1, 4])
+    twins.batch = lambda: twins.known.setdefault(twins.seed, images(16, next(counts))())
+    gc.collect()
+    HOST.drop()
+    before = HOST.nbytes
+    plans = iter(range(9))
+    steps = PlannedSteps(*twins.ours, GPU, 1.0, lambda p, *_: random_plan(p, next(plans), nothing=0.1), undo=undo)
+    twins.train(steps, 8)
+    steps.finish()
+    assert len({step.pinned_bytes for step in steps.steps.values()}) > 1
+    if not undo:
+        most = max(step.pinned_bytes for step in steps.steps.values())
+        assert HOST.nbytes - before == -(-most // PAGE) * PAGE
+    mine = HOST.take(HOST.nbytes - before)  # it is free
+    pinned = HOST.nbytes
+    twins.train(steps, 1)
+    assert HOST.nbytes > pinned
+    del mine
+    twins.train(steps, 3)
+    HOST.drop()
+    assert HOST.nbytes <= pinned
 
 
 def test_the_last_shapes_are_kept():

@@ -169,7 +169,8 @@ def test_no_two_blocks_share_a_byte(found: list, unit: int, name: str) -> None:
     if name != "cudamalloc":  # its addresses are virtual
         assert packing.footprint >= (packing.offsets + blocks.nbytes).max(initial=0)
     assert packing.offsets.tolist() == again.offsets.tolist()
-    assert replace(packing, offsets=again.offsets) == again
+    one = np.zeros(1)  # == of longer arrays has no truth value
+    assert replace(packing, offsets=one) == replace(again, offsets=one)
 
 
 @settings(max_examples=100, deadline=None)
