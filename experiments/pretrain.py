@@ -47,7 +47,7 @@ VALIDATED = 48  # tasks of the families that are held out
 def main(cfg: DictConfig) -> None:
     sets = [check_set(i, one) for i, one in enumerate(cli.values(cfg, "sets"))]
     held_out = set(cli.values(cfg, "held_out"))
-    unknown = held_out - {family for _, networks in sets for network in networks for family in network["family"]}
+    unknown = held_out - {name for _, networks in sets for network in networks for name in network["family"]}
     if unknown:
         raise cli.UsageError(f"held_out: no network is of family {sorted(unknown)[0]!r}")
     each, seed = cli.integer(cfg, "tasks", 1), cli.integer(cfg, "data_seed")
