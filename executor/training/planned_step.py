@@ -444,8 +444,10 @@ class PlannedStep:
         left = "the optimizer had begun, and what it updated before this kernel is a step ahead of the rest"
         if undone:
             left = "the model is as before the step" + (", which begins anew with micro-batch 1" if alone else "")
-        if not isinstance(error, KeyboardInterrupt):
+        if isinstance(error, Exception):
             raise StepError(f"{what} failed: {reason}; {left}") from error
+        if not undone:
+            error.add_note(f"{what} was broken off; {left}")
 
     def _undo(self, began: bool, restore: bool) -> None:
         """The step under way is given up: copies end, memory is returned, and (``restore``) the model is as before."""

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import re
 import signal
 import threading
 from collections.abc import Callable
@@ -150,6 +151,19 @@ def test_ctrl_c_before_the_optimizer_undoes_the_step():
     fails(twins, step, KeyboardInterrupt, "^$")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     twins.train(step, 2)
+
+
+@pytest.mark.parametrize("phase", ["backward", "optimizer"])
+def test_what_ends_the_program_is_not_made_an_error(phase):
+    twins, step = planned()
+    twins.train(step, 1)
+    break_kernel(step, phase, once(SystemExit(3)))
+    if phase == "backward":
+        fails(twins, step, SystemExit, "^3$")
+        return twins.train(step, 2)
+    with pytest.raises(SystemExit) as caught:
+        step(*twins.next_batch())
+    assert re.fullmatch(r"kernel \d+ \(.*\) was broken off; the optimizer had begun, .*", caught.value.__notes__[0])
 
 
 def test_ctrl_c_while_the_optimizer_runs_waits_for_its_end():
