@@ -406,6 +406,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if settings.compare:
             side_by_side.compare(names, settings.limits, device, machine, record, methods, settings.steps)
         if settings.largest:
+            record.seconds = time.monotonic() - record.begin + settings.largest_seconds
             largest_batch.search(names, device, machine, record, settings.largest_seconds, methods)
     except TimeUp:
         record.add("calibration", failed=f"{STOPPED}; nothing else was measured")
