@@ -5,7 +5,8 @@
 
 Every plan is made without noise, for one job, and runs for many iterations of several seeds. An iteration's overhead is
 over the time that its own kernels took. ``robust`` is a plan made for samples of other seeds (joint_annealing.py), and
-``without_noise`` its control, the same search with as many simulations of the noiseless job.
+``without_noise`` its control, the same search with as many simulations of the noiseless job and, since each tells of a
+plan, more plans and more time.
 After the drift the job is planned anew, too, as TENSILE's controller does it (agents/heuristics/tensile/controller.py):
 how many iterations until it is as fast as it gets, beside a plan made for the new times? Planning takes no simulated
 time.

@@ -4,7 +4,8 @@ shared with a tenant, per planner; and what planning anew does after a drift. No
 The measure is that of `experiments.robustness`, where the numbers of its settings are explained.
 
 1. The limit is a share of each program's peak at which all planners have a plan.
-2. The robust plan is searched for one noise and measured under all, beside the same search without noise.
+2. The robust plan is searched for one noise and measured under all, beside the same search without noise, with as
+   many simulations and, since a plan takes one of them and not four, two and a half times the seconds.
 """
 
 from __future__ import annotations
