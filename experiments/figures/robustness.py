@@ -5,7 +5,7 @@ The measure is that of `experiments.robustness`, where the numbers of its settin
 
 1. The limit is a share of each program's peak at which all planners have a plan.
 2. The robust plan is searched for one noise and measured under all, beside the same search without noise, with as
-   many simulations and, since a plan takes one of them and not four, two and a half times the seconds.
+   many simulations and more time: a plan takes one of them there, and four here.
 """
 
 from __future__ import annotations
