@@ -38,7 +38,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from agents.learned.dqn_config import RENAMED
 from experiments import begun
-from experiments.common import help, ray_launcher, workers
+from experiments.common import help, ray_launcher, submitit_logs, workers
 from simulator.compiled import warm
 from simulator.files import FormatError
 from simulator.machine import Machine
@@ -105,6 +105,8 @@ def entry(
                 overrides, files = with_own_files(overrides)
                 check_overrides(config_name, overrides, args.multirun, args.config_dir)
                 sys.argv[1:] = options + overrides
+                if args.multirun and any(word.startswith("hydra/launcher=submitit_") for word in overrides):
+                    sys.argv.append(submitit_logs.OVERRIDE)
                 hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(guarded)()
             except (HydraException, OmegaConfBaseException, UsageError, FormatError) as error:
                 refuse(re.sub(rf"{OWN}\d+", lambda option: files.get(option[0], option[0]), str(error)))

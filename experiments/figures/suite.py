@@ -236,8 +236,8 @@ def table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
 def notes(rows: list[Row]) -> list[str]:
     """What a score is, and the tasks."""
     out = [f"No plan, or one later than {LATE[0]:g} times its seconds and {LATE[1]:g} s, scores {WITHOUT:g} points."]
-    parts = (f"{split}: {', '.join(row['task'] for row in rows if row['split'] == split)}" for split in SPLITS)
-    out.append(f"Tasks, {'; '.join(parts)}.")
+    listed = {split: ", ".join(row["task"] for row in rows if row["split"] == split) for split in SPLITS}
+    out.append(f"Tasks, {'; '.join(f'{split}: {names}' for split, names in listed.items() if names)}.")
     over = [
         (one["simulator_calls"] / one["calls"], one["agent"]) for row in rows for one in row["runs"] if one["calls"]
     ]

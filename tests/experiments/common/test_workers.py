@@ -176,6 +176,11 @@ def test_a_sweep_on_other_launchers(launcher: str, run: Run, program_file: Path,
     done = run("evaluate", "-m", *words, f"hydra/launcher={launcher}")
     assert done.returncode == 0, done.stderr
     check_sweep(tmp_path / "work")
+    told = [line for line in done.stdout.splitlines() if line.startswith("runs/evaluate-")]
+    assert len(set(told)) == len(told) == len(list((tmp_path / "work").glob("runs/evaluate-*")))
+    if launcher == "submitit_local":
+        (where,) = re.findall(r"^what the jobs print is in (runs/sweep-.*/\.submitit)$", done.stderr, re.MULTILINE)
+        assert (tmp_path / "work" / where).is_dir()
 
 
 @pytest.fixture
