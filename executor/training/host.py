@@ -22,6 +22,7 @@ class HostMemory:
 
     Args:
         places: tensor -> its offset; tensors may share memory.
+        device: what is copied to and from.
 
     Attributes:
         kept: copies of what a step overwrites, on the device, and whose they are.
@@ -29,8 +30,8 @@ class HostMemory:
         undo: of each device and type: all copies, and whose they are; while it is ``taken``.
     """
 
-    def __init__(self, blocks: Blocks, places: dict[int, int]) -> None:
-        self._blocks, self._places = blocks, places
+    def __init__(self, blocks: Blocks, places: dict[int, int], device: torch.device) -> None:
+        self._blocks, self._places, self._device = blocks, places, device
         self.kept: list[tuple[Tensor, Binding]] = []
         self.rest: list[Binding] = []
         self.undo: list[tuple[list[Tensor], list[Binding]]] = []
@@ -44,7 +45,7 @@ class HostMemory:
             places = slab(engines, {t: b.nbytes for t, b in blocks.items()}, self._places) if engines else {}
             what = "there is no memory to undo a step"
             sizes = {i: b.own.untyped_storage().nbytes() for i, b in enumerate(rest)}
-            copies = slab(engines or engines_for(rest[0].own.device), sizes) if rest else {}
+            copies = slab(engines or engines_for(self._device), sizes) if rest else {}
         except TransferError as error:
             raise StepError(f"{what}: {error}") from error
         for t, place in places.items():

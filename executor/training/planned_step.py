@@ -142,7 +142,7 @@ class PlannedStep:
         for b in self._bindings:
             b.block = blocks.get(b.tensor)
         self._blocks = Blocks(engines, blocks, sum(t.nbytes for t in tensors if t.persistent))
-        self._host = HostMemory(self._blocks, at)
+        self._host = HostMemory(self._blocks, at, self.device)
 
     def _compile(self, graph: bool) -> list[tuple[Any, ...]]:
         """The work of a step; see the module."""
@@ -297,10 +297,9 @@ class PlannedStep:
                     self._blocks.used += block.nbytes
                 block.place, block.shown, block.users = Place.DEVICE, False, groups[t]
                 block.adopt()
-        self.finish()  # no view can be made of what is away
         if self.graph:  # it will be captured again
             self.graph.close()
-            self._host.give()
+        self.finish()  # no view can be made of what is away
 
     # ------------------------------------------------------------------------------------ a step
 
@@ -483,7 +482,7 @@ class PlannedStep:
             self._blocks.back(t for t, block in self._blocks.blocks.items() if block.users)
         finally:
             self._blocks.tolerant = False
-        if not self.graph:  # whose replays write where its capture did
+        if not (self.graph and self.graph.graph):  # its replays write where its capture did
             self._host.give()
         self._report("it was repeated, and everything is on the device")
 

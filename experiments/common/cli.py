@@ -105,7 +105,7 @@ def entry(
                 overrides, files = with_own_files(overrides)
                 check_overrides(config_name, overrides, args.multirun, args.config_dir)
                 sys.argv[1:] = options + overrides
-                if args.multirun and any(word.startswith("hydra/launcher=submitit_") for word in overrides):
+                if args.multirun:
                     sys.argv.append(submitit_logs.OVERRIDE)
                 hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(guarded)()
             except (HydraException, OmegaConfBaseException, UsageError, FormatError) as error:

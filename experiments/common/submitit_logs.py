@@ -7,22 +7,29 @@ from pathlib import Path
 from typing import Any
 
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 OVERRIDE = f"+hydra.callbacks.submitit._target_={__name__}.SubmititLogs"
 
 
 class SubmititLogs(Callback):
-    """Of one sweep, jobs in the order in which they were submitted."""
+    """Of one sweep, jobs in the order in which they were submitted; of sweeps on other launchers nothing."""
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Says where the files are, since jobs may wait in a queue for long."""
-        print(f"what the jobs print is in {config.hydra.sweep.dir}/.submitit", file=sys.stderr)
+        if folder := folder_of(config):
+            print(f"what the jobs print is in {folder}", file=sys.stderr)
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         """Prints it, without what submitit says of itself."""
-        logs = Path(config.hydra.sweep.dir).glob(".submitit/*/*_log.out")
+        logs = folder.glob("*/*_log.out") if (folder := folder_of(config)) else ()
         for log in sorted(logs, key=lambda log: (len(log.parent.name), log.name)):
             for line in log.read_text().splitlines():
                 if not line.startswith("submitit INFO ("):
                     print(line)
+
+
+def folder_of(config: DictConfig) -> Path | None:
+    """Where each job has a folder named by its number; None where the launcher is another."""
+    folder = OmegaConf.select(config, "hydra.launcher.submitit_folder")
+    return Path(str(folder)).parent if folder else None
