@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from simulator.files import FormatError, fields
+from simulator.kernel_times import KernelTimes
 
 ALONE = 2**20  # the speed of a transfer alone on the link, in the unit of Machine.duplex_share
 PRESETS = Path(__file__).resolve().parent.parent / "configs" / "machine"
@@ -53,6 +54,7 @@ class Machine:
     concurrency: float = 1.0  # speed of all kernels that run at once together, where one alone has 1
     # Fraction of the roofline that kernels reach, by kernel kind; "default" for the kinds not named.
     efficiency: dict[str, float] = field(default_factory=dict)
+    kernel_times: KernelTimes | None = None  # a model fitted to measurements, where there are some, for captured kernels
 
     def __post_init__(self) -> None:
         for name in ("memory_bytes", "h2d_bytes_per_s", "d2h_bytes_per_s", "memory_bytes_per_s", "alignment"):
@@ -105,18 +107,27 @@ class Machine:
         mapped = -(-nbytes * 1_000_000_000 // self.malloc_bytes_per_s) if self.malloc_bytes_per_s else 0
         return mallocs * self.malloc_ns + frees * self.free_ns + mapped
 
+    def rate(self, dtype: str) -> int:
+        """FLOP/s of a type; float32's where the GPU has none for it, as such types are emulated in float32.
+
+        Raises:
+            FormatError: there is no figure for float32 either.
+        """
+        found = self.flops_per_s.get(dtype, self.flops_per_s.get("float32"))
+        if found is None:
+            raise FormatError(f"machine.flops_per_s: {self.name} has no figure for {dtype}")
+        return found
+
     def kernel_ns(self, kind: str, flops: int, nbytes: int, dtype: str = "float32") -> int:
         """Roofline: max(flops / peak, bytes / bandwidth) at the kind's efficiency, plus the launch.
 
         Raises:
-            FormatError: the machine has no figure for ``dtype``.
+            FormatError: see ``rate``.
         """
         part = self.efficiency.get(kind, self.efficiency.get("default", 1.0))
         seconds = nbytes / self.memory_bytes_per_s
         if flops:
-            if dtype not in self.flops_per_s:
-                raise FormatError(f"machine.flops_per_s: {self.name} has no figure for {dtype}")
-            seconds = max(seconds, flops / self.flops_per_s[dtype])
+            seconds = max(seconds, flops / self.rate(dtype))
         return self.launch_ns + round(seconds / part * 1e9)
 
     def to_dict(self) -> dict[str, Any]:
@@ -131,13 +142,18 @@ class Machine:
             FormatError: naming the first malformed entry.
         """
         required = {"name": str, "memory_bytes": int, "h2d_bytes_per_s": int, "d2h_bytes_per_s": int}
-        optional: dict[str, tuple[type, Any]] = {}
+        optional: dict[str, tuple[type, Any]] = {"kernel_times": (dict, None)}
         blank = cls("", 1, 1, 1)
         for entry in dataclass_fields(cls):
-            if entry.name not in required:
+            if entry.name not in required and entry.name not in optional:
                 default = getattr(blank, entry.name)
                 optional[entry.name] = (type(default), default)
-        return cls(**fields(data, "machine", required, optional))
+        if isinstance(data, dict) and data.get("kernel_times", ...) is None:  # as `to_dict` writes it
+            data = {key: value for key, value in data.items() if key != "kernel_times"}
+        given = fields(data, "machine", required, optional)
+        if given["kernel_times"] is not None:
+            given["kernel_times"] = KernelTimes.from_dict(given["kernel_times"])
+        return cls(**given)
 
     @classmethod
     def load(cls, name_or_path: str | Path) -> Machine:

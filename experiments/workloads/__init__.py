@@ -62,7 +62,7 @@ def load(workload: Mapping[str, Any], machine: Machine, batch: int | None = None
     with ctrl_c_waits():  # amid PyTorch's C++ it may abort the process
         captured = capture(*parts, machine=machine, name=str(workload.get("name") or type(parts[0]).__name__))
     iteration_ns = None if measured is None or batch is not None else round(measured * 1e6)
-    return captured.on(machine, workload.get("dtype", "float32"), iteration_ns, algorithms)
+    return captured.on(machine, iteration_ns, algorithms)
 
 
 def build(workload: Mapping[str, Any]) -> Parts:
