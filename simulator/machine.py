@@ -54,7 +54,7 @@ class Machine:
     concurrency: float = 1.0  # speed of all kernels that run at once together, where one alone has 1
     # Fraction of the roofline that kernels reach, by kernel kind; "default" for the kinds not named.
     efficiency: dict[str, float] = field(default_factory=dict)
-    kernel_times: KernelTimes | None = None  # a model fitted to measurements, where there are some, for captured kernels
+    kernel_times: KernelTimes | None = None  # of captured kernels; None: the roofline's
 
     def __post_init__(self) -> None:
         for name in ("memory_bytes", "h2d_bytes_per_s", "d2h_bytes_per_s", "memory_bytes_per_s", "alignment"):

@@ -100,12 +100,10 @@ def kernel_ns(
         if kernel.flops:
             share = times.matmul if dtype in TENSOR_CORES else times.matmul_float32
             seconds = max(seconds, kernel.flops / (rate * share))
-    return machine.launch_ns + round(seconds * 1e9)
+    return times.launch_ns + round(seconds * 1e9)
 
 
-def _convolution(
-    kernel: Kernel, node: fx.Node, times: KernelTimes, rate: int, bandwidth: int, dtype: str
-) -> float:
+def _convolution(kernel: Kernel, node: fx.Node, times: KernelTimes, rate: int, bandwidth: int, dtype: str) -> float:
     """Seconds of all passes of a convolution."""
     found = convolution_of(node)
     if found is None:  # grouped, transposed, 1-D or 3-D: as it moves its operands once, without tensor cores
