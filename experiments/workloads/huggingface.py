@@ -1,7 +1,8 @@
 """Language models of Hugging Face's transformers, made from their configuration alone: nothing is downloaded.
 
-The step is that of its own loop: ``model(input_ids=…, attention_mask=…, labels=…)``, whose result holds the loss, the
-logits and, as configured by default, every layer's keys and values. The extra ``hf`` installs the package.
+The step is that of transformers 4.49 to 4.53, which published measurements agree with, under any version of the
+package from 5 on: the result holds the logits and, as configured by default, every layer's keys and values, which are
+not copied; attention is what these versions take. The extra ``hf`` installs the package.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from experiments.workloads.module import Parts, WorkloadError
 
 # Class of the configuration, of the model, and what differs from the class's defaults, as each model's config.json says.
+IGNORED = -100  # a label
 _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 _T5 = {"decoder_start_token_id": 0}
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -33,21 +36,36 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-class Keywords(nn.Module):
-    """Calls a model with a dictionary of tensors."""
+class Network(nn.Module):
+    """Calls a model with a dictionary of tensors; what it returns has logits and every layer's keys and values."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, pairs: bool) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.pairs = model, pairs
 
     def forward(self, batch: dict[str, Tensor]) -> Any:
-        return self.model(**batch)
+        from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
+
+        class Kept(DynamicLayer):
+            """Keys and values as they are; the package has copied them since version 4.54."""
+
+            def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+                self.keys, self.values, self.is_initialized = key_states, value_states, True
+                return key_states, value_states
+
+        first, *second = (Cache(layer_class_to_replicate=Kept) for _ in range(1 + self.pairs))
+        return self.model(**batch, past_key_values=EncoderDecoderCache(first, *second) if second else first)
 
 
-def own_loss(result: Any, _: Any) -> Tensor:
-    """The loss that the model has computed."""
-    loss: Tensor = result.loss
-    return loss
+def next_token(result: Any, tokens: Tensor) -> Tensor:
+    """Cross-entropy of each next token, of ``[batch, length, vocabulary]``: the labels are shifted, not the logits."""
+    labels = F.pad(tokens, (0, 1), value=IGNORED)[..., 1:].contiguous()
+    return F.cross_entropy(result.logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+
+
+def same_token(result: Any, tokens: Tensor) -> Tensor:
+    """Cross-entropy of the tokens, of ``[batch, length, vocabulary]``."""
+    return F.cross_entropy(result.logits.flatten(0, 1), tokens.flatten())
 
 
 def build(*, model: str, batch_size: int = 8, length: int = 128) -> Parts:
@@ -63,7 +81,16 @@ def build(*, model: str, batch_size: int = 8, length: int = 128) -> Parts:
     except ModuleNotFoundError as error:
         raise WorkloadError("workload.family: huggingface needs transformers (pip install headroom[hf])") from error
     config, network, options = MODELS[model]
-    made = Keywords(getattr(transformers, network)(getattr(transformers, config)(**options)))
-    names = ("input_ids", "attention_mask", "labels")
+    inner = getattr(transformers, network)(getattr(transformers, config)(**options, attn_implementation=attention(model)))
+    pairs = hasattr(inner, "encoder")
+    made = Network(inner, pairs).train()
+    names = ("input_ids", "attention_mask", *(("decoder_input_ids",) if pairs else ()))
     batch = {name: torch.ones(batch_size, length, dtype=torch.int64) for name in names}
-    return made.train(), own_loss, torch.optim.AdamW(made.parameters(), lr=1e-4), (batch, batch["labels"])
+    tokens = torch.ones(batch_size, length, dtype=torch.int64)
+    loss = same_token if pairs else next_token
+    return made, loss, torch.optim.AdamW(made.parameters(), lr=1e-4), (batch, tokens)
+
+
+def attention(model: str) -> str:
+    """The kind of attention: T5 and GPT-Neo had no other than "eager" until version 5."""
+    return "eager" if model.startswith(("t5", "gpt-neo")) else "sdpa"
