@@ -69,15 +69,13 @@ class FittedSteps(PlannedSteps):
     ) -> None:  # fmt: skip
         super().__init__(model, loss_fn, optimizer, machine, memory, cast(Any, planner), keep, **options)
         self._profile, self._seconds, self._device = profile, seconds, _device(model)
-        dtype = options["autocast"] or next((p.dtype for p in model.parameters()), torch.float32)
-        self._dtype = name if (name := str(dtype).removeprefix("torch.")) in machine.flops_per_s else "float32"
 
     def _make(self, pairs: tuple[Any, ...]) -> FittedStep:
         captured, machine, profile = self._capture(pairs), self.machine, self._profile
         if profile == "measure":
             profile = measure(captured, self._device, machine.name)
         if profile is None:
-            captured = captured.on(machine, self._dtype)
+            captured = captured.on(machine)
         else:
             try:
                 captured = replace(captured, program=with_profile(captured.program, profile))

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from simulator.files import FormatError, fields
+from simulator.kernel_times import KernelTimes
 
 ALONE = 2**20  # the speed of a transfer alone on the link, in the unit of Machine.duplex_share
 PRESETS = Path(__file__).resolve().parent.parent / "configs" / "machine"
@@ -57,6 +58,7 @@ class Machine:
     concurrency: float = 1.0  # speed of all kernels that run at once together, where one alone has 1
     # Fraction of the roofline that kernels reach, by kernel kind; "default" for the kinds not named.
     efficiency: dict[str, float] = field(default_factory=dict)
+    kernel_times: KernelTimes | None = None  # of captured kernels; None: the roofline's
 
     def __post_init__(self) -> None:
         for name in ("memory_bytes", "h2d_bytes_per_s", "d2h_bytes_per_s", "memory_bytes_per_s", "alignment"):
@@ -135,13 +137,18 @@ class Machine:
             FormatError: naming the first malformed entry.
         """
         required = {"name": str, "memory_bytes": int, "h2d_bytes_per_s": int, "d2h_bytes_per_s": int}
-        optional: dict[str, tuple[type, Any]] = {}
+        optional: dict[str, tuple[type, Any]] = {"kernel_times": (dict, None)}
         blank = cls("", 1, 1, 1)
         for entry in dataclass_fields(cls):
-            if entry.name not in required:
+            if entry.name not in required and entry.name not in optional:
                 default = getattr(blank, entry.name)
                 optional[entry.name] = (type(default), default)
-        return cls(**fields(data, "machine", required, optional))
+        if isinstance(data, dict) and data.get("kernel_times", ...) is None:  # as `to_dict` writes it
+            data = {key: value for key, value in data.items() if key != "kernel_times"}
+        given = fields(data, "machine", required, optional)
+        if given["kernel_times"] is not None:
+            given["kernel_times"] = KernelTimes.from_dict(given["kernel_times"])
+        return cls(**given)
 
     @classmethod
     def load(cls, name_or_path: str | Path) -> Machine:

@@ -11,8 +11,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec
 
 from executor.capture.algorithms import convolution_of, with_algorithms
+from executor.capture.kernel_times import Precision, kernel_ns
 from executor.capture.numbers import Numbers
-from executor.capture.roofline import with_roofline
+from executor.capture.roofline import scaled
 from executor.capture.state import Home
 from simulator.machine import Machine
 from simulator.program import Program
@@ -70,6 +71,7 @@ class Captured:
     # Per tensor of the program: the module of a parameter, for a buffer, gradient or optimizer state, too; "inputs" for
     # the step's arguments; else that of the kernel that first uses it.
     owners: tuple[str, ...]
+    precision: Precision  # PyTorch's flags at the capture
     micro: tuple[MicroBatch, ...] = ()  # where the step is of several, which come one by one or together
     # Of the program's tensors those of the model's result, which a loop keeps until kernel ``kept_until`` of the next
     # step, and those that are ``.grad`` of parameters when an optimizer steps.
@@ -81,16 +83,31 @@ class Captured:
     def origins(self) -> Origins:
         return Origins(self.places, self.owners)
 
-    def on(
-        self, machine: Machine, dtype: str = "float32", iteration_ns: int | None = None, algorithms: bool = False
-    ) -> Captured:
-        """The same capture with durations for another machine (see ``with_roofline``).
+    def on(self, machine: Machine, iteration_ns: int | None = None, algorithms: bool = False) -> Captured:
+        """The same capture with durations for another machine (see ``kernel_ns``).
 
         Args:
+            iteration_ns: a measured iteration time, to which the durations are scaled.
             algorithms: convolutions have the workspace of their fastest algorithm, and the others as variants (see
                 ``with_algorithms``); without it they have neither.
+
+        Raises:
+            FormatError: the machine has no figure for float32.
+            ValueError: ``iteration_ns`` is not positive, or no kernel takes time.
         """
+        many = self._multi_tensor
+        durations = [kernel_ns(k, nodes, machine, self.precision, many and k.kind == "optimizer")
+                     for k, nodes in zip(self.program.kernels, self.nodes, strict=True)]  # fmt: skip
         found = {k: convolution_of(nodes[0]) for k, nodes in enumerate(self.nodes) if nodes and algorithms}
         known = {k: convolution for k, convolution in found.items() if convolution is not None}
-        program = with_roofline(self.program, machine, dtype, iteration_ns)
-        return replace(self, program=with_algorithms(program, known, machine, dtype))
+        program = self.program.with_durations(scaled(durations, iteration_ns))
+        return replace(self, program=with_algorithms(program, known, machine))
+
+    @property
+    def _multi_tensor(self) -> bool:
+        """Do all optimizers update many parameters in a kernel, as PyTorch's do on a GPU unless told otherwise?"""
+        return all(
+            type(optimizer).__module__.startswith("torch.optim") and group.get("foreach", False) is not False
+            for optimizer, groups in self.settings
+            for group in groups
+        )

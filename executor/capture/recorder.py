@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_leaves
 
 from executor.capture.captured import Captured, MicroBatch
+from executor.capture.kernel_times import Precision
 from executor.capture.numbers import Numbers
 from executor.capture.operators import (
     ALLOCATIONS,
@@ -201,7 +202,9 @@ class Recorder(TorchDispatchMode):
                 self.draws[len(self.ops)] = self.drawing
             self.drawn = self.drawing = len(self.ops)
         launched = nodes[0].target if nodes and isinstance(nodes[0].target, OpOverload) else func
-        moved = 0 if func._overloadpacket in ALLOCATIONS else sum(map(touched_bytes, tensors + outs))
+        # What an update in place writes is among its results, but where it has none (foreach, fused).
+        updated = [] if outs else mutated(func, args, kwargs)
+        moved = 0 if func._overloadpacket in ALLOCATIONS else sum(map(touched_bytes, tensors + outs + updated))
         view = Tag.inplace_view in func.tags or (not func._schema.is_mutable and set(writes) <= set(reads))
         self.ops.append(
             _Op(launched, phase, place, nodes, list(dict.fromkeys(reads)), list(dict.fromkeys(writes)),
@@ -321,7 +324,7 @@ class Recorder(TorchDispatchMode):
             tuple(e.fake.device for e in entries), tuple(returned), batch[0],
             tuple(v if i is None else placeholders[i] for i, v in batch[1]),
             (), self.numbers, frozenset(self.asked), frozenset(left_out),
-            draws, (), tuple(places), owners, micro,
+            draws, (), tuple(places), owners, Precision.now(), micro,
         )  # fmt: skip
 
     def _add_in_place(self) -> None:

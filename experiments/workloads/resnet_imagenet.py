@@ -6,9 +6,9 @@ of one and before a linear layer: 3-4-6-3 is He's ResNet50, 3-4-23-3 ResNet101 a
 (2018, section 4.2) goes deeper in the third stage only: 6-32-n3-6 in the program that its authors released.
 
 Stages 2 to 4 halve the image in their first 1x1 convolution, as in the paper; torchvision halves it in the 3x3
-convolution (``late_stride``), which keeps larger images and no other number of parameters. Shortcuts are identities, but for 1x1
-convolutions with batch-norm where the shape changes (He's option B). Parameters: 25,557,032, 44,549,160 and 60,192,808,
-as torchvision documents for its own.
+convolution (``halve=3``), which keeps larger images and no other number of parameters. Shortcuts are identities, but
+for 1x1 convolutions with batch-norm where the shape changes (He's option B). Parameters: 25,557,032, 44,549,160 and
+60,192,808, as torchvision documents for its own.
 
 ReLU is in place, as in He's and torchvision's: batch-norm keeps its input for the backward pass and ReLU its output.
 """
@@ -34,12 +34,13 @@ def convolution(channels: int, width: int, size: int, stride: int = 1) -> list[n
 class Bottleneck(nn.Module):
     """Convolutions 1x1, 3x3, 1x1, plus the shortcut; then ReLU."""
 
-    def __init__(self, channels: int, width: int, stride: int, late_stride: bool = False) -> None:
+    def __init__(self, channels: int, width: int, stride: int, halve: int = 1) -> None:
         super().__init__()
-        out, (early, late) = EXPANSION * width, (1, stride) if late_stride else (stride, 1)
+        out = EXPANSION * width
+        first, second = (stride, 1) if halve == 1 else (1, stride)
         self.residual = nn.Sequential(
-            *convolution(channels, width, 1, early), nn.ReLU(inplace=True),
-            *convolution(width, width, 3, late), nn.ReLU(inplace=True),
+            *convolution(channels, width, 1, first), nn.ReLU(inplace=True),
+            *convolution(width, width, 3, second), nn.ReLU(inplace=True),
             *convolution(width, out, 1),
         )  # fmt: skip
         self.shortcut: nn.Module = nn.Identity()
@@ -53,15 +54,16 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Images ``[batch, 3, image, image]`` to logits ``[batch, classes]``, with ``stages`` blocks in the four stages."""
+    """Images ``[batch, 3, image, image]`` to logits ``[batch, classes]``, with ``stages`` blocks in the four stages, that
+    halve the image in their 1x1 or 3x3 convolution."""
 
-    def __init__(self, stages: tuple[int, ...], classes: int = 1000, late_stride: bool = False) -> None:
+    def __init__(self, stages: tuple[int, ...], classes: int = 1000, halve: int = 1) -> None:
         super().__init__()
         layers = [*convolution(3, WIDTHS[0], 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, padding=1)]
         channels = WIDTHS[0]
         for stage, (count, width) in enumerate(zip(stages, WIDTHS, strict=True)):
             for i in range(count):
-                layers.append(Bottleneck(channels, width, 2 if stage and not i else 1, late_stride))
+                layers.append(Bottleneck(channels, width, 2 if stage and not i else 1, halve))
                 channels = EXPANSION * width
         layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes)]
         self.layers = nn.Sequential(*layers)
@@ -71,15 +73,15 @@ class ResNet(nn.Module):
         return logits
 
 
-def build(
-    *, stages: str, batch_size: int = 32, image: int = 224, classes: int = 1000, late_stride: bool = False
-) -> Parts:
+def build(*, stages: str, batch_size: int = 32, image: int = 224, classes: int = 1000, halve: int = 1) -> Parts:
     """See ``_images.classifier``.
 
     Args:
         stages: the blocks of the four stages, as in "3-4-6-3".
-        late_stride: the image is halved as torchvision does.
+        halve: 1 or 3, the size of the convolution that halves the image.
     """
+    if halve not in (1, 3):
+        raise WorkloadError(f"workload.halve: expected 1 or 3, got {halve!r}")
     if not re.fullmatch(r"[1-9]\d*(-[1-9]\d*){3}", str(stages)):
         raise WorkloadError(f"workload.stages: expected four numbers of blocks as in '3-4-6-3', got {stages!r}")
-    return classifier(ResNet(tuple(map(int, stages.split("-"))), classes, late_stride), batch_size, image)
+    return classifier(ResNet(tuple(map(int, stages.split("-"))), classes, halve), batch_size, image)
