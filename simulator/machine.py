@@ -68,7 +68,8 @@ class Machine:
             if getattr(self, name) < 1:
                 raise FormatError(f"machine.{name}: expected a positive integer, got {getattr(self, name)}")
         for name in ("copy_latency_ns", "host_bytes", "launch_ns", "issue_ns", "wait_ns", "malloc_ns", "free_ns",
-                     "malloc_bytes_per_s", *DUPLEX, "switch_ns", "context_bytes", "cublas_workspace_bytes"):  # fmt: skip
+                     "malloc_bytes_per_s", *DUPLEX, "switch_ns", "context_bytes",
+                     "cublas_workspace_bytes"):  # fmt: skip
             if getattr(self, name) < 0:
                 raise FormatError(f"machine.{name}: expected an integer of at least 0, got {getattr(self, name)}")
         if self.copy_engines not in (1, 2):
