@@ -18,7 +18,7 @@ class CardPeak:
 
     Attributes:
         tensors: the program's peak.
-        loop: what the user's loop keeps and the optimizer takes besides, at the highest.
+        loop: what the loop keeps and the optimizer takes besides, at the highest; below 0 where a GPU needs less.
         workspaces: of libraries, at the highest.
         allocator: what PyTorch reserves above all that is in use at the highest.
         context: the CUDA context, kernels and handles of libraries.

@@ -23,7 +23,7 @@ from simulator.timeline import Timeline
 
 MODULES = 8  # rows of a table in a terminal
 LITTLE = 5e-5  # overhead that counts as none
-ERROR = 0.032  # of the card's peak: mean over the published points, as `python -m experiments.measured.peaks` prints it
+ERROR = 0.029  # of the card's peak: mean over the published points, as `python -m experiments.measured.peaks` prints it
 DEAR = 1.0  # overhead above which a plan is not what to do first
 
 

@@ -138,7 +138,7 @@ def test_what_fits() -> None:
     found = card_peak(captured, MACHINE, memory_bytes=reserved)
     assert found.limit == found.tensors
     half = card_peak(captured, MACHINE, memory_bytes=reserved // 2)
-    assert not half.fits and half.limit < found.tensors // 2
+    assert not half.fits and 1 < half.limit < found.tensors * 6 // 10
     with pytest.raises(ValueError, match="no memory was asked about"):
         _ = card_peak(captured, MACHINE).limit
     growing = card_peak(captured, MACHINE, expandable_segments=True)
