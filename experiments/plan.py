@@ -85,7 +85,7 @@ def main(cfg: DictConfig) -> None:
             captures.begin(workload or {}, machine, look, memory)
         get_ready(machine, mode)
         program, origins, card = _program(cfg, machine, memory) if captures is None else captures.step()
-        limit = limit_bytes(cfg.memory, program, "memory") if card is None else card.for_tensors(memory or 0)
+        limit = limit_bytes(cfg.memory, program, "memory") if card is None else card.limit
         task, seconds = (program, machine, limit), seconds or max(PER_KERNEL * len(program.kernels), LEAST)
         with report.RunDirectory(cli.path(cfg, "out"), f"plan-{program.name}") as out:
             if captures is not None and look:

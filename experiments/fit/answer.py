@@ -23,7 +23,7 @@ from simulator.timeline import Timeline
 
 MODULES = 8  # rows of a table in a terminal
 LITTLE = 5e-5  # overhead that counts as none
-ERROR = 0.032  # of the card's peak: mean over the published points, as `python -m experiments.measured.peaks` prints it
+ERROR = 0.029  # of the card's peak: mean over the published points, as `python -m experiments.measured.peaks` prints it
 DEAR = 1.0  # overhead above which a plan is not what to do first
 
 
@@ -122,13 +122,14 @@ class Answer:
 
 def verdict(a: Answer) -> str:
     """The answer in a sentence or two."""
-    peak = a.program.peak_bytes
+    of_card = a.card is not None and a.memory is not None
+    need, there = (a.card.nbytes, a.memory) if of_card else (a.program.peak_bytes, a.limit)  # type: ignore[union-attr]
+    what = "the card counts" if of_card else "the peak is"
     if a.fits:
         return (
-            f"It fits without a plan: the peak is {size(peak)}, {peak / a.limit:.0%} of {size(a.limit)}. Nothing is "
-            "worth doing."
+            f"It fits without a plan: {what} {size(need)}, {need / there:.0%} of {size(there)}. Nothing is worth doing."
         )
-    over = f"the peak is {size(peak)}, {size(peak - a.limit)} more than the {size(a.limit)} that there are"
+    over = f"{what} {size(need)}, {size(max(need - there, 0))} more than the {size(there)} that there are"
     if a.best is None or a.best.plan is None:
         if a.least_bytes > a.limit:
             least = f"even with every tensor away whenever it is not used the step needs {size(a.least_bytes)}"
@@ -305,7 +306,7 @@ def shown(a: Answer) -> RenderableType:
     program = a.program
     lines: list[RenderableType] = [
         Text(f"{program.name} on {a.machine.name}: {len(program.kernels):,} kernels, {program.ideal_ns / 1e6:,.1f} ms "
-             f"a step; memory {size(a.limit)}"),
+             f"a step; memory {size(a.memory or a.limit)}"),
         Text(verdict(a), style="bold"),
         Text(""),
     ]  # fmt: skip
