@@ -132,7 +132,11 @@ class Plan:
             raise PlanError(
                 f"the plan is for another program (fingerprint {self.fingerprint[:12]}, "
                 f"{program.name!r} has {program.fingerprint[:12]})"
-                + ("; only times differ: plan.retimed(program)" if self.structure == program.structure else "")
+                + (
+                    "; only times differ: Plan.retimed, retime=true of experiments.evaluate"
+                    if self.structure == program.structure
+                    else ""
+                )
             )
         try:
             program.chosen(self.variants)

@@ -99,8 +99,8 @@ def _renumbered(plan: Plan, old: Program, new: Program, at: Sequence[int]) -> Pl
     if old is new:
         return plan
     moved = tuple(d if isinstance(d, Rerun) else replace(d, tensor=at[d.tensor]) for d in plan.decisions)
-    named = {"fingerprint": new.fingerprint, "structure": new.structure} if plan.fingerprint else {}
-    return replace(plan, decisions=moved, **named)
+    named = Plan.of(new, ()) if plan.fingerprint else Plan()
+    return replace(plan, decisions=moved, fingerprint=named.fingerprint, structure=named.structure)
 
 
 def _matched(keys: Sequence[Hashable], others: Sequence[Hashable]) -> dict[int, int]:
