@@ -238,7 +238,7 @@ def _plan(
 
     program = captured.program
     if program.peak_bytes <= limit:
-        return Plan((), program.fingerprint, "", limit, machine.name), None
+        return Plan.of(program, (), "", limit, machine.name), None
     stays = isinstance(planner, str) and "min_bytes" in agents.options(planner)
     options = {"min_bytes": small(program)} if stays else {}
     least = least_residency(program, options.get("min_bytes", 0))

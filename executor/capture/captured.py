@@ -13,8 +13,8 @@ from torch.utils._pytree import TreeSpec
 from executor.capture.algorithms import convolution_of, with_algorithms
 from executor.capture.kernel_times import Precision, kernel_ns
 from executor.capture.numbers import Numbers
-from executor.capture.roofline import scaled
 from executor.capture.state import Home
+from simulator.kernel_times import scaled
 from simulator.machine import Machine
 from simulator.program import Program
 from simulator.report import Origins, Place

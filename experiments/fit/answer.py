@@ -11,8 +11,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from agents.other_times import Spread
 from experiments.common import report
 from experiments.common.report import Row
+from experiments.fit.times import Times, ranged, said as said_of
 from experiments.plotting.palette import label
 from simulator.card import CardPeak, reserved_bytes
 from simulator.machine import Machine
@@ -90,6 +92,8 @@ class Answer:
         seconds: of wall-clock time, all in all.
         card: the parts of what the card counts without a plan, where ``memory`` is bytes of the card, of which
             ``limit`` is left for tensors; None: the limit is a fraction of the tensors' peak.
+        times: what is known of the kernel times; None: nothing.
+        spread: what the recommended plan costs under other times; None: there is no plan, or it is not known.
     """
 
     program: Program
@@ -106,6 +110,8 @@ class Answer:
     seconds: float
     card: CardPeak | None = None
     memory: int | None = None
+    times: Times | None = None
+    spread: Spread | None = None
 
     @property
     def fits(self) -> bool:
@@ -139,7 +145,7 @@ def verdict(a: Answer) -> str:
         return f"It does not fit: {over}, and {least}.{_instead(a)}"
     more = overhead(a.best)
     cost = f"takes {percent(more)[1:]} more time" if more >= LITTLE else "costs no time"
-    return f"It fits with a plan that {cost}: {over}." + (
+    return f"It fits with a plan that {cost}{ranged(a.spread)}: {over}." + (
         _instead(a) if overhead(a.best) > max(DEAR, a.largest.micro_overhead) else ""
     )
 
@@ -216,6 +222,14 @@ def moment(peak: Peak) -> str:
     module, line = peak.place or ("", "")
     where = [f"in module {module}" if module else "", f"at {line}" if line else ""]
     return ", ".join([f"kernel {peak.kernel} ({peak.name}), {peak.phase}", *filter(None, where)])
+
+
+def uncertainty(a: Answer) -> list[str]:
+    """Sentences about the kernel times."""
+    if a.times is None:
+        return []
+    sure = a.spread is None or a.times.error is None
+    return [a.times.said] if sure else [a.times.said, said_of(a.spread, a.times.error)]  # type: ignore[arg-type]
 
 
 def batches(a: Answer) -> list[str]:
@@ -328,6 +342,7 @@ def shown(a: Answer) -> RenderableType:
         lines.append(table)
     if a.best is not None:
         lines.append(Text(f"The plan: {moves(a)}", style="bold"))
+    lines += [Text(line) for line in uncertainty(a)]
     return Group(*lines)
 
 

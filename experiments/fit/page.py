@@ -94,6 +94,8 @@ def page(a: Answer, before: Timeline, after: Timeline | None, command: str) -> s
     if a.best is not None:
         parts += ["<h2>The recommended plan</h2>", _p(words.moves(a)), _p(
             f"By {label(a.page.planner)}; it needs {size(a.page.least_bytes)}.", "faint")]  # fmt: skip
+    if sentences := words.uncertainty(a):
+        parts += ["<h2>How sure the times are</h2>", *map(_p, sentences)]
     parts += ["<h2>How to run it</h2>", f"<pre>{escape(_code(a))}</pre>", _p(
         "Beside this page: "
         + ("plan.json, " if a.best else "")
