@@ -92,7 +92,8 @@ def main(cfg: DictConfig) -> None:
         if captures is None:
             program, origins, card = _program(times.lasting(cli.program(cfg, machine), known), machine, memory)
         else:
-            program, origins, card = captures.step()
+            program, origins, card, arithmetic = captures.step()
+            known = replace(known, said=f"{known.said} {arithmetic}".strip())
         limit = limit_bytes(cfg.memory, program, "memory") if card is None else card.limit
         task, seconds = (program, machine, limit), seconds or max(PER_KERNEL * len(program.kernels), LEAST)
         with report.RunDirectory(cli.path(cfg, "out"), f"plan-{program.name}") as out:

@@ -121,12 +121,11 @@ def planned(
     Raises:
         Infeasible: no search has a plan.
     """
-    task, found = (program, machine, limit), []
+    task = program, machine, limit
     planners: list[agents.Planner] = [
         report.made(name, mode="joint", calls=calls, seed=seed, min_bytes=small(program)) for name in searches
     ]
-    for planner in planners:
-        found.append(_best(planner, task, seed))
+    found = [_best(planner, task, seed) for planner in planners]
     if error is not None:
         starts = [best.plan for best in found if best.plan is not None]
         found.append(_best(ForFaster(starts, error, calls, min_bytes=small(program), seed=seed), task, seed))
