@@ -34,8 +34,8 @@ FORKS = sys.platform == "linux"  # elsewhere system libraries may not stand it
 
 
 class Step(NamedTuple):
-    """What planning needs of a capture; ``card``: of the memory that was asked about, None where none was; a sentence on
-    the types of its arithmetic."""
+    """What planning needs of a capture; ``card``: of the memory that was asked about, None where none was;
+    ``arithmetic``: a sentence on its types."""
 
     program: Program
     origins: Origins
