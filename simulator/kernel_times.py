@@ -1,8 +1,8 @@
 """KernelTimes: the coefficients of a model of kernel times, fitted to one architecture's published measurements.
 
-The model itself needs the operators' shapes and stands in executor/capture/kernel_times.py; here is what a machine's file
-says of its GPU. A share is of the machine's peak: of ``flops_per_s`` for arithmetic, of ``memory_bytes_per_s`` for
-traffic. What each is fitted to, and with which error: experiments/measured/README.md.
+The model itself needs the operators' shapes and stands in executor/capture/kernel_times.py; here is what a machine's
+file says of its GPU. A share is of the machine's peak: of ``flops_per_s`` for arithmetic, of ``memory_bytes_per_s``
+for traffic. What each is fitted to, and with which error: experiments/measured/README.md.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ class KernelTimes:
     source: str  # what they are fitted to, as `plan` prints it
     error: float  # standard deviation of ln(measured / modelled), kernels of at least 20 us
     step_error: float  # by how much the sum over a step may be off, of itself
+    launch_ns: int  # of kernels that follow one another: the time of the shortest
     multiprocessors: int
     elementwise: float  # of the bandwidth: whatever reads and writes each byte once
     multi_tensor: float  # of the bandwidth: updates of many parameters in one kernel (foreach, fused)
@@ -68,6 +69,6 @@ class KernelTimes:
         return cls(**fields(data, "machine.kernel_times", kinds, {}))
 
 
-_TYPES: dict[str, type] = {"source": str, "multiprocessors": int}
-_RANGES = {"multiprocessors": (0, 1024), "winograd": (0.0, 4.0), "conv_channels": (0.0, 1024.0),
-           "norm_channels": (0.0, 64.0), "error": (0.0, 3.0)}  # fmt: skip
+_TYPES: dict[str, type] = {"source": str, "launch_ns": int, "multiprocessors": int}
+_RANGES = {"launch_ns": (-1, 1_000_000), "multiprocessors": (0, 1024), "winograd": (0.0, 4.0),
+           "conv_channels": (0.0, 1024.0), "norm_channels": (0.0, 64.0), "error": (0.0, 3.0)}  # fmt: skip

@@ -54,7 +54,7 @@ class Machine:
     concurrency: float = 1.0  # speed of all kernels that run at once together, where one alone has 1
     # Fraction of the roofline that kernels reach, by kernel kind; "default" for the kinds not named.
     efficiency: dict[str, float] = field(default_factory=dict)
-    kernel_times: KernelTimes | None = None  # a model fitted to measurements, where there are some, for captured kernels
+    kernel_times: KernelTimes | None = None  # of captured kernels; None: the roofline's
 
     def __post_init__(self) -> None:
         for name in ("memory_bytes", "h2d_bytes_per_s", "d2h_bytes_per_s", "memory_bytes_per_s", "alignment"):
@@ -107,27 +107,18 @@ class Machine:
         mapped = -(-nbytes * 1_000_000_000 // self.malloc_bytes_per_s) if self.malloc_bytes_per_s else 0
         return mallocs * self.malloc_ns + frees * self.free_ns + mapped
 
-    def rate(self, dtype: str) -> int:
-        """FLOP/s of a type; float32's where the GPU has none for it, as such types are emulated in float32.
-
-        Raises:
-            FormatError: there is no figure for float32 either.
-        """
-        found = self.flops_per_s.get(dtype, self.flops_per_s.get("float32"))
-        if found is None:
-            raise FormatError(f"machine.flops_per_s: {self.name} has no figure for {dtype}")
-        return found
-
     def kernel_ns(self, kind: str, flops: int, nbytes: int, dtype: str = "float32") -> int:
         """Roofline: max(flops / peak, bytes / bandwidth) at the kind's efficiency, plus the launch.
 
         Raises:
-            FormatError: see ``rate``.
+            FormatError: the machine has no figure for ``dtype``.
         """
         part = self.efficiency.get(kind, self.efficiency.get("default", 1.0))
         seconds = nbytes / self.memory_bytes_per_s
         if flops:
-            seconds = max(seconds, flops / self.rate(dtype))
+            if dtype not in self.flops_per_s:
+                raise FormatError(f"machine.flops_per_s: {self.name} has no figure for {dtype}")
+            seconds = max(seconds, flops / self.flops_per_s[dtype])
         return self.launch_ns + round(seconds / part * 1e9)
 
     def to_dict(self) -> dict[str, Any]:

@@ -102,6 +102,7 @@ class Captured:
     def _multi_tensor(self) -> bool:
         """Do all optimizers update many parameters in a kernel, as PyTorch's do on a GPU unless told otherwise?"""
         return all(
-            type(optimizer).__module__.startswith("torch.optim") and "foreach" in group and group["foreach"] is not False
-            for optimizer, groups in self.settings for group in groups
-        )  # fmt: skip
+            type(optimizer).__module__.startswith("torch.optim") and group.get("foreach", False) is not False
+            for optimizer, groups in self.settings
+            for group in groups
+        )

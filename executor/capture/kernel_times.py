@@ -25,6 +25,7 @@ from torch import fx
 
 from executor.capture.algorithms import Convolution, Pass, convolution_of
 from executor.capture.operators import arguments
+from simulator.files import FormatError
 from simulator.kernel_times import KernelTimes
 from simulator.machine import Machine
 from simulator.program import Kernel
@@ -40,19 +41,22 @@ TENSOR_CORES = frozenset({"tf32", "bfloat16", "float16"})
 class Precision:
     """What PyTorch's flags let float32 operators run in."""
 
-    conv_tf32: bool  # torch.backends.cudnn.allow_tf32; PyTorch's default
-    matmul_tf32: bool  # torch.backends.cuda.matmul.allow_tf32, torch.set_float32_matmul_precision
+    conv_tf32: bool  # torch.backends.cudnn.conv.fp32_precision, torch.backends.cudnn.allow_tf32; PyTorch's default
+    matmul_tf32: bool  # torch.backends.cuda.matmul.…, torch.set_float32_matmul_precision
 
     @classmethod
     def now(cls) -> Precision:
-        return cls(torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision() != "highest")
+        backends: Any = torch.backends
+        return cls(backends.cudnn.conv.fp32_precision == "tf32", backends.cuda.matmul.fp32_precision == "tf32")
 
     def arithmetic(self, kind: str, dtype: torch.dtype, machine: Machine) -> str:
-        """The type that a kernel of ``kind`` multiplies in, as ``Machine.flops_per_s`` names it."""
+        """The type that a kernel of ``kind`` multiplies in, as ``Machine.flops_per_s`` names it; float32 where the
+        machine has no figure for its own, as it is then emulated."""
         tf32 = self.conv_tf32 if kind == "conv" else self.matmul_tf32
         if dtype == torch.float32 and tf32 and kind in ("conv", "matmul", "rnn") and "tf32" in machine.flops_per_s:
             return "tf32"
-        return str(dtype).removeprefix("torch.")
+        name = str(dtype).removeprefix("torch.")
+        return name if name in machine.flops_per_s else "float32"
 
 
 def kernel_ns(
@@ -65,7 +69,7 @@ def kernel_ns(
         multi_tensor: it is part of a kernel that updates many parameters.
 
     Raises:
-        FormatError: the machine has no figure for float32, in which types that it does not name are emulated.
+        FormatError: the machine has no figure for float32.
     """
     if not nodes or not (kernel.flops or kernel.bytes):
         return 0  # nothing is launched
@@ -78,7 +82,9 @@ def kernel_ns(
         return round(kernel.bytes / (bandwidth * times.multi_tensor) * 1e9)
     name = nodes[0].target._overloadpacket.__name__  # type: ignore[union-attr]
     backward = "backward" in name
-    rate = machine.rate(dtype) if kernel.flops else 1
+    rate = machine.flops_per_s.get(dtype, 0)
+    if kernel.flops and not rate:
+        raise FormatError(f"machine.flops_per_s: {machine.name} has no figure for {dtype}")
     if kernel.kind == "conv":
         seconds = _convolution(kernel, nodes[0], times, rate, bandwidth, dtype)
     elif kernel.kind == "matmul":
@@ -100,12 +106,10 @@ def kernel_ns(
         if kernel.flops:
             share = times.matmul if dtype in TENSOR_CORES else times.matmul_float32
             seconds = max(seconds, kernel.flops / (rate * share))
-    return machine.launch_ns + round(seconds * 1e9)
+    return times.launch_ns + round(seconds * 1e9)
 
 
-def _convolution(
-    kernel: Kernel, node: fx.Node, times: KernelTimes, rate: int, bandwidth: int, dtype: str
-) -> float:
+def _convolution(kernel: Kernel, node: fx.Node, times: KernelTimes, rate: int, bandwidth: int, dtype: str) -> float:
     """Seconds of all passes of a convolution."""
     found = convolution_of(node)
     if found is None:  # grouped, transposed, 1-D or 3-D: as it moves its operands once, without tensor cores
@@ -144,7 +148,7 @@ def _pass(c: Convolution, what: Pass, times: KernelTimes, tensor_cores: bool) ->
 
 def _norm(kernel: Kernel, node: fx.Node, times: KernelTimes, backward: bool) -> float:
     """Bytes over the share of the bandwidth at which they pass."""
-    meta = _given(node)["input"].meta["tensor_meta"]
+    meta = _largest(node)
     nbytes = prod(meta.shape) * meta.dtype.itemsize
     batch_norm = "batch_norm" in str(node.target)
     moved = max(nbytes * ((5 if backward else 3) if batch_norm else (5 if backward else 2)), kernel.bytes)
@@ -166,6 +170,12 @@ def _metas(node: fx.Node) -> list[Any]:
     """Of its arguments, lists of them included."""
     found = (n.meta.get("tensor_meta") for n in node.all_input_nodes)
     return [meta for meta in found if hasattr(meta, "dtype")]
+
+
+def _largest(node: fx.Node) -> Any:
+    """The largest of its arguments and result."""
+    own = [meta] if hasattr(meta := node.meta.get("tensor_meta"), "dtype") else []
+    return max(_metas(node) + own, key=lambda meta: prod(meta.shape))
 
 
 def _dtype(node: fx.Node) -> torch.dtype:

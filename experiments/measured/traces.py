@@ -2,8 +2,8 @@
 
 A trace is a CSV file: stage, operator and microseconds of every outermost operator of a step, in the order of their
 calls (tests/data/measured/README.md). An operator may be several of our kernels (a cross entropy, the gradients of a
-linear layer), and many of ours one of a GPU's (an update with ``foreach``); its time is shared out by the model's times.
-What was not recorded (autograd's own sums of gradients) keeps the model's time.
+linear layer), and many of ours one of a GPU's (an update with ``foreach``); its time is shared out by the model's
+times. What was not recorded (autograd's own sums of gradients) keeps the model's time.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_map_only
 from executor.capture.capture import Captured, capture
 from experiments import ctrl_c_waits
 from experiments.workloads.module import Parts, WorkloadError, leading, with_batch
+from simulator.files import FormatError
 from simulator.machine import Machine
 
 __all__ = ["WorkloadError", "batch_of", "build", "load"]
@@ -59,6 +60,8 @@ def load(workload: Mapping[str, Any], machine: Machine, batch: int | None = None
     algorithms = workload.get("algorithms", False)
     if not isinstance(algorithms, bool):
         raise WorkloadError(f"workload.algorithms: expected true or false, got {algorithms!r}")
+    if (dtype := workload.get("dtype", "float32")) not in machine.flops_per_s and dtype in _DTYPES:
+        raise FormatError(f"machine.flops_per_s: {machine.name} has no figure for {dtype}")
     with ctrl_c_waits():  # amid PyTorch's C++ it may abort the process
         captured = capture(*parts, machine=machine, name=str(workload.get("name") or type(parts[0]).__name__))
     iteration_ns = None if measured is None or batch is not None else round(measured * 1e6)

@@ -6,9 +6,9 @@ of one and before a linear layer: 3-4-6-3 is He's ResNet50, 3-4-23-3 ResNet101 a
 (2018, section 4.2) goes deeper in the third stage only: 6-32-n3-6 in the program that its authors released.
 
 Stages 2 to 4 halve the image in their first 1x1 convolution, as in the paper; torchvision halves it in the 3x3
-convolution (``halve=3``), which keeps larger images and no other number of parameters. Shortcuts are identities, but for 1x1
-convolutions with batch-norm where the shape changes (He's option B). Parameters: 25,557,032, 44,549,160 and 60,192,808,
-as torchvision documents for its own.
+convolution (``halve=3``), which keeps larger images and no other number of parameters. Shortcuts are identities, but
+for 1x1 convolutions with batch-norm where the shape changes (He's option B). Parameters: 25,557,032, 44,549,160 and
+60,192,808, as torchvision documents for its own.
 
 ReLU is in place, as in He's and torchvision's: batch-norm keeps its input for the backward pass and ReLU its output.
 """

@@ -60,7 +60,7 @@ def test_what_may_be_left_out():
     assert Machine.from_dict(GOOD) == Machine(
         "m", 100, 10**9, 10**9, copy_latency_ns=10_000, copy_engines=2, host_bytes=68_719_476_736, alignment=512,
         flops_per_s={}, memory_bytes_per_s=1, launch_ns=5_000, issue_ns=0, wait_ns=0, copy_contention=0.0, malloc_ns=0,
-        free_ns=0, malloc_bytes_per_s=0, efficiency={}, switch_ns=0, concurrency=1.0,
+        free_ns=0, malloc_bytes_per_s=0, efficiency={}, kernel_times=None, switch_ns=0, concurrency=1.0,
     )  # fmt: skip
 
 
