@@ -3,6 +3,7 @@
 1. *Traces*: NAME.csv (traces.py) with NAME.yaml, which says of which network, on what, and whose it is.
 2. *Contributed*: NAME.json (executor/capture/contributed.py), as ``python -m experiments.measured profile`` writes it.
 3. *By kind*: the V100's, of which only sums over kinds of kernels are published.
+4. *Published*: steps.csv, whole steps of which only the time is, or the images per second.
 
 ``control`` is what was said before the model of time per kind: one roofline for all, float32's rate for every kernel, 5 us
 for a launch.
@@ -39,7 +40,12 @@ LEAST_US = 20.0  # of a kernel that is compared by itself
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": partial(torch.optim.SGD, momentum=0.9), "Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW,
 }  # fmt: skip
-RESNET50 = {"family": "resnet_imagenet", "stages": "3-4-6-3", "halve": 3}
+NETWORKS: dict[str, dict[str, Any]] = {
+    "resnet50": {"family": "resnet_imagenet", "stages": "3-4-6-3", "halve": 3},
+    "vgg13": {"family": "vgg_imagenet", "depth": 13, "pooled": True},
+}  # fmt: skip
+# Machines that are measured and no preset: the nearest, and what differs (data sheet, SXM4).
+VARIANTS = {"a100_80gb": ("a100_40gb", {"memory_bytes": 85_899_345_920, "memory_bytes_per_s": 2_039_000_000_000})}
 
 
 class Beside(NamedTuple):
@@ -119,10 +125,16 @@ class Trace:
 
 
 @cache
-def _captured(network: tuple[tuple[str, Any], ...], optimizer: str) -> Captured:
+def _captured(
+    network: tuple[tuple[str, Any], ...], optimizer: str, half: bool = False, channels_last: bool = False
+) -> Captured:
     with torch.device("meta"):
         model, loss_fn, _, batch = workloads.build(dict(network))
-        return capture(model, loss_fn, OPTIMIZERS[optimizer](model.parameters()), batch)
+        if channels_last:
+            model, x = model.to(memory_format=torch.channels_last), batch[0]
+            batch = x.to(memory_format=torch.channels_last), batch[1]
+        optimizing = OPTIMIZERS[optimizer](model.parameters())
+        return capture(model, loss_fn, optimizing, batch, autocast=torch.float16 if half else None)
 
 
 def machine_of(name: str) -> Machine:
@@ -204,7 +216,7 @@ _KINDS = {
 def v100() -> tuple[Captured, dict[str, list[int]], dict[str, float]]:
     """The step that was profiled on a V100, its kernels by kind, and the measured microseconds of each kind."""
     captured = replace(
-        _captured(tuple(sorted({**RESNET50, "batch_size": 32}.items())), "SGD"), precision=Precision(False, False)
+        _captured(tuple(sorted({**NETWORKS["resnet50"], "batch_size": 32}.items())), "SGD"), precision=Precision(False, False)
     ).on(Machine.load("v100"))
     kinds: dict[str, list[int]] = defaultdict(list)
     for i, kernel in enumerate(captured.program.kernels):
@@ -224,6 +236,47 @@ def by_kind() -> list[Beside]:
                sum(old[k] for k in kinds.get(kind, ())) / 1e3)
         for kind, us in measured.items()
     ]  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------ whole steps
+
+
+class Published(NamedTuple):
+    """A step of which only its time is published, in milliseconds.
+
+    Attributes:
+        what: "sum of kernels", or "iteration": with what the host and the loader add.
+    """
+
+    name: str
+    machine: str
+    what: str
+    measured: float
+    ours: float
+    control: float
+
+
+def published() -> list[Published]:
+    """The steps of steps.csv; float16 is autocast."""
+    found = []
+    with (traces.DATA / "steps.csv").open() as file:
+        for row in csv.DictReader(file):
+            machine, precision = _variant(row["machine"]), row["precision"]
+            network = tuple(sorted({**NETWORKS[row["network"]], "batch_size": int(row["batch"])}.items()))
+            captured = replace(
+                _captured(network, row["optimizer"], precision == "float16", row["layout"] == "nhwc"),
+                precision=Precision(conv_tf32=precision == "tf32", matmul_tf32=False),
+            ).on(machine)
+            name = f"{row['network']}, {row['batch']}, {precision}, {row['layout'].upper()}"
+            ours, old = captured.program.ideal_ns / 1e6, sum(before(captured, machine)) / 1e6
+            found.append(Published(name, row["machine"], row["kind"], float(row["ms"]), ours, old))
+    return found
+
+
+def _variant(name: str) -> Machine:
+    """A preset, or what differs from one."""
+    near, changes = VARIANTS.get(name, (name, {}))
+    return replace(machine_of(near), name=name, **changes)
 
 
 # ------------------------------------------------------------------------------------------ errors
