@@ -73,6 +73,11 @@ class Captured:
     owners: tuple[str, ...]
     precision: Precision  # PyTorch's flags at the capture
     micro: tuple[MicroBatch, ...] = ()  # where the step is of several, which come one by one or together
+    # Of the program's tensors those of the model's result, which a loop keeps until kernel ``kept_until`` of the next
+    # step, and those that are ``.grad`` of parameters when an optimizer steps.
+    kept: tuple[int, ...] = ()
+    kept_until: int = 0
+    gradients: tuple[int, ...] = ()
 
     @property
     def origins(self) -> Origins:

@@ -6,11 +6,11 @@ From what it saw it builds the program. Lifetimes are eager PyTorch's, not the g
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tag, Tensor, fx
@@ -18,6 +18,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.experimental.proxy_tensor import autograd_would_have_decomposed, get_proxy_mode
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_leaves
 
@@ -39,6 +40,31 @@ from executor.capture.places import Places
 from executor.capture.state import Entry
 from simulator.program import Kernel, Phase, Program, Tensor as Storage, TensorKind
 from simulator.report import Place
+
+
+T = TypeVar("T")
+
+
+def noted(result: T) -> T:
+    """Tells the recorder that is at work what a model has returned; it is not held."""
+    for mode in _python_dispatch._get_current_dispatch_mode_stack():
+        if isinstance(mode, Recorder):
+            mode.note_outputs(tensors_in(result))
+    return result
+
+
+def tensors_in(value: Any, depth: int = 6) -> Iterator[Tensor]:
+    """Tensors of a model's result, in containers and objects such as transformers' caches."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth and isinstance(value, (list, tuple, set)):
+        for part in value:
+            yield from tensors_in(part, depth - 1)
+    elif depth and isinstance(value, Mapping):
+        for part in value.values():
+            yield from tensors_in(part, depth - 1)
+    elif depth and hasattr(value, "__dict__") and not isinstance(value, (type, torch.nn.Module)):
+        yield from tensors_in(vars(value), depth - 1)
 
 
 @dataclass(slots=True)
@@ -79,6 +105,7 @@ class Recorder(TorchDispatchMode):
         self.drawn = self.drawing = -1  # operator that drew last; that after whose draws the random state is now
         self.draws: dict[int, int] = {}  # operator -> where it begins, if not where the last one ended
         self.micro: list[tuple[int, fx.Node, int, bool]] = []  # ends of micro-batches, by operators (MicroBatch)
+        self.outputs: tuple[int, list[int]] = (0, [])  # operators when the model returned, storages of its result
         self._optional = self._asking = False
         self._index: dict[StorageWeakRef, int] = {}
         self._live: dict[int, StorageWeakRef] = {}
@@ -192,6 +219,24 @@ class Recorder(TorchDispatchMode):
             storage = None if p.grad is None else self._index.get(StorageWeakRef(p.grad.untyped_storage()))
             if storage is not None:
                 self.gradients[storage] = self._storage(p)
+
+    def note_outputs(self, outputs: Iterable[Tensor]) -> None:
+        """The model has returned these."""
+        self.outputs = len(self.ops), [self._storage(x) for x in outputs]
+
+    def user_holds(self, values: dict[fx.Node, int], program: Program) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
+        """Tensors of the model's result, the first kernel after it, and tensors that are gradients of parameters."""
+        index = {s: values[node] for node, s in self.values.items() if node in values}
+        done, outputs = self.outputs
+        launched = sum(op.launches for op in self.ops[:done])
+        kernels = [k for k, kernel in enumerate(program.kernels) if kernel.name != "marker"]
+        held = {index[s] for s in outputs if s in index}
+        mine = {index[s] for s in self.gradients if s in index}
+        return (
+            tuple(sorted(t for t in held if not program.tensors[t].persistent)),
+            kernels[launched] if launched < len(kernels) else len(program.kernels),
+            tuple(sorted(t for t in mine if not program.tensors[t].persistent)),
+        )
 
     @contextmanager
     def optional(self, skipped: Tensor) -> Iterator[None]:
