@@ -30,8 +30,8 @@ from simulator.program import Kernel, KernelKind, Phase
 
 FORMAT = "measured/1"
 # Measured rates of a machine, as its file names them.
-RATES = ("memory_bytes", "h2d_bytes_per_s", "d2h_bytes_per_s", "duplex_bytes_per_s", "copy_latency_ns", "copy_engines",
-         "launch_ns", "issue_ns", "wait_ns")  # fmt: skip
+RATES = ("memory_bytes", "h2d_bytes_per_s", "d2h_bytes_per_s", "duplex_h2d_bytes_per_s", "duplex_d2h_bytes_per_s",
+         "copy_latency_ns", "copy_engines", "launch_ns", "issue_ns", "wait_ns")  # fmt: skip
 MANY = ("_foreach_", "_fused_")  # what updates many parameters in a kernel is called
 MOST = 2**60  # of a size, a count, or ns
 
@@ -83,9 +83,9 @@ class Contributed:
         cuda, cudnn: versions; "" without.
         cache, event_ns: as of ``Profile``.
         operators: each once; ``kernels``: in order, (operator, phase, ns, workspace in bytes).
-        rates: those of RATES, as ``executor.calibrate`` measures them.
+        rates: of RATES, as ``executor.calibrate`` measures them.
         step_ns: an eager step, the median.
-        context_bytes: of the GPU, that a process takes before its first tensor.
+        context_bytes: of the GPU, that a process takes besides tensors (executor/memory/context.py).
         reserved_bytes, allocated_bytes: peaks of PyTorch's allocator in the first steps.
     """
 
@@ -151,7 +151,7 @@ class Contributed:
         for key in _FIGURES:
             top[key] = None if top[key] is None else _count(top[key], f"measured.{key}")
         if top["rates"] is not None:
-            top["rates"] = fields(top["rates"], "measured.rates", dict.fromkeys(RATES, int), {})
+            fields(top["rates"], "measured.rates", {}, dict.fromkeys(RATES, (int, 0)))
             for key, rate in top["rates"].items():
                 _count(rate, f"measured.rates.{key}")
         top["operators"] = tuple(_operator(o, f"measured.operators[{i}]") for i, o in enumerate(top["operators"]))
@@ -211,7 +211,7 @@ def contribution(
         source, licence, workload, profile.device, profile.machine, profile.torch,
         (torch.version.cuda or "") if cuda else "", str(torch.backends.cudnn.version() or "") if cuda else "",
         captured.precision, profile.cache, profile.event_ns, tuple(operators), tuple(kernels),
-        None if rates is None else {key: getattr(rates, key) for key in RATES},
+        None if rates is None else {key: value for key, value in rates.to_dict().items() if key in RATES},
         step_ns, context_bytes, reserved_bytes, allocated_bytes,
     )  # fmt: skip
     return Contributed.from_dict(found.to_dict())

@@ -1,5 +1,5 @@
-"""What a CUDA context takes of a GPU: memory that every process has there before its first tensor, and that PyTorch's
-allocator does not count."""
+"""What a process takes of a GPU besides tensors, which PyTorch's allocator does not count: the CUDA context, kernels that
+were loaded, and the handles of libraries (``Machine.context_bytes``)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class ContextError(RuntimeError):
 
 
 def context_bytes(device: str | torch.device = "cuda") -> int:
-    """Bytes that the context of one process takes of a GPU: by how much less is free once a second process has one,
-    less what that process's allocator has reserved. Nothing else may take or give memory there meanwhile.
+    """Bytes that one process takes of a GPU besides tensors: by how much less is free once a second process has trained
+    a layer there, less what its allocator has reserved. Nothing else may take or give memory there meanwhile.
 
     Raises:
         ContextError: there is no CUDA GPU, or the second process failed.
@@ -43,8 +43,10 @@ def context_bytes(device: str | torch.device = "cuda") -> int:
 
 
 def _hold(connection: Connection, index: int) -> None:
-    """Makes a context, says what else is reserved, and waits until that was seen."""
-    torch.zeros(1, device=torch.device("cuda", index)).add_(1)
+    """Has cuDNN, cuBLAS and a context, says what is reserved besides, and waits until that was seen."""
+    device = torch.device("cuda", index)
+    layers = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Flatten(), torch.nn.Linear(8 * 36, 8)).to(device)
+    layers(torch.ones(2, 3, 8, 8, device=device)).sum().backward()
     torch.cuda.synchronize(index)
     connection.send(torch.cuda.memory_reserved(index))
     try:

@@ -22,7 +22,7 @@ MOST_BYTES = 64 * 2**20  # of a file; those of the largest networks have a few
 OTHERS = {
     '"traceEvents"': "a Chrome trace, as torch.profiler and Kineto write it",
     '"device_traces"': "an allocator snapshot of PyTorch", '"segments"': "an allocator snapshot of PyTorch",
-    '"durations_ns"': "a profile/1, which has no operators", '"transfers"': "a calibration/1",
+    '"durations_ns"': "a profile/1, which has no operators", '"transfers"': "a calibration",
 }  # fmt: skip
 WANTED = "; expected measured/1, as `python -m experiments.measured profile` writes it, or a trace as CSV"
 
@@ -62,7 +62,7 @@ def check(path: Path) -> Checked:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{path}: line {getattr(error, 'lineno', 1)}: not JSON ({error}){WANTED}") from None
-    if not isinstance(data, dict) or "format" not in data or data["format"] in ("profile/1", "calibration/1"):
+    if not isinstance(data, dict) or "format" not in data or str(data["format"]).startswith(("profile/", "calibration/")):
         raise FormatError(f"{path}: {_other(text)}{WANTED}")
     found = steps.load(path)
     assert not isinstance(found, Trace)

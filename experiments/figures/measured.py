@@ -1,0 +1,272 @@
+"""What we say beside what was measured on real GPUs: times of kernels and of whole steps, as others published or
+contributed them (tests/data/measured). No paper has this figure; the control is what was said before the model of time per
+kind: one roofline, float32's rate for every kernel, 5 us for a launch.
+
+1. Kernels are operators of a published trace, or kernels of a contributed profile; those of at least 20 us are compared one
+   by one. Sums by kind where no more is published.
+2. A step is the sum of its kernels, of those that were recorded. Published iterations have the host's part, too.
+3. The coefficients were fitted to the trace and to the sums by kind (`python -m experiments.measured fit`); how far the
+   model is off on shapes that it was not fitted to is apart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter
+from omegaconf import DictConfig
+
+from experiments.common import cli
+from experiments.common.report import Row
+from experiments.plotting.palette import CONTROL, FAINT, GRID, INK, KERNELS, OURS
+from experiments.plotting.plots import panel_grid
+from simulator.machine import Machine
+
+TITLE = "Measured on GPUs, and what we say"
+DATA = cli.CONFIGS.parent / "tests" / "data" / "measured"
+WHOLE = "steps.csv"  # of steps of which only the time is published
+PARTS = ("steps", "fit")
+STEP_BAR, KERNEL_BAR = 0.1, 0.15
+LEAST_US = 20.0
+FITTED = ("h100_resnet50.csv", "v100_resnet50_by_kind.csv")  # what coefficients are fitted to
+GPUS = {"h100": "H100", "v100": "V100", "a100_80gb": "A100 80 GB", "rtx2080ti": "RTX 2080 Ti"}
+
+
+def tasks(settings: DictConfig) -> list[Row]:
+    """One per file of measurements, then the fit."""
+    asked = cli.values(settings, "parts")
+    for part in asked:
+        if part not in PARTS:
+            raise cli.UsageError(f"figure.parts: there is no part {part!r}{cli.nearest(part, set(PARTS))}")
+    if not (DATA / WHOLE).exists():
+        raise cli.UsageError(f"{DATA} is not there: the measurements come with the repository")
+    found: list[Row] = []
+    if "steps" in asked:
+        found += [{"part": "steps", "file": path.name, "sha256": _digest(path)} for path in _files()]
+    return [*found, *({"part": part} for part in asked if part != "steps")]
+
+
+def _files() -> list[Path]:
+    """Traces, sums by kind, contributed steps, whole steps."""
+    return [*sorted(DATA.glob("*.csv")), *sorted(DATA.glob("*.json"))]
+
+
+def _digest(path: Path) -> str:
+    about = path.with_suffix(".yaml")
+    return hashlib.sha256(path.read_bytes() + (about.read_bytes() if about.exists() else b"")).hexdigest()[:12]
+
+
+def run(task: Row, machine: Machine) -> Row:
+    """Rows [name, kind, measured, ours, control], in us for kernels and kinds, in ms for whole steps; or the fit."""
+    from experiments.measured import fit, steps  # PyTorch
+
+    if task["part"] == "fit":
+        found = fit.h100()
+        assert found.held_out is not None
+        held = found.held_out
+        return {"error": found.error, "middle": found.middle,
+                "held_out": {"kernels": held.kernels, "middle": held.middle, "spread": held.spread}}  # fmt: skip
+    path = DATA / task["file"]
+    if path.name == WHOLE:
+        return {"kind": "whole", "rows": [[f"{s.machine}: {s.name}", s.what, s.measured, s.ours, s.control]
+                                          for s in steps.published()]}  # fmt: skip
+    if path.stem == steps.BY_KIND:
+        return {"kind": "kinds", "label": "v100: resnet50, 32, float32, NCHW", "rows": _plain(steps.by_kind())}
+    read = steps.load(path)
+    if isinstance(read, steps.Trace):
+        batch = read.network.get("batch_size", "")
+        label = f"{read.machine}: {read.name.partition('_')[2] or read.name}, {batch}"
+        return {"kind": "kernels", "label": label, "source": read.source, "rows": _plain(steps.of_trace(read))}
+    label = f"{read.machine}: {read.workload}"
+    return {"kind": "kernels", "label": label, "source": read.source, "step_ms": _ms(read.step_ns),
+            "rows": _plain(steps.of_contributed(read))}  # fmt: skip
+
+
+def _plain(rows: list[Any]) -> list[list[Any]]:
+    return [[row.name, row.kind, *(round(us, 3) for us in (row.measured, row.ours, row.control))] for row in rows]
+
+
+def _ms(ns: int | None) -> float | None:
+    return None if ns is None else ns / 1e6
+
+
+# ------------------------------------------------------------------------------------------ for people
+
+
+class Step(NamedTuple):
+    """A step, in ms; ``fitted``: the coefficients were fitted to it."""
+
+    name: str
+    measured: float
+    ours: float
+    control: float
+    fitted: bool
+    what: str
+
+
+def all_steps(rows: list[Row]) -> list[Step]:
+    """Every step that there is."""
+    found = []
+    for row in _of(rows, "steps"):
+        if row["kind"] == "whole":
+            found += [Step(_named(name), measured, ours, control, False, what)
+                      for name, what, measured, ours, control in row["rows"]]  # fmt: skip
+        else:
+            sums = [sum(one[i] for one in row["rows"]) / 1e3 for i in (2, 3, 4)]
+            found.append(Step(_named(row["label"]), *sums, row["file"] in FITTED, "sum of kernels"))
+    return sorted(found, key=lambda step: not step.fitted)
+
+
+def _of(rows: list[Row], part: str) -> list[Row]:
+    return [row for row in rows if row["part"] == part]
+
+
+def _named(label: str) -> str:
+    machine, _, rest = label.partition(": ")
+    rest = rest.replace("resnet50", "ResNet-50").replace("vgg13", "VGG13").replace("float", "fp").replace("tf32", "TF32")
+    return f"{GPUS.get(machine, machine)}, {rest}"
+
+
+def kernels(rows: list[Row]) -> Iterator[tuple[Row, list[list[Any]]]]:
+    """Of each file with kernels, those that are compared one by one."""
+    for row in _of(rows, "steps"):
+        if row["kind"] == "kernels":
+            yield row, [one for one in row["rows"] if one[2] >= LEAST_US]
+
+
+def off(large: list[list[Any]], column: int = 3) -> float:
+    """The median error."""
+    return median(abs(one[column] / one[2] - 1) for one in large)
+
+
+def _bar(error: float, bar: float) -> str:
+    return f"{bar:.0%}: {'reached' if error <= bar else 'missed'}"
+
+
+def table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
+    """A line per step, then per set of kernels."""
+    cells = []
+    for step in all_steps(rows):
+        error, old = step.ours / step.measured - 1, step.control / step.measured - 1
+        cells.append([f"{step.name}: {step.what}{' (fitted to it)' if step.fitted else ''}", f"{step.measured:.1f} ms",
+                      f"{step.ours:.1f} ms", f"{error:+.1%}", f"{old:+.1%}", _bar(abs(error), STEP_BAR)])  # fmt: skip
+    for row, large in kernels(rows):
+        if large:
+            cells.append([f"{_named(row['label'])}: {len(large)} kernels of at least {LEAST_US:g} us, median error", "", "",
+                          f"{off(large):.1%}", f"{off(large, 4):.1%}", _bar(off(large), KERNEL_BAR)])  # fmt: skip
+    for row in _of(rows, "fit"):
+        held = row["held_out"]
+        cells.append([f"the same, {held['kernels']} of them by coefficients fitted to other shapes", "", "",
+                      f"{held['middle']:.1%}", "", _bar(held["middle"], KERNEL_BAR)])  # fmt: skip
+    return ["", "measured", "ours", "error", "one roofline's", "bar"], cells
+
+
+def notes(rows: list[Row]) -> list[str]:
+    """Bars that were missed, where kernels are off, the model's error, and what has not been compared."""
+    found = all_steps(rows)
+    unseen = [step for step in found if not step.fitted]
+    missed = [step for step in found if abs(step.ours / step.measured - 1) > STEP_BAR]
+    out = []
+    if unseen:
+        errors, old = ([abs(getattr(s, key) / s.measured - 1) for s in unseen] for key in ("ours", "control"))
+        out.append(
+            f"Steps that nothing was fitted to by a machine: {len(unseen)}, mean error {sum(errors) / len(errors):.1%}, "
+            f"worst {max(errors):.1%}; one roofline {sum(old) / len(old):.1%} and {max(old):.1%}. Those of the V100 were "
+            "looked at when the rate of its float32 convolutions was chosen."
+        )
+    if missed:
+        said = "; ".join(f"{s.name} ({s.ours / s.measured - 1:+.1%}, {s.what})" for s in missed)
+        out.append(f"Steps that are off by more than {STEP_BAR:.0%}: {said}.")
+    for row, large in kernels(rows):
+        if large:
+            near = sum(abs(one[3] / one[2] - 1) <= KERNEL_BAR for one in large) / len(large)
+            worst = max(large, key=lambda one: max(one[3] / one[2], one[2] / max(one[3], 1e-9)))
+            out.append(f"{_named(row['label'])} ({row['source']}): {near:.0%} of the kernels are within {KERNEL_BAR:.0%}; "
+                       f"farthest off is {worst[0]}, {worst[2]:,.0f} us, ours {worst[3]:,.0f}.")  # fmt: skip
+    for row in _of(rows, "fit"):
+        out.append(f"The standard deviation of ln(measured / modelled) is {row['error']:.3f} over the kernels fitted to, "
+                   f"{row['held_out']['spread']:.3f} on shapes that were not.")  # fmt: skip
+    out.append(
+        "Not compared with any measurement: attention and matrix products on tensor cores, normalisations other than batch "
+        "norm, grouped and transposed convolutions, recurrent networks; GPUs but those in the table."
+    )
+    return out
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """Kernels by kind, ours and the control's; steps; sums by kind."""
+    panels: list[Callable[[Axes], None]] = []
+    large = [one for _, found in kernels(rows) for one in found]
+    if large:
+        names = ", ".join(_named(row["label"]) for row, _ in kernels(rows))
+        panels += [lambda axes: _scatter(axes, large, 3, f"Kernels: {names}"),
+                   lambda axes: _scatter(axes, large, 4, "The same by one roofline")]  # fmt: skip
+    if all_steps(rows):
+        panels.append(lambda axes: _steps(axes, all_steps(rows)))
+    for row in _of(rows, "steps"):
+        if row["kind"] == "kinds":
+            panels.append(lambda axes, row=row: _kinds(axes, row))  # type: ignore[misc]
+    with panel_grid(path, len(panels), 2, (6.4, 4.9), (0.3, 0.2)) as (grid, _):
+        for axes, panel in zip(grid, panels, strict=True):
+            panel(axes)
+
+
+def _scatter(axes: Axes, large: list[list[Any]], column: int, title: str) -> None:
+    low, high = min(one[2] for one in large) / 1.5, max(one[2] for one in large) * 1.5
+    axes.plot([low, high], [low, high], color=INK, linewidth=1.0, zorder=1)
+    axes.fill_between([low, high], [low * (1 - KERNEL_BAR), high * (1 - KERNEL_BAR)],
+                      [low * (1 + KERNEL_BAR), high * (1 + KERNEL_BAR)], color=GRID, linewidth=0, zorder=0)  # fmt: skip
+    kinds = sorted({one[1] for one in large}, key=list(KERNELS).index)
+    for kind in kinds:
+        mine = [one for one in large if one[1] == kind]
+        axes.plot([one[2] for one in mine], [one[column] for one in mine], "o", color=KERNELS[kind], markersize=4,
+                  alpha=0.75, markeredgewidth=0, zorder=3)  # fmt: skip
+    axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high), title=title, xlabel="measured (us)",
+             ylabel="said (us)")  # fmt: skip
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    axes.text(0.97, 0.04, f"median error {off(large, column):.1%}\ngrey: ±{KERNEL_BAR:.0%}", transform=axes.transAxes,
+              ha="right", fontsize=10, color=INK)  # fmt: skip
+    handles = [Line2D([], [], color=KERNELS[kind], marker="o", linestyle="", markersize=5, label=kind) for kind in kinds]
+    axes.legend(handles=handles, loc="upper left", fontsize=9, handletextpad=0.2)
+
+
+def _steps(axes: Axes, steps: list[Step]) -> None:
+    """What is said of each step over what was measured."""
+    axes.axvspan(1 - STEP_BAR, 1 + STEP_BAR, color=GRID, linewidth=0, zorder=0)
+    axes.axvline(1, color=INK, linewidth=1.0, zorder=1)
+    for y, step in enumerate(steps):
+        ours, control = step.ours / step.measured, step.control / step.measured
+        axes.plot([ours, control], [y, y], color=FAINT, linewidth=1.0, zorder=1)
+        axes.plot(control, y, "o", color=CONTROL, markersize=7, zorder=2)
+        axes.plot(ours, y, "o", color=OURS, markersize=8, zorder=3,
+                  markerfacecolor="white" if step.fitted else OURS, markeredgewidth=1.8)  # fmt: skip
+    axes.set_yticks(range(len(steps)), [step.name for step in steps], fontsize=9)
+    axes.set(xscale="log", ylim=(len(steps) - 0.4, -0.6), xlabel="said over measured", title="Whole steps")
+    axes.set_xticks([0.7, 0.8, 0.9, 1, 1.1, 1.5, 2, 3, 4, 5])
+    axes.minorticks_off()
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    axes.legend(handles=[
+        Line2D([], [], color=OURS, marker="o", linestyle="", label="ours"),
+        Line2D([], [], color=OURS, marker="o", markerfacecolor="white", linestyle="", label="ours, fitted to it"),
+        Line2D([], [], color=CONTROL, marker="o", linestyle="", label="one roofline"),
+    ], fontsize=9, loc="lower right", handletextpad=0.2)  # fmt: skip
+
+
+def _kinds(axes: Axes, row: Row) -> None:
+    """Sums by kind."""
+    found = [one for one in row["rows"] if one[2] >= 100 and one[3]]
+    for i, (column, colour, label) in enumerate(((2, INK, "measured"), (3, OURS, "ours"), (4, CONTROL, "one roofline"))):
+        axes.barh([y + 0.27 * (i - 1) for y in range(len(found))], [one[column] / 1e3 for one in found], height=0.25,
+                  color=colour, label=label)  # fmt: skip
+    axes.set_yticks(range(len(found)), [one[0] for one in found], fontsize=9)
+    axes.set(xscale="log", ylim=(len(found) - 0.4, -0.6), xlabel="ms of a step",
+             title=f"By kind: {_named(row['label'])} (fitted to it)")  # fmt: skip
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    axes.legend(fontsize=9, loc="lower right")
