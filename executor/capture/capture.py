@@ -240,6 +240,7 @@ def _capture(
                 state.installed(),
                 traced_optimizers(recorder, groups, bucket_bytes),
                 traced_scalers(recorder),
+                traced_zero_grad(recorder),
                 traced_states(recorder),
             ):
                 fakes = [e.fake for e in state.entries]
@@ -257,10 +258,8 @@ def _capture(
     numbers.close({node.target for node in graph.graph.nodes if isinstance(node.target, Option)})
     captured = recorder.build(graph, state.entries, name, (spec, flat))
     settings = tuple((o, tuple(map(fixed, was))) for o, was in groups.items())
-    kept, until, gradients = recorder.user_holds(captured.values, captured.program)
-    captured = replace(
-        captured, settings=settings, modules=modules, kept=kept, kept_until=until, gradients=gradients
-    )
+    holds = recorder.user_holds(captured.values, captured.program)
+    captured = replace(captured, settings=settings, modules=modules, holds=holds)
     return captured.on(machine or Machine.load("gtx1080ti"), algorithms=algorithms)
 
 
@@ -303,6 +302,28 @@ def traced_optimizers(
             hook.remove()
         while stack:  # the step raised
             stack.pop().close()
+
+
+@contextmanager
+def traced_zero_grad(recorder: Recorder) -> Iterator[None]:
+    """Tells the recorder when gradients are given back."""
+
+    def noting(original: Callable[..., None]) -> Callable[..., None]:
+        def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
+            recorder.zeroed = len(recorder.ops)
+            original(self, *args, **kwargs)
+
+        return zero_grad
+
+    classes: tuple[Any, ...] = (Optimizer, nn.Module)
+    originals = [c.zero_grad for c in classes]
+    for c, original in zip(classes, originals, strict=True):
+        c.zero_grad = noting(original)
+    try:
+        yield
+    finally:
+        for c, original in zip(classes, originals, strict=True):
+            c.zero_grad = original
 
 
 def _article(noun: str) -> str:

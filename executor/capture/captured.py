@@ -40,6 +40,24 @@ class MicroBatch(NamedTuple):
     put_back: bool
 
 
+class UserHolds(NamedTuple):
+    """What a loop that calls the step keeps from one step to the next. The program has none of it: its tensors that are
+    not persistent die within a step.
+
+    Attributes:
+        outputs: tensors of the model's result.
+        until: the first kernel after the model has returned the next.
+        gradients: tensors that are ``.grad`` of parameters when an optimizer steps.
+        zero_grad: the first kernel after ``zero_grad`` was called, by the number of kernels at the step's end; -1: it
+            was not, and gradients are added to those that are there.
+    """
+
+    outputs: tuple[int, ...] = ()
+    until: int = 0
+    gradients: tuple[int, ...] = ()
+    zero_grad: int = -1
+
+
 @dataclass(frozen=True, eq=False)
 class Captured:
     """A program and the graph it came from.
@@ -73,11 +91,7 @@ class Captured:
     owners: tuple[str, ...]
     precision: Precision  # PyTorch's flags at the capture
     micro: tuple[MicroBatch, ...] = ()  # where the step is of several, which come one by one or together
-    # Of the program's tensors those of the model's result, which a loop keeps until kernel ``kept_until`` of the next
-    # step, and those that are ``.grad`` of parameters when an optimizer steps.
-    kept: tuple[int, ...] = ()
-    kept_until: int = 0
-    gradients: tuple[int, ...] = ()
+    holds: UserHolds = UserHolds()
 
     @property
     def origins(self) -> Origins:

@@ -22,7 +22,7 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_leaves
 
-from executor.capture.captured import Captured, MicroBatch
+from executor.capture.captured import Captured, MicroBatch, UserHolds
 from executor.capture.kernel_times import Precision
 from executor.capture.numbers import Numbers
 from executor.capture.operators import (
@@ -106,6 +106,7 @@ class Recorder(TorchDispatchMode):
         self.draws: dict[int, int] = {}  # operator -> where it begins, if not where the last one ended
         self.micro: list[tuple[int, fx.Node, int, bool]] = []  # ends of micro-batches, by operators (MicroBatch)
         self.outputs: tuple[int, list[int]] = (0, [])  # operators when the model returned, storages of its result
+        self.zeroed = -1  # operators when zero_grad was called last; -1: it was not
         self._optional = self._asking = False
         self._index: dict[StorageWeakRef, int] = {}
         self._live: dict[int, StorageWeakRef] = {}
@@ -224,18 +225,23 @@ class Recorder(TorchDispatchMode):
         """The model has returned these."""
         self.outputs = len(self.ops), [self._storage(x) for x in outputs]
 
-    def user_holds(self, values: dict[fx.Node, int], program: Program) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
-        """Tensors of the model's result, the first kernel after it, and tensors that are gradients of parameters."""
+    def user_holds(self, values: dict[fx.Node, int], program: Program) -> UserHolds:
+        """What a loop that calls the step keeps from one step to the next."""
         index = {s: values[node] for node, s in self.values.items() if node in values}
-        done, outputs = self.outputs
-        launched = sum(op.launches for op in self.ops[:done])
         kernels = [k for k, kernel in enumerate(program.kernels) if kernel.name != "marker"]
-        held = {index[s] for s in outputs if s in index}
-        mine = {index[s] for s in self.gradients if s in index}
-        return (
-            tuple(sorted(t for t in held if not program.tensors[t].persistent)),
-            kernels[launched] if launched < len(kernels) else len(program.kernels),
-            tuple(sorted(t for t in mine if not program.tensors[t].persistent)),
+
+        def kernel(done: int) -> int:
+            """The first after so many operators."""
+            launched = sum(op.launches for op in self.ops[:done])
+            return kernels[launched] if launched < len(kernels) else len(program.kernels)
+
+        def own(storages: Iterable[int]) -> tuple[int, ...]:
+            found = {index[s] for s in storages if s in index}
+            return tuple(sorted(t for t in found if not program.tensors[t].persistent))
+
+        done, outputs = self.outputs
+        return UserHolds(
+            own(outputs), kernel(done), own(self.gradients), -1 if self.zeroed < 0 else kernel(self.zeroed)
         )
 
     @contextmanager

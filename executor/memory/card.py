@@ -36,20 +36,21 @@ class Loop:
 
     Attributes:
         zero_grad: when gradients of the last iteration are given back (``set_to_none``): before the batch is moved to
-            the GPU, before the backward pass, at the iteration's end, or never: they are added to.
+            the GPU, before the backward pass, at the iteration's end, or never: they are added to. None: where the
+            captured step does.
         keeps_outputs: the model's result of the last iteration lives until the model returns the next, as in
             ``for x, y in loader: out = model(x); …``.
         batch_overlaps: the next batch is on the GPU before the last one is given back, as with a loader that prefetches.
         iterations: so many, from a cold allocator.
     """
 
-    zero_grad: ZeroGrad = "start"
+    zero_grad: ZeroGrad | None = None
     keeps_outputs: bool = True
     batch_overlaps: bool = False
     iterations: int = 4
 
     def __post_init__(self) -> None:
-        if self.zero_grad not in get_args(ZeroGrad):
+        if self.zero_grad not in (None, *get_args(ZeroGrad)):
             raise ValueError(f"zero_grad: expected {', '.join(get_args(ZeroGrad))}, got {self.zero_grad!r}")
         if self.iterations < 1:
             raise ValueError(f"iterations: expected at least 1, got {self.iterations}")
@@ -158,7 +159,9 @@ def stream(captured: Captured, machine: Machine, loop: Loop, workspaces: bool = 
         at |= {t: line.take(x.nbytes) for t, x in enumerate(program.tensors) if x.kind == "optimizer_state"}
     batch = [t for t, tensor in enumerate(program.tensors) if tensor.persistent and tensor.kind == "input"]
     backward = next((k for k, kernel in enumerate(program.kernels) if kernel.phase == "backward"), -1)
-    kept, gradients = frozenset(captured.kept if loop.keeps_outputs else ()), frozenset(captured.gradients)
+    holds, end_of_step = captured.holds, len(program.kernels)
+    kept, gradients = frozenset(holds.outputs if loop.keeps_outputs else ()), frozenset(holds.gradients)
+    zero = {None: holds.zero_grad, "start": -2, "backward": backward, "end": end_of_step, "never": -1}[loop.zero_grad]
     born, dies = _lives(program)
     held: dict[int, int] = {}  # of the model's last result
     summed: dict[int, int] = {}  # gradients of the last iteration
@@ -171,7 +174,7 @@ def stream(captured: Captured, machine: Machine, loop: Loop, workspaces: bool = 
         blocks.clear()
 
     for iteration in range(loop.iterations):
-        if loop.zero_grad == "start":
+        if zero == -2:
             drop(summed)
         old = [at.pop(t) for t in batch if t in at]
         if not loop.batch_overlaps:
@@ -183,9 +186,9 @@ def stream(captured: Captured, machine: Machine, loop: Loop, workspaces: bool = 
                 line.give(block)
         here: dict[int, int] = {}
         for k, kernel in enumerate(program.kernels):
-            if k == captured.kept_until:
+            if k == holds.until:
                 drop(held)
-            if k == backward and loop.zero_grad == "backward":
+            if k == zero:
                 drop(summed)
             if update is not None and begin <= k < end:
                 if k == begin:
@@ -213,9 +216,9 @@ def stream(captured: Captured, machine: Machine, loop: Loop, workspaces: bool = 
                     held[t | iteration << 32] = here.pop(t)
                 else:
                     line.give(here.pop(t))
-        if loop.zero_grad == "end":
+        if zero == end_of_step:
             drop(summed)
-        if captured.kept_until >= len(program.kernels):
+        if holds.until == end_of_step:
             drop({key: held.pop(key) for key in list(held) if key >> 32 < iteration})
     return line.intervals()
 

@@ -17,6 +17,7 @@ from experiments.workloads.module import Parts, WorkloadError
 
 # Class of the configuration, of the model, and what differs from the class's defaults, as each model's config.json says.
 IGNORED = -100  # a label
+CONTIGUOUS = "sdpa_of_contiguous"
 _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 _T5 = {"decoder_start_token_id": 0}
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -81,7 +82,11 @@ def build(*, model: str, batch_size: int = 8, length: int = 128) -> Parts:
     except ModuleNotFoundError as error:
         raise WorkloadError("workload.family: huggingface needs transformers (pip install headroom[hf])") from error
     config, network, options = MODELS[model]
-    inner = getattr(transformers, network)(getattr(transformers, config)(**options, attn_implementation=attention(model)))
+    transformers.AttentionInterface.register(CONTIGUOUS, contiguous_attention)
+    transformers.AttentionMaskInterface.register(CONTIGUOUS, transformers.AttentionMaskInterface()["sdpa"])
+    # T5 and GPT-Neo had no other attention than "eager" until version 5.
+    kind = "eager" if model.startswith(("t5", "gpt-neo")) else CONTIGUOUS
+    inner = getattr(transformers, network)(getattr(transformers, config)(**options, attn_implementation=kind))
     pairs = hasattr(inner, "encoder")
     made = Network(inner, pairs).train()
     names = ("input_ids", "attention_mask", *(("decoder_input_ids",) if pairs else ()))
@@ -91,6 +96,8 @@ def build(*, model: str, batch_size: int = 8, length: int = 128) -> Parts:
     return made, loss, torch.optim.AdamW(made.parameters(), lr=1e-4), (batch, tokens)
 
 
-def attention(model: str) -> str:
-    """The kind of attention: T5 and GPT-Neo had no other than "eager" until version 5."""
-    return "eager" if model.startswith(("t5", "gpt-neo")) else "sdpa"
+def contiguous_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:
+    """transformers' "sdpa", of copies where queries, keys or values are not contiguous, as until version 4.53."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    return sdpa_attention_forward(module, query.contiguous(), key.contiguous(), value.contiguous(), *args, **options)
