@@ -66,6 +66,8 @@ def check(path: Path) -> Checked:
         raise FormatError(f"{path}: {_other(text)}{WANTED}")
     found = steps.load(path)
     assert not isinstance(found, Trace)
+    if found.device.startswith("cpu"):
+        raise FormatError(f"{path}: measured.device: {found.device!r} is no GPU")
     try:
         rows = steps.of_contributed(found)
     except FormatError as error:
@@ -90,7 +92,7 @@ def add(checked: Checked) -> Path:
         raise FormatError(f"{traces.DATA} is not there: files are added to a checkout of the repository")
     first = next(iter(checked.texts))
     for path in sorted(traces.DATA.glob(f"*.{first}")):
-        if path.read_text() == checked.texts[first]:
+        if path.read_bytes() == checked.texts[first].encode():
             raise FormatError(f"it is there already, as {path.name}")
     stem, number = checked.stem, 1
     while any((traces.DATA / f"{stem}.{ending}").exists() for ending in ("csv", "yaml", "json")):
