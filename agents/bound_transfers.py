@@ -34,6 +34,21 @@ SLOW = 2.0  # times of the largest tensor's byte: no matter how slow beyond it
 WHOLE = 0.02  # of the ideal time: a tensor that moves in less is not worth its rows in ``_whole_tensors``
 
 
+def _beside(machine: Machine) -> set[tuple[float, float]]:
+    """Pairs (f, h): of what leaves and what returns in a time T, in ns that it takes alone, f out + h in <= T.
+
+    With shares s out and r in, both directions busy for x of T, out alone for y, in alone for z: out = y + s x,
+    in = z + r x, x + y + z <= T. So (out, in) is in the convex hull of (0, 0), (T, 0), (0, T) and (s T, r T). Where
+    s + r >= 1 the last is a corner, and its edges are out + (1 - s) / r in <= T and (1 - r) / s out + in <= T. Else it
+    is below the line from (T, 0) to (0, T), which is the edge: out + in <= T, as with one engine. The clock only makes
+    copies slower, as it rounds their ends up.
+    """
+    if machine.copy_engines == 1:
+        return {(1.0, 1.0)}
+    s, r = machine.d2h_share / ALONE, machine.h2d_share / ALONE
+    return {(1.0, min(1.0, (1 - s) / r)), (min(1.0, (1 - r) / s), 1.0)}
+
+
 class Transfers:
     """Columns: swap[i], gap i is swapped; free[i], without a copy, as a valid one is on the host; early[i], what part
     of it is copied before the gap opens; wait[g].
@@ -62,8 +77,7 @@ class Transfers:
         for i, g in enumerate(gaps):
             self.opens[g.after].append(i)
             self.closes[g.before].append(i)
-        share = max(0.5, machine.duplex_share / ALONE) if machine.copy_engines == 2 else 0.5
-        self.beside = (1 - share) / share  # time that one direction takes from the other
+        self.beside = _beside(machine)
         # Weak duality needs a bound: no kernel waits longer than it takes to move and to run everything again.
         long = float(2 * (self.out_time.sum() + self.in_time.sum()) + self.duration.sum()) + 1.0
         self.swap, self.free, self.early = lp.many(m), lp.many(m, 0.0), lp.many(m, 0.0)
@@ -156,7 +170,7 @@ class Transfers:
                 back = [(moved[2 + 2 * c], r[1]) for c, r in enumerate(rates)]
                 waits = [(self.wait[g], -1.0)] if wait else []
                 time = float(self.duration[a : b + 1].sum()) if run else 0.0
-                for f, h in {(1.0, self.beside), (self.beside, 1.0)}:
+                for f, h in self.beside:
                     lp.row([*((c, f * x) for c, x in out if f), *((c, h * x) for c, x in back if h), *waits], time)
                 lp.row([*((c, 1.0) for c in now[1:]), (int(self.away[g]), -1)], 0)
                 self.queued[g].append(now[1::2])

@@ -8,7 +8,7 @@ alignment, the driver's calls) is that of the machine given. How (reasons in exe
 
 1. *Transfers*: the median of REPEATS copies of 4 KiB to 1 GiB, from the end of a kernel to that of the copy (rule 4).
 2. *Latency and bandwidths*: least squares of the relative errors of latency + bytes / bandwidth, one latency for both.
-3. *Duplex*: the largest copy in both directions at once, beside each alone: what the link carries together.
+3. *Duplex*: the largest copy in both directions at once, beside each alone: what each carries beside the other.
 4. *Launch*: LAUNCHES empty kernels, issued while a long one runs. *Issue*: what the host takes for one and its event.
 5. *Contention*: a kernel that streams through the GPU's memory, beside a copy in each direction and alone.
 """
@@ -34,13 +34,13 @@ from executor.replay.backend import Backend, BackendError
 from simulator.files import FormatError, write_json, write_text
 from simulator.machine import Machine
 
-FORMAT = "calibration/1"
+FORMAT = "calibration/2"
 SMALLEST, LARGEST = 2**12, 2**30
 REPEATS = 7
 LAUNCHES = 500  # a stream takes about a thousand before the host must wait
 ISSUE_NS = 1_000_000  # of the kernel during which the host issues a few calls
-ONE_ENGINE = 0.85  # of one after the other: from here on, both at once are one engine
-DUPLEX_ERROR = 0.02  # the least measuring error of a share; a larger spread of the repeats counts
+ONE_ENGINE = 1.18  # of a copy alone, what two do at once: up to here they are on one engine
+DUPLEX_ERROR = 0.02  # the least measuring error of the shares; a larger spread of the repeats counts
 MOST = 0.49  # that a copy can be said to take of a kernel's speed (Machine.copy_contention)
 
 Direction = Literal["d2h", "h2d"]
@@ -57,8 +57,8 @@ class Calibration:
         transfers: direction -> (bytes, ns) by size.
         fit_error: the largest relative error of latency + bytes / bandwidth.
         duplex: direction -> how many times as long a copy of the largest size takes while one goes the other way.
-        share: of its own speed that each direction has while both are busy, by when both copies are over.
-        share_error: the relative spread between the quartiles of its measurements, at least DUPLEX_ERROR.
+        share: direction -> of its own speed while both are busy.
+        share_error: the largest spread between the quartiles of their measurements, at least DUPLEX_ERROR.
         contention: direction -> what a copy takes of the speed of a kernel that streams.
         contention_error: the largest spread between quartiles, of its measurements and of that kernel's times alone.
         context: the machine's ``context_bytes`` is measured, too (executor/memory/context.py).
@@ -69,7 +69,7 @@ class Calibration:
     transfers: dict[str, list[tuple[int, int]]]
     fit_error: float
     duplex: dict[str, float]
-    share: float
+    share: dict[str, float]
     share_error: float
     contention: dict[str, float]
     contention_error: float
@@ -79,6 +79,7 @@ class Calibration:
         """The machine as Machine.load reads it, with comments."""
         sizes = f"copies of {_size(self.transfers['h2d'][0][0])} to {_size(self.transfers['h2d'][-1][0])}"
         fit = f"measured: least squares over {sizes}, worst error {self.fit_error:.1%}"
+        beside = "measured: {:.1%} of alone, give or take {:.1%}; 0: as alone"
         slower = " and ".join(f"{d} {self.duplex[d]:.2f}" for d in DIRECTIONS)
         taken = " and ".join(f"{d} {self.contention[d]:.1%}" for d in DIRECTIONS)
         measured = {
@@ -88,8 +89,7 @@ class Calibration:
             "d2h_bytes_per_s": fit,
             "copy_latency_ns": f"{fit}; from the end of the kernel",
             "copy_engines": f"measured: with both directions at once {slower} times as long as alone",
-            "duplex_bytes_per_s": f"measured: {self.share:.1%} of both alone, give or take {self.share_error:.1%}; "
-            "0: each its own rate",
+            **{f"duplex_{d}_bytes_per_s": beside.format(self.share[d], self.share_error) for d in DIRECTIONS},
             "issue_ns": "measured: the host's time for a kernel and its event, as replays issue them",
             "wait_ns": f"measured: mean of {LAUNCHES // 2} waits for events that are over, before empty kernels",
             "copy_contention": f"measured: a copy takes {taken} of a streaming kernel's speed, give or take "
@@ -156,33 +156,35 @@ def calibrate(
         alone = {d: transfers[d][-1][1] for d in DIRECTIONS}
         contention, contention_error = _contention(backend, alone, largest)
     duplex = {str(d): median(times[d] for times in both) / alone[d] for d in DIRECTIONS}
-    ends = [max(times.values()) for times in both]
-    at_once = median(ends)
     latency, rates, error = _fit(transfers)
-    share, share_error = (
-        _share(list(alone.values()), at_once),
-        max(DUPLEX_ERROR, *map(_spread, [ends, *single.values()])),
-    )
-    engines = 1 if at_once >= ONE_ENGINE * sum(alone.values()) else 2
-    limited = engines == 2 and share < 1 - share_error
+    shares = {str(d): [_shares(alone, times)[d] for times in both] for d in DIRECTIONS}
+    share = {d: median(each) for d, each in shares.items()}
+    share_error = max(DUPLEX_ERROR, *map(_range, shares.values()), *map(_spread, single.values()))
+    engines = 1 if sum(share.values()) <= ONE_ENGINE else 2
+    beside = {
+        d: max(1, round(share[d] * rates[d])) if engines == 2 and share[d] < 1 - share_error else 0 for d in DIRECTIONS
+    }
     machine = replace(
         base, name=name or base.name, memory_bytes=backend.memory_bytes, h2d_bytes_per_s=rates["h2d"],
         d2h_bytes_per_s=rates["d2h"], copy_latency_ns=latency, launch_ns=round(launch), issue_ns=round(issue),
         wait_ns=max(0, round(wait)), copy_contention=_taken(contention, contention_error),
-        copy_engines=engines, duplex_bytes_per_s=round(share * sum(rates.values())) if limited else 0,
+        copy_engines=engines, duplex_h2d_bytes_per_s=beside["h2d"], duplex_d2h_bytes_per_s=beside["d2h"],
     )  # fmt: skip
     return Calibration(
         machine, backend.name, transfers, error, duplex, share, share_error, contention, contention_error
     )
 
 
-def _share(alone: Sequence[float], at_once: float) -> float:
-    """The share of its own speed that each of two copies has while both are under way (``Machine.duplex_share``).
+def _shares(alone: dict[Direction, int], both: dict[str, int]) -> dict[str, float]:
+    """By direction, the share of its own speed that a copy has while the other is under way (``Machine.h2d_share``).
 
-    Begun together, they take a and b alone, a <= b: the first is over after a / share, and the other goes on alone for
-    b - a. ``at_once`` is when both are over.
+    Args:
+        alone: ns of each alone.
+        both: ns from when they begin together: the first to end had the other beside it all the time, and the other
+            goes on alone.
     """
-    return min(alone) / max(at_once - max(alone) + min(alone), 1)
+    first = min(both.values())
+    return {str(d): max(0.0, alone[d] - (both[d] - first)) / first for d in DIRECTIONS}
 
 
 def _spread(times: Sequence[float]) -> float:

@@ -35,6 +35,8 @@ from simulator.plan import Plan
 from simulator.program import Program
 from simulator.report import KINDS, Report, size
 
+OTHERS = ("ti", "super", "laptop")  # an RTX 3060 Ti is no RTX 3060
+
 
 class FitError(ValueError):
     """The step cannot be planned; the message is one sentence."""
@@ -195,7 +197,8 @@ def machine_of(device: str) -> Machine:
     runs = {"".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1)}
     names = sorted(path.stem for path in PRESETS.glob("*.yaml"))
     for name in names:
-        if all(part in runs for part in name.split("_")):
+        others = [word for word in OTHERS if word in words and not name.endswith(word)]
+        if all(part in runs for part in name.split("_")) and not others:
             machine = Machine.load(name)
             return replace(machine, host_bytes=min(machine.host_bytes, available()[0] * 3 // 4))
     raise FitError(

@@ -38,6 +38,9 @@ Network = dict[str, list[Any]]  # the values of each setting of a workload
 MOST_KERNELS, LEAST_GAPS, MOST_GAPS = 2600, 8, 1500  # of a program
 LIMITS = 0.3, 0.8  # of the peak
 JOINT = 0.8  # of the tasks; the rest swap or recompute
+# What each direction (in, out) carries of its own rate while both are busy: nvbandwidth has about 0.5 and 0.95 of
+# A100s, 0.95 and 0.62 of H800s.
+SHARES = *[(1.0, 1.0)] * 3, (0.5, 0.95), (0.95, 0.62), (0.75, 0.75), (0.85, 0.85)
 CAPTURED_ON = "v100"  # the durations are set by the machine of each task
 VALIDATED = 48  # tasks of the families that are held out
 
@@ -195,10 +198,11 @@ def random_machine(rng: random.Random) -> Machine:
 
     flops, link = between(4e12, 2e14), between(4e9, 6e10)
     kinds = ("conv", "matmul", "default", "norm", "elementwise", "reduce")
+    h2d, (h2d_share, d2h_share) = link * rng.uniform(0.85, 1.1), rng.choice(SHARES)
     return Machine(
-        name="random", memory_bytes=2**50, d2h_bytes_per_s=int(link),
-        h2d_bytes_per_s=int(link * rng.uniform(0.85, 1.1)), copy_latency_ns=rng.choice([5_000, 10_000, 20_000]),
-        copy_engines=1 if rng.random() < 0.1 else 2, duplex_bytes_per_s=int(link * rng.choice([0, 0, 0, 1.5, 1.7])),
+        name="random", memory_bytes=2**50, d2h_bytes_per_s=int(link), h2d_bytes_per_s=int(h2d),
+        copy_latency_ns=rng.choice([5_000, 10_000, 20_000]), copy_engines=1 if rng.random() < 0.1 else 2,
+        duplex_h2d_bytes_per_s=int(h2d_share * h2d), duplex_d2h_bytes_per_s=int(d2h_share * link),
         host_bytes=2**50, flops_per_s={"float32": int(flops), "bfloat16": int(flops)},
         memory_bytes_per_s=int(flops * between(0.03, 0.12)), launch_ns=int(between(1_500, 8_000)),
         efficiency={kind: rng.uniform(0.35, 0.95) for kind in kinds},

@@ -5,7 +5,7 @@ Presets are data (``configs/machine/*.yaml``), each figure with its source besid
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields as dataclass_fields
+from dataclasses import asdict, dataclass, field, fields as dataclass_fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,9 @@ import yaml
 from simulator.files import FormatError, fields
 from simulator.kernel_times import KernelTimes
 
-ALONE = 2**20  # the speed of a transfer alone on the link, in the unit of Machine.duplex_share
+ALONE = 2**20  # the speed of a transfer alone on the link, in the unit of Machine.h2d_share and d2h_share
+DUPLEX = ("duplex_h2d_bytes_per_s", "duplex_d2h_bytes_per_s")
+TOGETHER = "duplex_bytes_per_s"  # of files: both directions together (Machine.with_shared_link)
 PRESETS = Path(__file__).resolve().parent.parent / "configs" / "machine"
 
 
@@ -35,7 +37,8 @@ class Machine:
     d2h_bytes_per_s: int
     copy_latency_ns: int = 10_000
     copy_engines: int = 2  # 2: full duplex; 1: one transfer at a time
-    duplex_bytes_per_s: int = 0  # what both directions carry together while both are busy; 0: each its own rate
+    duplex_h2d_bytes_per_s: int = 0  # what the way in carries while the way out is busy, too; 0: as much as alone
+    duplex_d2h_bytes_per_s: int = 0  # what the way out carries while the way in is busy, too; 0: as much as alone
     host_bytes: int = 64 * 2**30  # pinned host memory for swapped tensors
     alignment: int = 512  # of addresses; the ledger counts exact bytes
     flops_per_s: dict[str, int] = field(default_factory=dict)  # by dtype: "float32", "bfloat16", …
@@ -65,7 +68,8 @@ class Machine:
             if getattr(self, name) < 1:
                 raise FormatError(f"machine.{name}: expected a positive integer, got {getattr(self, name)}")
         for name in ("copy_latency_ns", "host_bytes", "launch_ns", "issue_ns", "wait_ns", "malloc_ns", "free_ns",
-                     "malloc_bytes_per_s", "duplex_bytes_per_s", "switch_ns", "context_bytes", "cublas_workspace_bytes"):  # fmt: skip
+                     "malloc_bytes_per_s", *DUPLEX, "switch_ns", "context_bytes",
+                     "cublas_workspace_bytes"):  # fmt: skip
             if getattr(self, name) < 0:
                 raise FormatError(f"machine.{name}: expected an integer of at least 0, got {getattr(self, name)}")
         if self.copy_engines not in (1, 2):
@@ -90,12 +94,41 @@ class Machine:
         return self.copy_latency_ns - (-nbytes * 1_000_000_000 // self.h2d_bytes_per_s)
 
     @property
-    def duplex_share(self) -> int:
-        """Speed of a transfer while the other direction is busy, too, in 2⁻²⁰ of its own: both slow down alike."""
-        together = self.d2h_bytes_per_s + self.h2d_bytes_per_s
-        if self.copy_engines == 1 or not 0 < self.duplex_bytes_per_s < together:
-            return ALONE
-        return max(1, (self.duplex_bytes_per_s << 20) // together)
+    def h2d_share(self) -> int:
+        """Speed of a swap-in while a swap-out is under way, too, in 2⁻²⁰ of its own."""
+        return self._share(self.duplex_h2d_bytes_per_s, self.h2d_bytes_per_s)
+
+    @property
+    def d2h_share(self) -> int:
+        """Speed of a swap-out while a swap-in is under way, too, in 2⁻²⁰ of its own."""
+        return self._share(self.duplex_d2h_bytes_per_s, self.d2h_bytes_per_s)
+
+    def _share(self, beside: int, alone: int) -> int:
+        return max(1, beside * ALONE // alone) if self.copy_engines == 2 and 0 < beside < alone else ALONE
+
+    def with_shared_link(self, duplex_bytes_per_s: int) -> Machine:
+        """This machine where both directions carry so much together while both are busy, and slow down alike; 0: each
+        its own rate.
+
+        So ``duplex_bytes_per_s`` is read in files that have it: either direction then carries the same share,
+        duplex_bytes_per_s / (h2d_bytes_per_s + d2h_bytes_per_s), of its own rate, to 2⁻²⁰.
+
+        Raises:
+            FormatError: a figure below 0.
+        """
+        if duplex_bytes_per_s < 0:
+            raise FormatError(f"machine.{TOGETHER}: expected an integer of at least 0, got {duplex_bytes_per_s}")
+        share, both = 0, self.h2d_bytes_per_s + self.d2h_bytes_per_s
+        if 0 < duplex_bytes_per_s < both:
+            share = max(1, duplex_bytes_per_s * ALONE // both)
+        # Rounded up, so that the share of a link of 1 MiB/s or more is this one to the unit.
+        h2d, d2h = (-(-share * rate // ALONE) for rate in (self.h2d_bytes_per_s, self.d2h_bytes_per_s))
+        return replace(self, duplex_h2d_bytes_per_s=h2d, duplex_d2h_bytes_per_s=d2h)
+
+    def one_copy_stream(self) -> Machine:
+        """This machine under an executor whose copies of both directions are on one stream: one at a time, in order of
+        issue, however many engines the GPU has."""
+        return replace(self, copy_engines=1)
 
     def copy_loss(self, nbytes: int, duration_ns: int) -> int:
         """What each copy under way takes from the speed of a kernel that moves so many bytes, in 2⁻²⁰ of it."""
@@ -133,6 +166,8 @@ class Machine:
     def from_dict(cls, data: object) -> Machine:
         """Reads a dictionary of fields; those with a default may be left out.
 
+        ``duplex_bytes_per_s`` may stand for the two figures of the directions (``with_shared_link``), not beside them.
+
         Raises:
             FormatError: naming the first malformed entry.
         """
@@ -145,10 +180,17 @@ class Machine:
                 optional[entry.name] = (type(default), default)
         if isinstance(data, dict) and data.get("kernel_times", ...) is None:  # as `to_dict` writes it
             data = {key: value for key, value in data.items() if key != "kernel_times"}
-        given = fields(data, "machine", required, optional)
-        if given["kernel_times"] is not None:
-            given["kernel_times"] = KernelTimes.from_dict(given["kernel_times"])
-        return cls(**given)
+        values = fields(data, "machine", required, {**optional, TOGETHER: (int, 0)})
+        if values["kernel_times"] is not None:
+            values["kernel_times"] = KernelTimes.from_dict(values["kernel_times"])
+        together = values.pop(TOGETHER)
+        machine = cls(**values)
+        if isinstance(data, dict) and TOGETHER in data:
+            beside = [key for key in DUPLEX if key in data]
+            if beside:
+                raise FormatError(f"machine.{TOGETHER}: expected this or {beside[0]}, got both")
+            machine = machine.with_shared_link(together)
+        return machine
 
     @classmethod
     def load(cls, name_or_path: str | Path) -> Machine:

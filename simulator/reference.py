@@ -58,9 +58,9 @@ Choices where the rules could be read in several ways:
 (f) A plan's ``variants`` change the durations and workspaces of kernels before anything else: what is simulated
     is ``Program.with_variants``. The ideal time is that of the program as given, so that all plans of a program
     are measured by one figure.
-(g) Where both directions share ``duplex_bytes_per_s``, a transfer beside one in the other direction goes at
-    ``Machine.duplex_share`` of its own speed, its latency included; its end is reckoned anew whenever the other starts
-    or ends, in whole units of 2**-20 ns, and rounded up.
+(g) A transfer beside one in the other direction goes at ``Machine.d2h_share`` (to the host) or ``h2d_share`` (back) of
+    its own speed, its latency included; its end is reckoned anew whenever the other starts or ends, in whole units of
+    2**-20 ns, and rounded up.
 (h) The host holds a copy from its issue until the tensor is back, or until the next gap that finds it valid has ended
     (``Schedule.on_host``).
 (i) The host issues one thing after the other, each in ``Machine.issue_ns``: the steps that take time, and two copies
@@ -212,12 +212,14 @@ class _Run:
 
     # --------------------------------------------------------------------------------------- the link
 
-    def _rate(self) -> int:
-        return self.machine.duplex_share if self.out and self.back else ALONE
+    def _rate(self, job: _Transfer) -> int:
+        if not (self.out and self.back):
+            return ALONE
+        return self.machine.d2h_share if job is self.out else self.machine.h2d_share
 
     def _left(self, job: _Transfer) -> int:
         """What is left now of a transfer."""
-        return job.work - self._rate() * (self.now - self.reckoned)
+        return job.work - self._rate(job) * (self.now - self.reckoned)
 
     def _reckon(self) -> None:
         """Before a transfer starts or when one ends: what is left of both."""
@@ -230,7 +232,7 @@ class _Run:
         """After a transfer has started or ended: when do those under way end?"""
         for job in (self.out, self.back):
             if job:
-                job.end = self.now - (-job.work // self._rate())
+                job.end = self.now - (-job.work // self._rate(job))
                 self.spans[job.span] = self.spans[job.span]._replace(end_ns=job.end)
 
     def _begin(self, tensor: int, lasts: int, span: Span) -> _Transfer:

@@ -100,9 +100,10 @@ def added(program: Program, decisions: list[Decision], one: Decision) -> list[De
 def machine_of(rng: Random, new: bool = True) -> Machine:
     """Copies are about as slow as the kernels of ``program_of``."""
     rates = [500_000_000, 1_000_000_000, 3_000_000_000]
-    duplex = rng.choice([0, 400_000_000, 1_000_000_001, 1_700_000_000]) if new else 0
+    h2d, d2h = (rng.choice([0, 130_000_000, 400_000_000, 700_000_001, 2_900_000_000]) if new else 0 for _ in range(2))
     return Machine("random", 10**6, rng.choice(rates), rng.choice(rates), rng.randint(0, 3), rng.randint(1, 2),
-                   host_bytes=rng.choice([10**6, 10**6, rng.randint(0, 150)]), duplex_bytes_per_s=duplex)  # fmt: skip
+                   host_bytes=rng.choice([10**6, 10**6, rng.randint(0, 150)]), duplex_h2d_bytes_per_s=h2d,
+                   duplex_d2h_bytes_per_s=d2h)  # fmt: skip
 
 
 def case(seed: int) -> Case:

@@ -115,9 +115,9 @@ def plans(draw: st.DrawFn, program: Program, reruns: bool = False) -> Plan:
 def machines(draw: st.DrawFn) -> Machine:
     """Machines whose copies are about as slow as the kernels of ``programs``."""
     bandwidth = st.sampled_from([500_000_000, 1_000_000_000, 3_000_000_000])
-    duplex = draw(st.sampled_from([0, 400_000_000, 1_000_000_001, 1_700_000_000]))
+    duplex = st.sampled_from([0, 130_000_000, 400_000_000, 700_000_001, 2_900_000_000])
     return Machine("random", 10**6, draw(bandwidth), draw(bandwidth), draw(st.integers(0, 3)), draw(st.integers(1, 2)),
-                   duplex_bytes_per_s=duplex)  # fmt: skip
+                   duplex_h2d_bytes_per_s=draw(duplex), duplex_d2h_bytes_per_s=draw(duplex))  # fmt: skip
 
 
 @st.composite

@@ -21,6 +21,11 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 
+def differs(kernel: str) -> bool:
+    """Whether a kernel of this name is the CPU's where CUDA may have another: of dropout or attention."""
+    return any(part in kernel for part in ("bernoulli", "flash_attention_for_cpu"))
+
+
 class OperatorsOfCuda(TorchFunctionMode):
     """While it is entered, tensors of the CPU take CUDA's operators."""
 
@@ -54,9 +59,7 @@ def _attention(
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
         shape = (*query.shape[:3], key.shape[2])
         attn_mask = attn_mask.expand(shape)
-    needs = torch.is_grad_enabled() and any(
-        t.requires_grad for t in (query, key, value, attn_mask) if t is not None
-    )
+    needs = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value, attn_mask) if t is not None)
     kernel = torch.ops.aten._scaled_dot_product_efficient_attention
     out: Tensor = kernel(query, key, value, attn_mask, needs, dropout_p, is_causal, scale=scale)[0]
     return out

@@ -58,6 +58,9 @@ class UserHolds(NamedTuple):
     zero_grad: int = -1
 
 
+NOTHING = UserHolds()
+
+
 @dataclass(frozen=True, eq=False)
 class Captured:
     """A program and the graph it came from.
@@ -91,7 +94,7 @@ class Captured:
     owners: tuple[str, ...]
     precision: Precision  # PyTorch's flags at the capture
     micro: tuple[MicroBatch, ...] = ()  # where the step is of several, which come one by one or together
-    holds: UserHolds = UserHolds()
+    holds: UserHolds = NOTHING
 
     @property
     def origins(self) -> Origins:

@@ -41,7 +41,6 @@ from executor.capture.state import Entry
 from simulator.program import Kernel, Phase, Program, Tensor as Storage, TensorKind
 from simulator.report import Place
 
-
 T = TypeVar("T")
 
 

@@ -22,6 +22,7 @@ from torch import fx
 
 from executor.capture.captured import Captured
 from executor.memory.updates import Updates, updates
+from simulator.card import CardPeak
 from simulator.machine import Machine
 from simulator.pool.intervals import Intervals
 from simulator.pool.online import caching
@@ -39,8 +40,8 @@ class Loop:
             the GPU, before the backward pass, at the iteration's end, or never: they are added to. None: where the
             captured step does.
         keeps_outputs: the model's result of the last iteration lives until the model returns the next, as in
-            ``for x, y in loader: out = model(x); …``.
-        batch_overlaps: the next batch is on the GPU before the last one is given back, as with a loader that prefetches.
+            ``for x, y in loader: out = model(x)``.
+        batch_overlaps: the next batch is on the GPU before the last one is given back, as when it is prefetched.
         iterations: so many, from a cold allocator.
     """
 
@@ -54,38 +55,6 @@ class Loop:
             raise ValueError(f"zero_grad: expected {', '.join(get_args(ZeroGrad))}, got {self.zero_grad!r}")
         if self.iterations < 1:
             raise ValueError(f"iterations: expected at least 1, got {self.iterations}")
-
-
-@dataclass(frozen=True)
-class CardPeak:
-    """Bytes of the card, apart; ``nbytes`` is their sum.
-
-    Attributes:
-        tensors: the program's peak.
-        loop: what the loop keeps and the optimizer takes besides, at the highest.
-        workspaces: of libraries, at the highest.
-        allocator: what PyTorch reserves above all that is in use at the highest.
-        context: the CUDA context, kernels and handles of libraries.
-        fits: it can run within the memory that was asked about: blocks that are cached and not in use are given back
-            where a malloc fails, as PyTorch does; None: not asked.
-    """
-
-    tensors: int
-    loop: int
-    workspaces: int
-    allocator: int
-    context: int
-    fits: bool | None = None
-
-    @property
-    def reserved(self) -> int:
-        """What ``torch.cuda.max_memory_reserved`` shows."""
-        return self.tensors + self.loop + self.workspaces + self.allocator
-
-    @property
-    def nbytes(self) -> int:
-        """What NVML shows."""
-        return self.reserved + self.context
 
 
 class _Line:

@@ -47,7 +47,7 @@ class Copy:
     work: int  # ns alone on the link, in parts of ALONE, that were left at ``since``
     since: int
     rate: int
-    disturbed: simpy.Event  # the other direction starts or ends
+    disturbed: simpy.Event | None = None  # the other direction starts or ends; None: that is nothing to it
 
 
 class Model:
@@ -199,13 +199,14 @@ class Model:
             yield self.turn(START_IN)
 
     def copy(self, what: int, lasts: int) -> Events:
-        """One transfer. Where the link is shared, it is disturbed by what starts and ends in the other direction."""
-        share = self.machine.duplex_share
-        mine = self.copying[what] = Copy(lasts * ALONE, self.env.now, ALONE, simpy.Event(self.env))
+        """One transfer. Where that slows it down, it is disturbed by what starts and ends in the other direction."""
+        share = self.machine.d2h_share if what == START_OUT else self.machine.h2d_share
+        mine = self.copying[what] = Copy(lasts * ALONE, self.env.now, ALONE)
+        if lasts:
+            self.disturb(what)
         if share == ALONE or not lasts:
             yield self.after(lasts)
         else:
-            self.disturb(what)
             while mine.work > 0:
                 mine.since, mine.rate = self.env.now, share if len(self.copying) == 2 else ALONE
                 mine.disturbed = simpy.Event(self.env)
@@ -217,7 +218,7 @@ class Model:
     def disturb(self, what: int) -> None:
         """The direction ``what`` has started or ended: the other has another rate."""
         for other, copy in self.copying.items():
-            if other != what and not copy.disturbed.triggered:
+            if other != what and copy.disturbed is not None and not copy.disturbed.triggered:
                 copy.disturbed.succeed()
 
     # -------------------------------------------------------------------------------------- rules

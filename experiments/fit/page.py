@@ -83,6 +83,7 @@ def page(a: Answer, before: Timeline, after: Timeline | None, command: str) -> s
         *(_p(f"{name}: {size(peak.nbytes)}, {words.moment(peak)}.")
           for name, peak in zip(("Without a plan", "Under the plan"), words.peaks_of(a.page), strict=False)),
     ]  # fmt: skip
+    parts += ["<h2>What the card counts</h2>", *map(_p, words.card(a))]
     if sentences := words.batches(a):
         parts += ["<h2>The largest batch</h2>", *map(_p, sentences)]
     if a.families:

@@ -1,7 +1,7 @@
 """Published peaks of training steps on real GPUs beside ours and beside those of four estimators.
 
-The points are xMem's (tests/data/measured/README.md): NVML's peak during the run less what was there before it, with the
-CUDA context; so ours here is what PyTorch reserves. A run that did not fit has no peak: only the verdict is compared.
+The points are xMem's (tests/data/measured/README.md): NVML's peak during the run less what was there before it, which
+includes the context; so ours is what PyTorch reserves. A run that did not fit has no peak: only its verdict counts.
 
     python -m experiments.measured.peaks          # the table and the means
 """
@@ -18,9 +18,10 @@ from typing import Any
 import torch
 
 from executor.capture.capture import capture
-from executor.memory.card import CardPeak, Loop, ZeroGrad, card_peak
+from executor.memory.card import Loop, ZeroGrad, card_peak
 from experiments import workloads
 from experiments.measured.traces import DATA
+from simulator.card import CardPeak
 from simulator.files import FormatError
 from simulator.machine import Machine
 
@@ -28,7 +29,6 @@ ESTIMATORS = ("xmem", "dnnmem", "schedtune", "llmem")
 MACHINES = {"RTX 3060": "rtx3060", "RTX 4060": "rtx4060", "A100": "a100_40gb"}
 IMAGE, LENGTH = 86, 128  # px of CIFAR-10's images; tokens of a sequence of wikitext-2
 ITERATIONS = 4
-ERROR = 0.033  # mean error of ours over the points, as `python -m experiments.measured.peaks` prints it
 
 # Network as the points name it -> workload; xMem's MobileNetV3 and MnasNet have 10 classes, its others 1000.
 NETWORKS: dict[str, dict[str, Any]] = {
@@ -112,7 +112,9 @@ def _point(row: dict[str, Any], where: str) -> Point:
         raise FormatError(f"{where}: model is missing")
     mode = number("zero_grad_mode", wanted=False) or 0
     if mode > 1:
-        raise FormatError(f"{where}: zero_grad_mode is neither 0, the iteration's start, nor 1, before the backward pass")
+        raise FormatError(
+            f"{where}: zero_grad_mode is neither 0, the iteration's start, nor 1, before the backward pass"
+        )
     ran = {name: number(f"{name}_oom", wanted=False) for name in ESTIMATORS}
     return Point(
         row["model"], name, needed("batch"), row["gpu"], needed("gpu_bytes"), "backward" if mode else "start",
@@ -130,7 +132,10 @@ def predicted(point: Point) -> CardPeak:
     if point.network not in NETWORKS:
         raise FormatError(f"model: there is no network for {point.network!r}; there are {', '.join(NETWORKS)}")
     workload = NETWORKS[point.network]
-    size = {"batch_size": point.batch, **({"length": LENGTH} if workload["family"] == "huggingface" else {"image": IMAGE})}
+    size = {
+        "batch_size": point.batch,
+        **({"length": LENGTH} if workload["family"] == "huggingface" else {"image": IMAGE}),
+    }
     model, loss, _, batch = workloads.build({**workload, **size})
     optimizer = getattr(torch.optim, point.optimizer)(model.parameters(), lr=1e-3)
     machine = Machine.load(MACHINES[point.gpu])
@@ -139,7 +144,7 @@ def predicted(point: Point) -> CardPeak:
 
 
 def rows(wanted: Iterable[Point] | None = None, tell: Callable[[dict[str, Any]], object] = str) -> list[dict[str, Any]]:
-    """For each run what was measured, what we say, in parts, and the estimators; ``error`` is None where it did not fit.
+    """For each run what was measured, what we say, in parts, and the estimators; without an error if it did not fit.
 
     Args:
         tell: is told each row as it is known; a capture takes seconds.

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from experiments.workloads.module import Parts, WorkloadError
 
-# Class of the configuration, of the model, and what differs from the class's defaults, as each model's config.json says.
+# Class of the configuration, of the model, and what differs from its defaults, as each model's config.json says.
 IGNORED = -100  # a label
 CONTIGUOUS = "sdpa_of_contiguous"
 _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -96,8 +96,8 @@ def build(*, model: str, batch_size: int = 8, length: int = 128) -> Parts:
     return made, loss, torch.optim.AdamW(made.parameters(), lr=1e-4), (batch, tokens)
 
 
-def contiguous_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:
-    """transformers' "sdpa", of copies where queries, keys or values are not contiguous, as until version 4.53."""
+def contiguous_attention(module: nn.Module, *args: Any, **options: Any) -> Any:
+    """transformers' "sdpa", of copies of queries, keys and values that are not contiguous, as until version 4.53."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    return sdpa_attention_forward(module, query.contiguous(), key.contiguous(), value.contiguous(), *args, **options)
+    return sdpa_attention_forward(module, *(x.contiguous() for x in args[:3]), *args[3:], **options)

@@ -54,8 +54,8 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Images ``[batch, 3, image, image]`` to logits ``[batch, classes]``, with ``stages`` blocks in the four stages, that
-    halve the image in their 1x1 or 3x3 convolution."""
+    """Images ``[batch, 3, image, image]`` to logits ``[batch, classes]``, with ``stages`` blocks in the four stages,
+    that halve the image in their 1x1 or 3x3 convolution."""
 
     def __init__(self, stages: tuple[int, ...], classes: int = 1000, halve: int = 1) -> None:
         super().__init__()

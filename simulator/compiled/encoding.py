@@ -72,8 +72,8 @@ DONE, OUT_OF_MEMORY, HOST_FULL, SLOWER, MORE_STEPS, UNKNOWN, STUCK = range(7)
 STATUS, ITERATION_NS, REQUIRED, PEAK, PERIOD, RESULTS = range(6)
 
 # The rows of ``settings``: what an engine has. CONTENDS: is there a LOSS?
-PERSISTENT_BYTES, LIMIT, MAX_ITERATIONS, COPY_ENGINES, DUPLEX_SHARE, HOST_BYTES, ISSUE_NS, WAIT_NS = range(8)
-CONTENDS, SETTINGS = 8, 9
+PERSISTENT_BYTES, LIMIT, MAX_ITERATIONS, COPY_ENGINES, D2H_SHARE, H2D_SHARE, HOST_BYTES, ISSUE_NS, WAIT_NS = range(9)
+CONTENDS, SETTINGS = 9, 10
 
 # Columns of the log of a run: start, end, one of these, kernel or row. The first four are spans; a step ends, and the
 # memory of an open gap is free.

@@ -165,8 +165,8 @@ class Engine:
         """What no two engines share."""
         self._settings = np.array([
             self._persistent_bytes, self.limit, max(self.iterations, STEADY), self.machine.copy_engines,
-            self.machine.duplex_share, self.machine.host_bytes, self.machine.issue_ns, self.machine.wait_ns,
-            self._own[LOSS].any(),
+            self.machine.d2h_share, self.machine.h2d_share, self.machine.host_bytes, self.machine.issue_ns,
+            self.machine.wait_ns, self._own[LOSS].any(),
         ], np.int64)  # fmt: skip
         self._work = self._new_work()
         self._idle: list[_Work] = []  # those of other threads

@@ -12,12 +12,12 @@ from simulator.compiled.steady import alike, note_state, period_of
 
 # isort: off
 from simulator.compiled.encoding import (
-    ALLOCATED, BEGINS, BORN, CONTENDS, COPIED, COPYING, COPY_ENGINES, DIES, DONE, DUPLEX_SHARE, DURATION, ENFORCED,
-    EXPECTED, FIRST_OF, FREED, GATE, GATE_EVENT, GATE_MISSING, GATE_REMAT, GATE_SYNC, HELD, HIGHEST, HOST_BYTES,
-    HOST_FULL, ITERATION_NS, LEAVING, LEVEL, LIMIT, LIVE, LOG_BOUNDARY, LOG_END, LOG_IN, LOG_KERNEL, LOG_LEFT,
-    LOG_OUT, LOG_RECOMPUTE, LOG_STALL, LOSS, MAX_ITERATIONS, NEVER, NEXT_OPEN, OPENS, ORDER_SEGMENT, PEAK, PERIOD,
-    PERSISTENT_BYTES, PLANNED, QUEUE, RECOMPUTE, SEGMENT, SLOWER, STEP_FOR, STEP_KERNEL, STUCK, SYNC_SWAP, WAITING,
-    WAITS, WAIT_NS, WORKSPACE,
+    ALLOCATED, BEGINS, BORN, CONTENDS, COPIED, COPYING, COPY_ENGINES, D2H_SHARE, DIES, DONE, DURATION, ENFORCED,
+    EXPECTED, FIRST_OF, FREED, GATE, GATE_EVENT, GATE_MISSING, GATE_REMAT, GATE_SYNC, H2D_SHARE, HELD, HIGHEST,
+    HOST_BYTES, HOST_FULL, ITERATION_NS, LEAVING, LEVEL, LIMIT, LIVE, LOG_BOUNDARY, LOG_END, LOG_IN, LOG_KERNEL,
+    LOG_LEFT, LOG_OUT, LOG_RECOMPUTE, LOG_STALL, LOSS, MAX_ITERATIONS, NEVER, NEXT_OPEN, OPENS, ORDER_SEGMENT, PEAK,
+    PERIOD, PERSISTENT_BYTES, PLANNED, QUEUE, RECOMPUTE, SEGMENT, SLOWER, STEP_FOR, STEP_KERNEL, STUCK, SYNC_SWAP,
+    WAITING, WAITS, WAIT_NS, WORKSPACE,
 )  # fmt: skip
 
 # isort: on
@@ -208,7 +208,8 @@ def event_loop(  # type: ignore[no-untyped-def]
         A status, and the entries of the log.
     """
     n, m = by_kernel.shape[1] - 1, rows.shape[0]
-    limit, engines, duplex_share = settings[LIMIT], settings[COPY_ENGINES], settings[DUPLEX_SHARE]
+    limit, engines = settings[LIMIT], settings[COPY_ENGINES]
+    out_share, in_share = settings[D2H_SHARE], settings[H2D_SHARE]  # of their speed, for copies beside each other
     planned = enforced = by_kernel[PLANNED]
     if limit_until < n:
         enforced = by_kernel[ENFORCED]  # far below 0 where the limit does not count
@@ -230,7 +231,8 @@ def event_loop(  # type: ignore[no-untyped-def]
     end = out_end = in_end = NEVER  # of what is under way on compute, d2h, h2d
     out_row = in_row = 0
     # Of a transfer beside one in the other direction: what was left of it when last reckoned; its entry in the log.
-    duplex, changed, reckoned, out_work, in_work, out_log, in_log = duplex_share < ALONE, False, 0, 0, 0, 0, 0
+    duplex, changed = out_share < ALONE or in_share < ALONE, False
+    reckoned = out_work = in_work = out_log = in_log = 0
     # Of the step that runs, beside copies: what was left of it when last reckoned, when that was, its speed, its entry.
     contends, work, worked, speed, end_log = settings[CONTENDS] > 0, 0, 0, ALONE, 0
     in_failed = False  # with one engine: the swap-in that was issued first does not fit
@@ -319,7 +321,7 @@ def event_loop(  # type: ignore[no-untyped-def]
             if changed:
                 changed = False
                 if out_end != NEVER and in_end != NEVER:
-                    out_end, in_end = _end(out_work, duplex_share, now), _end(in_work, duplex_share, now)
+                    out_end, in_end = _end(out_work, out_share, now), _end(in_work, in_share, now)
                     _log_end(log, out_log, out_end)
                     _log_end(log, in_log, in_end)
 
@@ -373,9 +375,9 @@ def event_loop(  # type: ignore[no-untyped-def]
 
             # Copies complete.
             if duplex and (out_end == now or in_end == now):
-                rate = ALONE if out_end == NEVER or in_end == NEVER else duplex_share
-                out_work = _left(out_work, out_end, rate, now - reckoned)
-                in_work = _left(in_work, in_end, rate, now - reckoned)
+                both = out_end != NEVER and in_end != NEVER
+                out_work = _left(out_work, out_end, out_share if both else ALONE, now - reckoned)
+                in_work = _left(in_work, in_end, in_share if both else ALONE, now - reckoned)
                 reckoned = now
                 if now < out_end < NEVER:
                     out_end = _end(out_work, ALONE, now)
@@ -438,9 +440,9 @@ def event_loop(  # type: ignore[no-untyped-def]
             before = states[boundaries + 2 * check + 1 - turn]
             note_state(state, m, now - begin, waiting, n_waiting, held, n_held, queue, queue_head, queue_tail)
             if duplex:
-                rate = ALONE if out_end == NEVER or in_end == NEVER else duplex_share
-                out_left = _left(out_work, out_end, rate, now - reckoned)
-                in_left = _left(in_work, in_end, rate, now - reckoned)
+                both = out_end != NEVER and in_end != NEVER
+                out_left = _left(out_work, out_end, out_share if both else ALONE, now - reckoned)
+                in_left = _left(in_work, in_end, in_share if both else ALONE, now - reckoned)
             else:
                 out_left, in_left = out_end - now, in_end - now
             if out_end != NEVER:

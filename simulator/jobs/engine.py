@@ -116,7 +116,7 @@ def _world(jobs: Sequence[Job], plans: Sequence[Sequence[Lowered]], tables: Tabl
     now[[SERVED, STEPPED]] = -1
     now[HOST_LEFT], now[FREE], now[TENANT], now[TENANT_AT] = machine.host_bytes, ALONE, rows, changes[0][0]
     more = [*(job.durations for job in jobs), changes]
-    speeds = [machine.compute_share(k) for k in range(n + 1)]
+    link, speeds = (machine.d2h_share, machine.h2d_share), [machine.compute_share(k) for k in range(n + 1)]
     copy = np.zeros((2, 7), np.int64)
     copy[:, C_JOB], copy[:, C_END] = -1, NEVER
     return World(
@@ -133,9 +133,7 @@ def _world(jobs: Sequence[Job], plans: Sequence[Sequence[Lowered]], tables: Tabl
         np.zeros((n * most["n_blocks"] + 1, 4), np.int64),
         copy,
         now,
-        np.array(
-            [limit, machine.copy_engines, machine.duplex_share, sharing == "fifo", machine.switch_ns, *speeds], np.int64
-        ),
+        np.array([limit, machine.copy_engines, *link, sharing == "fifo", machine.switch_ns, *speeds], np.int64),
         np.empty((entries + 1 if entries else 0, LOG), np.int64),
     )
 

@@ -16,9 +16,9 @@ from simulator.jobs.away import (
 from simulator.jobs.ledger import charge, note
 from simulator.jobs.tables import (
     BACK, COMPUTE_AT, COUNTED, C_BLOCK, C_COMPUTE, C_DATA, C_END, C_ENTRY, C_JOB, C_MEMORY, C_TENSOR, C_VOID, C_WORK,
-    DEADLOCK, DONE, DUPLEX, ENGINES, FIFO, FREE, GAP_STATE, GONE, HEAD, HOST_BLOCK, HOST_LEFT, KERNEL_ENDS,
-    LEAVES, LEAVING, LIMIT, LINK_AT, L_ADMIT, L_BOUNDARY, L_END, L_GONE, L_IN, L_NEVER, L_OUT, L_STALL, L_STEP, NOW,
-    OPEN_ROW, OUT, PRESENT, QUEUED, Q_BLOCK, Q_ISSUED, Q_JOB, Q_TENSOR, RETURNS, RUNNING, SERVED, SHARE, STEPPED,
+    DEADLOCK, DONE, ENGINES, FIFO, FREE, GAP_STATE, GONE, HEAD, HOST_BLOCK, HOST_LEFT, KERNEL_ENDS, LEAVES, LEAVING,
+    LIMIT, LINK_AT, L_ADMIT, L_BOUNDARY, L_END, L_GONE, L_IN, L_NEVER, L_OUT, L_STALL, L_STEP, NOW, OPEN_ROW, OUT,
+    OUT_SHARE, PRESENT, QUEUED, Q_BLOCK, Q_ISSUED, Q_JOB, Q_TENSOR, RETURNS, RUNNING, SERVED, SHARE, STEPPED,
     SWITCH_NS, TAIL, TENANT, TENANT_AT, UNADMITTED, UNFINISHED, USED, WAITING,
 )  # fmt: skip
 
@@ -27,26 +27,24 @@ from simulator.machine import ALONE
 
 
 @stage
-def _rate(w):  # type: ignore[no-untyped-def]
-    """Speed of each copy under way."""
+def _rate(w, which):  # type: ignore[no-untyped-def]
+    """Speed of a copy under way."""
     both = w.copy[OUT, C_JOB] >= 0 and w.copy[BACK, C_JOB] >= 0
-    return max(1, (w.settings[DUPLEX] if both else ALONE) * w.now[FREE] // ALONE)
+    return max(1, (w.settings[OUT_SHARE + which] if both else ALONE) * w.now[FREE] // ALONE)
 
 
 @stage
 def _reckon_link(w):  # type: ignore[no-untyped-def]
-    done = _rate(w) * (w.now[NOW] - w.now[LINK_AT])
     for i in range(2):
-        w.copy[i, C_WORK] -= done
+        w.copy[i, C_WORK] -= _rate(w, i) * (w.now[NOW] - w.now[LINK_AT])
     w.now[LINK_AT] = w.now[NOW]
 
 
 @stage
 def _set_link_ends(w):  # type: ignore[no-untyped-def]
-    rate = _rate(w)
     for i in range(2):
         if w.copy[i, C_JOB] >= 0:
-            w.copy[i, C_END] = w.now[LINK_AT] - (-w.copy[i, C_WORK] // rate)
+            w.copy[i, C_END] = w.now[LINK_AT] - (-w.copy[i, C_WORK] // _rate(w, i))
             if w.copy[i, C_ENTRY] < w.log.shape[0]:
                 w.log[w.copy[i, C_ENTRY], 1] = w.copy[i, C_END]
 

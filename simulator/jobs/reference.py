@@ -128,15 +128,15 @@ class _Machine:
 
     # ------------------------------------------------------------- what is under way: the link, and compute
 
-    def _rate(self) -> int:
-        return max(1, (self.machine.duplex_share if self.out and self.back else ALONE) * self.free // ALONE)
+    def _rate(self, copy: Work) -> int:
+        share = self.machine.d2h_share if copy is self.out else self.machine.h2d_share
+        return max(1, (share if self.out and self.back else ALONE) * self.free // ALONE)
 
     def _reckon_link(self) -> None:
         """Before a copy starts or when one ends: what is left of both."""
-        done = self._rate() * (self.now - self.link_reckoned)
         for copy in (self.out, self.back):
             if copy:
-                copy.work -= done
+                copy.work -= self._rate(copy) * (self.now - self.link_reckoned)
         self.link_reckoned = self.now
 
     def _reckon_compute(self) -> None:
@@ -150,7 +150,7 @@ class _Machine:
         """After something has started or ended: when does what is under way end?"""
         share = self.machine.compute_share(len(self.steps))
         for each, rate, reckoned in (
-            *((copy, self._rate(), self.link_reckoned) for copy in (self.out, self.back) if copy),
+            *((copy, self._rate(copy), self.link_reckoned) for copy in (self.out, self.back) if copy),
             *((step, share, self.compute_reckoned) for step in self.steps),
         ):
             each.end = reckoned - (-each.work // rate)

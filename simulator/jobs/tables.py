@@ -66,7 +66,8 @@ C_JOB, C_TENSOR, C_BLOCK, C_WORK, C_END, C_ENTRY, C_VOID = range(7)
 
 (NOW, USED, PEAK, KERNEL_ENDS, SERVED, STEPPED, RUNNING, UNADMITTED, UNFINISHED, HEAD, TAIL, LINK_AT, COMPUTE_AT, N_LOG,
  HOST_LEFT, EVICTIONS, FREE, TENANT, TENANT_AT, STATE) = range(20)  # fmt: skip
-LIMIT, ENGINES, DUPLEX, FIFO, SWITCH_NS, SHARE = range(6)  # SHARE + k: speed of each of k steps at once
+# OUT_SHARE, BACK_SHARE: of their speed, for copies beside each other. SHARE + k: speed of each of k steps at once.
+LIMIT, ENGINES, OUT_SHARE, BACK_SHARE, FIFO, SWITCH_NS, SHARE = range(7)
 
 # Columns of the log: start, end, one of these, job, index.
 L_STEP, L_END, L_OUT, L_IN, L_LEFT, L_STALL, L_BOUNDARY, L_ADMIT, L_SWITCH, L_GONE, L_EVICT, L_NEVER = range(12)

@@ -91,6 +91,18 @@ def _taken(kernel: Kernel, machine: Machine) -> int:
     return int(int(machine.copy_contention * LONE) * busy)
 
 
+def beside_each_other(machine: Machine) -> dict[str, int]:
+    """By stream, what a copy beside one in the other direction gets done in a nanosecond, of LONE (g)."""
+    figures = {
+        "d2h": (machine.d2h_bytes_per_s, machine.duplex_d2h_bytes_per_s),
+        "h2d": (machine.h2d_bytes_per_s, machine.duplex_h2d_bytes_per_s),
+    }
+    return {
+        stream: LONE if machine.copy_engines == 1 or not beside else min(LONE, max(1, beside * LONE // alone))
+        for stream, (alone, beside) in figures.items()
+    }
+
+
 class Link:
     """How fast the recorded copies are: LONE a ns alone, less beside one in the other direction (g)."""
 
@@ -98,9 +110,7 @@ class Link:
         self.size = [t.nbytes for t in program.tensors]
         self.latency = machine.copy_latency_ns
         self.rates = {"d2h": machine.d2h_bytes_per_s, "h2d": machine.h2d_bytes_per_s}
-        both = sum(self.rates.values())
-        limited = machine.copy_engines == 2 and 0 < machine.duplex_bytes_per_s < both
-        self.shared = max(1, machine.duplex_bytes_per_s * LONE // both) if limited else LONE
+        self.shared = beside_each_other(machine)
         finish = max(s.end_ns for s in timeline.spans if s.stream == "compute")
         # What is under way when the simulation ends is reckoned as if it went on for ever beside the other direction.
         self.busy: dict[str, list[tuple[float, float]]] = {
@@ -117,7 +127,7 @@ class Link:
         others = self.busy["h2d" if span.stream == "d2h" else "d2h"]
         changes = sorted({t for other in others for t in other if span.start_ns < t < inf})
         for now, then in pairwise([span.start_ns, *changes, inf]):
-            speed = self.shared if any(a <= now < b for a, b in others) else LONE
+            speed = self.shared[span.stream] if any(a <= now < b for a, b in others) else LONE
             yield int(now), then, speed, left
             if then < inf:
                 left -= int(then - now) * speed

@@ -15,9 +15,11 @@ from agents import bound as bound_module
 from agents.bound import floor
 from agents.bound_groups import Groups
 from agents.bound_lp import Linear, Solver, rounded
+from agents.bound_transfers import _beside
 from agents.planner import ways_of
 from simulator import Kernel, Machine, Plan, Program, Recompute, Rerun, Swap, Tensor, Timeline, simulate
 from simulator.compiled.engine import Engine
+from simulator.machine import ALONE
 from simulator.plan import PlanError
 from simulator.schedule import lower
 from tests import tiny
@@ -151,12 +153,36 @@ def test_what_two_engines_hide_one_cannot_and_a_shared_link_in_part() -> None:
     kernels = tuple(Kernel(f"k{i}", "other", "forward", *line, recomputable=False) for i, line in enumerate(lines))
     program = Program("cross", (Tensor("a", 100), Tensor("b", 100)), kernels)
     # 10 bytes of b may leave while kernel 2 reads it. At three quarters of their speed beside each other, the other 90
-    # leave in 120 ns, and then 90 of a are back.
-    for engines, duplex, extra in ((2, 0, 0), (2, 15 * 10**8, 30), (1, 0, 90)):
-        machine = replace(MACHINE, copy_engines=engines, duplex_bytes_per_s=duplex)
+    # leave in 120 ns, and then 90 of a are back. Out as alone and in at half, 45 of a are back when b has left after 90
+    # ns; in as alone and out at half, 50 of b have left when a is back after 100.
+    fast = 10**9  # no less than alone
+    for engines, back, out, extra in (
+        (2, 0, 0, 0), (2, 75 * 10**7, 75 * 10**7, 30), (2, 5 * 10**8, fast, 45), (2, fast, 5 * 10**8, 40), (1, 0, 0, 90)
+    ):  # fmt: skip
+        machine = replace(MACHINE, copy_engines=engines, duplex_h2d_bytes_per_s=back, duplex_d2h_bytes_per_s=out)
         plan = Plan((Swap(0, 0, 4), Swap(1, 2, 6, copy=0)))
         assert simulate(program, plan, machine, 200).iteration_ns == program.ideal_ns + extra
         assert floor(program, machine, 200).iteration_ns == program.ideal_ns + extra
+
+
+def test_a_link_that_is_slower_with_both_directions_than_with_one_after_the_other() -> None:
+    """A quarter out, a half in: no floor may ask for more than one after the other takes, as with one engine."""
+    slow = replace(MACHINE, duplex_h2d_bytes_per_s=5 * 10**8, duplex_d2h_bytes_per_s=25 * 10**7)
+    assert _beside(slow) == _beside(replace(MACHINE, copy_engines=1)) == {(1.0, 1.0)}
+
+
+@settings(max_examples=300, deadline=None)
+@given(*[st.integers(0, 10**9)] * 2, *[st.integers(0, 1000)] * 3)
+def test_what_both_directions_get_done(back: int, out: int, both: int, out_alone: int, in_alone: int) -> None:
+    """Whatever time both are busy and each alone, no edge is above it; each is met by one direction alone."""
+    machine = replace(MACHINE, duplex_h2d_bytes_per_s=back, duplex_d2h_bytes_per_s=out)
+    s, r = machine.d2h_share / ALONE, machine.h2d_share / ALONE
+    done, returned, time = out_alone + s * both, in_alone + r * both, both + out_alone + in_alone
+    edges = _beside(machine)
+    assert all(f * done + h * returned <= time * (1 + 1e-12) for f, h in edges)
+    assert max(f for f, _ in edges) == max(h for _, h in edges) == 1.0
+    if s + r >= 1:  # and by both together
+        assert all(f * s + h * r == pytest.approx(1.0) for f, h in edges)
 
 
 def test_transfers_hide_behind_kernels_by_hand() -> None:
@@ -279,11 +305,13 @@ def test_less_than_a_nanosecond_of_swaps_is_nothing_where_kernels_may_run_again(
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("fraction", [0.5, 0.65])
-def test_brute_force_is_never_below(seed: int, fraction: float) -> None:
+@pytest.mark.parametrize(("back", "out"), [(0, 0), (0.3, 0.0), (0.0, 0.3), (0.9, 0.4), (0.2, 0.3)])
+def test_brute_force_is_never_below(seed: int, fraction: float, back: float, out: float) -> None:
     program = pyramid(3, seed)
     limit = int(fraction * program.peak_bytes)
-    found = floor(program, MACHINE, limit)
-    best = best_of_all(program, MACHINE, limit)
+    machine = replace(MACHINE, duplex_h2d_bytes_per_s=int(back * 10**9), duplex_d2h_bytes_per_s=int(out * 10**9))
+    found = floor(program, machine, limit)
+    best = best_of_all(program, machine, limit)
     assert found.feasible or best == np.inf
     assert found.iteration_ns <= best
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from executor import calibrate as calibrate_module
-from executor.calibrate import _contention, _fit, _share, _streaming, _taken, calibrate, main
+from executor.calibrate import _contention, _fit, _shares, _streaming, _taken, calibrate, main
 from executor.replay.backend import BackendError
 from executor.replay.host_backend import HostBackend
 from simulator import Machine
@@ -41,7 +41,7 @@ def test_the_figures_are_found_back(tmp_path):
     text = path.read_text()
     assert "copy_latency_ns: " in text and "worst error" in text and "4 MiB" in text and "not measured" in text
     data = read_json(tmp_path / "machine.json")
-    assert data["format"] == "calibration/1" and data["duplex"] == found.duplex
+    assert data["format"] == "calibration/2" and data["duplex"] == found.duplex
     assert [tuple(x) for x in data["transfers"]["d2h"]] == found.transfers["d2h"]
 
 
@@ -50,28 +50,40 @@ def test_one_copy_engine_is_noticed():
     assert found.machine.copy_engines == 1 and max(found.duplex.values()) > 1.3
 
 
-def test_the_share_by_hand():
-    """10 and 30 ns at half of their speed: the first takes 20, in which the other does 10, and 20 more alone."""
-    assert _share([30, 10], 40) == 0.5
-    assert _share([10, 10], 10) == 1 and _share([10, 10], 20) == 0.5
+def test_the_shares_by_hand():
+    """10 and 30 ns. Both at half: the first takes 20, in which the other does 10, and 20 more alone. Out at full speed:
+    it is over after 30, in which the way in does 6 of its 10, and 4 more alone. In at full speed, out at half of it."""
+    alone = {"h2d": 10, "d2h": 30}
+    assert _shares(alone, {"h2d": 20, "d2h": 40}) == {"h2d": 0.5, "d2h": 0.5}
+    assert _shares(alone, {"h2d": 34, "d2h": 30}) == {"h2d": 0.2, "d2h": 1.0}
+    assert _shares(alone, {"h2d": 10, "d2h": 35}) == {"h2d": 1.0, "d2h": 0.5}
+    assert _shares(alone, {"h2d": 10, "d2h": 30}) == {"h2d": 1.0, "d2h": 1.0}
+    assert _shares(alone, {"h2d": 10, "d2h": 45}) == {"h2d": 1.0, "d2h": 0.0}  # slower than one after the other
 
 
-@pytest.mark.parametrize(("slower", "together"), [(1.0, False), (1.01, False), (1.25, True)])
-def test_what_both_directions_carry_together(slower, together, monkeypatch):
-    """1 ns a byte in, 2 ns a byte out, 1.5 GB/s in all; the way in takes ``slower`` as long while both are busy."""
-    alone = {"h2d": 1, "d2h": 2}
+@pytest.mark.parametrize(
+    ("h2d", "d2h"),
+    [(1.0, 1.0), (0.99, 0.99), (0.8, 0.8), (0.5, 1.0), (1.0, 0.7), (0.3, 0.9)],
+)
+def test_what_each_direction_carries_beside_the_other(h2d, d2h, monkeypatch):
+    """1 ns a byte in, 2 ns a byte out, at these shares while both are busy; less than DUPLEX_ERROR below 1 is 1."""
+    alone, share = {"h2d": 1, "d2h": 2}, {"h2d": h2d, "d2h": d2h}
 
     def copies(backend, directions, nbytes):
-        both = len(directions) == 2
-        return {d: round(nbytes * (alone[d] + (slower - 1) * both)) for d in directions}
+        if len(directions) == 1:
+            return {d: nbytes * alone[d] for d in directions}
+        first = min(alone[d] / share[d] for d in directions)
+        return {d: round(nbytes * (first + alone[d] - first * share[d])) for d in directions}
 
     monkeypatch.setattr(calibrate_module, "_copies", copies)
     with HostBackend(MACHINE) as backend:
-        found = calibrate(backend, replace(MACHINE, duplex_bytes_per_s=7), 2**20)
-    assert found.machine.copy_engines == 2
-    wanted = 1_500_000_000 / slower if together else 0
-    assert found.machine.duplex_bytes_per_s == pytest.approx(wanted, rel=1e-3)
-    assert f"duplex_bytes_per_s: {found.machine.duplex_bytes_per_s}  # measured: " in found.to_yaml()
+        found = calibrate(backend, replace(MACHINE, duplex_h2d_bytes_per_s=7, duplex_d2h_bytes_per_s=7), 2**20)
+    machine, text = found.machine, found.to_yaml()
+    assert machine.copy_engines == 2
+    for d, rate in (("h2d", 1_000_000_000), ("d2h", 500_000_000)):
+        measured = machine.to_dict()[f"duplex_{d}_bytes_per_s"]
+        assert measured == pytest.approx(share[d] * rate if share[d] < 0.98 else 0, rel=1e-3)
+        assert f"duplex_{d}_bytes_per_s: {measured}  # measured: {share[d]:.1%} of alone" in text
 
 
 def test_no_larger_copy_is_begun_when_the_time_is_over():

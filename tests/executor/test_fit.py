@@ -309,7 +309,8 @@ def test_a_profile_is_of_one_shape() -> None:
     ("device", "name"),
     [("NVIDIA GeForce GTX 1080 Ti", "gtx1080ti"), ("NVIDIA GeForce RTX 2080 Ti", "rtx2080ti"), ("Tesla K40c", "k40c"),
      ("Tesla V100-SXM2-16GB", "v100"), ("NVIDIA A100-SXM4-40GB", "a100_40gb"), ("NVIDIA H100 80GB HBM3", "h100"),
-     ("NVIDIA H200", "h200")],
+     ("NVIDIA H200", "h200"), ("NVIDIA GeForce RTX 3060", "rtx3060"), ("NVIDIA GeForce RTX 4060", "rtx4060"),
+     ("NVIDIA A40", "a40")],
 )  # fmt: skip
 def test_a_gpu_has_the_preset_of_its_name(device: str, name: str) -> None:
     found, preset = MODULE.machine_of(device), Machine.load(name)
@@ -318,7 +319,16 @@ def test_a_gpu_has_the_preset_of_its_name(device: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "device", ["NVIDIA GH200 480GB", "NVIDIA A100-SXM4-80GB", "NVIDIA L4", "NVIDIA GeForce GTX 1080"]
+    "device",
+    [
+        "NVIDIA GH200 480GB",
+        "NVIDIA A100-SXM4-80GB",
+        "NVIDIA L4",
+        "NVIDIA GeForce GTX 1080",
+        "NVIDIA GeForce RTX 3060 Ti",
+        "NVIDIA GeForce RTX 4060 Laptop GPU",
+        "NVIDIA RTX A4000",
+    ],
 )
 def test_a_gpu_without_one_asks_for_a_machine(device: str) -> None:
     with pytest.raises(FitError, match=f"no preset is of '{device}' .*: give machine=.*executor.calibrate"):

@@ -59,7 +59,15 @@ def test_a_calibrated_machine_is_swept_beside_a_preset(run: Run, program_file: P
     machine = replace(Machine.load("k40c"), name="my_machine", h2d_bytes_per_s=6 * 10**9)
     # As executor.calibrate does it.
     Calibration(
-        machine, "a GPU", copies, 0.01, {"h2d": 1.0, "d2h": 1.1}, 0.95, 0.02, {"h2d": 0.02, "d2h": 0.01}, 0.01
+        machine,
+        "a GPU",
+        copies,
+        0.01,
+        {"h2d": 1.0, "d2h": 1.1},
+        {"h2d": 1.0, "d2h": 0.95},
+        0.02,
+        {"h2d": 0.02, "d2h": 0.01},
+        0.01,
     ).save(file)
     written(work, ODD, MACHINE)
     done = run("evaluate", "-m", *words, f"machine=gtx1080ti,my_machine.yaml,'{ODD}'")

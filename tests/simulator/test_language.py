@@ -226,14 +226,38 @@ def test_both_directions_share_the_link(simulate):
         ((), (1,), 10), ((), (), 40), ((), (0,), 10), ((), (), 10), ((1,), (), 10), ((), (), 10), ((0,), (), 10),
     )  # fmt: skip
     plan = Plan((Swap(1, 0, 4, prefetch=3), Swap(0, 2, 6)))
-    shared = replace(MACHINE, duplex_bytes_per_s=MACHINE.d2h_bytes_per_s)
+    shared = MACHINE.with_shared_link(MACHINE.d2h_bytes_per_s)
     timeline = simulate(program, plan, shared, PLENTY, iterations=1)
     assert work(timeline, "swap_out") == [(1, 10, 50), (0, 60, 130)]
     assert work(timeline, "swap_in") == [(1, 70, 140), (0, 140, 180)]
     alone = simulate(program, plan, MACHINE, PLENTY, iterations=1)
     assert work(alone, "swap_in") == [(1, 70, 110), (0, 110, 150)]
-    plenty = replace(MACHINE, duplex_bytes_per_s=2 * MACHINE.d2h_bytes_per_s)
+    plenty = MACHINE.with_shared_link(2 * MACHINE.d2h_bytes_per_s)
     assert simulate(program, plan, plenty, PLENTY, iterations=1) == alone
+    # Out at three quarters, back at one: a has left for 10 ns alone and needs 40 beside b, of which 10 return in them.
+    unequal = replace(MACHINE, duplex_h2d_bytes_per_s=250_000_000, duplex_d2h_bytes_per_s=750_000_000)
+    timeline = simulate(program, plan, unequal, PLENTY, iterations=1)
+    assert work(timeline, "swap_out") == [(1, 10, 50), (0, 60, 110)]
+    assert work(timeline, "swap_in") == [(1, 70, 140), (0, 140, 180)]
+    # Out as fast as alone: half of a quarter of b's bytes are in the 30 ns, and the last of the others is rounded up.
+    one_sided = replace(MACHINE, duplex_h2d_bytes_per_s=250_000_000)
+    timeline = simulate(program, plan, one_sided, PLENTY, iterations=1)
+    assert work(timeline, "swap_out") == [(1, 10, 50), (0, 60, 100)]
+    assert work(timeline, "swap_in") == [(1, 70, 133), (0, 133, 173)]
+
+
+def test_one_stream_for_both_directions(simulate):
+    """The same copies under an executor that has one stream: b goes back when a has left, at full speed, whatever both
+    directions carry at once."""
+    program = straight(
+        activations(40, 40),
+        ((), (1,), 10), ((), (), 40), ((), (0,), 10), ((), (), 10), ((1,), (), 10), ((), (), 10), ((0,), (), 10),
+    )  # fmt: skip
+    plan = Plan((Swap(1, 0, 4, prefetch=3), Swap(0, 2, 6)))
+    unequal = replace(MACHINE, duplex_h2d_bytes_per_s=250_000_000, duplex_d2h_bytes_per_s=750_000_000)
+    timeline = simulate(program, plan, unequal.one_copy_stream(), PLENTY, iterations=1)
+    assert work(timeline, "swap_out") == [(1, 10, 50), (0, 60, 100)]
+    assert work(timeline, "swap_in") == [(1, 100, 140), (0, 140, 180)]
 
 
 def test_one_engine_serves_in_order_of_issue(simulate):

@@ -1,5 +1,6 @@
 """Machines: presets, durations by hand, and what is refused."""
 
+import dataclasses
 import json
 import re
 from fractions import Fraction
@@ -19,7 +20,7 @@ GOOD = {"name": "m", "memory_bytes": 100, "h2d_bytes_per_s": 10**9, "d2h_bytes_p
 def test_presets(name):
     machine = Machine.load(name)
     assert machine.name == name
-    assert 2**33 < machine.memory_bytes < 2**38
+    assert 2**32 < machine.memory_bytes < 2**38
     assert machine.memory_bytes_per_s > machine.h2d_bytes_per_s >= 10**9
     assert 10**12 <= machine.flops_per_s["float32"] < 10**16
 
@@ -38,7 +39,7 @@ def test_every_figure_of_a_preset_has_its_source():
 
 
 def test_the_presets_of_the_readme_exist():
-    for name in ("gtx1080ti", "rtx2080ti", "k40c", "v100", "a100_40gb", "h100", "h200"):
+    for name in ("gtx1080ti", "rtx2080ti", "rtx3060", "rtx4060", "k40c", "v100", "a40", "a100_40gb", "h100", "h200"):
         Machine.load(name)
 
 
@@ -74,6 +75,37 @@ def test_copies_round_up(nbytes, rate, latency):
     machine = Machine("m", 1, rate, 1, latency)
     assert machine.h2d_ns(nbytes) == latency + ceil(Fraction(nbytes * 10**9, rate))
     assert Machine("m", 1, 1, rate, latency).d2h_ns(nbytes) == machine.h2d_ns(nbytes)
+
+
+def test_each_direction_beside_the_other():
+    """In units of 2**-20, rounded down; 0, and more than alone, is as alone, and none stands still."""
+
+    def shares(h2d, d2h, engines=2):
+        rates = {"duplex_h2d_bytes_per_s": h2d, "duplex_d2h_bytes_per_s": d2h}
+        machine = Machine("m", 1, 4 * 10**9, 3 * 10**9, copy_engines=engines, **rates)
+        return machine.h2d_share, machine.d2h_share
+
+    assert shares(10**9, 0) == (2**18, 2**20) and shares(0, 10**9) == (2**20, 349_525)
+    assert shares(4 * 10**9, 3 * 10**9) == shares(9 * 10**9, 9 * 10**9) == (2**20, 2**20)
+    assert shares(1, 1) == (1, 1) and shares(1, 1, engines=1) == (2**20, 2**20)
+
+
+@given(*[st.integers(2**20, 10**12)] * 2, st.integers(0, 2 * 10**12))
+def test_what_both_carry_together_slows_both_down_alike(h2d, d2h, together):
+    """Files of before have one figure: of a link of 1 MiB/s or more, exactly the shares that it had then."""
+    rates = {"h2d_bytes_per_s": h2d, "d2h_bytes_per_s": d2h}
+    machine = Machine.from_dict({**GOOD, **rates, "duplex_bytes_per_s": together})
+    share = max(1, (together << 20) // (h2d + d2h)) if 0 < together < h2d + d2h else 2**20
+    assert machine.h2d_share == machine.d2h_share == share
+    assert Machine.from_dict(machine.to_dict()) == machine == Machine("m", 100, h2d, d2h).with_shared_link(together)
+
+
+def test_one_stream_is_the_executors_choice():
+    """The machine's other figures stay, and so what it would carry both ways at once."""
+    machine = Machine.load("a100_40gb")
+    assert machine.copy_engines == 2 and machine.h2d_share < 2**20
+    one = machine.one_copy_stream()
+    assert one == dataclasses.replace(machine, copy_engines=1) and one.h2d_share == one.d2h_share == 2**20
 
 
 def test_kernels_at_once_share_the_speed():
@@ -127,6 +159,12 @@ MALFORMED = [
     ({"alignment": 0}, "machine.alignment: expected a positive integer, got 0"),
     ({"copy_latency_ns": -1}, "machine.copy_latency_ns: expected an integer of at least 0, got -1"),
     ({"host_bytes": -1}, "machine.host_bytes: expected an integer of at least 0, got -1"),
+    ({"duplex_h2d_bytes_per_s": -1}, "machine.duplex_h2d_bytes_per_s: expected an integer of at least 0, got -1"),
+    ({"duplex_d2h_bytes_per_s": 0.5}, "machine.duplex_d2h_bytes_per_s: expected an integer, got 0.5"),
+    ({"duplex_bytes_per_s": -1}, "machine.duplex_bytes_per_s: expected an integer of at least 0, got -1"),
+    ({"duplex_bytes_per_s": "much"}, 'machine.duplex_bytes_per_s: expected an integer, got "much"'),
+    ({"duplex_bytes_per_s": 7, "duplex_d2h_bytes_per_s": 0},
+     "machine.duplex_bytes_per_s: expected this or duplex_d2h_bytes_per_s, got both"),
     ({"malloc_bytes_per_s": -1}, "machine.malloc_bytes_per_s: expected an integer of at least 0, got -1"),
     ({"wait_ns": -1}, "machine.wait_ns: expected an integer of at least 0, got -1"),
     ({"issue_ns": -1}, "machine.issue_ns: expected an integer of at least 0, got -1"),
@@ -166,7 +204,7 @@ def test_a_malformed_file_is_one_sentence(tmp_path, text):
 
 
 def test_no_such_machine(tmp_path):
-    with pytest.raises(FormatError, match="there is no preset 'gtx9000'; there are a100_40gb, gtx1080ti, "):
+    with pytest.raises(FormatError, match="there is no preset 'gtx9000'; there are a100_40gb, a40, gtx1080ti, "):
         Machine.load("gtx9000")
     with pytest.raises(FormatError, match=r"none\.yaml: cannot be read \(No such file or directory\)$"):
         Machine.load(tmp_path / "none.yaml")

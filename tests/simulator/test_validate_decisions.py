@@ -227,7 +227,8 @@ def test_a_rerun_does_not_replace_a_tensor_on_the_host():
 
 # Without a common limit: out a1 [20, 60), a2 [60, 100); back a1 [60, 100), a2 [100, 140) for b3.
 BOTH = Plan((Swap(tiny.A1, 1, 6, prefetch=3), Swap(tiny.A2, 2, 5)))
-SHARED = replace(tiny.MACHINE, duplex_bytes_per_s=10**9)  # half of what both do alone
+SHARED = tiny.MACHINE.with_shared_link(10**9)  # half of what both do alone
+UNEQUAL = replace(tiny.MACHINE, duplex_h2d_bytes_per_s=250_000_000)
 
 
 def test_a_shared_link():
@@ -238,26 +239,35 @@ def test_a_shared_link():
     assert "duration" in lies(right(BOTH), BOTH, machine=SHARED)
     for kind, tensor, end in (("swap_out", tiny.A2, 139), ("swap_out", tiny.A2, 141), ("swap_in", tiny.A1, 139)):
         assert "duration" in lies(altered(timeline, kind, tensor, end_ns=end), BOTH, machine=SHARED)
+    # In at a quarter of the rate, out as alone: a1 has 10 bytes when a2 has left at 100, and the others by 130.
+    timeline = right(BOTH, machine=UNEQUAL)
+    assert copies(timeline)[1:3] == [("swap_out", tiny.A2, 60, 100), ("swap_in", tiny.A1, 60, 130)]
+    assert "duration" in lies(timeline, BOTH, machine=SHARED)
+    assert "duration" in lies(right(BOTH, machine=SHARED), BOTH, machine=UNEQUAL)
     # With one engine there is never anything beside a copy.
     one = replace(SHARED, copy_engines=1)
     assert all(s.end_ns - s.start_ns == 40 for s in right(BOTH, machine=one).spans if s.stream != "compute")
 
 
 @pytest.mark.parametrize(
-    ("duplex", "out", "back", "finish", "ends"),
+    ("machine", "out", "back", "finish", "ends"),
     [
         # 10 alone; then both at half: the one back is done with its 20 at 50, the one out has 10 left.
-        (10**9, (0, 40), (10, 20), 100, (60, 50)),
+        (SHARED, (0, 40), (10, 20), 100, (60, 50)),
         # Under way at the end: the one out as if the other went on for ever.
-        (10**9, (0, 40), (10, 20), 45, (70, 50)),
+        (SHARED, (0, 40), (10, 20), 45, (70, 50)),
         # A third of its speed is 349525 / 2**20: 10 ns last one more than 30.
-        (666_666_667, (0, 20), (0, 10), 100, (41, 31)),
-        (0, (0, 40), (10, 20), 100, (40, 30)),
-        (2 * 10**9, (0, 40), (10, 20), 100, (40, 30)),  # no less than both alone
-        (1, (0, 1), (0, 1), 2**22, (2**20, 2**20)),  # never slower than 1 / 2**20
+        (tiny.MACHINE.with_shared_link(666_666_667), (0, 20), (0, 10), 100, (41, 31)),
+        # In at a quarter: 7.5 of 20 by 40, then 12.5 alone. Out at one, too: 10 + 7.5, then 22.5 alone.
+        (UNEQUAL, (0, 40), (10, 20), 100, (40, 53)),
+        (replace(tiny.MACHINE, duplex_d2h_bytes_per_s=250_000_000), (0, 40), (10, 30), 100, (63, 40)),
+        (tiny.MACHINE, (0, 40), (10, 20), 100, (40, 30)),
+        (tiny.MACHINE.with_shared_link(2 * 10**9), (0, 40), (10, 20), 100, (40, 30)),  # no less than both alone
+        (replace(tiny.MACHINE, duplex_h2d_bytes_per_s=3 * 10**9), (0, 40), (10, 20), 100, (40, 30)),  # more than alone
+        (tiny.MACHINE.with_shared_link(1), (0, 1), (0, 1), 2**22, (2**20, 2**20)),  # never slower than 1 / 2**20
     ],
 )
-def test_the_link_by_hand(duplex, out, back, finish, ends):
+def test_the_link_by_hand(machine, out, back, finish, ends):
     """(start, bytes) of a copy in each direction; one byte a nanosecond alone."""
     program = Program("two", (Tensor("a", out[1]), Tensor("b", back[1])), (Kernel("k", "other", "forward", (), (), 1),))
     spans = (
@@ -266,7 +276,7 @@ def test_the_link_by_hand(duplex, out, back, finish, ends):
         Span(0, finish, "compute", "kernel", 0),
     )
     timeline = replace(simulate(program, Plan(), tiny.MACHINE, ROOM), spans=spans)
-    link = Link(timeline, program, replace(tiny.MACHINE, duplex_bytes_per_s=duplex))
+    link = Link(timeline, program, machine)
     assert (link.end(spans[0]), link.end(spans[1])) == ends
 
 

@@ -16,7 +16,7 @@ from simulator.machine import Machine
 from simulator.schedule import lower
 from simulator.timeline import Span
 from simulator.validate.ledger import Change
-from simulator.validate.spans import LONE, Violation
+from simulator.validate.spans import LONE, Violation, beside_each_other
 from simulator.validate.steps import Block
 
 
@@ -73,9 +73,7 @@ class Replay:
         }  # fmt: skip
         self.curve = [(0, 0)]
         self.found: list[Violation] = []
-        both = machine.h2d_bytes_per_s + machine.d2h_bytes_per_s
-        limited = machine.copy_engines == 2 and 0 < machine.duplex_bytes_per_s < both
-        self.duplex = max(1, machine.duplex_bytes_per_s * LONE // both) if limited else LONE
+        self.shared = beside_each_other(machine)
         try:
             while self._round():
                 pass
@@ -430,12 +428,14 @@ class Replay:
         on_demand = self.evictions and self.evictions[0].time_ns < self.now
         self._need(not on_demand, "demand", "a tensor is evicted while something is under way")
         taken = [0.0, *(share for at, share in self.tenant if at <= self.now)][-1]
-        speed = (LONE - round(taken * LONE)) * (self.duplex if len(self.copies) == 2 else LONE)
-        copies = max(speed // LONE, 1)
+        left, both = LONE - round(taken * LONE), len(self.copies) == 2
         k = len(self.steps)
         share = max(1, min(LONE, round(self.machine.concurrency * LONE) // k)) if k > 1 else LONE
         for work in under_way:
-            work.rate = copies if work.span.stream != "compute" else share
+            if work.span.stream == "compute":
+                work.rate = share
+            else:
+                work.rate = max(left * (self.shared[work.span.stream] if both else LONE) // LONE, 1)
         times = [w.span.end_ns for w in under_way] + [self.now - (-w.left // w.rate) for w in under_way]
         times += [at for at, _ in self.tenant if at > self.now]
         times += [t for r in self.waiting for t in (r.job.arrives_ns, self._leaves(r)) if t > self.now]

@@ -58,7 +58,12 @@ BOTH = (Swap(tiny.A1, 1, 6, prefetch=3), Swap(tiny.A2, 2, 5))
         ((Recompute(tiny.A1, 1, 6, at=5),), {}, 130),  # f1 again
         ((Rerun(0, 5), Rerun(1, 5)), {}, 140),  # f1 and f2 again
         (BOTH, {}, 200),  # out a1 [20, 60), a2 [60, 100); back a1 [60, 100), a2 [100, 140) for b3
-        (BOTH, {"duplex_bytes_per_s": 10**9}, 240),  # a2 and a1 at half the rate [60, 140); a2 [140, 180)
+        # a2 and a1 at half the rate [60, 140); a2 [140, 180)
+        (BOTH, {"duplex_h2d_bytes_per_s": 5 * 10**8, "duplex_d2h_bytes_per_s": 5 * 10**8}, 240),
+        # One of them at a quarter: a2 leaves [60, 100), a1 is back [60, 130), a2 [130, 170); or a1 is back [60, 100),
+        # a2 has left when 30 more are gone, at 130, and is back [130, 170).
+        (BOTH, {"duplex_h2d_bytes_per_s": 25 * 10**7}, 230),
+        (BOTH, {"duplex_d2h_bytes_per_s": 25 * 10**7}, 230),
         (BOTH, {"copy_engines": 1}, 220),  # out a1, a2, for it was issued first; back a2 [100, 140), a1 [140, 180)
         # a1 is back [60, 100) before a2 leaves [100, 140), for its return was issued first; a2 [140, 180).
         ((Swap(tiny.A1, 1, 6, prefetch=2), Swap(tiny.A2, 3, 5)), {"copy_engines": 1}, 240),

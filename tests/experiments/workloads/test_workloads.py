@@ -15,7 +15,7 @@ from experiments.workloads import WorkloadError, build, load
 from simulator import Machine
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
-MACHINES = ["gtx1080ti", "rtx2080ti", "k40c", "v100", "a100_40gb", "h100", "h200"]
+MACHINES = ["gtx1080ti", "rtx2080ti", "rtx3060", "rtx4060", "k40c", "v100", "a40", "a100_40gb", "h100", "h200"]
 NETWORKS = ["vgg11", "vgg13", "vgg16", "vgg19", "resnet18", "resnet34", "resnet50", "resnet101"]
 
 

@@ -356,25 +356,25 @@ def test_a_tenant_slows_copies_down_from_the_instant_on_at_which_it_comes(simula
 
 
 def test_a_tenant_and_the_other_direction_both_slow_a_copy_down(simulate_jobs):
-    """Rounded down to whole units of 2**-20, and up to whole ns: 1/3 is 349,525 units, half of it 174,762."""
+    """Rounded down to whole units of 2**-20, and up to whole ns: 1/3 is 349,525 units, half of it 174,762 (out), a
+    quarter 87,381 (in)."""
     program = Program(
         "two", (Tensor("v", 20, "parameter", True), Tensor("w", 20, "parameter", True)),
         (Kernel("k0", "other", "forward", (), (1,), 10), Kernel("k1", "other", "forward", (), (), 500),
          Kernel("k2", "other", "forward", (0,), (), 10)),
     )  # fmt: skip
-    machine = replace(MACHINE, duplex_bytes_per_s=10**9)
+    machine = replace(MACHINE, duplex_h2d_bytes_per_s=250_000_000, duplex_d2h_bytes_per_s=500_000_000)
     job = Job("a", program, Plan((Swap(1, 0, 0), Swap(0, 2, 2))), iterations=1)
     job = simulate_jobs([job], machine, 100, tenant=((0, 2 / 3),)).jobs[0]
     spans = [s for s in job.spans if s.stream != "compute"]
-    alone, both = 349_525, 174_762
+    alone, both_out, both_in = 349_525, 174_762, 87_381
     first = -(-20 * 2**20 // alone)  # w comes in alone; then v comes in while w goes out
     assert spans[0] == Span(0, first, "h2d", "swap_in", 1)
     begin, out = spans[1].start_ns, spans[2].start_ns
     assert (spans[1][3:], spans[2][3:]) == (("swap_in", 0), ("swap_out", 1)) and (begin, out) == (first, first + 10)
-    left = 20 * 2**20 - alone * 10
-    assert spans[1].end_ns == out - (-left // both)
-    rest = 20 * 2**20 - both * (spans[1].end_ns - out)
-    assert spans[2].end_ns == spans[1].end_ns - (-rest // alone)
+    assert spans[2].end_ns == out - (-20 * 2**20 // both_out)
+    left = 20 * 2**20 - alone * 10 - both_in * (spans[2].end_ns - out)
+    assert spans[1].end_ns == spans[2].end_ns - (-left // alone)
 
 
 @pytest.mark.parametrize(
