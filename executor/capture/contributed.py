@@ -1,12 +1,12 @@
 """A measured step as others can read it, ``measured/1``: what a model of times is fitted to and compared with.
 
-It has the device, the software, and every kernel's time with its operator and what that was called with: shapes, strides
-and types, no content. From these the model of time gives its own (``modelled``) on whatever coefficients a machine has
-then. Nothing in it is about a person: names of modules and tensors, lines of code, paths and hosts are not written, and
-``from_dict`` refuses paths and addresses in the words that a person types.
+It has the device, the software, and every kernel's time with its operator and what that was called with: shapes,
+strides and types, no content. From these the model of time gives its own (``modelled``) on whatever coefficients a
+machine has then. Nothing in it is about a person: names of modules and tensors, lines of code, paths and hosts are not
+written, and ``from_dict`` refuses paths and addresses in the words that a person types.
 
-``contribution`` makes it of a captured program and its profile (profile.py); ``python -m experiments.measured profile``
-measures a network, and ``add`` checks a file of others.
+``contribution`` makes it of a captured program and its profile (profile.py); ``python -m experiments.measured
+profile`` measures a network, and ``add`` checks a file of others.
 """
 
 from __future__ import annotations
@@ -260,7 +260,15 @@ def _count(value: object, where: str) -> int:
 
 
 def _operator(data: object, where: str) -> Operator:
-    required = {"name": str, "kind": str, "arguments": list, "named": dict, "result": object, "flops": int, "bytes": int}
+    required = {
+        "name": str,
+        "kind": str,
+        "arguments": list,
+        "named": dict,
+        "result": object,
+        "flops": int,
+        "bytes": int,
+    }
     top = fields(data, where, required, {})
     if not _NAME.fullmatch(top["name"]):
         raise FormatError(f"{where}.name: expected an operator as in 'aten.mm.default', got {top['name']!r}")

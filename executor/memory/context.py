@@ -1,5 +1,5 @@
-"""What a process takes of a GPU besides tensors, which PyTorch's allocator does not count: the CUDA context, kernels that
-were loaded, and the handles of libraries (``Machine.context_bytes``)."""
+"""What a process takes of a GPU besides tensors, which PyTorch's allocator does not count: the CUDA context, kernels
+that were loaded, and the handles of libraries (``Machine.context_bytes``)."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
-"""What we say beside what was measured on real GPUs: times of kernels and of whole steps, and peaks, as others published
-or contributed them (tests/data/measured). No paper has this figure; the controls are what was said of times before the
-model by kind (one roofline, float32's rate for every kernel, 5 us for a launch), and four published estimators of peaks.
+"""What we say beside what was measured on real GPUs: times of kernels and of whole steps, and peaks, as others
+published or contributed them (tests/data/measured). No paper has this figure; the controls are what was said of times
+before the model by kind (one roofline, float32's rate for every kernel, 5 us for a launch), and four published
+estimators of peaks.
 
-1. Kernels are operators of a published trace, or kernels of a contributed profile; those of at least 20 us are compared one
-   by one. Sums by kind where no more is published.
+1. Kernels are operators of a published trace, or kernels of a contributed profile; those of at least 20 us are
+   compared one by one. Sums by kind where no more is published.
 2. A step is the sum of its kernels, of those that were recorded. Published iterations have the host's part, too.
-3. The coefficients were fitted to the trace and to the sums by kind (`python -m experiments.measured fit`); how far the
-   model is off on shapes that it was not fitted to is apart.
+3. The coefficients were fitted to the trace and to the sums by kind (`python -m experiments.measured fit`); how far
+   the model is off on shapes that it was not fitted to is apart.
 4. Peaks are NVML's of whole runs (xMem's data). Where a run did not fit there is no peak, only the verdict.
 """
 
@@ -71,7 +72,8 @@ def _digest(path: Path) -> str:
 
 
 def run(task: Row, machine: Machine) -> Row:
-    """Rows [name, kind, measured, ours, control], in us for kernels and kinds, in ms for whole steps; the fit; a peak."""
+    """Rows [name, kind, measured, ours, control], in us for kernels and kinds, in ms for whole steps; or the fit; or a
+    peak."""
     if task["part"] == "peaks":
         from experiments.measured import peaks
 
@@ -142,7 +144,9 @@ def _of(rows: list[Row], part: str) -> list[Row]:
 
 def _named(label: str) -> str:
     machine, _, rest = label.partition(": ")
-    rest = rest.replace("resnet50", "ResNet-50").replace("vgg13", "VGG13").replace("float", "fp").replace("tf32", "TF32")
+    rest = (
+        rest.replace("resnet50", "ResNet-50").replace("vgg13", "VGG13").replace("float", "fp").replace("tf32", "TF32")
+    )
     return f"{GPUS.get(machine, machine)}, {rest}"
 
 
@@ -159,7 +163,7 @@ def off(large: list[list[Any]], column: int = 3) -> float:
 
 
 def _bar(error: float, bar: float) -> str:
-    return f"{bar:.0%}: {'reached' if error <= bar else 'missed'}"
+    return f"{100 * bar:g}%: {'reached' if error <= bar else 'missed'}"
 
 
 def table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
@@ -171,8 +175,8 @@ def table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
                       f"{step.ours:.1f} ms", f"{error:+.1%}", f"{old:+.1%}", _bar(abs(error), STEP_BAR)])  # fmt: skip
     for row, large in kernels(rows):
         if large:
-            cells.append([f"{_named(row['label'])}: {len(large)} kernels of at least {LEAST_US:g} us, median error", "", "",
-                          f"{off(large):.1%}", f"{off(large, 4):.1%}", _bar(off(large), KERNEL_BAR)])  # fmt: skip
+            name = f"{_named(row['label'])}: {len(large)} kernels of at least {LEAST_US:g} us, median error"
+            cells.append([name, "", "", f"{off(large):.1%}", f"{off(large, 4):.1%}", _bar(off(large), KERNEL_BAR)])
     for row in _of(rows, "fit"):
         held = row["held_out"]
         cells.append([f"the same, {held['kernels']} of them by coefficients fitted to other shapes", "", "",
@@ -181,21 +185,19 @@ def table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
         bar = ""
         if key == "ours":
             bar = f"{_bar(mean['error'], PEAK_BAR)}; none wrong: {'missed' if mean['wrong'] else 'reached'}"
-        cells.append([f"peaks of {mean['of']} runs, {ESTIMATORS[key]}, mean error; "
-                      f"{mean['wrong']} of {mean['verdicts']} verdicts wrong", "", "", f"{mean['error']:.1%}", "", bar])  # fmt: skip
+        wrong = f"{mean['wrong']} of {mean['verdicts']} verdicts wrong"
+        name = f"peaks of {mean['of']} runs, {ESTIMATORS[key]}, mean error; {wrong}"
+        cells.append([name, "", "", f"{mean['error']:.1%}", "", bar])
     return ["", "measured", "ours", "error", "one roofline's", "bar"], cells
 
 
 def means(points: list[Row]) -> dict[str, Row]:
-    """By estimator, ours first: the mean error, over how many runs; of how many verdicts how many were wrong."""
-    found = {}
-    for name in ESTIMATORS:
-        errors = [abs(e) for e in (row[_error(name)] for row in points) if e is not None]
-        said = [row for row in points if row[f"{name}_fits"] is not None]
-        if errors:
-            wrong = sum(row[f"{name}_fits"] != row["fits"] for row in said)
-            found[name] = {"error": sum(errors) / len(errors), "of": len(errors), "wrong": wrong, "verdicts": len(said)}
-    return found
+    """By estimator, ours first, as ``experiments.measured.peaks.means`` has it; those that have an error."""
+    if not points:
+        return {}
+    from experiments.measured import peaks  # PyTorch
+
+    return {name: mean for name, mean in peaks.means(points).items() if mean["of"]}
 
 
 def _error(estimator: str) -> str:
@@ -211,9 +213,9 @@ def notes(rows: list[Row]) -> list[str]:
     if unseen:
         errors, old = ([abs(getattr(s, key) / s.measured - 1) for s in unseen] for key in ("ours", "control"))
         out.append(
-            f"Steps that nothing was fitted to by a machine: {len(unseen)}, mean error {sum(errors) / len(errors):.1%}, "
-            f"worst {max(errors):.1%}; one roofline {sum(old) / len(old):.1%} and {max(old):.1%}. Those of the V100 were "
-            "looked at when the rate of its float32 convolutions was chosen."
+            f"Steps that no coefficient was fitted to: {len(unseen)}, mean error {sum(errors) / len(errors):.1%}, "
+            f"worst {max(errors):.1%}; one roofline {sum(old) / len(old):.1%} and {max(old):.1%}. Those of the V100 "
+            "were looked at when the rate of its float32 convolutions was chosen."
         )
     if missed:
         said = "; ".join(f"{s.name} ({s.ours / s.measured - 1:+.1%}, {s.what})" for s in missed)
@@ -222,21 +224,27 @@ def notes(rows: list[Row]) -> list[str]:
         if large:
             near = sum(abs(one[3] / one[2] - 1) <= KERNEL_BAR for one in large) / len(large)
             worst = max(large, key=lambda one: max(one[3] / one[2], one[2] / max(one[3], 1e-9)))
-            out.append(f"{_named(row['label'])} ({row['source']}): {near:.0%} of the kernels are within {KERNEL_BAR:.0%}; "
-                       f"farthest off is {worst[0]}, {worst[2]:,.0f} us, ours {worst[3]:,.0f}.")  # fmt: skip
-    for row in _of(rows, "fit"):
-        out.append(f"The standard deviation of ln(measured / modelled) is {row['error']:.3f} over the kernels fitted to, "
-                   f"{row['held_out']['spread']:.3f} on shapes that were not.")  # fmt: skip
+            out.append(
+                f"{_named(row['label'])} ({row['source']}): {near:.0%} of the kernels are within {KERNEL_BAR:.0%}; "
+                f"farthest off is {worst[0]}, {worst[2]:,.0f} us, ours {worst[3]:,.0f}."
+            )
+    out += [
+        f"The standard deviation of ln(measured / modelled) is {row['error']:.3f} over the kernels fitted to, "
+        f"{row['held_out']['spread']:.3f} on shapes that were not."
+        for row in _of(rows, "fit")
+    ]
     points = _of(rows, "peaks")
     if measured := [row for row in points if row["error"] is not None]:
         worst = max(measured, key=lambda row: abs(row["error"]))
         low = sum(row["error"] < 0 for row in measured)
-        out.append(f"Peaks: {len(points)} runs, of which {len(points) - len(measured)} did not fit; ours is too low at {low} "
-                   f"of {len(measured)}, farthest off at {worst['network']}, {worst['optimizer']}, batch {worst['batch']} on "
-                   f"{worst['gpu']} ({worst['error']:+.1%}).")  # fmt: skip
+        out.append(
+            f"Peaks: {len(points)} runs, of which {len(points) - len(measured)} did not fit; ours is too low at {low} "
+            f"of {len(measured)}, farthest off at {worst['network']}, {worst['optimizer']}, batch {worst['batch']} on "
+            f"{worst['gpu']} ({worst['error']:+.1%})."
+        )
     out.append(
-        "Not compared with any measurement: attention and matrix products on tensor cores, normalisations other than batch "
-        "norm, grouped and transposed convolutions, recurrent networks; GPUs but those in the table."
+        "Times not compared with any measurement: attention and matrix products on tensor cores, normalisations other "
+        "than batch norm, grouped and transposed convolutions, recurrent networks; GPUs but those in the table."
     )
     return out
 
@@ -277,7 +285,9 @@ def _scatter(axes: Axes, large: list[list[Any]], column: int, title: str) -> Non
         axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     axes.text(0.97, 0.04, f"median error {off(large, column):.1%}\ngrey: ±{KERNEL_BAR:.0%}", transform=axes.transAxes,
               ha="right", fontsize=10, color=INK)  # fmt: skip
-    handles = [Line2D([], [], color=KERNELS[kind], marker="o", linestyle="", markersize=5, label=kind) for kind in kinds]
+    handles = [
+        Line2D([], [], color=KERNELS[kind], marker="o", linestyle="", markersize=5, label=kind) for kind in kinds
+    ]
     axes.legend(handles=handles, loc="upper left", fontsize=9, handletextpad=0.2)
 
 
@@ -306,7 +316,9 @@ def _steps(axes: Axes, steps: list[Step]) -> None:
 def _kinds(axes: Axes, row: Row) -> None:
     """Sums by kind."""
     found = [one for one in row["rows"] if one[2] >= 100 and one[3]]
-    for i, (column, colour, label) in enumerate(((2, INK, "measured"), (3, OURS, "ours"), (4, CONTROL, "one roofline"))):
+    for i, (column, colour, label) in enumerate(
+        ((2, INK, "measured"), (3, OURS, "ours"), (4, CONTROL, "one roofline"))
+    ):
         axes.barh([y + 0.27 * (i - 1) for y in range(len(found))], [one[column] / 1e3 for one in found], height=0.25,
                   color=colour, label=label)  # fmt: skip
     axes.set_yticks(range(len(found)), [one[0] for one in found], fontsize=9)
@@ -325,7 +337,9 @@ def _peaks(axes: Axes, points: list[Row]) -> None:
         ratios = [1 + row[_error(name)] for row in points if row[_error(name)] is not None]
         axes.plot(ratios, [y] * len(ratios), "o", color=OURS if name == "ours" else CONTROL, markersize=6, alpha=0.6,
                   markeredgewidth=0, zorder=3)  # fmt: skip
-        said = f"mean error {found[name]['error']:.1%}, {found[name]['wrong']} of {found[name]['verdicts']} verdicts wrong"
+        said = (
+            f"mean error {found[name]['error']:.1%}, {found[name]['wrong']} of {found[name]['verdicts']} verdicts wrong"
+        )
         axes.text(0.98, y + 0.32, said, transform=axes.get_yaxis_transform(), fontsize=9, color=INK, ha="right")
     axes.set_yticks(range(len(found)), [ESTIMATORS[name] for name in found])
     axes.set(ylim=(len(found) - 0.4, -0.6), xlabel="said over measured", title=f"Peaks of {len(points)} runs")

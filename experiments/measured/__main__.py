@@ -1,14 +1,15 @@
 """What GPUs were measured to take, beside what we say.
 
-    python -m experiments.measured fit                          # the coefficients of the model of time, and their errors
+    python -m experiments.measured fit                        # the coefficients of the model of time, and their errors
     python -m experiments.measured profile resnet50 step.json --machine h200 --source "…" --licence CC0-1.0
-    python -m experiments.measured profile my.module:factory step.json --machine a100_40gb --source "…" --licence CC0-1.0
-    python -m experiments.measured add step.json                # checks it, and puts it beside the others
+    python -m experiments.measured profile my.module:factory step.json --machine a40 --source "…" --licence CC0-1.0
+    python -m experiments.measured add step.json              # checks it, and puts it beside the others
 
 `profile` measures a network's step on your GPU and writes what others may have of it: the device, the software, each
-kernel's time, shapes and types; no names of modules, paths or hosts. `add` refuses a file that is none, or has personal
-data in it, says how far the model is off on it, and puts it into tests/data/measured, where figure=measured reads it. A
-trace (NAME.csv, with NAME.yaml that says of what) is taken, too. experiments/measured/README.md has the forms.
+kernel's time, shapes and types; no names of modules, paths or hosts. `add` refuses a file that is none, or has
+personal data in it, says how far the model is off on it, and puts it into tests/data/measured, where figure=measured
+reads it. A trace (NAME.csv, with NAME.yaml that says of what) is taken, too. experiments/measured/README.md has the
+forms.
 """
 
 from __future__ import annotations
@@ -53,11 +54,10 @@ def parser() -> argparse.ArgumentParser:
 def main(words: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
     options = parser().parse_args(words)
-    from experiments.workloads import WorkloadError  # PyTorch: not for --help
-
     from executor import CaptureError
     from executor.capture.profile import ProfileError
     from executor.memory.context import ContextError
+    from experiments.workloads import WorkloadError  # PyTorch: not for --help
 
     try:
         {"fit": _fit, "add": _add, "profile": _profile}[options.command](options)
@@ -82,7 +82,8 @@ def _fit(options: argparse.Namespace) -> None:
         console.print(table)
         print(f"{found.machine}: the step {found.step:+.1%}")
         if found.error is not None:
-            print(f"error: {found.error:.3f}, the standard deviation of ln(modelled / measured); median {found.middle:.1%}")
+            print(f"error: {found.error:.3f}, the standard deviation of ln(measured / modelled)")
+            print(f"kernels of at least 20 us: median {found.middle:.1%}")
         if found.held_out:
             h = found.held_out
             print(f"by coefficients fitted to other shapes: {h.spread:.3f}; median {h.middle:.1%}, sum {h.total:+.1%}, "

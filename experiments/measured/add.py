@@ -1,7 +1,8 @@
 """Checks what others measured, says how far the model is off on it, and puts it beside the rest (tests/data/measured).
 
-A file is ``measured/1`` JSON, as ``python -m experiments.measured profile`` writes it, or a trace, NAME.csv with NAME.yaml
-(experiments/measured/steps.py). What is something else is refused in a sentence that says what, and in which line.
+A file is ``measured/1`` JSON, as ``python -m experiments.measured profile`` writes it, or a trace, NAME.csv with
+NAME.yaml (experiments/measured/steps.py). What is something else is refused in a sentence that says what, and in which
+line.
 """
 
 from __future__ import annotations
@@ -62,7 +63,11 @@ def check(path: Path) -> Checked:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{path}: line {getattr(error, 'lineno', 1)}: not JSON ({error}){WANTED}") from None
-    if not isinstance(data, dict) or "format" not in data or str(data["format"]).startswith(("profile/", "calibration/")):
+    if (
+        not isinstance(data, dict)
+        or "format" not in data
+        or str(data["format"]).startswith(("profile/", "calibration/"))
+    ):
         raise FormatError(f"{path}: {_other(text)}{WANTED}")
     found = steps.load(path)
     assert not isinstance(found, Trace)

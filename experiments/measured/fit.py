@@ -4,8 +4,8 @@
    coefficients after the other; outliers count less (soft l1). It begins at START, whatever the machine's file has.
 2. *V100*: only sums over kinds of kernels are published; each coefficient is that with which its kinds' sum is right.
 
-What neither has (attention, matrix products on tensor cores, the V100's tensor cores) stays as the machine's file has it,
-which says where that is from.
+What neither has (attention, matrix products on tensor cores, the V100's tensor cores) stays as the machine's file has
+it, which says where that is from.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Measures a network's step on one's own GPU, for ``measured/1`` (executor/capture/contributed.py).
 
-In this order, so that each finds what it has to: the context; eager steps from a cold allocator, for their peaks and their
-time; every kernel (executor/capture/profile.py). On the CPU the same without context and peaks.
+In this order, so that each finds what it has to: the context; eager steps from a cold allocator, for their peaks and
+their time; every kernel (executor/capture/profile.py). On the CPU the same without context and peaks.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ from statistics import median
 
 import torch
 
-from executor.capture.capture import CaptureError, capture
-from executor.capture.contributed import Contributed, contribution
+from executor.capture.capture import capture
+from executor.capture.contributed import Contributed, check_words, contribution
 from executor.capture.profile import Cache, ProfileError, measure
-from executor.memory.context import ContextError, context_bytes
+from executor.memory.context import context_bytes
 from experiments.gpu.networks import NETWORKS, Network, build, give_back, timed
 from experiments.measured.steps import machine_of
 from experiments.workloads import WorkloadError
 from experiments.workloads.module import build as own
-from simulator.files import FormatError
 from simulator.machine import Machine
 
 WARM = 3  # steps before those that are timed; the peaks are of these, too
@@ -47,6 +46,7 @@ def profiled(
         FormatError, WorkloadError, ProfileError, CaptureError, ContextError: a word, a file or the network is wrong, or
             it cannot be measured; one sentence.
     """
+    check_words({"source": source, "licence": licence, "workload": name or "network"}, "profile")
     preset = machine_of(machine)
     measured_rates = None if rates is None else Machine.load(rates)
     if device == "cuda" and not torch.cuda.is_available():

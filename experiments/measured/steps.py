@@ -5,8 +5,8 @@
 3. *By kind*: the V100's, of which only sums over kinds of kernels are published.
 4. *Published*: steps.csv, whole steps of which only the time is, or the images per second.
 
-``control`` is what was said before the model of time per kind: one roofline for all, float32's rate for every kernel, 5 us
-for a launch.
+``control`` is what was said before the model of time per kind: one roofline for all, float32's rate for every kernel,
+5 us for a launch.
 """
 
 from __future__ import annotations
@@ -44,8 +44,6 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "resnet50": {"family": "resnet_imagenet", "stages": "3-4-6-3", "halve": 3},
     "vgg13": {"family": "vgg_imagenet", "depth": 13, "pooled": True},
 }  # fmt: skip
-# Machines that are measured and no preset: the nearest, and what differs (data sheet, SXM4).
-VARIANTS = {"a100_80gb": ("a100_40gb", {"memory_bytes": 85_899_345_920, "memory_bytes_per_s": 2_039_000_000_000})}
 
 
 class Beside(NamedTuple):
@@ -100,9 +98,7 @@ class Trace:
                 raise FormatError(f"trace.format: expected {FORMAT!r}, got {data['format']!r}")
             check_words(top, "trace")
             if top["optimizer"] not in OPTIMIZERS:
-                raise FormatError(
-                    f"trace.optimizer: expected one of {', '.join(OPTIMIZERS)}, got {top['optimizer']!r}"
-                )
+                raise FormatError(f"trace.optimizer: expected one of {', '.join(OPTIMIZERS)}, got {top['optimizer']!r}")
             if "target" in top["network"] or top["network"].get("family") == "module":
                 raise FormatError("trace.network: expected one of ours (family), as a file of others is not run")
             kinds = {"conv_tf32": bool, "matmul_tf32": bool}
@@ -216,7 +212,8 @@ _KINDS = {
 def v100() -> tuple[Captured, dict[str, list[int]], dict[str, float]]:
     """The step that was profiled on a V100, its kernels by kind, and the measured microseconds of each kind."""
     captured = replace(
-        _captured(tuple(sorted({**NETWORKS["resnet50"], "batch_size": 32}.items())), "SGD"), precision=Precision(False, False)
+        _captured(tuple(sorted({**NETWORKS["resnet50"], "batch_size": 32}.items())), "SGD"),
+        precision=Precision(False, False),
     ).on(Machine.load("v100"))
     kinds: dict[str, list[int]] = defaultdict(list)
     for i, kernel in enumerate(captured.program.kernels):
@@ -261,7 +258,7 @@ def published() -> list[Published]:
     found = []
     with (traces.DATA / "steps.csv").open() as file:
         for row in csv.DictReader(file):
-            machine, precision = _variant(row["machine"]), row["precision"]
+            machine, precision = machine_of(row["machine"]), row["precision"]
             network = tuple(sorted({**NETWORKS[row["network"]], "batch_size": int(row["batch"])}.items()))
             captured = replace(
                 _captured(network, row["optimizer"], precision == "float16", row["layout"] == "nhwc"),
@@ -271,12 +268,6 @@ def published() -> list[Published]:
             ours, old = captured.program.ideal_ns / 1e6, sum(before(captured, machine)) / 1e6
             found.append(Published(name, row["machine"], row["kind"], float(row["ms"]), ours, old))
     return found
-
-
-def _variant(name: str) -> Machine:
-    """A preset, or what differs from one."""
-    near, changes = VARIANTS.get(name, (name, {}))
-    return replace(machine_of(near), name=name, **changes)
 
 
 # ------------------------------------------------------------------------------------------ errors
