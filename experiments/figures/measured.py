@@ -9,6 +9,7 @@ estimators of peaks.
 3. The coefficients were fitted to the trace and to the sums by kind (`python -m experiments.measured fit`); how far
    the model is off on shapes that it was not fitted to is apart.
 4. Peaks are NVML's of whole runs (xMem's data). Where a run did not fit there is no peak, only the verdict.
+5. A plan is made from believed times, and simulated under those of the trace (experiments/measured/plans.py).
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ TITLE = "Measured on GPUs, and what we say"
 DATA = cli.CONFIGS.parent / "tests" / "data" / "measured"
 WHOLE = "steps.csv"  # of steps of which only the time is published
 PEAKS = "xmem_points.csv"
-PARTS = ("steps", "fit", "peaks")
+PARTS = ("steps", "fit", "peaks", "plans")
 STEP_BAR, KERNEL_BAR, PEAK_BAR = 0.1, 0.15, 0.042
+PLAN_BAR = 0.03  # of the ideal time: points of overhead
+MODEL, ROOFLINE = "model", "roofline"  # times of experiments/measured/plans.py
 ESTIMATORS = {"ours": "ours", "xmem": "xMem", "dnnmem": "DNNMem", "schedtune": "SchedTune", "llmem": "LLMem"}
 LEAST_US = 20.0
 FITTED = ("h100_resnet50.csv", "v100_resnet50_by_kind.csv")  # what coefficients are fitted to
@@ -57,6 +60,9 @@ def tasks(settings: DictConfig) -> list[Row]:
         path = DATA / PEAKS
         count, digest = len(path.read_text().splitlines()) - 1, _digest(path)
         found += [{"part": "peaks", "file": PEAKS, "point": i, "sha256": digest} for i in range(count)]
+    if "plans" in asked:
+        calls = cli.integer(settings, "calls", 1)
+        found += [{"part": "plans", "limit": limit, "calls": calls} for limit in cli.values(settings, "limits")]
     return [*found, *({"part": part} for part in asked if part == "fit")]
 
 
@@ -74,6 +80,10 @@ def _digest(path: Path) -> str:
 def run(task: Row, machine: Machine) -> Row:
     """Rows [name, kind, measured, ours, control], in us for kernels and kinds, in ms for whole steps; or the fit; or a
     peak."""
+    if task["part"] == "plans":
+        from experiments.measured import plans
+
+        return {"rows": plans.rows(limits=(task["limit"],), calls=task["calls"])}
     if task["part"] == "peaks":
         from experiments.measured import peaks
 
@@ -188,7 +198,23 @@ def table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
         wrong = f"{mean['wrong']} of {mean['verdicts']} verdicts wrong"
         name = f"peaks of {mean['of']} runs, {ESTIMATORS[key]}, mean error; {wrong}"
         cells.append([name, "", "", f"{mean['error']:.1%}", "", bar])
+    for row in sorted(_of(rows, "plans"), key=lambda row: -row["limit"]):
+        by = {one["times"]: one for one in row["rows"]}
+        model, old = by[MODEL], by[ROOFLINE]
+        apart, more = abs(model["said"] - model["measured"]), model["measured"] - model["own"]
+        name = f"overhead within {row['limit']:.0%} of the peak: said, under measured times"
+        before = f"{_percent(old['said'])} said, {_percent(old['measured'])}"
+        cells.append([name, _percent(model["measured"]), _percent(model["said"]), f"{100 * apart:.1f} points", before,
+                      _bar(apart, PLAN_BAR)])  # fmt: skip
+        cells.append(["the same: above the plan made for the measured times, and the floor",
+                      f"{_percent(model['own'])}, {_percent(model['floor'])}", _percent(model["measured"]),
+                      f"{100 * more:+.1f} points", f"{100 * (old['measured'] - old['own']):+.1f} points",
+                      _bar(more, PLAN_BAR)])  # fmt: skip
     return ["", "measured", "ours", "error", "one roofline's", "bar"], cells
+
+
+def _percent(part: float) -> str:
+    return f"{part:.1%}"
 
 
 def means(points: list[Row]) -> dict[str, Row]:
@@ -233,6 +259,14 @@ def notes(rows: list[Row]) -> list[str]:
         f"{row['held_out']['spread']:.3f} on shapes that were not."
         for row in _of(rows, "fit")
     ]
+    for row in _of(rows, "plans"):
+        said = "; ".join(
+            f"{one['times']}: {one['said']:.1%} said, {one['measured']:.1%} ({one['planner']})" for one in row["rows"]
+        )
+        out.append(
+            f"Plans within {row['limit']:.0%} of the peak, said and under the measured times, by what was believed of "
+            f"the times: {said}."
+        )
     points = _of(rows, "peaks")
     if measured := [row for row in points if row["error"] is not None]:
         worst = max(measured, key=lambda row: abs(row["error"]))
@@ -262,6 +296,8 @@ def draw(rows: list[Row], path: Path) -> None:
     for row in _of(rows, "steps"):
         if row["kind"] == "kinds":
             panels.append(lambda axes, row=row: _kinds(axes, row))  # type: ignore[misc]
+    if _of(rows, "plans"):
+        panels.append(lambda axes: _plans(axes, _of(rows, "plans")))
     if means(_of(rows, "peaks")):
         panels.append(lambda axes: _peaks(axes, _of(rows, "peaks")))
     with panel_grid(path, len(panels), 3, (6.4, 4.9), (0.3, 0.2)) as (grid, _):
@@ -326,6 +362,34 @@ def _kinds(axes: Axes, row: Row) -> None:
              title=f"By kind, fitted to it: {_named(row['label']).rpartition(', ')[0]}")  # fmt: skip
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     axes.legend(fontsize=9, loc="lower right")
+
+
+def _plans(axes: Axes, rows: list[Row]) -> None:
+    """By limit: overhead as said (hollow) and under the measured times, by belief; the plan for these; the floor."""
+    looks = {MODEL: (OURS, "o"), ROOFLINE: (CONTROL, "o")}
+    limits = sorted({row["limit"] for row in rows}, reverse=True)
+    for row in rows:
+        x = limits.index(row["limit"])
+        for one in row["rows"]:
+            if one["times"] in looks:
+                colour, marker = looks[one["times"]]
+                at = x + (-0.12 if one["times"] == MODEL else 0.12)
+                axes.plot([at, at], [100 * one["said"], 100 * one["measured"]], color=colour, linewidth=1.2, zorder=2)
+                axes.plot(at, 100 * one["said"], marker, color=colour, markerfacecolor="white", markersize=8, zorder=3)
+                axes.plot(at, 100 * one["measured"], marker, color=colour, markersize=8, zorder=3)
+        first = row["rows"][0]
+        axes.plot([x - 0.3, x + 0.3], [100 * first["own"]] * 2, color=INK, linewidth=1.4, zorder=1)
+        axes.plot([x - 0.3, x + 0.3], [100 * first["floor"]] * 2, color=FAINT, linewidth=1.4, linestyle=":", zorder=1)
+    axes.set_xticks(range(len(limits)), [f"{limit:.0%}" for limit in limits])
+    axes.set(title="Plans under measured times: H100, ResNet-50", xlabel="limit, of the peak", ylabel="overhead (%)",
+             xlim=(-0.5, len(limits) - 0.5))  # fmt: skip
+    axes.legend(handles=[
+        Line2D([], [], color=OURS, marker="o", markerfacecolor="white", linestyle="", label="said"),
+        Line2D([], [], color=OURS, marker="o", linestyle="", label="under measured times"),
+        Line2D([], [], color=CONTROL, marker="o", linestyle="", label="the same by one roofline"),
+        Line2D([], [], color=INK, label="planned for the measured times"),
+        Line2D([], [], color=FAINT, linestyle=":", label="floor"),
+    ], fontsize=9, loc="upper left", handletextpad=0.4)  # fmt: skip
 
 
 def _peaks(axes: Axes, points: list[Row]) -> None:

@@ -39,6 +39,9 @@ ROWS: list[dict[str, Any]] = [
     {"part": "steps", "file": "steps.csv", "kind": "whole",
      "rows": [["a100_80gb: vgg13, 128, tf32, NCHW", "iteration", 100.0, 104.0, 300.0]]},
     {"part": "fit", "error": 0.13, "middle": 0.06, "held_out": {"kernels": 300, "middle": 0.2, "spread": 0.19}},
+    {"part": "plans", "limit": 0.5, "rows": [
+        {"times": "model", "planner": "lp_round", "said": 0.05, "measured": 0.07, "own": 0.03, "floor": 0.01},
+        {"times": "roofline", "planner": "home", "said": 0.02, "measured": 0.3, "own": 0.03, "floor": 0.01}]},
     peak(0.02, True, True, -0.3), peak(-0.04, True, True, 0.1), peak(None, False, True, None),
 ]  # fmt: skip
 
@@ -50,6 +53,8 @@ def test_tasks_are_the_files_the_peaks_and_the_fit() -> None:
     assert sum(task["part"] == "peaks" for task in found) == 22 and found[-1] == {"part": "fit"}
     assert all(len(task["sha256"]) == 12 for task in found if "file" in task)
     assert [task["part"] for task in fig.tasks(settings(parts=["fit"]))] == ["fit"]
+    limits = fig.tasks(settings(parts=["plans"], limits=[0.6, 0.3], calls=7))
+    assert limits == [{"part": "plans", "limit": limit, "calls": 7} for limit in (0.6, 0.3)]
     with pytest.raises(cli.UsageError, match="there is no part 'peak'; the nearest is 'peaks'"):
         fig.tasks(settings(parts=["peak"]))
 
@@ -78,6 +83,10 @@ def test_each_bar_is_reached_or_missed() -> None:
     # Of two kernels of at least 20 us: 10 % and 2.5 %; 100 % and 25 %.
     assert bars["H100, ResNet-50, 128: 2 kernels of at least 20 us, median error"] == ("6.2%", "62.5%", "15%: reached")
     assert bars["the same, 300 of them by coefficients fitted to other shapes"] == ("20.0%", "", "15%: missed")
+    assert bars["overhead within 50% of the peak: said, under measured times"] == (
+        "2.0 points", "2.0% said, 30.0%", "3%: reached")  # fmt: skip
+    assert bars["the same: above the plan made for the measured times, and the floor"] == (
+        "+4.0 points", "+27.0 points", "3%: missed")  # fmt: skip
     # Of three runs one did not fit, and both said that it would.
     assert bars["peaks of 2 runs, ours, mean error; 1 of 3 verdicts wrong"] == (
         "3.0%",
@@ -94,6 +103,7 @@ def test_notes_say_what_was_missed() -> None:
     assert "100% of the kernels are within 15%; farthest off is a, 60,000 us, ours 54,000" in text
     assert "0.130 over the kernels fitted to, 0.190 on shapes that were not" in text
     assert "3 runs, of which 1 did not fit; ours is too low at 1 of 2, farthest off at VGG16" in text
+    assert "model: 5.0% said, 7.0% (lp_round); roofline: 2.0% said, 30.0% (home)" in text
     assert "Times not compared with any measurement" in text
 
 
