@@ -11,6 +11,7 @@ alignment, the driver's calls) is that of the machine given. How (reasons in exe
 3. *Duplex*: the largest copy in both directions at once, beside each alone: what each carries beside the other.
 4. *Launch*: LAUNCHES empty kernels, issued while a long one runs. *Issue*: what the host takes for one and its event.
 5. *Contention*: a kernel that streams through the GPU's memory, beside a copy in each direction and alone.
+6. *Context* (CUDA): what a second process takes of the GPU besides tensors (executor/memory/context.py).
 """
 
 from __future__ import annotations
