@@ -191,7 +191,7 @@ def finish(planner: Planner, program: Program, machine: Machine, limit: int, eng
     planner.simulator_calls = engine.calls
     if not score.feasible:
         raise infeasible(planner, program, limit, score.required_bytes)
-    return Plan(decisions_of(rows), program.fingerprint, planner.name, limit, machine.name)
+    return Plan.of(program, decisions_of(rows), planner.name, limit, machine.name)
 
 
 def check_budget(calls: int | None = None, seconds: float | None = None, jobs: int | None = None) -> None:

@@ -337,7 +337,7 @@ class JobsWalk:
             program = self.task.actions[j].program
             own = draft.peak + spare if spare >= 0 else 0
             rows = draft.rows[np.lexsort(draft.rows.T[[AFTER, TENSOR]])]  # in any order they are the same plan
-            out[j] = Plan(decisions_of(rows), program.fingerprint, "", own, self.task.machine.name)
+            out[j] = Plan.of(program, decisions_of(rows), "", own, self.task.machine.name)
         return out
 
     def _begin(self, now: int) -> None:

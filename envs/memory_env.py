@@ -202,7 +202,7 @@ def plan_of(batch: Batch, i: int, planner: str) -> Plan:
     """The plan so far of walk i."""
     task = batch.task(i)
     decisions = decisions_of(batch.plan_rows(i))
-    return Plan(decisions, task.program.fingerprint, planner, task.limit, task.machine.name)
+    return Plan.of(task.program, decisions, planner, task.limit, task.machine.name)
 
 
 class MemoryVectorEnv(_OverBatch, gymnasium.vector.VectorEnv[Observation, NDArray[np.int64], NDArray[Any]]):

@@ -143,7 +143,7 @@ class Walk:
     def plan(self, planner: str = "") -> Plan:
         """The plan so far."""
         program, task = self.task.program, self.task
-        return Plan(decisions_of(self.rows), program.fingerprint, planner, task.limit, task.machine.name)
+        return Plan.of(program, decisions_of(self.rows), planner, task.limit, task.machine.name)
 
     def _refresh(self) -> None:
         """Where the plan so far gets stuck, and which gaps are open."""

@@ -2,6 +2,7 @@
 
     python -m experiments.evaluate workload=vgg16 limits=[0.8,0.6] planners=[autoswap_swdoa,annealing]
     python -m experiments.evaluate program=step.json plan=plan.json limits=[0.6]
+    python -m experiments.evaluate program=profiled.json plan=plan.json retime=true limits=[0.6]
     python -m experiments.evaluate workload=my_net.yaml machine=my_machine.yaml limits=[24GiB,80%]
     python -m experiments.evaluate workload.algorithms=true workspace=true limits=[0.8,0.6] planners=[superneurons]
     python -m experiments.evaluate -m workload=vgg16,resnet50 limits=[0.8,0.7,0.6,0.5,0.4,0.3] planners=all
@@ -65,7 +66,9 @@ def main(cfg: DictConfig) -> None:
         raise cli.UsageError(f"workspace: no kernel of {program.name!r} has several algorithms{hint}")
     limits = [limit_bytes(value, program, "limits") for value in cli.values(cfg, "limits")]
     limits = sorted(set(limits), reverse=True)
-    if plan is not None:
+    if plan is not None and cli.choice(cfg, "retime", (True, False)):
+        plan = plan.retimed(program)
+    elif plan is not None:
         plan.check(program)
     from experiments.plotting import plots  # Matplotlib takes long to import: beside what is still being compiled
 

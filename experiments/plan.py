@@ -5,7 +5,8 @@
     python -m experiments.plan program=step.json machine=my_machine.yaml memory=0.6
 
 Nothing is planned where the step fits. Else published methods, searches and LP rounding plan within ``seconds``, and
-the cheapest plan is recommended; of plans whose times differ by less than TIE, that which moves least.
+the cheapest plan is recommended; of plans that cost about as much, that which costs least if kernel times are others
+than modelled (fit/times.py).
 
 The run directory holds report.html (opens alone), plan.json (where there is a plan), memory.png, timeline.json (for
 Perfetto), results.jsonl and summary.json. Its path is the last line printed. Exit status 1: it does not fit.
@@ -34,10 +35,12 @@ from omegaconf import DictConfig
 
 import agents
 from agents.bound import Floor, floor
+from agents.other_times import ForFaster, TimesError
 from agents.planner import small
 from agents.search.annealing import everything
 from experiments.common import cli, report
 from experiments.common.report import Row
+from experiments.fit import times
 from experiments.fit.batches import MOST, BatchError
 from experiments.fit.captures import Captures, opened
 from experiments.gpu.deadline import TimeUp, within
@@ -58,16 +61,15 @@ if TYPE_CHECKING:  # Matplotlib takes long to import
 PUBLISHED = {"swap": "swap, published", "recompute": "recompute, published", "joint": "both, published"}
 FIRST, LAST = ("tensile", "autoswap_swdoa"), ("capuchin",)  # of the published methods, as long as there is time
 SEARCHES = ("annealing", "policy_search")
-SEARCH_NAME, ROUNDING_NAME = "search", "LP rounding"  # of families, as PUBLISHED
+SEARCH_NAME, FASTER_NAME, ROUNDING_NAME = "search", "for faster kernels", "LP rounding"  # as PUBLISHED
 CAPTURE, FLOOR, LARGEST = "capturing", "the floor", "the largest batch"  # what else is done
 # Of the seconds: of all published methods of a kind, of each; of LP rounding, of each search, of the largest batch.
-KIND, EACH, ROUNDING, SEARCH, BATCHES = 0.15, 0.15, 0.35, 0.1, 0.15
+KIND, EACH, ROUNDING, SEARCH, FASTER, BATCHES = 0.15, 0.15, 0.3, 0.1, 0.1, 0.15
 PER_KERNEL, LEAST = 2e-3, 2.0  # seconds by default
 GAPS, DETAIL = 800, 0.15  # of a floor of its own, beside that of LP rounding
 LOADING = 6.0  # with fewer seconds no network is loaded: its libraries alone take some
 WAIT = 3  # times the seconds: so long captures and the floor are waited for
 FIXED = "a program file has the batch that it was captured with"
-TIE = 1e-4  # of the ideal time
 
 Task = tuple[Program, Machine, int]
 
@@ -79,22 +81,30 @@ def main(cfg: DictConfig) -> None:
     seconds = cli.number(cfg, "seconds") if cfg.seconds is not None else None
     most_overhead, look = cli.number(cfg, "largest_overhead"), cli.choice(cfg, "largest", (True, False))
     workload, memory = workload_of(cfg), memory_of(cfg, machine)
-    with nullcontext() if workload is None else opened() as captures, report.staged(stages(mode)) as begin:
+    known = times.read(cfg, machine, workload is not None)
+    workload = times.with_step(workload, known)
+    todo = stages(mode, known.error)
+    with nullcontext() if workload is None else opened() as captures, report.staged(todo) as begin:
         begin(CAPTURE)
         if captures is not None:
             captures.begin(workload or {}, machine, look, memory)
         get_ready(machine, mode)
-        program, origins, card = _program(cfg, machine, memory) if captures is None else captures.step()
-        limit = limit_bytes(cfg.memory, program, "memory") if card is None else card.for_tensors(memory or 0)
+        if captures is None:
+            program, origins, card = _program(times.lasting(cli.program(cfg, machine), known), machine, memory)
+        else:
+            program, origins, card, arithmetic = captures.step()
+            known = replace(known, said=f"{known.said} {arithmetic}".strip())
+        limit = limit_bytes(cfg.memory, program, "memory") if card is None else card.limit
         task, seconds = (program, machine, limit), seconds or max(PER_KERNEL * len(program.kernels), LEAST)
         with report.RunDirectory(cli.path(cfg, "out"), f"plan-{program.name}") as out:
             if captures is not None and look:
                 captures.look(program, memory or limit, card.beside if card else 0)
-            families, bound = planned(task, mode, seconds, seed, begin)
+            families, bound = planned(task, mode, seconds, seed, begin, known.error)
             begin(LARGEST)
             why = FIXED if workload is None else ""
             size = largest_batch(captures if look else None, task, mode, most_overhead, seconds, why, memory)
-            answer = replace(answered(task, origins, mode, families, bound, size, began), card=card, memory=memory)
+            answer = answered(task, origins, mode, families, bound, size, began, known)
+            answer = replace(answer, card=card, memory=memory)
             write(out, cfg, answer, bound)
     from experiments.fit.answer import shown
 
@@ -104,11 +114,12 @@ def main(cfg: DictConfig) -> None:
         sys.exit(1)
 
 
-def stages(mode: str) -> dict[str, float]:
+def stages(mode: str, error: TimesError | None = None) -> dict[str, float]:
     """What is done for plans of ``mode``, in order, and about how long it takes, of the seconds of planning."""
     kinds = {family: KIND for kind, family in PUBLISHED.items() if mode in (kind, "joint")}
-    return {CAPTURE: 1.0, **kinds, SEARCH_NAME: SEARCH * len(SEARCHES), ROUNDING_NAME: ROUNDING, FLOOR: DETAIL,
-            LARGEST: BATCHES}  # fmt: skip
+    faster = {FASTER_NAME: FASTER} if error is not None and error.step else {}
+    return {CAPTURE: 1.0, **kinds, SEARCH_NAME: SEARCH * len(SEARCHES), ROUNDING_NAME: ROUNDING, **faster,
+            FLOOR: DETAIL, LARGEST: BATCHES}  # fmt: skip
 
 
 def workload_of(cfg: DictConfig) -> dict[str, Any] | None:
@@ -136,9 +147,8 @@ def memory_of(cfg: DictConfig, machine: Machine) -> int | None:
     return None if is_fraction(wanted) else size_bytes(wanted, "memory")
 
 
-def _program(cfg: DictConfig, machine: Machine, memory: int | None) -> tuple[Program, None, CardPeak | None]:
+def _program(program: Program, machine: Machine, memory: int | None) -> tuple[Program, None, CardPeak | None]:
     """Of a program file: of what stands beside the tensors only the allocator and the context are known."""
-    program = cli.program(cfg, machine)
     return program, None, None if memory is None else of_program(program, machine.context_bytes, memory)
 
 
@@ -152,13 +162,15 @@ def get_ready(machine: Machine, mode: str) -> None:
 
 
 def answered(
-    task: Task, origins: Origins | None, mode: str, families: list[Best], bound: Floor, size: Largest, began: float
-) -> Answer:
-    """All that was found: the cheapest plan is recommended, of equal ones that which decides least."""
+    task: Task, origins: Origins | None, mode: str, families: list[Best], bound: Floor, size: Largest, began: float,
+    known: times.Times | None = None,
+) -> Answer:  # fmt: skip
+    """All that was found; which plan is recommended: ``times.recommended``."""
     from experiments.fit.answer import Answer
 
     program, machine, limit = task
-    best = min((b for b in families if b.plan is not None), key=lambda b: _rank(b.row, b.plan), default=None)
+    others = None if known is None else times.other_times(task, known.error)
+    best = times.recommended(families, others)
     proven = bool(families) and bound.feasible
     plan = best.plan if best is not None else None
     page = page_of(
@@ -169,7 +181,8 @@ def answered(
     nearest = reached(program, machine, limit, mode) if program.peak_bytes > limit and best is None else None
     return Answer(
         program, machine, limit, mode, page, tuple(families), best, bound.least_bytes, nearest,
-        bound.overhead if proven else None, size, time.monotonic() - began,
+        bound.overhead if proven else None, size, time.monotonic() - began, known,
+        others.spread(plan) if others is not None and plan is not None else None,
     )  # fmt: skip
 
 
@@ -201,7 +214,8 @@ def write(out: Path, cfg: DictConfig, answer: Answer, bound: Floor) -> None:
         peak=asdict(answer.page.without), peak_planned=asdict(answer.page.under) if best else None,
         families=[{"family": b.family, "planner": b.row["planner"] if b.row else None, "left_out": b.left_out}
                   for b in answer.families],
-        seconds=answer.seconds,
+        seconds=answer.seconds, times=asdict(answer.times) if answer.times else None,
+        overheads=asdict(answer.spread) if answer.spread else None,
     )  # fmt: skip
 
 
@@ -209,10 +223,15 @@ def write(out: Path, cfg: DictConfig, answer: Answer, bound: Floor) -> None:
 
 
 def planned(
-    task: Task, mode: str, seconds: float, seed: int, begin: Callable[[str], object] = str
+    task: Task,
+    mode: str,
+    seconds: float,
+    seed: int,
+    begin: Callable[[str], object] = str,
+    error: TimesError | None = None,
 ) -> tuple[list[Best], Floor]:
     """The best plan of each family of methods that may have plans of ``mode``, and the floor under all; ``begin`` is
-    told the name of each.
+    told the name of each. Where the sum of the times has an error, a search plans for the fast end of it, too.
 
     Where the step fits, or it is proven that no plan does, none is made.
     """
@@ -235,6 +254,11 @@ def planned(
     begin(ROUNDING_NAME)
     rounding = report.made("lp_round", mode=mode, seconds=ROUNDING * seconds, seed=seed, min_bytes=small(program))
     found.append(best_of(ROUNDING_NAME, [rounding], task, mode, seed))
+    if error is not None and error.step:
+        begin(FASTER_NAME)
+        starts = [b.plan for b in found if b.plan is not None]
+        faster = ForFaster(starts, error, None, mode, small(program), seed, FASTER * seconds)
+        found.append(best_of(FASTER_NAME, [faster], task, mode, seed))
     begin(FLOOR)
     floors: list[Floor] = [rounding.floor]  # type: ignore[attr-defined]
     floors.append(floor(program, machine, limit, mode, GAPS, DETAIL, False, WAIT * seconds))
@@ -284,7 +308,7 @@ def _rank(row: Row | None, plan: Plan | None) -> tuple[float, int]:
     """The least first: by time as far as it differs, then by decisions. Those without a plan come last."""
     if row is None or plan is None or not row["feasible"]:
         return math.inf, 0
-    return round(row["overhead"] / TIE), len(plan.decisions)
+    return round(row["overhead"] / times.TIE), len(plan.decisions)
 
 
 def reached(program: Program, machine: Machine, limit: int, mode: str) -> int:

@@ -243,7 +243,7 @@ def _name(row: Row) -> str:
 
 def _budget(planner: str | None) -> bool:
     """Does a planner stop by the clock?"""
-    return planner is not None and "seconds" in agents.options(planner)
+    return planner is not None and "seconds" in agents.options(planner.partition(",")[0])
 
 
 def _which(row: Row) -> tuple[Any, ...]:

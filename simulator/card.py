@@ -18,12 +18,13 @@ class CardPeak:
 
     Attributes:
         tensors: the program's peak.
-        loop: what the user's loop keeps and the optimizer takes besides, at the highest.
+        loop: what the loop keeps and the optimizer takes besides, at the highest; below 0 where a GPU needs less.
         workspaces: of libraries, at the highest.
         allocator: what PyTorch reserves above all that is in use at the highest.
         context: the CUDA context, kernels and handles of libraries.
-        fits: it can run within the memory that was asked about: blocks that are cached and not in use are given back
-            where a malloc fails, as PyTorch does; None: not asked.
+        memory_bytes: of the card, that was asked about; None: none was.
+        fits: it can run in that: blocks that are cached and not in use are given back where a malloc fails, as PyTorch
+            does.
     """
 
     tensors: int
@@ -31,6 +32,7 @@ class CardPeak:
     workspaces: int
     allocator: int
     context: int
+    memory_bytes: int | None = None
     fits: bool | None = None
 
     @property
@@ -48,11 +50,18 @@ class CardPeak:
         """All but the tensors."""
         return self.nbytes - self.tensors
 
-    def for_tensors(self, memory_bytes: int) -> int:
-        """The limit of the tensors in so much memory of the card; at least 1. The allocator is taken to need the same
-        part of what is in use under any limit; a step that fits gets its whole peak."""
+    @property
+    def limit(self) -> int:
+        """Of the memory that was asked about what is left for tensors, at least 1. The allocator is taken to need the
+        same part of what is in use under any limit; a step that fits gets its whole peak.
+
+        Raises:
+            ValueError: none was asked about.
+        """
+        if self.memory_bytes is None:
+            raise ValueError("memory_bytes: no memory was asked about")
         used = self.reserved - self.allocator
-        room = (memory_bytes - self.context) * used // max(self.reserved, 1) - self.loop - self.workspaces
+        room = (self.memory_bytes - self.context) * used // max(self.reserved, 1) - self.loop - self.workspaces
         return max(room, self.tensors if self.fits else 1)
 
 
@@ -66,4 +75,4 @@ def of_program(program: Program, context: int, memory_bytes: int) -> CardPeak:
     blocks, _ = program_lifetimes(program).intervals.unrolled(ITERATIONS)
     reserved, _ = caching.serve(blocks)
     fits = reserved + context <= memory_bytes or caching.serve(blocks, memory_bytes - context)[1]
-    return CardPeak(program.peak_bytes, 0, 0, max(reserved - program.peak_bytes, 0), context, fits)
+    return CardPeak(program.peak_bytes, 0, 0, max(reserved - program.peak_bytes, 0), context, memory_bytes, fits)

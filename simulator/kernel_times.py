@@ -69,6 +69,25 @@ class KernelTimes:
         return cls(**fields(data, "machine.kernel_times", kinds, {}))
 
 
+def scaled(durations: list[int], iteration_ns: int | None) -> list[int]:
+    """The durations, with their sum exactly ``iteration_ns``, e.g. a measured iteration time, where that is given: they
+    are then only the proportions.
+
+    Raises:
+        ValueError: ``iteration_ns`` is not positive, or no kernel takes time.
+    """
+    if iteration_ns is None:
+        return durations
+    total = sum(durations)
+    if iteration_ns < 1 or total < 1:
+        raise ValueError(f"iteration_ns: cannot scale {total} ns of kernels to {iteration_ns} ns")
+    ends, clock = [0], 0
+    for duration in durations:
+        clock += duration
+        ends.append(clock * iteration_ns // total)  # rounding ends, not durations, keeps the sum exact
+    return [b - a for a, b in zip(ends, ends[1:], strict=False)]
+
+
 _TYPES: dict[str, type] = {"source": str, "launch_ns": int, "multiprocessors": int}
 _RANGES = {"launch_ns": (-1, 1_000_000), "multiprocessors": (0, 1024), "winograd": (0.0, 4.0),
            "conv_channels": (0.0, 1024.0), "norm_channels": (0.0, 64.0), "error": (0.0, 3.0)}  # fmt: skip

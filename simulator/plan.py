@@ -8,7 +8,7 @@ A Rerun says which kernel runs again and when; which tensors are away meanwhile 
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,39 @@ class Plan:
     limit: int = 0  # bytes the plan was made for; 0: none
     machine: str = ""
     variants: tuple[tuple[int, int], ...] = ()
+    structure: str = ""  # of the program; "": not known, and the plan cannot be ``retimed``
+
+    @classmethod
+    def of(
+        cls, program: Program, decisions: tuple[Decision, ...], planner: str = "", limit: int = 0, machine: str = ""
+    ) -> Plan:  # fmt: skip
+        """A plan that names its program, whose times may change later (``retimed``)."""
+        return cls(decisions, program.fingerprint, planner, limit, machine, structure=program.structure)
+
+    def retimed(self, program: Program) -> Plan:
+        """This plan for ``program``, which is the one that it was made for, but for its times.
+
+        Raises:
+            PlanError: they differ in more, or the plan does not say which structure it was made for.
+        """
+        if self.fingerprint in ("", program.fingerprint):
+            self.check(program)
+            return self
+        if not self.structure:
+            raise PlanError(
+                f"the plan is for another program (fingerprint {self.fingerprint[:12]}, {program.name!r} has "
+                f"{program.fingerprint[:12]}), and was saved without what tells whether only times differ"
+            )
+        out = replace(self, fingerprint=program.fingerprint)
+        if self.structure != program.structure:
+            try:
+                replace(self, fingerprint="").check(program)
+                first = "its decisions would fit"
+            except PlanError as error:
+                first = str(error)
+            raise PlanError(f"the plan is for another program than {program.name!r}, not only for other times: {first}")
+        out.check(program)
+        return out
 
     def check(self, program: Program) -> None:
         """Raises PlanError with the first reason why this plan does not fit ``program``."""
@@ -99,6 +132,11 @@ class Plan:
             raise PlanError(
                 f"the plan is for another program (fingerprint {self.fingerprint[:12]}, "
                 f"{program.name!r} has {program.fingerprint[:12]})"
+                + (
+                    "; only times differ: Plan.retimed, retime=true of experiments.evaluate"
+                    if self.structure == program.structure
+                    else ""
+                )
             )
         try:
             program.chosen(self.variants)
@@ -153,7 +191,7 @@ class Plan:
                 raise PlanError(f"{where}: tensor {t} is away between the end of kernel {d.copy} and that of {d.after}")
 
     def to_dict(self) -> dict[str, Any]:
-        """The ``plan/2`` dictionary; ``variants`` stand in it where there are any."""
+        """The ``plan/2`` dictionary; ``structure`` and ``variants`` stand in it where there are any."""
         out: list[dict[str, Any]] = []
         for d in self.decisions:
             entry: dict[str, Any]
@@ -176,7 +214,8 @@ class Plan:
                     entry["at"] = d.at
             out.append(entry)
         top = {"format": FORMAT, "fingerprint": self.fingerprint, "planner": self.planner,
-               "limit": self.limit, "machine": self.machine, "decisions": out}  # fmt: skip
+               "limit": self.limit, "machine": self.machine,
+               **({"structure": self.structure} if self.structure else {}), "decisions": out}  # fmt: skip
         return {**top, "variants": [list(pair) for pair in self.variants]} if self.variants else top
 
     @classmethod
@@ -189,7 +228,7 @@ class Plan:
         top = fields(
             data, "plan", {"format": str, "decisions": list},
             {"fingerprint": (str, ""), "planner": (str, ""), "limit": (int, 0), "machine": (str, ""),
-             "variants": (list, [])},
+             "variants": (list, []), "structure": (str, "")},
         )  # fmt: skip
         if top["format"] not in READS:
             raise FormatError(f"plan.format: expected {FORMAT!r}, got {top['format']!r}")
@@ -217,7 +256,15 @@ class Plan:
                 decisions.append(Swap(got["tensor"], got["after"], got["before"], pinned, got["sync"], copy))
         pairs = [integers(pair, f"variants[{i}]", length=2) for i, pair in enumerate(top["variants"])]
         variants = tuple((kernel, index) for kernel, index in pairs)
-        return cls(tuple(decisions), top["fingerprint"], top["planner"], top["limit"], top["machine"], variants)
+        return cls(
+            tuple(decisions),
+            top["fingerprint"],
+            top["planner"],
+            top["limit"],
+            top["machine"],
+            variants,
+            top["structure"],
+        )
 
     def save(self, path: str | Path) -> None:
         """Writes ``plan/2`` JSON."""

@@ -166,6 +166,15 @@ class Program:
         text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
+    @cached_property
+    def structure(self) -> str:
+        """sha256 of the canonical JSON without any times: the same for a program whose times are others."""
+        data = self.to_dict()
+        for kernel in data["kernels"]:
+            del kernel["duration_ns"]
+            kernel["variants"] = [workspace for _, workspace in kernel["variants"]]
+        return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
     def gaps(self, min_bytes: int = 0) -> list[Gap]:
         """Every interval between consecutive accesses of a tensor of at least ``min_bytes`` in which at
         least one other kernel runs. Persistent tensors have one more, over the iteration boundary."""

@@ -83,7 +83,7 @@ def plan_with_variants(
             continue
         finally:
             calls += planner.simulator_calls
-        plan = replace(plan, fingerprint=program.fingerprint, variants=variants)
+        plan = replace(Plan.of(program, plan.decisions, plan.planner, plan.limit, plan.machine), variants=variants)
         facts = agents.PLANNERS.get(planner.name)
         if fill and not (facts and facts.addressed):
             plan = with_fastest_variants(program, plan, machine, limit, engine)

@@ -111,7 +111,7 @@ class Trainer:
         task, rows = self.task, self.search.best
         if rows is None:
             return None
-        return Plan(decisions_of(rows), task.program.fingerprint, self.planner, task.limit, task.machine.name)
+        return Plan.of(task.program, decisions_of(rows), self.planner, task.limit, task.machine.name)
 
     @property
     def epsilon(self) -> float:

@@ -182,7 +182,7 @@ class Agent:
         return min(self.transfer.kernels // max(len(program.kernels), 1), self.transfer.most)
 
     def _plan(self, program: Program, machine: Machine, limit: int, rows: Rows) -> Plan:
-        return Plan(decisions_of(rows), program.fingerprint, "dqn", limit, machine.name)
+        return Plan.of(program, decisions_of(rows), "dqn", limit, machine.name)
 
     def _refine(self, trainer: Trainer, starts: list[Rows]) -> tuple[Rows | None, int]:
         """Rows and iteration time of the best plan near the ``starts``; None, NEVER where none fits."""

@@ -121,7 +121,7 @@ class JointAnnealing:
             tried = [*map(Moves.plan, jobs[:j]), rows, *map(Moves.plan, jobs[j + 1 :])]
             needs[j] = int(jobs[j].proposed_load.max())
             found = with_parts(
-                [Plan(decisions_of(mine), program.fingerprint, self.name, 0, machine.name)
+                [Plan.of(program, decisions_of(mine), self.name, 0, machine.name)
                  for program, mine in zip(programs, tried, strict=True)], needs, limit,
             )  # fmt: skip
             ns = _mean_ns(engine, found, worlds)

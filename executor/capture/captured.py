@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec
 
 from executor.capture.algorithms import convolution_of, with_algorithms
-from executor.capture.kernel_times import Precision, kernel_ns
+from executor.capture.kernel_times import Precision, arithmetic, kernel_ns
 from executor.capture.numbers import Numbers
-from executor.capture.roofline import scaled
 from executor.capture.state import Home
+from simulator.kernel_times import scaled
 from simulator.machine import Machine
 from simulator.program import Program
 from simulator.report import Origins, Place
@@ -119,6 +119,10 @@ class Captured:
         known = {k: convolution for k, convolution in found.items() if convolution is not None}
         program = self.program.with_durations(scaled(durations, iteration_ns))
         return replace(self, program=with_algorithms(program, known, machine))
+
+    def arithmetic(self, machine: Machine) -> str:
+        """A sentence: the types in which a machine does the step's convolutions and products."""
+        return arithmetic(self.program, self.nodes, machine, self.precision)
 
     @property
     def _multi_tensor(self) -> bool:

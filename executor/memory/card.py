@@ -110,7 +110,13 @@ def card_peak(
         room = memory_bytes - machine.context_bytes
         fits = reserved <= room or caching.serve(blocks, room, expandable_segments)[1]
     return CardPeak(
-        tensors, held - tensors, blocks.peak_bytes - held, reserved - blocks.peak_bytes, machine.context_bytes, fits
+        tensors,
+        held - tensors,
+        blocks.peak_bytes - held,
+        reserved - blocks.peak_bytes,
+        machine.context_bytes,
+        memory_bytes,
+        fits,
     )
 
 

@@ -11,8 +11,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from agents.other_times import Spread
 from experiments.common import report
 from experiments.common.report import Row
+from experiments.fit.times import Times, ranged, said as said_of
 from experiments.plotting.palette import label
 from simulator.card import CardPeak, reserved_bytes
 from simulator.machine import Machine
@@ -23,7 +25,7 @@ from simulator.timeline import Timeline
 
 MODULES = 8  # rows of a table in a terminal
 LITTLE = 5e-5  # overhead that counts as none
-ERROR = 0.032  # of the card's peak: mean over the published points, as `python -m experiments.measured.peaks` prints it
+ERROR = 0.029  # of the card's peak: mean over the published points, as `python -m experiments.measured.peaks` prints it
 DEAR = 1.0  # overhead above which a plan is not what to do first
 
 
@@ -90,6 +92,8 @@ class Answer:
         seconds: of wall-clock time, all in all.
         card: the parts of what the card counts without a plan, where ``memory`` is bytes of the card, of which
             ``limit`` is left for tensors; None: the limit is a fraction of the tensors' peak.
+        times: what is known of the kernel times; None: nothing.
+        spread: what the recommended plan costs under other times; None: there is no plan, or it is not known.
     """
 
     program: Program
@@ -106,6 +110,8 @@ class Answer:
     seconds: float
     card: CardPeak | None = None
     memory: int | None = None
+    times: Times | None = None
+    spread: Spread | None = None
 
     @property
     def fits(self) -> bool:
@@ -122,13 +128,14 @@ class Answer:
 
 def verdict(a: Answer) -> str:
     """The answer in a sentence or two."""
-    peak = a.program.peak_bytes
+    of_card = a.card is not None and a.memory is not None
+    need, there = (a.card.nbytes, a.memory) if of_card else (a.program.peak_bytes, a.limit)  # type: ignore[union-attr]
+    what = "the card counts" if of_card else "the peak is"
     if a.fits:
         return (
-            f"It fits without a plan: the peak is {size(peak)}, {peak / a.limit:.0%} of {size(a.limit)}. Nothing is "
-            "worth doing."
+            f"It fits without a plan: {what} {size(need)}, {need / there:.0%} of {size(there)}. Nothing is worth doing."
         )
-    over = f"the peak is {size(peak)}, {size(peak - a.limit)} more than the {size(a.limit)} that there are"
+    over = f"{what} {size(need)}, {size(max(need - there, 0))} more than the {size(there)} that there are"
     if a.best is None or a.best.plan is None:
         if a.least_bytes > a.limit:
             least = f"even with every tensor away whenever it is not used the step needs {size(a.least_bytes)}"
@@ -138,7 +145,7 @@ def verdict(a: Answer) -> str:
         return f"It does not fit: {over}, and {least}.{_instead(a)}"
     more = overhead(a.best)
     cost = f"takes {percent(more)[1:]} more time" if more >= LITTLE else "costs no time"
-    return f"It fits with a plan that {cost}: {over}." + (
+    return f"It fits with a plan that {cost}{ranged(a.spread)}: {over}." + (
         _instead(a) if overhead(a.best) > max(DEAR, a.largest.micro_overhead) else ""
     )
 
@@ -215,6 +222,14 @@ def moment(peak: Peak) -> str:
     module, line = peak.place or ("", "")
     where = [f"in module {module}" if module else "", f"at {line}" if line else ""]
     return ", ".join([f"kernel {peak.kernel} ({peak.name}), {peak.phase}", *filter(None, where)])
+
+
+def uncertainty(a: Answer) -> list[str]:
+    """Sentences about the kernel times."""
+    if a.times is None:
+        return []
+    sure = a.spread is None or a.times.error is None
+    return [a.times.said] if sure else [a.times.said, said_of(a.spread, a.times.error)]  # type: ignore[arg-type]
 
 
 def batches(a: Answer) -> list[str]:
@@ -305,7 +320,7 @@ def shown(a: Answer) -> RenderableType:
     program = a.program
     lines: list[RenderableType] = [
         Text(f"{program.name} on {a.machine.name}: {len(program.kernels):,} kernels, {program.ideal_ns / 1e6:,.1f} ms "
-             f"a step; memory {size(a.limit)}"),
+             f"a step; memory {size(a.memory or a.limit)}"),
         Text(verdict(a), style="bold"),
         Text(""),
     ]  # fmt: skip
@@ -327,6 +342,7 @@ def shown(a: Answer) -> RenderableType:
         lines.append(table)
     if a.best is not None:
         lines.append(Text(f"The plan: {moves(a)}", style="bold"))
+    lines += [Text(line) for line in uncertainty(a)]
     return Group(*lines)
 
 

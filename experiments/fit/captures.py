@@ -34,11 +34,13 @@ FORKS = sys.platform == "linux"  # elsewhere system libraries may not stand it
 
 
 class Step(NamedTuple):
-    """What planning needs of a capture; ``card``: of the memory that was asked about, None where none was."""
+    """What planning needs of a capture; ``card``: of the memory that was asked about, None where none was; a sentence on
+    the types of its arithmetic."""
 
     program: Program
     origins: Origins
     card: CardPeak | None
+    arithmetic: str
 
 
 class Captures:
@@ -251,7 +253,8 @@ def _step(workload: Mapping[str, Any], machine: Machine, memory_bytes: int | Non
     from experiments import workloads
 
     captured = workloads.load(workload, machine)
-    return Step(captured.program, captured.origins, _card(captured, workload, machine, memory_bytes))
+    card = _card(captured, workload, machine, memory_bytes)
+    return Step(captured.program, captured.origins, card, captured.arithmetic(machine))
 
 
 def _doubled(workload: Mapping[str, Any], machine: Machine, memory_bytes: int | None) -> tuple[int, Program, int]:

@@ -73,7 +73,7 @@ def page(a: Answer, before: Timeline, after: Timeline | None, command: str) -> s
     title = f"Will {a.program.name} fit?"
     parts = [
         f"<h1>{escape(title)}</h1>",
-        _p(f"{a.machine.name}, {size(a.limit)}; {len(a.program.kernels):,} kernels, "
+        _p(f"{a.machine.name}, {size(a.memory or a.limit)}; {len(a.program.kernels):,} kernels, "
            f"{a.program.ideal_ns / 1e6:,.1f} ms a step", "faint"),
         _p(words.verdict(a), "verdict no" if no else "verdict"),
         "<h2>Memory over one step</h2>", _picture(a.limit, before, after),
@@ -94,6 +94,8 @@ def page(a: Answer, before: Timeline, after: Timeline | None, command: str) -> s
     if a.best is not None:
         parts += ["<h2>The recommended plan</h2>", _p(words.moves(a)), _p(
             f"By {label(a.page.planner)}; it needs {size(a.page.least_bytes)}.", "faint")]  # fmt: skip
+    if sentences := words.uncertainty(a):
+        parts += ["<h2>How sure the times are</h2>", *map(_p, sentences)]
     parts += ["<h2>How to run it</h2>", f"<pre>{escape(_code(a))}</pre>", _p(
         "Beside this page: "
         + ("plan.json, " if a.best else "")

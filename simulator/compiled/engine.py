@@ -143,13 +143,11 @@ class Engine:
         born[n] = dies[n] = 0
         zeros = np.zeros(n + 1, np.int64)
         self._own = self._kernels = np.array([zeros, zeros, born, dies, zeros, zeros, zeros, zeros], np.int64)
-        self._own[DURATION, :n] = [k.duration_ns for k in kernels]
         self._own[WORKSPACE, :n] = [k.workspace for k in kernels]
         self._own[LIVE, :n] = program.live_bytes
         self._own[LEVEL, :n] = self._own[LIVE, :n] - self._own[WORKSPACE, :n] - born[:n]
         self._own[LEVEL, n] = self._own[LEVEL, n - 1] + born[n - 1] - dies[n - 1]
-        self._own[BEGINS, 1:] = self._own[DURATION, :n].cumsum()
-        self._own[LOSS, :n] = [machine.copy_loss(k.bytes, k.duration_ns) for k in kernels]
+        self._take_times()
         self._tensors = np.array([
             size, persistent, first, last, [machine.d2h_ns(t.nbytes) for t in tensors],
             [machine.h2d_ns(t.nbytes) for t in tensors]], np.int64)  # fmt: skip
@@ -160,6 +158,13 @@ class Engine:
         self._persistent_bytes = sum(t.nbytes for t in tensors if t.persistent)
         self._n_steps: int | None = -1 if _recompute else None  # None: the plans are of swaps only, as yet
         self._start()
+
+    def _take_times(self) -> None:
+        """Those of the program's kernels."""
+        kernels = self.program.kernels
+        self._own[DURATION, :-1] = [k.duration_ns for k in kernels]
+        self._own[BEGINS, 1:] = self._own[DURATION, :-1].cumsum()
+        self._own[LOSS, :-1] = [self.machine.copy_loss(k.bytes, k.duration_ns) for k in kernels]
 
     def _start(self) -> None:
         """What no two engines share."""
@@ -178,6 +183,15 @@ class Engine:
     def tables(self) -> Tables:
         """For compiled code that calls ``score_plans`` itself; not to be written to."""
         return Tables(self._kernels, self._tensors, self._graph, self._settings)
+
+    def retimed(self, program: Program) -> Engine:
+        """This engine for a program of the same ``structure``, which is not tested here; its calls are counted anew."""
+        out = copy.copy(self)
+        out.program, out.variants, out.calls = program, (), 0
+        out._own = out._kernels = self._own.copy()
+        out._take_times()
+        out._start()
+        return out
 
     def with_variants(self, variants: Sequence[tuple[int, int]]) -> Engine:
         """This engine for the program as it runs under a plan's ``variants``; its calls are counted anew.

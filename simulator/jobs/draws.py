@@ -37,7 +37,7 @@ def adapted(plan: Plan, program: Program, other: Program) -> Plan:
     tensor, kernel = (_matched(*pair) for pair in zip(_known(program), _known(other), strict=True))
     variants = [(kernel[k], i) for k, i in plan.variants if k in kernel]
     known = [(k, i) for k, i in variants if i < len(other.kernels[k].variants)]
-    bare = replace(plan, decisions=(), fingerprint=other.fingerprint, variants=tuple(sorted(known)))
+    bare = replace(Plan.of(other, (), plan.planner, plan.limit, plan.machine), variants=tuple(sorted(known)))
     found = [_moved(d, tensor, kernel, other) for d in plan.decisions]
     return replace(bare, decisions=_together([], [d for d in found if d is not None], bare, other))
 
@@ -99,7 +99,8 @@ def _renumbered(plan: Plan, old: Program, new: Program, at: Sequence[int]) -> Pl
     if old is new:
         return plan
     moved = tuple(d if isinstance(d, Rerun) else replace(d, tensor=at[d.tensor]) for d in plan.decisions)
-    return replace(plan, decisions=moved, fingerprint=new.fingerprint if plan.fingerprint else "")
+    named = Plan.of(new, ()) if plan.fingerprint else Plan()
+    return replace(plan, decisions=moved, fingerprint=named.fingerprint, structure=named.structure)
 
 
 def _matched(keys: Sequence[Hashable], others: Sequence[Hashable]) -> dict[int, int]:
