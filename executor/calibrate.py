@@ -38,7 +38,7 @@ SMALLEST, LARGEST = 2**12, 2**30
 REPEATS = 7
 LAUNCHES = 500  # a stream takes about a thousand before the host must wait
 ISSUE_NS = 1_000_000  # of the kernel during which the host issues a few calls
-ONE_ENGINE = 1.18  # of a copy alone, what two do at once: up to here they are on one engine
+ONE_ENGINE = 0.85  # of one after the other: from here on, both at once are one engine
 DUPLEX_ERROR = 0.02  # the least measuring error of the shares; a larger spread of the repeats counts
 MOST = 0.49  # that a copy can be said to take of a kernel's speed (Machine.copy_contention)
 
@@ -151,11 +151,12 @@ def calibrate(
         alone = {d: transfers[d][-1][1] for d in DIRECTIONS}
         contention, contention_error = _contention(backend, alone, largest)
     duplex = {str(d): median(times[d] for times in both) / alone[d] for d in DIRECTIONS}
+    at_once = median(max(times.values()) for times in both)
     latency, rates, error = _fit(transfers)
     shares = {str(d): [_shares(alone, times)[d] for times in both] for d in DIRECTIONS}
     share = {d: median(each) for d, each in shares.items()}
     share_error = max(DUPLEX_ERROR, *map(_range, shares.values()), *map(_spread, single.values()))
-    engines = 1 if sum(share.values()) <= ONE_ENGINE else 2
+    engines = 1 if at_once >= ONE_ENGINE * sum(alone.values()) else 2
     beside = {
         d: max(1, round(share[d] * rates[d])) if engines == 2 and share[d] < 1 - share_error else 0 for d in DIRECTIONS
     }

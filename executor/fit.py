@@ -24,12 +24,13 @@ from torch.optim import Optimizer
 
 from executor.capture.captured import Captured
 from executor.capture.profile import Profile, measure, with_profile
+from executor.memory.card import Loop, card_peak
 from executor.memory.pinned import available
 from executor.report import report
 from executor.training.planned_step import PlannedStep
 from executor.training.planned_steps import BUCKET_BYTES, PlannedSteps
 from simulator.files import FormatError
-from simulator.limits import limit_bytes
+from simulator.limits import is_fraction, limit_bytes, size_bytes
 from simulator.machine import PRESETS, Machine
 from simulator.plan import Plan
 from simulator.program import Program
@@ -85,9 +86,17 @@ class FittedSteps(PlannedSteps):
                 if self.limit is None:
                     raise
                 raise FitError(f"{error}: a batch of another shape needs one of its own, or 'measure'") from error
-        limit = self.limit or limit_bytes(self._wanted, captured.program, "memory")
+        limit = self.limit or self._limit(captured)
         plan, floor_ns = _plan(captured, machine, limit, self.planner, self._seconds)
         return FittedStep(captured, plan, machine, limit, floor_ns)
+
+    def _limit(self, captured: Captured) -> int:
+        """Of the tensors; a memory in bytes of a GPU is the card's."""
+        if self._device.type == "cpu" or is_fraction(self._wanted):
+            return limit_bytes(self._wanted, captured.program, "memory")
+        memory = size_bytes(self._wanted, "memory")
+        loop = Loop(keeps_outputs=False)  # a planned step returns the loss alone
+        return card_peak(captured, self.machine, loop, memory).limit
 
     @property
     def present(self) -> FittedStep:
@@ -146,8 +155,9 @@ def fit(
     Args:
         example_batch: ``(x, y)``; only shapes and types matter. With ``accumulate`` it may be the pairs of a
             step (and is taken as these where x and y are pairs themselves).
-        memory: bytes, a size such as ``"24GiB"``, or a fraction (at most 1) of what the example's step needs without a
-            plan.
+        memory: bytes or a size such as ``"24GiB"``: on a GPU of the card, with what PyTorch's allocator, libraries and
+            the CUDA context take (executor/memory/card.py), on the CPU of tensors. Or a fraction (at most 1) of what
+            the tensors of the example's step need without a plan.
         machine: a preset's name, a YAML file, or a Machine; by default the preset of the GPU, on the CPU gtx1080ti.
         planner: a name (``agents.PLANNERS``), or what makes a plan. Not asked where the step fits without one.
         profile: "measure": kernels are timed on the model's device, the default on a GPU; a Profile: they were, for

@@ -45,9 +45,10 @@ from experiments.fit.batches import MOST, BatchError
 from experiments.fit.captures import Captures, opened
 from experiments.gpu.deadline import TimeUp, within
 from simulator import simulate
+from simulator.card import CardPeak, of_program
 from simulator.compiled.engine import Engine
 from simulator.files import write_json, write_text
-from simulator.limits import limit_bytes
+from simulator.limits import is_fraction, limit_bytes, size_bytes
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
@@ -79,29 +80,31 @@ def main(cfg: DictConfig) -> None:
     machine, mode, seed = cli.machine(cfg), cli.choice(cfg, "mode", MODES), cli.integer(cfg, "seed")
     seconds = cli.number(cfg, "seconds") if cfg.seconds is not None else None
     most_overhead, look = cli.number(cfg, "largest_overhead"), cli.choice(cfg, "largest", (True, False))
-    workload = workload_of(cfg)
+    workload, memory = workload_of(cfg), memory_of(cfg, machine)
     known = times.read(cfg, machine, workload is not None)
     workload = times.with_step(workload, known)
     todo = stages(mode, known.error)
     with nullcontext() if workload is None else opened() as captures, report.staged(todo) as begin:
         begin(CAPTURE)
         if captures is not None:
-            captures.begin(workload or {}, machine, look)
+            captures.begin(workload or {}, machine, look, memory)
         get_ready(machine, mode)
         if captures is None:
-            program, origins = times.lasting(cli.program(cfg, machine), known), None
+            program, origins, card = _program(times.lasting(cli.program(cfg, machine), known), machine, memory)
         else:
-            program, origins = captures.step()
-        limit = limit_bytes(cfg.memory if cfg.memory is not None else machine.memory_bytes, program, "memory")
+            program, origins, card, arithmetic = captures.step()
+            known = replace(known, said=f"{known.said} {arithmetic}".strip())
+        limit = limit_bytes(cfg.memory, program, "memory") if card is None else card.limit
         task, seconds = (program, machine, limit), seconds or max(PER_KERNEL * len(program.kernels), LEAST)
         with report.RunDirectory(cli.path(cfg, "out"), f"plan-{program.name}") as out:
             if captures is not None and look:
-                captures.look(program, limit)
+                captures.look(program, memory or limit, card.beside if card else 0)
             families, bound = planned(task, mode, seconds, seed, begin, known.error)
             begin(LARGEST)
             why = FIXED if workload is None else ""
-            size = largest_batch(captures if look else None, task, mode, most_overhead, seconds, why)
+            size = largest_batch(captures if look else None, task, mode, most_overhead, seconds, why, memory)
             answer = answered(task, origins, mode, families, bound, size, began, known)
+            answer = replace(answer, card=card, memory=memory)
             write(out, cfg, answer, bound)
     from experiments.fit.answer import shown
 
@@ -132,6 +135,21 @@ def workload_of(cfg: DictConfig) -> dict[str, Any] | None:
         return None
     workload = cli.plain(cfg.workload)
     return workload if named else {**workload, "name": str(cfg.target).replace(":", ".")}
+
+
+def memory_of(cfg: DictConfig, machine: Machine) -> int | None:
+    """Bytes of the card; None where the memory is a fraction of the tensors' peak.
+
+    Raises:
+        FormatError: it is neither.
+    """
+    wanted = cfg.memory if cfg.memory is not None else machine.memory_bytes
+    return None if is_fraction(wanted) else size_bytes(wanted, "memory")
+
+
+def _program(program: Program, machine: Machine, memory: int | None) -> tuple[Program, None, CardPeak | None]:
+    """Of a program file: of what stands beside the tensors only the allocator and the context are known."""
+    return program, None, None if memory is None else of_program(program, machine.context_bytes, memory)
 
 
 def get_ready(machine: Machine, mode: str) -> None:
@@ -191,7 +209,8 @@ def write(out: Path, cfg: DictConfig, answer: Answer, bound: Floor) -> None:
     report.write_summary(
         out / "summary.json", cfg, program, rows, verdict=words.verdict(answer), fits=answer.fits,
         recommended=best.row["planner"] if best and best.row else None, least_bytes=answer.least_bytes,
-        reached_bytes=answer.reached_bytes, floor=answer.floor, largest=asdict(answer.largest),
+        reached_bytes=answer.reached_bytes, floor=answer.floor, largest=asdict(answer.largest), memory=answer.memory,
+        card=asdict(answer.card) if answer.card else None, card_planned=answer.card_planned,
         peak=asdict(answer.page.without), peak_planned=asdict(answer.page.under) if best else None,
         families=[{"family": b.family, "planner": b.row["planner"] if b.row else None, "left_out": b.left_out}
                   for b in answer.families],
@@ -300,17 +319,20 @@ def reached(program: Program, machine: Machine, limit: int, mode: str) -> int:
 
 
 def largest_batch(
-    captures: Captures | None, task: Task, mode: str, most_overhead: float, seconds: float, why: str = ""
-) -> Largest:
+    captures: Captures | None, task: Task, mode: str, most_overhead: float, seconds: float, why: str = "",
+    memory: int | None = None,
+) -> Largest:  # fmt: skip
     """The largest batch without a plan and with one; see ``Largest``.
 
     Args:
         captures: None: the batch is not to be changed, and ``why`` not.
         seconds: of all planning; the captures are waited for WAIT times as long.
+        memory: of the card, for tensors and what stands beside them; None: the limit is the tensors'.
     """
     from experiments.fit.answer import Largest
 
     _, machine, limit = task
+    limit = memory or limit
     if captures is None:
         return Largest(why=why)
     end, planner = time.monotonic() + WAIT * seconds, ""
@@ -318,22 +340,22 @@ def largest_batch(
         steps = captures.batches(WAIT * seconds)
         until = time.monotonic() + BATCHES * seconds
 
-        def costs(step: Program) -> float | None:
+        def costs(step: Program, room: int) -> float | None:
             """Overhead of the first plan that costs little enough."""
             nonlocal planner
-            if not floor(step, machine, limit, mode, detail=0.0).feasible:
+            if not floor(step, machine, room, mode, detail=0.0).feasible:
                 return None
             for name in (FIRST[0], *SEARCHES[seconds >= LOADING :][:1]):
                 if time.monotonic() < until:
                     made = report.made(name, mode=mode, seconds=BATCHES * seconds / 10, min_bytes=small(step))
-                    row, _ = report.score_with(made, step, machine, limit, 0, mode)
+                    row, _ = report.score_with(made, step, machine, room, 0, mode)
                     if row["feasible"] and row["overhead"] <= most_overhead:
                         planner = name
                         return float(row["overhead"])
             return None
 
         without = steps.largest(limit)
-        with_plan = steps.largest_planned(costs, without, most_overhead)
+        with_plan = steps.largest_planned(costs, limit, without, most_overhead)
         checked = captures.checked(steps.peak_bytes(without), max(end - time.monotonic(), 0)) if without else False
         micro = steps.accumulated(limit) if without < steps.own else None
     except BatchError as error:

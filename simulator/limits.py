@@ -54,6 +54,11 @@ def limit_bytes(value: object, program: Program, where: str = "limit") -> int:
     return found
 
 
+def is_fraction(value: object) -> bool:
+    """Whether a limit is a fraction of a program's peak."""
+    return _fraction(value) is not None
+
+
 def _fraction(value: object) -> float | None:
     if isinstance(value, str):
         parts = _NUMBER_AND_UNIT.fullmatch(value)

@@ -47,6 +47,10 @@ class Machine:
     issue_ns: int = 0  # of the host, for a kernel or a copy; it runs ahead of the GPU (simulator.reference, choice i)
     wait_ns: int = 0  # of the compute stream, for the event of a swap-in (simulator.reference, choice j)
     copy_contention: float = 0.0  # of a memory-bound kernel's speed, what each copy beside it takes (choice k)
+    # What the card counts besides what PyTorch reserves: the CUDA context, kernels and handles of libraries.
+    context_bytes: int = 0
+    cublas_workspace_bytes: int = 8_519_680  # that PyTorch reserves for each handle of cuBLAS
+    convolution_copies: bool = False  # cuDNN copies images, results and filters of convolutions to channels last
     malloc_ns: int = 0  # a call of cudaMalloc
     free_ns: int = 0  # a call of cudaFree
     malloc_bytes_per_s: int = (
@@ -64,7 +68,8 @@ class Machine:
             if getattr(self, name) < 1:
                 raise FormatError(f"machine.{name}: expected a positive integer, got {getattr(self, name)}")
         for name in ("copy_latency_ns", "host_bytes", "launch_ns", "issue_ns", "wait_ns", "malloc_ns", "free_ns",
-                     "malloc_bytes_per_s", *DUPLEX, "switch_ns"):  # fmt: skip
+                     "malloc_bytes_per_s", *DUPLEX, "switch_ns", "context_bytes",
+                     "cublas_workspace_bytes"):  # fmt: skip
             if getattr(self, name) < 0:
                 raise FormatError(f"machine.{name}: expected an integer of at least 0, got {getattr(self, name)}")
         if self.copy_engines not in (1, 2):

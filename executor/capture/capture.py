@@ -37,11 +37,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_structure, tree_unflatten
 
+from executor.capture.as_cuda import OperatorsOfCuda
 from executor.capture.captured import Captured, CaptureError
 from executor.capture.numbers import Numbers, Option
 from executor.capture.places import Places, users
 from executor.capture.randomness import traced_states
-from executor.capture.recorder import Recorder
+from executor.capture.recorder import Recorder, noted
 from executor.capture.scaling import traced_scalers
 from executor.capture.state import StepState, bucketed, capturable, fixed, options, over, takes_capturable, untouched
 from simulator.machine import Machine
@@ -63,6 +64,7 @@ def capture(
     autocast: torch.dtype | None = None,
     scaler: GradScaler | None = None,
     bucket_bytes: int | None = None,
+    as_cuda: bool = False,
 ) -> Captured:
     """Captures ``loss_fn(model(x), y)``, its backward pass, the optimizer's step and ``zero_grad``.
 
@@ -87,6 +89,7 @@ def capture(
             them are in memory with their gradients and state; with this it is several, each of parameters of at most
             so many bytes (or of one). The results are the same to the bit.
         clip_norm: before the optimizer's step, ``clip_grad_norm_(model.parameters(), clip_norm)``.
+        as_cuda: of a model on the CPU, the operators that a GPU would run (as_cuda.py); to be planned, not executed.
 
     Raises:
         CaptureError: the step cannot be traced.
@@ -105,7 +108,7 @@ def capture(
 
     def part(x: Any, y: Any) -> Tensor:
         with torch.autocast(device, autocast) if autocast is not None else nullcontext():
-            loss = loss_fn(model(x), y)
+            loss = loss_fn(noted(model(x)), y)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise CaptureError(f"the loss is {what}, not a tensor of one element")
@@ -148,7 +151,9 @@ def capture(
     roots = [(model, ""), (loss_fn, "loss_fn"), (optimizer, "optimizer"), (scaler, "scaler")]
     label = name or type(model).__name__
     if accumulate == 1:
-        return _capture(step, tuple(example_batch), roots, machine, label, algorithms, bucket_bytes, "loss_fn")
+        return _capture(
+            step, tuple(example_batch), roots, machine, label, algorithms, bucket_bytes, "loss_fn", as_cuda=as_cuda
+        )
     # Micro-batches are different tensors, whatever the examples are; of each, the example that it stands for.
     examples: dict[int, Any] = {}
 
@@ -161,7 +166,9 @@ def capture(
         return copy
 
     batches = tuple(tree_map(another, tuple(pair)) for pair in pairs)
-    captured = _capture(several, batches, roots, machine, label, algorithms, bucket_bytes, "loss_fn", several=True)
+    captured = _capture(
+        several, batches, roots, machine, label, algorithms, bucket_bytes, "loss_fn", True, as_cuda=as_cuda
+    )
     return replace(captured, sources=tuple(examples.get(id(s), s) for s in captured.sources))
 
 
@@ -185,6 +192,7 @@ def capture_step(
 def _capture(
     step: Callable[..., Any], args: tuple[Any, ...], roots: list[tuple[Any, str]], machine: Machine | None, name: str,
     algorithms: bool, bucket_bytes: int | None, outside: str, several: bool = False, as_capturable: bool = False,
+    as_cuda: bool = False,
 ) -> Captured:  # fmt: skip
     """``outside``: the place of what runs in no module. ``several``: the step yields at the end of each micro-batch."""
     # Sizes are those of the example; only numbers that an optimizer reads may be symbols.
@@ -199,7 +207,7 @@ def _capture(
         # `flat` are the entries' fake tensors themselves; the step reaches them through its own objects.
         recorder.begin(flat, Places(state.paths, {id(e.fake): e.owner for e in state.entries}, outside))
         torch.set_autocast_cache_enabled(weights_cast_once)  # the tracer turns it off
-        with recorder:
+        with recorder, OperatorsOfCuda() if as_cuda else nullcontext():
             result = step(*batch)
             if several:
                 result = _parts(result, recorder)
@@ -232,6 +240,7 @@ def _capture(
                 state.installed(),
                 traced_optimizers(recorder, groups, bucket_bytes),
                 traced_scalers(recorder),
+                traced_zero_grad(recorder),
                 traced_states(recorder),
             ):
                 fakes = [e.fake for e in state.entries]
@@ -241,14 +250,16 @@ def _capture(
         raise
     except Exception as error:
         if isinstance(error, GuardOnDataDependentSymNode) and state.optimizers and not as_capturable:
-            return _capture(step, args, roots, machine, name, algorithms, bucket_bytes, outside, several, True)
+            return _capture(step, args, roots, machine, name, algorithms, bucket_bytes, outside, several, True,
+                            as_cuda)  # fmt: skip
         raise CaptureError(_sentence(error)) from error
     if not recorder.ops:
         raise CaptureError("the step runs no tensor operation")
     numbers.close({node.target for node in graph.graph.nodes if isinstance(node.target, Option)})
     captured = recorder.build(graph, state.entries, name, (spec, flat))
     settings = tuple((o, tuple(map(fixed, was))) for o, was in groups.items())
-    captured = replace(captured, settings=settings, modules=modules)
+    holds = recorder.user_holds(captured.values, captured.program)
+    captured = replace(captured, settings=settings, modules=modules, holds=holds)
     return captured.on(machine or Machine.load("gtx1080ti"), algorithms=algorithms)
 
 
@@ -291,6 +302,28 @@ def traced_optimizers(
             hook.remove()
         while stack:  # the step raised
             stack.pop().close()
+
+
+@contextmanager
+def traced_zero_grad(recorder: Recorder) -> Iterator[None]:
+    """Tells the recorder when gradients are given back."""
+
+    def noting(original: Callable[..., None]) -> Callable[..., None]:
+        def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
+            recorder.zeroed = len(recorder.ops)
+            original(self, *args, **kwargs)
+
+        return zero_grad
+
+    classes: tuple[Any, ...] = (Optimizer, nn.Module)
+    originals = [c.zero_grad for c in classes]
+    for c, original in zip(classes, originals, strict=True):
+        c.zero_grad = noting(original)
+    try:
+        yield
+    finally:
+        for c, original in zip(classes, originals, strict=True):
+            c.zero_grad = original
 
 
 def _article(noun: str) -> str:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec
 
 from executor.capture.algorithms import convolution_of, with_algorithms
-from executor.capture.kernel_times import Precision, kernel_ns
+from executor.capture.kernel_times import Precision, arithmetic, kernel_ns
 from executor.capture.numbers import Numbers
 from executor.capture.state import Home
 from simulator.kernel_times import scaled
@@ -38,6 +38,27 @@ class MicroBatch(NamedTuple):
     loss: fx.Node
     drawn: int
     put_back: bool
+
+
+class UserHolds(NamedTuple):
+    """What a loop that calls the step keeps from one step to the next. The program has none of it: its tensors that are
+    not persistent die within a step.
+
+    Attributes:
+        outputs: tensors of the model's result.
+        until: the first kernel after the model has returned the next.
+        gradients: tensors that are ``.grad`` of parameters when an optimizer steps.
+        zero_grad: the first kernel after ``zero_grad`` was called, by the number of kernels at the step's end; -1: it
+            was not, and gradients are added to those that are there.
+    """
+
+    outputs: tuple[int, ...] = ()
+    until: int = 0
+    gradients: tuple[int, ...] = ()
+    zero_grad: int = -1
+
+
+NOTHING = UserHolds()
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +94,7 @@ class Captured:
     owners: tuple[str, ...]
     precision: Precision  # PyTorch's flags at the capture
     micro: tuple[MicroBatch, ...] = ()  # where the step is of several, which come one by one or together
+    holds: UserHolds = NOTHING
 
     @property
     def origins(self) -> Origins:
@@ -97,6 +119,10 @@ class Captured:
         known = {k: convolution for k, convolution in found.items() if convolution is not None}
         program = self.program.with_durations(scaled(durations, iteration_ns))
         return replace(self, program=with_algorithms(program, known, machine))
+
+    def arithmetic(self, machine: Machine) -> str:
+        """A sentence: the types in which a machine does the step's convolutions and products."""
+        return arithmetic(self.program, self.nodes, machine, self.precision)
 
     @property
     def _multi_tensor(self) -> bool:

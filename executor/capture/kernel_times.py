@@ -28,7 +28,7 @@ from executor.capture.operators import arguments
 from simulator.files import FormatError
 from simulator.kernel_times import KernelTimes
 from simulator.machine import Machine
-from simulator.program import Kernel
+from simulator.program import Kernel, Program
 
 TILE, TILE_FLOAT32 = 128, 64  # rows and columns of a matrix product's tile, on tensor cores and without
 WINDOW = 9  # elements of the window that pooling was measured with
@@ -107,6 +107,19 @@ def kernel_ns(
             share = times.matmul if dtype in TENSOR_CORES else times.matmul_float32
             seconds = max(seconds, kernel.flops / (rate * share))
     return times.launch_ns + round(seconds * 1e9)
+
+
+def arithmetic(program: Program, nodes: Sequence[Sequence[fx.Node]], machine: Machine, precision: Precision) -> str:
+    """A sentence: in which types a captured program's convolutions and products are timed; "" where it has none."""
+    found: dict[str, set[str]] = {}
+    for kernel, own in zip(program.kernels, nodes, strict=True):
+        if kernel.flops and own:
+            kind = "convolutions" if kernel.kind == "conv" else "matrix products"
+            found.setdefault(kind, set()).add(precision.arithmetic(kernel.kind, _dtype(own[0]), machine))
+    parts = [
+        f"{kind} in {' and '.join(sorted(types))}".replace("tf32", "TF32") for kind, types in sorted(found.items())
+    ]
+    return f"They are timed with {', '.join(parts)}, as the step's types and PyTorch's flags have it." if parts else ""
 
 
 def _convolution(kernel: Kernel, node: fx.Node, times: KernelTimes, rate: int, bandwidth: int, dtype: str) -> float:

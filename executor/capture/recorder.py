@@ -6,11 +6,11 @@ From what it saw it builds the program. Lifetimes are eager PyTorch's, not the g
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tag, Tensor, fx
@@ -18,10 +18,11 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.experimental.proxy_tensor import autograd_would_have_decomposed, get_proxy_mode
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_leaves
 
-from executor.capture.captured import Captured, MicroBatch
+from executor.capture.captured import Captured, MicroBatch, UserHolds
 from executor.capture.kernel_times import Precision
 from executor.capture.numbers import Numbers
 from executor.capture.operators import (
@@ -39,6 +40,30 @@ from executor.capture.places import Places
 from executor.capture.state import Entry
 from simulator.program import Kernel, Phase, Program, Tensor as Storage, TensorKind
 from simulator.report import Place
+
+T = TypeVar("T")
+
+
+def noted(result: T) -> T:
+    """Tells the recorder that is at work what a model has returned; it is not held."""
+    for mode in _python_dispatch._get_current_dispatch_mode_stack():
+        if isinstance(mode, Recorder):
+            mode.note_outputs(tensors_in(result))
+    return result
+
+
+def tensors_in(value: Any, depth: int = 6) -> Iterator[Tensor]:
+    """Tensors of a model's result, in containers and objects such as transformers' caches."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth and isinstance(value, (list, tuple, set)):
+        for part in value:
+            yield from tensors_in(part, depth - 1)
+    elif depth and isinstance(value, Mapping):
+        for part in value.values():
+            yield from tensors_in(part, depth - 1)
+    elif depth and hasattr(value, "__dict__") and not isinstance(value, (type, torch.nn.Module)):
+        yield from tensors_in(vars(value), depth - 1)
 
 
 @dataclass(slots=True)
@@ -79,6 +104,8 @@ class Recorder(TorchDispatchMode):
         self.drawn = self.drawing = -1  # operator that drew last; that after whose draws the random state is now
         self.draws: dict[int, int] = {}  # operator -> where it begins, if not where the last one ended
         self.micro: list[tuple[int, fx.Node, int, bool]] = []  # ends of micro-batches, by operators (MicroBatch)
+        self.outputs: tuple[int, list[int]] = (0, [])  # operators when the model returned, storages of its result
+        self.zeroed = -1  # operators when zero_grad was called last; -1: it was not
         self._optional = self._asking = False
         self._index: dict[StorageWeakRef, int] = {}
         self._live: dict[int, StorageWeakRef] = {}
@@ -192,6 +219,29 @@ class Recorder(TorchDispatchMode):
             storage = None if p.grad is None else self._index.get(StorageWeakRef(p.grad.untyped_storage()))
             if storage is not None:
                 self.gradients[storage] = self._storage(p)
+
+    def note_outputs(self, outputs: Iterable[Tensor]) -> None:
+        """The model has returned these."""
+        self.outputs = len(self.ops), [self._storage(x) for x in outputs]
+
+    def user_holds(self, values: dict[fx.Node, int], program: Program) -> UserHolds:
+        """What a loop that calls the step keeps from one step to the next."""
+        index = {s: values[node] for node, s in self.values.items() if node in values}
+        kernels = [k for k, kernel in enumerate(program.kernels) if kernel.name != "marker"]
+
+        def kernel(done: int) -> int:
+            """The first after so many operators."""
+            launched = sum(op.launches for op in self.ops[:done])
+            return kernels[launched] if launched < len(kernels) else len(program.kernels)
+
+        def own(storages: Iterable[int]) -> tuple[int, ...]:
+            found = {index[s] for s in storages if s in index}
+            return tuple(sorted(t for t in found if not program.tensors[t].persistent))
+
+        done, outputs = self.outputs
+        return UserHolds(
+            own(outputs), kernel(done), own(self.gradients), -1 if self.zeroed < 0 else kernel(self.zeroed)
+        )
 
     @contextmanager
     def optional(self, skipped: Tensor) -> Iterator[None]:

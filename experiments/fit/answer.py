@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -15,6 +16,7 @@ from experiments.common import report
 from experiments.common.report import Row
 from experiments.fit.times import Times, ranged, said as said_of
 from experiments.plotting.palette import label
+from simulator.card import CardPeak, reserved_bytes
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
@@ -23,6 +25,7 @@ from simulator.timeline import Timeline
 
 MODULES = 8  # rows of a table in a terminal
 LITTLE = 5e-5  # overhead that counts as none
+ERROR = 0.029  # of the card's peak: mean over the published points, as `python -m experiments.measured.peaks` prints it
 DEAR = 1.0  # overhead above which a plan is not what to do first
 
 
@@ -87,6 +90,8 @@ class Answer:
         reached_bytes: the smallest limit with a plan that was found; None: not looked for.
         floor: no plan has a lower overhead; None: not known.
         seconds: of wall-clock time, all in all.
+        card: the parts of what the card counts without a plan, where ``memory`` is bytes of the card, of which
+            ``limit`` is left for tensors; None: the limit is a fraction of the tensors' peak.
         times: what is known of the kernel times; None: nothing.
         spread: what the recommended plan costs under other times; None: there is no plan, or it is not known.
     """
@@ -103,6 +108,8 @@ class Answer:
     floor: float | None
     largest: Largest
     seconds: float
+    card: CardPeak | None = None
+    memory: int | None = None
     times: Times | None = None
     spread: Spread | None = None
 
@@ -111,16 +118,24 @@ class Answer:
         """Without a plan."""
         return self.program.peak_bytes <= self.limit
 
+    @cached_property
+    def card_planned(self) -> int | None:
+        """What the card counts under the recommended plan: its blocks by PyTorch's allocator, the rest as without."""
+        if self.card is None or self.best is None or self.best.timeline is None:
+            return None
+        return reserved_bytes(self.best.timeline) + self.card.loop + self.card.workspaces + self.card.context
+
 
 def verdict(a: Answer) -> str:
     """The answer in a sentence or two."""
-    peak = a.program.peak_bytes
+    of_card = a.card is not None and a.memory is not None
+    need, there = (a.card.nbytes, a.memory) if of_card else (a.program.peak_bytes, a.limit)  # type: ignore[union-attr]
+    what = "the card counts" if of_card else "the peak is"
     if a.fits:
         return (
-            f"It fits without a plan: the peak is {size(peak)}, {peak / a.limit:.0%} of {size(a.limit)}. Nothing is "
-            "worth doing."
+            f"It fits without a plan: {what} {size(need)}, {need / there:.0%} of {size(there)}. Nothing is worth doing."
         )
-    over = f"the peak is {size(peak)}, {size(peak - a.limit)} more than the {size(a.limit)} that there are"
+    over = f"{what} {size(need)}, {size(max(need - there, 0))} more than the {size(there)} that there are"
     if a.best is None or a.best.plan is None:
         if a.least_bytes > a.limit:
             least = f"even with every tensor away whenever it is not used the step needs {size(a.least_bytes)}"
@@ -148,6 +163,24 @@ def accumulation(found: Largest) -> str:
     assert found.micro is not None
     each, count = found.micro
     return f"{count} batches of {each}, their gradients added up, fit and cost about {percent(found.micro_overhead)}"
+
+
+def card(a: Answer) -> list[str]:
+    """Sentences about what the card counts, in parts; of tensors alone it is said that they are all."""
+    if a.card is None:
+        return ["The memory is a fraction of the tensors' peak: what the card counts besides is not in it."]
+    found, known = a.card, a.page.without.modules
+    parts = [("tensors", found.tensors), ("the loop and the optimizer's first step", found.loop),
+             ("workspaces", found.workspaces), ("the allocator", found.allocator),
+             ("the CUDA context", found.context)]  # fmt: skip
+    text = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in parts if nbytes)
+    lines = [f"The card counts {size(found.nbytes)} of {size(a.memory or 0)}: {text}"]
+    lines[0] += f" (mean error {ERROR:.1%} on published peaks)." if known else "; of a program file no more is known."
+    if found.fits and found.nbytes > (a.memory or 0):
+        lines.append("It fits nevertheless: PyTorch gives back what it caches before it runs out of memory.")
+    if a.card_planned is not None:
+        lines.append(f"Under the plan it counts {size(a.card_planned)}; {size(a.limit)} of it are left for tensors.")
+    return lines
 
 
 def moves(a: Answer) -> str:
@@ -287,7 +320,7 @@ def shown(a: Answer) -> RenderableType:
     program = a.program
     lines: list[RenderableType] = [
         Text(f"{program.name} on {a.machine.name}: {len(program.kernels):,} kernels, {program.ideal_ns / 1e6:,.1f} ms "
-             f"a step; memory {size(a.limit)}"),
+             f"a step; memory {size(a.memory or a.limit)}"),
         Text(verdict(a), style="bold"),
         Text(""),
     ]  # fmt: skip
@@ -297,7 +330,7 @@ def shown(a: Answer) -> RenderableType:
     lines.append(Text(f"The peak: {moment(a.page.without)}"))
     if a.page.planner:
         lines.append(Text(f"Under the plan: {moment(a.page.under)}"))
-    lines += [Text(line) for line in batches(a)]
+    lines += [Text(line) for line in (*card(a), *batches(a))]
     if a.families:
         heads, cells = methods(a)
         table = Table(*heads[:2], box=box.SIMPLE_HEAD, pad_edge=False)

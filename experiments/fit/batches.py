@@ -39,6 +39,7 @@ class Batches:
     program: Program  # with so many
     other: int
     larger: Program  # with ``other`` of them
+    beside: tuple[int, int] = (0, 0)  # bytes of the card besides the tensors' at the two batches
 
     def __post_init__(self) -> None:
         if _structure(self.program) != _structure(self.larger):
@@ -66,22 +67,31 @@ class Batches:
         small, large = self._live
         return int(np.ceil(small + (large - small) * ((batch - self.own) / (self.other - self.own))).max())
 
+    def tensors(self, limit: int, batch: int) -> int:
+        """What is left of ``limit`` bytes for the tensors of so many examples."""
+        small, large = self.beside
+        more = max(small + round((large - small) * (batch - self.own) / (self.other - self.own)), 0)
+        return max(limit - more, 0)
+
     def largest(self, limit: int) -> int:
         """The largest batch with a peak of at most ``limit`` bytes, up to MOST times the own; 0 where none has it."""
-        return largest(lambda batch: self.peak_bytes(batch) <= limit, self.own, MOST * self.own)
+        return largest(lambda batch: self.peak_bytes(batch) <= self.tensors(limit, batch), self.own, MOST * self.own)
 
-    def largest_planned(self, costs: Callable[[Program], float | None], least: int, most_overhead: float) -> int:
+    def largest_planned(
+        self, costs: Callable[[Program, int], float | None], limit: int, least: int, most_overhead: float
+    ) -> int:
         """The largest batch at which a plan costs at most so much, to 1 / PART of it.
 
         Args:
-            costs: overhead of a plan for a program; None where there is none.
+            costs: overhead of a plan for a program within so many bytes; None where there is none.
             least: a batch that needs no plan; 0: there is none.
         """
 
         def fits(batch: int) -> bool:
             if batch <= least:
                 return True
-            found = costs(self.at(batch))
+            room = self.tensors(limit, batch)
+            found = costs(self.at(batch), room) if room else None
             return found is not None and found <= most_overhead
 
         return largest(fits, max(least, 1), MOST * self.own, PART)
@@ -98,7 +108,9 @@ class Batches:
         held = sum(t.nbytes for t in self.program.tensors if t.kind == "parameter")
         if "optimizer" not in phases or self.own == 1:
             return None
-        most = largest(lambda batch: self.peak_bytes(batch) + held <= limit, self.own - 1, self.own - 1)
+        most = largest(
+            lambda batch: self.peak_bytes(batch) + held <= self.tensors(limit, batch), self.own - 1, self.own - 1
+        )
         if not most:
             return None
         count = -(-self.own // most)

@@ -23,7 +23,9 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:  # the simulator is compiled by Numba, which takes long to import
+    from executor.capture.captured import Captured
     from experiments.fit.batches import Batches
+    from simulator.card import CardPeak
     from simulator.machine import Machine
     from simulator.program import Program
     from simulator.report import Origins
@@ -32,10 +34,13 @@ FORKS = sys.platform == "linux"  # elsewhere system libraries may not stand it
 
 
 class Step(NamedTuple):
-    """What planning needs of a capture."""
+    """What planning needs of a capture; ``card``: of the memory that was asked about, None where none was; a sentence on
+    the types of its arithmetic."""
 
     program: Program
     origins: Origins
+    card: CardPeak | None
+    arithmetic: str
 
 
 class Captures:
@@ -72,16 +77,19 @@ class Captures:
             process.terminate()
             process.join()
 
-    def begin(self, workload: Mapping[str, Any], machine: Machine, others: bool) -> None:
+    def begin(
+        self, workload: Mapping[str, Any], machine: Machine, others: bool, memory_bytes: int | None = None
+    ) -> None:
         """Begins to capture a workload at its own batch and, with ``others``, at twice that.
 
         Args:
             workload: a configuration (experiments/workloads).
+            memory_bytes: of the card; None: only tensors count.
         """
-        self.workload, self.machine = dict(workload), machine
-        self._own.send((_step, (self.workload, machine)))
+        self.workload, self.machine, self.memory_bytes = dict(workload), machine, memory_bytes
+        self._own.send((_step, (self.workload, machine, memory_bytes)))
         if others:
-            self._other.send((_doubled, (self.workload, machine)))
+            self._other.send((_doubled, (self.workload, machine, memory_bytes)))
 
     def step(self) -> Step:
         """The capture at the own batch, waited for.
@@ -93,18 +101,23 @@ class Captures:
 
         return _received(self._own, UsageError)  # type: ignore[no-any-return]
 
-    def look(self, program: Program, limit: int) -> None:
+    def look(self, program: Program, limit: int, beside: int = 0) -> None:
         """Once there is a capture at twice the own batch, with which the step is ``program``, finds the largest that
-        fits, and captures it."""
-        self._thread = threading.Thread(target=self._look, args=(program, limit), daemon=True)
+        fits, and captures it.
+
+        Args:
+            limit: of tensors and of what stands beside them.
+            beside: bytes of that at the own batch.
+        """
+        self._thread = threading.Thread(target=self._look, args=(program, limit, beside), daemon=True)
         self._thread.start()
 
-    def _look(self, program: Program, limit: int) -> None:
+    def _look(self, program: Program, limit: int, beside: int) -> None:
         from experiments.fit.batches import BatchError, Batches, on_its_scale
 
         try:
-            own, larger = _received(self._other, BatchError)
-            self._batches = Batches(own, program, 2 * own, on_its_scale(larger, program))
+            own, larger, more = _received(self._other, BatchError)
+            self._batches = Batches(own, program, 2 * own, on_its_scale(larger, program), (beside, more))
             if without := self._batches.largest(limit):
                 self._other.send((_captured, (self.workload, self.machine, without)))
                 self._without = without
@@ -236,21 +249,44 @@ def _work(connection: Connection) -> None:
             connection.send(answer)
 
 
-def _step(workload: Mapping[str, Any], machine: Machine) -> Step:
+def _step(workload: Mapping[str, Any], machine: Machine, memory_bytes: int | None) -> Step:
     from experiments import workloads
 
     captured = workloads.load(workload, machine)
-    return Step(captured.program, captured.origins)
+    card = _card(captured, workload, machine, memory_bytes)
+    return Step(captured.program, captured.origins, card, captured.arithmetic(machine))
 
 
-def _doubled(workload: Mapping[str, Any], machine: Machine) -> tuple[int, Program]:
+def _doubled(workload: Mapping[str, Any], machine: Machine, memory_bytes: int | None) -> tuple[int, Program, int]:
     from experiments import workloads
 
     own = workloads.batch_of(workload, workloads.build(workload))
-    return own, _captured(workload, machine, 2 * own)
+    captured = workloads.load(workload, machine, 2 * own)
+    card = _card(captured, workload, machine, memory_bytes, 2 * own)
+    return own, captured.program, card.beside if card is not None else 0
 
 
 def _captured(workload: Mapping[str, Any], machine: Machine, batch: int) -> Program:
     from experiments import workloads
 
     return workloads.load(workload, machine, batch).program
+
+
+def _card(
+    captured: Captured, workload: Mapping[str, Any], machine: Machine, memory_bytes: int | None,
+    batch: int | None = None,
+) -> CardPeak | None:  # fmt: skip
+    """The card's peak; where the CPU's operators are not CUDA's, what CUDA's take more or less is in ``loop``."""
+    from dataclasses import replace
+
+    from executor.capture.as_cuda import differs
+    from executor.memory.card import card_peak
+    from experiments import workloads
+
+    if memory_bytes is None:
+        return None
+    if not any(differs(kernel.name) for kernel in captured.program.kernels):
+        return card_peak(captured, machine, memory_bytes=memory_bytes)
+    card = card_peak(workloads.load(workload, machine, batch, as_cuda=True), machine, memory_bytes=memory_bytes)
+    more = card.tensors - captured.program.peak_bytes
+    return replace(card, tensors=captured.program.peak_bytes, loop=card.loop + more)

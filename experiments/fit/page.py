@@ -73,7 +73,7 @@ def page(a: Answer, before: Timeline, after: Timeline | None, command: str) -> s
     title = f"Will {a.program.name} fit?"
     parts = [
         f"<h1>{escape(title)}</h1>",
-        _p(f"{a.machine.name}, {size(a.limit)}; {len(a.program.kernels):,} kernels, "
+        _p(f"{a.machine.name}, {size(a.memory or a.limit)}; {len(a.program.kernels):,} kernels, "
            f"{a.program.ideal_ns / 1e6:,.1f} ms a step", "faint"),
         _p(words.verdict(a), "verdict no" if no else "verdict"),
         "<h2>Memory over one step</h2>", _picture(a.limit, before, after),
@@ -83,6 +83,7 @@ def page(a: Answer, before: Timeline, after: Timeline | None, command: str) -> s
         *(_p(f"{name}: {size(peak.nbytes)}, {words.moment(peak)}.")
           for name, peak in zip(("Without a plan", "Under the plan"), words.peaks_of(a.page), strict=False)),
     ]  # fmt: skip
+    parts += ["<h2>What the card counts</h2>", *map(_p, words.card(a))]
     if sentences := words.batches(a):
         parts += ["<h2>The largest batch</h2>", *map(_p, sentences)]
     if a.families:

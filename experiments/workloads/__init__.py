@@ -39,11 +39,12 @@ _KEYS = {"name", "family", "iteration_ms", "paper_peak_mb", "algorithms", "dtype
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def load(workload: Mapping[str, Any], machine: Machine, batch: int | None = None) -> Captured:
+def load(workload: Mapping[str, Any], machine: Machine, batch: int | None = None, as_cuda: bool = False) -> Captured:
     """Captures a workload's training step, with durations for ``machine``.
 
     Args:
         batch: examples of a batch, in the place of the workload's own; durations are then the roofline's.
+        as_cuda: as in ``capture``.
 
     Raises:
         WorkloadError: the configuration is wrong.
@@ -62,8 +63,9 @@ def load(workload: Mapping[str, Any], machine: Machine, batch: int | None = None
         raise WorkloadError(f"workload.algorithms: expected true or false, got {algorithms!r}")
     if (dtype := workload.get("dtype", "float32")) not in machine.flops_per_s and dtype in _DTYPES:
         raise FormatError(f"machine.flops_per_s: {machine.name} has no figure for {dtype}")
+    name = str(workload.get("name") or type(parts[0]).__name__)
     with ctrl_c_waits():  # amid PyTorch's C++ it may abort the process
-        captured = capture(*parts, machine=machine, name=str(workload.get("name") or type(parts[0]).__name__))
+        captured = capture(*parts, machine=machine, name=name, as_cuda=as_cuda)
     iteration_ns = None if measured is None or batch is not None else round(measured * 1e6)
     return captured.on(machine, iteration_ns, algorithms)
 

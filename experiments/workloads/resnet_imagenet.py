@@ -54,8 +54,8 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Images ``[batch, 3, 224, 224]`` to logits ``[batch, classes]``, with ``stages`` blocks in the four stages, that
-    halve the image in their 1x1 or 3x3 convolution."""
+    """Images ``[batch, 3, image, image]`` to logits ``[batch, classes]``, with ``stages`` blocks in the four stages,
+    that halve the image in their 1x1 or 3x3 convolution."""
 
     def __init__(self, stages: tuple[int, ...], classes: int = 1000, halve: int = 1) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class ResNet(nn.Module):
         return logits
 
 
-def build(*, stages: str, batch_size: int = 32, halve: int = 1) -> Parts:
+def build(*, stages: str, batch_size: int = 32, image: int = 224, classes: int = 1000, halve: int = 1) -> Parts:
     """See ``_images.classifier``.
 
     Args:
@@ -84,4 +84,4 @@ def build(*, stages: str, batch_size: int = 32, halve: int = 1) -> Parts:
         raise WorkloadError(f"workload.halve: expected 1 or 3, got {halve!r}")
     if not re.fullmatch(r"[1-9]\d*(-[1-9]\d*){3}", str(stages)):
         raise WorkloadError(f"workload.stages: expected four numbers of blocks as in '3-4-6-3', got {stages!r}")
-    return classifier(ResNet(tuple(map(int, stages.split("-"))), halve=halve), batch_size, image=224)
+    return classifier(ResNet(tuple(map(int, stages.split("-"))), classes, halve), batch_size, image)

@@ -19,6 +19,8 @@ from experiments.fit.batches import BatchError, Batches
 from experiments.fit.page import page
 from experiments.workloads.module import WorkloadError, leading, with_batch
 from simulator import Machine, Plan, Program, simulate
+from simulator.card import CardPeak
+from simulator.report import size
 from tests.experiments.conftest import MB, Run, chain
 
 MACHINE = Machine.load("h100")
@@ -139,15 +141,26 @@ def test_batches_that_change_the_kernels_are_refused() -> None:
 def test_the_largest_batch_with_a_plan() -> None:
     steps, asked = Batches(8, sized(8), 16, sized(16)), []
 
-    def costs(step: Program) -> float | None:
+    def costs(step: Program, room: int) -> float | None:
         asked.append(step.peak_bytes)
+        assert room == 2**40
         batch = (step.kernels[0].duration_ns - 1000) // 100
         return None if batch > 90 else batch / 1000
 
-    assert steps.largest_planned(costs, 10, 0.05) in (49, 50)  # to 1 / 32 of it
-    assert steps.largest_planned(costs, 10, 1.0) in (88, 89, 90)
+    assert steps.largest_planned(costs, 2**40, 10, 0.05) in (49, 50)  # to 1 / 32 of it
+    assert steps.largest_planned(costs, 2**40, 10, 1.0) in (88, 89, 90)
     assert min(asked) > steps.peak_bytes(10)  # what needs no plan is not planned
-    assert steps.largest_planned(lambda _: None, 10, 0.05) == 10
+    assert steps.largest_planned(lambda *_: None, 2**40, 10, 0.05) == 10
+
+
+def test_what_stands_beside_tensors_grows_with_the_batch() -> None:
+    """10 MiB at 8 examples, 18 at 16: 2 and 1 for each."""
+    steps = Batches(8, sized(8), 16, sized(16), (10 * MB, 18 * MB))
+    assert [steps.tensors(100 * MB, batch) for batch in (8, 12, 16)] == [90 * MB, 86 * MB, 82 * MB]
+    limit = 100 * MB
+    most = steps.largest(limit)
+    assert steps.peak_bytes(most) + 2 * MB + most * MB <= limit < steps.peak_bytes(most + 1) + 3 * MB + most * MB
+    assert most < Batches(8, sized(8), 16, sized(16)).largest(limit)
 
 
 def test_micro_batches_fit_and_make_up_the_batch(mlp: Batches) -> None:
@@ -207,6 +220,22 @@ def test_the_cheapest_plan_is_recommended() -> None:
         title in text for title in ("The peak by kind", "What methods cost", "The recommended plan", "plan.json")
     )
     assert words.moves(a) in text and f"machine, {limit})" in text
+
+
+def test_the_card_is_told_in_parts() -> None:
+    program = slow(chain(10))
+    card = CardPeak(program.peak_bytes, 3 * MB, 2 * MB, 4 * MB, 5 * MB, program.peak_bytes * 3 // 4, False)
+    a = replace(answered(program, card.limit), card=card, memory=card.memory_bytes)
+    assert a.best is not None and a.best.timeline.peak_bytes <= card.limit < card.memory_bytes
+    assert a.card_planned is not None and a.card_planned >= a.best.timeline.peak_bytes + 10 * MB
+    said = " ".join(words.card(a))
+    assert "the allocator 4.00 MiB" in said and "of a program file no more is known" in said
+    assert size(card.nbytes - card.memory_bytes) in words.verdict(a) and said.split(".")[0] in pages(a)
+    fits = replace(card, memory_bytes=card.nbytes - 1, fits=True)
+    a = replace(answered(program, fits.limit), card=fits, memory=fits.memory_bytes)
+    assert a.fits and "gives back what it caches" in " ".join(words.card(a))
+    (only,) = words.card(answered(program, program.peak_bytes))
+    assert "a fraction of the tensors' peak" in only
 
 
 def test_one_mode_has_only_its_methods() -> None:

@@ -11,8 +11,8 @@
 Deviations (more in simulator/pool/README.md):
 
 1. Segments lie one after another, in order of time; the footprint is ``reserved_bytes``.
-2. Memory is unlimited, so segments are never given back.
-3. One stream, no graphs, every setting of PYTORCH_CUDA_ALLOC_CONF at its default.
+2. ``pack``: memory is unlimited, so segments are never given back.
+3. One stream, no graphs; of PYTORCH_CUDA_ALLOC_CONF only ``expandable_segments`` is a choice, in ``serve``.
 4. ``steps``: each search, insertion and removal goes down a balanced tree of the m free blocks: binary digits of m.
 """
 
@@ -42,8 +42,27 @@ def pack(intervals: Intervals, first: int = 0) -> Packing:
         first: bytes of a segment that the large pool begins with, at offset 0; it counts in the footprint.
     """
     order = events(intervals)
-    offsets, reserved, steps, segments = _serve(order, intervals.rounded(MIN_BLOCK_SIZE).nbytes, first)
+    sizes = intervals.rounded(MIN_BLOCK_SIZE).nbytes
+    offsets, reserved, steps, segments, _ = _serve(order, sizes, first, _ENDLESS, False)
     return Packing(offsets, reserved, steps=steps, driver_mallocs=segments)
+
+
+def serve(intervals: Intervals, limit: int | None = None, expandable: bool = False) -> tuple[int, bool]:
+    """What is reserved at the highest, and whether all of it is served.
+
+    Args:
+        limit: bytes that cudaMalloc has. Where it has no more, all segments without a used block go back to it and it
+            is asked again, as PyTorch does before it raises (``release_cached_blocks``).
+        expandable: ``expandable_segments:True``: each pool is one segment that grows at its end, by 2 MiB (small) or
+            20 MiB; none goes back.
+
+    Raises:
+        ValueError: time repeats.
+    """
+    sizes = intervals.rounded(MIN_BLOCK_SIZE).nbytes
+    most = _ENDLESS if limit is None else limit
+    _, reserved, _, _, served = _serve(events(intervals), sizes, 0, most, expandable)
+    return int(reserved), bool(served)
 
 
 def first_segment(intervals: Intervals, tries: int = 9) -> tuple[int, int]:
@@ -135,13 +154,32 @@ def _remove(pool, m, at):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _serve(order, size, first):  # type: ignore[no-untyped-def]
-    """All mallocs and frees; offsets, reserved bytes, tree entries looked at, and segments."""
+def _released(blocks, pools, counts):  # type: ignore[no-untyped-def]
+    """Takes free blocks that are whole segments out of both pools. Returns their bytes."""
+    nbytes = 0
+    for which in range(2):
+        kept = 0
+        for j in range(counts[which]):
+            block = pools[which, j]
+            if blocks[_PREV, block] < 0 and blocks[_NEXT, block] < 0:
+                nbytes += blocks[_SIZE, block]
+            else:
+                pools[which, kept] = block
+                kept += 1
+        counts[which] = kept
+    return nbytes
+
+
+@jit
+def _serve(order, size, first, limit, expandable):  # type: ignore[no-untyped-def]
+    """All mallocs and frees; offsets, the most bytes reserved, tree entries looked at, segments, and whether all were
+    served. The two pools of expandable segments lie _ENDLESS bytes apart."""
     n = len(size)
     offsets, holds = np.zeros(n, np.int64), np.empty(n, np.int64)  # holds: row of the block that a request got
     blocks, n_blocks = np.empty((5, 2 * n + 1), np.int64), 0
     pools, counts = np.empty((2, 2 * n + 1), np.int64), np.zeros(2, np.int64)  # free blocks, small and large
-    reserved, steps, segments = 0, 0, 0
+    reserved, most, steps, segments = 0, 0, 0, 0
+    ends, tails = np.zeros(2, np.int64), np.full(2, -1, np.int64)  # of expandable segments: their end, last block
     if first:
         _fill(blocks, 0, first, 0, -1, -1)
         pools[1, 0], counts[1], n_blocks, reserved, segments = 0, 1, 1, first, 1
@@ -157,10 +195,37 @@ def _serve(order, size, first):  # type: ignore[no-untyped-def]
                 steps += _depth(m)
                 block = pool[at]
                 m = _remove(pool, m, at)
+            elif expandable:
+                tail = tails[which]
+                page = SMALL_BUFFER if which == 0 else LARGE_BUFFER
+                free = blocks[_SIZE, tail] if tail >= 0 and blocks[_FREE, tail] else 0
+                grown = (nbytes - free + page - 1) // page * page
+                if reserved + grown > limit:
+                    return offsets, max(most, reserved), steps, segments, False
+                if free:
+                    block = tail
+                    m = _remove(pool, m, _place(blocks, pool, m, free, blocks[_OFFSET, tail]))
+                    blocks[_SIZE, block] += grown
+                else:
+                    block, n_blocks = n_blocks, n_blocks + 1
+                    _fill(blocks, block, grown, which * _ENDLESS + ends[which], tail, -1)
+                    if tail >= 0:
+                        blocks[_NEXT, tail] = block
+                tails[which] = block
+                ends[which] += grown
+                reserved += grown
+                segments += 1
             else:
-                block, n_blocks = n_blocks, n_blocks + 1
                 segment = _segment(nbytes)
-                _fill(blocks, block, segment, reserved, -1, -1)
+                if reserved + segment > limit:
+                    most = max(most, reserved)
+                    reserved -= _released(blocks, pools, counts)
+                    m = counts[which]
+                    if reserved + segment > limit:
+                        return offsets, most, steps, segments, False
+                block, n_blocks = n_blocks, n_blocks + 1
+                _fill(blocks, block, segment, ends[0] + first, -1, -1)
+                ends[0] += segment
                 reserved += segment
                 segments += 1
             left = blocks[_SIZE, block] - nbytes
@@ -172,6 +237,8 @@ def _serve(order, size, first):  # type: ignore[no-untyped-def]
                     blocks[_PREV, after] = rest
                 blocks[_NEXT, block] = rest
                 blocks[_SIZE, block] = nbytes
+                if expandable and tails[which] == block:
+                    tails[which] = rest
                 steps += _depth(m)
                 m = _insert(blocks, pool, m, rest)
             blocks[_FREE, block] = 0
@@ -182,13 +249,17 @@ def _serve(order, size, first):  # type: ignore[no-untyped-def]
             if before >= 0 and blocks[_FREE, before]:
                 steps += _depth(m)
                 m = _remove(pool, m, _place(blocks, pool, m, blocks[_SIZE, before], blocks[_OFFSET, before]))
+                if tails[which] == block:
+                    tails[which] = before
                 block = _join(blocks, before, block)
             if after >= 0 and blocks[_FREE, after]:
                 steps += _depth(m)
                 m = _remove(pool, m, _place(blocks, pool, m, blocks[_SIZE, after], blocks[_OFFSET, after]))
+                if tails[which] == after:
+                    tails[which] = block
                 block = _join(blocks, block, after)
             blocks[_FREE, block] = 1
             steps += _depth(m)
             m = _insert(blocks, pool, m, block)
         counts[which] = m
-    return offsets, reserved, steps, segments
+    return offsets, max(most, reserved), steps, segments, True

@@ -284,3 +284,34 @@ def test_bare_cudamalloc_costs_what_table_1_of_smartpool_says() -> None:
 
 def test_the_simulator_does_not_pay_for_the_driver() -> None:
     assert simulate(tiny.PROGRAM, Plan(), DRIVER, 180) == simulate(tiny.PROGRAM, Plan(), tiny.MACHINE, 180)
+
+
+def test_caching_gives_cached_segments_back_before_it_fails() -> None:
+    """12 MiB and 14 MiB, one after the other: two segments, of which one is given back where there is no room."""
+    one_by_one = Intervals(np.array([0, 2]), np.array([1, 3]), np.array([12 << 20, 14 << 20]))
+    assert caching.serve(one_by_one) == (26 << 20, True)
+    assert caching.serve(one_by_one, 14 << 20) == (14 << 20, True)
+    assert caching.serve(one_by_one, (14 << 20) - 1)[1] is False
+    at_once = Intervals(np.array([0, 1]), np.array([2, 3]), np.array([12 << 20, 14 << 20]))
+    assert caching.serve(at_once, 26 << 20) == (26 << 20, True) and not caching.serve(at_once, 25 << 20)[1]
+    # A segment of which a part is in use stays: 1.5 MiB of 20 MiB.
+    part = Intervals(np.array([0, 1]), np.array([3, 2]), np.array([3 << 19, 20 << 20]))
+    assert not caching.serve(part, 39 << 20)[1] and caching.serve(part, 40 << 20)[1]
+
+
+def test_expandable_segments_grow_at_their_end() -> None:
+    """30 MiB, given back, then 50 MiB: 40 MiB mapped, and 20 more behind them; by default two segments."""
+    blocks = Intervals(np.array([0, 2]), np.array([1, 3]), np.array([30 << 20, 50 << 20]))
+    assert caching.serve(blocks, expandable=True) == (60 << 20, True)
+    assert caching.serve(blocks)[0] == 80 << 20
+    assert not caching.serve(blocks, 59 << 20, expandable=True)[1]
+    small = Intervals(np.array([0, 1]), np.array([3, 2]), np.array([1 << 20, 3 << 19]))  # of two pools
+    assert caching.serve(small, expandable=True)[0] == (2 << 20) + (20 << 20)
+
+
+@settings(max_examples=50, deadline=None)
+@given(lives)
+def test_expandable_segments_reserve_what_is_in_use_at_least(rows: list[tuple[int, int, int]]) -> None:
+    blocks = table([(lower, upper, nbytes * KB) for lower, upper, nbytes in rows])
+    reserved, served = caching.serve(blocks, expandable=True)
+    assert served and reserved >= blocks.rounded(512).peak_bytes and reserved % (2 << 20) == 0

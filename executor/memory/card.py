@@ -1,0 +1,264 @@
+"""The peak that the card counts while a captured step is trained: what NVML and ``nvidia-smi`` show.
+
+Parts, in bytes: the tensors of the step (the program's ledger); what the user's loop keeps besides, and the optimizer's
+first step and temporaries on CUDA (updates.py); workspaces of libraries; what the caching allocator rounds up, splits
+and keeps (simulator/pool/online/caching.py); the CUDA context (the machine's preset).
+
+A loop's iterations become one stream of mallocs and frees, from a cold allocator. Choices and sources:
+executor/memory/README.md. A step captured on a GPU has the GPU's operators; one captured on the CPU should have been
+captured with ``as_cuda``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from torch import fx
+
+from executor.capture.captured import Captured
+from executor.memory.updates import Updates, updates
+from simulator.card import CardPeak
+from simulator.machine import Machine
+from simulator.pool.intervals import Intervals
+from simulator.pool.online import caching
+from simulator.program import Program
+
+ZeroGrad = Literal["start", "backward", "end", "never"]
+
+
+@dataclass(frozen=True)
+class Loop:
+    """How the user's loop calls the step.
+
+    Attributes:
+        zero_grad: when gradients of the last iteration are given back (``set_to_none``): before the batch is moved to
+            the GPU, before the backward pass, at the iteration's end, or never: they are added to. None: where the
+            captured step does.
+        keeps_outputs: the model's result of the last iteration lives until the model returns the next, as in
+            ``for x, y in loader: out = model(x)``.
+        batch_overlaps: the next batch is on the GPU before the last one is given back, as when it is prefetched.
+        iterations: so many, from a cold allocator.
+    """
+
+    zero_grad: ZeroGrad | None = None
+    keeps_outputs: bool = True
+    batch_overlaps: bool = False
+    iterations: int = 4
+
+    def __post_init__(self) -> None:
+        if self.zero_grad not in (None, *get_args(ZeroGrad)):
+            raise ValueError(f"zero_grad: expected {', '.join(get_args(ZeroGrad))}, got {self.zero_grad!r}")
+        if self.iterations < 1:
+            raise ValueError(f"iterations: expected at least 1, got {self.iterations}")
+
+
+class _Line:
+    """Mallocs and frees, one after another."""
+
+    def __init__(self) -> None:
+        self.lower: list[int] = []
+        self.upper: list[int] = []
+        self.nbytes: list[int] = []
+        self._time = 0
+
+    def take(self, nbytes: int) -> int:
+        """A malloc; its block. One of no bytes is none."""
+        self.lower.append(self._time)
+        self.upper.append(-1)
+        self.nbytes.append(nbytes)
+        self._time += 1
+        return len(self.lower) - 1
+
+    def give(self, block: int | None) -> None:
+        if block is not None:
+            self.upper[block] = self._time
+            self._time += 1
+
+    def intervals(self) -> Intervals:
+        """All of it; what is held still is given back at the end."""
+        upper = [self._time if u < 0 else u for u in self.upper]
+        return Intervals(*(np.array(x, np.int64) for x in (self.lower, upper, self.nbytes)))
+
+
+def card_peak(
+    captured: Captured, machine: Machine, loop: Loop | None = None, memory_bytes: int | None = None,
+    expandable_segments: bool = False,
+) -> CardPeak:  # fmt: skip
+    """The peak of a captured step on the card.
+
+    Args:
+        captured: with an optimizer or without.
+        machine: whose context and workspaces of libraries count.
+        memory_bytes: of the card, for the verdict ``fits``.
+        expandable_segments: of PYTORCH_CUDA_ALLOC_CONF.
+
+    Raises:
+        ValueError: the optimizer's step cannot be followed.
+    """
+    loop = loop or Loop()
+    blocks = stream(captured, machine, loop)
+    held = stream(captured, machine, loop, workspaces=False).peak_bytes
+    tensors = captured.program.peak_bytes
+    reserved, _ = caching.serve(blocks, expandable=expandable_segments)
+    fits = None
+    if memory_bytes is not None:
+        room = memory_bytes - machine.context_bytes
+        fits = reserved <= room or caching.serve(blocks, room, expandable_segments)[1]
+    return CardPeak(
+        tensors,
+        held - tensors,
+        blocks.peak_bytes - held,
+        reserved - blocks.peak_bytes,
+        machine.context_bytes,
+        memory_bytes,
+        fits,
+    )
+
+
+def stream(captured: Captured, machine: Machine, loop: Loop, workspaces: bool = True) -> Intervals:
+    """Every malloc and free of a loop's iterations, on a line."""
+    program = captured.program
+    line = _Line()
+    at = {
+        t: line.take(tensor.nbytes)
+        for t, tensor in enumerate(program.tensors)
+        if tensor.persistent and tensor.kind in ("parameter", "buffer", "gradient")
+    }
+    update, begin, end = _update(captured)
+    if update is None:
+        at |= {t: line.take(x.nbytes) for t, x in enumerate(program.tensors) if x.kind == "optimizer_state"}
+    batch = [t for t, tensor in enumerate(program.tensors) if tensor.persistent and tensor.kind == "input"]
+    backward = next((k for k, kernel in enumerate(program.kernels) if kernel.phase == "backward"), -1)
+    holds, end_of_step = captured.holds, len(program.kernels)
+    kept, gradients = frozenset(holds.outputs if loop.keeps_outputs else ()), frozenset(holds.gradients)
+    zero = {None: holds.zero_grad, "start": -2, "backward": backward, "end": end_of_step, "never": -1}[loop.zero_grad]
+    born, dies = _lives(program)
+    held: dict[int, int] = {}  # of the model's last result
+    summed: dict[int, int] = {}  # gradients of the last iteration
+    state: dict[int, int] = {}  # blocks of the optimizer
+    handles: dict[str, int] = {}  # workspaces of cuBLAS, one for each thread
+
+    def drop(blocks: dict[int, int]) -> None:
+        for block in blocks.values():
+            line.give(block)
+        blocks.clear()
+
+    for iteration in range(loop.iterations):
+        if zero == -2:
+            drop(summed)
+        old = [at.pop(t) for t in batch if t in at]
+        if not loop.batch_overlaps:
+            for block in old:
+                line.give(block)
+        at |= {t: line.take(program.tensors[t].nbytes) for t in batch}
+        if loop.batch_overlaps:
+            for block in old:
+                line.give(block)
+        here: dict[int, int] = {}
+        for k, kernel in enumerate(program.kernels):
+            if k == holds.until:
+                drop(held)
+            if k == zero:
+                drop(summed)
+            if update is not None and begin <= k < end:
+                if k == begin:
+                    for block, nbytes in update.first if not iteration else update.later:
+                        if nbytes:
+                            state[block] = line.take(nbytes)
+                        else:
+                            line.give(state.pop(block))
+            else:
+                if workspaces and kernel.kind == "matmul" and kernel.phase not in handles:
+                    handles[kernel.phase] = line.take(machine.cublas_workspace_bytes)
+                spaces = list(_workspaces(captured, k)) if workspaces and machine.convolution_copies else []
+                for i, t in enumerate(born[k]):
+                    here[t] = line.take(program.tensors[t].nbytes)
+                    if i < len(spaces) and spaces[i]:
+                        line.give(line.take(spaces[i]))
+            for t in dies[k]:
+                if t not in here:
+                    continue  # of the update
+                if t in gradients and t in summed:  # it was added to what is there
+                    line.give(here.pop(t))
+                elif t in gradients:
+                    summed[t] = here.pop(t)
+                elif t in kept:
+                    held[t | iteration << 32] = here.pop(t)
+                else:
+                    line.give(here.pop(t))
+        if zero == end_of_step:
+            drop(summed)
+        if holds.until == end_of_step:
+            drop({key: held.pop(key) for key in list(held) if key >> 32 < iteration})
+    return line.intervals()
+
+
+def _lives(program: Program) -> tuple[list[list[int]], list[list[int]]]:
+    """Per kernel: the tensors that it makes, in the order of its outputs, and those that die after it."""
+    born: list[list[int]] = [[] for _ in program.kernels]
+    dies: list[list[int]] = [[] for _ in program.kernels]
+    order = {}
+    for k, kernel in enumerate(program.kernels):
+        for t in kernel.outputs:
+            if t not in order and not program.tensors[t].persistent:
+                order[t] = k
+                born[k].append(t)
+    for t, uses in enumerate(program.accesses):
+        if t in order:
+            dies[uses[-1]].append(t)
+    return born, dies
+
+
+def _update(captured: Captured) -> tuple[Updates | None, int, int]:
+    """What the optimizer takes, and the kernels in whose place: from the first to the last that touches parameters or
+    state. None where there are several optimizers, or what they do is not all between these two."""
+    program = captured.program
+    touches = [
+        k
+        for k, kernel in enumerate(program.kernels)
+        if kernel.phase == "optimizer"
+        and any(program.tensors[t].kind in ("parameter", "optimizer_state") for t in kernel.accesses)
+    ]
+    if len(captured.settings) != 1 or not touches:
+        return None, -1, -1
+    optimizer = captured.settings[0][0]
+    used = {t for k in touches for t in program.kernels[k].accesses}
+    places = {id(s): captured.values[n] for n, s in zip(captured.placeholders, captured.sources, strict=True)
+              if s is not None and n in captured.values}  # fmt: skip
+    idle = [p for g in optimizer.param_groups for p in g["params"] if places.get(id(p)) not in used]
+    try:
+        return updates(optimizer, idle), touches[0], touches[-1] + 1
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}".replace("\n", " ")
+        raise ValueError(f"the step of {type(optimizer).__name__} cannot be followed ({what})") from error
+
+
+def _workspaces(captured: Captured, k: int) -> Iterator[int]:
+    """Of the results of a convolution, in order (of its backward pass: gradients of the image and of the filters), what
+    cuDNN takes while it computes each where its kernel wants channels last and the image has them first: a copy of the
+    image, of the result and of the filters. Of other kernels nothing."""
+    node = captured.nodes[k][0] if captured.nodes[k] else None
+    if node is None or node.target not in _CONVOLUTIONS:
+        return
+    backward = node.target is aten.convolution_backward.default
+    y, x, w = node.args[:3] if backward else (node, *node.args[:2])
+    groups = node.args[9 if backward else 8]
+    first = x.meta["tensor_meta"].stride[1] != 1 or x.meta["tensor_meta"].shape[1] == 1
+    copies = sum(map(_nbytes, (x, y, w))) if groups == 1 and first else 0
+    for wanted in node.args[10][:2] if backward else (True,):
+        if wanted:
+            yield copies
+
+
+def _nbytes(node: fx.Node) -> int:
+    meta = node.meta["tensor_meta"]
+    return math.prod(meta.shape) * meta.dtype.itemsize
+
+
+aten = torch.ops.aten
+_CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)

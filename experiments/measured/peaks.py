@@ -1,0 +1,200 @@
+"""Published peaks of training steps on real GPUs beside ours and beside those of four estimators.
+
+The points are xMem's (tests/data/measured/README.md): NVML's peak during the run less what was there before it, which
+includes the context; so ours is what PyTorch reserves. A run that did not fit has no peak: only its verdict counts.
+
+    python -m experiments.measured.peaks          # the table and the means
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from executor.capture.capture import capture
+from executor.memory.card import Loop, ZeroGrad, card_peak
+from experiments import workloads
+from experiments.measured.traces import DATA
+from simulator.card import CardPeak
+from simulator.files import FormatError
+from simulator.machine import Machine
+
+ESTIMATORS = ("xmem", "dnnmem", "schedtune", "llmem")
+MACHINES = {"RTX 3060": "rtx3060", "RTX 4060": "rtx4060", "A100": "a100_40gb"}
+IMAGE, LENGTH = 86, 128  # px of CIFAR-10's images; tokens of a sequence of wikitext-2
+ITERATIONS = 4
+
+# Network as the points name it -> workload; xMem's MobileNetV3 and MnasNet have 10 classes, its others 1000.
+NETWORKS: dict[str, dict[str, Any]] = {
+    "ConvNeXtBase": {"family": "convnext", "size": "base"},
+    "ConvNeXtTiny": {"family": "convnext", "size": "tiny"},
+    "MnasNet": {"family": "inverted_residual", "network": "mnasnet1_0", "classes": 10},
+    "MobeNetV3Large": {"family": "inverted_residual", "network": "mobilenet_v3_large", "classes": 10},
+    "MobeNetV3Small": {"family": "inverted_residual", "network": "mobilenet_v3_small", "classes": 10},
+    "MobileNetV2": {"family": "inverted_residual", "network": "mobilenet_v2"},
+    "RegNetX400MF": {"family": "regnet", "size": "x_400mf"},
+    "RegNetY400MF": {"family": "regnet", "size": "y_400mf"},
+    **{f"ResNet{depth}": {"family": "resnet_imagenet", "stages": stages, "halve": 3}
+       for depth, stages in ((50, "3-4-6-3"), (101, "3-4-23-3"), (152, "3-8-36-3"))},
+    **{f"VGG{depth}": {"family": "vgg_imagenet", "pooled": True, "depth": depth} for depth in (11, 13, 16, 19)},
+    **{name: {"family": "huggingface", "model": name.rpartition("/")[2].lower()}
+       for name in ("EleutherAI/gpt-neo-125M", "T5-small", "t5-base", "cerebras/Cerebras-GPT-111M",
+                    "distilbert/distilgpt2", "facebook/opt-125m", "facebook/opt-350m", "openai-community/gpt2")},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Point:
+    """A measured run.
+
+    Attributes:
+        memory_bytes: of the GPU.
+        measured_bytes: NVML's peak; of a run that did not fit what it reached.
+        fits: it ran to its end.
+        estimates: bytes by estimator; None: it has no figure for the network.
+        verdicts: by estimator, whether it said that the run would fit.
+    """
+
+    network: str
+    optimizer: str
+    batch: int
+    gpu: str
+    memory_bytes: int
+    zero_grad: ZeroGrad
+    measured_bytes: int
+    fits: bool
+    estimates: dict[str, int | None]
+    verdicts: dict[str, bool | None]
+
+
+def points(path: Path | None = None) -> list[Point]:
+    """The runs of a file.
+
+    Raises:
+        FormatError: it is none; the message names the line.
+    """
+    path = path or DATA / "xmem_points.csv"
+    try:
+        with path.open(newline="") as file:
+            return [_point(row, f"{path.name}, line {i}") for i, row in enumerate(csv.DictReader(file), 2)]
+    except (OSError, UnicodeDecodeError) as error:
+        raise FormatError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+
+
+def _point(row: dict[str, Any], where: str) -> Point:
+    def number(key: str, wanted: bool = True) -> int | None:
+        text = row.get(key)
+        if not text and not wanted and text is not None:
+            return None
+        if not isinstance(text, str) or not text.isdecimal():
+            raise FormatError(f"{where}: {key} is no number of at least 0: {text!r}")
+        return int(text)
+
+    def needed(key: str, most: int | None = None) -> int:
+        found = number(key)
+        assert found is not None
+        if (most is None and not found) or (most is not None and found > most):
+            raise FormatError(f"{where}: {key} is out of range: {found}")
+        return found
+
+    if row.get("gpu") not in MACHINES:
+        raise FormatError(f"{where}: gpu is none of {', '.join(MACHINES)}: {row.get('gpu')!r}")
+    name = row.get("optimizer") or ""
+    if name.startswith("_") or not isinstance(getattr(torch.optim, name, None), type):
+        raise FormatError(f"{where}: optimizer is none of torch.optim: {name!r}")
+    if not row.get("model"):
+        raise FormatError(f"{where}: model is missing")
+    mode = number("zero_grad_mode", wanted=False) or 0
+    if mode > 1:
+        raise FormatError(
+            f"{where}: zero_grad_mode is neither 0, the iteration's start, nor 1, before the backward pass"
+        )
+    ran = {name: number(f"{name}_oom", wanted=False) for name in ESTIMATORS}
+    return Point(
+        row["model"], name, needed("batch"), row["gpu"], needed("gpu_bytes"), "backward" if mode else "start",
+        needed("ground_bytes"), not needed("real_oom", 1), {e: number(f"{e}_bytes", wanted=False) for e in ESTIMATORS},
+        {e: None if oom is None else not oom for e, oom in ran.items()},
+    )  # fmt: skip
+
+
+def predicted(point: Point) -> CardPeak:
+    """Our peak of a run, and our verdict.
+
+    Raises:
+        FormatError: we have no network of that name.
+    """
+    if point.network not in NETWORKS:
+        raise FormatError(f"model: there is no network for {point.network!r}; there are {', '.join(NETWORKS)}")
+    workload = NETWORKS[point.network]
+    size = {
+        "batch_size": point.batch,
+        **({"length": LENGTH} if workload["family"] == "huggingface" else {"image": IMAGE}),
+    }
+    model, loss, _, batch = workloads.build({**workload, **size})
+    optimizer = getattr(torch.optim, point.optimizer)(model.parameters(), lr=1e-3)
+    machine = Machine.load(MACHINES[point.gpu])
+    captured = capture(model, loss, optimizer, batch, machine=machine, name=point.network, as_cuda=True)
+    return card_peak(captured, machine, Loop(point.zero_grad, iterations=ITERATIONS), point.memory_bytes)
+
+
+def rows(wanted: Iterable[Point] | None = None, tell: Callable[[dict[str, Any]], object] = str) -> list[dict[str, Any]]:
+    """For each run what was measured, what we say, in parts, and the estimators; without an error if it did not fit.
+
+    Args:
+        tell: is told each row as it is known; a capture takes seconds.
+    """
+    found = []
+    for point in points() if wanted is None else wanted:
+        ours = predicted(point)
+        row = {
+            "network": point.network, "optimizer": point.optimizer, "batch": point.batch, "gpu": point.gpu,
+            "memory_bytes": point.memory_bytes, "measured_bytes": point.measured_bytes, "fits": point.fits,
+            "ours_bytes": ours.reserved, "tensors": ours.tensors, "loop": ours.loop, "workspaces": ours.workspaces,
+            "allocator": ours.allocator, "context": ours.context, "ours_fits": ours.fits,
+            "error": _error(ours.reserved, point), **{f"{e}_bytes": point.estimates[e] for e in ESTIMATORS},
+            **{f"{e}_fits": point.verdicts[e] for e in ESTIMATORS},
+            **{f"{e}_error": _error(point.estimates[e], point) for e in ESTIMATORS},
+        }  # fmt: skip
+        tell(row)
+        found.append(row)
+    return found
+
+
+def _error(nbytes: int | None, point: Point) -> float | None:
+    return nbytes / point.measured_bytes - 1 if nbytes is not None and point.fits else None
+
+
+def means(found: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By estimator, ours first: mean |error|, over how many, and of how many verdicts how many were wrong."""
+    out = {}
+    for name in ("ours", *ESTIMATORS):
+        key = "error" if name == "ours" else f"{name}_error"
+        errors = [abs(row[key]) for row in found if row[key] is not None]
+        said = [row for row in found if row[f"{name}_fits"] is not None]
+        wrong = sum(row[f"{name}_fits"] != row["fits"] for row in said)
+        out[name] = {"error": sum(errors) / len(errors) if errors else None, "of": len(errors), "wrong": wrong,
+                     "verdicts": len(said)}  # fmt: skip
+    return out
+
+
+def _line(row: dict[str, Any]) -> None:
+    error = "    –" if row["error"] is None else f"{row['error']:+.1%}"
+    others = " ".join("    –" if row[f"{e}_error"] is None else f"{row[f'{e}_error']:+.1%}" for e in ESTIMATORS)
+    parts = " + ".join(f"{row[part] / 2**20:,.0f}" for part in ("tensors", "loop", "workspaces", "allocator"))
+    verdict = "" if row["fits"] == row["ours_fits"] else "  WRONG VERDICT"
+    print(f"{row['network']:27}{row['optimizer']:8}{row['batch']:5} {row['gpu']}  measured "
+          f"{row['measured_bytes'] / 2**20:7,.0f}{'' if row['fits'] else ' (did not fit)'}  ours "
+          f"{row['ours_bytes'] / 2**20:7,.0f} MiB = {parts}  {error}  | {others}{verdict}", flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    table = rows([p for p in points() if len(sys.argv) < 2 or p.network in sys.argv[1:]], _line)
+    for name, mean in means(table).items():
+        shown = "no error" if mean["error"] is None else f"mean |error| {mean['error']:.2%} of {mean['of']}"
+        print(f"{name}: {shown}; {mean['wrong']} of {mean['verdicts']} verdicts wrong")

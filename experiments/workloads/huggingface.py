@@ -1,0 +1,103 @@
+"""Language models of Hugging Face's transformers, made from their configuration alone: nothing is downloaded.
+
+The step is that of transformers 4.49 to 4.53, which published measurements agree with, under any version of the
+package from 5 on: the result holds the logits and, as configured by default, every layer's keys and values, which are
+not copied; attention is what these versions take. The extra ``hf`` installs the package.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from experiments.workloads.module import Parts, WorkloadError
+
+# Class of the configuration, of the model, and what differs from its defaults, as each model's config.json says.
+IGNORED = -100  # a label
+CONTIGUOUS = "sdpa_of_contiguous"
+_NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+_T5 = {"decoder_start_token_id": 0}
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel", {}),
+    "distilgpt2": ("GPT2Config", "GPT2LMHeadModel", {"n_layer": 6}),
+    "cerebras-gpt-111m": ("GPT2Config", "GPT2LMHeadModel", {
+        "n_layer": 10, "n_positions": 2048, "n_inner": 3072, "activation_function": "gelu", **_NO_DROPOUT}),
+    "gpt-neo-125m": ("GPTNeoConfig", "GPTNeoForCausalLM", {
+        "hidden_size": 768, "num_layers": 12, "num_heads": 12, "attention_types": [[["global", "local"], 6]]}),
+    "opt-125m": ("OPTConfig", "OPTForCausalLM", {}),
+    "opt-350m": ("OPTConfig", "OPTForCausalLM", {
+        "hidden_size": 1024, "ffn_dim": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
+        "word_embed_proj_dim": 512, "do_layer_norm_before": False}),
+    "t5-small": ("T5Config", "T5ForConditionalGeneration", _T5),
+    "t5-base": ("T5Config", "T5ForConditionalGeneration", {
+        "d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12, **_T5}),
+}  # fmt: skip
+
+
+class Network(nn.Module):
+    """Calls a model with a dictionary of tensors; what it returns has logits and every layer's keys and values."""
+
+    def __init__(self, model: nn.Module, pairs: bool) -> None:
+        super().__init__()
+        self.model, self.pairs = model, pairs
+
+    def forward(self, batch: dict[str, Tensor]) -> Any:
+        from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
+
+        class Kept(DynamicLayer):
+            """Keys and values as they are; the package has copied them since version 4.54."""
+
+            def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+                self.keys, self.values, self.is_initialized = key_states, value_states, True
+                return key_states, value_states
+
+        first, *second = (Cache(layer_class_to_replicate=Kept) for _ in range(1 + self.pairs))
+        return self.model(**batch, past_key_values=EncoderDecoderCache(first, *second) if second else first)
+
+
+def next_token(result: Any, tokens: Tensor) -> Tensor:
+    """Cross-entropy of each next token, of ``[batch, length, vocabulary]``: the labels are shifted, not the logits."""
+    labels = F.pad(tokens, (0, 1), value=IGNORED)[..., 1:].contiguous()
+    return F.cross_entropy(result.logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+
+
+def same_token(result: Any, tokens: Tensor) -> Tensor:
+    """Cross-entropy of the tokens, of ``[batch, length, vocabulary]``."""
+    return F.cross_entropy(result.logits.flatten(0, 1), tokens.flatten())
+
+
+def build(*, model: str, batch_size: int = 8, length: int = 128) -> Parts:
+    """``batch_size`` sequences of ``length`` tokens for one of MODELS, with AdamW.
+
+    Raises:
+        WorkloadError: no such model, or transformers is not installed.
+    """
+    if not isinstance(model, str) or model not in MODELS:
+        raise WorkloadError(f"workload.model: huggingface has {', '.join(MODELS)}, not {model!r}")
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        raise WorkloadError("workload.family: huggingface needs transformers (pip install headroom[hf])") from error
+    config, network, options = MODELS[model]
+    transformers.AttentionInterface.register(CONTIGUOUS, contiguous_attention)
+    transformers.AttentionMaskInterface.register(CONTIGUOUS, transformers.AttentionMaskInterface()["sdpa"])
+    # T5 and GPT-Neo had no other attention than "eager" until version 5.
+    kind = "eager" if model.startswith(("t5", "gpt-neo")) else CONTIGUOUS
+    inner = getattr(transformers, network)(getattr(transformers, config)(**options, attn_implementation=kind))
+    pairs = hasattr(inner, "encoder")
+    made = Network(inner, pairs).train()
+    names = ("input_ids", "attention_mask", *(("decoder_input_ids",) if pairs else ()))
+    batch = {name: torch.ones(batch_size, length, dtype=torch.int64) for name in names}
+    tokens = torch.ones(batch_size, length, dtype=torch.int64)
+    loss = same_token if pairs else next_token
+    return made, loss, torch.optim.AdamW(made.parameters(), lr=1e-4), (batch, tokens)
+
+
+def contiguous_attention(module: nn.Module, *args: Any, **options: Any) -> Any:
+    """transformers' "sdpa", of copies of queries, keys and values that are not contiguous, as until version 4.53."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    return sdpa_attention_forward(module, *(x.contiguous() for x in args[:3]), *args[3:], **options)

@@ -1,0 +1,46 @@
+"""What a card counts beside tensors: the limit that is left, and PyTorch's allocator over a plan's blocks."""
+
+from __future__ import annotations
+
+import pytest
+
+from simulator import Plan, simulate
+from simulator.card import CardPeak, of_program, reserved_bytes
+from simulator.program import Kernel, Program, Tensor
+from tests.tiny import MACHINE
+
+MIB = 2**20
+
+
+def test_what_is_left_for_tensors() -> None:
+    found = CardPeak(80, 10, 10, 20, 30, 110, False)
+    assert (found.reserved, found.nbytes, found.beside) == (120, 150, 70)
+    assert found.limit == (110 - 30) * 100 // 120 - 20  # the allocator has a sixth of what it reserves
+    assert CardPeak(80, 10, 10, 20, 30, 150, False).limit == 80  # the sum is the memory: all tensors
+    assert CardPeak(80, 10, 10, 20, 30, 140, True).limit == 80  # it fits without what is cached
+    assert CardPeak(80, 10, 10, 20, 30, 10, False).limit == 1
+    with pytest.raises(ValueError, match="no memory was asked about"):
+        _ = CardPeak(80, 10, 10, 20, 30).limit
+
+
+def chain(nbytes: int) -> Program:
+    """Three tensors, of which two are in use at once."""
+    tensors = tuple(Tensor(f"t{i}", nbytes, "activation", False) for i in range(3))
+    kernels = tuple(
+        Kernel(f"k{i}", "other", "forward", (i - 1,) if i else (), (i,), 10, recomputable=True) for i in range(3)
+    )
+    return Program("chain", tensors, kernels)
+
+
+def test_a_program_file_has_allocator_and_context() -> None:
+    program = chain(11 * MIB)  # each in a segment of its own of 12 MiB
+    found = of_program(program, 5 * MIB, 29 * MIB)
+    assert (found.tensors, found.allocator, found.context) == (22 * MIB, 2 * MIB, 5 * MIB)
+    assert found.fits and found.limit == 22 * MIB
+    assert not of_program(program, 5 * MIB, 28 * MIB).fits
+
+
+def test_under_a_plan() -> None:
+    program = chain(11 * MIB)
+    timeline = simulate(program, Plan(), MACHINE, program.peak_bytes)
+    assert reserved_bytes(timeline) == 24 * MIB
