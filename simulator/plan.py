@@ -134,7 +134,7 @@ class Plan:
                 f"{program.name!r} has {program.fingerprint[:12]})"
                 + (
                     "; only times differ: Plan.retimed, retime=true of experiments.evaluate"
-                    if self.structure == program.structure
+                    if self.structure and self.structure == program.structure
                     else ""
                 )
             )

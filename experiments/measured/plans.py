@@ -19,7 +19,7 @@ import torch
 
 import agents
 from agents.bound import floor
-from agents.other_times import ForFaster, OtherTimes, TimesError
+from agents.other_times import ForFaster, OtherTimes, Spread, TimesError
 from agents.planner import small
 from executor.capture.capture import capture
 from executor.capture.captured import Captured
@@ -35,7 +35,7 @@ from simulator.plan import Plan
 from simulator.program import Program
 
 LIMITS = (0.7, 0.5, 0.4)  # of the peak
-CALLS = 20_000  # of each search
+CALLS = 5_000  # of each search
 SEARCHES = ("tensile", "annealing", "policy_search", "lp_round")
 MODEL, EXACT, ROOFLINE = "model", "model, believed exact", "roofline"
 BELIEFS = (MODEL, EXACT, ROOFLINE)
@@ -112,7 +112,7 @@ def compared(
 def planned(
     program: Program, machine: Machine, limit: int, calls: int, seed: int, error: TimesError | None,
     searches: Sequence[str] = SEARCHES,
-) -> tuple[Plan, Any]:  # fmt: skip
+) -> tuple[Plan, Spread | None]:  # fmt: skip
     """The plan that is recommended, and its spread (agents/other_times.py) where the times have an error.
 
     Args:
@@ -121,7 +121,7 @@ def planned(
     Raises:
         Infeasible: no search has a plan.
     """
-    task = program, machine, limit
+    task = (program, machine, limit)
     planners: list[agents.Planner] = [
         report.made(name, mode="joint", calls=calls, seed=seed, min_bytes=small(program)) for name in searches
     ]

@@ -218,6 +218,35 @@ def test_a_plan_for_another_program():
     Plan(SWAP_PLAN.decisions).check(other)  # no fingerprint: it fits if its gaps do
 
 
+def test_a_plan_under_other_times(tmp_path):
+    other = PROGRAM.with_durations([7] * 8)
+    plan = Plan.of(PROGRAM, SWAP_PLAN.decisions, "by hand", 150, "tiny")
+    assert plan.fingerprint == PROGRAM.fingerprint and plan.structure == PROGRAM.structure == other.structure
+    with pytest.raises(PlanError, match=r"only times differ: Plan.retimed, retime=true of experiments.evaluate$"):
+        plan.check(other)
+    plan.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json").retimed(other)
+    assert again == Plan.of(other, plan.decisions, "by hand", 150, "tiny")
+    again.check(other)
+    assert again.retimed(PROGRAM) == plan == plan.retimed(PROGRAM)
+    assert Plan(plan.decisions).retimed(other) == Plan(plan.decisions)  # it names no program
+
+
+def test_a_plan_for_more_than_other_times():
+    plan = Plan.of(PROGRAM, SWAP_PLAN.decisions)
+    named = Program("other", PROGRAM.tensors, PROGRAM.kernels).with_durations([7] * 8)
+    with pytest.raises(PlanError, match=r"another program than 'other', not only for other times: its decisions would"):
+        plan.retimed(named)
+    short = Program("short", PROGRAM.tensors, PROGRAM.kernels[:6])
+    with pytest.raises(
+        PlanError, match=r"'short', not only for other times: decisions\[0\].before: there is no kernel 6"
+    ):
+        plan.retimed(short)
+    assert SWAP_PLAN.retimed(PROGRAM) == SWAP_PLAN  # of an older version: it has no structure
+    with pytest.raises(PlanError, match="was saved without what tells whether only times differ"):
+        SWAP_PLAN.retimed(PROGRAM.with_durations([7] * 8))
+
+
 # --------------------------------------------------------------------- what cannot be recomputed
 
 # k0: p -> x (may not run twice, or may), k1: x -> y, k2: p in place, k3 reads y, k4 reads x and y.

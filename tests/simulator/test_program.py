@@ -294,6 +294,18 @@ def test_fingerprint():
     assert PROGRAM.with_durations([1] * 8).fingerprint != PROGRAM.fingerprint
 
 
+def test_structure():
+    # It may never change, as fingerprints.
+    assert PROGRAM.structure == "7292809405a6c2c130d4d48dbe338293ef2e061c7dbc18f57cd564f2b143d481"
+    kernels = (replace(PROGRAM.kernels[0], variants=((4, 7), (25, 0))), *PROGRAM.kernels[1:])
+    program = replace(PROGRAM, kernels=kernels)
+    assert program.with_durations([3] * 8).structure == program.structure != PROGRAM.structure
+    slower = replace(kernels[0], variants=((5, 7), (25, 0)))
+    assert replace(program, kernels=(slower, *kernels[1:])).structure == program.structure
+    larger = replace(kernels[0], variants=((4, 8), (25, 0)))
+    assert replace(program, kernels=(larger, *kernels[1:])).structure != program.structure
+
+
 def test_with_durations():
     assert PROGRAM.with_durations([1] * 8).ideal_ns == 8
     with pytest.raises(ValueError):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+import agents
 from agents.bound import floor
 from agents.learned.dqn import DQNConfig
 from experiments.common import cli
@@ -200,6 +201,20 @@ def test_evaluate_scores_a_plan(run: Run, program: Program, program_file: Path, 
     assert done.returncode == 0, done.stderr
     (row,) = rows_in(out)
     assert row["iteration_ns"] == simulate(program, plan, machine, int(0.7 * program.peak_bytes)).iteration_ns
+
+
+def test_evaluate_scores_a_plan_under_other_times(run: Run, program: Program, tmp_path: Path) -> None:
+    machine, limit = Machine.load("gtx1080ti"), int(0.7 * program.peak_bytes)
+    plan = agents.make("tensile").plan(program, machine, limit)
+    plan.save(tmp_path / "plan.json")
+    other = program.with_durations([k.duration_ns // 3 for k in program.kernels])
+    other.save(tmp_path / "other.json")
+    words = (f"program={tmp_path / 'other.json'}", f"plan={tmp_path / 'plan.json'}", "limits=0.7")
+    refused(run("evaluate", *words), "only times differ", "retime=true")
+    done = run("evaluate", *words, "retime=true", f"out={tmp_path / 'out'}")
+    assert done.returncode == 0, done.stderr
+    (row,) = rows_in(tmp_path / "out")
+    assert row["iteration_ns"] == simulate(other, plan.retimed(other), machine, limit).iteration_ns
 
 
 def test_evaluate_with_the_dynamic_workspace(run: Run, program: Program, program_file: Path, tmp_path: Path) -> None:

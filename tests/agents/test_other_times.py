@@ -1,0 +1,113 @@
+"""What plans cost under other times, and plans for faster kernels."""
+
+from dataclasses import replace
+
+import pytest
+
+from agents.other_times import ForFaster, OtherTimes, TimesError
+from agents.planner import Infeasible
+from simulator import Kernel, Machine, Plan, Program, Rerun, Swap, Tensor, simulate
+from tests.tiny import LIMIT, MACHINE, PROGRAM, RECOMPUTE_PLAN, SWAP_PLAN
+
+ERROR = TimesError(0.3, 0.25)
+
+
+def test_all_kernels_alike() -> None:
+    assert [k.duration_ns for k in ERROR.faster(PROGRAM).kernels] == [8] * 4 + [16] * 4
+    assert [k.duration_ns for k in ERROR.slower(PROGRAM).kernels] == [12] * 4 + [25] * 4  # 12.5, to the even one
+
+
+def test_each_shape_by_a_factor_of_its_own() -> None:
+    long = PROGRAM.with_durations([k.duration_ns * 10**6 for k in PROGRAM.kernels])
+    twice = replace(long, kernels=(*long.kernels, replace(long.kernels[-1], inputs=(0,), outputs=())))
+    drawn = ERROR.drawn(twice, 3)
+    assert drawn.ideal_ns == pytest.approx(twice.ideal_ns, rel=1e-6)
+    factors = [a.duration_ns / b.duration_ns for a, b in zip(drawn.kernels, twice.kernels, strict=True)]
+    assert factors[-1] == pytest.approx(factors[-2], rel=1e-6)  # the same operator, FLOPs and bytes
+    assert len({round(f, 4) for f in factors}) == 8
+    assert ERROR.drawn(twice, 3) == drawn != ERROR.drawn(twice, 4)
+    assert TimesError(0.0, 0.1).drawn(twice, 3) == twice
+
+
+@pytest.mark.parametrize("plan", [SWAP_PLAN, RECOMPUTE_PLAN])
+def test_overheads_are_those_of_simulations(plan: Plan) -> None:
+    found = OtherTimes(PROGRAM, MACHINE, LIMIT, ERROR, draws=5)
+    bare = replace(plan, fingerprint="")
+
+    def cost(program: Program) -> float:
+        return simulate(program, bare, MACHINE, LIMIT).overhead
+
+    spread = found.spread(plan)
+    assert spread.said == cost(PROGRAM)
+    assert spread.fast == cost(ERROR.faster(PROGRAM)) and spread.slow == cost(ERROR.slower(PROGRAM))
+    assert found.expected(plan) == pytest.approx(spread.expected) == (spread.said + spread.fast + spread.slow) / 3
+    assert spread.least <= spread.low <= spread.high <= spread.most
+    assert OtherTimes(PROGRAM, MACHINE, LIMIT, ERROR, draws=5).spread(plan) == spread
+    if plan is SWAP_PLAN:  # the link takes as long as before
+        assert spread.fast > spread.said > spread.slow and spread.high > spread.low
+
+
+def test_a_plan_that_cannot_run_costs_without_end() -> None:
+    assert OtherTimes(PROGRAM, MACHINE, 120, ERROR, draws=2).spread(SWAP_PLAN).most == float("inf")
+
+
+def test_algorithms_are_off_alike() -> None:
+    kernels = (replace(PROGRAM.kernels[0], variants=((30, 0),)), *PROGRAM.kernels[1:])
+    program = replace(PROGRAM, kernels=kernels)
+    plan = replace(Plan.of(program, SWAP_PLAN.decisions), variants=((0, 0),))
+    slow = ERROR.slower(program)
+    spread = OtherTimes(program, MACHINE, LIMIT, ERROR, draws=1).spread(plan)
+    assert spread.slow == simulate(slow, plan.retimed(slow), MACHINE, LIMIT).overhead
+
+
+@pytest.mark.parametrize(("kernel", "step"), [(-0.1, 0.1), (0.1, -0.1), (0.1, 1.0), (float("nan"), 0.1)])
+def test_an_error_out_of_range(kernel: float, step: float) -> None:
+    with pytest.raises(ValueError, match="expected at least 0, and step below 1"):
+        TimesError(kernel, step)
+
+
+# ------------------------------------------------------------------------------- plans for faster kernels
+
+
+def just_hidden() -> tuple[Program, Machine, int]:
+    """``a`` leaves and returns beside kernels that are believed to take just as long; ``c`` is made again in less time
+    than what they may not hide."""
+    x, a, c, e = range(4)
+    tensors = (Tensor("x", 100, "parameter", True), *(Tensor(name, 10**8) for name in "ace"))
+    kernels = (
+        Kernel("a", "other", "forward", (x,), (a,), 10**7),
+        Kernel("c", "other", "forward", (x,), (c,), 2 * 10**6),
+        Kernel("while it leaves", "other", "forward", (x,), (), 105 * 10**6),
+        Kernel("large", "other", "forward", (x,), (), 10**6, workspace=2 * 10**8),
+        Kernel("while it returns", "other", "forward", (x,), (), 105 * 10**6),
+        Kernel("e", "other", "forward", (a, c), (e,), 10**7),
+    )
+    program = Program("just hidden", tensors, kernels)
+    return program, MACHINE, program.peak_bytes - 10**8
+
+
+def test_kernels_that_are_faster_hide_less() -> None:
+    program, machine, limit = just_hidden()
+    hidden = Plan.of(program, (Swap(1, 1, 5),))
+    assert simulate(program, hidden, machine, limit).overhead == 0
+    others = OtherTimes(program, machine, limit, ERROR, draws=1)
+    planner = ForFaster([hidden], ERROR, calls=400, min_bytes=0)
+    found = planner.plan(program, machine, limit)
+    assert found.fingerprint == program.fingerprint and found.planner == planner.name and found.limit == limit
+    assert 1 < planner.simulator_calls <= 400
+    spread, before = others.spread(found), others.spread(hidden)
+    assert spread.fast < before.fast and spread.said > before.said == 0
+    assert found == ForFaster([hidden], ERROR, calls=400, min_bytes=0).plan(program, machine, limit)
+
+
+def test_what_it_cannot_start_from() -> None:
+    for plan in (Plan.of(PROGRAM, (Rerun(0, 6),)), replace(SWAP_PLAN, decisions=(Swap(1, 1, 6, sync=True),)),
+                 Plan.of(PROGRAM, ())):  # fmt: skip
+        with pytest.raises(Infeasible, match="there is no plan of swaps and recomputations to start from"):
+            ForFaster([plan], ERROR, calls=50, min_bytes=0).plan(PROGRAM, MACHINE, LIMIT)
+    with pytest.raises(Infeasible, match="there is no plan"):
+        ForFaster([], ERROR, calls=50).plan(PROGRAM, MACHINE, LIMIT)
+    with pytest.raises(Infeasible, match="there is no plan"):  # of tensors that are too small to move
+        ForFaster([SWAP_PLAN], ERROR, calls=50, min_bytes=1000).plan(PROGRAM, MACHINE, LIMIT)
+    with pytest.raises(ValueError, match="calls: expected at least 20"):
+        ForFaster([SWAP_PLAN], ERROR, calls=5)

@@ -1,0 +1,55 @@
+"""Plans under measured times: the bars, on a published trace of an H100, each beside its control."""
+
+import pytest
+
+from agents.planner import Infeasible
+from experiments.measured import plans
+from simulator import Machine, simulate
+from tests.experiments.conftest import chain
+
+H100 = Machine.load("h100")
+POINTS = 0.03
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, plans.Row]:
+    return {row["times"]: row for row in plans.rows((0.7,), 2000, 0, ("tensile",))}
+
+
+def test_what_is_said_is_what_it_costs(found: dict[str, plans.Row]) -> None:
+    row = found[plans.MODEL]
+    assert abs(row["said"] - row["measured"]) <= POINTS
+    assert row["low"] <= row["said"] <= row["high"]
+    assert abs(found[plans.ROOFLINE]["said"] - found[plans.ROOFLINE]["measured"]) > POINTS  # before there was a model
+
+
+def test_no_plan_is_much_above_that_for_the_measured_times(found: dict[str, plans.Row]) -> None:
+    assert found[plans.MODEL]["measured"] <= found[plans.MODEL]["own"] + POINTS
+    assert found[plans.ROOFLINE]["measured"] > found[plans.ROOFLINE]["own"] + POINTS
+    for row in found.values():
+        assert row["floor"] <= min(row["own"], row["measured"]) and row["limit_fraction"] == 0.7
+
+
+def test_the_error_of_the_times_pays(found: dict[str, plans.Row]) -> None:
+    robust, exact = found[plans.MODEL], found[plans.EXACT]
+    assert robust["said"] >= exact["said"] and robust["measured"] < exact["measured"]
+    assert exact["low"] is exact["high"] is None
+
+
+def test_rows_do_not_depend_on_the_clock() -> None:
+    program = chain()
+    other = program.with_durations([k.duration_ns * 9 // 10 for k in program.kernels])
+    asked = (program, other, H100, (0.7, 0.5), 200, 3, ("tensile", "annealing"))
+    first = plans.compared(*asked)
+    assert first == plans.compared(*asked) and len(first) == 2 * len(plans.BELIEFS)
+    plan, spread = plans.planned(program, H100, first[0]["limit_bytes"], 200, 3, None, ("tensile", "annealing"))
+    assert spread is None and first[1]["times"] == plans.EXACT
+    assert first[1]["said"] == simulate(program, plan, H100, first[0]["limit_bytes"]).overhead
+
+
+def test_what_cannot_be_compared() -> None:
+    program = chain()
+    with pytest.raises(ValueError, match="machine: gtx1080ti has no model of kernel times"):
+        plans.compared(program, program, Machine.load("gtx1080ti"))
+    with pytest.raises(Infeasible, match="'chain' has no plan within 1,000 bytes"):
+        plans.planned(program, H100, 1000, 50, 0, None, ("annealing",))
