@@ -14,9 +14,9 @@ from rich.text import Text
 from experiments.common import report
 from experiments.common.report import Row
 from experiments.plotting.palette import label
-from simulator.card import CardPeak, reserved_bytes
 from simulator.machine import Machine
 from simulator.plan import Plan
+from simulator.pool.card import CardPeak, reserved_bytes
 from simulator.program import Program
 from simulator.report import ITSELF, KINDS, Peak, Report, by_module, size
 from simulator.timeline import Timeline
