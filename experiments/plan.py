@@ -40,7 +40,7 @@ from agents.planner import small
 from agents.search.annealing import everything
 from experiments.common import cli, report
 from experiments.common.report import Row
-from experiments.fit import times
+from experiments.fit import on_card, times
 from experiments.fit.batches import MOST, BatchError
 from experiments.fit.captures import Captures, opened
 from experiments.gpu.deadline import TimeUp, within
@@ -100,6 +100,10 @@ def main(cfg: DictConfig) -> None:
             if captures is not None and look:
                 captures.look(program, memory or limit, card.beside if card else 0)
             families, bound = planned(task, mode, seconds, seed, begin, known.error)
+            families = on_card.judged(families, card)
+            if card is not None and not any(b.served for b in families) and any(b.plan for b in families):
+                more = on_card.tightened(task, card, mode, seed, SEARCH * seconds)
+                families += [] if more is None else [replace(more, row=report.certified(more.row, bound))]
             begin(LARGEST)
             why = FIXED if workload is None else ""
             size = largest_batch(captures if look else None, task, mode, most_overhead, seconds, why, memory)
@@ -170,12 +174,12 @@ def answered(
 
     program, machine, limit = task
     others = None if known is None else times.other_times(task, known.error)
-    best = times.recommended(families, others)
+    best = times.recommended([b for b in families if b.served], others)
     proven = bool(families) and bound.feasible
     plan = best.plan if best is not None else None
     page = page_of(
         program, machine, limit, simulate(program, Plan(), machine, program.peak_bytes),
-        simulate(program, plan, machine, limit) if plan is not None and (plan.decisions or plan.variants) else None,
+        best.timeline if best is not None and plan is not None and (plan.decisions or plan.variants) else None,
         plan, bound.iteration_ns if proven else None, origins,
     )  # fmt: skip
     nearest = reached(program, machine, limit, mode) if program.peak_bytes > limit and best is None else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -18,7 +17,7 @@ from experiments.fit.times import Times, ranged, said as said_of
 from experiments.plotting.palette import label
 from simulator.machine import Machine
 from simulator.plan import Plan
-from simulator.pool.card import CardPeak, reserved_bytes
+from simulator.pool.card import CardPeak
 from simulator.program import Program
 from simulator.report import ITSELF, KINDS, Peak, Report, by_module, size
 from simulator.timeline import Timeline
@@ -39,6 +38,7 @@ class Best:
         timeline: of the plan.
         seconds: that all methods of the family took.
         left_out: methods that there was no time for.
+        card: bytes that the card counts under the plan, and whether its allocator serves it; None: only tensors count.
     """
 
     family: str
@@ -47,6 +47,12 @@ class Best:
     timeline: Timeline | None
     seconds: float
     left_out: tuple[str, ...] = ()
+    card: tuple[int, bool] | None = None
+
+    @property
+    def served(self) -> bool:
+        """There is a plan, and it fits the card, not its tensors alone."""
+        return self.timeline is not None and (self.card is None or self.card[1])
 
 
 @dataclass(frozen=True)
@@ -118,12 +124,10 @@ class Answer:
         """Without a plan."""
         return self.program.peak_bytes <= self.limit
 
-    @cached_property
+    @property
     def card_planned(self) -> int | None:
         """What the card counts under the recommended plan: its blocks by PyTorch's allocator, the rest as without."""
-        if self.card is None or self.best is None or self.best.timeline is None:
-            return None
-        return reserved_bytes(self.best.timeline) + self.card.loop + self.card.workspaces + self.card.context
+        return None if self.best is None or self.best.card is None else self.best.card[0]
 
 
 def verdict(a: Answer) -> str:
@@ -285,7 +289,7 @@ def methods(a: Answer) -> tuple[list[str], list[list[str]]]:
             if s.stream != "compute" and s.start_ns >= best.timeline.last_start_ns
         )  # fmt: skip
         again = best.timeline.breakdown.recompute_ns
-        said = "recommended" if best is a.best else out
+        said = "recommended" if best is a.best else out if best.served else "too fragmented for the card"
         cells.append([
             best.family, name, percent(best.timeline.overhead), size(moved) if moved else "–",
             report.duration(again / 1e9) if again else "–", size(best.timeline.peak_bytes),

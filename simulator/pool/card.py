@@ -65,9 +65,22 @@ class CardPeak:
         return max(room, self.tensors if self.fits else 1)
 
 
-def reserved_bytes(timeline: Timeline) -> int:
-    """What PyTorch's allocator reserves while a plan's blocks come and go; the timeline has two iterations at least."""
-    return caching.serve(timeline_lifetimes(timeline).intervals.unrolled(ITERATIONS)[0])[0]
+def under_plan(card: CardPeak, timeline: Timeline) -> tuple[int, bool]:
+    """What the card counts while a plan's blocks come and go, and whether PyTorch's allocator serves them all in the
+    memory that was asked about, where it gives back what it caches; the rest is as without a plan.
+
+    Args:
+        timeline: of two iterations at least.
+
+    Raises:
+        ValueError: no memory was asked about.
+    """
+    if card.memory_bytes is None:
+        raise ValueError("memory_bytes: no memory was asked about")
+    rest = card.context + card.loop + card.workspaces
+    blocks, _ = timeline_lifetimes(timeline).intervals.unrolled(ITERATIONS)
+    reserved, served = caching.serve(blocks, card.memory_bytes - rest)
+    return (reserved if served else caching.serve(blocks)[0]) + rest, served
 
 
 def of_program(program: Program, context: int, memory_bytes: int) -> CardPeak:

@@ -204,7 +204,7 @@ def test_a_malformed_file_is_one_sentence(tmp_path, text):
 
 
 def test_no_such_machine(tmp_path):
-    with pytest.raises(FormatError, match="no preset .gtx9000.; there are a100_40gb, a100_80gb, a40, gtx1080ti, "):
+    with pytest.raises(FormatError, match=r"no preset .gtx9000.; there are a100_40gb, a100_80gb, a40, gtx1080ti, "):
         Machine.load("gtx9000")
     with pytest.raises(FormatError, match=r"none\.yaml: cannot be read \(No such file or directory\)$"):
         Machine.load(tmp_path / "none.yaml")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from simulator import Plan, simulate
-from simulator.pool.card import CardPeak, of_program, reserved_bytes
+from simulator.pool.card import CardPeak, of_program, under_plan
 from simulator.program import Kernel, Program, Tensor
 from tests.tiny import MACHINE
 
@@ -43,4 +45,9 @@ def test_a_program_file_has_allocator_and_context() -> None:
 def test_under_a_plan() -> None:
     program = chain(11 * MIB)
     timeline = simulate(program, Plan(), MACHINE, program.peak_bytes)
-    assert reserved_bytes(timeline) == 24 * MIB
+    card = CardPeak(22 * MIB, 1 * MIB, 2 * MIB, 2 * MIB, 5 * MIB, 64 * MIB, True)
+    assert under_plan(card, timeline) == (32 * MIB, True)  # two segments, and what stands beside them
+    assert under_plan(replace(card, memory_bytes=32 * MIB), timeline) == (32 * MIB, True)
+    assert under_plan(replace(card, memory_bytes=31 * MIB), timeline) == (32 * MIB, False)
+    with pytest.raises(ValueError, match="memory_bytes: no memory was asked about"):
+        under_plan(replace(card, memory_bytes=None), timeline)
