@@ -11,6 +11,7 @@ alignment, the driver's calls) is that of the machine given. How (reasons in exe
 3. *Duplex*: the largest copy in both directions at once, beside each alone: what each carries beside the other.
 4. *Launch*: LAUNCHES empty kernels, issued while a long one runs. *Issue*: what the host takes for one and its event.
 5. *Contention*: a kernel that streams through the GPU's memory, beside a copy in each direction and alone.
+6. *Context* (CUDA): what a second process takes of the GPU besides tensors (executor/memory/context.py).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from typing import Any, Literal
 import numpy as np
 import yaml
 
+from executor.memory.context import ContextError, context_bytes
 from executor.replay import open_backend
 from executor.replay.backend import Backend, BackendError
 from simulator.files import FormatError, write_json, write_text
@@ -60,6 +62,7 @@ class Calibration:
         share_error: the largest spread between the quartiles of their measurements, at least DUPLEX_ERROR.
         contention: direction -> what a copy takes of the speed of a kernel that streams.
         contention_error: the largest spread between quartiles, of its measurements and of that kernel's times alone.
+        context: the machine's ``context_bytes`` is measured, too (executor/memory/context.py).
     """
 
     machine: Machine
@@ -71,6 +74,7 @@ class Calibration:
     share_error: float
     contention: dict[str, float]
     contention_error: float
+    context: bool = False
 
     def to_yaml(self) -> str:
         """The machine as Machine.load reads it, with comments."""
@@ -93,6 +97,8 @@ class Calibration:
             f"{self.contention_error:.1%}",
             "launch_ns": f"measured: mean of {LAUNCHES} empty kernels on one stream",
         }
+        if self.context:
+            measured["context_bytes"] = "measured: what a second process takes of the GPU besides tensors"
         lines = [f"# {self.device}: measured by executor.calibrate.", "#", "# GB/s     h2d     d2h"]
         for (nbytes, there), (_, back) in zip(self.transfers["h2d"], self.transfers["d2h"], strict=True):
             lines.append(f"# {_size(nbytes):8}{nbytes / there:6.2f}  {nbytes / back:6.2f}")
@@ -309,8 +315,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         base = Machine.load(options.machine)
         with open_backend(options.backend, base) as backend:
             found = calibrate(backend, base, options.max_bytes, options.out.stem)
+        if options.backend == "cuda":
+            found = replace(found, machine=replace(found.machine, context_bytes=context_bytes()), context=True)
         found.save(options.out)
-    except (BackendError, FormatError, ValueError, OSError) as error:
+    except (BackendError, ContextError, FormatError, ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
     print(found.to_yaml(), end="")

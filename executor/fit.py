@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from executor.capture.captured import Captured
 from executor.capture.profile import Profile, measure, with_profile
-from executor.memory.card import Loop, card_peak
+from executor.card import Loop, card_peak
 from executor.memory.pinned import available
 from executor.report import report
 from executor.training.planned_step import PlannedStep
@@ -156,7 +156,7 @@ def fit(
         example_batch: ``(x, y)``; only shapes and types matter. With ``accumulate`` it may be the pairs of a
             step (and is taken as these where x and y are pairs themselves).
         memory: bytes or a size such as ``"24GiB"``: on a GPU of the card, with what PyTorch's allocator, libraries and
-            the CUDA context take (executor/memory/card.py), on the CPU of tensors. Or a fraction (at most 1) of what
+            the CUDA context take (executor/card.py), on the CPU of tensors. Or a fraction (at most 1) of what
             the tensors of the example's step need without a plan.
         machine: a preset's name, a YAML file, or a Machine; by default the preset of the GPU, on the CPU gtx1080ti.
         planner: a name (``agents.PLANNERS``), or what makes a plan. Not asked where the step fits without one.

@@ -18,7 +18,7 @@ from experiments import importing
 
 COMMANDS = {
     "plan": "plan", "train": "train_dqn", "evaluate": "evaluate", "pack": "pack", "reproduce": "reproduce",
-    "benchmark": "benchmark", "validate": "validate_gpu",
+    "benchmark": "benchmark", "validate": "validate_gpu", "measured": "measured",
 }  # fmt: skip
 
 

@@ -45,12 +45,12 @@ from experiments.fit.batches import MOST, BatchError
 from experiments.fit.captures import Captures, opened
 from experiments.gpu.deadline import TimeUp, within
 from simulator import simulate
-from simulator.card import CardPeak, of_program
 from simulator.compiled.engine import Engine
 from simulator.files import write_json, write_text
 from simulator.limits import is_fraction, limit_bytes, size_bytes
 from simulator.machine import Machine
 from simulator.plan import Plan
+from simulator.pool.card import CardPeak, of_program
 from simulator.program import Program
 from simulator.report import Origins, report as page_of
 from simulator.ways import MODES

@@ -38,7 +38,14 @@ from simulator.machine import Machine
 CONFIGS = cli.CONFIGS / "figure"
 ALL = "all"
 SECONDS = "task_seconds"  # of a row: what it took
-CODE = ("simulator", "envs", "agents", "executor", "experiments/workloads")  # that every row depends on
+CODE = (
+    "simulator",
+    "envs",
+    "agents",
+    "executor",
+    "experiments/workloads",
+    "experiments/measured",
+)  # that every row depends on
 
 
 @cli.entry("reproduce")

@@ -16,9 +16,9 @@ from experiments.common import report
 from experiments.common.report import Row
 from experiments.fit.times import Times, ranged, said as said_of
 from experiments.plotting.palette import label
-from simulator.card import CardPeak, reserved_bytes
 from simulator.machine import Machine
 from simulator.plan import Plan
+from simulator.pool.card import CardPeak, reserved_bytes
 from simulator.program import Program
 from simulator.report import ITSELF, KINDS, Peak, Report, by_module, size
 from simulator.timeline import Timeline

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:  # the simulator is compiled by Numba, which takes long to import
     from executor.capture.captured import Captured
     from experiments.fit.batches import Batches
-    from simulator.card import CardPeak
     from simulator.machine import Machine
+    from simulator.pool.card import CardPeak
     from simulator.program import Program
     from simulator.report import Origins
 
@@ -34,8 +34,8 @@ FORKS = sys.platform == "linux"  # elsewhere system libraries may not stand it
 
 
 class Step(NamedTuple):
-    """What planning needs of a capture; ``card``: of the memory that was asked about, None where none was; a sentence on
-    the types of its arithmetic."""
+    """What planning needs of a capture; ``card``: of the memory that was asked about, None where none was;
+    ``arithmetic``: a sentence on its types."""
 
     program: Program
     origins: Origins
@@ -280,7 +280,7 @@ def _card(
     from dataclasses import replace
 
     from executor.capture.as_cuda import differs
-    from executor.memory.card import card_peak
+    from executor.card import card_peak
     from experiments import workloads
 
     if memory_bytes is None:

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from executor.capture.capture import capture
-from executor.memory.card import Loop, ZeroGrad, card_peak
+from executor.card import Loop, ZeroGrad, card_peak
 from experiments import workloads
 from experiments.measured.traces import DATA
-from simulator.card import CardPeak
 from simulator.files import FormatError
 from simulator.machine import Machine
+from simulator.pool.card import CardPeak
 
 ESTIMATORS = ("xmem", "dnnmem", "schedtune", "llmem")
 MACHINES = {"RTX 3060": "rtx3060", "RTX 4060": "rtx4060", "A100": "a100_40gb"}

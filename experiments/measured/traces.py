@@ -23,17 +23,23 @@ STAGES = ("forward", "backward", "optimizer")
 COLUMNS = ("stage", "operator", "us")
 SMALL = 4096  # bytes: an add that only counts (batch norm's batches, Adam's steps)
 
-# Operator as traced -> the packets of ours that do it, in order.
-KERNELS: dict[str, tuple[str, ...]] = {
-    "aten::conv2d": ("convolution",), "aten::batch_norm": ("native_batch_norm",), "aten::relu_": ("relu_",),
-    "aten::relu": ("relu",), "aten::max_pool2d": ("max_pool2d_with_indices",), "aten::linear": ("addmm",),
-    "aten::adaptive_avg_pool2d": ("mean",), "aten::ones_like": ("ones_like",),
-    "aten::cross_entropy_loss": ("_log_softmax", "nll_loss_forward"),
-    "NllLossBackward0": ("nll_loss_backward",), "LogSoftmaxBackward0": ("_log_softmax_backward_data",),
-    "AddmmBackward0": ("mm", "mm", "sum"), "MeanBackward1": ("div",), "ReluBackward0": ("threshold_backward",),
-    "CudnnBatchNormBackward0": ("native_batch_norm_backward",), "ConvolutionBackward0": ("convolution_backward",),
-    "MaxPool2DWithIndicesBackward0": ("max_pool2d_with_indices_backward",),
+# Operator as traced -> the packets of ours that do it, in order; several where captures differ.
+KERNELS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "aten::conv2d": (("convolution",),), "aten::batch_norm": (("native_batch_norm",),),
+    "aten::relu_": (("relu_",), ("threshold",)), "aten::relu": (("relu",), ("threshold",)),
+    "aten::max_pool2d": (("max_pool2d_with_indices",),), "aten::linear": (("addmm",), ("mm",)),
+    "aten::adaptive_avg_pool2d": (("mean",), ("_adaptive_avg_pool2d",)),
+    "aten::dropout": (("native_dropout",), ("bernoulli_", "div_", "mul")), "aten::ones_like": (("ones_like",),),
+    "aten::cross_entropy_loss": (("_log_softmax", "nll_loss_forward"),),
+    "NllLossBackward0": (("nll_loss_backward",),), "LogSoftmaxBackward0": (("_log_softmax_backward_data",),),
+    "AddmmBackward0": (("mm", "mm", "sum"), ("mm", "sum")),
+    "MeanBackward1": (("div",),), "AdaptiveAvgPool2DBackward0": (("_adaptive_avg_pool2d_backward",),),
+    "NativeDropoutBackward0": (("native_dropout_backward",), ("mul",)), "ReluBackward0": (("threshold_backward",),),
+    "CudnnBatchNormBackward0": (("native_batch_norm_backward",),),
+    "ConvolutionBackward0": (("convolution_backward",),),
+    "MaxPool2DWithIndicesBackward0": (("max_pool2d_with_indices_backward",),),
 }  # fmt: skip
+ADDS = ("aten::add", "aten::add_")  # of tensors, or of a count
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,7 @@ def paired(captured: Captured, trace: Sequence[Operator]) -> list[tuple[Operator
     """Each operator of the trace with the kernels that it is the time of.
 
     Raises:
-        ValueError: the trace has another number of an operator than the capture.
+        ValueError: the trace has an operator that is not known, or more of one than the capture; it names the line.
     """
     left: dict[tuple[str, str], list[int]] = defaultdict(list)
     for i, kernel in enumerate(captured.program.kernels):
@@ -83,17 +89,28 @@ def paired(captured: Captured, trace: Sequence[Operator]) -> list[tuple[Operator
     for queue in left.values():
         queue.reverse()
     found: list[tuple[Operator, list[int]]] = []
-    for row in trace:
+    for line, row in enumerate(trace, 2):
         if row.stage == "optimizer":  # one operator updates all parameters
             packet = row.name.removeprefix("aten::_foreach_")
             mine = left.pop(("optimizer", packet), []) + left.pop(("optimizer", packet.rstrip("_")), [])
             found.append((row, mine))
             continue
-        packets = KERNELS.get(row.name) or (("count" if row.elements * 4 < SMALL else "add"),)
-        queues = [left[("backward" if row.name == "aten::ones_like" else row.stage), packet] for packet in packets]
-        if not all(queues):
-            raise ValueError(f"the trace has more of {row.name} than the capture")
-        found.append((row, [queue.pop() for queue in queues]))
+        if row.name in ADDS:
+            ways: tuple[tuple[str, ...], ...] = (("count" if row.elements * 4 < SMALL else "add",),)
+        elif row.name in KERNELS:
+            ways = KERNELS[row.name]
+        elif row.us:
+            raise ValueError(f"line {line}: operator {row.name!r} is not known")
+        else:  # a view
+            ways = ((),)
+        stage = "backward" if row.name == "aten::ones_like" else row.stage
+        for packets in ways:
+            queues = [left[stage, packet] for packet in packets]
+            if all(len(queue) >= packets.count(packet) for packet, queue in zip(packets, queues, strict=True)):
+                found.append((row, [queue.pop() for queue in queues]))
+                break
+        else:
+            raise ValueError(f"line {line}: the trace has more of {row.name} than the capture")
     return found
 
 

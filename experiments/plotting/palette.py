@@ -92,6 +92,12 @@ BLOCKS = ("#f6d98f", "#9fd08b", "#45b0a8", "#3a8fc9", "#4a5fb5", "#6a2c80")  # o
 LOAD, CAPACITY = "#cb181d", "#238b45"  # lines across a packing
 KEPT = "#238b45"  # a load with what a framework keeps besides
 SWAPPED = ("#8f8ff0", "#5b5be0", "#25258f")  # SmartPool + AutoSwap, from no overhead to much
+OURS, CONTROL = "#1f5fa8", "#f16913"  # beside measurements
+KERNELS = {  # by kind
+    "conv": "#1f5fa8", "matmul": "#cb181d", "norm": "#f16913", "activation": "#238b45", "pool": "#8e5bd0",
+    "elementwise": "#00a6c8", "optimizer": "#222222", "reduce": "#d6336c", "copy": "#b8860b", "dropout": "#9a9a9a",
+    "rnn": "#8c564b", "lrn": "#bcbd22", "other": "#7a5c3a",
+}  # fmt: skip
 SPANS = {"kernel": "#9a9a9a", "recompute": "#8e5bd0", "swap_out": "#f16913", "swap_in": "#1f5fa8"}  # of a timeline
 STRATEGY = {"speed": "#f16913", "memory": "#1f5fa8", "cost": "#238b45"}  # of recomputation, SuperNeurons'
 TECHNIQUES = {"liveness": "#1f5fa8", "offload": "#f16913", "recompute": "#8e5bd0", "captured": "#5f6b75"}

@@ -19,7 +19,7 @@ from experiments.fit.batches import BatchError, Batches
 from experiments.fit.page import page
 from experiments.workloads.module import WorkloadError, leading, with_batch
 from simulator import Machine, Plan, Program, simulate
-from simulator.card import CardPeak
+from simulator.pool.card import CardPeak
 from simulator.report import size
 from tests.experiments.conftest import MB, Run, chain
 

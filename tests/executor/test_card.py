@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from executor.capture.capture import capture, capture_step
 from executor.capture.captured import Captured
-from executor.memory.card import Loop, card_peak, stream
-from executor.memory.updates import updates
+from executor.card import Loop, card_peak, stream
+from executor.updates import updates
 from experiments.workloads.vgg import BLOCKS, WIDTHS
 from simulator.machine import Machine
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from simulator import Plan, simulate
-from simulator.card import CardPeak, of_program, reserved_bytes
+from simulator.pool.card import CardPeak, of_program, reserved_bytes
 from simulator.program import Kernel, Program, Tensor
 from tests.tiny import MACHINE
 

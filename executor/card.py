@@ -5,7 +5,7 @@ first step and temporaries on CUDA (updates.py); workspaces of libraries; what t
 and keeps (simulator/pool/online/caching.py); the CUDA context (the machine's preset).
 
 A loop's iterations become one stream of mallocs and frees, from a cold allocator. Choices and sources:
-executor/memory/README.md. A step captured on a GPU has the GPU's operators; one captured on the CPU should have been
+executor/CARD.md. A step captured on a GPU has the GPU's operators; one captured on the CPU should have been
 captured with ``as_cuda``.
 """
 
@@ -21,9 +21,9 @@ import torch
 from torch import fx
 
 from executor.capture.captured import Captured
-from executor.memory.updates import Updates, updates
-from simulator.card import CardPeak
+from executor.updates import Updates, updates
 from simulator.machine import Machine
+from simulator.pool.card import CardPeak
 from simulator.pool.intervals import Intervals
 from simulator.pool.online import caching
 from simulator.program import Program

@@ -1,0 +1,123 @@
+"""What GPUs were measured to take, beside what we say.
+
+    python -m experiments.measured fit                        # the coefficients of the model of time, and their errors
+    python -m experiments.measured profile resnet50 step.json --machine h200 --source "…" --licence CC0-1.0
+    python -m experiments.measured profile my.module:factory step.json --machine a40 --source "…" --licence CC0-1.0
+    python -m experiments.measured add step.json              # checks it, and puts it beside the others
+
+`profile` measures a network's step on your GPU and writes what others may have of it: the device, the software, each
+kernel's time, shapes and types; no names of modules, paths or hosts. `add` refuses a file that is none, or has
+personal data in it, says how far the model is off on it, and puts it into tests/data/measured, where figure=measured
+reads it. A trace (NAME.csv, with NAME.yaml that says of what) is taken, too. experiments/measured/README.md has the
+forms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+from rich.table import Table
+
+from experiments.common import report
+from simulator.files import FormatError, write_text
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the command line."""
+    out = argparse.ArgumentParser(
+        "experiments.measured", description=str(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = out.add_subparsers(dest="command", required=True)
+    commands.add_parser("fit", help="the coefficients in configs/machine, fitted anew, and their errors")
+    one = commands.add_parser("add", help="checks a measured step, and puts it beside the others")
+    one.add_argument("file", type=Path, help="measured/1 JSON, or a trace as CSV with a YAML of the same name")
+    one.add_argument("--check", action="store_true", help="write nothing")
+    one = commands.add_parser("profile", help="measures a network's step")
+    one.add_argument("network", help="of experiments/gpu/networks.py, or pkg.mod:factory")
+    one.add_argument("out", type=Path, help="JSON file to write")
+    one.add_argument("--machine", required=True, help="preset of configs/machine that it is compared with")
+    one.add_argument("--source", required=True, help="who measured it, or where it is published, in a line")
+    one.add_argument("--licence", required=True, help="under which it may be passed on, as in CC0-1.0")
+    one.add_argument("--name", default="", help="of the workload; the network's")
+    one.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    one.add_argument("--rates", type=Path, help="YAML file of executor.calibrate")
+    one.add_argument("--cache", default="cold", help="cold, hot or step, what the kernels find in it")
+    one.add_argument("--repeats", type=int, default=7, help="runs of each kernel")
+    one.add_argument("--steps", type=int, default=10, help="eager steps that are timed")
+    return out
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """The command; returns its exit status."""
+    options = parser().parse_args(words)
+    from executor import CaptureError
+    from executor.capture.profile import ProfileError
+    from executor.memory.context import ContextError
+    from experiments.workloads import WorkloadError  # PyTorch: not for --help
+
+    try:
+        {"fit": _fit, "add": _add, "profile": _profile}[options.command](options)
+    except (FormatError, WorkloadError, CaptureError, ProfileError, ContextError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _fit(options: argparse.Namespace) -> None:
+    from experiments.measured import fit
+
+    console = report.console()
+    for found in (fit.h100(), fit.of_v100()):
+        heads, lines = fit.table(found)
+        table = Table(*heads, title=found.machine, title_justify="left")
+        for line in lines:
+            table.add_row(*line)
+        console.print(table)
+        print(f"{found.machine}: the step {found.step:+.1%}")
+        if found.error is not None:
+            print(f"error: {found.error:.3f}, the standard deviation of ln(measured / modelled)")
+            print(f"kernels of at least 20 us: median {found.middle:.1%}")
+        if found.held_out:
+            h = found.held_out
+            print(f"by coefficients fitted to other shapes: {h.spread:.3f}; median {h.middle:.1%}, sum {h.total:+.1%}, "
+                  f"{h.kernels} kernels")  # fmt: skip
+
+
+def _add(options: argparse.Namespace) -> None:
+    from experiments.measured import add
+
+    checked = add.check(options.file)
+    print("\n".join(add.summary(checked)))
+    if not options.check:
+        print(add.add(checked))
+
+
+def _profile(options: argparse.Namespace) -> None:
+    from executor.capture.profile import Cache
+    from experiments.measured import add
+    from experiments.measured.profile import profiled
+
+    for key, known in (("cache", get_args(Cache)),):
+        if getattr(options, key) not in known:
+            raise FormatError(f"--{key}: expected one of {', '.join(known)}, got {getattr(options, key)!r}")
+    for key in ("repeats", "steps"):
+        if getattr(options, key) < 1:
+            raise FormatError(f"--{key}: expected at least 1, got {getattr(options, key)}")
+    found = profiled(
+        options.network, options.machine, options.device, source=options.source, licence=options.licence,
+        rates=options.rates, name=options.name, cache=options.cache, repeats=options.repeats, steps=options.steps,
+        said=lambda text: print(f"measuring {text} …", file=sys.stderr),
+    )  # fmt: skip
+    write_text(options.out, add.text_of(found))
+    print(options.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

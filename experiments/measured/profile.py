@@ -1,0 +1,87 @@
+"""Measures a network's step on one's own GPU, for ``measured/1`` (executor/capture/contributed.py).
+
+In this order, so that each finds what it has to: the context; eager steps from a cold allocator, for their peaks and
+their time; every kernel (executor/capture/profile.py). On the CPU the same without context and peaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from executor.capture.capture import capture
+from executor.capture.contributed import Contributed, check_words, contribution
+from executor.capture.profile import Cache, ProfileError, measure
+from executor.memory.context import context_bytes
+from experiments.gpu.networks import NETWORKS, Network, build, give_back, timed
+from experiments.measured.steps import machine_of
+from experiments.workloads import WorkloadError
+from experiments.workloads.module import build as own
+from simulator.machine import Machine
+
+WARM = 3  # steps before those that are timed; the peaks are of these, too
+
+
+def profiled(
+    network: str, machine: str, device: str = "cuda", *, source: str, licence: str, rates: Path | None = None,
+    name: str = "", cache: Cache = "cold", repeats: int = 7, steps: int = 10,
+    said: Callable[[str], None] = lambda text: None,
+) -> Contributed:  # fmt: skip
+    """A measured step.
+
+    Args:
+        network: of experiments/gpu/networks.py, or "pkg.mod:factory", which returns (model, loss_fn, optimizer, (x, y))
+            on the device.
+        machine: the preset that it is compared with.
+        rates: the YAML file that ``executor.calibrate`` wrote.
+        name: of the workload, for people; "" for the network's.
+        cache, repeats: as of ``measure``.
+        steps: eager ones that are timed.
+        said: is told what is done next.
+
+    Raises:
+        FormatError, WorkloadError, ProfileError, CaptureError, ContextError: a word, a file or the network is wrong, or
+            it cannot be measured; one sentence.
+    """
+    check_words({"source": source, "licence": licence, "workload": name or "network"}, "profile")
+    preset = machine_of(machine)
+    measured_rates = None if rates is None else Machine.load(rates)
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ProfileError("there is no CUDA GPU to profile on; --device cpu does the same without one")
+    said("the CUDA context") if device == "cuda" else None
+    context = context_bytes(device) if device == "cuda" else None
+    made = built(network, device)
+    give_back()
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    said(f"{WARM + steps} eager steps")
+    timed(made.step, WARM, device)
+    _, times = timed(made.step, steps, device)
+    reserved = torch.cuda.max_memory_reserved() if device == "cuda" else None
+    allocated = torch.cuda.max_memory_allocated() if device == "cuda" else None
+    said("every kernel")
+    captured = capture(made.model, made.loss_fn, made.optimizer, made.batch, machine=preset, name=made.name)
+    profile = measure(captured, device, machine, repeats, cache=cache)
+    return contribution(
+        captured, profile, source=source, licence=licence, workload=name or made.name, rates=measured_rates,
+        step_ns=round(median(times)), context_bytes=context, reserved_bytes=reserved, allocated_bytes=allocated,
+    )  # fmt: skip
+
+
+def built(network: str, device: str) -> Network:
+    """A network that is really trained, its optimizer as PyTorch chooses; see ``profiled``."""
+    if network in NETWORKS:
+        return build(network, device, foreach=None)
+    if ":" not in network:
+        raise WorkloadError(f"network: expected one of {', '.join(NETWORKS)}, or 'pkg.mod:factory', got {network!r}")
+    model, loss_fn, optimizer, batch = own(target=network)
+    if optimizer is None:
+        raise WorkloadError(f"target: {network} has no optimizer; a whole training step is measured")
+    parameter = next(model.parameters(), None)
+    if parameter is None or parameter.device.type != device:
+        where = "nowhere" if parameter is None else f"on {parameter.device.type}"
+        raise WorkloadError(f"target: {network} has its parameters {where}, not on {device}")
+    return Network(network.rpartition(":")[2], model, loss_fn, optimizer, batch, ())

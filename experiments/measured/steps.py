@@ -1,0 +1,290 @@
+"""Measured steps beside what we say of them: an operator, or a kind of operators, a row.
+
+1. *Traces*: NAME.csv (traces.py) with NAME.yaml, which says of which network, on what, and whose it is.
+2. *Contributed*: NAME.json (executor/capture/contributed.py), as ``python -m experiments.measured profile`` writes it.
+3. *By kind*: the V100's, of which only sums over kinds of kernels are published.
+4. *Published*: steps.csv, whole steps of which only the time is, or the images per second.
+
+``control`` is what was said before the model of time per kind: one roofline for all, float32's rate for every kernel,
+5 us for a launch.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+
+from executor.capture.capture import CaptureError, capture
+from executor.capture.captured import Captured
+from executor.capture.contributed import Contributed, check_words, modelled
+from executor.capture.kernel_times import Precision
+from executor.capture.roofline import with_roofline
+from experiments import workloads
+from experiments.measured import traces
+from experiments.workloads import WorkloadError
+from simulator.files import FormatError, fields, load_json
+from simulator.machine import PRESETS, Machine
+
+FORMAT = "trace/1"
+BY_KIND = "v100_resnet50_by_kind"
+OLD_LAUNCH_NS = 5000  # of the control
+LEAST_US = 20.0  # of a kernel that is compared by itself
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": partial(torch.optim.SGD, momentum=0.9), "Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW,
+}  # fmt: skip
+NETWORKS: dict[str, dict[str, Any]] = {
+    "resnet50": {"family": "resnet_imagenet", "stages": "3-4-6-3", "halve": 3},
+    "vgg13": {"family": "vgg_imagenet", "depth": 13, "pooled": True},
+}  # fmt: skip
+
+
+class Beside(NamedTuple):
+    """Microseconds of an operator, or of the operators of a kind."""
+
+    name: str
+    kind: str
+    measured: float
+    ours: float
+    control: float
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A published trace and what it is of.
+
+    Attributes:
+        network: what ``workloads.build`` takes; ``optimizer``: one of OPTIMIZERS.
+        torch: the version that was measured.
+    """
+
+    name: str
+    source: str
+    licence: str
+    device: str
+    machine: str
+    torch: str
+    precision: Precision
+    network: dict[str, Any]
+    optimizer: str
+    operators: tuple[traces.Operator, ...]
+
+    @classmethod
+    def load(cls, path: Path) -> Trace:
+        """Reads NAME.csv and, beside it, NAME.yaml.
+
+        Raises:
+            FormatError: naming the file and its line or entry.
+        """
+        operators = tuple(traces.load(path))
+        about = path.with_suffix(".yaml")
+        if not about.is_file():
+            raise FormatError(f"{path}: a trace needs {about.name} beside it, that says of which step it is")
+        try:
+            data = yaml.safe_load(about.read_text())
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise FormatError(f"{about}: not YAML ({' '.join(str(error).split())})") from None
+        words = ("format", "source", "licence", "device", "machine", "torch", "optimizer")
+        try:
+            top = fields(data, "trace", {**dict.fromkeys(words, str), "network": dict, "precision": dict}, {})
+            if top.pop("format") != FORMAT:
+                raise FormatError(f"trace.format: expected {FORMAT!r}, got {data['format']!r}")
+            check_words(top, "trace")
+            if top["optimizer"] not in OPTIMIZERS:
+                raise FormatError(f"trace.optimizer: expected one of {', '.join(OPTIMIZERS)}, got {top['optimizer']!r}")
+            if "target" in top["network"] or top["network"].get("family") == "module":
+                raise FormatError("trace.network: expected one of ours (family), as a file of others is not run")
+            kinds = {"conv_tf32": bool, "matmul_tf32": bool}
+            top["precision"] = Precision(**fields(top["precision"], "trace.precision", kinds, {}))
+        except FormatError as error:
+            raise FormatError(f"{about}: {error}") from None
+        return cls(path.stem, operators=operators, **top)
+
+    def captured(self) -> Captured:
+        """Its step, with durations for its machine.
+
+        Raises:
+            FormatError: there is no such network, or no such machine.
+        """
+        key = tuple(sorted(self.network.items()))
+        try:
+            return replace(_captured(key, self.optimizer), precision=self.precision).on(machine_of(self.machine))
+        except (WorkloadError, CaptureError, TypeError) as error:
+            raise FormatError(f"{self.name}.yaml: trace.network: {error}") from None
+
+
+@cache
+def _captured(
+    network: tuple[tuple[str, Any], ...], optimizer: str, half: bool = False, channels_last: bool = False
+) -> Captured:
+    with torch.device("meta"):
+        model, loss_fn, _, batch = workloads.build(dict(network))
+        if channels_last:
+            model, x = model.to(memory_format=torch.channels_last), batch[0]
+            batch = x.to(memory_format=torch.channels_last), batch[1]
+        optimizing = OPTIMIZERS[optimizer](model.parameters())
+        return capture(model, loss_fn, optimizing, batch, autocast=torch.float16 if half else None)
+
+
+def machine_of(name: str) -> Machine:
+    """A preset; raises FormatError, which names all, where there is none."""
+    known = sorted(path.stem for path in PRESETS.glob("*.yaml"))
+    if name not in known:
+        raise FormatError(
+            f"machine: there is no preset {name!r} in configs/machine, which has {', '.join(known)}; a GPU that is "
+            "not among them needs one first"
+        )
+    return Machine.load(name)
+
+
+def files(ending: str) -> list[Path]:
+    """What there is of a form: "yaml" of traces, "json" of contributed steps."""
+    return sorted(traces.DATA.glob(f"*.{ending}"))
+
+
+def of_trace(trace: Trace) -> list[Beside]:
+    """Its operators; raises FormatError where it is of another step than it says."""
+    captured = trace.captured()
+    try:
+        pairs = traces.paired(captured, trace.operators)
+    except ValueError as error:
+        raise FormatError(f"{trace.name}.csv: {error}") from None
+    old = before(captured, machine_of(trace.machine))
+    kernels = captured.program.kernels
+    return [
+        Beside(row.name, kernels[mine[0]].kind if mine else "other", row.us,
+               sum(kernels[k].duration_ns for k in mine) / 1e3, sum(old[k] for k in mine) / 1e3)
+        for row, mine in pairs
+    ]  # fmt: skip
+
+
+def of_contributed(measured: Contributed) -> list[Beside]:
+    """Its kernels, as far as this PyTorch has their operators; raises FormatError as ``modelled`` does."""
+    machine = machine_of(measured.machine)
+    said, old = modelled(measured, machine), _old(machine)
+    found = []
+    for (which, _, ns, _), ours in zip(measured.kernels, said, strict=True):
+        if ours is not None:
+            o = measured.operators[which]
+            control = old.kernel_ns(o.kind, o.flops, o.bytes) if o.flops or o.bytes else 0
+            found.append(Beside(o.name, o.kind, ns / 1e3, ours / 1e3, control / 1e3))
+    return found
+
+
+def load(path: Path) -> Trace | Contributed:
+    """Reads a file of either form, by its ending.
+
+    Raises:
+        FormatError: naming the file, and its line or entry.
+    """
+    return Trace.load(path) if path.suffix == ".csv" else load_json(path, Contributed.from_dict)
+
+
+def _old(machine: Machine) -> Machine:
+    return replace(machine, launch_ns=OLD_LAUNCH_NS, kernel_times=None)
+
+
+def before(captured: Captured, machine: Machine) -> list[int]:
+    """The control's ns per kernel."""
+    return [k.duration_ns for k in with_roofline(captured.program, _old(machine), "float32").kernels]
+
+
+# ------------------------------------------------------------------------------------------ by kind
+
+_KINDS = {
+    ("forward", "convolution"): "conv fwd", ("backward", "convolution_backward"): "conv bwd",
+    ("forward", "native_batch_norm"): "bn fwd", ("backward", "native_batch_norm_backward"): "bn bwd",
+    ("forward", "relu_"): "relu fwd", ("backward", "threshold_backward"): "relu bwd",
+    ("forward", "max_pool2d_with_indices"): "maxpool fwd",
+    ("backward", "max_pool2d_with_indices_backward"): "maxpool bwd",
+    ("forward", "add"): "residual add fwd", ("forward", "add_"): "residual add fwd",
+    ("backward", "add_"): "gradient add", ("forward", "addmm"): "matmul", ("backward", "mm"): "matmul",
+}  # fmt: skip
+
+
+def v100() -> tuple[Captured, dict[str, list[int]], dict[str, float]]:
+    """The step that was profiled on a V100, its kernels by kind, and the measured microseconds of each kind."""
+    captured = replace(
+        _captured(tuple(sorted({**NETWORKS["resnet50"], "batch_size": 32}.items())), "SGD"),
+        precision=Precision(False, False),
+    ).on(Machine.load("v100"))
+    kinds: dict[str, list[int]] = defaultdict(list)
+    for i, kernel in enumerate(captured.program.kernels):
+        packet = kernel.name.split(".")[1] if "." in kernel.name else kernel.name
+        kinds["optimizer" if kernel.phase == "optimizer" else _KINDS.get((kernel.phase, packet), "other")].append(i)
+    with (traces.DATA / f"{BY_KIND}.csv").open() as file:
+        measured = {row["kind"]: 1e3 * float(row["ms_per_step"]) for row in csv.DictReader(file)}
+    return captured, dict(kinds), measured
+
+
+def by_kind() -> list[Beside]:
+    """The V100's step, a row for each kind."""
+    captured, kinds, measured = v100()
+    kernels, old = captured.program.kernels, before(captured, Machine.load("v100"))
+    return [
+        Beside(kind, kind, us, sum(kernels[k].duration_ns for k in kinds.get(kind, ())) / 1e3,
+               sum(old[k] for k in kinds.get(kind, ())) / 1e3)
+        for kind, us in measured.items()
+    ]  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------ whole steps
+
+
+class Published(NamedTuple):
+    """A step of which only its time is published, in milliseconds.
+
+    Attributes:
+        what: "sum of kernels", or "iteration": with what the host and the loader add.
+    """
+
+    name: str
+    machine: str
+    what: str
+    measured: float
+    ours: float
+    control: float
+
+
+def published() -> list[Published]:
+    """The steps of steps.csv; float16 is autocast."""
+    found = []
+    with (traces.DATA / "steps.csv").open() as file:
+        for row in csv.DictReader(file):
+            machine, precision = machine_of(row["machine"]), row["precision"]
+            network = tuple(sorted({**NETWORKS[row["network"]], "batch_size": int(row["batch"])}.items()))
+            captured = replace(
+                _captured(network, row["optimizer"], precision == "float16", row["layout"] == "nhwc"),
+                precision=Precision(conv_tf32=precision == "tf32", matmul_tf32=False),
+            ).on(machine)
+            name = f"{row['network']}, {row['batch']}, {precision}, {row['layout'].upper()}"
+            ours, old = captured.program.ideal_ns / 1e6, sum(before(captured, machine)) / 1e6
+            found.append(Published(name, row["machine"], row["kind"], float(row["ms"]), ours, old))
+    return found
+
+
+# ------------------------------------------------------------------------------------------ errors
+
+
+def total(rows: Iterable[Beside]) -> tuple[float, float, float]:
+    """Milliseconds: measured, ours, the control's."""
+    columns = list(zip(*[(row.measured, row.ours, row.control) for row in rows], strict=True))
+    measured, ours, control = (sum(column) / 1e3 for column in columns)
+    return measured, ours, control
+
+
+def large(rows: Iterable[Beside]) -> list[Beside]:
+    """Those that are compared one by one."""
+    return [row for row in rows if row.measured >= LEAST_US]
+
+
+def ratios(rows: Sequence[Beside], control: bool = False) -> list[float]:
+    """What is said over what was measured."""
+    return [(row.control if control else row.ours) / row.measured for row in rows]
