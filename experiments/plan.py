@@ -35,9 +35,9 @@ from omegaconf import DictConfig
 
 import agents
 from agents.bound import Floor, floor
-from agents.other_times import ForFaster, TimesError
 from agents.planner import small
 from agents.search.annealing import everything
+from agents.search.other_times import ForFaster, TimesError
 from experiments.common import cli, report
 from experiments.common.report import Row
 from experiments.fit import on_card, times
@@ -121,7 +121,7 @@ def main(cfg: DictConfig) -> None:
 def stages(mode: str, error: TimesError | None = None) -> dict[str, float]:
     """What is done for plans of ``mode``, in order, and about how long it takes, of the seconds of planning."""
     kinds = {family: KIND for kind, family in PUBLISHED.items() if mode in (kind, "joint")}
-    faster = {FASTER_NAME: FASTER} if error is not None and error.step else {}
+    faster = {FASTER_NAME: FASTER} if error is not None else {}
     return {CAPTURE: 1.0, **kinds, SEARCH_NAME: SEARCH * len(SEARCHES), ROUNDING_NAME: ROUNDING, **faster,
             FLOOR: DETAIL, LARGEST: BATCHES}  # fmt: skip
 
@@ -235,7 +235,7 @@ def planned(
     error: TimesError | None = None,
 ) -> tuple[list[Best], Floor]:
     """The best plan of each family of methods that may have plans of ``mode``, and the floor under all; ``begin`` is
-    told the name of each. Where the sum of the times has an error, a search plans for the fast end of it, too.
+    told the name of each. Where the times have an error, a search plans for the fast end of it, too.
 
     Where the step fits, or it is proven that no plan does, none is made.
     """
@@ -258,7 +258,7 @@ def planned(
     begin(ROUNDING_NAME)
     rounding = report.made("lp_round", mode=mode, seconds=ROUNDING * seconds, seed=seed, min_bytes=small(program))
     found.append(best_of(ROUNDING_NAME, [rounding], task, mode, seed))
-    if error is not None and error.step:
+    if error is not None:
         begin(FASTER_NAME)
         starts = [b.plan for b in found if b.plan is not None]
         faster = ForFaster(starts, error, None, mode, small(program), seed, FASTER * seconds)

@@ -27,7 +27,7 @@ ROOMS = {
     "agents": ["", "heuristics", "search", "exact", "learned"],
     "executor": ["memory", "capture", "training", "replay", ""],
     # The top has commands, which use all of them; so is the __main__ of a room.
-    "experiments": ["workloads", "common", "plotting", "fit", "measured", "figures", "gpu", "benchmarks", "examples"],
+    "experiments": ["workloads", "common", "plotting", "fit", "gpu", "measured", "figures", "benchmarks", "examples"],
 }
 
 

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from agents.other_times import Spread
+from agents.search.other_times import Spread
 from experiments.common import report
 from experiments.common.report import Row
 from experiments.fit.times import Times, ranged, said as said_of

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from agents.other_times import OtherTimes, Spread, TimesError
+from agents.search.other_times import OtherTimes, Spread, TimesError
 from experiments.common import cli
 from simulator.kernel_times import scaled
 from simulator.machine import Machine

@@ -4,7 +4,7 @@ For each limit and each belief about the times (``BELIEFS``) plans are made as `
 searches of so many simulator calls, so that nothing depends on the clock; the recommended one is then simulated under
 the measured times. Beside it stand the plan made for the measured times by the same searches, and the floor under all.
 
-- ``model``: the model of kernel times, planned for with its error (agents/other_times.py);
+- ``model``: the model of kernel times, planned for with its error (agents/search/other_times.py);
 - ``model, believed exact``: the control, the same without the error: the cheapest plan as said;
 - ``roofline``: one roofline in float32 and a launch of ROOFLINE_LAUNCH for each kernel, as before there was a model.
 """
@@ -19,8 +19,8 @@ import torch
 
 import agents
 from agents.bound import floor
-from agents.other_times import ForFaster, OtherTimes, Spread, TimesError
 from agents.planner import small
+from agents.search.other_times import ForFaster, OtherTimes, Spread, TimesError
 from executor.capture.capture import capture
 from executor.capture.captured import Captured
 from executor.capture.roofline import with_roofline
@@ -36,7 +36,7 @@ from simulator.program import Program
 
 LIMITS = (0.7, 0.5, 0.4)  # of the peak
 CALLS = 5_000  # of each search
-SEARCHES = ("tensile", "annealing", "policy_search", "lp_round")
+SEARCHES = ("tensile", "annealing", "policy_search")  # lp_round takes longest, and found nothing cheaper
 MODEL, EXACT, ROOFLINE = "model", "model, believed exact", "roofline"
 BELIEFS = (MODEL, EXACT, ROOFLINE)
 ROOFLINE_LAUNCH = 5_000  # ns
@@ -113,7 +113,7 @@ def planned(
     program: Program, machine: Machine, limit: int, calls: int, seed: int, error: TimesError | None,
     searches: Sequence[str] = SEARCHES,
 ) -> tuple[Plan, Spread | None]:  # fmt: skip
-    """The plan that is recommended, and its spread (agents/other_times.py) where the times have an error.
+    """The plan that is recommended, and its spread (agents/search/other_times.py) where the times have an error.
 
     Args:
         limit: bytes.

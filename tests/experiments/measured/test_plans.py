@@ -32,7 +32,7 @@ def test_no_plan_is_much_above_that_for_the_measured_times(found: dict[str, plan
 
 def test_the_error_of_the_times_pays(found: dict[str, plans.Row]) -> None:
     robust, exact = found[plans.MODEL], found[plans.EXACT]
-    assert robust["said"] >= exact["said"] and robust["measured"] < exact["measured"]
+    assert robust["measured"] < exact["measured"]
     assert exact["low"] is exact["high"] is None
 
 

@@ -53,6 +53,12 @@ class TimesError:
         if not (self.kernel >= 0 and 0 <= self.step < 1):
             raise ValueError(f"kernel, step: expected at least 0, and step below 1, got {self.kernel} and {self.step}")
 
+    @property
+    def margin(self) -> float:
+        """By how much kernels beside a copy may be faster, where a plan is made for that: errors of several kernels
+        partly cancel."""
+        return max(self.step, self.kernel / 2)
+
     def faster(self, program: Program) -> Program:
         """All kernels as fast as they may be."""
         return _times(program, 1 / (1 + self.step))
@@ -88,11 +94,6 @@ class Spread:
     high: float
 
     @property
-    def expected(self) -> float:
-        """The mean of ``said``, ``fast`` and ``slow``."""
-        return (self.said + self.fast + self.slow) / 3
-
-    @property
     def least(self) -> float:
         return min(self.said, self.fast, self.slow, self.low)
 
@@ -117,12 +118,13 @@ class OtherTimes:
         self._own = Engine(program, machine, limit)
 
     def expected(self, plan: Plan) -> float:
-        """``Spread.expected`` of a plan, by three simulations.
+        """The mean overhead of a plan as said, with all kernels faster and with all slower; where the sum is sure, over
+        errors of kernels.
 
         Raises:
             PlanError: the plan does not fit the program.
         """
-        return float(np.mean(self._costs(plan, self._alike)))
+        return float(np.mean(self._costs(plan, self._alike if self.error.step else self._drawn)))
 
     def spread(self, plan: Plan) -> Spread:
         """What a plan may cost; raises PlanError where it does not fit the program."""
@@ -151,7 +153,7 @@ class OtherTimes:
 
 
 class ForFaster:
-    """Annealing from plans that are there already, under the fast end of the times.
+    """Annealing from plans that are there already, under times as short as they may be (``TimesError.margin``).
 
     Args:
         starts: plans for the times that are believed; the best under the fast ones is taken, of those whose decisions
@@ -173,7 +175,7 @@ class ForFaster:
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
         """The best plan found, for ``program``; raises Infeasible where no start can be taken."""
         until = None if self.seconds is None else time.monotonic() + self.seconds
-        engine = Engine(self.error.faster(program), machine, limit)
+        engine = Engine(_times(program, 1 / (1 + self.error.margin)), machine, limit)
         moves = Moves(program, limit, self.mode, self.min_bytes, self.seed)
         found = [rows for rows in (rows_of(plan.decisions) for plan in self.starts if not plan.variants)
                  if np.isin(rows[:, KIND], (SWAP, RECOMPUTE)).all()
