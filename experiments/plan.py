@@ -101,8 +101,8 @@ def main(cfg: DictConfig) -> None:
                 captures.look(program, memory or limit, card.beside if card else 0)
             families, bound = planned(task, mode, seconds, seed, begin, known.error)
             families = on_card.judged(families, card)
-            if card is not None and not any(b.served for b in families) and any(b.plan for b in families):
-                more = on_card.tightened(task, card, mode, seed, SEARCH * seconds)
+            if card is not None and on_card.wants_less(families):
+                more = on_card.tightened(task, card, mode, seed, ROUNDING * seconds)
                 families += [] if more is None else [replace(more, row=report.certified(more.row, bound))]
             begin(LARGEST)
             why = FIXED if workload is None else ""

@@ -37,6 +37,10 @@ def test_families_are_judged_by_what_the_allocator_serves():
     small = on_card.judged(families, card(step, counted[0] - 2 * MIB))
     assert not small[0].served and small[1] is families[1]
     assert on_card.judged(families, None) == families
+    assert on_card.wants_less(small) and not on_card.wants_less(families)
+    dearer = simulate(step, Plan((Swap(0, 0, 5, sync=True),)), GPU, step.peak_bytes)
+    assert dearer.overhead < timeline.overhead + 0.01  # so that it is not worth another plan
+    assert not on_card.wants_less([small[0], Best("served", {}, plan, dearer, 0.0)])
 
 
 def test_where_none_is_served_less_memory_is_planned_with():
