@@ -185,8 +185,8 @@ def answered(
     nearest = reached(program, machine, limit, mode) if program.peak_bytes > limit and best is None else None
     return Answer(
         program, machine, limit, mode, page, tuple(families), best, bound.least_bytes, nearest,
-        bound.overhead if proven else None, size, time.monotonic() - began, known,
-        others.spread(plan) if others is not None and plan is not None else None,
+        bound.overhead if proven else None, size, time.monotonic() - began, times=known,
+        spread=others.spread(plan) if others is not None and plan is not None else None,
     )  # fmt: skip
 
 
