@@ -21,7 +21,7 @@ class KernelTimes:
     """
 
     source: str  # what they are fitted to, as `plan` prints it
-    error: float  # standard deviation of ln(measured / modelled), kernels of at least 20 us
+    error: float  # standard deviation of ln(measured / modelled), kernels of at least 20 us, shapes not fitted to
     step_error: float  # by how much the sum over a step may be off, of itself
     launch_ns: int  # of kernels that follow one another: the time of the shortest
     multiprocessors: int
