@@ -6,8 +6,8 @@ where there is a ``target``), what the family's module beside this file asks for
 
 - ``iteration_ms``: measured iteration time by machine name; on those machines the kernels' durations are
   scaled to it, elsewhere they are the roofline's;
-- ``dtype``: of parameters, optimizer state, activations and batch: float32 (the default), bfloat16 or float16; the
-  roofline's FLOP rate is the machine's for it;
+- ``dtype``: of parameters, optimizer state, activations and batch: float32 (the default), bfloat16 or float16; a
+  ``target`` in another type needs no such word, as every kernel is timed in its own;
 - ``algorithms``: true gives convolutions the workspace of their fastest algorithm, and the others as variants
   (executor/capture/algorithms.py); the durations stay. Without it no kernel has a workspace;
 - ``paper_peak_mb``: the paper's peak load, for comparison.
