@@ -3,8 +3,8 @@ workloads system" (2021): how well a small network predicts the times of kernels
 (agents/heuristics/tensile/times.py): R² on a network that it did not learn from, over all kernels and over convolutions
 and matrix products.
 
-1. Times are the roofline's of the machine, and those measured on the processor of the computer that made this
-   (`executor.capture.profile.measure`, hot cache); the paper's are of a GPU.
+1. Times are those of the model of kernel times (executor/capture/kernel_times.py), and those measured on the processor
+   of the computer that made this (`executor.capture.profile.measure`, hot cache); the paper's are of a GPU.
 2. The paper has the mean over operators; here it is over the kernels of each network held out, and their median.
 3. One job runs: no utilisation is learned.
 """
@@ -31,7 +31,7 @@ TITLE = "TENSILE, section 4.3: kernel times predicted"
 ALONE = True
 PAPER = {"all": 0.582, "expensive": 0.805}
 EXPENSIVE = ("conv", "matmul")
-SOURCES = ("roofline", "measured")
+SOURCES = ("model", "measured")
 
 
 def tasks(settings: DictConfig) -> list[Row]:
@@ -64,7 +64,7 @@ def run(task: Row, machine: Machine) -> Row:
 
 def timed(name: str, task: Row, machine: Machine) -> tuple[Program, str]:
     """A network's program with the source's times, and on what they are."""
-    if task["source"] == "roofline":
+    if task["source"] == "model":
         return figures.program(name, machine, batch_size=task["batch"], iteration_ms=None), machine.name
     from executor.capture.profile import measure, with_profile  # PyTorch
     from experiments import workloads

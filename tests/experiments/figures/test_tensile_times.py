@@ -12,16 +12,16 @@ from experiments.figures import tensile_times
 from simulator import Machine
 
 MACHINE = Machine.load("rtx2080ti")
-SETTINGS = {"networks": ["squeezenet", "mobilenet", "vgg11", "resnet18_cifar"], "sources": ["roofline", "measured"],
+SETTINGS = {"networks": ["squeezenet", "mobilenet", "vgg11", "resnet18_cifar"], "sources": ["model", "measured"],
             "batch": 2, "repeats": 1}  # fmt: skip
 
 
 def test_networks_held_out(tmp_path) -> None:
     rows = [{**task, **tensile_times.run(task, MACHINE)} for task in tensile_times.tasks(DictConfig(SETTINGS))]
-    roofline, measured = rows
-    assert roofline["device"] == "rtx2080ti" and measured["device"].startswith("cpu")
-    # The roofline is a function of what the network sees, but for kinds of kernels that it never saw.
-    assert median(one["all"] for one in roofline["held"].values()) > 0.5
+    model, measured = rows
+    assert model["device"] == "rtx2080ti" and measured["device"].startswith("cpu")
+    # The model is a function of what the network sees, but for kinds of kernels that it never saw.
+    assert median(one["all"] for one in model["held"].values()) > 0.5
     assert all(-9 < one["all"] <= 1 and one["iteration"] > 0 for row in rows for one in row["held"].values())
     heads, cells = tensile_times.table(rows)
     assert all(len(line) == len(heads) for line in cells) and len(cells) == 5
