@@ -57,7 +57,7 @@ def test_a_task_as_a_user_runs_it(tmp_path) -> None:
 def row(split: str, gaps: dict[str, list[float | None]]) -> suite.Row:
     runs = [{"agent": agent, "calls": 100, "seconds": None, "seed": i, "gap": gap, "late": False, "plan_s": 0.5,
              "simulator_calls": 120} for agent, each in gaps.items() for i, gap in enumerate(each)]  # fmt: skip
-    return {"task": split, "split": split, "runs": runs}
+    return {"task": split, "split": split, "fingerprint": "0123456789ab", "runs": runs}
 
 
 def test_scores() -> None:
@@ -75,6 +75,8 @@ def test_scores() -> None:
     assert first[:3] == ["100 calls", "simulated annealing", "2.50"] and first[4:6] == ["1.50", "51.50"]
     assert second[1:3] == ["mutation search", "8.00"] and second[-2] == "1 of 4"
     assert "1.20 times" in suite.notes(rows)[-1]
+    of_before = [{**row, "task": "squeezenet_40", "fingerprint": "of before"} for row in rows]
+    assert suite.notes(of_before)[-1].startswith("Of programs with other kernel times than captures have now")
 
 
 @pytest.mark.parametrize(("change", "message"), [
