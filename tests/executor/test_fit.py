@@ -308,9 +308,9 @@ def test_a_profile_is_of_one_shape() -> None:
 @pytest.mark.parametrize(
     ("device", "name"),
     [("NVIDIA GeForce GTX 1080 Ti", "gtx1080ti"), ("NVIDIA GeForce RTX 2080 Ti", "rtx2080ti"), ("Tesla K40c", "k40c"),
-     ("Tesla V100-SXM2-16GB", "v100"), ("NVIDIA A100-SXM4-40GB", "a100_40gb"), ("NVIDIA H100 80GB HBM3", "h100"),
-     ("NVIDIA H200", "h200"), ("NVIDIA GeForce RTX 3060", "rtx3060"), ("NVIDIA GeForce RTX 4060", "rtx4060"),
-     ("NVIDIA A40", "a40")],
+     ("Tesla V100-SXM2-16GB", "v100"), ("NVIDIA A100-SXM4-40GB", "a100_40gb"), ("NVIDIA A100-SXM4-80GB", "a100_80gb"),
+     ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("NVIDIA GeForce RTX 3060", "rtx3060"),
+     ("NVIDIA GeForce RTX 4060", "rtx4060"), ("NVIDIA A40", "a40")],
 )  # fmt: skip
 def test_a_gpu_has_the_preset_of_its_name(device: str, name: str) -> None:
     found, preset = MODULE.machine_of(device), Machine.load(name)
@@ -322,7 +322,7 @@ def test_a_gpu_has_the_preset_of_its_name(device: str, name: str) -> None:
     "device",
     [
         "NVIDIA GH200 480GB",
-        "NVIDIA A100-SXM4-80GB",
+        "NVIDIA A100-SXM-64GB",
         "NVIDIA L4",
         "NVIDIA GeForce GTX 1080",
         "NVIDIA GeForce RTX 3060 Ti",

@@ -312,6 +312,6 @@ def test_expandable_segments_grow_at_their_end() -> None:
 @settings(max_examples=50, deadline=None)
 @given(lives)
 def test_expandable_segments_reserve_what_is_in_use_at_least(rows: list[tuple[int, int, int]]) -> None:
-    blocks = table([(lower, upper, nbytes * KB) for lower, upper, nbytes in rows])
+    blocks = table([(lower, lower + length, nbytes * KB) for lower, length, nbytes in rows])
     reserved, served = caching.serve(blocks, expandable=True)
     assert served and reserved >= blocks.rounded(512).peak_bytes and reserved % (2 << 20) == 0
