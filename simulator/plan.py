@@ -8,7 +8,7 @@ A Rerun says which kernel runs again and when; which tensors are away meanwhile 
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,8 @@ class Plan:
     limit: int = 0  # bytes the plan was made for; 0: none
     machine: str = ""
     variants: tuple[tuple[int, int], ...] = ()
-    structure: str = ""  # of the program; "": not known, and the plan cannot be ``retimed``
+    # Of the program; "": not known, and the plan cannot be ``retimed``. The fingerprint tells plans apart without it.
+    structure: str = field(default="", compare=False)
 
     @classmethod
     def of(
