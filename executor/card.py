@@ -101,8 +101,9 @@ def card_peak(
         ValueError: the optimizer's step cannot be followed.
     """
     loop = loop or Loop()
-    blocks = stream(captured, machine, loop)
-    held = stream(captured, machine, loop, workspaces=False).peak_bytes
+    update = _update(captured)  # which takes longer than the rest
+    blocks = stream(captured, machine, loop, update=update)
+    held = stream(captured, machine, loop, workspaces=False, update=update).peak_bytes
     tensors = captured.program.peak_bytes
     reserved, _ = caching.serve(blocks, expandable=expandable_segments)
     fits = None
@@ -120,8 +121,11 @@ def card_peak(
     )
 
 
-def stream(captured: Captured, machine: Machine, loop: Loop, workspaces: bool = True) -> Intervals:
-    """Every malloc and free of a loop's iterations, on a line."""
+def stream(
+    captured: Captured, machine: Machine, loop: Loop, workspaces: bool = True,
+    update: tuple[Updates | None, int, int] | None = None,
+) -> Intervals:  # fmt: skip
+    """Every malloc and free of a loop's iterations, on a line; ``update``: ``_update``'s, where it is known."""
     program = captured.program
     line = _Line()
     at = {
@@ -129,8 +133,8 @@ def stream(captured: Captured, machine: Machine, loop: Loop, workspaces: bool = 
         for t, tensor in enumerate(program.tensors)
         if tensor.persistent and tensor.kind in ("parameter", "buffer", "gradient")
     }
-    update, begin, end = _update(captured)
-    if update is None:
+    taken, begin, end = update or _update(captured)
+    if taken is None:
         at |= {t: line.take(x.nbytes) for t, x in enumerate(program.tensors) if x.kind == "optimizer_state"}
     batch = [t for t, tensor in enumerate(program.tensors) if tensor.persistent and tensor.kind == "input"]
     backward = next((k for k, kernel in enumerate(program.kernels) if kernel.phase == "backward"), -1)
@@ -165,9 +169,9 @@ def stream(captured: Captured, machine: Machine, loop: Loop, workspaces: bool = 
                 drop(held)
             if k == zero:
                 drop(summed)
-            if update is not None and begin <= k < end:
+            if taken is not None and begin <= k < end:
                 if k == begin:
-                    for block, nbytes in update.first if not iteration else update.later:
+                    for block, nbytes in taken.first if not iteration else taken.later:
                         if nbytes:
                             state[block] = line.take(nbytes)
                         else:

@@ -20,6 +20,8 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from executor.capture.state import chooses_foreach
+
 Event = tuple[int, int]  # a block, and its bytes; 0: it is given back
 
 
@@ -84,7 +86,7 @@ def updates(optimizer: Optimizer, without: Sequence[Tensor] = ()) -> Updates:
             made = {k: torch.empty_like(v, device=v.device) if isinstance(v, Tensor) else v for k, v in group.items()
                     if k != "params"}  # fmt: skip
             if made.get("foreach", 0) is None and not made.get("fused"):
-                made["foreach"] = chooses_foreach(group)
+                made["foreach"] = chooses_foreach(group, on_cuda=True)
             groups.append({**made, "params": params})
         vars(clone)["param_groups"], vars(clone)["state"] = groups, defaultdict(dict)
         watch = _Watch()
@@ -99,10 +101,3 @@ def updates(optimizer: Optimizer, without: Sequence[Tensor] = ()) -> Updates:
             watch.reap()
             parts.append(tuple(watch.events))
     return Updates(*parts)
-
-
-def chooses_foreach(group: dict[str, Any]) -> bool:
-    """Whether an optimizer whose ``foreach`` is None takes it for this group on CUDA."""
-    if group.get("differentiable") or (isinstance(group.get("lr"), Tensor) and not group.get("capturable")):
-        return False
-    return all(type(p) in (Tensor, nn.Parameter) for p in group["params"] if p.requires_grad)

@@ -102,7 +102,7 @@ def main(cfg: DictConfig) -> None:
             families, bound = planned(task, mode, seconds, seed, begin, known.error)
             families = on_card.judged(families, card)
             if card is not None and on_card.wants_less(families):
-                more = on_card.tightened(task, card, mode, seed, ROUNDING * seconds)
+                more = tightened(task, card, mode, seed, ROUNDING * seconds)
                 families += [] if more is None else [replace(more, row=report.certified(more.row, bound))]
             begin(LARGEST)
             why = FIXED if workload is None else ""
@@ -306,6 +306,26 @@ def best_of(
     program, machine, limit = task
     timeline = None if plan is None or not row["feasible"] else simulate(program, plan, machine, min(limit, plan.limit))
     return Best(family, row, None if timeline is None else plan, timeline, spent, tuple(out))
+
+
+def tightened(task: Task, card: CardPeak, mode: str, seed: int, seconds: float) -> Best | None:
+    """The first plan that the card's allocator serves, of LP rounding within parts of the limit; None: there is none.
+
+    Args:
+        seconds: of all of them.
+    """
+    began, (program, machine, limit) = time.monotonic(), task
+    for part in on_card.PARTS:
+        planner = report.made(
+            "lp_round", seed=seed, mode=mode, seconds=seconds / len(on_card.PARTS), min_bytes=small(program)
+        )
+        best = best_of(on_card.FAMILY, [planner], (program, machine, int(part * limit)), mode, seed)
+        (best,) = on_card.judged([best], card)
+        if best.served:
+            return replace(best, seconds=time.monotonic() - began)
+        if best.plan is None:
+            return None
+    return None
 
 
 def _rank(row: Row | None, plan: Plan | None) -> tuple[float, int]:

@@ -281,11 +281,14 @@ _OPAQUE = (Tensor, types.ModuleType, type, str, bytes, int, float, complex, type
            torch.Generator, types.BuiltinFunctionType, types.CodeType)  # fmt: skip
 
 
-def chooses_foreach(group: dict[str, Any]) -> bool:
-    """Whether an optimizer whose ``foreach`` is None takes it for this group, as it does on CUDA."""
+def chooses_foreach(group: dict[str, Any], on_cuda: bool = False) -> bool:
+    """Whether an optimizer whose ``foreach`` is None takes it for this group where its parameters are, or would if they
+    were on CUDA."""
     if isinstance(group.get("lr"), Tensor) and not group.get("capturable"):
         return False
     wanted = [p for p in group["params"] if p.requires_grad]
+    if on_cuda:
+        return not group.get("differentiable") and all(type(p) in (Tensor, nn.Parameter) for p in wanted)
     return bool(_default_to_fused_or_foreach(wanted, group.get("differentiable", False), False)[1])
 
 

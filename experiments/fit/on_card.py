@@ -11,13 +11,8 @@ from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING
 
-from agents.planner import small
-from experiments.common import report
 from experiments.fit.times import ROOM
-from simulator import simulate
-from simulator.machine import Machine
 from simulator.pool.card import CardPeak, under_plan
-from simulator.program import Program
 
 if TYPE_CHECKING:  # Matplotlib takes long to import
     from experiments.fit.answer import Best
@@ -40,26 +35,3 @@ def wants_less(families: Sequence[Best]) -> bool:
         if b.timeline is not None:
             least[b.served] = min(least[b.served], b.timeline.overhead)
     return least[False] < least[True] - ROOM
-
-
-def tightened(task: tuple[Program, Machine, int], card: CardPeak, mode: str, seed: int, seconds: float) -> Best | None:
-    """The first plan that the allocator serves, of LP rounding within parts of the limit; None: there is none.
-
-    Args:
-        seconds: of all of them.
-    """
-    from experiments.fit.answer import Best
-
-    program, machine, limit = task
-    spent = 0.0
-    for part in PARTS:
-        planner = report.made("lp_round", seed=seed, mode=mode, seconds=seconds / len(PARTS), min_bytes=small(program))
-        row, plan = report.score_with(planner, program, machine, int(part * limit), seed, mode)
-        spent += (row["plan_ms"] or 0.0) / 1e3
-        if plan is None or not row["feasible"]:
-            return None
-        timeline = simulate(program, plan, machine, min(limit, plan.limit))
-        counted = under_plan(card, timeline)
-        if counted[1]:
-            return Best(FAMILY, row, plan, timeline, spent, card=counted)
-    return None

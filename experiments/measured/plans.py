@@ -6,29 +6,23 @@ the measured times. Beside it stand the plan made for the measured times by the 
 
 - ``model``: the model of kernel times, planned for with its error (agents/search/other_times.py);
 - ``model, believed exact``: the control, the same without the error: the cheapest plan as said;
-- ``roofline``: one roofline in float32 and a launch of ROOFLINE_LAUNCH for each kernel, as before there was a model.
+- ``roofline``: one roofline in float32, as before there was a model (steps.py, the control).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
-
-import torch
 
 import agents
 from agents.bound import floor
 from agents.planner import small
 from agents.search.other_times import ForFaster, OtherTimes, Spread, TimesError
-from executor.capture.capture import capture
-from executor.capture.captured import Captured
 from executor.capture.roofline import with_roofline
 from experiments.common import report
 from experiments.fit import times
 from experiments.fit.answer import Best
-from experiments.measured import traces
-from experiments.workloads import resnet_imagenet
+from experiments.measured import steps, traces
 from simulator import simulate
 from simulator.machine import Machine
 from simulator.plan import Plan
@@ -39,27 +33,18 @@ CALLS = 5_000  # of each search
 SEARCHES = ("tensile", "annealing", "policy_search")  # lp_round takes longest, and found nothing cheaper
 MODEL, EXACT, ROOFLINE = "model", "model, believed exact", "roofline"
 BELIEFS = (MODEL, EXACT, ROOFLINE)
-ROOFLINE_LAUNCH = 5_000  # ns
 
 Row = dict[str, Any]
-
-
-def resnet50(machine: Machine) -> Captured:
-    """The step that was traced on an H100: torchvision's ResNet-50, batch 128, Adam."""
-    with torch.device("meta"):
-        model, loss_fn, _, batch = resnet_imagenet.build(stages="3-4-6-3", batch_size=128, halve=3)
-        optimizer = torch.optim.Adam(model.parameters())
-    return capture(model, loss_fn, optimizer, batch, machine=machine, name="resnet50").on(machine)
 
 
 def rows(
     limits: Sequence[float] = LIMITS, calls: int = CALLS, seed: int = 0, searches: Sequence[str] = SEARCHES
 ) -> list[Row]:  # fmt: skip
     """``compared`` for the trace of ResNet-50 on an H100."""
-    machine = Machine.load("h100")
-    captured = resnet50(machine)
-    measured = traces.measured(captured, traces.load(traces.DATA / "h100_resnet50.csv"))
-    return compared(captured.program, measured, machine, limits, calls, seed, searches)
+    trace = steps.Trace.load(traces.DATA / f"{steps.RESNET50}.csv")
+    captured = trace.captured()
+    measured = traces.measured(captured, trace.operators)
+    return compared(captured.program, measured, Machine.load(trace.machine), limits, calls, seed, searches)
 
 
 def compared(
@@ -88,7 +73,7 @@ def compared(
     if machine.kernel_times is None:
         raise ValueError(f"machine: {machine.name} has no model of kernel times")
     error = TimesError(machine.kernel_times.error, machine.kernel_times.step_error)
-    before = with_roofline(modelled, replace(machine, kernel_times=None, launch_ns=ROOFLINE_LAUNCH))
+    before = with_roofline(modelled, steps.one_roofline(machine))
     believed: Mapping[str, tuple[Program, TimesError | None]] = {
         MODEL: (modelled, error), EXACT: (modelled, None), ROOFLINE: (before, None),
     }  # fmt: skip

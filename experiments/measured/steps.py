@@ -36,6 +36,7 @@ from simulator.machine import PRESETS, Machine
 FORMAT = "trace/1"
 BY_KIND = "v100_resnet50_by_kind"
 OLD_LAUNCH_NS = 5000  # of the control
+RESNET50 = "h100_resnet50"  # the trace
 LEAST_US = 20.0  # of a kernel that is compared by itself
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": partial(torch.optim.SGD, momentum=0.9), "Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW,
@@ -168,7 +169,7 @@ def of_trace(trace: Trace) -> list[Beside]:
 def of_contributed(measured: Contributed) -> list[Beside]:
     """Its kernels, as far as this PyTorch has their operators; raises FormatError as ``modelled`` does."""
     machine = machine_of(measured.machine)
-    said, old = modelled(measured, machine), _old(machine)
+    said, old = modelled(measured, machine), one_roofline(machine)
     found = []
     for (which, _, ns, _), ours in zip(measured.kernels, said, strict=True):
         if ours is not None:
@@ -187,13 +188,14 @@ def load(path: Path) -> Trace | Contributed:
     return Trace.load(path) if path.suffix == ".csv" else load_json(path, Contributed.from_dict)
 
 
-def _old(machine: Machine) -> Machine:
+def one_roofline(machine: Machine) -> Machine:
+    """The machine as the control sees it."""
     return replace(machine, launch_ns=OLD_LAUNCH_NS, kernel_times=None)
 
 
 def before(captured: Captured, machine: Machine) -> list[int]:
     """The control's ns per kernel."""
-    return [k.duration_ns for k in with_roofline(captured.program, _old(machine), "float32").kernels]
+    return [k.duration_ns for k in with_roofline(captured.program, one_roofline(machine), "float32").kernels]
 
 
 # ------------------------------------------------------------------------------------------ by kind

@@ -2,6 +2,7 @@
 
 from experiments.fit import on_card
 from experiments.fit.answer import Best
+from experiments.plan import tightened
 from simulator import Machine, simulate
 from simulator.plan import Plan, Swap
 from simulator.pool.card import CardPeak, under_plan
@@ -47,7 +48,7 @@ def test_where_none_is_served_less_memory_is_planned_with():
     step = program()
     room = 26 * MIB  # of 24 that two tensors take
     task = step, GPU, 36 * MIB  # within which the step runs as it is, and its allocator takes as much
-    found = on_card.tightened(task, card(step, room), "joint", 0, 2.0)
+    found = tightened(task, card(step, room), "joint", 0, 2.0)
     assert found is not None and found.served and found.family == on_card.FAMILY
     assert found.card[0] <= room and found.timeline.peak_bytes < step.peak_bytes
-    assert on_card.tightened(task, card(step, 10 * MIB), "joint", 0, 2.0) is None
+    assert tightened(task, card(step, 10 * MIB), "joint", 0, 2.0) is None

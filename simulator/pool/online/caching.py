@@ -43,7 +43,7 @@ def pack(intervals: Intervals, first: int = 0) -> Packing:
     """
     order = events(intervals)
     sizes = intervals.rounded(MIN_BLOCK_SIZE).nbytes
-    offsets, reserved, steps, segments, _ = _serve(order, sizes, first, _ENDLESS, False)
+    offsets, reserved, steps, segments, _ = _serve(order, sizes, first, first + _ENDLESS, False)
     return Packing(offsets, reserved, steps=steps, driver_mallocs=segments)
 
 
