@@ -5,9 +5,9 @@ plans (agents/learned/expert_iteration.py).
     python -m experiments.pretrain out=runs/pretrain seed=1 training.encoder=attention
 
 What is in ``out`` is not made again: a run goes on where it was stopped, and trainings share programs and plans. Files:
-programs/0000.json.gz, …; lessons-0.jsonl, annealing's plans, a line per task; lessons-1.jsonl, those that the first
-network to get there found, too; <encoder>-<seed>/ with a training's state after each round, log.jsonl and policy.pt.
-See agents/learned/README.md.
+programs/0000.json.gz, …; times/0000.json, … with the kernel times of its tasks; lessons-0.jsonl, annealing's plans, a
+line per task; lessons-1.jsonl, those that the first network to get there found, too; <encoder>-<seed>/ with the state
+after each round, log.jsonl and policy.pt. See agents/learned/README.md.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,8 +27,8 @@ from omegaconf import DictConfig
 from rich.progress import Progress, TaskID
 
 from experiments.common import cli, report, workers
-from simulator.files import FormatError
-from simulator.machine import Machine
+from simulator.files import FormatError, load_json, write_json
+from simulator.machine import PRESETS, Machine
 from simulator.program import Program
 
 if TYPE_CHECKING:
@@ -42,6 +43,11 @@ JOINT = 0.8  # of the tasks; the rest swap or recompute
 # A100s, 0.95 and 0.62 of H800s.
 SHARES = *[(1.0, 1.0)] * 3, (0.5, 0.95), (0.95, 0.62), (0.75, 0.75), (0.85, 0.85)
 CAPTURED_ON = "v100"  # the durations are set by the machine of each task
+MODELLED = 0.6  # of the tasks: kernel times are the model's of some GPU, the others' a roofline's
+SCATTER = 0.2  # of the logarithm of a modelled GPU's rates
+SHARES_OF_PEAK = ("elementwise", "norm", "pool", "pool_backward", "conv", "conv_backward", "conv_1x1",
+                  "conv_1x1_backward", "conv_bandwidth", "conv_float32", "conv_float32_backward", "matmul",
+                  "matmul_float32", "attention")  # fmt: skip
 VALIDATED = 48  # tasks of the families that are held out
 
 
@@ -65,11 +71,11 @@ def main(cfg: DictConfig) -> None:
     settings = cli.dataclass_of(learning.Training, cfg.training, "training")
     torch.set_num_threads(1)  # sums are in the same order, whatever the machine
     folder = out / f"{settings.encoder}-{net_seed}"
-    for made in (out / "programs", folder):
+    for made in (out / "programs", out / "times", folder):
         made.mkdir(parents=True, exist_ok=True)
     drawn_from = [networks for programs, networks in sets for _ in range(programs)]  # of each program
     count = len(drawn_from)
-    todo = [(out, drawn_from[i], seed, i) for i in range(count) if not program_path(out, i).exists()]
+    todo = [(out, drawn_from[i], seed, i, each) for i in range(count) if timed(out, i) < each]
     run(capture_one, todo, jobs, "capturing programs", lambda _: None)
     with Lines(out / "lessons-0.jsonl") as lines:
         tasks = [(out, seed, i, j) for j in range(each) for i in range(count)]  # more of them: the first ones stay
@@ -138,6 +144,15 @@ def program_path(out: Path, i: int) -> Path:
     return out / "programs" / f"{i:04d}.json.gz"
 
 
+def times_path(out: Path, i: int) -> Path:
+    return out / "times" / f"{i:04d}.json"
+
+
+def timed(out: Path, i: int) -> int:
+    """The tasks of a program whose kernel times are known; raises FormatError."""
+    return len(read_times(times_path(out, i))) if times_path(out, i).exists() else 0
+
+
 def run(
     work: Callable[[Any], Any], tasks: Sequence[Any], jobs: int, what: str, done: Callable[[Any], None]
 ) -> None:  # fmt: skip
@@ -174,20 +189,52 @@ class Lines:
         self.file.flush()
 
 
-def capture_one(task: tuple[Path, list[Network], int, int]) -> None:
-    """Captures a network drawn at random, again where it is too small or too large, and writes the program."""
+def capture_one(task: tuple[Path, list[Network], int, int, int]) -> None:
+    """Captures a network drawn at random, again where it is too small or too large, and writes the program and the
+    durations of its kernels on the machine of each task."""
     from experiments import workloads
 
-    out, networks, seed, i = task
+    out, networks, seed, i, each = task
     rng = random.Random(f"{seed}:{i}")
     machine = Machine.load(CAPTURED_ON)
     while True:
         chosen = {key: rng.choice(values) for key, values in rng.choice(networks).items()}
-        program = workloads.load({"name": chosen["family"], **chosen}, machine).program
+        captured = workloads.load({"name": chosen["family"], **chosen}, machine)
+        program = captured.program
         gaps = len(program.gaps(2**20))
         if len(program.kernels) <= MOST_KERNELS and LEAST_GAPS <= gaps <= MOST_GAPS:
+            machines = [drawn_machine(task_rng(seed, i, j)) for j in range(each)]
+            write_json(times_path(out, i), [
+                [k.duration_ns for k in captured.on(machine).program.kernels] for machine in machines
+            ])  # fmt: skip
             program.save(program_path(out, i))
             return
+
+
+def task_rng(seed: int, i: int, j: int) -> random.Random:
+    """What draws a task: its machine first."""
+    return random.Random(f"{seed}:{i}:{j}")
+
+
+def drawn_machine(rng: random.Random) -> Machine:
+    return modelled_machine(rng) if rng.random() < MODELLED else random_machine(rng)
+
+
+def modelled_machine(rng: random.Random) -> Machine:
+    """A GPU with a model of kernel times, its rates and shares off by SCATTER, on a random machine's link."""
+    link = random_machine(rng)
+    gpu = rng.choice([m for m in map(Machine.load, sorted(p.stem for p in PRESETS.glob("*.yaml"))) if m.kernel_times])
+    times = gpu.kernel_times
+    assert times is not None
+
+    def off(rate: float, most: float = math.inf) -> float:
+        return min(most, rate * math.exp(rng.gauss(0, SCATTER)))
+
+    shares = {name: off(value, 1.0) for name, value in vars(times).items() if name in SHARES_OF_PEAK}
+    return replace(
+        link, memory_bytes_per_s=int(off(gpu.memory_bytes_per_s)), kernel_times=replace(times, **shares),
+        flops_per_s={dtype: int(off(rate)) for dtype, rate in gpu.flops_per_s.items()},
+    )  # fmt: skip
 
 
 def random_machine(rng: random.Random) -> Machine:
@@ -212,17 +259,16 @@ def random_machine(rng: random.Random) -> Machine:
 def plan_one(task: tuple[Path, int, int, int]) -> dict[str, Any]:
     """The teacher's plans of a task drawn at random: a line of lessons-0.jsonl. No plans: nothing is to be learned."""
     from agents.learned.expert_iteration import first_plans, reachable
-    from executor.capture.roofline import with_roofline
     from simulator.ways import MODES
 
     out, seed, i, j = task
-    rng = random.Random(f"{seed}:{i}:{j}")
-    machine = random_machine(rng)
-    program = with_roofline(captured(out, i), machine)
+    rng = task_rng(seed, i, j)
+    machine = drawn_machine(rng)
+    program = on_task(out, i, j)
     mode = "joint" if rng.random() < JOINT else rng.choice([m for m in MODES if m != "joint"])
     limit = reachable(program, machine, int(rng.uniform(*LIMITS) * program.peak_bytes), mode)
     plans = first_plans(program, machine, limit, mode)
-    return {"program": i, "machine": machine.to_dict(), "limit": limit, "mode": mode,
+    return {"program": i, "task": j, "machine": machine.to_dict(), "limit": limit, "mode": mode,
             "plans": [[ns, rows.tolist()] for ns, rows in plans]}  # fmt: skip
 
 
@@ -255,12 +301,32 @@ def captured(out: Path, i: int) -> Program:
     return Program.load(program_path(out, i))
 
 
+def read_times(path: Path) -> list[list[int]]:
+    """Of each task of a program, ns per kernel."""
+
+    def read(data: object) -> list[list[int]]:
+        if not isinstance(data, list) or any(not isinstance(row, list) for row in data):
+            raise FormatError("expected a list of ns per kernel for each task")
+        return data
+
+    return load_json(path, read)
+
+
+@cache
+def kernel_times(out: Path, i: int) -> list[list[int]]:
+    return read_times(times_path(out, i))
+
+
+def on_task(out: Path, i: int, j: int) -> Program:
+    """A program with the kernel times of its task ``j``."""
+    return captured(out, i).with_durations(kernel_times(out, i)[j])
+
+
 def lesson_of(out: Path, entry: dict[str, Any]) -> Lesson:
     from agents.learned.expert_iteration import Lesson
-    from executor.capture.roofline import with_roofline
 
     machine = Machine.from_dict(entry["machine"])
-    program = with_roofline(captured(out, entry["program"]), machine)
+    program = on_task(out, entry["program"], entry["task"])
     plans = [(int(ns), np.array(rows, np.int64).reshape(-1, 6)) for ns, rows in entry["plans"]]
     return Lesson(program, machine, int(entry["limit"]), str(entry["mode"]), plans)
 
