@@ -26,7 +26,6 @@ from typing import Any
 from omegaconf import DictConfig
 
 from agents.heuristics.autoswap import peak_gaps
-from experiments.benchmarks.jobs import several
 from experiments.benchmarks.packing import packing
 from experiments.benchmarks.simulation import (
     batches,
@@ -34,6 +33,7 @@ from experiments.benchmarks.simulation import (
     home_search,
     planned,
     searching,
+    several,
     simulation,
     swap_all,
 )

@@ -35,6 +35,7 @@ CHOICES = ("agent", "algo")  # config groups whose option's name counts
 CLOCK = ("plan_ms",)  # keys of rows that a clock measured
 FLOOR = ("bound_overhead", "gap")  # and, of plan, those of a floor that had seconds
 SAME = ("planner", "limit_bytes", "mode", "workspace", "seed")  # what says which row is which
+SECONDS = " (it had seconds)"
 FACTS = ("fits", "least_bytes")  # of plan's summary: no seconds decide them
 
 Compared = tuple[bool, list[str]]  # is all equal that should be, and what is said
@@ -150,18 +151,11 @@ def _written(value: Any) -> str:
 
 def compared(run: Path, out: Path, before: Row, after: Row) -> Compared:
     """A line for the plan and for each row of a training or an evaluation."""
-    same, lines = True, []
-    if (run / "plan.json").exists():
-        same, line = _file("plan.json", run, out)
-        lines.append(line)
+    found = [_file("plan.json", run, out)] if (run / "plan.json").exists() else []
     rows = {_which(row): row for row in after["results"]}
-    for row in before["results"]:
-        keys = _other(row, rows.get(_which(row), {}), CLOCK)
-        timed = "seconds" in row["planner"]
-        same &= timed or not keys
-        what = "the same" if not keys else f"other {', '.join(keys)}" + (" (it had seconds)" if timed else "")
-        lines.append(f"{_name(row)}: {what}")
-    return same, lines
+    found += [_row(_name(row), row, rows.get(_which(row), {}), CLOCK, "seconds" in row["planner"])
+              for row in before["results"]]  # fmt: skip
+    return _all(found)
 
 
 def compared_plan(run: Path, out: Path, before: Row, after: Row) -> Compared:
@@ -170,54 +164,37 @@ def compared_plan(run: Path, out: Path, before: Row, after: Row) -> Compared:
     A method without a budget of seconds has the same row and the same plan. Which is the best of its family is the
     same where there was time for the same ones, and none had seconds; which is recommended, where that holds of all.
     """
-    changed = [key for key in FACTS if before[key] != after[key]]
-    same, lines = not changed, [f"other {key}: {before[key]} and {after[key]}" for key in changed]
+    found = [(False, f"other {key}: {before[key]} and {after[key]}") for key in FACTS if before[key] != after[key]]
     rows = {_which(row): row for row in after["results"]}
     kept, now = ({family["family"]: family for family in data["families"]} for data in (before, after))
-    same &= kept.keys() == now.keys()
     by_time = {name for name in kept.keys() & now.keys()
                if any(_budget(each[name]["planner"]) for each in (kept, now))
                or kept[name]["left_out"] != now[name]["left_out"]}  # fmt: skip
     for name in [name for name in kept if name in now]:
-        was, planner = kept[name]["planner"], now[name]["planner"]
-        if was != planner:
-            same &= name in by_time
-            lines.append(f"{name}: {planner} in the place of {was}{' (by time)' * (name in by_time)}")
+        found += _choice(name, kept[name]["planner"], now[name]["planner"], name in by_time)
     for row in before["results"]:
         if _which(row) in rows:
-            keys, timed = _other(row, rows[_which(row)], CLOCK + FLOOR), _budget(row["planner"])
-            same &= timed or not keys
-            what = "the same" if not keys else f"other {', '.join(keys)}"
-            lines.append(f"{_name(row)}: {what}{' (it had seconds)' if timed and keys else ''}")
+            found.append(_row(_name(row), row, rows[_which(row)], CLOCK + FLOOR, _budget(row["planner"])))
     was, planner = before["recommended"], after["recommended"]
-    if was != planner:
-        same &= bool(by_time)
-        lines.append(f"recommended: {planner} in the place of {was}{' (by time)' * bool(by_time)}")
-    elif was is not None:
-        equal, line = _file("plan.json", run, out)
-        timed = _budget(was)
-        same &= equal or timed
-        lines.append(f"{line}, by {was}{' (it had seconds)' * (timed and not equal)}")
+    found += _choice("recommended", was, planner, bool(by_time))
+    if was is not None and was == planner:
+        found.append(_file("plan.json", run, out, f", by {was}", _budget(was)))
+    same, lines = _all(found)
+    same &= kept.keys() == now.keys()
     return same, [*lines, "the largest batch: not compared, it takes the model"]
 
 
 def compared_pack(run: Path, out: Path, before: Row, after: Row) -> Compared:
     """A line for each allocator and for solution.csv; what searches for seconds is compared where it was proven."""
-    same, lines = True, []
+    found = []
     rows, others = (load_json(path / "results.json", _rows) for path in (run, out))
     for name, row in rows.items():
         other = others.get(name, {})
-        keys = _other(row, other, ("seconds",))
         timed = name not in ALLOCATORS or (ALLOCATORS[name].timed and not (row["proven"] and other.get("proven")))
-        same &= timed or not keys
-        what = "the same" if not keys else f"other {', '.join(keys)}{' (it had seconds)' if timed else ''}"
-        lines.append(f"{name}: {what}")
+        found.append(_row(name, row, other, ("seconds",), timed))
     was, best = before["best"], after["best"]
     timed = any(name not in ALLOCATORS or ALLOCATORS[name].timed for name in (was, best))
-    equal, line = _file("solution.csv", run, out)
-    same &= equal or timed
-    lines.append(f"{line}, by {best}{' (it had seconds)' * (timed and not equal)}")
-    return same, lines
+    return _all([*found, _file("solution.csv", run, out, f", by {best}", timed)])
 
 
 def _rows(data: object) -> dict[str, Row]:
@@ -226,15 +203,28 @@ def _rows(data: object) -> dict[str, Row]:
     return data
 
 
-def _file(name: str, run: Path, out: Path) -> tuple[bool, str]:
-    """Is a file the same, and a line that says so."""
+def _all(found: list[tuple[bool, str]]) -> Compared:
+    return all(same for same, _ in found), [line for _, line in found]
+
+
+def _row(name: str, row: Row, now: Row, but: tuple[str, ...], timed: bool) -> tuple[bool, str]:
+    """Is a row the same but for some keys, or may it differ as it had seconds; and a line that says so."""
+    keys = [key for key in row if key not in but and row[key] != now.get(key)]
+    if not keys:
+        return True, f"{name}: the same"
+    return timed, f"{name}: other {', '.join(keys)}{SECONDS * timed}"
+
+
+def _choice(name: str, was: str | None, now: str | None, by_time: bool) -> list[tuple[bool, str]]:
+    """Of what was chosen: [] where it is the same."""
+    return [] if was == now else [(by_time, f"{name}: {now} in the place of {was}{' (by time)' * by_time}")]
+
+
+def _file(name: str, run: Path, out: Path, by: str = "", timed: bool = False) -> tuple[bool, str]:
+    """As ``_row``, of a file."""
     equal = (out / name).is_file() and (run / name).read_bytes() == (out / name).read_bytes()
-    return equal, f"{name}: {'the same to the byte' if equal else 'another one'}"
-
-
-def _other(row: Row, now: Row, but: tuple[str, ...]) -> list[str]:
-    """The keys of a row whose values differ."""
-    return [key for key in row if key not in but and row[key] != now.get(key)]
+    what = "the same to the byte" if equal else "another one"
+    return equal or timed, f"{name}: {what}{by}{SECONDS * (timed and not equal)}"
 
 
 def _name(row: Row) -> str:

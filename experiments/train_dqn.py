@@ -22,14 +22,20 @@ from typing import TYPE_CHECKING, Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+import agents
 import simulator
 from agents.bound import floor
 from experiments.common import cli, report
 from experiments.common.tracking import Tracker, chosen, open_tracker
 from simulator.limits import limit_bytes
+from simulator.machine import Machine
+from simulator.plan import Plan
+from simulator.program import Program
 
 if TYPE_CHECKING:
     from agents.learned.dqn import Episode
+
+NO_GREEDY = "the final greedy policy's plan does not fit the limit"
 
 
 @cli.entry("train_dqn")
@@ -61,29 +67,34 @@ def main(cfg: DictConfig) -> None:
             result = dqn.train(program, machine, limit, config, seed, out / "checkpoint.pt", resume, watch, agent)
         spent = time.perf_counter() - start
 
-        with log.status("bounding every plan"):
-            bound = floor(program, machine, limit)
-        rows = [report.score(name, program, machine, limit, seed)[0] for name in report.tracked(names, "planning with")]
-        after = simulator.simulate(program, result.best, machine, limit)
-        calls = result.simulator_calls
-        budgets = report.controls(calls, spent, resume is not None)
-        for named in report.tracked(list(budgets), "planning with"):
-            planner = without_network(config, seed, **budgets[named])
-            rows.append(report.score_with(planner, program, machine, limit, seed, named=named)[0])
-        rows.append(report.row(program, machine, limit, agent, seed, after, spent, calls))
-        greedy = simulator.simulate(program, result.greedy, machine, limit) if result.greedy is not None else None
-        rows.append(
-            report.row(program, machine, limit, f"{agent}_greedy", seed, greedy, spent, calls,
-                       "the final greedy policy's plan does not fit the limit")
+        rows = compared(
+            (program, machine, limit), seed, None, names, partial(without_network, config, seed),
+            {agent: result.best, f"{agent}_greedy": result.greedy}, result.simulator_calls, spent, resume is not None,
         )  # fmt: skip
-        rows = [report.certified(r, bound) for r in rows]
-
         from experiments.plotting.training import write_training  # Matplotlib takes long to import
 
         write_training(out, program, machine, result.best, agent, result.history, rows)
         report.write_summary(out / "summary.json", cfg, program, rows, episodes=len(result.history), train_s=spent)
     screen.print(report.table(rows))
     print(out)
+
+
+def compared(
+    task: tuple[Program, Machine, int], seed: int, mode: str | None, names: list[str],
+    control: Callable[..., agents.Planner], plans: dict[str, Plan | None], calls: int, spent: float, resumed: bool,
+) -> list[report.Row]:  # fmt: skip
+    """The rows of a training of so many simulator ``calls`` and seconds, certified: the planners of ``names``, the
+    agent's search without its network (``control`` makes it, of a budget), and the agent's own ``plans`` by name."""
+    with report.console(stderr=True).status("bounding every plan"):
+        bound = floor(*task, mode or "joint")
+    rows = [report.score(name, *task, seed, mode)[0] for name in report.tracked(names, "planning with")]
+    budgets = report.controls(calls, spent, resumed)
+    rows += [report.score_with(control(**budgets[named]), *task, seed, mode, named=named)[0]
+             for named in report.tracked(list(budgets), "planning with")]  # fmt: skip
+    for named, plan in plans.items():
+        timeline = None if plan is None else simulator.simulate(task[0], plan, *task[1:])
+        rows.append(report.row(*task, named, seed, timeline, spent, calls, NO_GREEDY, mode or "joint"))
+    return [report.certified(row, bound) for row in rows]
 
 
 def checkpoint_of(path: Path | None) -> Path | None:

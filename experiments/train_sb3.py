@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import time
 from contextlib import closing
+from functools import partial
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 import agents
 import simulator
-from agents.bound import floor
 from envs import Task
 from envs.memory_env import small_task
 from experiments.common import cli, report
 from experiments.common.tracking import chosen, open_tracker
+from experiments.train_dqn import compared
 from simulator.limits import limit_bytes
 from simulator.ways import MODES
 
@@ -75,22 +76,11 @@ def main(cfg: DictConfig) -> None:
         if record.best is None:
             raise agents.Infeasible(f"none of {len(record.history)} episodes found a plan that fits {limit:,} bytes")
 
-        with log.status("bounding every plan"):
-            bound = floor(program, machine, limit, mode)
-        rows = [report.score(name, program, machine, limit, seed, mode)[0]
-                for name in report.tracked(names, "planning with")]  # fmt: skip
-        budgets = report.controls(record.steps, spent, resumed=False)
-        for named in report.tracked(list(budgets), "planning with"):
-            control = report.made("mutation", seed=seed, mode=mode, min_bytes=min_bytes, **budgets[named])
-            rows.append(report.score_with(control, program, machine, limit, seed, mode, named=named)[0])
-        plans = {agent: record.best, f"{agent}_greedy": sb3.greedy(model, environment, agent)}
-        for named, plan in plans.items():
-            timeline = simulator.simulate(program, plan, machine, limit) if plan is not None else None
-            why = "the final greedy policy's plan does not fit the limit"
-            rows.append(
-                report.row(program, machine, limit, named, seed, timeline, spent, record.steps, why, mode)
-            )  # fmt: skip
-        rows = [report.certified(r, bound) for r in rows]
+        rows = compared(
+            (program, machine, limit), seed, mode, names,
+            partial(report.made, "mutation", seed=seed, mode=mode, min_bytes=min_bytes),
+            {agent: record.best, f"{agent}_greedy": sb3.greedy(model, environment, agent)}, record.steps, spent, False,
+        )  # fmt: skip
         from experiments.plotting.training import write_training  # Matplotlib takes long to import
 
         write_training(out, program, machine, record.best, agent, record.history, rows)

@@ -47,13 +47,12 @@ from experiments.gpu import largest_batch, side_by_side
 from experiments.gpu.clocks import watched
 from experiments.gpu.deadline import TimeUp, within
 from experiments.gpu.flags import deterministic, report
-from experiments.gpu.networks import give_back, host_bytes
+from experiments.gpu.networks import MIB, give_back, host_bytes, made
 from experiments.gpu.plots import batches, scatter, timelines
 from experiments.gpu.settings import Settings, UsageError, parse
-from experiments.gpu.side_by_side import GRACE, METHODS, smallest_block
+from experiments.gpu.side_by_side import GRACE, LATE, METHODS, STOPPED
 from experiments.gpu.training import (
     Case,
-    captured_step,
     eager_bits,
     fresh,
     losses_only,
@@ -72,8 +71,7 @@ REPLAYING_BEFORE, TRAINING_BEFORE = 0.3, 0.2
 # Less work for planners that search, so that all have their turn.
 LESS = {"cuda": {"calls": 4000, "seconds": 20.0, "iterations": 50},
         "host": {"calls": 500, "seconds": 3.0, "iterations": 10, "particles": 50}}  # fmt: skip
-MIB, PAGE = 2**20, 2**21  # a GPU gives memory in pages
-LATE, STOPPED = "no time left", "stopped: the time was over"
+PAGE = 2**21  # a GPU gives memory in pages
 REPLAY: dict[str, dict[str, Any]] = {"cuda": {}, "host": {"iterations": 3, "warmup": 1, "seconds": 1.0}}
 # The host as a GPU: transfers slow enough for threads.
 HOST = Machine("host", 2**30, 50_000_000, 50_000_000, copy_latency_ns=200_000, host_bytes=2**30,
@@ -135,7 +133,7 @@ def cases(settings: Settings, machine: Machine, record: Record) -> list[Case]:
 
 def profiled(settings: Settings, name: str, machine: Machine, record: Record, seconds: float) -> Program:
     """The program of a workload with measured durations."""
-    captured = captured_step(fresh(name, settings.device), machine)
+    captured = fresh(name, settings.device).captured(machine)
     try:
         profile = measure(captured, settings.device, machine.name, seconds=seconds, cache=settings.cache)  # type: ignore[arg-type]
     except ProfileError:
@@ -161,9 +159,7 @@ def plan_one(planner: str, case: Case, machine: Machine, less: dict[str, float])
     """The plan, or why there is none; and seconds. Of the options ``less``, those that the planner has."""
     begin = time.monotonic()
     try:
-        wanted = {**less, "min_bytes": smallest_block(case.program)}
-        options = {key: value for key, value in wanted.items() if key in agents.options(planner)}
-        found: Plan | str = agents.make(planner, **options).plan(case.program, machine, case.limit)
+        found: Plan | str = made(planner, case.program, **less).plan(case.program, machine, case.limit)
     except agents.Infeasible as error:
         found = str(error)
     except ImportError as error:
@@ -360,9 +356,9 @@ def write_results(settings: Settings, machine: Machine | None, record: Record) -
     failed = [r for r in record.rows if "failed" in r]
     text += "".join(f"\n- {r['kind']} {r.get('workload', '')} {r.get('fraction', '')} "
                     f"{r.get('planner', r.get('method', ''))}: {r['failed']}" for r in failed) + "\n"  # fmt: skip
-    for kind, made in (("compare", side_by_side.table), ("largest", largest_batch.table)):
+    for kind, shown in (("compare", side_by_side.table), ("largest", largest_batch.table)):
         if any(r["kind"] == kind for r in record.rows):
-            text += "\n" + made(record.of(kind))
+            text += "\n" + shown(record.of(kind))
     write_text(record.out / "table.md", text)
     record.console.print(table)
     if record.of("replay"):

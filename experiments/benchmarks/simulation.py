@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,12 +13,14 @@ import numpy as np
 import agents
 from agents import Infeasible
 from agents.heuristics.home import HOME
+from agents.heuristics.tensile import TENSILE
 from agents.planner import MIB
 from agents.search.local_search import Moves, anneal
 from experiments.benchmarks import simpy_model
 from simulator import Plan, Swap, reference
 from simulator.compiled.engine import Engine, rows_of
 from simulator.compiled.jit import jit
+from simulator.jobs.engine import JobsEngine
 from simulator.machine import Machine
 from simulator.program import Gap, Program
 from simulator.schedule import lower
@@ -117,6 +119,31 @@ def home_search(
     return {"home_search_s": round(seconds, 3), "home_call_us": round(seconds / planner.simulator_calls * 1e6, 2)}
 
 
+def several(
+    programs: Sequence[Program], machine: Machine, part: float, span_ns: int, times: int
+) -> dict[str, float]:  # fmt: skip
+    """Medians in ms: ``jobs_simulate_ms`` of ``JobsEngine.score`` until ``span_ns`` have passed and the iterations that
+    run then are over, with TENSILE's plans; ``jobs_plan_ms`` of making them.
+
+    Args:
+        part: the limit, of the sum of the peaks.
+        times: that each is timed.
+
+    Raises:
+        Infeasible: there are no such plans.
+    """
+    limit = int(part * sum(program.peak_bytes for program in programs))
+    planner = TENSILE()
+    plans = planner.plan_jobs(programs, machine, limit)
+    engine = JobsEngine(programs, machine, limit, span_ns)
+    if not engine.score(plans).feasible:
+        raise AssertionError("TENSILE's plans cannot be simulated")
+    return {
+        "jobs_simulate_ms": round(1e3 * median_s(lambda: engine.score(plans), times), 2),
+        "jobs_plan_ms": round(1e3 * median_s(lambda: planner.plan_jobs(programs, machine, limit), times), 2),
+    }
+
+
 @jit
 def pick_valid(masks, draws, chosen):  # type: ignore[no-untyped-def]
     """A random valid action of each mask, by a draw from [0, 1) each."""
@@ -185,11 +212,16 @@ def steps_per_s(env: Any, num_envs: int, steps: int, seed: int) -> int:
     return round(best)
 
 
-def median_s(call: Callable[[], object], repeats: int) -> float:
-    """Median duration of a call, in seconds."""
+def seconds_of(call: Callable[[], object], repeats: int) -> list[float]:
+    """How long each of so many calls takes."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
         call()
         times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    return times
+
+
+def median_s(call: Callable[[], object], repeats: int) -> float:
+    """Median duration of a call, in seconds."""
+    return statistics.median(seconds_of(call, repeats))

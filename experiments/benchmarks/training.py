@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from executor import PlannedStep, capture
 from executor.memory.pinned import HOST, Bytes
-from experiments.benchmarks.simulation import swap_all
+from experiments.benchmarks.simulation import seconds_of, swap_all
 from experiments.workloads.resnet import ResNet
 from simulator.machine import Machine
 from simulator.plan import Plan
@@ -101,9 +100,4 @@ def returning(result: Any) -> Callable[..., Any]:
 
 def least_s(call: Callable[[], object], repeats: int) -> float:
     """Shortest duration of a call, in seconds: others may use this computer, too."""
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return min(times)
+    return min(seconds_of(call, repeats))

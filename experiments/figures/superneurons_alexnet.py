@@ -5,7 +5,7 @@ cost-aware recomputation are added one after the other.
 The network is counted as the paper counts it (experiments/figures/layerwise.py): one output per layer, gradients in
 place where cuDNN allows it, neither images nor parameters nor workspaces. MB is 2^20 bytes. The paper's text gives the
 numbers in ``PAPER``; its figure is a picture. Beside it stands the same network as PyTorch runs it, captured
-(experiments/workloads/alexnet.py), without what lives across iterations.
+(experiments/workloads/vgg.py), without what lives across iterations.
 """
 
 from __future__ import annotations

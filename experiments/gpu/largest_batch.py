@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 import agents
-from executor import PlannedStep, StepError, capture
+from executor import PlannedStep, StepError
 from executor.capture.capture import Captured, CaptureError
 from executor.capture.profile import ProfileError, measure, with_profile
 from experiments.common.bisection import largest
 from experiments.gpu.deadline import TimeUp, within
-from experiments.gpu.networks import Network, build, give_back, host_bytes, own_batch
-from experiments.gpu.side_by_side import CACHE, METHODS, OURS, Counter, Levels, Record, smallest_block
+from experiments.gpu.networks import MIB, Network, build, cap_memory, give_back, host_bytes, made, own_batch
+from experiments.gpu.side_by_side import CACHE, LATE, METHODS, OURS, Counter, Levels, Record
 from simulator import Machine, OutOfMemory, Plan
 from simulator.plan import PlanError
 
@@ -36,7 +36,6 @@ CAPS = (1.02, 1.1, 1.25)
 STEPS = 2
 MOST = 64  # times the network's own batch
 PART = 32  # the answer is exact to this part of it
-MIB = 2**20
 
 
 def search(
@@ -53,7 +52,7 @@ def search(
         row: dict[str, Any] = {"workload": name, "method": method, "own_batch": own_batch(name)}
         until = time.monotonic() + (end - time.monotonic()) / (len(todo) - i)
         if until <= time.monotonic():
-            record.add("largest", **row, failed="no time left")
+            record.add("largest", **row, failed=LATE)
             continue
         tries = Tries(name, method, device, machine)
         try:
@@ -77,7 +76,7 @@ def search(
         if best:
             record.add("largest", **row, batch=best)
         else:
-            record.add("largest", **row, failed="no time left" if over else tries.tried[min(tries.tried)])
+            record.add("largest", **row, failed=LATE if over else tries.tried[min(tries.tried)])
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -107,8 +106,7 @@ class Tries:
                 self.tried[batch] = f"it may pin {need:,} bytes of the host's {host_bytes():,}"
                 return False
         if self.device == "cuda":
-            total = torch.cuda.get_device_properties(0).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, (self.cap + torch.cuda.memory_reserved()) / total))
+            cap_memory(self.cap + torch.cuda.memory_reserved(), self.device)
         reason = self._reason(batch)
         _uncap(self.device)
         self.tried[batch] = reason
@@ -132,8 +130,7 @@ class Tries:
 
     def _ours(self, network: Network) -> str:
         """Any planner's plan will do."""
-        n = network
-        captured = capture(n.model, n.loss_fn, n.optimizer, n.batch, machine=self.machine, name=n.name)
+        captured = network.captured(self.machine)
         program = with_profile(
             captured.program, measure(captured, self.device, self.machine.name, 1, cache=CACHE[self.device])
         )
@@ -143,8 +140,8 @@ class Tries:
             for part in CAPS if self.device == "cuda" else (1.0,):
                 limit = int(self.cap / part)
                 try:
-                    made = agents.make(planner, **options, min_bytes=smallest_block(program))
-                    self._step(captured, made.plan(program, self.machine, limit), limit, network)
+                    plan = made(planner, program, **options).plan(program, self.machine, limit)
+                    self._step(captured, plan, limit, network)
                 except Exception as error:
                     if not lacks_memory(error):
                         raise
@@ -205,8 +202,7 @@ def _need(name: str, device: str) -> int:
 
 
 def _uncap(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.set_per_process_memory_fraction(1.0)
+    cap_memory(None, device)
     give_back()
 
 

@@ -11,10 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import agents
+from executor.capture.capture import Captured, capture
 from executor.memory.pinned import CUDA, available
-from experiments.workloads import gpt2, llama, resnet, resnet_imagenet, vgg
-from experiments.workloads._transformers import RMSNorm
+from experiments.workloads import llama, resnet, transformers, vgg
+from simulator.machine import Machine
+from simulator.program import Program
 
+MIB = 2**20
 TURNS = 4  # of two steps that are measured side by side, each
 WARM = 1  # steps at the begin of a turn
 
@@ -29,6 +33,10 @@ class Network:
     optimizer: torch.optim.Optimizer
     batch: tuple[Tensor, Tensor]
     blocks: tuple[nn.Module, ...]
+
+    def captured(self, machine: Machine) -> Captured:
+        """Its step as a program, with durations for a machine; raises CaptureError."""
+        return capture(self.model, self.loss_fn, self.optimizer, self.batch, machine=machine, name=self.name)
 
     def step(self, forward: Callable[[Tensor], Any] | None = None) -> Tensor:
         """One eager training step; returns the loss. ``forward`` in the place of the model, if given."""
@@ -78,7 +86,7 @@ def _llama(layers: int, width: int, heads: int, hidden: int, words: int, length:
     model = llama.Llama(layers, width, heads, max(1, heads // 8), words, length, lambda: llama.SwiGLU(width, hidden))
     for module in list(model.modules()):
         for name, child in module.named_children():
-            if isinstance(child, RMSNorm):
+            if isinstance(child, llama.RMSNorm):
                 setattr(module, name, nn.RMSNorm(len(child.weight), child.epsilon, device=child.weight.device))
     return model
 
@@ -89,11 +97,11 @@ def _tiny_resnet() -> nn.Module:
 
 
 def _resnet50() -> nn.Module:
-    return resnet_imagenet.ResNet((3, 4, 6, 3))
+    return resnet.ImageNetResNet((3, 4, 6, 3))
 
 
 def _gpt2() -> nn.Module:
-    return gpt2.GPT2(*gpt2.SIZES["medium"])
+    return transformers.GPT2(*transformers.GPT2_SIZES["medium"])
 
 
 # Name -> the batch that it is trained with, and the model, one batch of any size, and the loss. The Llama is twelve
@@ -103,15 +111,15 @@ NETWORKS: dict[str, tuple[int, Callable[[int], Parts]]] = {
     "resnet50": (100, lambda n: _images(resnet.ResNet(50), n)),
     "resnet50_imagenet": (64, lambda n: _channels_last(_resnet50(), n, 224, 1000, False)),
     "resnet50_imagenet_bf16": (64, lambda n: _channels_last(_resnet50(), n, 224, 1000, True)),
-    "gpt2_medium": (8, lambda n: _text(_gpt2(), n, gpt2.CONTEXT, gpt2.VOCABULARY)),
-    "gpt2_medium_bf16": (8, lambda n: _text(_gpt2(), n, gpt2.CONTEXT, gpt2.VOCABULARY, True)),
+    "gpt2_medium": (8, lambda n: _text(_gpt2(), n, transformers.CONTEXT, transformers.VOCABULARY)),
+    "gpt2_medium_bf16": (8, lambda n: _text(_gpt2(), n, transformers.CONTEXT, transformers.VOCABULARY, True)),
     "llama_bf16": (4, lambda n: _text(_llama(12, 2048, 32, 5632, 32000, 2048), n, 2048, 32000, True)),
     "tiny_resnet": (8, lambda n: _images(_tiny_resnet(), n, 16)),
     "tiny_resnet_bf16": (8, lambda n: _channels_last(_tiny_resnet(), n, 16, 10, True)),
-    "tiny_gpt2": (4, lambda n: _text(gpt2.GPT2(3, 32, 2, vocabulary=64, context=16), n, 16, 64)),
+    "tiny_gpt2": (4, lambda n: _text(transformers.GPT2(3, 32, 2, vocabulary=64, context=16), n, 16, 64)),
     "tiny_llama_bf16": (4, lambda n: _text(_llama(3, 32, 2, 64, 64, 16), n, 16, 64, True)),
 }
-BLOCKS = (resnet.Block, resnet_imagenet.Bottleneck, gpt2.Block, llama.Block)
+BLOCKS = (resnet.Block, resnet.Bottleneck, transformers.Block, llama.Block)
 
 
 def own_batch(name: str) -> int:
@@ -163,30 +171,37 @@ def timed(step: Callable[[], Any], count: int, device: str) -> tuple[list[Any], 
 
 
 def in_turns(
-    step: Callable[[], Any], other: Callable[[], Any], count: int, device: str, turn: Callable[[bool], None]
-) -> tuple[list[Any], list[int], list[int]]:
+    step: Callable[[], Any], other: Callable[[], Any], count: int, device: str, held: int = 0,
+    turn: Callable[[bool], object] = bool,
+) -> tuple[list[Any], list[int], list[int], int]:  # fmt: skip
     """``timed`` of two steps that take turns, so that a GPU that slows down does so under both.
 
     Args:
         count: steps of each that are measured, at least 1, in up to TURNS turns.
+        held: bytes of the device that are not ``step``'s.
         turn: called when one of the two is about to have its turn, before the WARM steps that are not measured; with
             whether it is ``step``.
 
     Returns:
-        What the measured ``step`` returns; its times, and those of ``other``, in ns.
+        What the measured ``step`` returns; its times, and those of ``other``, in ns; the bytes that it has at its peak
+        (CUDA; else 0).
     """
     results: list[Any] = []
     times: tuple[list[int], list[int]] = ([], [])
-    turns = min(TURNS, count)
+    turns, peak = min(TURNS, count), 0
     for i in range(turns):
         for mine, run in ((True, step), (False, other)):
+            if device == "cuda":
+                peak = peak if mine else max(peak, torch.cuda.max_memory_allocated() - held)
+                give_back()
+                torch.cuda.reset_peak_memory_stats()
             turn(mine)
             for _ in range(WARM):
                 run()
             found, took = timed(run, count * (i + 1) // turns - count * i // turns, device)
             results += found if mine else []
             times[not mine].extend(took)
-    return results, *times
+    return results, *times, peak
 
 
 def give_back() -> None:
@@ -196,6 +211,24 @@ def give_back() -> None:
         torch.cuda.empty_cache()
         if hasattr(torch._C, "_host_emptyCache"):  # of PyTorch 2.6 and later: pinned memory
             torch._C._host_emptyCache()
+
+
+def cap_memory(nbytes: float | None, device: str) -> None:
+    """A cap on the memory that PyTorch reserves, in bytes; None: none."""
+    if device == "cuda":
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(1.0 if nbytes is None else min(1.0, nbytes / total))
+
+
+def made(planner: str, program: Program, **wanted: Any) -> agents.Planner:
+    """A planner with those of the options that it has, which moves what is worth moving."""
+    options = {**wanted, "min_bytes": smallest_block(program)}
+    return agents.make(planner, **{key: options[key] for key in options.keys() & agents.options(planner)})
+
+
+def smallest_block(program: Program) -> int:
+    """Bytes from which on a tensor is worth moving."""
+    return max(1, min(MIB, program.peak_bytes // 500))
 
 
 def host_bytes() -> int:

@@ -35,18 +35,20 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import agents
-from executor import PlannedStep, StepError, capture
+from executor import PlannedStep, StepError
 from executor.capture.capture import CaptureError
 from executor.capture.profile import Cache, ProfileError, measure, with_profile
 from executor.memory.pinned import CUDA
+from experiments.common.bisection import largest
 from experiments.gpu.clocks import watched
 from experiments.gpu.deadline import TimeUp, within
-from experiments.gpu.networks import Network, build, give_back, in_turns, timed
+from experiments.gpu.networks import MIB, Network, build, give_back, in_turns, made, timed
 from experiments.gpu.offload import Offload
 from simulator import Machine, Plan, Program, simulate
 
 STEPS, TRIES = 5, 4
 CACHE: dict[str, Cache] = {"cuda": "cold", "cpu": "hot"}  # of profiles; the CPU's is too large to be emptied quickly
+LATE, STOPPED = "no time left", "stopped: the time was over"  # why nothing was measured
 GRACE = 5.0  # seconds that what has begun may take longer than there are
 OURS: dict[str, dict[str, int]] = {
     "capuchin": {},
@@ -56,7 +58,6 @@ OURS: dict[str, dict[str, int]] = {
 BUDGETS = (1.0, 0.7, 0.5, 0.35, 0.2, 0.0)  # of torch.compile
 METHODS = ("eager", "ours", "checkpoint", "selective", "offload", "compile", "save_on_cpu")
 NAMES = {"save_on_cpu": "save_on_cpu (straw man)"}
-MIB = 2**20
 
 aten = torch.ops.aten
 _KEPT = {
@@ -98,7 +99,7 @@ def compare(
     blocks are left out."""
     for name in workloads:
         if record.left() <= 0:
-            record.add("compare", workload=name, method="all", failed="no time left")
+            record.add("compare", workload=name, method="all", failed=LATE)
             continue
         count = len(_build(name, device).blocks)
         if not count:
@@ -110,7 +111,7 @@ def compare(
                     trial(name, device, lambda network: None)  # libraries take what they keep
                 eager = trial(name, device, lambda network: None)
         except TimeUp:
-            record.add("compare", workload=name, method="all", failed="stopped: the time was over")
+            record.add("compare", workload=name, method="all", failed=STOPPED)
             continue
         record.add("compare", workload=name, fraction=1.0, method="eager", measured_ns=eager.ns, limit=eager.peak,
                    measured_peak=eager.peak, overhead=0.0, setting="")  # fmt: skip
@@ -122,7 +123,7 @@ def compare(
                 limit = eager.between + round(f * (eager.peak - eager.between))
                 row = {"workload": name, "fraction": f, "method": method, "limit": limit}
                 if record.left() <= 0:
-                    record.add("compare", **row, failed="no time left")
+                    record.add("compare", **row, failed=LATE)
                     continue
                 try:
                     with within(record.left() + GRACE):
@@ -130,7 +131,7 @@ def compare(
                         with watched(device) as clocks:
                             found = search.timed(chosen, steps)
                 except TimeUp:
-                    record.add("compare", **row, failed="stopped: the time was over")
+                    record.add("compare", **row, failed=STOPPED)
                 except Unreachable as error:
                     record.add("compare", **row, failed=str(error))
                 except Exception as error:  # a method that breaks must not end the run; the row says so
@@ -199,17 +200,8 @@ def _measured(
 
 def _in_turns(device: str, step: Callable[[], Any], before: int, beside: Callable[[], Any], steps: int) -> Trial:
     """``_measured``, without bytes on the CPU."""
-    peak = 0
     step()  # compilers and optimizers make what they keep
-
-    def turn(mine: bool) -> None:
-        nonlocal peak
-        if device == "cuda":
-            peak = peak if mine else max(peak, torch.cuda.max_memory_allocated() - before)
-            give_back()
-            torch.cuda.reset_peak_memory_stats()
-
-    _, times, eager = in_turns(step, beside, steps, device, turn)
+    _, times, eager, peak = in_turns(step, beside, steps, device, before)
     return Trial(median(times), peak, eager_ns=median(eager))
 
 
@@ -261,13 +253,11 @@ class Levels:
 
     def within(self, limit: int) -> Trial:
         """The mildest setting within the limit; raises Unreachable."""
-        low, high = 0, self.count - 1
-        if self.at(high).peak > limit:
-            raise Unreachable(f"at its strongest it needs {self.at(high).peak:,} bytes, over the limit of {limit:,}")
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self.at(middle).peak <= limit else (middle + 1, high)
-        return self.at(low)
+        most = self.count - 1
+        if self.at(most).peak > limit:
+            raise Unreachable(f"at its strongest it needs {self.at(most).peak:,} bytes, over the limit of {limit:,}")
+        milder = largest(lambda n: self.at(most - n).peak <= limit, (most + 1) // 2, most) if most else 0
+        return self.at(most - milder)
 
     def at(self, level: int) -> Trial:
         """One setting."""
@@ -356,7 +346,7 @@ class _Ours:
         before = torch.cuda.memory_allocated() if self.device == "cuda" else 0
         n = _build(self.name, self.device)
         try:
-            captured = capture(n.model, n.loss_fn, n.optimizer, n.batch, machine=self.machine, name=n.name)
+            captured = n.captured(self.machine)
             if self.program is None:
                 profile = measure(captured, self.device, self.machine.name, cache=CACHE[self.device])
                 self.program = with_profile(captured.program, profile)
@@ -370,18 +360,12 @@ class _Ours:
         return replace(found, setting=setting, peak=found.peak if self.device == "cuda" else step.peak_bytes)
 
 
-def smallest_block(program: Program) -> int:
-    """Bytes from which on a tensor is worth moving."""
-    return max(1, min(MIB, program.peak_bytes // 500))
-
-
 def best_plan(program: Program, machine: Machine, limit: int) -> Plan:
     """The fastest of OURS' plans, simulated; raises Unreachable where none has one."""
     plans, reasons = [], []
     for planner, options in OURS.items():
         try:
-            made = agents.make(planner, **options, min_bytes=smallest_block(program))
-            plans.append(made.plan(program, machine, limit))
+            plans.append(made(planner, program, **options).plan(program, machine, limit))
         except agents.Infeasible as error:
             reasons.append(str(error))
     if not plans:

@@ -11,16 +11,14 @@ from typing import Any
 
 import torch
 
-import agents
-from executor import PlannedStep, capture
-from executor.capture.capture import Captured
+from executor import PlannedStep
 from executor.capture.profile import measure, shape_of, with_profile
 from executor.capture.state import capturable
 from experiments.gpu.clocks import watched
 from experiments.gpu.flags import deterministic
 from experiments.gpu.largest_batch import CAPS
-from experiments.gpu.networks import Network, build, give_back, in_turns
-from experiments.gpu.side_by_side import eager_beside, smallest_block
+from experiments.gpu.networks import Network, build, cap_memory, give_back, in_turns, made
+from experiments.gpu.side_by_side import eager_beside
 from simulator import Machine, Plan, Program, Swap
 from simulator.plan import PlanError
 from simulator.schedule import lower
@@ -44,11 +42,6 @@ def fresh(name: str, device: str, graph: bool = False) -> Network:
     return build(name, device, capturable=graph)
 
 
-def captured_step(network: Network, machine: Machine) -> Captured:
-    """The network's step as a program."""
-    return capture(network.model, network.loss_fn, network.optimizer, network.batch, machine=machine, name=network.name)
-
-
 def replanned(
     case: Case, plan: Plan, machine: Machine, device: str, seconds: float, less: dict[str, float]
 ) -> tuple[Case, Plan]:  # fmt: skip
@@ -60,15 +53,14 @@ def replanned(
         ProfileError: it cannot be profiled in so many seconds.
         agents.Infeasible: there is no plan.
     """
-    captured = captured_step(fresh(case.workload, device, graph=True), machine)
+    captured = fresh(case.workload, device, graph=True).captured(machine)
     if shape_of(captured.program).fingerprint == shape_of(case.program).fingerprint:
         return _batch_stays(case, plan)
     program = with_profile(captured.program, measure(captured, device, machine.name, seconds=seconds, cache="hot"))
     persistent = sum(t.nbytes for t in program.tensors if t.persistent)
     limit = persistent + round(case.fraction * (program.peak_bytes - persistent))
-    known, wanted = agents.options(plan.planner), {**less, "min_bytes": smallest_block(program)}
-    planner = agents.make(plan.planner, **{key: value for key, value in wanted.items() if key in known})
-    return _batch_stays(Case(case.workload, program, case.fraction, limit), planner.plan(program, machine, limit))
+    plan = made(plan.planner, program, **less).plan(program, machine, limit)
+    return _batch_stays(Case(case.workload, program, case.fraction, limit), plan)
 
 
 def _batch_stays(case: Case, plan: Plan) -> tuple[Case, Plan]:
@@ -103,15 +95,10 @@ def capped(nbytes: float, device: str) -> Iterator[Callable[[bool], None]]:
     """A cap on PyTorch's memory, above what it has reserved now; yields what sets it and lifts it."""
     held = torch.cuda.memory_reserved() if device == "cuda" else 0
 
-    def cap(on: bool) -> None:
-        if device == "cuda":
-            total = torch.cuda.get_device_properties(0).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, (nbytes + held) / total) if on else 1.0)
-
     try:
-        yield cap
+        yield lambda on: cap_memory(nbytes + held if on else None, device)
     finally:
-        cap(False)
+        cap_memory(None, device)
 
 
 def losses_only(
@@ -121,7 +108,7 @@ def losses_only(
     give_back()
     with capped(cap * case.limit, device) as limit:
         network = fresh(case.workload, device, graph)
-        captured = replace(captured_step(network, machine), program=case.program)
+        captured = replace(network.captured(machine), program=case.program)
         limit(True)
         with PlannedStep(captured, plan, machine, case.limit, graph=graph) as step:
             return {"losses": losses(lambda: step(*network.batch))}
@@ -134,23 +121,14 @@ def timed_beside(
     host took to issue a planned step (on the CPU that is all of it); what the GPU's clocks were; PyTorch's own count of
     the peak (CUDA), the ledger's, and what was held beside. ``graph``: the planned steps are replays of one; with the
     bytes of its pool, and those of the packing of what lies there."""
-    cuda, peak, hosts = device == "cuda", 0, list[int]()
+    cuda, hosts = device == "cuda", list[int]()
     give_back()
     eager = eager_beside(case.workload, device)
     give_back()
     held = torch.cuda.memory_allocated() if cuda else 0
     with capped(cap * case.limit, device) as limit:
         network = build(case.workload, device, capturable=graph)
-        captured = replace(captured_step(network, machine), program=case.program)
-
-        def turn(mine: bool) -> None:
-            nonlocal peak
-            if cuda:
-                peak = peak if mine else max(peak, torch.cuda.max_memory_allocated() - held)
-                give_back()
-                torch.cuda.reset_peak_memory_stats()
-            limit(mine)
-
+        captured = replace(network.captured(machine), program=case.program)
         limit(True)
         with PlannedStep(captured, plan, machine, case.limit, graph=graph) as step:
 
@@ -162,7 +140,7 @@ def timed_beside(
 
             losses(planned)  # the optimizer makes its state
             with watched(device) as clocks:
-                _, times, others = in_turns(planned, eager, count, device, turn)
+                _, times, others, peak = in_turns(planned, eager, count, device, held, limit)
     found = {"measured_ns": median(times), "eager_ns": median(others), "host_ns": median(hosts),
              "ledger": step.peak_bytes, "held": held, "pinned_bytes": step.pinned_bytes, "clocks": clocks}  # fmt: skip
     if step.graph:

@@ -12,7 +12,6 @@ from statistics import median
 
 import torch
 
-from executor.capture.capture import capture
 from executor.capture.contributed import Contributed, check_words, contribution
 from executor.capture.profile import Cache, ProfileError, measure
 from executor.memory.context import context_bytes
@@ -63,7 +62,7 @@ def profiled(
     reserved = torch.cuda.max_memory_reserved() if device == "cuda" else None
     allocated = torch.cuda.max_memory_allocated() if device == "cuda" else None
     said("every kernel")
-    captured = capture(made.model, made.loss_fn, made.optimizer, made.batch, machine=preset, name=made.name)
+    captured = made.captured(preset)
     profile = measure(captured, device, machine, repeats, cache=cache)
     return contribution(
         captured, profile, source=source, licence=licence, workload=name or made.name, rates=measured_rates,

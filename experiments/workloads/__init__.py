@@ -1,8 +1,8 @@
 """Workloads: the papers' networks, and anybody's own model.
 
 A workload is a configuration (``configs/workload/*.yaml``, or a file of one's own): ``name``, ``family`` (``module``
-where there is a ``target``), what the family's module beside this file asks for (the keyword arguments of its
-``build``: ``depth``, ``batch_size``, …), and
+where there is a ``target``), what the family's function in FAMILIES asks for (its keyword arguments: ``depth``,
+``batch_size``, …), and
 
 - ``iteration_ms``: measured iteration time by machine name; on those machines the kernels' durations are
   scaled to it, elsewhere they are the roofline's;
@@ -15,11 +15,9 @@ where there is a ``target``), what the family's module beside this file asks for
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,13 +26,40 @@ from torch.utils._pytree import tree_map_only
 
 from executor.capture.capture import Captured, capture
 from experiments import ctrl_c_waits
+from experiments.workloads import (
+    convnext,
+    densenet,
+    huggingface,
+    inception,
+    kmeans,
+    llama,
+    lstm,
+    maps,
+    mlp,
+    mobile,
+    module,
+    randwire,
+    resnet,
+    transformers,
+    vgg,
+)
 from experiments.workloads.module import Parts, WorkloadError, leading, with_batch
 from simulator.files import FormatError
 from simulator.machine import Machine
 
 __all__ = ["WorkloadError", "batch_of", "build", "load"]
 
-FAMILIES = tuple(sorted(path.stem for path in Path(__file__).parent.glob("[!_]*.py")))
+FAMILIES: dict[str, Callable[..., Parts]] = {
+    "alexnet": vgg.alexnet, "bert": transformers.bert, "convnext": convnext.convnext, "densenet": densenet.densenet,
+    "fc_densenet": densenet.fc_densenet, "gpt2": transformers.gpt2, "hourglass": maps.hourglass,
+    "huggingface": huggingface.huggingface, "inception": inception.inception,
+    "inverted_residual": mobile.inverted_residual, "kmeans": kmeans.kmeans, "llama": llama.llama, "lstm": lstm.lstm,
+    "mixtral": llama.mixtral, "mlp": mlp.mlp, "mobilenet": mobile.mobilenet, "module": module.build,
+    "plain": resnet.plain, "randwire": randwire.randwire, "regnet": resnet.regnet, "resnet": resnet.resnet,
+    "resnet_imagenet": resnet.resnet_imagenet, "resnet_stochastic": resnet.resnet_stochastic,
+    "squeezenet": mobile.squeezenet, "transformer": transformers.transformer, "unet": maps.unet, "vgg": vgg.vgg,
+    "vgg_imagenet": vgg.vgg_imagenet, "vit": transformers.vit, "yolov3": maps.yolov3,
+}  # fmt: skip
 _KEYS = {"name", "family", "iteration_ms", "paper_peak_mb", "algorithms", "dtype"}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -123,7 +148,7 @@ def _maker(workload: Mapping[str, Any]) -> Callable[..., Parts]:
     family = _family(workload)
     if family not in FAMILIES:
         raise WorkloadError(f"workload.family: expected {', '.join(FAMILIES)}, got {family!r}")
-    return importlib.import_module(f"experiments.workloads.{family}").build  # type: ignore[no-any-return]
+    return FAMILIES[family]
 
 
 def _in(dtype: torch.dtype, tensor: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from experiments.workloads._images import classifier
-from experiments.workloads.module import Parts, WorkloadError
+from experiments.workloads._shared import Layers, classifier, one_of
+from experiments.workloads.module import Parts
 
 # Blocks of the stages, width of the first (it doubles), probability of dropping the last block's branch.
 SIZES = {
@@ -52,11 +52,10 @@ class Block(nn.Module):
         return y
 
 
-class ConvNeXt(nn.Module):
+class ConvNeXt(Layers):
     """Images ``[batch, 3, image, image]`` to logits ``[batch, classes]``."""
 
     def __init__(self, counts: tuple[int, ...], width: int, drop: float, classes: int = 1000) -> None:
-        super().__init__()
         layers: list[nn.Module] = [nn.Conv2d(3, width, 4, 4), ChannelNorm(width, eps=1e-6)]
         done = 0
         for stage, count in enumerate(counts):
@@ -67,15 +66,9 @@ class ConvNeXt(nn.Module):
                 layers.append(Block(width, drop * done / (sum(counts) - 1)))
                 done += 1
         layers += [nn.AdaptiveAvgPool2d(1), ChannelNorm(width, eps=1e-6), nn.Flatten(), nn.Linear(width, classes)]
-        self.layers = nn.Sequential(*layers)
-
-    def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.layers(images)
-        return logits
+        super().__init__(*layers)
 
 
-def build(*, size: str = "tiny", batch_size: int = 32, image: int = 224, classes: int = 1000) -> Parts:
-    """See ``_images.classifier``; one of SIZES, of at least 32 px, which the strides leave one of."""
-    if not isinstance(size, str) or size not in SIZES:
-        raise WorkloadError(f"workload.size: convnext has {', '.join(SIZES)}, not {size!r}")
-    return classifier(ConvNeXt(*SIZES[size], classes), batch_size, image, least=32)
+def convnext(*, size: str = "tiny", batch_size: int = 32, image: int = 224, classes: int = 1000) -> Parts:
+    """See ``_shared.classifier``; one of SIZES, of at least 32 px, which the strides leave one of."""
+    return classifier(ConvNeXt(*one_of(SIZES, size, "size", "convnext"), classes), batch_size, image, least=32)

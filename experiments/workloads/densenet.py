@@ -1,29 +1,19 @@
-"""DenseNet121 (Huang et al., "Densely Connected Convolutional Networks", 2017, Table 1).
-
-Growth rate 32; 6, 12, 24 and 16 layers of batch-norm, ReLU, 1x1 convolution to 128 channels, batch-norm, ReLU, 3x3
-convolution to 32; between the blocks a transition that halves channels and image; 7,978,856 parameters at 1000
-classes. Open or different (experiments/workloads/README.md):
-
-1. Every layer concatenates all results before it, as torchvision's does without ``memory_efficient``.
-2. On images of at most 64 px the stem is a 3x3 convolution of stride 1 without max-pool, as in CIFAR-10 collections.
-3. ReLU keeps its input (``vgg.ReLU``), as in the frameworks of its time.
-"""
+"""DenseNet and FC-DenseNet: every layer reads the concatenation of all results before it."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from experiments.workloads._images import SMALL, classifier
-from experiments.workloads.module import Parts
-from experiments.workloads.vgg import ReLU
+from experiments.workloads._shared import SMALL, Dropout, Layers, ReLU, classifier, counts, head, labels
+from experiments.workloads.module import Parts, WorkloadError
 
 LAYERS = (6, 12, 24, 16)
 GROWTH = 32
-STEM = 64
+STEM, FC_STEM = 64, 48
 
 
-def convolution(channels: int, width: int, kernel: int) -> list[nn.Module]:
+def preactivated(channels: int, width: int, kernel: int) -> list[nn.Module]:
     """Batch-norm, ReLU, convolution."""
     conv = nn.Conv2d(channels, width, kernel, padding=kernel // 2, bias=False)
     return [nn.BatchNorm2d(channels), ReLU(), conv]
@@ -35,7 +25,7 @@ class Block(nn.ModuleList):
     def __init__(self, channels: int, layers: int) -> None:
         widths = range(channels, channels + layers * GROWTH, GROWTH)
         super().__init__(
-            nn.Sequential(*convolution(width, 4 * GROWTH, 1), *convolution(4 * GROWTH, GROWTH, 3)) for width in widths
+            nn.Sequential(*preactivated(width, 4 * GROWTH, 1), *preactivated(4 * GROWTH, GROWTH, 3)) for width in widths
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -45,32 +35,117 @@ class Block(nn.ModuleList):
         return torch.cat(results, 1)
 
 
-class DenseNet(nn.Module):
-    """Images ``[batch, 3, image, image]`` to logits ``[batch, classes]``."""
+class DenseNet(Layers):
+    """DenseNet121 (Huang et al., "Densely Connected Convolutional Networks", 2017, Table 1).
+
+    Growth rate 32; 6, 12, 24 and 16 layers of batch-norm, ReLU, 1x1 convolution to 128 channels, batch-norm, ReLU, 3x3
+    convolution to 32; between the blocks a transition that halves channels and image; 7,978,856 parameters at 1000
+    classes. Open or different (experiments/workloads/README.md):
+
+    1. Every layer concatenates all results before it, as torchvision's does without ``memory_efficient``.
+    2. On images of at most 64 px the stem is a 3x3 convolution of stride 1 without max-pool, as in CIFAR-10
+       collections.
+    3. ReLU keeps its input (``_shared.ReLU``), as in the frameworks of its time.
+    """
 
     def __init__(self, image: int = 224, classes: int = 1000) -> None:
-        super().__init__()
         small = image <= SMALL
         kernel, stride = (3, 1) if small else (7, 2)
         layers: list[nn.Module] = [nn.Conv2d(3, STEM, kernel, stride, padding=kernel // 2, bias=False)]
-        layers += [nn.BatchNorm2d(STEM), ReLU()]
-        if not small:
-            layers.append(nn.MaxPool2d(3, 2, padding=1))
+        layers += [nn.BatchNorm2d(STEM), ReLU(), *([] if small else [nn.MaxPool2d(3, 2, padding=1)])]
         channels = STEM
         for block, count in enumerate(LAYERS):
             if block:
-                layers += [*convolution(channels, channels // 2, 1), nn.AvgPool2d(2)]
+                layers += [*preactivated(channels, channels // 2, 1), nn.AvgPool2d(2)]
                 channels //= 2
             layers.append(Block(channels, count))
             channels += count * GROWTH
-        layers += [nn.BatchNorm2d(channels), ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
-        self.layers = nn.Sequential(*layers, nn.Linear(channels, classes))
+        super().__init__(*layers, nn.BatchNorm2d(channels), ReLU(), *head(channels, classes))
+
+
+class FCBlock(nn.ModuleList):
+    """``[batch, channels, …]`` to the same with ``layers · growth`` channels more, and to those alone."""
+
+    def __init__(self, channels: int, layers: int, growth: int) -> None:
+        super().__init__(FCDenseNet.convolution(channels + i * growth, growth, 3) for i in range(layers))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        new = []
+        for layer in self:
+            new.append(layer(x))
+            x = torch.cat([x, new[-1]], 1)
+        return x, torch.cat(new, 1)
+
+
+class FCDenseNet(nn.Module):
+    """FC-DenseNet (Jégou et al., "The One Hundred Layers Tiramisu", CVPR Workshops 2017): images ``[batch, 3, image,
+    image]`` to logits ``[batch, classes, image, image]``.
+
+    Section 3 and Table 2: a 3x3 convolution to 48 channels; on the way down dense blocks of batch-norm, ReLU, 3x3
+    convolution and dropout 0.2, each followed by a transition (the same with a 1x1 convolution, and 2x2 max-pool); on
+    the way up a transposed 3x3 convolution of stride 2 of what the block before has added, the concatenation with the
+    result of the block on the way down, and a dense block; at the end a 1x1 convolution to the classes. 56, 67 and 103
+    layers have 1.5, 3.5 and 9.4 million parameters (Table 3).
+
+    1. ``stages`` has the layers of the blocks down to the bottleneck; on the way up they are as many, in reverse.
+    """
+
+    def __init__(self, stages: tuple[int, ...], growth: int, classes: int) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, FC_STEM, 3, padding=1)
+        self.down, self.shrink, self.grow, self.up = (nn.ModuleList() for _ in range(4))
+        channels, skips = FC_STEM, []
+        for layers in stages[:-1]:
+            self.down.append(FCBlock(channels, layers, growth))
+            channels += layers * growth
+            skips.append(channels)
+            self.shrink.append(nn.Sequential(self.convolution(channels, channels, 1), nn.MaxPool2d(2)))
+        self.bottleneck = FCBlock(channels, stages[-1], growth)
+        below = stages[-1]
+        for layers, skip in zip(stages[-2::-1], skips[::-1], strict=True):
+            added = below * growth
+            self.grow.append(nn.ConvTranspose2d(added, added, 3, stride=2, padding=1, output_padding=1))
+            self.up.append(FCBlock(added + skip, layers, growth))
+            channels, below = added + skip + layers * growth, layers
+        self.classify = nn.Conv2d(channels, classes, 1)
+
+    @staticmethod
+    def convolution(channels: int, width: int, kernel: int) -> nn.Sequential:
+        """Batch-norm, ReLU, convolution, dropout."""
+        conv = nn.Conv2d(channels, width, kernel, padding=kernel // 2)
+        return nn.Sequential(nn.BatchNorm2d(channels), nn.ReLU(), conv, Dropout(0.2))
 
     def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.layers(images)
+        x, skips = self.stem(images), []
+        for block, shrink in zip(self.down, self.shrink, strict=True):
+            x, _ = block(x)
+            skips.append(x)
+            x = shrink(x)
+        x, new = self.bottleneck(x)
+        for grow, block in zip(self.grow, self.up, strict=True):
+            x, new = block(torch.cat([grow(new), skips.pop()], 1))
+        logits: Tensor = self.classify(x)
         return logits
 
 
-def build(*, batch_size: int = 32, image: int = 224, classes: int = 1000) -> Parts:
-    """See ``_images.classifier``; at least 8 px, which three transitions leave one of."""
+def densenet(*, batch_size: int = 32, image: int = 224, classes: int = 1000) -> Parts:
+    """See ``DenseNet`` and ``_shared.classifier``; at least 8 px, which three transitions leave one of."""
     return classifier(DenseNet(image, classes), batch_size, image, least=8)
+
+
+def fc_densenet(*, stages: str, growth: int = 16, batch_size: int = 3, image: int = 224, classes: int = 11) -> Parts:
+    """Images with a class for every pixel; RMSprop at 1e-3 with weight decay 1e-4 (section 4.1).
+
+    Args:
+        stages: the layers of the blocks down to the bottleneck, as in "4-5-7-10-12-15".
+
+    Raises:
+        WorkloadError: ``stages`` are no such numbers, or a side that the pools do not halve.
+    """
+    layers = counts(stages, "numbers of layers", "4-5-7-10-12-15", 2)
+    if image % 2 ** (len(layers) - 1):
+        raise WorkloadError(f"workload.image: expected a multiple of {2 ** (len(layers) - 1)}, got {image}")
+    model = FCDenseNet(layers, growth, classes)
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3, weight_decay=1e-4)
+    return model, nn.CrossEntropyLoss(), optimizer, (torch.empty(batch_size, 3, image, image),
+                                                     labels(batch_size, image, image))  # fmt: skip

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from experiments.workloads._shared import one_of
 from experiments.workloads.module import Parts, WorkloadError
 
 # Class of the configuration, of the model, and what differs from its defaults, as each model's config.json says.
@@ -69,19 +70,17 @@ def same_token(result: Any, tokens: Tensor) -> Tensor:
     return F.cross_entropy(result.logits.flatten(0, 1), tokens.flatten())
 
 
-def build(*, model: str, batch_size: int = 8, length: int = 128) -> Parts:
+def huggingface(*, model: str, batch_size: int = 8, length: int = 128) -> Parts:
     """``batch_size`` sequences of ``length`` tokens for one of MODELS, with AdamW.
 
     Raises:
         WorkloadError: no such model, or transformers is not installed.
     """
-    if not isinstance(model, str) or model not in MODELS:
-        raise WorkloadError(f"workload.model: huggingface has {', '.join(MODELS)}, not {model!r}")
+    config, network, options = one_of(MODELS, model, "model", "huggingface")
     try:
         import transformers
     except ModuleNotFoundError as error:
         raise WorkloadError("workload.family: huggingface needs transformers (pip install headroom[hf])") from error
-    config, network, options = MODELS[model]
     transformers.AttentionInterface.register(CONTIGUOUS, contiguous_attention)
     transformers.AttentionMaskInterface.register(CONTIGUOUS, transformers.AttentionMaskInterface()["sdpa"])
     # T5 and GPT-Neo had no other attention than "eager" until version 5.

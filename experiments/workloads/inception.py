@@ -13,7 +13,7 @@ Open or different (experiments/workloads/README.md, also for what is inferred fo
 
 1. V3 is torchvision's, which follows the authors' model where Table 1 is open; no auxiliary classifier.
 2. On images of at most 64 px the stem has stride 1, padding and no max-pools of its own.
-3. ReLU keeps its input (``vgg.ReLU``), as PyTorch's ``nn.ReLU()`` did until 2021 (mobilenet.py).
+3. ReLU keeps its input (``_shared.ReLU``).
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from experiments.workloads._images import SMALL, classifier
+from experiments.workloads._shared import SMALL, Dropout, ReLU, classifier
 from experiments.workloads.module import Parts, WorkloadError
-from experiments.workloads.vgg import Dropout, ReLU
 
 Spec = str | list["Spec"] | tuple["Spec", ...]
 
@@ -121,8 +120,8 @@ class Inception(nn.Module):
         return logits
 
 
-def build(*, version: int, batch_size: int = 32, image: int = 299, classes: int = 1000) -> Parts:
-    """Versions 3 and 4; see ``_images.classifier``. Two pixels are left of 7, or of 75 where the stem reduces."""
+def inception(*, version: int, batch_size: int = 32, image: int = 299, classes: int = 1000) -> Parts:
+    """Versions 3 and 4; see ``_shared.classifier``. Two pixels are left of 7, or of 75 where the stem reduces."""
     if version not in (3, 4):
         raise WorkloadError(f"workload.version: inception has 3 and 4, not {version}")
     return classifier(Inception(version, image, classes), batch_size, image, least=7 if image <= SMALL else 75)

@@ -52,7 +52,7 @@ def loss(total: Tensor, squares: Tensor) -> Tensor:
     return total + squares
 
 
-def build(*, batch_size: int = 300_000, dimensions: int = 480, clusters: int = 5_000, chunks: int = 20) -> Parts:
+def kmeans(*, batch_size: int = 300_000, dimensions: int = 480, clusters: int = 5_000, chunks: int = 20) -> Parts:
     """``batch_size`` is the number of points: every iteration takes them all.
 
     Raises:

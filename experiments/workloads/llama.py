@@ -1,10 +1,7 @@
-"""Decoders of Llama's kind, from sizes (Touvron et al., "LLaMA: Open and Efficient Foundation Language Models", 2023).
+"""Decoders of Llama's kind, from sizes: Llama, Qwen3, and Mixtral with a mixture of experts.
 
-Section 2.2 of the paper: RMSNorm before each part, SwiGLU, rotary positions; no biases. Grouped-query attention as in
-Llama 2 (2023, section 2.2 and appendix A.2.1): ``heads`` of queries share ``kv_heads`` of keys and values. AdamW with
-betas 0.9 and 0.95 and weight decay 0.1 (section 2.3). The defaults are the block of TinyLlama 1.1B (Zhang et al., 2024,
-Table 2), of which there are 22. ``qk_norm``: queries and keys pass an RMSNorm over each head (Qwen3 Technical Report,
-2025, section 2).
+Touvron et al., "LLaMA: Open and Efficient Foundation Language Models", 2023, section 2.2: RMSNorm before each part,
+SwiGLU, rotary positions; no biases. Grouped-query attention as in Llama 2 (2023, section 2.2 and appendix A.2.1).
 
 What is open: dimensions i and i + size / 2 are rotated together, as in Hugging Face's code (the authors' takes
 neighbours, the same up to the order of weights); attention runs in one fused kernel, which reads keys and values
@@ -14,14 +11,74 @@ two moments in the parameters' dtype, and no copy of them: what ``torch.optim.Ad
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from experiments.workloads._transformers import RMSNorm
+from experiments.workloads._shared import flag, positive, tokens
 from experiments.workloads.module import Parts, WorkloadError
+
+
+@torch.library.custom_op("headroom::rms_norm", mutates_args=())
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """x ``[..., width]`` over its root mean square, times weight ``[width]``; and 1 / root ``[..., 1]``, in float32."""
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+    return (wide * scale * weight.float()).to(x.dtype), scale
+
+
+@rms_norm.register_fake
+def _(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+
+
+@torch.library.custom_op("headroom::rms_norm_backward", mutates_args=())
+def rms_norm_backward(grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of x and weight, of ``rms_norm``'s first result's."""
+    wide, unit = grad.float(), x.float() * scale
+    inner = wide * weight.float()
+    dx = scale * (inner - unit * (inner * unit).mean(-1, keepdim=True))
+    return dx.to(x.dtype), (wide * unit).flatten(0, -2).sum(0).to(weight.dtype)
+
+
+@rms_norm_backward.register_fake
+def _(grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(inputs[0], output[1], inputs[1])
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, Tensor, None]:
+    x, scale, weight = ctx.saved_tensors
+    return *rms_norm_backward(grad, x, scale, weight), None
+
+
+rms_norm.register_autograd(_backward, setup_context=_keep)
+
+
+class RMSNorm(nn.Module):
+    """``nn.RMSNorm`` over the last dimension, in one kernel.
+
+    It is one on CUDA (``aten._fused_rms_norm``), which keeps its input and a number per row. On the CPU, where steps
+    are captured, it is eight, which keep two copies in float32. So it is an operator of our own here, whose arithmetic
+    is that of the eight and whose memory and traffic are those of the one.
+    """
+
+    def __init__(self, width: int, epsilon: float) -> None:
+        super().__init__()
+        self.weight, self.epsilon = nn.Parameter(torch.ones(width)), epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = rms_norm(x, self.weight, self.epsilon)[0]
+        return y
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -114,6 +171,54 @@ class Llama(nn.Module):
         return logits
 
 
+class Experts(nn.Module):
+    """A mixture of SwiGLU layers (Jiang et al., "Mixtral of Experts", 2024), ``[batch, length, width]`` to the same.
+
+    Every token goes to the ``top`` experts with the largest logits of the router, whose outputs are added with the
+    softmax of those logits as weights (section 2.1). Which expert gets how many tokens depends on the data, and a
+    program has one size for every tensor. So an expert has room for a fixed number of tokens, as in GShard (Lepikhin et
+    al., 2020, section 2.2) and the Switch Transformer (Fedus et al., 2022, section 2.2). Tokens are dispatched by
+    index, without a mask of tokens x experts x places; a token that finds no place gets nothing from that expert, and
+    what a place without a token computes is not read. The paper gives no auxiliary loss; there is none.
+
+    Attributes:
+        places: tokens that an expert has room for.
+    """
+
+    def __init__(self, width: int, hidden: int, experts: int, top: int, places: int) -> None:
+        super().__init__()
+        self.top, self.places = top, places
+        self.router = nn.Linear(width, experts, bias=False)
+        self.experts = nn.ModuleList(SwiGLU(width, hidden) for _ in range(experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens, count = x.flatten(0, 1), len(self.experts)
+        logits, chosen = self.router(tokens).topk(self.top, dim=-1)  # [tokens, top]
+        places, held = self.assign(chosen)
+        weights = logits.softmax(-1, dtype=torch.float32).to(x.dtype) * held
+        # One row more than there are places, for the tokens that find none.
+        source = torch.zeros(count * self.places + 1, dtype=torch.int64, device=x.device)
+        source.scatter_(0, places.flatten(), torch.arange(places.numel(), device=x.device) // self.top)
+        inputs = tokens.index_select(0, source[:-1]).split(self.places)
+        outputs = torch.cat([expert(part) for expert, part in zip(self.experts, inputs, strict=True)])
+        found = outputs.index_select(0, places.clamp(max=count * self.places - 1).flatten())
+        return (found.unflatten(0, (-1, self.top)) * weights[:, :, None]).sum(1).view_as(x)
+
+    def assign(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """Places for the experts ``[tokens, top]`` that tokens chose, first come first served.
+
+        Returns:
+            expert · ``places`` + the number in its queue, ``experts`` · ``places`` where it is full; whether there is
+            a place.
+        """
+        count = len(self.experts)
+        flat = chosen.flatten()
+        mine = flat[:, None] == torch.arange(count, device=chosen.device)
+        turn = mine.cumsum(0, dtype=torch.int32).gather(1, flat[:, None])[:, 0] - 1
+        held = turn < self.places
+        return torch.where(held, flat * self.places + turn, count * self.places).view_as(chosen), held.view_as(chosen)
+
+
 class Loss(nn.Module):
     """Cross-entropy of logits ``[n, vocabulary]`` in float32."""
 
@@ -137,31 +242,55 @@ def checked(width: int, heads: int, kv_heads: int, head_size: int | None) -> Non
 
 
 def parts(model: nn.Module, batch_size: int, length: int) -> Parts:
-    """A decoder with its loss, optimizer and ``batch_size`` sequences of ``length`` tokens."""
+    """A decoder with its loss, AdamW (LLaMA, section 2.3) and ``batch_size`` sequences of ``length`` tokens."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
-    batch = (
-        torch.empty(batch_size, length, dtype=torch.int64),
-        torch.empty(batch_size * length, dtype=torch.int64),
-    )
-    return model, Loss(), optimizer, batch
+    return model, Loss(), optimizer, tokens(batch_size, length)
 
 
-def build(
+def llama(
     *, layers: int = 22, width: int = 2048, heads: int = 32, kv_heads: int = 4, hidden: int = 5632,
     vocabulary: int = 32000, length: int = 2048, batch_size: int = 1, head_size: int | None = None,
     rope_base: float = 10000.0, epsilon: float = 1e-5, qk_norm: bool = False,
 ) -> Parts:  # fmt: skip
-    """``batch_size`` sequences of ``length`` tokens; ``head_size`` None: width / heads.
+    """``batch_size`` sequences of ``length`` tokens. The defaults are the block of TinyLlama 1.1B (Zhang et al., 2024,
+    Table 2), of which there are 22.
+
+    Args:
+        kv_heads: heads of keys and values, which the ``heads`` of queries share.
+        head_size: None: width / heads.
+        qk_norm: queries and keys pass an RMSNorm over each head (Qwen3 Technical Report, 2025, section 2).
 
     Raises:
         WorkloadError: heads that do not fit (``checked``), or a base, epsilon or qk_norm that is none.
     """
     checked(width, heads, kv_heads, head_size)
-    for key, value in (("rope_base", rope_base), ("epsilon", epsilon)):
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-            raise WorkloadError(f"workload.{key}: expected a number above 0, got {value!r}")
-    if not isinstance(qk_norm, bool):
-        raise WorkloadError(f"workload.qk_norm: expected true or false, got {qk_norm!r}")
+    positive(rope_base, "rope_base")
+    positive(epsilon, "epsilon")
+    flag(qk_norm, "qk_norm")
     model = Llama(layers, width, heads, kv_heads, vocabulary, length, lambda: SwiGLU(width, hidden),
                   head_size=head_size, base=rope_base, epsilon=epsilon, qk_norm=qk_norm)  # fmt: skip
+    return parts(model, batch_size, length)
+
+
+def mixtral(
+    *, layers: int = 32, width: int = 4096, heads: int = 32, kv_heads: int = 8, hidden: int = 14336,
+    experts: int = 8, top: int = 2, capacity: float = 1.0, vocabulary: int = 32000, length: int = 8192,
+    batch_size: int = 1,
+) -> Parts:  # fmt: skip
+    """``batch_size`` sequences of ``length`` tokens. The defaults are Table 1's, whose 32 layers are 93 GB in bfloat16.
+
+    Args:
+        capacity: an expert has room for so many times the ``top`` · tokens / ``experts`` of balanced routing, rounded
+            up; with 1 balanced routing fills every place. The paper gives none: Mixtral drops nothing.
+
+    Raises:
+        WorkloadError: heads that do not fit (``checked``), more of the top than experts, or no capacity.
+    """
+    checked(width, heads, kv_heads, None)
+    if top > experts:
+        raise WorkloadError(f"workload.top: expected at most the number of experts ({experts}), got {top}")
+    positive(capacity, "capacity")
+    places = math.ceil(capacity * top * batch_size * length / experts)
+    model = Llama(layers, width, heads, kv_heads, vocabulary, length,
+                        lambda: Experts(width, hidden, experts, top, places), base=1e6)  # fmt: skip
     return parts(model, batch_size, length)

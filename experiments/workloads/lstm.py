@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from experiments.workloads._shared import tokens
 from experiments.workloads.module import Parts
 
 
@@ -58,13 +59,10 @@ class CharRNN(nn.Module):
         return torch.cat(logits)
 
 
-def build(
+def lstm(
     *, batch_size: int = 2048, hidden: int = 128, layers: int = 2, length: int = 50, vocabulary: int = 65
 ) -> Parts:
     """``length`` characters of ``batch_size`` sequences, and the character that follows each."""
     model = CharRNN(vocabulary, hidden, layers)
-    batch = (
-        torch.empty(batch_size, length, dtype=torch.int64),
-        torch.empty(length * batch_size, dtype=torch.int64),
-    )
-    return model, nn.CrossEntropyLoss(), torch.optim.RMSprop(model.parameters(), lr=2e-3, alpha=0.95), batch
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=2e-3, alpha=0.95)
+    return model, nn.CrossEntropyLoss(), optimizer, tokens(batch_size, length)

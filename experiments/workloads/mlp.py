@@ -10,12 +10,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from experiments.workloads._shared import labels
 from experiments.workloads.module import Parts, WorkloadError
 
 PIXELS, CLASSES = 3 * 32 * 32, 10
 
 
-def build(*, batch_size: int = 4096, width: int = 4096, layers: int = 5) -> Parts:
+def mlp(*, batch_size: int = 4096, width: int = 4096, layers: int = 5) -> Parts:
     """``layers`` linear layers, ``width`` between them: ``[batch_size, 3072]`` to logits ``[batch_size, 10]``.
 
     Raises:
@@ -28,5 +29,5 @@ def build(*, batch_size: int = 4096, width: int = 4096, layers: int = 5) -> Part
     for inputs, outputs in zip(widths, widths[1:], strict=False):
         parts += [nn.Linear(inputs, outputs), nn.ReLU()]
     model = nn.Sequential(*parts[:-1])
-    batch = torch.empty(batch_size, PIXELS), torch.empty(batch_size, dtype=torch.int64)
-    return model, nn.CrossEntropyLoss(), torch.optim.Adam(model.parameters(), lr=1e-3), batch
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    return model, nn.CrossEntropyLoss(), optimizer, (torch.empty(batch_size, PIXELS), labels(batch_size))

@@ -17,7 +17,7 @@ import random
 import torch
 from torch import Tensor, nn
 
-from experiments.workloads._images import classifier
+from experiments.workloads._shared import Layers, classifier, conv, head
 from experiments.workloads.module import Parts, WorkloadError
 
 NEIGHBOURS, REWIRED = 4, 0.75  # K and P of Watts and Strogatz
@@ -37,19 +37,12 @@ def graph(nodes: int, rng: random.Random) -> list[list[int]]:
     return [sorted(min(edge) for edge in edges if max(edge) == v) for v in range(nodes)]
 
 
-class Unit(nn.Module):
+class Unit(Layers):
     """ReLU, a separable 3x3 convolution and batch-norm."""
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.ReLU(), nn.Conv2d(channels, channels, 3, stride, padding=1, groups=channels, bias=False),
-            nn.Conv2d(channels, width, 1, bias=False), nn.BatchNorm2d(width),
-        )  # fmt: skip
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layers(x)
-        return y
+        depthwise = nn.Conv2d(channels, channels, 3, stride, padding=1, groups=channels, bias=False)
+        super().__init__(nn.ReLU(), depthwise, *conv(channels, width, 1))
 
 
 class Stage(nn.Module):
@@ -77,26 +70,21 @@ class RandWire(nn.Module):
     def __init__(self, nodes: int, width: int, draw: int, classes: int) -> None:
         super().__init__()
         rng = random.Random(draw)
-        self.stem = nn.Sequential(
-            nn.Conv2d(3, width // 2, 3, 2, padding=1, bias=False), nn.BatchNorm2d(width // 2),
-        )  # fmt: skip
+        self.stem = nn.Sequential(*conv(3, width // 2, 3, 2))
         sizes = [(width // 2, width, nodes // 2), (width, width, nodes), (width, 2 * width, nodes),
                  (2 * width, 4 * width, nodes)]  # fmt: skip
         self.stages = nn.Sequential(*(Stage(c, w, graph(n, rng)) for c, w, n in sizes))
-        self.head = nn.Sequential(
-            nn.ReLU(), nn.Conv2d(4 * width, LAST, 1, bias=False), nn.BatchNorm2d(LAST), nn.ReLU(),
-            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(LAST, classes),
-        )  # fmt: skip
+        self.head = nn.Sequential(nn.ReLU(), *conv(4 * width, LAST, 1, act=nn.ReLU), *head(LAST, classes))
 
     def forward(self, images: Tensor) -> Tensor:
         logits: Tensor = self.head(self.stages(self.stem(images)))
         return logits
 
 
-def build(
+def randwire(
     *, nodes: int = 32, width: int = 78, draw: int = 1, batch_size: int = 32, image: int = 224, classes: int = 1000
 ) -> Parts:
-    """See ``_images.classifier``.
+    """See ``_shared.classifier``.
 
     Raises:
         WorkloadError: fewer nodes than two rings of neighbours need, or a width of one.

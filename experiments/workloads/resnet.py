@@ -1,74 +1,262 @@
-"""ResNet18, 34, 50 and 101 for CIFAR-10, as in Table I of the SmartPool and AutoSwap paper.
+"""Residual networks: blocks of batch-normed convolutions whose result is added to a shortcut.
 
-"Efficient Memory Management for GPU-based Deep Learning Systems" names torch.ch/blog/2016/02/04/resnets.html and runs
-on SINGA, whose CIFAR example is adapted from that page; neither says what the depths are at 32x32 pixels. The
-definition here follows SINGA's example (no ReLU after the sum, which the page found better; a 1x1 convolution with
-batch-norm where the shape changes) and was completed so that Table I comes out:
-
-- stem: 3x3 convolution to 64 channels, no pooling; widths 64, 128, 256, 512 with strides 1, 1, 2, 2, so that the last
-  stage is 8x8;
-- blocks per stage as in He et al. (2016), Table 1; two 3x3 convolutions per block in ResNet18 and 34, three in ResNet50
-  and 101, all at the stage's width: not the 1-3-1 bottleneck.
-
-How near the captured peaks come: experiments/workloads/README.md.
+He, Zhang, Ren and Sun, "Deep Residual Learning for Image Recognition", 2016, for ImageNet (Table 1) and CIFAR-10
+(section 4.2), in the forms that the papers which we reproduce ran; RegNet. Where the shape changes the shortcut is a
+1x1 convolution with batch-norm (He's option B), where nothing else is said. What is open or different:
+experiments/workloads/README.md.
 """
 
 from __future__ import annotations
 
+import random
+from functools import partial
+
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from experiments.workloads._images import classifier
+from experiments.workloads._shared import (
+    IN_PLACE,
+    Layers,
+    ReLU,
+    Residual,
+    Squeeze,
+    classifier,
+    conv,
+    counts,
+    flag,
+    head,
+    one_of,
+    stages,
+)
 from experiments.workloads.module import Parts, WorkloadError
-from experiments.workloads.vgg import ReLU
 
-# Blocks in each of the four stages, and 3x3 convolutions in each block.
+# Blocks in each of the four stages, and 3x3 convolutions in each block, by depth.
 STAGES = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
 CONVOLUTIONS = {18: 2, 34: 2, 50: 3, 101: 3}
 WIDTHS = (64, 128, 256, 512)
-STRIDES = (1, 1, 2, 2)
+EXPANSION = 4  # channels that leave a bottleneck, over its width
+# RegNets: blocks and widths of the stages, width of a group, squeeze and excitation.
+REGNETS = {
+    "x_400mf": ((1, 2, 7, 12), (32, 64, 160, 400), 16, False),
+    "y_400mf": ((1, 3, 6, 6), (48, 104, 208, 440), 8, True),
+}
+STOCHASTIC = (16, 32, 64)  # widths
 
 
-class Block(nn.Module):
+def projection(channels: int, width: int, stride: int, bias: bool = False) -> list[nn.Module]:
+    """The layers of a shortcut: none where the shape stays."""
+    return conv(channels, width, 1, stride, bias=bias) if stride > 1 or channels != width else []
+
+
+# ------------------------------------------------------------------------------------------- CIFAR-10
+
+
+class Block(Residual):
     """Batch-normed 3x3 convolutions plus the shortcut; no ReLU after the sum."""
 
     def __init__(self, channels: int, width: int, stride: int, convolutions: int) -> None:
-        super().__init__()
-        layers: list[nn.Module] = []
-        for i in range(convolutions):
-            layers += [ReLU()] if i else []
-            layers += [nn.Conv2d(width if i else channels, width, 3, 1 if i else stride, padding=1),
-                       nn.BatchNorm2d(width)]  # fmt: skip
-        self.residual = nn.Sequential(*layers)
-        self.shortcut: nn.Module = nn.Identity()
-        if stride > 1 or channels != width:
-            self.shortcut = nn.Sequential(nn.Conv2d(channels, width, 1, stride), nn.BatchNorm2d(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        total: Tensor = self.residual(x) + self.shortcut(x)
-        return total
+        layers = conv(channels, width, 3, stride, bias=True)
+        for _ in range(convolutions - 1):
+            layers += [ReLU(), *conv(width, width, 3, bias=True)]
+        super().__init__(layers, projection(channels, width, stride, bias=True))
 
 
-class ResNet(nn.Module):
-    """Images ``[batch, 3, 32, 32]`` to logits ``[batch, classes]``."""
+class ResNet(Layers):
+    """ResNet18, 34, 50 and 101 for CIFAR-10, as in Table I of the SmartPool and AutoSwap paper.
+
+    "Efficient Memory Management for GPU-based Deep Learning Systems" names torch.ch/blog/2016/02/04/resnets.html and
+    runs on SINGA, whose CIFAR example is adapted from that page; neither says what the depths are at 32x32 pixels. The
+    definition here follows SINGA's example (no ReLU after the sum, which the page found better; convolutions with a
+    bias) and was completed so that Table I comes out: no pooling in the stem; strides 1, 1, 2, 2, so that the last
+    stage is 8x8; three 3x3 convolutions per block in ResNet50 and 101, at the stage's width, not the 1-3-1 bottleneck.
+    """
 
     def __init__(self, depth: int, classes: int = 10) -> None:
+        blocks = stages(WIDTHS[0], zip(STAGES[depth], WIDTHS, (1, 1, 2, 2), strict=True),
+                        partial(Block, convolutions=CONVOLUTIONS[depth]))  # fmt: skip
+        super().__init__(*conv(3, WIDTHS[0], 3, act=ReLU, bias=True), *blocks, nn.AvgPool2d(8), nn.Flatten(),
+                         nn.Linear(WIDTHS[-1], classes))  # fmt: skip
+
+
+class PlainBlock(nn.Module):
+    """Two batch-normed 3x3 convolutions, plus the shortcut if ``residual``; ReLU after the first and at the end."""
+
+    def __init__(self, channels: int, width: int, stride: int, residual: bool) -> None:
         super().__init__()
-        layers: list[nn.Module] = [nn.Conv2d(3, WIDTHS[0], 3, padding=1), nn.BatchNorm2d(WIDTHS[0]), ReLU()]
-        channels = WIDTHS[0]
-        for count, width, stride in zip(STAGES[depth], WIDTHS, STRIDES, strict=True):
-            for i in range(count):
-                layers.append(Block(channels, width, 1 if i else stride, CONVOLUTIONS[depth]))
-                channels = width
-        layers += [nn.AvgPool2d(8), nn.Flatten(), nn.Linear(channels, classes)]
-        self.layers = nn.Sequential(*layers)
+        self.layers = nn.Sequential(*conv(channels, width, 3, stride, ReLU), *conv(width, width, 3))
+        self.shortcut = nn.Sequential(*projection(channels, width, stride)) if residual else None
+        self.relu = ReLU()
 
-    def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.layers(images)
-        return logits
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers(x)
+        if self.shortcut is not None:
+            y += self.shortcut(x)  # in place: batch-norm does not need its result
+        y = self.relu(y)
+        return y
 
 
-def build(*, depth: int, batch_size: int = 100) -> Parts:
-    """Depths 18, 34, 50 and 101; see ``_images.classifier``."""
-    if depth not in STAGES:
-        raise WorkloadError(f"workload.depth: resnet has {', '.join(map(str, STAGES))}, not {depth}")
+class Plain(Layers):
+    """Plain and residual networks of He et al., section 4.2, with ``blocks`` blocks per stage.
+
+    A 3x3 convolution to ``width`` channels, then stages; every stage but the first halves the image and doubles the
+    width. He's plain network of depth 6n + 2 has n-n-n blocks and ``width`` 16: 3-3-3 has 20 layers and 0.27 M
+    parameters (Table 6). The shortcut is as in CIFAR-10 collections; on CIFAR-10 He uses option A, without parameters.
+
+    HOME (2022) gives neither widths nor depth; inferred for it:
+
+    1. Plain20 is four times as wide as He's: 64-128-256.
+    2. ResNet is ResNet18 as in the usual PyTorch collections for CIFAR-10: ``2-2-2-2`` of width 64 with shortcuts.
+    """
+
+    def __init__(self, blocks: tuple[int, ...], width: int, residual: bool = False, classes: int = 10) -> None:
+        table = [(count, width << stage, 2 if stage else 1) for stage, count in enumerate(blocks)]
+        super().__init__(*conv(3, width, 3, act=ReLU), *stages(width, table, partial(PlainBlock, residual=residual)),
+                         *head(table[-1][1], classes))  # fmt: skip
+
+
+class StochasticBlock(nn.Module):
+    """Two batch-normed 3x3 convolutions plus the shortcut; the shortcut alone if the block does not survive."""
+
+    def __init__(self, channels: int, width: int, survives: bool) -> None:
+        super().__init__()
+        self.more, self.survives = width - channels, survives
+        self.residual = nn.Sequential(*conv(channels, width, 3, width // channels, IN_PLACE, bias=True),
+                                      *conv(width, width, 3, bias=True))  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        shortcut = F.pad(F.avg_pool2d(x, 2), (0, 0, 0, 0, 0, self.more)) if self.more else x
+        return F.relu_(self.residual(x) + shortcut) if self.survives else shortcut
+
+
+class StochasticResNet(Layers):
+    """ResNet with stochastic depth (Huang et al., "Deep Networks with Stochastic Depth", 2016) on CIFAR-10.
+
+    Three stages of 16, 32 and 64 channels, 18 blocks each (110 layers). In every iteration block l of L survives with
+    probability 1 - l / L * (1 - 0.5) (equation 4 with p_L = 0.5); one that does not is replaced by its shortcut, in the
+    forward and the backward pass. From the authors' code (github.com/yueatsprograms/Stochastic_Depth): where the shape
+    changes the shortcut is an average pool and channels of zeros; SGD with Nesterov momentum 0.9 and weight decay 1e-4.
+    A captured step is straight-line code, so blocks are drawn before: one program for each draw.
+
+    1. PyTorch's SGD does nothing for the parameters of a dropped block: no momentum, no weight decay.
+    2. ReLU after the sum is in place, as in the authors' code; a dropped block has none: its input has no negative
+       numbers.
+    3. The DQN paper says "ResNet with stochastic depth" and CIFAR-10, no depth: 110 is what Huang et al. train most.
+    """
+
+    def __init__(self, survives: list[bool]) -> None:
+        """``survives`` has an entry for every block."""
+        widths = [width for width in STOCHASTIC for _ in range(len(survives) // len(STOCHASTIC))]
+        blocks = map(StochasticBlock, [STOCHASTIC[0], *widths], widths, survives)
+        super().__init__(*conv(3, STOCHASTIC[0], 3, act=IN_PLACE, bias=True), *blocks, nn.AvgPool2d(8), nn.Flatten(),
+                         nn.Linear(widths[-1], 10))  # fmt: skip
+
+
+def survival(blocks: int, draw: int, last: float = 0.5) -> list[bool]:
+    """Which of ``blocks`` survive: block l with probability 1 - l / blocks * (1 - last), drawn with seed ``draw``."""
+    generator = random.Random(draw)
+    return [generator.random() < 1 - (i + 1) / blocks * (1 - last) for i in range(blocks)]
+
+
+# ------------------------------------------------------------------------------------------- ImageNet
+
+
+class Bottleneck(Residual):
+    """Convolutions 1x1, 3x3 and 1x1, plus the shortcut; then ReLU. ``halve``: the size of the one with the stride."""
+
+    def __init__(self, channels: int, out: int, stride: int, halve: int = 1) -> None:
+        width = out // EXPANSION
+        first, second = (stride, 1) if halve == 1 else (1, stride)
+        layers = [*conv(channels, width, 1, first, IN_PLACE), *conv(width, width, 3, second, IN_PLACE)]
+        super().__init__([*layers, *conv(width, out, 1)], projection(channels, out, stride), IN_PLACE)
+
+
+class ImageNetResNet(Layers):
+    """ResNet of any depth for ImageNet, with bottleneck blocks (He et al., Table 1).
+
+    Depth is 3 (n1 + n2 + n3 + n4) + 2 for ni ``blocks`` in stage i, after a stem of one convolution and before a linear
+    layer: 3-4-6-3 is He's ResNet50, 3-4-23-3 ResNet101 and 3-8-36-3 ResNet152. SuperNeurons (2018, section 4.2) goes
+    deeper in the third stage only: 6-32-n3-6 in the program that its authors released.
+
+    Stages 2 to 4 halve the image in their first 1x1 convolution, as in the paper; torchvision halves it in the 3x3
+    convolution (``halve`` 3), which keeps larger images and no other number of parameters: 25,557,032, 44,549,160 and
+    60,192,808. ReLU is in place, as in He's and torchvision's: batch-norm keeps its input for the backward pass and
+    ReLU its output.
+    """
+
+    def __init__(self, blocks: tuple[int, ...], classes: int = 1000, halve: int = 1) -> None:
+        out = [EXPANSION * width for width in WIDTHS]
+        layers = stages(WIDTHS[0], zip(blocks, out, (1, 2, 2, 2), strict=True), partial(Bottleneck, halve=halve))
+        super().__init__(*conv(3, WIDTHS[0], 7, 2, IN_PLACE), nn.MaxPool2d(3, 2, padding=1), *layers,
+                         *head(out[-1], classes))  # fmt: skip
+
+
+class RegBlock(Residual):
+    """Convolutions 1x1, 3x3 in groups and 1x1, squeeze and excitation if asked for, plus the shortcut; then ReLU."""
+
+    def __init__(self, channels: int, width: int, stride: int, group: int, squeeze: bool) -> None:
+        super().__init__(
+            [*conv(channels, width, 1, act=IN_PLACE), *conv(width, width, 3, stride, IN_PLACE, width // group),
+             *([Squeeze(width, round(channels / 4), nn.Sigmoid)] if squeeze else []), *conv(width, width, 1)],
+            projection(channels, width, stride), IN_PLACE,
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.relu(self.shortcut(x) + self.residual(x))
+        return y
+
+
+class RegNet(Layers):
+    """RegNetX and RegNetY of 400 MFLOP (Radosavovic et al., "Designing Network Design Spaces", 2020), as torchvision.
+
+    A stem of 32 channels and four stages of blocks. Widths and depths are those of the paper's Table 12. Parameters at
+    1000 classes, as torchvision documents them: 5,495,976 (x_400mf), 4,344,144 (y_400mf).
+    """
+
+    def __init__(
+        self, blocks: tuple[int, ...], widths: tuple[int, ...], group: int, squeeze: bool, classes: int = 1000
+    ) -> None:
+        table = zip(blocks, widths, (2, 2, 2, 2), strict=True)
+        super().__init__(*conv(3, 32, 3, 2, IN_PLACE),
+                         *stages(32, table, partial(RegBlock, group=group, squeeze=squeeze)),
+                         *head(widths[-1], classes))  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------- families
+
+
+def resnet(*, depth: int, batch_size: int = 100) -> Parts:
+    """See ``ResNet`` and ``_shared.classifier``."""
+    one_of(STAGES, depth, "depth", "resnet")
     return classifier(ResNet(depth), batch_size)
+
+
+def plain(
+    *, stages: str, width: int = 16, residual: bool = False, batch_size: int = 128, image: int = 32, classes: int = 10
+) -> Parts:
+    """See ``Plain`` and ``_shared.classifier``; ``stages`` are the blocks of every stage, as in "3-3-3"."""
+    blocks = counts(stages, "numbers of blocks", "3-3-3", 1)
+    flag(residual, "residual")
+    return classifier(Plain(blocks, width, residual, classes), batch_size, image)
+
+
+def resnet_stochastic(*, draw: int = 1, blocks: int = 18, batch_size: int = 128) -> Parts:
+    """``blocks`` in each of the three stages, ``draw`` the seed; see ``StochasticResNet``, ``_shared.classifier``."""
+    model, loss_fn, _, batch = classifier(StochasticResNet(survival(3 * blocks, draw)), batch_size)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4, nesterov=True)
+    return model, loss_fn, optimizer, batch
+
+
+def resnet_imagenet(
+    *, stages: str, batch_size: int = 32, image: int = 224, classes: int = 1000, halve: int = 1
+) -> Parts:
+    """See ``ImageNetResNet`` and ``_shared.classifier``; ``stages`` are the blocks of the four, as in "3-4-6-3"."""
+    if halve not in (1, 3):
+        raise WorkloadError(f"workload.halve: expected 1 or 3, got {halve!r}")
+    blocks = counts(stages, "four numbers of blocks", "3-4-6-3", 4, 4)
+    return classifier(ImageNetResNet(blocks, classes, halve), batch_size, image)
+
+
+def regnet(*, size: str = "x_400mf", batch_size: int = 32, image: int = 224, classes: int = 1000) -> Parts:
+    """See ``RegNet`` and ``_shared.classifier``; one of REGNETS."""
+    return classifier(RegNet(*one_of(REGNETS, size, "size", "regnet"), classes), batch_size, image)

@@ -1,68 +1,117 @@
-"""VGG11, 13, 16 and 19 for CIFAR-10, with batch-norm and dropout (Zagoruyko, "92.45% on CIFAR-10 in Torch", 2015).
+"""VGG for CIFAR-10 and for ImageNet, and AlexNet: convolutions and pools in a row, then linear layers.
 
-The networks of Table I of "Efficient Memory Management for GPU-based Deep Learning Systems" (SmartPool and AutoSwap),
-which names that page as its source: 3x3 convolution, batch-norm and ReLU (not in place); dropout between the
-convolutions of a block (0.3 in the first block, 0.4 in the others); 2x2 max-pool after each block; then dropout 0.5,
-linear 512, batch-norm, ReLU, dropout 0.5, linear 10. The page gives VGG16; the other depths have 1, 2, 3 or 4
-convolutions per block as in Simonyan and Zisserman (2014), Table 1.
-
-``ReLU`` and ``Dropout`` keep for the backward pass what Torch7 and cuDNN keep, so that the memory is that of the
-paper's runs (on SINGA): ReLU keeps its input, not its output, and dropout one byte per element, not a float. How near
-the captured peaks come to Table I: experiments/workloads/README.md.
+Depths and blocks are those of Simonyan and Zisserman ("Very Deep Convolutional Networks for Large-Scale Image
+Recognition", 2014), Table 1. Where nothing else is said, ReLU and dropout keep for the backward pass what Torch7 and
+cuDNN keep, on which the papers' runs are: ReLU its input, not its output, and dropout one byte per element.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
+from collections import OrderedDict
+from functools import partial
 
-from experiments.workloads._images import classifier
-from experiments.workloads.module import Parts, WorkloadError
+from torch import nn
+
+from experiments.workloads._shared import IN_PLACE, Dropout, Layers, ReLU, classifier, conv, one_of
+from experiments.workloads.module import Parts
 
 # Convolutions in each of the five blocks.
 BLOCKS = {11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
 WIDTHS = (64, 128, 256, 512, 512)
+STD = {"fc1": 0.005, "fc2": 0.005}  # of AlexNet's initial weights; the others' is 0.01
+BIAS = {"conv2": 0.1, "conv4": 0.1, "conv5": 0.1, "fc1": 0.1, "fc2": 0.1}  # initial; the others are 0
 
 
-class ReLU(nn.Threshold):
-    """max(x, 0) whose gradient reads the input, as Torch7's ``nn.ReLU`` and cuDNN's do."""
+class VGG(Layers):
+    """VGG11, 13, 16 and 19 for CIFAR-10, with batch-norm and dropout (Zagoruyko, "92.45% on CIFAR-10 in Torch", 2015).
 
-    def __init__(self) -> None:
-        super().__init__(0.0, 0.0)
-
-
-class Dropout(nn.Dropout):
-    """Dropout by the one kernel that PyTorch runs on a GPU, with a mask of one byte per element."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.native_dropout(x, self.p, self.training)[0]
-
-
-class VGG(nn.Module):
-    """Images ``[batch, 3, 32, 32]`` to logits ``[batch, classes]``."""
+    The networks of Table I of "Efficient Memory Management for GPU-based Deep Learning Systems" (SmartPool and
+    AutoSwap), which names that page as its source, and ran on SINGA: 3x3 convolution, batch-norm and ReLU; dropout
+    between the convolutions of a block (0.3 in the first block, 0.4 in the others); 2x2 max-pool after each block; then
+    dropout 0.5, linear 512, batch-norm, ReLU, dropout 0.5, linear 10. The page gives VGG16. How near the captured peaks
+    come to Table I: experiments/workloads/README.md.
+    """
 
     def __init__(self, depth: int, classes: int = 10) -> None:
-        super().__init__()
         layers: list[nn.Module] = []
         channels = 3
         for block, (count, width) in enumerate(zip(BLOCKS[depth], WIDTHS, strict=True)):
             for i in range(count):
-                layers += [nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width), ReLU()]
+                layers += conv(channels, width, 3, act=ReLU, bias=True)
                 if i < count - 1:
                     layers.append(Dropout(0.3 if block == 0 else 0.4))
                 channels = width
             layers.append(nn.MaxPool2d(2))
-        layers += [nn.Flatten(), Dropout(0.5), nn.Linear(512, 512), nn.BatchNorm1d(512), ReLU(),
-                   Dropout(0.5), nn.Linear(512, classes)]  # fmt: skip
-        self.layers = nn.Sequential(*layers)
-
-    def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.layers(images)
-        return logits
+        super().__init__(*layers, nn.Flatten(), Dropout(0.5), nn.Linear(512, 512), nn.BatchNorm1d(512), ReLU(),
+                         Dropout(0.5), nn.Linear(512, classes))  # fmt: skip
 
 
-def build(*, depth: int, batch_size: int = 100) -> Parts:
-    """Depths 11, 13, 16 and 19; see ``_images.classifier``."""
-    if depth not in BLOCKS:
-        raise WorkloadError(f"workload.depth: vgg has {', '.join(map(str, BLOCKS))}, not {depth}")
+class ImageNetVGG(Layers):
+    """VGG for ImageNet: convolutions without batch-norm, two linear layers of 4096 with dropout 0.5, one of classes.
+
+    Configuration D of Table 1 has 138 M parameters (138,357,544) at 224 px and 1000 classes. The network of
+    SuperNeurons (2018) and, of 16 or 19 layers, of TENSILE (2021), which says "VGG" only. torchvision's (``pooled``)
+    has ReLU in place, dropout as PyTorch runs it, and pools to 7x7 before the linear layers, which then have the
+    parameters of 224 px.
+    """
+
+    def __init__(self, image: int = 224, classes: int = 1000, depth: int = 16, pooled: bool = False) -> None:
+        relu, dropout = (IN_PLACE, nn.Dropout) if pooled else (ReLU, Dropout)
+        side = 7 if pooled else image // 32
+        layers: list[nn.Module] = []
+        channels = 3
+        for count, width in zip(BLOCKS[depth], WIDTHS, strict=True):
+            for _ in range(count):
+                layers += [nn.Conv2d(channels, width, 3, padding=1), relu()]
+                channels = width
+            layers.append(nn.MaxPool2d(2))
+        layers += [nn.AdaptiveAvgPool2d(side)] if pooled else []
+        super().__init__(*layers, nn.Flatten(), nn.Linear(channels * side**2, 4096), relu(), dropout(0.5),
+                         nn.Linear(4096, 4096), relu(), dropout(0.5), nn.Linear(4096, classes))  # fmt: skip
+
+
+class AlexNet(nn.Sequential):
+    """AlexNet as SuperNeurons writes it (section 4.1.1, footnote 3): images ``[batch, 3, 227, 227]`` to logits.
+
+    The layers of Krizhevsky et al. (2012) without groups, so that CONV2, CONV4 and CONV5 read all channels, and local
+    response normalization before pooling, with cuDNN's defaults: a window of 5, alpha 1e-4, beta 0.75 and k 2. Sizes,
+    and the initial values that let it train, are those of the authors' code
+    (github.com/linnanwang/superneurons-release, testing/alexnet.cpp). The last layer, softmax, is in the loss.
+    """
+
+    def __init__(self, classes: int = 1000) -> None:
+        lrn = partial(nn.LocalResponseNorm, 5, alpha=1e-4, beta=0.75, k=2.0)
+        super().__init__(OrderedDict[str, nn.Module](
+            conv1=nn.Conv2d(3, 96, 11, stride=4), relu1=ReLU(), lrn1=lrn(), pool1=nn.MaxPool2d(3, 2),
+            conv2=nn.Conv2d(96, 256, 5, padding=2), relu2=ReLU(), lrn2=lrn(), pool2=nn.MaxPool2d(3, 2),
+            conv3=nn.Conv2d(256, 384, 3, padding=1), relu3=ReLU(),
+            conv4=nn.Conv2d(384, 384, 3, padding=1), relu4=ReLU(),
+            conv5=nn.Conv2d(384, 256, 3, padding=1), relu5=ReLU(), pool5=nn.MaxPool2d(3, 2), flatten=nn.Flatten(),
+            fc1=nn.Linear(256 * 6 * 6, 4096), relu6=ReLU(), dropout1=Dropout(0.5),
+            fc2=nn.Linear(4096, 4096), relu7=ReLU(), dropout2=Dropout(0.5),
+            fc3=nn.Linear(4096, classes),
+        ))  # fmt: skip
+        for name, layer in self.named_children():
+            if isinstance(layer, nn.Conv2d | nn.Linear):
+                assert layer.bias is not None
+                nn.init.normal_(layer.weight, std=STD.get(name, 0.01))
+                nn.init.constant_(layer.bias, BIAS.get(name, 0.0))
+
+
+def vgg(*, depth: int, batch_size: int = 100) -> Parts:
+    """See ``VGG`` and ``_shared.classifier``."""
+    one_of(BLOCKS, depth, "depth", "vgg")
     return classifier(VGG(depth), batch_size)
+
+
+def vgg_imagenet(
+    *, batch_size: int = 32, image: int = 224, classes: int = 1000, depth: int = 16, pooled: bool = False
+) -> Parts:
+    """See ``ImageNetVGG`` and ``_shared.classifier``; at least 32 px, which five pools leave one of."""
+    one_of(BLOCKS, depth, "depth", "vgg_imagenet")
+    return classifier(ImageNetVGG(max(image, 32), classes, depth, pooled), batch_size, image, least=32)
+
+
+def alexnet(*, batch_size: int = 200) -> Parts:
+    """See ``AlexNet`` and ``_shared.classifier``."""
+    return classifier(AlexNet(), batch_size, 227)

@@ -1,4 +1,4 @@
-"""Two checkers of addresses: one slow and obvious, one for tens of thousands of blocks."""
+"""A checker of addresses, for tens of thousands of blocks."""
 
 from __future__ import annotations
 
@@ -8,26 +8,8 @@ from simulator.compiled.encoding import Ints
 from simulator.pool.intervals import Intervals
 
 
-def overlaps(intervals: Intervals, offsets: Ints) -> list[tuple[int, int]]:
-    """Every pair of blocks (i < j) that shares a byte while both are held; [] for a right packing. O(n²)."""
-    period = intervals.period
-    blocks = []
-    for lower, upper, nbytes, offset in zip(
-        intervals.lower.tolist(), intervals.upper.tolist(), intervals.nbytes.tolist(), offsets.tolist(), strict=True
-    ):
-        # What lies beyond the period lies at the start of the circle.
-        times = [(lower, min(upper, period)), (0, max(upper - period, 0))]
-        blocks.append((times, offset, offset + nbytes))
-    return [
-        (i, j)
-        for j, (times, begin, end) in enumerate(blocks)
-        for i, (others, first, last) in enumerate(blocks[:j])
-        if max(begin, first) < min(end, last) and any(max(a, c) < min(b, d) for a, b in times for c, d in others)
-    ]
-
-
 def overlap(intervals: Intervals, offsets: Ints) -> tuple[int, int] | None:
-    """A pair of blocks (i < j) as ``overlaps`` finds them, None where there is none: n log n comparisons.
+    """A pair of blocks (i < j) that shares a byte while both are held, None where there is none: n log n comparisons.
 
     Sweeps over time with those held in the order of their addresses. As long as no two of them share a byte, a new
     one that does shares it with one of its two neighbours.

@@ -106,7 +106,6 @@ def test_what_does_not_go_on_leaves_nothing(program_file: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("words", "shown"),
     [
-        (("workloads",), r"capturing vgg.*left 0:\d\d:\d\d"),  # known once two pieces are done
         (("plan", "workload=mlp", "machine=h100", "memory=0.7", "largest=false"), r"LP rounding.*left 0:\d\d:\d\d"),
         (("bench", "workloads=[vgg16,vgg19]", "calls=10", "home.particles=2", "home.iterations=2"),
          r"simulating vgg19.* [1-9]\d?/100 .*left"),

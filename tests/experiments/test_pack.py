@@ -21,8 +21,9 @@ from experiments.plotting.packing import binary
 from simulator import Machine, Program
 from simulator.compiled.encoding import NEVER
 from simulator.pool import ALLOCATORS, Intervals, Packing, files, program_lifetimes, smartpool
-from simulator.pool.validate import overlap, overlaps
+from simulator.pool.validate import overlap
 from tests.experiments.conftest import Run
+from tests.oracle.packing import overlaps
 
 # lower, upper and bytes. Held at once: a, c and e until 3, b, c and e until 9, then d and e: 12, 12 and 8 bytes.
 TOY = {"a": (0, 3, 4), "b": (3, 9, 4), "c": (0, 9, 4), "d": (9, 21, 4), "e": (0, 21, 4)}
@@ -87,7 +88,7 @@ def test_every_allocator_packs_the_toy(run: Run, toy: Path, tmp_path: Path) -> N
     for row in found.values():
         assert set(row) == {"footprint", "load", "ratio", "seconds", "proven", "allocation_ns"}
         assert row["load"] == 12 and row["ratio"] == row["footprint"] / 12
-        assert 0 <= row["seconds"] < 2  # to compile one of them takes longer
+        assert row["seconds"] >= 0
     # Three blocks at a time: of 4 bytes, of CnMem's 512 and of the heap's 1024; a segment of PyTorch's small pool.
     assert [row["footprint"] for row in found.values()] == [12, 2 << 20, 3 * 512, 3 * 1024, 12, 12, 12, 12]
     # A malloc of SmartPool's is a look-up in a table of 5: 3 levels of 2 ns, 5 times. The driver's are far dearer.
@@ -104,6 +105,16 @@ def test_every_allocator_packs_the_toy(run: Run, toy: Path, tmp_path: Path) -> N
     assert {words[0]: words[-1] for words in table if words and words[0] in ALLOCATORS} == {
         name: "yes" if row["footprint"] == 12 else "no" for name, row in found.items()
     }
+
+
+def test_what_compiles_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    for owner, name in ((pack, "warm_up"), (pack, "run"), (pack.time, "perf_counter")):
+        real = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, n=name, real=real: (done.append(n), real(*args))[1])
+    monkeypatch.setattr(pack, "warm_up", lambda *_: done.append("warm_up"))
+    pack.pack_all(["smartpool"], blocks([(0, 1, 4)]), Machine.load("gtx1080ti"), 1, 1.0)
+    assert done[:4] == ["warm_up", "perf_counter", "run", "perf_counter"]
 
 
 def test_a_program_repeats(command: Callable[..., Done], program: Program, program_file: Path, tmp_path: Path) -> None:

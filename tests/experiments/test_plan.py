@@ -285,7 +285,7 @@ def test_a_planner_that_takes_too_long_is_left_out(monkeypatch: pytest.MonkeyPat
     program = chain()
     monkeypatch.setattr(command.report, "made", lambda *_, **__: Slow())
     best = command.best_of("swap", ["autoswap_doa"], (program, MACHINE, 2**30), "swap", 0, 0.05)
-    assert best.plan is None and best.row is None and best.left_out == ("autoswap_doa",) and best.seconds < 5
+    assert best.plan is None and best.row is None and best.left_out == ("autoswap_doa",)
 
 
 # ---------------------------------------------------------------------------------------- as a user
@@ -313,10 +313,14 @@ def test_a_factory_is_planned(run: Run, tmp_path: Path) -> None:
 
 
 def test_exit_status_and_refusals(run: Run, program_file: Path, tmp_path: Path) -> None:
-    done = run("plan", f"program={program_file}", "memory=40MiB", f"out={tmp_path / 'no'}")
+    done = run("plan", f"program={program_file}", "machine=gtx1080ti", "memory=40MiB", f"out={tmp_path / 'no'}")
     assert done.returncode == 1 and "It does not fit" in done.stdout, done.stderr
     assert not (tmp_path / "no" / "plan.json").exists() and (tmp_path / "no" / "report.html").exists()
     assert "has the batch" in done.stdout
+    summary = json.loads((tmp_path / "no" / "summary.json").read_text())
+    assert (
+        summary["times"]["error"] is None is summary["overheads"] and "error is not known" in summary["times"]["said"]
+    )
 
 
 @pytest.mark.parametrize("words_", [{}, {"target": "a:b", "program": "x.json"}])

@@ -15,10 +15,10 @@ from tests.experiments.conftest import Run
 from tests.tiny import PROGRAM
 
 
-def test_a_run_again_where_nothing_of_it_is_left_but_its_directory(fresh: Run, tmp_path: Path) -> None:
+def test_a_run_again_where_nothing_of_it_is_left_but_its_directory(run: Run, tmp_path: Path) -> None:
     PROGRAM.save(tmp_path / "step.json")
     (tmp_path / "own.yaml").write_text((rerun.cli.CONFIGS / "machine" / "gtx1080ti.yaml").read_text())
-    done = fresh(
+    done = run(
         "evaluate", f"program={tmp_path / 'step.json'}", f"machine={tmp_path / 'own.yaml'}", "limits=[0.95,0.9]",
         "planners=[none,annealing]", "min_bytes=1", "seed=5", f"out={tmp_path / 'first'}",
     )  # fmt: skip
@@ -27,7 +27,7 @@ def test_a_run_again_where_nothing_of_it_is_left_but_its_directory(fresh: Run, t
     (tmp_path / "own.yaml").unlink()
     (tmp_path / "elsewhere").mkdir()
     moved = Path(shutil.move(tmp_path / "first", tmp_path / "elsewhere" / "first"))
-    again = fresh("rerun", str(moved))
+    again = run("rerun", str(moved))
     assert again.returncode == 0, again.stdout + again.stderr
     out = tmp_path / "elsewhere" / "first-again"
     assert again.stdout.splitlines()[-1] == str(out) and again.stdout.count(": the same\n") == 4
@@ -35,7 +35,7 @@ def test_a_run_again_where_nothing_of_it_is_left_but_its_directory(fresh: Run, t
     assert after["program"] == before["program"] and after["config"]["seed"] == 5
     assert {**after["config"], "program": 0, "out": 0} == {**before["config"], "program": 0, "out": 0}
     # It is not written over.
-    refused = fresh("rerun", str(moved))
+    refused = run("rerun", str(moved))
     assert refused.returncode == 2 and "is there already" in refused.stderr
 
 
@@ -91,21 +91,21 @@ def test_what_differs_is_said(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------- plan and pack
 
 
-def repeat(fresh: Run, out: Path) -> list[str]:
+def repeat(run: Run, out: Path) -> list[str]:
     """What is said of a run that is repeated, nothing of it left but its directory."""
-    again = fresh("rerun", str(out))
+    again = run("rerun", str(out))
     assert again.returncode == 0, again.stdout + again.stderr
     lines = again.stdout.splitlines()
     assert lines[-1] == f"{out}-again"
     return lines
 
 
-def test_an_answer_again(fresh: Run, program_file: Path, tmp_path: Path) -> None:
+def test_an_answer_again(run: Run, program_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    first = fresh("plan", f"program={program_file}", "memory=0.7", "mode=swap", "seconds=2", f"out={out}")
+    first = run("plan", f"program={program_file}", "memory=0.7", "mode=swap", "seconds=2", f"out={out}")
     assert first.returncode == 0, first.stderr
     program_file.unlink()
-    lines = repeat(fresh, out)
+    lines = repeat(run, out)
     before, after = (json.loads((path / "summary.json").read_text()) for path in (out, tmp_path / "out-again"))
     assert "none, 0.7 of the peak: the same" in lines and "the largest batch: not compared, it takes the model" in lines
     assert before["verdict"].split(":")[0] == after["verdict"].split(":")[0] and before["fits"] == after["fits"]
@@ -113,20 +113,20 @@ def test_an_answer_again(fresh: Run, program_file: Path, tmp_path: Path) -> None
     assert f"{family['planner']}, 0.7 of the peak: the same" in lines  # it has no seconds
 
 
-def test_what_does_not_fit_again(fresh: Run, program_file: Path, tmp_path: Path) -> None:
+def test_what_does_not_fit_again(run: Run, program_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert fresh("plan", f"program={program_file}", "memory=40MiB", f"out={out}").returncode == 1
-    assert repeat(fresh, out)[-3].startswith("none, ")
+    assert run("plan", f"program={program_file}", "memory=40MiB", f"out={out}").returncode == 1
+    assert repeat(run, out)[-3].startswith("none, ")
 
 
-def test_a_packing_again(fresh: Run, tmp_path: Path) -> None:
+def test_a_packing_again(run: Run, tmp_path: Path) -> None:
     blocks = tmp_path / "my blocks.csv"
     blocks.write_text("id,lower,upper,size\na,0,3,4\nb,3,9,4\nc,0,9,4\nd,9,21,4\ne,0,21,4\n")
     out = tmp_path / "out"
-    first = fresh("pack", blocks, f"out={out}", "seconds=0.2", "algorithms=[cnmem,smartpool,optimal]")
+    first = run("pack", blocks, f"out={out}", "seconds=0.2", "algorithms=[cnmem,smartpool,optimal]")
     assert first.returncode == 0, first.stderr
     blocks.unlink()
-    assert repeat(fresh, out)[-5:-1] == ["cnmem: the same", "smartpool: the same", "optimal: the same",
+    assert repeat(run, out)[-5:-1] == ["cnmem: the same", "smartpool: the same", "optimal: the same",
                                        "solution.csv: the same to the byte, by smartpool"]  # fmt: skip
     assert (out / "input" / "my blocks.csv").is_file()
 

@@ -12,10 +12,10 @@ from hypothesis import given, settings, strategies as st
 from simulator import Engine, FormatError, OutOfMemory, Plan, PlanError, Program, Recompute, Swap, reference, simulate
 from simulator.compiled.engine import rows_of
 from simulator.pool import smartpool, timeline_lifetimes
-from simulator.pool.validate import overlaps
 from simulator.schedule import lower
 from simulator.validate import violations
 from tests import tiny
+from tests.oracle.packing import overlaps
 from tests.strategies import machines, plans, programs, with_algorithms
 from tests.tiny import A1, MACHINE
 

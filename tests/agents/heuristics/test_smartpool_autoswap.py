@@ -15,9 +15,9 @@ from agents.planner import Candidates
 from simulator import Kernel, Machine, Plan, Program, Swap, Tensor, simulate
 from simulator.compiled.encoding import SWAP
 from simulator.pool import Packing, program_lifetimes, smartpool, timeline_lifetimes
-from simulator.pool.validate import overlaps
 from tests import tiny
 from tests.agents.heuristics.test_autoswap import MACHINE, straight
+from tests.oracle.packing import overlaps
 from tests.strategies import machines, networks, programs, reachable_limits
 
 # Six kernels of 10 ns; kernel 4 has R, 3 bytes of workspace; tensors (written by, read by, bytes):

@@ -11,7 +11,7 @@ from torch import nn
 from executor.capture.capture import capture
 from executor.capture.kernel_times import Precision
 from experiments.measured import traces
-from experiments.workloads import resnet_imagenet
+from experiments.workloads import resnet
 from simulator import Machine
 from simulator.files import FormatError
 from simulator.kernel_times import KernelTimes
@@ -196,7 +196,7 @@ def test_bad_coefficients_are_refused(change, message):
 @pytest.fixture(scope="module")
 def resnet50():
     with torch.device("meta"):
-        model, loss_fn, _, batch = resnet_imagenet.build(stages="3-4-6-3", batch_size=128, halve=3)
+        model, loss_fn, _, batch = resnet.resnet_imagenet(stages="3-4-6-3", batch_size=128, halve=3)
         optimizer = torch.optim.Adam(model.parameters())
     return capture(model, loss_fn, optimizer, batch, machine=Machine.load("h100"))
 

@@ -7,10 +7,10 @@ import pytest
 
 from agents import Infeasible
 from agents.heuristics.home import HOME
-from experiments.benchmarks import jobs, packing, simulation
+from experiments.benchmarks import packing, simulation
 from simulator import Machine
-from simulator.pool.validate import overlaps
 from tests.experiments.conftest import chain
+from tests.oracle.packing import overlaps
 
 MACHINE = Machine("m", 2**40, 12 * 10**9, 12 * 10**9)
 
@@ -32,13 +32,13 @@ def test_home_search_within_no_limit_is_infeasible() -> None:
 
 
 def test_several_jobs_are_simulated_and_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "median_s", lambda call, times: times * len(call()) / 1e3)
+    monkeypatch.setattr(simulation, "median_s", lambda call, times: times * len(call()) / 1e3)
     program = chain(8)
     # What is timed: a score, which has four figures, and the plans of both.
-    found = jobs.several([program, program], MACHINE, 0.7, 3 * program.ideal_ns, 10)
+    found = simulation.several([program, program], MACHINE, 0.7, 3 * program.ideal_ns, 10)
     assert found == {"jobs_simulate_ms": 40.0, "jobs_plan_ms": 20.0}
     with pytest.raises(Infeasible):
-        jobs.several([program, program], MACHINE, 0.01, program.ideal_ns, 1)
+        simulation.several([program, program], MACHINE, 0.01, program.ideal_ns, 1)
 
 
 def test_a_perfect_packing_fills_its_rectangle() -> None:

@@ -249,9 +249,8 @@ def test_train_writes_its_run_directory(run: Run, program: Program, program_file
     check_rows(rows)
     names = ["none", "autoswap_swdoa", "mutation, equal calls", "mutation, equal seconds", "dqn", "dqn_greedy"]
     assert [r["planner"] for r in rows] == names
-    equal, timed, dqn = rows[2:5]
+    equal, _, dqn = rows[2:5]
     assert 0 < equal["simulator_calls"] <= dqn["simulator_calls"]  # type: ignore[operator]
-    assert timed["plan_ms"] < dqn["plan_ms"] + 500  # type: ignore[operator]
     plan = Plan.load(out / "plan.json")
     limit = int(0.6 * program.peak_bytes)
     score = Engine(program, Machine.load("gtx1080ti"), limit).score(rows_of(plan.decisions))

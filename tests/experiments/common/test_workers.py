@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +70,11 @@ def test_a_task_whose_worker_is_killed_goes_to_another(elsewhere: Path) -> None:
 
 
 def test_a_pool_that_fails_ends_its_processes_at_once() -> None:
-    begin = time.monotonic()
     with pytest.raises(ZeroDivisionError), workers.Pool(2) as pool:
-        pool.submit(time.sleep, 600)
+        long = pool.submit(time.sleep, 600)
         pool.submit(int).result()
         raise ZeroDivisionError
-    assert time.monotonic() - begin < 60
+    assert isinstance(long.exception(), BrokenProcessPool)
 
 
 PRESSED = """
@@ -205,7 +205,7 @@ def at_work(node: Any) -> bool:
 def test_a_sweep_on_a_cluster_that_loses_a_node(cluster: list[Any], program_file: Path, tmp_path: Path) -> None:
     """What is lost with it is done again on the other: every job ends with one result."""
     made, *nodes = cluster
-    words = (f"program={program_file}", SWEEP, "planners=[mutation]", "seconds=5", "jobs=1", "hydra/launcher=ray")
+    words = (f"program={program_file}", SWEEP, "planners=[mutation]", "seconds=3", "jobs=1", "hydra/launcher=ray")
     command = [sys.executable, "-m", "experiments.evaluate", "-m", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         while not list(tmp_path.glob("runs/evaluate-*")) and process.poll() is None:

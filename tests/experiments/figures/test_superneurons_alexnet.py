@@ -19,7 +19,7 @@ from experiments.figures import (
     superneurons_table3 as table3,
 )
 from experiments.figures.layerwise import MB, Layer
-from experiments.workloads.alexnet import AlexNet
+from experiments.workloads.vgg import AlexNet
 from simulator import Machine, Plan, Swap
 
 MACHINE = Machine.load("k40c")

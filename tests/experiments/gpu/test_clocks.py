@@ -11,7 +11,8 @@ from experiments.gpu.clocks import summary, watched
 STAND_IN = """#!/bin/sh
 case "$*" in *clocks_event*) echo 'Field "clocks_event_reasons.active" is not a valid field to query.'; exit 2;; esac
 echo "1980, 2619, 310.50, 41, 0x0000000000000004"
-case "$*" in *-lms*) while true; do echo "1500, 2619, 689.50, 60, 0x0000000000000000"; sleep 0.02; done;; esac
+line="1500, 2619, 689.50, 60, 0x0000000000000000"
+case "$*" in *-lms*) echo "$line"; echo "$line"; : > "$(dirname "$0")/said"; while true; do sleep 0.02; done;; esac
 """
 
 
@@ -30,9 +31,10 @@ def test_it_is_watched_while_the_block_runs(tmp_path, monkeypatch):
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     with watched("cuda") as seen:
-        time.sleep(0.5)
-    assert seen["samples"] >= 2 and seen["least_sm_mhz"] == 1500 and seen["celsius"] == 60
-    assert 0 < seen["slowed"]["power cap"] < 1
+        while not (tmp_path / "said").exists():
+            time.sleep(0.01)
+    assert seen["samples"] == 3 and seen["least_sm_mhz"] == 1500 and seen["celsius"] == 60
+    assert seen["slowed"]["power cap"] == 1 / 3
     with pytest.raises(ZeroDivisionError), watched("cuda"):
         raise ZeroDivisionError
 

@@ -11,20 +11,7 @@ from experiments.measured.__main__ import main
 from experiments.measured.profile import profiled
 from simulator.files import FormatError
 
-WORDS = (
-    "--machine",
-    "h100",
-    "--source",
-    "a test",
-    "--licence",
-    "CC0-1.0",
-    "--device",
-    "cpu",
-    "--repeats",
-    "1",
-    "--steps",
-    "2",
-)
+WORDS = "--machine h100 --source".split() + ["a test"] + "--licence CC0-1.0 --device cpu --repeats 1 --steps 2".split()
 
 
 def test_a_step_is_measured_and_can_be_read(tmp_path, capsys):

@@ -8,6 +8,7 @@ from executor import capture
 from experiments.measured import steps, traces
 from experiments.measured.traces import Operator
 from simulator import FormatError, Machine
+from tests.experiments.measured.conftest import ORIGINAL
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +50,11 @@ def test_sums_by_kind():
     assert rows["accumulate"].ours == 0  # autograd's, which a capture does not make
 
 
-def test_whole_steps():
+def test_whole_steps(data):
+    head, *lines = (ORIGINAL / "steps.csv").read_text().splitlines()
+    assert len(lines) == 8
+    (data / "steps.csv").write_text("\n".join([head, *(line for line in lines if ",128," in line)]))
     found = {(s.machine, s.name): s for s in steps.published()}
-    assert len(found) == 8
     vgg = found["h100", "vgg13, 128, tf32, NCHW"]
     assert vgg.measured == 94.0 and vgg.ours == pytest.approx(94.0, rel=0.1) and vgg.control > 2 * 94.0
     half, full = (found["v100", f"resnet50, 128, {p}, NCHW"] for p in ("float16", "float32"))

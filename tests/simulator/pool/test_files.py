@@ -17,8 +17,8 @@ from simulator.compiled.encoding import NEVER
 from simulator.files import FormatError
 from simulator.pool import Intervals, program_lifetimes, smartpool
 from simulator.pool.files import Buffers, load, save_solution
-from simulator.pool.validate import overlaps
 from tests import tiny
+from tests.oracle.packing import overlaps
 
 Write = Callable[[str, str | bytes], Path]
 

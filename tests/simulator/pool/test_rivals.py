@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -13,8 +12,8 @@ from simulator import Machine, Plan, simulate
 from simulator.pool import ALLOCATORS, Intervals, Packing, run, smartpool
 from simulator.pool.online import caching, cnmem, cudamalloc, heap
 from simulator.pool.times import STEP_NS, allocation_ns
-from simulator.pool.validate import overlaps
 from tests import tiny
+from tests.oracle.packing import overlaps
 from tests.simulator.pool.test_pool import table
 
 KB, MB = 2**10, 2**20
@@ -203,16 +202,13 @@ def test_a_circle_is_unrolled(found: list, name: str) -> None:
     assert len(blocks) >= len(circle)
 
 
-def test_sixty_thousand_blocks_in_a_second() -> None:
+def test_sixty_thousand_blocks() -> None:
     rng = np.random.default_rng(0)
     lower = rng.integers(0, 20_000, 20_000)
     nbytes = rng.integers(1, 10**8, 20_000)
     circle = Intervals(lower, lower + rng.integers(1, 2_000, 20_000), nbytes, period=22_000)
     for name in ONLINE:
-        run(name, table([(0, 1, 1)]))  # compiles
-        begin = time.process_time()
         blocks, packing = run(name, circle)
-        assert time.process_time() - begin < 1.5, name  # 0.03 to 0.15 s on a core of 2.5 GHz
         assert len(blocks) >= 60_000 and 1 <= packing.ratio(blocks) < 1.15
 
 

@@ -1,0 +1,287 @@
+"""Networks whose output is a map of the image, with skips from the way down to the way up: U-Net, stacked hourglasses
+and YOLOv3. What is open in the papers, or not followed: experiments/workloads/README.md.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from experiments.workloads._shared import Dropout, conv, counts, labels
+from experiments.workloads.module import Parts, WorkloadError
+
+WIDTHS = (64, 128, 256, 512, 1024)  # of U-Net
+SCALES, BOXES = 3, 3  # of YOLOv3
+
+
+class Twice(nn.Sequential):
+    """Two 3x3 convolutions without padding, each with ReLU: 4 pixels less a side."""
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__(nn.Conv2d(channels, width, 3), nn.ReLU(), nn.Conv2d(width, width, 3), nn.ReLU())
+
+
+class UNet(nn.Module):
+    """U-Net (Ronneberger, Fischer and Brox, "U-Net: Convolutional Networks for Biomedical Image Segmentation", 2015):
+    images ``[batch, 1, size, size]`` to logits ``[batch, classes, output(size), output(size)]``.
+
+    Figure 1 of the paper: on the way down twice a 3x3 convolution without padding and ReLU, then 2x2 max-pool; 64 to
+    1024 channels; on the way up a 2x2 up-convolution that halves the channels, the concatenation with the cropped
+    feature map from the way down, and two 3x3 convolutions with ReLU; at the end a 1x1 convolution to two classes.
+
+    1. Dropout "at the end of the contracting path": here 0.5 after the last two levels of the way down.
+    2. The weight of every pixel in the loss (equation 2), one number per pixel, is left out.
+    3. The batch is 8; the paper takes one image.
+    """
+
+    def __init__(self, classes: int = 2) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(Twice(c, w) for c, w in zip((1, *WIDTHS), WIDTHS, strict=False))
+        self.up = nn.ModuleList(nn.ConvTranspose2d(w, w // 2, 2, stride=2) for w in WIDTHS[:0:-1])
+        self.merge = nn.ModuleList(Twice(w, w // 2) for w in WIDTHS[:0:-1])
+        self.pool, self.dropout = nn.MaxPool2d(2), Dropout(0.5)
+        self.classify = nn.Conv2d(WIDTHS[0], classes, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept: list[Tensor] = []
+        for i, convolutions in enumerate(self.down):
+            x = convolutions(self.pool(x) if i else x)
+            if i >= len(self.down) - 2:
+                x = self.dropout(x)
+            kept.append(x)
+        for up, convolutions, left in zip(self.up, self.merge, kept[-2::-1], strict=True):
+            x = up(x)
+            size = x.shape[-1]
+            edge = (left.shape[-1] - size) // 2
+            x = convolutions(torch.cat([left[..., edge : edge + size, edge : edge + size], x], dim=1))
+        logits: Tensor = self.classify(x)
+        return logits
+
+
+def output(image: int) -> int:
+    """Side of the map that an image of side ``image`` gives: 388 for 572.
+
+    Raises:
+        WorkloadError: a 2x2 pool would meet an odd side, or nothing is left.
+    """
+    size = image
+    for _ in WIDTHS[1:]:
+        size -= 4
+        if size % 2 or size <= 0:
+            lower = image - (image - 12) % 16
+            raise WorkloadError(
+                f"workload.image: every 2x2 pool needs an even side, as with {max(lower, 188)} or "
+                f"{max(lower + 16, 204)}, got {image}"
+            )
+        size //= 2
+    size -= 4
+    for _ in WIDTHS[1:]:
+        size = 2 * size - 4
+    if size <= 0:
+        raise WorkloadError(f"workload.image: expected at least 188 pixels, got {image}")
+    return size
+
+
+def unet(*, batch_size: int = 8, image: int = 572) -> Parts:
+    """Images of one channel with two classes per pixel; SGD with momentum 0.99 (section 3).
+
+    Raises:
+        WorkloadError: a side that the network cannot take.
+    """
+    side, model = output(image), UNet()
+    batch = torch.empty(batch_size, 1, image, image), labels(batch_size, side, side)
+    return model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.99), batch
+
+
+# --------------------------------------------------------------------------------- stacked hourglasses
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3 and 1x1 convolutions, each after batch-norm and ReLU, added to the input ``[batch, channels, …]``."""
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__()
+        half = width // 2
+        self.layers = nn.Sequential(
+            nn.BatchNorm2d(channels), nn.ReLU(), nn.Conv2d(channels, half, 1),
+            nn.BatchNorm2d(half), nn.ReLU(), nn.Conv2d(half, half, 3, padding=1),
+            nn.BatchNorm2d(half), nn.ReLU(), nn.Conv2d(half, width, 1),
+        )  # fmt: skip
+        self.shortcut = nn.Identity() if channels == width else nn.Conv2d(channels, width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers(x) + self.shortcut(x)
+        return y
+
+
+class Hourglass(nn.Module):
+    """``levels`` pools and as many upsamplings, with what goes beside each pool."""
+
+    def __init__(self, levels: int, width: int) -> None:
+        super().__init__()
+        self.beside, self.down, self.up = (Bottleneck(width, width) for _ in range(3))
+        self.inner = Hourglass(levels - 1, width) if levels > 1 else Bottleneck(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(self.inner(self.down(F.max_pool2d(x, 2))))
+        out: Tensor = self.beside(x) + F.interpolate(y, scale_factor=2)
+        return out
+
+
+class Stacked(nn.Module):
+    """Stacked hourglasses (Newell, Yang and Deng, "Stacked Hourglass Networks for Human Pose Estimation", ECCV 2016):
+    images ``[batch, 3, image, image]`` to heat maps ``[batch, stacks, joints, image / 4, image / 4]``.
+
+    Section 3: a 7x7 convolution of stride 2, residual modules and a max-pool reduce an image of 256 pixels to 64; an
+    hourglass pools ``levels`` times, with a residual module beside every pool, comes back by nearest-neighbour
+    upsampling and adds what went beside. After each of the ``stacks`` a heat map per joint is predicted and fed back by
+    1x1 convolutions. Residual modules are the bottlenecks of He et al. (2016) with batch-norm and ReLU first (the
+    paper's Figure 4).
+
+    1. The batch is 16 images; the paper does not give it.
+    """
+
+    def __init__(self, stacks: int, levels: int, width: int, joints: int) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            *conv(3, width // 4, 7, 2, nn.ReLU, bias=True), Bottleneck(width // 4, width // 2), nn.MaxPool2d(2),
+            Bottleneck(width // 2, width // 2), Bottleneck(width // 2, width),
+        )  # fmt: skip
+        self.hourglasses = nn.ModuleList(
+            nn.Sequential(Hourglass(levels, width), Bottleneck(width, width),
+                          *conv(width, width, 1, act=nn.ReLU, bias=True))
+            for _ in range(stacks)
+        )  # fmt: skip
+        self.heads = nn.ModuleList(nn.Conv2d(width, joints, 1) for _ in range(stacks))
+        self.features = nn.ModuleList(nn.Conv2d(width, width, 1) for _ in range(stacks - 1))
+        self.feedback = nn.ModuleList(nn.Conv2d(joints, width, 1) for _ in range(stacks - 1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.stem(images)
+        maps = []
+        for i, (hourglass, head) in enumerate(zip(self.hourglasses, self.heads, strict=True)):
+            y = hourglass(x)
+            maps.append(head(y))
+            if i < len(self.features):
+                x = x + self.features[i](y) + self.feedback[i](maps[-1])
+        return torch.stack(maps, 1)
+
+
+def squared_error(maps: Tensor, targets: Tensor) -> Tensor:
+    """The mean of the heat maps of every stack, beside the same targets ``[batch, joints, …]``."""
+    return F.mse_loss(maps, targets[:, None].expand_as(maps))
+
+
+def hourglass(
+    *, stacks: int = 8, levels: int = 4, width: int = 256, joints: int = 16, batch_size: int = 16, image: int = 256
+) -> Parts:
+    """Images with a heat map per joint; mean squared error (section 3.2), RMSprop at 2.5e-4 (3.3).
+
+    Raises:
+        WorkloadError: a side that the pools do not halve, or channels that do not divide by 4.
+    """
+    if image % (4 << levels):
+        raise WorkloadError(f"workload.image: expected a multiple of {4 << levels} with {levels} levels, got {image}")
+    if width % 4:
+        raise WorkloadError(f"workload.width: expected a multiple of 4, got {width}")
+    model = Stacked(stacks, levels, width, joints)
+    batch = torch.empty(batch_size, 3, image, image), torch.empty(batch_size, joints, image // 4, image // 4)
+    return model, squared_error, torch.optim.RMSprop(model.parameters(), lr=2.5e-4), batch
+
+
+# --------------------------------------------------------------------------------------------- YOLOv3
+
+
+def leaky(channels: int, width: int, kernel: int, stride: int = 1) -> nn.Sequential:
+    """Convolution, batch-norm, leaky ReLU."""
+    return nn.Sequential(*conv(channels, width, kernel, stride, lambda: nn.LeakyReLU(0.1)))
+
+
+class DarkBlock(nn.Sequential):
+    """1x1 to half the channels and 3x3 back, added to the input."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(leaky(channels, channels // 2, 1), leaky(channels // 2, channels, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x) + x
+        return y
+
+
+class YOLO(nn.Module):
+    """YOLOv3 (Redmon and Farhadi, "YOLOv3: An Incremental Improvement", 2018): Darknet-53 and detections on three
+    scales, images ``[batch, 3, image, image]`` to ``[batch, outputs, side, side]`` of image / 32, / 16 and / 8.
+
+    Table 1: 3x3 convolutions, five of them of stride 2, and 1, 2, 8, 8 and 4 residual blocks of a 1x1 and a 3x3
+    convolution, each with batch-norm and leaky ReLU. Section 2.3: detections from the last of them; then, twice, a 1x1
+    convolution, upsampling, and the concatenation with the last block of twice the side, from which the next are made;
+    three boxes of 4 + 1 + 80 numbers at each place. 61,949,149 parameters at 80 classes.
+
+    1. Loss: the binary cross-entropy of every number beside a dense target; the paper's squared errors of the boxes
+       that match depend on the data.
+    2. The batch is 8 images, as the paper's implementation has in memory at a time (64 in 8 parts); SGD with momentum
+       0.9.
+    """
+
+    def __init__(self, stages: tuple[int, ...], width: int, outputs: int) -> None:
+        super().__init__()
+        widths = [width << i for i in range(len(stages) + 1)]
+        self.stem = leaky(3, width, 3)
+        self.stages = nn.ModuleList(
+            nn.Sequential(leaky(w // 2, w, 3, 2), *(DarkBlock(w) for _ in range(count)))
+            for count, w in zip(stages, widths[1:], strict=True)
+        )
+        self.necks, self.heads, self.routes = nn.ModuleList(), nn.ModuleList(), nn.ModuleList()
+        channels = widths[-1]
+        for w in widths[: -SCALES - 1 : -1]:
+            half = w // 2
+            neck = [(channels, half, 1), (half, w, 3), (w, half, 1), (half, w, 3), (w, half, 1)]
+            self.necks.append(nn.Sequential(*(leaky(*sizes) for sizes in neck)))
+            self.heads.append(nn.Sequential(leaky(half, w, 3), nn.Conv2d(w, outputs, 1)))
+            if len(self.heads) < SCALES:
+                self.routes.append(leaky(half, half // 2, 1))
+                channels = half // 2 + half  # beside a stage of half the channels
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        x, kept = self.stem(images), []
+        for stage in self.stages:
+            x = stage(x)
+            kept.append(x)
+        found = []
+        for i, (neck, head) in enumerate(zip(self.necks, self.heads, strict=True)):
+            x = neck(x)
+            found.append(head(x))
+            if i < len(self.routes):
+                x = torch.cat([F.interpolate(self.routes[i](x), scale_factor=2), kept[-2 - i]], 1)
+        return tuple(found)
+
+
+def entropies(found: tuple[Tensor, ...], targets: Tensor) -> Tensor:
+    """The sum of the scales' binary cross-entropies beside targets of the same shapes, flat in one tensor."""
+    wanted = targets.split([one.numel() for one in found])
+    return torch.stack(
+        [F.binary_cross_entropy_with_logits(one, t.view_as(one)) for one, t in zip(found, wanted, strict=True)]
+    ).sum()
+
+
+def yolov3(
+    *, stages: str = "1-2-8-8-4", width: int = 32, classes: int = 80, batch_size: int = 8, image: int = 416
+) -> Parts:
+    """Images with a dense target for every number of every box.
+
+    Args:
+        stages: the residual blocks of the five stages.
+        width: channels of the first convolution.
+
+    Raises:
+        WorkloadError: ``stages`` are no five numbers, or a side that is no multiple of 32.
+    """
+    blocks = counts(stages, "five numbers of blocks", "1-2-8-8-4", 5, 5)
+    if image % 32 or image < 32:
+        raise WorkloadError(f"workload.image: expected a multiple of 32, got {image}")
+    outputs = BOXES * (5 + classes)
+    model = YOLO(blocks, width, outputs)
+    places = sum((image // (8 << i)) ** 2 for i in range(SCALES))
+    batch = torch.empty(batch_size, 3, image, image), torch.empty(batch_size * outputs * places)
+    return model, entropies, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), batch

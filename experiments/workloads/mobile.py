@@ -1,0 +1,215 @@
+"""Networks that are made to be small: SqueezeNet, MobileNet, and those of inverted residual blocks.
+
+Parameters are those at 1000 classes; MobileNet's and SqueezeNet's ReLU keeps its input (``_shared.ReLU``). What is open
+or different: experiments/workloads/README.md.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from experiments.workloads._shared import (
+    IN_PLACE,
+    SMALL,
+    Activation,
+    Dropout,
+    Layers,
+    ReLU,
+    Squeeze,
+    classifier,
+    conv,
+    head,
+    one_of,
+)
+from experiments.workloads.module import Parts
+
+# MobileNet: output channels and stride of the depthwise separable blocks.
+SEPARABLE = ((64, 1), (128, 2), (128, 1), (256, 2), (256, 1), (512, 2), *5 * ((512, 1),), (1024, 2), (1024, 1))
+# SqueezeNet: width of each fire module; 0 for a max-pool.
+FIRES = (128, 128, 256, 0, 256, 384, 384, 512, 0, 512)
+
+
+class MobileNet(Layers):
+    """MobileNet (Howard et al., "MobileNets: Efficient Convolutional Neural Networks for Mobile Vision Applications",
+    2017).
+
+    Table 1: a 3x3 convolution to 32 channels, thirteen depthwise separable blocks (3x3 depthwise, then 1x1; each
+    followed by batch-norm and ReLU), average pooling and a linear layer; 4.2 M parameters at 224 px.
+
+    1. The table gives the last depthwise convolution a stride of 2, but 7x7 pixels before and after it: it has 1 here.
+    2. On images of at most 64 px the first convolution has stride 1, as in CIFAR-10 collections: 32 px end in 2x2.
+    """
+
+    def __init__(self, image: int = 32, classes: int = 10) -> None:
+        layers, channels = conv(3, 32, 3, 1 if image <= SMALL else 2, ReLU), 32
+        for width, stride in SEPARABLE:
+            layers += conv(channels, channels, 3, stride, ReLU, channels) + conv(channels, width, 1, act=ReLU)
+            channels = width
+        super().__init__(*layers, *head(channels, classes))
+
+
+class Fire(nn.Module):
+    """1x1 convolution to an eighth of ``width``; from there 1x1 and 3x3 ones to half of it each; maybe a bypass."""
+
+    def __init__(self, channels: int, width: int, norm: bool, bypass: bool) -> None:
+        super().__init__()
+
+        def convolution(inputs: int, outputs: int, kernel: int) -> nn.Module:
+            layer, *rest = conv(inputs, outputs, kernel, act=ReLU, bias=True)
+            return nn.Sequential(layer, *rest[not norm :])
+
+        self.squeeze = convolution(channels, width // 8, 1)
+        self.expand1, self.expand3 = (convolution(width // 8, width // 2, kernel) for kernel in (1, 3))
+        self.bypass = bypass
+
+    def forward(self, x: Tensor) -> Tensor:
+        squeezed = self.squeeze(x)
+        y = torch.cat([self.expand1(squeezed), self.expand3(squeezed)], 1)
+        return y + x if self.bypass else y
+
+
+class SqueezeNet(Layers):
+    """SqueezeNet 1.0 (Iandola et al., "SqueezeNet: AlexNet-level accuracy with 50x fewer parameters and <0.5MB model
+    size", 2016, Table 1): a convolution to 96 channels, eight fire modules, a 1x1 convolution to the classes, average
+    pooling. 1.25 M parameters (1,248,424) at 224 px.
+
+    1. On images of at most 64 px it is the form of the usual PyTorch collections for CIFAR-10.
+    """
+
+    def __init__(self, image: int = 32, classes: int = 10) -> None:
+        small = image <= SMALL
+        pool = nn.MaxPool2d(2) if small else nn.MaxPool2d(3, 2, ceil_mode=True)
+        layers = conv(3, 96, 3, act=ReLU, bias=True) if small else [nn.Conv2d(3, 96, 7, 2), ReLU()]
+        layers.append(pool)
+        channels = 96
+        for width in FIRES:
+            layers.append(Fire(channels, width, small, bypass=small and channels == width) if width else pool)
+            channels = width or channels
+        classify = nn.Conv2d(channels, classes, 1)
+        layers += [classify] if small else [Dropout(0.5), classify, ReLU()]
+        super().__init__(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+# --------------------------------------------------------------------------- inverted residual blocks
+
+
+class Shape(NamedTuple):
+    """Of a block: kernel, channels inside, channels that leave, squeeze and excitation, activation, stride."""
+
+    kernel: int
+    inside: int
+    out: int
+    squeeze: bool
+    activation: Activation
+    stride: int
+
+
+def rounded(width: float) -> int:
+    """The next multiple of 8, but not 10 % below."""
+    near = max(8, int(width + 4) // 8 * 8)
+    return near + 8 if near < 0.9 * width else near
+
+
+class Block(Layers):
+    """``[batch, channels, …]`` to ``[batch, shape.out, …]``: a 1x1 convolution that widens, a depthwise one, squeeze
+    and excitation in some, and a 1x1 one that narrows; the input is added where the shape is kept."""
+
+    def __init__(self, channels: int, shape: Shape, eps: float) -> None:
+        kernel, inside, out, squeeze, act, stride = shape
+        super().__init__(
+            *(conv(channels, inside, 1, act=act, eps=eps) if inside != channels else []),
+            *conv(inside, inside, kernel, stride, act, inside, eps=eps),
+            *([Squeeze(inside, rounded(inside // 4), nn.Hardsigmoid)] if squeeze else []),
+            *conv(inside, out, 1, eps=eps),
+        )
+        self.residual = stride == 1 and channels == out
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers(x)
+        return y + x if self.residual else y
+
+
+class InvertedResiduals(Layers):
+    """MobileNetV2, MobileNetV3 and MnasNet as torchvision has them, with activations in place.
+
+    Sandler et al., "MobileNetV2", 2018, Table 2; Howard et al., "Searching for MobileNetV3", 2019, Tables 1 and 2; Tan
+    et al., "MnasNet", 2019, Figure 7. Parameters, as torchvision documents them: 3,504,872 (mobilenet_v2), 4,383,312
+    (mnasnet1_0), 5,483,032 and 2,542,856 (mobilenet_v3_large, mobilenet_v3_small).
+
+    Args:
+        stem, last: channels after the first convolution and after the last; ``linear``: of a linear layer after it.
+        act: after the first convolution; ``last_act``: after the last.
+    """
+
+    def __init__(
+        self, stem: int, blocks: list[Shape], last: int, act: Activation, last_act: Activation, linear: int = 0,
+        eps: float = 1e-5, classes: int = 1000,
+    ) -> None:  # fmt: skip
+        layers, channels = conv(3, stem, 3, 2, act, eps=eps), stem
+        for shape in blocks:
+            layers.append(Block(channels, shape, eps))
+            channels = shape.out
+        layers += [*conv(channels, last, 1, act=last_act, eps=eps), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+        if linear:
+            layers += [nn.Linear(last, linear), last_act()]
+        super().__init__(*layers, nn.Dropout(0.2, inplace=bool(linear)), nn.Linear(linear or last, classes))
+
+
+def expanded(table: list[tuple[int, int, int, int, int]], activation: Activation) -> list[Shape]:
+    """Blocks of stages (kernel, expansion, channels, repeats, stride), after a stem of 32."""
+    shapes, channels = [], 32
+    for kernel, expansion, out, repeats, stride in table:
+        for i in range(repeats):
+            shapes.append(Shape(kernel, expansion * channels, out, False, activation, 1 if i else stride))
+            channels = out
+    return shapes
+
+
+R, R6, H = IN_PLACE, partial(nn.ReLU6, inplace=True), partial(nn.Hardswish, inplace=True)
+V2 = [(3, 1, 16, 1, 1), (3, 6, 24, 2, 2), (3, 6, 32, 3, 2), (3, 6, 64, 4, 2), (3, 6, 96, 3, 1), (3, 6, 160, 3, 2),
+      (3, 6, 320, 1, 1)]  # fmt: skip
+MNASNET = [(3, 1, 16, 1, 1), (3, 3, 24, 3, 2), (5, 3, 40, 3, 2), (5, 6, 80, 3, 2), (3, 6, 96, 2, 1), (5, 6, 192, 4, 2),
+           (3, 6, 320, 1, 1)]  # fmt: skip
+V3_LARGE = [Shape(*row) for row in (
+    (3, 16, 16, False, R, 1), (3, 64, 24, False, R, 2), (3, 72, 24, False, R, 1), (5, 72, 40, True, R, 2),
+    (5, 120, 40, True, R, 1), (5, 120, 40, True, R, 1), (3, 240, 80, False, H, 2), (3, 200, 80, False, H, 1),
+    (3, 184, 80, False, H, 1), (3, 184, 80, False, H, 1), (3, 480, 112, True, H, 1), (3, 672, 112, True, H, 1),
+    (5, 672, 160, True, H, 2), (5, 960, 160, True, H, 1), (5, 960, 160, True, H, 1),
+)]  # fmt: skip
+V3_SMALL = [Shape(*row) for row in (
+    (3, 16, 16, True, R, 2), (3, 72, 24, False, R, 2), (3, 88, 24, False, R, 1), (5, 96, 40, True, H, 2),
+    (5, 240, 40, True, H, 1), (5, 240, 40, True, H, 1), (5, 120, 48, True, H, 1), (5, 144, 48, True, H, 1),
+    (5, 288, 96, True, H, 2), (5, 576, 96, True, H, 1), (5, 576, 96, True, H, 1),
+)]  # fmt: skip
+# The arguments of InvertedResiduals.
+NETWORKS = {
+    "mobilenet_v2": (32, expanded(V2, R6), 1280, R6, R6),
+    "mnasnet1_0": (32, expanded(MNASNET, R), 1280, R, R),
+    "mobilenet_v3_large": (16, V3_LARGE, 960, H, H, 1280, 1e-3),
+    "mobilenet_v3_small": (16, V3_SMALL, 576, H, H, 1024, 1e-3),
+}
+
+
+# ------------------------------------------------------------------------------------------- families
+
+
+def mobilenet(*, batch_size: int = 128, image: int = 32, classes: int = 10) -> Parts:
+    """See ``MobileNet`` and ``_shared.classifier``."""
+    return classifier(MobileNet(image, classes), batch_size, image)
+
+
+def squeezenet(*, batch_size: int = 128, image: int = 32, classes: int = 10) -> Parts:
+    """See ``SqueezeNet`` and ``_shared.classifier``; at least 8 px, which three pools leave one of."""
+    return classifier(SqueezeNet(image, classes), batch_size, image, least=8)
+
+
+def inverted_residual(
+    *, network: str = "mobilenet_v2", batch_size: int = 32, image: int = 224, classes: int = 1000
+) -> Parts:
+    """See ``InvertedResiduals`` and ``_shared.classifier``; one of NETWORKS."""
+    settings = one_of(NETWORKS, network, "network", "inverted_residual")
+    return classifier(InvertedResiduals(*settings, classes=classes), batch_size, image)

@@ -1,0 +1,249 @@
+"""Transformers with layer norm: GPT-2, the Vision Transformer, BERT, and the one for translation.
+
+Attention itself runs in one fused kernel, and in GPT-2 and the Vision Transformer without dropout, as is usual today.
+Decoders of Llama's kind: llama.py.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from experiments.workloads._shared import labels, one_of, rate, tokens
+from experiments.workloads.module import Parts, WorkloadError
+
+# Layers, width, heads.
+GPT2_SIZES = {"small": (12, 768, 12), "medium": (24, 1024, 16), "large": (36, 1280, 20)}
+VIT_SIZES = {"base": (12, 768, 12), "large": (24, 1024, 16), "huge": (32, 1280, 16)}
+VOCABULARY, CONTEXT = 50257, 1024  # of GPT-2
+
+
+class Block(nn.Module):
+    """Attention and a GELU layer four times as wide, each after layer norm: ``[batch, length, width]`` to the same.
+
+    Args:
+        rate: of the dropout of both results; none where it is 0, which would still draw.
+        epsilon: of the layer norms.
+    """
+
+    def __init__(self, width: int, heads: int, rate: float, epsilon: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width, epsilon), nn.LayerNorm(width, epsilon)
+        self.qkv, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = dropout(rate)
+
+    def attention(self, x: Tensor, causal: bool) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).flatten(2)
+        out: Tensor = x + self.dropout(self.project(y))
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.attention(x, causal=False)
+        out: Tensor = x + self.dropout(self.down(self.dropout(F.gelu(self.up(self.norm2(x))))))
+        return out
+
+
+class GPT2Block(Block):
+    """A causal block, whose GELU is the approximate one and has no dropout."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.attention(x, causal=True)
+        out: Tensor = x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh")))
+        return out
+
+
+def dropout(rate: float) -> nn.Module:
+    """Dropout, or nothing: a rate of 0 would still draw."""
+    return nn.Dropout(rate) if rate else nn.Identity()
+
+
+class GPT2(nn.Module):
+    """GPT-2 (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019), Table 2: tokens ``[batch,
+    length]`` to logits ``[batch · length, vocabulary]``.
+
+    Pre-norm blocks, learned positions, dropout 0.1, the output's weights those of the embedding.
+    """
+
+    def __init__(self, layers: int, width: int, heads: int, vocabulary: int = VOCABULARY, context: int = CONTEXT):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+        self.dropout = nn.Dropout(0.1)
+        self.blocks = nn.ModuleList(GPT2Block(width, heads, 0.1, 1e-5) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        for p in self.parameters():
+            if p.dim() > 1:
+                nn.init.normal_(p, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.dropout(self.tokens(tokens) + self.positions(places))
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x), self.tokens.weight).flatten(0, 1)
+
+
+class ViT(nn.Module):
+    """The Vision Transformer (Dosovitskiy et al., "An Image is Worth 16x16 Words", 2021), Table 1: images ``[batch, 3,
+    image, image]`` to logits ``[batch, classes]``.
+
+    Section 3.1: patches of 16 px and a class token, learned positions, pre-norm blocks, layer norm and a linear layer
+    on the class token at the end. Dropout 0.1 "after every dense layer except for the qkv-projections and directly
+    after adding positional- to patch embeddings" (appendix B.1; Table 3 has 0.1 for ImageNet and ImageNet-21k, 0 for
+    ViT-L/16 on JFT-300M).
+    """
+
+    def __init__(self, layers: int, width: int, heads: int, patch: int, image: int, classes: int, rate: float) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, patch, patch)
+        self.token = nn.Parameter(torch.zeros(1, 1, width))
+        self.positions = nn.Parameter(torch.zeros(1, (image // patch) ** 2 + 1, width))
+        self.dropout = dropout(rate)
+        self.blocks = nn.Sequential(*(Block(width, heads, rate, 1e-6) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width, 1e-6), nn.Linear(width, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patches(images).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], dim=1)
+        x = self.blocks(self.dropout(x + self.positions))
+        logits: Tensor = self.head(self.norm(x[:, 0]))
+        return logits
+
+
+class Bert(nn.Module):
+    """BERT (Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers for Language Understanding", 2019):
+    words ``[batch, length]`` to logits ``[batch · length, vocabulary]``.
+
+    Encoder blocks of Vaswani et al. (2017) with GELU and layer norm after each part; embeddings of words, positions and
+    segments; the masked language model (section 3.1), whose output shares the words' embeddings.
+
+    1. The loss is over all positions of a batch; the paper's is over the 15 % that are masked.
+    2. No next-sentence prediction, as in RoBERTa (2019), and no pooler.
+    """
+
+    def __init__(self, layers: int, width: int, heads: int, vocabulary: int, length: int, dropout: float) -> None:
+        super().__init__()
+        self.words, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.segments = nn.Embedding(2, width)
+        self.norm, self.dropout = nn.LayerNorm(width, 1e-12), nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, heads, 4 * width, dropout, "gelu", 1e-12, batch_first=True)
+            for _ in range(layers)
+        )
+        self.transform = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width, 1e-12))
+        self.bias = nn.Parameter(torch.zeros(vocabulary))
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.words(words) + self.positions.weight + self.segments.weight[0]
+        x = self.dropout(self.norm(x))
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.transform(x), self.words.weight, self.bias).flatten(0, 1)
+
+
+class Translator(nn.Module):
+    """The Transformer (Vaswani et al., "Attention Is All You Need", 2017): words ``[batch, 2, length]``, of both
+    languages, to logits ``[batch · length, vocabulary]``.
+
+    Section 3, the base model: encoder and decoder of six layers each, width 512, 8 heads, feed-forward layers of 2048,
+    layer norm after each part, sinusoidal positions; one embedding for both languages and the output, multiplied by
+    √width on the way in (3.4).
+
+    1. Sentences have one length, without padding; the paper's batches have 25,000 words of sentences of similar
+       lengths.
+    """
+
+    def __init__(self, layers: int, width: int, heads: int, vocabulary: int, length: int, dropout: float) -> None:
+        super().__init__()
+        self.scale = math.sqrt(width)
+        self.words, self.dropout = nn.Embedding(vocabulary, width), nn.Dropout(dropout)
+        self.layers = nn.Transformer(width, heads, layers, layers, 4 * width, dropout, batch_first=True)
+        angles = torch.outer(torch.arange(length), 10000.0 ** (-torch.arange(0, width, 2) / width))
+        self.positions: Tensor
+        self.future: Tensor
+        self.register_buffer("positions", torch.stack([angles.sin(), angles.cos()], -1).flatten(1)[:, :width])
+        self.register_buffer("future", torch.ones(length, length, dtype=torch.bool).triu(1))
+
+    def forward(self, words: Tensor) -> Tensor:
+        source, target = self.dropout(self.words(words) * self.scale + self.positions).unbind(1)
+        x = self.layers(source, target, tgt_mask=self.future, tgt_is_causal=True)
+        return F.linear(x, self.words.weight).flatten(0, 1)
+
+
+# ------------------------------------------------------------------------------------------- families
+
+
+def gpt2(*, size: str, batch_size: int = 8, length: int = CONTEXT) -> Parts:
+    """``batch_size`` sequences of ``length`` tokens for one of GPT2_SIZES, with AdamW.
+
+    Raises:
+        WorkloadError: no such size, or more tokens than positions.
+    """
+    sizes = one_of(GPT2_SIZES, size, "size", "gpt2")
+    if length > CONTEXT:
+        raise WorkloadError(f"workload.length: gpt2 has {CONTEXT} positions, not {length}")
+    model = GPT2(*sizes)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    return model, nn.CrossEntropyLoss(), optimizer, tokens(batch_size, length)
+
+
+def vit(
+    *, size: str, batch_size: int = 256, image: int = 224, patch: int = 16, classes: int = 1000,
+    layers: int | None = None, dropout: float = 0.1,
+) -> Parts:  # fmt: skip
+    """``batch_size`` images for one of VIT_SIZES; ``layers`` None: all that it has. Adam with high weight decay
+    (section 4.1): AdamW here.
+
+    Raises:
+        WorkloadError: no such size; patches that do not divide the image; no number of layers; no rate of dropout.
+    """
+    depth, width, heads = one_of(VIT_SIZES, size, "size", "vit")
+    if image % patch:
+        raise WorkloadError(f"workload.patch: expected a divisor of image ({image}), got {patch}")
+    if layers is not None and (isinstance(layers, bool) or not isinstance(layers, int) or layers < 1):
+        raise WorkloadError(f"workload.layers: expected a positive integer, got {layers!r}")
+    rate(dropout)
+    model = ViT(layers or depth, width, heads, patch, image, classes, dropout)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    return model, nn.CrossEntropyLoss(), optimizer, (torch.empty(batch_size, 3, image, image), labels(batch_size))
+
+
+def bert(
+    *, layers: int = 12, width: int = 768, heads: int = 12, vocabulary: int = 30522, length: int = 512,
+    batch_size: int = 16, dropout: float = 0.1,
+) -> Parts:  # fmt: skip
+    """``batch_size`` sequences of ``length`` words for BERT-base; Adam at 1e-4, its L2 weight decay 0.01 as AdamW's
+    (appendix A.2).
+
+    Raises:
+        WorkloadError: heads that do not divide the width, or a dropout outside [0, 1).
+    """
+    check(width, heads, dropout)
+    model = Bert(layers, width, heads, vocabulary, length, dropout)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01)
+    return model, nn.CrossEntropyLoss(), optimizer, tokens(batch_size, length)
+
+
+def transformer(
+    *, layers: int = 6, width: int = 512, heads: int = 8, vocabulary: int = 37000, length: int = 128,
+    batch_size: int = 64, dropout: float = 0.1,
+) -> Parts:  # fmt: skip
+    """``batch_size`` pairs of sentences of ``length`` words; dropout and label smoothing 0.1 (section 5.4), Adam with β
+    0.9 and 0.98 (5.3). Raises WorkloadError as ``bert``."""
+    check(width, heads, dropout)
+    model = Translator(layers, width, heads, vocabulary, length, dropout)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, betas=(0.9, 0.98), eps=1e-9)
+    batch = labels(batch_size, 2, length), labels(batch_size * length)
+    return model, nn.CrossEntropyLoss(label_smoothing=0.1), optimizer, batch
+
+
+def check(width: int, heads: int, dropout: float) -> None:
+    """What the encoder and the translator ask of their sizes; raises WorkloadError."""
+    if width % heads:
+        raise WorkloadError(f"workload.heads: expected a divisor of width ({width}), got {heads}")
+    rate(dropout)
