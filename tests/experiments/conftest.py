@@ -48,22 +48,6 @@ def program_file(program: Program, tmp_path: Path) -> Path:
     return tmp_path / "chain.json"
 
 
-@pytest.fixture
-def fresh(tmp_path: Path) -> Run:
-    """Runs ``python -m experiments.<name>`` in an empty directory, the checkout not installed."""
-    work = tmp_path / "work"
-    work.mkdir()
-
-    def call(name: str, *words: object) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        return subprocess.run(
-            [sys.executable, "-m", f"experiments.{name}", *map(str, words)],
-            cwd=work, env=environment, capture_output=True, text=True, timeout=300, check=False,
-        )  # fmt: skip
-
-    return call
-
-
 @pytest.fixture(scope="session")
 def forks() -> Iterator[subprocess.Popen[str]]:
     """The process of forked.py."""
@@ -78,7 +62,8 @@ def forks() -> Iterator[subprocess.Popen[str]]:
 
 @pytest.fixture
 def run(forks: subprocess.Popen[str], tmp_path: Path) -> Run:
-    """As ``fresh``, faster: what commands import is there already, and the seed of Python's hashes is one for all."""
+    """Runs ``python -m experiments.<name>`` in an empty directory, the checkout not installed: in a fork of a process
+    that has imported what commands import, with one seed of Python's hashes for all."""
     (work := tmp_path / "work").mkdir()
 
     def call(name: str, *words: object) -> subprocess.CompletedProcess[str]:
