@@ -73,12 +73,7 @@ def idle(step: PlannedStep, batch: tuple[Tensor, ...]) -> PlannedStep:
 
     def exchange(made: Callable[[Any], Any], work: list[tuple[Any, ...]]) -> None:
         step._work[:] = [
-            (
-                before,
-                charged,
-                tuple((out, made(f), get, options) for out, f, get, options in calls),
-                *rest,
-            )
+            (before, charged, tuple((out, made(f), get, options) for out, f, get, options in calls), *rest)
             for before, charged, calls, *rest in work
         ]
 

@@ -17,11 +17,7 @@ from experiments.workloads._shared import Layers, classifier, one_of
 from experiments.workloads.module import Parts
 
 # Blocks of the stages, width of the first (it doubles), probability of dropping the last block's branch.
-SIZES = {
-    "tiny": ((3, 3, 9, 3), 96, 0.1),
-    "small": ((3, 3, 27, 3), 96, 0.4),
-    "base": ((3, 3, 27, 3), 128, 0.5),
-}
+SIZES = {"tiny": ((3, 3, 9, 3), 96, 0.1), "small": ((3, 3, 27, 3), 96, 0.4), "base": ((3, 3, 27, 3), 128, 0.5)}
 
 
 class ChannelNorm(nn.LayerNorm):
