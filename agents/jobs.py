@@ -16,7 +16,7 @@ from itertools import product
 from typing import NamedTuple, Protocol
 
 import agents
-from agents.bound import floor
+from agents.floor import floor
 from agents.planner import Infeasible, Planner
 from simulator.compiled.engine import simulate
 from simulator.jobs import Job, JobsEngine, simulate_jobs, without_limit

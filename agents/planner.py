@@ -21,7 +21,7 @@ from simulator.compiled.engine import Engine
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Gap, Program
-from simulator.ways import KEPT, SWAPPED, ways_to_empty
+from simulator.ways import KEPT, SWAPPED, spans, ways_to_empty
 
 MIB = 2**20
 
@@ -154,11 +154,6 @@ class Candidates:
         """Takes gap ``i`` out of a residency ``load`` (int64[n]), in place."""
         for span in self._open[i]:
             load[span] -= self.nbytes[i]
-
-
-def spans(after: int, before: int, n: int) -> tuple[slice, ...]:
-    """Kernels (of ``n``) between ``after`` and ``before``: one slice, or two over the iteration boundary."""
-    return (slice(after + 1, before),) if after < before else (slice(after + 1, n), slice(0, before))
 
 
 def row_of(gap: Gap, way: int) -> Row:

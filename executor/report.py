@@ -22,7 +22,7 @@ def report(
 
     Args:
         limit: bytes.
-        floor_ns: as of ``agents.bound.floor``.
+        floor_ns: as of ``agents.floor.floor``.
 
     Raises:
         PlanError: the plan is for another program.

@@ -22,7 +22,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 import agents
-from agents.bound import Floor, floor
+from agents.floor import Floor, floor
 from agents.heuristics.workspace import relaxed
 from experiments.common import cli, report, workers
 from experiments.common.report import Row

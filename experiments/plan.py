@@ -34,7 +34,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 import agents
-from agents.bound import Floor, floor
+from agents.floor import Floor, floor
 from agents.planner import small
 from agents.search.annealing import everything
 from agents.search.other_times import ForFaster, TimesError

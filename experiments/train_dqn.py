@@ -24,7 +24,7 @@ from omegaconf import DictConfig
 
 import agents
 import simulator
-from agents.bound import floor
+from agents.floor import floor
 from experiments.common import cli, report
 from experiments.common.tracking import Tracker, chosen, open_tracker
 from simulator.limits import limit_bytes

@@ -24,7 +24,7 @@ import numpy as np
 from omegaconf import DictConfig
 from rich.table import Table
 
-from agents.bound import floor
+from agents.floor import floor
 from experiments.common import cli, report
 from experiments.figures import program as workload
 from experiments.pretrain import LIMITS, random_machine

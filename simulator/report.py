@@ -164,7 +164,7 @@ def report(
         limit: bytes.
         alone: the step without a plan.
         under: the step under the plan; None where there is none, or it decides nothing.
-        floor_ns: as of ``agents.bound.floor``.
+        floor_ns: as of ``agents.floor.floor``.
         origins: None of a program that was not captured here.
     """
     timeline = under or alone

@@ -27,3 +27,8 @@ def ways_to_empty(program: Program, gap: Gap, mode: str) -> list[int]:
     if mode != "swap" and gap.after < gap.before and cannot_recompute(program, *gap) is None:
         ways += [RECOMPUTED, KEPT]
     return ways
+
+
+def spans(after: int, before: int, n: int) -> tuple[slice, ...]:
+    """Kernels (of ``n``) between ``after`` and ``before``: one slice, or two over the iteration boundary."""
+    return (slice(after + 1, before),) if after < before else (slice(after + 1, n), slice(0, before))

@@ -24,7 +24,7 @@ ABOVE = {"executor/fit.py": {"agents"}}  # what these files may import, too, ins
 # Of each package, from the first to the last; "" is its top, without __init__.py, which opens the door to all of it.
 ROOMS = {
     "simulator": ["", "validate", "compiled", "jobs", "pool"],
-    "agents": ["", "heuristics", "search", "exact", "learned"],
+    "agents": ["floor", "", "heuristics", "search", "exact", "learned"],
     "executor": ["memory", "capture", "training", "replay", ""],
     # The top has commands, which use all of them; so is the __main__ of a room.
     "experiments": ["workloads", "common", "plotting", "fit", "gpu", "measured", "figures", "benchmarks", "examples"],

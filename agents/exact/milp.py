@@ -3,7 +3,7 @@
 With ``mode="recompute"`` it solves a 0/1 program (milp_model.py) after Checkmate ("Checkmate: Breaking the Memory Wall
 with Optimal Tensor Rematerialization", MLSys 2020), by SciPy's HiGHS or OR-Tools' CP-SAT. With transfers (``"swap"``,
 ``"joint"``) only the simulator knows the time: branch and bound over the plans of at most ``MOST`` candidate gaps, and
-in larger programs the best heuristic plan. In each mode the floor (agents/bound.py) bounds what is left to gain.
+in larger programs the best heuristic plan. In each mode the floor (agents/floor/) bounds what is left to gain.
 README.md says over which plans each is exact. Read on in ``MILP.plan``. Differences from Checkmate:
 
 1. The rules are the simulator's: one pass of recomputation before a kernel, its memory step by step.
@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import agents
-from agents.bound import floor
 from agents.exact.milp_model import Recomputation, ZeroOne
+from agents.floor import floor
 from agents.planner import MIB, Candidates, Facts, Infeasible, Rows, check_budget, finish, held_back, plans_of, ways_of
 from agents.search.ruin_recreate import RuinRecreate
 from simulator.compiled.encoding import AFTER, RECOMPUTE, SWAP, SYNC_SWAP, WHEN

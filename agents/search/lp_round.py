@@ -1,4 +1,4 @@
-"""Rounding the floor: bound.py's linear program says what the best plan would look like, local search makes it a plan.
+"""Rounding the floor: its linear program says what the best plan would look like, local search makes it a plan.
 
 Three steps, reasons in README.md; read on in ``LPRound.plan``:
 
@@ -19,8 +19,8 @@ from itertools import count, repeat
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.bound import Floor, floor
-from agents.planner import MIB, Facts, Rows, check_budget, finish, infeasible, row_of, spans
+from agents.floor import Floor, floor
+from agents.planner import MIB, Facts, Rows, check_budget, finish, infeasible, row_of
 from agents.search.annealing import half_way, start
 from agents.search.local_search import Moves, anneal, since_write
 from simulator.compiled.encoding import AFTER, BEFORE, EXTRA, KIND, NEVER, RECOMPUTE, SWAP, TENSOR, WHEN
@@ -28,7 +28,7 @@ from simulator.compiled.engine import Engine, cores
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Gap, Program
-from simulator.ways import RECOMPUTED, SWAPPED, check_mode, ways_to_empty
+from simulator.ways import RECOMPUTED, SWAPPED, check_mode, spans, ways_to_empty
 
 DROP = 0.3
 RUNS = ((0.05, 1e-3), (0.2, 1e-3), (1.0, 3e-3))  # explore: added to every weight; hot: of the ideal time

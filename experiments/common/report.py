@@ -1,7 +1,7 @@
 """Rows, tables and run directories: how every entry point says what it found.
 
 A row is what one planner achieved on one program, machine and limit. Its keys are ROW_KEYS, and ``reason`` if it found
-no plan. From the floor under all plans of ``mode`` (agents/bound.py):
+no plan. From the floor under all plans of ``mode`` (agents/floor/):
 
 - ``bound_overhead``: no plan has less; None where no plan fits the limit.
 - ``bound_bytes``: no plan fits a smaller limit.
@@ -34,7 +34,7 @@ from rich.table import Table
 
 import agents
 import simulator
-from agents.bound import Floor
+from agents.floor import Floor
 from agents.heuristics.workspace import least_workspaces, plan_with_variants, with_fastest_variants
 from experiments.common.cli import UsageError, expected_errors
 from simulator.compiled import warm

@@ -21,7 +21,7 @@ from matplotlib.ticker import FuncFormatter
 from omegaconf import DictConfig
 
 import agents
-from agents.bound import floor
+from agents.floor import floor
 from experiments.common import cli
 from experiments.common.report import Row
 from experiments.plotting.palette import FAINT, FLOOR, INK, look

@@ -1,6 +1,6 @@
 """Fig. 5 of "GPU memory management for neural networks using deep Q-network" (2020), section 5: overhead against memory
 reduction for DQN (swap), DQN (swap and recompute), MXNet-memonger, SuperNeurons and TFLMS; GTX 1080 Ti. Lines are means
-over the seeds and bands their range; the grey line is the floor of agents/bound.py, below which no plan can be.
+over the seeds and bands their range; the grey line is the floor of agents/floor/, below which no plan can be.
 
 The paper's text gives neither depths, sizes nor numbers, only claims, which the notes quote. Ours:
 
@@ -22,7 +22,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 from omegaconf import DictConfig, OmegaConf
 
 import agents
-from agents.bound import floor
+from agents.floor import floor
 from experiments import figures
 from experiments.common import cli
 from experiments.common.report import Row

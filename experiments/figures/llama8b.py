@@ -19,7 +19,7 @@ from matplotlib.ticker import FuncFormatter
 from omegaconf import DictConfig
 
 import agents
-from agents.bound import floor
+from agents.floor import floor
 from experiments import figures
 from experiments.common import cli
 from experiments.common.report import Row
@@ -30,7 +30,7 @@ from simulator import Machine, Plan, Program, simulate
 TITLE = "Llama 3 8B on an H100: overhead against the memory limit"
 WORKLOAD = "llama3_8b"
 ALONE = True  # the searches that have seconds have all cores
-LOWER = "floor"  # among the methods: agents/bound.py
+LOWER = "floor"  # among the methods: agents/floor/
 GB = 10**9
 
 
@@ -149,7 +149,7 @@ def notes(rows: list[Row]) -> list[str]:
     )
     low = found.get(LOWER, {})
     if low:
-        out.append(f"No plan fits less than {next(iter(low.values()))['least_bytes'] / GB:.1f} GB (agents/bound.py).")
+        out.append(f"No plan fits less than {next(iter(low.values()))['least_bytes'] / GB:.1f} GB (agents/floor/).")
     for limit in limits:
         ranked = sorted(
             (by[limit]["overhead_percent"], name(method))

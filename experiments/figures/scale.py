@@ -14,7 +14,7 @@ from pathlib import Path
 from matplotlib.ticker import FuncFormatter
 from omegaconf import DictConfig
 
-from agents.bound import floor
+from agents.floor import floor
 from experiments.common import cli
 from experiments.common.report import Row, warm_up
 from experiments.figures import label, network, planned, program

@@ -4,7 +4,7 @@ to 280 MB; VGG16, batch size 100, GTX 1080 Ti.
 
 1. At our limits as many bytes must be swapped out as at the paper's (experiments/figures/smartpool.py).
 2. BO begins with the four scores (agents/heuristics/autoswap_bo.py, choice 3); 30 evaluations; median over seeds.
-3. The floor is what no plan of swaps can beat at a limit (agents/bound.py).
+3. The floor is what no plan of swaps can beat at a limit (agents/floor/).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from matplotlib.ticker import PercentFormatter
 from omegaconf import DictConfig
 
 import agents
-from agents.bound import floor
+from agents.floor import floor
 from agents.heuristics.autoswap_bo import BASIC
 from experiments import figures
 from experiments.common import cli

@@ -4,7 +4,7 @@ own way to tell, and what is proven.
 
 The paper's way: where the swap-out stream is idle in the forward pass, variables that were not selected could leave,
 and save as much waiting as their transfers take (``avoidable``). Ours: no plan of swaps can have less overhead than the
-floor (agents/bound.py), so at most the gap to it can be avoided; simulated annealing, which starts from AutoSwap's
+floor (agents/floor/), so at most the gap to it can be avoided; simulated annealing, which starts from AutoSwap's
 plans, has a plan that avoids part of it, so at least that can be.
 
 1. Limits are shares of the load that must leave, as far as AutoSwap's candidates reach, and the paper's example.
@@ -22,7 +22,7 @@ from matplotlib.ticker import PercentFormatter
 from omegaconf import DictConfig
 
 import agents
-from agents.bound import floor
+from agents.floor import floor
 from agents.planner import MIB
 from experiments import figures
 from experiments.common import cli

@@ -19,7 +19,7 @@ from matplotlib.ticker import PercentFormatter
 from omegaconf import DictConfig
 
 import agents
-from agents.bound import floor
+from agents.floor import floor
 from agents.heuristics.autoswap import peak_gaps
 from agents.planner import Candidates
 from experiments import figures

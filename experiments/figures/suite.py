@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from scipy.stats import trim_mean
 
 import agents
-from agents.bound import floor
+from agents.floor import floor
 from agents.planner import Planner
 from experiments.common import cli
 from experiments.common.report import Row, heuristics, warm_up

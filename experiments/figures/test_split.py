@@ -19,7 +19,7 @@ from matplotlib.ticker import FuncFormatter
 from omegaconf import DictConfig
 
 from agents import PLANNERS
-from agents.bound import floor
+from agents.floor import floor
 from experiments.common import cli
 from experiments.common.report import Row, heuristics, warm_up
 from experiments.figures import network, planned, program

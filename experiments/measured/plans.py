@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import agents
-from agents.bound import floor
+from agents.floor import floor
 from agents.planner import small
 from agents.search.other_times import ForFaster, OtherTimes, Spread, TimesError
 from executor.capture.roofline import with_roofline

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import agents
-from agents.bound import floor
+from agents.floor import floor
 from agents.heuristics.tensile import TENSILE
 from agents.heuristics.tensile.controller import control, measured_times
 from agents.heuristics.tensile.times import KernelTimes, Sample, corrected, drift, features, r_squared, sequence

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import agents
-from agents.bound import floor
+from agents.floor import floor
 from agents.planner import Candidates, held_back, least_residency, spans
 from simulator import Gap, Kernel, Machine, Plan, Program, Swap, Tensor, simulate
 from simulator.ways import MODES

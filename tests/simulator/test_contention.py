@@ -7,7 +7,7 @@ from random import Random
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from agents.bound import floor
+from agents.floor import floor
 from simulator import Engine, Job, Kernel, Machine, Plan, Program, Swap, Tensor, reference, simulate, simulate_jobs
 from simulator.compiled.engine import rows_of
 from simulator.machine import ALONE

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import agents
-from agents.bound import floor
+from agents.floor import floor
 from agents.heuristics.workspace import free_bytes, least_workspaces, plan_with_variants, relaxed, with_fastest_variants
 from simulator import Engine, Kernel, Machine, OutOfMemory, Plan, PlanError, Program, Recompute, Swap, Tensor, simulate
 from tests.agents.test_bound import in_the_long_run

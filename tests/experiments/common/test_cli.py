@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 import agents
-from agents.bound import floor
+from agents.floor import floor
 from agents.learned.dqn import DQNConfig
 from experiments.common import cli
 from experiments.common.report import ROW_KEYS

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 import agents
-from agents.bound import Floor, floor
+from agents.floor import Floor, floor
 from experiments import evaluate
 from experiments.common import report
 from experiments.common.cli import UsageError

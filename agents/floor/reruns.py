@@ -21,7 +21,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.bound_lp import Linear, Terms
+from agents.floor.lp import Linear, Terms
 from simulator.program import Gap, Program
 
 MANY = 1900  # versions: with more, fewer cells

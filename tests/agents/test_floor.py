@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import agents
-from agents import bound as bound_module
-from agents.bound import floor
-from agents.bound_groups import Groups
-from agents.bound_lp import Linear, Solver, rounded
-from agents.bound_transfers import _beside
+from agents.floor import bound as bound_module, floor
+from agents.floor.groups import Groups
+from agents.floor.lp import Linear, Solver, rounded
+from agents.floor.transfers import _beside
 from agents.planner import ways_of
 from simulator import Kernel, Machine, Plan, Program, Recompute, Rerun, Swap, Tensor, Timeline, simulate
 from simulator.compiled.engine import Engine

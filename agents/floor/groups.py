@@ -1,7 +1,7 @@
 """What the floor merges so that large programs are solved in seconds: consecutive kernels, into groups.
 
 A group of one kernel is exact: the compute stream waits for a time, and then the kernel runs. In a group of several,
-waits and kernels are one step, in which everything happens in the best order (``bound_transfers``). Kernels are merged
+waits and kernels are one step, in which everything happens in the best order (``transfers``). Kernels are merged
 where they are short, so that a transfer can be misplaced by little time.
 """
 

@@ -22,9 +22,9 @@ from collections import defaultdict
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.bound_groups import Groups
-from agents.bound_lp import Linear, Terms
-from agents.bound_reruns import Reruns
+from agents.floor.groups import Groups
+from agents.floor.lp import Linear, Terms
+from agents.floor.reruns import Reruns
 from simulator.machine import ALONE, Machine
 from simulator.program import Gap, Program
 

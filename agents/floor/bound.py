@@ -1,8 +1,8 @@
 """The floor: a lower bound on the iteration time of every plan, by linear programming.
 
 Every plan is a point of a linear program: fractions of tensors that are held, swapped and written again, bytes per
-kernel that leave and return, waits (``bound_reruns``, ``bound_transfers``). Every relaxation is on the optimistic side,
-so that no plan beats its least value. That value is taken from the dual solution (``bound_lp``). Read on in ``floor``.
+kernel that leave and return, waits (``reruns``, ``transfers``). Every relaxation is on the optimistic side,
+so that no plan beats its least value. That value is taken from the dual solution (``lp``). Read on in ``floor``.
 What is relaxed (reasons in README.md):
 
 1. A tensor may be swapped or run again in part; near the ends of a swapped gap all of it counts.
@@ -21,14 +21,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.bound_groups import Groups
-from agents.bound_lp import Linear, Row, Terms
-from agents.bound_reruns import Past, Reruns
-from agents.bound_transfers import Transfers
-from agents.planner import spans
+from agents.floor.groups import Groups
+from agents.floor.lp import Linear, Row, Terms
+from agents.floor.reruns import Past, Reruns
+from agents.floor.transfers import Transfers
 from simulator.machine import Machine
 from simulator.program import Gap, Program
-from simulator.ways import check_mode
+from simulator.ways import check_mode, spans
 
 LARGEST = {"swap": 6000, "recompute": 3000, "joint": 6000}
 PARTS = {"recompute": 10, "joint": 5}  # windows, about: parts of the peak load that one uses
