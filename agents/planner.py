@@ -16,12 +16,12 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.compiled.encoding import RECOMPUTE, SWAP, decisions_of, rows_of
+from simulator.compiled.encoding import EXTRA, KIND, RECOMPUTE, SWAP, decisions_of, rows_of
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Gap, Program
-from simulator.ways import KEPT, SWAPPED, spans, ways_to_empty
+from simulator.ways import KEPT, RECOMPUTED, SWAPPED, spans, ways_to_empty
 
 MIB = 2**20
 
@@ -161,6 +161,16 @@ def row_of(gap: Gap, way: int) -> Row:
     return (SWAP, *gap, -1, -1) if way == SWAPPED else (RECOMPUTE, *gap, int(way == KEPT), -1)
 
 
+def way_of(row: Sequence[int]) -> int:
+    """How a row empties its gap: the inverse of ``row_of``."""
+    return SWAPPED if row[KIND] == SWAP else KEPT if row[EXTRA] == 1 else RECOMPUTED
+
+
+def is_open(gap: Gap, k: int) -> bool:
+    """Is a gap open at kernel ``k``?"""
+    return gap.after < k < gap.before if gap.after < gap.before else not gap.before <= k <= gap.after
+
+
 def rows_for(gaps: Iterable[Gap], way: int) -> Rows:
     """int64[m, 6]: ``row_of`` each of the gaps."""
     where = np.array(list(gaps), np.int64).reshape(-1, 3)
@@ -183,9 +193,9 @@ def finish(planner: Planner, program: Program, machine: Machine, limit: int, eng
         Infeasible: it does not.
     """
     score = engine.score(rows)
-    planner.simulator_calls = engine.calls
     if not score.feasible:
-        raise infeasible(planner, program, limit, score.required_bytes)
+        raise infeasible(planner, program, limit, score.required_bytes, engine.calls)
+    planner.simulator_calls = engine.calls
     return Plan.of(program, decisions_of(rows), planner.name, limit, machine.name)
 
 
@@ -211,8 +221,10 @@ def plans_of(planners: Sequence[Planner], program: Program, machine: Machine, li
     return found
 
 
-def infeasible(planner: Planner, program: Program, limit: int, least: int | None) -> Infeasible:
-    """The exception, saying the smallest limit that the planner can reach: ``least`` bytes, None if not known."""
+def infeasible(planner: Planner, program: Program, limit: int, least: int | None, calls: int = 0) -> Infeasible:
+    """The exception after so many simulator calls, which the planner then has made; it says the smallest limit that the
+    planner can reach: ``least`` bytes, None if not known."""
+    planner.simulator_calls = calls
     min_bytes = getattr(planner, "min_bytes", 0)
     known = least is not None and least > limit
     reach = f"the smallest limit it can reach is {least:,} bytes" if known else "it found no plan that fits"

@@ -6,7 +6,8 @@ import gymnasium
 from envs.jobs_env import JobsEnv
 from envs.jobs_walk import JobsTask, JobsWalk, Scenario
 from envs.memory_env import MemoryEnv, MemoryVectorEnv
-from envs.walk import Task, Walk
+from envs.task import Task
+from envs.walk import Walk
 
 gymnasium.register(
     "GpuMemory-v0", entry_point="envs.memory_env:MemoryEnv", vector_entry_point="envs.memory_env:MemoryVectorEnv"

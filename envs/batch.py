@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 from envs import layout
 from envs.compiled_walk import step_walks
 from envs.graph import OBSERVED
-from envs.walk import REWARDS, Task
+from envs.task import REWARDS, Task
 from simulator.compiled import encoding
 from simulator.compiled.engine import cores, side_by_side
 from simulator.compiled.event_loop import CHECKS
+from simulator.plan import Plan
 
 INVALID = ("end", "ignore")
 ACTIONS = ("paper", "full")
@@ -149,6 +150,10 @@ class Batch:
         self.overhead = np.zeros(walks)
         self.terminated, self.invalid, self.feasible = np.zeros((3, walks), np.bool_)
         self.touched = np.zeros((walks, max(len(t.program.tensors) for t in tasks)), np.bool_)
+        self._given = self.options, self.where, self.ints, self.floats  # as ``step_walks`` takes them
+        self._state = self.walks, self.rows, self.touched
+        self._shown = (self.rewards, self.terminated, self.invalid, self.overhead, self.feasible, self.mask, self.nodes,
+                       self.current)  # fmt: skip
         self._nobody, self._drawn = np.zeros(walks, np.bool_), np.full(walks, -1, np.int64)
         threads = max(1, min(threads or cores(), walks // SHARE))
         pieces = min(4 * threads, walks // SHARE) if threads > 1 else 1
@@ -209,10 +214,8 @@ class Batch:
         def run(begin: int, end: int, work: _Work) -> None:
             resume = False
             while step_walks(
-                begin, end, resume, resets, self.options, self.where, self.ints, self.floats, self.walks, self.rows,
-                self.touched, *work.arrays(), actions, chosen, self.rewards, self.terminated, self.invalid,
-                self.overhead, self.feasible, self.mask, self.nodes, self.current,
-            ):  # fmt: skip
+                begin, end, resume, resets, actions, chosen, self._given, self._state, work.arrays(), self._shown
+            ):
                 self._settle(begin, end, work)
                 resume = True
 
@@ -263,3 +266,8 @@ class Batch:
         """The plan so far of walk i, in its own memory (simulator.compiled.engine.rows_of)."""
         rows: NDArray[np.int64] = self.rows[i, : self.walks[i, layout.COUNT]]
         return rows
+
+    def plan(self, i: int, planner: str = "") -> Plan:
+        """The plan so far of walk i."""
+        task, decisions = self.task(i), encoding.decisions_of(self.plan_rows(i))
+        return Plan.of(task.program, decisions, planner, task.limit, task.machine.name)

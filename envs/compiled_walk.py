@@ -1,4 +1,4 @@
-"""walk.py and clock.py for many walks at once, compiled: equal to them step by step.
+"""The rules of a walk, compiled, for many walks at once: equal to tests/oracle/walk.py step by step.
 
 ``step_walks`` is called by batch.py, which makes the arrays; layout.py has their columns. A walk is a row of
 ``walks``: its columns, then ``need`` (kernels + 1), the clock's ``ended`` (kernels + 1), ``out_end`` and ``queue``
@@ -12,7 +12,7 @@ import numpy as np
 
 from envs.graph import NOTHING, OFFLOAD, VALID
 from envs.shown import early_kernel, first_over, show
-from envs.walk import COPY, DEAD_END_REWARD, EARLY, KEEP
+from envs.task import COPY, DEAD_END_REWARD, EARLY, KEEP
 from simulator.compiled.jit import stage
 from simulator.compiled.rematerialisation import lower_recomputations
 from simulator.compiled.scoring import score_plans
@@ -22,9 +22,10 @@ from envs.layout import (
     AFTER, AUTORESET, BEFORE, BY_BEFORE, CAME_FROM, CAUSAL, CHANGED, CLOSED, COPY_AT, COUNT, DEAD_END, ENDED, ENDED_AT,
     FREE_NS, GAPS, GAPS_AT, GAP_ROWS, GRAPH_AT, GRAPH_END, HEAD, HOST, HOST_LEFT, IDEAL_NS, IGNORE, IN_FREE, ITERATION,
     KERNELS, KERNELS_AT, LIMIT_BYTES, NBYTES, NEED_AT, NEW_FROM, NEW_TO, NODES, NODES_AT, NODE_AT, NODE_GAP, NODE_KIND,
-    NODE_ROWS, NOT_PENDING, N_ACTIONS, OPENING_AT, OUT_END_AT, OUT_FREE, OVER, PENDING, POSITION, QUEUE_AT, REMOVALS,
+    NODE_ROWS, NOT_PENDING, OPENING_AT, OUT_END_AT, OUT_FREE, OVER, PENDING, POSITION, QUEUE_AT, REMOVALS,
     RERUN_NS, SEED, SETTINGS_AT, SHORT, SHOWN, SHOWN_NODES, STATES, STATIC_AT, STUCK_AT, TAIL, TAKEN_AT, TASK, TASKS,
-    TENSOR, TENSORS, TENSORS_AT, TIMES_AT, UNDER_WAY, WALK, WANTS_HOST, WANTS_STEPS, WORK_AT, WRAPS,
+    TENSOR, TENSORS, TENSORS_AT, TIMES_AT, UNDER_WAY, WALK, WANTS_HOST, WANTS_STEPS, WORK_AT, WRAPS, Scratch, TaskView,
+    WalkView,
 )  # fmt: skip
 from simulator.compiled.encoding import (
     BEGINS, BY_KERNEL, BY_ROW, BY_SEGMENT, BY_TENSOR, D2H, DONE, H2D, HOST_BYTES, ITERATION_NS, KERNEL_ROWS, LIVE,
@@ -47,18 +48,21 @@ def draw(walk, tasks):  # type: ignore[no-untyped-def]
 
 
 @stage
-def _issue(walk, gaps, tensors, ended, out_end, queue, g, time):  # type: ignore[no-untyped-def]
+def _issue(task, state, g, time):  # type: ignore[no-untyped-def]
     """Clock.offload."""
-    walk[OUT_FREE] = max(walk[OUT_FREE], time) + tensors[D2H, gaps[TENSOR, g]]
-    out_end[g] = walk[OUT_FREE]
-    queue[walk[TAIL]] = g
+    walk = state.row
+    walk[OUT_FREE] = max(walk[OUT_FREE], time) + task.tensors[D2H, task.gaps[TENSOR, g]]
+    state.out_end[g] = walk[OUT_FREE]
+    state.queue[walk[TAIL]] = g
     walk[TAIL] += 1
-    walk[UNDER_WAY] += gaps[NBYTES, g]
+    walk[UNDER_WAY] += task.gaps[NBYTES, g]
 
 
 @stage
-def _run_clock(walk, gaps, tensors, begins, need, ended, out_end, queue, taken, limit):  # type: ignore[no-untyped-def]
+def _run_clock(task, state):  # type: ignore[no-untyped-def]
     """Clock.run, from CAME_FROM to POSITION."""
+    gaps, begins, limit = task.gaps, task.begins, task.limit
+    walk, need, ended, out_end, queue, taken = state
     ideal = begins[begins.size - 1]
     at = walk[CLOSED]
     while at > 0 and gaps[BEFORE, gaps[BY_BEFORE, at - 1]] >= walk[CAME_FROM]:
@@ -75,7 +79,7 @@ def _run_clock(walk, gaps, tensors, begins, need, ended, out_end, queue, taken, 
             while j >= first and need[j] + size <= limit:
                 j -= 1
             fits = ended[j + 1] if j >= first else -ideal
-            walk[IN_FREE] = max(walk[IN_FREE], max(out_end[g], fits)) + tensors[H2D, gaps[TENSOR, g]]
+            walk[IN_FREE] = max(walk[IN_FREE], max(out_end[g], fits)) + task.tensors[H2D, gaps[TENSOR, g]]
             now = max(now, walk[IN_FREE])
         while walk[HEAD] < walk[TAIL]:
             g = queue[walk[HEAD]]
@@ -87,15 +91,13 @@ def _run_clock(walk, gaps, tensors, begins, need, ended, out_end, queue, taken, 
         ended[k + 1] = now + begins[k + 1] - begins[k]
 
 
-# ---------------------------------------------------------------------------------------------------- what is shown
-
-
 # --------------------------------------------------------------------------------------------------------- one step
 
 
 @stage
-def _act(walk, rows, gaps, tensors, begins, opening, ended, out_end, queue, taken, kind, g, form, early, causal):  # type: ignore[no-untyped-def]
+def _act(task, state, rows, kind, g, form, early, causal):  # type: ignore[no-untyped-def]
     """Walk._offload and _remove, or nothing: the new row, and where the agent goes."""
+    walk, gaps, begins, opening, ended = state.row, task.gaps, task.begins, task.opening, state.ended
     p, stuck, ideal = walk[POSITION], walk[STUCK_AT], begins[begins.size - 1]
     onward = min(opening[p], stuck) if p < opening.size else p
     if kind == NOTHING:
@@ -105,7 +107,7 @@ def _act(walk, rows, gaps, tensors, begins, opening, ended, out_end, queue, take
     row = rows[walk[COUNT]]
     walk[COUNT] += 1
     row[1], row[3] = t, before
-    taken[g] = kind
+    state.taken[g] = kind
     if kind != OFFLOAD:
         row[0], row[2], row[4], row[5] = RECOMPUTE, max(p - 1, after), 1 if form == KEEP else 0, early
         walk[REMOVALS] += 1
@@ -113,14 +115,14 @@ def _act(walk, rows, gaps, tensors, begins, opening, ended, out_end, queue, take
             walk[POSITION] = onward
         return
     copy = gaps[COPY_AT, g] if form == COPY else -1
-    lasts = tensors[D2H, t]
+    lasts = task.tensors[D2H, t]
     row[0], row[4], row[5] = SWAP, -1, copy
     if gaps[WRAPS, g] and p == 0:
         row[2] = after
         begin = begins[(after if copy < 0 else copy) + 1] - ideal
         walk[FREE_NS] = max(walk[FREE_NS], begin) + lasts
         if causal:
-            _issue(walk, gaps, tensors, ended, out_end, queue, g, begin)
+            _issue(task, state, g, begin)
         return
     # The last kernel that ended before the engine is free, if the gap was open then.
     least, after = 0 if gaps[WRAPS, g] else after, p - 1
@@ -130,7 +132,7 @@ def _act(walk, rows, gaps, tensors, begins, opening, ended, out_end, queue, take
     issued = after if copy < 0 else copy
     end = max(walk[FREE_NS], begins[issued + 1]) + lasts
     if causal:
-        _issue(walk, gaps, tensors, ended, out_end, queue, g, ended[issued + 1])
+        _issue(task, state, g, ended[issued + 1])
     if stuck == p:
         walk[FREE_NS] = begins[p]
         return
@@ -164,40 +166,37 @@ def _touch(graph, n, steps, n_steps, touched):  # type: ignore[no-untyped-def]
 
 
 @stage
-def _begin(walk, where, ints, options, whole):  # type: ignore[no-untyped-def]
+def _begin(task, state):  # type: ignore[no-untyped-def]
     """Walk.reset."""
-    w = where[walk[TASK]]
-    n, ideal = w[KERNELS], ints[w[KERNELS_AT] + BEGINS * (w[KERNELS] + 1) + w[KERNELS]]
-    live = w[KERNELS_AT] + LIVE * (n + 1)
-    need, most = options[NEED_AT], 0
+    walk, need, n = state.row, state.need, task.begins.size - 1
+    ideal, most = task.begins[n], 0
     for k in range(n):
-        whole[need + k] = ints[live + k]
-        most = max(most, ints[live + k])
-    for g in range(w[GAPS]):
-        whole[options[TAKEN_AT] + g] = -1
+        need[k] = task.kernels[LIVE, k]
+        most = max(most, need[k])
+    for g in range(state.taken.size):
+        state.taken[g] = -1
     for c in range(POSITION, WALK):
         walk[c] = 0
     walk[FREE_NS] = walk[OUT_FREE] = walk[IN_FREE] = -ideal
     walk[ITERATION] = ideal
-    walk[HOST_LEFT] = w[HOST]
-    walk[ENDED] = 1 if most <= w[LIMIT_BYTES] else 0
-    whole[options[ENDED_AT]] = 0
+    walk[HOST_LEFT] = task.row[HOST]
+    walk[ENDED] = 1 if most <= task.limit else 0
+    state.ended[0] = 0
 
 
 @stage
-def _replan(  # type: ignore[no-untyped-def]
-    kernels, tensors, graph, gaps, walk, need, taken, touched, plan, by_kernel, by_tensor, by_row, steps, causal
-):  # fmt: skip
+def _replan(task, state, touched, plan, by_kernel, by_tensor, by_row, steps, causal):  # type: ignore[no-untyped-def]
     """The planned residency with what the step has changed, as far as it is known without a simulation.
 
     Returns:
         Whether it is known; whether there was too little room for what runs again.
     """
+    walk, need, gaps = state.row, state.need, task.gaps
     g, n = walk[CHANGED], need.size - 1
     walk[NEW_FROM], walk[NEW_TO] = 0, n
     if g < 0:
         return True, False
-    if taken[g] == OFFLOAD and (walk[REMOVALS] == 0 or (causal and not touched[gaps[TENSOR, g]])):
+    if state.taken[g] == OFFLOAD and (walk[REMOVALS] == 0 or (causal and not touched[gaps[TENSOR, g]])):
         after, before = plan[walk[COUNT] - 1, 2], gaps[BEFORE, g]
         _swap_out(need, after, before, gaps[NBYTES, g])
         if after < before:
@@ -205,39 +204,45 @@ def _replan(  # type: ignore[no-untyped-def]
         return True, False
     if not causal:
         return False, False
-    n_steps, lasts = lower_recomputations(kernels, tensors, graph, plan, by_kernel, by_tensor, by_row, steps)
+    n_steps, lasts = lower_recomputations(
+        task.kernels, task.tensors, task.graph, plan, by_kernel, by_tensor, by_row, steps
+    )
     if n_steps >= steps.shape[0]:
         return False, True
     walk[RERUN_NS] = lasts
     for k in range(n):
         need[k] = by_kernel[PLANNED, k]
-    _touch(graph, n, steps, n_steps, touched)
+    _touch(task.graph, n, steps, n_steps, touched)
     return True, False
 
 
 @stage(entry=True)
 def step_walks(  # type: ignore[no-untyped-def]
-    begin, end, resume, resets, options, where, ints, floats, walks, rows, touched, work, scratch, bits, shares,
-    work_gaps, steps, actions, chosen, rewards, terminated, invalid, overhead, feasible, mask, nodes, current,
+    begin, end, resume, resets, actions, chosen, tables, arrays, work, shown
 ):  # fmt: skip
     """Steps walks ``begin`` to ``end`` - 1, or begins those in ``resets`` anew.
 
     Args:
         resume: only those that are PENDING.
         resets: bool (walks,).
-        options, where, ints, floats, walks: see layout.py.
-        rows: int64 (walks, gaps, 6): the plans so far.
-        touched: bool (walks, tensors): what the plan's recomputation uses.
-        work, scratch, bits, shares, work_gaps, steps: what one thread works on; ``bits`` is ``scratch`` as int64.
         actions: (walks,) node + N * form; none: only ``resets`` counts.
         chosen: (walks,) the task of those that begin, or -1: drawn.
-        rewards, terminated, invalid: of this step. overhead, feasible, mask, nodes, current: of the walks, which are
-            written where they change.
+        tables: options, where, ints, floats: see layout.py.
+        arrays: walks: see layout.py; rows: int64 (walks, gaps, 6), the plans so far; touched: bool (walks, tensors),
+            what the plan's recomputation uses.
+        work: what one thread works on (batch.py).
+        shown: rewards, terminated, invalid: of this step; overhead, feasible, mask, nodes, current: of the walks, which
+            are written where they change.
 
     Returns:
         How many walks are PENDING.
     """
-    pending, task = 0, -1
+    options, where, ints, floats = tables
+    walks, rows, touched = arrays
+    work_ints, product, bits, shares, work_gaps, steps = work
+    rewards, terminated, invalid, overhead, feasible, mask, nodes, current = shown
+    scratch = Scratch(product, bits, shares)
+    pending, number = 0, -1
     size, causal = options[SHOWN_NODES], options[CAUSAL] != 0
     for i in range(begin, end):
         whole = walks[i]
@@ -249,50 +254,51 @@ def step_walks(  # type: ignore[no-untyped-def]
             rewards[i], terminated[i], invalid[i] = 0.0, False, False
         if starts:
             walk[TASK] = chosen[i] if chosen[i] >= 0 else draw(walk, options[TASKS])
-            _begin(walk, where, ints, options, whole)
 
         # The tables of the task and what to work on, if it is another one than before; the arrays of the walk.
-        if walk[TASK] != task:
-            task = walk[TASK]
-            w = where[task]
+        if walk[TASK] != number:
+            number = walk[TASK]
+            w = where[number]
             n, n_gaps, limit, ideal = w[KERNELS], w[GAPS], w[LIMIT_BYTES], w[IDEAL_NS]
             kernels = ints[w[KERNELS_AT] : w[KERNELS_AT] + KERNEL_ROWS * (n + 1)].reshape(KERNEL_ROWS, n + 1)
             tensors = ints[w[TENSORS_AT] : w[TENSORS_AT] + (H2D + 1) * w[TENSORS]].reshape(H2D + 1, w[TENSORS])
-            graph = ints[w[GRAPH_AT] : w[GRAPH_END]]
             gaps = ints[w[GAPS_AT] : w[GAPS_AT] + GAP_ROWS * n_gaps].reshape(GAP_ROWS, n_gaps)
             v = ints[w[NODES_AT] : w[NODES_AT] + NODE_ROWS * w[NODES]].reshape(NODE_ROWS, w[NODES])
-            times, begins = floats[w[TIMES_AT] : w[TIMES_AT] + w[NODES]], kernels[BEGINS]
-            opening = ints[w[OPENING_AT] : w[OPENING_AT] + n]
-            node_at = ints[w[NODE_AT] : w[NODE_AT] + n + 1]
+            task = TaskView(
+                w, kernels, tensors, ints[w[GRAPH_AT] : w[GRAPH_END]], gaps, v,
+                floats[w[TIMES_AT] : w[TIMES_AT] + w[NODES]], kernels[BEGINS],
+                ints[w[OPENING_AT] : w[OPENING_AT] + n], ints[w[NODE_AT] : w[NODE_AT] + n + 1], limit,
+            )  # fmt: skip
             at, to = w[WORK_AT], w[WORK_AT] + BY_KERNEL * (n + 1)
-            by_kernel = work[at:to].reshape(BY_KERNEL, n + 1)
+            by_kernel = work_ints[at:to].reshape(BY_KERNEL, n + 1)
             at, to = to, to + BY_TENSOR * w[TENSORS]
-            by_tensor = work[at:to].reshape(BY_TENSOR, w[TENSORS])
+            by_tensor = work_ints[at:to].reshape(BY_TENSOR, w[TENSORS])
             at, to = 0, BY_SEGMENT * (2 * n + 2)
-            by_segment = work[at:to].reshape(BY_SEGMENT, 2 * n + 2)
+            by_segment = work_ints[at:to].reshape(BY_SEGMENT, 2 * n + 2)
             at, to = to, to + BY_ROW * (2 * n_gaps + 1)
-            by_row = work[at:to].reshape(BY_ROW, 2 * n_gaps + 1)
+            by_row = work_ints[at:to].reshape(BY_ROW, 2 * n_gaps + 1)
             at, to = to, to + options[STATES] * (n_gaps + 2)
-            states = work[at:to].reshape(options[STATES], n_gaps + 2)
-            results, ends = work[to : to + RESULTS].reshape(1, RESULTS), work[to + RESULTS : to + RESULTS + 2]
-            result, settings = results[0], work[to + RESULTS + 2 : to + RESULTS + 2 + SETTINGS]
-        need = whole[options[NEED_AT] : options[NEED_AT] + n + 1]
-        ended = whole[options[ENDED_AT] : options[ENDED_AT] + n + 1]
-        out_end = whole[options[OUT_END_AT] : options[OUT_END_AT] + n_gaps]
-        queue = whole[options[QUEUE_AT] : options[QUEUE_AT] + n_gaps]
-        taken = whole[options[TAKEN_AT] : options[TAKEN_AT] + n_gaps]
+            states = work_ints[at:to].reshape(options[STATES], n_gaps + 2)
+            results, ends = work_ints[to : to + RESULTS].reshape(1, RESULTS), work_ints[to + RESULTS : to + RESULTS + 2]
+            result, settings = results[0], work_ints[to + RESULTS + 2 : to + RESULTS + 2 + SETTINGS]
+        state = WalkView(
+            walk, whole[options[NEED_AT] : options[NEED_AT] + n + 1],
+            whole[options[ENDED_AT] : options[ENDED_AT] + n + 1],
+            whole[options[OUT_END_AT] : options[OUT_END_AT] + n_gaps],
+            whole[options[QUEUE_AT] : options[QUEUE_AT] + n_gaps],
+            whole[options[TAKEN_AT] : options[TAKEN_AT] + n_gaps],
+        )  # fmt: skip
+        need = state.need
 
         if starts:
+            _begin(task, state)
             walk[NEW_TO] = n
             if walk[SHOWN] != walk[TASK] + 1:
                 walk[SHOWN] = walk[TASK] + 1
                 for c in range(nodes.shape[1]):
                     for j in range(size):
                         nodes[i, c, j] = floats[w[STATIC_AT] + c * w[NODES] + j] if c < VALID and j < w[NODES] else 0.0
-            current[i] = show(
-                walk, gaps, v, times, node_at, w[N_ACTIONS], taken, need, begins, limit, ideal, scratch, bits, shares,
-                options, mask[i], nodes[i], -1, True, True,
-            )  # fmt: skip
+            current[i] = show(task, state, scratch, options, mask[i], nodes[i], -1, True, True)
             overhead[i], feasible[i] = walk[ITERATION] / ideal - 1.0, walk[ENDED] > walk[DEAD_END]
             continue
 
@@ -311,10 +317,7 @@ def step_walks(  # type: ignore[no-untyped-def]
             if kind > OFFLOAD and form == EARLY:
                 early = early_kernel(gaps[BEFORE, g], walk[POSITION], need, limit)
             walk[CAME_FROM], walk[CHANGED] = walk[POSITION], g
-            _act(
-                walk, rows[i], gaps, tensors, begins, opening, ended, out_end, queue, taken, kind, g, form, early,
-                causal,
-            )  # fmt: skip
+            _act(task, state, rows[i], kind, g, form, early, causal)
             if w[SHORT] and g >= 0:
                 walk[PENDING] = WANTS_HOST
                 pending += 1
@@ -322,14 +325,11 @@ def step_walks(  # type: ignore[no-untyped-def]
 
         # What the plan needs, and how long it takes: by the clock, or simulated.
         plan, g, p = rows[i][: walk[COUNT]], walk[CHANGED], walk[POSITION]
-        known, no_room = _replan(
-            kernels, tensors, graph, gaps, walk, need, taken, touched[i], plan, by_kernel, by_tensor, by_row, steps,
-            causal,
-        )  # fmt: skip
+        known, no_room = _replan(task, state, touched[i], plan, by_kernel, by_tensor, by_row, steps, causal)
         fits, feasibly, ns = known and first_over(need, limit) == n, True, 0
         if causal and not fits and not no_room:
-            _run_clock(walk, gaps, tensors, begins, need, ended, out_end, queue, taken, limit)
-            ns = begins[n] + ended[p] - begins[p] + walk[RERUN_NS]
+            _run_clock(task, state)
+            ns = task.begins[n] + state.ended[p] - task.begins[p] + walk[RERUN_NS]
         again = not no_room and (fits or not causal)
         while again:
             for c in range(SETTINGS):
@@ -338,8 +338,8 @@ def step_walks(  # type: ignore[no-untyped-def]
                 settings[HOST_BYTES] = NEVER
             ends[0], ends[1] = 0, walk[COUNT]
             score_plans(
-                kernels, tensors, graph, plan, ends, 0, -1, settings, n if fits else p, NEVER, 1, by_kernel, by_segment,
-                by_tensor, by_row, work_gaps, steps, states, results, steps[:0],
+                kernels, tensors, task.graph, plan, ends, 0, -1, settings, n if fits else p, NEVER, 1, by_kernel,
+                by_segment, by_tensor, by_row, work_gaps, steps, states, results, steps[:0],
             )  # fmt: skip
             no_room = result[STATUS] == MORE_STEPS
             again = not known and not no_room and result[REQUIRED] <= limit
@@ -360,10 +360,8 @@ def step_walks(  # type: ignore[no-untyped-def]
             walk[ITERATION] = ns
         elif fits:  # its iterations never repeat (rule 10)
             walk[DEAD_END] = 1
-        current[i] = show(
-            walk, gaps, v, times, node_at, w[N_ACTIONS], taken, need, begins, limit, ideal, scratch, bits, shares,
-            options, mask[i], nodes[i], g, p != walk[CAME_FROM], w[SHORT] != 0,
-        )  # fmt: skip
+        moved = p != walk[CAME_FROM]
+        current[i] = show(task, state, scratch, options, mask[i], nodes[i], g, moved, w[SHORT] != 0)
         if walk[DEAD_END]:
             rewards[i] += DEAD_END_REWARD
         if walk[ENDED]:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from envs.batch import INVALID, one_of
 from envs.jobs_walk import LEFT, TIME_LEFT, JobActions, JobsTask, JobsWalk, Scenario
 from envs.memory_env import Observation, small_program, small_task
-from envs.walk import DEAD_END_REWARD
+from envs.task import DEAD_END_REWARD
 from simulator import Job, Plan
 
 

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
+from numpy.typing import NDArray
+
+Ints = NDArray[Any]
+
 # ``where``, a row a task: how many there are of what, the task in numbers, and where its tables begin in ``ints``, or
 # (STATIC_AT, TIMES_AT) in ``floats``, or (WORK_AT) in what a thread works on.
 (
@@ -36,3 +42,38 @@ NOT_PENDING, WANTS_HOST, WANTS_STEPS = range(3)
     SHOWN_NODES, FORMS, CAUSAL, IGNORE, AUTORESET, TASKS, NEED_AT, ENDED_AT, OUT_END_AT, QUEUE_AT, TAKEN_AT, STATES,
     OPTIONS,
 ) = range(13)  # fmt: skip
+
+
+class TaskView(NamedTuple):
+    """The tables of one task with n kernels, as views of ``ints`` and ``floats``."""
+
+    row: Ints  # of ``where``
+    kernels: Ints  # (KERNEL_ROWS, n + 1): simulator/compiled/encoding.py
+    tensors: Ints  # (H2D + 1, tensors): the same
+    graph: Ints
+    gaps: Ints  # (GAP_ROWS, G)
+    nodes: Ints  # (NODE_ROWS, N)
+    times: Ints  # float64 (N,): when the kernels of the nodes start
+    begins: Ints  # (n + 1,): when kernels start, and the iteration ends
+    opening: Ints  # (n,): the next position at which a gap opens
+    node_at: Ints  # (n + 1,): the node under execution
+    limit: int
+
+
+class WalkView(NamedTuple):
+    """One walk: its columns, and the arrays behind them in its row."""
+
+    row: Ints  # (WALK,)
+    need: Ints  # (n + 1,): planned residency
+    ended: Ints  # (n + 1,): when all kernels before k had ended, by the clock
+    out_end: Ints  # (G,): when the gap's copy to the host is complete
+    queue: Ints  # (G,): gaps whose copies are under way, from HEAD to TAIL
+    taken: Ints  # (G,): what was done with the gap, or -1
+
+
+class Scratch(NamedTuple):
+    """What a thread works on to show a walk; ``bits`` is ``product`` as int64."""
+
+    product: Ints
+    bits: Ints
+    shares: Ints

@@ -26,12 +26,11 @@ from numpy.typing import NDArray
 from envs import layout
 from envs.batch import Batch
 from envs.graph import OBSERVED
-from envs.walk import Task, current_node, dynamic_features
+from envs.task import Task
 from simulator import Kernel, Machine, Plan, Program, Tensor
-from simulator.compiled.encoding import decisions_of
 from simulator.limits import limit_bytes
 
-__all__ = ["MemoryEnv", "MemoryVectorEnv", "current_node", "dynamic_features", "make_tasks", "small_task"]
+__all__ = ["MemoryEnv", "MemoryVectorEnv", "make_tasks", "small_task"]
 
 Observation = dict[str, NDArray[Any]]
 Limit = float | str  # as simulator.limits.limit_bytes takes it
@@ -124,7 +123,7 @@ class MemoryEnv(_OverBatch, gymnasium.Env[Observation, np.int64]):
         reward: "paper": the change in simulated time of the plan so far; "causal": the stall as the clock advances.
             Both sum to −overhead.
         invalid: what an action does that may not be taken: "end" the episode as a dead end does, or "ignore": nothing.
-        actions: "paper", or "full": each in several forms (walk.py).
+        actions: "paper", or "full": each in several forms (task.py).
         copy: False: observations and masks are views of the environment's buffers, which the next call changes.
 
     Raises:
@@ -176,7 +175,7 @@ class MemoryEnv(_OverBatch, gymnasium.Env[Observation, np.int64]):
 
     def plan(self, planner: str = "") -> Plan:
         """The plan so far."""
-        return plan_of(self._batch, 0, planner)
+        return self._batch.plan(0, planner)
 
     def _observation(self) -> Observation:
         return {key: view.copy("K") for key, view in self._shown.items()} if self._copy else self._shown
@@ -196,13 +195,6 @@ def shown(batch: Batch) -> Observation:
 def walk_seed(seed: int) -> int:
     """The state of the generator of a walk, of the environment's seed."""
     return int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0] >> np.uint64(1))
-
-
-def plan_of(batch: Batch, i: int, planner: str) -> Plan:
-    """The plan so far of walk i."""
-    task = batch.task(i)
-    decisions = decisions_of(batch.plan_rows(i))
-    return Plan.of(task.program, decisions, planner, task.limit, task.machine.name)
 
 
 class MemoryVectorEnv(_OverBatch, gymnasium.vector.VectorEnv[Observation, NDArray[np.int64], NDArray[Any]]):
@@ -299,7 +291,7 @@ class MemoryVectorEnv(_OverBatch, gymnasium.vector.VectorEnv[Observation, NDArra
 
     def plan(self, i: int, planner: str = "") -> Plan:
         """The plan so far of environment i."""
-        return plan_of(self._batch, i, planner)
+        return self._batch.plan(i, planner)
 
     def _observations(self) -> Observation:
         if not self._copy:

@@ -1,4 +1,4 @@
-"""What is shown of a walk, compiled: Walk._refresh, Walk.form_masks and dynamic_features of walk.py.
+"""What is shown of a walk, compiled: Walk._refresh, Walk.form_masks and dynamic_features of tests/oracle/walk.py.
 
 Only what has changed is written: gaps that have opened or ended, or the one that was emptied; what depends on the
 planned residency after an action; times when the agent has moved.
@@ -9,14 +9,14 @@ from __future__ import annotations
 import numpy as np
 
 from envs.graph import AHEAD, OFFLOAD, PRESSURE, QUEUE, RELIEF, STUCK, VALID
-from envs.walk import COPY, EARLY, KEEP
+from envs.task import COPY, EARLY, KEEP
 from simulator.compiled.jit import stage
 
 # isort: off
 from envs.layout import (
     ACTIONS, ACTION_GAPS, AFTER, BEFORE, BY_AFTER, BY_BEFORE, CLOSED, COPY_AT, DEAD_END, ENDED, FIRST_SINCE, FORMS,
-    FREE_NS, HOST_LEFT, NBYTES, NEW_FROM, NEW_TO, NODE_KERNEL, OFFLOAD_NODE, OPENED, POSITION, REMOVE_NODE, SHOWN_NODES,
-    STUCK_AT, VALID_ACTIONS, WRAPS,
+    FREE_NS, HOST_LEFT, IDEAL_NS, NBYTES, NEW_FROM, NEW_TO, NODE_KERNEL, N_ACTIONS, OFFLOAD_NODE, OPENED, POSITION,
+    REMOVE_NODE, SHOWN_NODES, STUCK_AT, VALID_ACTIONS, WRAPS,
 )  # fmt: skip
 # isort: on
 
@@ -33,48 +33,50 @@ def early_kernel(before, position, need, limit):  # type: ignore[no-untyped-def]
 
 
 @stage
-def _copies(walk, gaps, taken, g):  # type: ignore[no-untyped-def]
+def _copies(task, walk, g):  # type: ignore[no-untyped-def]
     """May the copy of gap g be made after the last write? Walk.form_masks."""
-    first = gaps[FIRST_SINCE, g]
-    if gaps[COPY_AT, g] < 0 or (gaps[WRAPS, g] and (walk[POSITION] != 0 or first != g)):
+    gaps, first = task.gaps, task.gaps[FIRST_SINCE, g]
+    if gaps[COPY_AT, g] < 0 or (gaps[WRAPS, g] and (walk.row[POSITION] != 0 or first != g)):
         return False
     for f in range(first, g):
-        if taken[f] >= 0:
+        if walk.taken[f] >= 0:
             return False
     return True
 
 
 @stage
-def _is_open(walk, gaps, taken, g):  # type: ignore[no-untyped-def]
+def _is_open(task, walk, g):  # type: ignore[no-untyped-def]
     """Walk.open."""
-    p = walk[POSITION]
-    return (gaps[AFTER, g] < p or gaps[WRAPS, g] != 0) and p < gaps[BEFORE, g] and taken[g] < 0
+    gaps, p = task.gaps, walk.row[POSITION]
+    return (gaps[AFTER, g] < p or gaps[WRAPS, g] != 0) and p < gaps[BEFORE, g] and walk.taken[g] < 0
 
 
 @stage
-def _show_gap(walk, gaps, taken, g, mask, nodes):  # type: ignore[no-untyped-def]
+def _show_gap(task, walk, g, mask, nodes):  # type: ignore[no-untyped-def]
     """The mask and validity of the nodes of a gap."""
-    is_open = walk[ENDED] == 0 and _is_open(walk, gaps, taken, g)
+    gaps, row = task.gaps, walk.row
+    is_open = row[ENDED] == 0 and _is_open(task, walk, g)
     for way in range(2):
         node = gaps[OFFLOAD_NODE + way, g]
         if node >= 0:
-            valid = 1 if is_open and (way == 1 or gaps[NBYTES, g] <= walk[HOST_LEFT]) else 0
-            walk[VALID_ACTIONS] += valid - mask[node]
+            valid = 1 if is_open and (way == 1 or gaps[NBYTES, g] <= row[HOST_LEFT]) else 0
+            row[VALID_ACTIONS] += valid - mask[node]
             mask[node] = valid
-            nodes[VALID, node] = valid - (1 if taken[g] == OFFLOAD + way else 0)
+            nodes[VALID, node] = valid - (1 if walk.taken[g] == OFFLOAD + way else 0)
 
 
 @stage
-def _show_forms(walk, gaps, taken, need, limit, mask, size, forms):  # type: ignore[no-untyped-def]
+def _show_forms(task, walk, mask, size, forms):  # type: ignore[no-untyped-def]
     """The masks of the other forms of all actions."""
+    gaps = task.gaps
     for g in range(gaps.shape[1]):
         node = gaps[OFFLOAD_NODE, g]
         if node >= 0:
-            mask[COPY * size + node] = 1 if mask[node] and _copies(walk, gaps, taken, g) else 0
+            mask[COPY * size + node] = 1 if mask[node] and _copies(task, walk, g) else 0
         node = gaps[REMOVE_NODE, g]
         if node >= 0 and forms > EARLY:
             mask[KEEP * size + node] = mask[node]
-            early = mask[node] and early_kernel(gaps[BEFORE, g], walk[POSITION], need, limit) >= 0
+            early = mask[node] and early_kernel(gaps[BEFORE, g], walk.row[POSITION], walk.need, task.limit) >= 0
             mask[EARLY * size + node] = 1 if early else 0
 
 
@@ -120,14 +122,16 @@ def first_over(need, limit):  # type: ignore[no-untyped-def]
 
 
 @stage
-def _show_relief(gaps, v, n_actions, need, begins, limit, scratch, bits, shares, nodes):  # type: ignore[no-untyped-def]
+def _show_relief(task, need, scratch, nodes):  # type: ignore[no-untyped-def]
     """Walk.relief, of the nodes of actions. The sums are added up only from the first block of kernels that do not all
     fit to the last."""
+    gaps, begins, limit = task.gaps, task.begins, task.limit
+    product, bits, shares = scratch.product, scratch.bits, scratch.shares
     n = last = need.size - 1
     first = first_over(need, limit)
     while last > first and not _any_over(need, limit, max(first, last - BLOCK), last):
         last = max(first, last - BLOCK)
-    until, inside = scratch[: n + 1], scratch[scratch.size // 2 :]
+    until, inside = product[: n + 1], product[product.size // 2 :]
     _fill(until[: first + 1], 0.0)
     total = 0.0
     for k in range(first, last):
@@ -142,31 +146,33 @@ def _show_relief(gaps, v, n_actions, need, begins, limit, scratch, bits, shares,
     while j >= 0 and wraps[order[j]]:  # the last ones
         inside[order[j]] += total
         j -= 1
-    _divide(inside[: order.size], 0.0, max(total, 1.0), scratch, bits, shares)
-    relief, actions, gap_of = nodes[RELIEF], v[ACTIONS], v[ACTION_GAPS]
-    for j in range(n_actions):
+    _divide(inside[: order.size], 0.0, max(total, 1.0), product, bits, shares)
+    relief, actions, gap_of = nodes[RELIEF], task.nodes[ACTIONS], task.nodes[ACTION_GAPS]
+    for j in range(task.row[N_ACTIONS]):
         relief[np.uintp(actions[j])] = shares[np.uintp(gap_of[j])]
 
 
 @stage
-def _show_pressure(v, node_at, need, first, last, limit, shares, nodes):  # type: ignore[no-untyped-def]
+def _show_pressure(task, need, first, last, shares, nodes):  # type: ignore[no-untyped-def]
     """Planned residency less the limit, over the limit, of the nodes of kernels ``first`` to ``last`` - 1."""
-    per_byte, fresh, part = 1.0 / limit, need[first:last], shares[first:last]
+    limit, node_at, fresh, part = task.limit, task.node_at, need[first:last], shares[first:last]
+    per_byte = 1.0 / limit
     for k in range(fresh.size):
         part[k] = np.float64(fresh[k] - limit) * per_byte
     begin, end = node_at[first] + 1 if first else 0, node_at[last] + 1
-    kernel, pressure = v[NODE_KERNEL, begin:end], nodes[PRESSURE, begin:end]
+    kernel, pressure = task.nodes[NODE_KERNEL, begin:end], nodes[PRESSURE, begin:end]
     for i in range(kernel.size):
         pressure[i] = shares[np.uintp(kernel[i])]
 
 
 @stage
-def _show_time(walk, starts, begins, ideal, scratch, bits, nodes, moved):  # type: ignore[no-untyped-def]
+def _show_time(task, walk, scratch, nodes, moved):  # type: ignore[no-untyped-def]
     """How far ahead the nodes are, the copy queue, where the walk gets stuck."""
+    starts, begins, ideal = task.times, task.begins, task.row[IDEAL_NS]
     n = begins.size - 1
     now = begins[min(walk[POSITION], n - 1)]
     if moved:
-        _divide(starts, np.float64(now), np.float64(ideal), scratch, bits, nodes[AHEAD])
+        _divide(starts, np.float64(now), np.float64(ideal), scratch.product, scratch.bits, nodes[AHEAD])
     queue = np.float32(max(0, walk[FREE_NS] - now) / ideal)
     if nodes[QUEUE, 0] != queue:
         _fill(nodes[QUEUE, : starts.size], queue)
@@ -176,17 +182,16 @@ def _show_time(walk, starts, begins, ideal, scratch, bits, nodes, moved):  # typ
 
 
 @stage
-def show(  # type: ignore[no-untyped-def]
-    walk, gaps, v, starts, node_at, n_actions, taken, need, begins, limit, ideal, scratch, bits, shares, options, mask,
-    nodes, g, moved, fresh,
-):  # fmt: skip
+def show(task, state, scratch, options, mask, nodes, g, moved, fresh):  # type: ignore[no-untyped-def]
     """Walk._refresh, and the observation where it has changed since the last step; returns the current node.
 
     Args:
+        task, state, scratch: a TaskView, a WalkView, a Scratch (layout.py).
         g: the gap that was emptied, or -1.
         moved: whether the position has changed.
         fresh: whether nothing is known of what is shown.
     """
+    walk, need, gaps, limit = state.row, state.need, task.gaps, task.limit
     n, p = need.size - 1, walk[POSITION]
     stuck = p
     while stuck < n and need[stuck] <= limit:
@@ -195,7 +200,7 @@ def show(  # type: ignore[no-untyped-def]
     behind = gaps.shape[1]
     if not fresh:
         if g >= 0:
-            _show_gap(walk, gaps, taken, g, mask, nodes)
+            _show_gap(task, state, g, mask, nodes)
         # Gaps that have opened, and those that have ended.
         for row in range(2):
             at, column = walk[OPENED + row], AFTER + row
@@ -203,7 +208,7 @@ def show(  # type: ignore[no-untyped-def]
                 other = gaps[BY_AFTER + row, at]
                 if gaps[column, other] + (1 - row) > p or (row == 0 and gaps[WRAPS, other]):
                     break
-                _show_gap(walk, gaps, taken, other, mask, nodes)
+                _show_gap(task, state, other, mask, nodes)
                 at += 1
             walk[OPENED + row] = at
     else:
@@ -211,7 +216,7 @@ def show(  # type: ignore[no-untyped-def]
         for node in range(mask.size):
             mask[node] = 0
         for other in range(behind):
-            _show_gap(walk, gaps, taken, other, mask, nodes)
+            _show_gap(task, state, other, mask, nodes)
         at = 0
         while at < behind and gaps[WRAPS, gaps[BY_AFTER, at]] == 0 and gaps[AFTER, gaps[BY_AFTER, at]] < p:
             at += 1
@@ -224,13 +229,13 @@ def show(  # type: ignore[no-untyped-def]
         walk[ENDED] = walk[DEAD_END] = 1
     if walk[ENDED] and walk[VALID_ACTIONS]:
         for other in range(behind):
-            _show_gap(walk, gaps, taken, other, mask, nodes)
+            _show_gap(task, state, other, mask, nodes)
     mask[0] = 1 if walk[ENDED] or stuck > p else 0
     nodes[VALID, 0] = mask[0]
     if options[FORMS] > 1:
-        _show_forms(walk, gaps, taken, need, limit, mask, options[SHOWN_NODES], options[FORMS])
+        _show_forms(task, state, mask, options[SHOWN_NODES], options[FORMS])
     if g >= 0 or fresh:
-        _show_relief(gaps, v, n_actions, need, begins, limit, scratch, bits, shares, nodes)
-        _show_pressure(v, node_at, need, walk[NEW_FROM], walk[NEW_TO], limit, shares, nodes)
-    _show_time(walk, starts, begins, ideal, scratch, bits, nodes, moved or fresh)
-    return node_at[p]
+        _show_relief(task, need, scratch, nodes)
+        _show_pressure(task, need, walk[NEW_FROM], walk[NEW_TO], scratch.shares, nodes)
+    _show_time(task, walk, scratch, nodes, moved or fresh)
+    return task.node_at[p]

@@ -5,12 +5,8 @@ Actions, transitions and rewards of "GPU memory management for neural networks u
 gap opens or a kernel cannot start. "Offload" swaps out a tensor whose gap is open, and holds the agent until the
 transfer ends, rounded up to the next kernel. "Remove" drops one, to be recomputed. While kernel p cannot start for
 lack of memory, the agent stays. The episode ends when nothing more need leave, or in a dead end: kernel p cannot start
-and nothing can leave. README.md says why, and what the rewards are. Read on in ``Walk.step``. This is the definition;
-compiled_walk.py is the same for many walks. Choices where the paper is silent:
-
-1. A wrapping gap of a persistent tensor is open at position 0; its swap-out does not hold the agent.
-2. Rounding up holds the agent, not the copy engine: an offload starts as soon as the engine is free and its gap open.
-3. While a transfer holds the agent, kernels take their ideal time (until one cannot start).
+and nothing can leave. README.md says why, what the rewards are, and what is chosen where the paper is silent.
+compiled_walk.py has the rules; tests/oracle/walk.py states them to be read, and the two are tested equal.
 """
 
 from __future__ import annotations
@@ -20,71 +16,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.clock import Clock
-from envs.graph import AHEAD, FEATURES, NOTHING, OFFLOAD, PRESSURE, QUEUE, RELIEF, REMOVE, STUCK, VALID, build_graph
-from simulator import Engine, Machine, Plan, Program
-from simulator.compiled.encoding import RECOMPUTE, SWAP, decisions_of
-from simulator.schedule import lower
-
-DEAD_END_REWARD = -10.0  # more than ten iterations lost: below any plan worth having
-REWARDS = ("paper", "causal")
-# Ways to take an action. An offload: the copy is issued as the gap opens, or at once after the last write. A removal:
-# recomputed at the next use, or so and its chain stays (``keep``), or as early as it fits (``at``).
-PLAIN, COPY, KEEP, EARLY = 0, 1, 1, 2
-
-
-class Task:
-    """One program on one machine under one limit, shared by any number of walks (one thread).
-
-    Args:
-        limit: bytes.
-        min_bytes: tensors below this size are not considered.
-        mode: "swap", "recompute" or "joint".
-
-    Raises:
-        ValueError: unknown mode, or nothing to decide.
-    """
-
-    def __init__(
-        self, program: Program, machine: Machine, limit: int, min_bytes: int = 2**20, mode: str = "swap"
-    ):  # fmt: skip
-        self.program, self.machine, self.limit, self.mode = program, machine, int(limit), mode
-        self.graph = build_graph(program, machine, self.limit, min_bytes, mode)
-        self.engine = Engine(program, machine, self.limit)
-        self.forms = 2 if mode == "swap" else 3  # ways to take an action
-        self.ideal_ns = max(1, program.ideal_ns)
-        gaps = np.array(self.graph.gaps, np.int64).reshape(-1, 3)
-        self.tensor, self.after, self.before = gaps.T
-        self.wraps = self.after >= self.before
-        self.start_ns = np.array(program.start_ns, np.int64)
-        self.duration_ns = np.diff(self.start_ns).astype(np.float64)
-        self.nbytes = np.array([program.tensors[t].nbytes for t in self.tensor], np.int64)
-        self.d2h_ns = np.array([machine.d2h_ns(program.tensors[t].nbytes) for t in self.tensor], np.int64)
-        self.h2d_ns = np.array([machine.h2d_ns(program.tensors[t].nbytes) for t in self.tensor], np.int64)
-        self.copy_at, self.first_since = self._copies()
-        self.offloads = np.flatnonzero(self.graph.action_kind == OFFLOAD)
-        self.offload_gap = self.graph.action_gap[self.offloads]
-        self.removals = np.flatnonzero(self.graph.action_kind == REMOVE)
-        self.removal_gap = self.graph.action_gap[self.removals]
-        openings = np.unique(self.after[~self.wraps]) + 1
-        n = len(program.kernels)
-        following = np.append(openings, n)
-        self.next_opening = following[np.searchsorted(openings, np.arange(n), side="right")]
-        self.live_bytes = np.array(program.live_bytes, np.int64)
-        self.host_is_short = sum(program.tensors[t].nbytes for t in set(self.tensor.tolist())) > machine.host_bytes
-
-    def _copies(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(G,) the last write before the kernel that opens the gap, in this iteration, or -1; and the first of the gaps
-        since then, which are the tensor's before this one."""
-        copy_at = np.full(len(self.tensor), -1, np.int64)
-        first_since = np.arange(len(self.tensor))
-        for g, (t, after) in enumerate(zip(self.tensor.tolist(), self.after.tolist(), strict=True)):
-            written = [k for k in self.program.writes[t] if k <= after]
-            if written and written[-1] < after:
-                copy_at[g] = written[-1]
-                while (f := first_since[g] - 1) >= 0 and self.tensor[f] == t and self.before[f] > written[-1]:
-                    first_since[g] = f
-        return copy_at, first_since
+from envs import layout
+from envs.batch import Batch
+from envs.task import PLAIN, Task
+from simulator.plan import Plan
 
 
 class Step(NamedTuple):
@@ -96,114 +31,77 @@ class Step(NamedTuple):
 
 
 class Walk:
-    """The state of one episode.
+    """One episode at a time of one task: a compiled batch of one.
 
     Args:
         reward: "paper": the change in simulated time of the plan so far, with the limit enforced up to the position;
-            "causal": what the clock of the present iteration (clock.py) has waited, and what runs again.
+            "causal": what the present iteration has waited so far, and what runs again.
+        actions: "paper", or "full": each in several forms (task.py).
 
     Raises:
-        ValueError: unknown reward.
+        ValueError: unknown reward or actions.
     """
 
-    def __init__(self, task: Task, reward: str = "paper"):
-        if reward not in REWARDS:
-            raise ValueError(f"reward: expected {' or '.join(map(repr, REWARDS))}, got {reward!r}")
+    def __init__(self, task: Task, reward: str = "paper", actions: str = "paper"):
         self.task, self._causal = task, reward == "causal"
-        self._rows = np.zeros((len(task.graph.gaps), 6), np.int64)
+        self._batch = Batch((task,), 1, reward, actions=actions, threads=1)
+        self._state, self._action = self._batch.walks[0], np.zeros(1, np.int64)
+        self._masks = self._batch.mask[0].view(np.bool_).reshape(self._batch.forms, -1)
         self.reset()
 
     def reset(self) -> None:
         """Back to position 0 with an empty plan."""
-        task = self.task
-        self.position = 0
-        self.count = 0
-        self.taken = np.full(len(task.graph.gaps), -1, np.int64)  # kind of the action taken, or -1
-        self.iteration_ns = task.program.ideal_ns
-        self.free_ns = -task.program.ideal_ns  # when the d2h stream is free, in ideal time
-        self.need = task.live_bytes
-        self.done = bool((self.need <= task.limit).all())
-        self.dead_end = False
-        self.host_left = task.machine.host_bytes
-        if self._causal:
-            self.clock = Clock(task)
-            self.rerun_ns = 0
-        self._refresh()
+        self._batch.reset()
 
     @property
-    def rows(self) -> NDArray[np.int64]:
-        """The plan so far (simulator.compiled.engine.rows_of)."""
-        return self._rows[: self.count]
+    def position(self) -> int:
+        """How many kernels have ended."""
+        return int(self._state[layout.POSITION])
+
+    @property
+    def done(self) -> bool:
+        """Has the episode ended?"""
+        return bool(self._state[layout.ENDED])
+
+    @property
+    def dead_end(self) -> bool:
+        """Has it ended without a plan that fits?"""
+        return bool(self._state[layout.DEAD_END])
+
+    @property
+    def iteration_ns(self) -> int:
+        """Simulated time of the plan so far."""
+        return int(self._state[layout.ITERATION])
 
     @property
     def overhead(self) -> float:
         """Simulated time of the plan so far over the ideal time, less 1."""
-        return self.iteration_ns / self.task.ideal_ns - 1
+        return float(self._batch.overhead[0])
+
+    @property
+    def rows(self) -> NDArray[np.int64]:
+        """The plan so far (simulator.compiled.engine.rows_of), until the next action."""
+        return self._batch.plan_rows(0)
+
+    @property
+    def features(self) -> NDArray[np.float32]:
+        """(N, OBSERVED) node features (graph.py), until the next action."""
+        features: NDArray[np.float32] = self._batch.nodes[0].T
+        return features
+
+    @property
+    def current(self) -> int:
+        """The node under execution: the last operation that has begun."""
+        return int(self._batch.current[0])
 
     def plan(self, planner: str = "") -> Plan:
         """The plan so far."""
-        program, task = self.task.program, self.task
-        return Plan.of(program, decisions_of(self.rows), planner, task.limit, task.machine.name)
-
-    def _refresh(self) -> None:
-        """Where the plan so far gets stuck, and which gaps are open."""
-        task, p = self.task, self.position
-        over = self.need[p:] > task.limit
-        self.stuck_at = p + int(over.argmax()) if over.any() else len(self.need)
-        # A gap is of use while the tensor would be away for kernel p.
-        began = (task.after < p) | task.wraps
-        # Where the host is short, so is a tensor that would find room at its own time: rare, and safe.
-        self.open = began & (p < task.before) & (self.taken < 0)
-        mask = np.zeros(len(task.graph), np.bool_)
-        mask[task.offloads] = (self.open & (task.nbytes <= self.host_left))[task.offload_gap]
-        mask[task.removals] = self.open[task.removal_gap]
-        if not self.done and self.stuck_at == p and not mask.any():
-            self.done = self.dead_end = True
-        if self.done:
-            mask[:] = False
-        mask[0] = self.done or self.stuck_at > p
-        self._mask = mask
+        return self._batch.plan(0, planner)
 
     def mask(self) -> NDArray[np.bool_]:
-        """(N,) which nodes are actions that may be taken now; after the end, only do nothing. Do not write to it."""
-        return self._mask
-
-    def form_masks(self) -> NDArray[np.bool_]:
-        """(forms, N) which actions may be taken now in which form; row 0 is ``mask``.
-
-        A copy after the last write has to be of what is there still, and in this iteration. ``keep`` is always
-        possible; an earlier recomputation where there is a kernel that does not fit, and then one before the use.
-        """
-        task = self.task
-        masks = np.zeros((task.forms, len(task.graph)), np.bool_)
-        masks[PLAIN] = self._mask
-        for node, g in zip(task.offloads, task.offload_gap, strict=True):
-            stayed = (self.taken[task.first_since[g] : g] < 0).all() and (
-                not task.wraps[g] or (self.position == 0 and task.first_since[g] == g)
-            )
-            masks[COPY, node] = self._mask[node] and task.copy_at[g] >= 0 and stayed
-        if task.mode != "swap":
-            for node, g in zip(task.removals, task.removal_gap, strict=True):
-                masks[KEEP, node] = self._mask[node]
-                masks[EARLY, node] = self._mask[node] and self._early(g) >= 0
-        return masks
-
-    def _early(self, g: int) -> int:
-        """The kernel after the last one before the use that does not fit, from the position on; -1: they all do."""
-        before = int(self.task.before[g])
-        over = np.flatnonzero(self.need[self.position : before] > self.task.limit)
-        at = self.position + int(over[-1]) + 1 if len(over) else before
-        return at if at < before else -1
-
-    def relief(self) -> NDArray[np.float64]:
-        """(G,) share of what is over the limit, in bytes x time by the planned residency, within each gap."""
-        task = self.task
-        over = np.maximum(0, self.need - task.limit) * task.duration_ns
-        until = np.concatenate([[0.0], np.cumsum(over)])
-        inside = until[task.before] - until[task.after + 1]
-        inside[task.wraps] += until[-1]
-        share: NDArray[np.float64] = inside / max(until[-1], 1.0)
-        return share
+        """(N,) which nodes are actions that may be taken now, until the next one; after the end, only do nothing."""
+        mask: NDArray[np.bool_] = self._masks[PLAIN]
+        return mask
 
     def step(self, node: int, form: int = PLAIN) -> Step:
         """Takes the action that a node represents, in one of its forms.
@@ -211,98 +109,10 @@ class Walk:
         Raises:
             ValueError: the action is not valid now.
         """
-        if self.done or not (self.form_masks()[form] if form else self._mask)[node]:
+        if self.done or form >= len(self._masks) or not self._masks[form, node]:
             raise ValueError(f"node {node} is not a valid action now" + (f" in form {form}" if form else ""))
-        task, p = self.task, self.position
-        kind, g = int(task.graph.action_kind[node]), int(task.graph.action_gap[node])
-        if kind == NOTHING:
-            self.position = min(int(task.next_opening[p]), self.stuck_at)
-        elif kind == OFFLOAD:
-            self._offload(g, int(task.copy_at[g]) if form == COPY else -1)
-        else:
-            self._remove(g, int(form == KEEP), self._early(g) if form == EARLY else -1)
-        if kind != NOTHING:
-            self.taken[g] = kind
-            if task.host_is_short:
-                self.host_left = task.machine.host_bytes - task.engine.on_host(self.rows)
-            self.need = task.engine.residency(self.rows)
-        self.done = bool((self.need <= task.limit).all())
-        if self._causal:
-            self.clock.run(p, self.position, self.need, self.taken == OFFLOAD)
-            if kind != NOTHING:
-                again = lower(task.program, self.plan()).steps if (self.taken == REMOVE).any() else ()
-                self.rerun_ns = sum(task.program.kernels[s.kernel].duration_ns for s in again if s.rerun)
-        reward = 0.0
-        if self._causal and not self.done:
-            lasts = task.program.ideal_ns + self.clock.stall_ns(self.position) + self.rerun_ns
-            feasible = True
-        else:
-            score = task.engine.score(self.rows, None if self.done else self.position)
-            lasts, feasible = score.iteration_ns, score.feasible
-        if feasible:
-            reward = (self.iteration_ns - lasts) / task.ideal_ns
-            self.iteration_ns = lasts
-        elif self.done:  # its iterations never repeat (rule 10)
-            self.dead_end = True
-        self._refresh()
-        if self.dead_end:
-            reward += DEAD_END_REWARD
-        return Step(reward, self.done, self.dead_end)
-
-    def _add(self, kind: int, g: int, after: int, extra: int, when: int) -> None:
-        self._rows[self.count] = kind, self.task.tensor[g], after, self.task.before[g], extra, when
-        self.count += 1
-
-    def _offload(self, g: int, copy: int) -> None:
-        """Args: copy: the kernel at whose end the copy is issued; -1: as the memory is given up."""
-        task, p = self.task, self.position
-        duration = int(task.d2h_ns[g])
-        if task.wraps[g] and p == 0:
-            issued = int(task.after[g]) if copy < 0 else copy
-            begin = int(task.start_ns[issued + 1]) - task.program.ideal_ns
-            self.free_ns = max(self.free_ns, begin) + duration
-            self._add(SWAP, g, int(task.after[g]), -1, copy)
-            if self._causal:
-                self.clock.offload(g, issued, before_iteration=True)
-            return
-        queued = int(np.searchsorted(task.start_ns, self.free_ns, side="right")) - 2
-        after = max(min(p - 1, queued), 0 if task.wraps[g] else int(task.after[g]))
-        issued = after if copy < 0 else copy
-        end = max(self.free_ns, int(task.start_ns[issued + 1])) + duration
-        self._add(SWAP, g, after, -1, copy)
-        if self._causal:
-            self.clock.offload(g, issued, before_iteration=False)
-        if self.stuck_at == p:  # kernel p waits for this very transfer
-            self.free_ns = int(task.start_ns[p])
-            return
-        reached = min(int(np.searchsorted(task.start_ns, end)), self.stuck_at)
-        self.free_ns = min(end, int(task.start_ns[self.stuck_at]))
-        self.position = max(p, reached)
-
-    def _remove(self, g: int, keep: int, at: int) -> None:
-        task, p = self.task, self.position
-        self._add(RECOMPUTE, g, max(p - 1, int(task.after[g])), keep, at)
-        if self.stuck_at != p:
-            self.position = min(int(task.next_opening[p]), self.stuck_at)
-
-
-def dynamic_features(walk: Walk, out: NDArray[np.float32]) -> None:
-    """Writes the columns of the moment of the node features, (N, FEATURES) or (N, OBSERVED), of the walk's present
-    state."""
-    task, graph = walk.task, walk.task.graph
-    n, p = len(graph), min(walk.position, len(walk.need) - 1)
-    acts = graph.action_gap >= 0
-    out[:n, VALID] = walk.mask()
-    out[:n, VALID][acts] -= walk.taken[graph.action_gap[acts]] == graph.action_kind[acts]
-    out[:n, RELIEF][acts] = walk.relief()[graph.action_gap[acts]]
-    out[:n, AHEAD] = (task.start_ns[graph.kernel] - task.start_ns[p]) / task.ideal_ns
-    if out.shape[1] > FEATURES:
-        out[:n, PRESSURE] = (walk.need[graph.kernel] - task.limit) * (1 / task.limit)
-        out[:n, QUEUE] = max(0, walk.free_ns - int(task.start_ns[p])) / task.ideal_ns
-        never = walk.stuck_at == len(walk.need)
-        out[:n, STUCK] = 1.0 if never else (task.start_ns[walk.stuck_at] - task.start_ns[p]) / task.ideal_ns
-
-
-def current_node(walk: Walk) -> int:
-    """The node under execution: the last operation that has begun at the walk's position."""
-    return max(0, int(np.searchsorted(walk.task.graph.kernel, walk.position, side="left")) - 1)
+        self._action[0] = node + self._batch.size * form
+        self._batch.step(self._action)
+        if self.done or not self._causal:
+            self.task.engine.calls += 1
+        return Step(float(self._batch.rewards[0]), self.done, self.dead_end)

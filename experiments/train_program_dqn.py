@@ -6,7 +6,7 @@ from scratch (agents/learned/program_dqn.py; the DQN paper, section 4.4.2).
 
 What is in ``out`` is not made again: a run goes on where it was stopped. Files: state-<seed>.pt, a training's state;
 weights-<seed>.pt; results-<seed>.jsonl, a row per method and task; and program_dqn.json, all of them with their means.
-An episode costs one simulator call: the rewards are the clock's (envs/clock.py), and the plan is simulated at its end.
+An episode costs one simulator call: rewards are by the clock (envs/compiled_walk.py), its plan is simulated at the end.
 """
 
 from __future__ import annotations

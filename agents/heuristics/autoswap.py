@@ -1,18 +1,8 @@
 """AutoSwap: "Efficient Memory Management for GPU-based Deep Learning Systems" (2020), section IV.
 
-Candidate gaps are ranked by a priority score and selected one by one until the peak load is at most the limit. The
-four scores are here; autoswap_bo.py weighs them by Bayesian optimisation (section IV-C), smartpool_autoswap.py adds
-addresses (section V). Read on in ``AutoSwap.plan``. What the paper leaves open (reasons in README.md):
-
-1. A candidate (section IV-A) is a gap, not a variable: a gap of a tensor of at least ``min_bytes`` open at the peak.
-2. t_{i+1} - t_i is from the end of one access to the start of the next, with unlimited memory.
-3. The load at a time is the load of the kernel that runs then, its workspace included.
-4. A DOA of zero gives an AOA of zero, by either of its definitions.
-5. WDOA integrates between the two accesses, as the text says, not between the transfers: it is never negative.
-6. SWDOA and the selection update the load by the planned residency: LOAD' of Fig. 7, with instant transfers.
-7. Ties go to the gap that comes first in ``Program.gaps``.
-8. Selection follows the score: it does not ask whether a gap lowers the peak that is left, and removes nothing later.
-9. A swap-out starts at the end of the last access, a swap-in by simulator rule 5; both streams are FIFO.
+Candidate gaps are ranked by a priority score and selected one by one until the peak load is at most the limit. The four
+scores are here; autoswap_bo.py weighs them by Bayesian optimisation (section IV-C), smartpool_autoswap.py adds
+addresses (section V). Read on in ``AutoSwap.plan``. Choices and deviations: README.md, by their numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +12,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.planner import MIB, Candidates, Facts, finish, infeasible
+from agents.planner import MIB, Candidates, Facts, finish, infeasible, is_open
 from simulator.compiled.encoding import AFTER, BEFORE
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
@@ -62,7 +52,6 @@ class AutoSwap:
         candidates = Candidates(program, peak_gaps(program, self.min_bytes))
         chosen = self.select(candidates, program, machine, limit)
         if chosen is None:
-            self.simulator_calls = 0
             raise infeasible(self, program, limit, candidates.least)
         return finish(self, program, machine, limit, Engine(program, machine, limit), candidates.rows[chosen])
 
@@ -92,11 +81,7 @@ def select(candidates: Candidates, order: Iterator[int], limit: int) -> NDArray[
 def peak_gaps(program: Program, min_bytes: int = MIB) -> list[Gap]:
     """Section IV-A: gaps of tensors of at least ``min_bytes`` that are open at the peak."""
     peak = int(np.argmax(program.live_bytes))
-    return [
-        g
-        for g in program.gaps(min_bytes)
-        if (g.after < peak < g.before if g.after < g.before else not g.before <= peak <= g.after)
-    ]
+    return [g for g in program.gaps(min_bytes) if is_open(g, peak)]
 
 
 def duration_of_absence(candidates: Candidates, program: Program, machine: Machine) -> NDArray[np.int64]:

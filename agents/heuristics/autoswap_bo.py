@@ -4,14 +4,8 @@ section IV-C.
     BO = a * AOA + b * DOA + c * WDOA + d * SWDOA        (equation 3)
 
 The four scores of autoswap.py are standardised and summed with weights in [-1, 1]; Bayesian optimisation with a
-Gaussian process prior finds the weights whose selection (section IV-D) has the least overhead, here the simulated
-one. Read on in ``AutoSwapBO.plan``. What the paper leaves open (reasons in README.md):
-
-1. SWDOA's score is the value that a candidate had when it was selected in SWDOA's own order (section IV-B iv).
-2. Standardised: mean 0, standard deviation 1 over the candidates; a score that is the same for all becomes 0.
-3. The four unit vectors come first, then ``random`` uniform ones, then proposals; all count as ``evaluations``.
-4. The process is that of Snoek et al. (2012): Matern 5/2, one length scale per weight, expected improvement.
-5. A plan that the host memory cannot hold is no observation; the optimisation ends early at no overhead.
+Gaussian process prior finds the weights whose selection (section IV-D) has the least overhead, here the simulated one.
+Read on in ``AutoSwapBO.plan``. Choices and deviations: README.md, by their numbers.
 """
 
 from __future__ import annotations
@@ -70,7 +64,6 @@ class AutoSwapBO:
         """The plan of the best weights; raises Infeasible when all candidates leave the peak above ``limit``."""
         candidates = Candidates(program, peak_gaps(program, self.min_bytes))
         if candidates.least > limit:
-            self.simulator_calls = 0
             raise infeasible(self, program, limit, candidates.least)
         engine = Engine(program, machine, limit)
         rng = np.random.default_rng(self.seed)

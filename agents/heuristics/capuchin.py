@@ -7,18 +7,9 @@ feedback at run time corrects the triggers. A candidate is a gap: an evicted-acc
     free time FT = SwapInStartTime - SwapOutEndTime
                  = (back-access - swap-in time) - (end of the evicted-access + swap-out time)
 
-Swaps come first, longest free time first, while they can be hidden; then a swap competes with the recomputation of
-the highest MSPS, memory saved per second of recomputation (hybrid policy). Written without the text of the paper, from
-what is known of it. Read on in ``Capuchin.plan`` and ``Policy.decide``. Choices and deviations (reasons in README.md):
-
-1. Passive mode: access times are those of the program with unlimited memory.
-2. What must be saved is counted per kernel: planned residency above the limit, recomputation chains included.
-3. A lane carries one transfer at a time; swaps are hidden when their estimated delay, at use or peak, is at most 0.
-4. MSPS = size / (time + extra time): the kernels that run again, and what that adds to the chains chosen before.
-5. Hybrid: the swap of longest free time or the recomputation of highest MSPS, by what each adds; a tie is the swap's.
-6. The in-trigger is the last kernel to end by SwapInStartTime; feedback moves it 5 % of the transfer earlier at a time.
-7. Collective recomputation (``keep``) is tried one by one and kept where the simulated iteration is shorter.
-8. Where a chain leaves an excess that nothing can take, the latest recomputations become swaps (joint mode).
+Swaps come first, longest free time first, while they can be hidden; then a swap competes with the recomputation of the
+highest MSPS, memory saved per second of recomputation (hybrid policy). Written without the text of the paper, from what
+is known of it. Read on in ``Capuchin.plan`` and ``Policy.decide``. Choices and deviations: README.md, by their numbers.
 """
 
 from __future__ import annotations
@@ -69,7 +60,6 @@ class Capuchin:
         engine = Engine(program, machine, limit)
         policy = Policy(program, machine, engine, self.mode, self.min_bytes)
         if not policy.decide():
-            self.simulator_calls = 0
             least = policy.candidates.least if self.mode != "recompute" else None
             raise infeasible(self, program, limit, least)
         rows = policy.rows()

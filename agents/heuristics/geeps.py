@@ -2,18 +2,10 @@
 
 GPU memory is a pinned part and a pool of buffers. Pinned tensors stay. All other data, parameters and optimizer state
 as much as the intermediate states of layers, live in host memory: they are fetched into the pool before each kernel
-that accesses them and written back after it, in the background. The pool is twice the largest layer, so that one
-layer is computed while the next is fetched and the last is written back. Written without the text of the paper, from
-its abstract and from how its published implementation behaves. Read on in ``GeePS.plan`` and ``unpinned``. Choices
-and deviations (reasons in README.md):
-
-1. A layer is a kernel; a tensor of at least ``min_bytes`` that has a gap is pinned, or swapped in all of its gaps.
-2. The pool is twice the most unpinned bytes that one kernel accesses; all else is charged while it lives, not reserved.
-3. The layer of largest access is pinned first, in it the tensor with the shortest gap; then the others as they fit.
-4. Where the limit leaves less than twice the largest layer with nothing pinned, the pool is what it leaves.
-5. A swap-in is issued as soon as the pool has room for all that is accessed up to its kernel; rule 5 may delay it.
-6. Data that was not written since it came is not copied out again (rule 4), as with GeePS's keep flag.
-7. The parameter server itself (sharding, staleness, updates over the network) is not part of a program.
+that accesses them and written back after it, in the background. The pool is twice the largest layer, so that one layer
+is computed while the next is fetched and the last is written back. Written without the text of the paper, from its
+abstract and from how its published implementation behaves. Read on in ``GeePS.plan`` and ``unpinned``. Choices and
+deviations: README.md, by their numbers.
 """
 
 from __future__ import annotations
@@ -52,7 +44,6 @@ class GeePS:
         gaps = program.gaps(self.min_bytes)
         candidates = Candidates(program, gaps)
         if candidates.least > limit:
-            self.simulator_calls = 0
             raise infeasible(self, program, limit, candidates.least)
         swapped, pool = unpinned(program, gaps, limit)
         rows = [(SWAP, *g, trigger(program, g, swapped, pool), -1) for g in gaps if g.tensor in swapped]

@@ -4,20 +4,8 @@ A particle is a placement per feature map: 0 retain, 1 swap, 2 recompute (sectio
 particles and repeats: evaluate every particle, remember the best ever, update the particles. Algorithm 3 updates one
 particle: tensor by tensor it tries the placement of P_1, the best particle of the last iteration, and that of P_2, the
 particle's own best so far, with its other placements as they are, and keeps the one with the smaller overhead.
-Constants: 500 particles, 500 iterations. Read on in ``HOME.plan``, ``HOME._search`` and ``Evaluator``. What the paper
-leaves open, and deviations (reasons in README.md):
-
-1. A feature map's placement is for the gap from its last forward use to its first use after that (section 3.6).
-2. The Policy Evaluator (Algorithm 2) is the simulator: transfers queue on their streams, nothing is evicted on demand.
-3. ``return error`` (Algorithm 2, line 5): over the limit loses to within it; of two over it, fewer bytes needed win.
-4. A particle starts from placements drawn uniformly among those that the mode and the program allow.
-5. A swapped feature map comes back by simulator rule 5; what a chain recovers on the way is freed at once.
-6. In Algorithm 3 a tie is P_2's (line 9); a known cost is not evaluated again; equal particles are updated once.
-7. P_1 is the best particle of the last iteration, not the best ever (line 1); ties go to the lower index.
-8. The update after the last iteration is left out; a swarm that an update leaves as it was ends the search.
-9. Every ``evaluate`` of Algorithm 3 is a simulator call; the paper's Table 3 counts one per particle and iteration.
-10. A limit at or above the peak, or below the residency with every feature map away, is not searched.
-11. ``calls``, not in the paper, bounds the simulator calls: fewer particles, and a partial last iteration.
+Constants: 500 particles, 500 iterations. Read on in ``HOME.plan``, ``HOME._search`` and ``Evaluator``. Choices and
+deviations: README.md, by their numbers.
 """
 
 from __future__ import annotations
@@ -97,7 +85,7 @@ class HOME:
 
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
         """The best particle ever; raises Infeasible when none was within ``limit``."""
-        self.simulator_calls, self.history = 0, []
+        self.history = []
         gaps, allowed = self._placements(program)
         evaluator = Evaluator(program, machine, limit, gaps, self.jobs)
         if limit >= program.peak_bytes:
@@ -108,8 +96,7 @@ class HOME:
             raise infeasible(self, program, limit, None if self.mode == "recompute" else least)
         best, cost = self._search(evaluator, allowed)
         if cost[0]:
-            self.simulator_calls = evaluator.engine.calls
-            raise infeasible(self, program, limit, None)
+            raise infeasible(self, program, limit, None, evaluator.engine.calls)
         return finish(self, program, machine, limit, evaluator.engine, evaluator.rows(best))
 
     def _placements(self, program: Program) -> tuple[list[Gap], list[list[int]]]:

@@ -1,22 +1,12 @@
 """Memonger: "Training Deep Nets with Sublinear Memory Cost" (Chen, Xu, Zhang, Guestrin; arXiv 1604.06174, 2016).
 
 The forward pass is cut into stages. What leaves a stage is kept; the other feature maps are dropped and recomputed, a
-stage at a time, when the backward pass reaches them (Algorithm 1; the mirror count m(v) of Algorithm 2 is 0 for a
-layer whose results are kept, else 1). Algorithm 3 places the cuts for a budget B: it walks the layers, adds up their
-results, and ends a stage at the first candidate where the sum exceeds B. It returns x, the bytes kept between stages,
-and y, the bytes of the largest stage. B = sqrt(x y) balances the two, which gives 2 sqrt(n) feature maps for n equal
-layers, and a grid around it finds the plan. Written without the text of the paper. Read on in ``Memonger.plan``.
-Choices and deviations (reasons in README.md):
-
-1. A layer's results are the feature maps that its kernel writes first; nothing else counts.
-2. Candidates are found: kernels after which at most one tensor of ``min_bytes`` crosses to later forward kernels.
-3. A kernel is no candidate where a tensor that crosses dies in the forward pass or is written there again.
-4. At a split, what crosses and what its kernel wrote is kept; tensors below ``min_bytes`` always are.
-5. Convolutions are recomputed like all else (``force_mirroring``); what needs a kernel that cannot run twice is kept.
-6. A dropped feature map is a ``Recompute`` with ``keep``: a branch of a stage is recomputed when it is asked for.
-7. The last stage is dropped and recomputed too, as Algorithms 1 and 3 have it, and counts in y.
-8. B is iterated three times, the grid goes from 0 to sqrt(2) B, and the fastest plan that fits wins, by simulation.
-9. Memory sharing and in-place operation (section 3) are what a Program already is.
+stage at a time, when the backward pass reaches them (Algorithm 1; the mirror count m(v) of Algorithm 2 is 0 for a layer
+whose results are kept, else 1). Algorithm 3 places the cuts for a budget B: it walks the layers, adds up their results,
+and ends a stage at the first candidate where the sum exceeds B. It returns x, the bytes kept between stages, and y, the
+bytes of the largest stage. B = sqrt(x y) balances the two, which gives 2 sqrt(n) feature maps for n equal layers, and a
+grid around it finds the plan. Written without the text of the paper. Read on in ``Memonger.plan``. Choices and
+deviations: README.md, by their numbers.
 """
 
 from __future__ import annotations
@@ -70,8 +60,7 @@ class Memonger:
         scored = [(engine.score(rows), rows) for rows in map(recomputations, plans.values())]
         best, rows = min(scored, key=lambda s: (not s[0].feasible, s[0].iteration_ns))
         if not best.feasible:
-            self.simulator_calls = engine.calls
-            raise infeasible(self, program, limit, min(score.required_bytes for score, _ in scored))
+            raise infeasible(self, program, limit, min(score.required_bytes for score, _ in scored), engine.calls)
         return finish(self, program, machine, limit, engine, rows)
 
 

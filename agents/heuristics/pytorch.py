@@ -1,29 +1,13 @@
 """What PyTorch users reach for today (torch 2.13): segment checkpointing, save_on_cpu, the compiler's memory budget.
 
 **Checkpoint**, torch.utils.checkpoint.checkpoint_sequential: a list of layers is cut into segments of equal numbers of
-layers. The last runs plainly; of the others only the input is kept, and their forward pass runs again when the
-backward pass reaches them. **OffloadAll**, torch.autograd.graph.save_on_cpu(pin_memory=True): every saved tensor is
-copied to the host in the forward pass and back when a backward kernel unpacks it, both on the compute stream.
+layers. The last runs plainly; of the others only the input is kept, and their forward pass runs again when the backward
+pass reaches them. **OffloadAll**, torch.autograd.graph.save_on_cpu(pin_memory=True): every saved tensor is copied to
+the host in the forward pass and back when a backward kernel unpacks it, both on the compute stream.
 **ActivationBudget**, torch.compile with torch._functorch.config.activation_memory_budget, the fraction of saved bytes
 that may be saved: kernels are banned from running again, and a minimum cut saves the fewest bytes from which the rest
-follows. A saved tensor is a feature map (layers.py); those below ``min_bytes`` are left alone. Choices and deviations
-of Checkpoint (1 to 5), OffloadAll (6 to 8) and ActivationBudget (9 to 15), reasons in README.md:
-
-1. A layer is one convolution, matrix product or recurrent kernel and what follows it (``layer_ends``).
-2. ``sqrt`` makes floor(sqrt(layers)) segments, ``all`` makes every layer a segment.
-3. A segment starts at a feature map or a small tensor; its others are dropped unless a kernel cannot run twice.
-4. A segment is recomputed as its backward kernels ask for it (rule 7, ``keep``), not in one go.
-5. The plan does not depend on the limit.
-6. The copy out is one synchronous swap-out at the last forward use; PyTorch copies at each kernel that saves.
-7. The copy in is issued at the end of the kernel before each backward use that has outputs; in between it is away.
-8. Parameters and other persistent tensors stay. The plan does not depend on the limit.
-9. The minimum cut is unique: a feature map is saved exactly when making it would run a banned kernel.
-10. Nothing is fused here: all feature maps are kept at first, so budget 1 drops nothing.
-11. The bans are lifted in PyTorch's order: pointwise operators and reductions first, convolutions and the like last.
-12. Knapsack: a banned kernel weighs its outputs in 1/10000 of all saved bytes; its worth is its flops or duration.
-13. A kernel that cannot run twice is never offered; budget 0 drops all else.
-14. The budget is tuned to the limit: of 1, 1 - 1/``steps``, …, 0 the first whose plan fits, by the simulator.
-15. Each is recomputed once, when first needed, and then stays (``Recompute`` with ``keep``).
+follows. A saved tensor is a feature map (layers.py); those below ``min_bytes`` are left alone. Choices and deviations:
+README.md, by their numbers.
 """
 
 from __future__ import annotations
@@ -177,8 +161,7 @@ class ActivationBudget:
             if score.feasible:
                 return finish(self, program, machine, limit, engine, rows)
             needs.add(score.required_bytes)
-        self.simulator_calls = engine.calls
-        raise infeasible(self, program, limit, min(needs))
+        raise infeasible(self, program, limit, min(needs), engine.calls)
 
 
 class Partitioner:

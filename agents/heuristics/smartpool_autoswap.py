@@ -3,14 +3,7 @@
 AutoSwap plans first; SmartPool then gives addresses to the mallocs and frees of the plan, those of its swaps included
 (section V, last paragraph; section VI-C). What must fit is the *footprint*, the highest address in use: the limit is
 one of memory as a driver sees it. The packing is no part of the plan: simulator/pool/__init__.py shows how it follows
-from it. Read on in ``SmartPoolAutoSwap.plan``. What the paper leaves open (reasons in README.md):
-
-1. The limit bounds the footprint; AutoSwap selects for each of ``steps`` load limits from there downwards.
-2. Each selection runs under every load limit that it fits; the fastest of these runs whose packing fits is returned.
-3. ``Plan.limit`` is the load limit to run under, at most the one asked for; under another the addresses do not hold.
-4. Swap-ins are pinned to end just before their access, one at a time (section IV-E), instead of simulator rule 5.
-5. Blocks are those of the simulated last iteration, persistent tensors and workspaces included.
-6. Deviation: the best selection of the four scores at each limit, without the Bayesian optimisation of section IV-C.
+from it. Read on in ``SmartPoolAutoSwap.plan``. Choices and deviations: README.md, by their numbers.
 """
 
 from __future__ import annotations
@@ -83,7 +76,7 @@ class SmartPoolAutoSwap:
         for run in sorted(runs, key=lambda run: (run.iteration_ns, len(run.rows), run.peak_bytes)):
             if self._footprint(run, program, machine) <= limit:
                 return self._finish(run, program, machine)
-        raise infeasible(self, program, limit, None)
+        raise infeasible(self, program, limit, None, self.simulator_calls)
 
     def smallest(self, program: Program, machine: Machine, overheads: Sequence[float]) -> list[Plan]:
         """The inverse: for each of ``overheads``, all at least 0, the plan of the smallest footprint whose overhead is

@@ -2,19 +2,10 @@
 
 Outputs of CONV layers go to the host (section 3.3.1), but only where a Tensor Cache in LRU order finds memory short
 (section 3.3.2); outputs of cheap layers are dropped and recomputed (section 3.4). For a segment of k dropped outputs,
-speed-centric recomputation runs k kernels again and keeps what they bring back, memory-centric k (k + 1) / 2 and
-keeps nothing; cost-aware, the paper's own, is speed-centric where the peak of a single layer allows it. Liveness
-analysis (section 3.2) is what a Program is; the dynamic choice of convolution algorithms (section 3.5) is
-workspace.py. Read on in ``SuperNeurons.plan``. What the paper leaves open or planning ahead changes (reasons in
-README.md):
-
-1. A layer is the kernel that first writes its output; dropout is cheap; sums and joins leave only with ``joins=True``.
-2. The LRU cache is walked over one iteration before it runs, by the planned residency.
-3. One LRU list for offloading and dropping; cheap outputs, too, wait for pressure (``always=True``: the paper's way).
-4. An output that is to leave does so as soon as its last use before the gap ends.
-5. A prefetch is issued at the start of the backward CONV before its use; ``early=True`` leaves it to rule 5.
-6. A segment is the run of cheap outputs since the last CONV or FC layer; l_peak is the most that one kernel touches.
-7. Where chains exceed the limit, segments become memory-centric, largest first; at last all that may leave does.
+speed-centric recomputation runs k kernels again and keeps what they bring back, memory-centric k (k + 1) / 2 and keeps
+nothing; cost-aware, the paper's own, is speed-centric where the peak of a single layer allows it. Liveness analysis
+(section 3.2) is what a Program is; the dynamic choice of convolution algorithms (section 3.5) is workspace.py. Read on
+in ``SuperNeurons.plan``. Choices and deviations: README.md, by their numbers.
 """
 
 from __future__ import annotations
@@ -88,8 +79,7 @@ class SuperNeurons:
             rows, required = self._segments(program, engine, tensor_cache(program, ways, target, first), ways, limit)
             if required <= limit:
                 return finish(self, program, machine, limit, engine, rows)
-        self.simulator_calls = engine.calls
-        raise infeasible(self, program, limit, required)
+        raise infeasible(self, program, limit, required, engine.calls)
 
     def _segments(
         self, program: Program, engine: Engine, gaps: Sequence[Gap], ways: Mapping[Gap, int], limit: int

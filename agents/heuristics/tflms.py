@@ -2,17 +2,10 @@
 
 The graph is rewritten: an edge from a forward to a backward operation becomes a swap-out and a swap-in, for the first
 ``n_tensors`` tensors from the input on. A control dependency triggers the swap-in: an operation at least
-``lower_bound`` (the paper's lb) operations before the consumer, so that they overlap the transfer. Both numbers are
-the user's to tune. Written without the text of the paper, from the abstract and the documented options of the module
-(n_tensors, lb, ub, ctrld_strategy, fuse_swapins, swap_branches). Read on in ``TFLMS.plan``. Choices and deviations
-(reasons in README.md):
-
-1. The topological order is program order; operations are kernels.
-2. A tensor is a feature map (layers.py), swapped from its last use in the forward pass to its first use after that.
-3. fuse_swapins is on: the backward uses of a tensor share one swap-in. swap_branches is off: forward gaps stay.
-4. Direct-order strategy: the swap-in is issued at kernel ``before - lower_bound``, but not in the forward pass.
-5. ub, which only keeps that search from going too far, is left out.
-6. None: n_tensors is the smallest that fits; lower_bound the power of two with the shortest simulated iteration.
+``lower_bound`` (the paper's lb) operations before the consumer, so that they overlap the transfer. Both numbers are the
+user's to tune. Written without the text of the paper, from the abstract and the documented options of the module
+(n_tensors, lb, ub, ctrld_strategy, fuse_swapins, swap_branches). Read on in ``TFLMS.plan``. Choices and deviations:
+README.md, by their numbers.
 """
 
 from __future__ import annotations
@@ -60,7 +53,6 @@ class TFLMS:
         gaps = [f.gap for f in feature_maps(program, self.min_bytes)]
         n = least_tensors(program, gaps, limit) if self.n_tensors is None else min(self.n_tensors, len(gaps))
         if n is None:
-            self.simulator_calls = 0
             raise infeasible(self, program, limit, Candidates(program, gaps).least)
         engine = Engine(program, machine, limit)
         farthest = max((g.before - g.after for g in gaps[:n]), default=1)

@@ -5,16 +5,7 @@ before X has left (section III-B, memory offload). In the backward pass, every l
 before it that has something on the host, up to a CONV layer (III-B, memory prefetch, findPrefetchLayer). The static
 policies (III-C) offload for every layer (``vdnn_all``) or for CONV layers (``vdnn_conv``), whatever the limit;
 ``vdnn_dyn`` tries configurations and keeps one. Written without the text of the paper. Read on in ``VDNN.plan``.
-Choices and deviations (reasons in README.md):
-
-1. A layer is a kernel; its X is a non-persistent tensor that it reads and does not write.
-2. An X with several consumers is offloaded by the last one; ``vdnn_conv`` takes it where that one is a CONV layer.
-3. ``vdnn_all`` takes every layer of the forward pass, classification layers included.
-4. A copy is issued when the kernel before the last reader ends; as in the paper, it runs beside that layer's kernel.
-5. findPrefetchLayer searches the kernels that follow in the backward pass, once per backward kernel.
-6. A prefetch is issued at the end of the kernel before its layer; only the kernel that uses the tensor waits for it.
-7. What no search has found is fetched at the end of the kernel before the one that needs it.
-8. vDNN_dyn tries nothing, conv and all, with the kernels' own algorithms, and takes the fastest that fits.
+Choices and deviations: README.md, by their numbers.
 """
 
 from __future__ import annotations

@@ -2,19 +2,9 @@
 (PPoPP 2018), section 3.5, for the plans of every planner.
 
 A kernel with several algorithms (``Kernel.variants``, and its own duration and workspace) may trade bytes for time.
-Section 3.5: tensors come first, since workspaces do not affect what is computed; then at every step the bytes left
-are profiled, algorithms that need more are skipped, and the fastest of the others is taken. Read on in
-``plan_with_variants``. Choices and deviations (reasons in README.md):
-
-1. Tensors first: a planner is given the program with the least workspace of every kernel (``plan_with_variants``).
-2. Free bytes are those of a simulated steady iteration, times those of the program; one algorithm per kernel.
-3. Bytes in use are all that the simulator has there, swap-outs under way and tensors back early included.
-4. Faster kernels shift copies: profile and choice repeat until nothing changes; kernels only become faster.
-5. ``refine``, not in the paper: then try algorithms that fit the planned residency, not the profile, one by one.
-6. Of everything simulated the shortest iteration is returned; what the simulator finds infeasible is never taken.
-7. Plans of addresses (``Facts.addressed``) keep the workspaces that they were made with.
-8. ``own``, not in the paper: also plan with the kernels' own algorithms, fill both plans, return the shorter.
-9. Ties go to the least workspace, the kernel's own algorithm, the first; and to the plan for the least workspaces.
+Section 3.5: tensors come first, since workspaces do not affect what is computed; then at every step the bytes left are
+profiled, algorithms that need more are skipped, and the fastest of the others is taken. Read on in
+``plan_with_variants``. Choices and deviations: README.md, by their numbers.
 """
 
 from __future__ import annotations
@@ -66,7 +56,7 @@ def plan_with_variants(
 
     Args:
         fill: False: the least workspaces remain.
-        own: also plan with the kernels' own algorithms (point 8 of the module docstring), where workspaces are filled.
+        own: also plan with the kernels' own algorithms (choice 8), where workspaces are filled.
 
     Raises:
         Infeasible: the planner has no plan.
@@ -107,7 +97,7 @@ def with_fastest_variants(
     Args:
         plan: fits the program; its decisions stay.
         engine: of the program, machine and limit, to be charged with the simulator calls.
-        refine: point 5 of the module docstring.
+        refine: choice 5.
 
     Raises:
         PlanError: the plan does not fit the program or the host.
@@ -175,7 +165,7 @@ def _fastest(program: Program, chosen: Variants, free: dict[int, int]) -> Varian
 
 
 def _refine(program: Program, chosen: Variants, iteration_ns: Callable[[Variants], int]) -> Variants:
-    """Point 5: one pass over the kernels that could be faster, most time to gain first."""
+    """Choice 5: one pass over the kernels that could be faster, most time to gain first."""
     best = {k: algorithms(program.kernels[k])[1 + dict(chosen).get(k, -1)] for k in _several(program)}
     gain = {k: now[0] - min(algorithms(program.kernels[k]))[0] for k, now in best.items()}
     for k in sorted(gain, key=lambda k: (-gain[k], k)):

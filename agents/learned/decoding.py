@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from agents.learned.gap_graph import UNDECIDED, Choices, GapGraph
 from agents.learned.policy_net import PolicyNet, batch_of, data_of
 from agents.planner import Rows, rows_for
+from agents.search.local_moves import add_between
 from simulator.compiled.engine import Engine
 from simulator.compiled.jit import stage
 from simulator.ways import KEPT, RECOMPUTED, STAYS, SWAPPED
@@ -85,16 +86,6 @@ def rows_of_ways(graph: GapGraph, ways: Choices) -> Rows:
     return out[ways > STAYS]
 
 
-@stage
-def _shift(load, after, before, nbytes):  # type: ignore[no-untyped-def]
-    """Adds to the load between ``after`` and ``before``, over the boundary where they wrap."""
-    n = load.shape[0]
-    k = after + 1 if after + 1 < n else 0
-    while k != before:
-        load[k] += nbytes
-        k = k + 1 if k + 1 < n else 0
-
-
 @stage(entry=True)
 def _fit(chosen, other, ways, away, order, after, before, nbytes, load, room):  # type: ignore[no-untyped-def]
     """Makes ``chosen`` (G,) fit ``room`` (K,) and ``load`` (K,) what it leaves; False where nothing more can leave."""
@@ -116,7 +107,7 @@ def _fit(chosen, other, ways, away, order, after, before, nbytes, load, room):  
         if best < 0:
             return False
         chosen[best] = other[best]
-        _shift(load, after[best], before[best], -nbytes[best])
+        add_between(load, after[best], before[best], -nbytes[best])
     for i in range(order.shape[0]):
         g = order[i]
         if chosen[g] == STAYS:
@@ -127,5 +118,5 @@ def _fit(chosen, other, ways, away, order, after, before, nbytes, load, room):  
             k = k + 1 if k + 1 < n else 0
         if fits:
             chosen[g] = STAYS
-            _shift(load, after[g], before[g], nbytes[g])
+            add_between(load, after[g], before[g], nbytes[g])
     return True

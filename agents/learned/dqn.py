@@ -5,20 +5,8 @@ As in the paper (its Figure 3) the plan returned is the best one found; the fina
 control is `mutation`: the same search with the network never asked. Where the paper is silent: γ = 1 (an episode ends,
 and its return is the overhead); rewards are multiplied by ``reward_scale``; an update follows every ``update_every``
 transitions; invalid actions are masked in the argmax, in exploration and in equation 5. ``agent=dqn_paper`` is the
-paper's form; ``agent=dqn`` differs from it as listed here (reasons, and what each is worth, in README.md). Read on in
+paper's form; ``agent=dqn`` differs from it in what README.md lists, with reasons and what each is worth. Read on in
 ``Trainer.step`` and ``Trainer.update``.
-
-1. Many walks at once (``num_envs``): one pass of the network chooses the action of all of them.
-2. n-step returns (``n_step``), by default the whole return; difference 3 then has no effect.
-3. Double Q-learning and a target network (``double``, ``target_every``).
-4. Adam with clipped gradients and Huber loss in place of SGD on equation 4 (``optimizer``).
-5. Prioritised replay (``priority`` > 0).
-6. The changes of structure2vec.py: mean pooling, mixing, two more features.
-7. Exploration falls from ``epsilon_start`` to ``epsilon_end`` over ``explore`` of the episodes, not 1 to 0 over all.
-8. Mutations (``mutations`` > 0) of the ``elites`` best walks (agents/search/mutation.py); one change in three by Q.
-9. Random actions follow Belady's rule softened (``belady_temperature``), nine in ten; the paper's are uniform.
-10. Only in transfer.py: weights, best walks and plans carry over between limits, modes and programs.
-11. Only in transfer.py: local search on the plan refines the best walks; it can do what no action does.
 """
 
 from __future__ import annotations
@@ -36,17 +24,17 @@ from torch import Tensor, nn
 
 from agents.learned.dqn_config import DQNConfig, by_todays_names
 from agents.learned.experience_buffer import ExperienceBuffer, State
+from agents.learned.optimisation import MASKED, descend, one_thread
 from agents.learned.structure2vec import Structure2Vec
-from agents.learned.training_state import TrainingStateError, must_match, read_training_state, write_training_state
+from agents.learned.training_state import must_match, read_training_state, restoring, write_training_state
 from agents.planner import Infeasible, held_back
 from agents.search.mutation import Draws, Mutations
 from envs.graph import FEATURES, STATIC
-from envs.memory_env import current_node, dynamic_features
-from envs.walk import Task, Walk
+from envs.task import Task
+from envs.walk import Walk
 from simulator import Machine, Plan, Program, Swap
 from simulator.compiled.engine import decisions_of, rows_of
 
-MASKED = -1e8  # not −inf: 0 · −inf is not a number
 DRAWN = 2 / 3  # share of the changed steps of mutations for which the network is not asked
 
 
@@ -78,7 +66,7 @@ class Trainer:
 
     def __init__(self, task: Task, config: DQNConfig, seed: int, planner: str = "dqn"):
         self.task, self.config, self.seed, self.planner = task, config, seed, planner
-        torch.set_num_threads(1)  # the matrices are small, and sums must not depend on the number of cores
+        one_thread()
         torch.manual_seed(seed)
         self.rng = np.random.default_rng(seed)
         self.q = self._network()
@@ -121,9 +109,8 @@ class Trainer:
         return c.epsilon_start + (c.epsilon_end - c.epsilon_start) * part
 
     def _state(self, walk: Walk) -> State:
-        node_features = np.zeros((len(self.task.graph), FEATURES), np.float32)
-        dynamic_features(walk, node_features)
-        return State(node_features[:, STATIC:].astype(np.float16), current_node(walk), walk.mask()[self.actions])
+        dynamic = walk.features[:, STATIC:FEATURES].astype(np.float16, order="C")
+        return State(dynamic, walk.current, walk.mask()[self.actions])
 
     def _q(self, network: Structure2Vec, dynamic: NDArray[np.float16], current: NDArray[np.int64]) -> Tensor:
         """Q-values (B, A) of states given by their dynamic features (B, N, 3) and current nodes (B,)."""
@@ -226,16 +213,12 @@ class Trainer:
         else:
             loss_each = (y - q) ** 2  # equation 4
         loss = (torch.from_numpy(batch.weight) * loss_each).mean()
-        self.optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        if c.optimizer == "adam":
-            nn.utils.clip_grad_norm_(self.q.parameters(), 10.0)
-        self.optimizer.step()
+        found = descend(loss, self.q, self.optimizer, 10.0 if c.optimizer == "adam" else None)
         self.buffer.set_priority(batch.place, (y - q).abs().detach().numpy())
         self.updates += 1
         if c.target_every and self.updates % c.target_every == 0:
             self.target.load_state_dict(self.q.state_dict())
-        return float(loss.detach())
+        return found
 
     def greedy(self) -> Plan | None:
         """The plan of the greedy policy, or None where it ends in a dead end."""
@@ -277,7 +260,7 @@ class Trainer:
         if isinstance(state.get("config"), dict):
             state["config"] = by_todays_names(state["config"])
         must_match(path, state, self._identity())
-        try:
+        with restoring(path):
             self.q.load_state_dict(state["q"])
             self.target.load_state_dict(state["target"])
             self.optimizer.load_state_dict(state["optimizer"])
@@ -298,9 +281,6 @@ class Trainer:
             self.search.best_overhead, self.search.mutated = state["best_overhead"], state["followed"]
             self.search.elites = [(overhead, list(nodes)) for overhead, nodes in state["elites"]]
             self.task.engine.calls = state["calls"]
-        except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise TrainingStateError(f"{path}: the checkpoint is damaged ({reason})") from None
 
 
 def train(

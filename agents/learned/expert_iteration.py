@@ -21,21 +21,22 @@ from typing import Any, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import swa_utils
 from torch_geometric.data import HeteroData
 
 from agents.learned.gap_graph import STATE, UNDECIDED, GapGraph
+from agents.learned.optimisation import descend
 from agents.learned.policy import Guided, decoded, halving
 from agents.learned.policy_net import ENCODERS, PolicyNet, batch_of, data_of
-from agents.planner import MIB, Rows
+from agents.planner import MIB, Rows, way_of
 from agents.search.annealing import everything
 from agents.search.local_search import Moves, anneal
-from simulator.compiled.encoding import BEFORE, EXTRA, KIND, SWAP, TENSOR
+from simulator.compiled.encoding import BEFORE, TENSOR
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
 from simulator.program import Program
-from simulator.ways import KEPT, RECOMPUTED, SWAPPED
+from simulator.ways import KEPT
 
 Plans = list[tuple[int, Rows]]  # iteration time in ns, and rows; the fastest first
 
@@ -178,9 +179,8 @@ class Example:
         self.graph = GapGraph(lesson.program, lesson.machine, lesson.limit, moves, lesson.mode)
         self.ways = np.zeros((len(lesson.plans), len(self.graph)), np.int64)
         for ways, (_, rows) in zip(self.ways, lesson.plans, strict=True):
-            for row in rows:
-                again = KEPT if row[EXTRA] == 1 else RECOMPUTED
-                ways[moves.index[int(row[TENSOR]), int(row[BEFORE])]] = SWAPPED if row[KIND] == SWAP else again
+            for row in rows.tolist():
+                ways[moves.index[row[TENSOR], row[BEFORE]]] = way_of(row)
         times = np.array([ns for ns, _ in lesson.plans], np.float64)
         likely = np.exp(-(times - times[0]) / (SPREAD * lesson.program.ideal_ns))
         self.shares: NDArray[np.float64] = likely / likely.sum()
@@ -276,13 +276,9 @@ def train(
         losses = []
         for batch in _batches(examples, settings.batch_size, rng):
             value = loss(net, batch_of([examples[i].item(rng, settings.undecided) for i in batch]))
-            optimizer.zero_grad()
-            value.backward()  # type: ignore[no-untyped-call]
-            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-            optimizer.step()
+            losses.append(descend(value, net, optimizer, 1.0))
             rate.step()
             average.update_parameters(net)
-            losses.append(value.item())
         validation = validate(averaged, held_out)
         if validation < best:
             best, kept = validation, {key: value.clone() for key, value in averaged.state_dict().items()}

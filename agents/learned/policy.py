@@ -170,8 +170,7 @@ class Policy:
         if not found.plans:
             rows, _, required = start(program, machine, limit, found.engine, self.mode, self.min_bytes, until)
             if rows is None:
-                self.simulator_calls = found.engine.calls
-                raise infeasible(self, program, limit, required if self.mode == "swap" else None)
+                raise infeasible(self, program, limit, required if self.mode == "swap" else None, found.engine.calls)
             found.offer(rows)
         return found
 

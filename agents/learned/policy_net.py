@@ -24,12 +24,12 @@ from torch_geometric.data import Batch, HeteroData
 from torch_geometric.utils import scatter, to_dense_batch
 
 from agents.learned.gap_graph import BINS, Choices, GapGraph
+from agents.learned.optimisation import MASKED
 from agents.learned.training_state import read_weights
 from simulator.ways import KEPT
 
 ENCODERS = ("attention", "structure2vec")
 WAYS = KEPT + 1
-MASKED = -1e8  # not −inf: 0 · −inf is not a number
 
 
 @cache

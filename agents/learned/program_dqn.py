@@ -29,22 +29,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from agents.learned.gap_graph import BINS, UNDECIDED, GapGraph
+from agents.learned.optimisation import MASKED, descend, one_thread
 from agents.learned.policy_net import WAYS, PolicyNet, batch_of, data_of
-from agents.learned.training_state import TrainingStateError, must_match, read_training_state, write_training_state
+from agents.learned.training_state import must_match, read_training_state, restoring, write_training_state
 from agents.learned.walk_columns import ACTION, WALK, Floats, Ints, columns, tables_of
-from agents.planner import MIB, Rows
+from agents.planner import MIB, Rows, way_of
 from agents.search.annealing import everything
 from agents.search.local_search import Moves, anneal
 from envs.batch import Batch
 from envs.graph import OBSERVED
 from envs.layout import POSITION
-from envs.walk import KEEP, Task
-from simulator.compiled.encoding import BEFORE, EXTRA, KIND, SWAP, TENSOR
+from envs.task import KEEP, Task
+from simulator.compiled.encoding import BEFORE, TENSOR
 from simulator.machine import Machine
 from simulator.program import Program
 from simulator.ways import KEPT, RECOMPUTED, STAYS, SWAPPED
 
-MASKED = -1e8  # not −inf: 0 · −inf is not a number
 LEAST = 0.01  # overhead below which tasks count alike
 UNIFORM = 1e4  # temperature at which Q-values do not count
 DEAD_END = -4.0  # reward, in the median cost of the task's walks
@@ -132,7 +132,7 @@ class Case:
         way = np.zeros(len(index) + 1, np.int64)
         for row in rows.tolist():
             gap = index.get((row[TENSOR], row[BEFORE]), -1)  # the last of ``way`` is nobody's
-            way[gap] = SWAPPED if row[KIND] == SWAP else KEPT if row[EXTRA] == 1 else RECOMPUTED
+            way[gap] = way_of(row)
         way[-1] = STAYS
         mine, planned = self.acts[:, 2], way[self.acts[:, 1]]
         also = (mine >= RECOMPUTED) & (planned >= RECOMPUTED)
@@ -215,7 +215,7 @@ class Learner:
 
     def __init__(self, cases: Sequence[Case], config: ProgramDQNConfig, seed: int, net: QNet | None = None) -> None:
         self.cases, self.config, self.seed = cases, config, seed
-        torch.set_num_threads(1)  # the matrices are small, and sums must not depend on the number of cores
+        one_thread()
         self.rng = np.random.default_rng(seed)
         self.net = net or fresh(cases, config, seed)
         self.optimizer = torch.optim.AdamW(self.net.parameters(), config.learning_rate)
@@ -354,12 +354,7 @@ class Learner:
         target = np.concatenate([every[i].target[at] for i, at in zip(drawn, rows, strict=True)])
         encoded = self.net.encode([self.cases[every[i].case] for i in drawn])
         q = self.net(encoded, np.repeat(np.arange(len(drawn)), c.batch_size), seen)
-        loss = F.huber_loss(q, torch.from_numpy(target))
-        self.optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
-        self.optimizer.step()
-        return float(loss.detach())
+        return descend(F.huber_loss(q, torch.from_numpy(target)), self.net, self.optimizer, 1.0)
 
     # ---------------------------------------------------------------------------------- checkpoints
 
@@ -382,7 +377,7 @@ class Learner:
         """Continues where ``save`` was called; raises TrainingStateError where the file is none of this run."""
         state = read_training_state(path)
         must_match(path, state, self._identity())
-        try:
+        with restoring(path):
             self.net.load_state_dict(state["weights"])
             self.optimizer.load_state_dict(state["optimizer"])
             self.rng.bit_generator.state = json.loads(state["rng"])
@@ -391,8 +386,6 @@ class Learner:
             for one in state["memory"]:
                 arrays = [(case, [a.numpy() for a in all_of]) for case, all_of in one]
                 self.memory.append([Episodes(case, Seen(*a[:-1]), a[-1]) for case, a in arrays])
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise TrainingStateError(f"{path}: the checkpoint is damaged ({str(error).splitlines()[0]})") from None
 
 
 def padded(arrays: Sequence[Ints]) -> Ints:

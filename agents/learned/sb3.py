@@ -30,8 +30,8 @@ from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.dqn.policies import MultiInputPolicy, QNetwork
 from torch import Tensor, nn
 
-from agents.learned.dqn import MASKED
 from agents.learned.dqn_config import POOLS
+from agents.learned.optimisation import MASKED, one_thread
 from agents.learned.structure2vec import Structure2Vec
 from envs import Task
 from envs.graph import OBSERVED, OperationGraph
@@ -276,7 +276,7 @@ def make(
     Raises:
         ValueError, TypeError, AssertionError: of these.
     """
-    torch.set_num_threads(1)  # the matrices are small, and sums must not depend on the number of cores
+    one_thread()
     env = make_vec_env(
         lambda: gymnasium.make("GpuMemory-v0", **environment), num_envs, seed,
         wrapper_class=lambda one: Recorded(one, record, reward_scale),

@@ -7,7 +7,7 @@ all states at once. Differences from the paper, each switched off in ``agent=dqn
 
 1. ``pool="mean"``: the mean over all nodes in equation 2, where the paper has the sum, which grows with the program.
 2. ``mixing``: a layer W9 before the ReLU of equation 3, through which the graph state can change the order of actions.
-3. ``features=8``: two features of the moment are added to the six (envs/memory_env.py).
+3. ``features=8``: two features of the moment are added to the six (envs/graph.py).
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -60,6 +62,16 @@ def must_match(path: Path, state: dict[str, Any], identity: dict[str, Any]) -> N
         if key == "config" and isinstance(theirs, dict):
             key = next((f"agent.{k}" for k in value if theirs.get(k) != value[k]), key)
         raise TrainingStateError(f"{path}: the checkpoint is of a run with another {key}")
+
+
+@contextmanager
+def restoring(path: Path) -> Iterator[None]:
+    """What goes wrong while a state is taken over means that it is damaged: raises TrainingStateError."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise TrainingStateError(f"{path}: the checkpoint is damaged ({reason})") from None
 
 
 def save_weights(net: nn.Module, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""An agent that carries over between limits, modes and networks instead of starting anew (dqn.py, 10 and 11).
+"""An agent that carries over between limits, modes and networks instead of starting anew.
 
 ``Agent.sweep`` plans one program under many limits, from the loosest to the tightest and then back up. Nothing is
 spent at a limit where a carried plan has no overhead. What carries over, after section 4.4.2 of the DQN paper ("train
@@ -24,7 +24,8 @@ from agents.learned.dqn_config import DQNConfig
 from agents.planner import Infeasible, Rows
 from agents.search.local_search import Floats, Moves, anneal
 from envs.graph import NOTHING, OFFLOAD, REMOVE
-from envs.walk import Task, Walk
+from envs.task import Task
+from envs.walk import Walk
 from simulator import Engine, Machine, Plan, Program
 from simulator.compiled.encoding import AFTER, BEFORE, NEVER, RECOMPUTE, decisions_of, rows_of
 from simulator.ways import KEPT, RECOMPUTED, SWAPPED

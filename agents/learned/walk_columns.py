@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from envs.batch import Batch
 from envs.graph import OFFLOAD, RECOMPUTE_TIME, REMOVE
 from envs.layout import FREE_NS, NEED_AT, POSITION, STUCK_AT, TAKEN_AT
-from envs.walk import Task
+from envs.task import Task
 from simulator.compiled.jit import stage
 
 PARTS = 16  # of the iteration, for which the walk's columns say how much is over and how long swap-ins take

@@ -80,9 +80,8 @@ class Annealing:
         engine = Engine(program, machine, limit)
         best, best_ns, required = start(program, machine, limit, engine, self.mode, self.min_bytes, half_way(until))
         if best is None:
-            self.simulator_calls = engine.calls
             # Chains take memory, so that recomputing everything does not reach the least.
-            raise infeasible(self, program, limit, required if self.mode == "swap" else None)
+            raise infeasible(self, program, limit, required if self.mode == "swap" else None, engine.calls)
         if until is None:
             moves = Moves(program, limit, self.mode, self.min_bytes, self.seed)
             each = self._left(engine.calls) // self.restarts

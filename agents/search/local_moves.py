@@ -15,8 +15,10 @@ on a plan that cannot run. Moves:
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from simulator.compiled.encoding import AFTER, BEFORE, EXTRA, KIND, NEVER, RECOMPUTE, SWAP, WHEN
 from simulator.compiled.jit import stage
@@ -37,6 +39,48 @@ STEP, SCORED, NOW_NS, BEST_NS, ROWS, BEST_ROWS, CUTOFF_NS, ANSWER_NS, STATE = ra
 DONE, ENDS, ASKS = range(3)
 
 
+class Gaps(NamedTuple):
+    """The m candidate gaps of a program with n kernels.
+
+    ways: the row of each way to empty a gap; weights: how likely it is picked; opens: the kernel after which a gap is
+    open; since: kernels from the last write to there; earlier: the gap of the tensor before it, or -1.
+    """
+
+    nbytes: NDArray[np.int64]  # (m,)
+    ways: NDArray[np.int64]  # (m, 4, 6)
+    weights: NDArray[np.float64]  # (m, 4)
+    opens: NDArray[np.int64]  # (m,)
+    since: NDArray[np.int64]  # (m,)
+    earlier: NDArray[np.int64]  # (m,)
+
+
+class State(NamedTuple):
+    """A plan: a row per gap, whether the gap is emptied, and the planned residency."""
+
+    rows: NDArray[np.int64]  # (m, 6)
+    on: NDArray[np.bool_]  # (m,)
+    load: NDArray[np.int64]  # (n,)
+
+
+class Scratch(NamedTuple):
+    """differ: how many gaps may differ between the present and the tried plan, and then which; first -1: any. row: a
+    row that is made; plan: the rows in use of the plan that was proposed last."""
+
+    differ: NDArray[np.int64]
+    row: NDArray[np.int64]
+    plan: NDArray[np.int64]  # (m, 6)
+
+
+class Cooling(NamedTuple):
+    """hot_ns, fall: the first temperature, and what it falls to, as a part of it; spent: the part of the time that has
+    passed; calls: simulator calls of the whole walk, 0: any."""
+
+    hot_ns: float
+    fall: float
+    spent: float
+    calls: int
+
+
 @stage(entry=True)
 def uniform(state):  # type: ignore[no-untyped-def]
     """Uniform in [0, 1), by xorshift64* (Vigna, 2016). Passing a NumPy generator takes longer than making a move.
@@ -53,7 +97,7 @@ def uniform(state):  # type: ignore[no-untyped-def]
 
 
 @stage
-def _add(load, after, before, nbytes):  # type: ignore[no-untyped-def]
+def add_between(load, after, before, nbytes):  # type: ignore[no-untyped-def]
     """Adds to the load between ``after`` and ``before``, over the boundary where they wrap."""
     if after >= before:
         for k in range(before):
@@ -71,7 +115,7 @@ def _back(row):  # type: ignore[no-untyped-def]
 
 @stage
 def _differs(differ, i):  # type: ignore[no-untyped-def]
-    """Notes that gap i of the plan that is tried may not be as in the present one (``_start``)."""
+    """Notes that gap i of the plan that is tried may not be as in the present one."""
     count = differ[0]
     if 0 <= count < differ.shape[0] - 1:
         differ[1 + count] = i
@@ -81,32 +125,29 @@ def _differs(differ, i):  # type: ignore[no-untyped-def]
 
 
 @stage
-def _start(rows, on, load, new_rows, new_on, new_load, differ):  # type: ignore[no-untyped-def]
-    """Makes the new ones as the present ones.
-
-    Args:
-        differ: how many gaps may differ, and then which; first -1: any.
-    """
+def _start(now, new, differ):  # type: ignore[no-untyped-def]
+    """Makes the new plan as the present one."""
     count = differ[0]
-    for j in range(count if count >= 0 else on.shape[0]):
+    for j in range(count if count >= 0 else now.on.shape[0]):
         i = differ[1 + j] if count >= 0 else j
-        new_on[i] = on[i]
-        for c in range(rows.shape[1]):
-            new_rows[i, c] = rows[i, c]
-    for k in range(load.shape[0]):
-        new_load[k] = load[k]
+        new.on[i] = now.on[i]
+        for c in range(now.rows.shape[1]):
+            new.rows[i, c] = now.rows[i, c]
+    for k in range(now.load.shape[0]):
+        new.load[k] = now.load[k]
     differ[0] = 0
 
 
 @stage(entry=True)
-def put(rows, on, load, nbytes, differ, i, empty, row):  # type: ignore[no-untyped-def]
-    """Makes gap i emptied as ``row`` says, or filled."""
+def put(plan, nbytes, differ, i, empty, row):  # type: ignore[no-untyped-def]
+    """Makes gap i of a plan emptied as ``row`` says, or filled."""
     _differs(differ, i)
-    if on[i]:
-        _add(load, rows[i, AFTER], _back(rows[i]), nbytes[i])
+    rows = plan.rows
+    if plan.on[i]:
+        add_between(plan.load, rows[i, AFTER], _back(rows[i]), nbytes[i])
     if empty:
-        _add(load, row[AFTER], _back(row), -nbytes[i])
-    on[i] = empty
+        add_between(plan.load, row[AFTER], _back(row), -nbytes[i])
+    plan.on[i] = empty
     for c in range(rows.shape[1]):
         rows[i, c] = row[c]
 
@@ -207,8 +248,9 @@ def _shifted(rng, row, opens, since, n, out):  # type: ignore[no-untyped-def]
 
 
 @stage
-def _settle(rows, on, earlier, n, differ):  # type: ignore[no-untyped-def]
+def _settle(plan, earlier, differ):  # type: ignore[no-untyped-def]
     """A copy is of what is there: where an earlier gap of the tensor ends after it, it is issued as the gap opens."""
+    rows, on, n = plan.rows, plan.on, plan.load.shape[0]
     for i in range(on.shape[0]):
         if not on[i] or rows[i, KIND] == RECOMPUTE or rows[i, WHEN] < 0:
             continue
@@ -235,26 +277,27 @@ def _fullest(load, limit):  # type: ignore[no-untyped-def]
     return k
 
 
-@stage
-def propose(  # type: ignore[no-untyped-def]
-    rng, limit, nbytes, ways, weights, opens, since, earlier, rows, on, load, new_rows, new_on, new_load, differ, row,
-    plan,
-):  # fmt: skip
-    """Writes a neighbour of (rows, on, load) into the new ones, and its rows in use into ``plan``; returns how many
-    they are, or -1 when no move was found."""
-    m, n = on.shape[0], load.shape[0]
+@stage(entry=True)
+def propose(rng, limit, gaps, now, new, scratch):  # type: ignore[no-untyped-def]
+    """Makes ``new`` a neighbour of the plan ``now`` that fits, and writes its rows in use into ``scratch.plan``.
+
+    Returns:
+        How many rows, or -1 where no move was found.
+    """
+    nbytes, ways, weights, (differ, row, plan) = gaps.nbytes, gaps.ways, gaps.weights, scratch
+    rows, on, m, n = now.rows, now.on, now.on.shape[0], now.load.shape[0]
     for _ in range(TRIES):
-        _start(rows, on, load, new_rows, new_on, new_load, differ)
+        _start(now, new, differ)
         kind = uniform(rng)
         if FILL <= kind < FILL + EMPTY:
             i = _weighted_off(rng, on, weights, rows, -1, -1)
             if i < 0:
                 continue
-            put(new_rows, new_on, new_load, nbytes, differ, i, True, ways[i, _way(rng, weights, i)])
+            put(new, nbytes, differ, i, True, ways[i, _way(rng, weights, i)])
             for _ in range(PRUNE):
-                j = _pick(rng, new_on, True)
-                if j != i and _fits(new_load, new_rows[j, AFTER], new_rows[j, BEFORE], limit - nbytes[j]):
-                    put(new_rows, new_on, new_load, nbytes, differ, j, False, new_rows[j])
+                j = _pick(rng, new.on, True)
+                if j != i and _fits(new.load, new.rows[j, AFTER], new.rows[j, BEFORE], limit - nbytes[j]):
+                    put(new, nbytes, differ, j, False, new.rows[j])
         else:
             i = _pick(rng, on, True)
             if i < 0:
@@ -263,86 +306,70 @@ def propose(  # type: ignore[no-untyped-def]
             for way in range(weights.shape[1]):
                 several += weights[i, way] > 0.0
             if kind < FILL:
-                put(new_rows, new_on, new_load, nbytes, differ, i, False, rows[i])
+                put(new, nbytes, differ, i, False, rows[i])
             elif several > 1 and uniform(rng) < 0.5:
-                put(new_rows, new_on, new_load, nbytes, differ, i, True, ways[i, _way(rng, weights, i)])
+                put(new, nbytes, differ, i, True, ways[i, _way(rng, weights, i)])
             elif rows[i, KIND] == SWAP or uniform(rng) < EARLY:
-                _shifted(rng, rows[i], opens[i], since[i], n, row)
-                put(new_rows, new_on, new_load, nbytes, differ, i, True, row)
+                _shifted(rng, rows[i], gaps.opens[i], gaps.since[i], n, row)
+                put(new, nbytes, differ, i, True, row)
             else:
                 continue
         for _ in range(m):
-            k = _fullest(new_load, limit)
+            k = _fullest(new.load, limit)
             if k < 0:
-                _settle(new_rows, new_on, earlier, n, differ)
+                _settle(new, gaps.earlier, differ)
                 count = 0
                 for j in range(m):
-                    if new_on[j]:
+                    if new.on[j]:
                         for c in range(plan.shape[1]):
-                            plan[count, c] = new_rows[j, c]
+                            plan[count, c] = new.rows[j, c]
                         count += 1
                 return count
-            j = _weighted_off(rng, new_on, weights, new_rows, i, k)
+            j = _weighted_off(rng, new.on, weights, new.rows, i, k)
             if j < 0:
                 break
-            put(new_rows, new_on, new_load, nbytes, differ, j, True, ways[j, _way(rng, weights, j)])
+            put(new, nbytes, differ, j, True, ways[j, _way(rng, weights, j)])
     return -1
 
 
 @stage(entry=True)
-def one_move(*arrays):  # type: ignore[no-untyped-def]
-    """``propose``, to be called from Python."""
-    return propose(*arrays)
-
-
-@stage(entry=True)
 def walk(  # type: ignore[no-untyped-def]
-    rng, limit, nbytes, ways, weights, opens, since, earlier, rows, on, load, new_rows, new_on, new_load, differ, row,
-    plan, where, swaps_only, kernels, tensors, graph, settings, ends, by_kernel, by_segment, by_tensor, by_row, gaps,
-    steps, states, results, log, chances, best, state, enough_ns, calls, spent, hot_ns, fall,
+    rng, limit, gaps, now, new, scratch, engine, cooling, chances, best, state, enough_ns
 ):  # fmt: skip
     """Steps of ``local_search.anneal``, at most one for each of ``chances``, and none with a plan of ``enough_ns``.
 
     Args:
-        rng to plan: as for ``propose``.
-        where to log: ``Engine.direct``.
+        rng to scratch: as for ``propose``.
+        engine: ``Engine.direct``.
         chances: float64, uniform in [0, 1).
         best: the rows of the best plan, where it is not the start.
-        calls: simulator calls of the whole walk, 0: any.
-        spent: the part of the time that has passed.
-        hot_ns, fall: the first temperature, and what it falls to, as a part of it.
+        state: int64[STATE], see above.
 
     Returns:
-        Why it came back; whether the present plan is now in the new rows, the new ones in ``rows``.
+        Why it came back; whether the present plan is now ``new``, and the new one ``now``.
     """
-    moved = False
+    moved, plan = False, scratch.plan
     for i in range(chances.shape[0]):
         if state[BEST_NS] <= enough_ns:
             return ENDS, moved
         ns = state[ANSWER_NS]
         state[ANSWER_NS] = -1
         if ns < 0:
-            count = propose(
-                rng, limit, nbytes, ways, weights, opens, since, earlier, rows, on, load, new_rows, new_on, new_load,
-                differ, row, plan,
-            )  # fmt: skip
+            count = propose(rng, limit, gaps, now, new, scratch)
             if count < 0:
                 return ENDS, moved
-            done = max(spent, state[STEP] / calls) if calls else spent
-            more = -(hot_ns * fall**done) * math.log(1.0 - chances[i])
+            done = max(cooling.spent, state[STEP] / cooling.calls) if cooling.calls else cooling.spent
+            more = -(cooling.hot_ns * cooling.fall**done) * math.log(1.0 - chances[i])
             # A slower plan is not accepted, so that it need not be simulated to its end.
             cutoff = min(state[NOW_NS] + math.ceil(more), NEVER) if more < NEVER else NEVER
             state[ROWS], state[CUTOFF_NS] = count, cutoff
-            ns = score_one(
-                where, swaps_only, kernels, tensors, graph, settings, ends, by_kernel, by_segment, by_tensor, by_row,
-                gaps, steps, states, results, log, plan, count, cutoff,
-            )  # fmt: skip
+            ns = score_one(*engine, plan, count, cutoff)
             if ns < 0:
                 return ASKS, moved
             state[SCORED] += 1
         state[STEP] += 1
         if ns < state[CUTOFF_NS]:
-            rows, new_rows, on, new_on, load, new_load = new_rows, rows, new_on, on, new_load, load
+            now, new = new, now
             moved = not moved
             state[NOW_NS] = ns
             if ns < state[BEST_NS]:

@@ -14,17 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agents.planner import Candidates, Rows, rows_for
+from agents.search import local_moves as of
+from agents.search.local_moves import Gaps, Scratch, State
 from simulator.compiled.encoding import BEFORE, TENSOR
 from simulator.compiled.engine import Engine
 from simulator.program import Gap, Program
 from simulator.ways import KEPT, RECOMPUTED, SWAPPED, ways_to_empty
-
-# isort: off
-from agents.search.local_moves import (
-    ANSWER_NS, ASKS, BEST_NS, BEST_ROWS, CUTOFF_NS, DONE, NOW_NS, PRUNE, ROWS, SCORED, STATE, STEP, one_move, put,
-    walk,
-)  # fmt: skip
-# isort: on
 
 CLOCK = 8  # calls between two looks at the clock; more while these take less than TICK
 TICK = 2e-3  # seconds
@@ -41,10 +36,7 @@ class Moves:
 
     Attributes:
         gaps: those that can be emptied in at least one way.
-        rows: int64[len(gaps), 6], a row per gap, whether it is in use or not.
         weights: float64[len(gaps), 4], as above; may be changed.
-        on: bool[len(gaps)], gaps that the plan empties.
-        load: int64[n], planned residency per kernel.
         limit: bytes, which the residency of a proposed plan keeps within; may be changed.
     """
 
@@ -55,32 +47,47 @@ class Moves:
         ways = [ways_to_empty(program, gap, mode) for gap in gaps]
         kept = [i for i, w in enumerate(ways) if w]
         self.gaps = [gaps[i] for i in kept]
-        candidates = Candidates(program, self.gaps)
         self.index = {(g.tensor, g.before): i for i, g in enumerate(self.gaps)}
-        self._live_bytes, self._nbytes = candidates.live_bytes, candidates.nbytes
-        self._ways = np.zeros((len(kept), KEPT + 1, 6), dtype=np.int64)  # the row of each way
-        self.weights = np.zeros((len(kept), KEPT + 1))
+        candidates, m = Candidates(program, self.gaps), len(kept)
+        self._live_bytes = candidates.live_bytes
+        self._gaps = Gaps(
+            candidates.nbytes, np.zeros((m, KEPT + 1, 6), np.int64), np.zeros((m, KEPT + 1)),
+            np.array([g.after for g in self.gaps], np.int64),
+            np.array([since_write(program, g) for g in self.gaps], np.int64), _earlier(program, self.gaps),
+        )  # fmt: skip
+        self.weights = self._gaps.weights
         for way in (SWAPPED, RECOMPUTED, KEPT):
             have = [i for i, j in enumerate(kept) if way in ways[j]]
-            self._ways[have, way] = rows_for([self.gaps[i] for i in have], way)
+            self._gaps.ways[have, way] = rows_for([self.gaps[i] for i in have], way)
             self.weights[have, way] = 1.0 if weights is None else weights[[kept[i] for i in have], way]
-        self._after = np.array([g.after for g in self.gaps], dtype=np.int64)
-        self._since = np.array([since_write(program, g) for g in self.gaps], dtype=np.int64)
-        self._earlier = _earlier(program, self.gaps)
         self.limit = limit
         self._own(seed)
 
     def _own(self, seed: int) -> None:
         """What no two searches share."""
         self._rng = np.random.default_rng(seed).integers(1, 2**63, 1, dtype=np.uint64)
-        self.rows, self.on, self.load = self._empty()
-        self._tried = self._empty()
-        self._differ = np.full(len(self.gaps) + 2 * PRUNE + 8, -1, dtype=np.int64)  # see local_moves.py
-        self._plan, self._row = np.empty_like(self.rows), np.empty(6, dtype=np.int64)
+        self._now, self._tried = self._empty(), self._empty()
+        room = len(self.gaps) + 2 * of.PRUNE + 8
+        self._scratch = Scratch(np.full(room, -1, np.int64), np.empty(6, np.int64), np.empty_like(self.rows))
 
-    def _empty(self) -> tuple[Rows, NDArray[np.bool_], NDArray[np.int64]]:
-        first = self.weights.argmax(1)
-        return self._ways[np.arange(len(first)), first], np.zeros(len(first), dtype=np.bool_), self._live_bytes.copy()
+    def _empty(self) -> State:
+        first, m = self.weights.argmax(1), len(self.gaps)
+        return State(self._gaps.ways[np.arange(m), first], np.zeros(m, np.bool_), self._live_bytes.copy())
+
+    @property
+    def rows(self) -> Rows:
+        """int64[len(gaps), 6]: a row per gap, whether it is in use or not."""
+        return self._now.rows
+
+    @property
+    def on(self) -> NDArray[np.bool_]:
+        """bool[len(gaps)]: gaps that the plan empties."""
+        return self._now.on
+
+    @property
+    def load(self) -> NDArray[np.int64]:
+        """int64[n]: planned residency per kernel."""
+        return self._now.load
 
     def fork(self, seed: int) -> Moves:
         """Moves of the same gaps, with a plan and random numbers of their own; the weights are shared."""
@@ -90,11 +97,11 @@ class Moves:
 
     def reset(self, rows: Rows) -> None:
         """Makes this the plan of ``rows`` (int64[k, 6]), of gaps that are candidates."""
-        self.rows, self.on, self.load = self._empty()
+        self._now = self._empty()
         for row in rows:
             i = self.index[int(row[TENSOR]), int(row[BEFORE])]
-            put(self.rows, self.on, self.load, self._nbytes, self._differ, i, True, np.asarray(row, np.int64))
-        self._differ[0] = -1
+            of.put(self._now, self._gaps.nbytes, self._scratch.differ, i, True, np.asarray(row, np.int64))
+        self._scratch.differ[0] = -1
 
     def plan(self) -> Rows:
         """int64[k, 6]: the rows in use, a copy."""
@@ -102,27 +109,27 @@ class Moves:
 
     @property
     def arrays(self) -> tuple[Any, ...]:
-        """What ``propose`` works on: its arguments."""
-        return (self._rng, self.limit, self._nbytes, self._ways, self.weights, self._after, self._since, self._earlier,
-                self.rows, self.on, self.load, *self._tried, self._differ, self._row, self._plan)  # fmt: skip
+        """The arguments of ``local_moves.propose``."""
+        gaps = self._gaps._replace(weights=self.weights)
+        return self._rng, self.limit, gaps, self._now, self._tried, self._scratch
 
     def propose(self) -> Rows | None:
         """int64[k, 6]: a neighbouring plan whose residency fits, a copy; None when ``TRIES`` moves in a row did not."""
-        rows = one_move(*self.arrays)
+        rows = of.propose(*self.arrays)
         return self.proposed(rows).copy() if rows >= 0 else None
 
     def proposed(self, rows: int) -> Rows:
         """int64[rows, 6]: the plan that was proposed last, of so many rows; to be read before the next."""
-        return self._plan[:rows]
+        return self._scratch.plan[:rows]
 
     @property
     def proposed_load(self) -> NDArray[np.int64]:
         """int64[n]: planned residency per kernel of the plan that was proposed last."""
-        return self._tried[2]
+        return self._tried.load
 
     def accept(self) -> None:
         """Goes to the plan that was proposed last."""
-        self._tried, (self.rows, self.on, self.load) = (self.rows, self.on, self.load), self._tried
+        self._now, self._tried = self._tried, self._now
 
 
 def since_write(program: Program, gap: Gap) -> int:
@@ -170,29 +177,28 @@ def anneal(
     ideal, enough = max(engine.program.ideal_ns, 1), max(enough_ns, engine.program.ideal_ns)
     random = np.random.default_rng(seed)
     moves.reset(start)
-    best, state = np.empty_like(moves.rows), np.zeros(STATE, dtype=np.int64)
-    state[[NOW_NS, BEST_NS]], state[[BEST_ROWS, ANSWER_NS]] = start_ns, -1
+    best, state = np.empty_like(moves.rows), np.zeros(of.STATE, dtype=np.int64)
+    state[[of.NOW_NS, of.BEST_NS]], state[[of.BEST_ROWS, of.ANSWER_NS]] = start_ns, -1
     begin = now = time.monotonic()
-    spent, few, why = 0.0, CLOCK // 2, DONE
-    while why == DONE and (calls is None or state[STEP] < calls):
+    spent, few, why = 0.0, CLOCK // 2, of.DONE
+    while why == of.DONE and (calls is None or state[of.STEP] < calls):
         then, now = now, time.monotonic()
         few = 2 * few if now - then < TICK else max(few // 2, CLOCK)
         if until is not None:
             spent = (now - begin) / max(until - begin, 1e-9)
             if spent >= 1:
                 break
-        first = state[STEP]
+        first = state[of.STEP]
         chances = random.random(few if calls is None else min(few, calls - int(first)))
+        cooling = of.Cooling(ideal * hot, cold / hot, spent, calls or 0)
         while True:
-            why, moved = walk(
-                *moves.arrays, *engine.direct(len(best)), chances[state[STEP] - first :], best, state, enough,
-                calls or 0, spent, ideal * hot, cold / hot,
-            )  # fmt: skip
+            left = chances[state[of.STEP] - first :]
+            why, moved = of.walk(*moves.arrays, engine.direct(len(best)), cooling, left, best, state, enough)
             if moved:
                 moves.accept()
-            if why != ASKS:
+            if why != of.ASKS:
                 break
-            rows = moves.proposed(state[ROWS])
-            state[ANSWER_NS] = engine.score(rows, None, int(state[CUTOFF_NS])).iteration_ns
-    engine.calls += int(state[SCORED])
-    return start if state[BEST_ROWS] < 0 else best[: state[BEST_ROWS]], int(state[BEST_NS])
+            rows = moves.proposed(state[of.ROWS])
+            state[of.ANSWER_NS] = engine.score(rows, None, int(state[of.CUTOFF_NS])).iteration_ns
+    engine.calls += int(state[of.SCORED])
+    return start if state[of.BEST_ROWS] < 0 else best[: state[of.BEST_ROWS]], int(state[of.BEST_NS])

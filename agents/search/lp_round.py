@@ -74,7 +74,6 @@ class LPRound:
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
         """The best plan found; raises Infeasible where the floor proves that there is none, or none was found."""
         until = None if self.seconds is None else time.monotonic() + self.seconds
-        self.simulator_calls = 0
         self.floor = self._floor(program, machine, limit)
         if not self.floor.feasible:
             raise infeasible(self, program, limit, self.floor.least_bytes)
@@ -92,8 +91,7 @@ class LPRound:
                 program, machine, limit, engine, self.mode, self.min_bytes, half_way(until), QUICK
             )
             if found is None:
-                self.simulator_calls = engine.calls
-                raise infeasible(self, program, limit, required if self.mode == "swap" else None)
+                raise infeasible(self, program, limit, required if self.mode == "swap" else None, engine.calls)
             best = found
         if best_ns > self.floor.iteration_ns and (until is None or time.monotonic() < until):
             fractions = np.stack([np.zeros_like(swapped), swapped, recomputed / 2, recomputed / 2], 1)

@@ -28,7 +28,8 @@ from simulator.program import Program
 from simulator.ways import check_mode
 
 if TYPE_CHECKING:  # it imports Gymnasium
-    from envs.walk import Task, Walk
+    from envs.task import Task
+    from envs.walk import Walk
 
 CALLS = 20_000
 FIRST = 8  # walks before the mutations
@@ -187,10 +188,10 @@ class Mutation:
 
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
         """The best plan found; raises Infeasible where no walk found one, or none can."""
-        from envs.walk import Task, Walk
+        from envs.task import Task
+        from envs.walk import Walk
 
         until = time.monotonic() + self.seconds if self.seconds is not None else None
-        self.simulator_calls = 0
         if program.peak_bytes <= limit:
             engine = Engine(program, machine, limit)
             return finish(self, program, machine, limit, engine, Candidates(program, []).rows)
@@ -216,7 +217,6 @@ class Mutation:
             walks += 1
             if not engine.calls:
                 break  # nothing can leave
-        self.simulator_calls = engine.calls
         if search.best is None:
-            raise infeasible(self, program, limit, None)
+            raise infeasible(self, program, limit, None, engine.calls)
         return finish(self, program, machine, limit, engine, search.best)

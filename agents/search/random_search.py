@@ -38,7 +38,6 @@ class RandomSearch:
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
         """The best sample; raises Infeasible when all candidate gaps together leave the peak above ``limit``."""
         candidates = Candidates(program, program.gaps(self.min_bytes))
-        self.simulator_calls = 0
         if candidates.least > limit:
             raise infeasible(self, program, limit, candidates.least)
         engine = Engine(program, machine, limit)

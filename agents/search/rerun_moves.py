@@ -56,13 +56,7 @@ class Tables(NamedTuple):
     worth: NDArray[np.float64]  # (tensors,), how likely its life is split; 0: never
     graph: Ints
     base: int  # bytes of persistent tensors
-
-    @property
-    def room(self) -> int:
-        """Runs that an array has to hold beside those of a state."""
-        n, m = self.kernels.shape[1], self.nodes.shape[1]
-        sizes = np.diff(self.graph[3 * (n + 1) : 3 * (n + 1) + m + 1])
-        return (LONGEST + 2) * int(sizes.max()) + ROOM
+    room: int  # runs that an array has to hold beside those of a state
 
 
 def tables(program: Program, min_bytes: int) -> Tables:
@@ -79,6 +73,7 @@ def tables(program: Program, min_bytes: int) -> Tables:
     owner = [-1 if t.persistent or w < 0 else node[w] for t, w in zip(tensors, first, strict=True)]
     cost = [sum(program.kernels[k].duration_ns for k in members) for members in nodes]
     unit = 1e-3 * max(program.ideal_ns, 1)
+    room = (LONGEST + 2) * max(map(len, nodes)) + ROOM
     worth = [
         t.nbytes / (cost[g] + unit) if g >= 0 and spans[g][0] <= spans[g][1] and t.nbytes >= max(min_bytes, 1) else 0.0
         for t, g in zip(tensors, owner, strict=True)
@@ -95,7 +90,7 @@ def tables(program: Program, min_bytes: int) -> Tables:
             [[x for x in dict.fromkeys(k.outputs) if not tensors[x].persistent] for k in program.kernels],
             nodes, [[] if t.persistent else uses for t, uses in zip(tensors, program.accesses, strict=True)],
         ),
-        sum(t.nbytes for t in tensors if t.persistent),
+        sum(t.nbytes for t in tensors if t.persistent), room,
     )  # fmt: skip
 
 
@@ -137,7 +132,7 @@ def again(program: Program, members: list[int]) -> tuple[int, int]:
 
 
 @jit
-def _sweep(kernels, tensors, graph, base, limit, runs, m, live, stamp, counted):  # type: ignore[no-untyped-def]
+def _sweep(table, limit, runs, m, live, stamp, counted):  # type: ignore[no-untyped-def]
     """Goes through all steps, the last first, and takes out the runs that write nothing that is read.
 
     Where only some members of a node are for nothing, they stay in the array, not ``counted``.
@@ -150,10 +145,10 @@ def _sweep(kernels, tensors, graph, base, limit, runs, m, live, stamp, counted):
         runs in use, ns of those counted, excess in bytes, the step with the most memory (before * (n + 1) + kernel; n:
         that of the kernel itself).
     """
-    n = kernels.shape[1]
+    kernels, tensors, graph, n = table.kernels, table.tensors, table.graph, table.kernels.shape[1]
     live[:] = 0
     stamp[:] = -1
-    memory, most, worst = base, base, n
+    memory, most, worst = table.base, table.base, n
     extra, excess = 0, 0.0
     j, w = m - 1, m
     for b in range(n - 1, -1, -1):
@@ -210,17 +205,15 @@ def counting(table: Tables, runs: Ints) -> Ints:
     """The runs of a state without those that write nothing that is read."""
     kept, counted = runs.copy(), np.zeros(len(runs), np.bool_)
     live, stamp = np.zeros(table.tensors.shape[1], np.int64), np.zeros(table.nodes.shape[1], np.int64)
-    m, *_ = _sweep(
-        table.kernels, table.tensors, table.graph, table.base, 0, kept, len(runs), live, stamp, counted,
-    )  # fmt: skip
+    m, *_ = _sweep(table, 0, kept, len(runs), live, stamp, counted)
     return np.array(kept[:m][counted[:m]])
 
 
 @jit
-def _across(kernels, graph, runs, m, live, use, stop):  # type: ignore[no-untyped-def]
+def _across(table, runs, m, live, use, stop):  # type: ignore[no-untyped-def]
     """Fills live: 1 for tensors that stay across step ``stop``, 2 for those that it uses; use: the kernel for which a
     tensor is used next."""
-    n = kernels.shape[1]
+    graph, n = table.graph, table.kernels.shape[1]
     live[:] = 0
     j = m - 1
     for b in range(n - 1, stop // (n + 1) - 1, -1):
@@ -241,8 +234,9 @@ def _across(kernels, graph, runs, m, live, use, stop):  # type: ignore[no-untype
 
 
 @jit
-def _insert(graph, n, runs, m, node, b):  # type: ignore[no-untyped-def]
+def _insert(table, runs, m, node, b):  # type: ignore[no-untyped-def]
     """All members of a node run again before kernel b; returns the runs in use."""
+    graph, n = table.graph, table.kernels.shape[1]
     for i in range(graph[3 * n + 3 + node], graph[3 * n + 4 + node]):
         key = b * n + graph[i]
         z = m
@@ -257,9 +251,9 @@ def _insert(graph, n, runs, m, node, b):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _remove(kernels, runs, m, node, b):  # type: ignore[no-untyped-def]
+def _remove(table, runs, m, node, b):  # type: ignore[no-untyped-def]
     """No member of a node runs again before kernel b; returns the runs in use."""
-    n, z = kernels.shape[1], 0
+    kernels, n, z = table.kernels, table.kernels.shape[1], 0
     for i in range(m):
         if runs[i] // n != b or kernels[NODE, runs[i] % n] != node:
             runs[z] = runs[i]
@@ -268,10 +262,10 @@ def _remove(kernels, runs, m, node, b):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _split(rng, kernels, nodes, tensors, worth, graph, rules, runs, m, live, before, use, stop):  # type: ignore[no-untyped-def]
+def _split(rng, table, rules, runs, m, live, before, use, stop):  # type: ignore[no-untyped-def]
     """Splits the life of a tensor that stays across step ``stop``; returns the runs in use."""
-    n = kernels.shape[1]
-    _across(kernels, graph, runs, m, live, use, stop)
+    nodes, tensors, worth, n = table.nodes, table.tensors, table.worth, table.kernels.shape[1]
+    _across(table, runs, m, live, use, stop)
     x, total = -1, 0.0
     for i in range(live.shape[0]):
         g = tensors[OWNER, i]
@@ -286,11 +280,11 @@ def _split(rng, kernels, nodes, tensors, worth, graph, rules, runs, m, live, bef
         low = max(stop // (n + 1) + 1, nodes[FROM, g])
         if b > low and uniform(rng) < EARLY:
             b = low + int(uniform(rng) * (b - low + 1))
-        m = _insert(graph, n, runs, m, g, b)
+        m = _insert(table, runs, m, g, b)
         if uniform(rng) > CHAIN:
             break
         before[:] = live
-        _across(kernels, graph, runs, m, live, use, stop)
+        _across(table, runs, m, live, use, stop)
         x, count = -1, 0
         for i in range(live.shape[0]):  # what has to stay now
             if live[i] == 1 and before[i] == 0:
@@ -303,8 +297,9 @@ def _split(rng, kernels, nodes, tensors, worth, graph, rules, runs, m, live, bef
 
 
 @jit
-def _shift(rng, kernels, nodes, graph, rules, runs, m, old):  # type: ignore[no-untyped-def]
+def _shift(rng, table, runs, m, old):  # type: ignore[no-untyped-def]
     """Shifts a run or a pass; returns the runs in use."""
+    kernels, nodes, graph = table.kernels, table.nodes, table.graph
     n, i = kernels.shape[1], int(uniform(rng) * m)
     k, b = runs[i] % n, runs[i] // n
     if uniform(rng) < NEAR:
@@ -323,26 +318,26 @@ def _shift(rng, kernels, nodes, graph, rules, runs, m, old):  # type: ignore[no-
     if uniform(rng) < ALONE:
         g = kernels[NODE, k]
         if nodes[FROM, g] <= to <= nodes[TO, g]:
-            m = _insert(graph, n, runs, _remove(kernels, runs, m, g, b), g, to)
+            m = _insert(table, runs, _remove(table, runs, m, g, b), g, to)
         return m
     old[:m] = runs[:m]
     for i in range(m):
         g = kernels[NODE, old[i] % n]
         if old[i] // n == b and nodes[FROM, g] <= to <= nodes[TO, g]:
-            m = _insert(graph, n, runs, _remove(kernels, runs, m, g, b), g, to)
+            m = _insert(table, runs, _remove(table, runs, m, g, b), g, to)
     return m
 
 
 @jit
-def _drop(rng, kernels, rules, runs, m):  # type: ignore[no-untyped-def]
+def _drop(rng, table, rules, runs, m):  # type: ignore[no-untyped-def]
     """Removes a run, unless its node is locked; returns the runs in use."""
-    n, i = kernels.shape[1], int(uniform(rng) * m)
-    g = kernels[NODE, runs[i] % n]
-    return m if rules[g] == LOCKED else _remove(kernels, runs, m, g, runs[i] // n)
+    n, i = table.kernels.shape[1], int(uniform(rng) * m)
+    g = table.kernels[NODE, runs[i] % n]
+    return m if rules[g] == LOCKED else _remove(table, runs, m, g, runs[i] // n)
 
 
 @jit
-def anneal(rng, kernels, nodes, tensors, worth, graph, base, limit, rules, runs, m, moves, hot, cold, price, room):  # type: ignore[no-untyped-def]
+def anneal(rng, table, limit, rules, runs, m, moves, hot, cold, price):  # type: ignore[no-untyped-def]
     """Simulated annealing, the temperature (ns) falling geometrically from ``hot`` to ``cold``.
 
     Args:
@@ -350,18 +345,17 @@ def anneal(rng, kernels, nodes, tensors, worth, graph, base, limit, rules, runs,
         rules: int64[nodes]: FREE, BANNED or LOCKED.
         runs: int64, the first ``m`` are the start; changed to the last state.
         price: ns per byte of excess.
-        room: ``Tables.room``.
 
     Returns:
         runs in use of the last state; the runs of the fastest state within the limit, and the ns of those that count
         (-1: none was found); the price at the end.
     """
-    n, most = kernels.shape[1], runs.shape[0] - room
-    live, before, use = np.zeros((3, tensors.shape[1]), np.int64)
-    stamp = np.zeros(nodes.shape[1], np.int64)
+    n, most = table.kernels.shape[1], runs.shape[0] - table.room
+    live, before, use = np.zeros((3, table.tensors.shape[1]), np.int64)
+    stamp = np.zeros(table.nodes.shape[1], np.int64)
     counted = np.zeros(runs.shape[0], np.bool_)
     new, old = np.empty_like(runs), np.empty_like(runs)
-    m, extra, excess, worst = _sweep(kernels, tensors, graph, base, limit, runs, m, live, stamp, counted)
+    m, extra, excess, worst = _sweep(table, limit, runs, m, live, stamp, counted)
     best, best_ns = runs[:0].copy(), -1
     if excess == 0.0:
         best, best_ns = runs[:m].copy(), extra
@@ -372,23 +366,23 @@ def anneal(rng, kernels, nodes, tensors, worth, graph, base, limit, rules, runs,
         z, kind = m, uniform(rng)
         if kind < REMOVE:
             if m > 0:
-                z = _drop(rng, kernels, rules, new, z)
+                z = _drop(rng, table, rules, new, z)
             if z > 0 and uniform(rng) < TWICE:
-                z = _drop(rng, kernels, rules, new, z)
+                z = _drop(rng, table, rules, new, z)
         elif kind < REMOVE + SHIFT:
             if m > 0:
-                z = _shift(rng, kernels, nodes, graph, rules, new, z, old)
+                z = _shift(rng, table, new, z, old)
         else:
             stop = worst
             if excess == 0.0 or uniform(rng) < ANYWHERE:
                 stop = int(uniform(rng) * n) * (n + 1) + n
-            z = _split(rng, kernels, nodes, tensors, worth, graph, rules, new, z, live, before, use, stop)
-        z, ns, over, at = _sweep(kernels, tensors, graph, base, limit, new, z, live, stamp, counted)
+            z = _split(rng, table, rules, new, z, live, before, use, stop)
+        z, ns, over, at = _sweep(table, limit, new, z, live, stamp, counted)
         for _ in range(int(-REPAIRS * math.log(1.0 - uniform(rng)))):
             if over == 0.0 or z > most:
                 break
-            z = _split(rng, kernels, nodes, tensors, worth, graph, rules, new, z, live, before, use, at)
-            z, ns, over, at = _sweep(kernels, tensors, graph, base, limit, new, z, live, stamp, counted)
+            z = _split(rng, table, rules, new, z, live, before, use, at)
+            z, ns, over, at = _sweep(table, limit, new, z, live, stamp, counted)
         worse = ns - extra + price * (over - excess)
         if z <= most and (worse <= 0.0 or uniform(rng) < math.exp(-worse / temperature)):
             runs[:z] = new[:z]

@@ -67,7 +67,6 @@ class RerunSearch:
         """The best plan found; raises Infeasible where there is none, or none was found."""
         until = time.monotonic() + self.seconds
         engine = Engine(program, machine, limit)
-        self.simulator_calls = 0
         runs: Ints = np.empty(0, np.int64)
         if program.peak_bytes > limit:
             table = tables(program, self.min_bytes)
@@ -209,7 +208,8 @@ class _Search:
 
     def _anneal(self, runs: Ints, moves: int, hot: float, rules: Ints) -> tuple[Ints, int, Ints, float]:
         """One annealing from ``runs``: the best, its ns, the last state, the last price."""
-        state = np.empty(2 * len(runs) + 2 * self.n + self.table.room, np.int64)
+        table = self.table._replace(worth=self.split)
+        state = np.empty(2 * len(runs) + 2 * self.n + table.room, np.int64)
         state[: len(runs)], m = runs, len(runs)
         rng = self.rng.integers(1, 2**63, 1, dtype=np.uint64)
         best, best_ns, price, fall = runs, -1, self.price, COLD / hot
@@ -218,10 +218,8 @@ class _Search:
                 break
             begin, end = (self.ideal * hot * fall ** (done / moves) for done in (part, part + PART))
             m, found, ns, price = anneal(
-                rng, self.table.kernels, self.table.nodes, self.table.tensors, self.split, self.table.graph,
-                self.table.base, self.limit, rules, state, m, min(PART, moves - part), begin, end, price,
-                self.table.room,
-            )  # fmt: skip
+                rng, table, self.limit, rules, state, m, min(PART, moves - part), begin, end, price
+            )
             if ns >= 0 and (best_ns < 0 or ns < best_ns):
                 best, best_ns = found, ns
         return best, best_ns, state[:m].copy(), price

@@ -163,6 +163,8 @@ def _text(value: Any, where: str) -> str:
         return repr(value)
     if isinstance(value, tuple):
         return f"({', '.join(_text(v, where) for v in value)})"
+    if isinstance(value, type) and issubclass(value, tuple) and hasattr(value, "_fields"):  # a NamedTuple
+        return f"{value.__module__}.{value.__qualname__}({', '.join(value._fields)})"
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return f"{value.dtype!r} {value.shape} {value.tobytes().hex()}"
     function: Any = value.py_func if is_jitted(value) else value

@@ -377,15 +377,17 @@ def test_below_the_optima_of_checkmate(gib: int, percent: float) -> None:
     assert 0.75 * percent < found <= percent
 
 
-@pytest.mark.parametrize("seed", range(200))
-def test_rounded_rows_follow_from_a_row(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    row = ([(i, float(a)) for i, a in enumerate(rng.integers(-9, 20, 8)) if a], float(rng.integers(0, 40)))
+def test_rounded_rows_follow_from_a_row() -> None:
+    rng, cuts = np.random.default_rng(0), 0
     points = np.array(list(itertools.product((0.0, 1.0), repeat=8)))
-    kept = points[sum(a * points[:, i] for i, a in row[0]) <= row[1]]
-    cut = rounded(row, rng.random(8))
-    if cut is not None:
-        assert (sum(a * kept[:, i] for i, a in cut[0]) <= cut[1] + 1e-6).all()
+    for _ in range(200):
+        row = ([(i, float(a)) for i, a in enumerate(rng.integers(-9, 20, 8)) if a], float(rng.integers(0, 40)))
+        kept = points[sum(a * points[:, i] for i, a in row[0]) <= row[1]]
+        cut = rounded(row, rng.random(8))
+        if cut is not None:
+            assert (sum(a * kept[:, i] for i, a in cut[0]) <= cut[1] + 1e-6).all()
+            cuts += 1
+    assert cuts > 20
 
 
 @pytest.fixture
@@ -416,12 +418,12 @@ def checked(seeds: range, detail: float) -> int:
 
 
 def test_no_random_plan_is_below() -> None:
-    assert checked(range(400), 1.0) > 50
+    assert checked(range(200), 1.0) > 25
 
 
 @pytest.mark.parametrize("detail", [1.0, 0.5, 0.1])
 def test_no_random_plan_is_below_a_rough_floor(detail: float, small: None) -> None:
-    assert checked(range(400), detail) > 10
+    assert checked(range(200), detail) > 5
 
 
 def test_a_rough_floor_is_below_the_optimum(small: None) -> None:
@@ -473,7 +475,7 @@ def test_no_time_to_solve_is_no_floor() -> None:
     assert found.feasible and found.overhead == 0.0 and not found.swapped.any()
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.data())
 def test_no_plan_is_below(data: st.DataObject) -> None:
     program, machine = data.draw(programs() | networks()), data.draw(machines())

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
 import agents
 from agents.floor import floor
-from agents.planner import Candidates, held_back, least_residency, spans
+from agents.heuristics.autoswap import AutoSwap
+from agents.heuristics.pytorch import Checkpoint
+from agents.heuristics.vdnn import VDNN
+from agents.planner import Candidates, held_back, least_residency
+from agents.search import rerun_search
 from simulator import Gap, Kernel, Machine, Plan, Program, Swap, Tensor, simulate
-from simulator.ways import MODES
+from simulator.ways import MODES, spans
 from tests import tiny
 from tests.agents.heuristics.test_superneurons import MACHINE as LINK, network
 from tests.strategies import machines, networks, programs, reachable_limits
@@ -20,40 +26,48 @@ from tests.strategies import machines, networks, programs, reachable_limits
 # Search methods with few simulator calls, for tiny programs.
 FAST: dict[str, dict[str, object]] = {
     "random_search": {"calls": 20}, "annealing": {"calls": 60}, "lp_round": {"calls": 60},
-    "mutation": {"calls": 200}, "rerun_search": {"seconds": 0.3},
+    "mutation": {"calls": 200}, "rerun_search": {"kicks": 1},
     "home": {"particles": 6, "iterations": 4, "jobs": 1},
     "autoswap_bo": {"evaluations": 6}, "milp": {"seconds": 2.0},
     "smartpool+autoswap": {"align": False},
 }  # fmt: skip
 TESTED = [name for name in agents.untrained() if name != "milp"]
 PLANNERS: list[tuple[str, dict[str, object]]] = [
-    *((name, {}) for name in TESTED),
+    *((name, {}) for name in TESTED if "mode" not in agents.options(name)),
     *((name, {"mode": mode}) for name in TESTED if "mode" in agents.options(name) for mode in MODES),
     ("superneurons", {"always": True}), ("superneurons", {"early": True}),
 ]  # fmt: skip
 
 
-def layers(program: Program) -> Program:
-    """The program with kinds and phases that SuperNeurons' rules look at."""
-    kinds = ("conv", "norm", "activation", "conv", "pool", "matmul")
-    half = len(program.kernels) // 2
+@pytest.fixture(scope="module", autouse=True)
+def few_moves() -> Iterator[None]:
+    """The rerun search counts moves, not seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, count in {"FIRST": 4000, "KICK": 1000, "SETTLE": 500, "CALLS": 300}.items():
+            patch.setattr(rerun_search, name, count)
+        yield
+
+
+def layers(program: Program, mixed: bool = False) -> Program:
+    """The program with kinds and phases that the methods' rules look at; ``mixed``: backward kernels before forward."""
+    kinds, half = ("conv", "norm", "activation", "conv", "pool", "matmul"), len(program.kernels) // 2
     kernels = tuple(
-        Kernel(k.name, kinds[i % 6], "forward" if i < half else "backward", k.inputs, k.outputs, k.duration_ns,
-               k.workspace, recomputable=k.recomputable)
+        replace(k, kind=kinds[i % 6], phase="forward" if (7 * i % 5 < 3 if mixed else i < half) else "backward")
         for i, k in enumerate(program.kernels)
-    )  # fmt: skip
-    return Program(program.name, program.tensors, kernels)
+    )
+    return replace(program, kernels=kernels)
 
 
 @pytest.mark.parametrize(
     ("name", "options"), PLANNERS, ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v.values()))
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.data())
 def test_no_planner_is_over_the_limit_or_below_the_floor(
     name: str, options: dict[str, object], data: st.DataObject
 ) -> None:
-    program = data.draw(networks() | networks() | programs().map(layers))
+    mixed = name.startswith("vdnn") and data.draw(st.booleans())
+    program = data.draw(networks() | networks() | programs().map(lambda p: layers(p, mixed)))
     machine = data.draw(machines())
     limit = data.draw(reachable_limits(program) | st.integers(program.peak_bytes // 3, program.peak_bytes))
     planner = agents.make(name, min_bytes=1, **{**FAST.get(name, {}), **options})
@@ -113,6 +127,59 @@ def test_unknown_names_and_options_name_the_nearest() -> None:
         agents.make("annealing", call=3)
     with pytest.raises(ValueError, match="no option 'score'"):  # the name says it already
         agents.make("autoswap_doa", score="aoa")
+
+
+@pytest.mark.parametrize(("name", "options", "words"), [
+    ("vdnn_all", {"policy": "conv"}, "no option 'policy'"), ("geeps", {"mode": "joint"}, "no option 'mode'"),
+    ("smartpool+autoswap", {"pool": "worst"}, "there is no allocator 'worst'; there are cudamalloc, "),
+    ("smartpool+autoswap", {"pool": "cnmem"}, "pool: cnmem sees one malloc after another"),
+    ("smartpool+autoswap", {"score": "bo"}, "score: expected one of"),
+    ("smartpool+autoswap", {"steps": 1}, "steps: expected at least 2, got 1"),
+    ("autoswap_bo", {"evaluations": 3}, "evaluations: expected at least the 4 unit vectors, got 3"),
+    ("autoswap_bo", {"random": -1}, "random: expected at least 0, got -1"),
+    ("activation_budget", {"runtime": "guess"}, "runtime: expected 'flops' or 'profile', got 'guess'"),
+    ("activation_budget", {"steps": 0}, "steps: expected at least 1, got 0"),
+    ("capuchin", {"rounds": 0}, "rounds: expected at least 1"),
+    ("tensile", {"max_swap_ratio": 1.5}, "max_swap_ratio: expected"),
+    ("superneurons", {"recompute": "fast"}, "recompute: expected one of cost, speed, memory, got 'fast'"),
+    ("home", {"particles": 0}, "particles: expected at least 1, got 0"),
+    ("home", {"jobs": 0}, "jobs: expected at least 1"),
+    ("home", {"iterations": 0}, "iterations: expected at least 1"),
+    ("home", {"calls": 1}, "calls: expected at least 2"),
+    ("tflms", {"n_tensors": -1}, "n_tensors: expected at least 0"),
+    ("tflms", {"lower_bound": 0}, "lower_bound: expected at least 1"),
+    ("memonger", {"trials": 0}, "trials: expected at least 1, got 0"),
+    ("random_search", {"calls": 1}, "calls: expected at least"),
+    ("annealing", {"calls": 3}, "calls: expected at least"),
+    ("annealing", {"hot": 1e-5, "cold": 1e-3}, "hot, cold"),
+    ("annealing", {"seconds": 0}, "seconds: expected more than 0"),
+    ("lp_round", {"calls": 3}, "calls: expected at least"),
+    ("lp_round", {"seconds": 0}, "seconds: expected more than 0"),
+    ("lp_round", {"seconds": 1.0, "jobs": 0}, "jobs: expected at least 1"),
+    ("rerun_search", {"seconds": 0}, "seconds"), ("rerun_search", {"kicks": -1}, "kicks"),
+    ("mutation", {"calls": 1}, "calls: expected at least 2"),
+    ("mutation", {"seconds": 0.0}, "seconds: expected more than"),
+    ("mutation", {"proposals": "dqn"}, "proposals: expected uniform or belady, got 'dqn'"),
+    ("mutation", {"temperature": 0.0}, "temperature"), ("mutation", {"elites": 0}, "elites"),
+    ("mutation", {"rate": 0.0}, "rate"),
+    ("milp", {"solver": "gurobi"}, "solver: expected one of highs, cpsat"),
+    ("milp", {"calls": 1}, "calls: expected at least"),
+    ("milp", {"seconds": 0}, "seconds: expected more than 0"),
+    *((name, {"mode": "both"}, "mode: expected") for name in agents.PLANNERS if "mode" in agents.options(name)),
+])  # fmt: skip
+def test_bad_options_are_named(name: str, options: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        agents.make(name, **options)
+
+
+def test_no_class_makes_what_no_key_names() -> None:
+    for made, words in (
+        (lambda: VDNN("most"), "policy: expected one of all, conv, dyn, got 'most'"),
+        (lambda: Checkpoint("two"), "segments: expected 'sqrt' or 'all', got 'two'"),
+        (lambda: AutoSwap("best"), "score: expected one of"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            made()
 
 
 def test_torch_is_imported_by_the_learned_planners_only() -> None:

@@ -19,7 +19,7 @@ from agents.learned.structure2vec import Structure2Vec
 from envs.graph import OFFLOAD, REMOVE
 from envs.jobs_env import small_scenario
 from envs.jobs_walk import LOAD, RELIEF, VALID, Scenario
-from envs.walk import DEAD_END_REWARD
+from envs.task import DEAD_END_REWARD
 from simulator import Job, Kernel, Plan, Program, Swap, Tensor
 from tests.envs.test_jobs_walk import MACHINE, THREE, TWO
 

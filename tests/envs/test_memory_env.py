@@ -17,7 +17,7 @@ from stable_baselines3.common.env_checker import check_env as sb3_check_env
 
 import envs
 from envs.memory_env import limit_bytes, small_task
-from envs.walk import DEAD_END_REWARD
+from envs.task import DEAD_END_REWARD
 from simulator import Machine, OutOfMemory, Program, Tensor, simulate
 from tests.envs.test_walk import RING
 from tests.strategies import machines, networks, programs, reachable_limits

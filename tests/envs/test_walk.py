@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from envs.graph import NOTHING, OFFLOAD, REMOVE
-from envs.walk import DEAD_END_REWARD, Task, Walk
+from envs.task import DEAD_END_REWARD, Task
 from simulator import Kernel, Plan, Program, Recompute, Swap, Tensor
 from simulator.compiled.engine import rows_of
+from tests.oracle.walk import Walk
 from tests.tiny import A1, A2, LIMIT, MACHINE, PROGRAM, W
 
 

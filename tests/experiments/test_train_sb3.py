@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor
 
 from agents.learned import sb3
-from agents.learned.dqn import MASKED
+from agents.learned.optimisation import MASKED
 from envs import MemoryEnv, Task
 from envs.memory_env import small_task
 from experiments.examples import dqn_single_file

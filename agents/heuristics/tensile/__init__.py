@@ -3,26 +3,9 @@ system" (Zhang et al., 2021).
 
 Algorithm 3 (``plan_jobs``): find the peaks of all jobs' footprints (Algorithm 2), swap the largest tensor that lies at
 one of them unused and whose transfers find their place on the PCIe channel (Algorithm 1), and repeat; once no swap
-succeeds, recompute, by MSPS (section 4.4). No kernel waits for a swap scheduled so: where no region is free, the
-tensor stays. schedule.py has one job's algorithms, times.py the kernel times that are predicted and corrected (4.3).
-What the paper leaves open, and deviations (reasons in ../README.md):
-
-1. The Tensor Access Sequence (section 4.3) is given, or the program's own, with unlimited memory, as many times longer
-   as there are jobs.
-2. The loop stops as soon as the peaks together are within the limit; the paper lowers them as far as it can.
-3. A swap is for the gap that spans the peak kernel: the swap-out as early, the swap-in as late as possible around it.
-4. Line 21 of Algorithm 1, the tensor's next gap, is left out: by choice 3 no other gap would do.
-5. One tensor is scheduled at a time, the largest that can be (section 4.1), not every tensor of the peak (line 25).
-6. One transfer at a time, both directions together (section 4.1); a transfer may cross the iteration boundary.
-7. A tensor updated in the optimizing phase is away over the boundary (lines 9-10, 27-28): its wrapping gap.
-8. The host copy is good until the tensor is written (section 3.1): in later gaps the tensor leaves at once (line 36).
-9. A swap-in counts from its start, as the simulator charges it; Algorithm 2 counts it from its end.
-10. ``max_swap_ratio`` is the share of a job's tensors that may be swapped, each once, and once more over the boundary.
-11. A task's trigger (section 3.2) becomes a kernel: the last that ends by the scheduled start.
-12. Recomputation is for tensors at the peak that are never away otherwise, by MSPS; it must not raise the peak.
-13. A footprint above the limit only by transfers under way is left to the simulator, which waits (rule 8).
-14. Jobs run at their own pace: their peaks are added ("merge the result"), and the channel is shared by load: each
-    job's transfers lie in its own regions, all of them together in no more than the time there is.
+succeeds, recompute, by MSPS (section 4.4). No kernel waits for a swap scheduled so: where no region is free, the tensor
+stays. schedule.py has one job's algorithms, times.py the kernel times that are predicted and corrected (4.3). Choices
+and deviations: ../README.md, by their numbers.
 """
 
 from __future__ import annotations
@@ -101,7 +84,6 @@ class TENSILE:
                 pass
         least = [int(job.engine.residency(array(job.rows)).max()) for job in jobs]
         if sum(least) > limit:
-            self.simulator_calls = 0
             raise infeasible(self, programs[0], limit, sum(least))
         calls, plans = 0, []
         for job, mine in zip(jobs, least, strict=True):

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.planner import Row, Rows, row_of
+from agents.planner import Row, Rows, is_open, row_of
 from simulator.compiled.encoding import SWAP
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
@@ -110,12 +110,7 @@ class Schedule:
     def _at_peak(self) -> list[Gap]:
         """The gaps that span the peak kernel and are not scheduled, the largest tensors first."""
         k = self._peak_kernel
-        spanning = [
-            g
-            for g in self.gaps
-            if (g.after < k < g.before if g.after < g.before else not g.before <= k <= g.after)
-            and g not in self.scheduled
-        ]
+        spanning = [g for g in self.gaps if is_open(g, k) and g not in self.scheduled]
         return sorted(spanning, key=lambda g: -self.nbytes(g))
 
     @property

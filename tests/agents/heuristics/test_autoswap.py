@@ -101,8 +101,3 @@ def test_infeasible_says_how_far_it_can_go(score: str) -> None:
     with pytest.raises(agents.Infeasible, match="smallest limit it can reach is 12 bytes"):
         agents.make(f"autoswap_{score}", min_bytes=1).plan(FOUR, MACHINE, 11)
     agents.make(f"autoswap_{score}", min_bytes=1).plan(FOUR, MACHINE, 12)
-
-
-def test_unknown_score() -> None:
-    with pytest.raises(ValueError, match="score: expected one of"):
-        AutoSwap("best")

@@ -129,10 +129,3 @@ def test_feedback_moves_a_late_trigger_earlier() -> None:
 def test_swaps_that_the_host_cannot_hold_are_infeasible() -> None:
     with pytest.raises(agents.Infeasible, match="it found no plan that fits"):
         agents.make("capuchin", mode="swap", min_bytes=1).plan(PROGRAM, replace(MACHINE, host_bytes=20), LIMIT)
-
-
-def test_bad_options() -> None:
-    with pytest.raises(ValueError, match="rounds: expected at least 1"):
-        agents.make("capuchin", rounds=0)
-    with pytest.raises(ValueError, match="mode: expected"):
-        agents.make("capuchin", mode="both")

@@ -76,8 +76,3 @@ def test_more_memory_pins_more() -> None:
         sum(STACK.tensors[t].nbytes for t in unpinned(STACK, STACK.gaps(1), limit)[0]) for limit in range(30, 71, 5)
     ]
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) > 2
-
-
-def test_bad_options() -> None:
-    with pytest.raises(ValueError, match="no option 'mode'"):
-        agents.make("geeps", mode="joint")

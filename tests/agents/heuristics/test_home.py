@@ -203,13 +203,3 @@ def test_nothing_to_place() -> None:
     machine = Machine("m", 10**6, 10**9, 10**9)
     with pytest.raises(agents.Infeasible, match="smallest limit it can reach is 7 bytes"):
         agents.make("home", min_bytes=1).plan(program, machine, 6)
-
-
-@pytest.mark.parametrize("option", ["particles", "iterations", "jobs"])
-def test_bad_options(option: str) -> None:
-    with pytest.raises(ValueError, match=f"{option}: expected at least 1, got 0"):
-        agents.make("home", **{option: 0})
-    with pytest.raises(ValueError, match="mode: expected"):
-        agents.make("home", mode="both")
-    with pytest.raises(ValueError, match="calls: expected at least 2, got 1"):
-        agents.make("home", calls=1)

@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 
 import agents
-from agents.heuristics.memonger import Memonger, Stages, splits
+from agents.heuristics.memonger import Stages, splits
 from simulator import Kernel, Machine, OutOfMemory, Plan, Program, Recompute, Tensor, simulate
 
 MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, copy_latency_ns=0)
@@ -106,11 +106,6 @@ def test_without_a_backward_pass_it_can_do_nothing() -> None:
     assert agents.make("memonger", min_bytes=1).plan(program, MACHINE, program.peak_bytes).decisions == ()
     with pytest.raises(agents.Infeasible):
         agents.make("memonger", min_bytes=1).plan(program, MACHINE, program.peak_bytes - 1)
-
-
-def test_bad_options() -> None:
-    with pytest.raises(ValueError, match="trials: expected at least 1, got 0"):
-        Memonger(trials=0)
 
 
 def test_nothing_is_dropped_where_that_fits_and_a_drop_does_not() -> None:

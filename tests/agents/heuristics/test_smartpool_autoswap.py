@@ -158,14 +158,3 @@ def test_no_smaller_footprint_is_passed_over(program: Program, machine: Machine)
         within = [run for run in runs if run.iteration_ns <= program.ideal_ns * (1 + overhead)]
         least = min(planner._footprint(run, program, machine) for run in within)
         assert pack(program, plan, machine).footprint == least
-
-
-def test_bad_options() -> None:
-    with pytest.raises(ValueError, match="score: expected one of"):
-        SmartPoolAutoSwap(score="bo")
-    with pytest.raises(ValueError, match="there is no allocator 'worst'; there are cudamalloc, "):
-        SmartPoolAutoSwap(pool="worst")
-    with pytest.raises(ValueError, match="pool: cnmem sees one malloc after another"):
-        SmartPoolAutoSwap(pool="cnmem")
-    with pytest.raises(ValueError, match="steps: expected at least 2, got 1"):
-        SmartPoolAutoSwap(steps=1)

@@ -154,13 +154,3 @@ def test_infeasible_says_how_far_it_can_go() -> None:
         agents.make("superneurons", min_bytes=1).plan(NET, MACHINE, 41)
     plan = agents.make("superneurons", min_bytes=1).plan(NET, MACHINE, 42)
     assert simulate(NET, plan, MACHINE, 42).required_bytes == 42
-
-
-def test_unknown_mode() -> None:
-    with pytest.raises(ValueError, match="mode: expected"):
-        agents.make("superneurons", mode="both")
-
-
-def test_unknown_strategy() -> None:
-    with pytest.raises(ValueError, match="recompute: expected one of cost, speed, memory, got 'fast'"):
-        agents.make("superneurons", recompute="fast")

@@ -161,13 +161,6 @@ def test_channel() -> None:
     assert Channel(0).early(1, 0, 0) is None
 
 
-def test_bad_options() -> None:
-    with pytest.raises(ValueError, match="max_swap_ratio: expected"):
-        TENSILE(max_swap_ratio=1.5)
-    with pytest.raises(ValueError, match="mode: expected"):
-        TENSILE(mode="both")
-
-
 def test_the_largest_tensor_of_all_jobs_goes_first() -> None:
     # TWO needs 100 bytes at its peak, the other 110. At 200 the 40 bytes of its a go, though 30 or 20 would do.
     other = straight([Tensor("a", 40), Tensor("b", 20)], USES, [10, 10, 60, 10, 30, 30, 10, 10], peak=3)

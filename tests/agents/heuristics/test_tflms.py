@@ -63,10 +63,3 @@ def test_a_program_without_a_backward_pass_has_nothing_to_swap() -> None:
     assert agents.make("tflms", min_bytes=1).plan(FOUR, MACHINE, 14).decisions == ()
     with pytest.raises(agents.Infeasible, match="smallest limit it can reach is 14 bytes"):
         agents.make("tflms", min_bytes=1).plan(FOUR, MACHINE, 13)
-
-
-def test_bad_options() -> None:
-    with pytest.raises(ValueError, match="n_tensors: expected at least 0"):
-        agents.make("tflms", n_tensors=-1)
-    with pytest.raises(ValueError, match="lower_bound: expected at least 1"):
-        agents.make("tflms", lower_bound=0)

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
 
 import agents
 from agents.heuristics.vdnn import VDNN, offloads, prefetches
@@ -14,7 +13,6 @@ from simulator import Gap, Kernel, Machine, Program, Swap, Tensor, simulate
 from simulator.compiled.encoding import SWAP, SYNC_SWAP
 from simulator.program import KernelKind
 from simulator.timeline import Breakdown
-from tests.strategies import machines, networks, programs, reachable_limits
 
 MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, copy_latency_ns=0)
 PLENTY = 1000
@@ -153,38 +151,7 @@ def test_dyn_says_how_far_down_it_can_go() -> None:
     assert planner.simulator_calls == 4
 
 
-def test_differs_from_planners_that_look_at_the_limit() -> None:
-    """Where all fits, AutoSwap swaps nothing; under 100 bytes it swaps one tensor and waits for none to leave."""
-    assert agents.make("autoswap_swdoa", min_bytes=1).plan(NETWORK, MACHINE, 105).decisions == ()
-    assert len(agents.make("autoswap_swdoa", min_bytes=1).plan(NETWORK, MACHINE, 100).decisions) == 1
-    assert len(plan("all", 105).decisions) == 2
-
-
 def test_rows_are_of_the_kind_asked_for() -> None:
     for sync, kind in ((True, SYNC_SWAP), (False, SWAP)):
         rows = VDNN("all", sync=sync, min_bytes=1).rows(NETWORK, "all")
         assert rows.dtype == np.int64 and rows.tolist() == [[kind, A1, 1, 6, 4, 0], [kind, A2, 2, 5, 3, 1]]
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_survives_any_program(data: st.DataObject) -> None:
-    """Phases are drawn freely: backward kernels may come before forward ones; or a network as it should be."""
-    program, machine = data.draw(programs() | networks()), data.draw(machines())
-    phases, kinds = st.sampled_from(["forward", "backward", "optimizer"]), st.sampled_from(["conv", "norm"])
-    if data.draw(st.booleans()):
-        kernels = tuple(replace(k, phase=data.draw(phases), kind=data.draw(kinds)) for k in program.kernels)
-        program = replace(program, kernels=kernels)
-    limit = data.draw(reachable_limits(program) | st.integers(0, program.peak_bytes + 1))
-    for name in ("vdnn_all", "vdnn_conv", "vdnn_dyn"):
-        try:
-            made = agents.make(name, min_bytes=1).plan(program, machine, limit)
-        except agents.Infeasible:
-            assert limit < program.peak_bytes
-            continue
-        assert simulate(program, made, machine, limit).peak_bytes <= limit
-
-
-def test_unknown_policy() -> None:
-    with pytest.raises(ValueError, match="policy: expected one of all, conv, dyn, got 'most'"):
-        VDNN("most")

@@ -11,7 +11,7 @@ import agents
 from agents.floor import floor
 from agents.heuristics.workspace import free_bytes, least_workspaces, plan_with_variants, relaxed, with_fastest_variants
 from simulator import Engine, Kernel, Machine, OutOfMemory, Plan, PlanError, Program, Recompute, Swap, Tensor, simulate
-from tests.agents.test_bound import in_the_long_run
+from tests.agents.test_floor import in_the_long_run
 from tests.strategies import machines, plans, programs, with_algorithms
 
 MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, copy_latency_ns=0, alignment=1)

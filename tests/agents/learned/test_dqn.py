@@ -9,14 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from agents.learned.dqn import DQNConfig, Trainer, TrainingStateError, train
-from agents.learned.dqn_config import RENAMED, config_from
+from agents.learned.dqn import Trainer, train
+from agents.learned.dqn_config import RENAMED, DQNConfig, config_from
 from agents.learned.experience_buffer import ExperienceBuffer, State
 from agents.learned.structure2vec import Structure2Vec
+from agents.learned.training_state import TrainingStateError
 from agents.learned.transfer import Agent, TransferConfig, actions_of
 from agents.planner import Infeasible
 from envs.memory_env import small_task
-from envs.walk import Task, Walk
+from envs.task import Task
+from envs.walk import Walk
 from simulator import Engine, Program, Swap, simulate
 from simulator.compiled.engine import rows_of
 
@@ -105,7 +107,7 @@ def test_the_policy_learns():
 
 @pytest.mark.parametrize("priority", [0.0, 0.6])
 def test_same_seed_same_run_and_resume(tmp_path, priority):
-    config = config_from({**SMALL.__dict__, "priority": priority, "n_step": 3, "episodes": 48, "checkpoint_every": 12})
+    config = config_from({**SMALL.__dict__, "priority": priority, "n_step": 3, "episodes": 24, "checkpoint_every": 6})
     whole = train(PROGRAM, MACHINE, LIMIT, config, seed=3, checkpoint=tmp_path / "a.pt")
     assert repr(train(PROGRAM, MACHINE, LIMIT, config, seed=3)) == repr(whole)  # repr: losses may be nan
     assert train(PROGRAM, MACHINE, LIMIT, config, seed=4).history != whole.history
@@ -114,7 +116,7 @@ def test_same_seed_same_run_and_resume(tmp_path, priority):
         pass
 
     def kill(episode):
-        if episode.episode == 30:
+        if episode.episode == 15:
             raise Killed
 
     with pytest.raises(Killed):

@@ -21,13 +21,14 @@ from agents.learned.program_dqn import (
 from agents.learned.training_state import TrainingStateError, read_weights, save_weights
 from agents.learned.walk_columns import ACTION, WALK
 from envs.memory_env import small_task
-from envs.walk import KEEP, Walk
+from envs.task import KEEP
 from simulator import simulate
 from simulator.compiled.encoding import decisions_of
 from simulator.files import FormatError
 from simulator.limits import limit_bytes
 from simulator.plan import Plan
 from simulator.ways import KEPT, RECOMPUTED, STAYS, SWAPPED
+from tests.oracle.walk import Walk
 
 PROGRAM, MACHINE = small_task()
 SMALL = ProgramDQNConfig(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from itertools import count
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +18,7 @@ from simulator.compiled import engine as engine_module
 from simulator.compiled.encoding import NEVER
 from tests import random_cases
 from tests.agents.search import stepwise
+from tests.agents.search.stepwise import ticking
 from tests.agents.search.test_search import MACHINE, pyramid
 
 HOT, COLD = 3e-2, 3e-4
@@ -33,12 +32,6 @@ class Counted(Engine):
     def score(self, rows: Rows, limit_until: int | None = None, cutoff_ns: int = NEVER) -> Any:
         self.asked += 1
         return super().score(rows, limit_until, cutoff_ns)
-
-
-def ticking(seconds: float) -> SimpleNamespace:
-    """A module ``time`` whose clock goes on by so much at every look."""
-    looks = count()
-    return SimpleNamespace(monotonic=lambda: seconds * next(looks))
 
 
 def outcome(

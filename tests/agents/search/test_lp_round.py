@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 import agents
 from simulator import Recompute, Swap, simulate
 from tests import tiny
 from tests.agents.search.test_search import overhead, pyramid
-from tests.agents.test_bound import MACHINE, sandwich
+from tests.agents.test_floor import MACHINE, sandwich
 
 
 def test_it_finds_the_plans_that_are_best_by_hand() -> None:
@@ -47,30 +45,17 @@ def test_infeasible_is_proven_by_the_floor() -> None:
         agents.make("lp_round", min_bytes=1).plan(sandwich(), MACHINE, 99)
 
 
-def test_bad_options() -> None:
-    with pytest.raises(ValueError, match="calls: expected at least"):
-        agents.make("lp_round", calls=3)
-    with pytest.raises(ValueError, match="mode: expected"):
-        agents.make("lp_round", mode="both")
-
-
-def test_seconds_are_kept() -> None:
+def test_with_seconds_it_is_no_worse_than_a_heuristic() -> None:
     program = pyramid(60, 1)
     limit = int(0.6 * program.peak_bytes)
-    agents.make("lp_round", min_bytes=1, calls=100).plan(program, MACHINE, limit)  # compiles
     for seconds in (0.1, 1.0):
-        planner, began = agents.make("lp_round", min_bytes=1, seconds=seconds), time.monotonic()
+        planner = agents.make("lp_round", min_bytes=1, seconds=seconds)
         plan = planner.plan(program, MACHINE, limit)
-        assert time.monotonic() - began < 1.2 * seconds + 1.5  # other processes run
         found = simulate(program, plan, MACHINE, limit).overhead
         assert planner.floor.overhead <= found <= overhead(program, limit, "autoswap_swdoa")
     few = agents.make("lp_round", min_bytes=1, seconds=60.0, calls=100)
     few.plan(program, MACHINE, limit)
     assert few.simulator_calls <= 100
-    with pytest.raises(ValueError, match="seconds: expected more than 0"):
-        agents.make("lp_round", seconds=0)
-    with pytest.raises(ValueError, match="jobs: expected at least 1"):
-        agents.make("lp_round", seconds=1.0, jobs=0)
 
 
 def test_counted_calls_give_one_plan() -> None:

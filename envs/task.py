@@ -1,0 +1,69 @@
+"""What an episode is about: one program on one machine under one limit, and the arrays that every walk reads."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envs.graph import OFFLOAD, REMOVE, build_graph
+from simulator import Engine, Machine, Program
+
+DEAD_END_REWARD = -10.0  # more than ten iterations lost: below any plan worth having
+REWARDS = ("paper", "causal")
+# Ways to take an action. An offload: the copy is issued as the gap opens, or at once after the last write. A removal:
+# recomputed at the next use, or so and its chain stays (``keep``), or as early as it fits (``at``).
+PLAIN, COPY, KEEP, EARLY = 0, 1, 1, 2
+
+
+class Task:
+    """One program on one machine under one limit, shared by any number of walks (one thread).
+
+    Args:
+        limit: bytes.
+        min_bytes: tensors below this size are not considered.
+        mode: "swap", "recompute" or "joint".
+
+    Raises:
+        ValueError: unknown mode, or nothing to decide.
+    """
+
+    def __init__(
+        self, program: Program, machine: Machine, limit: int, min_bytes: int = 2**20, mode: str = "swap"
+    ):  # fmt: skip
+        self.program, self.machine, self.limit, self.mode = program, machine, int(limit), mode
+        self.graph = build_graph(program, machine, self.limit, min_bytes, mode)
+        self.engine = Engine(program, machine, self.limit)
+        self.forms = 2 if mode == "swap" else 3  # ways to take an action
+        self.ideal_ns = max(1, program.ideal_ns)
+        gaps = np.array(self.graph.gaps, np.int64).reshape(-1, 3)
+        self.tensor, self.after, self.before = gaps.T
+        self.wraps = self.after >= self.before
+        self.start_ns = np.array(program.start_ns, np.int64)
+        self.duration_ns = np.diff(self.start_ns).astype(np.float64)
+        self.nbytes = np.array([program.tensors[t].nbytes for t in self.tensor], np.int64)
+        self.d2h_ns = np.array([machine.d2h_ns(program.tensors[t].nbytes) for t in self.tensor], np.int64)
+        self.h2d_ns = np.array([machine.h2d_ns(program.tensors[t].nbytes) for t in self.tensor], np.int64)
+        self.copy_at, self.first_since = self._copies()
+        self.offloads = np.flatnonzero(self.graph.action_kind == OFFLOAD)
+        self.offload_gap = self.graph.action_gap[self.offloads]
+        self.removals = np.flatnonzero(self.graph.action_kind == REMOVE)
+        self.removal_gap = self.graph.action_gap[self.removals]
+        openings = np.unique(self.after[~self.wraps]) + 1
+        n = len(program.kernels)
+        following = np.append(openings, n)
+        self.next_opening = following[np.searchsorted(openings, np.arange(n), side="right")]
+        self.live_bytes = np.array(program.live_bytes, np.int64)
+        self.host_is_short = sum(program.tensors[t].nbytes for t in set(self.tensor.tolist())) > machine.host_bytes
+
+    def _copies(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(G,) the last write before the kernel that opens the gap, in this iteration, or -1; and the first of the gaps
+        since then, which are the tensor's before this one."""
+        copy_at = np.full(len(self.tensor), -1, np.int64)
+        first_since = np.arange(len(self.tensor))
+        for g, (t, after) in enumerate(zip(self.tensor.tolist(), self.after.tolist(), strict=True)):
+            written = [k for k in self.program.writes[t] if k <= after]
+            if written and written[-1] < after:
+                copy_at[g] = written[-1]
+                while (f := first_since[g] - 1) >= 0 and self.tensor[f] == t and self.before[f] > written[-1]:
+                    first_since[g] = f
+        return copy_at, first_since
