@@ -54,7 +54,7 @@ class Gaps(NamedTuple):
     earlier: NDArray[np.int64]  # (m,)
 
 
-class State(NamedTuple):
+class PlanArrays(NamedTuple):
     """A plan: a row per gap, whether the gap is emptied, and the planned residency."""
 
     rows: NDArray[np.int64]  # (m, 6)

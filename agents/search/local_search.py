@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from agents.planner import Candidates, Rows, rows_for
 from agents.search import local_moves as of
-from agents.search.local_moves import Gaps, Scratch, State
+from agents.search.local_moves import Gaps, PlanArrays, Scratch
 from simulator.compiled.encoding import BEFORE, TENSOR
 from simulator.compiled.engine import Engine
 from simulator.program import Gap, Program
@@ -70,9 +70,9 @@ class Moves:
         room = len(self.gaps) + 2 * of.PRUNE + 8
         self._scratch = Scratch(np.full(room, -1, np.int64), np.empty(6, np.int64), np.empty_like(self.rows))
 
-    def _empty(self) -> State:
+    def _empty(self) -> PlanArrays:
         first, m = self.weights.argmax(1), len(self.gaps)
-        return State(self._gaps.ways[np.arange(m), first], np.zeros(m, np.bool_), self._live_bytes.copy())
+        return PlanArrays(self._gaps.ways[np.arange(m), first], np.zeros(m, np.bool_), self._live_bytes.copy())
 
     @property
     def rows(self) -> Rows:

@@ -233,7 +233,7 @@ def test_rewards_sum_to_the_overhead_of_the_returned_plan():
     assert len(overheads) > 10  # the choices matter
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_the_mask_never_lies(data):
     """A valid action is taken without error and gives a plan that fits the program; an invalid one is refused.

@@ -136,7 +136,7 @@ def test_the_weights_that_come_with_it_are_worth_more_than_none() -> None:
 
     def overhead(guide: bool) -> float:
         plans = [
-            agents.make("policy_search", calls=500, seed=s, guide=guide).plan(program, machine, limit) for s in range(3)
+            agents.make("policy_search", calls=500, seed=s, guide=guide).plan(program, machine, limit) for s in range(2)
         ]
         return float(np.mean([simulate(program, plan, machine, limit).overhead for plan in plans]))
 

@@ -32,7 +32,7 @@ from tests.oracle.walk import Walk
 
 PROGRAM, MACHINE = small_task()
 SMALL = ProgramDQNConfig(
-    iterations=30, tasks=2, walks=8, guide_calls=40, batch_size=64, width=16, layers=2, learning_rate=3e-3
+    iterations=20, tasks=2, walks=8, guide_calls=40, batch_size=64, width=16, layers=2, learning_rate=3e-3
 )
 
 
@@ -128,7 +128,7 @@ def test_learns_what_random_walks_do_not_find(tmp_path: Path) -> None:
     learner = Learner(cases(), SMALL, 0)
     for i in range(SMALL.iterations):
         learner.iterate()
-        if i == 20:
+        if i == 15:
             learner.save(tmp_path / "state.pt")
     greedy, _ = learner.walk(np.array([0, 1]), np.zeros(2))
     for i in (0, 1):

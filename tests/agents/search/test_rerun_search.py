@@ -24,6 +24,13 @@ MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, copy_latency_ns=0)
 DATA = Path(__file__).parents[2] / "data" / "checkmate"
 
 
+@pytest.fixture
+def few_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as programs of a few kernels need."""
+    monkeypatch.setattr(rerun_search, "FIRST", 20_000)
+    monkeypatch.setattr(rerun_search, "CALLS", 500)
+
+
 def network(layers: int, seed: int, skip: bool) -> Program:
     """Layers forward, then back; ``skip``: each reads the last two."""
     rng = np.random.default_rng(seed)
@@ -46,7 +53,7 @@ def extra_ns(program: Program, plan: Plan, limit: int) -> int:
 
 
 @pytest.mark.parametrize(("seed", "skip"), [(0, False), (1, False), (2, True), (3, True)])
-def test_as_good_as_every_set_of_reruns(seed: int, skip: bool) -> None:
+def test_as_good_as_every_set_of_reruns(seed: int, skip: bool, few_moves: None) -> None:
     program = network(3, seed, skip)
     n = len(program.kernels)
     pairs = [Rerun(k, b) for b in range(n) for k in range(b) if k < 3]
@@ -123,14 +130,14 @@ def test_where_nothing_fits_it_says_so() -> None:
     assert agents.make("rerun_search").plan(program, MACHINE, program.peak_bytes).decisions == ()
 
 
-def test_same_seed_same_plan_and_the_clock_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_same_seed_same_plan_and_the_clock_ends_it(few_moves: None, monkeypatch: pytest.MonkeyPatch) -> None:
     program = network(8, 5, True)
     limit = int(0.6 * program.peak_bytes)
     planner = agents.make("rerun_search", min_bytes=1, kicks=3, seed=4)
     first, again = (planner.plan(program, MACHINE, limit) for _ in range(2))
     assert first == again
     monkeypatch.setattr(rerun_search, "time", ticking(1.0))  # a second at every look
-    agents.make("rerun_search", min_bytes=1, seconds=500.0, kicks=10**9).plan(program, MACHINE, limit)
+    agents.make("rerun_search", min_bytes=1, seconds=100.0, kicks=10**9).plan(program, MACHINE, limit)
 
 
 def test_unet_at_10_gib_is_at_most_what_checkmate_published() -> None:
