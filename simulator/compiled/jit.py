@@ -59,6 +59,8 @@ def jit(function: Any = None, **options: Any) -> Any:
     function.__qualname__ += "_" + function.stamp
     out: Any = njit(**({"cache": True} | options))(function)
     out.compile = _considerately(out)
+    if file := getattr(out._cache, "_cache_file", None):
+        file._load_index = _forgivingly(file._load_index)
     return out
 
 
@@ -96,6 +98,19 @@ def _considerately(dispatcher: Any) -> Callable[[Any], Any]:
             finally:
                 if collects:
                     gc.enable()
+
+    return run
+
+
+def _forgivingly(load: Callable[[], Any]) -> Callable[[], Any]:
+    """``load`` of the index of a cache: one that names a type which is no more (a NamedTuple that was renamed) is of an
+    older version, and as good as none."""
+
+    def run() -> Any:
+        try:
+            return load()
+        except (AttributeError, ImportError):
+            return {}
 
     return run
 

@@ -83,6 +83,32 @@ def test_plain_njit_would_not_notice(tmp_path):
     assert shop.run(factor=3) == [20, 20]
 
 
+POINT = """
+from typing import NamedTuple
+from simulator.compiled.jit import jit
+
+class {name}(NamedTuple):
+    x: int
+
+@jit
+def first(point):
+    return point.x
+
+print(first({name}(3)))
+"""
+
+
+def test_an_index_that_names_what_is_no_more_is_as_good_as_none(tmp_path):
+    env = os.environ | {
+        "NUMBA_CACHE_DIR": str(tmp_path / "cache"),
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]),
+    }
+    for name in ("Point", "Place"):
+        (tmp_path / "points.py").write_text(POINT.format(name=name))
+        run = [sys.executable, "-B", "-c", "import points"]
+        assert subprocess.run(run, env=env, capture_output=True, text=True, check=True).stdout == "3\n"
+
+
 def stamp(function):
     return jit(function).py_func.stamp
 
