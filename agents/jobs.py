@@ -19,8 +19,8 @@ import agents
 from agents.floor import floor
 from agents.planner import Infeasible, Planner
 from simulator.compiled.engine import simulate
+from simulator.job import Sharing
 from simulator.jobs import Job, JobsEngine, simulate_jobs, without_limit
-from simulator.jobs.nouns import Sharing
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program

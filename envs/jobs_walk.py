@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from envs.graph import NOTHING, OFFLOAD, REMOVE, SIZE, STATIC, OperationGraph, build_graph
 from simulator import Engine, Job, JobsTimeline, Machine, Plan, Program, simulate_jobs
 from simulator.compiled.encoding import AFTER, NEVER, RECOMPUTE, SWAP, TENSOR, decisions_of
-from simulator.jobs.nouns import JobTimeline, Sharing
+from simulator.job import JobTimeline, Sharing
 
 # Columns of the node features after the graph's; and of what is known of the moment.
 VALID, RELIEF, LOAD, SHARE, LEFT = range(STATIC, STATIC + 5)

@@ -6,7 +6,7 @@ from simulator.jobs import Job, JobsDeadlock, JobsTimeline, simulate_jobs
 from simulator.machine import Machine
 from simulator.plan import Decision, Plan, PlanError, Recompute, Rerun, Swap
 from simulator.program import Gap, Kernel, Program, Tensor
-from simulator.reference import OutOfMemory
+from simulator.schedule import OutOfMemory
 from simulator.timeline import Timeline
 
 __all__ = ["Decision", "Engine", "FormatError", "Gap", "Job", "JobsDeadlock", "JobsTimeline", "Kernel", "Machine",

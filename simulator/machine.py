@@ -44,8 +44,8 @@ class Machine:
     flops_per_s: dict[str, int] = field(default_factory=dict)  # by dtype: "float32", "bfloat16", …
     memory_bytes_per_s: int = 1
     launch_ns: int = 5_000
-    issue_ns: int = 0  # of the host, for a kernel or a copy; it runs ahead of the GPU (simulator.reference, choice i)
-    wait_ns: int = 0  # of the compute stream, for the event of a swap-in (simulator.reference, choice j)
+    issue_ns: int = 0  # of the host, for a kernel or a copy; it runs ahead of the GPU (RULES.md, choice i)
+    wait_ns: int = 0  # of the compute stream, for the event of a swap-in (RULES.md, choice j)
     copy_contention: float = 0.0  # of a memory-bound kernel's speed, what each copy beside it takes (choice k)
     # What the card counts besides what PyTorch reserves: the CUDA context, kernels and handles of libraries.
     context_bytes: int = 0

@@ -28,8 +28,22 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from simulator.machine import Machine
 from simulator.plan import Decision, Plan, PlanError, Recompute, Rerun, Swap, copied_at, recovered_at
 from simulator.program import Gap, Program
+
+MAX_ITERATIONS = 64  # of a simulation that does not become steady (rule 10)
+
+
+class OutOfMemory(RuntimeError):
+    """A kernel needs more than the limit even with everything away that the plan swaps out or drops."""
+
+    def __init__(self, kernel: int, requested: int, used: int, limit: int, job: str = ""):
+        of = f"job {job!r}: " if job else ""
+        super().__init__(
+            f"{of}kernel {kernel} needs {requested:,} bytes beside {used:,} in use, over the limit of {limit:,}"
+        )
+        self.kernel, self.requested, self.used, self.limit = kernel, requested, used, limit
 
 
 class Block(NamedTuple):
@@ -125,6 +139,22 @@ def lower(program: Program, plan: Plan) -> Schedule:
     if still_away != wrapping.keys():  # a pass before the boundary has fetched some
         walk = _Walk(program, plan.decisions, {t: wrapping[t] for t in still_away})
     return walk.schedule()
+
+
+def check_room(schedule: Schedule, machine: Machine, limit: int, limit_until: int) -> None:
+    """Do a plan's planned residency fit under the limit, and its copies on the host?
+
+    Raises:
+        OutOfMemory: the first kernel that does not fit, of those before ``limit_until``.
+        PlanError: more is on the host at one time than it holds.
+    """
+    for k in range(limit_until):
+        if schedule.residency[k] > limit:
+            used = schedule.resident[k]
+            raise OutOfMemory(k, schedule.residency[k] - used, used, limit)
+    most = max(schedule.on_host)
+    if most > machine.host_bytes:
+        raise PlanError(f"the plan has {most:,} bytes on the host at a time; {machine.name} has {machine.host_bytes:,}")
 
 
 class _Walk:

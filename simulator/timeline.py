@@ -45,7 +45,7 @@ class Breakdown:
     stall_memory_ns: int  # compute waits for memory that swap-outs (d2h) are freeing
     stall_data_ns: int  # compute waits for an input that a swap-in (h2d) is bringing
     overlapped_transfer_ns: int  # copy-engine time during which compute was not stalled
-    stall_issue_ns: int = 0  # at its end, until the host has issued as much again (simulator.reference, choice i)
+    stall_issue_ns: int = 0  # at its end, until the host has issued as much again (RULES.md, choice i)
 
 
 def memory_curve(events: Sequence[BlockEvent], resident: int) -> tuple[tuple[int, int], ...]:

@@ -1,41 +1,60 @@
-"""Random programs and plans for property tests."""
+"""Random programs, plans, machines and jobs for property tests: those of ``random_cases``, drawn so that they shrink.
+
+``networks`` draws what those seldom are.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 from hypothesis import strategies as st
 
-from simulator import Decision, Kernel, Machine, Plan, Program, Recompute, Rerun, Swap, Tensor
+from simulator import Job, Kernel, Machine, Plan, Program, Swap, Tensor
 from simulator.schedule import lower
-from tests.random_cases import added
+from tests import random_cases
+from tests.random_cases import JobsCase
+
+RANDOM: st.SearchStrategy[Random] = st.randoms(use_true_random=False)  # its choices are Hypothesis's
+
+
+def programs(max_kernels: int = 14) -> st.SearchStrategy[Program]:
+    """Programs with persistent tensors, in-place and multi-output kernels, workspaces and markers."""
+    return RANDOM.map(lambda rng: random_cases.program_of(rng, max_kernels))
+
+
+def plans(program: Program, reruns: bool = False) -> st.SearchStrategy[Plan]:
+    """Plans that fit the program."""
+    return RANDOM.map(lambda rng: random_cases.plan_of(rng, program, reruns))
+
+
+def machines() -> st.SearchStrategy[Machine]:
+    """Machines whose copies are about as slow as the kernels of ``programs``, with room on the host."""
+    return RANDOM.map(lambda rng: replace(random_cases.machine_of(rng), host_bytes=Machine.host_bytes))
+
+
+def with_algorithms(program: Program) -> st.SearchStrategy[tuple[Program, tuple[tuple[int, int], ...]]]:
+    """The program with several algorithms for some of its kernels, and a choice of them for a plan."""
+    return RANDOM.map(lambda rng: random_cases.with_algorithms(rng, program))
+
+
+def jobs_machines() -> st.SearchStrategy[Machine]:
+    """Machines on which switches cost, and kernels slow each other down."""
+    return RANDOM.map(lambda rng: replace(random_cases.jobs_machine_of(rng), host_bytes=Machine.host_bytes))
+
+
+def jobs(name: str) -> st.SearchStrategy[Job]:
+    """It may come late, leave early, change its plan, have kernels that take more or less time or other programs."""
+    return (programs(8) | networks()).flatmap(
+        lambda program: RANDOM.map(lambda rng: random_cases.job_of(rng, name, program))
+    )
 
 
 @st.composite
-def programs(draw: st.DrawFn, max_kernels: int = 14) -> Program:
-    """Programs with persistent tensors, in-place and multi-output kernels, workspaces and markers."""
-    n_persistent = draw(st.integers(0, 3))
-    tensors = [Tensor(f"p{i}", draw(st.integers(0, 40)), "parameter", True) for i in range(n_persistent)]
-    born: list[int] = list(range(n_persistent))
-    kernels = []
-    for k in range(draw(st.integers(2, max_kernels))):
-        recent = born[-8:] + born[:n_persistent]
-        inputs = draw(st.lists(st.sampled_from(recent), max_size=3, unique=True)) if recent else []
-        outputs = []
-        for _ in range(draw(st.integers(0, 2))):
-            tensors.append(Tensor(f"t{len(tensors)}", draw(st.integers(0, 40))))
-            outputs.append(len(tensors) - 1)
-        if recent and draw(st.booleans()) and draw(st.booleans()):
-            target = draw(st.sampled_from(recent))  # in place, with or without reading
-            outputs.append(target)
-            if draw(st.booleans()) and target not in inputs:
-                inputs.append(target)
-        born += [t for t in outputs if t not in born]
-        kernels.append(Kernel(
-            f"k{k}", "other", "forward", tuple(inputs), tuple(outputs), draw(st.integers(0, 30)),
-            workspace=draw(st.sampled_from([0, 0, 5, 20])), recomputable=draw(st.integers(0, 9)) > 0,
-        ))  # fmt: skip
-    return Program("random", tuple(tensors), tuple(kernels))
+def jobs_cases(draw: st.DrawFn, most: int = 3) -> JobsCase:
+    """From one job to so many, with more or less memory than they need, and room on the host."""
+    several = tuple(draw(jobs(f"j{i}")) for i in range(draw(st.integers(1, most))))
+    return random_cases.jobs_case_of(draw(RANDOM), several, draw(jobs_machines()))
 
 
 KINDS = st.sampled_from(["conv", "norm", "activation", "pool", "matmul"])
@@ -79,55 +98,3 @@ def reachable_limits(draw: st.DrawFn, program: Program) -> int:
     """From the least bytes with everything away between its uses, which swaps of all gaps need, to the peak."""
     everything = tuple(Swap(*gap) for gap in program.gaps())
     return draw(st.integers(lower(program, Plan(everything)).required_bytes, program.peak_bytes))
-
-
-@st.composite
-def plans(draw: st.DrawFn, program: Program, reruns: bool = False) -> Plan:
-    """Plans that fit the program: early copies, early or pinned returns, synchronous swap-outs, wrapping gaps, early
-    and late recomputation; or kernels that run again one by one."""
-    n = len(program.kernels)
-    decisions: list[Decision] = []
-    one_by_one = reruns and draw(st.booleans())
-    for gap in program.gaps():
-        kind = draw(st.sampled_from(["none", "swap", "swap", "none" if one_by_one else "recompute"]))
-        if kind == "none":
-            continue
-        span = (gap.before - gap.after - 1) % n
-        late = draw(st.integers(0, max(0, span))) if draw(st.booleans()) else 0
-        after = (gap.after + late) % n
-        if kind == "swap":
-            steps = (gap.before - after - 1) % n
-            prefetch = (after + draw(st.integers(0, steps))) % n if draw(st.booleans()) else None
-            sync = draw(st.integers(0, 2)) == 2
-            copy = (after - draw(st.integers(0, n - 1))) % n if draw(st.booleans()) else None
-            decision: Decision = Swap(gap.tensor, after, gap.before, prefetch, sync, copy)
-        else:
-            at = draw(st.integers(after + 1, max(after + 1, gap.before))) if draw(st.booleans()) else None
-            decision = Recompute(gap.tensor, after, gap.before, draw(st.booleans()), at)
-        decisions = added(program, decisions, decision)
-    for _ in range(draw(st.integers(0, n)) if one_by_one else 0):
-        before = draw(st.integers(1, n - 1))
-        decisions = added(program, decisions, Rerun(draw(st.integers(0, before - 1)), before))
-    return Plan(tuple(decisions), program.fingerprint)
-
-
-@st.composite
-def machines(draw: st.DrawFn) -> Machine:
-    """Machines whose copies are about as slow as the kernels of ``programs``."""
-    bandwidth = st.sampled_from([500_000_000, 1_000_000_000, 3_000_000_000])
-    duplex = st.sampled_from([0, 130_000_000, 400_000_000, 700_000_001, 2_900_000_000])
-    return Machine("random", 10**6, draw(bandwidth), draw(bandwidth), draw(st.integers(0, 3)), draw(st.integers(1, 2)),
-                   duplex_h2d_bytes_per_s=draw(duplex), duplex_d2h_bytes_per_s=draw(duplex))  # fmt: skip
-
-
-@st.composite
-def with_algorithms(draw: st.DrawFn, program: Program) -> tuple[Program, tuple[tuple[int, int], ...]]:
-    """The program with several algorithms for some of its kernels, and a choice of them for a plan."""
-    algorithm = st.tuples(st.integers(0, 30), st.integers(0, 30))
-    kernels, chosen = [], []
-    for k, kernel in enumerate(program.kernels):
-        variants = draw(st.lists(algorithm, max_size=3))
-        kernels.append(replace(kernel, variants=tuple(variants)))
-        if variants and draw(st.booleans()):
-            chosen.append((k, draw(st.integers(0, len(variants) - 1))))
-    return replace(program, kernels=tuple(kernels)), tuple(chosen)

@@ -24,9 +24,9 @@ from agents.jobs import ROUNDS, JobsPlanner, SearchedSplit, engine_of, shares_of
 from agents.planner import MIB, Infeasible
 from agents.search.local_search import Moves, check_heat
 from simulator.compiled.encoding import decisions_of, rows_of
+from simulator.job import Tenant
 from simulator.jobs import JobsEngine
 from simulator.jobs.noise import Noise
-from simulator.jobs.nouns import Tenant
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program

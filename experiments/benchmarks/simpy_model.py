@@ -1,4 +1,4 @@
-"""The simulator's clock (simulator/reference.py) as a SimPy model: the peer that bench times.
+"""The simulator's clock (simulator/RULES.md) as a SimPy model: the peer that bench times.
 
 Written as one would with SimPy: compute, the swap-outs and the swap-ins are processes; whoever completes
 something wakes those that wait. Events of one instant are ordered by their priority (rule 9): completions
@@ -18,8 +18,7 @@ import simpy
 
 from simulator.machine import ALONE, Machine
 from simulator.plan import Swap
-from simulator.reference import MAX_ITERATIONS
-from simulator.schedule import Schedule
+from simulator.schedule import MAX_ITERATIONS, Schedule
 
 # The first is SimPy's NORMAL; the last is that of work without duration, which completes when all else has started.
 COMPLETED, SETTLED, START_OUT, START_IN, START_STEP, NEXT_ROUND = 1, 2, 3, 4, 5, 6

@@ -17,7 +17,7 @@ from agents.heuristics.tensile import TENSILE
 from agents.planner import MIB
 from agents.search.local_search import Moves, anneal
 from experiments.benchmarks import simpy_model
-from simulator import Plan, Swap, reference
+from simulator import Plan, Swap, rules
 from simulator.compiled.engine import Engine, rows_of
 from simulator.compiled.jit import jit
 from simulator.jobs.engine import JobsEngine
@@ -52,13 +52,13 @@ def simulation(
     results = {
         "engine": engine.score(rows).iteration_ns,
         "SimPy": simpy_model.simulate(schedule, machine, limit),
-        "reference": reference.simulate(program, plan, machine, limit, iterations=1).iteration_ns,
+        "reference": rules.simulate(program, plan, machine, limit, iterations=1).iteration_ns,
     }
     if len(set(results.values())) > 1:
         raise AssertionError(f"{program.name}: the simulators disagree on the iteration (ns): {results}")
     fast = median_s(lambda: engine.score(rows), calls)
     simpy = median_s(lambda: simpy_model.simulate(schedule, machine, limit), 5)
-    slow = median_s(lambda: reference.simulate(program, plan, machine, limit, iterations=1), 3)
+    slow = median_s(lambda: rules.simulate(program, plan, machine, limit, iterations=1), 3)
     return {
         "simulate_us": round(fast * 1e6, 2),
         "speedup_vs_simpy": round(simpy / fast, 1),

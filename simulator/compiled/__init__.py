@@ -1,1 +1,1 @@
-"""The rules of reference.py, compiled with Numba: encoding, event loop, rematerialisation, Engine."""
+"""The rules of rules.py, compiled with Numba: encoding, event loop, rematerialisation, Engine."""

@@ -1,4 +1,4 @@
-"""The rules of reference.py, compiled: equal to it to the nanosecond, thousands of times faster.
+"""The rules of rules.py, compiled: equal to it to the nanosecond, thousands of times faster.
 
 ``simulate`` is the public call. ``Engine`` is for planners, which score many plans of one program: a plan
 is then an integer array with one row a decision (``rows_of``), and no Python object is made per call.
@@ -28,8 +28,7 @@ from simulator.compiled.scoring import score_plans
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
-from simulator.reference import MAX_ITERATIONS as STEADY, check_room
-from simulator.schedule import lower
+from simulator.schedule import MAX_ITERATIONS as STEADY, check_room, lower
 from simulator.timeline import Timeline
 
 # isort: off
@@ -297,7 +296,7 @@ class Engine:
             results[i] = work.result[0]
 
     def residency(self, rows: Ints) -> Ints:
-        """Planned residency per kernel (reference.py), int64 (kernels,), in a new array."""
+        """Planned residency per kernel (RULES.md), int64 (kernels,), in a new array."""
         self._lower(self._work, rows)
         return self.last_residency()
 
@@ -452,7 +451,7 @@ def _threads(process: int) -> ThreadPoolExecutor:
 def simulate(
     program: Program, plan: Plan, machine: Machine, limit: int, iterations: int = 2, limit_until: int | None = None
 ) -> Timeline:
-    """Runs a program under a plan; the rules are in reference.py.
+    """Runs a program under a plan; the rules are in RULES.md.
 
     Args:
         limit: bytes, persistent tensors included.

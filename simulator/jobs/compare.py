@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from simulator.compiled.engine import simulate
+from simulator.job import Job, JobsTimeline, Sharing
 from simulator.jobs.engine import simulate_jobs
-from simulator.jobs.nouns import Job, JobsTimeline, Sharing
 from simulator.machine import Machine
 from simulator.plan import Plan
 

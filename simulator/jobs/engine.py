@@ -1,4 +1,4 @@
-"""The rules of reference.py, compiled: equal to it to the nanosecond.
+"""The rules of rules.py, compiled: equal to it to the nanosecond.
 
 ``simulate_jobs`` is the public call. ``JobsEngine`` is for planners, which score many plans of the same programs: it
 makes no timeline. Both lower a plan that comes again once only. Read tables.py, event_loop.py and away.py first.
@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from simulator import rules
 from simulator.compiled.encoding import NEVER, Ints, decisions_of
-from simulator.jobs import reference
-from simulator.jobs.draws import Same
+from simulator.job import Job, JobsTimeline, Sharing, Tenant
 from simulator.jobs.event_loop import run
 from simulator.jobs.log import read_log
-from simulator.jobs.lowered import Lowered, check, left_by, reserved_bytes
-from simulator.jobs.nouns import Job, JobsTimeline, Sharing, Tenant
+from simulator.lowered import Lowered, check, left_by, reserved_bytes
+from simulator.plan_transfer import Same
 
 # isort: off
 from simulator.jobs.tables import (
@@ -31,7 +31,7 @@ from simulator.jobs.tables import (
 from simulator.machine import ALONE, Machine
 from simulator.plan import Plan, PlanError
 from simulator.program import Program
-from simulator.reference import OutOfMemory
+from simulator.schedule import OutOfMemory
 
 KEPT = 1024  # plans that an engine keeps lowered
 Tables = Sequence[Sequence[Table]]
@@ -142,7 +142,7 @@ def simulate_jobs(
     jobs: Sequence[Job], machine: Machine, limit: int, until_ns: int | None = None, sharing: Sharing = "fifo",
     tenant: Tenant = (),
 ) -> JobsTimeline:  # fmt: skip
-    """Runs several jobs on one machine; the rules are in reference.py.
+    """Runs several jobs on one machine; the rules are in RULES.md.
 
     Args:
         limit: bytes, persistent tensors included, for all jobs together.
@@ -166,7 +166,7 @@ def simulate_jobs(
         world = _world(jobs, plans, tables, machine, limit, until_ns, sharing, tenant, room)
         if run(world) == DEADLOCK:
             # It says who waits for what.
-            return reference.simulate_jobs(jobs, machine, limit, until_ns, sharing, tenant)
+            return rules.simulate_jobs(jobs, machine, limit, until_ns, sharing, tenant)
         entries = int(world.now[N_LOG])
     end = int(world.jobs["left"].max(initial=-1))
     out, order, evictions = read_log(world.log[:entries], jobs, plans)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from simulator.jobs.nouns import Tenant
+from simulator.job import Tenant
 from simulator.program import Program
 
 MOST = 0.95  # of the link that a tenant takes

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.compiled.encoding import Ints
-from simulator.jobs.lowered import Lowered
+from simulator.lowered import Lowered
 from simulator.machine import Machine
 from simulator.plan import Swap
 

@@ -22,8 +22,8 @@ from simulator import (
     Tensor,
     simulate_jobs,
 )
-from tests.job_cases import least_limit
-from tests.simulator.jobs.strategies import jobs, jobs_machines
+from tests.random_cases import least_limit
+from tests.strategies import jobs, jobs_machines
 
 # x is written, not used for 20 ns, and read.
 THREE = Program("three", (Tensor("x", 40), Tensor("y", 60)), (

@@ -2,10 +2,10 @@
 
 import pytest
 
-from simulator import reference
+from simulator import rules
 from simulator.compiled import engine
 
 
-@pytest.fixture(params=[reference.simulate, engine.simulate], ids=["reference", "engine"])
+@pytest.fixture(params=[rules.simulate, engine.simulate], ids=["reference", "engine"])
 def simulate(request):
     return request.param

@@ -1,22 +1,21 @@
-"""Copies take from the speed of kernels (reference.py, choice k): by hand, and everywhere the same."""
+"""Copies take from the speed of kernels (RULES.md, choice k): by hand, and everywhere the same."""
 
 from dataclasses import replace
 from math import ceil
-from random import Random
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from agents.floor import floor
-from simulator import Engine, Job, Kernel, Machine, Plan, Program, Swap, Tensor, reference, simulate, simulate_jobs
+from simulator import Engine, Job, Kernel, Machine, Plan, Program, Swap, Tensor, rules, simulate, simulate_jobs
 from simulator.compiled.engine import rows_of
 from simulator.machine import ALONE
 from simulator.schedule import lower
-from simulator.validate import violations
 from tests import random_cases, tiny
-from tests.strategies import machines, plans, programs
+from tests.oracle import violations
+from tests.strategies import RANDOM, machines, plans, programs
 
-RUNS = pytest.mark.parametrize("run", [reference.simulate, simulate])
+RUNS = pytest.mark.parametrize("run", [rules.simulate, simulate])
 
 
 def program_of(nbytes, duration=1000, count=4):
@@ -75,30 +74,25 @@ def test_what_a_copy_takes():
     assert replace(MACHINE, copy_contention=0.0).copy_loss(100_000, 1000) == 0
 
 
-def test_engine_equals_reference_in_many_cases():
+def test_it_is_of_consequence():
+    """In the cases in which all simulators agree (tests/test_random_cases.py)."""
     differs = 0
-    for seed in range(1500):
-        case = random_cases.contending(Random(-seed), random_cases.case(seed))
-        assert random_cases.difference(case) is None, f"seed {seed}"
-        program, plan, machine, limit = case[:4]
+    for seed in range(0, 900, 3):
+        program, plan, machine, limit = random_cases.any_case(seed)[:4]
         if limit >= lower(program, plan).required_bytes and max(lower(program, plan).on_host) <= machine.host_bytes:
             free = simulate(program, plan, replace(machine, copy_contention=0.0), limit)
             differs += simulate(program, plan, machine, limit) != free
-    assert differs > 400  # it is of consequence
+    assert differs > 80
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
-def test_engine_equals_reference_and_nothing_is_found(data):
+def test_a_cutoff_and_the_floor_hold(data):
     program = data.draw(programs())
     plan = data.draw(plans(program, reruns=True))
     limit = lower(program, plan).required_bytes + data.draw(st.integers(0, 60))
-    case = random_cases.Case(program, plan, data.draw(machines()), limit, None, data.draw(st.integers(1, 4)))
-    case = random_cases.contending(Random(data.draw(st.integers(0, 2**16))), case)
+    case = random_cases.contending(data.draw(RANDOM), random_cases.Case(program, plan, data.draw(machines()), limit))
     program, plan, machine = case[:3]
-    assert random_cases.difference(case) is None
-    timeline = simulate(program, plan, machine, limit)
-    assert violations(timeline, program, plan, machine, limit) == []
     engine, rows = Engine(program, machine, limit).with_variants(plan.variants), rows_of(plan.decisions)
     score = engine.score(rows)
     if score.feasible:
@@ -121,7 +115,7 @@ def test_variants_move_the_same_bytes_in_another_time():
     kernels = tuple(replace(k, variants=((1000, 0), (500, 0))) for k in program.kernels)
     program = replace(program, kernels=kernels)
     fast = replace(plan, variants=((2, 1),))
-    for run in (reference.simulate, simulate):
+    for run in (rules.simulate, simulate):
         timeline = run(program, fast, MACHINE, 10**6)
         assert [s.end_ns - s.start_ns for s in timeline.spans if s.kind == "kernel"][-2] == 525
     assert violations(timeline, program, fast, MACHINE, 10**6) == []

@@ -13,8 +13,8 @@ import pytest
 
 from simulator import Kernel, Machine, Plan, Program, Recompute, Swap, Tensor, Timeline, simulate
 from simulator.schedule import lower
-from simulator.validate import violations
 from tests import tiny
+from tests.oracle import violations
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 

@@ -1,4 +1,4 @@
-"""The rules of reference.py one by one, worked out by hand; both simulators must say the same.
+"""The rules of RULES.md one by one, worked out by hand; both simulators must say the same.
 
 One byte takes one nanosecond to copy, except where a test says otherwise. Spans are written
 (what, start, end); memory is (time, bytes in use after the change).

@@ -1,4 +1,4 @@
-"""The rules of reference.py on order, iterations and choices, by hand; both simulators must say the same."""
+"""The rules of RULES.md on order, iterations and choices, by hand; both simulators must say the same."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from simulator import (
     Recompute,
     Swap,
     Tensor,
-    reference,
+    rules,
 )
 from simulator.compiled import engine
 from simulator.schedule import lower
@@ -101,8 +101,8 @@ def test_the_order_of_the_decisions_has_no_meaning(data):
     plan, machine = data.draw(plans(program)), data.draw(machines())
     decisions = tuple(data.draw(st.permutations(plan.decisions)))
     limit = lower(program, plan).required_bytes
-    expected = reference.simulate(program, plan, machine, limit)
-    for run in (reference.simulate, engine.simulate):
+    expected = rules.simulate(program, plan, machine, limit)
+    for run in (rules.simulate, engine.simulate):
         assert run(program, Plan(decisions), machine, limit) == expected
 
 

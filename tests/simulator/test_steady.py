@@ -1,4 +1,4 @@
-"""Rule 10 of reference.py: the simulation goes on until the figures are those of the steady state."""
+"""Rule 10 of RULES.md: the simulation goes on until the figures are those of the steady state."""
 
 from dataclasses import replace
 

@@ -21,9 +21,9 @@ import numpy as np
 from agents.heuristics.tensile import TENSILE
 from agents.heuristics.tensile.times import KernelTimes, Times, corrected, drift, sequence
 from agents.jobs import JobsPlanner
+from simulator.job import Sharing, Tenant
 from simulator.jobs import Job, JobsTimeline, JobTimeline, simulate_jobs
-from simulator.jobs.lowered import NEVER
-from simulator.jobs.nouns import Sharing, Tenant
+from simulator.lowered import NEVER
 from simulator.machine import Machine
 
 

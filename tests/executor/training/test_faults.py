@@ -18,7 +18,7 @@ from executor.training import engines, storage
 from executor.training.host import slab
 from simulator import Plan, Swap
 from simulator.plan import PlanError
-from simulator.reference import OutOfMemory
+from simulator.schedule import OutOfMemory
 from tests.executor.networks import sgd
 from tests.executor.training.programs import (
     GPU,

@@ -2,9 +2,10 @@
 
 import pytest
 
-from simulator.jobs import engine, reference
+from simulator import rules
+from simulator.jobs import engine
 
 
-@pytest.fixture(params=[reference.simulate_jobs, engine.simulate_jobs], ids=["reference", "engine"])
+@pytest.fixture(params=[rules.simulate_jobs, engine.simulate_jobs], ids=["reference", "engine"])
 def simulate_jobs(request):
     return request.param

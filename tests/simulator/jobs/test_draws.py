@@ -8,8 +8,7 @@ import pytest
 from simulator import Kernel, Plan, Program, Recompute, Rerun, Swap, Tensor
 from simulator.jobs import adapted
 from simulator.schedule import lower
-from tests.job_cases import draw_of
-from tests.random_cases import plan_of, program_of
+from tests.random_cases import draw_of, plan_of, program_of
 
 
 @pytest.mark.parametrize("seed", range(300))

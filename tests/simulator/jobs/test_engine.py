@@ -1,4 +1,4 @@
-"""engine.py is reference.py, compiled; JobsEngine says what the timelines say."""
+"""engine.py is rules.py, compiled; JobsEngine says what the timelines say."""
 
 import math
 from dataclasses import replace
@@ -12,21 +12,8 @@ from simulator.jobs import JobsEngine, alone_ns, engine, without_limit
 from simulator.jobs.tables import table_of
 from simulator.schedule import lower
 from tests import tiny
-from tests.job_cases import jobs_case, jobs_difference, least_limit
-from tests.simulator.jobs.strategies import jobs_cases, jobs_machines
-from tests.strategies import plans, programs
-
-
-@settings(max_examples=500, deadline=None)
-@given(jobs_cases(4))
-def test_engine_equals_reference(case):
-    assert jobs_difference(case) is None
-
-
-@pytest.mark.parametrize("first", range(0, 3000, 1000))
-def test_engine_equals_reference_in_many_cases(first):
-    for seed in range(first, first + 1000):
-        assert jobs_difference(jobs_case(seed)) is None, f"seed {seed}"
+from tests.random_cases import least_limit
+from tests.strategies import jobs_cases, jobs_machines, plans, programs
 
 
 def test_a_log_of_more_entries_than_expected():
@@ -36,7 +23,7 @@ def test_a_log_of_more_entries_than_expected():
     assert timeline.jobs[0].boundaries == tuple(range(10, 30_010, 10))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_a_score_is_what_the_timeline_says(data):
     several = data.draw(st.lists(programs(8), min_size=1, max_size=3))

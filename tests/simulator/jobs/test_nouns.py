@@ -4,7 +4,7 @@ import json
 import math
 
 from simulator import Job, Kernel, Plan, Program, Swap, Tensor
-from simulator.jobs.reference import simulate_jobs
+from simulator.rules import simulate_jobs
 from tests import tiny
 
 JOBS = (

@@ -1,7 +1,7 @@
-"""The clock of several jobs: replays their spans, round by round, and names the first rule that they break.
+"""The clock: replays the spans of jobs, round by round, and names the first rule that they break.
 
 In each round what ends now is completed, jobs go and come, and each stream is asked whether something starts now. What
-starts must be allowed to; where nothing starts, nothing must be able to. Rules by number: simulator.jobs.reference.
+starts must be allowed to; where nothing starts, nothing must be able to. Rules by number: simulator/RULES.md.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from simulator.jobs.nouns import Job, JobsTimeline, Tenant
-from simulator.jobs.validate.one_job import FAR, Gap, Part, Running, alike
+from simulator.job import Job, JobsTimeline, Tenant
 from simulator.machine import Machine
-from simulator.schedule import lower
 from simulator.timeline import Span
-from simulator.validate.ledger import Change
-from simulator.validate.spans import LONE, Violation, beside_each_other
-from simulator.validate.steps import Block
+from tests.oracle.ledger import Change
+from tests.oracle.machine import LONE, Violation, beside_each_other, copy_ns, taken
+from tests.oracle.one_job import FAR, Gap, Part, Running, alike
+from tests.oracle.steps import Block
 
 
 class Broken(Exception):
@@ -49,13 +48,18 @@ class Replay:
 
     Attributes:
         curve: (time, bytes in use) after each change of the ledger.
+        states: of a job alone, what the future depends on, at the start and at the end of each iteration.
+
+    Args:
+        alone: the first job is the only one: nothing is evicted, and it stops at its last boundary.
     """
 
     def __init__(self, timeline: JobsTimeline, jobs: Sequence[Job], parts: Sequence[list[Part]], machine: Machine,
-                 limit: int, until_ns: int | None, tenant: Tenant):  # fmt: skip
+                 limit: int, until_ns: int | None, tenant: Tenant, alone: bool = False):  # fmt: skip
         self.timeline, self.jobs, self.machine, self.limit = timeline, jobs, machine, limit
         self.fifo, self.one_engine = timeline.sharing == "fifo", machine.copy_engines == 1
-        self.tenant = tenant
+        self.tenant, self.alone = tenant, alone
+        self.states: list[object] = []
         self.until = FAR if until_ns is None else until_ns
         self.all = [Running(j, *each, [0]) for j, each in enumerate(zip(jobs, timeline.jobs, parts, strict=True))]
         self.waiting = sorted(self.all, key=lambda r: (r.job.arrives_ns, r.index))
@@ -88,6 +92,8 @@ class Replay:
     def _round(self) -> bool:
         self._end_copies()
         self._end_steps()
+        if self.alone and self.all[0].leaving:
+            return self._stop()
         self._part()
         self._admit()
         if not self.present and not self.waiting:
@@ -100,6 +106,20 @@ class Replay:
         self._start_steps()
         self._go_on()
         return True
+
+    def _stop(self) -> bool:
+        """A job alone has come to its end: copies under way would go on as they are."""
+        self._set_rates()
+        for work, _ in self.copies.values():
+            right = work.span.end_ns == self.now - (-work.left // work.rate)
+            self._need(right, "duration", f"{work.span} does not end when its work is done")
+        self._need(not any(self.spans.values()), "order", "something is recorded after the last iteration")
+        return False
+
+    def _state(self, job: Running) -> object:
+        """Of a job alone."""
+        copies = frozenset((work.span.stream, work.span.index, work.left) for work, _ in self.copies.values())
+        return job.state(), copies, tuple((c.block.owner, c.issued - self.ended) for c in self.queue), self.used
 
     def _charge(self, job: Running, block: Block, sign: int) -> None:
         self.used += sign * block.nbytes
@@ -202,6 +222,7 @@ class Replay:
         self._need(ran.boundaries[job.iterations] == self.now, "figures", f"job {ran.name!r} has other boundaries")
         job.iterations += 1
         job.changes.append(len(job.ledger))
+        self.states.append(self._state(job))
         last = job.iterations == job.job.iterations or self.now >= self._leaves(job)
         self._need(last == (job.iterations == len(ran.boundaries)), "leave", f"job {ran.name!r} leaves at another time")
         if last:
@@ -275,9 +296,11 @@ class Replay:
 
     def _planned_host(self, job: Running) -> int:
         """What the host keeps free for the plans of a job (rule 9). Those that it never went by left no spans."""
-        ran = {part.plan: part.steps.planned_host_bytes() for part in job.parts}
-        most = [max(ran[i] if i in ran else lower(*each).on_host) for i, each in enumerate(job.job.entries)]
-        return sum(sorted(most, reverse=True)[:2])
+        if not job.on_host:
+            parts = {part.plan: part for part in job.parts}
+            entries = (parts.get(i) or Part.unused(job.job, i) for i in range(len(job.job.entries)))
+            job.on_host = [max(part.steps.planned_host_bytes()) for part in entries]
+        return sum(sorted(job.on_host, reverse=True)[:2])
 
     def _host_left(self) -> int:
         counted = sum(g.block.nbytes for r in self.present for g in r.gaps.values() if g.counted)
@@ -286,14 +309,9 @@ class Replay:
     def _room(self, job: Running) -> bool:
         """May a job begin?"""
         entry = self._plan(job)
-        if job.parts and alike(job.job, job.parts[0].plan, entry):
-            part = job.parts[0]
-            away = {d.tensor for d, _, opened, back in part.swaps if opened < 0 <= back}
-            waits, takes = part.pieces[0].step.waits, sum(b.nbytes for b in part.pieces[0].step.takes)
-        else:  # not by this plan
-            plan = lower(*job.job.entries[entry])
-            away, waits = set(plan.away_at_start), set(plan.steps[0].waits)
-            takes = sum(plan.blocks[b].nbytes for b in plan.steps[0].allocates)
+        first = job.parts[0] if job.parts and alike(job.job, job.parts[0].plan, entry) else Part.unused(job.job, entry)
+        away = {d.tensor for d, _, opened, back in first.swaps if opened < 0 <= back}
+        waits, takes = first.pieces[0].step.waits, sum(b.nbytes for b in first.pieces[0].step.takes)
         tensors = job.job.entries[entry][0].tensors
         resident = sum(x.nbytes for t, x in enumerate(tensors) if x.persistent and (t not in away or t in waits))
         return self.used + resident + takes <= self.limit and self._planned_host(job) <= self._host_left()
@@ -316,6 +334,7 @@ class Replay:
             if block not in job.gaps:
                 self._charge(job, block, 1)
         job.changes.append(len(job.ledger))
+        self.states.append(self._state(job))
 
     # ----------------------------------------------------------------------------------- what starts
 
@@ -352,10 +371,7 @@ class Replay:
         return spans.popleft()[0]
 
     def _begin_copy(self, stream: str, span: Span, copy: Copy) -> None:
-        rate = self.machine.d2h_bytes_per_s if stream == "d2h" else self.machine.h2d_bytes_per_s
-        whole, rest = divmod(copy.block.nbytes * 10**9, rate)
-        lasts = self.machine.copy_latency_ns + whole + (rest > 0)
-        self.copies[stream] = Work(copy.job, span, lasts * LONE), copy
+        self.copies[stream] = Work(copy.job, span, copy_ns(self.machine, stream, copy.block.nbytes) * LONE), copy
 
     def _start_out(self) -> None:
         first = self.queue[0] if self.queue else None
@@ -408,6 +424,8 @@ class Replay:
             rows, k = job.job.durations, piece.span.index
             planned = job.now.steps.program.kernels[k].duration_ns
             lasts = switch + (rows[job.iterations % len(rows)][k] if rows else planned)
+            if piece.span.kind == "kernel":
+                lasts += self.machine.wait_ns * job.now.returns[k]
             self.steps[job.index] = Work(job, piece.span._replace(start_ns=self.now), lasts * LONE)
             job.running, job.ready_since, self.last = piece, None, job
             self.served = None if self.served is job else self.served
@@ -416,28 +434,26 @@ class Replay:
         """Why its next step cannot start."""
         if self.served not in (None, job):
             return "demand"
+        if any(g.sync and g.state == "leaving" for g in job.gaps.values()):
+            return "sync"
         return "resident" if job.held_up() else "overlap" if self.fifo and self.steps else "limit"
 
     # ------------------------------------------------------------------------------ on to the next instant
 
     def _go_on(self) -> None:
-        under_way = [work for work, _ in self.copies.values()] + list(self.steps.values())
+        under_way = self._set_rates()
         if not under_way and self.present:
+            job = self.present[0]
+            self._need(not self.alone, self._reason(job), f"job {job.ran.name!r} is stuck")
             self._evict()
             return
         on_demand = self.evictions and self.evictions[0].time_ns < self.now
         self._need(not on_demand, "demand", "a tensor is evicted while something is under way")
-        taken = [0.0, *(share for at, share in self.tenant if at <= self.now)][-1]
-        left, both = LONE - round(taken * LONE), len(self.copies) == 2
-        k = len(self.steps)
-        share = max(1, min(LONE, round(self.machine.concurrency * LONE) // k)) if k > 1 else LONE
-        for work in under_way:
-            if work.span.stream == "compute":
-                work.rate = share
-            else:
-                work.rate = max(left * (self.shared[work.span.stream] if both else LONE) // LONE, 1)
         times = [w.span.end_ns for w in under_way] + [self.now - (-w.left // w.rate) for w in under_way]
         times += [at for at, _ in self.tenant if at > self.now]
+        says = [spans[0][0].start_ns for spans in self.spans.values() if spans]
+        says += [r.todo[0].begin for r in self.present if not r.running and r.todo]
+        times += [at for at in says if at > self.now]  # something is recorded to start, allowed to or not
         times += [t for r in self.waiting for t in (r.job.arrives_ns, self._leaves(r)) if t > self.now]
         then = max(self.now, min(times))
         for job in [r for r in self.present if then > self.now and not r.running and r.todo]:
@@ -450,6 +466,19 @@ class Replay:
                 waits = "data" if "h2d" in self.copies and job.awaited() else "memory"
                 job.stalls.append((self.now, then, waits if job.ready_since is None else "compute"))
         self.now = then
+
+    def _set_rates(self) -> list[Work]:
+        """How fast is what is under way from now on? Returns it."""
+        by_tenant = [0.0, *(share for at, share in self.tenant if at <= self.now)][-1]
+        left, both = LONE - round(by_tenant * LONE), len(self.copies) == 2
+        for work, _ in self.copies.values():
+            work.rate = max(left * (self.shared[work.span.stream] if both else LONE) // LONE, 1)
+        k = len(self.steps)
+        share = max(1, min(LONE, round(self.machine.concurrency * LONE) // k)) if k > 1 else LONE
+        for work in self.steps.values():
+            kernel = work.job.now.steps.program.kernels[work.span.index]
+            work.rate = share - len(self.copies) * taken(kernel, self.machine)
+        return [*(work for work, _ in self.copies.values()), *self.steps.values()]
 
     def _evict(self) -> None:
         """Rule 6."""

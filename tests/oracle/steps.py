@@ -8,13 +8,13 @@ which the spans to come tell. So nothing need be known of a pass but which kerne
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from simulator.plan import Plan, Recompute, Rerun, Swap
 from simulator.program import Program
-from simulator.timeline import Span, Timeline
-from simulator.validate.spans import Violation
+from simulator.timeline import Span
+from tests.oracle.machine import Violation
 
 Version = tuple[int, ...]  # executions that wrote the content: iteration * kernels + kernel
 
@@ -38,14 +38,13 @@ class Step:
     span: Span
     position: int  # of the kernel for which it runs, counted from the start
     waits: set[int] = field(default_factory=set)  # tensors that it, or its pass, needs where they are
-    own: set[int] = field(default_factory=set)  # tensors that it reads from what its pass has written
     uses: list[Block] = field(default_factory=list)  # those that it reads or writes
     takes: list[Block] = field(default_factory=list)
     gives: list[Block] = field(default_factory=list)
 
 
 class Steps:
-    """All pieces of compute of a timeline whose kernels are in order.
+    """All pieces of compute of iterations whose kernels are in order.
 
     Attributes:
         found: broken rules: resident, content, recompute.
@@ -54,7 +53,7 @@ class Steps:
         leaves: (position, tensor) -> the block that a gap opened there sends away.
     """
 
-    def __init__(self, timeline: Timeline, program: Program, plan: Plan):
+    def __init__(self, spans: Iterable[Span], program: Program, plan: Plan):
         self.program, self.n = program, len(program.kernels)
         self.size = [t.nbytes for t in program.tensors]
         self.uses = [[k for k, kernel in enumerate(program.kernels) if t in kernel.inputs + kernel.outputs]
@@ -62,7 +61,8 @@ class Steps:
         self.writers = [[k for k in uses if t in program.kernels[k].outputs] for t, uses in enumerate(self.uses)]
         self.swaps = sorted((d for d in plan.decisions if isinstance(d, Swap)), key=lambda d: d.tensor)
         self.drops = [d for d in plan.decisions if isinstance(d, Recompute)]
-        self.reruns = [d for d in plan.decisions if isinstance(d, Rerun)]
+        self.reruns = any(isinstance(d, Rerun) for d in plan.decisions)
+        self.passes = passes(program, plan)
         self.found: list[Violation] = []
         self.steps: list[Step] = []
         self.needs: list[set[int]] = []
@@ -79,24 +79,14 @@ class Steps:
         self.begin = 0  # the first piece of compute of this iteration
         every: list[Block] = []
         pieces: list[Span] = []
-        for span in timeline.spans:
-            if span.stream == "compute":
-                pieces.append(span)
+        for span in spans:
+            pieces.append(span)
             if span.kind == "kernel":
                 every += self._position(pieces)
                 pieces = []
         for block in every:
             self.steps[block.last].gives.append(block)
         self.used_at = [[k for k in range(self.n) if t in self.needs[k]] for t in range(len(self.size))]
-        passes: list[list[int]] = [[] for _ in self.needs]
-        for step in self.steps:
-            passes[step.position].append(step.span.index)
-        for p in range(self.n, len(passes)):
-            if passes[p] != passes[p - self.n]:
-                self._fail(self._at(p), "recompute", f"kernel {p % self.n}: not the same pass in every iteration")
-
-    def _at(self, position: int) -> Step:
-        return next(s for s in self.steps if s.position == position)
 
     def _fail(self, step: Step, rule: str, detail: str) -> None:
         self.found.append(Violation(rule, step.span.start_ns, detail))
@@ -117,13 +107,12 @@ class Steps:
         for step in again:
             step.waits |= self.needs[-1]
         kernel = Step(pieces[-1], position)
-        if self.reruns:
-            planned = sorted(d.kernel for d in self.reruns if d.before == k)
-            if [s.span.index for s in again] != planned:
-                ran = [s.span.index for s in again]
-                self._fail((again or [kernel])[0], "recompute", f"{ran} run again for kernel {k}, not {planned}")
-        else:
-            self._recovered(k, again, kernel)
+        ran = [s.span.index for s in again]
+        if ran != self.passes[k]:
+            self._fail((again or [kernel])[0], "recompute", f"{ran} run again for kernel {k}, not {self.passes[k]}")
+        for t in recovered(self.dropped, k, set(ran), self.writers) & self.own.keys():
+            self.tensor[t] = self.own[t]
+            del self.dropped[t]
         self._kernel(kernel)
         return [block for step in (*again, kernel) for block in step.takes]
 
@@ -154,8 +143,6 @@ class Steps:
                 step.uses.append(block)
                 if block is self.tensor.get(t):
                     self.needs[-1].add(t)
-                if block is self.own.get(t):
-                    step.own.add(t)
             elif t in self.own:
                 self._fail(
                     step, "content", f"kernel {w} is run again for {position % n} on another content of tensor {t}"
@@ -191,29 +178,6 @@ class Steps:
             newest = [b for b in reversed(self.blocks.get(tensor, [])) if b.only in (-1, position)]
             candidates = [here, *newest] if self.program.tensors[tensor].persistent else [*newest]
         return next((b for b in candidates if b is not None and b.content == wanted), None)
-
-    def _recovered(self, k: int, again: list[Step], kernel: Step) -> None:
-        """The form of a pass by Recompute decisions, and what of it stays."""
-        kernels = self.program.kernels
-        ran = [s.span.index for s in again]
-        wanted = {t for t, d in self.dropped.items() if k == (d.before if d.at is None else d.at)}
-        if ran != sorted(set(ran)) or any(w >= k for w in ran):
-            self._fail(again[0], "recompute", f"kernel {k}: kernels {ran} are not in program order before it")
-        if ran and not wanted:
-            self._fail(again[0], "recompute", f"kernel {k} needs nothing recomputed")
-        stay = set(wanted)
-        if any(self.dropped[t].keep for t in wanted):
-            stay |= {t for t in self.dropped if {w for w in self.writers[t] if w < k} <= set(ran)}
-        useful = set(stay)
-        for step in reversed(again):
-            if not useful & set(kernels[step.span.index].outputs):
-                self._fail(step, "recompute", f"kernel {step.span.index} is run again for kernel {k} in vain")
-            useful |= step.own
-        for t in wanted - set(self.own):
-            self._fail((again or [kernel])[0], "recompute", f"tensor {t} is not recovered for kernel {k}")
-        for t in stay & set(self.own):
-            self.tensor[t] = self.own[t]
-            del self.dropped[t]
 
     def _kernel(self, step: Step) -> None:
         self._begin(step)
@@ -300,3 +264,40 @@ class Steps:
             for p in range(max(n, min(ends) + 1), min(2 * n - 1, max(ends)) + 1):
                 out[p % n] += self.size[t]
         return out
+
+
+def recovered(dropped: Mapping[int, Recompute], k: int, ran: Set[int], writers: Sequence[Sequence[int]]) -> set[int]:
+    """Tensors that are back for kernel k, for which these run again: those that are due and, if one of these has
+    ``keep``, all that were dropped and are written whole."""
+    due = {t for t, d in dropped.items() if k == (d.before if d.at is None else d.at)}
+    whole = {t for t in dropped if {w for w in writers[t] if w < k} <= ran}
+    return due | whole if any(dropped[t].keep for t in due) else due
+
+
+def passes(program: Program, plan: Plan) -> list[list[int]]:
+    """Per kernel: what runs again for it (7), by Rerun decisions one by one, or by Recompute decisions."""
+    kernels, tensors = program.kernels, range(len(program.tensors))
+    writers = [[k for k, kernel in enumerate(kernels) if t in kernel.outputs] for t in tensors]
+    uses = [[k for k, kernel in enumerate(kernels) if t in kernel.inputs + kernel.outputs] for t in tensors]
+    dropped: dict[int, Recompute] = {}
+
+    def there(t: int, w: int, k: int) -> bool:
+        """Does kernel k find tensor t as kernel w read it?"""
+        alive = program.tensors[t].persistent or uses[t][0] < k <= uses[t][-1]
+        return alive and t not in dropped and not any(w <= u < k for u in writers[t])
+
+    out = []
+    for k in range(len(kernels)):
+        again = {d.kernel for d in plan.decisions if isinstance(d, Rerun) and d.before == k}
+        due = recovered(dropped, k, set(), writers)
+        pending = [w for t in due for w in writers[t] if w < k]
+        while pending:
+            w = pending.pop()
+            if w not in again:
+                again.add(w)
+                pending += [u for t in kernels[w].inputs if not there(t, w, k) for u in writers[t] if u < w]
+        out.append(sorted(again))
+        for t in recovered(dropped, k, again, writers):
+            del dropped[t]
+        dropped |= {d.tensor: d for d in plan.decisions if isinstance(d, Recompute) and d.after == k}
+    return out

@@ -1,21 +1,22 @@
 """One job of a recorded timeline, step by step: what it may do next, by its spans and its plans alone.
 
-What each step reads, takes and gives back is ``simulator.validate.steps``', one plan after the other. Positions count
+What each step reads, takes and gives back is ``steps.py``'s, one plan after the other. Positions count
 kernels from the beginning of the present plan. An entry is one of ``Job.entries``: a program under a plan.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
-from simulator.jobs.nouns import Job, JobTimeline
+from simulator.job import Job, JobTimeline
 from simulator.plan import Swap
 from simulator.program import Program
-from simulator.timeline import Breakdown, Span, Timeline
-from simulator.validate.ledger import Change
-from simulator.validate.steps import Block, Step, Steps
+from simulator.timeline import Span
+from tests.oracle.ledger import Change
+from tests.oracle.steps import Block, Step, Steps, passes
 
 FAR = 2**62  # a use that does not come
 
@@ -52,6 +53,28 @@ class Part:
     residency: list[int]
     swaps: list[tuple[Swap, int, int, int]]  # positions of the copy's issue, the opening, the return
     ended: int  # iterations of the job when it ended
+
+    @cached_property
+    def returns(self) -> Counter[int]:
+        """How many gaps each kernel ends."""
+        n = self.steps.n
+        return Counter(back % n for _, _, opened, back in self.swaps if 0 <= opened < n)
+
+    @classmethod
+    def of(cls, job: Job, plan: int, spans: list[Span], begins: dict[int, int], first: int, end: int) -> Part:
+        """Iterations ``first`` to ``end``, by an entry; ``begins``: when a switch comes before a span."""
+        program, went_by = job.entries[plan]
+        steps = Steps(spans, program.with_variants(went_by.variants), went_by)
+        pieces = [Piece(begins.get(id(s.span), s.span.start_ns), s, s.span) for s in steps.steps]
+        return cls(plan, steps, pieces, steps.planned_residency(), steps.gaps(range(-1, end - first + 1)), end)
+
+    @classmethod
+    def unused(cls, job: Job, plan: int) -> Part:
+        """An entry that no iteration ran by."""
+        spans = []
+        for k, again in enumerate(passes(*job.entries[plan])):
+            spans += [Span(0, 0, "compute", "recompute", w) for w in again] + [Span(0, 0, "compute", "kernel", k)]
+        return cls.of(job, plan, spans, {}, 0, 1)
 
     def touched(self, step: Step) -> list[Block]:
         """What must be there when the step starts, or is made by it."""
@@ -100,18 +123,10 @@ def parts_of(job: Job, ran: JobTimeline) -> list[Part]:
     for i in sorted(by):
         if not alike(job, by[i], by[starts[-1]]):
             starts.append(i)
-    out = []
-    for first, end in zip(starts, [*starts[1:], len(ran.boundaries)], strict=True):
-        program, went_by = job.entries[by[first]]
-        spans = tuple(work[ends[first] : ends[end]])
-        program = program.with_variants(went_by.variants)
-        record = Timeline(job.name, 0, 0, 0, 0, 0, Breakdown(0, 0, 0, 0, 0), (), spans, (), ())
-        steps = Steps(record, program, went_by)
-        pieces = [Piece(begins.get(id(s.span), s.span.start_ns), s, s.span) for s in steps.steps]
-        out.append(
-            Part(by[first], steps, pieces, steps.planned_residency(), steps.gaps(range(-1, end - first + 1)), end)
-        )
-    return out
+    return [
+        Part.of(job, by[first], work[ends[first] : ends[end]], begins, first, end)
+        for first, end in zip(starts, [*starts[1:], len(ran.boundaries)], strict=True)
+    ]
 
 
 @dataclass(eq=False)
@@ -140,6 +155,7 @@ class Running:
     offer: Gap | None = None
     offered_since: int = 0
     leaving: bool = False
+    on_host: list[int] = field(default_factory=list)  # by entry: what its plan holds there at the most
     ledger: list[Change] = field(default_factory=list)
     changes: list[int] = field(default_factory=list)  # how long the ledger was after admission, and each iteration
     stalls: list[tuple[int, int, str]] = field(default_factory=list)
@@ -153,6 +169,15 @@ class Running:
     def n(self) -> int:
         """Kernels of an iteration."""
         return len(self.now.steps.program.kernels)
+
+    def state(self) -> tuple[object, ...]:
+        """What its future depends on, relative to now."""
+        at = self.position
+        return (
+            frozenset(t for t in self.host if self.valid(t)),
+            frozenset((g.block.owner, g.state, g.after - at, g.before - at) for g in self.gaps.values()),
+            frozenset((g.block.owner, g.before - at) for g in self.early if g.before > at),
+        )
 
     def valid(self, tensor: int) -> bool:
         """Has the host what the tensor holds?"""

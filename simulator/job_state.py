@@ -1,15 +1,18 @@
-"""One job in the machine: where it is in its program, and which of its tensors are away. Read reference.py first."""
+"""Where a job is in its program and which of its tensors are away, and what is under way: the state of ``rules.py``."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from simulator.jobs.lowered import NEVER, Lowered
-from simulator.jobs.nouns import Cause, Job, Stall
+from simulator.job import Record
+from simulator.lowered import NEVER, Lowered
+from simulator.machine import ALONE, Machine
 from simulator.plan import Swap
 from simulator.schedule import Step
-from simulator.timeline import BlockEvent, Span
+
+Direction = Literal["d2h", "h2d"]
 
 
 @dataclass(eq=False)
@@ -28,11 +31,69 @@ class Gap:
     on_host: bool = False  # and it is not on the way back
 
 
-class Resident:
-    """The state of a job from its admission until it has left. The ledger and the copies are the machine's."""
+@dataclass(eq=False)
+class Work:
+    """A copy or a step that is under way or, with ``issued``, queued."""
 
-    def __init__(self, index: int, job: Job, plans: Sequence[Lowered], plan: int, now: int, kernel_ends: int):
-        self.index, self.job, self.plans = index, job, plans
+    job: JobState
+    span: int = -1  # its index among those of the record
+    left: int = 0  # of it, in ns / ALONE
+    tensor: int = -1
+    block: int = -1
+    issued: int = 0  # how many kernels of all jobs had ended
+    void: bool = False  # the tensor was written meanwhile
+
+    def ends(self, now: int, rate: int) -> int:
+        """When it will be done at this rate, in whole ns."""
+        return now - (-self.left // rate)
+
+
+class Link:
+    """The copies under way, at most one in each direction: they slow each other down (g), a tenant both (J12)."""
+
+    def __init__(self, machine: Machine):
+        self.machine, self.free = machine, ALONE  # the speed that the tenant leaves
+        self.copies: dict[Direction, Work] = {}
+
+    def may_start(self, direction: Direction) -> bool:
+        """Is the engine free?"""
+        return direction not in self.copies and not (self.machine.copy_engines == 1 and self.copies)
+
+    def begin(self, direction: Direction, copy: Work, lasts_ns: int) -> None:
+        """A copy starts that takes so long alone."""
+        copy.left = lasts_ns * ALONE
+        self.copies[direction] = copy
+
+    def complete(self, direction: Direction) -> Work | None:
+        """The copy in this direction, if it is done; it is on the link no more."""
+        copy = self.copies.get(direction)
+        return self.copies.pop(direction) if copy and copy.left <= 0 else None
+
+    def elapse(self, ns: int) -> None:
+        """Time passes, in which no copy starts or ends."""
+        for copy, rate in [(copy, self._rate(direction)) for direction, copy in self.copies.items()]:
+            copy.left -= rate * ns
+
+    def ends(self, now: int) -> list[tuple[Work, int]]:
+        """When each copy will be done if nothing else starts or ends."""
+        return [(copy, copy.ends(now, self._rate(direction))) for direction, copy in self.copies.items()]
+
+    def state(self) -> frozenset[tuple[str, int, int]]:
+        """All that the future depends on."""
+        return frozenset((direction, copy.tensor, copy.left) for direction, copy in self.copies.items())
+
+    def _rate(self, direction: Direction) -> int:
+        share = self.machine.d2h_share if direction == "d2h" else self.machine.h2d_share
+        return max(1, (share if len(self.copies) == 2 else ALONE) * self.free // ALONE)
+
+
+class JobState:
+    """One job from its admission until it has left. The ledger and the copies are the machine's."""
+
+    def __init__(
+        self, index: int, record: Record, plans: Sequence[Lowered], plan: int, now: int, kernel_ends: int
+    ):  # fmt: skip
+        self.index, self.job, self.record, self.plans = index, record.job, record, plans
         self.use(plan)
         self.position = 0  # the kernel that runs, or else the next one
         self.step = 0  # the step that runs, or else the next one
@@ -49,11 +110,6 @@ class Resident:
         self.offer: Gap | None = None  # the tensor that it would have back next
         self.offered_since = 0
         self.leaving = False
-        self.boundaries: list[int] = []
-        self.spans: list[Span] = []
-        self.events: list[BlockEvent] = []
-        self.events_until: list[int] = []
-        self.stalls: list[Stall] = []
 
     def use(self, plan: int) -> None:
         """From now on it goes by this one of its entries."""
@@ -64,6 +120,10 @@ class Resident:
     def next_step(self) -> Step:
         """The step that runs, or else the next one."""
         return self.schedule.steps[self.step]
+
+    def nbytes(self, block: int) -> int:
+        """Of a block."""
+        return self.schedule.blocks[block].nbytes
 
     def gap_of(self, d: Swap, position: int) -> Gap:
         """The gap of d, opened when the kernel at ``position`` ended."""
@@ -79,9 +139,15 @@ class Resident:
     def gap_on_demand(self, block: int) -> Gap:
         """The gap of a block that is away on demand, from now to the next step that touches it."""
         kernels, _ = self.lowered.next_touch(block, self.step)
-        tensor = self.schedule.blocks[block].owner
         before = min(NEVER, self.position + kernels)
+        tensor = self.schedule.blocks[block].owner
         return Gap(tensor, block, before, self.position if before < NEVER else NEVER, demand=True)
+
+    def open_at_start(self) -> list[Swap]:
+        """The swaps whose gaps are open at an iteration's begin, by tensor."""
+        away = self.schedule.away_at_start
+        opened = [d for d in self.schedule.moved if d.tensor in away and d.after >= d.before]
+        return sorted(opened, key=lambda d: d.tensor)
 
     def awaited(self) -> list[Gap]:
         """What the next step waits for."""
@@ -94,16 +160,16 @@ class Resident:
         return any(gap.sync and not gap.left for gap in self.away.values()) or bool(self.awaited())
 
     def lasts_ns(self, kernel: int) -> int:
-        """Rule 11: what a kernel takes in this iteration."""
+        """J11: what a kernel takes in this iteration."""
         rows, planned = self.job.durations, self.schedule.program.kernels[kernel].duration_ns
-        return rows[len(self.boundaries) % len(rows)][kernel] if rows else planned
+        return rows[len(self.record.boundaries) % len(rows)][kernel] if rows else planned
 
     def requested(self) -> int:
         """Bytes that the next step allocates."""
-        return sum(self.schedule.blocks[b].nbytes for b in self.next_step.allocates)
+        return sum(self.nbytes(b) for b in self.next_step.allocates)
 
     def first_to_return(self, awaited_only: bool) -> Gap | None:
-        """Rule 3: of the tensors on the host that may come back, the one that is needed first.
+        """Rule 5: of the tensors on the host that may come back, the one that is needed first.
 
         Args:
             awaited_only: of those that the next step waits for.
@@ -112,38 +178,6 @@ class Resident:
         waiting = [g for g in gaps if g.on_host and (self.position >= g.ready or self.position == g.before)]
         return min(waiting, key=lambda g: (g.before, g.tensor, g.demand, g.block), default=None)
 
-    def has_room(self, gap: Gap, limit: int) -> bool:
-        """Rule 4: by the job's own planned residency, does it fit up to its use? That counts what is away on demand."""
-        if gap.demand:
-            return True
-        nbytes = self.schedule.blocks[gap.block].nbytes
-        kernel_runs = self.running and not self.next_step.rerun
-        for p in range(self.position + kernel_runs, gap.before):
-            early = sum(self.schedule.blocks[g.block].nbytes for g in self.early if g.before > p)
-            if self.schedule.residency[p % self.n] + early + nbytes > limit:
-                return False
-        return True
-
     def issued(self, gap: Gap) -> float:
         """How many kernels of all jobs had ended when a pinned swap-in was issued."""
         return self.ends[max(gap.ready, 0)] if gap.ready <= self.position else float("inf")
-
-    def wait(self, start_ns: int, end_ns: int, cause: Cause) -> None:
-        """Notes a wait, which may go on from the one before."""
-        if self.stalls and self.stalls[-1][1:] == (start_ns, cause):
-            start_ns = self.stalls.pop().start_ns
-        self.stalls.append(Stall(start_ns, end_ns, cause))
-
-
-@dataclass(eq=False)
-class Work:
-    """A copy or a step that is under way or, with ``issued``, queued."""
-
-    job: Resident
-    span: int = -1  # its index among the job's spans
-    work: int = 0  # what is left of it, in ns / ALONE, when it was last reckoned
-    end: int = 0
-    tensor: int = -1
-    block: int = -1
-    issued: int = 0  # how many kernels of all jobs had ended
-    void: bool = False  # the tensor was written meanwhile

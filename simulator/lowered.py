@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from simulator.jobs.nouns import Job, Tenant
+from simulator.job import Job, Tenant
 from simulator.machine import ALONE, Machine
 from simulator.plan import Plan, PlanError
 from simulator.program import Program
-from simulator.reference import OutOfMemory
-from simulator.schedule import Schedule, lower
+from simulator.schedule import OutOfMemory, Schedule, lower
 
 NEVER = 2**62  # a time, or a number of kernels, that does not come
 
@@ -113,7 +112,7 @@ def reserved_bytes(plans: Sequence[Lowered]) -> int:
 
 
 def left_by(tenant: Tenant) -> list[tuple[int, int]]:
-    """(at_ns, speed of a copy alone in 2⁻²⁰ of its own), by what the tenant leaves (rule 12).
+    """(at_ns, speed of a copy alone in 2⁻²⁰ of its own), by what the tenant leaves (J12).
 
     Raises:
         ValueError: a time is negative or not after the one before, or a share is not in [0, 1).

@@ -12,7 +12,7 @@ from itertools import groupby, zip_longest
 from typing import NamedTuple
 
 from simulator.timeline import BlockEvent
-from simulator.validate.spans import Violation
+from tests.oracle.machine import Violation
 
 
 class Change(NamedTuple):

@@ -8,8 +8,8 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
-from simulator.jobs.draws import unified
 from simulator.plan import Plan
+from simulator.plan_transfer import unified
 from simulator.program import Program
 from simulator.timeline import STREAMS, BlockEvent, Span, memory_curve
 
@@ -31,13 +31,13 @@ class Job:
     """A program under a plan that comes to a machine, runs one iteration after the other, and leaves.
 
     Attributes:
-        arrives_ns: it begins then, or later, when its start fits (rule 5 of simulator.jobs.reference).
+        arrives_ns: it begins then, or later, when its start fits (RULES.md, J5).
         iterations: it leaves after so many; None: it does not count them.
         leaves_ns: it leaves at the first end of an iteration from this time on.
         switches: (at_ns, plan), ascending: the plan takes effect at the job's first boundary from that time on.
-        within: its swap-ins do not bring its own memory above the limit that the plan was made for (rule 4).
-        durations: iteration i takes row i mod len for the ns of its kernels (rule 11); empty: the program's and plan's.
-        steps: iteration i runs entry i mod len in the place of program and plan (rule 13), without switches and
+        within: its swap-ins do not bring its own memory above the limit that the plan was made for (J4).
+        durations: iteration i takes row i mod len for the ns of its kernels (J11); empty: the program's and plan's.
+        steps: iteration i runs entry i mod len in the place of program and plan (J13), without switches and
             durations; empty: all are alike.
 
     Raises:
@@ -218,9 +218,42 @@ class JobsTimeline:
         return {"traceEvents": events + _counter(everybody, self.memory), "displayTimeUnit": "ns"}
 
 
-def in_order(spans: Sequence[Span]) -> tuple[Span, ...]:
-    """By start: a step after a switch starts later than copies that come after it."""
-    return tuple(sorted(spans, key=lambda s: s.start_ns))
+class Record:
+    """What a job has done so far, from which its JobTimeline is made."""
+
+    def __init__(self, job: Job):
+        self.job = job
+        self.admitted: int | None = None
+        self.left: int | None = None
+        self.boundaries: list[int] = []
+        self.spans: list[Span] = []
+        self.events: list[BlockEvent] = []
+        self.events_until: list[int] = []
+        self.stalls: list[Stall] = []
+        self.switches: list[tuple[int, int]] = []
+
+    def admit(self, time_ns: int, plan: int) -> None:
+        """It begins, by this one of its entries."""
+        self.admitted = time_ns
+        self.wait(self.job.arrives_ns, time_ns, "admission")
+        if plan:
+            self.switches.append((time_ns, plan))
+
+    def wait(self, start_ns: int, end_ns: int, cause: Cause) -> None:
+        """It waits, if that takes time; this may go on from the wait before."""
+        if start_ns < end_ns:
+            if self.stalls and self.stalls[-1][1:] == (start_ns, cause):
+                start_ns = self.stalls.pop().start_ns
+            self.stalls.append(Stall(start_ns, end_ns, cause))
+
+    def timeline(self) -> JobTimeline:
+        """All of it; spans by start, as a step after a switch starts later than copies that come after it."""
+        job, spans = self.job, sorted(self.spans, key=lambda s: s.start_ns)
+        return JobTimeline(
+            job.name, job.program.name, job.program.ideal_ns, job.arrives_ns, self.admitted, self.left,
+            tuple(self.boundaries), tuple(spans), tuple(self.events), tuple(self.events_until), tuple(self.stalls),
+            tuple(self.switches),
+        )  # fmt: skip
 
 
 def _programs(job: Job, ran: JobTimeline) -> Iterator[Program]:

@@ -1,0 +1,465 @@
+"""The rules of the simulator, for one job or several, written to be read: the definition of what is true.
+
+RULES.md says them in words, by the numbers used here. ``compiled/`` and ``jobs/`` have the same rules compiled, for one
+program and for several jobs, and must agree with this file to the nanosecond. What follows from a plan without a clock
+is in ``schedule.py``, and in ``lowered.py`` what eviction on demand has to know of it.
+
+``World`` is a machine and all its jobs, with one method per line of rule 9. ``job_state.py`` has where a job is, and
+what is on its way over the link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from simulator.job import Eviction, Job, JobsDeadlock, JobsTimeline, Record, Sharing, Tenant
+from simulator.job_state import Direction, Gap, JobState, Link, Work
+from simulator.lowered import NEVER, Lowered, check, left_by, reserved_bytes
+from simulator.machine import ALONE, Machine
+from simulator.plan import Plan, Swap
+from simulator.program import Program
+from simulator.schedule import MAX_ITERATIONS, check_room, lower
+from simulator.timeline import BlockEvent, Span, Timeline
+
+
+class World:
+    """The state of a simulation; one method per line of rule 9."""
+
+    def __init__(self, jobs: Sequence[Job], plans: Sequence[Sequence[Lowered]], machine: Machine, limit: int,
+                 until_ns: int | None, sharing: Sharing, tenant: Tenant, limit_until: int = NEVER):  # fmt: skip
+        self.jobs, self.plans, self.machine, self.sharing = jobs, plans, machine, sharing
+        self.limit, self.limit_until = limit, limit_until
+        self.tenant = dict(left_by(tenant))  # the speed that it leaves from a time on
+        self.now = self.used = self.kernel_ends = 0
+        never = NEVER if until_ns is None else until_ns
+        self.leaves = [min(never, NEVER if job.leaves_ns is None else job.leaves_ns) for job in jobs]
+        self.waiting = sorted(range(len(jobs)), key=lambda j: (jobs[j].arrives_ns, j))  # for admission
+        self.present: list[JobState] = []  # by job
+        self.queue: list[Work] = []  # to the host
+        self.link = Link(machine)
+        self.steps: list[Work] = []  # under way
+        self.stepped: JobState | None = None  # whose step was the last to start
+        self.served: JobState | None = None
+        self.order: list[int] = []
+        self.evictions: list[Eviction] = []
+        self.records = [Record(job) for job in jobs]
+
+    # ------------------------------------------------------------------------- ledger, queue, what is done
+
+    def _limit_at(self, job: JobState, position: int) -> int:
+        """Choice d."""
+        return self.limit if position % job.n < self.limit_until else NEVER
+
+    def _charge(self, job: JobState, block: int, sign: int) -> None:
+        owner, nbytes, *_ = job.schedule.blocks[block]
+        self.used += sign * nbytes
+        job.held += sign * nbytes
+        (job.memory.add if sign > 0 else job.memory.remove)(block)
+        if nbytes:
+            job.record.events.append(BlockEvent(self.now, owner, block, sign * nbytes))
+            self.order.append(job.index)
+
+    def _release(self, job: JobState, gap: Gap) -> None:
+        """The bytes of an open gap have left."""
+        gap.left = gap.on_host = True
+        self._charge(job, gap.block, -1)
+
+    def _enqueue(self, job: JobState, tensor: int, block: int) -> None:
+        """A copy to the host is issued, unless there is one to come."""
+        coming = [*self.queue, *(copy for d, copy in self.link.copies.items() if d == "d2h")]
+        if not any(c.job is job and c.block == block and not c.void for c in coming):
+            self.queue.append(Work(job, tensor=tensor, block=block, issued=self.kernel_ends))
+
+    def _speed(self, step: Work) -> int:
+        """Of a step, beside other steps (J2) and copies (k)."""
+        kernel = step.job.schedule.program.kernels[step.job.next_step.kernel]
+        loss = len(self.link.copies) * self.machine.copy_loss(kernel.bytes, kernel.duration_ns)
+        return self.machine.compute_share(len(self.steps)) - loss
+
+    def under_way(self) -> list[tuple[Work, int]]:
+        """Everything that is, and when it will be done if nothing else starts or ends."""
+        return [*self.link.ends(self.now), *((step, step.ends(self.now, self._speed(step))) for step in self.steps)]
+
+    def _ended(self, work: Work) -> Work:
+        spans = work.job.record.spans
+        spans[work.span] = spans[work.span]._replace(end_ns=self.now)
+        return work
+
+    # ------------------------------------------------------------------------------------ completions
+
+    def complete_copies(self) -> None:
+        """The tenant takes more or less of the link; copies complete."""
+        self.link.free = self.tenant.get(self.now, self.link.free)
+        if out := self.link.complete("d2h"):
+            job = self._ended(out).job
+            if out.block in job.evicted:
+                self._release(job, job.evicted[out.block])
+            elif not out.void:
+                job.host_copy[out.tensor] = out.block
+                if out.tensor in job.away:
+                    self._release(job, job.away[out.tensor])
+        if back := self.link.complete("h2d"):
+            job = self._ended(back).job
+            if job.evicted.pop(back.block, None) is None:
+                del job.away[back.tensor]
+
+    def complete_steps(self) -> None:
+        """Steps complete, blocks are freed, gaps open, swap-outs are enqueued; at a boundary plans change."""
+        ended = [self._ended(step).job for step in self.steps if step.left <= 0]
+        self.steps = [step for step in self.steps if step.left > 0]
+        for job in sorted(ended, key=lambda job: job.index):
+            self._complete(job)
+
+    def _complete(self, job: JobState) -> None:
+        step, schedule = job.next_step, job.schedule
+        job.running, job.waits_since = False, self.now
+        for b in step.frees:
+            self._charge(job, b, -1)
+        job.step += 1
+        if step.rerun:
+            return
+        self.kernel_ends += 1
+        program = schedule.program
+        kernel = program.kernels[step.kernel]
+        for t in kernel.outputs:
+            job.host_copy.pop(t, None)
+            for copy in (*self.queue, *self.link.copies.values()):
+                if copy.job is job and copy.block == step.uses[t]:
+                    copy.void = True
+        self.queue = [copy for copy in self.queue if not copy.void]
+        for t in kernel.accesses:
+            if not program.tensors[t].persistent and program.accesses[t][-1] == step.kernel:
+                job.host_copy.pop(t, None)
+        for d in step.copies:
+            if d.tensor not in job.host_copy:
+                self._enqueue(job, d.tensor, schedule.moved[d])
+        for d in step.opens:
+            self._open(job, d, job.position)
+        job.position += 1
+        job.ends.append(self.kernel_ends)
+        job.early = [gap for gap in job.early if gap.before >= job.position]
+        if job.position % job.n == 0:
+            self._boundary(job)
+
+    def _open(self, job: JobState, d: Swap, position: int) -> None:
+        """The gap of d opens; its copy is under way, unless a change of plans came between."""
+        gap = job.away[d.tensor] = job.gap_of(d, position)
+        if d.tensor in job.host_copy:
+            self._release(job, gap)
+        else:
+            self._enqueue(job, d.tensor, gap.block)
+
+    def _boundary(self, job: JobState) -> None:
+        job.step = 0
+        job.record.boundaries.append(self.now)
+        job.record.events_until.append(len(job.record.events))
+        if len(job.record.boundaries) == job.job.iterations or self.now >= self.leaves[job.index]:
+            job.leaving = True
+            self.queue = [copy for copy in self.queue if copy.job is not job]
+        elif (plan := self._plan_now(job.index, len(job.record.boundaries))) != job.plan:
+            job.record.switches.append((self.now, plan))
+            self._switch(job, plan)
+
+    def _plan_now(self, j: int, iterations: int) -> int:
+        """Which of its entries a job is to go by now, after so many iterations."""
+        if self.jobs[j].steps:
+            return iterations % len(self.jobs[j].steps)
+        return sum(at_ns <= self.now for at_ns, _ in self.jobs[j].switches)
+
+    def _switch(self, job: JobState, plan: int) -> None:
+        """J7. At a boundary all that is away is persistent, and has the same block in every plan."""
+        missing = {gap.block: gap for gap in (*job.away.values(), *job.evicted.values())}
+        nothing_changes = job.job.alike[plan] == job.job.alike[job.plan]
+        job.use(plan)
+        if nothing_changes:
+            return
+        job.position, job.ends = 0, [self.kernel_ends]
+        job.away, job.evicted, job.early = {}, {}, []
+        for d in job.open_at_start():
+            before = missing.pop(job.schedule.moved[d], None)
+            if before is None:
+                self._open(job, d, d.after - job.n)
+                continue
+            gap = job.away[d.tensor] = job.gap_of(d, d.after - job.n)
+            gap.left, gap.on_host = before.left, before.on_host
+            if gap.on_host:
+                job.host_copy[d.tensor] = gap.block
+            elif gap.left:  # on the way back
+                job.early.append(gap)
+        for block, before in missing.items():
+            gap = job.evicted[block] = job.gap_on_demand(block)
+            gap.left, gap.on_host, gap.host_bytes = before.left, before.on_host, before.host_bytes
+        leaving = {gap.block for gap in (*job.away.values(), *job.evicted.values()) if not gap.left}
+        self.queue = [copy for copy in self.queue if copy.job is not job or copy.block in leaving]
+
+    def part(self) -> None:
+        """Jobs that leave are gone when no copy of theirs is under way."""
+        busy = [copy.job for copy in self.link.copies.values()]
+        for job in [job for job in self.present if job.leaving and job not in busy]:
+            for b in sorted(job.memory):
+                self._charge(job, b, -1)
+            job.record.left = self.now
+            self.present.remove(job)
+
+    # ---------------------------------------------------------------------------------------- starts
+
+    def admit(self) -> None:
+        """Jobs are admitted."""
+        for j in [j for j in self.waiting if self.leaves[j] <= self.now]:
+            self.waiting.remove(j)
+            self.records[j].wait(self.jobs[j].arrives_ns, self.now, "admission")
+        while self.waiting and self.jobs[self.waiting[0]].arrives_ns <= self.now and self.served is None:
+            j = self.waiting[0]
+            plan = self._plan_now(j, 0)
+            needs = self.plans[j][plan].admission_bytes
+            if self.used + needs > self.limit or self._host_left() < reserved_bytes(self.plans[j]):
+                break
+            self.begin(j, plan)
+
+    def begin(self, j: int, plan: int) -> JobState:
+        """A job begins by this one of its entries."""
+        self.waiting.remove(j)
+        self.records[j].admit(self.now, plan)
+        job = JobState(j, self.records[j], self.plans[j], plan, self.now, self.kernel_ends)
+        self.present = sorted([*self.present, job], key=lambda job: job.index)
+        for d in job.open_at_start():
+            gap = job.away[d.tensor] = job.gap_of(d, d.after - job.n)
+            gap.left = gap.on_host = True
+            job.host_copy[d.tensor] = gap.block
+        for d, block in job.schedule.moved.items():
+            if d.tensor not in job.away and d.copy is not None and d.copy > d.after:
+                job.host_copy[d.tensor] = block
+        for b, each in enumerate(job.schedule.blocks):
+            if each.first < 0 and each.owner not in job.away:
+                self._charge(job, b, 1)
+        job.record.events_until.append(len(job.record.events))
+        return job
+
+    def _host_left(self) -> int:
+        """Bytes of the host that are free (J9)."""
+        planned = sum(reserved_bytes(job.plans) for job in self.present)
+        return self.machine.host_bytes - planned - sum(g.host_bytes for j in self.present for g in j.evicted.values())
+
+    def start_copies(self) -> None:
+        """Copies start."""
+        for job in self.present:
+            offers = not job.leaving and self.served in (None, job)
+            gap = job.first_to_return(self.served is job) if offers else None
+            if gap is not job.offer:
+                job.offer, job.offered_since = gap, self.now
+        going = min((job for job in self.present if job.offer and self._fits(job, job.offer)),
+                    key=lambda job: (job.offered_since, job.index), default=None)  # fmt: skip
+        one, gap = self.machine.copy_engines == 1, going.offer if going else None
+        if self.queue and self.link.may_start("d2h"):
+            copy = self.queue[0]
+            if not (one and going and gap and gap.pinned and going.issued(gap) < copy.issued):
+                self._start_copy("d2h", self.queue.pop(0))
+        if going and gap and self.link.may_start("h2d"):
+            self._charge(going, gap.block, 1)
+            gap.on_host = False
+            if not gap.demand:
+                going.early.append(gap)
+            self._start_copy("h2d", Work(going, tensor=gap.tensor, block=gap.block))
+
+    def _start_copy(self, direction: Direction, copy: Work) -> None:
+        copy.span = len(copy.job.record.spans)
+        copy.job.record.spans.append(
+            Span(self.now, 0, direction, "swap_out" if direction == "d2h" else "swap_in", copy.tensor)
+        )
+        lasts_ns = self.machine.d2h_ns if direction == "d2h" else self.machine.h2d_ns
+        self.link.begin(direction, copy, lasts_ns(copy.job.nbytes(copy.block)))
+
+    def _fits(self, job: JobState, gap: Gap) -> bool:
+        """Rules 5 and J4: does a swap-in fit now, and beside its job's planned residency, with what came back
+        early, until its use? That residency counts what is away on demand."""
+        nbytes, share = job.nbytes(gap.block), job.job.share(job.plan)
+        own = NEVER if share is None or self.served is job else share
+        if self.used + nbytes > self._limit_at(job, job.position) or job.held + nbytes > own:
+            return False
+        kernel_runs = job.running and not job.next_step.rerun
+        for p in range(job.position + kernel_runs, job.position if gap.demand else gap.before):
+            early = sum(job.nbytes(g.block) for g in job.early if g.before > p)
+            if job.schedule.residency[p % job.n] + early + nbytes > min(own, self._limit_at(job, p)):
+                return False
+        return True
+
+    def start_steps(self) -> None:
+        """Steps start."""
+        while True:
+            for job in self.present:
+                if not self._ready(job):
+                    job.ready_since = None
+                elif job.ready_since is None:
+                    job.ready_since = self.now
+            if self.sharing == "fifo" and self.steps:
+                return
+            ready = [(job.ready_since, job.index, job) for job in self.present if job.ready_since is not None]
+            if not ready:
+                return
+            self._start(min(ready)[2])
+
+    def _ready(self, job: JobState) -> bool:
+        if job.running or job.leaving or self.served not in (None, job) or job.held_up():
+            return False
+        return self.used + job.requested() <= self._limit_at(job, job.position)
+
+    def _start(self, job: JobState) -> None:
+        step, begin = job.next_step, self.now
+        for b in step.allocates:
+            self._charge(job, b, 1)
+        if self.sharing == "fifo" and self.stepped not in (None, job) and self.machine.switch_ns:
+            begin += self.machine.switch_ns
+            job.record.spans.append(Span(self.now, begin, "compute", "switch", step.kernel))
+        job.record.spans.append(Span(begin, 0, "compute", "recompute" if step.rerun else "kernel", step.kernel))
+        lasts = begin - self.now + job.lasts_ns(step.kernel)
+        if not step.rerun:
+            lasts += self.machine.wait_ns * job.schedule.waited[step.kernel]
+        self.steps.append(Work(job, len(job.record.spans) - 1, lasts * ALONE))
+        job.running, job.ready_since, self.stepped = True, None, job
+        if self.served is job:
+            self.served = None
+
+    # ---------------------------------------------------------------------------- time, and demand
+
+    def advance(self) -> None:
+        """To the next completion, arrival, or end of patience; or a tensor is evicted."""
+        ends = [end for _, end in self.under_way()]
+        if not ends and self.present:
+            self._evict()
+            return
+        ends += [at_ns for at_ns in self.tenant if at_ns > self.now]
+        ends += [t for j in self.waiting for t in (self.jobs[j].arrives_ns, self.leaves[j]) if t > self.now]
+        then = min(ends)
+        for job in self.present:
+            if not job.running and not job.leaving:
+                data = "h2d" in self.link.copies and job.awaited()
+                job.record.wait(
+                    self.now, then, "compute" if job.ready_since is not None else "data" if data else "memory"
+                )
+        for step, speed in [(step, self._speed(step)) for step in self.steps]:
+            step.left -= speed * (then - self.now)
+        self.link.elapse(then - self.now)
+        self.now = then
+
+    def _evict(self) -> None:
+        """J6."""
+        before = self.served
+        self.served = before or min(self.present, key=lambda job: (job.waits_since, job.index))
+        best: tuple[tuple[int, ...], JobState, int] | None = None
+        host_left = self._host_left()
+        for job in self.present:
+            touched = job.lowered.touched[job.step]
+            for b in job.memory:
+                tensor, nbytes, *_ = job.schedule.blocks[b]
+                if not nbytes or nbytes > host_left or (job is self.served and b in touched):
+                    continue
+                tier = 2 if b in touched else int(job is self.served)
+                _, ns = job.lowered.next_touch(b, job.step)
+                key = (tier, -ns, -nbytes, job.index, tensor, b)
+                if best is None or key < best[0]:
+                    best = key, job, b
+        if best is None and before is None:
+            return
+        if best is None:
+            asks = [
+                f"{job.job.name!r} asks for {job.requested():,} bytes for kernel {job.next_step.kernel}"
+                + "".join(f" and {job.nbytes(gap.block):,} for tensor {gap.tensor}" for gap in job.awaited())
+                for job in self.present
+            ]
+            raise JobsDeadlock(f"no job can go on at {self.now} ns, and the host is full: {'; '.join(asks)}")
+        _, job, b = best
+        tensor, nbytes, *_ = job.schedule.blocks[b]
+        self.evictions.append(Eviction(self.now, job.index, tensor, b, nbytes, self.served.index))
+        gap = job.evicted[b] = replace(job.gap_on_demand(b), host_bytes=nbytes)
+        if job.host_copy.get(tensor) == b:
+            self._release(job, gap)
+        else:
+            self._enqueue(job, tensor, b)
+
+    # ------------------------------------------------------------------------------------- what it was
+
+    def state(self, job: JobState) -> tuple[object, ...]:
+        """Everything that the future of a job depends on that is alone, at a boundary and relative to it (rule 10)."""
+        at = job.position
+        return (
+            self.link.state(),
+            tuple((copy.tensor, copy.issued - at) for copy in self.queue),
+            frozenset((t, g.before - at, g.ready - at, g.left, g.on_host) for t, g in job.away.items()),
+            frozenset((g.tensor, g.before - at) for g in job.early if g.before > at),
+            frozenset(job.host_copy.items()),
+            self.used,
+        )
+
+    def timeline(self) -> JobsTimeline:
+        """What happened."""
+        end = max((record.left for record in self.records if record.left is not None), default=self.now)
+        ran = [record.timeline() for record in self.records]
+        return JobsTimeline.assemble(self.limit, self.sharing, end, ran, self.order, self.evictions)
+
+
+def simulate_jobs(
+    jobs: Sequence[Job], machine: Machine, limit: int, until_ns: int | None = None, sharing: Sharing = "fifo",
+    tenant: Tenant = (),
+) -> JobsTimeline:  # fmt: skip
+    """Runs several jobs on one machine; arguments and errors are those of ``simulator.simulate_jobs``."""
+    plans = [[Lowered.of(program, plan) for program, plan in job.entries] for job in jobs]
+    check(jobs, plans, machine, limit, until_ns)
+    world = World(jobs, plans, machine, limit, until_ns, sharing, tenant)
+    while True:
+        world.complete_copies()
+        world.complete_steps()
+        world.part()
+        world.admit()
+        if not world.present and not world.waiting:
+            return world.timeline()
+        world.start_copies()
+        world.start_steps()
+        world.advance()
+
+
+def simulate(
+    program: Program, plan: Plan, machine: Machine, limit: int, iterations: int = 2, limit_until: int | None = None
+) -> Timeline:
+    """Runs one program, alone, until its iterations repeat (rule 10); arguments and errors are those of
+    ``simulator.simulate``."""
+    plan.check(program)
+    schedule = lower(program, plan)
+    until = len(program.kernels) if limit_until is None else limit_until
+    check_room(schedule, machine, limit, until)
+    world = World([Job("", program, plan)], [[Lowered(schedule)]], machine, limit, None, "fifo", (), until)
+    job = world.begin(0, 0)
+    states = [world.state(job)]  # before the first iteration and after each
+    while True:
+        world.complete_copies()
+        world.complete_steps()
+        if len(job.record.boundaries) == len(states):
+            states.append(world.state(job))
+            period = _period(states, job.record.boundaries)
+            if len(job.record.boundaries) >= iterations and (period or len(job.record.boundaries) >= MAX_ITERATIONS):
+                break
+        world.start_copies()
+        world.start_steps()
+        world.advance()
+        if world.served:
+            raise AssertionError("nothing is under way: the planned residency promised that this cannot be")
+    ran = job.record
+    for work, end in world.under_way():
+        ran.spans[work.span] = ran.spans[work.span]._replace(end_ns=end)
+    stalls = [(stall.start_ns, stall.end_ns, stall.cause == "data") for stall in ran.stalls]
+    return Timeline.assemble(
+        program, limit, schedule.required_bytes, ran.boundaries, ran.spans, ran.events, ran.events_until, stalls,
+        period, schedule.issued * machine.issue_ns,
+    )  # fmt: skip
+
+
+def _period(states: Sequence[object], boundaries: Sequence[int]) -> int:
+    """How many iterations ago the state was the present one; 0: never, or the last was not the slowest."""
+    *before, present = states
+    if present not in before:
+        return 0
+    period = before[::-1].index(present) + 1
+    ends = [0, *boundaries]
+    lasts = [end - begin for begin, end in pairwise(ends[-period - 1 :])]
+    return period if lasts[-1] == max(lasts) else 0
