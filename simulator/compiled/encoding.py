@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,6 +80,36 @@ CONTENDS, SETTINGS = 9, 10
 # memory of an open gap is free.
 LOG_KERNEL, LOG_RECOMPUTE, LOG_OUT, LOG_IN, LOG_STALL, LOG_BOUNDARY, LOG_END, LOG_LEFT = range(8)
 _SPANS = (("compute", "kernel"), ("compute", "recompute"), ("d2h", "swap_out"), ("h2d", "swap_in"))
+
+
+class Tables(NamedTuple):
+    """What is known of a program, a machine and a limit."""
+
+    kernels: Ints
+    tensors: Ints
+    graph: Ints
+    settings: Ints
+
+
+class Work(NamedTuple):
+    """The arrays that a call works on."""
+
+    by_kernel: Ints
+    by_segment: Ints
+    by_tensor: Ints
+    by_row: Ints
+    gaps: NDArray[Any]
+    steps: Ints
+    states: Ints
+
+
+class Lowering(NamedTuple):
+    """What lowering says of a plan, beside what is in ``by_kernel`` and ``by_row``."""
+
+    recomputes: bool  # whether kernels run again: the first ``n_steps`` of ``steps``, of ``lasts`` ns
+    n_steps: int
+    lasts: int
+    required: int  # the largest planned residency
 
 
 def rows_of(decisions: Iterable[Decision]) -> Ints:

@@ -35,7 +35,7 @@ from simulator.timeline import Timeline
 from simulator.compiled.encoding import (
     BEFORE, BY_KERNEL, BY_ROW, BY_SEGMENT, BY_TENSOR, COLUMNS, DONE, DURATION, GAP, HOST_BYTES, HOST_FULL, KIND, LEVEL,
     LIVE, LOSS, MAX_ITERATIONS, MORE_STEPS, NEVER, PLANNED, RECOMPUTE, RERUN, RESULTS, RETURNS, STATUS, STUCK, SWAP,
-    SYNC_SWAP, TENSOR, BEGINS, WORKSPACE, Ints, decisions_of, ragged, read_log, rows_of,
+    SYNC_SWAP, TENSOR, BEGINS, WORKSPACE, Ints, Tables, Work, decisions_of, ragged, read_log, rows_of,
 )  # fmt: skip
 from simulator.compiled.event_loop import CHECKS
 # isort: on
@@ -69,15 +69,6 @@ class Scores(NamedTuple):
     period: Ints
 
 
-class Tables(NamedTuple):
-    """What ``score_plans`` reads of a program, a machine and a limit: its arguments of these names."""
-
-    kernels: Ints
-    tensors: Ints
-    graph: Ints
-    settings: Ints
-
-
 class _Work:
     """The arrays that one thread simulates on."""
 
@@ -108,9 +99,9 @@ class _Work:
         self._bundle()
 
     def _bundle(self) -> None:
-        self.arrays = (
+        self.arrays = Work(
             self.by_kernel, self.by_segment, self.by_tensor, self.by_row, self.gaps, self.steps, self.states
-        )  # fmt: skip
+        )
 
 
 class Engine:

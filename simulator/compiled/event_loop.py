@@ -1,4 +1,4 @@
-"""The clock of reference.py, compiled: one plan of one program, from arrays to figures.
+"""The clock of rules.py, compiled: one plan of one program, from arrays to figures.
 
 ``event_loop`` is the clock: it reads the plan (lowering.py) and then goes from one completion to the next, by the
 lines of rule 9. The functions above it are its stages. README.md draws the state and says what keeps it fast.
@@ -191,14 +191,12 @@ def _open_gaps(  # type: ignore[no-untyped-def]
 
 @stage
 def event_loop(  # type: ignore[no-untyped-def]
-    kernels, tensors, graph, rows, lowered, n_steps, lasts, settings, required, limit_until, cutoff, iterations,
-    by_kernel, by_segment, by_tensor, by_row, gaps, steps, states, result, log,
+    tables, rows, lowering, work, limit_until, cutoff, iterations, result, log
 ):  # fmt: skip
     """Simulates one plan, whose residency is planned and fits, for ``iterations`` at least.
 
     Args:
-        lowered: whether kernels run again: the first ``n_steps`` of ``steps``, of ``lasts`` ns.
-        required: the largest of by_kernel[PLANNED].
+        tables, lowering, work: the tuples of encoding.py.
         limit_until: the limit counts for kernels before this one.
         cutoff: ns; a plan whose iteration does not take less need not be simulated.
         log: int64 (entries, 4) to be filled, one entry more than is needed; or of none.
@@ -207,6 +205,9 @@ def event_loop(  # type: ignore[no-untyped-def]
     Returns:
         A status, and the entries of the log.
     """
+    kernels, tensors, graph, settings = tables
+    lowered, n_steps, lasts, required = lowering
+    by_kernel, by_segment, by_tensor, by_row, gaps, steps, states = work
     n, m = by_kernel.shape[1] - 1, rows.shape[0]
     limit, engines = settings[LIMIT], settings[COPY_ENGINES]
     out_share, in_share = settings[D2H_SHARE], settings[H2D_SHARE]  # of their speed, for copies beside each other
@@ -234,7 +235,7 @@ def event_loop(  # type: ignore[no-untyped-def]
     duplex, changed = out_share < ALONE or in_share < ALONE, False
     reckoned = out_work = in_work = out_log = in_log = 0
     # Of the step that runs, beside copies: what was left of it when last reckoned, when that was, its speed, its entry.
-    contends, work, worked, speed, end_log = settings[CONTENDS] > 0, 0, 0, ALONE, 0
+    contends, left, worked, speed, end_log = settings[CONTENDS] > 0, 0, 0, ALONE, 0
     in_failed = False  # with one engine: the swap-in that was issued first does not fit
     held, waiting, queue = by_row[HELD], by_row[WAITING], by_row[QUEUE]
     n_waiting = queue_head = queue_tail = 0
@@ -348,15 +349,15 @@ def event_loop(  # type: ignore[no-untyped-def]
                     end, end_log = now + kernels[DURATION, which], n_log
                     if waits and not rerun:
                         end += by_kernel[WAITS, k]
-                    work, worked, speed = (end - now) * ALONE, now, ALONE
+                    left, worked, speed = (end - now) * ALONE, now, ALONE
                     n_log = _log(log, n_log, now, end, LOG_RECOMPUTE if rerun else LOG_KERNEL, which)
 
             if contends and end != NEVER:
                 loss = kernels[LOSS, steps[step, STEP_KERNEL] if rerun else k]
                 pace = ALONE - (loss if out_end != NEVER else 0) - (loss if in_end != NEVER else 0)
                 if pace != speed:
-                    work, worked, speed = work - speed * (now - worked), now, pace
-                    end = _end(work, speed, now)
+                    left, worked, speed = left - speed * (now - worked), now, pace
+                    end = _end(left, speed, now)
                     _log_end(log, end_log, end)
 
             # On to the next completion.

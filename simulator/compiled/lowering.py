@@ -219,7 +219,7 @@ def segments(enforced, by_kernel, by_segment, n_segments):  # type: ignore[no-un
 
 @stage
 def note_waits(rows, gaps, by_kernel, wait_ns):  # type: ignore[no-untyped-def]
-    """Fills by_kernel[WAITS]: ns for which each kernel waits for the events of swap-ins (reference, j); returns whether
+    """Fills by_kernel[WAITS]: ns for which each kernel waits for the events of swap-ins (RULES.md, j); returns whether
     there are any."""
     if wait_ns == 0:
         return False

@@ -10,7 +10,7 @@ from simulator.compiled.rematerialisation import lower_recomputations
 # isort: off
 from simulator.compiled.encoding import (
     BEGINS, DONE, DURATION, HOST_FULL, ISSUE_NS, ITERATION_NS, KIND, LIMIT, MORE_STEPS, NEVER, OUT_OF_MEMORY, PEAK,
-    PERIOD, PLANNED, RECOMPUTE, REQUIRED, RERUN, SLOWER, STATUS, STEP_KERNEL, STUCK, UNKNOWN,
+    PERIOD, PLANNED, RECOMPUTE, REQUIRED, RERUN, SLOWER, STATUS, STEP_KERNEL, STUCK, UNKNOWN, Lowering, Tables, Work,
 )  # fmt: skip
 # isort: on
 
@@ -48,6 +48,8 @@ def score_plans(  # type: ignore[no-untyped-def]
     """
     n, n_log = by_kernel.shape[1] - 1, 0
     limit, planned = settings[LIMIT], by_kernel[PLANNED]
+    tables = Tables(kernels, tensors, graph, settings)
+    work = Work(by_kernel, by_segment, by_tensor, by_row, gaps, steps, states)
     for i in range(first, ends.size - 1):
         plan, result = rows[ends[i] : ends[i + 1]], results[i]
         swaps = drops = reruns = 0
@@ -87,8 +89,8 @@ def score_plans(  # type: ignore[no-untyped-def]
                     status = SLOWER
             elif status == DONE:
                 status, n_log = event_loop(
-                    kernels, tensors, graph, plan, drops + reruns > 0, count, lasts, settings, required, limit_until,
-                    cutoff, iterations, by_kernel, by_segment, by_tensor, by_row, gaps, steps, states, result, log,
+                    tables, plan, Lowering(drops + reruns > 0, count, lasts, required), work, limit_until, cutoff,
+                    iterations, result, log,
                 )  # fmt: skip
                 result[ITERATION_NS] = max(result[ITERATION_NS], issue_ns)
         result[STATUS] = status

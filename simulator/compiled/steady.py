@@ -34,7 +34,7 @@ def alike(one, two, columns):  # type: ignore[no-untyped-def]
 
 @stage
 def period_of(states, i, m):  # type: ignore[no-untyped-def]
-    """reference._Run.period after iteration i; the last column has what each iteration lasted."""
+    """rules._period after iteration i; the last column has what each iteration lasted."""
     slowest, period, j = 0, 0, i - 1
     while j >= 0:
         slowest = max(slowest, states[j + 1, m + 1])

@@ -1,4 +1,4 @@
-"""What is away, compiled: gaps that open and close, the queue to the host, and eviction on demand.
+"""What is away, compiled: gaps that open and close, the queue to the host, eviction on demand; ledger and log above it.
 
 A gap is known by its row, or on demand as -1 - block.
 """
@@ -7,15 +7,33 @@ from __future__ import annotations
 
 from simulator.compiled.encoding import NEVER
 from simulator.compiled.jit import stage
-from simulator.jobs.ledger import charge, note
 
 # isort: off
 from simulator.jobs.tables import (
     AWAY, COPIED, COUNTED, C_BLOCK, C_JOB, C_TENSOR, C_VOID, EVICTIONS, GAP_BEFORE, GAP_READY, GAP_STATE, HEAD, HOSTED,
-    HOST_BLOCK, HOST_LEFT, KERNEL_ENDS, LEAVES, LIMIT, L_EVICT, L_LEFT, L_SWITCH, NOW, OPEN_ROW, OUT, PRESENT, QUEUED,
-    Q_BLOCK, Q_ISSUED, Q_JOB, Q_TENSOR, RETURNS, SERVED, TAIL, THERE, USED,
+    HOST_BLOCK, HOST_LEFT, KERNEL_ENDS, LEAVES, LIMIT, L_EVICT, L_LEFT, L_SWITCH, NOW, N_LOG, OPEN_ROW, OUT, PEAK,
+    PRESENT, QUEUED, Q_BLOCK, Q_ISSUED, Q_JOB, Q_TENSOR, RETURNS, SERVED, TAIL, THERE, USED,
 )  # fmt: skip
 # isort: on
+
+
+@stage
+def charge(w, j, nbytes):  # type: ignore[no-untyped-def]
+    """So many bytes more, or less, are in use, by job j."""
+    w.jobs[j].held += nbytes
+    w.now[USED] += nbytes
+    w.now[PEAK] = max(w.now[PEAK], w.now[USED])
+
+
+@stage
+def note(w, start, end, what, job, index, more):  # type: ignore[no-untyped-def]
+    """Writes an entry of the log, or the last one where there is no room; returns which it would be."""
+    entry = w.now[N_LOG]
+    if w.log.shape[0]:
+        row = w.log[min(entry, w.log.shape[0] - 1)]
+        row[0], row[1], row[2], row[3], row[4], row[5] = start, end, what, job, index, more
+        w.now[N_LOG] += 1
+    return entry
 
 
 @stage
@@ -251,7 +269,7 @@ def first_to_return(w, j, awaited_only):  # type: ignore[no-untyped-def]
 
 @stage
 def fits(w, j, gap):  # type: ignore[no-untyped-def]
-    """Rule 4."""
+    """Rules 5 and J4."""
     job = w.jobs[j]
     plan = w.plans[job.plan]
     table, base = w.tables, plan.base
@@ -302,7 +320,7 @@ def leave(w, j, gap):  # type: ignore[no-untyped-def]
 
 @stage
 def switch(w, j, to):  # type: ignore[no-untyped-def]
-    """Rule 7. What is away is persistent: a block has the same number in every plan."""
+    """J7. What is away is persistent: a block has the same number in every plan."""
     job = w.jobs[j]
     old = w.plans[job.plan]
     note(w, w.now[NOW], w.now[NOW], L_SWITCH, j, to - job.first_plan, 0)
@@ -357,7 +375,7 @@ def switch(w, j, to):  # type: ignore[no-untyped-def]
 
 @stage
 def evict(w):  # type: ignore[no-untyped-def]
-    """Rule 6; returns False where the served job cannot go on."""
+    """J6; returns False where the served job cannot go on."""
     before = w.now[SERVED]
     if before < 0:
         for j in range(w.jobs.size):

@@ -1,4 +1,4 @@
-"""The rules of reference.py, compiled: the clock. tables.py names the arrays, away.py is about what is away.
+"""The rules for several jobs, compiled: the clock. tables.py names the arrays, away.py is about what is away.
 
 ``run`` goes from one round to the next, by the last paragraph of the rules. What a job waits for and what it would have
 back are looked for only when something has happened to it (``looked``, ``stale``).
@@ -11,9 +11,8 @@ from simulator.compiled.jit import stage
 
 # isort: off
 from simulator.jobs.away import (
-    begin_rows, drop_queued, enqueue, evict, first_to_return, fits, land, leave, open_row, switch,
+    begin_rows, charge, drop_queued, enqueue, evict, first_to_return, fits, land, leave, note, open_row, switch,
 )  # fmt: skip
-from simulator.jobs.ledger import charge, note
 from simulator.jobs.tables import (
     BACK, COMPUTE_AT, COUNTED, C_BLOCK, C_COMPUTE, C_DATA, C_END, C_ENTRY, C_JOB, C_MEMORY, C_TENSOR, C_VOID, C_WORK,
     DEADLOCK, DONE, ENGINES, FIFO, FREE, GAP_STATE, GONE, HEAD, HOST_BLOCK, HOST_LEFT, KERNEL_ENDS, LEAVES, LEAVING,
