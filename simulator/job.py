@@ -109,7 +109,7 @@ class Stall(NamedTuple):
 
 
 class Eviction(NamedTuple):
-    """A tensor is sent away on demand (rule 6)."""
+    """A tensor is sent away on demand (J6)."""
 
     time_ns: int
     job: int  # whose tensor it is

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -105,10 +105,14 @@ class Lowered:
         return kernels, self.begins[-1] - self.begins[step] + self.begins[first]
 
 
-def reserved_bytes(plans: Sequence[Lowered]) -> int:
+def reserved_bytes(on_host: Iterable[int]) -> int:
     """What the host keeps free for a job: what its plan holds there at the most; for a job that changes its plans, what
-    those two hold that hold most."""
-    return sum(sorted(plan.on_host for plan in plans)[-2:])
+    those two hold that hold most.
+
+    Args:
+        on_host: that of each of its plans.
+    """
+    return sum(sorted(on_host)[-2:])
 
 
 def left_by(tenant: Tenant) -> list[tuple[int, int]]:
@@ -125,6 +129,31 @@ def left_by(tenant: Tenant) -> list[tuple[int, int]]:
     return [(at_ns, max(1, ALONE - round(share * ALONE))) for at_ns, share in tenant]
 
 
+def check_end(jobs: Sequence[Job], lasts_ns: Sequence[Sequence[int]], machine: Machine, until_ns: int | None) -> None:
+    """Does every job end?
+
+    Args:
+        lasts_ns: of each job, an iteration of each of ``Job.entries``.
+
+    Raises:
+        ValueError: one does not, or the machine has costs that several jobs do not know: issue_ns, wait_ns,
+            copy_contention.
+    """
+    if machine.issue_ns:
+        raise ValueError(f"machine.issue_ns is {machine.issue_ns}: with several jobs hosts are never too slow (0)")
+    if machine.wait_ns:
+        raise ValueError(f"machine.wait_ns is {machine.wait_ns}: with several jobs waits for events cost nothing (0)")
+    if share := machine.copy_contention:
+        raise ValueError(f"machine.copy_contention is {share}: with several jobs copies take nothing from kernels (0)")
+    for job, ns in zip(jobs, lasts_ns, strict=True):
+        if job.iterations is None and job.leaves_ns is None and until_ns is None:
+            raise ValueError(
+                f"job {job.name!r} has no end: give it iterations or leaves_ns, or the simulation until_ns"
+            )
+        if job.iterations is None and not (sum(map(sum, job.durations)) if job.durations else min(ns)):
+            raise ValueError(f"job {job.name!r} takes no time: give it iterations")
+
+
 def check(jobs: Sequence[Job], plans: Sequence[Sequence[Lowered]], machine: Machine, limit: int, until_ns: int | None
           ) -> None:  # fmt: skip
     """Can every job run alone, evicting on demand, and does every one end?
@@ -133,26 +162,13 @@ def check(jobs: Sequence[Job], plans: Sequence[Sequence[Lowered]], machine: Mach
         plans: of each job, those of ``Job.entries``.
 
     Raises:
-        ValueError: a job has no end, or the machine has costs that several jobs do not know:
-            issue_ns, wait_ns, copy_contention.
+        ValueError: ``check_end``.
         OutOfMemory: a job and the first kernel that does not fit alone.
         PlanError: a job whose plans hold more on the host than it has.
     """
-    if machine.issue_ns:
-        raise ValueError(f"machine.issue_ns is {machine.issue_ns}: with several jobs hosts are never too slow (0)")
-    if machine.wait_ns:
-        raise ValueError(f"machine.wait_ns is {machine.wait_ns}: with several jobs waits for events cost nothing (0)")
-    if share := machine.copy_contention:
-        raise ValueError(f"machine.copy_contention is {share}: with several jobs copies take nothing from kernels (0)")
+    check_end(jobs, [[plan.begins[-1] for plan in each] for each in plans], machine, until_ns)
     for job, lowered in zip(jobs, plans, strict=True):
-        if job.iterations is None and job.leaves_ns is None and until_ns is None:
-            raise ValueError(
-                f"job {job.name!r} has no end: give it iterations or leaves_ns, or the simulation until_ns"
-            )
         for plan in lowered:
-            ns = sum(map(sum, job.durations)) if job.durations else plan.begins[-1]
-            if job.iterations is None and not ns:
-                raise ValueError(f"job {job.name!r} takes no time: give it iterations")
             if plan.admission_bytes > limit:
                 used = plan.start_bytes
                 raise OutOfMemory(0, plan.admission_bytes - used, used, limit, job.name)
@@ -160,7 +176,7 @@ def check(jobs: Sequence[Job], plans: Sequence[Sequence[Lowered]], machine: Mach
                 if least > limit:
                     requested = sum(plan.schedule.blocks[b].nbytes for b in step.allocates)
                     raise OutOfMemory(step.kernel, requested, least - requested, limit, job.name)
-        most = reserved_bytes(lowered)
+        most = reserved_bytes(plan.on_host for plan in lowered)
         if most > machine.host_bytes:
             raise PlanError(
                 f"job {job.name!r}: its plans have {most:,} bytes on the host at a time; "

@@ -214,7 +214,7 @@ class World:
             j = self.waiting[0]
             plan = self._plan_now(j, 0)
             needs = self.plans[j][plan].admission_bytes
-            if self.used + needs > self.limit or self._host_left() < reserved_bytes(self.plans[j]):
+            if self.used + needs > self.limit or self._host_left() < self._reserved(self.plans[j]):
                 break
             self.begin(j, plan)
 
@@ -237,9 +237,12 @@ class World:
         job.record.events_until.append(len(job.record.events))
         return job
 
+    def _reserved(self, plans: Sequence[Lowered]) -> int:
+        return reserved_bytes(plan.on_host for plan in plans)
+
     def _host_left(self) -> int:
         """Bytes of the host that are free (J9)."""
-        planned = sum(reserved_bytes(job.plans) for job in self.present)
+        planned = sum(self._reserved(job.plans) for job in self.present)
         return self.machine.host_bytes - planned - sum(g.host_bytes for j in self.present for g in j.evicted.values())
 
     def start_copies(self) -> None:

@@ -2,7 +2,7 @@
 
 In the spirit of Checkmate ("Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization", MLSys 2020,
 section 4): which tensors are there at which kernel (its S), which kernels run again for which (its R), and memory
-counted within every such pass, freed values included (its U and FREE). The rules are those of simulator/reference.py,
+counted within every such pass, freed values included (its U and FREE). The rules are those of simulator/RULES.md,
 rule 7: a gap is emptied once; what the pass of kernel k recovers is made in program order, right before k, by all
 writers of its present content, into memory of the pass's own. A plan that only recomputes waits for nothing: its time
 is the ideal time and the durations of the passes, and it runs exactly when its planned residency fits.

@@ -1,7 +1,7 @@
 """A plan as work on three streams: what is issued, in which order, at which addresses, and what waits for what.
 
 The simulator decides when; hardware only keeps an order. So the order is that of one steady iteration of a simulated
-Timeline (simulator/reference.py), a circle of **jobs**: its spans in the order of their starts. One thread issues them
+Timeline (simulator/RULES.md), a circle of **jobs**: its spans in the order of their starts. One thread issues them
 ahead of time, iteration after iteration, because waits are events. Each stream does its jobs in order; between streams
 a job waits for
 

@@ -33,9 +33,10 @@ from simulator.timeline import Timeline
 
 # isort: off
 from simulator.compiled.encoding import (
-    BEFORE, BY_KERNEL, BY_ROW, BY_SEGMENT, BY_TENSOR, COLUMNS, DONE, DURATION, GAP, HOST_BYTES, HOST_FULL, KIND, LEVEL,
-    LIVE, LOSS, MAX_ITERATIONS, MORE_STEPS, NEVER, PLANNED, RECOMPUTE, RERUN, RESULTS, RETURNS, STATUS, STUCK, SWAP,
-    SYNC_SWAP, TENSOR, BEGINS, WORKSPACE, Ints, Tables, Work, decisions_of, ragged, read_log, rows_of,
+    AFTER, AWAY_AT_START, BEFORE, BY_KERNEL, BY_REMAT, BY_ROW, BY_SEGMENT, BY_TENSOR, COLUMNS, DONE, DURATION, GAP,
+    HOST_BYTES, HOST_FULL, KIND, LEVEL, LIVE, LOSS, MAX_ITERATIONS, MORE_STEPS, NEVER, PLANNED, RECOMPUTE, RERUN,
+    RESULTS, RETURNS, STATUS, STUCK, SWAP, SYNC_SWAP, TENSOR, BEGINS, WORKSPACE, Ints, Tables, Work, decisions_of,
+    ragged, read_log, rows_of,
 )  # fmt: skip
 from simulator.compiled.event_loop import CHECKS
 # isort: on
@@ -297,10 +298,19 @@ class Engine:
 
     def on_host(self, rows: Ints) -> int:
         """The most bytes that the host holds at one time for the plan ``rows`` (Schedule.on_host)."""
-        work = self._work
-        lowered = self._lower(work, rows)[1] is not None
-        ends = work.by_row[RETURNS] if lowered else np.ascontiguousarray(rows[:, BEFORE])
-        return int(host_load(self._tensors, self._graph, rows, ends, len(self.program.kernels)))
+        work, _ = self.lowered(rows)
+        return int(host_load(self._tensors, self._graph, rows, work.by_row[RETURNS], len(self.program.kernels)))
+
+    def lowered(self, rows: Ints) -> tuple[Work, int]:
+        """A plan lowered: of ``by_row`` RETURNS, BY_REMAT and AWAY_AT_START, by_kernel[PLANNED], ``steps``; and how
+        many kernels run again. The arrays are the engine's, until its next call."""
+        work, m = self._work, len(rows)
+        _, n_steps = self._lower(work, rows)
+        if n_steps is None:
+            after, before = rows[:, AFTER], rows[:, BEFORE]
+            work.by_row[RETURNS, :m], work.by_row[BY_REMAT, :m] = before, 0
+            work.by_row[AWAY_AT_START, :m] = after >= before
+        return work.arrays, n_steps or 0
 
     def _lower(self, work: _Work, rows: Ints) -> tuple[Ints, int | None]:
         """The kernels under the plan, and how many run again, None in a plan of swaps; the rest is in ``work``."""

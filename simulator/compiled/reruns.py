@@ -22,7 +22,7 @@ from simulator.compiled.encoding import (
 
 
 @jit
-def _slot(graph, writes_at, x, w):  # type: ignore[no-untyped-def]
+def slot_before(graph, writes_at, x, w):  # type: ignore[no-untyped-def]
     """The last writer of tensor x before kernel w, as an index of ``graph``; -1 where there is none."""
     slot = -1
     for i in range(writes_at[x], writes_at[x + 1]):
@@ -98,7 +98,7 @@ def _walk(tensors, graph, rows, at, again, by_row):  # type: ignore[no-untyped-d
             w, step = again[j], j + k
             for i in range(reads_at[w], reads_at[w + 1]):
                 x = graph[i]
-                slot = _slot(graph, writes_at, x, w)
+                slot = slot_before(graph, writes_at, x, w)
                 there = -1
                 if slot >= 0:
                     there = holder[slot]
@@ -106,13 +106,13 @@ def _walk(tensors, graph, rows, at, again, by_row):  # type: ignore[no-untyped-d
                     there = x
                 if there >= 0 and (tensors[PERSISTENT, x] or mine[x] != k or held[x] != slot):
                     last[there] = step
-                    if away[x] >= 0 and slot == _slot(graph, writes_at, x, k):
+                    if away[x] >= 0 and slot == slot_before(graph, writes_at, x, k):
                         by_row[RETURNS, away[x]], by_row[BY_REMAT, away[x]] = k, 1
                 else:
                     last[own[x]] = step
             for i in range(results_at[w], results_at[w + 1]):
                 x = graph[i]
-                slot = _slot(graph, writes_at, x, w + 1)
+                slot = slot_before(graph, writes_at, x, w + 1)
                 replaces = not tensors[PERSISTENT, x] and not copied[x]
                 if mine[x] != k:
                     mine[x], own[x] = k, n_blocks
@@ -137,12 +137,12 @@ def _walk(tensors, graph, rows, at, again, by_row):  # type: ignore[no-untyped-d
         step = at[k + 1] + k
         for i in range(reads_at[k], reads_at[k + 1]):
             x = graph[i]
-            slot = _slot(graph, writes_at, x, k)
+            slot = slot_before(graph, writes_at, x, k)
             if not tensors[PERSISTENT, x]:
                 last[holder[slot]] = step
         for i in range(results_at[k], results_at[k + 1]):
             x = graph[i]
-            slot = _slot(graph, writes_at, x, k)
+            slot = slot_before(graph, writes_at, x, k)
             changed[x] = True
             if tensors[PERSISTENT, x]:
                 used = x
@@ -153,7 +153,7 @@ def _walk(tensors, graph, rows, at, again, by_row):  # type: ignore[no-untyped-d
                 used = holder[slot]
             if slot >= 0:
                 holder[slot] = -1
-            last[used], holder[_slot(graph, writes_at, x, k + 1)] = step, used
+            last[used], holder[slot_before(graph, writes_at, x, k + 1)] = step, used
         r = heads[1, k]
         while r >= 0:
             away[rows[r, TENSOR]] = r

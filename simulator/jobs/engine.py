@@ -1,7 +1,7 @@
 """The rules of rules.py, compiled: equal to it to the nanosecond.
 
 ``simulate_jobs`` is the public call. ``JobsEngine`` is for planners, which score many plans of the same programs: it
-makes no timeline. Both lower a plan that comes again once only. Read tables.py, event_loop.py and away.py first.
+makes no timeline. Both lower a plan that comes again once only. README.md says in which order to read.
 """
 
 from __future__ import annotations
@@ -15,35 +15,48 @@ import numpy as np
 
 from simulator import rules
 from simulator.compiled.encoding import NEVER, Ints, decisions_of
+from simulator.compiled.engine import Engine
 from simulator.job import Job, JobsTimeline, Sharing, Tenant
 from simulator.jobs.event_loop import run
 from simulator.jobs.log import read_log
-from simulator.lowered import Lowered, check, left_by, reserved_bytes
+from simulator.jobs.lowering import Table, table_of
+from simulator.lowered import Lowered, check, check_end, left_by, reserved_bytes
 from simulator.plan_transfer import Same
 
 # isort: off
 from simulator.jobs.tables import (
     C_END, C_JOB, DEADLOCK, EVICTIONS, FREE, HOST_LEFT, JOB, LOG, N_LOG, NOW, PEAK, PLAN, SERVED, STATE, STEPPED,
-    TENANT, TENANT_AT, UNADMITTED, UNFINISHED, Table, World, table_of,
+    TENANT, TENANT_AT, UNADMITTED, UNFINISHED, World,
 )  # fmt: skip
 
 # isort: on
 from simulator.machine import ALONE, Machine
-from simulator.plan import Plan, PlanError
+from simulator.plan import Plan, Rerun
 from simulator.program import Program
-from simulator.schedule import OutOfMemory
+from simulator.schedule import lower
 
 KEPT = 1024  # plans that an engine keeps lowered
 Tables = Sequence[Sequence[Table]]
 Durations = tuple[tuple[int, ...], ...]  # as Job.durations
 
 
-def _prepared(program: Same, machine: Same, plan: Plan) -> tuple[Lowered, Table]:
-    lowered = Lowered.of(program.of, plan)
-    return lowered, table_of(lowered, machine.of)
+@lru_cache(64)
+def _engine(program: Same, machine: Same) -> Engine:
+    return Engine(program.of, machine.of, NEVER)
 
 
-_known = lru_cache(256)(_prepared)  # of simulate_jobs
+def _table(program: Same, machine: Same, plan: Plan) -> Table:
+    """Of a plan, which is checked."""
+    plan.check(program.of)
+    if any(isinstance(d, Rerun) for d in plan.decisions):
+        lower(program.of, plan)  # says which of these cannot be
+    return table_of(_engine(program, machine), plan)
+
+
+@lru_cache(256)
+def _known(program: Same, machine: Same, plan: Plan) -> tuple[Lowered, Table]:
+    """What ``simulate_jobs`` needs of a plan."""
+    return Lowered.of(program.of, plan), table_of(_engine(program, machine), plan)
 
 
 def _key(program: Program, machine: Machine, plan: Plan) -> tuple[Same, Same, Plan]:
@@ -74,7 +87,7 @@ class JobsScore(NamedTuple):
         return max((job.left_ns for job in self.jobs), default=0)
 
 
-def _world(jobs: Sequence[Job], plans: Sequence[Sequence[Lowered]], tables: Tables, machine: Machine, limit: int,
+def _world(jobs: Sequence[Job], tables: Tables, machine: Machine, limit: int,
            until_ns: int | None, sharing: Sharing, tenant: Tenant, entries: int) -> World:  # fmt: skip
     """All arrays, before the first round.
 
@@ -100,14 +113,15 @@ def _world(jobs: Sequence[Job], plans: Sequence[Sequence[Lowered]], tables: Tabl
     for j, job in enumerate(jobs):
         for name, number in {
             "arrives": job.arrives_ns, "leaves": min(never, NEVER if job.leaves_ns is None else job.leaves_ns),
-            "iterations": -1 if job.iterations is None else job.iterations, "reserved": reserved_bytes(plans[j]),
-            "first_plan": first, "n_plans": len(plans[j]), "durations": rows, "n_durations": len(job.durations),
+            "iterations": -1 if job.iterations is None else job.iterations,
+            "reserved": reserved_bytes(table.on_host for table in tables[j]),
+            "first_plan": first, "n_plans": len(tables[j]), "durations": rows, "n_durations": len(job.durations),
             "takes_turns": len(job.steps) > 0,
             "end": NEVER, "admitted": -1, "left": -1, "ready_since": -1, "stale": 1, "first": NEVER, "offer": NEVER,
             "blocked": -1,
         }.items():  # fmt: skip
             state[j][name] = number
-        first += len(plans[j])
+        first += len(tables[j])
         rows += len(job.durations) * len(job.program.kernels)
     most = {name: max((t.record[name] for t in flat), default=0) for name in ("n", "n_rows", "n_blocks")}
     tensors = max((len(program.tensors) for job in jobs for program, _ in job.entries), default=0)
@@ -163,7 +177,7 @@ def simulate_jobs(
     entries, room = 4096, 0
     while entries > room:
         room = entries
-        world = _world(jobs, plans, tables, machine, limit, until_ns, sharing, tenant, room)
+        world = _world(jobs, tables, machine, limit, until_ns, sharing, tenant, room)
         if run(world) == DEADLOCK:
             # It says who waits for what.
             return rules.simulate_jobs(jobs, machine, limit, until_ns, sharing, tenant)
@@ -205,7 +219,7 @@ class JobsEngine:
             Job(str(j), program, Plan(), iterations=count, within=within)
             for j, (program, count) in enumerate(zip(programs, counts, strict=True))
         ]
-        self._known = lru_cache(KEPT)(_prepared)
+        self._known = lru_cache(KEPT)(_table)
 
     def score(
         self, plans: Sequence[Plan | Ints], sample: Sequence[Durations] | None = None, tenant: Tenant | None = None
@@ -228,14 +242,13 @@ class JobsEngine:
             given = [replace(plan, limit=share) for plan, share in zip(given, self.shares, strict=True)]
         rows = [()] * len(given) if sample is None else sample
         jobs = [replace(j, plan=q, durations=d) for j, q, d in zip(self._jobs, given, rows, strict=True)]
-        lowered = [[plan] for plan, _ in known]
-        try:
-            check(jobs, lowered, self.machine, self.limit, self.until_ns)
-        except (OutOfMemory, PlanError):
+        check_end(jobs, [[table.ns] for table in known], self.machine, self.until_ns)
+        needs = (max(table.least_bytes, table.record["admission_bytes"]) for table in known)
+        if any(bytes_ > self.limit for bytes_ in needs) or any(t.on_host > self.machine.host_bytes for t in known):
             return JobsScore(False, (), 0, 0)
-        tables = [[table] for _, table in known]
+        tables = [[table] for table in known]
         taken = self.tenant if tenant is None else tenant
-        world = _world(jobs, lowered, tables, self.machine, self.limit, self.until_ns, self.sharing, taken, 0)
+        world = _world(jobs, tables, self.machine, self.limit, self.until_ns, self.sharing, taken, 0)
         status = run(world)
         out = tuple(_job_score(world.jobs[j]) for j in range(len(jobs)))
         feasible = status != DEADLOCK and all(job.iterations for job in out)

@@ -7,16 +7,12 @@ table[table[x + i] : table[x + i + 1]].
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from simulator.compiled.encoding import Ints
-from simulator.lowered import Lowered
-from simulator.machine import Machine
-from simulator.plan import Swap
 
 # Where things are in a plan's table; ``base``: where the table is among those of all.
 PLAN = np.dtype([(name, np.int64) for name in (
@@ -96,88 +92,3 @@ class World(NamedTuple):
     now: Ints
     settings: Ints
     log: Ints  # (entries, 6), one more than is needed; or of none
-
-
-class Table(NamedTuple):
-    """A plan for a machine."""
-
-    values: Ints
-    record: dict[str, int]
-
-
-def table_of(plan: Lowered, machine: Machine) -> Table:
-    """The table of a plan, and all of its PLAN but what depends on the job."""
-    schedule = plan.schedule
-    program, steps, blocks = schedule.program, schedule.steps, schedule.blocks
-    n = len(program.kernels)
-    rows = sorted(schedule.moved, key=lambda d: (d.tensor, d.after))
-    row = {d: r for r, d in enumerate(rows)}
-    swapped = {d.tensor for d in rows}
-    out: list[int] = []
-    record = {"n": n, "n_steps": len(steps), "n_rows": len(rows), "n_blocks": len(blocks),
-              "n_persistent": sum(b.first < 0 for b in blocks), "start_bytes": plan.start_bytes,
-              "admission_bytes": plan.admission_bytes}  # fmt: skip
-
-    def column(name: str, values: Iterable[int]) -> None:
-        record[name] = len(out)
-        out.extend(values)
-
-    def lists(name: str, values: Sequence[Iterable[int]]) -> None:
-        record[name] = begin = len(out)
-        flat: list[int] = []
-        offsets = []
-        for each in values:
-            offsets.append(begin + len(values) + 1 + len(flat))
-            flat.extend(each)
-        out.extend([*offsets, begin + len(values) + 1 + len(flat), *flat])
-
-    column("before", (s.before for s in steps))
-    column("again", (s.rerun for s in steps))
-    column("lasts", (program.kernels[s.kernel].duration_ns for s in steps))
-    column("takes", (sum(blocks[b].nbytes for b in s.allocates) for s in steps))
-    column("gives", (sum(blocks[b].nbytes for b in s.frees) for s in steps))
-    column("begins", plan.begins)
-    column("kernel", (s.kernel for s in steps))
-    lists("waits", [sorted(s.waits & swapped) for s in steps])
-    lists("touched", [sorted(b) for b in plan.touched])
-    lists("writes", [_writes(plan, i, swapped) for i in range(len(steps))])
-    lists("copies", [[row[d] for d in s.copies] for s in steps])
-    lists("opens", [[row[d] for d in s.opens] for s in steps])
-    column("row_tensor", (d.tensor for d in rows))
-    column("row_block", (schedule.moved[d] for d in rows))
-    column("row_before", ((schedule.returns[d] - d.after - 1) % n + 1 for d in rows))
-    column("row_ready", (1 + (0 if d.prefetch is None else (d.prefetch - d.after) % n) for d in rows))
-    column("row_sync", (d.sync for d in rows))
-    column("row_pinned", (d.prefetch is not None for d in rows))
-    column("row_after", (d.after for d in rows))
-    column("row_start", (_start(d, schedule.away_at_start) for d in rows))
-    column("owner", (b.owner for b in blocks))
-    column("nbytes", (b.nbytes for b in blocks))
-    column("first", (b.first for b in blocks))
-    column("last", (b.last for b in blocks))
-    column("out_ns", (machine.d2h_ns(b.nbytes) for b in blocks))
-    column("in_ns", (machine.h2d_ns(b.nbytes) for b in blocks))
-    lists("touches", [plan.touches.get(b, ()) for b in range(len(blocks))])
-    column("residency", schedule.residency)
-    return Table(np.array(out, np.int64), record)
-
-
-def _writes(plan: Lowered, i: int, swapped: set[int]) -> list[int]:
-    """Pairs of tensor and block, for the tensors whose copies on the host are given up when step i ends."""
-    step, program = plan.schedule.steps[i], plan.schedule.program
-    if step.rerun:
-        return []
-    kernel, out = program.kernels[step.kernel], []
-    for t in dict.fromkeys(kernel.outputs):
-        if t in swapped or program.tensors[t].persistent:
-            out += [t, step.uses[t]]
-    for t in kernel.accesses:
-        if t in swapped and not program.tensors[t].persistent and program.accesses[t][-1] == step.kernel:
-            out += [t, -1]
-    return out
-
-
-def _start(d: Swap, away: frozenset[int]) -> int:
-    if d.tensor in away and d.after >= d.before:
-        return AWAY
-    return COPIED if d.copy is not None and d.copy > d.after else OTHERWISE

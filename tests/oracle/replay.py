@@ -241,7 +241,7 @@ class Replay:
         return len([at for at, _ in job.job.switches if at <= self.now])
 
     def _change(self, job: Running) -> None:
-        """Rule 7."""
+        """J7."""
         job.enter(job.part + 1, self.ended)
         self._need(alike(job.job, job.now.plan, job.plan), "switch", f"job {job.ran.name!r} goes on by another plan")
         for copy in (*self.queue, *(c for _, c in self.copies.values())):
@@ -295,7 +295,7 @@ class Replay:
             self._need(at is None or at >= self.now, "admission", f"there is no room for job {job.ran.name!r}")
 
     def _planned_host(self, job: Running) -> int:
-        """What the host keeps free for the plans of a job (rule 9). Those that it never went by left no spans."""
+        """What the host keeps free for the plans of a job (J9). Those that it never went by left no spans."""
         if not job.on_host:
             parts = {part.plan: part for part in job.parts}
             entries = (parts.get(i) or Part.unused(job.job, i) for i in range(len(job.job.entries)))
@@ -481,7 +481,7 @@ class Replay:
         return [*(work for work, _ in self.copies.values()), *self.steps.values()]
 
     def _evict(self) -> None:
-        """Rule 6."""
+        """J6."""
         served_before = self.served is not None
         if self.served is None:
             self.served = min(self.present, key=lambda r: (r.idle_since, r.index))

@@ -6,14 +6,52 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from simulator import Job, JobsDeadlock, Kernel, Machine, Plan, PlanError, Program, Swap, Tensor, simulate
+from simulator import (
+    Engine,
+    Job,
+    JobsDeadlock,
+    Kernel,
+    Machine,
+    Plan,
+    PlanError,
+    Program,
+    Rerun,
+    Swap,
+    Tensor,
+    simulate,
+)
 from simulator.compiled.encoding import rows_of
 from simulator.jobs import JobsEngine, alone_ns, engine, without_limit
-from simulator.jobs.tables import table_of
+from simulator.jobs.lowering import table_of
+from simulator.lowered import Lowered
 from simulator.schedule import lower
 from tests import tiny
-from tests.random_cases import least_limit
+from tests.random_cases import any_case, least_limit
 from tests.strategies import jobs_cases, jobs_machines, plans, programs
+
+
+def test_a_table_is_what_the_schedule_says():
+    for seed in range(300):
+        program, plan, machine = any_case(seed)[:3]
+        lowered = Lowered(lower(program, plan))
+        table, schedule = table_of(Engine(program, machine, 0), plan), lowered.schedule
+        columns = [table.values[table.record[name] :] for name in ("owner", "nbytes", "first", "last")]
+        assert tuple(zip(*(c[: len(schedule.blocks)].tolist() for c in columns), strict=True)) == schedule.blocks
+        begin, lists = table.record["touched"], table.values.tolist()
+        touched = [lists[lists[begin + i] : lists[begin + i + 1]] for i in range(len(schedule.steps))]
+        assert touched == [sorted(blocks) for blocks in lowered.touched]
+        facts = table.record["start_bytes"], table.record["admission_bytes"], table.least_bytes, table.on_host, table.ns
+        right = lowered.start_bytes, lowered.admission_bytes, max(lowered.least_bytes), lowered.on_host
+        assert facts == (*right, lowered.begins[-1]), f"seed {seed}"
+
+
+def test_a_plan_whose_kernels_cannot_run_again_is_refused():
+    """k1 goes on writing x, which k0 does not write again just before it."""
+    lines = [((), (0,)), ((0,), (0,)), ((0,), ())]
+    kernels = tuple(Kernel(f"k{i}", "other", "forward", *line, 10) for i, line in enumerate(lines))
+    program, plan = Program("p", (Tensor("x", 10),), kernels), Plan((Rerun(1, 2),))
+    with pytest.raises(PlanError, match="kernel 1 cannot run again before kernel 2"):
+        JobsEngine([program], tiny.MACHINE, 100, iterations=1).score([plan])
 
 
 def test_a_log_of_more_entries_than_expected():
@@ -92,7 +130,7 @@ def test_a_score_within_shares_beside_a_tenant_and_over_samples_of_the_times(dat
 def test_a_plan_that_comes_again_is_lowered_once(monkeypatch):
     """Whatever it says of who made it for what; another program's is another."""
     made = []
-    monkeypatch.setattr(engine, "table_of", lambda plan, machine: made.append(plan) or table_of(plan, machine))
+    monkeypatch.setattr(engine, "table_of", lambda of, plan: made.append(plan) or table_of(of, plan))
     program = replace(tiny.PROGRAM)
     for plan in (tiny.SWAP_PLAN, replace(tiny.SWAP_PLAN, limit=150), replace(tiny.SWAP_PLAN, decisions=())):
         engine.simulate_jobs([Job("a", program, plan, iterations=1)] * 2, tiny.MACHINE, 300)
