@@ -10,7 +10,7 @@ The directory holds NAME.json (the command, the settings, a row per task) and NA
 which shows all that are there. Its path is the last line printed. A run that was stopped goes on from NAME.jsonl if
 neither the settings nor the code have changed. Each figure is for the GPU of its paper, unless ``gpu=`` names another.
 
-A figure is a YAML in configs/figure/ and a module in experiments/figures/; the README.md there says what each has.
+A figure is a YAML in configs/figure/, and a module and a Markdown in experiments/figures/; see the README.md there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from collections.abc import Iterator
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -32,6 +31,7 @@ from rich.table import Table
 
 from experiments.common import cli, report, workers
 from experiments.common.report import Row
+from experiments.figures.figure import Figure
 from simulator.files import FormatError, read_json, write_json, write_text
 from simulator.machine import Machine
 
@@ -57,8 +57,10 @@ def main(cfg: DictConfig) -> None:
         draw_again(names() if asked.get("name") == ALL else [str(asked.get("name"))], out)
         print(out)
         return
-    every = [cli.plain(OmegaConf.load(CONFIGS / f"{name}.yaml")) for name in names()]
-    make(every if asked.get("name") == ALL else [asked], quick, cfg.gpu, *cli.launcher(cfg), out)
+    chosen = [asked]
+    if asked.get("name") == ALL:
+        chosen = [cli.plain(OmegaConf.load(CONFIGS / f"{n}.yaml")) for n in names() if not figure(n).on_demand]
+    make(chosen, quick, cfg.gpu, *cli.launcher(cfg), out)
 
 
 @cli.goes_on
@@ -71,51 +73,50 @@ def make(
         launcher, jobs: as of ``workers.results``.
 
     Raises:
-        UsageError, FormatError: as ``Figure``; ``out`` cannot be made.
+        UsageError, FormatError: as ``Work``; ``out`` cannot be made.
     """
-    figures = [Figure(settings, quick, machine, out) for settings in chosen]
+    works = [Work(settings, quick, machine, out) for settings in chosen]
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise cli.UsageError(f"out: {out} cannot be made ({error.strerror})") from None
 
-    wrong, console = compute(figures, launcher, jobs), report.console()
-    for figure in figures:
-        if not figure.left:
-            console.print(rich_table(figure.module, figure.rows))
-            for note in figure.module.notes(figure.rows):
+    wrong, console = compute(works, launcher, jobs), report.console()
+    for work in works:
+        if not work.left:
+            console.print(rich_table(work.figure, work.rows))
+            for note in work.figure.notes(work.rows):
                 console.print(f"- {note}", highlight=False)
     write_text(out / "README.md", page(out))
     if wrong:
         raise wrong[0]
-    for figure in figures:
-        figure.forget()
+    for work in works:
+        work.forget()
     print(out)
 
 
-def compute(figures: list[Figure], launcher: str, jobs: int | None) -> list[Exception]:
+def compute(works: list[Work], launcher: str, jobs: int | None) -> list[Exception]:
     """Runs what is left of the figures, and finishes each that has all; returns what tasks raised."""
     wrong: list[Exception] = []
-    for figure in figures:
-        if not figure.left:  # stopped when it only had to be drawn
-            figure.finish()
+    for work in works:
+        if not work.left:  # stopped when it only had to be drawn
+            work.finish()
     beside, alone = (
-        [(figure, task) for figure in figures if getattr(figure.module, "ALONE", False) == one
-         for task in reversed(figure.left)]
+        [(work, task) for work in works if work.figure.alone == one for task in reversed(work.left)]
         for one in (False, True)
-    )  # fmt: skip
+    )
     with report.progress() as bar:
-        shown = bar.add_task("starting", total=sum(len(f.tasks) for f in figures))
-        bar.update(shown, advance=sum(len(f.tasks) - len(f.left) for f in figures))
-        for figure, task, row in chain(done(beside, launcher, jobs), done(alone, "processes", 1)):
+        shown = bar.add_task("starting", total=sum(len(work.tasks) for work in works))
+        bar.update(shown, advance=sum(len(work.tasks) - len(work.left) for work in works))
+        for work, task, row in chain(done(beside, launcher, jobs), done(alone, "processes", 1)):
             if isinstance(row, Exception):  # the others go on
-                row.add_note(f"in {figure.name}, {task}")
+                row.add_note(f"in {work.name}, {task}")
                 wrong.append(row)
             else:
-                figure.keep(task, row)
-            bar.update(shown, advance=1, description=figure.name)
-            if not figure.left:
-                figure.finish()
+                work.keep(task, row)
+            bar.update(shown, advance=1, description=work.name)
+            if not work.left:
+                work.finish()
     return wrong
 
 
@@ -125,14 +126,15 @@ def names() -> list[str]:
     return sorted(found, key=lambda name: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)])
 
 
-def module(name: object) -> ModuleType:
-    """The module of a figure; raises UsageError where there is none."""
+def figure(name: object) -> Figure:
+    """The figure of a name; raises UsageError where there is none."""
     if name not in names():
         raise cli.UsageError(f"figure.name: there is no figure {name!r}{cli.nearest(name, set(names()))}")
-    return import_module(f"experiments.figures.{name}")
+    found: Figure = import_module(f"experiments.figures.{name}").FIGURE
+    return found
 
 
-class Figure:
+class Work:
     """One figure under way.
 
     Attributes:
@@ -148,11 +150,11 @@ class Figure:
 
     def __init__(self, settings: dict[str, Any], quick: bool, machine: str | None, out: Path):
         self.name = settings.pop("name", None)
-        self.module = module(self.name)
+        self.figure = figure(self.name)
         fewer, own = settings.pop("quick", {}), settings.pop("machine", None)
         self.settings = {**settings, **(fewer if quick else {})}
         self.quick, self.machine, self.out = quick, Machine.load(machine or own), out
-        self.tasks: list[Row] = self.module.tasks(OmegaConf.create(self.settings))
+        self.tasks: list[Row] = self.figure.tasks(OmegaConf.create(self.settings))
         self._part = out / f"{self.name}.jsonl"
         self._same = hashlib.sha256(
             json.dumps([code(self.name), self.machine.to_dict()], sort_keys=True).encode()
@@ -189,7 +191,7 @@ class Figure:
             "command": own_command(self.name), "machine": self.machine.name, "quick": self.quick,
             "settings": self.settings, "rows": self.rows,
         }, indent=1)  # fmt: skip
-        self.module.draw(self.rows, self.out / f"{self.name}.png")
+        self.figure.draw(self.rows, self.out / f"{self.name}.png")
 
     def forget(self) -> None:
         """Removes the rows of the unfinished run; only once every figure is finished, so that it can go on."""
@@ -220,39 +222,37 @@ def draw_again(figures: list[str], out: Path) -> None:
     """Pictures and page of what is in ``out``; raises FormatError where a JSON is not one of ours."""
     for name in figures:
         if (path := out / f"{name}.json").exists():
-            module(name).draw(result(path)["rows"], out / f"{name}.png")
+            figure(name).draw(result(path)["rows"], out / f"{name}.png")
     write_text(out / "README.md", page(out))
 
 
-def done(
-    tasks: list[tuple[Figure, Row]], launcher: str, jobs: int | None
-) -> Iterator[tuple[Figure, Row, Row | Exception]]:
+def done(tasks: list[tuple[Work, Row]], launcher: str, jobs: int | None) -> Iterator[tuple[Work, Row, Row | Exception]]:
     """Every task and its row, or what it raised, as they are done; one of this computer alone is done here."""
     if launcher == "processes" and (jobs == 1 or len(tasks) <= 1):
-        for figure, task in tasks:
+        for work, task in tasks:
             try:
-                yield figure, task, _run(figure.name, task, figure.machine)
+                yield work, task, _run(work.name, task, work.machine)
             except Exception as error:
-                yield figure, task, error
+                yield work, task, error
         return
-    calls = [(figure.name, task, figure.machine) for figure, task in tasks]
+    calls = [(work.name, task, work.machine) for work, task in tasks]
     for i, row in workers.results(launcher, jobs, _run, calls):
         yield *tasks[i], row
 
 
 def _run(name: str, task: Row, machine: Machine) -> Row:
     begin = time.perf_counter()
-    row = module(name).run(task, machine)
+    row = figure(name).run(task, machine)
     return {**task, **row, SECONDS: round(time.perf_counter() - begin, 1)}
 
 
 # ------------------------------------------------------------------------------------------ for people
 
 
-def rich_table(figure: ModuleType, rows: list[Row]) -> Table:
+def rich_table(figure: Figure, rows: list[Row]) -> Table:
     """A figure's table for a terminal."""
     heads, cells = figure.table(rows)
-    out = Table(title=figure.TITLE, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    out = Table(title=figure.title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for i, head in enumerate(heads):
         out.add_column(head, justify="right" if i else "left", overflow="fold")
     for row in cells:
@@ -268,10 +268,10 @@ def page(out: Path) -> str:
         "# The papers' tables and figures, reproduced",
         "This page is generated. Every section ends with the command that made it; `python -m experiments.reproduce "
         f"figure=all out=experiments/results` makes them all ({minutes:,.0f} minutes of one core).",
-        "\n".join(f"- [{module(name).TITLE}](#{name})" for name in there),
+        "\n".join(f"- [{figure(name).title}](#{name})" for name in there),
     ]
     for name, found in there.items():
-        parts += _section(out / f"{name}.json", found, module(name))
+        parts += _section(out / f"{name}.json", found, figure(name))
     return "\n\n".join(parts) + "\n"
 
 
@@ -283,19 +283,18 @@ def result(path: Path) -> dict[str, Any]:
     return found
 
 
-def _section(path: Path, found: dict[str, Any], figure: ModuleType) -> list[str]:
+def _section(path: Path, found: dict[str, Any], figure: Figure) -> list[str]:
     rows = found["rows"]
     try:
-        heads, cells = figure.table(rows)
-        notes = figure.notes(rows)
+        heads, cells, notes = figure.say(rows)
     except (KeyError, TypeError) as error:
         raise FormatError(f"{path}: not a result of this figure ({error})") from None
     lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *cells]
     return [
         f'<a id="{path.stem}"></a>',
-        f"## {figure.TITLE}",
-        " ".join((figure.__doc__ or "").partition("\n\n")[0].split()),
-        f"![{figure.TITLE}]({path.stem}.png)",
+        f"## {figure.title}",
+        figure.about,
+        f"![{figure.title}]({path.stem}.png)",
         "\n".join(f"| {' | '.join(line)} |" for line in lines),
         "\n".join(f"- {note}" for note in notes),
         f"`{found['command']}` ([JSON]({path.name}))",

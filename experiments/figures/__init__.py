@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -11,6 +12,7 @@ from omegaconf import DictConfig
 
 import agents
 from experiments.common import cli
+from experiments.common.report import Row
 from simulator import Plan, simulate
 from simulator.machine import Machine
 from simulator.pool import Intervals, Packing, run
@@ -20,9 +22,59 @@ from simulator.program import Program
 WORKLOADS = cli.CONFIGS / "workload"
 
 
-def networks(settings: DictConfig) -> list[str]:
-    """The workloads of ``settings.networks``, shipped ones; raises UsageError for one that there is not."""
-    return [network(str(name), "networks") for name in cli.values(settings, "networks")]
+def networks(settings: DictConfig, among: Collection[str] = (), wrong: str = "is not in the table") -> list[str]:
+    """The workloads of ``settings.networks``, shipped ones; raises UsageError for one that there is not, or that is not
+    ``among`` the paper's."""
+    found = [network(str(name), "networks") for name in cli.values(settings, "networks")]
+    for name in found:
+        if among and name not in among:
+            raise cli.UsageError(f"figure.networks: {name!r} {wrong} ({', '.join(among)})")
+    return found
+
+
+def network_or_file(name: str, key: str) -> str:
+    """As ``network``; the path of a program/1 file is taken, too."""
+    return name if Path(name).suffix in (".json", ".gz") else network(name, key)
+
+
+def numbers(
+    settings: DictConfig, key: str, fits: Callable[[Any], bool], expected: str, kind: Any = (int, float)
+) -> list[Any]:
+    """The list ``settings.key``; raises UsageError where an entry is no number, or does not fit."""
+    values = cli.values(settings, key)
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, kind) or not fits(value):
+            raise cli.UsageError(f"figure.{key}: expected {expected}, got {value!r}")
+    return values
+
+
+def integers(settings: DictConfig, key: str, least: int) -> list[int]:
+    """The list ``settings.key``, of integers; raises UsageError where one is below ``least``."""
+    return numbers(settings, key, lambda value: value >= least, f"integers of at least {least}", int)
+
+
+def grouped(rows: Iterable[Row], key: str = "network") -> dict[Any, list[Row]]:
+    """Rows by an entry, in the order in which its values appear."""
+    out: dict[Any, list[Row]] = {}
+    for row in rows:
+        out.setdefault(row[key], []).append(row)
+    return out
+
+
+def attempt(planner: agents.Planner, program: Program, machine: Machine, limit: int) -> Plan | None:
+    """A planner's plan; None: it has none."""
+    try:
+        return planner.plan(program, machine, limit)
+    except agents.Infeasible:
+        return None
+
+
+def between(fits: Callable[[int], bool], low: int, high: int, within: int) -> tuple[int, int]:
+    """Where what does not fit (``low``) meets what does (``high``), at most ``within`` apart; by bisection."""
+    while high - low > within:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return low, high
 
 
 def network(name: str, key: str) -> str:
@@ -40,11 +92,14 @@ def workload(name: str) -> dict[str, Any]:
 
 
 def program(name: str, machine: Machine, **changes: Any) -> Program:
-    """A workload's program, by name, with keys of its configuration changed.
+    """A workload's program, by name, with keys of its configuration changed; or that of a program/1 file, as it is.
 
     Raises:
         WorkloadError: a key or value is wrong.
+        FormatError: the file is wrong.
     """
+    if Path(name).suffix in (".json", ".gz"):
+        return Program.load(name)
     from experiments import workloads  # PyTorch is only needed to capture
 
     return workloads.load({**workload(name), **changes}, machine).program
@@ -58,11 +113,7 @@ def planned(program: Program, machine: Machine, limit: int, name: str, **options
     """
     planner = agents.make(name, **options)
     begin = time.perf_counter()
-    plan: Plan | None
-    try:
-        plan = planner.plan(program, machine, limit)
-    except agents.Infeasible:
-        plan = None
+    plan = attempt(planner, program, machine, limit)
     seconds = round(time.perf_counter() - begin, 3)
     over = None if plan is None else round(100 * simulate(program, plan, machine, limit).overhead, 4)
     return {"overhead_percent": over, "plan_s": seconds, "simulator_calls": planner.simulator_calls}

@@ -1,14 +1,6 @@
-"""The core suite of the benchmark: agents on small and middle tasks within equal simulator calls and equal seconds, all
-cores, as certified gaps. No paper has this figure.
+"""The core suite of the benchmark."""
 
-1. Every budget is a run of its own: nothing is carried from one to the next.
-2. Planning is timed where the agent has planned the program once already, with the program in memory.
-3. Intervals: tasks are drawn again with replacement, and the seeds of each.
-"""
+from experiments.figures.figure import Figure
+from experiments.figures.suite import chart, numbers, run, tasks
 
-from experiments.figures.suite import draw, notes, run, table, tasks
-
-__all__ = ["ALONE", "TITLE", "draw", "notes", "run", "table", "tasks"]
-
-TITLE = "Benchmark, core suite: the gap to the floor"
-ALONE = True  # a planner has all cores
+FIGURE = Figure("core", tasks, run, numbers, chart, alone=True)

@@ -1,24 +1,11 @@
-"""Fig. 5 of "GPU memory management for neural networks using deep Q-network" (2020), section 5: overhead against memory
-reduction for DQN (swap), DQN (swap and recompute), MXNet-memonger, SuperNeurons and TFLMS; GTX 1080 Ti. Lines are means
-over the seeds and bands their range; the grey line is the floor of agents/floor/, below which no plan can be.
-
-The paper's text gives neither depths, sizes nor numbers, only claims, which the notes quote. Ours:
-
-1. Depths and sizes are our choice; ResNet's and VGG's iteration times are SmartPool's Table I, the others' roofline.
-2. Limits are those of the YAML, and the smallest at which each baseline finds a plan.
-3. A baseline has the settings that serve it best at a limit; each mode of SuperNeurons plans at every limit it reaches.
-4. The DQN is one agent that carries over limits, modes and the networks of a group (agents/learned/transfer.py).
-"""
+"""Fig. 5 of the DQN paper: overhead against memory reduction, for the DQN and the baselines of its paper."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 from omegaconf import DictConfig, OmegaConf
 
 import agents
@@ -26,11 +13,12 @@ from agents.floor import floor
 from experiments import figures
 from experiments.common import cli
 from experiments.common.report import Row
-from experiments.plotting.palette import FAINT, INK, colour
-from experiments.plotting.plots import panel_grid
+from experiments.figures.figure import Figure, span
+from experiments.plotting import charts
+from experiments.plotting.charts import Axis, Chart, Line, Mark
+from experiments.plotting.palette import FAINT, colour
 from simulator import Machine, Program, simulate
 
-TITLE = "DQN, Fig. 5: overhead against memory reduction"
 CLOSE = 0.005  # of the peak: how exactly the smallest limit of a baseline is found
 SAME = 1e-6  # overheads that differ by less are equal
 
@@ -70,14 +58,8 @@ def tasks(settings: DictConfig) -> list[Row]:
     """One per group of networks and seed."""
     groups = [[str(name) for name in group] for group in cli.values(settings, "groups")]
     figures.networks(OmegaConf.create({"networks": [name for group in groups for name in group]}))
-    limits = cli.values(settings, "limits")
-    for value in limits:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1:
-            raise cli.UsageError(f"figure.limits: expected fractions between 0 and 1, got {value!r}")
-    seeds = cli.values(settings, "seeds")
-    for value in seeds:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise cli.UsageError(f"figure.seeds: expected integers of at least 0, got {value!r}")
+    limits = figures.numbers(settings, "limits", lambda value: 0 < value < 1, "fractions between 0 and 1")
+    seeds = figures.integers(settings, "seeds", 0)
     shared: Row = {"limits": sorted(limits, reverse=True), "min_bytes": cli.integer(settings, "min_bytes", least=1)}
     for key in ("transfer", "agent"):
         shared[key] = cli.plain(settings[key])
@@ -146,11 +128,10 @@ def _number(value: float) -> float | None:
 def overhead(key: str, program: Program, machine: Machine, limit: int, min_bytes: int) -> float | None:
     """A baseline's overhead within a limit; None where it has no plan."""
     baseline = BASELINES[key]
-    try:
-        plan = agents.make(baseline.planner, min_bytes=min_bytes, **baseline.options).plan(program, machine, limit)
-    except agents.Infeasible:
-        return None
-    return simulate(program, plan, machine, limit).overhead
+    plan = figures.attempt(
+        agents.make(baseline.planner, min_bytes=min_bytes, **baseline.options), program, machine, limit
+    )
+    return None if plan is None else simulate(program, plan, machine, limit).overhead
 
 
 def smallest(key: str, program: Program, machine: Machine, grid: list[int], min_bytes: int) -> int | None:
@@ -160,13 +141,8 @@ def smallest(key: str, program: Program, machine: Machine, grid: list[int], min_
         return None
     high = min(fits)
     low = max((limit for limit in grid if limit < high), default=high)
-    while high - low > CLOSE * program.peak_bytes:
-        middle = (low + high) // 2
-        if overhead(key, program, machine, middle, min_bytes) is None:
-            low = middle
-        else:
-            high = middle
-    return high
+    within = int(CLOSE * program.peak_bytes)
+    return figures.between(lambda n: overhead(key, program, machine, n, min_bytes) is not None, low, high, within)[1]
 
 
 # ------------------------------------------------------------------------------------------ for people
@@ -189,14 +165,10 @@ def panels(rows: list[Row]) -> list[Panel]:
     out = []
     for name in names:
         runs = [row["found"][name] for row in sorted(rows, key=lambda r: r["seed"]) if name in row["networks"]]
-        dqn: dict[str, dict[float, list[float]]] = {mode: {} for mode in MODES}
-        for run in runs:
-            for mode in MODES:
-                for point in run["dqn"][mode]:
-                    dqn[mode].setdefault(point["limit"], []).append(point["overhead"])
         details = {mode: [point for run in runs for point in run["dqn"][mode]] for mode in MODES}
-        first = max(runs, key=lambda run: len(run["floor"]))
-        out.append(Panel(name, first, dqn, details, len(runs)))
+        dqn = {mode: {limit: [p["overhead"] for p in mine] for limit, mine in figures.grouped(found, "limit").items()}
+               for mode, found in details.items()}  # fmt: skip
+        out.append(Panel(name, max(runs, key=lambda run: len(run["floor"])), dqn, details, len(runs)))
     return out
 
 
@@ -228,77 +200,45 @@ def duels(panel: Panel) -> Iterator[Duel]:
                 yield Duel(panel.name, mode, key, limit, float(np.mean(ours)), max(ours), theirs)
 
 
-def table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
-    """Per network and memory reduction: the DQN in both modes, means over the seeds, and the best baseline."""
-    limits = rows[0]["limits"]
-    heads = ["DQN, swap and recompute / DQN, swap / best baseline", *(f"−{1 - f:.0%} memory" for f in limits)]
-    cells = []
-    for panel in panels(rows):
-        line = [figures.label(panel.name)]
-        for limit in limits:
-            parts = [_mean(_at(panel.dqn[mode], limit)) for mode in reversed(MODES)]
-            theirs = [(o, key) for key in BASELINES for at, o in panel.first["baselines"][key] if _near(at, limit)]
-            best = min(theirs, default=None)
-            parts.append("–" if best is None else f"{best[0]:.2%} {BASELINES[best[1]].label}")
-            line.append(" / ".join(parts))
-        cells.append(line)
-    return heads, cells
+def at(points: dict[float, list[float]], limit: float) -> list[float]:
+    """The overheads at a limit, over the seeds."""
+    return next((found for there, found in points.items() if abs(there - limit) < SAME), [])
 
 
-def _near(at: float, limit: float) -> bool:
-    return abs(at - limit) < 1e-6
-
-
-def _at(points: dict[float, list[float]], limit: float) -> list[float]:
-    return next((found for at, found in points.items() if _near(at, limit)), [])
-
-
-def _mean(overheads: list[float]) -> str:
+def mean(overheads: list[float]) -> str:
+    """The mean, with the range over the seeds."""
     if not overheads:
         return "–"
-    low, high = min(overheads), max(overheads)
-    spread = f" ({low:.2%} to {high:.2%})" if high - low >= 0.00005 else ""
+    spread = f" ({span(overheads):.2%})" if max(overheads) - min(overheads) >= 0.00005 else ""
     return f"{np.mean(overheads):.2%}{spread}"
 
 
-def notes(rows: list[Row]) -> list[str]:
-    """Claims, how far the DQN is from the baselines and the floor, what in it does the work, who cannot run what."""
-    found = panels(rows)
-    changes = {name: keys for row in rows for name, keys in row.get("changes", {}).items()}
-    sizes = [
-        f"; {figures.label(name)} has {', '.join(f'{key} {value:,}' for key, value in keys.items())} here"
-        for name, keys in changes.items()
-    ]
-    return [
-        "Depths, sizes and limits are our choice: the paper's text names none, and has no numbers of the figure"
-        f"{''.join(sizes)}.",
-        *_against(found),
-        _parts(found),
-        *_spread(found),
-        *_floors(found),
-        *_architectures(rows, found),
-        *_runs(found),
-    ]
+def cells(panel: Panel, limits: list[float]) -> list[str]:
+    """At each limit both modes, means over the seeds, and the best baseline."""
+    out = []
+    for limit in limits:
+        theirs = [(o, BASELINES[key].label) for key in BASELINES for there, o in panel.first["baselines"][key]
+                  if abs(there - limit) < SAME]  # fmt: skip
+        parts = [mean(at(panel.dqn[mode], limit)) for mode in reversed(MODES)]
+        out.append(" / ".join([*parts, "{:.2%} {}".format(*min(theirs)) if theirs else "–"]))
+    return out
 
 
-def _against(found: list[Panel]) -> list[str]:
+def most(entries: list[tuple[float, str, float, str]]) -> Row | None:
+    """The largest difference, in points, and where it is: network, limit, and mode or baseline."""
+    if not entries:
+        return None
+    points, name, limit, what = max(entries)
+    label = BASELINES[what].label if what in BASELINES else MODES[what]
+    return {"points": 100 * points, "where": f"{figures.label(name)} at {limit:.0%} of the peak, {label}"}
+
+
+def numbers(rows: list[Row]) -> Row:
+    """How far the DQN is from the baselines and the floor, what in it does the work, who cannot run what."""
+    found, limits = panels(rows), rows[0]["limits"]
     every = [duel for panel in found for duel in duels(panel)]
     above = [duel for duel in every if duel.worst > duel.theirs + SAME]
     below = [duel.theirs - duel.mean for duel in every if duel.theirs > SAME and duel.mean < float("inf")]
-    text = (
-        f'"Our results are better than MXNet-memonger, SuperNeurons, and TFLMS": at {len(every)} pairs of a limit and '
-        "a baseline that has a plan there (swapping baselines against both modes of the DQN, the others against swap "
-        f"and recompute) the DQN is above the baseline at {len(above)}"
-    )
-    if above:
-        worst = max(above, key=lambda duel: duel.worst - duel.theirs)
-        text += (
-            f", at most by {100 * (worst.worst - worst.theirs):.2f} points ({MODES[worst.mode]} on "
-            f"{figures.label(worst.network)} at {worst.limit:.0%} of the peak, {BASELINES[worst.baseline].label})"
-        )
-    out = [f"{text}, on any seed."]
-    if below:
-        out[0] += f" Where the baseline has an overhead, the DQN is {100 * np.median(below):.1f} points below (median)."
     swaps = [
         (float(np.mean(panel.dqn["swap"][limit])) - theirs, panel.name, limit, key)
         for panel in found
@@ -306,178 +246,84 @@ def _against(found: list[Panel]) -> list[str]:
         for limit, theirs in panel.first["baselines"][key]
         if panel.dqn["swap"].get(limit)
     ]
-    worse = [entry for entry in swaps if entry[0] > SAME]
-    if swaps and not worse:
-        out.append(f"DQN (swap) is above none of the recomputing baselines either, at {len(swaps)} pairs.")
-    if worse:
-        most, name, limit, key = max(worse)
-        out.append(
-            f"DQN (swap) is above a baseline that recomputes at {len(worse)} of {len(swaps)} pairs, at most by "
-            f"{100 * most:.1f} points ({figures.label(name)} at {limit:.0%} of the peak, {BASELINES[key].label}): "
-            "there transfers are what is short, and only recomputing takes their place."
-        )
-    return out
+    details = [point for panel in found for mode in MODES for point in panel.details[mode]]
+    walked = [point for point in details if (point["walked"] or 0.0) > SAME]
+    greedy = [point["greedy"] for point in walked if point["greedy"] is not None]
+    widths = [(max(o) - min(o), panel.name, limit, mode) for panel in found for mode in MODES
+              for limit, o in panel.dqn[mode].items() if len(o) > 1]  # fmt: skip
+    gaps = [(float(np.mean(panel.dqn["joint"][limit])) - bound, panel.name, limit, "joint") for panel in found
+            for limit, bound in panel.first["floor"] if panel.dqn["joint"].get(limit)]  # fmt: skip
+    changes = {name: keys for row in rows for name, keys in row.get("changes", {}).items()}
+    near = min(limits, key=lambda f: abs(f - 0.4))
+    cannot = [(panel, key, panel.first["baselines"][key]) for panel in found for key in BASELINES]
+    return {
+        "heads": [f"−{1 - limit:.0%} memory" for limit in limits], "near": near, "pairs": len(every),
+        "networks": [{"label": figures.label(panel.name), "cells": cells(panel, limits)} for panel in found],
+        "changes": [f"{figures.label(name)} has {', '.join(f'{key} {value:,}' for key, value in keys.items())} here"
+                    for name, keys in changes.items()] or None,
+        "above": len(above), "below": 100 * np.median(below) if below else None,
+        "worst": most([(d.worst - d.theirs, d.network, d.limit, d.baseline) for d in above]),
+        "swaps": len(swaps) or None, "behind": sum(entry[0] > SAME for entry in swaps),
+        "swaps_worst": most([entry for entry in swaps if entry[0] > SAME]), "points": len(walked) or None,
+        "walked": 100 * np.mean([p["walked"] for p in walked]) if walked else None,
+        "refined": 100 * np.mean([p["overhead"] for p in walked]) if walked else None,
+        "greedy": 100 * np.mean(greedy) if greedy else None, "calls": sum(point["calls"] for point in details),
+        "seeds": max(panel.seeds for panel in found), "spread": most(widths), "gap": most(gaps), "gaps": len(gaps),
+        "at_floor": sum(entry[0] <= SAME for entry in gaps),
+        "no_floor": [figures.label(panel.name) for panel in found if not panel.first["floor"]] or None,
+        "architectures": [
+            f"{figures.label(p.name)} {' / '.join(f'{np.mean(o):.1%}' if o else 'no plan' for o in means)} "
+            f"({p.first['transfer_ns'] / p.first['ideal_ns']:.0%})"
+            for p in found for means in [[at(p.dqn[mode], near) for mode in MODES]]
+        ],
+        "never": who([(p, key) for p, key, plans in cannot if not plans]),
+        "here": who([(p, key) for p, key, plans in cannot if plans and family(p.name) in BASELINES[key].cannot]),
+        "why": " ".join(WHY[n] for n in WHY if any(not plans and family(p.name) == n for p, _, plans in cannot)),
+    }  # fmt: skip
 
 
-def _parts(found: list[Panel]) -> str:
-    points = [p for panel in found for mode in MODES for p in panel.details[mode] if (p["walked"] or 0.0) > SAME]
-    spent = sum(p["calls"] for panel in found for mode in MODES for p in panel.details[mode])
-    if not points:
-        return "The agent's walks found plans without overhead at every limit."
-    greedy = [p["greedy"] for p in points if p["greedy"] is not None]
-    means = [100 * float(np.mean([p[key] for p in points])) for key in ("walked", "overhead")]
-    alone = f" (the network's own, greedy walk: {100 * np.mean(greedy):.1f} %)" if greedy else ""
-    return (
-        f"What does the work: over the {len(points)} points at which the best walk had an overhead it was "
-        f"{means[0]:.1f} % on average{alone}, and {means[1]:.1f} % after the refinement around it "
-        f"(agents/learned/transfer.py, 3); {spent:,} simulator calls in all. The control of the network, the same "
-        "search with it never asked, is not in these rows; what the network adds where that was run is in "
-        "agents/learned/README.md."
-    )
+def who(pairs: list[tuple[Panel, str]]) -> str | None:
+    """Baselines by network."""
+    found: dict[str, list[str]] = {}
+    for panel, key in pairs:
+        found.setdefault(figures.label(panel.name), []).append(BASELINES[key].label)
+    return "; ".join(f"{name}: {', '.join(labels)}" for name, labels in found.items()) or None
 
 
-def _spread(found: list[Panel]) -> list[str]:
-    widths = [
-        (max(o) - min(o), panel.name, limit, mode)
-        for panel in found
-        for mode in MODES
-        for limit, o in panel.dqn[mode].items()
-        if len(o) > 1
-    ]
-    if not widths:
-        return ["One seed: nothing is said of the spread over seeds."]
-    width, name, limit, mode = max(widths)
-    return [
-        f"{max(panel.seeds for panel in found)} seeds; they differ most for {MODES[mode]} on {figures.label(name)} at "
-        f"{limit:.0%} of the peak, by {100 * width:.2f} points."
-    ]
-
-
-def _floors(found: list[Panel]) -> list[str]:
-    gaps = [
-        (float(np.mean(panel.dqn["joint"][limit])) - bound, panel.name, limit)
-        for panel in found
-        for limit, bound in panel.first["floor"]
-        if panel.dqn["joint"].get(limit)
-    ]
-    if not gaps:
-        return []
-    gap, name, limit = max(gaps)
-    least = sum(g <= SAME for g, _, _ in gaps)
-    without = [figures.label(panel.name) for panel in found if not panel.first["floor"]]
-    slow = f"; for {', '.join(without)} it takes too long to compute" if without else ""
-    return [
-        f"DQN (swap and recompute) is at the floor at {least} of {len(gaps)} limits and at most {100 * gap:.1f} points "
-        f"above it ({figures.label(name)} at {limit:.0%} of the peak){slow}."
-    ]
-
-
-def _architectures(rows: list[Row], found: list[Panel]) -> list[str]:
-    """Section 5.2."""
-    limit = min(rows[0]["limits"], key=lambda f: abs(f - 0.4))
-    texts = []
-    for panel in found:
-        means = [_at(panel.dqn[mode], limit) for mode in MODES]
-        said = " / ".join(f"{np.mean(o):.1%}" if o else "no plan" for o in means)
-        texts.append(f"{figures.label(panel.name)} {said} ({panel.first['transfer_ns'] / panel.first['ideal_ns']:.0%})")
-    return [
-        "Section 5.2 has U-Net, LSTM and ResNet with stochastic depth worse than ResNet and VGG. Ours in "
-        f"{limit:.0%} of the memory, swap / swap and recompute, and in brackets the time to copy to the host all that "
-        f"is not persistent at the peak, of the iteration: {', '.join(texts)}."
-    ]
-
-
-def _runs(found: list[Panel]) -> list[str]:
-    """Section 5.1: who can run what."""
-    here: dict[str, list[str]] = {}
-    never: dict[str, list[str]] = {}
-    for panel in found:
+def chart(rows: list[Row]) -> Chart:
+    """A panel per network: overhead against memory reduction; hollow: the paper's program could not run it."""
+    limits, out = rows[0]["limits"], []
+    for panel in panels(rows):
+        marks: list[Mark] = []
+        heights = [0.05]
+        if panel.first["floor"]:
+            x, y = zip(*((1 - there, bound) for there, bound in panel.first["floor"]), strict=True)
+            marks.append(Line(x, y, FAINT, "the floor: no plan is below", width=1, front=2))
         for key, baseline in BASELINES.items():
-            if panel.first["baselines"][key] and family(panel.name) in baseline.cannot:
-                here.setdefault(panel.name, []).append(baseline.label)
-            elif not panel.first["baselines"][key]:
-                never.setdefault(panel.name, []).append(baseline.label)
-    out = []
-    if never:
-        text = "; ".join(f"{figures.label(name)}: {', '.join(who)}" for name, who in never.items())
-        why = [reason for name, reason in WHY.items() if name in map(family, never)]
-        out.append(f"No plan at any of the limits: {text}. {' '.join(why)}".rstrip())
-    if here:
-        text = "; ".join(f"{figures.label(name)}: {', '.join(who)}" for name, who in here.items())
-        out.append(
-            f"Planned here, where the paper's program could not run (hollow): {text}. Ours plan a straight line of "
-            "kernels: one draw of the stochastic depth, and the LSTM cell by cell; the paper's is a call of cuDNN."
-        )
-    return out
+            points = sorted(panel.first["baselines"][key], reverse=True)
+            hollow = family(panel.name) in baseline.cannot
+            heights += [o for _, o in points]
+            marks.append(Line([1 - there for there, _ in points], [o for _, o in points], colour(baseline.planner),
+                              "" if hollow else baseline.label, baseline.marker, width=1.1, hollow=hollow))  # fmt: skip
+        for mode, label in MODES.items():
+            line = sorted(panel.dqn[mode].items(), reverse=True)
+            heights += [o for _, several in line for o in several]
+            marks.append(Line(
+                [1 - there for there, _ in line], [np.mean(o) for _, o in line], colour("dqn"), label, "",
+                "-" if mode == "joint" else (0, (3, 1.4)), 2.4 if mode == "joint" else 1.8, front=5,
+                band=([min(o) for _, o in line], [max(o) for _, o in line]),
+            ))  # fmt: skip
+        highest = max(heights)
+        top = min(1.08 * highest, TOP)
+        over = f", to {highest:.0%}" if highest > top else ""
+        missing = [b.label for key, b in BASELINES.items() if not panel.first["baselines"][key]]
+        none = ", ".join(missing) if len(missing) < len(BASELINES) else "any baseline"
+        title = f"{figures.label(panel.name)}, {panel.first['peak'] / 2**30:.3g} GiB{over}"
+        label = "memory reduction" + (f"\nno plan by {none}" if missing else "\n")
+        out.append(charts.Panel(title, marks, Axis(label, "%", (1 - limits[0] - 0.04, 1 - limits[-1] + 0.04)),
+                                Axis("overhead over the ideal time", "%", (-0.02 * top, top))))  # fmt: skip
+    title = "Overhead against memory reduction, GTX 1080 Ti; hollow: the paper's program could not run it"
+    return Chart(title, out, 4, (4.4, 4.0), keys=4)
 
 
-def draw(rows: list[Row], path: Path) -> None:
-    """A panel per network: overhead against memory reduction."""
-    found = panels(rows)
-    with panel_grid(path, len(found), 4, (4.4, 4.0), (0.0, 0.9)) as (grid, columns):
-        for axes, panel in zip(grid, found, strict=True):
-            _panel(axes, panel, rows[0]["limits"])
-        for axes in grid[::columns]:
-            axes.set_ylabel("overhead over the ideal time")
-        fig = grid[0].figure
-        fig.suptitle("Overhead against memory reduction, GTX 1080 Ti", x=0.01, ha="left", fontsize=13,
-                     fontweight="bold", color=INK)  # fmt: skip
-        keys = [Line2D([], [], label=MODES[mode], **_style(mode)) for mode in reversed(MODES)]
-        keys += [
-            Line2D([], [], color=colour(b.planner), marker=b.marker, markersize=6, linewidth=1.2, label=b.label)
-            for b in BASELINES.values()
-        ]
-        keys.append(Line2D([], [], color=FAINT, linewidth=1, label="the floor: no plan is below"))
-        keys.append(Line2D([], [], color=INK, marker="o", markerfacecolor="white", linestyle="",
-                           label="hollow: the paper's program could not run it"))  # fmt: skip
-        fig.legend(handles=keys, loc="outside lower center", ncols=min(5, 2 * columns - 1), fontsize=10)
-
-
-def _style(mode: str) -> dict[str, Any]:
-    """How a mode of the DQN looks: the better one whole, the other dashed."""
-    return {"color": colour("dqn"), "linewidth": 2.4 if mode == "joint" else 1.8, "zorder": 5,
-            "linestyle": "-" if mode == "joint" else (0, (3, 1.4))}  # fmt: skip
-
-
-def _panel(axes: Any, panel: Panel, limits: list[float]) -> None:
-    gib = panel.first["peak"] / 2**30
-    heights = [o for points in panel.first["baselines"].values() for _, o in points]
-    heights += [o for mode in MODES for several in panel.dqn[mode].values() for o in several]
-    highest = max([*heights, 0.05])
-    top = min(1.08 * highest, TOP)
-    missing = []
-    for key, baseline in BASELINES.items():
-        points = sorted(panel.first["baselines"][key], reverse=True)
-        if not points:
-            missing.append(baseline.label.replace(", ", " "))
-            continue
-        x, y = zip(*((1 - at, o) for at, o in points), strict=True)
-        ink = colour(baseline.planner)
-        face = "white" if family(panel.name) in baseline.cannot else ink
-        axes.plot(
-            x, y, color=ink, marker=baseline.marker, markersize=5.5, linewidth=1.1, markerfacecolor=face, zorder=3
-        )
-    if panel.first["floor"]:
-        x, y = zip(*((1 - at, bound) for at, bound in panel.first["floor"]), strict=True)
-        axes.plot(x, y, color=FAINT, linewidth=1, zorder=2)
-    for mode in MODES:
-        if lines := sorted(panel.dqn[mode].items(), reverse=True):
-            x = [1 - at for at, _ in lines]
-            axes.plot(x, [np.mean(o) for _, o in lines], **_style(mode))
-            low, high = [min(o) for _, o in lines], [max(o) for _, o in lines]
-            axes.fill_between(x, low, high, color=colour("dqn"), alpha=0.18, linewidth=0, zorder=4)
-    axes.set(
-        title=figures.label(panel.name), xlim=(1 - limits[0] - 0.04, 1 - limits[-1] + 0.04), ylim=(-0.02 * top, top)
-    )
-    if highest > top:
-        at, key = max((at, key) for key, points in panel.first["baselines"].items() for at, o in points if o > top)
-        axes.annotate(f"to {highest:.0%} ↑", (1 - at, top), (0, -4), textcoords="offset points", ha="left", va="top",
-                      fontsize=9, color=colour(BASELINES[key].planner))  # fmt: skip
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(PercentFormatter(1, decimals=0))
-    above = axes.secondary_xaxis("top", functions=(lambda v: (1 - v) * gib, lambda v: 1 - v / gib))
-    above.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.3g} GiB"))
-    above.xaxis.set_major_locator(MaxNLocator(5))
-    above.tick_params(labelsize=8.5, colors=FAINT)
-    names = ", ".join(missing) if len(missing) < len(BASELINES) else "any baseline"
-    axes.set_xlabel("memory reduction" + (f"\nno plan by {names}" if missing else "\n"))
+FIGURE = Figure("dqn_fig5", tasks, run, numbers, chart)

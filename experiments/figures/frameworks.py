@@ -14,7 +14,7 @@ the captured programs of PyTorch, with no workspaces and nothing else on the GPU
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -28,6 +28,9 @@ from agents.planner import spans
 from experiments.common import cli
 from experiments.common.bisection import largest
 from experiments.common.report import Row
+from experiments.figures import attempt
+from experiments.plotting.charts import Axis, Bars, Mark, Panel, Rule
+from experiments.plotting.palette import CAPACITY_OF, INK
 from simulator.compiled.engine import simulate
 from simulator.machine import Machine
 from simulator.program import Program
@@ -73,11 +76,8 @@ def planned(method: str, program: Program, machine: Machine) -> Timeline | None:
     if floor(method, program) > machine.memory_bytes:
         return None
     how = METHODS[method]
-    try:
-        plan = agents.make(how.planner, **how.options).plan(program, machine, machine.memory_bytes)
-    except agents.Infeasible:
-        return None
-    return simulate(program, plan, machine, machine.memory_bytes)
+    plan = attempt(agents.make(how.planner, **how.options), program, machine, machine.memory_bytes)
+    return None if plan is None else simulate(program, plan, machine, machine.memory_bytes)
 
 
 def floor(method: str, program: Program) -> int:
@@ -124,3 +124,16 @@ def most(method: str, at: Callable[[int], Program], machine: Machine, first: int
     if timeline is None:
         return 0, {}
     return size, {"overhead": timeline.overhead, "iteration_ns": timeline.iteration_ns, "peak": timeline.peak_bytes}
+
+
+def panel(title: str, paper: Mapping[str, int | None], ours: Sequence[tuple[str, int]], texts: Sequence[str], axis: str,
+          room: float, bound: int | None = None) -> Panel:  # fmt: skip
+    """A bar for each framework of the paper, hollow, and for each of our methods, with its text."""
+    n = len(paper)
+    named = ["N/A" if value is None else f"{value:,}" for value in paper.values()]
+    marks: list[Mark] = [Bars(range(n), list(paper.values()), INK, hollow=True, thick=0.7, texts=named)]
+    marks += [Bars([n + i], [value], CAPACITY_OF[method], thick=0.7, texts=[text])
+              for i, ((method, value), text) in enumerate(zip(ours, texts, strict=True))]  # fmt: skip
+    marks += [] if bound is None else [Rule(bound)]
+    names = [*(f"{name} (paper)" for name in paper), *(METHODS[method].label for method, _ in ours)]
+    return Panel(title, marks, Axis(axis, limits=(0, None), room=room), Axis(names=names))

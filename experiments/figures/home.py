@@ -64,10 +64,7 @@ MOST = 100_000  # batch size
 
 def networks(settings: DictConfig) -> list[str]:
     """``settings.networks``, of ``NETWORKS``; raises UsageError for another."""
-    for name in (found := figures.networks(settings)):
-        if name not in NETWORKS:
-            raise cli.UsageError(f"figure.networks: {name!r} is not one of HOME's ({', '.join(NETWORKS)})")
-    return found
+    return figures.networks(settings, NETWORKS, "is not one of HOME's")
 
 
 def search(settings: DictConfig) -> Row:
@@ -83,10 +80,8 @@ def planned(method: str, program: Program, machine: Machine, options: Mapping[st
     """
     for name, fixed in METHODS[method]:
         planner = agents.make(name, **fixed, **(options if name == "home" else {}))
-        try:
-            return planner.plan(program, machine, machine.memory_bytes)
-        except agents.Infeasible:
-            pass
+        if (plan := figures.attempt(planner, program, machine, machine.memory_bytes)) is not None:
+            return plan
     return None
 
 

@@ -1,35 +1,27 @@
-"""Figure 7 of "HOME: A Holistic GPU Memory Management Framework for Deep Learning" (2022), section 4.3: an iteration of
-vDNN, SuperNeurons, Capuchin and HOME, taken apart; VGG16 at batch 3950 and InceptionV3, RTX 2080 Ti.
+"""Figure 7 of the HOME paper: an iteration of vDNN, SuperNeurons, Capuchin and HOME, taken apart.
 
-Networks, limit, durations and methods are those of experiments/figures/home_fig6.py. The four parts of the paper, which
-add up to the iteration:
-
-- recomputation: kernels that run again;
-- swapping: compute waits for a transfer;
-- overlap: a kernel and a transfer at the same time;
-- computation: the other time of the kernels.
+The four parts add up to the iteration: recomputation, kernels that run again; swapping, compute waits for a transfer;
+overlap, a kernel and a transfer at the same time; computation, the other time of the kernels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 
 import numpy as np
-from matplotlib.ticker import FuncFormatter
 from omegaconf import DictConfig
 
 from experiments.common import cli
 from experiments.common.report import Row
 from experiments.figures import home
+from experiments.figures.figure import Figure
 from experiments.figures.home import METHODS, NETWORKS
-from experiments.plotting.palette import INK, PARTS
-from experiments.plotting.plots import figure
+from experiments.plotting.charts import Axis, Bars, Chart, Mark, Panel, Rule, Words
+from experiments.plotting.palette import PARTS
 from simulator.compiled.engine import simulate
 from simulator.machine import Machine
 from simulator.timeline import Timeline
 
-TITLE = "HOME, Fig. 7: where the time goes"
 SHOWN = tuple(method for method in METHODS if method != "PyTorch")
 # Section 4.3: parts of the iteration, as far as the text gives them.
 PAPER: dict[str, dict[str, dict[str, float]]] = {
@@ -110,99 +102,59 @@ def overlap_ns(kernels: list[tuple[int, int]], copies: list[tuple[int, int]]) ->
 # ------------------------------------------------------------------------------------------ for people
 
 
-def table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
-    """Parts of the iteration: paper / ours where the paper's text has a number, else ours."""
-    heads = ["part of the iteration: paper / ours", "batch", "ms, ours", *PARTS]
-    cells = []
-    for row in rows:
-        for method, found in row["methods"].items():
-            name = f"{NETWORKS[row['network']].label}, {_name(method, found)}"
-            if found is None:
-                cells.append([name, f"{row['batch']:,}", "does not fit", *["" for _ in PARTS]])
-                continue
-            theirs = PAPER.get(row["network"], {}).get(method, {})
-            cells.append([
-                name, f"{row['batch']:,}", f"{found['iteration_ns'] / 1e6:,.0f}",
-                *((f"{theirs[part]:.1%} / " if part in theirs else "") + f"{share(found, part):.1%}" for part in PARTS),
-            ])  # fmt: skip
-    return heads, cells
-
-
-def _name(method: str, found: Row | None) -> str:
-    return f"{method} (all layers)" if found and found["planner"] == "vdnn_all" else method
-
-
-def share(found: Row, part: str) -> float:
-    """What part of the iteration it is."""
-    return float(found["parts"][part] / found["iteration_ns"])
-
-
-def notes(rows: list[Row]) -> list[str]:
-    """A sentence per network, then what is general."""
+def lines(rows: list[Row]) -> list[Row]:
+    """One per network and method."""
     return [
-        *(why(row) for row in rows),
-        "vDNN: where the inputs of convolutions alone do not fit, those of all layers are offloaded. The next layer "
-        "waits for every offload, which is where its time goes, as in the paper (whose InceptionV3 has vDNN at batch "
-        "170, although it fails above 160 in Fig. 6).",
-        "SuperNeurons: ours swaps a convolution's output only as far as memory is short after dropping all that it "
-        "may, the paper's swaps them all.",
-    ]
+        {
+            "network": NETWORKS[row["network"]].label, "batch": row["batch"], "ideal_ns": row["ideal_ns"],
+            "method": f"{method} (all layers)" if found and found["planner"] == "vdnn_all" else method, "found": found,
+            "ours": {part: found["parts"][part] / found["iteration_ns"] if found else None for part in PARTS},
+            "paper": {**dict.fromkeys(PARTS), **(PAPER.get(row["network"], {}).get(method, {}) if found else {})},
+        }
+        for row in rows
+        for method, found in row["methods"].items()
+    ]  # fmt: skip
 
 
-def why(row: Row) -> str:
-    """A network's sentence: HOME beside Capuchin, and what SuperNeurons' recomputation is of the kernels' time."""
-    label, methods = NETWORKS[row["network"]].label, row["methods"]
-    parts = [
-        f"{method} {found['overhead']:+.2%}" if found else f"{method} does not fit" for method, found in methods.items()
-    ]
-    out = (
-        f"{label} (batch {row['batch']:,}, {row['batch'] / row['unplanned']:.2f} times the largest without a plan): "
-        f"{', '.join(parts)}."
-    )
-    theirs = PAPER.get(row["network"], {}).get("SuperNeurons", {}).get("recomputation")
-    if theirs and methods["SuperNeurons"]:
-        kernels = 1 - theirs - PAPER[row["network"]]["SuperNeurons"]["swapping"]
-        ours = methods["SuperNeurons"]["parts"]["recomputation"] / row["ideal_ns"]
-        out += (
-            f" What SuperNeurons recomputes takes {ours:.0%} of the kernels' time by the roofline, where the paper's "
-            f"numbers make it {theirs / kernels:.0%}: pooling, activation and batch-norm took more there than the time "
-            "of their bytes (inferred)."
-        )
-    return out
+def numbers(rows: list[Row]) -> Row:
+    """Of each network: HOME beside the others, and what SuperNeurons' recomputation is of the kernels' time."""
+    networks = []
+    for row in rows:
+        theirs, here = PAPER.get(row["network"], {}).get("SuperNeurons", {}), row["methods"]["SuperNeurons"]
+        said = [f"{method} {found['overhead']:+.2%}" if found else f"{method} does not fit"
+                for method, found in row["methods"].items()]  # fmt: skip
+        both = here if "recomputation" in theirs else None
+        networks.append({
+            "label": NETWORKS[row["network"]].label, "batch": row["batch"], "times": row["batch"] / row["unplanned"],
+            "said": said, "again": both and here["parts"]["recomputation"] / row["ideal_ns"],
+            "again_paper": both and theirs["recomputation"] / (1 - theirs["recomputation"] - theirs["swapping"]),
+        })  # fmt: skip
+    return {"networks": networks, "lines": lines(rows)}
 
 
-def draw(rows: list[Row], path: Path) -> None:
+def chart(rows: list[Row]) -> Chart:
     """A panel per network: a bar per method, its parts one after the other, over the time without a plan."""
-    with figure(path, 12.0, 1.6 + 0.55 * len(SHOWN) * len(rows), len(rows), 1) as made:
-        grid = list(np.atleast_1d(made).flat)
-        for axes, row in zip(grid, rows, strict=True):
-            longest = max((f["iteration_ns"] for f in row["methods"].values() if f), default=0) / row["ideal_ns"]
-            names = [_name(m, found) for m, found in row["methods"].items()]
-            for y, (method, found) in enumerate(row["methods"].items()):
-                if found is None:
-                    axes.text(0.01, y, "does not fit", va="center", fontsize=10, color=INK)
-                    continue
-                left = 0.0
-                for part, ink in PARTS.items():
-                    width = found["parts"][part] / row["ideal_ns"]
-                    axes.barh(y, width, left=left, color=ink, height=0.62, label=part if not y else None)
-                    if width > 0.05 * longest:
-                        axes.text(left + width / 2, y, f"{share(found, part):.0%}", ha="center", va="center",
-                                  fontsize=9.5, color="white")  # fmt: skip
-                    left += width
-                theirs = PAPER.get(row["network"], {}).get(method, {})
-                paper = f"  (paper: {', '.join(f'{p} {100 * v:g}%' for p, v in theirs.items())})" if theirs else ""
-                axes.text(left, y, f"  {found['overhead']:+.1%}{paper}", va="center", fontsize=10, color=INK)
-            axes.set_yticks(range(len(names)), names)
-            axes.set(ylim=(len(names) - 0.45, -0.55), title=f"{NETWORKS[row['network']].label}, batch {row['batch']:,}")
-            axes.grid(axis="y", visible=False)
-            axes.tick_params(axis="y", length=0)
-            axes.axvline(1, color=INK, linewidth=1, linestyle=(0, (5, 3)))
-            axes.set_xlim(0, 1.35 * axes.get_xlim()[1])
-            axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}×"))
-        grid[-1].set_xlabel("iteration time, over that of the kernels alone")
-        fig = grid[0].figure
-        handles, labels = grid[0].get_legend_handles_labels()
-        fig.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=10)
-        fig.suptitle("Where an iteration's time goes, in 11 GB of an RTX 2080 Ti", x=0.01, ha="left", fontsize=13,
-                     fontweight="bold", color=INK)  # fmt: skip
+    panels = []
+    for row in rows:
+        methods, unit = lines([row]), row["ideal_ns"]
+        marks: list[Mark] = [Rule(1)]
+        left = np.zeros(len(methods))
+        longest = max((one["found"]["iteration_ns"] for one in methods if one["found"]), default=0) / unit
+        for part, ink in PARTS.items():
+            width = np.array([one["found"]["parts"][part] / unit if one["found"] else 0.0 for one in methods])
+            texts = [f"{one['ours'][part]:.0%}" if w > 0.05 * longest else ""
+                     for one, w in zip(methods, width, strict=True)]  # fmt: skip
+            marks.append(Bars(range(len(methods)), width, ink, part, 0.62, left, texts=texts, inside=True))
+            left = left + width
+        for y, one in enumerate(methods):
+            said = [f"{part} {100 * value:g}%" for part, value in one["paper"].items() if value is not None]
+            paper = f"  (paper: {', '.join(said)})" if said else ""
+            text = f"  {one['found']['overhead']:+.1%}{paper}" if one["found"] else "  does not fit"
+            marks.append(Words(left[y], y, text, "left"))
+        where = Axis("iteration time, over that of the kernels alone", "{:g}×", (0, 1.5 * longest))
+        title = f"{NETWORKS[row['network']].label}, batch {row['batch']:,}"
+        panels.append(Panel(title, marks, where, Axis(names=[one["method"] for one in methods])))
+    return Chart("Where an iteration's time goes, in 11 GB of an RTX 2080 Ti", panels, 1, (12.0, 2.7), keys=4)
+
+
+FIGURE = Figure("home_fig7", tasks, run, numbers, chart)

@@ -1,23 +1,10 @@
-"""Several jobs that share a GPU's memory, by every kind of planner: TENSILE, planners of one job with the memory split
-between them, the best of many splits, and annealing over all jobs. No paper has this figure.
-
-The overhead is that of the makespan of a fixed amount of work over the makespan with memory for everything
-(`agents/jobs.py`), beside a floor that no plans are below.
-
-1. A limit is a share of the jobs' peaks together.
-2. Kernels of several jobs run one at a time, first come, first served.
-3. Controls of annealing are the search over splits with as many simulations of all jobs, and with as many seconds: with
-   twice the simulations again and again until the time is over, the best of all.
-"""
+"""Several jobs that share a GPU's memory, by every kind of planner."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
-from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter
 from omegaconf import DictConfig
 
 from agents.heuristics.tensile import TENSILE
@@ -28,13 +15,14 @@ from experiments import figures
 from experiments.common import cli
 from experiments.common.report import Row
 from experiments.figures import tensile_table2
+from experiments.figures.figure import Figure
 from experiments.plotting import palette
-from experiments.plotting.plots import figure
+from experiments.plotting.charts import Axis, Chart, Line, Mark, Panel
+from experiments.plotting.plots import TICKS
 from simulator.jobs import simulate_jobs
 from simulator.machine import Machine
 from simulator.program import Program
 
-TITLE = "Several jobs in less memory than they need"
 SPLITS = ("capuchin", "autoswap_swdoa", "lp_round", "policy_search")
 SEARCHED = "policy_search"
 EXACT = "lp_round"
@@ -129,55 +117,44 @@ def title(row: Row) -> str:
     return f"{tensile_table2.label(row)}, {row['limit']:.0%}"
 
 
-def table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
-    """A line per task."""
-    keys = list(dict.fromkeys(key for row in rows for key in row["planners"]))
-    cells = []
+def planners(rows: list[Row]) -> list[str]:
+    """All that some task has."""
+    return list(dict.fromkeys(key for row in rows for key in row["planners"]))
+
+
+def numbers(rows: list[Row]) -> Row:
+    """Every task; joint annealing beside its start and its controls."""
+    lines, rivals = [], []
     for row in rows:
-        found = [row["planners"].get(key) for key in keys]
-        line = ["–" if one is None else f"{one['overhead']:.2%} ({one['plan_s']:.1f} s)" for one in found]
-        cells.append([title(row), f"{row['floor']:.2%}", *line])
-    return ["jobs, limit", "floor", *(look(key).label for key in keys)], cells
-
-
-def notes(rows: list[Row]) -> list[str]:
-    """Joint annealing beside its start and its controls."""
-    out = []
+        found = [row["planners"].get(key) for key in planners(rows)]
+        cells = ["–" if one is None else f"{one['overhead']:.2%} ({one['plan_s']:.1f} s)" for one in found]
+        lines.append({"title": title(row), "floor": row["floor"], "cells": cells})
     for key in ("split", "control", "seconds"):
         both = [(row["planners"]["joint"], row["planners"].get(key)) for row in rows]
-        there = [(a["overhead"], b["overhead"]) for a, b in both if a is not None and b is not None]
+        there = [b["overhead"] - a["overhead"] for a, b in both if a is not None and b is not None]
         if there:
-            wins, gain = sum(a < b for a, b in there), sum(b - a for a, b in there) / len(there)
-            name = LABELS[key].replace("the same, ", "that search over splits with ")
-            out.append(f"Joint annealing is below {name} in {wins} of {len(there)} tasks, by {100 * gain:.2f} points "
-                       "in the mean.")  # fmt: skip
-    every = [(row, one) for row in rows for one in row["planners"].values()]
-    evicted = [title(row) for row, one in every if one is not None and one["evictions"]]
-    out.append(f"Plans under which tensors were evicted on demand: {', '.join(evicted)}." if evicted else
-               "Under none of the plans a tensor is evicted on demand: every job keeps within its part.")  # fmt: skip
-    return out
+            rivals.append({
+                "label": LABELS[key].replace("the same, ", "that search over splits with "), "there": len(there),
+                "wins": sum(off > 0 for off in there), "gain": 100 * sum(there) / len(there),
+            })  # fmt: skip
+    evicted = [title(row) for row in rows for one in row["planners"].values() if one is not None and one["evictions"]]
+    return {"heads": [look(key).label for key in planners(rows)], "lines": lines, "rivals": rivals,
+            "evicted": evicted or None}  # fmt: skip
 
 
-def draw(rows: list[Row], path: Path) -> None:
+def chart(rows: list[Row]) -> Chart:
     """A line of marks per task."""
-    with figure(path, 10.5, 1.4 + 0.75 * len(rows)) as axes:
-        for y, row in enumerate(rows):
-            axes.plot([row["floor"]] * 2, [y - 0.38, y + 0.38], color=palette.FAINT, linewidth=2.5)
-            for key, one in row["planners"].items():
-                if one is not None:
-                    how = look(key)
-                    axes.plot(one["overhead"], y, how.marker, color=how.colour, markersize=9 if key == "joint" else 7.5,
-                              label=how.label if y == 0 else None)  # fmt: skip
-        axes.set_yticks(range(len(rows)), [title(row) for row in rows])
-        axes.set_ylim(len(rows) - 0.5, -0.5)
-        axes.set_xscale("symlog", linthresh=0.01, linscale=0.7)
-        ticks = (0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
-        highest = max(one["overhead"] for row in rows for one in row["planners"].values() if one is not None)
-        axes.set_xticks([tick for tick in ticks if tick <= 1.3 * highest])
-        axes.set_xlim(-0.0008, 1.2 * highest)
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.1%}" if 0 < x < 0.01 else f"{x:.0%}"))
-        axes.set(xlabel="overhead of the makespan, over that with memory for everything (grey: the floor)")
-        axes.grid(axis="y", visible=False)
-        handles = {key: look(key) for row in rows for key, one in row["planners"].items() if one is not None}
-        axes.figure.legend(handles=[Line2D([], [], linestyle="", marker=how.marker, color=how.colour, label=how.label)
-                                    for how in handles.values()], loc="outside lower center", ncols=3)  # fmt: skip
+    over = {key: [(row["planners"].get(key) or {}).get("overhead") for row in rows] for key in planners(rows)}
+    highest = max(value for values in over.values() for value in values if value is not None)
+    y = range(len(rows))
+    marks: list[Mark] = [Line([row["floor"] for row in rows], y, palette.FAINT, "the floor", "|", "", size=25)]
+    marks += [Line(values, y, look(key).colour, look(key).label, look(key).marker, "", size=8)
+              for key, values in over.items()]  # fmt: skip
+    ticks = [tick for tick in TICKS if tick <= 1.3 * highest]
+    where = Axis("overhead of the makespan, over that with memory for everything", "{:.1%}", (-0.0008, 1.2 * highest),
+                 "symlog", ticks)  # fmt: skip
+    panel = Panel("", marks, where, Axis(names=[title(row) for row in rows]))
+    return Chart("Several jobs in less memory than they need", [panel], size=(10.5, 0.5 + 0.75 * len(rows)), keys=3)
+
+
+FIGURE = Figure("jobs", tasks, run, numbers, chart)

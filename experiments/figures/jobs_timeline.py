@@ -1,20 +1,8 @@
-"""Jobs that come and leave, under TENSILE's controller: the memory that each holds, when plans were made anew and when
-they took effect, and how long each job's iterations took. No paper has this figure.
-
-The setting of "TENSILE: A Tensor granularity dynamic GPU memory scheduler method towards multitasking dynamic workloads
-system" (2021), sections 3 and 4.5: plans change when a job comes, leaves, or takes other times than was thought.
-
-1. Half-way through the stay of all jobs the kernels of the first take another time.
-2. `timeline.perfetto(jobs)` of the same run opens in Perfetto, a process for each job (simulator/jobs/README.md).
-"""
+"""Jobs that come and leave, under TENSILE's controller: memory, when plans were made anew, iterations."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
-from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter
 from omegaconf import DictConfig
 
 from agents.heuristics.tensile import TENSILE
@@ -23,14 +11,14 @@ from agents.jobs import JobsPlanner, SearchedSplit
 from experiments import figures
 from experiments.common import cli
 from experiments.common.report import MB, Row
+from experiments.figures.figure import Figure
 from experiments.plotting import palette
-from experiments.plotting.palette import FAINT, INK, LIMIT, SPARE
-from experiments.plotting.plots import figure
+from experiments.plotting.charts import Axis, Chart, Line, Mark, Panel, Rule
+from experiments.plotting.palette import LIMIT, SPARE
 from simulator.jobs import Job
 from simulator.machine import Machine
 from simulator.plan import Plan
 
-TITLE = "Jobs that come and leave"
 POINTS = 1_500  # of a memory curve
 CAUSES = {"arrival": "#238b45", "departure": "#1f5fa8", "drift": "#cb181d"}
 
@@ -92,69 +80,47 @@ def _thinned(curve: tuple[tuple[int, int], ...], end_ns: int) -> list[list[int]]
 # ------------------------------------------------------------------------------------------ for people
 
 
-def table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
-    """A line per planner and job."""
-    cells = []
+def numbers(rows: list[Row]) -> Row:
+    """Every planner and job; why plans were made anew, and whether the limit held."""
+    lines, planners = [], []
     for row in rows:
+        causes = [cause for _, cause, _ in row["replanned"]]
+        name = palette.label(row["planner"])
+        counts = [f"{causes.count(cause)} by {cause}" for cause in CAUSES if cause in causes]
+        planners.append({**row, "label": name, "times": len(causes), "counts": counts})
         for job in row["ran"]:
             lasts = np.diff([job["admitted_ns"], *job["boundaries"]]) / job["ideal_ns"]
-            there = f"{job['admitted_ns'] / 1e9:.1f} to {job['left_ns'] / 1e9:.1f} s"
-            cells.append([
-                palette.label(row["planner"]), job["name"], there, f"{len(job['boundaries'])}", f"{lasts.mean():.2f}",
-                f"{len(job['switches'])}",
-            ])  # fmt: skip
-    return ["planner", "job", "there", "iterations", "mean, of its time alone", "switches of plans"], cells
+            lines.append({**job, "planner": name, "mean": lasts.mean(), "iterations": len(lasts),
+                          "times": len(job["switches"])})  # fmt: skip
+    return {"lines": lines, "planners": planners}
 
 
-def notes(rows: list[Row]) -> list[str]:
-    """Why plans were made anew, and whether the limit held."""
-    out = [
-        "Kernels take turns, first come, first served: a job of short kernels (MobileNet) waits for a long one of the "
-        "others before each of its own. So measured times change with whoever is there, which counts as drift."
-    ]
-    for row in rows:
-        why = [cause for _, cause, _ in row["replanned"]]
-        counts = ", ".join(f"{why.count(cause)} by {cause}" for cause in CAUSES if cause in why)
-        peak, limit = row["peak_bytes"] / MB, row["limit_bytes"] / MB
-        out.append(
-            f"{palette.label(row['planner'])}: plans made {len(why)} times ({counts}); the peak is {peak:,.0f} MB of "
-            f"{limit:,.0f}; {row['evictions']} tensors were evicted on demand."
-        )
-    return out
-
-
-def draw(rows: list[Row], path: Path) -> None:
+def chart(rows: list[Row]) -> Chart:
     """Two panels for each planner: memory, and how long each iteration took."""
-    with figure(path, 12, 5.6 * len(rows), 2 * len(rows), 1) as made:
-        for i, row in enumerate(rows):
-            memory, lasts = made[2 * i], made[2 * i + 1]
-            top = np.zeros(POINTS)
-            seconds = np.array([t for t, _ in row["memory"]]) / 1e9
-            for colour, job in zip(SPARE, row["ran"], strict=False):
-                mine = np.array([b for _, b in job["held"]]) / MB
-                memory.fill_between(seconds, top, top + mine, color=colour, alpha=0.55, linewidth=0, step="post",
-                                    label=job["name"])  # fmt: skip
-                top = top + mine
-                edges = [job["admitted_ns"], *job["boundaries"]]
-                lasts.step(np.array(edges) / 1e9, np.append(np.diff(edges), edges[-1] - edges[-2]) / job["ideal_ns"],
-                           where="post", color=colour, linewidth=1.6)  # fmt: skip
-                for at in job["switches"]:
-                    lasts.axvline(at / 1e9, ymax=0.06, color=colour, linewidth=2)
-            memory.axhline(row["limit_bytes"] / MB, color=LIMIT, linewidth=1.2, linestyle=(0, (4, 2)))
-            for at, why, _ in row["replanned"]:
-                for axes in (memory, lasts):
-                    axes.axvline(at / 1e9, color=CAUSES[why], linewidth=1, linestyle=":", zorder=0.5)
-            name = palette.label(row["planner"])
-            memory.set(title=f"{name}: memory of each job, the most in {POINTS:,} parts of the time", ylabel="MB")
-            lasts.set(title="An iteration, in times of the job alone", xlabel="s", yscale="log", ylim=(0.5, None))
-            lasts.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
-            memory.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}"))
-            for axes in (memory, lasts):
-                axes.set_xlim(0, row["end_ns"] / 1e9)
-        handles, _ = made[0].get_legend_handles_labels()
-        handles += [
-            Line2D([], [], color=colour, linestyle=":", label=f"planned anew: {why}") for why, colour in CAUSES.items()
+    panels = []
+    for row in rows:
+        top, x = np.zeros(POINTS), np.array([t for t, _ in row["memory"]]) / 1e9
+        memory: list[Mark] = []
+        lasts: list[Mark] = []
+        for ink, job in zip(SPARE, row["ran"], strict=False):
+            low, top = top, top + np.array([held for _, held in job["held"]]) / MB
+            memory.append(Line(x, top, ink, width=0.0, band=(low, top), shade=0.55, step=True))
+            edges = np.array([job["admitted_ns"], *job["boundaries"]])
+            each = np.diff(edges) / job["ideal_ns"]
+            lasts.append(Line(edges / 1e9, [*each, each[-1]], ink, job["name"], step=True))
+            switches = [at / 1e9 for at in job["switches"]]
+            lasts.append(Line(switches, [0.55] * len(switches), ink, "a plan takes effect", "|", "", size=9))
+        for marks in (memory, lasts):
+            marks += [Rule(at / 1e9, colour=CAUSES[why], label=f"planned anew: {why}", line=":", width=1)
+                      for at, why, _ in row["replanned"]]  # fmt: skip
+        memory.append(Rule(row["limit_bytes"] / MB, across=True, colour=LIMIT, label="limit"))
+        seconds = Axis("s", limits=(0, row["end_ns"] / 1e9))
+        name = palette.label(row["planner"])
+        panels += [
+            Panel(f"{name}: memory of each job, the most in {POINTS:,} parts of the time", memory, seconds, Axis("MB")),
+            Panel("An iteration, in times of the job alone", lasts, seconds, Axis("", "{:g}", (0.5, None), "log")),
         ]
-        handles += [Line2D([], [], color=FAINT, marker="|", linestyle="", markersize=9, label="a plan takes effect"),
-                    Line2D([], [], color=INK, linestyle=(0, (4, 2)), label="limit")]  # fmt: skip
-        made[0].figure.legend(handles=handles, loc="outside lower center", ncols=4)
+    return Chart("Jobs that come and leave, under TENSILE's controller", panels, 1, (12.0, 2.8))
+
+
+FIGURE = Figure("jobs_timeline", tasks, run, numbers, chart)

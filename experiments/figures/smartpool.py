@@ -6,7 +6,6 @@ paper is therefore taken over as the bytes that must leave: its load of Table I 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from omegaconf import DictConfig
@@ -62,14 +61,3 @@ def waits(timeline: Timeline, program: Program) -> list[int]:
     kernels = last_kernels(timeline, program)
     free = [timeline.last_start_ns, *(s.end_ns for s in kernels)]
     return [s.start_ns - ready for s, ready in zip(kernels, free, strict=False)]
-
-
-def percent(value: float) -> str:
-    """An overhead to 0.1 %."""
-    return f"{value:.1%}"
-
-
-def span(shares: Sequence[float]) -> str:
-    """The least and the most of some shares, in full per cent."""
-    low, high = f"{min(shares):.0%}", f"{max(shares):.0%}"
-    return low if low == high else f"{low} to {high}"

@@ -1,19 +1,7 @@
-"""Fig. 2 of "Efficient Memory Management for GPU-based Deep Learning Systems" (2020), section II-D: memory load of
-VGG16 over five training iterations, by operation index (malloc, free, read, write). It shows that iterations repeat.
-
-The paper's text has no numbers of the figure, only the claim that lifetimes, sizes and the order of reads and writes
-are "rather stable across all the middle iterations". Here it is tested, for the other networks too: five iterations run
-in eager PyTorch, on tensors without memory (the meta device), and every operator is recorded (``Recorder``). This is
-not the captured program, of which one iteration repeats by definition.
-
-1. A new batch is made in each iteration, and the one before dies, as in a training loop with a data loader.
-2. Two iterations are the same if their (operation, bytes, tensor) are; a tensor is known by when it first appeared.
-3. A kernel is an operator that is no view; it reads its inputs and writes its outputs. A tensor is a storage.
-"""
+"""Fig. 2 of the SmartPool paper: memory load over several iterations of eager PyTorch, operator by operator."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from omegaconf import DictConfig
@@ -21,16 +9,15 @@ from omegaconf import DictConfig
 from experiments import figures
 from experiments.common import cli
 from experiments.common.report import Row
+from experiments.figures.figure import Figure
 from experiments.figures.smartpool import MB
 from experiments.figures.smartpool_table1 import PAPER
-from experiments.plotting.palette import ALLOCATORS, FAINT, INK, LOAD
-from experiments.plotting.plots import figure
+from experiments.plotting.charts import Axis, Chart, Line, Mark, Panel, Rule, Words
+from experiments.plotting.palette import ALLOCATORS, FAINT, LOAD
 from simulator import Machine
 
-TITLE = "SmartPool, Fig. 2: memory load over several iterations"
 
-
-class Line(NamedTuple):
+class Operation(NamedTuple):
     """One operation: malloc, free, read or write of a tensor, by number in order of appearance."""
 
     kind: str
@@ -70,13 +57,13 @@ def run(task: Row, machine: Machine) -> Row:
     }
 
 
-def signature(lines: list[Line]) -> list[tuple[str, int, int]]:
+def signature(lines: list[Operation]) -> list[tuple[str, int, int]]:
     """Operations with the tensors renumbered by when each first appears among them."""
     number: dict[int, int] = {}
     return [(line.kind, line.nbytes, number.setdefault(line.tensor, len(number))) for line in lines]
 
 
-def record(parts: Any, iterations: int) -> tuple[int, list[Line], list[int]]:
+def record(parts: Any, iterations: int) -> tuple[int, list[Operation], list[int]]:
     """Trains for some iterations and records the operations.
 
     Args:
@@ -115,7 +102,7 @@ def _recorder() -> Any:
     class Recorder(TorchDispatchMode):
         def __init__(self) -> None:
             super().__init__()
-            self.lines: list[Line] = []
+            self.lines: list[Operation] = []
             self.number: dict[Any, int] = {}  # of storages, dead ones too
             self.live: dict[Any, int] = {}  # their bytes
 
@@ -131,11 +118,13 @@ def _recorder() -> Any:
         def reap(self) -> None:
             """Writes down the storages that died since the last operator."""
             for key in [key for key in self.live if key.expired()]:
-                self.lines.append(Line("free", self.number[key], self.live.pop(key)))
+                self.lines.append(Operation("free", self.number[key], self.live.pop(key)))
 
         def note(self, kind: str, tensor: Tensor) -> None:
             self.lines.append(
-                Line(kind, self.number[StorageWeakRef(tensor.untyped_storage())], tensor.untyped_storage().nbytes())
+                Operation(
+                    kind, self.number[StorageWeakRef(tensor.untyped_storage())], tensor.untyped_storage().nbytes()
+                )
             )
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -165,72 +154,43 @@ def _recorder() -> Any:
 # ------------------------------------------------------------------------------------------ for people
 
 
-def table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
-    """Per network: operations and peaks of the first and of the middle iterations, and which are the same."""
-    heads = [
-        "eager PyTorch", "operations, 1st iteration", "2nd", "peak, MB, 1st", "2nd", "captured program", "the paper's",
-        "same as the 2nd",
-    ]  # fmt: skip
-    cells = []
-    for row in rows:
-        peaks = [f"{peak / MB:,.1f}" for peak in (*row["peaks"][:2], row["captured"])]
-        cells.append([
-            figures.label(row["network"]), *(f"{count:,}" for count in row["operations"][:2]), *peaks,
-            f"{PAPER[row['network']]['load']:,.0f}", _same(row),
-        ])  # fmt: skip
-    return heads, cells
+def numbers(rows: list[Row]) -> Row:
+    """What repeats, what does not, and whether the captured program is the iteration that repeats."""
+    differs = not any(row["same"][0] for row in rows)
+    return {
+        "networks": [
+            {**row, "label": figures.label(row["network"]), "paper": PAPER[row["network"]]["load"],
+             "as_second": [i for i, same in enumerate(row["same"], 1) if same]}
+            for row in rows
+        ],
+        "iterations": rows[0]["iterations"], "count": len(rows),
+        "middle": sum(all(row["same"][1:]) for row in rows),
+        "exact": sum(row["peaks"][1] == row["captured"] for row in rows),
+        "first": max(row["operations"][1] - row["operations"][0] for row in rows) if differs else None,
+    }  # fmt: skip
 
 
-def _same(row: Row) -> str:
-    return ", ".join(str(i) for i, same in enumerate(row["same"], 1) if same)
-
-
-def notes(rows: list[Row]) -> list[str]:
-    """What repeats, what does not, and that the captured program is the iteration that repeats."""
-    count = rows[0]["iterations"]
-    middle = [all(row["same"][1:]) for row in rows]
-    exact = sum(row["peaks"][1] == row["captured"] for row in rows)
-    first = max(row["operations"][1] - row["operations"][0] for row in rows)
-    out = [
-        f'"Rather stable across all the middle iterations (from the second to the second last)": in {sum(middle)} of '
-        f"{len(rows)} networks iterations 2 to {count} are the same, operation by operation.",
-    ]
-    if not any(row["same"][0] for row in rows):
-        out.append(
-            f"The first iteration differs (by up to {first:,} operations): SGD's momentum does not exist before its "
-            "first step. The last does not differ, as nothing is torn down here."
-        )
-    return [
-        *out,
-        f"The peak of the iteration that repeats is that of the captured program, to the byte, in {exact} of "
-        f"{len(rows)} networks.",
-        "The text has no numbers of the figure. The level differs from the paper's by what SINGA keeps besides "
-        "(see Table I).",
-    ]
-
-
-def draw(rows: list[Row], path: Path) -> None:
+def chart(rows: list[Row]) -> Chart:
     """Load by operation; iterations apart and named."""
     row = next(row for row in rows if row["points"])
-    x, y = [0, *(i for i, _ in row["points"])], [row["before"] / MB, *(b / MB for _, b in row["points"])]
     total, ink = sum(row["operations"]), ALLOCATORS["smartpool"].colour
-    with figure(path, 10.0, 4.4) as axes:
-        axes.fill_between([*x, total], [*y, y[-1]], step="post", color=ink, alpha=0.15, linewidth=0)
-        axes.step([*x, total], [*y, y[-1]], where="post", color=ink, linewidth=1.2)
-        top = max(y)
-        axes.axhline(row["captured"] / MB, color=LOAD, linewidth=1.1, linestyle=(0, (5, 3)))
-        axes.annotate(f"peak of the captured program: {row['captured'] / MB:,.0f} MB", (total, row["captured"] / MB),
-                      (0, 4), textcoords="offset points", ha="right", fontsize=9.5, color=LOAD,
-                      bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
-        bounds = [*row["starts"], total]
-        for i, (a, b, same) in enumerate(zip(bounds, bounds[1:], row["same"], strict=False), 1):
-            if a:
-                axes.axvline(a, color=FAINT, linewidth=1)
-            words = "" if i == 2 else "\nas the 2nd" if same else "\nno momentum yet" if i == 1 else "\nother"
-            axes.text((a + b) / 2, 1.27 * top, f"iteration {i}{words}", ha="center", va="top", fontsize=9.5, color=INK)
-        axes.set(
-            xlim=(0, total), ylim=(0, 1.3 * top), xlabel="operation (malloc, free, read or write)",
-            ylabel="memory load (MB)",
-            title=f"{figures.label(row['network'])}, batch size 100: load over {row['iterations']} iterations",
-        )  # fmt: skip
-        axes.xaxis.set_major_formatter(lambda v, _: f"{v:,.0f}")
+    x, y = [0, *(i for i, _ in row["points"]), total], [row["before"] / MB, *(b / MB for _, b in row["points"])]
+    y.append(y[-1])
+    peak, bounds = row["captured"] / MB, [*row["starts"], total]
+    marks: list[Mark] = [
+        Line(x, y, ink, step=True, width=1.2, band=(0, y), shade=0.15),
+        Rule(peak, across=True, colour=LOAD, label=f"peak of the captured program: {peak:,.0f} MB"),
+        *(Rule(start, colour=FAINT, line="-") for start in row["starts"][1:]),
+    ]
+    for i, (a, b, same) in enumerate(zip(bounds, bounds[1:], row["same"], strict=False), 1):
+        words = "" if i == 2 else "\nas the 2nd" if same else "\nno momentum yet" if i == 1 else "\nother"
+        marks.append(Words((a + b) / 2, 0.98, f"iteration {i}{words}", top=True))
+    panel = Panel(
+        "", marks, Axis("operation (malloc, free, read or write)", "{:,.0f}", (0, total)),
+        Axis("memory load (MB)", limits=(0, 1.3 * max(y))),
+    )  # fmt: skip
+    title = f"{figures.label(row['network'])}, batch size 100: load over {row['iterations']} iterations"
+    return Chart(title, [panel], size=(10.0, 3.9))
+
+
+FIGURE = Figure("smartpool_fig2", tasks, run, numbers, chart)

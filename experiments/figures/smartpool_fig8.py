@@ -1,15 +1,6 @@
-"""Fig. 8 of "Efficient Memory Management for GPU-based Deep Learning Systems" (2020), section VI-B-1: memory load of
-VGG16 over one iteration, without swaps, with AutoSwap at limits of 500 and 400 MB, and the least, load_min; batch size
-100, GTX 1080 Ti.
-
-1. At our limits as many bytes must be swapped out as at the paper's (experiments/figures/smartpool.py).
-2. Plans are AutoSwap's with Bayesian optimisation; the curve is the simulated steady state, with its waits.
-3. load_min: all candidates are swapped synchronously; the curve is drawn without that time, which the table has.
-"""
+"""Fig. 8 of the SmartPool paper: memory load of VGG16 over one iteration, with AutoSwap at several limits."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import numpy as np
 from omegaconf import DictConfig
@@ -19,14 +10,14 @@ from agents.heuristics.autoswap import peak_gaps
 from agents.planner import Candidates
 from experiments import figures
 from experiments.common.report import MB as MEGABYTE, Row
-from experiments.figures.smartpool import MB, limits_of, our_limit, percent, planned
+from experiments.figures.figure import Figure
+from experiments.figures.smartpool import MB, limits_of, our_limit, planned
 from experiments.figures.smartpool_table1 import PAPER
 from experiments.plotting import plots
-from experiments.plotting.palette import FAINT, GRID, LOAD, SWAPPED
-from experiments.plotting.plots import figure
+from experiments.plotting.charts import Axis, Chart, Line, Mark, Panel, Rule
+from experiments.plotting.palette import FAINT, LOAD, SWAPPED
 from simulator import Machine, Plan, Program, Swap, Timeline, simulate
 
-TITLE = "SmartPool, Fig. 8: memory load with AutoSwap"
 LEAST = 280  # MB: the lowest limit of Fig. 9, "slightly above the load_min"
 NONE, MINIMUM = "no swap", "load_min"
 
@@ -90,66 +81,36 @@ def gradient_bytes(program: Program, kernel: int) -> int:
 # ------------------------------------------------------------------------------------------ for people
 
 
-def table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
-    """A line per curve."""
-    heads = ["MB", "the paper's limit", "ours", "peak load", "at, ms", "swapped out", "in swaps", "overhead"]
-    cells = []
-    for row in rows:
-        limits = [f"{row['limit']:,.0f}", f"{row['ours'] / MB:,.0f}"] if row["limit"] else ["", ""]
-        cells.append([
-            row["curve"], *limits, f"{row['peak'] / MB:,.0f}", f"{row['peak_ms']:.1f}", f"{row['moved'] / MB:,.0f}",
-            str(row["swaps"]), percent(overhead(row)),
-        ])  # fmt: skip
-    return heads, cells
-
-
-def overhead(row: Row) -> float:
-    """Of an iteration with swaps."""
-    return float(row["iteration_ns"] / row["ideal_ns"] - 1)
-
-
-def notes(rows: list[Row]) -> list[str]:
+def numbers(rows: list[Row]) -> Row:
     """How limits are taken over, and what the text says of the figure."""
-    network, load = rows[0]["network"], rows[0]["load"] / MB
-    name, paper = figures.label(network), PAPER[network]["load"]
-    least = next(row for row in rows if row["curve"] == MINIMUM)
-    away, theirs = load - least["peak"] / MB, paper - LEAST
-    if least["peak_ms"] < 0.5 * least["ideal_ns"] / 1e6:
-        where = "near the start"
-    else:
-        where = f"in the backward pass, where {least['gradients'] / MB:,.0f} MB are gradients, which are no candidates"
-    return [
-        f"{name}'s load is {load:,.0f} MB here and {paper:,.0f} MB in the paper, where SINGA keeps things that never "
-        "leave (see Table I). A limit of ours is therefore the one at which as many MB must leave.",
-        f"So taken, load_min agrees: at most {away:,.0f} MB can leave, {theirs:,.0f} MB or slightly more in the paper "
-        f"({LEAST} MB is slightly above its load_min).",
-        f'The paper\'s load_min peaks "at the start of the iteration (or at the end of the iteration in other cases)"; '
-        f"ours at {least['peak_ms']:.1f} of {least['ideal_ns'] / 1e6:.0f} ms, {where}. Its synchronous transfers would "
-        f"cost {overhead(least):.0%}.",
-        "The text has no other numbers of the figure.",
-    ]
+    network, least = rows[0]["network"], next(row for row in rows if row["curve"] == MINIMUM)
+    early = least["peak_ms"] < 0.5 * least["ideal_ns"] / 1e6
+    return {
+        "curves": [{**row, "overhead": row["iteration_ns"] / row["ideal_ns"] - 1} for row in rows],
+        "label": figures.label(network), "load": rows[0]["load"], "paper": PAPER[network]["load"],
+        "away": rows[0]["load"] - least["peak"], "theirs": PAPER[network]["load"] - LEAST, "lowest": LEAST,
+        "least": least, "gradients": None if early else least["gradients"],
+        "early": "near the start" if early else None, "cost": least["iteration_ns"] / least["ideal_ns"] - 1,
+    }  # fmt: skip
 
 
-def draw(rows: list[Row], path: Path) -> None:
+def chart(rows: list[Row]) -> Chart:
     """All curves in one pair of axes, limits dashed."""
-    order = sorted(rows, key=lambda row: -row["peak"])
-    inks = [FAINT, *SWAPPED][: len(order) - 1] + [LOAD]
-    with figure(path, 9.5, 5.0) as axes:
-        for row, ink in zip(order, inks, strict=True):
-            x, y = zip(*row["curve_points"], strict=True)
-            words = f"{row['curve']}: peak {row['peak'] / MB:,.0f} MB"
-            if row["limit"]:
-                words = (
-                    f"paper's limit {row['limit']:g} MB, ours {row['ours'] / MB:,.0f} MB: "
-                    f"{percent(overhead(row))} overhead"
-                )
-                axes.axhline(row["ours"] / MB, color=ink, linewidth=1, linestyle=(0, (5, 3)))
-            if row["curve"] == NONE:
-                axes.fill_between(x, y, step="post", color=GRID, linewidth=0)
-            axes.step(x, y, where="post", color=ink, linewidth=1.5, label=words)
-        axes.set(
-            xlim=(0, max(row["curve_points"][-1][0] for row in rows)), ylim=(0, 1.42 * order[0]["peak"] / MB),
-            xlabel="time in the iteration (ms)", ylabel="memory load (MB)",
-            title=f"{figures.label(rows[0]['network'])}, batch size 100, GTX 1080 Ti: load with AutoSwap",
-        )  # fmt: skip
-        axes.legend(loc="upper right", fontsize=10)
+    order = sorted(numbers(rows)["curves"], key=lambda row: -row["peak"])
+    marks: list[Mark] = []
+    for row, ink in zip(order, [*[FAINT, *SWAPPED][: len(order) - 1], LOAD], strict=True):
+        x, y = zip(*row["curve_points"], strict=True)
+        words = f"{row['curve']}: peak {row['peak'] / MB:,.0f} MB"
+        if row["limit"]:
+            ours = row["ours"] / MB
+            words = f"paper's limit {row['limit']:g} MB, ours {ours:,.0f} MB: {row['overhead']:.1%} overhead"
+            marks.append(Rule(ours, across=True, colour=ink))
+        marks.append(Line(x, y, ink, words, step=True, width=1.5, band=(0, y) if row["curve"] == NONE else None))
+    longest = max(row["curve_points"][-1][0] for row in rows)
+    panel = Panel("", marks, Axis("time in the iteration (ms)", limits=(0, longest)),
+                  Axis("memory load (MB)", limits=(0, None)))  # fmt: skip
+    title = f"{figures.label(rows[0]['network'])}, batch size 100, GTX 1080 Ti: load with AutoSwap"
+    return Chart(title, [panel], size=(9.5, 4.4), keys=2)
+
+
+FIGURE = Figure("smartpool_fig8", tasks, run, numbers, chart)

@@ -1,24 +1,8 @@
-"""The optimality analysis of "Efficient Memory Management for GPU-based Deep Learning Systems" (2020), section VI-B-3:
-how much of AutoSwap's overhead could be avoided; batch size 100, GTX 1080 Ti. There are two answers here: the paper's
-own way to tell, and what is proven.
-
-The paper's way: where the swap-out stream is idle in the forward pass, variables that were not selected could leave,
-and save as much waiting as their transfers take (``avoidable``). Ours: no plan of swaps can have less overhead than the
-floor (agents/floor/), so at most the gap to it can be avoided; simulated annealing, which starts from AutoSwap's
-plans, has a plan that avoids part of it, so at least that can be.
-
-1. Limits are shares of the load that must leave, as far as AutoSwap's candidates reach, and the paper's example.
-2. In an idle time the largest unselected variables leave that are free until the last wait and whose transfer ends.
-3. Annealing swaps any tensor of at least 1 MiB, once or more in an iteration; the floor holds for all of these.
-"""
+"""Section VI-B-3 of the SmartPool paper: how much of AutoSwap's overhead could be avoided."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
-from matplotlib.patches import Patch
-from matplotlib.ticker import PercentFormatter
 from omegaconf import DictConfig
 
 import agents
@@ -27,28 +11,21 @@ from agents.planner import MIB
 from experiments import figures
 from experiments.common import cli
 from experiments.common.report import Row
-from experiments.figures.smartpool import MB, ZERO, last_kernels, our_limit, percent, waits
+from experiments.figures.figure import Figure
+from experiments.figures.smartpool import ZERO, last_kernels, our_limit, waits
+from experiments.plotting.charts import Axis, Bars, Chart, Line, Panel, Words
 from experiments.plotting.palette import FAINT, FLOOR, INK, look
-from experiments.plotting.plots import figure
 from simulator import Machine, Plan, Program, Timeline, simulate
 
-TITLE = "SmartPool, section VI-B-3: how much of AutoSwap's overhead is avoidable"
 EXAMPLE = ("vgg16", 350)  # network, MB
-PAPER = {
-    "ramp_ms": 24.0,
-    "out_ms": 28.9,
-    "overhead_ms": 7.3,
-    "avoidable_ms": 1.7,
-}  # of the example; the last: less than
+# Of the example; the last: less than.
+PAPER = {"ramp_ms": 24.0, "out_ms": 28.9, "overhead_ms": 7.3, "avoidable_ms": 1.7}
 NEGLIGIBLE = 0.005  # of an iteration
 
 
 def tasks(settings: DictConfig) -> list[Row]:
     """One per network."""
-    leave = cli.values(settings, "leave")
-    for share in leave:
-        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share < 1:
-            raise cli.UsageError(f"figure.leave: expected shares between 0 and 1, got {share!r}")
+    leave = figures.numbers(settings, "leave", lambda share: 0 < share < 1, "shares between 0 and 1")
     calls = cli.integer(settings, "calls", least=20)
     return [{"network": n, "leave": sorted(leave), "calls": calls} for n in figures.networks(settings)]
 
@@ -75,9 +52,7 @@ def run(task: Row, machine: Machine) -> Row:
 
 def at_limit(program: Program, machine: Machine, limit: int, calls: int, share: float | None) -> Row | None:
     """Times of an iteration at one limit; None where AutoSwap's candidates do not reach it."""
-    try:
-        plan = agents.make("autoswap_bo").plan(program, machine, limit)
-    except agents.Infeasible:
+    if (plan := figures.attempt(agents.make("autoswap_bo"), program, machine, limit)) is None:
         return None
     timeline = simulate(program, plan, machine, limit)
     better = agents.make("annealing", calls=calls, mode="swap").plan(program, machine, limit)
@@ -151,115 +126,70 @@ def overheads(row: Row, found: Row) -> dict[str, float]:
     }
 
 
-def _points(rows: list[Row]) -> list[tuple[Row, Row, dict[str, float]]]:
-    return [(row, found, overheads(row, found)) for row in rows for found in row["limits"]]
+def points(rows: list[Row]) -> list[Row]:
+    """Every limit of every network."""
+    out = []
+    for row in rows:
+        for found in row["limits"]:
+            over = overheads(row, found)
+            ms = row["ideal_ns"] / 1e6
+            out.append({
+                **found, **over, "network": row["network"], "ideal_ns": row["ideal_ns"], "ramp_ns": row["ramp_ns"],
+                "label": f"{figures.label(row['network'])} {named(found['share'], 'paper')}",
+                "waits": found["forward_wait_ns"] / row["ideal_ns"], "least": over["ours"] - over["known"],
+                "most": over["ours"] - over["floor"],
+            })  # fmt: skip
+            out[-1]["ms"] = {key: out[-1][key] * ms for key in ("ours", "paper", "least", "most")}
+    return out
 
 
-def _name(row: Row, found: Row) -> str:
-    share = found["share"]
-    return f"{figures.label(row['network'])} {'paper' if share is None else f'{share:.0%}'}"
+def named(share: float | None, paper: str) -> str:
+    """What must leave, for people."""
+    return paper if share is None else f"{share:.0%}"
 
 
-def table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
-    """A line per network and limit."""
-    heads = [
-        "must leave", "limit, MB", "AutoSwap BO", "forward waits", "avoidable: the paper's way", "at least (annealing)",
-        "at most (floor)", "best plan known", "floor",
-    ]  # fmt: skip
-    cells = []
-    for row, found, over in _points(rows):
-        cells.append([
-            _name(row, found), f"{found['limit'] / MB:,.0f}", percent(over["ours"]),
-            percent(found["forward_wait_ns"] / row["ideal_ns"]), percent(over["paper"]),
-            percent(over["ours"] - over["known"]), percent(over["ours"] - over["floor"]), percent(over["known"]),
-            percent(over["floor"]),
-        ])  # fmt: skip
-    return heads, cells
-
-
-def notes(rows: list[Row]) -> list[str]:
+def numbers(rows: list[Row]) -> Row:
     """The claims of the text beside what we find."""
-    points = [p for p in _points(rows) if p[2]["ours"] > ZERO]
-    if not points:
-        return ["AutoSwap has no overhead at any of these limits."]
-    small = sum(over["paper"] <= NEGLIGIBLE for _, _, over in points)
-    proven = [over["ours"] - over["known"] for _, _, over in points]
-    known = sum(p > ZERO for p in proven)
+    every = points(rows)
+    paid = [one for one in every if one["ours"] > ZERO]
     shares = {
-        kind: [1 - o["known"] / o["ours"] for row, _, o in points if row["network"].startswith(kind)]
+        kind: [1 - one["known"] / one["ours"] for one in paid if one["network"].startswith(kind)]
         for kind in ("vgg", "resnet")
     }
-    forward = sum(f["forward_wait_ns"] >= 0.5 * (f["iteration_ns"] - r["ideal_ns"]) for r, f, _ in points)
-    out = [
-        '"In most cases there is no avoidable overhead or only a negligible amount": by the paper\'s way it is at most '
-        f"{NEGLIGIBLE:.1%} of an iteration at {small} of the {len(points)} limits at which there is overhead.",
-        f'"It indicates that our greedy algorithm is indeed near optimal": a better plan is known at {known} of them, '
-        f"by up to {100 * max(proven):.1f} points. The paper's way adds swaps to a selection; it does not ask for "
-        "another selection, nor for what is gained when tensors come back later.",
-    ]
-    if all(shares.values()):
-        vgg, resnet = (float(np.median(found)) for found in shares.values())
-        out.append(
-            f"In the median annealing avoids {vgg:.0%} of AutoSwap's overhead for VGGs and {resnet:.0%} for ResNets."
-        )
-    out.append(
-        f'"The overhead in most cases occurs during forward-propagation": at least half of it does at {forward} of '
-        f"{len(points)} limits."
-    )
-    return [*out, *(example(row, found, over) for row, found, over in points if found["share"] is None)]
+    half = [one for one in paid if one["forward_wait_ns"] >= 0.5 * (one["iteration_ns"] - one["ideal_ns"])]
+    return {
+        "points": every, "paid": len(paid) or None, "negligible": NEGLIGIBLE, "paper_ms": PAPER,
+        "none": None if paid else "no overhead", "small": sum(one["paper"] <= NEGLIGIBLE for one in paid),
+        "known": sum(one["least"] > ZERO for one in paid),
+        "proven": 100 * max((one["least"] for one in paid), default=0), "half": len(half),
+        **{kind: float(np.median(found)) if all(shares.values()) else None for kind, found in shares.items()},
+        "examples": [one for one in paid if one["share"] is None],
+    }  # fmt: skip
 
 
-def example(row: Row, found: Row, over: dict[str, float]) -> str:
-    """The paper's case, in ms."""
-    ms = row["ideal_ns"] / 1e6
-    return (
-        f"VGG16 below {EXAMPLE[1]} MB, paper / ours: {PAPER['ramp_ms']:g} / {row['ramp_ns'] / 1e6:.1f} ms to 95% of "
-        f"the peak load; swapping out takes {PAPER['out_ms']:g} / {found['out_ns'] / 1e6:.1f} ms; the "
-        f"overhead is {PAPER['overhead_ms']:g} / {over['ours'] * ms:.1f} ms, of which "
-        f"avoidable by the paper's way less than {PAPER['avoidable_ms']:g} / {over['paper'] * ms:.1f} ms, and as "
-        f"proven here at least {(over['ours'] - over['known']) * ms:.1f}, at most "
-        f"{(over['ours'] - over['floor']) * ms:.1f} ms."
-    )
-
-
-def draw(rows: list[Row], path: Path) -> None:
+def chart(rows: list[Row]) -> Chart:
     """A bar per limit: what cannot be avoided, what is open, what a known plan avoids; a mark for the paper's way."""
-    points = _points(rows)
-    with figure(path, max(7.0, 0.34 * len(points) + 2.2), 5.4) as axes:
-        x, at = [], -1.0
-        for i, (row, _, _) in enumerate(points):
-            at += 1.0 if not i or points[i - 1][0] is row else 1.8
-            x.append(at)
-        low, known, ours, paper = (
-            np.array([over[key] for _, _, over in points]) for key in ("floor", "known", "ours", "paper")
-        )
-        better, ink = look("annealing").colour, look("autoswap_bo").colour
-        axes.bar(x, low, 0.8, color=FLOOR)
-        axes.bar(x, known - low, 0.8, bottom=low, color="white", edgecolor=FAINT, linewidth=0.8)
-        axes.bar(x, ours - known, 0.8, bottom=known, color=better)
-        for place, high, saved in zip(x, ours, paper, strict=True):
-            axes.plot((place - 0.45, place + 0.45), (high, high), color=ink, linewidth=2.4)
-            axes.plot((place, place), (high - saved, high), color=INK, linewidth=2.4, solid_capstyle="butt")
-        axes.set_xticks(x, ["350 MB" if f["share"] is None else f"{f['share']:.0%}" for _, f, _ in points], rotation=90,
-                        fontsize=9)  # fmt: skip
-        for row in rows:
-            mine = [place for place, point in zip(x, points, strict=True) if point[0] is row]
-            if mine:
-                axes.text(sum(mine) / len(mine), 0.98, figures.label(row["network"]), ha="center", va="top",
-                          fontsize=10.5, color=INK, transform=axes.get_xaxis_transform())  # fmt: skip
-        axes.set(
-            ylabel="overhead of an iteration", ylim=(0, 1.15 * max(ours.max(), 0.01)),
-            xlabel="what must leave of the load (350 MB: the paper's example)",
-            title="AutoSwap's overhead, and how much of it is avoidable",
-        )  # fmt: skip
-        axes.set_xlim(x[0] - 0.8, x[-1] + 0.8)
-        axes.grid(axis="x", visible=False)
-        axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-        keys = [
-            Patch(color=better, label="avoided by a plan that we have"),
-            Patch(facecolor="white", edgecolor=FAINT, label="not known"),
-            Patch(color=FLOOR, label="no plan of swaps avoids it (proven)"),
-            Patch(color=ink, label="AutoSwap BO"),
-            Patch(color=INK, label="avoidable by the paper's way"),
-        ]
-        axes.figure.legend(handles=keys, loc="outside lower center", ncols=5 if len(points) > 12 else 2, fontsize=10)
+    every, x, marks = points(rows), [], []
+    for i, one in enumerate(every):
+        x.append(-1.0 if not x else x[-1] + (1.0 if every[i - 1]["network"] == one["network"] else 1.8))
+    low, known, ours, paper = (np.array([one[key] for one in every]) for key in ("floor", "known", "ours", "paper"))
+    top = 1.15 * max(ours.max(), 0.01)
+    marks += [
+        Bars(x, low, FLOOR, "no plan of swaps avoids it (proven)", across=False),
+        Bars(x, known - low, FAINT, "not known", base=low, hollow=True, across=False),
+        Bars(x, ours - known, look("annealing").colour, "avoided by a plan that we have", base=known, across=False),
+        Line(x, ours, look("autoswap_bo").colour, "AutoSwap BO", "_", "", size=11, front=4),
+        Bars(x, paper, INK, "avoidable by the paper's way", 0.2, base=ours - paper, across=False),
+    ]
+    for network in dict.fromkeys(one["network"] for one in every):
+        mine = [place for place, one in zip(x, every, strict=True) if one["network"] == network]
+        marks.append(Words(sum(mine) / len(mine), 0.99, figures.label(network), top=True))
+    names = [named(one["share"], "350 MB") for one in every]
+    where = Axis("what must leave of the load (350 MB: the paper's example)", limits=(x[0] - 0.8, x[-1] + 0.8),
+                 ticks=x, names=names)  # fmt: skip
+    panel = Panel("", marks, where, Axis("overhead of an iteration", "%", (0, top)))
+    title = "AutoSwap's overhead, and how much of it is avoidable"
+    return Chart(title, [panel], size=(max(7.0, 0.34 * len(every) + 2.2), 4.6), keys=5 if len(every) > 12 else 2)
+
+
+FIGURE = Figure("smartpool_optimality", tasks, run, numbers, chart)

@@ -1,39 +1,21 @@
-"""Table I of "Efficient Memory Management for GPU-based Deep Learning Systems" (2020), section VI-A: peak load,
-competitive ratio (footprint over load) and time per iteration with cudaMalloc, CnMem and SmartPool; eight networks,
-batch size 100, GTX 1080 Ti.
-
-SINGA, on which the paper runs, keeps more than the captured program (the column "as SINGA keeps it"): the gradients of
-the previous iteration, and in every convolution a workspace. ``fastest`` is another reading: every layer keeps the
-workspace of the fastest algorithm of executor/capture/algorithms.py. How the paper's rows are read, and what the
-workspaces are inferred from (experiments/figures/README.md):
-
-1. MB is 2^20 bytes: with it the loads of the ResNets differ by one multiple of the weights (``multiples``).
-2. "cudaMalloc Time Per Iteration" is that of the whole iteration; over the speedups it is what our programs take.
-3. An iteration takes its kernels' time plus that of its mallocs and frees on the host (simulator/pool/times.py).
-4. Left out: cuDNN's random states in dropout layers, and its masks of a bit where PyTorch keeps a byte.
-"""
+"""Table I of the SmartPool paper: competitive ratio and time of cudaMalloc, CnMem and SmartPool."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter
 from omegaconf import DictConfig
 
 from experiments import figures
-from experiments.common import cli
 from experiments.common.report import Row
-from experiments.plotting.palette import ALLOCATORS, FAINT, INK, KEPT
-from experiments.plotting.plots import figure
+from experiments.figures.figure import Figure, span
+from experiments.plotting.charts import ONE, Axis, Chart, Line, Mark, Panel, pairs
+from experiments.plotting.palette import ALLOCATORS, FAINT, KEPT
 from simulator.machine import Machine
 from simulator.pool import Intervals, program_lifetimes
 from simulator.pool.times import allocation_ns
 from simulator.program import Program, Tensor
 
-TITLE = "SmartPool, Table I: competitive ratio and time of cudaMalloc, CnMem and SmartPool"
 MB = 2**20
 POOLS = ("cnmem", "smartpool")
 PAPER: dict[str, dict[str, float]] = {  # ratios, ms of an iteration with cudaMalloc, speedups over it
@@ -54,10 +36,7 @@ WORST = 1.016  # the paper's worst ratio of SmartPool
 
 def tasks(settings: DictConfig) -> list[Row]:
     """One per network."""
-    for name in (found := figures.networks(settings)):
-        if name not in PAPER:
-            raise cli.UsageError(f"figure.networks: {name!r} is not in the table ({', '.join(PAPER)})")
-    return [{"network": name} for name in found]
+    return [{"network": name} for name in figures.networks(settings, PAPER)]
 
 
 def run(task: Row, machine: Machine) -> Row:
@@ -123,68 +102,28 @@ def workspaces(program: Program) -> int:
     return sum(layers.values())
 
 
-def iteration_ns(row: Row, pool: str) -> int:
-    """Time of an iteration with an allocator."""
-    return int(row["ideal_ns"] + row["allocation_ns"][pool])
-
-
 def speedup(row: Row, pool: str) -> float:
-    """Of a pool over cudaMalloc."""
-    return iteration_ns(row, "cudamalloc") / iteration_ns(row, pool)
+    """Of an iteration with a pool over one with cudaMalloc."""
+    slow, fast = (row["ideal_ns"] + row["allocation_ns"][name] for name in ("cudamalloc", pool))
+    return float(slow / fast)
 
 
 # ------------------------------------------------------------------------------------------ for people
 
 
-def table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
-    """Paper / ours in every cell."""
-    heads = [
-        "paper / ours", "load, MB", "as SINGA keeps it", "CnMem ratio", "SmartPool ratio", "aligned", "cudaMalloc, ms",
-        "CnMem speedup", "SmartPool speedup",
-    ]  # fmt: skip
-    cells = []
-    for row in rows:
-        paper, ours = PAPER[row["network"]], row["ratios"]
-        cells.append([
-            label(row),
-            f"{paper['load']:,.0f} / {row['load'] / MB:,.0f}",
-            f"{paper['load']:,.0f} / {row['singa']['load'] / MB:,.0f}",
-            f"{paper['cnmem']:.3f} / {ours['cnmem']:.3f}",
-            f"{paper['smartpool']:.4f} / {ours['smartpool']:.4f}",
-            f"{ours['aligned']:.4f}",
-            f"{paper['ms']:,.0f} / {iteration_ns(row, 'cudamalloc') / 1e6:,.0f}",
-            f"{paper['cnmem_speedup']:.2f} / {speedup(row, 'cnmem'):.2f}",
-            f"{paper['smartpool_speedup']:.2f} / {speedup(row, 'smartpool'):.2f}",
-        ])  # fmt: skip
-    return heads, cells
-
-
-def notes(rows: list[Row]) -> list[str]:
-    """What is general, then a sentence per network."""
-    exact, aligned = (max(row["ratios"][key] for row in rows) for key in ("smartpool", "aligned"))
-    far = [row["fastest"] / MB / PAPER[row["network"]]["load"] for row in rows]
-    out = [
-        f"SmartPool's worst ratio is {exact:.4f}, and {aligned:.4f} with sizes rounded up to the machine's alignment; "
-        f"the paper's is {WORST}."
-    ]
-    if binary := multiples(rows, MB):
-        out.append(
-            "MB is 2^20 bytes. From one ResNet to the next the paper's load grows by our activations and "
-            f"{_list(binary)} times the weights; with MB of 10^6 bytes it would be {_list(multiples(rows, 10**6))} "
-            "times. 3 + 16/9 = 4.78: SINGA holds the previous iteration's gradients beside weights and momentum, and, "
-            "we infer, filters transformed for Winograd convolution, 16 values for 9, kept by every layer. The column "
-            '"as SINGA keeps it" has both, for all networks.'
-        )
-    return [
-        *out,
-        "Another reading, that each layer keeps the workspace of the fastest algorithm "
-        "(executor/capture/algorithms.py), does not explain the loads: "
-        f"it makes them {min(far):.1f} to {max(far):.1f} times the paper's.",
-        "Where CnMem leaves holes depends on the order of mallocs, which is PyTorch's here and SINGA's there.",
-        "What cudaMalloc and cudaFree cost was fitted to this table's times (configs/machine/gtx1080ti.yaml), so that "
-        "their level says nothing; how they spread over the networks does.",
-        *(why(row) for row in rows),
-    ]
+def facts(row: Row) -> Row:
+    """A network's numbers, beside the paper's."""
+    paper, singa = PAPER[row["network"]], row["singa"]
+    kernels, calls = row["ideal_ns"] / 1e6, row["allocation_ns"]["cudamalloc"] / 1e6
+    return {
+        **row, "label": figures.label(row["network"]), "paper": paper, "cudamalloc_ms": kernels + calls,
+        "speedups": {pool: speedup(row, pool) for pool in POOLS},
+        "captured": row["load"] / MB / paper["load"], "kept": singa["load"] / MB / paper["load"],
+        "less": row["load"] / MB / paper["load"] - 1, "less_kept": singa["load"] / MB / paper["load"] - 1,
+        "missing": paper["load"] - row["load"] / MB, "holes": (row["ratios"]["cnmem"] - 1) * row["load"],
+        "holes_paper": (paper["cnmem"] - 1) * paper["load"], "calls": calls, "kernels": kernels,
+        "calls_paper": paper["ms"] - kernels,
+    }  # fmt: skip
 
 
 def multiples(rows: list[Row], unit: int) -> list[float]:
@@ -197,94 +136,43 @@ def multiples(rows: list[Row], unit: int) -> list[float]:
     ]
 
 
-def _list(values: list[float]) -> str:
-    return ", ".join(f"{v:.2f}" for v in values)
+def numbers(rows: list[Row]) -> Row:
+    """Of all networks."""
+    return {
+        "exact": max(row["ratios"]["smartpool"] for row in rows), "worst": WORST,
+        "aligned": max(row["ratios"]["aligned"] for row in rows),
+        "binary": multiples(rows, MB) or None, "decimal": multiples(rows, 10**6) or None,
+        "fastest": span(row["fastest"] / MB / PAPER[row["network"]]["load"] for row in rows),
+        "networks": [facts(row) for row in rows],
+    }  # fmt: skip
 
 
-def why(row: Row) -> str:
-    """A network's sentence: what its differences are made of."""
-    paper, singa = PAPER[row["network"]], row["singa"]
-    captured, kept = (f"{load / MB / paper['load'] - 1:+.1%}" for load in (row["load"], singa["load"]))
-    missing, gradients, filters = paper["load"] - row["load"] / MB, singa["gradients"] / MB, singa["filters"] / MB
-    holes, theirs = (row["ratios"]["cnmem"] - 1) * row["load"] / MB, (paper["cnmem"] - 1) * paper["load"]
-    kernels, calls = row["ideal_ns"] / 1e6, row["allocation_ns"]["cudamalloc"] / 1e6
-    return (
-        f"{label(row)}: of the load {missing:,.0f} MB are missing ({captured}), where SINGA keeps {gradients:,.0f} MB "
-        f"of gradients and {filters:,.0f} MB of filters ({kept} with them); CnMem's holes are {holes:,.0f} MB, the "
-        f"paper's {theirs:,.0f} MB (ratio {singa['ratios']['cnmem']:.3f} in SINGA's load); {row['blocks']:,} blocks "
-        f"cost cudaMalloc {calls:,.0f} ms beside {kernels:,.0f} ms of kernels, the paper's "
-        f"{paper['ms'] - kernels:,.0f} ms."
-    )
+def chart(rows: list[Row]) -> Chart:
+    """Load, ratio and speedup, a row per network."""
+    found = [facts(row) for row in rows]
+    names = Axis(names=[one["label"] for one in found])
+    loads: list[Mark] = [
+        Line([one[key] for one in found], range(len(found)), colour, label, "o", "", size=7,
+             texts=[f"{one[key] - 1:+.0%}" for one in found], side=side)
+        for key, colour, label, side in (("captured", FAINT, "load as captured", "left"),
+                                         ("kept", KEPT, "with what SINGA keeps", "right"))
+    ]  # fmt: skip
+    ratios: list[Mark] = []
+    speeds: list[Mark] = []
+    for shift, pool in zip((-0.16, 0.16), POOLS, strict=True):
+        look = ALLOCATORS[pool]._replace(label=ALLOCATORS[pool].label.partition(",")[0])
+        ratios += pairs(look, [one["paper"][pool] for one in found], [one["ratios"][pool] for one in found], shift)
+        theirs, ours = [one["paper"][f"{pool}_speedup"] for one in found], [one["speedups"][pool] for one in found]
+        speeds += pairs(look, theirs, ours, shift)
+    return Chart(
+        "Table I of the SmartPool paper, batch size 100, GTX 1080 Ti: the paper's numbers and ours",
+        [
+            Panel("Peak load, over the paper's", [ONE, *loads], Axis("ours / paper", "%", (0.62, 1.14)), names),
+            Panel("Competitive ratio", [ONE, *ratios], Axis("footprint / peak load", limits=(0.985, None)), names),
+            Panel("Speedup over cudaMalloc", speeds, Axis("iteration, cudaMalloc / the pool", "{:.2f}×"), names),
+        ],
+        size=(4.3, 0.42 * len(rows) + 0.9), keys=6,
+    )  # fmt: skip
 
 
-def draw(rows: list[Row], path: Path) -> None:
-    """Three panels of a row per network: load, ratio, speedup; the paper hollow, ours filled."""
-    ys = range(len(rows))
-    with figure(path, 13.0, 1.9 + 0.42 * len(rows), 1, 3) as (loads, ratio, speed):
-        fig = loads.figure
-        for axes in (loads, ratio, speed):
-            axes.set_yticks(ys, [label(r) for r in rows] if axes is loads else [""] * len(rows))
-            axes.set_ylim(len(rows) - 0.4, -0.6)
-            axes.tick_params(axis="y", length=0)
-            axes.grid(axis="y", visible=False)
-            axes.spines["left"].set_visible(False)
-            for y in ys:
-                axes.axhspan(y - 0.5, y + 0.5, color="none" if y % 2 else "#f6f6f6", linewidth=0, zorder=0)
-        ink = ALLOCATORS["cudamalloc"].colour
-        for y, row in enumerate(rows):
-            paper = PAPER[row["network"]]["load"]
-            captured, kept = (load / MB / paper for load in (row["load"], row["singa"]["load"]))
-            _pair(loads, y, captured, kept, None)
-            loads.plot(captured, y, "o", color=ink, markersize=7, zorder=3)
-            loads.plot(kept, y, "o", color=KEPT, markersize=7, zorder=3)
-            for x, side in ((captured, -1), (kept, 1)):
-                loads.annotate(f"{x - 1:+.0%}".replace("-", "−"), (x, y), (8 * side, 0), "data", "offset points",
-                               ha="left" if side > 0 else "right", va="center", fontsize=9.5, color=INK)  # fmt: skip
-        loads.axvline(1, color=INK, linewidth=1)
-        loads.set(title="Peak load, over the paper's", xlim=(0.62, 1.14), xlabel="ours / paper")
-        loads.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.0%}"))
-        for axes, value, key in ((ratio, _ratio, "{}"), (speed, speedup, "{}_speedup")):
-            for shift, pool in zip((-0.16, 0.16), POOLS, strict=True):
-                look = ALLOCATORS[pool]
-                for y, row in enumerate(rows):
-                    theirs, ours = PAPER[row["network"]][key.format(pool)], value(row, pool)
-                    _pair(axes, y + shift, theirs, ours, look.colour)
-                    axes.plot(theirs, y + shift, look.marker, color=look.colour, markerfacecolor="white", zorder=3,
-                              markersize=6.5, markeredgewidth=1.5)  # fmt: skip
-                    axes.plot(ours, y + shift, look.marker, color=look.colour, zorder=4, markersize=6.5)
-        ratio.axvline(1, color=INK, linewidth=1)
-        ratio.set(title="Competitive ratio", xlabel="footprint / peak load", xlim=(0.985, None))
-        speed.set(title="Speedup over cudaMalloc", xlabel="iteration with cudaMalloc / with the pool")
-        speed.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.2f}×"))
-        keys = [
-            Line2D([], [], marker="o", linestyle="", color=ink, label="load as captured"),
-            Line2D([], [], marker="o", linestyle="", color=KEPT, label="with what SINGA keeps"),
-        ]
-        for pool in POOLS:
-            look = ALLOCATORS[pool]
-            keys += [
-                Line2D([], [], marker=look.marker, linestyle="", color=look.colour, markerfacecolor="white",
-                       markeredgewidth=1.5, label=f"{_name(pool)}, paper"),
-                Line2D([], [], marker=look.marker, linestyle="", color=look.colour, label=f"{_name(pool)}, ours"),
-            ]  # fmt: skip
-        fig.legend(handles=keys, loc="outside lower center", ncols=6, fontsize=10, handletextpad=0.3)
-        fig.suptitle("Table I of the SmartPool paper, batch size 100, GTX 1080 Ti: the paper's numbers and ours",
-                     x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)  # fmt: skip
-
-
-def _pair(axes: Any, y: float, a: float, b: float, colour: str | None) -> None:
-    axes.plot((a, b), (y, y), color=colour or FAINT, linewidth=1.4, alpha=0.6, zorder=2)
-
-
-def _ratio(row: Row, pool: str) -> float:
-    value: Mapping[str, float] = row["ratios"]
-    return value[pool]
-
-
-def label(row: Row) -> str:
-    """A network's name for people."""
-    return figures.label(row["network"])
-
-
-def _name(pool: str) -> str:
-    return ALLOCATORS[pool].label.partition(",")[0]
+FIGURE = Figure("smartpool_table1", tasks, run, numbers, chart)

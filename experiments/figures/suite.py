@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter
 from numpy.typing import NDArray
 from omegaconf import DictConfig, OmegaConf
 from scipy.stats import trim_mean
@@ -28,8 +26,9 @@ from agents.planner import Planner
 from experiments.common import cli
 from experiments.common.report import Row, heuristics, warm_up
 from experiments.figures import network, program
+from experiments.figures.figure import Range
 from experiments.plotting import palette
-from experiments.plotting.plots import panel_grid
+from experiments.plotting.charts import Axis, Chart, Line, Mark, Panel
 from simulator import Machine, Program
 from simulator.compiled.engine import simulate
 from simulator.files import FormatError, load_json
@@ -216,36 +215,26 @@ def label(agent: str) -> str:
     return LABELS.get(agent) or palette.label(agent)
 
 
-def table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
-    """A line per budget and agent: interquartile means of all tasks and of each split, the best of a budget first."""
-    found = scores(rows)
-    heads = ["budget", "agent", "gap in points: IQM", f"{LEVEL} %", *SPLITS, "median", "no plan in time", "s, median"]
-    cells = []
+def numbers(rows: list[Row]) -> Row:
+    """Every budget and agent: interquartile means of all tasks and of each split, the best of a budget first."""
+    found, lines = scores(rows), []
     for agent, budget in sorted(found, key=lambda key: (*order(key[1]), iqm(found[key]))):
         values = found[agent, budget]
-        low, high = interval(values)
         of = [values[[row["split"] == split for row in rows]] for split in SPLITS]
         times = [one["plan_s"] for row in rows for one in row["runs"]
                  if (one["agent"], (one["calls"], one["seconds"])) == (agent, budget)]  # fmt: skip
-        cells.append([named(budget), label(agent), f"{iqm(values):.2f}", f"{low:.2f} to {high:.2f}",
-                      *(f"{iqm(part):.2f}" if part.size else "–" for part in of), f"{np.median(values):.2f}",
-                      f"{(values >= WITHOUT).sum()} of {values.size}", f"{np.median(times):.2g}"])  # fmt: skip
-    return heads, cells
-
-
-def notes(rows: list[Row]) -> list[str]:
-    """What a score is, and the tasks."""
-    out = [f"No plan, or one later than {LATE[0]:g} times its seconds and {LATE[1]:g} s, scores {WITHOUT:g} points."]
-    listed = {split: ", ".join(row["task"] for row in rows if row["split"] == split) for split in SPLITS}
-    out.append(f"Tasks, {'; '.join(f'{split}: {names}' for split, names in listed.items() if names)}.")
-    over = [
-        (one["simulator_calls"] / one["calls"], one["agent"]) for row in rows for one in row["runs"] if one["calls"]
-    ]
-    if over and max(over)[0] > 1.02:
-        out.append(f"The most calls beyond a budget: {max(over)[0]:.2f} times, by {label(max(over)[1])}.")
-    if older := [row["task"] for row in rows if row["fingerprint"] not in _pins(row["task"], row["fingerprint"])]:
-        out.append(f"Of programs with other kernel times than captures have now, by one roofline: {', '.join(older)}.")
-    return out
+        lines.append({
+            "budget": named(budget), "label": label(agent), "iqm": iqm(values), "interval": Range(interval(values)),
+            "splits": [iqm(part) if part.size else None for part in of], "median": np.median(values),
+            "without": (values >= WITHOUT).sum(), "size": values.size, "seconds": np.median(times),
+        })  # fmt: skip
+    over = [(one["simulator_calls"] / one["calls"], label(one["agent"]))
+            for row in rows for one in row["runs"] if one["calls"]]  # fmt: skip
+    return {
+        "lines": lines, "late": LATE, "most": WITHOUT, "beyond": max(over) if over and max(over)[0] > 1.02 else None,
+        **{split: [row["task"] for row in rows if row["split"] == split] or None for split in SPLITS},
+        "older": [r["task"] for r in rows if r["fingerprint"] not in _pins(r["task"], r["fingerprint"])] or None,
+    }  # fmt: skip
 
 
 def _pins(task: str, own: str) -> set[str]:
@@ -254,28 +243,23 @@ def _pins(task: str, own: str) -> set[str]:
     return {str(tasks[task].fingerprint) for tasks in suites if task in tasks} or {own}
 
 
-def draw(rows: list[Row], path: Path) -> None:
-    """A panel per budget: an agent's interquartile mean and its interval; the best published as a line."""
-    found = scores(rows)
-    budgets = sorted({budget for _, budget in found if budget != (None, None)}, key=order)
+def chart(rows: list[Row]) -> Chart:
+    """A panel per budget: an agent's interquartile mean and its interval; the best published in each."""
+    found, least = scores(rows), 0.01
+    budgets = sorted({budget for _, budget in found if budget != (None, None)}, key=order) or [(None, None)]
     names = list(dict.fromkeys(agent for agent, _ in found))
-    least = 0.01
-    with panel_grid(path, max(len(budgets), 1), 5, (3.0, 0.42 * len(names) + 1.1), (2.6, 0.4)) as (panels, _):
-        for panel, budget in zip(panels, budgets or [(None, None)], strict=True):
-            for y, agent in enumerate(names):
-                values = found.get((agent, budget), found.get((agent, (None, None))))
-                if values is not None:
-                    _mark(panel, y, values, palette.look(agent).colour, least, (agent, budget) in found)
-            panel.set(title=named(budget), xscale="log", xlabel="gap, points", xlim=(least, 1.3 * WITHOUT))
-            panel.set_ylim(len(names) - 0.5, -0.5)
-            panel.set_yticks(range(len(names)), [label(a) for a in names] if panel is panels[0] else [])
-            panel.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-            panel.xaxis.set_minor_formatter(FuncFormatter(lambda *_: ""))
-
-
-def _mark(panel: Axes, y: int, values: NDArray[np.float64], colour: str, least: float, budgeted: bool) -> None:
-    low, high = interval(values)
-    panel.plot(
-        [max(low, least), max(high, least)], [y, y], color=colour, linewidth=5, alpha=0.35, solid_capstyle="butt"
-    )
-    panel.plot(max(iqm(values), least), y, "o" if budgeted else "D", color=colour, markersize=6)
+    panels = []
+    for budget in budgets:
+        marks: list[Mark] = []
+        for y, agent in enumerate(names):
+            values = found.get((agent, budget), found.get((agent, (None, None))))
+            if values is not None:
+                ink, ends = palette.look(agent).colour, [max(end, least) for end in interval(values)]
+                marker = "o" if (agent, budget) in found else "D"
+                marks += [Line(ends, [y, y], ink, width=5, alpha=0.35),
+                          Line([max(iqm(values), least)], [y], ink, marker=marker)]  # fmt: skip
+        panels.append(Panel(named(budget), marks, Axis("gap, points", "{:g}", (least, 1.3 * WITHOUT), "log",
+                                                       [0.01, 0.1, 1, 10, 100]),
+                            Axis(names=[label(agent) for agent in names])))  # fmt: skip
+    title = "The gap to the floor: interquartile means and their intervals; diamonds: without a budget"
+    return Chart(title, panels, 5, (3.0, 0.42 * len(names) + 1.1), (2.6, 0.4))

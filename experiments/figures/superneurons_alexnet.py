@@ -1,32 +1,22 @@
-"""Fig. 10 and section 4.1.1 of "SuperNeurons: Dynamic GPU Memory Management for Training Deep Neural Networks" (2018):
-memory and live tensors at each of AlexNet's 46 steps, batch 200, as liveness analysis, offloading of convolutions and
-cost-aware recomputation are added one after the other.
-
-The network is counted as the paper counts it (experiments/figures/layerwise.py): one output per layer, gradients in
-place where cuDNN allows it, neither images nor parameters nor workspaces. MB is 2^20 bytes. The paper's text gives the
-numbers in ``PAPER``; its figure is a picture. Beside it stands the same network as PyTorch runs it, captured
-(experiments/workloads/vgg.py), without what lives across iterations.
-"""
+"""Fig. 10 of the SuperNeurons paper: AlexNet's memory step by step, as techniques are added."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from matplotlib.ticker import FuncFormatter
 from omegaconf import DictConfig
 
 from experiments import figures
 from experiments.common import cli
 from experiments.common.report import Row
 from experiments.figures import layerwise
+from experiments.figures.figure import Figure
 from experiments.figures.layerwise import FREE, MB
-from experiments.plotting.palette import INK, TECHNIQUES
-from experiments.plotting.plots import figure
+from experiments.plotting.charts import Axis, Bars, Chart, Mark, Panel, Rule
+from experiments.plotting.palette import TECHNIQUES
 from simulator.compiled.engine import simulate
 from simulator.machine import Machine
 
-TITLE = "SuperNeurons, Fig. 10: AlexNet's memory step by step"
 PLANS: dict[str, dict[str, Any]] = {
     "liveness": {"offload": False},
     "offload": {},
@@ -132,133 +122,88 @@ def _most(row: Row) -> int:
 # ------------------------------------------------------------------------------------------ for people
 
 
-def table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
-    """A row for every number in the paper's text; PyTorch's beside the peaks."""
-    ours = found(rows)
+def lines(rows: list[Row], ours: dict[str, float]) -> list[Row]:
+    """A line of the table for every number in the paper's text; PyTorch's beside the peaks."""
+    names = {"MB": "peak, MB", "step": "step of the peak", "tensors": "tensors in memory then"}
     theirs = next((row for row in rows if row["shown"] == "captured"), None)
-    peaks = {} if theirs is None else {"baseline, MB": theirs["all"], "baseline, tensors": theirs["tensors"] * MB}
-    peaks |= {f"{name}, MB": n for name, n in theirs["peaks"].items()} if theirs else {}
-    cells = []
+    pytorch = {} if theirs is None else {
+        "baseline, MB": theirs["all"] / MB, "baseline, tensors": theirs["tensors"],
+        **{f"{name}, MB": n / MB for name, n in theirs["peaks"].items()},
+    }  # fmt: skip
+    out = []
     for key, paper in PAPER.items():
         if key in ours:
+            technique, _, rest = key.partition(", ")
+            words = f"{LABELS[technique]}: {names.get(rest, rest)}" if technique in LABELS else key
             digits = 3 if "MB" in key else 0
-            pytorch = f"{peaks[key] / MB:,.{digits}f}" if key in peaks else ""
-            cells.append([_words(key), _number(paper), f"{ours[key]:,.{digits}f}", pytorch])
-    return ["AlexNet, batch 200", "paper", "ours", "captured from PyTorch"], cells
-
-
-def _number(value: float) -> str:
-    return f"{value:,.3f}".rstrip("0").rstrip(".")
-
-
-def _words(key: str) -> str:
-    technique, _, rest = key.partition(", ")
-    if technique == "baseline":
-        return f"no sharing of memory: {rest}"
-    names = {"MB": "peak, MB", "step": "step of the peak", "tensors": "tensors in memory then"}
-    return f"{LABELS[technique]}: {names.get(rest, rest)}" if technique in LABELS else key
-
-
-def notes(rows: list[Row]) -> list[str]:
-    """Which numbers agree, and by which tensors the others differ."""
-    ours, by_name = found(rows), {row["shown"]: row for row in rows}
-    exact = [key for key in ours if key in PAPER and abs(ours[key] - PAPER[key]) < _unit(key)]
-    out = [f"{len(exact)} of the {sum(key in PAPER for key in ours)} numbers agree to the last digit that is printed."]
-    if row := by_name.get("liveness"):
-        most, layer = max(step[3] for step in row["steps"]), dict(row["layer"])
-        out.append(
-            f"Of the {ours['liveness, tensors']:.0f} tensors at the peak, "
-            f"{ours['outputs of CONV1 to CONV5 at step 32, MB']:.3f} MB are {len(row['at_peak']) - len(layer)} and "
-            f"{sum(layer.values()) / MB:.3f} MB are the {len(layer)} that POOL5's backward step takes "
-            f"({', '.join(layer)}). The text says 5 and 3, with which neither sum comes out. At another step there are "
-            f"more tensors, {most}, but smaller ones."
-        )
-    if row := by_name.get("offload"):
-        names = ", ".join(f"{name} {nbytes / MB:.3f}" for name, nbytes in row["at_peak"])
-        smallest = min(nbytes for _, nbytes in row["at_peak"]) / MB
-        out.append(
-            f"After offloading the paper has {PAPER['offload, MB']} MB, "
-            f"{PAPER['offload, MB'] - ours['offload, MB']:.3f} MB more than its nine tensors are together ({names}). "
-            f"The smallest of them has {smallest:.3f} MB, the smallest in the network {row['smallest'] / MB:.3f} MB: "
-            "no tensor explains it. One wrong digit, 1132.155 for 1132.055, would (inferred)."
-        )
-        out.append(
-            f"The paper's {PAPER['offload, MB at step 32']} MB at step 32 are its peak less CONV1, CONV2 and CONV3, "
-            "although it names CONV4, too, as offloaded; without CONV4's 49.512 MB they are ours."
-        )
-    if row := by_name.get("recompute"):
-        names = ", ".join(name for name, _ in row["at_peak"])
-        out.append(
-            f"The last peak, 4 x {row['at_peak'][0][1] / MB:.3f} = {ours['recompute, MB']:.3f} MB, are {names}. LRN1's "
-            "step itself takes three of them: CONV1 is there because RELU1 was recomputed from it and needs it next. "
-            "The paper's bound for one layer is the same number, since the authors' code adds up LRN's gradient, which "
-            "is changed in place, twice."
-        )
-    if row := by_name.get("captured"):
-        parts = ", ".join(f"{n} of {_operator(name)} {nbytes / MB:,.0f}" for name, n, nbytes in row["at_peak"][:11])
-        out.append(
-            f"PyTorch's step needs {row['peak'] / MB:,.0f} MB beside {row['kept'] / MB:,.0f} MB of images, parameters "
-            "and momentum. It has no LRN kernel: seven others make it up, and what three of them write "
-            "(constant_pad_nd, add, pow) is kept beside the output. It also keeps the positions of maxima as 8-byte "
-            "integers, and all gradients of weights. In memory at its peak, by the kernel that wrote it, in MB: "
-            f"{parts}."
-        )
+            out.append({
+                "words": f"no sharing of memory: {rest}" if technique == "baseline" else words, "paper": exact(paper),
+                "ours": f"{ours[key]:,.{digits}f}",
+                "pytorch": f"{pytorch[key]:,.{digits}f}" if key in pytorch else None,
+            })  # fmt: skip
     return out
 
 
-def _unit(key: str) -> float:
-    return 0.5 if key == "recompute, MB" else 0.0011 if "MB" in key else 0.5
+def exact(value: float) -> str:
+    """A number of the paper as it is printed."""
+    return f"{value:,.3f}".rstrip("0").rstrip(".")
 
 
-def _operator(name: str) -> str:
+def operator(name: str) -> str:
+    """aten.add.Tensor: add."""
     return name.removeprefix("aten.").partition(".")[0]
 
 
-def draw(rows: list[Row], path: Path) -> None:
-    """A panel per technique: memory as steps, live tensors as a line, over the names of the 46 steps."""
-    with figure(path, 14.0, 2.9 * len(rows) + 0.9, len(rows)) as made:
-        panels = list(made) if len(rows) > 1 else [made]
-        top = 1.1 * max((row["all"] for row in rows if row["shown"] in PLANS), default=0) / MB
-        for axes, row in zip(panels, rows, strict=True):
-            _panel(axes, row)
-            if row["shown"] in PLANS:
-                _layers(axes, row, top)
-        panels[0].figure.suptitle(f"AlexNet, batch {rows[0]['batch_size']}: what is in memory at each step",
-                                  x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)  # fmt: skip
+def numbers(rows: list[Row]) -> Row:
+    """Which numbers agree, and by which tensors the others differ; of what was run."""
+    ours, by = found(rows), {name: next((row for row in rows if row["shown"] == name), None) for name in LABELS}
+
+    def agrees(key: str) -> bool:
+        unit = 0.5 if key == "recompute, MB" or "MB" not in key else 0.0011
+        return abs(ours[key] - PAPER[key]) < unit
+
+    live, offload, again, captured = (by[name] for name in LABELS)
+    layer = dict(live["layer"]) if live else {}
+    return {
+        "lines": lines(rows, ours), **by, "of": len(PAPER.keys() & ours),
+        "exact": sum(map(agrees, PAPER.keys() & ours)),
+        "peak": {name: ours.get(f"{name}, MB") for name in PLANS}, "live_tensors": ours.get("liveness, tensors"),
+        "outputs": ours.get("outputs of CONV1 to CONV5 at step 32, MB"), "layer": list(layer),
+        "layer_count": len(layer), "layer_bytes": sum(layer.values()),
+        "others": live and len(live["at_peak"]) - len(layer),
+        "most": live and max(step[3] for step in live["steps"]),
+        "more": offload and PAPER["offload, MB"] - ours["offload, MB"],
+        "nine": offload and [f"{name} {nbytes / MB:.3f}" for name, nbytes in offload["at_peak"]],
+        "least": offload and min(nbytes for _, nbytes in offload["at_peak"]),
+        "last": again and [name for name, _ in again["at_peak"]], "each": again and again["at_peak"][0][1],
+        "writers": captured and [f"{n} of {operator(name)} {nbytes / MB:,.0f}"
+                                 for name, n, nbytes in captured["at_peak"][:11]],
+    }  # fmt: skip
 
 
-def _panel(axes: Any, row: Row) -> None:
-    """Memory, with the peak marked and its numbers in the title."""
-    name, steps = row["shown"], row["steps"]
-    sizes, most, colour = [s[2] / MB for s in steps], _most(row), TECHNIQUES[name]
-    edges = [i + 0.5 for i in range(len(steps) + 1)]
-    axes.stairs(sizes, edges, color=colour, fill=True, alpha=0.35)
-    axes.stairs(sizes, edges, color=colour, linewidth=1.6)
-    axes.stairs(sizes[most : most + 1], edges[most : most + 2], color=colour, fill=True)
-    for end in (sum(s[1] == "forward" for s in steps), sum(s[1] != "optimizer" for s in steps)):
-        if end < len(steps):
-            axes.axvline(end + 0.5, color=INK, linewidth=1.0)
-    paper = f" (paper: {_number(PAPER[f'{name}, MB'])} MB)" if f"{name}, MB" in PAPER else ""
-    where = f"{'step' if name in PLANS else 'kernel'} {most + 1}, {_operator(steps[most][0])} {steps[most][1]}"
-    axes.set(xlim=(0.5, len(steps) + 0.5), ylabel="memory (MB)", xlabel="kernel: forward | backward | optimizer",
-             title=f"{LABELS[name]}: peak {sizes[most]:,.3f} MB{paper} at {where}")  # fmt: skip
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}"))
-    axes.grid(axis="x", visible=False)
+def chart(rows: list[Row]) -> Chart:
+    """A panel per technique: memory at each step, with the number of live tensors above, and the peak marked."""
+    top = 1.1 * max((row["all"] for row in rows if row["shown"] in PLANS), default=0) / MB
+    panels = []
+    for row in rows:
+        name, steps, ink = row["shown"], row["steps"], TECHNIQUES[row["shown"]]
+        x, sizes, most = range(1, len(steps) + 1), [s[2] / MB for s in steps], _most(row)
+        bars = Bars(x, sizes, ink, thick=1.0, across=False, shade=0.35, texts=[f"{s[3] or ''}" for s in steps])
+        marks: list[Mark] = [bars, Bars([most + 1], [sizes[most]], ink, thick=1.0, across=False)]
+        ends = [sum(s[1] == "forward" for s in steps), sum(s[1] != "optimizer" for s in steps)]
+        marks += [Rule(end + 0.5, line="-") for end in ends if end < len(steps)]
+        paper = f" (paper: {exact(PAPER[f'{name}, MB'])} MB)" if f"{name}, MB" in PAPER else ""
+        where = f"{'step' if name in PLANS else 'kernel'} {most + 1}, {operator(steps[most][0])} {steps[most][1]}"
+        title, limits = f"{LABELS[name]}: peak {sizes[most]:,.3f} MB{paper} at {where}", (0.5, len(steps) + 0.5)
+        kernels, high = Axis("kernel: forward | backward | optimizer", limits=limits), None
+        if name in PLANS:
+            whole, high = row["all"] / MB, top
+            text = f"all {row['tensors']} tensors at once: {whole:,.3f} MB"
+            marks.append(Rule(whole, across=True, text=text, below=True))
+            kernels = Axis("forward | backward", limits=limits, ticks=list(x), names=[s[0] for s in steps])
+        panels.append(Panel(title, marks, kernels, Axis("memory (MB)", limits=(0, high))))
+    title = f"AlexNet, batch {rows[0]['batch_size']}: what is in memory at each step, and how many tensors"
+    return Chart(title, panels, 1, (14.0, 3.1), (0.0, 0.4))
 
 
-def _layers(axes: Any, row: Row, top: float) -> None:
-    """The names of the steps, the number of tensors, and the memory of all tensors at once."""
-    steps, whole = row["steps"], row["all"] / MB
-    forward = sum(s[1] == "forward" for s in steps)
-    axes.set(ylim=(0, top), xlabel="")
-    axes.set_xticks(range(1, len(steps) + 1), [s[0] for s in steps], rotation=90, fontsize=8)
-    axes.tick_params(axis="x", length=0)
-    axes.axhline(whole, color=INK, linewidth=1.2, linestyle=(0, (5, 3)))
-    axes.text(0.8, 0.985 * whole, f"all {row['tensors']} tensors at once: {whole:,.3f} MB", va="top", color=INK)
-    for x, side, word in ((forward + 0.2, "right", "forward "), (forward + 0.8, "left", " backward")):
-        axes.text(x, 0.985 * whole, word, ha=side, va="top", color=INK)
-    right = axes.twinx()
-    right.plot(range(1, len(steps) + 1), [s[3] for s in steps], color=INK, linewidth=1.0, marker="o", markersize=3)
-    right.set(ylim=(0, 40), ylabel="tensors in memory (dots)")
-    right.grid(visible=False)
-    right.spines["right"].set_visible(True)
+FIGURE = Figure("superneurons_alexnet", tasks, run, numbers, chart)

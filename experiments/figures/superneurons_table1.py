@@ -1,21 +1,7 @@
-"""Table 1 of "SuperNeurons: Dynamic GPU Memory Management for Training Deep Neural Networks" (2018), section 3.4: how
-many layers are computed again, and the peak memory, with speed-centric, memory-centric and cost-aware recomputation.
-
-The networks are counted as the paper counts them (experiments/figures/layerwise.py). The last column is the planner
-agents/heuristics/superneurons.py: the smallest memory for which it finds a plan; it moves no more than it must. What
-the table leaves open (reasons in experiments/figures/README.md):
-
-1. Batch sizes: AlexNet's is 200, as in section 4.1.1; the ResNets' is 32, of images of 227 x 227.
-2. What is recomputed is what a layer's backward step reads; that gives all nine numbers.
-3. In the ResNets forks and joins are swapped out, too, and come back when they are used.
-"""
+"""Table 1 of the SuperNeurons paper: layers computed again, and peak memory, by strategy."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 from omegaconf import DictConfig
 
 import agents
@@ -24,13 +10,13 @@ from experiments import figures
 from experiments.common import cli
 from experiments.common.report import Row
 from experiments.figures import layerwise
+from experiments.figures.figure import Figure, span
 from experiments.figures.layerwise import FREE, MB
+from experiments.plotting.charts import Axis, Bars, Chart, Line, Mark, Panel
 from experiments.plotting.palette import INK, STRATEGY
-from experiments.plotting.plots import figure
 from simulator.machine import Machine
 from simulator.program import Program
 
-TITLE = "SuperNeurons, Table 1: layers computed again, and peak memory, by strategy"
 LABELS = {"speed": "speed-centric", "memory": "memory-centric", "cost": "cost-aware"}
 NETWORKS = {
     "alexnet": (layerwise.alexnet, 200),
@@ -73,95 +59,54 @@ def run(task: Row, machine: Machine) -> Row:
 
 def smallest(program: Program, strategy: str, joins: bool) -> int:
     """The least bytes for which the planner finds a plan."""
-    low, high = 0, program.peak_bytes
-    while high - low > 1:
-        middle = (low + high) // 2
-        try:
-            agents.make("superneurons", recompute=strategy, joins=joins).plan(program, FREE, middle)
-        except agents.Infeasible:
-            low = middle
-        else:
-            high = middle
-    return high
+    planner = agents.make("superneurons", recompute=strategy, joins=joins)
+    fits = lambda limit: figures.attempt(planner, program, FREE, limit) is not None  # noqa: E731
+    return figures.between(fits, 0, program.peak_bytes, 1)[1]
 
 
 # ------------------------------------------------------------------------------------------ for people
 
 
-def table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
-    """A row per network and strategy."""
-    heads = ["network, batch, strategy", "computed again: paper", "ours", "peak, MB: paper", "ours", "at the step of",
-             "planner's smallest memory, MB"]  # fmt: skip
-    cells = []
-    for row in rows:
-        again, peak = PAPER[row["network"]][row["strategy"]]
-        cells.append([
-            f"{figures.label(row['network'])}, {row['batch_size']}, {LABELS[row['strategy']]}",
-            str(again), str(row["again"]), f"{peak:,g}" if peak < 500 else f"{peak:,.3f}", f"{row['peak'] / MB:,.3f}",
-            row["step"], f"{row['planner'] / MB:,.3f}",
-        ])  # fmt: skip
-    return heads, cells
+def facts(row: Row) -> Row:
+    """A network and strategy, beside the paper's."""
+    again, peak = PAPER[row["network"]][row["strategy"]]
+    return {
+        **row, "label": figures.label(row["network"]), "named": LABELS[row["strategy"]], "paper": (again, peak),
+        "paper_mb": f"{peak:,g}" if peak < 500 else f"{peak:,.3f}", "close": abs(row["peak"] / MB - peak) < 0.0011,
+        "tensors": [f"{name} {nbytes / MB:.3f}" for name, nbytes in row["at_peak"]],
+    }  # fmt: skip
 
 
-def notes(rows: list[Row]) -> list[str]:
+def numbers(rows: list[Row]) -> Row:
     """What agrees, and by which tensors the rest differs."""
-    same = sum(row["again"] == PAPER[row["network"]][row["strategy"]][0] for row in rows)
-    close = [row for row in rows if abs(row["peak"] / MB - PAPER[row["network"]][row["strategy"]][1]) < 0.0011]
-    out = [
-        f"{same} of {len(rows)} counts and {len(close)} of {len(rows)} peaks agree to the last digit that is printed. "
-        "Layers are counted where the backward step of a layer reads what was dropped; memory-centric recomputation "
-        "frees all that this step does not read."
-    ]
-    for row in rows:
-        if row["strategy"] == "cost" or (row["strategy"] == "speed" and row["network"] != "resnet101"):
-            tensors = ", ".join(f"{name} {nbytes / MB:.3f}" for name, nbytes in row["at_peak"])
-            out.append(
-                f"{figures.label(row['network'])}, {LABELS[row['strategy']]}: the {row['peak'] / MB:,.3f} MB at "
-                f"{row['step']} are {tensors}."
-            )
-    if far := [row for row in rows if row["network"] != "alexnet" and row not in close]:
-        row = far[-1]
-        missing = row["peak"] / MB - PAPER[row["network"]][row["strategy"]][1]
-        out.append(
-            f"The ResNets' 401 MB are {missing:.3f} MB less than the four tensors that give AlexNet's 886.230 MB, too: "
-            "the first convolution, the two layers after it, and one gradient. No tensor of the networks has the size "
-            "of the difference, and no five or fewer of them above 1 MB add up to what rounds to 401. With 455.125 MB, "
-            "which has the same tensors and two of POOL1, exact, we infer a misprint of 406."
-        )
+    found = [facts(row) for row in rows]
+    far = [one["peak"] / MB - one["paper"][1] for one in found if one["network"] != "alexnet" and not one["close"]]
     more = [row["planner"] - row["peak"] for row in rows]
-    out.append(
-        "The planner needs the same memory, "
-        + ("to the byte." if not any(more) else f"but for {min(more) / MB:,.3f} to {max(more) / MB:,.3f} MB more.")
-    )
-    return out
+    return {
+        "lines": found, "count": len(rows), "same": sum(one["again"] == one["paper"][0] for one in found),
+        "close": sum(one["close"] for one in found), "missing": far[-1] if far else None,
+        "explained": [one for one in found if one["strategy"] == "cost"
+                      or (one["strategy"] == "speed" and one["network"] != "resnet101")],
+        "exact": None if any(more) else "to the byte", "more": span(more) if any(more) else None,
+    }  # fmt: skip
 
 
-def draw(rows: list[Row], path: Path) -> None:
+def chart(rows: list[Row]) -> Chart:
     """Bars of ours by network and strategy, and the paper's numbers as lines across them."""
-    names = list(dict.fromkeys(row["network"] for row in rows))
-    with figure(path, 15.0, 4.6, 1, 2) as (counts, peaks):
-        for axes, column, title in ((counts, 0, "Layers computed again"), (peaks, 1, "Peak memory (MB)")):
-            values = [(row["again"], row["peak"] / MB)[column] for row in rows]
-            for row, value in zip(rows, values, strict=True):
-                x = names.index(row["network"]) + 0.27 * (list(LABELS).index(row["strategy"]) - 1)
-                paper = PAPER[row["network"]][row["strategy"]][column]
-                axes.bar(x, value, width=0.24, color=STRATEGY[row["strategy"]])
-                axes.plot((x - 0.12, x + 0.12), (paper, paper), color=INK, linewidth=2.2, solid_capstyle="butt")
-                same = f"{value:.{column * 3}f}" == f"{paper:.{column * 3}f}"
-                text = f"{value:,.{column * 3}f}" + ("" if same else f"\n({paper:g})")
-                axes.annotate(text, (x, max(value, paper)), (0, 4), "data", "offset points", ha="center", color=INK,
-                              fontsize=9)  # fmt: skip
-            axes.set_xticks(range(len(names)), [_group(rows, name) for name in names])
-            axes.set(title=title, ylim=(0, 1.1 * max(values)), xlim=(-0.5, len(names) - 0.5))
-            axes.tick_params(axis="x", length=0)
-            axes.grid(axis="x", visible=False)
-        keys: list[Patch | Line2D] = [Patch(color=STRATEGY[key], label=label) for key, label in LABELS.items()]
-        keys.append(Line2D([], [], color=INK, linewidth=2.2, label="the paper's number (in brackets where it differs)"))
-        counts.figure.legend(handles=keys, loc="outside lower center", ncols=4)
-        counts.figure.suptitle("Table 1 of the SuperNeurons paper: what is recomputed, and what it takes",
-                               x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)  # fmt: skip
+    found, panels = figures.grouped(map(facts, rows)), []
+    for i, (title, key, unit) in enumerate((("Layers computed again", "again", 1), ("Peak memory (MB)", "peak", MB))):
+        marks: list[Mark] = []
+        for s, (strategy, label) in enumerate(LABELS.items()):
+            mine = [next((one for one in net if one["strategy"] == strategy), None) for net in found.values()]
+            ours, theirs = [one and one[key] / unit for one in mine], [one and one["paper"][i] for one in mine]
+            texts = ["" if a is None else f"{a:,.{3 * i}f}" + (f"\n({b:g})" if round(a - b, 3 * i - 1) else "")
+                     for a, b in zip(ours, theirs, strict=True)]  # fmt: skip
+            x = [n + 0.27 * (s - 1) for n in range(len(found))]
+            marks += [Bars(x, ours, STRATEGY[strategy], label, 0.24, across=False, texts=texts),
+                      Line(x, theirs, INK, "the paper's (in brackets where it differs)", "_", "", size=19)]  # fmt: skip
+        names = [f"{net[0]['label']}, batch {net[0]['batch_size']}" for net in found.values()]
+        panels.append(Panel(title, marks, Axis(names=names), Axis(limits=(0, None), room=1.08)))
+    return Chart("Table 1 of the SuperNeurons paper: what is recomputed, and what it takes", panels, 2, (7.5, 3.8))
 
 
-def _group(rows: list[Row], name: str) -> str:
-    batch_size = next(row["batch_size"] for row in rows if row["network"] == name)
-    return f"{figures.label(name)}, batch {batch_size}"
+FIGURE = Figure("superneurons_table1", tasks, run, numbers, chart)

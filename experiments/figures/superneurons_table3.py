@@ -1,17 +1,9 @@
-"""Table 3 of "SuperNeurons: Dynamic GPU Memory Management for Training Deep Neural Networks" (2018), section 4.1.2: GB
-that cross the host link in one iteration of AlexNet by batch size, without the Tensor Cache, where every output of a
-convolution goes to the host and comes back, and with it, where tensors leave in LRU order when memory is short; K40c.
-
-The network is counted as the paper counts it (experiments/figures/layerwise.py); weights, their gradients and momentum
-lie in memory besides. GB is 10^9 bytes: the paper's numbers without cache then lie on a line that begins with the size
-of the weights. Batch sizes above 1024 are ours; 1792 is the largest of AlexNet's in the paper's Table 5.
-"""
+"""Table 3 of the SuperNeurons paper: what the Tensor Cache saves in copies of AlexNet."""
 
 from __future__ import annotations
 
 from collections import Counter
 from itertools import chain, product
-from pathlib import Path
 
 from omegaconf import DictConfig
 
@@ -20,13 +12,13 @@ from experiments import figures
 from experiments.common import cli
 from experiments.common.report import Row
 from experiments.figures import layerwise
-from experiments.plotting.palette import INK, MEASURED, PREDICTED
-from experiments.plotting.plots import figure
+from experiments.figures.figure import Figure, span
+from experiments.plotting.charts import Axis, Chart, Line, Mark, Panel
+from experiments.plotting.palette import MEASURED, PREDICTED
 from simulator.machine import Machine
 from simulator.plan import Plan, Swap
 from simulator.program import Program, Tensor
 
-TITLE = "SuperNeurons, Table 3: what the Tensor Cache saves in copies"
 GB = 10**9
 PAPER = {  # GB without and with the cache
     256: (2.56, 0.0), 384: (3.72, 0.0), 512: (4.88, 0.0), 640: (6.03, 0.0), 896: (8.35, 0.0), 1024: (9.50, 0.88),
@@ -111,58 +103,24 @@ def agrees(nbytes: int, row: Row) -> bool:
 # ------------------------------------------------------------------------------------------ for people
 
 
-def table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
-    """GB by batch size."""
-    heads = ["batch size", "without cache, GB: paper", "ours", "with cache, GB: paper", "ours", "peak, MB",
-             "all tensors at once, MB", "GPU, MB"]  # fmt: skip
-    cells = []
-    for row in rows:
-        without, cached = PAPER.get(row["batch_size"], (None, None))
-        cells.append([
-            str(row["batch_size"]), _gb(without), _gb(row["copied"] / GB), _gb(cached),
-            "does not fit" if row["cached"] is None else _gb(row["cached"] / GB),
-            *(f"{n / layerwise.MB:,.0f}" for n in (row["peak"], row["all"], row["memory"])),
-        ])  # fmt: skip
-    return heads, cells
-
-
-def _gb(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
-
-
-def notes(rows: list[Row]) -> list[str]:
+def numbers(rows: list[Row]) -> Row:
     """What the differences are, and what is only inferred."""
     shown = [row for row in rows if row["batch_size"] in PAPER]
-    out = []
-    if shown:
-        less = [1 - row["copied"] / GB / PAPER[row["batch_size"]][0] for row in shown]
-        out.append(
-            f"Without cache, the outputs of convolutions out and back in are {min(less):.0%} to {max(less):.0%} less "
-            "than the paper's numbers. What else is copied its text does not say."
-        )
-        found, counted = choices(shown)
-        if found:
-            times = ", ".join(f"{name} {n} times" if n > 1 else name for name, n in Counter(found[-1]).items())
-            out.append(
-                f"Nor do its numbers: {len(found)} of {counted:,} choices of other outputs up to POOL5, with the "
-                f"weights ({shown[0]['weights'] / GB:.2f} GB) once, give them to the last digit; one is {times}."
-            )
-    full = [row["batch_size"] for row in rows if row["all"] > row["memory"]]
-    kept = len(KEPT) * rows[0]["weights"] / layerwise.MB
-    out.append(
-        "With cache, ours copies nothing as long as the peak of liveness analysis fits beside weights, their gradients "
-        f"and momentum ({kept:,.0f} MB), which is so up to batch {limit(rows[0]):,}."
-    )
-    if 1024 in full and not any(batch < 1024 for batch in full):
-        row = next(row for row in rows if row["batch_size"] == 1024)
-        out.append(
-            "The paper's cache copies 0.88 GB at 1024. Our accounting leaves "
-            f"{(row['memory'] - row['peak']) / layerwise.MB:,.0f} MB free there; all tensors at once, without liveness "
-            f"analysis, would be {(row['all'] - row['memory']) / layerwise.MB:,.0f} MB too many at 1024 and fit at all "
-            "smaller sizes of the table. We infer that something besides the counted tensors, such as convolution "
-            "workspaces, took the rest; which tensors made up the 0.88 GB the text does not say."
-        )
-    return out
+    found, counted = choices(shown) if shown else ([], 0)
+    times = Counter(found[-1]).items() if found else []
+    full = [row for row in rows if row["all"] > row["memory"]]
+    at_1024 = next((row for row in full if row["batch_size"] == 1024), None)
+    if any(row["batch_size"] < 1024 for row in full):
+        at_1024 = None
+    return {
+        "sizes": [{**row, "paper": PAPER.get(row["batch_size"])} for row in rows],
+        "less": span(1 - row["copied"] / GB / PAPER[row["batch_size"]][0] for row in shown),
+        "found": len(found) or None, "counted": counted, "weights": rows[0]["weights"],
+        "one": [f"{name} {n} times" if n > 1 else name for name, n in times],
+        "kept": len(KEPT) * rows[0]["weights"], "limit": limit(rows[0]),
+        "free": at_1024 and at_1024["memory"] - at_1024["peak"],
+        "over": at_1024 and at_1024["all"] - at_1024["memory"],
+    }  # fmt: skip
 
 
 def limit(row: Row) -> int:
@@ -171,27 +129,18 @@ def limit(row: Row) -> int:
     return int((row["memory"] - kept) * row["batch_size"] // (row["peak"] - kept))
 
 
-def draw(rows: list[Row], path: Path) -> None:
-    """Two lines and their paper's, without cache above, with cache below."""
+def chart(rows: list[Row]) -> Chart:
+    """Copies by batch size, ours as lines, the paper's hollow."""
     xs = [row["batch_size"] for row in rows]
-    shown = [x for x in xs if x in PAPER]
-    with figure(path, 10.0, 5.0) as axes:
-        copies = [row["copied"] / GB for row in rows]
-        axes.plot(xs, copies, color=PREDICTED, linewidth=2)
-        axes.annotate("without cache, ours", (xs[-1], copies[-1]), (8, 0), "data", "offset points", va="center",
-                      color=INK)  # fmt: skip
-        axes.plot(shown, [PAPER[x][0] for x in shown], "o--", color=PREDICTED, markersize=8, markerfacecolor="white",
-                  markeredgewidth=2, label="without cache, paper")  # fmt: skip
-        cached = [row for row in rows if row["cached"] is not None]
-        axes.plot([row["batch_size"] for row in cached], [row["cached"] / GB for row in cached], "-", linewidth=2,
-                  color=MEASURED)  # fmt: skip
-        if cached:
-            last = cached[-1]
-            axes.annotate("Tensor Cache, ours", (last["batch_size"], last["cached"] / GB), (8, 0), "data",
-                          "offset points", va="center", color=MEASURED)  # fmt: skip
-        axes.plot(shown, [PAPER[x][1] for x in shown], "o--", color=MEASURED, markersize=8, markerfacecolor="white",
-                  markeredgewidth=2, label="Tensor Cache, paper")  # fmt: skip
-        axes.set(xlabel="batch size", ylabel="copied in one iteration (GB)", xlim=(0, 1.25 * xs[-1]), ylim=(-0.3, None),
-                 title="AlexNet on a 12 GB K40c: traffic over the host link")  # fmt: skip
-        axes.set_xticks(xs)
-        axes.legend(loc="upper left")
+    marks: list[Mark] = []
+    shown = (("copied", PREDICTED, "without cache"), ("cached", MEASURED, "Tensor Cache"))
+    for i, (key, ink, name) in enumerate(shown):
+        ours = [None if row[key] is None else row[key] / GB for row in rows]
+        theirs = [PAPER[x][i] if x in PAPER else None for x in xs]
+        marks += [Line(xs, ours, ink, f"{name}, ours", width=2),
+                  Line(xs, theirs, ink, f"{name}, paper", "o", "", size=8, hollow=True)]  # fmt: skip
+    panel = Panel("", marks, Axis("batch size", limits=(0, None), ticks=xs), Axis("copied in one iteration (GB)"))
+    return Chart("AlexNet on a 12 GB K40c: traffic over the host link", [panel], size=(9.5, 4.2))
+
+
+FIGURE = Figure("superneurons_table3", tasks, run, numbers, chart)

@@ -1,20 +1,16 @@
-"""What the figures of the TENSILE paper share: its three ratios, and the picture of two of them."""
+"""What the figures of the TENSILE paper share: its three ratios, the least limit, and the picture of two ratios."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
-import numpy as np
-from matplotlib.artist import Artist
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter
-
-from experiments.plotting.palette import INK, Look
-from experiments.plotting.plots import figure
+from experiments.common.bisection import largest
+from experiments.plotting.charts import Axis, Bars, Chart, Line, Mark, Panel
+from experiments.plotting.palette import Look
 
 Ratios = tuple[float, float, float]  # MSR, EOR, CBR
+Plans = TypeVar("Plans")
 
 
 def ratios(peak_bytes: int, ns: int, without_bytes: int, without_ns: int) -> Ratios:
@@ -23,56 +19,49 @@ def ratios(peak_bytes: int, ns: int, without_bytes: int, without_ns: int) -> Rat
     return msr, eor, msr / eor if eor else float("inf")
 
 
-def pair(theirs: float | None, ours: float) -> str:
-    """The paper's value, if there is one, and ours."""
-    value = "∞" if ours == float("inf") else f"{ours:.4f}"
-    return value if theirs is None else f"{theirs:.4f} / {value}"
+def cells(ours: Ratios | None, theirs: Ratios | None) -> list[str]:
+    """The paper's ratios, if there are some, and ours."""
+    if ours is None:
+        return ["no plan", "", ""]
+    said = ["∞" if value == float("inf") else f"{value:.4f}" for value in ours]
+    return said if theirs is None else [f"{paper:.4f} / {value}" for paper, value in zip(theirs, said, strict=True)]
 
 
-def draw(
-    path: Path, labels: Sequence[str], ours: Sequence[Mapping[str, Ratios | None]],
-    theirs: Sequence[Mapping[str, Ratios]], looks: Mapping[str, Look], hollow: Sequence[str], legend: str, title: str,
-) -> None:  # fmt: skip
+def smallest(peak: int, steps: int, plan: Callable[[int], Plans | None]) -> Plans | None:
+    """What ``plan`` has for the smallest limit that it has something for, in ``steps`` of the peak; None: it saves
+    nothing."""
+    plans: dict[int, Plans | None] = {}
+
+    def fits(saved: int) -> bool:
+        plans[saved] = plan(peak * (steps - saved) // steps)
+        return plans[saved] is not None
+
+    return plans.get(largest(fits, steps // 10, steps - 1))
+
+
+def chart(
+    title: str, rows: Mapping[str, tuple[Mapping[str, Ratios | None], Mapping[str, Ratios]]],
+    looks: Mapping[str, Look], hollow: Sequence[str] = (),
+) -> Chart:  # fmt: skip
     """Two panels of a row per label: memory saved, time lost; a bar for each method, the paper's as diamonds.
 
     Args:
-        ours, theirs: per label, by method; None: no plan.
+        rows: of each label our ratios by method (None: no plan), and the paper's.
         hollow: methods whose bars are not filled.
-        legend: of the diamonds.
     """
-    high = 0.66 / len(looks)
-    shifts = dict(zip(looks, np.linspace(-0.36 + high / 2, 0.36 - high / 2, len(looks)), strict=True))
-    with figure(path, 12.0, 2.0 + 0.8 * len(labels), 1, 2) as (saved, lost):
-        for axes, i in ((saved, 0), (lost, 1)):
-            for y in range(len(labels)):
-                axes.axhspan(y - 0.5, y + 0.5, color="none" if y % 2 else "#f6f6f6", linewidth=0, zorder=0)
-                for method, look in looks.items():
-                    at, value, paper = y + shifts[method], ours[y][method], theirs[y].get(method)
-                    if value is not None:
-                        axes.barh(at, value[i], color="white" if method in hollow else look.colour,
-                                  edgecolor=look.colour, height=0.9 * high, zorder=2)  # fmt: skip
-                        if paper is None:
-                            axes.annotate(f"{value[i]:.1%}", (value[i], at), (4, 0), "data", "offset points",
-                                          va="center", fontsize=8.5, color=INK)  # fmt: skip
-                    if paper is not None:
-                        axes.plot(paper[i], at, "D", color=look.colour, markerfacecolor="white", markersize=7,
-                                  markeredgewidth=1.6, zorder=4)  # fmt: skip
-            axes.set_yticks(range(len(labels)), labels if axes is saved else [])
-            axes.set(ylim=(len(labels) - 0.4, -0.6), xlim=(0, None))
-            axes.set_xlim(0, 1.08 * axes.get_xlim()[1])
-            axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.0%}"))
-            axes.tick_params(axis="y", length=0)
-            axes.grid(axis="y", visible=False)
-        saved.set(title="Memory saved (MSR)", xlabel="of the peak without a plan")
-        lost.set(title="Time lost (EOR)", xlabel="of the time without a plan")
-        keys: list[Artist] = [
-            Patch(
-                facecolor="white" if method in hollow else look.colour, edgecolor=look.colour, label=f"{method}, ours"
+    panels, high = [], 0.72 / len(looks)
+    titles = (("Memory saved (MSR)", "of the peak without a plan"), ("Time lost (EOR)", "of the time without a plan"))
+    for i, (name, axis) in enumerate(titles):
+        marks: list[Mark] = []
+        for m, (method, look) in enumerate(looks.items()):
+            at = [y + (m - (len(looks) - 1) / 2) * high for y in range(len(rows))]
+            ours = [found[method] and found[method][i] for found, _ in rows.values()]
+            theirs = [paper[method][i] if method in paper else None for _, paper in rows.values()]
+            texts = [f"{a:.1%}" if a is not None and b is None else "" for a, b in zip(ours, theirs, strict=True)]
+            marks.append(
+                Bars(at, ours, look.colour, f"{method}, ours", 0.9 * high, hollow=method in hollow, texts=texts)
             )
-            for method, look in looks.items()
-        ]
-        keys.append(Line2D([], [], linestyle="", marker="D", color=INK, markerfacecolor="white", markersize=7,
-                           markeredgewidth=1.6, label=legend))  # fmt: skip
-        fig = saved.figure
-        fig.legend(handles=keys, loc="outside lower center", ncols=6, fontsize=10)
-        fig.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
+            if any(value is not None for value in theirs):
+                marks.append(Line(theirs, at, look.colour, f"{method}, paper", "D", "", size=7, hollow=True, front=5))
+        panels.append(Panel(name, marks, Axis(axis, "%", (0, None), room=1.08), Axis(names=list(rows))))
+    return Chart(title, panels, 2, (6.0, 0.6 + 0.95 * len(rows)))

@@ -1,23 +1,6 @@
-"""Table 1 of "TENSILE: A Tensor granularity dynamic GPU memory scheduler method towards multitasking dynamic workloads
-system" (2021), section 5.2: what vDNN, Capuchin and TENSILE save of the peak, what that costs, and the ratio of both;
-VGG (and, ours only, the section's other networks), batch size 2, RTX 2080 Ti.
-
-The paper defines the ratios in words that its text does not keep to. As it uses them ("can save 22.41% memory"):
-
-- MSR, memory saving ratio: 1 - peak / peak without a plan;
-- EOR, extra overhead ratio: iteration time / time without a plan - 1;
-- CBR, cost-benefit ratio: MSR / EOR.
-
-1. The paper says neither which VGG, nor the image size, nor the optimizer: VGG16 at 224 px, SGD with momentum.
-2. TENSILE only swaps (its section 4.4), at its smallest limit; its plan runs in the GPU's memory, and at the limit.
-3. Capuchin is held to the peak of TENSILE ("we manually set its memory saving ratio to the same with our method's").
-4. vDNN offloads the inputs of all layers, in the whole memory of the GPU.
-5. Durations are the GPU's roofline.
-"""
+"""Table 1 of the TENSILE paper: what vDNN, Capuchin and TENSILE save of the peak, and what that costs."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 from omegaconf import DictConfig
 
@@ -25,16 +8,16 @@ import agents
 from agents.heuristics.layers import feature_maps
 from experiments import figures
 from experiments.common import cli
-from experiments.common.bisection import largest
 from experiments.common.report import Row
 from experiments.figures import tensile
+from experiments.figures.figure import Figure
 from experiments.plotting import palette
+from experiments.plotting.charts import Chart
 from simulator.compiled.engine import simulate
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
 
-TITLE = "TENSILE, Table 1: memory saved, time lost"
 PLANNERS = {"vDNN": "vdnn_all", "Capuchin": "capuchin", "TENSILE": "tensile"}
 HELD = "TENSILE, held to its limit"
 METHODS = (*PLANNERS, HELD)
@@ -91,21 +74,12 @@ def outcome(program: Program, plan: Plan | None, machine: Machine, limit: int) -
 def planned(method: str, program: Program, machine: Machine, limit: int) -> Plan | None:
     """A method's plan; None: it has none."""
     options = {"mode": "swap"} if method == "TENSILE" else {}
-    try:
-        return agents.make(PLANNERS[method], **options).plan(program, machine, limit)
-    except agents.Infeasible:
-        return None
+    return figures.attempt(agents.make(PLANNERS[method], **options), program, machine, limit)
 
 
 def smallest(program: Program, machine: Machine) -> Plan | None:
     """TENSILE's plan for the smallest limit that it has one for; None: it saves nothing."""
-    plans: dict[int, Plan | None] = {}
-
-    def fits(saved: int) -> bool:
-        plans[saved] = planned("TENSILE", program, machine, program.peak_bytes * (STEPS - saved) // STEPS)
-        return plans[saved] is not None
-
-    return plans.get(largest(fits, STEPS // 10, STEPS - 1))
+    return tensile.smallest(program.peak_bytes, STEPS, lambda limit: planned("TENSILE", program, machine, limit))
 
 
 # ------------------------------------------------------------------------------------------ for people
@@ -119,64 +93,43 @@ def ratios(row: Row, method: str) -> tensile.Ratios | None:
     return tensile.ratios(found["peak_bytes"], found["iteration_ns"], row["peak_bytes"], row["ideal_ns"])
 
 
-def table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
-    """Paper / ours, for the paper's network; ours for the others."""
-    heads = ["paper / ours", "MSR", "EOR", "CBR", "decisions", "of optimizer state and weights"]
-    cells = []
-    for row in rows:
-        for method in METHODS:
-            name, ours = f"{figures.label(row['network'])}, {method}", ratios(row, method)
-            if ours is None:
-                cells.append([name, "no plan", "", "", "", ""])
-                continue
-            theirs = PAPER.get(method) if row["network"] == OF_PAPER else None
-            found = row["methods"][method]
-            lasting = sum(found["bytes"].get(kind, 0) for kind in ("parameter", "optimizer_state", "buffer"))
-            cells.append([
-                name,
-                *(tensile.pair(theirs[i] if theirs else None, value) for i, value in enumerate(ours)),
-                f"{found['decisions']}", f"{lasting / sum(found['bytes'].values()):.0%}",
-            ])  # fmt: skip
-    return heads, cells
+def paper(row: Row) -> dict[str, tensile.Ratios]:
+    """The paper's ratios, by method."""
+    return PAPER if row["network"] == OF_PAPER else {}
 
 
-def notes(rows: list[Row]) -> list[str]:
-    """General, then a sentence per network."""
-    out = [
-        "TENSILE gives a transfer only a place where nothing waits for it: in the GPU's whole memory it loses no time "
-        "here (CBR ∞). The paper's loses 9.7 %: it plans with predicted times, the simulator with its own (inferred).",
-        "The paper's Capuchin waits for transfers and recomputes to save memory (section 5.2), and loses 89.7 %; ours, "
-        "held to TENSILE's peak, first takes transfers that nothing waits for, and finds nearly enough of them.",
-    ]
-    return [*out, *(why(row) for row in rows)]
+def lines(row: Row) -> list[Row]:
+    """A network's methods."""
+    out = []
+    for method in METHODS:
+        moved = row["methods"][method] and row["methods"][method]["bytes"]
+        lasting = moved and sum(moved.get(kind, 0) for kind in ("parameter", "optimizer_state", "buffer"))
+        out.append({
+            "label": figures.label(row["network"]), "method": method, "found": row["methods"][method],
+            "cells": tensile.cells(ratios(row, method), paper(row).get(method)),
+            "lasting": moved and lasting / sum(moved.values()),
+        })  # fmt: skip
+    return out
 
 
-def why(row: Row) -> str:
-    """A network's sentence: what there is to save, and how much PCIe carries meanwhile."""
-    label = figures.label(row["network"])
-    ours = {method: ratios(row, method) for method in METHODS}
-    share = row["maps"] / row["peak_bytes"]
-    text = (
-        f"{label}: feature maps are {share:.0%} of the peak of {row['peak_bytes'] / 2**20:,.0f} MiB, which bounds what "
-        "vDNN can save"
-    )
-    if row["network"] == OF_PAPER:
-        text += " (the paper's 27 % is of a job with more feature maps or fewer copies of the weights, inferred)"
-    if ours["TENSILE"] and ours["vDNN"]:
-        text += (
-            f"; in the iteration's {row['ideal_ns'] / 1e6:.0f} ms TENSILE hides transfers for "
-            f"{ours['TENSILE'][0]:.1%} of the peak; vDNN saves {ours['vDNN'][0]:.1%} for {ours['vDNN'][1]:.0%} more "
-            "time"
-        )
-    return text + "."
+def numbers(rows: list[Row]) -> Row:
+    """What there is to save on each network, and how much PCIe carries meanwhile."""
+    networks = [
+        {**row, "label": figures.label(row["network"]), "share": row["maps"] / row["peak_bytes"],
+         "ours": {method: ratios(row, method) for method in METHODS}}
+        for row in rows
+    ]  # fmt: skip
+    return {"lines": [line for row in rows for line in lines(row)], "networks": networks}
 
 
-def draw(rows: list[Row], path: Path) -> None:
+def chart(rows: list[Row]) -> Chart:
     """Memory saved and time lost, a row per network."""
-    tensile.draw(
-        path, [figures.label(row["network"]) for row in rows],
-        [{method: ratios(row, method) for method in METHODS} for row in rows],
-        [PAPER if row["network"] == OF_PAPER else {} for row in rows],
-        {method: palette.look(PLANNERS.get(method, "tensile")) for method in METHODS}, [HELD], "the paper's, of VGG",
+    looks = {method: palette.look(PLANNERS.get(method, "tensile")) for method in METHODS}
+    return tensile.chart(
         f"What vDNN, Capuchin and TENSILE save and cost: one job, batch size {rows[0]['batch']}, RTX 2080 Ti",
+        {figures.label(row["network"]): ({m: ratios(row, m) for m in METHODS}, paper(row)) for row in rows},
+        looks, [HELD],
     )  # fmt: skip
+
+
+FIGURE = Figure("tensile_table1", tasks, run, numbers, chart)

@@ -1,19 +1,8 @@
-"""Table 2 and Figure 6 of "TENSILE: A Tensor granularity dynamic GPU memory scheduler method towards multitasking
-dynamic workloads system" (2021), section 5.3: one, two and three jobs that are launched at the same time, and mixtures.
-
-Ratios, batch, image and durations are those of Table 1 (tensile_table1.py), over all jobs: the peak of all together,
-and the makespan of a fixed amount of work (agents/jobs.py), both against the jobs without plans in the same memory.
-
-1. TENSILE only swaps, at the smallest limit that it has plans for.
-2. The others plan job by job: vDNN offloads the inputs of all layers; Capuchin (section 5.1) and the two that the paper
-   has not are held to parts of TENSILE's peak that are in proportion to the jobs' own peaks.
-3. Kernels of several jobs run one at a time, first come, first served.
-"""
+"""Table 2 and Figure 6 of the TENSILE paper: several jobs launched at the same time, and mixtures."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from omegaconf import DictConfig
 
@@ -22,16 +11,16 @@ from agents.jobs import JobsPlanner, Split, jobs_of
 from agents.planner import Infeasible
 from experiments import figures
 from experiments.common import cli
-from experiments.common.bisection import largest
 from experiments.common.report import Row
 from experiments.figures import tensile
+from experiments.figures.figure import Figure
 from experiments.plotting import palette
+from experiments.plotting.charts import Chart
 from simulator.jobs import simulate_jobs
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
 
-TITLE = "TENSILE, Table 2 and Figure 6: several jobs on one GPU"
 PLANNERS = {"vDNN": "vdnn_all", "Capuchin": "capuchin", "TENSILE": "tensile", "AutoSwap": "autoswap_swdoa",
             "LP rounding": "lp_round"}  # fmt: skip
 METHODS = tuple(PLANNERS)
@@ -95,13 +84,7 @@ def planned(
 def smallest(programs: Sequence[Program], machine: Machine) -> tuple[Plan, ...] | None:
     """TENSILE's plans for the smallest limit that it has some for; None: it saves nothing."""
     peak = sum(program.peak_bytes for program in programs)
-    plans: dict[int, tuple[Plan, ...] | None] = {}
-
-    def fits(saved: int) -> bool:
-        plans[saved] = planned(TENSILE("swap"), programs, machine, peak * (STEPS - saved) // STEPS)
-        return plans[saved] is not None
-
-    return plans.get(largest(fits, STEPS // 10, STEPS - 1))
+    return tensile.smallest(peak, STEPS, lambda limit: planned(TENSILE("swap"), programs, machine, limit))
 
 
 # ------------------------------------------------------------------------------------------ for people
@@ -112,9 +95,7 @@ def ratios(row: Row, method: str) -> tensile.Ratios | None:
     found, without = row["methods"][method], row["without"]
     if found is None:
         return None
-    return tensile.ratios(
-        found["peak_bytes"], found["makespan_ns"], without["peak_bytes"], without["makespan_ns"]
-    )  # fmt: skip
+    return tensile.ratios(found["peak_bytes"], found["makespan_ns"], without["peak_bytes"], without["makespan_ns"])
 
 
 def label(row: Row) -> str:
@@ -131,47 +112,34 @@ def paper(row: Row) -> dict[str, tensile.Ratios]:
     return {m: values[n - 1] for m, values in PAPER.items()} if set(row["jobs"]) == {OF_PAPER} and n <= 3 else {}
 
 
-def table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
-    """Paper / ours."""
-    heads = ["paper / ours", "MSR", "EOR", "CBR", "decisions", "channel busy", "evicted on demand"]
-    cells = []
+def numbers(rows: list[Row]) -> Row:
+    """Every mixture and method, and the order of the cost-benefit ratios."""
+    lines, mixtures, ahead = [], [], {"vDNN": [], "Capuchin": []}
     for row in rows:
+        found = {method: r for method in METHODS if (r := ratios(row, method)) is not None}
         for method in METHODS:
-            name, ours, theirs = f"{label(row)}, {method}", ratios(row, method), paper(row).get(method)
-            if ours is None:
-                cells.append([name, "no plan", "", "", "", "", ""])
-                continue
-            found = row["methods"][method]
-            cells.append([
-                name, *(tensile.pair(theirs[i] if theirs else None, value) for i, value in enumerate(ours)),
-                " + ".join(map(str, found["decisions"])), f"{found['channel']:.0%}", f"{found['evictions']}",
-            ])  # fmt: skip
-    return heads, cells
+            one = row["methods"][method]
+            lines.append({
+                "label": label(row), "method": method, "found": one,
+                "cells": tensile.cells(found.get(method), paper(row).get(method)),
+                "decisions": one and " + ".join(map(str, one["decisions"])),
+            })  # fmt: skip
+        for rival, wins in ahead.items():
+            wins += [found["TENSILE"][2] > found[rival][2]] if {"TENSILE", rival} <= found.keys() else []
+        order = sorted(found, key=lambda method: -found[method][2])
+        mixtures.append({"label": label(row), "order": " > ".join(f"{m} ({found[m][2]:.2f})" for m in order),
+                         "tensile": row["methods"]["TENSILE"]})  # fmt: skip
+    counts = {rival: (sum(wins), len(wins)) for rival, wins in ahead.items()}
+    return {"lines": lines, "mixtures": mixtures, "ahead": counts}
 
 
-def notes(rows: list[Row]) -> list[str]:
-    """The order of the cost-benefit ratios, and why ours differs."""
-    found = [{m: r for m in METHODS if (r := ratios(row, m)) is not None} for row in rows]
-    ahead = {m: [one["TENSILE"][2] > one[m][2] for one in found if {"TENSILE", m} <= one.keys()] for m in PLANNERS}
-    out = [
-        f"TENSILE's cost-benefit ratio is above vDNN's in {sum(ahead['vDNN'])} of {len(ahead['vDNN'])} rows and above "
-        f"Capuchin's in {sum(ahead['Capuchin'])} of {len(ahead['Capuchin'])}; in the paper it is above both. There "
-        "Capuchin waits for its transfers and recomputes (section 5.2: 0.9 of the time is lost); ours first takes "
-        "transfers that nothing waits for, and loses hardly any time for the same memory."
-    ]
-    for row, one in zip(rows, found, strict=True):
-        order = sorted(one, key=lambda method: -one[method][2])
-        text = f"{label(row)}: CBR " + " > ".join(f"{method} ({one[method][2]:.2f})" for method in order)
-        if "TENSILE" in one:
-            text += f"; under TENSILE the channel is busy for {row['methods']['TENSILE']['channel']:.0%} of the time"
-        out.append(text + ".")
-    return out
-
-
-def draw(rows: list[Row], path: Path) -> None:
+def chart(rows: list[Row]) -> Chart:
     """Memory saved and time lost, a row per mixture."""
-    tensile.draw(
-        path, [label(row) for row in rows], [{method: ratios(row, method) for method in METHODS} for row in rows],
-        [paper(row) for row in rows], {method: palette.look(key) for method, key in PLANNERS.items()}, [],
-        "the paper's", f"Several jobs that share an RTX 2080 Ti, batch size {rows[0]['batch']}",
-    )  # fmt: skip
+    return tensile.chart(
+        f"Several jobs that share an RTX 2080 Ti, batch size {rows[0]['batch']}",
+        {label(row): ({method: ratios(row, method) for method in METHODS}, paper(row)) for row in rows},
+        {method: palette.look(key) for method, key in PLANNERS.items()},
+    )
+
+
+FIGURE = Figure("tensile_table2", tasks, run, numbers, chart)

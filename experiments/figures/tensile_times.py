@@ -1,35 +1,23 @@
-"""Section 4.3 of "TENSILE: A Tensor granularity dynamic GPU memory scheduler method towards multitasking dynamic
-workloads system" (2021): how well a small network predicts the times of kernels that were never measured
-(agents/heuristics/tensile/times.py): R² on a network that it did not learn from, over all kernels and over convolutions
-and matrix products.
-
-1. Times are those of the model of kernel times (executor/capture/kernel_times.py), and those measured on the processor
-   of the computer that made this (`executor.capture.profile.measure`, hot cache); the paper's are of a GPU.
-2. The paper has the mean over operators; here it is over the kernels of each network held out, and their median.
-3. One job runs: no utilisation is learned.
-"""
+"""Section 4.3 of the TENSILE paper: how well a small network predicts the times of kernels never measured."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from statistics import median
 
 import numpy as np
-from matplotlib.ticker import FuncFormatter
 from omegaconf import DictConfig
 
 from agents.heuristics.tensile.times import KernelTimes, Sample, r_squared
 from experiments import figures
 from experiments.common import cli
 from experiments.common.report import Row
-from experiments.plotting import palette
-from experiments.plotting.plots import figure
+from experiments.figures.figure import Figure
+from experiments.plotting.charts import Axis, Chart, Panel, Rule, groups
 from simulator.machine import Machine
 from simulator.program import Program
 
-TITLE = "TENSILE, section 4.3: kernel times predicted"
-ALONE = True
 PAPER = {"all": 0.582, "expensive": 0.805}
+NAMES = {"all": "all kernels", "expensive": "convolutions, products"}
 EXPENSIVE = ("conv", "matmul")
 SOURCES = ("model", "measured")
 
@@ -77,52 +65,39 @@ def timed(name: str, task: Row, machine: Machine) -> tuple[Program, str]:
 # ------------------------------------------------------------------------------------------ for people
 
 
-def table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
-    """A line per network, and the medians beside the paper's means."""
-    cells = [
-        [figures.label(name)]
-        + [f"{row['held'][name][key]:.3f}" for row in rows for key in PAPER]
-        + [f"{row['held'][name]['iteration']:.2f}" for row in rows]
-        for name in rows[0]["networks"]
-    ]
-    middle = [f"{paper:.3f} / {median(one[key] for one in row['held'].values()):.3f}"
-              for row in rows for key, paper in PAPER.items()]  # fmt: skip
-    heads = [f"{row['source']}, {'all kernels' if key == 'all' else 'convolutions, products'}"
-             for row in rows for key in PAPER]  # fmt: skip
-    return (["held out", *heads, *(f"{row['source']}, iteration" for row in rows)],
-            [*cells, ["paper's mean / our median", *middle, *("" for _ in rows)]])  # fmt: skip
-
-
-def notes(rows: list[Row]) -> list[str]:
-    """What the times are of, and where the prediction fails."""
-    out = [f"Times of {row['source']} are of: {row['device']}." for row in rows]
+def numbers(rows: list[Row]) -> Row:
+    """R² of every network by every source's times, and the medians."""
+    sources = []
     for row in rows:
-        worst = min(row["held"], key=lambda name: row["held"][name]["all"])
-        best = max(row["held"], key=lambda name: row["held"][name]["all"])
-        out.append(f"R², {row['source']}, is from {row['held'][worst]['all']:.2f} ({figures.label(worst)}) to "
-                   f"{row['held'][best]['all']:.2f} ({figures.label(best)}).")  # fmt: skip
-    out.append("Inputs are a kernel's kind, FLOPs, bytes and workspace, where the paper has shapes and parameters; "
-               "iteration is the predicted sum over the true one.")  # fmt: skip
-    return out
+        held = {figures.label(name): one for name, one in row["held"].items()}
+        low, high = (of(held, key=lambda name: held[name]["all"]) for of in (min, max))
+        sources.append({**row, "worst": held[low]["all"], "worst_of": low, "best": held[high]["all"], "best_of": high})
+    heads = [f"{row['source']}, {name}" for row in rows for name in NAMES.values()]
+    return {
+        "heads": [*heads, *(f"{row['source']}, iteration" for row in rows)], "sources": sources,
+        "networks": [
+            {"label": figures.label(name), "cells": [f"{row['held'][name][key]:.3f}" for row in rows for key in PAPER]
+             + [f"{row['held'][name]['iteration']:.2f}" for row in rows]}
+            for name in rows[0]["networks"]
+        ],
+        "middle": [f"{paper:.3f} / {median(one[key] for one in row['held'].values()):.3f}"
+                   for row in rows for key, paper in PAPER.items()],
+        "blank": ["" for _ in rows],
+    }  # fmt: skip
 
 
-def draw(rows: list[Row], path: Path) -> None:
+def chart(rows: list[Row]) -> Chart:
     """A panel per source: two bars per network, the paper's means as lines."""
-    looks = {"all": ("#9a9a9a", "all kernels"), "expensive": ("#b3123d", "convolutions and matrix products")}
-    with figure(path, 11.5, 5.2, 1, len(rows)) as made:
-        panels = np.atleast_1d(made)
-        for row, axes in zip(rows, panels, strict=True):
-            names = row["networks"]
-            for i, (key, (colour, label)) in enumerate(looks.items()):
-                values = [max(row["held"][name][key], -0.02) for name in names]
-                axes.barh(np.arange(len(names)) + 0.36 * i - 0.18, values, height=0.32, color=colour, label=label)
-                axes.axvline(
-                    PAPER[key], color=colour, linestyle="--", linewidth=1.4, label=f"the paper's mean, {label}"
-                )
-            axes.set_yticks(range(len(names)), [figures.label(name) for name in names] if axes is panels[0] else [])
-            axes.set(ylim=(len(names) - 0.4, -0.6), xlim=(-0.03, 1.0), title=f"{row['source']}: {row['device']}",
-                     xlabel="R² on the network held out")  # fmt: skip
-            axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.1f}"))
-            axes.grid(axis="y", visible=False)
-        handles, labels = panels[0].get_legend_handles_labels()
-        panels[0].figure.legend(handles, labels, loc="outside lower center", ncols=2, labelcolor=palette.INK)
+    inks, panels = {"all": "#9a9a9a", "expensive": "#b3123d"}, []
+    for row in rows:
+        names = [figures.label(name) for name in row["networks"]]
+        values = {key: [max(row["held"][name][key], -0.02) for name in row["networks"]] for key in PAPER}
+        marks = groups([(NAMES[key], ink, values[key], ()) for key, ink in inks.items()], across=True)
+        marks += [Rule(PAPER[key], colour=ink, label=f"the paper's mean, {NAMES[key]}", width=1.4)
+                  for key, ink in inks.items()]  # fmt: skip
+        panels.append(Panel(f"{row['source']}: {row['device']}", marks,
+                            Axis("R² on the network held out", "{:.1f}", (-0.03, 1.0)), Axis(names=names)))  # fmt: skip
+    return Chart("Kernel times predicted, on networks that were not learned from", panels, 2, (5.7, 4.6), keys=2)
+
+
+FIGURE = Figure("tensile_times", tasks, run, numbers, chart, alone=True)

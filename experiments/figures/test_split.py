@@ -1,21 +1,11 @@
-"""How far plans are from the floor against the time that they took, on networks and machines that the policy never
-learned (the test split): the policy, decoded and with its search, beside the same search without the network, the DQN,
-the searches and the published heuristics. No paper has this figure.
-
-1. A gap is the overhead of a plan less the floor's, in points: no plan is closer than 0.
-2. Planning is timed in a process that has compiled what it calls (Numba), with the program in memory.
-3. The best published is the best of all heuristics, and its time is that of all together.
-4. Intervals: 2,000 times tasks are drawn again with replacement; 95 % of the means lie in them.
-"""
+"""How far plans are from the floor against the time that they took, on networks that the policy never learned."""
 
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.ticker import FuncFormatter
 from omegaconf import DictConfig
 
 from agents import PLANNERS
@@ -23,13 +13,12 @@ from agents.floor import floor
 from experiments.common import cli
 from experiments.common.report import Row, heuristics, warm_up
 from experiments.figures import network, planned, program
+from experiments.figures.figure import Figure, Range
+from experiments.plotting.charts import DASHED, Axis, Chart, Line, Mark, Panel
 from experiments.plotting.palette import INK, look
-from experiments.plotting.plots import figure
 from simulator import Machine
 from simulator.compiled import warm
 
-TITLE = "Test split: the gap to the floor against planning time"
-ALONE = True  # planners are timed
 PUBLISHED = "published"
 WITHOUT = "without_network"
 DRAWS, LEVEL = 2_000, 95
@@ -111,79 +100,56 @@ def points(rows: list[Row]) -> dict[tuple[str, int | None], np.ndarray]:
     return out
 
 
-def interval(of_tasks: np.ndarray) -> tuple[float, float]:
-    """Of the mean of float64[tasks]."""
+def interval(of_tasks: np.ndarray) -> Range | None:
+    """Of the mean of float64[tasks]; None where one is not a number."""
+    if np.isnan(of_tasks).any():
+        return None
     drawn = np.random.default_rng(0).integers(len(of_tasks), size=(DRAWS, len(of_tasks)))
-    low, high = np.percentile(of_tasks[drawn].mean(1), [(100 - LEVEL) / 2, (100 + LEVEL) / 2])
-    return float(low), float(high)
+    return Range(np.percentile(of_tasks[drawn].mean(1), [(100 - LEVEL) / 2, (100 + LEVEL) / 2]))
 
 
 def name_of(line: str) -> str:
     """A line's name for people."""
-    if line == PUBLISHED:
-        return "best published"
-    if line == WITHOUT:
-        return "the same search without the network"
+    names = {PUBLISHED: "best published", WITHOUT: "the same search without the network"}
     name, _, which = line.partition(", ")
-    return f"{look(name).label}, {which}" if which else look(name).label
+    return names.get(line) or (f"{look(name).label}, {which}" if which else look(name).label)
 
 
-def table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
-    """A line per method and budget, over all tasks and seeds."""
-    heads = ["planner", "calls", "seconds, median", "gap in points: mean", "95 %", "median", "quartiles", "no plan"]
-    cells = []
-    for (line, calls), found in points(rows).items():
-        gaps, seconds = found[..., 0], found[..., 1]
-        there = gaps[~np.isnan(gaps)]
-        whole = not np.isnan(gaps).any()
-        low, high = interval(gaps.mean(1)) if whole else (np.nan, np.nan)
-        quartiles = np.percentile(there, [25, 75]) if len(there) else (np.nan, np.nan)
-        cells.append([
-            name_of(line), "–" if calls is None else f"{calls:,}", f"{np.median(seconds):.2g}",
-            f"{gaps.mean():.2f}" if whole else "–", f"{low:.2f} to {high:.2f}" if whole else "–",
-            f"{np.median(there):.2f}" if len(there) else "–", f"{quartiles[0]:.2f} to {quartiles[1]:.2f}",
-            str(int(np.isnan(gaps).sum())),
-        ])  # fmt: skip
-    return heads, cells
-
-
-def notes(rows: list[Row]) -> list[str]:
-    """What the network adds at equal calls, and which lines the policy's search is ahead of."""
-    found = points(rows)
-    out = [
-        f"{len(rows)} tasks, {len(rows[0]['seeds'])} seeds; a floor took up to {max(r['floor_s'] for r in rows):.1f} s."
-    ]
-    for (line, calls), with_network in found.items():
+def numbers(rows: list[Row]) -> Row:
+    """Every method and budget over all tasks and seeds; what the network adds at equal calls."""
+    found, lines, networks = points(rows), [], []
+    for (line, calls), values in found.items():
+        gaps = values[..., 0]
+        there, whole = gaps[~np.isnan(gaps)], not np.isnan(gaps).any()
+        lines.append({
+            "label": name_of(line), "calls": calls, "seconds": np.median(values[..., 1]),
+            "mean": gaps.mean() if whole else None, "interval": interval(gaps.mean(1)), "without": np.isnan(gaps).sum(),
+            "median": np.median(there) if len(there) else None,
+            "quartiles": Range(np.percentile(there, [25, 75])) if len(there) else None,
+        })  # fmt: skip
         without = found.get((WITHOUT, calls))
-        if not line.startswith("policy_search") or without is None:
-            continue
-        both = without[..., 0].mean(1) - with_network[..., 0].mean(1)
-        if np.isnan(both).any():
-            continue
-        low, high = interval(both)
-        out.append(
-            f"{name_of(line)}, {calls:,} calls: what the network takes off the gap is {both.mean():.2f} points "
-            f"({LEVEL} %: {low:.2f} to {high:.2f}), by task and at equal calls."
-        )
-    return out
+        if line.startswith("policy_search") and without is not None:
+            off = without[..., 0].mean(1) - gaps.mean(1)
+            networks.append({"label": name_of(line), "calls": calls, "mean": off.mean(), "interval": interval(off)})
+    return {"lines": lines, "networks": networks, "level": LEVEL, "tasks": len(rows), "seeds": len(rows[0]["seeds"]),
+            "floor_s": max(row["floor_s"] for row in rows)}  # fmt: skip
 
 
-def draw(rows: list[Row], path: Path) -> None:
-    """Medians, with bars from the lower to the upper quartile over tasks and seeds."""
+def chart(rows: list[Row]) -> Chart:
+    """Medians over tasks and seeds, with areas from the lower to the upper quartile."""
     found = points(rows)
-    with figure(path, 7.6, 4.8) as axes:
-        for line in dict.fromkeys(line for line, _ in found):
-            mine = [values for (name, _), values in found.items() if name == line]
-            seconds = [float(np.median(values[..., 1])) for values in mine]
-            gaps = np.array([np.nanpercentile(values[..., 0], [25, 50, 75]) for values in mine])
-            style = look(line.split(",")[0])
-            colour = INK if line == PUBLISHED else "#8a8a8a" if line == WITHOUT else style.colour
-            axes.errorbar(
-                seconds, gaps[:, 1], yerr=np.abs(gaps[:, [0, 2]] - gaps[:, [1]]).T, label=name_of(line), color=colour,
-                marker="D" if line == PUBLISHED else "o" if line == WITHOUT else style.marker, markersize=5,
-                linewidth=1.4, elinewidth=0.8, capsize=2, linestyle="--" if line == WITHOUT else "-",
-            )  # fmt: skip
-        axes.set(xscale="log", yscale="log", xlabel="planning time, s", ylabel="gap to the floor, points")
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.legend(fontsize=8, ncols=2)
+    marks: list[Mark] = []
+    for line in dict.fromkeys(line for line, _ in found):
+        mine = [values for (name, _), values in found.items() if name == line]
+        low, middle, high = np.array([np.nanpercentile(values[..., 0], [25, 50, 75]) for values in mine]).T
+        seconds = [float(np.median(values[..., 1])) for values in mine]
+        _, ink, marker = {PUBLISHED: ("", INK, "D"), WITHOUT: ("", "#8a8a8a", "o")}.get(line, look(line.split(",")[0]))
+        marks.append(Line(seconds, middle, ink, name_of(line), marker, DASHED if line == WITHOUT else "-", 1.4,
+                          band=(low, high), shade=0.08))  # fmt: skip
+        marks += [Line([s, s], [a, b], ink, width=0.8) for s, a, b in zip(seconds, low, high, strict=True)]
+    panel = Panel("", marks, Axis("planning time, s", "{:g}", scale="log"),
+                  Axis("gap to the floor, points", "{:g}", scale="log"))  # fmt: skip
+    return Chart("The gap to the floor against planning time, test split", [panel], size=(8.6, 4.4), keys=3)
+
+
+FIGURE = Figure("test_split", tasks, run, numbers, chart, alone=True)

@@ -9,8 +9,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from simulator import Kernel, Program, Tensor
 
@@ -18,6 +20,14 @@ ROOT = Path(__file__).resolve().parents[2]
 MB = 2**20
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def figure_settings(name: str, quick: bool = False, **more: Any) -> Any:
+    """The settings of a figure's YAML, some of them changed."""
+    config = OmegaConf.to_container(OmegaConf.load(ROOT / "configs" / "figure" / f"{name}.yaml"))
+    assert isinstance(config, dict)
+    fewer = config.pop("quick")
+    return OmegaConf.create({**config, **(fewer if quick else {}), **more})
 
 
 def chain(layers: int = 6, nbytes: int = 32 * MB) -> Program:

@@ -2,106 +2,70 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 from torch import nn
 
 from experiments import figures, reproduce
 from experiments.common import cli
 from experiments.figures import smartpool_fig10 as fig10, smartpool_table1 as table1
-from experiments.reproduce import Figure
+from experiments.figures.figure import Figure
+from experiments.plotting.charts import Chart, Line, Panel
+from experiments.reproduce import Work
 from simulator import Kernel, Machine, Program, Tensor
 from simulator.pool import program_lifetimes, smartpool
-from tests.experiments.conftest import Run
 
 MACHINE = Machine.load("gtx1080ti")
 
 
-def settings(name: str, quick: bool = False, **more: Any) -> Any:
-    config = OmegaConf.to_container(OmegaConf.load(reproduce.CONFIGS / f"{name}.yaml"))
-    assert isinstance(config, dict)
-    fewer = config.pop("quick")
-    return OmegaConf.create({**config, **(fewer if quick else {}), **more})
-
-
 # ------------------------------------------------------------------------------------------- the seam
-
-
-@pytest.mark.parametrize("name", reproduce.names())
-def test_a_figure_has_what_reproduce_asks_for(name: str) -> None:
-    made = reproduce.module(name)
-    assert settings(name).name == name
-    first = (made.__doc__ or "").partition("\n\n")[0]
-    assert '"' in first or "No paper has this figure" in " ".join(first.split()), "its docstring quotes the title"
-    assert made.TITLE and all(callable(getattr(made, part)) for part in ("run", "table", "notes", "draw"))
-    every, few = (made.tasks(settings(name, quick)) for quick in (False, True))
-    assert 0 < len(few) < len(every)
-    for task in every:
-        assert json.loads(json.dumps(task)) == task
-    assert len({json.dumps(task) for task in every}) == len(every)
 
 
 def test_an_unknown_figure_is_refused_with_the_nearest() -> None:
     with pytest.raises(cli.UsageError, match="'smartpool_table1'"):
         cli.check_overrides("reproduce", ["figure=smartpool_tabel1"], sweep=False)
     with pytest.raises(cli.UsageError, match="there is no figure None"):
-        reproduce.module(None)
+        reproduce.figure(None)
     cli.check_overrides("reproduce", ["figure=all", "quick=true", "gpu=k40c"], sweep=False)
 
 
-@pytest.mark.parametrize(
-    ("name", "wrong", "words"),
-    [
-        ("smartpool_table1", {"networks": ["vgg12"]}, "there is no workload 'vgg12'; the nearest is 'vgg1"),
-        ("smartpool_table1", {"networks": ["module"]}, "there is no workload 'module'"),
-        ("smartpool_fig10", {"networks": []}, "expected at least one value"),
-        ("smartpool_fig10", {"batches": [1.5]}, "figure.batches: expected integers of at least 2, got 1.5"),
-        ("smartpool_fig10", {"overheads": [-0.1]}, "figure.overheads: expected numbers of at least 0, got -0.1"),
-        ("smartpool_fig10", {"pool": "cnmem"}, "pool: expected smartpool, "),
-        ("smartpool_fig10", {"steps": 1}, "steps: expected an integer of at least 2"),
-    ],
-)
-def test_bad_settings_are_refused(name: str, wrong: dict[str, Any], words: str) -> None:
-    with pytest.raises(cli.UsageError) as caught:
-        reproduce.module(name).tasks(settings(name, **wrong))
-    assert words in str(caught.value)
+TEXT = """# Squares
+
+Fig. 1 of "Numbers".
+
+| x | y |
+|---|---:|
+| [lines] {x} | {y} |
+
+- There are {count}.
+
+## Choices
+
+More.
+"""
 
 
-class Squares(SimpleNamespace):
+def run_square(task: dict[str, Any], machine: Machine) -> dict[str, Any]:
+    return {"y": task["x"] ** 2}
+
+
+def squares_of(run: Any = run_square) -> Figure:
     """A figure of three tasks."""
-
-    def __init__(self) -> None:
-        super().__init__(TITLE="Squares", __doc__='Fig. 1 of "Numbers".\n\nMore.')
-
-    def tasks(self, settings: Any) -> list[dict[str, Any]]:
-        return [{"x": x} for x in settings.x]
-
-    def run(self, task: dict[str, Any], machine: Machine) -> dict[str, Any]:
-        return {"y": task["x"] ** 2}
-
-    def table(self, rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-        return ["x", "y"], [[str(r["x"]), str(r["y"])] for r in rows]
-
-    def notes(self, rows: list[dict[str, Any]]) -> list[str]:
-        return [f"There are {len(rows)}."]
-
-    def draw(self, rows: list[dict[str, Any]], path: Path) -> None:
-        path.write_bytes(b"PNG")
+    numbers = lambda rows: {"lines": [{"x": r["x"], "y": r["y"]} for r in rows], "count": len(rows)}  # noqa: E731
+    chart = lambda rows: Chart("Squares", [Panel("", [Line([1], [1])])])  # noqa: E731
+    return Figure("squares", lambda config: [{"x": x} for x in config.x], run, numbers, chart, text=TEXT)
 
 
 @pytest.fixture
 def squares(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Squares()
-    monkeypatch.setattr(reproduce, "module", lambda name: made)
+    monkeypatch.setattr(reproduce, "figure", lambda name: squares_of())
     monkeypatch.setattr(reproduce, "names", lambda: ["squares"])
 
 
-def start(out: Path, machine: str | None = None, **more: Any) -> Figure:
+def start(out: Path, machine: str | None = None, **more: Any) -> Work:
     own = {"name": "squares", "machine": "gtx1080ti", "x": [1, 2, 3], "quick": {"x": [2]}}
-    return Figure({**own, **more}, False, machine, out)
+    return Work({**own, **more}, False, machine, out)
 
 
 def test_a_stopped_run_goes_on(squares: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,17 +95,14 @@ def test_a_stopped_run_goes_on(squares: None, tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_others_go_on_where_one_fails(squares: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(self: Any, task: dict[str, Any], machine: Machine) -> dict[str, Any]:
-        if task["x"] == 2:
-            raise ZeroDivisionError("two")
-        return {"y": task["x"]}
+    def run(task: dict[str, Any], machine: Machine) -> dict[str, Any]:
+        return {"y": task["x"] // (2 - task["x"])}
 
-    monkeypatch.setattr(Squares, "run", run)
+    monkeypatch.setattr(reproduce, "figure", lambda name: squares_of(run))
     made = start(tmp_path)
     (error,) = reproduce.compute([made], "processes", jobs=1)
     assert isinstance(error, ZeroDivisionError) and error.__notes__ == ["in squares, {'x': 2}"]
     assert made.left == start(tmp_path).left == [{"x": 2}] and not (tmp_path / "squares.json").exists()
-    monkeypatch.undo()
 
 
 def test_a_line_cut_off_does_not_swallow_the_next(squares: None, tmp_path: Path) -> None:
@@ -153,7 +114,7 @@ def test_a_line_cut_off_does_not_swallow_the_next(squares: None, tmp_path: Path)
 
 
 def test_quick_takes_fewer_points(squares: None, tmp_path: Path) -> None:
-    made = Figure({"name": "squares", "x": [1, 2, 3], "quick": {"x": [2]}}, True, "v100", tmp_path)
+    made = Work({"name": "squares", "x": [1, 2, 3], "quick": {"x": [2]}}, True, "v100", tmp_path)
     assert made.tasks == [{"x": 2}] and made.machine.name == "v100"
 
 
@@ -235,7 +196,6 @@ def test_multiples_of_the_weights() -> None:
 
 def test_speedup() -> None:
     row = {"ideal_ns": 100, "allocation_ns": {"cudamalloc": 85, "cnmem": 0, "smartpool": 25}}
-    assert table1.iteration_ns(row, "cudamalloc") == 185
     assert table1.speedup(row, "cnmem") == 1.85 and table1.speedup(row, "smartpool") == 1.48
 
 
@@ -278,67 +238,3 @@ def test_durations_at_another_batch_size() -> None:
     config = {**figures.workload("vgg11"), "iteration_ms": {"gtx1080ti": 80}}
     # The roofline grows with the batch, but for launches and weights.
     assert 40_000_000 < fig10.at_batch(config, 50, MACHINE).ideal_ns < 60_000_000
-
-
-def rows(network: str, sizes: dict[int, tuple[int, ...]]) -> list[dict[str, Any]]:
-    """Rows of cudaMalloc, CnMem, SmartPool and two swapped footprints, in MB by batch size."""
-    return [
-        {
-            "network": network, "batch": batch, "overheads": [0.0, 0.15], "load": mb[0] * fig10.MB,
-            "memory": 300 * fig10.MB, "kept_by_singa": 50 * fig10.MB,
-            "footprints": {pool: m * fig10.MB for pool, m in zip(fig10.PLAIN, mb, strict=False)},
-            "swapped": [
-                {"at_most": o, "footprint": m * fig10.MB, "overhead": o, "load": m * fig10.MB, "swaps": 3}
-                for o, m in zip((0.0, 0.15), mb[3:], strict=True)
-            ],
-        }
-        for batch, mb in sizes.items()
-    ]  # fmt: skip
-
-
-VGG = {50: (100, 110, 100, 70, 44), 100: (200, 220, 200, 140, 80), 150: (300, 330, 300, 231, 132)}
-
-
-def test_claims_and_lines(tmp_path: Path) -> None:
-    made = rows("vgg16", VGG)
-    heads, cells = fig10.table(made)
-    assert heads[0].startswith("MB at batch 100") and all(len(row) == len(heads) for row in cells)
-    # Of CnMem's 110, 220 and 330, 70, 140 and 231 are 36 % (twice) and 30 % less; 44, 80 and 132 60, 64 and 60 %.
-    # 0.88 MB more per image: 44 + 88 at most.
-    assert cells == [["VGG16", "200", "220", "200", "140 (30%–36%)", "80 (60%–64%)", "2.20", "0.88"]]
-    notes = fig10.notes(made)
-    # With 50 on both sides: 20/160 … 80/270, 99/380 without overhead; 66/160, 140/270, 198/380 at 15 %.
-    assert "ours is 30%–36%; 2 of 3 points save at least 33%" in notes[1] and "25%–30%" in notes[1]
-    assert "3 of 3 points save at least 60%" in notes[2] and "41%–52%" in notes[2]
-    # 44, 80, 132 on 41.33 + 44 i: off by 2.67/44, 5.33/80 and 2.67/132.
-    assert any("0.40 to 0.40 of CnMem's slope and is at most 6.7% off a line" in note for note in notes)
-    fig10.draw(made + rows("resnet18", VGG), tmp_path / "a.png")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_one_batch_size_has_no_line(tmp_path: Path) -> None:
-    made = rows("vgg16", {100: VGG[100]})
-    assert fig10.table(made)[1][0][-2:] == ["2.20", "0.80"]
-    assert not any("slope" in note for note in fig10.notes(made))
-    fig10.draw(made, tmp_path / "a.png")
-    assert (tmp_path / "a.png").exists()
-
-
-# ---------------------------------------------------------------------------------------- the command
-
-
-def test_table_1_of_one_network(run: Run, tmp_path: Path) -> None:
-    done = run("reproduce", "figure=smartpool_table1", "figure.networks=[vgg11]", "jobs=1", f"out={tmp_path / 'out'}")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == str(tmp_path / "out") and "VGG11" in done.stdout
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
-        "README.md", "smartpool_table1.json", "smartpool_table1.png",
-    ]  # fmt: skip
-    found = json.loads((tmp_path / "out" / "smartpool_table1.json").read_text())
-    (row,) = found["rows"]
-    assert found["command"] == "python -m experiments.reproduce figure=smartpool_table1 figure.networks=[vgg11]"
-    assert row["ratios"]["smartpool"] <= row["ratios"]["aligned"] <= table1.WORST
-    assert row["ratios"]["smartpool"] < row["ratios"]["cnmem"]
-    paper = table1.PAPER["vgg11"]["load"] * table1.MB
-    assert row["load"] < 0.8 * paper and row["singa"]["load"] == pytest.approx(paper, rel=0.04)
-    assert "![SmartPool, Table I" in (tmp_path / "out" / "README.md").read_text()

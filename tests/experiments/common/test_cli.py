@@ -57,7 +57,7 @@ def test_a_mistyped_key_names_the_nearest_right_one(override: str, word: str) ->
     assert word in cli.sentence(caught.value)
 
 
-@pytest.mark.parametrize("name", ["train_dqn", "evaluate", "bench", "ablation"])
+@pytest.mark.parametrize("name", ["train_dqn", "evaluate", "bench"])
 def test_right_keys_pass(name: str) -> None:
     cli.check_overrides(name, ["machine=gtx1080ti", "machine.copy_engines=1"], sweep=False)
     cli.check_overrides(name, ["machine=gtx1080ti,h100"], sweep=True)
@@ -265,31 +265,30 @@ def test_train_writes_its_run_directory(run: Run, program: Program, program_file
 
 
 def test_learning_compares_the_agent_over_the_seeds(run: Run, program_file: Path, tmp_path: Path) -> None:
-    refused(run("learning", f"runs={tmp_path}"), "no finished run")
+    refused(run("reproduce", "figure=learning", f"figure.runs={tmp_path}"), "no finished run")
     for seed in (0, 1):
         words = (f"program={program_file}", "limit=0.6", f"seed={seed}", "planners=[autoswap_doa,annealing]")
         done = run("train_dqn", *words, "agent.episodes=4", f"out={tmp_path / 'runs' / str(seed)}")
         assert done.returncode == 0, done.stderr
-    out = tmp_path / "learning.json"
-    assert run("learning", f"runs={tmp_path / 'runs'}", f"out={out}").returncode == 0
-    (case,) = json.loads(out.read_text())["cases"]
-    assert [r["seed"] for r in case["runs"]] == [0, 1]
+    words = ("figure=learning", f"figure.runs={tmp_path / 'runs'}", "jobs=1", f"out={tmp_path / 'out'}")
+    done = run("reproduce", *words)
+    assert done.returncode == 0, done.stderr
+    first, second = json.loads((tmp_path / "out" / "learning.json").read_text())["rows"]
+    assert [first["seed"], second["seed"]] == [0, 1] and first["mode"] == "joint"
     expected = {r["planner"]: r["overhead"] for r in rows_in(tmp_path / "runs" / "0")}
-    assert case["mode"] == "joint" and case["runs"][0]["dqn"] == expected["dqn"]
-    assert case["runs"][0]["mutation_calls"] == expected["mutation, equal calls"]
-    assert case["runs"][0]["mutation_seconds"] == expected["mutation, equal seconds"]
-    assert case["runs"][0]["autoswap"] == expected["autoswap_doa"]
-    assert case["runs"][0]["dqn"] - case["runs"][0]["floor"] == case["runs"][0]["gap"] >= 0
+    assert first["dqn"] == expected["dqn"] and first["autoswap"] == expected["autoswap_doa"]
+    assert first["mutation_calls"] == expected["mutation, equal calls"]
+    assert first["mutation_seconds"] == expected["mutation, equal seconds"]
+    assert first["dqn"] - first["floor"] == first["gap"] >= 0
 
 
 def test_ablation_trains_each_variant(run: Run, program_file: Path, tmp_path: Path) -> None:
-    words = (f"program={program_file}", "limit=0.6", "seeds=[0]", "episodes=3", "jobs=1", f"out={tmp_path / 'out'}")
-    refused(run("ablation", *words, "only=[dqm]"), "'dqn'")
-    done = run("ablation", *words, "only=[dqn,no mutations]")
+    words = ("reproduce", "figure=ablation", f"figure.network={program_file}", "figure.limit=0.6", "figure.seeds=[0]",
+             "figure.episodes=3", "jobs=1", f"out={tmp_path / 'out'}")  # fmt: skip
+    refused(run(*words, "figure.only=[dqm]"), "'dqn'")
+    done = run(*words, "figure.only=[dqn,no mutations]")
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "out" / "ablation.json").read_text())["variants"]
-    assert set(found) == {"dqn", "no mutations"}
-    for variant in found.values():
-        (one,) = variant["runs"]
-        assert one["simulator_calls"] > 0 and one["without_network"] >= 0
+    rows = json.loads((tmp_path / "out" / "ablation.json").read_text())["rows"]
+    assert [row["variant"] for row in rows] == ["dqn", "no mutations"]
+    assert all(row["simulator_calls"] > 0 and row["without_network"] >= 0 for row in rows)
     assert "network never asked" in done.stdout

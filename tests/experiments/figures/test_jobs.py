@@ -4,7 +4,6 @@ import pytest
 from omegaconf import DictConfig
 
 from experiments import figures
-from experiments.common.cli import UsageError
 from experiments.figures import jobs, jobs_timeline
 from simulator import Machine
 from tests.experiments.conftest import chain
@@ -18,7 +17,9 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figures, "program", lambda name, machine, **changes: chain(4 if name == "vgg11" else 6))
 
 
-def test_jobs_by_every_planner(tmp_path) -> None:
+def test_jobs_by_every_planner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "SPLITS", ("autoswap_swdoa",))  # the others are as slow as they are
+    monkeypatch.setattr(jobs, "EXACT", "capuchin")
     settings = {"tasks": [{"jobs": ["vgg11", "resnet18"], "limit": 0.7}], "batch": 1, "calls": 20}
     (task,) = jobs.tasks(DictConfig(settings))
     row = {**task, **jobs.run(task, MACHINE)}
@@ -27,20 +28,12 @@ def test_jobs_by_every_planner(tmp_path) -> None:
     assert all(overhead >= row["floor"] - 1e-9 for overhead in found.values())
     assert found["joint"] <= found["split"] and found["seconds"] <= found["control"]
     assert row["planners"]["seconds"]["plan_s"] >= row["planners"]["joint"]["plan_s"]
-    heads, ((*cells,),) = jobs.table([row])
+    heads, ((*cells,),) = jobs.FIGURE.table([row])
     assert len(heads) == len(cells) and cells[0] == "VGG11, ResNet18, 70%"
-    assert "Joint annealing is below" in jobs.notes([row])[0]
-    jobs.draw([row], tmp_path / "jobs.png")
-    assert (tmp_path / "jobs.png").stat().st_size > 10_000
+    assert "Joint annealing is below" in jobs.FIGURE.notes([row])[0]
 
 
-@pytest.mark.parametrize("wrong", [{"jobs": ["vgg11"]}, {"jobs": ["vgg11"], "limit": 1.5}, "vgg11"])
-def test_wrong_tasks_are_refused(wrong: object) -> None:
-    with pytest.raises(UsageError, match=r"tasks\[0\]: expected jobs and a limit"):
-        jobs.tasks(DictConfig({"tasks": [wrong], "batch": 1, "calls": 5}))
-
-
-def test_jobs_that_come_and_leave(tmp_path) -> None:
+def test_jobs_that_come_and_leave() -> None:
     settings = {
         "planners": ["tensile"], "span": 14, "drift": -0.3, "limit": 0.8, "batch": 1,
         "jobs": [{"workload": "vgg11", "arrives": 0, "leaves": None, "drifts": 6},
@@ -54,8 +47,6 @@ def test_jobs_that_come_and_leave(tmp_path) -> None:
     assert second["admitted_ns"] == 2 * chain().ideal_ns and second["left_ns"] < first["left_ns"]
     # The curves are the most that was held: none is above the peak, and one reaches it.
     assert max(held for _, held in row["memory"]) == row["peak_bytes"]
-    _, cells = jobs_timeline.table([row])
+    _, cells = jobs_timeline.FIGURE.table([row])
     assert [cell[1] for cell in cells] == ["VGG11 1", "ResNet18 2"]
-    assert "1 by departure" in jobs_timeline.notes([row])[1]
-    jobs_timeline.draw([row], tmp_path / "timeline.png")
-    assert (tmp_path / "timeline.png").stat().st_size > 20_000
+    assert "1 by departure" in jobs_timeline.FIGURE.notes([row])[1]

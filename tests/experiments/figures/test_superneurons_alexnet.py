@@ -1,17 +1,14 @@
 """SuperNeurons' AlexNet: the accounting by hand, Table 1, the steps of Fig. 10, and the traffic of Table 3."""
 
 from itertools import combinations_with_replacement
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings as limits, strategies as st
-from omegaconf import OmegaConf
 
-from experiments import figures, reproduce
-from experiments.common import cli
+from experiments import figures
 from experiments.figures import (
     layerwise,
     superneurons_alexnet as fig10,
@@ -21,6 +18,7 @@ from experiments.figures import (
 from experiments.figures.layerwise import MB, Layer
 from experiments.workloads.vgg import AlexNet
 from simulator import Machine, Plan, Swap
+from tests.experiments.conftest import figure_settings
 
 MACHINE = Machine.load("k40c")
 ALEXNET = layerwise.program("alexnet", layerwise.alexnet(), 200)
@@ -34,15 +32,8 @@ TINY = [
 ]
 
 
-def settings(name: str, **more: Any) -> Any:
-    config = OmegaConf.to_container(OmegaConf.load(reproduce.CONFIGS / f"{name}.yaml"))
-    assert isinstance(config, dict)
-    config.pop("quick")
-    return OmegaConf.create({**config, **more})
-
-
 def rows(made: ModuleType, **more: Any) -> list[dict[str, Any]]:
-    tasks = made.tasks(settings(made.__name__.rpartition(".")[2], **more))
+    tasks = made.tasks(figure_settings(made.FIGURE.name, **more))
     return [{**task, **made.run(task, MACHINE)} for task in tasks]
 
 
@@ -152,14 +143,14 @@ def test_table_1() -> None:
     assert by_key["resnet50", "speed"]["peak"] == 4 * a + 2 * b == 455.125 * MB
     assert by_key["resnet50", "memory"]["peak"] == by_key["resnet50", "cost"]["peak"] == 4 * a == 406.125 * MB
     assert all(row["planner"] == row["peak"] for row in found)
-    heads, cells = table1.table(found)
+    heads, cells = table1.FIGURE.table(found)
     assert all(len(line) == len(heads) for line in cells)
     assert cells[0][1:6] == ["14", "14", "993.018", "993.018", "POOL1 backward"]
-    text = " ".join(table1.notes(found))
+    text = " ".join(table1.FIGURE.notes(found))
     assert text.startswith("6 of 6 counts and 4 of 6 peaks agree") and "to the byte" in text
     assert "5.125 MB less" in text
-    worse = table1.notes([{**row, "planner": row["peak"] + MB} for row in found])
-    assert worse[-1] == "The planner needs the same memory, but for 1.000 to 1.000 MB more."
+    worse = table1.FIGURE.notes([{**row, "planner": row["peak"] + MB} for row in found])
+    assert worse[-1] == "The planner needs the same memory, but for 1.000 MB more."
 
 
 def test_nothing_in_the_resnets_explains_401_mb() -> None:
@@ -178,8 +169,8 @@ def test_fig_10() -> None:
     found = rows(fig10, shown=["liveness", "offload", "recompute"])
     ours = fig10.found(found)
     assert ours.keys() >= fig10.PAPER.keys()
-    differ = {key for key, paper in fig10.PAPER.items() if abs(ours[key] - paper) >= fig10._unit(key)}
-    assert differ == {"offload, MB", "offload, MB at step 32"}
+    differ = {key for key, paper in fig10.PAPER.items() if abs(ours[key] - paper) >= (0.0011 if "MB" in key else 0.5)}
+    assert differ == {"offload, MB", "offload, MB at step 32", "recompute, MB"}  # the last, 886, is in full MB
     sizes = {t.name: t.nbytes / MB for t in ALEXNET.tensors}
     # The nine tensors at POOL2: 2 CONV1's, POOL1's, 4 CONV2's (one a gradient), 2 POOL2's.
     nine = 2 * sizes["CONV1"] + sizes["POOL1"] + 4 * sizes["CONV2"] + 2 * sizes["POOL2"]
@@ -190,10 +181,10 @@ def test_fig_10() -> None:
     assert fig10.PAPER["offload, MB at step 32"] == pytest.approx(
         ours["offload, MB at step 32"] + sizes["CONV4"], abs=0.05
     )
-    heads, cells = fig10.table(found)
+    heads, cells = fig10.FIGURE.table(found)
     assert len(cells) == len(fig10.PAPER) and all(len(line) == len(heads) for line in cells)
     assert cells[2] == ["liveness analysis: peak, MB", "1,489.355", "1,489.355", ""]
-    text = fig10.notes(found)
+    text = fig10.FIGURE.notes(found)
     assert text[0] == "12 of the 14 numbers agree to the last digit that is printed."
     assert "13 and 80.078 MB are the 4" in text[1] and "0.099 MB more" in text[2]
 
@@ -205,7 +196,7 @@ def test_what_pytorch_keeps() -> None:
     assert row["kept"] == kept and row["peak"] == program.peak_bytes - kept == sum(n for *_, n in row["at_peak"])
     assert row["peaks"]["liveness"] == row["peak"] >= row["peaks"]["offload"] >= row["peaks"]["recompute"]
     assert len(row["steps"]) == len(program.kernels) and max(s[2] for s in row["steps"]) == row["peak"]
-    assert any("It has no LRN kernel" in note for note in fig10.notes([row]))
+    assert any("It has no LRN kernel" in note for note in fig10.FIGURE.notes([row]))
 
 
 # ------------------------------------------------------------------------------------------ Table 3
@@ -224,12 +215,12 @@ def test_table_3() -> None:
     per_image = ALEXNET.peak_bytes // 200
     assert 3 * small["weights"] + first * per_image <= MACHINE.memory_bytes
     assert 3 * small["weights"] + (first + 1) * per_image > MACHINE.memory_bytes
-    heads, cells = table3.table(found)
+    heads, cells = table3.FIGURE.table(found)
     assert cells[0][:5] == ["256", "2.56", "1.33", "0.00", "0.00"] and cells[2][1] == ""
     assert all(len(line) == len(heads) for line in cells)
-    text = " ".join(table3.notes(found))
+    text = " ".join(table3.FIGURE.notes(found))
     assert "0.88 GB at 1024" in text and "3,102 MB free" in text
-    assert table3.table([{**small, "cached": None}])[1][0][4] == "does not fit"
+    assert table3.FIGURE.table([{**small, "cached": None}])[1][0][4] == "does not fit"
 
 
 def test_choices_that_give_the_papers_numbers() -> None:
@@ -249,29 +240,3 @@ def test_copies_are_counted_both_ways() -> None:
 
 
 # ------------------------------------------------------------------------------------------ settings and pictures
-
-
-@pytest.mark.parametrize(
-    ("made", "wrong", "words"),
-    [
-        (fig10, {"shown": ["livenes"]}, "there is no 'livenes'; the nearest is 'liveness'"),
-        (table1, {"networks": ["vgg16"]}, "'vgg16' is not in the table"),
-        (table3, {"batches": [0]}, "figure.batches: expected positive integers, got [0]"),
-        (table3, {"batches": []}, "batches: expected at least one value"),
-    ],
-)
-def test_bad_settings_are_refused(made: ModuleType, wrong: dict[str, Any], words: str) -> None:
-    with pytest.raises(cli.UsageError) as caught:
-        made.tasks(settings(made.__name__.rpartition(".")[2], **wrong))
-    assert words in str(caught.value)
-
-
-def test_pictures(tmp_path: Path) -> None:
-    for made, more in (
-        (fig10, {"shown": ["offload"]}),
-        (table1, {"networks": ["alexnet"]}),
-        (table3, {"batches": [256, 1792]}),
-    ):
-        path = tmp_path / "picture.png"
-        made.draw(rows(made, **more), path)
-        assert path.read_bytes().startswith(b"\x89PNG")

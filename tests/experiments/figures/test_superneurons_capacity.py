@@ -7,15 +7,12 @@ from functools import cache
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import given, strategies as st
-from omegaconf import OmegaConf
 
 import agents
 from agents.heuristics.superneurons import leaving
 from agents.planner import MIB
 from experiments import figures, workloads
-from experiments.common import cli
 from experiments.common.bisection import largest
 from experiments.figures import (
     frameworks,
@@ -27,6 +24,7 @@ from experiments.figures.capacity import Deeper, anonymous
 from experiments.workloads import WorkloadError
 from simulator import Gap, Kernel, Machine, Program, Tensor, simulate
 from tests import tiny
+from tests.experiments.conftest import figure_settings
 
 GPU = Machine.load("k40c")
 
@@ -178,49 +176,19 @@ def test_joins_go_to_the_host_on_request() -> None:
 
 # ------------------------------------------------------------------------------------------ the tables
 
-MODULES = {"superneurons_table2": table2, "superneurons_table4": table4, "superneurons_table5": table5}
 
-
-def settings(name: str, **changes: Any) -> Any:
-    config = yaml.safe_load((cli.CONFIGS / "figure" / f"{name}.yaml").read_text())
-    return OmegaConf.create({**config, **changes})
-
-
-@pytest.mark.parametrize(
-    ("name", "wrong", "said"),
-    [
-        ("superneurons_table2", {"networks": ["vgg11"]}, "'vgg11' is not in the table"),
-        ("superneurons_table4", {"methods": ["nine"]}, "there is no 'nine'"),
-        ("superneurons_table4", {"captured": "bound"}, "'bound' is not one of the methods"),
-        ("superneurons_table4", {"batch_size": 1}, "batch_size"),
-        ("superneurons_table5", {"networks": ["resnet18"]}, "'resnet18' is not in the table"),
-        ("superneurons_table5", {"methods": []}, "methods"),
-        ("superneurons_table5", {"methods": ["own"]}, "superneurons"),
-    ],
-)
-def test_bad_settings_are_refused(name: str, wrong: dict[str, Any], said: str) -> None:
-    with pytest.raises(cli.UsageError, match=said):
-        MODULES[name].tasks(settings(name, **wrong))
-
-
-def test_table2_by_hand(tmp_path: Any) -> None:
+def test_table2_by_hand() -> None:
     # ResNet50, 16 images: 16 / 21.5 - 16 / 32.9 s are 257.9 ms more with cudaMalloc; with 500 blocks 0.516 ms each.
     row = {"network": "resnet50_imagenet", "batch": 16, "blocks": 500, "allocated": 4 * 10**9, "roofline_ns": 10**8,
            "allocation_ns": {"cudamalloc": 486_322_188 + 10**6, "superneurons": 10**6}}  # fmt: skip
-    assert table2.difference_ms(row) == pytest.approx(257.86, abs=0.01)
-    assert table2.per_block_ms(row) == pytest.approx(0.5157, abs=1e-4)
+    (found,) = table2.facts([row])
+    assert found["added"]["paper"] == pytest.approx(257.86, abs=0.01)
+    assert found["block_ms"] == pytest.approx(0.5157, abs=1e-4)
     # 16 / 32.9 s are 486.3 ms: as much again makes a speedup of 2; at the paper's own cost it is the paper's.
-    assert table2.speedup(row, table2.added_ms(row)) == pytest.approx(2)
-    assert table2.speedup(row, table2.fitted_ms([row]) * 500) == pytest.approx(32.9 / 21.5)
-    other = {**row, "blocks": 250}  # twice the cost per block; the median of two is their mean
-    assert table2.fitted_ms([row, other]) == pytest.approx(0.5157 * 1.5, abs=1e-3)
-    cells = table2.table([row])[1]
-    # Half of 32.9 images/s is 16.45; the fitted cost gives the paper's own number.
-    assert cells[0][:4] == ["ResNet50", "16", "32.9", "21.5"] and cells[0][4] in ("16.4", "16.5")
-    assert cells[0][5:9] == ["21.5", "1.53", "2.00", "1.53"]
-    assert any("cudaMalloc adds 258 ms in the paper; here 486 ms" in note for note in table2.notes([row]))
-    table2.draw([row, other], tmp_path / "2.png")
-    assert (tmp_path / "2.png").stat().st_size > 10_000
+    assert found["speedup"]["ours"] == pytest.approx(2) and found["speedup"]["each"] == pytest.approx(32.9 / 21.5)
+    # Twice the cost per block; the median of two is their mean.
+    other = table2.numbers([row, {**row, "blocks": 250}])
+    assert other["middle"] == pytest.approx(0.5157 * 1.5, abs=1e-3)
 
 
 def test_table2_runs() -> None:
@@ -237,8 +205,8 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table4, "captured", lambda batch, n3, machine: resnet(f"1-1-{n3}-1", batch))
 
 
-def test_table4(short: None, tmp_path: Any) -> None:
-    tasks = table4.tasks(settings("superneurons_table4", methods=["own", "none"], captured="own", batch_size=2))
+def test_table4(short: None) -> None:
+    tasks = table4.tasks(figure_settings("superneurons_table4", methods=["own", "none"], captured="own", batch_size=2))
     assert [task["captured"] for task in tasks] == [True, False]
     machine = replace(GPU, memory_bytes=sum(t.nbytes for t in resnet("1-1-6-1").tensors))
     rows = [{**task, **table4.run(task, machine)} for task in tasks]
@@ -251,12 +219,10 @@ def test_table4(short: None, tmp_path: Any) -> None:
         assert sizes[0] <= machine.memory_bytes < sizes[1]
         assert row["depth"] == 3 * (3 + row["n3"]) + 2
     assert rows[0]["n3"] == 6 < rows[1]["n3"] < table4.MOST
-    table4.draw(rows, tmp_path / "4.png")
-    assert (tmp_path / "4.png").stat().st_size > 10_000
-    _, cells = table4.table(rows)
+    _, cells = table4.FIGURE.table(rows)
     assert cells[4][:2] == ["SuperNeurons, in the paper", "1,920"] and cells[5][1] == str(rows[0]["depth"])
     every = [{**rows[1], "method": m, "captured": m == "own", "overhead": 0.5} for m in frameworks.METHODS]
-    notes = table4.notes(every)
+    notes = table4.FIGURE.notes(every)
     assert len(notes) == 8 and any("stay, " in note and "less than its own 1,920" in note for note in notes)
 
 
@@ -268,9 +234,11 @@ def test_a_capture_that_is_another_program_is_refused(short: None, monkeypatch: 
         table4.run({"method": "own", "batch": 2, "captured": True}, machine)
 
 
-def test_table5(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table5(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table5, "MOST", 256)
-    config = settings("superneurons_table5", networks=["alexnet"], methods=["own", "none", "superneurons", "bound"])
+    config = figure_settings(
+        "superneurons_table5", networks=["alexnet"], methods=["own", "none", "superneurons", "bound"]
+    )
     searched, planned = table5.tasks(config)
     assert planned == {"network": "alexnet", "planner": "lp_round", "batch": 1792}
     machine = replace(GPU, memory_bytes=3 * 2**30)
@@ -281,22 +249,20 @@ def test_table5(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert table5.run(fits, machine) == {"overhead": 0.0}
     assert table5.run({**fits, "batch": found["none"] + 1}, machine) == {"overhead": None}
     rows = [row, {**planned, "overhead": 0.25}]
-    _, cells = table5.table(rows)
+    _, cells = table5.FIGURE.table(rows)
     assert cells[0][:6] == ["AlexNet", "768", "768", "1,024", "1,408", "1,792"] and cells[0][-1] == "fits (25.0%)"
     assert cells[0][6] == str(found["own"])
     for joins, said in ((0.4, "results of LRN"), (0.05, "what a chain of recomputation reads")):
-        assert said in table5.notes([{**row, "joins": joins}, rows[1]])[-1]
+        assert said in table5.FIGURE.notes([{**row, "joins": joins}, rows[1]])[-1]
     more = {**row, "found": {**row["found"], "superneurons": {"batch": 2000}}}
-    note = table5.notes([more, {**planned, "overhead": None}])[-1]
-    assert "goes to 2,000 (paper 1,792)" in note and note.endswith(
-        "At the paper's 1,792 LP rounding does not fit there."
+    note = table5.FIGURE.notes([more, {**planned, "overhead": None}])[-1]
+    assert "has 2,000, in the paper 1,792 (we infer" in note and note.endswith(
+        "LP rounding has no plan or no overhead."
     )
-    assert not table5.hosts([row])
+    assert not any("What stops" in note for note in table5.FIGURE.notes(rows))
     half = {**row, "found": {**row["found"], "none": {"batch": 9, "peak": row["memory"] // 2}}}
     said = "What stops dead tensors freed on AlexNet is the host's memory, 64 GiB: the GPU has room."
-    assert table5.hosts([half]) == [said]
-    table5.draw(rows, tmp_path / "5.png")
-    assert (tmp_path / "5.png").stat().st_size > 10_000
+    assert said in table5.FIGURE.notes([half, rows[1]])
 
 
 def test_joins_of_a_program_by_hand() -> None:

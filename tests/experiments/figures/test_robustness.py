@@ -1,20 +1,13 @@
-"""`experiments.robustness`: what it measures, and what it refuses."""
-
-from dataclasses import replace
+"""figure=robustness: what it measures, and what it refuses."""
 
 import numpy as np
 import pytest
-from omegaconf import DictConfig
 
 from agents.planner import Infeasible
 from envs.memory_env import small_task
-from experiments import robustness
-from experiments.common import cli
-from experiments.figures import robustness as figure
-from experiments.plotting.noise import noise_panels
+from experiments.figures import robustness
 from simulator import Plan, simulate
 from simulator.jobs import Noise
-from tests.experiments.conftest import Run
 
 PROGRAM, MACHINE = small_task()
 LIMIT = int(0.6 * PROGRAM.peak_bytes)
@@ -31,7 +24,7 @@ def test_without_noise_it_is_the_simulators_overhead() -> None:
     assert free == pytest.approx(np.zeros(6))
 
 
-def test_what_is_measured(tmp_path) -> None:
+def test_what_is_measured() -> None:
     found = robustness.measure(PROGRAM, MACHINE, LIMIT, ["autoswap_doa", "tensile", "vdnn_all"], SETTINGS)
     assert set(found["noise"]["both"][0]["planners"]) | set(found["without_a_plan"]) == {
         "autoswap_doa", "tensile", "vdnn_all", "robust", "without_noise",
@@ -47,37 +40,11 @@ def test_what_is_measured(tmp_path) -> None:
     assert still["without_noise"] <= min(still.values()) + 0.01
     again = found["recovery"][0]["planners"]["tensile"]
     assert again["plans"] >= 1 and 0 <= again["iterations"] <= 5 and min(again["new"], again["kept"]) >= 0
-    heads, cells = robustness.table(found)
-    assert all(len(line) == len(heads) for line in cells) and "→" in cells[0][-1]
-    noise_panels(tmp_path / "noise.png", [{"title": "small", **found}])
-    assert (tmp_path / "noise.png").stat().st_size > 20_000
-    row = {**found, "network": "mlp", "limit": 0.6}
-    assert "planned anew after a drift of -0.3" in figure.notes([row])[-1]
-    assert len(figure.table([row])[1]) == len(both)
+    heads, cells, notes = robustness.FIGURE.say([{**found, "network": "mlp", "limit": 0.6}])
+    assert all(len(line) == len(heads) for line in cells) and "→" in cells[0][-1] and len(cells) == len(both)
+    assert "planned anew after a drift of -0.3" in notes[-1]
 
 
 def test_no_plan_at_all_is_said() -> None:
     with pytest.raises(Infeasible, match="no planner has a plan"):
         robustness.measure(PROGRAM, MACHINE, LIMIT // 3, ["autoswap_doa"], SETTINGS)
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "said"),
-    [("jitter", [-1], "jitter: jitter: expected a number from 0 to 2"), ("iterations", 3, "iterations: expected an"),
-     ("robust", {"wind": 1}, "robust: "), ("tenant", ["much"], "tenant: ")],
-)  # fmt: skip
-def test_wrong_settings_are_refused(key: str, value: object, said: str) -> None:
-    with pytest.raises(cli.UsageError, match=said):
-        robustness.settings_of(DictConfig({**SETTINGS, key: value}))
-
-
-def test_as_a_user_runs_it(tmp_path, run: Run) -> None:
-    program = tmp_path / "step.json"
-    replace(PROGRAM, name="mine").save(program)
-    words = ["planners=[autoswap_doa]", "robust_calls=0", "iterations=6", "seeds=1", f"out={tmp_path / 'out'}"]
-    done = run("robustness", f"program={program}", "jitter=[0.1]", "drift=[-0.3]", "tenant=[0.5]", *words)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == str(tmp_path / "out")
-    assert {"robustness.json", "robustness.png"} <= {file.name for file in (tmp_path / "out").iterdir()}
-    refused = run("robustness", f"program={program}", "limit=0.01", f"out={tmp_path / 'no'}")
-    assert refused.returncode == 2 and "no planner has a plan" in refused.stderr

@@ -1,0 +1,328 @@
+"""Charts from data: a figure says which panels it has and what is on them, and ``draw`` makes the picture.
+
+Lines (or points), bars, rules (a level, or a band) and words make every chart; what many have of these is made by
+``pairs`` (the paper's values hollow, ours filled) and ``groups`` (bars side by side).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, NullFormatter
+from numpy.typing import NDArray
+
+from experiments.plotting.palette import FAINT, INK, Look
+from experiments.plotting.plots import labels_at_right, panel_grid
+
+Values = Sequence[float | None] | NDArray[np.float64]  # None: nothing there
+DASHED, DOTTED = (0, (5, 3)), (0, (1, 1.5))
+HOLLOW = {"x": "o", "|": "|"}  # markers without an inside, and what stands for them
+STRIPE = "#f6f6f6"
+SIDES: dict[str, dict[str, Any]] = {
+    "right": {"xytext": (7, 0), "ha": "left", "va": "center"},
+    "left": {"xytext": (-7, 0), "ha": "right", "va": "center"},
+    "above": {"xytext": (0, 4), "ha": "center", "va": "bottom"},
+    "below": {"xytext": (0, -4), "ha": "center", "va": "top"},
+}
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of a panel.
+
+    Attributes:
+        format: of a tick, for ``str.format``; "%": per cent.
+        limits: None: as the data need it.
+        names: of the positions 0, 1, …: rows from top to bottom, or columns; or of the ``ticks``.
+        room: times the upper limit that the data need, for words beside them.
+    """
+
+    label: str = ""
+    format: str = "{:,g}"
+    limits: tuple[float | None, float | None] = (None, None)
+    scale: str = "linear"
+    ticks: Sequence[float] | None = None
+    names: Sequence[str] = ()
+    room: float = 1.0
+
+
+@dataclass(frozen=True)
+class Line:
+    """Points, joined unless ``line`` is "".
+
+    Attributes:
+        band: the lower and the upper edge of an area, over ``x``.
+        texts: at the points, on the ``side`` of each.
+        end: the line's name at the right edge of the panel.
+    """
+
+    x: Values
+    y: Values
+    colour: str = INK
+    label: str = ""
+    marker: str = ""
+    line: Any = "-"
+    width: float = 1.6
+    size: float = 5.5
+    hollow: bool = False
+    step: bool = False
+    alpha: float = 1.0
+    band: tuple[Any, Any] | None = None
+    shade: float = 0.2
+    texts: Sequence[str] = ()
+    side: str = "right"
+    end: str = ""
+    front: float = 3.0
+
+    def draw(self, axes: Axes) -> None:
+        x, y = _numbers(self.x), _numbers(self.y)
+        if self.band is not None:
+            low, high = (np.broadcast_to(_numbers(np.atleast_1d(edge)), x.shape) for edge in self.band)
+            axes.fill_between(x, low, high, step="post" if self.step else None, color=self.colour, alpha=self.shade,
+                              linewidth=0, zorder=self.front - 1)  # fmt: skip
+        axes.plot(
+            x, y, color=self.colour, label=self.label or None, linestyle=self.line, linewidth=self.width,
+            marker=HOLLOW.get(self.marker, self.marker) if self.hollow else self.marker, markersize=self.size,
+            markerfacecolor="white" if self.hollow else self.colour, zorder=self.front, alpha=self.alpha,
+            markeredgewidth=2.0 if self.marker in ("|", "_") else 1.5 if self.hollow else 1.0,
+            drawstyle="steps-post" if self.step else "default",
+        )  # fmt: skip
+        for at, value, text in zip(x, y, self.texts, strict=False):
+            _say(axes, at, value, text, self.side, INK)
+
+
+@dataclass(frozen=True)
+class Bars:
+    """A bar at each of ``at``, from ``base`` on; ``across``: from left to right. Texts are at the ends, or inside."""
+
+    at: Sequence[float]
+    values: Values
+    colour: str = INK
+    label: str = ""
+    thick: float = 0.8
+    base: Any = 0.0
+    hollow: bool = False
+    across: bool = True
+    texts: Sequence[str] = ()
+    inside: bool = False
+    shade: float = 1.0
+
+    def draw(self, axes: Axes) -> None:
+        values, base = _numbers(self.values), np.broadcast_to(_numbers(np.atleast_1d(self.base)), len(self.at))
+        make, start = (axes.barh, "left") if self.across else (axes.bar, "bottom")
+        make(self.at, np.nan_to_num(values), self.thick, color="white" if self.hollow else self.colour,
+             edgecolor=self.colour, linewidth=1.0 if self.hollow else 0.0, label=self.label or None,
+             zorder=2, alpha=self.shade, **{start: base})  # fmt: skip
+        for at, value, low, text in zip(self.at, np.nan_to_num(values), base, self.texts, strict=False):
+            end = low + (value / 2 if self.inside else value)
+            where = (end, at) if self.across else (at, end)
+            if self.inside:
+                axes.annotate(text, where, ha="center", va="center", fontsize=9.5, color="white", zorder=4)
+            else:
+                _say(axes, *where, text, "right" if self.across else "above", INK)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A line over the whole panel at a value of x (``across``: of y), or a band from it ``until`` another."""
+
+    at: float
+    until: float | None = None
+    across: bool = False
+    colour: str = INK
+    label: str = ""
+    line: Any = DASHED
+    width: float = 1.1
+    text: str = ""
+    below: bool = False
+
+    def draw(self, axes: Axes) -> None:
+        if self.until is not None:
+            span = axes.axhspan if self.across else axes.axvspan
+            span(self.at, self.until, color=self.colour, linewidth=0, zorder=0.5, label=self.label or None)
+            return
+        rule = axes.axhline if self.across else axes.axvline
+        rule(self.at, color=self.colour, linewidth=self.width, linestyle=self.line, zorder=1, label=self.label or None)
+        if self.text:
+            place, where = (0.005, self.at), axes.get_yaxis_transform()
+            if not self.across:
+                place, where = (self.at, 0.99), axes.get_xaxis_transform()
+            above = self.across and not self.below
+            axes.annotate(self.text, place, (4, 3 if above else -3), where, "offset points", fontsize=9,
+                          color=self.colour, va="bottom" if above else "top")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Words:
+    """A text at a point; ``top``: its y is of the panel's height instead."""
+
+    x: float
+    y: float
+    text: str
+    align: str = "center"
+    colour: str = INK
+    top: bool = False
+    size: float = 9.5
+
+    def draw(self, axes: Axes) -> None:
+        axes.text(self.x, self.y, self.text, ha=self.align, va="top" if self.top else "center", fontsize=self.size,
+                  color=self.colour, transform=axes.get_xaxis_transform() if self.top else axes.transData)  # fmt: skip
+
+
+Mark = Line | Bars | Rule | Words
+ONE = Rule(1, line="-", width=1)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A pair of axes and what is on it, from back to front."""
+
+    title: str
+    marks: Sequence[Mark]
+    x: Axis = Axis()
+    y: Axis = Axis()
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A picture.
+
+    Attributes:
+        columns: panels beside each other, at most.
+        size, besides: inches, width and height, of each panel, and of the whole besides.
+        keys: columns of the legend, which has every label once.
+        note: below all.
+    """
+
+    title: str
+    panels: Sequence[Panel]
+    columns: int = 3
+    size: tuple[float, float] = (4.6, 3.6)
+    besides: tuple[float, float] = (0.0, 0.9)
+    keys: int = 4
+    note: str = ""
+
+
+def draw(path: Path, chart: Chart) -> None:
+    """A chart as PNG. Labels and names that a neighbour repeats are left out."""
+    panels = chart.panels
+    with panel_grid(path, len(panels), chart.columns, chart.size, chart.besides) as (grid, columns):
+        keys: dict[str, Any] = {}
+        for i, (axes, panel) in enumerate(zip(grid, panels, strict=True)):
+            beside = panels[i - 1].y if i % columns else None
+            below = panels[i + columns].x if i + columns < len(panels) else None
+            for mark in panel.marks:
+                mark.draw(axes)
+            axes.set_title(panel.title)
+            _set_axis(axes, "x", panel.x, panel.x.label if below is None or below.label != panel.x.label else "")
+            _set_axis(axes, "y", panel.y, panel.y.label if beside is None or beside.label != panel.y.label else "")
+            if beside is not None and panel.y.names and beside.names == panel.y.names:
+                axes.set_yticklabels([])
+            ends = [(float(_numbers(m.y)[-1]), m.end, m.colour) for m in panel.marks if isinstance(m, Line) and m.end]
+            labels_at_right(axes, ends)
+            keys |= {text: key for key, text in zip(*axes.get_legend_handles_labels(), strict=True) if text not in keys}
+        fig = grid[0].figure
+        if keys:
+            fig.legend(keys.values(), keys.keys(), loc="outside lower center", ncols=chart.keys, fontsize=10)
+        fig.suptitle(chart.title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
+        if chart.note:
+            fig.supxlabel(chart.note, x=0.01, ha="left", fontsize=10, color=INK)
+
+
+def pairs(
+    look: Look, theirs: Values, ours: Values, shift: float = 0.0, texts: Sequence[str] = (), side: str = "right"
+) -> list[Mark]:  # fmt: skip
+    """A row for each value: the paper's hollow, ours filled, and a line between them."""
+    rows = [y + shift for y in range(len(ours))]
+    x = [value for pair in zip(theirs, ours, strict=True) for value in (*pair, None)]
+    y = [value for row in rows for value in (row, row, None)]
+    name, colour, marker = look
+    return [
+        Line(x, y, colour, width=1.3, alpha=0.5, front=2),
+        Line(theirs, rows, colour, f"{name}, paper", marker, "", size=7, hollow=True),
+        Line(ours, rows, colour, f"{name}, ours", marker, "", size=7, front=4, texts=texts, side=side),
+    ]
+
+
+def ranges(
+    label: str, colour: str, marker: str, values: Sequence[Sequence[float | None]], shift: float = 0.0
+) -> list[Mark]:  # fmt: skip
+    """A row for each: the mean of those that are there, and a line from the least to the most."""
+    there = [[value for value in each if value is not None] for each in values]
+    rows = [y + shift for y in range(len(values))]
+    ends = [end for each in there for end in ((min(each), max(each), None) if each else (None, None, None))]
+    return [
+        Line(ends, [value for row in rows for value in (row, row, None)], colour, width=1.3, alpha=0.6, front=2),
+        Line([float(np.mean(each)) if each else None for each in there], rows, colour, label, marker, "", size=6),
+    ]
+
+
+def groups(series: Sequence[tuple[str, str, Values, Sequence[str]]], across: bool = False, thick: float = 0.8,
+           hollow: Sequence[str] = ()) -> list[Mark]:  # fmt: skip
+    """Bars side by side at 0, 1, …: for each series its label, colour, values and texts."""
+    one = thick / len(series)
+    return [
+        Bars([n + (i - (len(series) - 1) / 2) * one for n in range(len(values))], values, colour, label, 0.92 * one,
+             hollow=label in hollow, across=across, texts=texts)
+        for i, (label, colour, values, texts) in enumerate(series)
+    ]  # fmt: skip
+
+
+def _numbers(values: Values) -> NDArray[np.float64]:
+    return np.array([np.nan if value is None else value for value in values], np.float64)
+
+
+def _say(axes: Axes, x: float, y: float, text: str, side: str, colour: str) -> None:
+    if text and np.isfinite(x) and np.isfinite(y):
+        axes.annotate(text, (x, y), textcoords="offset points", fontsize=9, color=colour, zorder=5, **SIDES[side])
+
+
+def _set_axis(axes: Axes, which: str, axis: Axis, label: str) -> None:
+    """Scale, limits, ticks and names."""
+    of = axes.xaxis if which == "x" else axes.yaxis
+    limits = axes.get_xlim, axes.set_xlim
+    if which == "y":
+        limits = axes.get_ylim, axes.set_ylim
+    of.set_label_text(label)
+    n = len(axis.names)
+    if n and axis.ticks is None:
+        limits[1](*((n - 0.4, -0.6) if which == "y" else (-0.6, n - 0.4)))
+        of.set_ticks(range(n), axis.names)
+        of.set_tick_params(length=0)
+        axes.grid(axis=which, visible=False)  # type: ignore[arg-type]
+        if which == "y":
+            axes.spines["left"].set_visible(False)
+            for row in range(0, n, 2):
+                axes.axhspan(row - 0.5, row + 0.5, color=STRIPE, linewidth=0, zorder=0)
+        return
+    if axis.scale != "linear":
+        (axes.set_xscale if which == "x" else axes.set_yscale)(
+            axis.scale, **({"linthresh": 0.01, "linscale": 0.7} if axis.scale == "symlog" else {})
+        )
+    limits[1](*axis.limits)
+    if axis.room != 1:
+        limits[1](None, axis.room * limits[0]()[1])
+    if n and axis.ticks is not None:
+        of.set_ticks(axis.ticks, axis.names, rotation=90, fontsize=9)
+        axes.grid(axis=which, visible=False)  # type: ignore[arg-type]
+        return
+    if axis.ticks is not None:
+        of.set_ticks(axis.ticks)
+        of.set_minor_formatter(NullFormatter())
+
+    def said(value: float, _: Any = None) -> str:
+        return f"{round(100 * value, 6):g}%" if axis.format == "%" else axis.format.format(value)
+
+    of.set_major_formatter(FuncFormatter(said))
+    if axis.scale == "log" and axis.ticks is None:
+        of.set_minor_formatter(FuncFormatter(lambda value, _: said(value) if f"{value:e}"[0] in "235" else ""))
+
+
+def floor(x: Values, y: Values, low: float = 0.0, step: bool = False) -> Line:
+    """The floor of every plan, as an area."""
+    return Line(x, y, FAINT, "the floor: no plan is below", width=1.1, band=(low, y), shade=0.35, step=step, front=2)

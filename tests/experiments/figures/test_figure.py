@@ -1,0 +1,58 @@
+"""A figure's words: how templates are filled, and what becomes of a row, a column or a note that is repeated."""
+
+from typing import Any
+
+import pytest
+
+from experiments.figures.figure import Figure, Range, fill, span
+from experiments.plotting.charts import Chart
+
+TEXT = """# Squares
+
+Fig. 1 of "Numbers",
+section 2.
+
+| number | square | [heads] |
+|---|---:|---:|
+| [lines] {x} | {y:.1f} | [more] |
+| all | {sum:,} | |
+
+- There are {count}[[, the largest {largest}]].
+- [lines] {x} makes
+  {y:g}.
+- Nobody is at {nobody}.
+
+## Choices
+
+1. Not shown: {unknown}.
+"""
+
+
+def figure(**numbers: Any) -> Figure:
+    lines = [{"x": 2, "y": 4.0, "more": ["a", "b"]}, {"x": 3, "y": None, "more": ["c", "d"]}]
+    made = {"lines": lines, "heads": ["p", "q"], "sum": 1300, "count": 2, "largest": None, "nobody": None, **numbers}
+    return Figure("squares", list, lambda *_: {}, lambda rows: made, lambda rows: Chart("", []), text=TEXT)
+
+
+def test_what_is_said_of_rows() -> None:
+    made = figure()
+    assert made.title == "Squares" and made.about == 'Fig. 1 of "Numbers", section 2.'
+    heads, cells, notes = made.say([])
+    assert heads == ["number", "square", "p", "q"] == made.table([])[0]
+    assert cells == [["2", "4.0", "a", "b"], ["3", "", "c", "d"], ["all", "1,300", ""]]
+    assert notes == ["There are 2.", "2 makes 4."] == made.notes([])
+    assert figure(largest=4, nobody="home").notes([])[::2] == ["There are 2, the largest 4.", "Nobody is at home."]
+    with pytest.raises(KeyError, match="unknown"):
+        fill("{unknown}", {})
+
+
+def test_numbers_in_templates() -> None:
+    values = {"bytes": 3 * 2**20, "ns": 2_500_000, "d": {"k": [0.5, None]}, "none": None, "list": [1.0, 2.5],
+              "range": Range([0.25, 0.1]), "one": Range([0.101, 0.099]), "sizes": Range([1e9, 3e9])}  # fmt: skip
+    assert fill("{bytes!M:.1f} MiB, {ns!t:g} ms, {sizes!B:.0f} GB", values) == "3.0 MiB, 2.5 ms, 1 to 3 GB"
+    assert fill("{d[k][0]:.0%}, {list:.1f}, {range:.0%}, {one:.0%}", values) == "50%, 1.0, 2.5, 10% to 25%, 10%"
+    assert fill("{none:.1f?nothing} [[{none} is left out]]{d[k][0]}", values) == "nothing 0.5"
+    assert (
+        fill("{none}", values) is None and fill("{d[k][1]:.0f}", values) is None and fill("{none[a]}", values) is None
+    )
+    assert span([None, 2.0, 1.0]) is not None and span([None]) is None
