@@ -52,15 +52,15 @@ CODE = (
 def main(cfg: DictConfig) -> None:
     quick, redraw = (cli.choice(cfg, key, (False, True)) for key in ("quick", "redraw"))
     asked = cli.plain(cfg.figure)
+    every = asked.get("name") == ALL
     out = cli.path(cfg, "out") or Path("runs/reproduce")
     if redraw:
-        draw_again(names() if asked.get("name") == ALL else [str(asked.get("name"))], out)
+        draw_again(names() if every else [str(asked.get("name"))], out)
         print(out)
         return
-    chosen = [asked]
-    if asked.get("name") == ALL:
-        chosen = [cli.plain(OmegaConf.load(CONFIGS / f"{n}.yaml")) for n in names() if not figure(n).on_demand]
-    make(chosen, quick, cfg.gpu, *cli.launcher(cfg), out)
+    chosen = [name for name in names() if not figure(name).on_demand] if every else []
+    several = [cli.plain(OmegaConf.load(CONFIGS / f"{name}.yaml")) for name in chosen]
+    make(several or [asked], quick, cfg.gpu, *cli.launcher(cfg), out)
 
 
 @cli.goes_on

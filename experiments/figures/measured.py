@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from experiments.common import cli
 from experiments.common.report import Row
 from experiments.figures.figure import Figure
-from experiments.plotting.charts import ONE, Axis, Chart, Line, Mark, Panel, Rule, Words, groups
+from experiments.plotting.charts import ONE, Axis, Chart, Line, Mark, Panel, Rule, Words, between, groups
 from experiments.plotting.palette import CONTROL, FAINT, GRID, INK, KERNELS, OURS
 from simulator.machine import Machine
 
@@ -262,8 +262,7 @@ def chart(rows: list[Row]) -> Chart:
 def pair(x: Sequence[Sequence[float]], hollow: Sequence[bool], label: str) -> list[Mark]:
     """A row for each: one roofline's value, and ours, hollow or filled."""
     (ours, control), rows = x, range(len(hollow))
-    between = [value for a, b in zip(ours, control, strict=True) for value in (a, b, None)]
-    marks: list[Mark] = [Line(between, [y for row in rows for y in (row, row, None)], FAINT, width=1),
+    marks: list[Mark] = [between(ours, control, rows, FAINT),
                          Line(control, rows, CONTROL, "one roofline", "o", "", size=7)]  # fmt: skip
     for which, name in ((False, "ours"), (True, label)):
         shown = [value if one == which else None for value, one in zip(ours, hollow, strict=True)]
@@ -303,9 +302,8 @@ def planned(rows: list[Row]) -> Panel:
     for key, ink, name, shift in ((MODEL, OURS, "ours", -0.12), (ROOFLINE, CONTROL, "one roofline", 0.12)):
         mine = [next(one for one in row["rows"] if one["times"] == key) for row in rows]
         said, took = ([one[k] for one in mine] for k in ("said", "measured"))
-        between = [value for a, b in zip(said, took, strict=True) for value in (a, b, None)]
         marks += [
-            Line([v for at in x for v in (at + shift, at + shift, None)], between, ink, width=1.2),
+            between(said, took, x + shift, ink, upright=True),
             Line(x + shift, said, ink, f"{name}: said", "o", "", size=8, hollow=True),
             Line(x + shift, took, ink, f"{name}: under measured times", "o", "", size=8),
         ]

@@ -18,7 +18,7 @@ from experiments import figures
 from experiments.common import cli, report
 from experiments.common.report import Row
 from experiments.figures.figure import Figure
-from experiments.plotting.charts import Axis, Chart, Line, Mark, Panel, Words
+from experiments.plotting.charts import Axis, Chart, Line, Mark, Panel, Words, between
 from experiments.plotting.palette import FAINT, INK, Look, look
 from simulator import simulate
 from simulator.jobs import Job, Noise, simulate_jobs
@@ -246,10 +246,9 @@ def recovery(row: Row) -> Panel:
     found = row["recovery"][0]["planners"]
     y = range(len(found))
     kept, again, new = ([one[key] for one in found.values()] for key in ("kept", "replanned", "new"))
-    rows, ends = [v for n in y for v in (n, n, None)], [v for a, b in zip(new, kept, strict=True) for v in (a, b, None)]
     texts = [f"{one['iterations']} iterations" for one in found.values()]
     marks = [
-        Line(ends, rows, FAINT, width=1.2),
+        between(new, kept, y, FAINT),
         Line(list(map(max, kept, again, new)), y, INK, line="", texts=texts),
         Line(kept, y, INK, "plan kept", "o", "", size=7),
         Line(again, y, INK, "planned anew, in the end", "o", "", size=7, hollow=True, front=4),

@@ -60,7 +60,10 @@ def run(task: Row, machine: Machine) -> Row:
 def smallest(program: Program, strategy: str, joins: bool) -> int:
     """The least bytes for which the planner finds a plan."""
     planner = agents.make("superneurons", recompute=strategy, joins=joins)
-    fits = lambda limit: figures.attempt(planner, program, FREE, limit) is not None  # noqa: E731
+
+    def fits(limit: int) -> bool:
+        return figures.attempt(planner, program, FREE, limit) is not None
+
     return figures.between(fits, 0, program.peak_bytes, 1)[1]
 
 

@@ -14,7 +14,7 @@ from experiments.common import cli
 from experiments.common.report import Row, heuristics, warm_up
 from experiments.figures import network, planned, program
 from experiments.figures.figure import Figure, Range
-from experiments.plotting.charts import DASHED, Axis, Chart, Line, Mark, Panel
+from experiments.plotting.charts import DASHED, Axis, Chart, Line, Mark, Panel, between
 from experiments.plotting.palette import INK, look
 from simulator import Machine
 from simulator.compiled import warm
@@ -146,7 +146,7 @@ def chart(rows: list[Row]) -> Chart:
         _, ink, marker = {PUBLISHED: ("", INK, "D"), WITHOUT: ("", "#8a8a8a", "o")}.get(line, look(line.split(",")[0]))
         marks.append(Line(seconds, middle, ink, name_of(line), marker, DASHED if line == WITHOUT else "-", 1.4,
                           band=(low, high), shade=0.08))  # fmt: skip
-        marks += [Line([s, s], [a, b], ink, width=0.8) for s, a, b in zip(seconds, low, high, strict=True)]
+        marks.append(between(low, high, seconds, ink, upright=True))
     panel = Panel("", marks, Axis("planning time, s", "{:g}", scale="log"),
                   Axis("gap to the floor, points", "{:g}", scale="log"))  # fmt: skip
     return Chart("The gap to the floor against planning time, test split", [panel], size=(8.6, 4.4), keys=3)

@@ -21,7 +21,7 @@ from experiments.plotting.plots import labels_at_right, panel_grid
 
 Values = Sequence[float | None] | NDArray[np.float64]  # None: nothing there
 DASHED, DOTTED = (0, (5, 3)), (0, (1, 1.5))
-HOLLOW = {"x": "o", "|": "|"}  # markers without an inside, and what stands for them
+HOLLOW = {"x": "o"}  # markers without an inside, and what stands for them
 STRIPE = "#f6f6f6"
 SIDES: dict[str, dict[str, Any]] = {
     "right": {"xytext": (7, 0), "ha": "left", "va": "center"},
@@ -234,16 +234,22 @@ def draw(path: Path, chart: Chart) -> None:
             fig.supxlabel(chart.note, x=0.01, ha="left", fontsize=10, color=INK)
 
 
+def between(start: Values, end: Values, rows: Values, colour: str, upright: bool = False) -> Line:
+    """A thin line from ``start`` to ``end`` in each of ``rows``; ``upright``: from below, at each x."""
+    along = [value for pair in zip(start, end, strict=True) for value in (*pair, None)]
+    across = [value for row in rows for value in (row, row, None)]
+    x, y = (across, along) if upright else (along, across)
+    return Line(x, y, colour, width=1.3, alpha=0.6, front=2)
+
+
 def pairs(
     look: Look, theirs: Values, ours: Values, shift: float = 0.0, texts: Sequence[str] = (), side: str = "right"
 ) -> list[Mark]:  # fmt: skip
     """A row for each value: the paper's hollow, ours filled, and a line between them."""
     rows = [y + shift for y in range(len(ours))]
-    x = [value for pair in zip(theirs, ours, strict=True) for value in (*pair, None)]
-    y = [value for row in rows for value in (row, row, None)]
     name, colour, marker = look
     return [
-        Line(x, y, colour, width=1.3, alpha=0.5, front=2),
+        between(theirs, ours, rows, colour),
         Line(theirs, rows, colour, f"{name}, paper", marker, "", size=7, hollow=True),
         Line(ours, rows, colour, f"{name}, ours", marker, "", size=7, front=4, texts=texts, side=side),
     ]
@@ -255,9 +261,9 @@ def ranges(
     """A row for each: the mean of those that are there, and a line from the least to the most."""
     there = [[value for value in each if value is not None] for each in values]
     rows = [y + shift for y in range(len(values))]
-    ends = [end for each in there for end in ((min(each), max(each), None) if each else (None, None, None))]
+    low, high = ([of(each, default=None) for each in there] for of in (min, max))
     return [
-        Line(ends, [value for row in rows for value in (row, row, None)], colour, width=1.3, alpha=0.6, front=2),
+        between(low, high, rows, colour),
         Line([float(np.mean(each)) if each else None for each in there], rows, colour, label, marker, "", size=6),
     ]
 
@@ -284,14 +290,11 @@ def _say(axes: Axes, x: float, y: float, text: str, side: str, colour: str) -> N
 
 def _set_axis(axes: Axes, which: str, axis: Axis, label: str) -> None:
     """Scale, limits, ticks and names."""
-    of = axes.xaxis if which == "x" else axes.yaxis
-    limits = axes.get_xlim, axes.set_xlim
-    if which == "y":
-        limits = axes.get_ylim, axes.set_ylim
+    of, limits, set_limits = (getattr(axes, name) for name in (f"{which}axis", f"get_{which}lim", f"set_{which}lim"))
     of.set_label_text(label)
     n = len(axis.names)
     if n and axis.ticks is None:
-        limits[1](*((n - 0.4, -0.6) if which == "y" else (-0.6, n - 0.4)))
+        set_limits(*((n - 0.4, -0.6) if which == "y" else (-0.6, n - 0.4)))
         of.set_ticks(range(n), axis.names)
         of.set_tick_params(length=0)
         axes.grid(axis=which, visible=False)  # type: ignore[arg-type]
@@ -301,13 +304,12 @@ def _set_axis(axes: Axes, which: str, axis: Axis, label: str) -> None:
                 axes.axhspan(row - 0.5, row + 0.5, color=STRIPE, linewidth=0, zorder=0)
         return
     if axis.scale != "linear":
-        (axes.set_xscale if which == "x" else axes.set_yscale)(
-            axis.scale, **({"linthresh": 0.01, "linscale": 0.7} if axis.scale == "symlog" else {})
-        )
-    limits[1](*axis.limits)
+        near_0 = {"linthresh": 0.01, "linscale": 0.7} if axis.scale == "symlog" else {}
+        getattr(axes, f"set_{which}scale")(axis.scale, **near_0)
+    set_limits(*axis.limits)
     if axis.room != 1:
-        limits[1](None, axis.room * limits[0]()[1])
-    if n and axis.ticks is not None:
+        set_limits(None, axis.room * limits()[1])
+    if n:
         of.set_ticks(axis.ticks, axis.names, rotation=90, fontsize=9)
         axes.grid(axis=which, visible=False)  # type: ignore[arg-type]
         return

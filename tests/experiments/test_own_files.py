@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from executor.calibrate import Calibration
 from experiments import bench, workloads
 from experiments.common import cli
-from experiments.reproduce import Figure
+from experiments.reproduce import Work
 from simulator import FormatError, Machine, Program
 from tests.experiments.common.test_cli import refused, rows_in
 from tests.experiments.conftest import Run, chain
@@ -137,7 +137,7 @@ def test_what_is_no_file_stays_as_it_was_typed() -> None:
 def test_a_figure_takes_a_machine_file(tmp_path: Path) -> None:
     file = written(tmp_path, "mine.yaml", MACHINE)
     config = cli.plain(OmegaConf.load(cli.CONFIGS / "figure" / "superneurons_table3.yaml"))  # type: ignore[arg-type]
-    assert Figure(config, True, str(file), tmp_path).machine == Machine.load(file)
+    assert Work(config, True, str(file), tmp_path).machine == Machine.load(file)
 
 
 # ------------------------------------------------------------------------------------------ workloads

@@ -57,33 +57,6 @@ def test_a_seed_without_a_plan_loses_where_a_baseline_has_one():
     assert math.isinf(lost[0].mean)
 
 
-def test_notes_say_what_was_measured():
-    text = "\n".join(fig.FIGURE.notes(GOOD))
-    assert "at 8 pairs of a limit and a baseline" in text and "is above the baseline at 0, on any seed" in text
-    # TFLMS at 0.6: swap 1.5 and joint 2.5 points below; at 0.55: 40 and 47; memonger: 20 and 18.5. Of the six
-    # differences 1.5, 2.5, 18.5, 20, 40, 47 the median is 19.25.
-    assert "the DQN is 19.2 points below (median)" in text
-    # Swap against memonger: 0 to 20 % at 0.9, 2.5 to 20 % at 0.6.
-    assert "above a baseline that recomputes at 0 of 2 pairs." in text
-    # Points with an overhead: 0.02, 0.1, 0.03, 0.1 (swap), 0.01, 0.03, 0.02, 0.03 (joint); their mean is 0.34 / 8.
-    assert "over the 8 points at which the best walk had an overhead it was 8.5 %" in text and "4.2 % after" in text
-    assert "120 simulator calls" in text  # twelve points of ten
-    assert "2 seeds; they differ most at VGG16" in text and "by 1.00 points" in text
-    # Joint at 0.6: the mean of 1 and 2 % over a floor of 0.4 %; at 0.9 it is at the floor.
-    assert "at the floor at 1 of 2 limits and at most 1.1 points above it (VGG16 at 60% of the peak" in text
-    assert "No plan at any of the limits: VGG16: SuperNeurons, swap" in text
-    assert "VGG16 2.5% / 1.5% (25%)" in text  # section 5.2; 250 ns of 1000
-
-
-def test_notes_name_the_worst_excess():
-    rows = [row(0, [(0.9, 0.25), (0.6, 0.3), (0.55, 0.3)], [(0.9, 0.0), (0.6, 0.01), (0.55, 0.03)])]
-    text = "\n".join(fig.FIGURE.notes(rows))
-    # Swap is above TFLMS by 25 points at 0.9 and by 26 at 0.6, and above memonger by 5 and 10.
-    assert "above the baseline at 2, at most by 26.00 points (VGG16 at 60% of the peak, TFLMS)" in text
-    assert "above a baseline that recomputes at 2 of 2 pairs, at most by 10.0 points" in text
-    assert "seeds" not in text
-
-
 def test_table_has_both_modes_and_the_best_baseline():
     heads, cells = fig.FIGURE.table(GOOD)
     assert heads[1:] == ["−10% memory", "−40% memory"]
