@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,12 @@ def between(fits: Callable[[int], bool], low: int, high: int, within: int) -> tu
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle, high)
     return low, high
+
+
+def least_limit(planner: agents.Planner, program: Program, machine: Machine, within: int) -> int:
+    """About the least bytes for which a planner finds a plan: at most ``within`` less do not do."""
+    has_plan = partial(attempt, planner, program, machine)
+    return between(lambda limit: has_plan(limit) is not None, 0, program.peak_bytes, within)[1]
 
 
 def network(name: str, key: str) -> str:

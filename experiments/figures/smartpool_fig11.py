@@ -105,14 +105,7 @@ def superneurons(program: Program, machine: Machine) -> Iterator[tuple[Plan, int
     """All that may leave, in each of the modes."""
     for mode in MODES:
         planner = agents.make("superneurons", mode=mode)
-        peak = program.peak_bytes
-        plans: dict[int, Plan | None] = {}
-
-        def fits(limit: int, planner: agents.Planner = planner, plans: dict[int, Plan | None] = plans) -> bool:
-            plans[limit] = figures.attempt(planner, program, machine, limit)
-            return plans[limit] is not None
-
-        _, limit = figures.between(fits, 0, peak, peak // 200)  # the smallest that it reaches, to 0.5 %
+        limit = figures.least_limit(planner, program, machine, program.peak_bytes // 200)  # to 0.5 %
         yield planner.plan(program, machine, limit), machine.memory_bytes
 
 

@@ -15,7 +15,6 @@ from experiments.figures.layerwise import FREE, MB
 from experiments.plotting.charts import Axis, Bars, Chart, Line, Mark, Panel
 from experiments.plotting.palette import INK, STRATEGY
 from simulator.machine import Machine
-from simulator.program import Program
 
 LABELS = {"speed": "speed-centric", "memory": "memory-centric", "cost": "cost-aware"}
 NETWORKS = {
@@ -45,6 +44,7 @@ def run(task: Row, machine: Machine) -> Row:
     program = layerwise.program(task["network"], layers(), batch_size)
     branches = any(layer.kind in JOINS for layer in layers())
     plan = layerwise.plan(program, strategy=task["strategy"], branches=branches)
+    planner = agents.make("superneurons", recompute=task["strategy"], joins=branches)
     steps, again, peak = layerwise.steps(program, plan)
     most = max(steps, key=lambda step: step.nbytes)
     return {
@@ -53,18 +53,8 @@ def run(task: Row, machine: Machine) -> Row:
         "peak": peak,
         "step": f"{most.name} {most.phase}",
         "at_peak": [[program.tensors[t].name, program.tensors[t].nbytes] for t in most.tensors],
-        "planner": smallest(program, task["strategy"], branches),
+        "planner": figures.least_limit(planner, program, FREE, 1),
     }
-
-
-def smallest(program: Program, strategy: str, joins: bool) -> int:
-    """The least bytes for which the planner finds a plan."""
-    planner = agents.make("superneurons", recompute=strategy, joins=joins)
-
-    def fits(limit: int) -> bool:
-        return figures.attempt(planner, program, FREE, limit) is not None
-
-    return figures.between(fits, 0, program.peak_bytes, 1)[1]
 
 
 # ------------------------------------------------------------------------------------------ for people
