@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 from rich import box
@@ -31,9 +31,11 @@ from rich.table import Table
 
 from experiments.common import cli, report, workers
 from experiments.common.report import Row
-from experiments.figures.figure import Figure
 from simulator.files import FormatError, read_json, write_json, write_text
 from simulator.machine import Machine
+
+if TYPE_CHECKING:
+    from experiments.figures.figure import Figure
 
 CONFIGS = cli.CONFIGS / "figure"
 ALL = "all"

@@ -24,6 +24,10 @@ def test_a_figure_has_tasks_words_and_a_table(name: str) -> None:
         assert "name" in figures.workload(network)
 
 
+def test_all_leaves_out_what_takes_hours_or_needs_runs() -> None:
+    assert {name for name in reproduce.names() if reproduce.figure(name).on_demand} == {"ablation", "learning"}
+
+
 TASK = {"workload": "mlp", "machine": "gtx1080ti", "limit": 0.8, "split": "test", "fingerprint": "0123456789ab"}
 
 
