@@ -4,10 +4,7 @@ The step (forward, loss, backward, optimizer) is traced once by ``make_fx`` over
 size is ever allocated and nothing of the user's is changed. Parameters, buffers, optimizer state and the batch are the
 graph's placeholders, hence persistent tensors. One storage is one tensor; nodes that only make views are no kernels.
 
-Lifetimes are eager PyTorch's, not the graph's: the recorder, a dispatch mode above the tracer, looks before every
-operator for storages that died since the last. Where eager holds a tensor past its last use in the graph, a
-zero-duration ``marker`` kernel reads it. Details, and what a trace shows differently: executor/capture/README.md.
-Known differences from eager:
+Lifetimes are eager PyTorch's, not the graph's (executor/capture/README.md). Known differences from eager:
 
 1. cuDNN's fused kernels and workspaces are not seen from CPU operators (algorithms.py can model the workspaces).
 2. ``foreach`` and ``fused`` updates are captured as what they are; ``bucket_bytes`` splits them.
@@ -20,8 +17,8 @@ from __future__ import annotations
 
 import traceback
 import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,17 +31,15 @@ from torch.amp.grad_scaler import GradScaler
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_structure, tree_unflatten
 
+from executor.capture import hooks
 from executor.capture.as_cuda import OperatorsOfCuda
 from executor.capture.captured import Captured, CaptureError
 from executor.capture.numbers import Numbers, Option
 from executor.capture.places import Places, users
-from executor.capture.randomness import traced_states
 from executor.capture.recorder import Recorder, noted
-from executor.capture.scaling import traced_scalers
-from executor.capture.state import StepState, bucketed, capturable, fixed, options, over, takes_capturable, untouched
+from executor.capture.state import StepState, fixed, options, over, untouched
 from simulator.machine import Machine
 
 
@@ -236,13 +231,7 @@ def _capture(
             place = {id(e.fake): i for i, e in enumerate(state.entries)}
             flat = [(place[id(v)], None) if isinstance(v, Tensor) else (None, v) for v in inputs]
             del leaves, inputs
-            with (
-                state.installed(),
-                traced_optimizers(recorder, groups, bucket_bytes),
-                traced_scalers(recorder),
-                traced_zero_grad(recorder),
-                traced_states(recorder),
-            ):
+            with state.installed(), hooks.traced(recorder, groups, bucket_bytes):
                 fakes = [e.fake for e in state.entries]
                 with mode:
                     graph = make_fx(traced, tracing_mode="real")(*fakes)
@@ -270,60 +259,6 @@ def _parts(step: Generator[Tensor, None, Any], recorder: Recorder) -> Any:
             recorder.end_micro_batch(next(step))
     except StopIteration as end:
         return end.value
-
-
-@contextmanager
-def traced_optimizers(
-    recorder: Recorder, groups: dict[Optimizer, tuple[dict[str, Any], ...]], bucket_bytes: int | None
-) -> Iterator[None]:
-    """Tells the recorder when an optimizer's step runs, in the form that it is to be captured in."""
-    stack: list[ExitStack] = []
-
-    def enter(optimizer: Optimizer, *_: Any) -> None:
-        context = ExitStack()
-        context.enter_context(capturable(takes_capturable(optimizer)))
-        if optimizer in groups:
-            context.enter_context(recorder.numbers.symbolic(optimizer, groups[optimizer]))
-        if bucket_bytes:
-            context.enter_context(bucketed(optimizer, bucket_bytes))
-        stack.append(context)
-        recorder.note_gradients(p for group in optimizer.param_groups for p in group["params"])
-        recorder.stepping = True
-
-    def leave(*_: Any) -> None:
-        stack.pop().close()
-        recorder.stepping = False
-
-    hooks = [register_optimizer_step_pre_hook(enter), register_optimizer_step_post_hook(leave)]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        while stack:  # the step raised
-            stack.pop().close()
-
-
-@contextmanager
-def traced_zero_grad(recorder: Recorder) -> Iterator[None]:
-    """Tells the recorder when gradients are given back."""
-
-    def noting(original: Callable[..., None]) -> Callable[..., None]:
-        def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
-            recorder.zeroed = len(recorder.ops)
-            original(self, *args, **kwargs)
-
-        return zero_grad
-
-    classes: tuple[Any, ...] = (Optimizer, nn.Module)
-    originals = [c.zero_grad for c in classes]
-    for c, original in zip(classes, originals, strict=True):
-        c.zero_grad = noting(original)
-    try:
-        yield
-    finally:
-        for c, original in zip(classes, originals, strict=True):
-            c.zero_grad = original
 
 
 def _article(noun: str) -> str:

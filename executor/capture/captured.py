@@ -83,7 +83,7 @@ class Captured:
     leaves: tuple[Any, ...]  # those, flat; a tensor's placeholder stands for it
     settings: tuple[tuple[Optimizer, tuple[dict[str, Any], ...]], ...]  # per optimizer and group: what cannot change
     numbers: Numbers  # of the optimizers' options: what may change
-    asked: frozenset[fx.Node]  # numbers that are not 0 where ``left_out`` must not be done (scaling.py)
+    asked: frozenset[fx.Node]  # numbers that are not 0 where ``left_out`` must not be done (hooks.py)
     left_out: frozenset[int]  # kernels
     # Kernel (their number: the end) -> that after whose random numbers it begins, if not the last.
     draws: dict[int, int]

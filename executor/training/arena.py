@@ -22,8 +22,7 @@ from executor.training.calls import Call, Calls
 from executor.training.engines import ALIGNMENT
 from executor.training.order import Order
 from executor.training.recording import Recording, span
-from executor.training.storage import Block
-from executor.training.storages import Storages
+from executor.training.storage import Block, Storages
 from simulator.pool import smartpool
 from simulator.pool.intervals import Intervals
 from simulator.schedule import Step

@@ -14,11 +14,7 @@ from torch.optim import Optimizer
 
 from executor.capture.capture import Captured
 from executor.capture.state import capturable, takes_capturable
-from executor.training.storage import Block, Place, Shared, movable, shared
-
-
-class StepError(RuntimeError):
-    """A step cannot be made or failed; the message is one sentence and says what became of the model."""
+from executor.training.storage import Block, Place, Shared, StepError, movable, shared
 
 
 class Binding(Shared):

@@ -42,7 +42,7 @@ class Calls:
         steps: per step of the schedule, its calls, and the slots that are cleared after it.
         asks: kernel -> slot of a number that is read after it; where it is not 0, ``skipped`` are left out.
         losses: kernel -> slot of the loss of a micro-batch, which is there after it.
-        skipped: kernel -> its calls where it is left out (skipping.py).
+        skipped: kernel -> its calls where it is left out (work.py).
         of: block -> slots of its values, its maker's first.
         outputs: slots of what is returned.
         read_first: tensors that ``first`` reads, as numbers.

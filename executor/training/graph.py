@@ -11,7 +11,7 @@ again; a learning rate that is a tensor is read by every replay.
 Two ways to capture, of the same work, the same moves and the same checks:
 
 1. CUDA: ``torch.cuda.graph``. Copies stay on their streams, forked and joined by the events they have in any case.
-   The memory is one arena; where in it a result lies, PyTorch's allocator says (graph_pool.py).
+   The memory is one arena; where in it a result lies, PyTorch's allocator says (executor/memory/graph_pool.py).
 2. Host: everything lies in an arena at packed addresses (arena.py) and is recorded; a recording that CUDA would not
    capture is refused (recording.py).
 """
@@ -21,24 +21,20 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
 
+from executor.memory.graph_pool import GraphPool, need_of
 from executor.training.arena import Arena, stays
-from executor.training.bindings import StepError
 from executor.training.calls import NUMBER, Call
 from executor.training.engines import line
-from executor.training.graph_pool import GraphPool, need_of
 from executor.training.process import Interrupt
 from executor.training.recording import illegal
-from executor.training.storage import Place
-from executor.training.storages import Storages
+from executor.training.storage import Place, StepError, Storages
+from executor.training.work import StepState
 from simulator.schedule import Step
-
-if TYPE_CHECKING:
-    from executor.training.planned_step import PlannedStep
 
 
 class Graph(Protocol):
@@ -73,30 +69,29 @@ class GraphStep:
         peak_bytes: by the ledger: what the program has on the device between replays, and the pool.
     """
 
-    def __init__(self, step: PlannedStep) -> None:
+    def __init__(self, step: StepState) -> None:
         if reason := refused(step):
             raise StepError(f"the step cannot be a graph: {reason}")
         self.captures = self.peak_bytes = 0
         self.graph: Graph | None = None
         self.warm = False
         self._slots: dict[fx.Node, Tensor] = {}
-        self._seen: tuple[Any, Any] | None = None  # what look() had found at the capture
+        self._seen: tuple[Any, Any] | None = None  # StepState.seen at the capture
 
-    def __call__(self, step: PlannedStep, batch: dict[fx.Node, Tensor]) -> Any:
-        """One step; ``step`` has looked, and is warm."""
+    def __call__(self, step: StepState, batch: dict[fx.Node, Tensor]) -> Any:
+        """One step; the user's tensors have been looked at."""
         if not self._slots:
             self._slots = {node: tensor.detach().clone() for node, tensor in batch.items()}
-        blocks = step._blocks
+        blocks = step.blocks
         with Interrupt(), torch.no_grad(), torch.autocast(step.device.type, enabled=False):
             put_away(step)
             for node, tensor in batch.items():
                 self._slots[node].copy_(tensor, non_blocking=True)
-            present = step._known, step._numbers
             try:
-                if self._seen is None or any(a is not b for a, b in zip(self._seen, present, strict=True)):
+                if self._seen is None or any(a is not b for a, b in zip(self._seen, step.seen, strict=True)):
                     self.close()
                     self._capture(step)
-                    self._seen = present
+                    self._seen = step.seen
                 assert self.graph is not None
                 if not self.graph.done:
                     self.graph.replay()
@@ -111,11 +106,11 @@ class GraphStep:
             results = tuple(output.clone() for output in self.graph.outputs)
         return results[0] if len(results) == 1 else results
 
-    def _capture(self, step: PlannedStep) -> None:
-        table = step._table.copy()
+    def _capture(self, step: StepState) -> None:
+        table = step.table.copy()
         for node, slot in self._slots.items():
             table[step.calls.slots[node]] = slot
-        for out, function, get, options in step._whole.first:
+        for out, function, get, options in step.whole.first:
             table[out] = function(*get(table), **options)
         try:
             self.graph = (CudaGraph if step.device.type == "cuda" else HostGraph)(step, table)
@@ -123,7 +118,7 @@ class GraphStep:
             table.clear()
             forget(step)
         self.captures += 1
-        self.peak_bytes = step._blocks.used + self.graph.pool_bytes
+        self.peak_bytes = step.blocks.used + self.graph.pool_bytes
 
     def close(self) -> None:
         """The graph's memory goes back; the next step captures."""
@@ -132,9 +127,9 @@ class GraphStep:
             graph.close()
 
 
-def refused(step: PlannedStep) -> str | None:
+def refused(step: StepState) -> str | None:
     """Why the step cannot be a graph; None where it can."""
-    captured, calls, program = step.captured, step.calls, step.program
+    captured, calls, program = step.captured, step.calls, step.order.program
     if calls.asks:
         return "a GradScaler decides on the host whether the update is left out"
     for node in captured.graph.graph.nodes:
@@ -149,23 +144,23 @@ def refused(step: PlannedStep) -> str | None:
             return f"the plan recomputes {program.kernels[item.step.kernel].name}, which draws random numbers"
     if captured.draws:
         return "the model's checkpoints put random states back"
-    for t in step._inputs & step._blocks.blocks.keys():
-        return f"the plan swaps {program.tensors[t].name}, a tensor of the batch, for which a graph has a slot"
-    for t in step._written_inputs:
+    for block in step.swapped_inputs():
+        return f"the plan swaps {block.name}, a tensor of the batch, for which a graph has a slot"
+    for t in step.written_inputs:
         return f"the step writes {program.tensors[t].name}, a tensor of the batch, for which a graph has a slot"
-    return "a replay cannot be undone" if step._everything else None
+    return "a replay cannot be undone" if step.undoes_all else None
 
 
-def put_away(step: PlannedStep) -> None:
+def put_away(step: StepState) -> None:
     """What the plan swaps of persistent tensors goes to the host, where the user sees it."""
-    blocks = step._blocks
+    blocks = step.blocks
     blocks.start({t: "host" for t, block in blocks.blocks.items() if block.persistent})
     blocks.settle()
 
 
-def forget(step: PlannedStep) -> None:
+def forget(step: StepState) -> None:
     """After a capture: blocks are as between two replays, whatever has happened."""
-    blocks = step._blocks
+    blocks = step.blocks
     blocks.memory, blocks.values, blocks.used = Storages(), [], blocks.total
     for block in blocks.blocks.values():
         block.place = Place.DEVICE
@@ -180,7 +175,7 @@ def forget(step: PlannedStep) -> None:
 
 
 def issue(
-    step: PlannedStep, table: list[Any], run: Callable[[Step, Sequence[Call]], None],
+    step: StepState, table: list[Any], run: Callable[[Step, Sequence[Call]], None],
     end: Callable[[Step], None] = lambda step: None,
 ) -> None:  # fmt: skip
     """Issues one iteration that begins and ends with what is swapped of persistent tensors on the host.
@@ -188,10 +183,10 @@ def issue(
     Args:
         run: does the calls of a step of the schedule; ``end`` what is to be done when it is over.
     """
-    blocks = step._blocks
+    blocks = step.blocks
     blocks.values = table
     blocks.start(step.order.start)
-    for item, (before, _, calls, clear, _, after) in zip(step.order.items, step._work, strict=True):
+    for item, (before, _, calls, clear, _, after) in zip(step.order.items, step.work, strict=True):
         for act, what in before:
             act(what)
         run(item.step, calls)
@@ -212,8 +207,8 @@ def issue(
 class HostGraph:
     """A recording in an arena, on this computer's memory."""
 
-    def __init__(self, step: PlannedStep, table: list[Any]) -> None:
-        blocks, outputs = step._blocks, step.calls.outputs
+    def __init__(self, step: StepState, table: list[Any]) -> None:
+        blocks, outputs = step.blocks, step.calls.outputs
         engines, before = blocks.engines, [(b, b.storage, b.bytes) for b in blocks.blocks.values()]
         arena = Arena(step.order, step.calls, blocks.blocks, table)
         blocks.memory = arena
@@ -248,9 +243,9 @@ class CudaGraph:
         StepError: it cannot be captured. Nothing of the step has been done then.
     """
 
-    def __init__(self, step: PlannedStep, table: list[Any]) -> None:
-        engines = step._blocks.engines
-        _, intervals = stays(step.order, step._blocks.blocks)
+    def __init__(self, step: StepState, table: list[Any]) -> None:
+        engines = step.blocks.engines
+        _, intervals = stays(step.order, step.blocks.blocks)
         need = need_of(intervals)
         self.outputs: list[Tensor] = []
         try:
@@ -259,7 +254,7 @@ class CudaGraph:
             raise StepError(f"the graph has no memory: {error}; the model is as before the step") from None
         self._graph = torch.cuda.CUDAGraph()
         self.close = weakref.finalize(self, _give_back, self._graph, pool, self.outputs)
-        for generator in step._random.generators:
+        for generator in step.random.generators:
             if generator.device.type == "cuda":
                 self._graph.register_generator_state(generator)
 

@@ -1,14 +1,8 @@
 """In which order a training step issues a plan: what happens before and after each step of its schedule.
 
 The simulator has a clock, a training step has an order: one thread issues everything ahead of the device, and events
-hold back what must wait. ``order`` turns a plan into one iteration of **items**, the steps of simulator.schedule, each
-with the **moves** before and after it:
-
-    out      start the copy to the host (rule 4)     in       take memory and start the swap-in (rule 5)
-    reclaim  wait for that copy, free the memory     wait     wait for the swap-in
-    release  free: the copy on the host is valid
-
-The simulated times become places in this order (reasons in executor/training/README.md):
+hold back what must wait. ``order`` turns a simulated timeline into one iteration of **items**, the steps of
+simulator.schedule, each with the **moves** before and after it. Reasons: executor/training/README.md.
 
 1. A swap-in is issued before the item that ran when its transfer started, or after it if its memory is only free then.
 2. A swap-out's memory is taken when it is needed, the oldest first (rule 8), and as late as the limit allows.
@@ -25,17 +19,17 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from simulator.compiled.engine import simulate
-from simulator.machine import Machine
-from simulator.plan import Plan, Swap
+from simulator.plan import Swap
 from simulator.pool.host import Held
 from simulator.program import Program
-from simulator.schedule import Schedule, Step, lower
+from simulator.schedule import Schedule, Step
 from simulator.timeline import Timeline
 
 MAX_ITERATIONS = 16
 
-Move = tuple[Literal["out", "in", "reclaim", "wait", "release"], int]  # and the block of the schedule
+# Of a block of the schedule. out: start the copy to the host (rule 4); reclaim: wait for that copy, free the memory;
+# release: free it, as the copy on the host is valid; in: take memory and start the swap-in; wait: for the swap-in.
+Move = tuple[Literal["out", "in", "reclaim", "wait", "release"], int]
 
 
 class Item(NamedTuple):
@@ -86,15 +80,13 @@ class Order:
         return Held(when["out"], when["wait"], nbytes, max(len(moves), 1), alignment)
 
 
-def order(program: Program, plan: Plan, machine: Machine, limit: int) -> Order:
+def order(schedule: Schedule, timeline: Timeline, limit: int) -> Order:
     """The order of issue of a plan.
 
-    Raises:
-        PlanError: the plan does not fit the program or the host's memory.
-        OutOfMemory: it is infeasible at the limit.
+    Args:
+        timeline: of the same plan, simulated at ``limit``.
     """
-    timeline = simulate(program, plan, machine, limit)
-    walk = _Walk(lower(program, plan), limit)
+    walk = _Walk(schedule, limit)
     walk.read(timeline)
     for _ in range(MAX_ITERATIONS):
         before = walk.state()
@@ -119,9 +111,8 @@ class _Walk:
         self.renewed = [d for d in schedule.moved if d.copy is not None and d.copy > d.after]
         self.position = self.clock = 0  # kernels and items that are over
         self.copying: list[int] = []  # tensors on their way to the host, in the order of issue
-        self.leaving: dict[
-            int, int
-        ] = {}  # of those whose gap is open: the item before which the simulated one has left
+        # Of those whose gap is open: the item before which the simulated one has left.
+        self.leaving: dict[int, int] = {}
         self.coming: set[int] = set()  # on the way back
         self.early: dict[int, int] = {}  # tensor that has come or is coming back -> kernel that needs it
         self.away: dict[int, Swap] = {}  # on the host or leaving
@@ -129,6 +120,7 @@ class _Walk:
         self.block: dict[int, int] = {}  # tensor -> the block of it that is away or has come back last
         self.valid = set(schedule.away_at_start)  # copies on the host
         self.barrier = False
+        self.waited: dict[tuple[int, int], int] = {}  # tensor, kernel -> the first item for it that waits
         for d in schedule.moved:
             if d.tensor in schedule.away_at_start and d.after >= d.before:
                 self._open(d, d.after - self.n)
@@ -194,8 +186,10 @@ class _Walk:
     def _first_wait(self, t: int, k: int) -> int:
         """The first item that needs the tensor, of those for kernel ``k``."""
         turn, k = divmod(k, self.n)
-        items = range(self.schedule.first[k], self.schedule.first[k + 1])
-        return turn * len(self.steps) + next(i for i in items if t in self.steps[i].waits)
+        if (t, k) not in self.waited:
+            items = range(self.schedule.first[k], self.schedule.first[k + 1])
+            self.waited[t, k] = next(i for i in items if t in self.steps[i].waits)
+        return turn * len(self.steps) + self.waited[t, k]
 
     # ------------------------------------------------------------------------------------------ moves
 
@@ -229,7 +223,11 @@ class _Walk:
 
     def _fits(self, t: int, charge: int) -> bool:
         """Can the swap-in be issued before an item that takes ``charge`` bytes, without a wait that the simulator does
-        not have, now and by the planned residency until its use?"""
+        not have, now and by the planned residency until its use?
+
+        Rule 5 again, as the simulator's answer is for its own ledger: here swap-outs leave later, copies are made anew
+        (4), and where iterations differ the times are those of the last one.
+        """
         gone = {x for x, over in self.leaving.items() if over <= self.clock}
         if t in self.leaving and t not in gone:
             return False

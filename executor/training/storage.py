@@ -16,13 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
 from enum import Enum
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from executor.training.engines import Engines, TransferError
-from executor.training.storages import Storages
+from executor.training.engines import ALIGNMENT, Engines, TransferError, engines_for
+
+
+class StepError(RuntimeError):
+    """A step cannot be made or failed; the message is one sentence and says what became of the model."""
 
 
 class Place(Enum):
@@ -51,7 +55,7 @@ class Block:
     Attributes:
         storage: None for a tensor born in the step while it is on the device.
         host: its place in pinned memory, uint8[nbytes]; others have it while it is not this one's (order.py). None
-            while the step has no pinned memory (host.py).
+            while the step has no pinned memory (HostMemory).
         valid: the content there is that of the tensor.
         users: of a persistent tensor: the user's.
         shown: the user's tensors show the content on the host.
@@ -97,6 +101,21 @@ class Block:
             for shared in self.users:
                 shared.see(shared.own)
             self.shown = False
+
+
+class Storages:
+    """Memory of blocks by PyTorch's allocator: a storage loses it and gets other. Of a graph: arena.py."""
+
+    def hold(self, block: Block, tensor: Tensor) -> int:
+        """The block is this tensor's storage; its bytes."""
+        block.on(tensor)
+        return tensor.untyped_storage().nbytes()
+
+    def take(self, block: Block) -> None:
+        block.storage.resize_(block.nbytes)  # type: ignore[union-attr]
+
+    def give(self, block: Block) -> None:
+        block.storage.resize_(0)  # type: ignore[union-attr]
 
 
 class Blocks:
@@ -293,3 +312,63 @@ def shared(tensor: Tensor) -> bool:
 def as_tensor(memory: Tensor, like: Tensor) -> Tensor:
     """uint8[nbytes] with the bytes of a storage as a tensor that looks as ``like``, one of that storage."""
     return memory.view(like.dtype).as_strided(like.size(), like.stride(), like.storage_offset())
+
+
+class HostMemory:
+    """A planned step's pinned memory: a place for each tensor that the plan swaps, and the copies that undo a step.
+
+    Taken and given back as a whole. A step has it from its first move until ``PlannedStep.finish``, which leaves
+    nothing in it. Then whoever asks gets it (executor/memory/pinned.py), and the step asks again when it runs again.
+
+    Args:
+        places: tensor -> its offset; tensors may share memory.
+        device: what is copied to and from.
+
+    Attributes:
+        kept: copies of what a step overwrites, on the device, and whose they are.
+        rest: what has its copy here.
+        undo: of each device and type: all copies, and whose they are; while it is ``taken``.
+    """
+
+    def __init__(self, blocks: Blocks, places: dict[int, int], device: torch.device) -> None:
+        self._blocks, self._places, self._device = blocks, places, device
+        self.kept: list[tuple[Tensor, Shared]] = []
+        self.rest: list[Shared] = []
+        self.undo: list[tuple[list[Tensor], list[Shared]]] = []
+        self.taken = False
+
+    def take(self) -> None:
+        """Raises StepError where the host has not so much; nothing is taken then."""
+        engines, blocks, rest = self._blocks.engines, self._blocks.blocks, self.rest
+        what = "the plan cannot be run"
+        try:
+            places = slab(engines, {t: b.nbytes for t, b in blocks.items()}, self._places) if engines else {}
+            what = "there is no memory to undo a step"
+            sizes = {i: b.own.untyped_storage().nbytes() for i, b in enumerate(rest)}
+            copies = slab(engines or engines_for(self._device), sizes) if rest else {}
+        except TransferError as error:
+            raise StepError(f"{what}: {error}") from error
+        for t, place in places.items():
+            blocks[t].host = place
+        groups: dict[Any, list[tuple[Tensor, Shared]]] = {}
+        for copy, b in (*self.kept, *((as_tensor(copies[i], b.own), b) for i, b in enumerate(rest))):
+            groups.setdefault((copy.device, copy.dtype), []).append((copy, b))
+        self.undo = [([copy for copy, _ in group], [b for _, b in group]) for group in groups.values()]
+        self.taken = True
+
+    def give(self) -> None:
+        """Nothing is in it, and no copy to or from it will be asked for before ``take``."""
+        for block in self._blocks.blocks.values():
+            block.host = None
+        self.undo, self.taken = [], False
+
+
+def slab(engines: Engines, sizes: dict[int, int], offsets: dict[int, int] | None = None) -> dict[int, Tensor]:
+    """One piece of pinned memory, cut: a place for each tensor, with a storage of its own (it is all that is saved when
+    a tensor that shows it is saved). Without ``offsets`` one after the other; with them, some may share memory."""
+    if offsets is None:
+        ends = accumulate(-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in sizes.values())
+        offsets = dict(zip(sizes, (0, *ends), strict=False))
+    end = max(-(-(offsets[t] + sizes[t]) // ALIGNMENT) * ALIGNMENT for t in sizes)
+    memory = engines.pinned(end)  # a tensor made from it keeps the array, and so the memory
+    return {t: torch.frombuffer(memory, dtype=torch.uint8, count=sizes[t], offset=at) for t, at in offsets.items()}

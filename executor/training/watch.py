@@ -9,17 +9,14 @@ warning after the first step, and stays to be read. Sizes are the same where the
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from executor.training.calls import Calls
 from executor.training.engines import ALIGNMENT
-from executor.training.order import Order
-from executor.training.storage import Blocks
+from executor.training.work import StepState
 
 TOLERANCE = 0.02  # of the ledger's peak
 
@@ -53,10 +50,12 @@ class Watch:
         over: there was one.
     """
 
-    def __init__(self, order: Order, calls: Calls, blocks: Blocks, device: torch.device) -> None:
-        self._blocks, self._device, self._out = blocks, device, calls.outputs[0]
+    def __init__(self, state: StepState) -> None:
+        order, calls = state.order, state.calls
+        self._work, self._blocks, self._device, self._out = state.work, state.blocks, state.device, calls.outputs[0]
         self._differing: dict[str, tuple[int, int]] = {}
         tensors, memory = order.program.tensors, order.schedule.blocks
+        self._bound = [(b, tensors[b.tensor].nbytes) for b in state.bindings if b.block is None]
         self._born = [
             tuple((s, tensors[memory[b].owner]) for b in item.step.allocates if memory[b].owner >= 0
                   for s in calls.of.get(b, ()))
@@ -66,22 +65,20 @@ class Watch:
         self._before: dict[str, Any] | None = None
         self._others = self._most = self._ledger = 0
         self.over = False
-
-    def install(self, work: list[tuple[Any, ...]]) -> None:
-        """After the calls of each item there is one that looks."""
-        for i, (before, charged, calls, *rest) in enumerate(work):
-            if calls:
-                work[i] = (before, charged, (*calls, (self._out, self._look, self._get(i), {})), *rest)
+        for i, item in enumerate(self._work):  # after the calls of each item there is one that looks
+            if item.calls:
+                look = self._out, self._look, self._get(i), dict[str, Any]()
+                self._work[i] = item._replace(calls=(*item.calls, look))
 
     @staticmethod
     def _get(i: int) -> Any:
         return lambda table: (table, i)
 
-    def begin(self, bound: Iterable[tuple[str, Tensor, int]]) -> None:
-        """A step begins; ``bound``: the user's tensors, with the program's bytes."""
+    def begin(self) -> None:
+        """A step begins."""
         self._differing.clear()
-        for name, tensor, nbytes in bound:
-            self._compare(name, tensor, nbytes)
+        for b, nbytes in self._bound:
+            self._compare(b.name, b.own, nbytes)
         self._before = allocator_stats(self._device)
         if self._before is not None:
             self._others = self._before["allocated_bytes.all.current"] - self._blocks.used
@@ -101,14 +98,12 @@ class Watch:
         self._ledger = max(self._ledger, self._blocks.used)
         return table[self._out]
 
-    def end(
-        self, work: list[tuple[Any, ...]], limit: int
-    ) -> tuple[Allocator | None, dict[str, tuple[int, int]]]:  # fmt: skip
+    def end(self, limit: int) -> tuple[Allocator | None, dict[str, tuple[int, int]]]:
         """The step has come to its end: what was found is said, and returned (PlannedStep's attributes)."""
         self.over = True
-        for i, (before, charged, calls, *rest) in enumerate(work):
-            if calls:
-                work[i] = (before, charged, calls[:-1], *rest)
+        for i, item in enumerate(self._work):
+            if item.calls:
+                self._work[i] = item._replace(calls=item.calls[:-1])
         if self._differing:
             more = sum(real - nbytes for real, nbytes in self._differing.values())
             name, (real, nbytes) = max(self._differing.items(), key=lambda item: abs(item[1][0] - item[1][1]))

@@ -35,7 +35,7 @@ def step_overhead(machine: Machine, depth: int, min_bytes: int, repeats: int) ->
     plain = idle(PlannedStep(captured, Plan(), machine), batch)
     bound = least_s(plain.look, repeats)
     whole = least_s(lambda: plain(*batch), repeats)
-    work, plain._work = plain._work, []
+    work, plain._state.work = plain._state.work, []
     fixed = least_s(lambda: plain(*batch), repeats)
     moving = idle(PlannedStep(captured, plan, machine, lower(program, plan).required_bytes), batch)
     swapped = least_s(lambda: moving(*batch), repeats)
@@ -43,7 +43,7 @@ def step_overhead(machine: Machine, depth: int, min_bytes: int, repeats: int) ->
     return {
         "step_kernel_us": round(1e6 * (whole - fixed) / len(work), 3),
         "step_move_us": round(1e6 * (swapped - whole) / moves, 3),
-        "step_binding_us": round(1e6 * bound / len(plain._bindings), 4),
+        "step_binding_us": round(1e6 * bound / len(plain._state.bindings), 4),
         "step_fixed_us": round(1e6 * fixed, 1),
     }
 
@@ -71,20 +71,21 @@ def idle(step: PlannedStep, batch: tuple[Tensor, ...]) -> PlannedStep:
 
         return call
 
-    def exchange(made: Callable[[Any], Any], work: list[tuple[Any, ...]]) -> None:
-        step._work[:] = [
-            (before, charged, tuple((out, made(f), get, options) for out, f, get, options in calls), *rest)
-            for before, charged, calls, *rest in work
+    work = list(step._state.work)
+
+    def exchange(made: Callable[[Any], Any]) -> None:
+        step._state.work[:] = [
+            item._replace(calls=tuple((out, made(f), get, options) for out, f, get, options in item.calls))
+            for item in work
         ]
 
-    work = list(step._work)
-    exchange(kept, work)
+    exchange(kept)
     step(*batch)
     found = iter(results)
-    exchange(lambda _: returning(next(found)), work)
-    if step._blocks.engines:
-        step._blocks.engines.synchronize()
-        step._blocks.engines = NoCopies()
+    exchange(lambda _: returning(next(found)))
+    if step._state.blocks.engines:
+        step._state.blocks.engines.synchronize()
+        step._state.blocks.engines = NoCopies()
     step(*batch)
     return step
 

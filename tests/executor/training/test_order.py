@@ -3,13 +3,14 @@
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
 import agents
 from executor.training import order as order_module
 from executor.training.order import Order, order
-from simulator import Machine, Plan, Recompute, Rerun, Swap, simulate
+from simulator import Machine, Plan, Program, Recompute, Rerun, Swap, simulate
 from simulator.schedule import lower
 from tests import tiny
 from tests.executor.networks import adamw
@@ -17,13 +18,17 @@ from tests.executor.training.programs import GPU, Twins, random_plan, tight
 from tests.random_cases import case
 
 
-@pytest.mark.parametrize("first", range(0, 400, 100))
+def ordered(program: Program, plan: Plan, machine: Machine, limit: int) -> Order:
+    return order(lower(program, plan), simulate(program, plan, machine, limit), limit)
+
+
+@pytest.mark.parametrize("first", range(0, 200, 100))
 def test_an_order_is_sound(first):
     """Followed move by move: everything is where it must be, within the limit, and the iteration ends as it began."""
     for seed in range(first, first + 100):
         program, plan, machine, limit, *_ = case(seed)
         limit = max(limit, lower(program, plan).required_bytes)
-        follow(order(program, plan, replace(machine, host_bytes=10**6), limit))
+        follow(ordered(program, plan, replace(machine, host_bytes=10**6), limit))
 
 
 def test_random_cases_have_every_decision():
@@ -100,7 +105,7 @@ def follow(out: Order) -> None:
 
 def moves(plan: Plan, limit: int) -> list[tuple[int, bool, list[str], list[str]]]:
     """Of each item: kernel, whether it runs again, the moves before it and after it, as words."""
-    out = order(tiny.PROGRAM, plan, tiny.MACHINE, limit)
+    out = ordered(tiny.PROGRAM, plan, tiny.MACHINE, limit)
     follow(out)
 
     def words(which: tuple[order_module.Move, ...]) -> list[str]:
@@ -132,7 +137,7 @@ def test_an_early_recomputation_by_hand():
 def test_reruns_by_hand():
     """f1 and f2 run again for b3, which reads a2; a1 stays for b2."""
     plan = Plan((Rerun(0, 5), Rerun(1, 5)))
-    out = order(tiny.PROGRAM, plan, tiny.MACHINE, lower(tiny.PROGRAM, plan).required_bytes)
+    out = ordered(tiny.PROGRAM, plan, tiny.MACHINE, lower(tiny.PROGRAM, plan).required_bytes)
     follow(out)
     again = [item for item in out.items if item.step.rerun]
     assert [(item.step.kernel, item.step.before, item.charged, item.freed) for item in again] == [
@@ -141,11 +146,16 @@ def test_reruns_by_hand():
     assert out.peak == max(out.schedule.residency)
 
 
+@cache
+def vgg() -> Program:
+    return Twins("vgg16").captured().program
+
+
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("part", [0.9, 0.75, 0.65])
 def test_an_order_takes_no_longer_than_simulated(part, early):
     """On streams that are as fast as the simulated ones, an iteration takes as long, within one percent."""
-    program = Twins("vgg16").captured().program
+    program = vgg()
     plan = agents.make("autoswap_swdoa", min_bytes=256).plan(program, GPU, int(part * program.peak_bytes))
     if early:  # copied as soon as it is written
         plan = replace(plan, decisions=tuple(
@@ -153,7 +163,7 @@ def test_an_order_takes_no_longer_than_simulated(part, early):
             for d in plan.decisions
         ))  # fmt: skip
     predicted = simulate(program, plan, GPU, plan.limit)
-    assert [*itertools.islice(clock(order(program, plan, GPU, plan.limit), GPU), 8)][-1] == pytest.approx(
+    assert [*itertools.islice(clock(ordered(program, plan, GPU, plan.limit), GPU), 8)][-1] == pytest.approx(
         predicted.iteration_ns, rel=0.01
     )
 

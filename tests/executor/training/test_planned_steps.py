@@ -12,7 +12,7 @@ import agents
 from executor import PlannedSteps, StepError
 from executor.memory.pinned import HOST, PAGE
 from simulator import Machine, Plan, Program, Recompute, Swap
-from tests.executor.networks import OPTIMIZERS, adamw, images
+from tests.executor.networks import adamw, images, sgd
 from tests.executor.training.programs import GPU, Twins, random_plan, required, same
 from tests.executor.training.test_faults import break_kernel, once
 
@@ -43,10 +43,9 @@ class Several(Twins):
         self.batch = make
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("network", ["resnet", "gpt2"])
+@pytest.mark.parametrize(("network", "optimizer"), [("resnet", sgd), ("gpt2", adamw)])
 def test_short_batches_and_lengths(network, optimizer):
-    twins = Several(network, OPTIMIZERS[optimizer])
+    twins = Several(network, optimizer)
     steps = PlannedSteps(*twins.ours, GPU, 0.7, capuchin)
     twins.train(steps, 12)
     assert len(steps.steps) == 3 and sum(bool(step.plan.decisions) for step in steps.steps.values()) >= 1

@@ -26,11 +26,11 @@ def test_storages_are_as_large_as_the_program_says(network):
     twins = Twins(network, adamw)
     captured = twins.captured()
     step = tight(captured, random_plan(captured.program, 3))
-    looked = [len(calls) for _, _, calls, *_ in step._work]
+    looked = [len(item.calls) for item in step._state.work]
     quiet(step, *twins.next_batch())
     assert step.differing == {} and step.allocator is None
-    assert [len(calls) for _, _, calls, *_ in step._work] == [max(0, n - 1) for n in looked]
-    assert sum(looked) > len(step._work)
+    assert [len(item.calls) for item in step._state.work] == [max(0, n - 1) for n in looked]
+    assert sum(looked) > len(step._state.work)
 
 
 def test_what_a_library_keeps_for_the_backward_pass_is_not_in_a_trace():
@@ -73,7 +73,8 @@ def test_an_operator_that_makes_more_than_its_trace():
     captured = capture(*parts(), BATCH, machine=GPU)
     step = PlannedStep(captured, Plan())
     i = next(i for i, item in enumerate(step.order.items) if item.step.allocates)
-    before, charged, ((out, function, get, options), *rest), *others = step._work[i]
+    work = step._state.work
+    (out, function, get, options), *rest = work[i].calls
     errors = [RuntimeError("bad luck")]
 
     def larger(*args, **kwargs):
@@ -83,7 +84,7 @@ def test_an_operator_that_makes_more_than_its_trace():
         more = torch.empty(made.numel() + 1000)
         return more[: made.numel()].view(made.shape).copy_(made)
 
-    step._work[i] = (before, charged, ((out, larger, get, options), *rest), *others)
+    work[i] = work[i]._replace(calls=((out, larger, get, options), *rest))
     with pytest.raises(StepError, match="bad luck"):
         step(*BATCH)
     assert not step.differing
@@ -102,7 +103,7 @@ class Fake:
 
     def __call__(self, device: torch.device):
         self.asked += 1
-        used, first = self.step._blocks.used, self.asked == 1
+        used, first = self.step._state.blocks.used, self.asked == 1
         now = self.others + (used if first else round(self.factor * used))
         return {"allocated_bytes.all.current": now, "allocated_bytes.all.peak": 10**9 + (0 if first else self.within),
                 "num_alloc_retries": 7 + (0 if first else self.retries)}  # fmt: skip

@@ -52,4 +52,4 @@ def test_the_cost_of_a_step_is_per_kernel_and_per_move(monkeypatch: pytest.Monke
     assert found["step_kernel_us"] == round(6e6 / len(plain.order.items), 3)
     moves = sum(len(item.before) + len(item.after) for item in moving.order.items)
     assert moves and found["step_move_us"] == round(6e6 / moves, 3)
-    assert found["step_binding_us"] == round(1e6 / len(plain._bindings), 4) and found["step_fixed_us"] == 4e6
+    assert found["step_binding_us"] == round(1e6 / len(plain._state.bindings), 4) and found["step_fixed_us"] == 4e6

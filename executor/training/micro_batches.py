@@ -9,21 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 import torch
-from torch import Tensor, fx
-from torch.utils._pytree import tree_flatten
+from torch import Tensor
 
 from executor.capture.captured import Captured
-from executor.training.bindings import StepError, compare
 from executor.training.calls import Call, Calls
 from executor.training.order import Order
 from executor.training.process import BEGIN, Random
-from executor.training.storage import Block, Blocks, Place, movable
-
-if TYPE_CHECKING:
-    from executor.training.planned_step import PlannedStep
+from executor.training.storage import Block, Blocks, Place
 
 
 @dataclass
@@ -164,38 +159,3 @@ class Progress:
             self._blocks.reclaim(block)
         if meant is Place.DEVICE:
             self._blocks.back([t])
-
-
-def taken(step: PlannedStep, args: tuple[Any, ...]) -> tuple[Part, dict[fx.Node, Tensor]]:
-    """What of a step is to run, and its batch by placeholder; raises StepError where it is not as at the capture."""
-    leaves, spec = tree_flatten(args)
-    done, captured, part = step._progress.done, step.captured, step._whole
-    if captured.micro and spec == captured.spec.child(0):
-        part = step._parts[done]
-    elif spec != captured.spec:
-        forms = (" ".join(str(s).split()) for s in (spec, captured.spec))
-        raise StepError("the batch is {}, the step was captured with {}".format(*forms))
-    elif done:
-        raise StepError(f"{done} of the step's {len(step._parts)} micro-batches are done; it takes the next one, alone")
-    if any(tensor._version != version for tensor, version in step._progress.needed):
-        raise StepError("a batch was changed that the plan needs until the step is over; finish() undoes it")
-    batch: dict[fx.Node, Tensor] = {}
-    inputs = (step._blocks.blocks[t] for t in step._inputs & step._blocks.blocks.keys())
-    taken = {block.storage._cdata for block in inputs if block.storage is not None}
-    for i, leaf in zip(part.leaves, leaves, strict=True):
-        want = captured.leaves[i]
-        if not isinstance(want, fx.Node):
-            if leaf is not want and leaf != want:
-                raise StepError(f"argument {i} of the step is {leaf!r}, at the capture it was {want!r}")
-            continue
-        compare(f"tensor {i} of the batch", leaf, want, *step._meant[want])
-        known = want in batch
-        if batch.setdefault(want, leaf) is not leaf:
-            raise StepError(f"tensor {i} of the batch was the same as another one at the capture; now it is not")
-        block = step._blocks.blocks.get(captured.values.get(want, -1))
-        if block is not None and not known:
-            memory = leaf.untyped_storage()
-            if memory.nbytes() != block.nbytes or not movable(leaf) or memory._cdata in taken:
-                raise StepError(f"the plan swaps tensor {i} of the batch, which has no memory of its own: clone it")
-            taken.add(memory._cdata)
-    return part, batch

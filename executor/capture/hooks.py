@@ -1,0 +1,149 @@
+"""What a step calls of PyTorch's outside of operators, seen while it is traced: optimizers, ``zero_grad``, GradScaler,
+random states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from executor.capture.recorder import Recorder
+from executor.capture.state import bucketed, capturable, takes_capturable
+
+
+@contextmanager
+def traced(
+    recorder: Recorder, groups: dict[Optimizer, tuple[dict[str, Any], ...]], bucket_bytes: int | None
+) -> Iterator[None]:
+    """While a step is traced, the recorder is told of all of these; ``groups``, ``bucket_bytes``: traced_optimizers."""
+    with (
+        traced_optimizers(recorder, groups, bucket_bytes),
+        traced_scalers(recorder),
+        traced_zero_grad(recorder),
+        traced_states(recorder),
+    ):
+        yield
+
+
+@contextmanager
+def traced_optimizers(
+    recorder: Recorder, groups: dict[Optimizer, tuple[dict[str, Any], ...]], bucket_bytes: int | None
+) -> Iterator[None]:
+    """Tells the recorder when an optimizer's step runs, in the form that it is to be captured in."""
+    stack: list[ExitStack] = []
+
+    def enter(optimizer: Optimizer, *_: Any) -> None:
+        context = ExitStack()
+        context.enter_context(capturable(takes_capturable(optimizer)))
+        if optimizer in groups:
+            context.enter_context(recorder.numbers.symbolic(optimizer, groups[optimizer]))
+        if bucket_bytes:
+            context.enter_context(bucketed(optimizer, bucket_bytes))
+        stack.append(context)
+        recorder.note_gradients(p for group in optimizer.param_groups for p in group["params"])
+        recorder.stepping = True
+
+    def leave(*_: Any) -> None:
+        stack.pop().close()
+        recorder.stepping = False
+
+    hooks = [register_optimizer_step_pre_hook(enter), register_optimizer_step_post_hook(leave)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        while stack:  # the step raised
+            stack.pop().close()
+
+
+@contextmanager
+def traced_zero_grad(recorder: Recorder) -> Iterator[None]:
+    """Tells the recorder when gradients are given back."""
+
+    def noting(original: Callable[..., None]) -> Callable[..., None]:
+        def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
+            recorder.zeroed = len(recorder.ops)
+            original(self, *args, **kwargs)
+
+        return zero_grad
+
+    classes: tuple[Any, ...] = (Optimizer, nn.Module)
+    originals = [c.zero_grad for c in classes]
+    for c, original in zip(classes, originals, strict=True):
+        c.zero_grad = noting(original)
+    try:
+        yield
+    finally:
+        for c, original in zip(classes, originals, strict=True):
+            c.zero_grad = original
+
+
+@contextmanager
+def traced_scalers(recorder: Recorder) -> Iterator[None]:
+    """While a step is traced, a GradScaler's step is captured as taken; the number that would skip it is asked when the
+    graph runs.
+
+    Eager PyTorch reads on the host whether a gradient was not finite, and leaves out ``optimizer.step()``; fused
+    updates ask on the device, and need nothing here. The program is that of the normal step.
+    """
+    maybe, update = GradScaler._maybe_opt_step, GradScaler.update
+
+    def taken(self: GradScaler, optimizer: Optimizer, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        found = list(state["found_inf_per_device"].values())
+        if len(found) != 1:
+            raise NotImplementedError("a GradScaler of gradients on several devices")
+        with recorder.optional(found[0]):
+            return optimizer.step(*args, **kwargs)
+
+    def updated(self: GradScaler, *args: Any, **kwargs: Any) -> None:
+        with torch.no_grad():  # as all that an optimizer does
+            update(self, *args, **kwargs)
+
+    GradScaler._maybe_opt_step, GradScaler.update = taken, updated  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        GradScaler._maybe_opt_step, GradScaler.update = maybe, update  # type: ignore[method-assign]
+
+
+@contextmanager
+def traced_states(recorder: Recorder) -> Iterator[None]:
+    """Random states that a step keeps and puts back, as ``torch.utils.checkpoint`` does before it recomputes: the
+    recorder knows after which operator the state is.
+
+    The states of several generators are kept and put back together, as checkpoints do.
+    """
+    known: list[tuple[Tensor, int]] = []
+    undo: list[tuple[Any, str, Callable[..., Any]]] = []
+
+    def getting(get: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(*args: Any, **kwargs: Any) -> Tensor:
+            state = get(*args, **kwargs)
+            known.append((state, recorder.drawing))
+            return state
+
+        return call
+
+    def setting(put: Callable[..., None]) -> Callable[..., None]:
+        def call(state: Tensor, *args: Any, **kwargs: Any) -> None:
+            put(state, *args, **kwargs)
+            recorder.drawing = next((at for kept, at in known if kept is state), recorder.drawing)
+
+        return call
+
+    for module in (torch, torch.random, torch.cuda, torch.cuda.random):
+        for name, make in (("get_rng_state", getting), ("set_rng_state", setting)):
+            undo.append((module, name, getattr(module, name)))
+            setattr(module, name, make(getattr(module, name)))
+    try:
+        yield
+    finally:
+        for module, name, function in undo:
+            setattr(module, name, function)

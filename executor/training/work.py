@@ -1,0 +1,270 @@
+"""A step as work: one flat list that a loop runs without looking at the plan, and what belongs to it.
+
+``compile_step`` makes it of an order of issue (order.py) and of calls (calls.py). PlannedStep runs it, as one step or
+micro-batch by micro-batch (micro_batches.py), a graph captures it (graph.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_flatten
+
+from executor.capture.captured import Captured
+from executor.training.bindings import Binding, compare, device_of, meant
+from executor.training.calls import Call, Calls
+from executor.training.engines import ALIGNMENT, TransferError, engines_for
+from executor.training.micro_batches import Part, Progress, parts
+from executor.training.order import Move, Order
+from executor.training.process import BEGIN, NOW, UNDO, Random, generators
+from executor.training.storage import Block, Blocks, HostMemory, StepError, movable
+
+Action = tuple[Callable[[Any], None], Any]
+
+
+class WorkItem(NamedTuple):
+    """What is done for one step of the schedule: a kernel, or one that runs again.
+
+    Attributes:
+        before, after: moves and the like, with what each is done to.
+        charged, freed: bytes that it takes (with its workspace) and gives back when it is over.
+        calls: of its operator and views.
+        clear: slots of the table that are emptied after them.
+    """
+
+    before: tuple[Action, ...]
+    charged: int
+    calls: tuple[Call, ...]
+    clear: tuple[int, ...]
+    freed: int
+    after: tuple[Action, ...]
+
+
+class Skipping:
+    """An optimizer's step that is left out because a GradScaler has found gradients that are not finite.
+
+    The plan is for the normal step, and its moves are made in any case. Of the kernels that are left out those run that
+    write no persistent tensor, because a plan may move what they make; the others write nothing. So the state is to the
+    bit as before, and what comes after (the scaler's update) goes on.
+    """
+
+    def __init__(self, blocks: Blocks, work: list[WorkItem]) -> None:
+        self._blocks, self._work = blocks, work
+        self.calls: dict[int, tuple[Call, ...]] = {}  # item -> its calls where the update is left out
+        self._normal: dict[int, WorkItem] = {}
+
+    def ask(self, slot: int) -> None:
+        """Before the update: is it left out? ``slot``: of the number that says so."""
+        if self._blocks.values[slot]:
+            for i, calls in self.calls.items():
+                self._normal[i] = self._work[i]
+                self._work[i] = self._work[i]._replace(calls=calls)
+
+    def end(self) -> None:
+        """The step is over."""
+        for i, item in self._normal.items():
+            self._work[i] = item
+        self._normal.clear()
+
+
+@dataclass
+class StepState:
+    """A step that is ready to run, and how far it is.
+
+    Attributes:
+        blocks: what the plan swaps; ``host``: their memory on the host, of ``pinned_bytes``.
+        bindings: the user's tensors.
+        inputs: tensors of the batch; ``written_inputs``: those that are written before ``commit``.
+        meant: of each placeholder, device and offset.
+        work: per step of the schedule.
+        table: values that stay from step to step: constants, the user's tensors and their views.
+        commit: the first item that writes what cannot be undone.
+        whole, parts: all of the step as one, and its micro-batches.
+        seen: what was found when the user's tensors and numbers were looked at last; other objects where they changed.
+        undoes_all: what is overwritten after ``commit`` is kept, too.
+        undo_batch: tensors of the batch that the step overwrites, and copies of them.
+    """
+
+    captured: Captured
+    order: Order
+    calls: Calls
+    device: torch.device
+    blocks: Blocks
+    host: HostMemory
+    bindings: list[Binding]
+    inputs: set[int]
+    random: Random
+    progress: Progress
+    skipping: Skipping
+    whole: Part
+    parts: list[Part]
+    work: list[WorkItem]
+    meant: dict[fx.Node, tuple[torch.device, int | None]]
+    commit: int
+    written_inputs: set[int]
+    pinned_bytes: int
+    table: list[Any] = field(default_factory=list)
+    seen: tuple[Any, Any] = (None, None)
+    undoes_all: bool = False
+    undo_batch: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def swapped_inputs(self) -> list[Block]:
+        """Blocks of the batch."""
+        return [self.blocks.blocks[t] for t in self.inputs & self.blocks.blocks.keys()]
+
+    def end(self) -> None:
+        """The step is over or undone."""
+        self.skipping.end()
+        self.progress.end()
+        self.blocks.tolerant, self.blocks.values, self.undo_batch = False, [], []
+        for block in self.swapped_inputs():  # the caller's memory
+            block.storage = block.bytes = None
+
+    def taken(self, args: tuple[Any, ...]) -> tuple[Part, dict[fx.Node, Tensor]]:
+        """What of the step is to run, and its batch by placeholder; raises StepError where it is not as captured."""
+        leaves, spec = tree_flatten(args)
+        done, captured, part = self.progress.done, self.captured, self.whole
+        if captured.micro and spec == captured.spec.child(0):
+            part = self.parts[done]
+        elif spec != captured.spec:
+            forms = (" ".join(str(s).split()) for s in (spec, captured.spec))
+            raise StepError("the batch is {}, the step was captured with {}".format(*forms))
+        elif done:
+            raise StepError(
+                f"{done} of the step's {len(self.parts)} micro-batches are done; it takes the next one, alone"
+            )
+        if any(tensor._version != version for tensor, version in self.progress.needed):
+            raise StepError("a batch was changed that the plan needs until the step is over; finish() undoes it")
+        batch: dict[fx.Node, Tensor] = {}
+        taken = {block.storage._cdata for block in self.swapped_inputs() if block.storage is not None}
+        for i, leaf in zip(part.leaves, leaves, strict=True):
+            want = captured.leaves[i]
+            if not isinstance(want, fx.Node):
+                if leaf is not want and leaf != want:
+                    raise StepError(f"argument {i} of the step is {leaf!r}, at the capture it was {want!r}")
+                continue
+            compare(f"tensor {i} of the batch", leaf, want, *self.meant[want])
+            known = want in batch
+            if batch.setdefault(want, leaf) is not leaf:
+                raise StepError(f"tensor {i} of the batch was the same as another one at the capture; now it is not")
+            block = self.blocks.blocks.get(captured.values.get(want, -1))
+            if block is not None and not known:
+                memory = leaf.untyped_storage()
+                if memory.nbytes() != block.nbytes or not movable(leaf) or memory._cdata in taken:
+                    raise StepError(f"the plan swaps tensor {i} of the batch, which has no memory of its own: clone it")
+                taken.add(memory._cdata)
+        return part, batch
+
+
+def compile_step(captured: Captured, order: Order, graph: bool) -> StepState:
+    """Everything of a step that is worked out beforehand.
+
+    Args:
+        graph: it is to be captured: what the plan swaps of persistent tensors is on the host between two replays.
+
+    Raises:
+        StepError: the captured tensors cannot be trained under this plan.
+    """
+    calls, device, tensors = Calls(captured, order.schedule), device_of(captured), order.program.tensors
+    bindings = [Binding(captured, i) for i, node in enumerate(captured.placeholders)
+                if node in captured.values and node not in captured.leaves]  # fmt: skip
+    inputs = {captured.values[leaf] for leaf in captured.leaves if leaf in captured.values}
+    held = order.held(ALIGNMENT)
+    places, pinned = dict(held.offsets), held.footprint
+    for t in places if graph else ():
+        if tensors[t].persistent:
+            places[t] = pinned
+            pinned += -(-tensors[t].nbytes // ALIGNMENT) * ALIGNMENT
+    known = {b.tensor for b in bindings} | inputs
+    for t in places:
+        if tensors[t].persistent and (t not in known or t in calls.read_first):
+            raise StepError(f"the plan swaps {tensors[t].name}, which the step reads on the host")
+    try:
+        engines = engines_for(device) if places else None
+    except TransferError as error:
+        raise StepError(f"the plan cannot be run: {error}") from error
+    swapped = {t: Block(tensors[t].name, tensors[t].nbytes, tensors[t].persistent) for t in places}
+    for b in bindings:
+        b.block = swapped.get(b.tensor)
+    blocks = Blocks(engines, swapped, sum(t.nbytes for t in tensors if t.persistent))
+
+    random = Random(generators(captured, device))
+    # Checkpoints of the model's own put random states back: of each, the state after a kernel, by a number below 0. Of
+    # micro-batches, too, which a graph takes in one call; and in a capture no state can be read.
+    between = () if graph else (m.drawn for m in captured.micro)
+    kept = {k: UNDO - 1 - k for k in (*captured.draws.values(), *between) if k >= 0}
+    whole, found = parts(captured, order, calls, kept)
+    work: list[WorkItem] = []
+    kernels = order.program.kernels
+    written = [() if item.step.rerun else kernels[item.step.kernel].outputs for item in order.items]
+    commit = next((i for i, item in enumerate(order.items) if kernels[item.step.kernel].phase == "optimizer"
+                   and any(tensors[t].persistent for t in written[i])), len(order.items))  # fmt: skip
+    early = {t for outputs in written[:commit] for t in outputs}
+    state = StepState(
+        captured, order, calls, device, blocks, HostMemory(blocks, places, device), bindings, inputs, random,
+        Progress(blocks, random), Skipping(blocks, work), whole, found, work,
+        {node: meant(captured, i) for i, node in enumerate(captured.placeholders)}, commit, inputs & early, pinned,
+    )  # fmt: skip
+    _fill(state, graph, kept)
+    return state
+
+
+def _fill(state: StepState, graph: bool, kept: dict[int, int]) -> None:
+    """The work; ``kept``: kernel -> the number under which the random state after it is kept."""
+    order, calls, random, kernels = state.order, state.calls, state.random, state.order.program.kernels
+    draws, n = state.captured.draws, len(kernels)
+    again_random = {item.step.kernel for item in order.items if item.step.rerun and calls.random(item.step.kernel)}
+    starts = {k: kept.get(source, BEGIN) for k, source in draws.items() if k < n}
+    end = kept.get(draws[n], BEGIN) if n in draws else None
+    last = max((k for k in range(n) if calls.random(k)), default=-1)
+    grad_mode = False
+    for item, (own_calls, clear) in zip(order.items, calls.steps, strict=True):
+        kernel, again = item.step.kernel, item.step.rerun
+        before, after = _actions(state, item.before), _actions(state, item.after)
+        forward = kernels[kernel].phase == "forward"
+        if forward is not grad_mode:
+            grad_mode = forward
+            before.append((torch._C._set_grad_enabled, forward))
+        if not again:
+            if kernel in starts:
+                before.append((random.restore, starts[kernel]))
+            if kernel in kept:
+                after.insert(0, (random.save, kept[kernel]))
+            if kernel == last and end is not None:
+                after.append((random.restore, end))
+        if kernel in again_random:
+            before.append((random.replay if again else random.save, kernel))
+            if again:
+                after.insert(0, (random.restore, NOW))
+        if not again and (asked := calls.asks.get(kernel)) is not None:
+            after.insert(0, (state.skipping.ask, asked))
+        if not (again or graph) and (loss := calls.losses.get(kernel)) is not None:  # the plan may free it at once
+            own_calls = [*own_calls, (loss, state.progress.keep, itemgetter(slice(loss, loss + 1)), {})]
+        if not again and kernel in calls.skipped:
+            state.skipping.calls[len(state.work)] = calls.skipped[kernel]
+        state.work.append(WorkItem(tuple(before), item.charged, tuple(own_calls), clear, item.freed, tuple(after)))
+
+
+def _actions(state: StepState, moves: tuple[Move, ...]) -> list[Action]:
+    blocks, progress, memory = state.blocks, state.progress, state.order.schedule.blocks
+    of_values = {"out": blocks.leave, "release": blocks.release}
+    acts = {"in": blocks.swap_in, "reclaim": blocks.reclaim, "wait": blocks.wait}
+    later = set[int]().union(*(part.tensors for part in state.parts[1:]))
+
+    def come(kind: str, act: Callable[[Any], None], t: int) -> Callable[[Any], None]:
+        return lambda which: progress.count(kind, t) if t in progress.absent else act(which)
+
+    actions: list[Action] = []
+    for kind, b in moves:
+        if memory[b].nbytes:
+            t = memory[b].owner
+            block = blocks.blocks[t]
+            act: Callable[[Any], None] = of_values.get(kind) or acts[kind]
+            which = (block, state.calls.of.get(b, ())) if kind in of_values else block
+            actions.append((come(kind, act, t) if t in later else act, which))
+    return actions
