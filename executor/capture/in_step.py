@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from executor.capture.capture import Captured
+from executor.capture.operators import for_profiler
 from executor.capture.state import over
 
 WARMUP = 2  # steps; the last of them tells the workspaces and how long the host takes to issue
@@ -163,8 +164,7 @@ class StepRunner:
 def _work(captured: Captured) -> list[_Work]:
     """The nodes in order."""
     operators = {nodes[0]: k for k, nodes in enumerate(captured.nodes) if nodes}
-    nodes = [n for n in captured.graph.graph.nodes if n.op in ("get_attr", "call_function") and not _profiler(n)]
-    nodes = [n for n in nodes if n.op != "get_attr" or not all(map(_profiler, n.users))]
+    nodes = [n for n in captured.graph.graph.nodes if n.op in ("get_attr", "call_function") and not for_profiler(n)]
     last: dict[fx.Node, fx.Node] = {}
     for node in nodes:
         last |= dict.fromkeys((node, *node.all_input_nodes), node)
@@ -173,7 +173,3 @@ def _work(captured: Captured) -> list[_Work]:
         if value.op != "placeholder":
             dead.setdefault(node, []).append(value)
     return [_Work(node, operators.get(node, -1), tuple(dead.get(node, ()))) for node in nodes]
-
-
-def _profiler(node: fx.Node) -> bool:
-    return node.op == "call_function" and getattr(node.target, "namespace", "") == "profiler"

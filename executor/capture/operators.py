@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch._dynamo import eval_frame
 from torch._ops import OpOverload
 from torch._prims_common import is_non_overlapping_and_dense_or_false
@@ -58,6 +58,13 @@ def kind_of(func: OpOverload, phase: Phase) -> KernelKind:
         if any(part in name for part in parts):
             return kind
     return "elementwise" if torch.Tag.pointwise in func.tags else "other"
+
+
+def for_profiler(node: fx.Node) -> bool:
+    """A call that marks a range for PyTorch's profiler, and does nothing else; a constant of such calls alone."""
+    if node.op == "get_attr":
+        return all(map(for_profiler, node.users))
+    return node.op == "call_function" and getattr(node.target, "namespace", "") == "profiler"
 
 
 def touched_bytes(tensor: Tensor) -> int:

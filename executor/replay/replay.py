@@ -8,16 +8,8 @@ hardware decides when anything happens. The measured Timeline is of the simulato
         measured = replay(program, plan, machine, limit, backend)
     measured.iteration_ns, measured.error, measured.timeline.save("measured.json")
 
-``mode="time"``: kernels spin (``kernels="spin"``), or also read and write as many bytes as the program says that they
-do, so that copies and kernels contend for the device's memory (``"stream"``). ``mode="check"``: every block is also
-filled with a pattern of its tensor and version and compared wherever it is read; what is wrong is a ReplayError that
-names tensor and kernel, and times are not the plan's. Choices (reasons in executor/replay/README.md):
-
-(a) The host issues at most AHEAD iterations ahead of the device.
-(b) A kernel that waits only for its predecessor starts in the Timeline when that ended; others after their waits.
-(c) A stall of compute is one for data if the last thing that it waited for is a swap-in, else for memory.
-(d) The iteration time is the median over the measured iterations; the Timeline's own figure is that of the last.
-(e) Blocks count as in use from the start of the job that takes them until all is over that must be to free them.
+``kernels="stream"``: kernels also read and write as many bytes as the program says, so that copies and kernels contend
+for the device's memory. ``mode="check"``: blocks are filled and compared. Choices: executor/replay/README.md.
 """
 
 from __future__ import annotations
@@ -115,6 +107,8 @@ def replay(
         limit: bytes, persistent tensors included.
         iterations: measured ones, at least 2; this and ``warmup`` are rounded up where iterations repeat in groups.
         warmup: iterations before them. The first begins with nothing under way, unlike the others.
+        mode: "check": every block is also filled with a pattern of its tensor and version and compared wherever it is
+            read; what is wrong is a ReplayError that names tensor and kernel, and times are not the plan's.
         kernels: see the module; while blocks are checked, they spin.
         strict: refuse a plan whose footprint is over the limit although its bytes are not. Else the arena is as large
             as the footprint, and the result says so (``fits``).

@@ -11,11 +11,7 @@ a job waits for
 4. ``sync``: the next compute for the synchronous swap-outs that are then queued or under way (rule 4);
 5. *memory*: a job that puts a block at an address, for all that had to be over to free what was there (simulator.pool).
 
-Why this cannot lock up, and the reasons for these choices: executor/replay/README.md.
-
-(a) A plan whose iterations repeat only after several (rule 10) is unrolled: the circle is as many iterations.
-(b) Content is told by version: how often a tensor has been written since the first iteration.
-(c) What runs again writes the versions that it wrote the first time.
+Why this cannot lock up, and the reasons: executor/replay/README.md.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from torch.fx.node import map_arg
 
 from executor.capture.capture import Captured
 from executor.capture.numbers import Option
+from executor.capture.operators import for_profiler
 from simulator.schedule import Schedule, Step
 
 Call = tuple[int, Callable[..., Any], Callable[[list[Any]], Any], dict[str, Any]]
@@ -116,11 +117,7 @@ class Calls:
         fixed: set[fx.Node] = set()
         written: dict[int, int] = {}  # tensor -> the kernel that wrote it last
         for node in self.captured.graph.graph.nodes:
-            if (
-                node.op == "output"
-                or _is_profiler(node)
-                or (node.op == "get_attr" and all(map(_is_profiler, node.users)))
-            ):
+            if node.op == "output" or for_profiler(node):
                 continue
             self.slots[node] = self._slot(getattr(self.captured.graph, node.target) if node.op == "get_attr" else None)
             k = with_kernel[node] = own.get(node, max((with_kernel[a] for a in node.all_input_nodes), default=-1))
@@ -228,10 +225,6 @@ def _or_one(function: Callable[..., Any]) -> Callable[..., Any]:
 def _with_options(function: Callable[..., Any], count: int, keys: list[str]) -> Callable[..., Any]:
     """The first ``count`` arguments by position, the others by these names."""
     return lambda *args, **options: function(*args[:count], **dict(zip(keys, args[count:], strict=True)), **options)
-
-
-def _is_profiler(node: fx.Node) -> bool:
-    return node.op == "call_function" and getattr(node.target, "namespace", "") == "profiler"
 
 
 def _not_in_place(target: Any) -> Any:

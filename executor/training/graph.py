@@ -1,6 +1,4 @@
-"""A planned step as one graph: captured once, then replayed, so that issuing it costs nothing.
-
-    step = PlannedStep(captured, plan, machine, limit, graph=True)
+"""A planned step as one graph (``graph=True``): captured once, then replayed, so that issuing it costs nothing.
 
 The first step runs as without a graph (PyTorch warms up); the second captures. What a graph reads and writes stays
 where it is: the batch is copied into slots, what is returned is copied out, and **between replays all that the plan
@@ -99,8 +97,7 @@ class GraphStep:
             except StepError:
                 raise
             except Exception as error:
-                reason = f"{type(error).__name__}: {error}".splitlines()[0]
-                raise StepError(f"the graph failed: {reason}; the model is somewhere in this step") from error
+                raise StepError(f"the graph failed: {line(error)}; the model is somewhere in this step") from error
             if step.device.type == "cuda" and any(b.persistent for b in blocks.blocks.values()):
                 torch.cuda.current_stream(step.device).synchronize()  # the user may look at what is on the host
             results = tuple(output.clone() for output in self.graph.outputs)

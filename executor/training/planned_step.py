@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 
 from executor.capture.captured import Captured
 from executor.training.bindings import Binding, Known, StepError, check, check_settings, create_state
-from executor.training.engines import TransferError
+from executor.training.engines import TransferError, line
 from executor.training.graph import GraphStep
 from executor.training.micro_batches import Part
 from executor.training.order import order
@@ -304,7 +304,7 @@ class PlannedStep:
             what = f"kernel {k} ({self.program.kernels[k].name})"
         if alone := state.progress.alone:
             what += f" in micro-batch {state.progress.done + 1} of {len(state.parts)}"
-        reason = f"{type(error).__name__}: {error}".splitlines()[0] if not isinstance(error, TransferError) else error
+        reason = error if isinstance(error, TransferError) else line(error)
         undone = at < state.commit or state.undoes_all
         try:
             self._undo(at >= 0, undone)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ MACHINE = replace(Machine.load("a100_40gb"), context_bytes=0, cublas_workspace_b
 MIB = 2**20
 
 
+@cache
 def linear(optimizer: type[torch.optim.Optimizer] = torch.optim.SGD, width: int = 1024) -> Captured:
     """Two linear layers of 4 MiB; the model's result is of 4 MiB, too."""
     with torch.device("meta"):

@@ -1,5 +1,6 @@
 """Profiles: every kernel runs alone, indices stay in range, and a profile fits one program only."""
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -64,10 +65,13 @@ def captured(kind=Images, optimizer=torch.optim.AdamW, device="cpu"):
     return capture(model, nn.CrossEntropyLoss(), optimizer(model.parameters()), batch)
 
 
+shared = functools.cache(captured)  # for tests that change nothing of it
+
+
 @pytest.mark.parametrize("cache", ["cold", "hot", "step"])
 @pytest.mark.parametrize("kind", [Sequences, Images])
 def test_every_kernel_of_a_step_is_measured(kind, cache):
-    step = captured(kind)
+    step = shared(kind)
     before = [p.clone() for p in step.sources if p is not None]
     random = torch.get_rng_state()
     profile = measure(step, "cpu", "here", repeats=2, cache=cache)
@@ -94,7 +98,7 @@ def test_a_longer_kernel_takes_longer():
 def test_a_cold_cache_is_flushed_before_every_run(cache, monkeypatch):
     calls = []
     monkeypatch.setattr(_Runner, "_flush", lambda self: calls.append("flush"))
-    run = _Runner(captured(), torch.device("cpu"), 4, cache=cache)
+    run = _Runner(shared(), torch.device("cpu"), 4, cache=cache)
     assert (run.other is None) == (cache == "hot")
     run._measure(lambda: calls.append("run"))
     assert calls == ["run"] * WARMUP + ["flush", "run"] * 4
@@ -114,7 +118,7 @@ def test_the_random_state_of_the_device_that_is_measured_is_kept(device, index, 
     monkeypatch.setattr(torch.random, "fork_rng", fork_rng)
     monkeypatch.setitem(measure.__globals__, "_Runner", lambda *args: None)
     with pytest.raises(Asked) as asked:
-        measure(captured(), device)
+        measure(shared(), device)
     assert asked.value.args == ([index],)
 
 
@@ -135,7 +139,7 @@ def test_constants_are_placed_once_and_not_in_every_step():
 
 
 def test_what_is_flushed_is_twice_the_cache():
-    run = _Runner(captured(), torch.device("cpu"), 1, cache="cold")
+    run = _Runner(shared(), torch.device("cpu"), 1, cache="cold")
     run.other.fill_(1)
     run._flush()
     assert len(run.other) == 2 * cache_bytes(torch.device("cpu")) and not run.other.any()
@@ -183,11 +187,11 @@ def test_a_step_that_cannot_be_run_is_named():
     with pytest.raises(ProfileError, match=r"^the step cannot be run to profile it: "):
         measure(step, "cpu", repeats=1, cache="step")
     with pytest.raises(ProfileError, match=r"^the time for profiling was over before a step was measured$"):
-        measure(captured(), "cpu", repeats=1, seconds=-1, cache="step")
+        measure(shared(), "cpu", repeats=1, seconds=-1, cache="step")
 
 
 def test_indices_are_in_range_and_not_all_the_same():
-    step = captured(Sequences)
+    step = shared(Sequences)
     run = _Runner(step, torch.device("cpu"), 1)
     (embedding,) = [n[0] for n in step.nodes if n and "embedding.default" in str(n[0].target)]
     drawn = torch.cat([run._inputs(embedding)[0][1].flatten() for _ in range(20)])
@@ -195,7 +199,7 @@ def test_indices_are_in_range_and_not_all_the_same():
 
 
 def test_equal_kernels_are_measured_once():
-    step = captured()
+    step = shared()
     run = _Runner(step, torch.device("cpu"), 1)
     convolutions = [k for k, n in enumerate(step.nodes) if n and str(n[0].target) == "aten.convolution.default"]
     assert len({run._key(step.nodes[k][0]) for k in convolutions}) == 2 and len(convolutions) == 3
@@ -212,7 +216,7 @@ def test_a_kernel_that_fails_is_named():
 
 
 def test_the_time_may_be_over():
-    step = captured()
+    step = shared()
     with pytest.raises(ProfileError, match=rf"^the time for profiling was over at kernel 0 of {len(step.nodes)}$"):
         measure(step, "cpu", repeats=1, seconds=-1)
 
@@ -256,12 +260,12 @@ def test_malformed_profiles(change, message):
 
 def test_bad_options():
     with pytest.raises(ValueError, match="repeats: expected at least 1, got 0"):
-        measure(captured(), "cpu", repeats=0)
+        measure(shared(), "cpu", repeats=0)
     with pytest.raises(ValueError, match="cache: expected one of cold, hot, step, got 'warm'"):
-        measure(captured(), "cpu", cache="warm")
+        measure(shared(), "cpu", cache="warm")
     if not torch.cuda.is_available():
         with pytest.raises(ProfileError, match="there is no CUDA GPU to profile on"):
-            measure(captured(), "cuda")
+            measure(shared(), "cuda")
 
 
 @pytest.mark.gpu

@@ -180,10 +180,15 @@ class Accumulated(Twins):
         self.updated()
 
 
-@pytest.mark.parametrize("average", [True, False])
-def test_micro_batches_of_any_shapes(average):
+def test_losses_of_micro_batches_may_be_added_as_they_are():
+    twins = Accumulated(2, average=False)
+    twins.told(4, 2)
+    twins.at_once(4, 2)
+
+
+def test_micro_batches_of_any_shapes():
     """One by one and at once; steps of other shapes, of several in one step, and of fewer micro-batches."""
-    twins = Accumulated(3, average)
+    twins = Accumulated(3)
     twins.one_by_one(4, 4, 4)
     twins.one_by_one(2, 2, 2)
     twins.told(4, 2, 3)
