@@ -270,7 +270,7 @@ def test_batches_of_every_shape() -> None:
 
 @UNSEEN
 def test_micro_batches_of_every_shape() -> None:
-    both = Both(0.7, accumulate=2)
+    both = Both(0.7, accumulate=2, planner="capuchin")
     for counts in ((2, 2), (3, 2), (2,), (2, 2)):
         both.train(*counts)
     assert sum(bool(step.plan.decisions) for step in both.step.steps.values()) >= 2
