@@ -1,7 +1,7 @@
 """Random cases from a seed, of one program and of several jobs: thousands a second.
 
 Run as a command, it compares reference, compiled simulator and validator on so many cases, and prints a digest of all
-results for every block of 1,000. Those of ``tests/data/random_cases.json`` are of the rules as they are meant to be:
+results for every block of them. Those of ``tests/data/random_cases.json`` are of the rules as they are meant to be:
 
     python -m tests.random_cases 100000 [first seed] [--jobs] [--write]
 """
@@ -45,7 +45,7 @@ from simulator.plan import PlanError
 from simulator.schedule import lower
 from tests import oracle
 
-BLOCK = 1000  # cases of a digest
+BLOCKS = {"programs": 1000, "jobs": 250}  # cases of a digest
 DIGESTS = Path(__file__).parent / "data" / "random_cases.json"
 REFUSALS = (OutOfMemory, PlanError, JobsDeadlock)
 
@@ -385,16 +385,17 @@ def main() -> None:
     case_of: Callable[[int], Any] = jobs_case if given.jobs else any_case
     difference_of: Callable[[Any], str | None] = jobs_difference if given.jobs else difference
     known = json.loads(DIGESTS.read_text())
-    blocks = known["jobs" if given.jobs else "programs"]
-    for first in range(given.first, given.first + given.cases, BLOCK):
-        seeds = range(first, min(first + BLOCK, given.first + given.cases))
+    which = "jobs" if given.jobs else "programs"
+    blocks, size = known[which], BLOCKS[which]
+    for first in range(given.first, given.first + given.cases, size):
+        seeds = range(first, min(first + size, given.first + given.cases))
         for seed in seeds:
             if found := difference_of(case_of(seed)):
                 sys.exit(f"seed {seed}: {case_of(seed)}\n{found}")
-        if len(seeds) < BLOCK or first % BLOCK:
+        if len(seeds) < size or first % size:
             print(f"{first} to {seeds[-1]}: equal")
             continue
-        now, b = digest(map(case_of, seeds)), first // BLOCK
+        now, b = digest(map(case_of, seeds)), first // size
         right = "new" if b >= len(blocks) else "as it was" if blocks[b] == now else f"it was {blocks[b]}"
         print(f"{first} to {seeds[-1]}: equal, {now}: {right}", flush=True)
         blocks[b : b + 1] = [now]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from tests import random_cases
-from tests.random_cases import BLOCK, Case, any_case, contending, difference, jobs_case, jobs_difference
+from tests.random_cases import BLOCKS, Case, any_case, contending, difference, jobs_case, jobs_difference
 from tests.strategies import RANDOM, jobs_cases, machines, networks, plans, programs
 
 DIGESTS = json.loads(random_cases.DIGESTS.read_text())
@@ -14,8 +14,8 @@ DIGESTS = json.loads(random_cases.DIGESTS.read_text())
 
 def test_the_results_are_those_of_before():
     """Where a rule has changed on purpose: ``python -m tests.random_cases N --write``, and again with ``--jobs``."""
-    assert random_cases.digest(map(any_case, range(BLOCK))) == DIGESTS["programs"][0]
-    assert random_cases.digest(map(jobs_case, range(BLOCK))) == DIGESTS["jobs"][0]
+    assert random_cases.digest(map(any_case, range(BLOCKS["programs"]))) == DIGESTS["programs"][0]
+    assert random_cases.digest(map(jobs_case, range(BLOCKS["jobs"]))) == DIGESTS["jobs"][0]
 
 
 @pytest.mark.parametrize("first", range(0, 600, 200))
