@@ -13,7 +13,7 @@ train: $(STAMP)
 	$(BIN)/python -m experiments.train_dqn $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
