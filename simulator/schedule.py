@@ -117,7 +117,8 @@ class Schedule:
 
     @cached_property
     def reruns(self) -> tuple[Rerun, ...]:
-        """What runs again, as decisions: the plan of these does the same as the Recompute decisions."""
+        """What runs again, as decisions. A plan of these runs the same kernels in no more memory; where some of them go
+        on writing a tensor, there may be none (PlanError)."""
         return tuple(Rerun(s.kernel, s.before) for s in self.steps if s.rerun)
 
     @cached_property
