@@ -182,8 +182,6 @@ def _text(value: Any, where: str) -> str:
         return f"{value.__module__}.{value.__qualname__}({', '.join(value._fields)})"
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return f"{value.dtype!r} {value.shape} {value.tobytes().hex()}"
-    if isinstance(value, type) and issubclass(value, tuple):
-        return f"{value.__qualname__}{getattr(value, '_fields', ())}"
     function: Any = value.py_func if is_jitted(value) else value
     if isinstance(getattr(function, "stamp", None), str):
         return str(function.stamp)
