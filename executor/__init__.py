@@ -1,8 +1,10 @@
 """Everything that touches a framework or a GPU: capture, durations, replay, training under a plan."""
 
 from executor.capture.algorithms import with_algorithms
-from executor.capture.capture import Captured, CaptureError, capture, capture_step
+from executor.capture.capture import capture, capture_step
+from executor.capture.captured import Captured
 from executor.capture.roofline import with_roofline
+from executor.capture.state import CaptureError
 from executor.fit import FitError, FittedStep, FittedSteps, fit
 from executor.replay import open_backend
 from executor.replay.backend import BackendError

@@ -35,11 +35,12 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_struct
 
 from executor.capture import hooks
 from executor.capture.as_cuda import OperatorsOfCuda
-from executor.capture.captured import Captured, CaptureError
+from executor.capture.captured import Captured
 from executor.capture.numbers import Numbers, Option
 from executor.capture.places import Places, users
+from executor.capture.python_values import PythonValues, untouched
 from executor.capture.recorder import Recorder, noted
-from executor.capture.state import StepState, fixed, options, over, untouched
+from executor.capture.state import CaptureError, StepState, fixed, options, over
 from simulator.machine import Machine
 
 
@@ -216,7 +217,7 @@ def _capture(
         return tuple(returned)
 
     try:
-        with untouched(), warnings.catch_warnings():
+        with untouched() as drawn, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for value, label in roots:
                 state.add(value, label)
@@ -231,10 +232,12 @@ def _capture(
             place = {id(e.fake): i for i, e in enumerate(state.entries)}
             flat = [(place[id(v)], None) if isinstance(v, Tensor) else (None, v) for v in inputs]
             del leaves, inputs
+            state.ran = lambda: len(recorder.ops)
             with state.installed(), hooks.traced(recorder, groups, bucket_bytes):
                 fakes = [e.fake for e in state.entries]
                 with mode:
                     graph = make_fx(traced, tracing_mode="real")(*fakes)
+            undone = _undone(state, drawn())
     except CaptureError:
         raise
     except Exception as error:
@@ -248,8 +251,24 @@ def _capture(
     captured = recorder.build(graph, state.entries, name, (spec, flat))
     settings = tuple((o, tuple(map(fixed, was))) for o, was in groups.items())
     holds = recorder.user_holds(captured.values, captured.program)
-    captured = replace(captured, settings=settings, modules=modules, holds=holds)
+    python = PythonValues(state.watched, undone)
+    captured = replace(captured, settings=settings, modules=modules, holds=holds, python=python)
     return captured.on(machine or Machine.load("gtx1080ti"), algorithms=algorithms)
+
+
+def _undone(state: StepState, drawn: str) -> str:
+    """What the step's Python did that its graph does not do again, as a sentence."""
+    if drawn:
+        return f"the step draws from {drawn}, and would draw the same each time: take torch's generator"
+    if state.silent:
+        return f"{state.silent[0]} runs no operator, and would not be called again: call it outside of the step"
+    if state.written is not None:
+        name, was, now = state.written
+        return (
+            f"the step changes {name} from {was!r} to {now!r}, which would not be done again: make it a buffer, change "
+            "it outside of the step, or take a step without a plan first if it stays so after that"
+        )
+    return ""
 
 
 def _parts(step: Generator[Tensor, None, Any], recorder: Recorder) -> Any:

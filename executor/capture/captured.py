@@ -13,15 +13,12 @@ from torch.utils._pytree import TreeSpec
 from executor.capture.algorithms import convolution_of, with_algorithms
 from executor.capture.kernel_times import Precision, arithmetic, kernel_ns
 from executor.capture.numbers import Numbers
+from executor.capture.python_values import PythonValues
 from executor.capture.state import Home
 from simulator.kernel_times import scaled
 from simulator.machine import Machine
 from simulator.program import Program
 from simulator.report import Origins, Place
-
-
-class CaptureError(ValueError):
-    """A step cannot be captured; the message is one sentence naming the cause."""
 
 
 class MicroBatch(NamedTuple):
@@ -58,7 +55,7 @@ class UserHolds(NamedTuple):
     zero_grad: int = -1
 
 
-NOTHING = UserHolds()
+NOTHING, NOT_WATCHED = UserHolds(), PythonValues()
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +92,7 @@ class Captured:
     precision: Precision  # PyTorch's flags at the capture
     micro: tuple[MicroBatch, ...] = ()  # where the step is of several, which come one by one or together
     holds: UserHolds = NOTHING
+    python: PythonValues = NOT_WATCHED
 
     @property
     def origins(self) -> Origins:

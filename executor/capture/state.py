@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import copy
 import functools
-import random
 import types
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
@@ -26,7 +24,21 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
 from executor.capture.numbers import is_number
+from executor.capture.python_values import Change, Seen, Watched, is_scalar, names_of, put_back
 from simulator.program import TensorKind
+
+
+class CaptureError(ValueError):
+    """A step cannot be captured; the message is one sentence naming the cause."""
+
+
+# Wrappers of modules that do on other GPUs, or between GPUs, what no capture sees.
+REFUSED = {
+    "DataParallel": "runs the model on several GPUs; capture the module in it, on one GPU",
+    "DistributedDataParallel": "reduces gradients between processes, which a captured step would leave out",
+    "FullyShardedDataParallel": "keeps parts of the parameters on other GPUs",
+    "FSDPModule": "keeps parts of the parameters on other GPUs",
+}
 
 
 class Home(NamedTuple):
@@ -93,6 +105,11 @@ class StepState:
         self._bases: dict[StorageWeakRef, Tensor] = {}
         self._visited: set[int] = set()
         self._keep: list[Any] = []  # an id stays unique while its object lives
+        self.seen = Seen()
+        self.watched: tuple[Watched, ...] = ()  # values as they are when fakes are put in
+        self.written: Change | None = None  # the first of them that the step's Python changed
+        self.silent: list[str] = []  # hooks that ran no operator
+        self.ran: Callable[[], int] = int  # how many operators have run
 
     def add(self, value: Any, name: str, kind: TensorKind = "buffer") -> None:
         """Walks ``value``; tensors that are not parameters or registered buffers are of ``kind``."""
@@ -102,6 +119,8 @@ class StepState:
         """The fake tensor that stands in for ``tensor``, made and listed on first sight."""
         if id(tensor) in self._fakes:
             return self._fakes[id(tensor)]
+        if type(tensor).__name__ == "DTensor":
+            raise CaptureError(f"{name} is a DTensor, parts of which are on other GPUs")
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
             raise TypeError(f"{name} is not a dense tensor")
         device = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
@@ -115,11 +134,36 @@ class StepState:
                 fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
             elif tensor.requires_grad:
                 fake.requires_grad_()
+        self._hooks(tensor, fake, name)
         kind = "parameter" if isinstance(tensor, nn.Parameter) else kind
         self._fakes[id(tensor)] = fake
         self._keep.append(tensor)
         self.entries.append(Entry(name, kind, fake, tensor, home))
         return fake
+
+    def _hooks(self, tensor: Tensor, fake: Tensor, name: str) -> None:
+        """Hooks of a leaf are those of its fake, and so captured as what they do."""
+        if not (tensor.is_leaf and tensor.requires_grad):
+            return
+        for hooks, register in (
+            (tensor._backward_hooks, fake.register_hook),
+            (getattr(tensor, "_post_accumulate_grad_hooks", None), fake.register_post_accumulate_grad_hook),
+        ):
+            for hook in (hooks or {}).values():
+                self._walk(hook, f"{name}.hook", "buffer", 1)
+                register(self.heard(hook, f"a hook of {name}"))
+
+    def heard(self, hook: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """A hook, that is listed where it runs no operator: a graph cannot do again what it does instead."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before = self.ran()
+            result = hook(*args, **kwargs)
+            if self.ran() == before and (result is None or any(result is arg for arg in args)):
+                self.silent.append(f"{name} ({getattr(hook, '__qualname__', type(hook).__name__)})")
+            return result
+
+        return call
 
     def _walk(self, value: Any, name: str, kind: TensorKind, depth: int) -> None:
         if id(value) in self._visited or depth > 12 or isinstance(value, _OPAQUE):
@@ -132,6 +176,8 @@ class StepState:
                 self._module(module, prefix, depth)
         elif isinstance(value, Optimizer):
             self.optimizers.append(value)
+            for hook in (*value._optimizer_step_pre_hooks.values(), *value._optimizer_step_post_hooks.values()):
+                self._walk(hook, f"{name}.hook", kind, depth + 1)
         elif isinstance(value, GradScaler):
             if value.is_enabled() and value._scale is None:  # its first use would make them
                 value._lazy_init_scale_growth_tracker(torch.device(value._device))
@@ -139,8 +185,10 @@ class StepState:
             self._items(vars(value), [(k, k) for k in ("_scale", "_growth_tracker") if k in vars(value)], name, kind,
                         depth)  # fmt: skip
         elif isinstance(value, dict):
+            self.seen.containers.append((value, name))
             self._items(value, [(k, k if isinstance(k, str) else repr(k)) for k in value], name, kind, depth)
         elif isinstance(value, list):
+            self.seen.containers.append((value, name))
             self._items(value, [(i, str(i)) for i in range(len(value))], name, kind, depth)
         elif isinstance(value, (tuple, set, frozenset)):
             for i, entry in enumerate(value):
@@ -151,9 +199,12 @@ class StepState:
         elif isinstance(value, types.MethodType):
             step(value.__self__, name)
             step(value.__func__, name)
+            self.seen.runs(value.__func__, type(value.__self__))
         elif isinstance(value, types.FunctionType):
             self._function(value, name, kind, depth)
         elif hasattr(value, "__dict__"):
+            if callable(value):
+                self.seen.runs(type(value).__call__, type(value))
             step(vars(value), name)
 
     def _items(self, container: Any, keys: list[tuple[Any, str]], name: str, kind: TensorKind, depth: int) -> None:
@@ -166,9 +217,14 @@ class StepState:
                 self._walk(value, f"{name}.{label}".lstrip("."), kind, depth + 1)
 
     def _module(self, module: nn.Module, name: str, depth: int) -> None:
+        for cls in type(module).__mro__:
+            if cls.__name__ in REFUSED and cls.__module__.startswith("torch."):
+                raise CaptureError(f"{name or 'the model'} is a {cls.__name__}, which {REFUSED[cls.__name__]}")
         self._visited.add(id(module))
         self.modules.append(module)
         self.paths[id(module)] = name
+        self.seen.containers.append((vars(module), name))
+        self.seen.runs(type(module).forward, type(module))
         for table in (module._parameters, module._buffers):
             self._items(table, [(k, k) for k, v in table.items() if v is not None], name, "buffer", depth)
         own = {k: v for k, v in vars(module).items() if k not in ("_parameters", "_buffers", "_modules")}
@@ -178,24 +234,30 @@ class StepState:
     def _function(self, function: types.FunctionType, name: str, kind: TensorKind, depth: int) -> None:
         if (function.__module__ or "").partition(".")[0] in ("torch", "builtins"):
             return
+        self.seen.runs(function)
+        self.seen.functions.append((function, name))
         for label, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             try:
                 value = cell.cell_contents
             except ValueError:  # not assigned yet
                 continue
-            if isinstance(value, Tensor):
+            if is_scalar(value):
+                self.seen.cells.append((cell, label))
+            elif isinstance(value, Tensor):
                 self._slots.append((cell, None, self.fake(value, label, kind, Home(cell, None))))
             else:
                 self._walk(value, label, kind, depth + 1)
         self._walk(function.__defaults__, name, kind, depth + 1)
         self._walk(function.__kwdefaults__, name, kind, depth + 1)
-        named = [n for n in _names(function.__code__) if n in function.__globals__]
+        named = [n for n in names_of(function.__code__) if n in function.__globals__]
         self._items(function.__globals__, [(n, n) for n in named], "", kind, depth)
+        self.seen.globals.setdefault(id(function.__globals__), (function.__globals__, set()))[1].update(named)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Fakes in place of the user's tensors; on leaving, every object is as it was."""
         undo: list[Callable[[], None]] = []
+        self.watched = self.seen.watched()
         try:
             for module in self.modules:  # a forward pass may set attributes or rebind buffers
                 undo.append(_restorer(vars(module)))
@@ -210,6 +272,7 @@ class StepState:
                 self._install_optimizer(optimizer, "optimizer" if i == 0 else f"optimizer{i}")
             yield
         finally:
+            self.watched, self.written = put_back(self.watched)
             for action in reversed(undo):
                 action()
 
@@ -260,8 +323,13 @@ class StepState:
                         param.grad = torch.empty_like(param)
                         fresh.append(param)
             steps = {id(p): dict(s) for p, s in state.items() if isinstance(p, Tensor)}
-            with capturable(takes_capturable(optimizer)):
+            with capturable(takes_capturable(optimizer)), without_hooks(optimizer):
                 type(optimizer).step(optimizer)
+        for which in STEP_HOOKS:
+            hooks = {
+                k: self.heard(hook, f"a step hook of the {prefix}") for k, hook in getattr(optimizer, which).items()
+            }
+            setattr(optimizer, which, OrderedDict(hooks))
         # Should the setting above be lost: a context that an interrupted capture left open may end at any time.
         self.mode.shape_env.pending_fresh_unbacked_symbols.clear()
         for param in fresh:
@@ -315,6 +383,20 @@ def takes_capturable(optimizer: Optimizer) -> bool:
     return any(group.get("capturable") for group in optimizer.param_groups)
 
 
+STEP_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
+
+
+@contextmanager
+def without_hooks(optimizer: Optimizer) -> Iterator[None]:
+    """The user's hooks do not run in a step that is none of the user's."""
+    before = {which: getattr(optimizer, which) for which in STEP_HOOKS}
+    vars(optimizer).update({which: OrderedDict() for which in STEP_HOOKS})
+    try:
+        yield
+    finally:
+        vars(optimizer).update(before)
+
+
 @contextmanager
 def capturable(allowed: bool = True) -> Iterator[None]:
     """Lets optimizers take their ``capturable`` form on any device, as they do under torch.compile."""
@@ -324,18 +406,6 @@ def capturable(allowed: bool = True) -> Iterator[None]:
         yield
     finally:
         torch.compiler._is_compiling_flag = previous
-
-
-@contextmanager
-def untouched() -> Iterator[None]:
-    """Random states as they were: the step may draw on the host (stochastic depth)."""
-    saved = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002 (the global state is meant)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(saved[0])
-        random.setstate(saved[1])
-        np.random.set_state(saved[2])  # noqa: NPY002
 
 
 def options(group: dict[str, Any]) -> dict[str, Any]:
@@ -376,12 +446,3 @@ def over(memory: torch.UntypedStorage, like: Tensor, device: torch.device) -> Te
     another."""
     empty = torch.empty(0, dtype=like.dtype, device=device)
     return empty.set_(memory, like.storage_offset(), like.size(), like.stride())  # type: ignore[call-overload,no-any-return]
-
-
-def _names(code: types.CodeType) -> set[str]:
-    """Every global or attribute name in ``code`` and the functions nested in it."""
-    found = set(code.co_names)
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            found |= _names(const)
-    return found

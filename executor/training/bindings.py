@@ -13,7 +13,7 @@ from torch._C._dynamo.guards import TensorGuards
 from torch.optim import Optimizer
 
 from executor.capture.capture import Captured
-from executor.capture.state import capturable, takes_capturable
+from executor.capture.state import capturable, takes_capturable, without_hooks
 from executor.training.storage import Block, Place, Shared, StepError, movable, shared
 
 
@@ -108,7 +108,13 @@ def check(captured: Captured, parameters: list[Binding]) -> None:
 
 
 def check_settings(captured: Captured) -> None:
-    """The optimizers' options that the graph has as constants must be as at the capture; raises StepError."""
+    """Python's values and the optimizers' options that the graph has as constants must be as at the capture; raises
+    StepError."""
+    if change := captured.python.change():
+        raise StepError(
+            f"{change.name} was {change.was!r} at the capture and is {change.now!r} now; capture the step again "
+            "(recapture() of a step of all shapes)"
+        )
     for optimizer, groups in captured.settings:
         if len(groups) != len(optimizer.param_groups):
             raise StepError("the optimizer has other parameter groups than at the capture; capture the step again")
@@ -221,7 +227,7 @@ def create_state(b: Binding, bindings: list[Binding]) -> None:
     first: defaultdict[Any, _First] = defaultdict(_First)
     try:
         optimizer.param_groups, optimizer.state = [{**group, "params": [probe]}], first
-        with capturable(takes_capturable(optimizer)):
+        with capturable(takes_capturable(optimizer)), without_hooks(optimizer):
             type(optimizer).step(optimizer)
     finally:
         vars(optimizer).clear()

@@ -67,6 +67,8 @@ class PlannedStep:
         self, captured: Captured, plan: Plan, machine: Machine | None = None, limit: int | None = None,
         undo: bool = False, graph: bool = False,
     ) -> None:  # fmt: skip
+        if captured.python.undone:
+            raise StepError(captured.python.undone)
         self.captured, self.plan = captured, plan
         machine = machine or Machine.load(plan.machine or "gtx1080ti")
         self.limit = limit or plan.limit or captured.program.peak_bytes

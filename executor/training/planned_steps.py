@@ -187,6 +187,15 @@ class PlannedSteps:
         if self._current is not None:
             self._current.finish()
 
+    def recapture(self) -> None:
+        """Forgets all captures: what they took for constant (the model's parts, Python's values) may have changed. The
+        next step is captured and planned anew, within the same bytes; raises StepError where one is under way."""
+        if self.under_way:
+            raise StepError("a step is under way: recapture() is for between steps")
+        self._leave()
+        self.steps.clear()
+        self._current = None
+
     def _leave(self) -> None:
         if self._current is not None:
             self._current.__exit__()

@@ -231,7 +231,7 @@ def _work(connection: Connection) -> None:
 
     An answer is "done" and what was returned, "refused" and the reason, or "failed" and the traceback.
     """
-    from executor.capture.captured import CaptureError
+    from executor.capture.state import CaptureError
     from experiments.workloads import WorkloadError
     from simulator.files import FormatError
 

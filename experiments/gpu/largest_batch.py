@@ -23,8 +23,9 @@ from torch import Tensor
 
 import agents
 from executor import PlannedStep, StepError
-from executor.capture.capture import Captured, CaptureError
+from executor.capture.captured import Captured
 from executor.capture.profile import ProfileError, measure, with_profile
+from executor.capture.state import CaptureError
 from experiments.common.bisection import largest
 from experiments.gpu.deadline import TimeUp, within
 from experiments.gpu.networks import MIB, Network, build, cap_memory, give_back, host_bytes, made, own_batch

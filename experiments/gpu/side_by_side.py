@@ -36,8 +36,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import agents
 from executor import PlannedStep, StepError
-from executor.capture.capture import CaptureError
 from executor.capture.profile import Cache, ProfileError, measure, with_profile
+from executor.capture.state import CaptureError
 from executor.memory.pinned import CUDA
 from experiments.common.bisection import largest
 from experiments.gpu.clocks import watched

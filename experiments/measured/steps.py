@@ -22,11 +22,12 @@ from typing import Any, NamedTuple
 import torch
 import yaml
 
-from executor.capture.capture import CaptureError, capture
+from executor.capture.capture import capture
 from executor.capture.captured import Captured
 from executor.capture.contributed import Contributed, check_words, modelled
 from executor.capture.kernel_times import Precision
 from executor.capture.roofline import with_roofline
+from executor.capture.state import CaptureError
 from experiments import workloads
 from experiments.measured import traces
 from experiments.workloads import WorkloadError

@@ -1,0 +1,226 @@
+"""Python values that a step reads, constants of its graph: attributes of modules, of a loss and of what these hold,
+closures, defaults and globals of functions.
+
+Looked at are numbers, strings, types and tuples of them, whose names stand in the code that the step may run: forward
+methods, the loss, and the methods that these name. What is reached otherwise (a file, an environment variable, an
+attribute whose name is made at run time) is not seen.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import types
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from operator import attrgetter, itemgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+MOST = 64  # entries of a list that is looked at
+
+Container = dict[Any, Any] | list[Any]
+
+
+def is_scalar(value: Any) -> bool:
+    """A value that can be compared at each step, and does not change in its place."""
+    if isinstance(value, (tuple, frozenset)):
+        return all(map(is_scalar, value))
+    return isinstance(value, SCALARS)
+
+
+class Change(NamedTuple):
+    """A value that is not what it was at the capture."""
+
+    name: str
+    was: Any
+    now: Any
+
+
+class Watched(NamedTuple):
+    """Values of one owner: a table, a list, a cell or a function."""
+
+    owner: Any
+    get: Callable[[Any], Any]  # of the owner: its values
+    values: tuple[Any, ...] | Any  # a tuple, if not of one name
+    names: tuple[str, ...]
+    keys: tuple[Any, ...] = ()  # of a table
+
+    def now(self) -> Any:
+        """The values as they are; None where there are none any more."""
+        try:
+            return self.get(self.owner)
+        except (LookupError, ValueError):  # a key is gone, a cell is empty
+            return None
+
+    def changes(self, now: Any) -> Iterator[Change]:
+        """What differs, where something does."""
+        if len(self.names) == 1 or now is None or len(now) != len(self.values):
+            yield Change(self.names[0], self.values, now)
+            return
+        for name, a, b in zip(self.names, self.values, now, strict=True):
+            if not _same(a, b):
+                yield Change(name, a, b)
+
+
+def _same(a: Any, b: Any) -> bool:
+    try:
+        return a is b or bool(a == b)
+    except Exception:  # of a tensor, for example
+        return False
+
+
+@dataclass(frozen=True, eq=False)
+class PythonValues:
+    """What a capture took for constant.
+
+    Attributes:
+        watched: values that are compared at each step.
+        undone: a sentence naming what the step's Python did at the capture that no run of the graph does; "": nothing.
+    """
+
+    watched: tuple[Watched, ...] = ()
+    undone: str = ""
+
+    def change(self) -> Change | None:
+        """The first value that has changed; None where all are as they were."""
+        for one in self.watched:
+            now = one.now()
+            if not _same(now, one.values):
+                return next(one.changes(now))
+        return None
+
+
+@dataclass
+class Seen:
+    """Collects the owners of such values while a step's objects are walked (state.py)."""
+
+    containers: list[tuple[Container, str]] = field(default_factory=list)
+    cells: list[tuple[types.CellType, str]] = field(default_factory=list)
+    functions: list[tuple[types.FunctionType, str]] = field(default_factory=list)
+    globals: dict[int, tuple[dict[str, Any], set[str]]] = field(default_factory=dict)  # and the names in use
+    names: set[str] = field(default_factory=set)  # of attributes and keys in the code that the step may run
+    _codes: set[tuple[type | None, types.CodeType]] = field(default_factory=set)
+
+    def runs(self, function: Any, owner: type | None = None) -> None:
+        """The step may run a function, and the methods of ``owner`` that it names."""
+        function = inspect.unwrap(function) if callable(function) else function
+        code = getattr(function, "__code__", None)
+        if not isinstance(code, types.CodeType) or (owner, code) in self._codes:
+            return
+        self._codes.add((owner, code))
+        named = names_of(code)
+        self.names |= named | _strings(code)
+        for name in named if owner is not None else ():
+            method = inspect.getattr_static(owner, name, None)
+            if isinstance(method, property):
+                method = method.fget
+            elif isinstance(method, (staticmethod, classmethod)):
+                method = method.__func__
+            if isinstance(method, types.FunctionType):
+                self.runs(method, owner)
+
+    def watched(self) -> tuple[Watched, ...]:
+        """All of them, with their present values."""
+        out = []
+        for container, label in self.containers:
+            if isinstance(container, dict):
+                named = (k for k in container if not isinstance(k, str) or k in self.names)
+                out += _watch(container, named, label)
+            elif 0 < len(container) <= MOST and all(map(is_scalar, container)):
+                names = tuple(f"{label}.{i}" for i in range(len(container)))
+                out.append(Watched(container, tuple, tuple(container), names))
+        for table, used in self.globals.values():
+            out += _watch(table, sorted(used), "")
+        for cell, label in self.cells:
+            out.append(Watched(cell, attrgetter("cell_contents"), cell.cell_contents, (label,)))
+        for function, label in self.functions:
+            out += _watch(function.__kwdefaults__ or {}, function.__kwdefaults__ or (), label)
+            if function.__defaults__ and is_scalar(function.__defaults__):
+                get, names = attrgetter("__defaults__"), (f"{label}.__defaults__",)
+                out.append(Watched(function, get, function.__defaults__, names))
+        return tuple(out)
+
+
+def _watch(table: dict[Any, Any], keys: Iterable[Any], label: str) -> list[Watched]:
+    """Those of the entries that are scalars, if any."""
+    return _entries(table, {key: f"{label}.{key}".lstrip(".") for key in keys if is_scalar(table[key])})
+
+
+def _entries(table: dict[Any, Any], names: dict[Any, str]) -> list[Watched]:
+    """Entries of a table, with how each is called."""
+    if not names:
+        return []
+    get = itemgetter(*names)
+    return [Watched(table, get, get(table), tuple(names.values()), tuple(names))]
+
+
+def put_back(watched: tuple[Watched, ...]) -> tuple[tuple[Watched, ...], Change | None]:
+    """Gives values that the step's Python has changed back.
+
+    Returns:
+        Those to watch: less what the step itself makes something else of (a tensor that it keeps as an attribute). The
+        first value that is another one now, or None.
+    """
+    kept: list[Watched] = []
+    first: Change | None = None
+    for one in watched:
+        now = one.now()
+        if _same(now, one.values):
+            kept.append(one)
+            continue
+        changes = list(one.changes(now))
+        first = first or next((change for change in changes if is_scalar(change.now)), None)
+        if isinstance(one.owner, types.CellType):
+            one.owner.cell_contents = one.values
+        elif isinstance(one.owner, list):
+            one.owner[:] = one.values
+        elif isinstance(one.owner, dict):
+            values = one.values if len(one.keys) > 1 else (one.values,)
+            one.owner.update(zip(one.keys, values, strict=True))
+            changed = {change.name for change in changes}
+            names = dict(zip(one.keys, one.names, strict=True))
+            kept += _entries(one.owner, {key: name for key, name in names.items() if name not in changed})
+    return tuple(kept), first
+
+
+def names_of(code: types.CodeType) -> set[str]:
+    """Every global or attribute name in ``code`` and the functions nested in it."""
+    found = set(code.co_names)
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            found |= names_of(const)
+    return found
+
+
+def _strings(code: types.CodeType) -> set[str]:
+    """String constants: keys of dictionaries, names for getattr."""
+    found = {const for const in code.co_consts if isinstance(const, str)}
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            found |= _strings(const)
+    return found
+
+
+@contextmanager
+def untouched() -> Iterator[Callable[[], str]]:
+    """Random states as they were: the step may draw on the host (stochastic depth). Yields what says from which of
+    Python's and NumPy's generators was drawn since, "": from neither."""
+    saved = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002 (the global state is meant)
+
+    def drawn() -> str:
+        words, *others = zip(np.random.get_state(), saved[2], strict=True)  # noqa: NPY002
+        numpy = any(now != was for now, was in (*others[1:], words)) or not np.array_equal(*others[0])
+        moved = {"Python's random": random.getstate() != saved[1], "numpy.random": numpy}
+        return " and ".join(name for name, has in moved.items() if has)
+
+    try:
+        yield drawn
+    finally:
+        torch.set_rng_state(saved[0])
+        random.setstate(saved[1])
+        np.random.set_state(saved[2])  # noqa: NPY002
