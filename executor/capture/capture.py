@@ -229,6 +229,7 @@ def _capture(
             batch = tree_unflatten(inputs, spec)
             groups = {o: tuple(map(options, o.param_groups)) for o in state.optimizers}
             modules = tuple((m, m.training, tuple(m._modules.values())) for m in state.modules)
+            hooked = hooks.count(state.modules)
             place = {id(e.fake): i for i, e in enumerate(state.entries)}
             flat = [(place[id(v)], None) if isinstance(v, Tensor) else (None, v) for v in inputs]
             del leaves, inputs
@@ -252,7 +253,7 @@ def _capture(
     settings = tuple((o, tuple(map(fixed, was))) for o, was in groups.items())
     holds = recorder.user_holds(captured.values, captured.program)
     python = PythonValues(state.watched, undone)
-    captured = replace(captured, settings=settings, modules=modules, holds=holds, python=python)
+    captured = replace(captured, settings=settings, modules=modules, holds=holds, python=python, hooks=hooked)
     return captured.on(machine or Machine.load("gtx1080ti"), algorithms=algorithms)
 
 

@@ -93,6 +93,7 @@ class Captured:
     micro: tuple[MicroBatch, ...] = ()  # where the step is of several, which come one by one or together
     holds: UserHolds = NOTHING
     python: PythonValues = NOT_WATCHED
+    hooks: int = 0  # of modules and their parameters
 
     @property
     def origins(self) -> Origins:

@@ -3,7 +3,7 @@ random states."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -15,6 +15,22 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from executor.capture.recorder import Recorder
 from executor.capture.state import bucketed, capturable, takes_capturable
+
+MODULE_HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+TENSOR_HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"
+
+
+def tables(modules: Iterable[nn.Module]) -> list[dict[int, Any]]:
+    """Where PyTorch keeps the hooks of modules and of their parameters, as far as there are any tables."""
+    of_module = [getattr(m, which) for m in modules for which in MODULE_HOOKS]
+    of_tensor = [getattr(p, which, None) for m in modules for p in m._parameters.values() if p is not None
+                 for which in TENSOR_HOOKS]  # fmt: skip
+    return [table for table in (*of_module, *of_tensor) if table is not None]
+
+
+def count(modules: Iterable[nn.Module]) -> int:
+    """How many hooks there are."""
+    return sum(map(len, tables(modules)))
 
 
 @contextmanager

@@ -131,9 +131,8 @@ class Seen:
             if isinstance(container, dict):
                 named = (k for k in container if not isinstance(k, str) or k in self.names)
                 out += _watch(container, named, label)
-            elif 0 < len(container) <= MOST and all(map(is_scalar, container)):
-                names = tuple(f"{label}.{i}" for i in range(len(container)))
-                out.append(Watched(container, tuple, tuple(container), names))
+            elif len(container) <= MOST and all(map(is_scalar, container)):
+                out.append(Watched(container, tuple, tuple(container), (label,)))
         for table, used in self.globals.values():
             out += _watch(table, sorted(used), "")
         for cell, label in self.cells:

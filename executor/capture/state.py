@@ -145,11 +145,11 @@ class StepState:
         """Hooks of a leaf are those of its fake, and so captured as what they do."""
         if not (tensor.is_leaf and tensor.requires_grad):
             return
-        for hooks, register in (
-            (tensor._backward_hooks, fake.register_hook),
-            (getattr(tensor, "_post_accumulate_grad_hooks", None), fake.register_post_accumulate_grad_hook),
-        ):
-            for hook in (hooks or {}).values():
+        for which, register in zip(
+            ("_backward_hooks", "_post_accumulate_grad_hooks"),
+            (fake.register_hook, fake.register_post_accumulate_grad_hook), strict=True,
+        ):  # fmt: skip
+            for hook in (getattr(tensor, which, None) or {}).values():
                 self._walk(hook, f"{name}.hook", "buffer", 1)
                 register(self.heard(hook, f"a hook of {name}"))
 

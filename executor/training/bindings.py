@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from torch._C._dynamo.guards import TensorGuards
 from torch.optim import Optimizer
 
+from executor.capture import hooks
 from executor.capture.capture import Captured
 from executor.capture.state import capturable, takes_capturable, without_hooks
 from executor.training.storage import Block, Place, Shared, StepError, movable, shared
@@ -100,6 +101,8 @@ def check(captured: Captured, parameters: list[Binding]) -> None:
         if module.training is not training:
             now, was = ("train" if mode else "eval" for mode in (module.training, training))
             raise StepError(f"module {type(module).__name__} is in {now} mode, at the capture it was in {was} mode")
+    if hooks.count([module for module, _, _ in captured.modules]) != captured.hooks:
+        raise StepError("hooks of the model were added or removed after the capture; capture the step again")
     for b in parameters:
         if b.user.grad is not None:
             raise StepError(f"{b.name} has a gradient; a captured step begins with none: set it to None")
@@ -129,7 +132,7 @@ def check_settings(captured: Captured) -> None:
 
 
 _TRAINING, _CHILDREN = attrgetter("training"), attrgetter("_modules")
-_GRAD, _REQUIRES_GRAD = attrgetter("grad"), attrgetter("requires_grad")
+_GRAD, _REQUIRES_GRAD, _HOOKS = attrgetter("grad"), attrgetter("requires_grad"), attrgetter("_backward_hooks")
 
 
 class Known:
@@ -166,6 +169,8 @@ class Known:
         self.frozen = list(map(_REQUIRES_GRAD, self.parameters))
         self.modules = [module for module, _, _ in captured.modules]
         self.modes, self.children = list(map(_TRAINING, self.modules)), list(map(_CHILDREN, self.modules))
+        self.hooks, self.n_hooks = hooks.tables(self.modules), captured.hooks
+        self.hooked = list(map(_HOOKS, self.parameters))
         self.parts = tuple(chain.from_iterable(children for _, _, children in captured.modules))
 
     def same(self) -> bool:
@@ -185,6 +190,8 @@ class Known:
             and list(map(Tensor.data_ptr, self.tensors)) == self.addresses
             and all(map(is_, map(_GRAD, self.parameters), repeat(None)))
             and list(map(_REQUIRES_GRAD, self.parameters)) == self.frozen
+            and sum(map(len, self.hooks)) == self.n_hooks
+            and all(map(is_, map(_HOOKS, self.parameters), self.hooked))
             and self._same_modules()
             and all(b.found() for b in self.single)
             and all(b.found() for b in self.moved)
