@@ -33,7 +33,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_structure, tree_unflatten
 
-from executor.capture import hooks
+from executor.capture import distributed, hooks
 from executor.capture.as_cuda import OperatorsOfCuda
 from executor.capture.captured import Captured
 from executor.capture.numbers import Numbers, Option
@@ -102,17 +102,18 @@ def capture(
 
     device = next((p.device.type for p in model.parameters() if p.device.type != "meta"), "cpu")
 
-    def part(x: Any, y: Any) -> Tensor:
-        with torch.autocast(device, autocast) if autocast is not None else nullcontext():
-            loss = loss_fn(noted(model(x)), y)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise CaptureError(f"the loss is {what}, not a tensor of one element")
-        if average and accumulate > 1:
-            loss = loss / accumulate
-        if optimizer is not None:
-            (loss if scaler is None else scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
-        return loss
+    def part(x: Any, y: Any, last: bool = True) -> Tensor:
+        with distributed.alone(model, last):
+            with torch.autocast(device, autocast) if autocast is not None else nullcontext():
+                loss = loss_fn(noted(model(x)), y)
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+                raise CaptureError(f"the loss is {what}, not a tensor of one element")
+            if average and accumulate > 1:
+                loss = loss / accumulate
+            if optimizer is not None:
+                (loss if scaler is None else scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+            return loss
 
     def update() -> None:
         if clip_norm is not None:
@@ -133,11 +134,12 @@ def capture(
         return loss
 
     def several(*batches: tuple[Any, Any]) -> Generator[Tensor, None, Tensor]:
-        total = loss = part(*batches[0]).detach()
+        n = len(batches)
+        total = loss = part(*batches[0], n == 1).detach()
         yield loss
-        for batch in batches[1:]:
+        for i, batch in enumerate(batches[1:], 2):
             del loss  # it lives no longer than in a loop that only adds it
-            loss = part(*batch).detach()
+            loss = part(*batch, i == n).detach()
             total = total + loss
             yield loss
         del loss

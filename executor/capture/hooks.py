@@ -13,6 +13,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from executor.capture import distributed
 from executor.capture.recorder import Recorder
 from executor.capture.state import bucketed, capturable, takes_capturable
 
@@ -43,8 +44,10 @@ def traced(
         traced_scalers(recorder),
         traced_zero_grad(recorder),
         traced_states(recorder),
+        distributed.traced() as finished,
     ):
         yield
+        finished()
 
 
 @contextmanager

@@ -35,7 +35,6 @@ class CaptureError(ValueError):
 # Wrappers of modules that do on other GPUs, or between GPUs, what no capture sees.
 REFUSED = {
     "DataParallel": "runs the model on several GPUs; capture the module in it, on one GPU",
-    "DistributedDataParallel": "reduces gradients between processes, which a captured step would leave out",
     "FullyShardedDataParallel": "keeps parts of the parameters on other GPUs",
     "FSDPModule": "keeps parts of the parameters on other GPUs",
 }
@@ -223,7 +222,8 @@ class StepState:
         self._visited.add(id(module))
         self.modules.append(module)
         self.paths[id(module)] = name
-        self.seen.containers.append((vars(module), name))
+        if not isinstance(module, nn.parallel.DistributedDataParallel):  # whose state follows from no_sync()
+            self.seen.containers.append((vars(module), name))
         self.seen.runs(type(module).forward, type(module))
         for table in (module._parameters, module._buffers):
             self._items(table, [(k, k) for k, v in table.items() if v is not None], name, "buffer", depth)
