@@ -13,6 +13,7 @@ where something that should be equal is not.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -107,8 +108,12 @@ def repeated(run: Path) -> tuple[str, list[str], Row]:
     inputs(run, module)
     if not isinstance(config.get("machine"), dict):
         raise cli.UsageError(f"run: {run} has no machine; it was made by an older version")
-    words = [str(word) for word in command[3:] if str(word).partition("=")[0] in CHOICES]
+    chosen = [str(word).partition("=") for word in command[3:]]
+    words = [f"{group}={_checked(option)}" for group, _, option in chosen if group in CHOICES]
+    known = cli.keys(module.rpartition(".")[2])
     for key, value in config.items():
+        if key not in known:
+            raise cli.UsageError(f"run: {run / 'summary.json'}: config: {module} has no key {key!r}")
         if key not in GIVEN:
             words += [f"{name}={_written(leaf)}" for name, leaf in _leaves(key, value)]
     return module, words, data
@@ -133,19 +138,29 @@ def _module(data: Row) -> str:
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping) and value:
         for name, entry in value.items():
+            _checked(name)
             yield from _leaves(f"{key}.{name}", entry)
     else:
         yield key, value
 
 
+def _checked(key: object) -> str:
+    """A key that means nothing to Hydra; raises UsageError for another."""
+    if not isinstance(key, str) or not re.fullmatch(r"\w+", key):
+        raise cli.UsageError(f"run: config: {str(key)[:40]!r} is no key of a setting")
+    return key
+
+
 def _written(value: Any) -> str:
     """A value in the grammar of overrides."""
     if isinstance(value, str):
+        if "${" in value:  # OmegaConf would put something else in its place
+            raise cli.UsageError(f"run: config: {value[:40]!r} is no setting")
         return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
     if isinstance(value, list):
         return "[" + ",".join(map(_written, value)) + "]"
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}: {_written(entry)}" for key, entry in value.items()) + "}"
+        return "{" + ",".join(f"{_checked(key)}: {_written(entry)}" for key, entry in value.items()) + "}"
     return json.dumps(value)
 
 

@@ -5,13 +5,20 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
+import stat
 import tempfile
 import zlib
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
+
+import yaml
 
 T = TypeVar("T")
+MOST_BYTES = 2**29  # of a file, once it is no longer compressed
+MOST_LEVELS = 32  # of nesting in YAML
 
 
 class FormatError(ValueError):
@@ -64,6 +71,11 @@ def _describe(value: object) -> str:
     return text if len(text) <= 40 else text[:37] + "..."
 
 
+def label(name: str) -> str:
+    """A name from a file as a part of a path: letters, digits and ``_ + . -``, not hidden, at most 80 of them."""
+    return re.sub(r"[^\w+.-]", "_", name)[:80].lstrip(".") or "_"
+
+
 def integers(values: Any, where: str, length: int | None = None) -> tuple[int, ...]:
     """Checks a list of integers (of a given length)."""
     if not isinstance(values, list):
@@ -73,20 +85,83 @@ def integers(values: Any, where: str, length: int | None = None) -> tuple[int, .
     return tuple(_typed(v, int, f"{where}[{i}]") for i, v in enumerate(values))
 
 
+def read_bytes(path: str | Path) -> bytes:
+    """The content of a file, through gzip when its name ends in .gz; at most MOST_BYTES, compressed or not.
+
+    Raises:
+        FormatError: it cannot be read, is no file of its own (a pipe, a directory), or is larger; the message names it.
+    """
+    path = Path(path)
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise FormatError(f"{path}: cannot be read ({'Is a directory' if path.is_dir() else 'it is no file'})")
+        with path.open("rb") as file, gzip.open(file) if path.suffix == ".gz" else nullcontext(file) as plain:
+            raw = plain.read(MOST_BYTES + 1)
+    except (OSError, EOFError, zlib.error) as error:  # no such file, cut off, or not gzip inside
+        raise FormatError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    if len(raw) > MOST_BYTES:
+        raise FormatError(f"{path}: larger than {MOST_BYTES:,} bytes")
+    return bytes(raw)
+
+
 def read_json(path: str | Path) -> Any:
     """Reads JSON, through gzip when the name ends in .gz.
 
     Raises:
-        FormatError: the file cannot be read or is not JSON; the message names it.
+        FormatError: as ``read_bytes``, or it is not JSON, or an object has a key twice.
     """
-    path = Path(path)
+    raw = read_bytes(path)
     try:
-        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        return json.loads(raw)
-    except (OSError, EOFError, zlib.error) as error:  # no such file, cut off, or not gzip inside
-        raise FormatError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+        return json.loads(raw, object_pairs_hook=_once)
+    except FormatError as error:
+        raise FormatError(f"{path}: {error}") from None
     except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, or nested too deeply
         raise FormatError(f"{path}: not JSON ({error})") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise FormatError(f"key {next(name for name in names if names.count(name) > 1)!r} stands twice in an object")
+    return out
+
+
+def read_yaml(path: str | Path) -> str:
+    """The text of a YAML file that is as large as it looks: no aliases, no key twice, not nested beyond MOST_LEVELS.
+
+    Raises:
+        FormatError: as ``read_bytes``, or it is not such YAML.
+    """
+    raw = read_bytes(path)
+    keys: list[set[str] | None] = []  # of each mapping that is open; None: a list
+    expects_key: list[bool] = []
+    try:
+        text = raw.decode()
+        for event in yaml.parse(text):
+            if isinstance(event, yaml.AliasEvent):
+                raise FormatError(f"{path}: line {event.start_mark.line + 1}: aliases are not read")
+            if isinstance(event, (yaml.MappingEndEvent, yaml.SequenceEndEvent)):
+                keys.pop()
+                expects_key.pop()
+                continue
+            if not isinstance(event, yaml.NodeEvent):
+                continue
+            known = keys[-1] if keys else None
+            if known is not None:
+                if expects_key[-1] and isinstance(event, yaml.ScalarEvent):
+                    if event.value in known:
+                        raise FormatError(f"{path}: line {event.start_mark.line + 1}: key {event.value!r} stands twice")
+                    known.add(event.value)
+                expects_key[-1] = not expects_key[-1]
+            if isinstance(event, yaml.CollectionStartEvent):
+                keys.append(set() if isinstance(event, yaml.MappingStartEvent) else None)
+                expects_key.append(True)
+                if len(keys) > MOST_LEVELS:
+                    raise FormatError(f"{path}: line {event.start_mark.line + 1}: nested too deeply")
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise FormatError(f"{path}: cannot be read ({' '.join(str(error).split())})") from None
+    return text
 
 
 def load_json(path: str | Path, from_dict: Callable[[object], T]) -> T:
@@ -98,22 +173,27 @@ def load_json(path: str | Path, from_dict: Callable[[object], T]) -> T:
         raise FormatError(f"{path}: {error}") from None
 
 
-def write_text(path: str | Path, text: str) -> None:
-    """Writes a whole file or nothing: to a temporary name beside it, then renamed."""
+def write_whole(path: str | Path, write: Callable[[IO[bytes]], object]) -> None:
+    """A file as ``write`` fills it, or nothing: to a temporary name beside it, then renamed."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    raw = text.encode()
-    if path.suffix == ".gz":
-        raw = gzip.compress(raw, mtime=0)  # no time stamp: equal content, equal bytes
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(raw)
+            write(file)
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Writes a whole file or nothing, through gzip when the name ends in .gz."""
+    raw = text.encode()
+    if Path(path).suffix == ".gz":
+        raw = gzip.compress(raw, mtime=0)  # no time stamp: equal content, equal bytes
+    write_whole(path, lambda file: file.write(raw))
 
 
 def write_json(path: str | Path, data: Any, indent: int | None = None) -> None:

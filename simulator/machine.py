@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from simulator.files import FormatError, fields
+from simulator.files import FormatError, fields, read_yaml
 from simulator.kernel_times import KernelTimes
 
 ALONE = 2**20  # the speed of a transfer alone on the link, in the unit of Machine.h2d_share and d2h_share
@@ -211,10 +211,8 @@ class Machine:
             if not path.exists():
                 known = ", ".join(sorted(p.stem for p in PRESETS.glob("*.yaml")))
                 raise FormatError(f"machine: there is no preset {str(name_or_path)!r}; there are {known}")
+        text = read_yaml(path)
         try:
-            return cls.from_dict(yaml.safe_load(path.read_text()))
-        except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-            reason = str(getattr(error, "strerror", None) or error).replace("\n", " ")
-            raise FormatError(f"{path}: cannot be read ({reason})") from None
-        except FormatError as error:
-            raise FormatError(f"{path}: {error}") from None
+            return cls.from_dict(yaml.safe_load(text))
+        except (FormatError, yaml.YAMLError) as error:
+            raise FormatError(f"{path}: {' '.join(str(error).split())}") from None

@@ -289,6 +289,7 @@ class Program:
         top = fields(data, "program", {"format": str, "name": str, "tensors": list, "kernels": list}, {})
         if top["format"] != FORMAT:
             raise FormatError(f"program.format: expected {FORMAT!r}, got {top['format']!r}")
+        _printable(top["name"], "program.name")
         tensors = [
             Tensor(**fields(entry, f"tensors[{i}]", _TENSOR_REQUIRED, {})) for i, entry in enumerate(top["tensors"])
         ]
@@ -301,7 +302,10 @@ class Program:
             got["variants"] = tuple(
                 integers(v, f"{where}.variants[{j}]", length=2) for j, v in enumerate(got["variants"])
             )
+            _printable(got["name"], f"{where}.name")
             kernels.append(Kernel(**got))
+        for i, tensor in enumerate(tensors):
+            _printable(tensor.name, f"tensors[{i}].name")
         return cls(top["name"], tuple(tensors), tuple(kernels))
 
     def save(self, path: str | Path) -> None:
@@ -316,6 +320,12 @@ class Program:
             FormatError: naming the file and its first malformed entry.
         """
         return load_json(path, cls.from_dict)
+
+
+def _printable(name: str, where: str) -> None:
+    """A terminal does as it is told by other characters; raises FormatError."""
+    if not name.isprintable():
+        raise FormatError(f"{where}: {name[:40]!r} has characters that cannot be printed")
 
 
 _TENSOR_REQUIRED = {"name": str, "nbytes": int, "kind": str, "persistent": bool}

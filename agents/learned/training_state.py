@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
+import io
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from simulator.files import FormatError
+from simulator.files import FormatError, read_bytes, write_whole
 
 FORMAT = "dqn-checkpoint/1"
 Net = TypeVar("Net", bound=nn.Module)
@@ -24,16 +24,7 @@ class TrainingStateError(ValueError):
 
 def write_training_state(path: Path, state: dict[str, Any]) -> None:
     """Writes tensors, numbers, strings, lists and dictionaries: to a temporary name beside ``path``, then renamed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            torch.save({"format": FORMAT, **state}, file)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    write_whole(path, lambda file: torch.save({"format": FORMAT, **state}, file))
 
 
 def read_training_state(path: Path) -> dict[str, Any]:
@@ -43,14 +34,23 @@ def read_training_state(path: Path) -> dict[str, Any]:
         TrainingStateError: it cannot be read or is no checkpoint.
     """
     try:
-        state = torch.load(path, weights_only=True, map_location="cpu")
-    except OSError as error:
-        raise TrainingStateError(f"{path}: cannot be read ({error.strerror or error})") from None
+        state = _load(path)
+    except FormatError as error:
+        raise TrainingStateError(str(error)) from None
     except Exception:  # torch.load raises half a dozen types, by what is damaged
         raise TrainingStateError(f"{path}: not a checkpoint, or a damaged one") from None
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise TrainingStateError(f"{path}: not a checkpoint of this program")
     return state
+
+
+def _load(path: Path) -> Any:
+    """What ``torch.load`` makes of a file whose checksums are right."""
+    raw = read_bytes(path)
+    with zipfile.ZipFile(io.BytesIO(raw)) as parts:
+        if damaged := parts.testzip():
+            raise ValueError(f"{damaged} is damaged")
+    return torch.load(io.BytesIO(raw), weights_only=True, map_location="cpu")
 
 
 def must_match(path: Path, state: dict[str, Any], identity: dict[str, Any]) -> None:
@@ -76,7 +76,8 @@ def restoring(path: Path) -> Iterator[None]:
 
 def save_weights(net: nn.Module, path: Path) -> None:
     """Writes ``net.settings``, the keyword arguments of its class, and its weights, for ``read_weights``."""
-    torch.save({"settings": net.settings, "weights": net.state_dict()}, path)
+    state = {"settings": net.settings, "weights": net.state_dict()}
+    write_whole(path, lambda file: torch.save(state, file))
 
 
 def read_weights(path: Path, kind: type[Net], what: str) -> Net:
@@ -86,11 +87,11 @@ def read_weights(path: Path, kind: type[Net], what: str) -> Net:
         FormatError: it cannot be read, or holds no weights of ``what``.
     """
     try:
-        state = torch.load(path, weights_only=True, map_location="cpu")
+        state = _load(path)
         net = kind(**state["settings"])
         net.load_state_dict(state["weights"])
-    except OSError as error:
-        raise FormatError(f"weights: {path} cannot be read ({error.strerror or error})") from None
+    except FormatError as error:
+        raise FormatError(f"weights: {error}") from None
     except Exception:  # torch.load raises half a dozen types, by what is damaged
         raise FormatError(f"weights: {path} holds no weights of {what}, or damaged ones") from None
     return net.eval()

@@ -40,7 +40,7 @@ from agents.learned.dqn_config import RENAMED
 from experiments import begun
 from experiments.common import help, ray_launcher, submitit_logs, workers
 from simulator.compiled import warm
-from simulator.files import FormatError
+from simulator.files import FormatError, read_yaml
 from simulator.machine import Machine
 from simulator.plan import PlanError
 from simulator.program import Program
@@ -228,17 +228,27 @@ def _machine_file(file: Path) -> tuple[str | None, dict[str, Any]]:
 def _workload_file(file: Path) -> tuple[str | None, DictConfig]:
     """Its keys are checked where it is captured (experiments/workloads)."""
     try:
-        text = file.read_text()
+        text = read_yaml(file)
         node = OmegaConf.create(text)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
-        raise UsageError(f"{file}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    except FormatError as error:
+        raise UsageError(str(error)) from None
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise UsageError(f"{file}: cannot be read ({error})") from None
     if not isinstance(node, DictConfig) or not node:
         raise UsageError(f"{file}: not a workload (expected keys as in configs/workload/vgg16.yaml)")
     package = re.search(r"^# @package (\S+)", text, re.MULTILINE)
-    return package[1] if package else None, node
+    if package is None or package[1] == "workload":
+        return None, node
+    if package[1] != "_global_":
+        raise UsageError(f"{file}: a workload is for the package workload or _global_, not {package[1]!r}")
+    # In the package _global_ it could set anything, and what Hydra calls.
+    if unknown := [key for key in node if key not in IN_GLOBAL]:
+        raise UsageError(f"{file}: unknown key {unknown[0]!r}; a workload for _global_ has {' and '.join(IN_GLOBAL)}")
+    return package[1], node
 
 
 OWN_FILES: dict[str, Callable[[Path], tuple[str | None, Any]]] = {"machine": _machine_file, "workload": _workload_file}
+IN_GLOBAL = ("workload", "target")
 SUFFIXES = (".yaml", ".yml", ".json")
 OWN = "own-file-"  # and a number: the name of such an option
 
@@ -292,6 +302,14 @@ def check_overrides(config_name: str, overrides: list[str], sweep: bool, config_
             if key in known or (override.is_add() and parent in known):
                 continue  # what is added below a known key is checked by whoever reads that key
             raise UsageError(f"{override.input_line}: unknown key {key!r}{nearest(key, known)}")
+
+
+def keys(config_name: str) -> set[str]:
+    """The first parts of the keys that a command has, its own and those of its config groups; none is Hydra's."""
+    config = OmegaConf.load(CONFIGS / f"{config_name}.yaml")
+    groups = {str(group) for default in config.defaults if default != "_self_" for group in default}
+    own = {str(key) for key in config} - {"defaults", "hydra"}
+    return own | {group for group in groups if not group.startswith("override ")} | set(IN_GLOBAL)
 
 
 def _values(override: Override) -> Iterator[Any]:

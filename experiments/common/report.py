@@ -39,7 +39,7 @@ from agents.heuristics.workspace import least_workspaces, plan_with_variants, wi
 from experiments.common.cli import UsageError, expected_errors
 from simulator.compiled import warm
 from simulator.compiled.engine import rows_of
-from simulator.files import write_json, write_text
+from simulator.files import label as safe, write_json, write_text
 from simulator.machine import Machine
 from simulator.plan import Plan, Recompute, Swap
 from simulator.program import Program
@@ -310,8 +310,8 @@ def duration(seconds: float) -> str:
 
 def console(stderr: bool = False) -> Console:
     """A console: as wide as the terminal, and wide enough for a table where there is none."""
-    out = Console(stderr=stderr, highlight=False)
-    return out if out.is_terminal else Console(stderr=stderr, highlight=False, width=150)
+    out = Console(stderr=stderr, highlight=False, markup=False)  # a name may have brackets
+    return out if out.is_terminal else Console(stderr=stderr, highlight=False, markup=False, width=150)
 
 
 def progress(on: Console | None = None, still: bool = False) -> Progress:
@@ -381,7 +381,7 @@ class RunDirectory:
         if path is not None and finished and (path / finished).exists():
             raise UsageError(f"out: {path} already holds a finished run ({finished}); name another directory")
         self.named = path
-        self.default = Path("runs") / f"{label}-{time.strftime('%Y%m%d-%H%M%S')}"
+        self.default = Path("runs") / f"{safe(label)}-{time.strftime('%Y%m%d-%H%M%S')}"
         self._new: Path | None = None
 
     def __enter__(self) -> Path:

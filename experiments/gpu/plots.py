@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from executor.replay.replay import Measured
 from experiments.plotting.palette import FAINT, GRID, INK, LIMIT, MEASURED, PREDICTED, SPANS, STYLE, look
@@ -65,6 +66,9 @@ def scatter(path: Path, replays: Sequence[dict[str, Any]], trained: Sequence[dic
             if high > 8 * low:
                 axes.set_xscale("log")
                 axes.set_yscale("log")
+                for axis in (axes.xaxis, axes.yaxis):
+                    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+                    axis.set_minor_formatter(NullFormatter())
             axes.set(xlim=(low, high), ylim=(low, high * 1.06), title=title, xlabel="predicted", ylabel="measured")
         names = dict.fromkeys(r["planner"] for r in (*replays, *trained))
         handles = [Line2D([], [], ls="", marker=look(n).marker, color=look(n).colour, label=look(n).label)

@@ -119,6 +119,7 @@ STYLE = {
     "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": FAINT, "axes.labelcolor": INK,
     "xtick.color": INK, "ytick.color": INK, "axes.grid": True, "grid.color": GRID, "axes.axisbelow": True,
     "legend.frameon": False, "hatch.linewidth": 0.6,
+    "text.parse_math": False,  # a name may have dollars
 }  # fmt: skip
 
 

@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from simulator.compiled.encoding import NEVER
-from simulator.files import FormatError, write_text
+from simulator.files import FormatError, read_bytes, write_text
 from simulator.pool.intervals import Intervals, Packing, program_lifetimes
 from simulator.pool.trace import KINDS, NoIteration, Stream, StreamError, detect
 from simulator.program import Program
@@ -60,10 +60,7 @@ def load(path: str | Path, iteration: bool | None = None) -> Buffers:
     path = Path(path)
     if path.name.endswith((".json", ".json.gz")):
         return _program(Program.load(path), iteration)
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise FormatError(f"{path}: cannot be read ({error.strerror})") from None
+    raw = read_bytes(path)
     try:
         if raw[:1] == pickle.PROTO or path.suffix in (".pickle", ".pkl"):
             return _snapshot(raw, iteration)
@@ -223,9 +220,11 @@ def _unpickled(raw: bytes) -> Any:
     """The object in a pickle that names no class or function.
 
     The unpickler's table of shared objects grows to twice the highest index in the file, whatever the file's size, and
-    an extension code may stand for a class that was looked up before. Neither is found in what a pickler wrote.
+    an extension code may stand for a class that was looked up before. Neither is found in what a pickler wrote. A tuple
+    in a tuple, as the key of a dict, can take for ever to hash; snapshots have none.
     """
     try:
+        _check_tuples(raw)
         for opcode, argument, position in pickletools.genops(raw):
             # An entry takes a byte at least.
             if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and (argument or 0) > (position or 0):
@@ -239,6 +238,35 @@ def _unpickled(raw: bytes) -> Any:
         raise
     except Exception as error:  # a broken pickle may raise any
         raise FormatError(f"not a pickle ({type(error).__name__}: {error})") from None
+
+
+def _check_tuples(raw: bytes) -> None:
+    """Goes over a pickle's opcodes with a stack that knows of each object whether it is a tuple; raises FormatError."""
+    stack: list[bool | None] = []  # None: a mark
+    memo: dict[int, bool] = {}
+    for opcode, argument, position in pickletools.genops(raw):
+        name, before = opcode.name, opcode.stack_before
+        if name in ("GET", "BINGET", "LONG_BINGET"):
+            stack.append(memo.get(argument, False))
+            continue
+        if name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
+            memo[len(memo) if argument is None else argument] = bool(stack and stack[-1])
+            continue
+        taken = stack[len(stack) - len(before) :] if before else []
+        if pickletools.markobject in before:
+            mark = len(stack) - 1 - stack[::-1].index(None)
+            taken = stack[mark + 1 :]
+            del stack[mark:]
+            for _ in range(before.index(pickletools.markobject)):
+                stack.pop()
+        elif before:
+            del stack[len(stack) - len(before) :]
+        made = pickletools.pytuple in opcode.stack_after
+        if name == "DUP" or (made and any(taken)):
+            raise FormatError(
+                f"refused to unpickle byte {position}: {'DUP' if name == 'DUP' else 'a tuple in a tuple'}"
+            )
+        stack += [None if one is pickletools.markobject else made for one in opcode.stack_after]
 
 
 def _snapshot(raw: bytes, iteration: bool | None) -> Buffers:

@@ -185,7 +185,7 @@ def test_a_workload_file_is_changed_as_a_preset_is(run: Run, tmp_path: Path) -> 
         ("", "not a workload"),
         ("- vgg16", "not a workload"),
         ("name: [1", "cannot be read (while parsing"),
-        ("name: a\nname: b", "cannot be read (while constructing a mapping"),
+        ("name: a\nname: b", "line 2: key 'name' stands twice"),
     ],
 )
 def test_a_wrong_workload_is_one_sentence(text: str | None, words: str, tmp_path: Path) -> None:
