@@ -136,11 +136,15 @@ def read_yaml(path: str | Path) -> str:
     raw = read_bytes(path)
     keys: list[set[str] | None] = []  # of each mapping that is open; None: a list
     expects_key: list[bool] = []
+
+    def line(event: yaml.Event) -> str:
+        return f"{path}: line {event.start_mark.line + 1}" if event.start_mark else str(path)
+
     try:
         text = raw.decode()
         for event in yaml.parse(text):
             if isinstance(event, yaml.AliasEvent):
-                raise FormatError(f"{path}: line {event.start_mark.line + 1}: aliases are not read")
+                raise FormatError(f"{line(event)}: aliases are not read")
             if isinstance(event, (yaml.MappingEndEvent, yaml.SequenceEndEvent)):
                 keys.pop()
                 expects_key.pop()
@@ -151,14 +155,14 @@ def read_yaml(path: str | Path) -> str:
             if known is not None:
                 if expects_key[-1] and isinstance(event, yaml.ScalarEvent):
                     if event.value in known:
-                        raise FormatError(f"{path}: line {event.start_mark.line + 1}: key {event.value!r} stands twice")
+                        raise FormatError(f"{line(event)}: key {event.value!r} stands twice")
                     known.add(event.value)
                 expects_key[-1] = not expects_key[-1]
             if isinstance(event, yaml.CollectionStartEvent):
                 keys.append(set() if isinstance(event, yaml.MappingStartEvent) else None)
                 expects_key.append(True)
                 if len(keys) > MOST_LEVELS:
-                    raise FormatError(f"{path}: line {event.start_mark.line + 1}: nested too deeply")
+                    raise FormatError(f"{line(event)}: nested too deeply")
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(f"{path}: cannot be read ({' '.join(str(error).split())})") from None
     return text

@@ -247,7 +247,7 @@ def _check_tuples(raw: bytes) -> None:
     for opcode, argument, position in pickletools.genops(raw):
         name, before = opcode.name, opcode.stack_before
         if name in ("GET", "BINGET", "LONG_BINGET"):
-            stack.append(memo.get(argument, False))
+            stack.append(memo.get(argument or 0, False))
             continue
         if name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
             memo[len(memo) if argument is None else argument] = bool(stack and stack[-1])
