@@ -19,6 +19,14 @@ def _stop(_: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, as Slurm and Kubernetes send it before they kill: all that Ctrl-C does, with status 143."""
+
+
+def _terminate(*_: object) -> None:
+    raise Terminated
+
+
 def importing() -> None:
     """Until the command has ``begun``, Ctrl-C within an import is one sentence and status 130."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -26,7 +34,9 @@ def importing() -> None:
 
 
 def begun() -> None:
-    """Ctrl-C is an exception again: what the command does is to be undone."""
+    """Ctrl-C is an exception again, and SIGTERM is one, too: what the command does is to be undone."""
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _terminate)
     if signal.getsignal(signal.SIGINT) is _stop:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

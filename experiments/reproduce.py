@@ -83,7 +83,9 @@ def make(
     except OSError as error:
         raise cli.UsageError(f"out: {out} cannot be made ({error.strerror})") from None
 
-    wrong, console = compute(works, launcher, jobs), report.console()
+    with report.held(out):
+        wrong = compute(works, launcher, jobs)
+    console = report.console()
     for work in works:
         if not work.left:
             console.print(rich_table(work.figure, work.rows))

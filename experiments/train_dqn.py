@@ -25,6 +25,7 @@ from omegaconf import DictConfig
 import agents
 import simulator
 from agents.floor import floor
+from experiments import Terminated
 from experiments.common import cli, report
 from experiments.common.tracking import Tracker, chosen, open_tracker
 from simulator.limits import limit_bytes
@@ -113,10 +114,10 @@ def resumable(directory: report.RunDirectory) -> Iterator[Path]:
     with directory as out:
         try:
             yield out
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as stop:
             if not (out / "checkpoint.pt").exists():
                 raise
-            raise KeyboardInterrupt(f"resume={out} continues this run") from None
+            raise type(stop)(f"resume={out} continues this run") from None
 
 
 def run_path(cfg: DictConfig, resume: Path | None) -> Path | None:
@@ -128,8 +129,8 @@ def run_path(cfg: DictConfig, resume: Path | None) -> Path | None:
 
 
 class Watch:
-    """Shows training as it goes: a progress bar on stderr and scalars for the tracker. Ctrl-C waits for the end of an
-    episode, where the state can be kept; a second one does not."""
+    """Shows training as it goes: a progress bar on stderr and scalars for the tracker. Ctrl-C and SIGTERM wait for the
+    end of an episode, where the state can be kept; a second one does not."""
 
     def __init__(self, episodes: int, begin: Callable[[], Tracker], console: Any):
         self.begin = begin
@@ -139,16 +140,17 @@ class Watch:
         self.task = self.bar.add_task("training, no plan yet", total=episodes)
 
     def __enter__(self) -> Watch:
-        self.stopping = False
-        self.before = signal.signal(signal.SIGINT, self.stop)
+        self.stopping: type[KeyboardInterrupt] | None = None
+        self.before = {number: signal.signal(number, self.stop) for number in (signal.SIGINT, signal.SIGTERM)}
         return self  # the bar starts with the first episode: where there is none, only the error is printed
 
-    def stop(self, *_: object) -> None:
-        self.stopping = True
-        signal.signal(signal.SIGINT, self.before)
+    def stop(self, number: int, _: object) -> None:
+        self.stopping = Terminated if number == signal.SIGTERM else KeyboardInterrupt
+        signal.signal(number, self.before[number])
 
     def __exit__(self, *error: object) -> None:
-        signal.signal(signal.SIGINT, self.before)
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
         if self.bar.live.is_started:
             self.bar.stop()
         if self.tracker is not None:
@@ -165,7 +167,7 @@ class Watch:
         scalars = {"overhead": e.overhead, "best_overhead": best, "epsilon": e.epsilon, "loss": e.loss}
         self.tracker.scalars(e.episode, {**scalars, "feasible": float(e.feasible)})
         if self.stopping:
-            raise KeyboardInterrupt
+            raise self.stopping
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from agents.learned.dqn_config import RENAMED
-from experiments import begun
+from experiments import Terminated, begun
 from experiments.common import help, ray_launcher, submitit_logs, workers
 from simulator.compiled import warm
 from simulator.files import FormatError, read_yaml
@@ -156,17 +156,20 @@ def goes_on(function: Callable[..., None]) -> Callable[..., None]:
     def told(*args: Any) -> None:
         try:
             function(*args)
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt("the same command goes on from what is done") from None
+        except KeyboardInterrupt as stop:
+            raise type(stop)("the same command goes on from what is done") from None
 
     return told
 
 
 def stopped(stop: KeyboardInterrupt) -> NoReturn:
-    """Prints one sentence on stderr, with how the command goes on where it says that, and exits with status 130."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to stop
-    print(f"interrupted; {stop}" if str(stop) else "interrupted", file=sys.stderr)
-    sys.exit(130)
+    """Prints one sentence on stderr, with how the command goes on where it says that, and exits with status 130; 143
+    after SIGTERM."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # nothing is left to stop
+    what, status = ("terminated", 143) if isinstance(stop, Terminated) else ("interrupted", 130)
+    print(f"{what}; {stop}" if str(stop) else what, file=sys.stderr)
+    sys.exit(status)
 
 
 # ------------------------------------------------------------------------------------------ the keys

@@ -13,6 +13,7 @@ of the least workspace; true, under that plan the fastest that fit the memory it
 
 from __future__ import annotations
 
+import fcntl
 import json
 import platform
 import re
@@ -57,6 +58,7 @@ Workspace = Literal["least"] | bool
 SEARCHES = "search and exact"  # the family of planners that are no published heuristics
 SLOW = ("autoswap_bo", "home", "smartpool+autoswap")  # heuristics that search for long, or plan addresses
 MB = 1e6
+LOCK = ".lock"  # of a run directory, while a run is at work in it
 INPUT = "input"  # the folder of a run directory with a copy of the file that it worked on, where that is no program
 VERSIONS = ("torch", "torch-geometric", "stable-baselines3", "sb3-contrib", "numpy", "numba", "gymnasium", "hydra-core")
 
@@ -363,6 +365,28 @@ def staged(stages: Mapping[str, float], still: bool = False) -> Iterator[Callabl
 # --------------------------------------------------------------------------------- the run directory
 
 
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """A folder that one run at a time writes results to; free again when the process dies. Where the file system has no
+    locks, nothing is held.
+
+    Raises:
+        UsageError: another run has it.
+    """
+    lock = (folder / LOCK).open("ab")
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(f"out: another run is at work in {folder}; name another directory, or wait") from None
+        except OSError:
+            pass
+        try:
+            yield
+        finally:
+            (folder / LOCK).unlink(missing_ok=True)
+
+
 class RunDirectory:
     """The directory that a run leaves behind. As a context: when the run fails, a new directory goes again.
 
@@ -385,6 +409,12 @@ class RunDirectory:
         self._new: Path | None = None
 
     def __enter__(self) -> Path:
+        path = self._made()
+        self._held = held(path)
+        self._held.__enter__()
+        return path
+
+    def _made(self) -> Path:
         try:
             if self.named is not None and self.named.is_dir():
                 return self.named
@@ -404,6 +434,7 @@ class RunDirectory:
         return path
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._held.__exit__(None, None, None)
         if self._new is None or error is None:
             return
         if isinstance(error, expected_errors()) or not (self._new / "checkpoint.pt").exists():

@@ -15,9 +15,11 @@ import dis
 import gc
 import hashlib
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -57,11 +59,29 @@ def jit(function: Any = None, **options: Any) -> Any:
         return lambda function: jit(function, **options)
     _stamped(function, repr(sorted(options.items())))
     function.__qualname__ += "_" + function.stamp
-    out: Any = njit(**({"cache": True} | options))(function)
+    options = {"cache": True} | options
+    try:
+        out: Any = njit(**options)(function)
+    except RuntimeError as error:  # neither the installation nor the home can be written
+        if not options["cache"] or "no locator" not in str(error):
+            raise
+        _uncached()
+        out = njit(**options | {"cache": False})(function)
     out.compile = _considerately(out)
-    if file := getattr(out._cache, "_cache_file", None):
-        file._load_index = _forgivingly(file._load_index)
+    for owner, name, otherwise in (
+        (getattr(out._cache, "_cache_file", None), "_load_index", dict),  # of a type that is no more, or damaged
+        (out._cache, "load_overload", lambda: None),  # damaged: not cached
+        (out._cache, "save_overload", lambda: None),  # a full disk: not saved
+    ):
+        if hasattr(owner, name):
+            setattr(owner, name, _forgivingly(getattr(owner, name), otherwise))
     return out
+
+
+@cache
+def _uncached() -> None:
+    """Says once that every process will compile for itself."""
+    print("compiled code is not kept: set NUMBA_CACHE_DIR to a folder that can be written", file=sys.stderr)
 
 
 def stage(function: Any = None, entry: bool = False, inline: bool = False) -> Any:
@@ -102,15 +122,14 @@ def _considerately(dispatcher: Any) -> Callable[[Any], Any]:
     return run
 
 
-def _forgivingly(load: Callable[[], Any]) -> Callable[[], Any]:
-    """``load`` of the index of a cache: one that names a type which is no more (a NamedTuple that was renamed) is of an
-    older version, and as good as none."""
+def _forgivingly(call: Callable[..., Any], otherwise: Callable[[], Any]) -> Callable[..., Any]:
+    """``call`` of a cache, which is only there to save time: where it fails, it is as if there were none."""
 
-    def run() -> Any:
+    def run(*args: Any) -> Any:
         try:
-            return load()
-        except (AttributeError, ImportError):
-            return {}
+            return call(*args)
+        except Exception:  # unpickling what is damaged, or of another version, may raise any
+            return otherwise()
 
     return run
 

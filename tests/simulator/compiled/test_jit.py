@@ -188,3 +188,32 @@ def test_nothing_is_compiled_without_a_stamp():
         for path in (ROOT / folder).rglob("*.py"):
             if path != ROOT / "simulator" / "compiled" / "jit.py":
                 assert not re.search(r"\bn?jit\b.*\bnumba\b|\bnumba\b.*\bn?jit\b", path.read_text()), path
+
+
+def test_a_damaged_cache_is_none(tmp_path):
+    shop = Workshop(tmp_path, "@jit")
+    assert shop.run(3) == [30, 30]
+    for damage in (b"", b"garbage", None):
+        for file in (tmp_path / "cache").rglob("*.nb[ic]"):
+            file.write_bytes(file.read_bytes()[:-40] if damage is None else damage)
+        assert shop.run(3) == [30, 30]
+
+
+@pytest.mark.parametrize("where", ["full", "nowhere"])
+def test_without_room_for_a_cache_it_is_compiled_each_time(tmp_path, where):
+    """A file may have no bytes, as on a full disk; or there is no folder for the cache."""
+    before = {
+        "full": "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))",
+        "nowhere": "from numba.core import caching; caching.CacheImpl._locator_classes = []",
+    }
+    code = f"""{before[where]}
+from simulator.compiled.jit import jit
+from simulator.compiled.lowering import copied_at
+import numpy as np
+print(copied_at(np.zeros((1, 6), np.int64), 0))
+"""
+    env = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path, capture_output=True, text=True,
+                          timeout=300, check=True)  # fmt: skip
+    said = "" if where == "full" else "compiled code is not kept: set NUMBA_CACHE_DIR to a folder that can be written\n"
+    assert done.stdout == "0\n" and done.stderr == said
