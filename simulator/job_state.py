@@ -159,10 +159,10 @@ class JobState:
         """Is a tensor missing, or a synchronous swap-out not over?"""
         return any(gap.sync and not gap.left for gap in self.away.values()) or bool(self.awaited())
 
-    def lasts_ns(self, kernel: int) -> int:
-        """J11: what a kernel takes in this iteration."""
-        rows, planned = self.job.durations, self.schedule.program.kernels[kernel].duration_ns
-        return rows[len(self.record.boundaries) % len(rows)][kernel] if rows else planned
+    def lasts_ns(self, step: Step) -> int:
+        """J11: what a step takes in this iteration."""
+        rows = self.job.durations
+        return rows[len(self.record.boundaries) % len(rows)][step.kernel] if rows else step.duration_ns
 
     def requested(self) -> int:
         """Bytes that the next step allocates."""

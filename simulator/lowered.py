@@ -56,8 +56,7 @@ class Lowered:
     @cached_property
     def begins(self) -> tuple[int, ...]:
         """Per step, and one past the last: ns of all steps before it."""
-        kernels = self.schedule.program.kernels
-        return (0, *accumulate(kernels[s.kernel].duration_ns for s in self.schedule.steps))
+        return (0, *accumulate(step.duration_ns for step in self.schedule.steps))
 
     @cached_property
     def start_bytes(self) -> int:

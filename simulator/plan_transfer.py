@@ -12,13 +12,12 @@ same place the k-th correspond. A tensor is known by its name if it is persisten
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from simulator.plan import Decision, Plan, PlanError, Rerun, Swap
+from simulator.plan import Decision, Plan, PlanError
 from simulator.program import Program, Tensor
 from simulator.schedule import lower
 
@@ -38,7 +37,8 @@ def adapted(plan: Plan, program: Program, other: Program) -> Plan:
     variants = [(kernel[k], i) for k, i in plan.variants if k in kernel]
     known = [(k, i) for k, i in variants if i < len(other.kernels[k].variants)]
     bare = replace(Plan.of(other, (), plan.planner, plan.limit, plan.machine), variants=tuple(sorted(known)))
-    found = [_moved(d, tensor, kernel, other) for d in plan.decisions]
+    tries = (d.moved(tensor, kernel, other) for d in plan.decisions)
+    found = [next((d for d in each if _fit(Plan((d,)), other)), None) for each in tries]
     return replace(bare, decisions=_together([], [d for d in found if d is not None], bare, other))
 
 
@@ -98,7 +98,8 @@ def _renumbered(plan: Plan, old: Program, new: Program, at: Sequence[int]) -> Pl
     """The plan with the new program's numbers of tensors."""
     if old is new:
         return plan
-    moved = tuple(d if isinstance(d, Rerun) else replace(d, tensor=at[d.tensor]) for d in plan.decisions)
+    n = len(old.kernels)
+    moved = tuple(d.renumbered(at, 0, n, n) for d in plan.decisions)
     named = Plan.of(new, ()) if plan.fingerprint else Plan()
     return replace(plan, decisions=moved, fingerprint=named.fingerprint, structure=named.structure)
 
@@ -135,25 +136,6 @@ def _numbered(names: Iterable[Hashable]) -> list[Hashable]:
         out.append((name, seen.get(name, 0)))
         seen[name] = seen.get(name, 0) + 1
     return out
-
-
-def _moved(d: Decision, tensor: dict[int, int], kernel: dict[int, int], other: Program) -> Decision | None:
-    """A decision in the other program's numbers; None where there is none."""
-    tries: list[Decision]
-    if isinstance(d, Rerun):
-        tries = [Rerun(kernel.get(d.kernel, -1), kernel.get(d.before, -1))]
-    else:
-        t, before = tensor.get(d.tensor), kernel.get(d.before)
-        if t is None or before is None or not other.accesses[t]:
-            return None
-        uses = other.accesses[t]
-        here = replace(d, tensor=t, after=kernel.get(d.after, uses[bisect_left(uses, before) - 1]), before=before)
-        if isinstance(here, Swap):
-            prefetch, copy = (None if k is None else kernel.get(k) for k in (here.prefetch, here.copy))
-            tries = [replace(here, prefetch=p, copy=c) for p in (prefetch, None) for c in (copy, None)]
-        else:
-            tries = [replace(here, at=None if here.at is None else kernel.get(here.at)), replace(here, at=None)]
-    return next((one for one in tries if _fit(Plan((one,)), other)), None)
 
 
 def _fit(plan: Plan, program: Program) -> bool:

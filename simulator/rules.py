@@ -118,7 +118,7 @@ class World:
         for b in step.frees:
             self._charge(job, b, -1)
         job.step += 1
-        if step.rerun:
+        if step.again:
             return
         self.kernel_ends += 1
         program = schedule.program
@@ -281,7 +281,7 @@ class World:
         own = NEVER if share is None or self.served is job else share
         if self.used + nbytes > self._limit_at(job, job.position) or job.held + nbytes > own:
             return False
-        kernel_runs = job.running and not job.next_step.rerun
+        kernel_runs = job.running and not job.next_step.again
         for p in range(job.position + kernel_runs, job.position if gap.demand else gap.before):
             early = sum(job.nbytes(g.block) for g in job.early if g.before > p)
             if job.schedule.residency[p % job.n] + early + nbytes > min(own, self._limit_at(job, p)):
@@ -314,10 +314,10 @@ class World:
             self._charge(job, b, 1)
         if self.sharing == "fifo" and self.stepped not in (None, job) and self.machine.switch_ns:
             begin += self.machine.switch_ns
-            job.record.spans.append(Span(self.now, begin, "compute", "switch", step.kernel))
-        job.record.spans.append(Span(begin, 0, "compute", "recompute" if step.rerun else "kernel", step.kernel))
-        lasts = begin - self.now + job.lasts_ns(step.kernel)
-        if not step.rerun:
+            job.record.spans.append(Span(self.now, begin, "compute", "switch", step.subject))
+        job.record.spans.append(Span(begin, 0, "compute", step.kind, step.subject))
+        lasts = begin - self.now + job.lasts_ns(step)
+        if not step.again:
             lasts += self.machine.wait_ns * job.schedule.waited[step.kernel]
         self.steps.append(Work(job, len(job.record.spans) - 1, lasts * ALONE))
         job.running, job.ready_since, self.stepped = True, None, job

@@ -19,18 +19,20 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple, assert_never
 
 import numpy as np
 from numpy.typing import NDArray
 
 from simulator.machine import Machine
-from simulator.plan import Decision, Plan, PlanError, Recompute, Rerun, Swap, copied_at, recovered_at
+from simulator.plan import Decision, Plan, PlanError, Recompute, Rerun, Swap
 from simulator.program import Gap, Program
+
+StepKind = Literal["kernel", "recompute"]
 
 MAX_ITERATIONS = 64  # of a simulation that does not become steady (rule 10)
 
@@ -56,17 +58,34 @@ class Block(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One launch on the compute stream."""
+    """One launch on the compute stream: a kernel, or for ``recompute`` one that runs again."""
 
-    kernel: int
-    rerun: bool
-    before: int  # the kernel for which it runs; itself where it is none that runs again
+    kind: StepKind
+    subject: int  # a kernel
+    duration_ns: int
+    before: int  # the kernel for which it runs: for ``kernel`` itself
     waits: frozenset[int]  # tensors that must not be on the host, or on the way
     uses: dict[int, int]  # tensor -> block that it reads or writes
     allocates: tuple[int, ...]  # blocks, at its start
     frees: tuple[int, ...]  # blocks, at its end
     copies: tuple[Swap, ...]  # whose copies to the host are enqueued at its end, by tensor
     opens: tuple[Swap, ...]  # whose gaps open at its end, by tensor
+
+    @property
+    def again(self) -> bool:
+        """Has its kernel run before? No step but of a kernel can say."""
+        if self.kind == "kernel":
+            return False
+        if self.kind == "recompute":
+            return True
+        assert_never(self.kind)
+
+    @property
+    def kernel(self) -> int:
+        """Which runs, now or again; no step but of a kernel has one."""
+        if self.kind == "kernel" or self.kind == "recompute":
+            return self.subject
+        assert_never(self.kind)
 
 
 @dataclass(frozen=True)
@@ -107,7 +126,7 @@ class Schedule:
     @cached_property
     def issued(self) -> int:
         """What the host issues in an iteration: steps that take time, and two copies for each Swap."""
-        return sum(self.program.kernels[step.kernel].duration_ns > 0 for step in self.steps) + 2 * len(self.moved)
+        return sum(step.duration_ns > 0 for step in self.steps) + 2 * len(self.moved)
 
     @cached_property
     def waited(self) -> tuple[int, ...]:
@@ -119,7 +138,7 @@ class Schedule:
     def reruns(self) -> tuple[Rerun, ...]:
         """What runs again, as decisions. A plan of these runs the same kernels in no more memory; where some of them go
         on writing a tensor, there may be none (PlanError)."""
-        return tuple(Rerun(s.kernel, s.before) for s in self.steps if s.rerun)
+        return tuple(Rerun(s.kernel, s.before) for s in self.steps if s.again)
 
     @cached_property
     def required_bytes(self) -> int:
@@ -134,7 +153,7 @@ def lower(program: Program, plan: Plan) -> Schedule:
         PlanError: a kernel that is to run again would not find an input as it was.
     """
     program = program.with_variants(plan.variants)
-    wrapping = {d.tensor: d for d in plan.decisions if isinstance(d, Swap) and d.after >= d.before}
+    wrapping = {d.tensor: d for d in plan.of_kind(Swap) if d.after >= d.before}
     walk = _Walk(program, plan.decisions, wrapping)
     still_away = walk.away.keys()
     if still_away != wrapping.keys():  # a pass before the boundary has fetched some
@@ -163,41 +182,46 @@ class _Walk:
 
     def __init__(self, program: Program, decisions: tuple[Decision, ...], away_at_start: dict[int, Swap]):
         self.program, self.away_at_start = program, frozenset(away_at_start)
-        self.swaps = sorted((d for d in decisions if isinstance(d, Swap)), key=lambda d: d.tensor)
-        self.away: dict[int, Swap | Recompute] = dict(away_at_start)  # tensor -> the decision that has it away
+        self.away: dict[int, Swap] = dict(away_at_start)  # tensor -> the decision that has it on the host
+        self.dropped: dict[int, Recompute] = {}
         self.returns: dict[Swap | Recompute, int] = {}
         self.moved: dict[Swap, int] = {}
         self.left: list[tuple[int, Swap]] = [(0, d) for d in away_at_start.values()]  # and from which kernel on
         self.owners: list[tuple[int, int]] = []  # per block: owner, bytes
         self.spans: list[list[int]] = []  # per block: first and last step
         self.holder: dict[tuple[int, int], int] = {}  # (tensor, version) -> the newest block that holds it
-        self.steps: list[tuple[int, bool, int, Set[int], dict[int, int]]] = []
+        self.steps: list[tuple[StepKind, int, int, Set[int], dict[int, int]]] = []
         self.first: list[int] = []
         for t, tensor in enumerate(program.tensors):
             if tensor.persistent:
                 self.holder[t, -1] = self._block(t, tensor.nbytes, -1)
-        opens: dict[int, list[Swap | Recompute]] = {}
+        # Decisions by kernel: which runs again for it; what leaves, or is dropped, at its end; what it has back.
         again: dict[int, list[int]] = {}
-        self.due: dict[int, list[Recompute]] = {}  # recomputations by the kernel that they are for
+        self.leaves: dict[int, list[Swap]] = {}
+        drops: dict[int, list[Recompute]] = {}
+        self.due: dict[int, list[Recompute]] = {}
         for d in decisions:
-            if isinstance(d, Rerun):
+            if isinstance(d, Swap):
+                self.leaves.setdefault(d.after, []).append(d)
+            elif isinstance(d, Recompute):
+                drops.setdefault(d.after, []).append(d)
+                self.due.setdefault(d.back, []).append(d)
+            elif isinstance(d, Rerun):
                 again.setdefault(d.before, []).append(d.kernel)
             else:
-                opens.setdefault(d.after, []).append(d)
-                if isinstance(d, Recompute):
-                    self.due.setdefault(recovered_at(d), []).append(d)
+                assert_never(d)
         for k, kernel in enumerate(program.kernels):
             self.first.append(len(self.steps))
             fetched = self._rerun(k, sorted(again[k])) if k in again else self._recompute(k)
             self._return(k, fetched | set(kernel.accesses))
             self._run(k)
-            for d in opens.get(k, ()):
-                if isinstance(d, Recompute):
-                    self._use(self.holder.pop((d.tensor, self.version(d.tensor, k + 1))))
-                else:
-                    self.left.append((k + 1, d))
-                    self.moved[d] = self.holder[d.tensor, self.version(d.tensor, k + 1)]
-                self.away[d.tensor] = d
+            for drop in drops.get(k, ()):
+                self._use(self.holder.pop((drop.tensor, self.version(drop.tensor, k + 1))))
+                self.dropped[drop.tensor] = drop
+            for swap in self.leaves.get(k, ()):
+                self.left.append((k + 1, swap))
+                self.moved[swap] = self.holder[swap.tensor, self.version(swap.tensor, k + 1)]
+                self.away[swap.tensor] = swap
         self.first.append(len(self.steps))
         for t, tensor in enumerate(program.tensors):
             if tensor.persistent:
@@ -219,10 +243,10 @@ class _Walk:
         self.spans[block][1] = len(self.steps) - 1
         return block
 
-    def _step(self, w: int, rerun: bool, k: int, waits: Set[int]) -> dict[int, int]:
+    def _step(self, kind: StepKind, w: int, k: int, waits: Set[int]) -> dict[int, int]:
         """Begins a step; returns its ``uses``, to be filled, as ``waits`` may be until the pass is over."""
         uses: dict[int, int] = {}
-        self.steps.append((w, rerun, k, waits, uses))
+        self.steps.append((kind, w, k, waits, uses))
         if self.program.kernels[w].workspace:
             self._block(-1 - w, self.program.kernels[w].workspace, len(self.steps) - 1)
         return uses
@@ -230,15 +254,12 @@ class _Walk:
     def _return(self, k: int, tensors: Set[int]) -> None:
         """Of these, those on the host are back for kernel k."""
         for t in tensors & self.away.keys():
-            d = self.away[t]
-            if isinstance(d, Swap):
-                self.returns[d] = k
-                del self.away[t]
+            self.returns[self.away.pop(t)] = k
 
     def _run(self, k: int) -> None:
         """Kernel k itself (point 1)."""
         kernel, program = self.program.kernels[k], self.program
-        uses = self._step(k, False, k, frozenset(kernel.accesses))
+        uses = self._step("kernel", k, k, frozenset(kernel.accesses))
         for x in kernel.inputs:
             uses[x] = self._use(self.holder[x, self.version(x, k)])
         for x in dict.fromkeys(kernel.outputs):
@@ -250,11 +271,10 @@ class _Walk:
 
     def _recompute(self, k: int) -> Set[int]:
         """The pass of kernel k by Recompute decisions (points 2, 3); returns the tensors on the host that it reads."""
-        targets = {d.tensor for d in self.due.get(k, ()) if self.away.get(d.tensor) is d}
+        program, dropped = self.program, self.dropped
+        targets = {d.tensor for d in self.due.get(k, ()) if dropped.get(d.tensor) is d}
         if not targets:
             return frozenset()
-        dropped = {t: d for t, d in self.away.items() if isinstance(d, Recompute)}
-        program = self.program
         rerun = _wanted(program, k, targets, dropped.keys())
         fetched = {
             x for w in rerun for x in program.kernels[w].inputs
@@ -265,14 +285,14 @@ class _Walk:
             recovered |= {x for x in dropped if rerun.issuperset(u for u in program.writes[x] if u < k)}
         own: dict[int, int] = {}
         for w in sorted(rerun):
-            uses = self._step(w, True, k, fetched)
+            uses = self._step("recompute", w, k, fetched)
             for x in program.kernels[w].inputs:
                 there = present(program, x, w, k, dropped.keys())
                 uses[x] = self._use(self.holder[x, self.version(x, w)] if there else own[x])
             self._write(w, uses, own)
         for x in recovered:
             self.holder[x, self.version(x, k)] = own[x]
-            self.returns[self.away.pop(x)] = k
+            self.returns[dropped.pop(x)] = k
         return fetched
 
     def _write(self, w: int, uses: dict[int, int], own: dict[int, int]) -> None:
@@ -287,12 +307,12 @@ class _Walk:
     def _rerun(self, k: int, rerun: list[int]) -> Set[int]:
         """The pass of kernel k by Rerun decisions (points 2, 4); returns the tensors on the host that it reads."""
         program, tensors = self.program, self.program.tensors
-        copied = {d.tensor for d in self.swaps if self._copied(d, k)}
+        copied = {d.tensor for swaps in self.leaves.values() for d in swaps if self._copied(d, k)}
         own: dict[int, int] = {}
         held: dict[int, int] = {}  # tensor -> the version of it in ``own``
         fetched: set[int] = set()
         for w in rerun:
-            uses = self._step(w, True, k, fetched)
+            uses = self._step("recompute", w, k, fetched)
             for x in program.kernels[w].inputs:
                 version = self.version(x, w)
                 mine, there = held.get(x) == version, self.holder.get((x, version))
@@ -325,7 +345,7 @@ class _Walk:
 
     def _copied(self, d: Swap, k: int) -> bool:
         """Is the copy of d enqueued before the pass of kernel k, and the tensor not back?"""
-        copy = copied_at(d)
+        copy = d.copied_at
         return self.away.get(d.tensor) == d or (copy < k <= d.after if copy <= d.after else not d.after < k <= copy)
 
     def schedule(self) -> Schedule:
@@ -347,9 +367,8 @@ class _Walk:
         leaves, back = [0] * (n + 1), [0] * (n + 1)
         for k, d in self.left:
             leaves[k] += size[d.tensor]
-        for gone, k in self.returns.items():
-            if isinstance(gone, Swap):
-                back[k] += size[gone.tensor]
+        for d in self.moved:
+            back[self.returns[d]] += size[d.tensor]
         resident, residency = [], []
         for k in range(n):
             used += back[k] - leaves[k]
@@ -362,20 +381,20 @@ class _Walk:
             residency.append(most)
         copies: dict[int, list[Swap]] = {}
         opens: dict[int, list[Swap]] = {}
-        for d in self.swaps:
-            copies.setdefault(copied_at(d), []).append(d)
+        for d in sorted(self.moved, key=lambda d: d.tensor):
+            copies.setdefault(d.copied_at, []).append(d)
             opens.setdefault(d.after, []).append(d)
         steps = tuple(
-            Step(w, rerun, k, frozenset(waits), uses, tuple(born[i]), tuple(dies[i]),
-                 *(((), ()) if rerun else (tuple(copies.get(w, ())), tuple(opens.get(w, ())))))
-            for i, (w, rerun, k, waits, uses) in enumerate(self.steps)
+            Step(kind, w, program.kernels[w].duration_ns, k, frozenset(waits), uses, tuple(born[i]), tuple(dies[i]),
+                 *((tuple(copies.get(w, ())), tuple(opens.get(w, ()))) if kind == "kernel" else ((), ())))
+            for i, (kind, w, k, waits, uses) in enumerate(self.steps)
         )  # fmt: skip
-        on_host = _on_host(program, self.swaps, self.returns)
+        on_host = _on_host(program, self.moved, self.returns)
         return Schedule(program, steps, tuple(self.first), blocks, self.returns, self.moved, self.away_at_start,
                         tuple(resident), tuple(residency), tuple(on_host))  # fmt: skip
 
 
-def _on_host(program: Program, swaps: list[Swap], returns: dict[Swap | Recompute, int]) -> list[int]:
+def _on_host(program: Program, swaps: Iterable[Swap], returns: dict[Swap | Recompute, int]) -> list[int]:
     """Bytes that the host holds at each kernel: from a copy's issue until the tensor is back, and on to the next gap
     that finds the copy valid."""
     n = len(program.kernels)
@@ -393,7 +412,7 @@ def _on_host(program: Program, swaps: list[Swap], returns: dict[Swap | Recompute
             found[: 0 if end > begin else end + 1] = True
             return found
 
-        copy = [copied_at(d) for d in ds]
+        copy = [d.copied_at for d in ds]
         for i, d in enumerate(ds):
             at |= kernels(copy[i], returns[d])
         cyclic = [*range(len(ds)), 0] if program.tensors[t].persistent else range(len(ds))

@@ -343,7 +343,7 @@ class Recomputation:
             if until < d.before:
                 x[self._back[i, until]] = 1
         for step in schedule.steps:
-            if step.rerun:
+            if step.again:
                 x[self._reruns[step.before][step.kernel]] = 1
         self.model.complete(x)
         return x

@@ -24,7 +24,7 @@ import numpy as np
 
 from simulator.compiled.engine import simulate
 from simulator.machine import Machine
-from simulator.plan import Decision, Plan, Recompute, Rerun, Swap
+from simulator.plan import Decision, Plan, Swap
 from simulator.pool import Lifetimes, Packing, allocator, run, timeline_lifetimes
 from simulator.pool.host import Held
 from simulator.program import Kernel, Program
@@ -201,23 +201,7 @@ def unrolled(program: Program, plan: Plan, times: int) -> tuple[Program, Plan, l
                 original.append(t)
         kernels += [replace(k, inputs=tuple(index[t] for t in k.inputs), outputs=tuple(index[t] for t in k.outputs))
                     for k in program.kernels]  # fmt: skip
-        for d in plan.decisions:
-            if isinstance(d, Rerun):
-                decisions.append(Rerun(d.kernel + i * n, d.before + i * n))
-                continue
-
-            def later(k: int, after: int = d.after, i: int = i) -> int:
-                return (i * n + after + 1 + (k - after - 1) % n) % (times * n)
-
-            moved = replace(d, tensor=index[d.tensor], after=d.after + i * n, before=later(d.before))
-            if isinstance(moved, Recompute) and moved.at is not None:
-                moved = replace(moved, at=moved.at + i * n)
-            if isinstance(moved, Swap) and moved.prefetch is not None:
-                same = moved.prefetch == d.after
-                moved = replace(moved, prefetch=moved.after if same else later(moved.prefetch))
-            if isinstance(moved, Swap) and moved.copy is not None:
-                moved = replace(moved, copy=(moved.after - (d.after - moved.copy) % n) % (times * n))
-            decisions.append(moved)
+        decisions += [d.renumbered(index, i * n, n, times * n) for d in plan.decisions]
     return replace(program, tensors=tuple(tensors), kernels=tuple(kernels)), Plan(tuple(decisions)), original
 
 

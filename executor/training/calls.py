@@ -65,7 +65,7 @@ class Calls:
         self._places: dict[tuple[fx.Node, int], int] = {}
         last: dict[int, int] = {}  # tensor -> the block that it is in at the end
         for step in schedule.steps:
-            last.update({} if step.rerun else step.uses)
+            last.update({} if step.again else step.uses)
         self.asks: dict[int, int] = {}
         self.losses: dict[int, int] = {}
         self._losses = {micro.loss for micro in captured.micro}
@@ -95,7 +95,7 @@ class Calls:
 
         body = self.bodies[step.kernel]
         calls = [self._call(node, place, self._at(node, step.uses)) for node in body]
-        if not step.rerun:
+        if not step.again:
             if step.kernel in self.captured.left_out:
                 self.skipped[step.kernel] = tuple(map(self._left_out, body, calls))
             for node in body:

@@ -137,7 +137,7 @@ def refused(step: StepState) -> str | None:
         if node in captured.values and captured.devices[i].type != step.device.type:
             return f"{captured.names[i]} is on the host, which a replay does not read: move it to the device"
     for item in step.order.items:
-        if item.step.rerun and calls.random(item.step.kernel):
+        if item.step.again and calls.random(item.step.kernel):
             return f"the plan recomputes {program.kernels[item.step.kernel].name}, which draws random numbers"
     if captured.draws:
         return "the model's checkpoints put random states back"

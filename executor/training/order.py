@@ -274,7 +274,7 @@ class _Walk:
                 raise AssertionError(f"kernel {step.kernel}: the planned residency promised that it would fit")
             peak = max(peak, self.used + charged)
             self.used += charged - freed
-            if not step.rerun:
+            if not step.again:
                 self._over(step, after)
             self.clock += 1
             items.append(Item(step, tuple(before), charged, freed, tuple(after)))

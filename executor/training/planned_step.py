@@ -97,7 +97,7 @@ class PlannedStep:
         state, kernels = self._state, self.program.kernels
         early, late = set[int](), set[int]()
         for i, item in enumerate(self.order.items):
-            if not item.step.rerun:
+            if not item.step.again:
                 (early if i < state.commit else late).update(kernels[item.step.kernel].outputs)
         state.undoes_all = everything
         kept = [b for b in state.bindings if b.tensor in early]

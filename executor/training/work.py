@@ -201,7 +201,7 @@ def compile_step(captured: Captured, order: Order, graph: bool) -> StepState:
     whole, found = parts(captured, order, calls, kept)
     work: list[WorkItem] = []
     kernels = order.program.kernels
-    written = [() if item.step.rerun else kernels[item.step.kernel].outputs for item in order.items]
+    written = [() if item.step.again else kernels[item.step.kernel].outputs for item in order.items]
     commit = next((i for i, item in enumerate(order.items) if kernels[item.step.kernel].phase == "optimizer"
                    and any(tensors[t].persistent for t in written[i])), len(order.items))  # fmt: skip
     early = {t for outputs in written[:commit] for t in outputs}
@@ -218,13 +218,13 @@ def _fill(state: StepState, graph: bool, kept: dict[int, int]) -> None:
     """The work; ``kept``: kernel -> the number under which the random state after it is kept."""
     order, calls, random, kernels = state.order, state.calls, state.random, state.order.program.kernels
     draws, n = state.captured.draws, len(kernels)
-    again_random = {item.step.kernel for item in order.items if item.step.rerun and calls.random(item.step.kernel)}
+    again_random = {item.step.kernel for item in order.items if item.step.again and calls.random(item.step.kernel)}
     starts = {k: kept.get(source, BEGIN) for k, source in draws.items() if k < n}
     end = kept.get(draws[n], BEGIN) if n in draws else None
     last = max((k for k in range(n) if calls.random(k)), default=-1)
     grad_mode = False
     for item, (own_calls, clear) in zip(order.items, calls.steps, strict=True):
-        kernel, again = item.step.kernel, item.step.rerun
+        kernel, again = item.step.kernel, item.step.again
         before, after = _actions(state, item.before), _actions(state, item.after)
         forward = kernels[kernel].phase == "forward"
         if forward is not grad_mode:

@@ -153,11 +153,11 @@ class Model:
                 ):
                     yield self.sleep(START_STEP)
                 self.used += takes
-                self.kernel_runs = not step.rerun
-                yield self.after(self.program.kernels[step.kernel].duration_ns)
+                self.kernel_runs = not step.again
+                yield self.after(step.duration_ns)
                 self.kernel_runs = False
                 self.used -= gives
-                if not step.rerun:
+                if not step.again:
                     self.kernel_ends(step.kernel, step.opens, step.copies)
                 self.completed()
             for t in [t for t in self.host_copy if not self.program.tensors[t].persistent]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.plan import Decision, Recompute, Rerun, Swap
+from simulator.decisions import KINDS, Decision, Recompute, Rerun, Swap
 from simulator.schedule import Schedule
 from simulator.timeline import BlockEvent, Span
 
@@ -19,7 +19,7 @@ NEVER = 2**62  # a time or position that does not come
 # -1. Of a kernel that runs again, AFTER is the kernel, BEFORE the one for which it does; the others do not count.
 KIND, TENSOR, AFTER, BEFORE, EXTRA, WHEN = range(6)
 COLUMNS = 6
-SWAP, RECOMPUTE, SYNC_SWAP, RERUN = 0, 1, 2, 3  # swaps are even
+(SWAP, SYNC_SWAP), (RECOMPUTE,), (RERUN,) = Swap.codes, Recompute.codes, Rerun.codes  # swaps are even
 
 # What is known of a program on a machine: kernels[DURATION, k] and so on, int64 (8, kernels + 1) and (6, tensors).
 # BORN, DIES: bytes of the non-persistent tensors that are first used by the kernel, and last. LIVE: of all that live,
@@ -114,30 +114,18 @@ class Lowering(NamedTuple):
 
 def rows_of(decisions: Iterable[Decision]) -> Ints:
     """Decisions as int64 (n, 6): kind, tensor, after, before, extra, when."""
-    return np.array([_row(d) for d in decisions], np.int64).reshape(-1, COLUMNS)
+    return np.array([d.row() for d in decisions], np.int64).reshape(-1, COLUMNS)
 
 
-def _row(d: Decision) -> tuple[int, ...]:
-    if isinstance(d, Rerun):
-        return RERUN, -1, d.kernel, d.before, 0, -1
-    if isinstance(d, Recompute):
-        return RECOMPUTE, d.tensor, d.after, d.before, int(d.keep), -1 if d.at is None else d.at
-    prefetch, copy = (-1 if k is None else k for k in (d.prefetch, d.copy))
-    return SYNC_SWAP if d.sync else SWAP, d.tensor, d.after, d.before, prefetch, copy
+_OF_CODE = {code: kind for kind in KINDS for code in kind.codes}
 
 
 def decisions_of(rows: Ints) -> tuple[Decision, ...]:
-    """The inverse of ``rows_of``."""
-    out: list[Decision] = []
-    for kind, t, after, before, extra, when in rows.tolist():
-        moment = None if when < 0 else when
-        if kind == RERUN:
-            out.append(Rerun(after, before))
-        elif kind == RECOMPUTE:
-            out.append(Recompute(t, after, before, bool(extra), moment))
-        else:
-            out.append(Swap(t, after, before, None if extra < 0 else extra, kind == SYNC_SWAP, moment))
-    return tuple(out)
+    """The inverse of ``rows_of``; raises ValueError where there is no such kind."""
+    try:
+        return tuple(_OF_CODE[row[KIND]].of_row(row) for row in rows.tolist())
+    except KeyError as error:
+        raise ValueError(f"rows: no decision is of kind {error}") from None
 
 
 def ragged(*tables: Sequence[Iterable[int]]) -> Ints:
@@ -182,7 +170,7 @@ def read_log(
     for start, end, what, index in log.tolist():
         if what in (LOG_OUT, LOG_IN, LOG_LEFT):
             swap = decisions[index]
-            assert isinstance(swap, Swap)
+            assert isinstance(swap, Swap), swap
             if what != LOG_OUT:
                 change(start, schedule.moved[swap], 1 if what == LOG_IN else -1)
             index = swap.tensor

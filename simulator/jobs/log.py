@@ -51,8 +51,8 @@ class _Job(Record):
         """A step starts; returns how many events that are."""
         step = self.now.schedule.steps[self.step]
         if pause:
-            self.spans.append(Span(start, start + pause, "compute", "switch", step.kernel))
-        self.spans.append(Span(start + pause, end, "compute", "recompute" if step.rerun else "kernel", step.kernel))
+            self.spans.append(Span(start, start + pause, "compute", "switch", step.subject))
+        self.spans.append(Span(start + pause, end, "compute", step.kind, step.subject))
         return self.change(start, step.allocates, 1)
 
 

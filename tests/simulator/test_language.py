@@ -146,7 +146,7 @@ def test_run_twice_again(simulate):
     """Between two uses a tensor can be made, kept for a while, and made again."""
     plan = Plan((Rerun(0, 2), Rerun(1, 3), Rerun(0, 4)))
     schedule = lower(LINE, plan)
-    assert [(s.kernel, s.rerun) for s in schedule.steps if s.rerun] == [(0, True), (1, True), (0, True)]
+    assert [s.kernel for s in schedule.steps if s.again] == [0, 1, 0]
     assert schedule.residency == (10, 30, 10, 30, 10)  # a stays from kernel 2 until kernel 1 has run again
     assert simulate(LINE, plan, MACHINE, 30, iterations=1).iteration_ns == 45 + 30
 

@@ -360,7 +360,7 @@ def test_each_decision_that_fits_alone_fits_beside_the_others(data):
     ]
     Plan(tuple(drops)).check(program)
     steps = lower(program, Plan(tuple(drops))).steps
-    assert all(program.kernels[step.kernel].recomputable for step in steps if step.rerun)
+    assert all(program.kernels[step.kernel].recomputable for step in steps if step.again)
 
 
 def test_the_plans_of_the_tiny_program_fit():

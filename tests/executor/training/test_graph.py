@@ -24,7 +24,7 @@ def plan_for(captured: Captured, seed: int = 0) -> Plan:
     found = [d for d in random_plan(program, seed).decisions if not (isinstance(d, Swap) and d.tensor in batch)]
     words = ("dropout", "bernoulli", "lstm")
     for _ in range(20):
-        again = [s for s in lower(program, Plan(tuple(found))).steps if s.rerun]
+        again = [s for s in lower(program, Plan(tuple(found))).steps if s.again]
         draws = {s.before for s in again if any(word in program.kernels[s.kernel].name for word in words)}
         found = [d for d in found if not (isinstance(d, Recompute) and {d.before, d.at} & draws)]
     assert not draws

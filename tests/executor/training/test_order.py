@@ -111,7 +111,7 @@ def moves(plan: Plan, limit: int) -> list[tuple[int, bool, list[str], list[str]]
     def words(which: tuple[order_module.Move, ...]) -> list[str]:
         return [f"{kind} {out.program.tensors[out.schedule.blocks[b].owner].name}" for kind, b in which]
 
-    return [(i.step.kernel, i.step.rerun, words(i.before), words(i.after)) for i in out.items]
+    return [(i.step.kernel, i.step.again, words(i.before), words(i.after)) for i in out.items]
 
 
 def test_an_early_copy_by_hand():
@@ -139,7 +139,7 @@ def test_reruns_by_hand():
     plan = Plan((Rerun(0, 5), Rerun(1, 5)))
     out = ordered(tiny.PROGRAM, plan, tiny.MACHINE, lower(tiny.PROGRAM, plan).required_bytes)
     follow(out)
-    again = [item for item in out.items if item.step.rerun]
+    again = [item for item in out.items if item.step.again]
     assert [(item.step.kernel, item.step.before, item.charged, item.freed) for item in again] == [
         (0, 5, 40, 0), (1, 5, 40, 0)
     ]  # fmt: skip

@@ -65,7 +65,7 @@ def test_equal_to_eager_under_random_plans(network, seed):
     assert any(isinstance(d, Swap) and d.copy not in (None, d.after) for d in plan.decisions)
     assert any(isinstance(d, Recompute) and d.at not in (None, d.before) for d in plan.decisions)
     step = tight(captured, plan)
-    assert any(item.step.rerun for item in step.order.items) and step.order.start
+    assert any(item.step.again for item in step.order.items) and step.order.start
     twins.train(step, 3)
     assert step.peak_bytes == step.order.peak <= step.limit
 
@@ -78,7 +78,7 @@ def test_equal_to_eager_under_reruns(network):
     program = captured.program
     plan = random_reruns(program, 0)
     step = tight(captured, plan)
-    again = [item.step.kernel for item in step.order.items if item.step.rerun]
+    again = [item.step.kernel for item in step.order.items if item.step.again]
     assert len(again) > len(set(again)) and any(isinstance(d, Swap) for d in plan.decisions)
     assert any(step.calls.random(k) for k in again)
     assert any(set(program.kernels[k].inputs) & set(program.kernels[k].outputs) for k in again)
