@@ -162,8 +162,12 @@ def row_of(gap: Gap, way: int) -> Row:
 
 
 def way_of(row: Sequence[int]) -> int:
-    """How a row empties its gap: the inverse of ``row_of``."""
-    return SWAPPED if row[KIND] == SWAP else KEPT if row[EXTRA] == 1 else RECOMPUTED
+    """How a row empties its gap: the inverse of ``row_of``; raises ValueError where it does so in no such way."""
+    if row[KIND] == SWAP:
+        return SWAPPED
+    if row[KIND] == RECOMPUTE:
+        return KEPT if row[EXTRA] == 1 else RECOMPUTED
+    raise ValueError(f"a row of kind {row[KIND]} empties its gap in no way that a planner knows")
 
 
 def is_open(gap: Gap, k: int) -> bool:

@@ -45,8 +45,9 @@ class Kind:
     def check(self, program: Program, where: str) -> None:
         """Raises PlanError where ``program`` cannot do it."""
 
-    def check_beside(self, program: Program, where: str, back: Mapping[int, Sequence[int]]) -> None:
-        """Raises PlanError where the others are against it; ``back``: tensor -> kernels by which they have it back."""
+    def check_beside(self, program: Program, i: int, back: Mapping[int, Sequence[int]]) -> None:
+        """Raises PlanError where the others are against decision ``i``; ``back``: tensor -> kernels by which they have
+        it back."""
 
     def entry(self) -> dict[str, Any]:
         """As in JSON: a key that is as by default is left out."""
@@ -102,10 +103,11 @@ class OfGap(Kind):
         Raises:
             PlanError: an id is dangling or the decision does not lie in one gap.
         """
-        t, after, before = self.tensor, self.after, self.before
+        t, after, before, n = self.tensor, self.after, self.before, len(program.kernels)
         if not 0 <= t < len(program.tensors):
             raise PlanError(f"{where}: there is no tensor {t}")
-        _check_kernels(program, where, after=after, before=before)
+        if not (0 <= after < n and 0 <= before < n):
+            raise _no_kernel(n, where, after=after, before=before)
         uses = program.accesses[t]
         if before not in uses:
             raise PlanError(f"{where}: kernel {before} does not use tensor {t}")
@@ -129,7 +131,7 @@ class OfGap(Kind):
                 f"{where}: tensor {t} is used between the end of kernel {after} and kernel {before}; "
                 "a decision empties one gap"
             )
-        self._check_inside(len(program.kernels), where)
+        self._check_inside(n, where)
         return t, opens
 
     def _check_inside(self, n: int, where: str) -> None:
@@ -196,11 +198,12 @@ class Swap(OfGap):
         if p is not None and not (after <= p < before if after < before else (after <= p < n or 0 <= p < before)):
             raise PlanError(f"{where}.prefetch: kernel {p} is not from {after} up to {before}")
 
-    def check_beside(self, program: Program, where: str, back: Mapping[int, Sequence[int]]) -> None:
+    def check_beside(self, program: Program, i: int, back: Mapping[int, Sequence[int]]) -> None:
         """A copy is made of what is there: after the last write and after the tensor's earlier gaps."""
-        n, where, t, copy, after = len(program.kernels), f"{where}.copy", self.tensor, self.copied_at, self.after
-        if copy == after:
+        t, copy, after, n = self.tensor, self.copy, self.after, len(program.kernels)
+        if copy is None or copy == after:
             return
+        where = f"decisions[{i}].copy"
         if not 0 <= copy < n:
             raise PlanError(f"{where}: there is no kernel {copy}")
         if not program.tensors[t].persistent and not program.accesses[t][0] <= copy <= after:
@@ -284,7 +287,9 @@ class Rerun(Kind):
 
     def claim(self, program: Program, where: str) -> Hashable:
         """Itself. What is to be seen without the others is checked; simulator.schedule sees the rest."""
-        _check_kernels(program, where, kernel=self.kernel, before=self.before)
+        n = len(program.kernels)
+        if not (0 <= self.kernel < n and 0 <= self.before < n):
+            raise _no_kernel(n, where, kernel=self.kernel, before=self.before)
         if self.kernel >= self.before:
             raise PlanError(f"{where}: kernel {self.kernel} has not run before kernel {self.before}")
         kernel = program.kernels[self.kernel]
@@ -327,11 +332,10 @@ def _or_none(kernel: int) -> int | None:
     return None if kernel < 0 else kernel
 
 
-def _check_kernels(program: Program, where: str, **kernels: int) -> None:
-    """Raises PlanError where there is no such kernel."""
-    for label, k in kernels.items():
-        if not 0 <= k < len(program.kernels):
-            raise PlanError(f"{where}.{label}: there is no kernel {k}")
+def _no_kernel(n: int, where: str, **kernels: int) -> PlanError:
+    """The first of these is none of ``n``."""
+    label, k = next((label, k) for label, k in kernels.items() if not 0 <= k < n)
+    return PlanError(f"{where}.{label}: there is no kernel {k}")
 
 
 def cannot_recompute(program: Program, tensor: int, after: int, before: int) -> str | None:

@@ -27,9 +27,10 @@ class Lowered:
         """Checks the plan and lowers it.
 
         Raises:
-            PlanError: it does not fit the program.
+            PlanError: it does not fit the program, or several jobs cannot take it.
         """
         plan.check(program)
+        plan.only("a job among several", "swap", "recompute", "rerun")
         return cls(lower(program, plan))
 
     @cached_property

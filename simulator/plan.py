@@ -90,8 +90,8 @@ class Plan:
             raise PlanError(str(error)) from None
         claimed: dict[Hashable, int] = {}
         back: dict[int, list[int]] = {}  # tensor -> kernels by which a decision has it back
-        named = [(f"decisions[{i}]", d) for i, d in enumerate(self.decisions)]
-        for i, (where, d) in enumerate(named):
+        for i, d in enumerate(self.decisions):
+            where = f"decisions[{i}]"
             claim = d.claim(program, where)
             if (other := claimed.setdefault(claim, i)) != i:
                 raise PlanError(f"{where}: {d.clash(other)}")
@@ -100,8 +100,8 @@ class Plan:
                 back.setdefault(d.tensor, []).append(d.back)
         if {Rerun, Recompute} <= {type(d) for d in self.decisions}:
             raise PlanError("a plan has Recompute or Rerun decisions, not both")
-        for where, d in named:
-            d.check_beside(program, where, back)
+        for i, d in enumerate(self.decisions):
+            d.check_beside(program, i, back)
 
     def of_kind(self, kind: type[OneKind]) -> list[OneKind]:
         """Its decisions of this kind."""

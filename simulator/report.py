@@ -194,9 +194,9 @@ def _peak(program: Program, origins: Origins | None, timeline: Timeline) -> Peak
 def _swapped(program: Program, plan: Plan, timeline: Timeline) -> dict[str, Moved]:
     """What the last iteration moves, by kind of tensor, the most bytes first."""
     tensors: defaultdict[str, set[int]] = defaultdict(set)
-    for d in plan.decisions:
-        if isinstance(d, Swap):
-            tensors[program.tensors[d.tensor].kind].add(d.tensor)
+    plan.only("the report", "swap", "recompute", "rerun")
+    for d in plan.of_kind(Swap):
+        tensors[program.tensors[d.tensor].kind].add(d.tensor)
     moved = {kind: defaultdict[str, int](int) for kind in tensors}
     for span in timeline.spans:
         if span.stream != "compute" and span.start_ns >= timeline.last_start_ns:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.machine import Machine
-from simulator.plan import Decision, Plan, PlanError, Recompute, Rerun, Swap
+from simulator.plan import Plan, PlanError, Recompute, Rerun, Swap
 from simulator.program import Gap, Program
 
 StepKind = Literal["kernel", "recompute"]
@@ -73,16 +73,12 @@ class Step(NamedTuple):
 
     @property
     def again(self) -> bool:
-        """Has its kernel run before? No step but of a kernel can say."""
-        if self.kind == "kernel":
-            return False
-        if self.kind == "recompute":
-            return True
-        assert_never(self.kind)
+        """Has its kernel run before?"""
+        return self.kernel != self.before
 
     @property
     def kernel(self) -> int:
-        """Which runs, now or again; no step but of a kernel has one."""
+        """Which runs, now or again; other kinds of steps have none."""
         if self.kind == "kernel" or self.kind == "recompute":
             return self.subject
         assert_never(self.kind)
@@ -105,6 +101,7 @@ class Schedule:
     """
 
     program: Program  # under the plan's variants
+    plan: Plan  # without them
     steps: tuple[Step, ...]
     first: tuple[int, ...]
     blocks: tuple[Block, ...]
@@ -154,10 +151,10 @@ def lower(program: Program, plan: Plan) -> Schedule:
     """
     program = program.with_variants(plan.variants)
     wrapping = {d.tensor: d for d in plan.of_kind(Swap) if d.after >= d.before}
-    walk = _Walk(program, plan.decisions, wrapping)
+    walk = _Walk(program, plan, wrapping)
     still_away = walk.away.keys()
     if still_away != wrapping.keys():  # a pass before the boundary has fetched some
-        walk = _Walk(program, plan.decisions, {t: wrapping[t] for t in still_away})
+        walk = _Walk(program, plan, {t: wrapping[t] for t in still_away})
     return walk.schedule()
 
 
@@ -180,13 +177,13 @@ def check_room(schedule: Schedule, machine: Machine, limit: int, limit_until: in
 class _Walk:
     """One iteration, kernel by kernel."""
 
-    def __init__(self, program: Program, decisions: tuple[Decision, ...], away_at_start: dict[int, Swap]):
-        self.program, self.away_at_start = program, frozenset(away_at_start)
+    def __init__(self, program: Program, plan: Plan, away_at_start: dict[int, Swap]):
+        self.program, self.plan, self.away_at_start = program, plan, frozenset(away_at_start)
         self.away: dict[int, Swap] = dict(away_at_start)  # tensor -> the decision that has it on the host
         self.dropped: dict[int, Recompute] = {}
-        self.returns: dict[Swap | Recompute, int] = {}
+        self.returns: dict[Swap | Recompute, int] = {}  # of swaps
+        self.recovered: dict[Swap | Recompute, int] = {}
         self.moved: dict[Swap, int] = {}
-        self.left: list[tuple[int, Swap]] = [(0, d) for d in away_at_start.values()]  # and from which kernel on
         self.owners: list[tuple[int, int]] = []  # per block: owner, bytes
         self.spans: list[list[int]] = []  # per block: first and last step
         self.holder: dict[tuple[int, int], int] = {}  # (tensor, version) -> the newest block that holds it
@@ -200,7 +197,7 @@ class _Walk:
         self.leaves: dict[int, list[Swap]] = {}
         drops: dict[int, list[Recompute]] = {}
         self.due: dict[int, list[Recompute]] = {}
-        for d in decisions:
+        for d in plan.decisions:
             if isinstance(d, Swap):
                 self.leaves.setdefault(d.after, []).append(d)
             elif isinstance(d, Recompute):
@@ -213,13 +210,13 @@ class _Walk:
         for k, kernel in enumerate(program.kernels):
             self.first.append(len(self.steps))
             fetched = self._rerun(k, sorted(again[k])) if k in again else self._recompute(k)
-            self._return(k, fetched | set(kernel.accesses))
+            for t in (fetched | set(kernel.accesses)) & self.away.keys():
+                self.returns[self.away.pop(t)] = k
             self._run(k)
             for drop in drops.get(k, ()):
                 self._use(self.holder.pop((drop.tensor, self.version(drop.tensor, k + 1))))
                 self.dropped[drop.tensor] = drop
             for swap in self.leaves.get(k, ()):
-                self.left.append((k + 1, swap))
                 self.moved[swap] = self.holder[swap.tensor, self.version(swap.tensor, k + 1)]
                 self.away[swap.tensor] = swap
         self.first.append(len(self.steps))
@@ -250,11 +247,6 @@ class _Walk:
         if self.program.kernels[w].workspace:
             self._block(-1 - w, self.program.kernels[w].workspace, len(self.steps) - 1)
         return uses
-
-    def _return(self, k: int, tensors: Set[int]) -> None:
-        """Of these, those on the host are back for kernel k."""
-        for t in tensors & self.away.keys():
-            self.returns[self.away.pop(t)] = k
 
     def _run(self, k: int) -> None:
         """Kernel k itself (point 1)."""
@@ -292,7 +284,7 @@ class _Walk:
             self._write(w, uses, own)
         for x in recovered:
             self.holder[x, self.version(x, k)] = own[x]
-            self.returns[dropped.pop(x)] = k
+            self.recovered[dropped.pop(x)] = k
         return fetched
 
     def _write(self, w: int, uses: dict[int, int], own: dict[int, int]) -> None:
@@ -365,10 +357,10 @@ class _Walk:
                 dies[block.last].append(b)
         # Bytes that swaps take from a kernel on, and bring back for it.
         leaves, back = [0] * (n + 1), [0] * (n + 1)
-        for k, d in self.left:
-            leaves[k] += size[d.tensor]
-        for d in self.moved:
-            back[self.returns[d]] += size[d.tensor]
+        leaves[0] = sum(size[t] for t in self.away_at_start)
+        for d, k in self.returns.items():
+            leaves[d.after + 1] += size[d.tensor]
+            back[k] += size[d.tensor]
         resident, residency = [], []
         for k in range(n):
             used += back[k] - leaves[k]
@@ -390,11 +382,11 @@ class _Walk:
             for i, (kind, w, k, waits, uses) in enumerate(self.steps)
         )  # fmt: skip
         on_host = _on_host(program, self.moved, self.returns)
-        return Schedule(program, steps, tuple(self.first), blocks, self.returns, self.moved, self.away_at_start,
-                        tuple(resident), tuple(residency), tuple(on_host))  # fmt: skip
+        return Schedule(program, self.plan, steps, tuple(self.first), blocks, self.returns | self.recovered, self.moved,
+                        self.away_at_start, tuple(resident), tuple(residency), tuple(on_host))  # fmt: skip
 
 
-def _on_host(program: Program, swaps: Iterable[Swap], returns: dict[Swap | Recompute, int]) -> list[int]:
+def _on_host(program: Program, swaps: Iterable[Swap], returns: Mapping[Swap | Recompute, int]) -> list[int]:
     """Bytes that the host holds at each kernel: from a copy's issue until the tensor is back, and on to the next gap
     that finds the copy valid."""
     n = len(program.kernels)

@@ -5,10 +5,14 @@ Not used by the simulator itself; in one place for the environments, the planner
 
 from __future__ import annotations
 
-from simulator.plan import cannot_recompute
+from simulator.decisions import KINDS, Name, cannot_recompute
 from simulator.program import Gap, Program
 
-MODES = ("swap", "recompute", "joint")  # the decisions that a plan may have: of one kind, or of both
+# The kinds of decisions that a plan of a mode may have. What moves nothing is recomputation, joint is all.
+KINDS_OF: dict[str, tuple[Name, ...]] = {
+    "swap": ("swap",), "recompute": ("recompute", "rerun"), "joint": tuple(kind.kind for kind in KINDS),
+}  # fmt: skip
+MODES = tuple(KINDS_OF)
 
 # What happens to the tensor in a gap. Arrays are indexed by these.
 STAYS, SWAPPED, RECOMPUTED, KEPT = range(4)  # KEPT: recomputed, and what its chain recovers stays (``keep``)

@@ -27,8 +27,9 @@ from agents.floor.reruns import Past, Reruns
 from agents.floor.transfers import Transfers
 from simulator.machine import Machine
 from simulator.program import Gap, Program
-from simulator.ways import check_mode, spans
+from simulator.ways import KINDS_OF, check_mode, spans
 
+COVERS = ("swap", "recompute", "rerun")  # kinds of decisions: every plan of these is a point of the linear program
 LARGEST = {"swap": 6000, "recompute": 3000, "joint": 6000}
 PARTS = {"recompute": 10, "joint": 5}  # windows, about: parts of the peak load that one uses
 CELLS = {"recompute": 4000, "joint": 2500}  # fewer windows where these times versions would be more
@@ -79,8 +80,13 @@ def floor(
         proofs: cuts, and branch and bound, where nothing is swapped.
         seconds: of solving, about; the ideal time is the floor where that is not enough. What comes before takes time
             in proportion to ``detail``; with 0 of it nothing is solved.
+
+    Raises:
+        ValueError: there is no such mode, or it has decisions of a kind that is not relaxed here.
     """
-    max_gaps = max(int(LARGEST[check_mode(mode)] * detail**0.5), 1) if max_gaps is None else max_gaps
+    if unknown := [kind for kind in KINDS_OF[check_mode(mode)] if kind not in COVERS]:
+        raise ValueError(f"the floor cannot bound plans that {unknown[0]}: mode {mode!r} has some")
+    max_gaps = max(int(LARGEST[mode] * detail**0.5), 1) if max_gaps is None else max_gaps
     live_bytes = np.array(program.live_bytes, dtype=np.int64)
     nbytes = [t.nbytes for t in program.tensors]
     lowest, past, n = live_bytes.copy(), Past(program), len(program.kernels)

@@ -136,10 +136,11 @@ def circle(
         seconds: for those that search.
 
     Raises:
-        PlanError, OutOfMemory: as ``simulate``.
+        PlanError, OutOfMemory: as ``simulate``; PlanError also for a kind of decision that is not replayed.
         ReplayError: the plan does not become steady.
         ValueError: there is no such allocator, or it is an online one.
     """
+    plan.only("a replay", "swap", "recompute", "rerun")
     predicted, times = simulate(program, plan, machine, limit), 1
     if not predicted.period:
         predicted = simulate(program, plan, machine, limit, iterations=LONGEST)

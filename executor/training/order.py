@@ -85,7 +85,11 @@ def order(schedule: Schedule, timeline: Timeline, limit: int) -> Order:
 
     Args:
         timeline: of the same plan, simulated at ``limit``.
+
+    Raises:
+        PlanError: the plan has a decision of a kind that training does not know.
     """
+    schedule.plan.only("a training step", "swap", "recompute", "rerun")
     walk = _Walk(schedule, limit)
     walk.read(timeline)
     for _ in range(MAX_ITERATIONS):

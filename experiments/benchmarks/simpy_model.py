@@ -53,6 +53,7 @@ class Model:
     """One run of a program under a plan."""
 
     def __init__(self, schedule: Schedule, machine: Machine, limit: int, iterations: int):
+        schedule.plan.only("the SimPy model", "swap", "recompute", "rerun")
         self.env = simpy.Environment()
         self.schedule = schedule
         if schedule.required_bytes > limit:

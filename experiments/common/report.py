@@ -42,9 +42,10 @@ from simulator.compiled import warm
 from simulator.compiled.engine import rows_of
 from simulator.files import label as safe, write_json, write_text
 from simulator.machine import Machine
-from simulator.plan import Plan, Recompute, Swap
+from simulator.plan import Plan, Recompute
 from simulator.program import Program
 from simulator.timeline import Timeline
+from simulator.ways import KINDS_OF
 
 ROW_KEYS = (
     "workload", "machine", "limit_bytes", "limit_fraction", "planner", "mode", "workspace", "seed", "feasible",
@@ -190,7 +191,8 @@ def contenders(rows: list[Row]) -> list[Row]:
 
 def other_mode(plan: Plan, mode: str | None) -> str:
     """Why a plan is none of ``mode`` (swap, recompute, joint or None for any); '' where it is."""
-    kinds = {"swap" if isinstance(d, Swap) else "recompute" for d in plan.decisions}
+    mode_of = {kind: mode for mode in ("swap", "recompute") for kind in KINDS_OF[mode]}
+    kinds = {mode_of.get(d.kind, d.kind) for d in plan.decisions}
     if mode in (None, "joint") or kinds <= {mode}:
         return ""
     return f"its plan has decisions to {' and '.join(sorted(kinds))}"

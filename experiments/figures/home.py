@@ -90,10 +90,7 @@ def outcome(program: Program, plan: Plan | None, machine: Machine) -> Row | None
     if plan is None:
         return None
     timeline = simulate(program, plan, machine, machine.memory_bytes)
-    sizes = {
-        kind: sum(program.tensors[d.tensor].nbytes for d in plan.decisions if isinstance(d, kind))
-        for kind in (Swap, Recompute)
-    }
+    sizes = {kind: sum(program.tensors[d.tensor].nbytes for d in plan.of_kind(kind)) for kind in (Swap, Recompute)}
     return {
         "planner": plan.planner, "iteration_ns": timeline.iteration_ns, "overhead": timeline.overhead,
         "swapped_bytes": sizes[Swap], "recomputed_bytes": sizes[Recompute],

@@ -247,7 +247,8 @@ def steps(program: Program, plan: Plan) -> tuple[list[Step], int, int]:
 
 def _residents(program: Program, plan: Plan) -> tuple[list[set[int]], int]:
     """The tensors in memory during each kernel, and how many kernels are run again, by sections 3.2 to 3.4."""
-    dropped = {(d.tensor, d.before): d.keep for d in plan.decisions if isinstance(d, Recompute)}
+    plan.only("a network as SuperNeurons counts it", "swap", "recompute")
+    dropped = {(d.tensor, d.before): d.keep for d in plan.of_kind(Recompute)}
     leave: dict[int, list[int]] = {}
     arrive: dict[int, list[int]] = {}
     for d in plan.decisions:

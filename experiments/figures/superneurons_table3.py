@@ -69,7 +69,7 @@ def with_weights(program: Program, nbytes: int) -> Program:
 
 def copied(program: Program, plan: Plan) -> int:
     """Bytes that a plan copies in one iteration, out and back in."""
-    return sum(2 * program.tensors[d.tensor].nbytes for d in plan.decisions if isinstance(d, Swap))
+    return sum(2 * program.tensors[d.tensor].nbytes for d in plan.of_kind(Swap))
 
 
 def choices(rows: list[Row]) -> tuple[list[tuple[str, ...]], int]:

@@ -48,7 +48,8 @@ def _engine(program: Same, machine: Same) -> Engine:
 def _table(program: Same, machine: Same, plan: Plan) -> Table:
     """Of a plan, which is checked."""
     plan.check(program.of)
-    if any(isinstance(d, Rerun) for d in plan.decisions):
+    plan.only("a job among several", "swap", "recompute", "rerun")
+    if plan.of_kind(Rerun):
         lower(program.of, plan)  # says which of these cannot be
     return table_of(_engine(program, machine), plan)
 

@@ -99,7 +99,7 @@ def _figures(
     period = next((len(lasts) - i for i in since if lasts[-1] == max(lasts[i:])), 0)
     n, kernels = part.steps.n, part.steps.program.kernels
     ran = [s.span for s in part.steps.steps if s.position < n and kernels[s.span.index].duration_ns]
-    swaps = [d for d in plan.decisions if isinstance(d, Swap)]
+    swaps = plan.of_kind(Swap)
     lasts_ns = max(end - begin, machine.issue_ns * (len(ran) + 2 * len(swaps)))  # the machine, the host (i)
     parts = timeline.breakdown
     yield from _differing(

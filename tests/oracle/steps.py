@@ -59,9 +59,10 @@ class Steps:
         self.uses = [[k for k, kernel in enumerate(program.kernels) if t in kernel.inputs + kernel.outputs]
                      for t in range(len(self.size))]  # fmt: skip
         self.writers = [[k for k in uses if t in program.kernels[k].outputs] for t, uses in enumerate(self.uses)]
-        self.swaps = sorted((d for d in plan.decisions if isinstance(d, Swap)), key=lambda d: d.tensor)
-        self.drops = [d for d in plan.decisions if isinstance(d, Recompute)]
-        self.reruns = any(isinstance(d, Rerun) for d in plan.decisions)
+        plan.only("the validator", "swap", "recompute", "rerun")
+        self.swaps = sorted(plan.of_kind(Swap), key=lambda d: d.tensor)
+        self.drops = plan.of_kind(Recompute)
+        self.reruns = bool(plan.of_kind(Rerun))
         self.passes = passes(program, plan)
         self.found: list[Violation] = []
         self.steps: list[Step] = []
@@ -288,7 +289,7 @@ def passes(program: Program, plan: Plan) -> list[list[int]]:
 
     out = []
     for k in range(len(kernels)):
-        again = {d.kernel for d in plan.decisions if isinstance(d, Rerun) and d.before == k}
+        again = {d.kernel for d in plan.of_kind(Rerun) if d.before == k}
         due = recovered(dropped, k, set(), writers)
         pending = [w for t in due for w in writers[t] if w < k]
         while pending:
@@ -299,5 +300,5 @@ def passes(program: Program, plan: Plan) -> list[list[int]]:
         out.append(sorted(again))
         for t in recovered(dropped, k, again, writers):
             del dropped[t]
-        dropped |= {d.tensor: d for d in plan.decisions if isinstance(d, Recompute) and d.after == k}
+        dropped |= {d.tensor: d for d in plan.of_kind(Recompute) if d.after == k}
     return out

@@ -1,0 +1,97 @@
+"""A kind of decision that the language has and others do not know: they refuse it by its name."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from agents.floor import floor
+from agents.planner import way_of
+from executor.replay.streams import circle
+from executor.training.order import order
+from experiments.benchmarks import simpy_model
+from experiments.common.report import other_mode
+from experiments.figures import layerwise
+from simulator import Job, Plan, PlanError, Rerun, decisions, rules, simulate, simulate_jobs, ways
+from simulator.compiled.encoding import RERUN, decisions_of, rows_of
+from simulator.decisions import OfGap
+from simulator.files import FormatError
+from simulator.jobs import engine as jobs_engine
+from simulator.report import report
+from simulator.schedule import Step, lower
+from tests.oracle.steps import Steps
+from tests.tiny import MACHINE, PROGRAM
+
+LIMIT = 2 * PROGRAM.peak_bytes
+ALONE = simulate(PROGRAM, Plan(), MACHINE, LIMIT)
+
+
+@dataclass(frozen=True, slots=True)
+class Squeeze(OfGap):
+    """What is said of it here is all there is."""
+
+    bits: int = 8
+
+    kind: ClassVar[str] = "squeeze"
+
+
+PLAN = Plan((Squeeze(1, 1, 6),))
+SCHEDULE = replace(lower(PROGRAM, Plan()), plan=PLAN)  # as if lowering knew it
+REFUSES = {
+    "the compiled simulator": lambda: rows_of(PLAN.decisions),
+    "a job among several": lambda: simulate_jobs([Job("a", PROGRAM, PLAN, iterations=1)], MACHINE, LIMIT),
+    "the reference of several jobs": lambda: rules.simulate_jobs(
+        [Job("a", PROGRAM, PLAN, iterations=1)], MACHINE, LIMIT
+    ),
+    "a job that is scored": lambda: jobs_engine._table(jobs_engine.Same(PROGRAM), jobs_engine.Same(MACHINE), PLAN),
+    "training": lambda: order(SCHEDULE, ALONE, LIMIT),
+    "a replay": lambda: circle(PROGRAM, PLAN, MACHINE, LIMIT),
+    "SimPy": lambda: simpy_model.simulate(SCHEDULE, MACHINE, LIMIT),
+    "the validator": lambda: Steps(ALONE.spans, PROGRAM, PLAN),
+    "the report": lambda: report(PROGRAM, MACHINE, LIMIT, ALONE, ALONE, PLAN),
+    "a figure": lambda: layerwise._residents(PROGRAM, PLAN),
+}
+
+
+def test_the_language_checks_a_kind_that_it_is_given():
+    PLAN.check(PROGRAM)
+    assert PLAN.to_dict()["decisions"] == [{"kind": "squeeze", "tensor": 1, "after": 1, "before": 6}]
+    with pytest.raises(PlanError, match="kernel 5 does not use tensor 1"):
+        Plan((Squeeze(1, 1, 5),)).check(PROGRAM)
+    with pytest.raises(PlanError, match="tensor 1 is already away before kernel 6 by decisions"):
+        Plan((*PLAN.decisions, Squeeze(1, 2, 6))).check(PROGRAM)
+
+
+@pytest.mark.parametrize("who", REFUSES)
+def test_who_does_not_know_a_kind_says_so(who):
+    with pytest.raises(PlanError, match=r"cannot take a squeeze$"):
+        REFUSES[who]()
+
+
+def test_what_is_to_be_extended_names_it():
+    with pytest.raises(AssertionError, match=r"Squeeze\(tensor=1"):
+        lower(PROGRAM, PLAN)
+    step = lower(PROGRAM, Plan()).steps[0]._replace(kind="squeeze")
+    for name in ("again", "kernel"):
+        with pytest.raises(AssertionError, match="squeeze"):
+            getattr(step, name)
+    assert isinstance(step, Step) and "squeeze" in other_mode(PLAN, "swap")
+    with pytest.raises(FormatError, match="expected 'swap', 'recompute' or 'rerun', got 'squeeze'"):
+        Plan.from_dict(Plan((Squeeze(1, 1, 6),)).to_dict())
+
+
+def test_a_floor_is_none_for_plans_of_a_kind_that_it_does_not_know(monkeypatch):
+    monkeypatch.setitem(ways.KINDS_OF, "joint", (*ways.KINDS_OF["joint"], "squeeze"))
+    with pytest.raises(ValueError, match="the floor cannot bound plans that squeeze"):
+        floor(PROGRAM, MACHINE, LIMIT)
+    assert floor(PROGRAM, MACHINE, LIMIT, "swap").feasible
+
+
+def test_rows_of_no_kind():
+    codes = [code for kind in decisions.KINDS for code in kind.codes]
+    assert len(set(codes)) == len(codes)
+    with pytest.raises(ValueError, match="no decision is of kind 9"):
+        decisions_of(np.array([[9, 1, 1, 6, -1, -1]]))
+    with pytest.raises(ValueError, match=f"kind {RERUN} "):
+        way_of(Rerun(0, 1).row())
