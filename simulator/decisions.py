@@ -34,12 +34,14 @@ class Kind:
     Attributes:
         kind: its name.
         codes: what it has in the first column of rows.
+        excludes: kinds that no plan has beside it.
         of_plan_1: keys that ``plan/1`` has; without any, it has not the kind.
     """
 
     __slots__ = ()
     kind: ClassVar[Name]
     codes: ClassVar[tuple[int, ...]] = ()
+    excludes: ClassVar[tuple[Name, ...]] = ()
     of_plan_1: ClassVar[tuple[str, ...]] = ()
 
     def check(self, program: Program, where: str) -> None:
@@ -246,6 +248,7 @@ class Recompute(OfGap):
 
     kind: ClassVar[Name] = "recompute"
     codes: ClassVar[tuple[int, ...]] = (1,)
+    excludes: ClassVar[tuple[Name, ...]] = ("rerun",)
     of_plan_1: ClassVar[tuple[str, ...]] = ("tensor", "after", "before", "keep")
     no_wrap: ClassVar[str] = "a persistent tensor cannot be recomputed over the iteration boundary"
 

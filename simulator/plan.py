@@ -98,8 +98,10 @@ class Plan:
             d.check(program, where)
             if isinstance(d, OfGap):
                 back.setdefault(d.tensor, []).append(d.back)
-        if {Rerun, Recompute} <= {type(d) for d in self.decisions}:
-            raise PlanError("a plan has Recompute or Rerun decisions, not both")
+        kinds = {d.kind: type(d) for d in self.decisions}
+        for kind in kinds.values():
+            if beside := next((kinds[name] for name in kind.excludes if name in kinds), None):
+                raise PlanError(f"a plan has {kind.__name__} or {beside.__name__} decisions, not both")
         for i, d in enumerate(self.decisions):
             d.check_beside(program, i, back)
 

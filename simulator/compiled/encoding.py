@@ -79,7 +79,6 @@ CONTENDS, SETTINGS = 9, 10
 # Columns of the log of a run: start, end, one of these, kernel or row. The first four are spans; a step ends, and the
 # memory of an open gap is free.
 LOG_KERNEL, LOG_RECOMPUTE, LOG_OUT, LOG_IN, LOG_STALL, LOG_BOUNDARY, LOG_END, LOG_LEFT = range(8)
-_SPANS = (("compute", "kernel"), ("compute", "recompute"), ("d2h", "swap_out"), ("h2d", "swap_in"))
 
 
 class Tables(NamedTuple):
@@ -171,14 +170,16 @@ def read_log(
         if what in (LOG_OUT, LOG_IN, LOG_LEFT):
             swap = decisions[index]
             assert isinstance(swap, Swap), swap
-            if what != LOG_OUT:
-                change(start, schedule.moved[swap], 1 if what == LOG_IN else -1)
-            index = swap.tensor
-        if what < len(_SPANS):
-            stream, kind = _SPANS[what]
-            spans.append(Span(start, end, stream, kind, index))  # type: ignore[arg-type]
-        if what in (LOG_KERNEL, LOG_RECOMPUTE):
-            for b in schedule.steps[step].allocates:
+            if what == LOG_OUT:
+                spans.append(Span(start, end, "d2h", "swap_out", swap.tensor))
+                continue
+            change(start, schedule.moved[swap], 1 if what == LOG_IN else -1)
+            if what == LOG_IN:
+                spans.append(Span(start, end, "h2d", "swap_in", swap.tensor))
+        elif what in (LOG_KERNEL, LOG_RECOMPUTE):
+            begun = schedule.steps[step]
+            spans.append(Span(start, end, "compute", begun.kind, begun.subject))
+            for b in begun.allocates:
                 change(start, b, 1)
         elif what == LOG_END:
             for b in schedule.steps[step].frees:

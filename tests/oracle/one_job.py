@@ -217,18 +217,15 @@ class Running:
         for step in left:
             if block in self.now.touched(step):
                 return step.position, ns
-            ns += self._lasts(step)
+            ns += step.lasts_ns
         if block.born < 0:
             # The iterations of a plan are alike; that before is as good as that after.
             whole = [p.step for p in self.now.pieces if p.step.position // self.n == self.position // self.n]
             for step in whole:
                 if block in self.now.touched(step):
                     return step.position + self.n, ns
-                ns += self._lasts(step)
+                ns += step.lasts_ns
         return FAR, FAR
-
-    def _lasts(self, step: Step) -> int:
-        return self.now.steps.program.kernels[step.span.index].duration_ns
 
     def awaited(self) -> list[Gap]:
         """What the next step needs and is away."""

@@ -177,7 +177,7 @@ class Replay:
         job.idle_since = self.now
         for block in piece.step.gives:
             self._charge(job, block, -1)
-        if piece.span.kind == "recompute":
+        if piece.span.kind != "kernel":
             return
         self.ended += 1
         part, program = job.now, job.now.steps.program
@@ -422,8 +422,7 @@ class Replay:
             for block in piece.step.takes:
                 self._charge(job, block, 1)
             rows, k = job.job.durations, piece.span.index
-            planned = job.now.steps.program.kernels[k].duration_ns
-            lasts = switch + (rows[job.iterations % len(rows)][k] if rows else planned)
+            lasts = switch + (rows[job.iterations % len(rows)][k] if rows else piece.step.lasts_ns)
             if piece.span.kind == "kernel":
                 lasts += self.machine.wait_ns * job.now.returns[k]
             self.steps[job.index] = Work(job, piece.span._replace(start_ns=self.now), lasts * LONE)

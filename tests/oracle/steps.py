@@ -37,6 +37,7 @@ class Step:
 
     span: Span
     position: int  # of the kernel for which it runs, counted from the start
+    lasts_ns: int = 0  # alone
     waits: set[int] = field(default_factory=set)  # tensors that it, or its pass, needs where they are
     uses: list[Block] = field(default_factory=list)  # those that it reads or writes
     takes: list[Block] = field(default_factory=list)
@@ -126,6 +127,7 @@ class Steps:
     def _begin(self, step: Step) -> None:
         self.steps.append(step)
         w = step.span.index
+        step.lasts_ns = self.program.kernels[w].duration_ns
         if self.program.kernels[w].workspace:
             self._take(step, -1 - w, self.program.kernels[w].workspace)
 
