@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from itertools import product
 from typing import Any, ClassVar, Literal, Self
 
@@ -28,6 +28,7 @@ class PlanError(ValueError):
     """A plan does not fit its program; the message gives the first reason."""
 
 
+@dataclass(frozen=True, slots=True)
 class Kind:
     """What all kinds have. Their fields are the keys of their entries in JSON.
 
@@ -38,7 +39,6 @@ class Kind:
         of_plan_1: keys that ``plan/1`` has; without any, it has not the kind.
     """
 
-    __slots__ = ()
     kind: ClassVar[Name]
     codes: ClassVar[tuple[int, ...]] = ()
     excludes: ClassVar[tuple[Name, ...]] = ()
@@ -53,7 +53,7 @@ class Kind:
 
     def entry(self) -> dict[str, Any]:
         """As in JSON: a key that is as by default is left out."""
-        values = {f.name: getattr(self, f.name) for f in _keys(self) if getattr(self, f.name) != f.default}
+        values = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         return {"kind": self.kind, **values}
 
     @classmethod
@@ -63,7 +63,7 @@ class Kind:
         Raises:
             FormatError: it is malformed.
         """
-        known = [f for f in _keys(cls) if f.name in cls.of_plan_1 or not old]
+        known = [f for f in fields(cls) if f.name in cls.of_plan_1 or not old]
         types = {f.name: bool if f.type == "bool" else int for f in known}
         optional = {f.name: (types.pop(f.name), f.default) for f in known if f.default is not MISSING}
         found = files.fields(entry, where, {"kind": str, **types}, optional)
@@ -167,7 +167,7 @@ class OfGap(Kind):
 
     def _inside(self) -> dict[str, int]:
         """The kernels that may be left open, by name; those that are: -1."""
-        return {f.name: _number(getattr(self, f.name)) for f in _keys(self) if f.type == "int | None"}
+        return {f.name: _number(getattr(self, f.name)) for f in fields(self) if f.type == "int | None"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,11 +320,6 @@ class Rerun(Kind):
 
 Decision = Swap | Recompute | Rerun
 KINDS: tuple[type[Decision], ...] = (Swap, Recompute, Rerun)
-
-
-def _keys(kind: Any) -> tuple[Field[Any], ...]:
-    """The fields of a decision or of its kind."""
-    return fields(kind)
 
 
 def _number(kernel: int | None) -> int:
