@@ -6,7 +6,6 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from simulator.machine import Machine
-from simulator.program import Kernel
 
 LONE = 2**20  # what a transfer alone on the link gets done in a nanosecond
 
@@ -19,12 +18,12 @@ class Violation(NamedTuple):
     detail: str
 
 
-def taken(kernel: Kernel, machine: Machine) -> int:
-    """What a copy takes from the kernel's speed, of LONE (k)."""
-    if not kernel.duration_ns:
+def taken(lasts_ns: int, moves: int, machine: Machine) -> int:
+    """What a copy takes from the speed of a step that moves so many bytes of device memory, of LONE (k)."""
+    if not lasts_ns:
         return 0
-    could = kernel.duration_ns * machine.memory_bytes_per_s  # 10^-9 bytes
-    busy = Fraction(min(kernel.bytes * 10**9, could), could)
+    could = lasts_ns * machine.memory_bytes_per_s  # 10^-9 bytes
+    busy = Fraction(min(moves * 10**9, could), could)
     return int(int(machine.copy_contention * LONE) * busy)
 
 

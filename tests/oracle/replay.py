@@ -475,8 +475,8 @@ class Replay:
         k = len(self.steps)
         share = max(1, min(LONE, round(self.machine.concurrency * LONE) // k)) if k > 1 else LONE
         for work in self.steps.values():
-            kernel = work.job.now.steps.program.kernels[work.span.index]
-            work.rate = share - len(self.copies) * taken(kernel, self.machine)
+            step = work.job.running.step
+            work.rate = share - len(self.copies) * taken(step.lasts_ns, step.moves, self.machine)
         return [*(work for work, _ in self.copies.values()), *self.steps.values()]
 
     def _evict(self) -> None:

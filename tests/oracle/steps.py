@@ -38,6 +38,7 @@ class Step:
     span: Span
     position: int  # of the kernel for which it runs, counted from the start
     lasts_ns: int = 0  # alone
+    moves: int = 0  # bytes of device memory
     waits: set[int] = field(default_factory=set)  # tensors that it, or its pass, needs where they are
     uses: list[Block] = field(default_factory=list)  # those that it reads or writes
     takes: list[Block] = field(default_factory=list)
@@ -127,9 +128,10 @@ class Steps:
     def _begin(self, step: Step) -> None:
         self.steps.append(step)
         w = step.span.index
-        step.lasts_ns = self.program.kernels[w].duration_ns
-        if self.program.kernels[w].workspace:
-            self._take(step, -1 - w, self.program.kernels[w].workspace)
+        kernel = self.program.kernels[w]
+        step.lasts_ns, step.moves = kernel.duration_ns, kernel.bytes
+        if kernel.workspace:
+            self._take(step, -1 - w, kernel.workspace)
 
     def _again(self, step: Step, closed: set[int]) -> Step:
         """A kernel that runs again; ``closed``: tensors that are on the host, or on the way, and are not replaced."""
