@@ -3,7 +3,13 @@
 import gc
 import os
 
+from hypothesis import settings
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when PyTorch is imported
+
+# No test depends on how busy the machine is.
+settings.register_profile("no clock", settings.default, deadline=None)
+settings.load_profile("no clock")
 
 
 def pytest_collection_finish() -> None:
