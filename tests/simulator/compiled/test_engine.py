@@ -83,7 +83,7 @@ def test_a_synchronous_swap_is_a_kind_of_row():
 
 def test_a_plan_is_simulated_up_to_the_cutoff():
     slower = 0
-    for seed in range(1000):
+    for seed in range(300):
         case = random_cases.case(seed)
         engine, rows = Engine(case.program, case.machine, case.limit), rows_of(case.plan.decisions)
         score = engine.score(rows, case.limit_until)
@@ -94,7 +94,7 @@ def test_a_plan_is_simulated_up_to_the_cutoff():
             else:
                 assert found.iteration_ns >= score.iteration_ns, f"seed {seed}"
                 slower += score.feasible and not found.feasible
-    assert slower > 300
+    assert slower > 90
 
 
 def test_batches_are_scored_as_plans_one_by_one(monkeypatch):
