@@ -1,4 +1,5 @@
-"""Several test processes share the cores: threads of PyTorch's would wait for each other."""
+"""Several test processes share the cores: threads of PyTorch's would wait for each other, and garbage is looked for
+seldom."""
 
 import gc
 import os
@@ -16,3 +17,4 @@ def pytest_collection_finish() -> None:
     """What was imported stays: garbage is not to be looked for in it."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)

@@ -70,7 +70,7 @@ class Attentions(nn.Module):
 
 
 def vectors() -> Batch:
-    return torch.randn(3, 6, 8), torch.randint(CLASSES, (3,))
+    return torch.randn(3, 3, 8), torch.randint(CLASSES, (3,))
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Batch]]] = {
