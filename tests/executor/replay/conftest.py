@@ -1,5 +1,7 @@
 """What the tests of replays share: the host in a device's place, and a device without noise."""
 
+import time
+
 import pytest
 
 from executor.replay.backend import Backend
@@ -13,6 +15,18 @@ LINK = Machine("link", 10**6, 5_000_000, 5_000_000, copy_latency_ns=0, alignment
 def host():
     with HostBackend(LINK) as backend:
         yield backend
+
+
+class Watched(HostBackend):
+    """Says whether a wait of minutes came to its end, which none may that is called off."""
+
+    ended = False
+
+    def _sleep_until(self, due):
+        long = due - time.perf_counter_ns() > 10**11
+        due = super()._sleep_until(due)
+        self.ended |= long
+        return due
 
 
 class Virtual(Backend):

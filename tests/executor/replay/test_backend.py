@@ -1,7 +1,6 @@
 """The device seam: the same tests for the host and, where there is one, a GPU; then what only the host can show."""
 
 import threading
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +11,7 @@ from executor.replay.backend import BackendError, first_difference, pattern
 from executor.replay.host_backend import PARTS, HostBackend
 from simulator import Machine
 from tests.executor.conftest import gpu_backend
+from tests.executor.replay.conftest import Watched
 
 MS = 1_000_000
 # 1 MB takes 10 ms out and 20 ms in; 1 ms of latency.
@@ -271,7 +271,7 @@ def test_a_reader_that_does_not_wait_meets_half_a_copy(monkeypatch):
         assert backend.mismatches()[number] == 10**6 // 2
 
 
-class Failing(HostBackend):
+class Failing(Watched):
     """The third copy fails."""
 
     copies = 0
@@ -285,7 +285,6 @@ class Failing(HostBackend):
 
 def test_a_failure_names_the_task_drops_the_rest_and_leaves_the_backend_usable():
     with Failing(MACHINE) as backend:
-        begin = time.monotonic()
         with pytest.raises(BackendError, match="swap-out of x 2: the link is down"), backend.arena(1000, 1000):
             for i in range(5):
                 backend.task = f"swap-out of x {i}"
@@ -293,8 +292,7 @@ def test_a_failure_names_the_task_drops_the_rest_and_leaves_the_backend_usable()
             backend.wait("compute", backend.record("d2h"))
             backend.spin(10**12)  # is never begun
             backend.synchronize()
-        assert time.monotonic() - begin < 5
-        assert backend.allocated_bytes == 0 and backend.copies == 3
+        assert backend.allocated_bytes == 0 and backend.copies == 3 and not backend.ended
         with backend.arena(1000, 1000):
             backend.copy("d2h", 0, 0, 1000)
             backend.synchronize()
@@ -302,16 +300,14 @@ def test_a_failure_names_the_task_drops_the_rest_and_leaves_the_backend_usable()
 
 def test_free_calls_off_what_is_under_way_and_close_ends_the_threads():
     before = threading.active_count()
-    backend = HostBackend(MACHINE)
+    backend = Watched(MACHINE)
     assert threading.active_count() == before + 3
     backend.allocate(1000, 1000)
     backend.spin(10**12)
     backend.wait("h2d", backend.record("compute"))
     backend.copy("h2d", 0, 0, 1000)
-    begin = time.monotonic()
     backend.close()
-    assert time.monotonic() - begin < 5
-    assert threading.active_count() == before
+    assert threading.active_count() == before and not backend.ended
 
 
 @pytest.mark.parametrize(("device", "host", "match"), [(2**26 + 1, 0, "too few"), (0, 2**26 + 1, "cannot be pinned")])

@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-import time
 from dataclasses import replace
 
 import pytest
@@ -14,7 +13,7 @@ from executor.replay.host_backend import HostBackend
 from executor.replay.replay import replay
 from executor.replay.streams import ReplayError
 from simulator import Plan, Program, Recompute, Swap, Tensor
-from tests.executor.replay.conftest import LINK
+from tests.executor.replay.conftest import LINK, Watched
 from tests.executor.replay.test_replay import (
     LARGE,
     LARGE_SWAP,
@@ -145,10 +144,8 @@ class Broken(HostBackend):
 def test_a_fault_is_named_drains_the_streams_and_returns_the_memory(what, match):
     with Broken(LINK) as backend:
         backend.what = what
-        begin = time.monotonic()
         with pytest.raises(BackendError, match=match):
             replay(LARGE, LARGE_SWAP, LINK, 150_000, backend, iterations=50)
-        assert time.monotonic() - begin < 10
         assert backend.allocated_bytes == 0 and not hasattr(backend, "host")
         backend.what = ""
         assert replay(LARGE, LARGE_SWAP, LINK, 150_000, backend, iterations=2, mode="check").fits
@@ -171,14 +168,13 @@ def test_an_arena_larger_than_the_device(host):
         replay(LARGE, LARGE_SWAP, small, 150_000, backend)
 
 
-def test_ctrl_c_stops_everything(host):
-    threads = threading.active_count()
-    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-    begin = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        timer.start()
-        replay(LARGE.with_durations([10**9] * 8), LARGE_SWAP, LINK, 150_000, host)
-    assert time.monotonic() - begin < 5  # an iteration takes 8 s
-    timer.join()
-    assert host.allocated_bytes == 0 and threading.active_count() == threads
-    assert replay(LARGE, Plan((Recompute(A1, 1, 6),)), LINK, 150_000, host, iterations=2, mode="check").fits
+def test_ctrl_c_stops_everything():
+    with Watched(LINK) as backend:
+        threads = threading.active_count()
+        timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            timer.start()
+            replay(LARGE.with_durations([10**12] * 8), LARGE_SWAP, LINK, 150_000, backend)
+        timer.join()
+        assert not backend.ended and backend.allocated_bytes == 0 and threading.active_count() == threads
+        assert replay(LARGE, Plan((Recompute(A1, 1, 6),)), LINK, 150_000, backend, iterations=2, mode="check").fits

@@ -244,7 +244,7 @@ def test_a_step_that_nobody_holds_returns_threads_and_memory_at_once(failed):
         assert away and away < memory
         del step
         for thread in made:
-            thread.join(5)
+            thread.join(60)
             assert not thread.is_alive()
         assert {s for s in memory if not s.expired()} == away
         twins.compare()
