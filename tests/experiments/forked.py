@@ -11,15 +11,30 @@ import random
 import sys
 from runpy import run_module
 
-import hydra  # noqa: F401
-import matplotlib.pyplot  # noqa: F401
+import hydra
+import matplotlib.pyplot
 import numpy
 import rich.progress  # noqa: F401
 import scipy.optimize  # noqa: F401
 import torch.utils.tensorboard  # noqa: F401
 import torch_geometric.nn  # noqa: F401
+from hydra._internal.hydra import Hydra
+from hydra.core.global_hydra import GlobalHydra
 
 import simulator.compiled.scoring  # noqa: F401
+
+
+def prepare() -> None:
+    """Does once what every command would: builds the tables of Hydra's grammar, finds the fonts. Hydra composes the
+    config once more to see whether it names a mode; none of ours does."""
+    Hydra.get_mode = lambda *args, **options: None  # type: ignore[method-assign]
+    with hydra.initialize_config_dir(os.path.join(os.environ["PYTHONPATH"], "configs"), version_base="1.3"):
+        hydra.compose("evaluate", overrides=["limits=[0.5,0.7]", "program=a/b.json", "machine=h100"])
+    GlobalHydra.instance().clear()
+    figure = matplotlib.pyplot.figure()
+    figure.gca().set_title("title")
+    figure.savefig(os.devnull, format="png")
+    matplotlib.pyplot.close(figure)
 
 
 def serve() -> None:
@@ -49,5 +64,6 @@ def command(typed: list[str], folder: str, environment: dict[str, str], output: 
 
 
 if __name__ == "__main__":
+    prepare()
     gc.freeze()  # so that forks share it
     serve()
