@@ -15,8 +15,8 @@ from simulator.compiled import engine, jit, warm
 from tests.test_imports import ROOT
 
 STAND_IN = """
-# Python imports this file at its start. In the place of what takes ten seconds to compile: what takes none, but as
-# long as there is a file "hold".
+# Python imports this file at its start. In the place of what takes ten seconds to compile: what takes none, but, in the
+# other process, as long as there is a file "hold".
 import time
 from pathlib import Path
 from numba.core.dispatcher import _FunctionCompiler
@@ -29,26 +29,33 @@ def score_plans(x, none):
 
 def compile(self, *types):
     (folder / "compiling").touch()
-    while (folder / "hold").exists():
+    while waits and (folder / "hold").exists():
         time.sleep(0.01)
     return compiled(self, *types)
 
-folder = Path(__file__).parent
+folder, waits = Path(__file__).parent, True
 compiled, _FunctionCompiler.compile = _FunctionCompiler.compile, compile
 scoring.score_plans = score_plans
 engine.simulate = lambda *case: score_plans(1, None)
 """
 START = """
-import sys, threading, time
+import sitecustomize, sys, time
 from pathlib import Path
-from simulator.compiled import engine, warm
+from types import SimpleNamespace
+from simulator.compiled import engine, jit, warm
 from simulator.compiled.scoring import score_plans
 
 engine.cores.__code__ = (lambda: 2).__code__
-hold = Path("hold")
+hold, sitecustomize.waits = Path("hold"), False
+
+def waited(seconds):
+    hold.unlink(missing_ok=True)
+    time.sleep(seconds)
+
+jit.time = SimpleNamespace(monotonic=time.monotonic, sleep=waited)
 
 def at_work():
-    "The other process, which compiles until it need not hold any more."
+    "The other process, which compiles until this one waits for it."
     hold.touch()
     child = warm.start()
     while not Path("compiling").exists():
@@ -57,7 +64,6 @@ def at_work():
 
 def run():
     "How often this process compiled what a plan of swaps needs."
-    hold.unlink(missing_ok=True)
     warm.simulate()
     return sum(score_plans.stats.cache_misses.values())
 """
