@@ -17,4 +17,4 @@ def pytest_collection_finish() -> None:
     """What was imported stays: garbage is not to be looked for in it."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
+    gc.set_threshold(20_000, 10, 10)
