@@ -1,13 +1,31 @@
 """Files: written whole, readable by others, the same bytes for the same content; read in one sentence or not at all."""
 
 import gzip
+import json
 import os
 import time
+from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings, strategies as st
 
-from simulator import FormatError
+from simulator import FormatError, simulate
 from simulator.files import fields, integers, read_json, write_json, write_text
+from simulator.schedule import lower
+from tests.strategies import machines, plans, programs, with_algorithms
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_dictionaries_and_back(data):
+    """Of programs, plans and machines, and of the timelines that come of them."""
+    program, variants = data.draw(programs().flatmap(with_algorithms))
+    plan, machine = replace(data.draw(plans(program, reruns=True)), variants=variants), data.draw(machines())
+    plan.check(program)
+    timeline = simulate(program, plan, machine, lower(program, plan).required_bytes)
+    for one in (program, plan, machine, timeline):
+        assert type(one).from_dict(json.loads(json.dumps(one.to_dict()))) == one
+    assert ("variants" in plan.to_dict()) == bool(variants)
 
 
 def test_folders_are_made(tmp_path):

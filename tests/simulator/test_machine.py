@@ -1,7 +1,6 @@
 """Machines: presets, durations by hand, and what is refused."""
 
 import dataclasses
-import json
 import re
 from fractions import Fraction
 from math import ceil
@@ -11,7 +10,6 @@ from hypothesis import given, strategies as st
 
 from simulator import FormatError, Machine
 from simulator.machine import PRESETS
-from tests.strategies import machines
 
 GOOD = {"name": "m", "memory_bytes": 100, "h2d_bytes_per_s": 10**9, "d2h_bytes_per_s": 10**9}
 
@@ -41,11 +39,6 @@ def test_every_figure_of_a_preset_has_its_source():
 def test_the_presets_of_the_readme_exist():
     for name in ("gtx1080ti", "rtx2080ti", "rtx3060", "rtx4060", "k40c", "v100", "a40", "a100_40gb", "h100", "h200"):
         Machine.load(name)
-
-
-@given(machines())
-def test_dictionary_and_back(machine):
-    assert Machine.from_dict(json.loads(json.dumps(machine.to_dict()))) == machine
 
 
 def test_a_file_of_ones_own(tmp_path):

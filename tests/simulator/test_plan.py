@@ -11,14 +11,8 @@ from hypothesis import given, settings, strategies as st
 from simulator import FormatError, Kernel, Plan, PlanError, Program, Recompute, Swap, Tensor
 from simulator.plan import cannot_recompute
 from simulator.schedule import lower
-from tests.strategies import plans, programs
+from tests.strategies import programs
 from tests.tiny import A1, A2, A3, A4, PROGRAM, RECOMPUTE_PLAN, SWAP_PLAN, W
-
-
-@given(st.data())
-def test_dictionary_and_back(data):
-    plan = data.draw(plans(data.draw(programs())))
-    assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
 
 
 def test_file_and_back(tmp_path):

@@ -15,11 +15,6 @@ from tests.strategies import programs
 from tests.tiny import A1, A2, A3, A4, G2, G3, G4, PROGRAM, W
 
 
-@given(programs())
-def test_dictionary_and_back(program):
-    assert Program.from_dict(json.loads(json.dumps(program.to_dict()))) == program
-
-
 @pytest.mark.parametrize("name", ["step.json", "step.json.gz"])
 def test_file_and_back(tmp_path, name):
     kernel = Kernel("k", "conv", "backward", (0,), (0,), 3, 4, 5, 6, False, ((7, 8), (9, 10)))

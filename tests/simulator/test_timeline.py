@@ -6,23 +6,10 @@ import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings, strategies as st
 
 from simulator import FormatError, Plan, Timeline, simulate
-from simulator.schedule import lower
 from tests.simulator.test_program import DELETE, put
-from tests.strategies import machines, plans, programs
 from tests.tiny import LIMIT, MACHINE, PROGRAM, SWAP_PLAN
-
-
-@settings(deadline=None)
-@given(st.data())
-def test_dictionary_and_back(data):
-    program = data.draw(programs())
-    plan = data.draw(plans(program))
-    limit = lower(program, plan).required_bytes
-    timeline = simulate(program, plan, data.draw(machines()), limit)
-    assert Timeline.from_dict(json.loads(json.dumps(timeline.to_dict()))) == timeline
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 
@@ -112,15 +111,6 @@ def test_a_plan_is_simulated_as_the_program_that_it_runs(data: st.DataObject) ->
         for run in (simulate, rules.simulate):
             with pytest.raises(OutOfMemory):
                 run(program, plan, machine, timeline.required_bytes - 1)
-
-
-@given(st.data())
-def test_dictionary_and_back(data: st.DataObject) -> None:
-    program, variants = data.draw(with_algorithms(data.draw(programs())))
-    plan = replace(data.draw(plans(program)), variants=variants)
-    plan.check(program)
-    assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
-    assert ("variants" in plan.to_dict()) == bool(variants)
 
 
 # ---------------------------------------------------------------------------------------- what is refused
