@@ -1,6 +1,7 @@
 """The device seam: the same tests for the host and, where there is one, a GPU; then what only the host can show."""
 
 import threading
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -180,46 +181,55 @@ def test_there_is_no_other_backend():
 # ------------------------------------------------------------------------------------------- the host
 
 
-def duplex(machine):
-    """How long 1 MB takes in each direction at once, ms; the best of three."""
-    found = []
-    with HostBackend(machine) as backend, backend.arena(2 * 10**6, 2 * 10**6):
-        for _ in range(3):
-            begin = backend.record("compute")
-            ends = []
-            for i, stream in enumerate(("d2h", "h2d")):
-                backend.wait(stream, begin)
-                backend.copy(stream, i * 10**6, i * 10**6, 10**6)
-                ends.append(backend.record(stream))
-            backend.synchronize()
-            found.append([(backend.time_ns(e) - backend.time_ns(begin)) / MS for e in ends])
-    return np.array(found).min(axis=0)
+class Gated(HostBackend):
+    """Begins when all is in its queues; notes when each piece of work was due to be over, in ns from then on."""
+
+    def __init__(self, machine):
+        super().__init__(machine)
+        self.gate, self.dues = threading.Event(), []
+
+    def _put(self, stream, work):
+        def noted(ready):
+            due = work(ready)
+            self.dues.append(due)
+            return due
+
+        super()._put(stream, noted)
+
+    def begin(self):
+        def opened(ready):
+            self.gate.wait()
+            return time.perf_counter_ns()
+
+        self._put("compute", opened)
+        return self.record("compute")
+
+    def lasts(self, begin):
+        self.gate.set()
+        end = [self.record(stream) for stream in ("compute", "d2h", "h2d")]
+        self.synchronize()
+        assert max(event.ns for event in end) >= max(self.dues)  # never before
+        return max(self.dues) - begin.ns
 
 
-def test_copies_take_their_time_and_run_at_once_on_two_engines():
-    out, back = duplex(MACHINE)  # 1 + 10 and 1 + 20 ms
-    assert 11 <= out < 16 and 21 <= back < 27
-
-
-def test_one_engine_does_one_copy_after_the_other():
-    out, back = duplex(replace(MACHINE, copy_engines=1))  # 11 ms, then 21 more
-    assert 11 <= out < 16 and 32 <= back < 39
+@pytest.mark.parametrize(("engines", "ms"), [(2, 21), (1, 32)])
+def test_copies_run_at_once_on_two_engines_and_one_after_the_other_on_one(engines, ms):
+    """1 MB takes 1 + 10 ms out and 1 + 20 ms in."""
+    with Gated(replace(MACHINE, copy_engines=engines)) as backend, backend.arena(2 * 10**6, 2 * 10**6):
+        begin = backend.begin()
+        for i, stream in enumerate(("d2h", "h2d")):
+            backend.wait(stream, begin)
+            backend.copy(stream, i * 10**6, i * 10**6, 10**6)
+        assert backend.lasts(begin) == ms * MS
 
 
 def test_spins_add_up_without_drift():
-    with HostBackend(MACHINE) as backend, backend.arena(16, 16):
-        found = []
-        for _ in range(30):  # another process may have the core for a while: drift would be there every time
-            begin = backend.record("compute")
-            for _ in range(40):
-                backend.spin(MS // 2)
-            end = backend.record("compute")
-            backend.synchronize()
-            found.append((backend.time_ns(end) - backend.time_ns(begin)) / MS)
-            if 19.5 <= found[-1] < 23:  # a late start makes it shorter, a late end longer
-                break
-        # A thread that sleeps is woken up some 0.1 ms late; 40 times 0.1 ms would be 4 ms more than 20 ms.
-        assert 19.5 <= found[-1] < 23, found
+    with Gated(MACHINE) as backend, backend.arena(16, 16):
+        begin = backend.begin()
+        for _ in range(40):
+            backend.spin(MS // 2)
+        backend.lasts(begin)
+        assert backend.dues[-1] - backend.dues[0] == 20 * MS  # however late the thread was woken up
 
 
 def test_a_kernel_that_streams_takes_its_time_and_leaves_what_was_there():
