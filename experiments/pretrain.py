@@ -63,13 +63,12 @@ def main(cfg: DictConfig) -> None:
     net_seed, rounds, jobs = cli.integer(cfg, "seed"), cli.integer(cfg, "rounds"), cli.jobs(cfg)
     out = cli.path(cfg, "out") or Path("runs/pretrain")
 
-    import torch  # a mistyped key is answered before
-
-    from agents.learned import expert_iteration as learning
+    from agents.learned import expert_iteration as learning  # a mistyped key is answered before
+    from agents.learned.optimisation import one_thread
     from agents.learned.training_state import save_weights
 
     settings = cli.dataclass_of(learning.Training, cfg.training, "training")
-    torch.set_num_threads(1)  # sums are in the same order, whatever the machine
+    one_thread()
     folder = out / f"{settings.encoder}-{net_seed}"
     for made in (out / "programs", out / "times", folder):
         made.mkdir(parents=True, exist_ok=True)

@@ -54,12 +54,11 @@ def main(cfg: DictConfig) -> None:
     seeds = cli.values(cfg, "seeds")
     planners = report.planner_names(cli.values(cfg, "planners"), calls=calls) if cfg.planners else []
 
-    import torch  # a mistyped key is answered before
-
+    from agents.learned.optimisation import one_thread  # a mistyped key is answered before
     from agents.learned.program_dqn import Learner, ProgramDQNConfig, QNet
     from agents.learned.training_state import read_weights, save_weights
 
-    torch.set_num_threads(1)  # sums are in the same order, whatever the machine
+    one_thread()
     config = cli.dataclass_of(ProgramDQNConfig, cfg.training, "training")
     tuning = cli.dataclass_of(ProgramDQNConfig, cfg.tuning, "tuning")
     if tuning.tasks != 1 or calls <= (tuning.iterations + 1) * tuning.walks + tuning.guide_calls:

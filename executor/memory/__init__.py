@@ -2,6 +2,8 @@
 
 import torch
 
+ALIGNMENT = 512  # bytes, of addresses: PyTorch's allocator has no finer
+
 
 def cuda_index(device: torch.device) -> int:
     """The number of a CUDA device; of one without a number, that of the current device."""

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from executor.memory import cuda_index
-from executor.memory.segments import ALIGNMENT, Segments, allocator
+from executor.memory import ALIGNMENT, cuda_index
+from executor.memory.segments import Segments, allocator
 from simulator.pool import smartpool
 from simulator.pool.intervals import Intervals
 from simulator.pool.online import caching

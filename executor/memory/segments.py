@@ -27,10 +27,9 @@ from numba import carray, cfunc, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from executor.memory import cuda_index
+from executor.memory import ALIGNMENT, cuda_index
 from simulator.compiled.jit import jit
 
-ALIGNMENT = 512
 ARENAS, SEGMENTS = 32, 2048  # at a time; segments of each
 # Row 0 of the table: a lock, the row that is open, frees of what was not handed out. Other rows: an arena each, then
 # begin and end of its segments by address.

@@ -18,8 +18,8 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
+from executor.memory import ALIGNMENT
 from executor.training.calls import Call, Calls
-from executor.training.engines import ALIGNMENT
 from executor.training.order import Order
 from executor.training.recording import Recording, span
 from executor.training.storage import Block, Storages

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from executor.memory.pinned import CUDA, HOST, Bytes, Slabs
 
-ALIGNMENT = 512
-
 
 class TransferError(RuntimeError):
     """A copy between device and host failed, or host memory for it cannot be had."""

@@ -22,7 +22,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from executor.training.engines import ALIGNMENT, Engines, TransferError, engines_for
+from executor.memory import ALIGNMENT
+from executor.training.engines import Engines, TransferError, engines_for
 
 
 class StepError(RuntimeError):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from executor.training.engines import ALIGNMENT
+from executor.memory import ALIGNMENT
 from executor.training.work import StepState
 
 TOLERANCE = 0.02  # of the ledger's peak

@@ -16,9 +16,10 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_flatten
 
 from executor.capture.captured import Captured
+from executor.memory import ALIGNMENT
 from executor.training.bindings import Binding, compare, device_of, meant
 from executor.training.calls import Call, Calls
-from executor.training.engines import ALIGNMENT, TransferError, engines_for
+from executor.training.engines import TransferError, engines_for
 from executor.training.micro_batches import Part, Progress, parts
 from executor.training.order import Move, Order
 from executor.training.process import BEGIN, NOW, UNDO, Random, generators
@@ -222,10 +223,11 @@ def _fill(state: StepState, graph: bool, kept: dict[int, int]) -> None:
     starts = {k: kept.get(source, BEGIN) for k, source in draws.items() if k < n}
     end = kept.get(draws[n], BEGIN) if n in draws else None
     last = max((k for k in range(n) if calls.random(k)), default=-1)
+    later = set[int]().union(*(part.tensors for part in state.parts[1:]))
     grad_mode = False
     for item, (own_calls, clear) in zip(order.items, calls.steps, strict=True):
         kernel, again = item.step.kernel, item.step.again
-        before, after = _actions(state, item.before), _actions(state, item.after)
+        before, after = _actions(state, item.before, later), _actions(state, item.after, later)
         forward = kernels[kernel].phase == "forward"
         if forward is not grad_mode:
             grad_mode = forward
@@ -250,11 +252,11 @@ def _fill(state: StepState, graph: bool, kept: dict[int, int]) -> None:
         state.work.append(WorkItem(tuple(before), item.charged, tuple(own_calls), clear, item.freed, tuple(after)))
 
 
-def _actions(state: StepState, moves: tuple[Move, ...]) -> list[Action]:
+def _actions(state: StepState, moves: tuple[Move, ...], later: set[int]) -> list[Action]:
+    """Moves as calls; those of ``later``, tensors that need not have come, only count until they have."""
     blocks, progress, memory = state.blocks, state.progress, state.order.schedule.blocks
     of_values = {"out": blocks.leave, "release": blocks.release}
     acts = {"in": blocks.swap_in, "reclaim": blocks.reclaim, "wait": blocks.wait}
-    later = set[int]().union(*(part.tensors for part in state.parts[1:]))
 
     def come(kind: str, act: Callable[[Any], None], t: int) -> Callable[[Any], None]:
         return lambda which: progress.count(kind, t) if t in progress.absent else act(which)

@@ -1,4 +1,4 @@
-"""The largest batch, or depth, that a memory holds."""
+"""The largest batch, or depth, that a memory holds, and the least memory that holds something."""
 
 from __future__ import annotations
 
@@ -29,10 +29,15 @@ def largest(fits: Callable[[int], bool], first: int, most: int, part: int | None
             low, high = high, min(2 * high, most + 1)
     else:
         low, high = 0, first
-    while high - low > max(1, low // part if part else 1):  # low fits, high does not (or is above most)
+    return between(lambda size: not fits(size), low, high, part=part)[0]
+
+
+def between(
+    fits: Callable[[int], bool], low: int, high: int, within: int = 1, part: int | None = None
+) -> tuple[int, int]:
+    """Where what does not fit (``low``) meets what does (``high``), by bisection: at most ``within`` apart, or
+    1 / ``part`` of ``low``."""
+    while high - low > max(within, 1, low // part if part else 1):
         middle = (low + high) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle
-    return low
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return low, high

@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 
 import agents
 from experiments.common import cli
+from experiments.common.bisection import between
 from experiments.common.report import Row
 from simulator import Plan, simulate
 from simulator.machine import Machine
@@ -68,14 +69,6 @@ def attempt(planner: agents.Planner, program: Program, machine: Machine, limit: 
         return planner.plan(program, machine, limit)
     except agents.Infeasible:
         return None
-
-
-def between(fits: Callable[[int], bool], low: int, high: int, within: int) -> tuple[int, int]:
-    """Where what does not fit (``low``) meets what does (``high``), at most ``within`` apart; by bisection."""
-    while high - low > within:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return low, high
 
 
 def least_limit(planner: agents.Planner, program: Program, machine: Machine, within: int) -> int:

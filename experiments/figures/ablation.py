@@ -48,12 +48,9 @@ def config(changes: Row, episodes: int, where: str) -> Any:
 
 def run(task: Row, machine: Machine) -> Row:
     """Trains one agent; overheads are None where there is no feasible plan."""
-    import torch
-
     from agents.learned import dqn
     from agents.learned.planner import without_network
 
-    torch.set_num_threads(1)
     program = figures.program(task["network"], machine)
     limit, seed = int(task["limit"] * program.peak_bytes), task["seed"]
     settings = config(task["changes"], task["episodes"], task["variant"])

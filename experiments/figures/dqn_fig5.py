@@ -12,6 +12,7 @@ import agents
 from agents.floor import floor
 from experiments import figures
 from experiments.common import cli
+from experiments.common.bisection import between
 from experiments.common.report import Row
 from experiments.figures.figure import Figure, span
 from experiments.plotting import charts
@@ -142,7 +143,7 @@ def smallest(key: str, program: Program, machine: Machine, grid: list[int], min_
     high = min(fits)
     low = max((limit for limit in grid if limit < high), default=high)
     within = int(CLOSE * program.peak_bytes)
-    return figures.between(lambda n: overhead(key, program, machine, n, min_bytes) is not None, low, high, within)[1]
+    return between(lambda n: overhead(key, program, machine, n, min_bytes) is not None, low, high, within)[1]
 
 
 # ------------------------------------------------------------------------------------------ for people

@@ -13,6 +13,7 @@ from agents.heuristics.autoswap import peak_gaps
 from agents.planner import Candidates
 from experiments import figures
 from experiments.common import cli
+from experiments.common.bisection import between
 from experiments.common.report import Row
 from experiments.figures.figure import Figure, span
 from experiments.figures.smartpool import MB, ZERO, our_limit, planned
@@ -74,7 +75,7 @@ def lowest_floor(program: Program, machine: Machine) -> int:
     def free(limit: int) -> bool:
         return floor(program, machine, limit, "swap").overhead <= ZERO
 
-    return low if free(low) else figures.between(free, low, high, program.peak_bytes // 100)[0]
+    return low if free(low) else between(free, low, high, program.peak_bytes // 100)[0]
 
 
 def slowest_link(program: Program, machine: Machine, limit: int) -> float | None:

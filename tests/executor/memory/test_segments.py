@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from executor.memory import segments
-from executor.memory.segments import ALIGNMENT, ARENAS, SEGMENTS, Segments, functions, stray
+from executor.memory import ALIGNMENT, segments
+from executor.memory.segments import ARENAS, SEGMENTS, Segments, functions, stray
 
 MIB = 2**20
 # As torch.cuda.memory.CUDAPluggableAllocator declares them; ctypes lets go of Python's lock meanwhile.

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from executor import Captured, PlannedStep, StepError, capture
 from executor.capture.state import capturable
+from executor.memory import ALIGNMENT
 from executor.training import arena
-from executor.training.engines import ALIGNMENT
 from executor.training.recording import Operation, Recording, illegal
 from simulator import Plan, Recompute, Swap
 from simulator.schedule import lower
