@@ -1,4 +1,4 @@
-"""Memory for copies and graphs: of the host, pinned, and of a device."""
+"""Memory for copies and graphs, of the host, pinned, and of a device; the copy engines between them."""
 
 import torch
 

@@ -11,7 +11,7 @@ machine with one copy engine the latter two are one.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -62,6 +62,7 @@ class Backend(ABC):
 
     Attributes:
         name: of the device, in words.
+        streams: what work is enqueued on; with one copy engine both directions have the same.
         memory_bytes: of the device in all.
         pause_ns: kernels that begin so soon after the one before make up for the pause (``spin``).
         host: uint8[host_bytes], the pinned buffer, while there is one. Touch it when nothing is under way there.
@@ -69,10 +70,21 @@ class Backend(ABC):
     """
 
     name: str
+    streams: dict[Stream, Any]
     memory_bytes: int
     pause_ns: int = 0
     host: Bytes
     task: str = ""
+
+    def make_streams(self, make: Callable[[Stream], Any], copy_engines: int) -> None:
+        """``streams``, each made by ``make`` from its name."""
+        self.streams = {"compute": make("compute"), "d2h": make("d2h")}
+        self.streams["h2d"] = make("h2d") if copy_engines == 2 else self.streams["d2h"]
+
+    def check_range(self, offset: int, nbytes: int, total: int, of: str) -> None:
+        """Raises BackendError where some bytes of the arena, or of the host buffer, are not in it."""
+        if not 0 <= offset <= offset + nbytes <= total:
+            raise BackendError(f"{self.task}: bytes {offset:,} to {offset + nbytes:,} are not in the {of}")
 
     @contextmanager
     def arena(self, device_bytes: int, host_bytes: int) -> Iterator[Backend]:

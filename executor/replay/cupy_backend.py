@@ -154,9 +154,7 @@ class CupyBackend(Backend):
             names = ("spin", "stream", "fill", "verify")
             self._spin, self._stream, self._fill, self._verify = map(kernels.get_function, names)
             self._blocks = 4 * int(properties["multiProcessorCount"])
-            compute, d2h = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
-            h2d = cupy.cuda.Stream(non_blocking=True) if copy_engines == 2 else d2h
-        self._streams: dict[str, Any] = {"compute": compute, "d2h": d2h, "h2d": h2d}
+            self.make_streams(lambda _: cupy.cuda.Stream(non_blocking=True), copy_engines)
         self._arena = self._clock = 0  # addresses
         self._bytes = self._taken = self._checks = 0
         self._kernels = self._next = 0  # how many there were; the vector of the arena at which the next one streams
@@ -203,7 +201,7 @@ class CupyBackend(Backend):
 
     def free(self) -> None:
         try:
-            for stream in self._streams.values():
+            for stream in self.streams.values():
                 stream.synchronize()
         except runtime.CUDARuntimeError:
             pass  # after an error nothing runs any more, and the context gives back its memory with the process
@@ -220,20 +218,19 @@ class CupyBackend(Backend):
 
     def close(self) -> None:
         self.free()
-        self._streams = {}
+        self.streams = {}
 
     # ---------------------------------------------------------------------------------- work
 
     def copy(self, stream: Stream, device: int, host: int, nbytes: int) -> None:
         on_device, on_host = self._address(device, nbytes), self.host.ctypes.data + host
-        if not 0 <= host <= host + nbytes <= len(self.host):
-            raise BackendError(f"{self.task}: bytes {host:,} to {host + nbytes:,} are not in the host buffer")
+        self.check_range(host, nbytes, len(self.host), "host buffer")
         target, source, kind = (
             (on_host, on_device, runtime.memcpyDeviceToHost) if stream == "d2h"
             else (on_device, on_host, runtime.memcpyHostToDevice)
         )  # fmt: skip
         with self._talk(f"a copy of {nbytes:,} bytes failed"):
-            runtime.memcpyAsync(target, source, nbytes, kind, self._streams[stream].ptr)
+            runtime.memcpyAsync(target, source, nbytes, kind, self.streams[stream].ptr)
 
     def spin(self, ns: int, nbytes: int = 0) -> None:
         last, following = (self._clock + CLOCK * ((self._kernels + i) % 2) for i in range(2))
@@ -265,7 +262,7 @@ class CupyBackend(Backend):
         if at == 0:
             with self._talk("the answers of checks cannot be allocated"):
                 self._slots.append(runtime.malloc(8 * SLOTS))
-                runtime.memsetAsync(self._slots[-1], 0xFF, 8 * SLOTS, self._streams["compute"].ptr)
+                runtime.memsetAsync(self._slots[-1], 0xFF, 8 * SLOTS, self.streams["compute"].ptr)
         self._checks += 1
         if nbytes:
             args = (np.uint64(self._address(device, nbytes)), np.uint64(nbytes), np.uint32(seed))
@@ -282,15 +279,14 @@ class CupyBackend(Backend):
         return wrong
 
     def _launch(self, kernel: Any, blocks: int, threads: int, *args: Any) -> None:
-        with self._talk("a kernel cannot be launched"), self._streams["compute"]:
+        with self._talk("a kernel cannot be launched"), self.streams["compute"]:
             kernel((blocks,), (threads,), args)
 
     def _grid(self, nbytes: int) -> int:
         return min(self._blocks, -(-nbytes // (16 * THREADS)))
 
     def _address(self, offset: int, nbytes: int) -> int:
-        if not 0 <= offset <= offset + nbytes <= self._bytes:
-            raise BackendError(f"{self.task}: bytes {offset:,} to {offset + nbytes:,} are not in the arena")
+        self.check_range(offset, nbytes, self._bytes, "arena")
         return int(self._arena) + offset
 
     # ---------------------------------------------------------------------------------- order and time
@@ -298,16 +294,16 @@ class CupyBackend(Backend):
     def record(self, stream: Stream) -> Any:
         with self._talk("an event cannot be recorded"):
             event = cupy.cuda.Event()
-            event.record(self._streams[stream])
+            event.record(self.streams[stream])
             return event
 
     def wait(self, stream: Stream, event: Any) -> None:
         with self._talk("a stream cannot wait"):
-            self._streams[stream].wait_event(event)
+            self.streams[stream].wait_event(event)
 
     def synchronize(self, event: Any = None) -> None:
         with self._talk("the GPU reports that earlier work failed"):
-            for each in [event] if event else list(self._streams.values()):
+            for each in [event] if event else list(self.streams.values()):
                 each.synchronize()
 
     def time_ns(self, event: Any) -> int:

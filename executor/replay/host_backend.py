@@ -15,11 +15,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from queue import SimpleQueue
-from typing import Any
+from functools import partial
 
 import numpy as np
 
+from executor.memory.engines import HostStream
 from executor.memory.pinned import HOST
 from executor.replay.backend import RAMP, Backend, BackendError, Bytes, Stream, first_difference, pattern, pieces
 from simulator.machine import Machine
@@ -56,12 +56,8 @@ class HostBackend(Backend):
         self._mismatches: dict[int, int] = {}
         self._checks = 0
         self._base = self._absorbed = self._next = 0  # the last: where the next kernel streams
-        names = ("compute", "d2h", "h2d") if machine.copy_engines == 2 else ("compute", "d2h")
-        self._queues: dict[str, SimpleQueue[Any]] = {stream: SimpleQueue() for stream in names}
-        self._threads = [threading.Thread(target=self._run, args=(q,), daemon=True) for q in self._queues.values()]
-        for thread in self._threads:
-            thread.start()
-        self._queues.setdefault("h2d", self._queues["d2h"])
+        self._due: dict[str, int] = {}  # of each thread: when what it did last was due to be over
+        self.make_streams(lambda name: HostStream(name, partial(self._do, name)), machine.copy_engines)
 
     # ---------------------------------------------------------------------------------- memory
 
@@ -94,7 +90,7 @@ class HostBackend(Backend):
 
     def free(self) -> None:
         self._stop.set()
-        for event in [self.record(stream) for stream in self._streams()]:
+        for event in [self.record(stream) for stream in self.streams]:
             event.happened.wait()
         self._stop.clear()
         self._error, self._arena, self._mismatches, self._checks, self.task = None, None, {}, 0, ""
@@ -103,20 +99,14 @@ class HostBackend(Backend):
 
     def close(self) -> None:
         self.free()
-        for stream in self._streams():
-            self._queues[stream].put(None)
-        for thread in self._threads:
-            thread.join()
-
-    def _streams(self) -> list[Stream]:
-        return ["compute", "d2h", "h2d"]
+        for stream in set(self.streams.values()):
+            stream.close()
 
     # ---------------------------------------------------------------------------------- work
 
     def copy(self, stream: Stream, device: int, host: int, nbytes: int) -> None:
         on_device, on_host = self._range(device, nbytes), self.host[host : host + nbytes]
-        if host < 0 or len(on_host) < nbytes:
-            raise BackendError(f"{self.task}: bytes {host:,} to {host + nbytes:,} are not in the host buffer")
+        self.check_range(host, nbytes, len(self.host), "host buffer")
         source, target = (on_device, on_host) if stream == "d2h" else (on_host, on_device)
         ns = self.machine.d2h_ns(nbytes) if stream == "d2h" else self.machine.h2d_ns(nbytes)
         self._put(stream, lambda ready: self._copy(source, target, ready, ns))
@@ -188,15 +178,14 @@ class HostBackend(Backend):
 
     def _range(self, offset: int, nbytes: int) -> Bytes:
         assert self._arena is not None, "there is no arena"
-        if not 0 <= offset <= offset + nbytes <= len(self._arena):
-            raise BackendError(f"{self.task}: bytes {offset:,} to {offset + nbytes:,} are not in the arena")
+        self.check_range(offset, nbytes, len(self._arena), "arena")
         return self._arena[offset : offset + nbytes]
 
     # ---------------------------------------------------------------------------------- order and time
 
     def record(self, stream: Stream) -> _Event:
         event = _Event()
-        self._queues[stream].put((time.perf_counter_ns(), self.task, event))
+        self.streams[stream].put((time.perf_counter_ns(), self.task, event))
         return event
 
     def wait(self, stream: Stream, event: _Event) -> None:
@@ -207,7 +196,7 @@ class HostBackend(Backend):
         self._put(stream, work)
 
     def synchronize(self, event: _Event | None = None) -> None:
-        for each in [event] if event else [self.record(stream) for stream in self._streams()]:
+        for each in [event] if event else [self.record(stream) for stream in self.streams]:
             each.happened.wait()
         if self._error:
             task, error = self._error
@@ -217,24 +206,22 @@ class HostBackend(Backend):
         return event.ns - self._base
 
     def _put(self, stream: Stream, work: _Work) -> None:
-        self._queues[stream].put((time.perf_counter_ns(), self.task, work))
+        self.streams[stream].put((time.perf_counter_ns(), self.task, work))
 
-    def _run(self, queue: SimpleQueue[Any]) -> None:
-        """A stream: does what is in its queue, in order, until None comes. Events happen even where work is dropped."""
-        due = 0
-        while (item := queue.get()) is not None:
-            enqueued, task, work = item
-            if isinstance(work, _Event):
-                work.ns = time.perf_counter_ns()
-                work.happened.set()
-            elif not self._stop.is_set():
-                try:
-                    due = work(max(due, enqueued))
-                except _Dropped:
-                    pass
-                except BaseException as error:  # whatever it is, nobody may wait for this thread in vain
-                    self._error = self._error or (task, error)
-                    self._stop.set()
+    def _do(self, stream: str, item: tuple[int, str, _Work | _Event]) -> None:
+        """What a stream's thread does. Events happen even where work is dropped."""
+        enqueued, task, work = item
+        if isinstance(work, _Event):
+            work.ns = time.perf_counter_ns()
+            work.happened.set()
+        elif not self._stop.is_set():
+            try:
+                self._due[stream] = work(max(self._due.get(stream, 0), enqueued))
+            except _Dropped:
+                pass
+            except BaseException as error:  # whatever it is, nobody may wait for this thread in vain
+                self._error = self._error or (task, error)
+                self._stop.set()
 
     def _sleep_until(self, due: int) -> int:
         """Sleeps until then, the last 0.1 ms awake; returns ``due``."""

@@ -10,8 +10,8 @@ Two ways to capture, of the same work, the same moves and the same checks:
 
 1. CUDA: ``torch.cuda.graph``. Copies stay on their streams, forked and joined by the events they have in any case.
    The memory is one arena; where in it a result lies, PyTorch's allocator says (executor/memory/graph_pool.py).
-2. Host: everything lies in an arena at packed addresses (arena.py) and is recorded; a recording that CUDA would not
-   capture is refused (recording.py).
+2. Host: everything lies in an arena at packed addresses and is recorded; a recording that CUDA would not capture is
+   refused (recording.py).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
+from executor.memory.engines import line
 from executor.memory.graph_pool import GraphPool, need_of
-from executor.training.arena import Arena, stays
 from executor.training.calls import NUMBER, Call
-from executor.training.engines import line
-from executor.training.process import Interrupt
-from executor.training.recording import illegal
+from executor.training.order import stays
+from executor.training.progress import Interrupt
+from executor.training.recording import Arena, illegal
 from executor.training.storage import Place, StepError, Storages
 from executor.training.work import StepState
 from simulator.schedule import Step

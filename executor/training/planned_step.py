@@ -5,7 +5,7 @@
     for x, y in loader:
         loss = step(x, y)                   # forward, backward, optimizer.step(), zero_grad()
 
-A step captured with ``accumulate=k`` takes k pairs in one call, or one pair in each of k calls (micro_batches.py).
+A step captured with ``accumulate=k`` takes k pairs in one call, or one pair in each of k calls (progress.py).
 
 A step does to the bit what the eager step does: the same kernels, on the user's own parameters, buffers and optimizer
 state, with the same random numbers. All is worked out beforehand (work.py). executor/training/README.md says what holds
@@ -21,12 +21,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from executor.capture.captured import Captured
+from executor.memory.engines import TransferError, line
 from executor.training.bindings import Binding, Known, StepError, check, check_settings, create_state
-from executor.training.engines import TransferError, line
 from executor.training.graph import GraphStep
-from executor.training.micro_batches import Part
 from executor.training.order import order
-from executor.training.process import BEGIN, UNDO, Interrupt
+from executor.training.progress import BEGIN, UNDO, Interrupt, Part
 from executor.training.storage import Place
 from executor.training.watch import Allocator, Watch
 from executor.training.work import compile_step

@@ -3,8 +3,8 @@
 A tensor of a program is one storage. A swap-out ends with ``resize_(0)`` of that storage, once its bytes are on the
 host; a swap-in begins with ``resize_(nbytes)``. Every tensor and view that shares it stays as it is.
 
-Copies are the engines' (engines.py). Work is ordered by events alone. Why no byte is overwritten too early
-(executor/training/README.md):
+Copies are the engines' (executor/memory/engines.py). Work is ordered by events alone. Why no byte is overwritten too
+early (executor/training/README.md):
 
 1. All memory is allocated and freed while the compute stream is current: freed memory is reused in the order of calls.
 2. A swap-out starts after all compute so far; before its memory is freed (``reclaim``) compute waits for the copy.
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from executor.memory import ALIGNMENT
-from executor.training.engines import Engines, TransferError, engines_for
+from executor.memory.engines import Engines, TransferError, engines_for
 
 
 class StepError(RuntimeError):

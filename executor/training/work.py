@@ -1,7 +1,7 @@
 """A step as work: one flat list that a loop runs without looking at the plan, and what belongs to it.
 
 ``compile_step`` makes it of an order of issue (order.py) and of calls (calls.py). PlannedStep runs it, as one step or
-micro-batch by micro-batch (micro_batches.py), a graph captures it (graph.py).
+micro-batch by micro-batch (progress.py), a graph captures it (graph.py).
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from torch.utils._pytree import tree_flatten
 
 from executor.capture.captured import Captured
 from executor.memory import ALIGNMENT
+from executor.memory.engines import TransferError, engines_for
 from executor.training.bindings import Binding, compare, device_of, meant
 from executor.training.calls import Call, Calls
-from executor.training.engines import TransferError, engines_for
-from executor.training.micro_batches import Part, Progress, parts
 from executor.training.order import Move, Order
-from executor.training.process import BEGIN, NOW, UNDO, Random, generators
+from executor.training.progress import BEGIN, NOW, UNDO, Part, Progress, Random, generators, parts
 from executor.training.storage import Block, Blocks, HostMemory, StepError, movable
 
 Action = tuple[Callable[[Any], None], Any]

@@ -26,6 +26,7 @@ from executor import PlannedStep, StepError
 from executor.capture.captured import Captured
 from executor.capture.profile import ProfileError, measure, with_profile
 from executor.capture.state import CaptureError
+from executor.memory.engines import line
 from experiments.common.bisection import largest
 from experiments.gpu.deadline import TimeUp, within
 from experiments.gpu.networks import MIB, Network, build, cap_memory, give_back, host_bytes, made, own_batch
@@ -66,7 +67,7 @@ def search(
         except TimeUp:
             best, over = max((n for n, reason in tries.tried.items() if not reason), default=0), True
         except Exception as error:  # a method that breaks must not end the run; the row says so
-            record.add("largest", **row, failed=f"{type(error).__name__}: {error}".splitlines()[0])
+            record.add("largest", **row, failed=line(error))
             continue
         finally:
             _uncap(device)
@@ -126,7 +127,7 @@ class Tries:
         except Exception as error:
             if not lacks_memory(error):
                 raise
-            return _line(error)
+            return line(error)
         return f"its peak is {peak:,} bytes" if peak > self.cap else ""
 
     def _ours(self, network: Network) -> str:
@@ -146,7 +147,7 @@ class Tries:
                 except Exception as error:
                     if not lacks_memory(error):
                         raise
-                    reasons.append(_line(error))
+                    reasons.append(line(error))
                 else:
                     return ""
                 give_back()
@@ -205,7 +206,3 @@ def _need(name: str, device: str) -> int:
 def _uncap(device: str) -> None:
     cap_memory(None, device)
     give_back()
-
-
-def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]

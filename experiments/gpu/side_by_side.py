@@ -38,6 +38,7 @@ import agents
 from executor import PlannedStep, StepError
 from executor.capture.profile import Cache, ProfileError, measure, with_profile
 from executor.capture.state import CaptureError
+from executor.memory.engines import line
 from executor.memory.pinned import CUDA
 from experiments.common.bisection import largest
 from experiments.gpu.clocks import watched
@@ -135,7 +136,7 @@ def compare(
                 except Unreachable as error:
                     record.add("compare", **row, failed=str(error))
                 except Exception as error:  # a method that breaks must not end the run; the row says so
-                    record.add("compare", **row, failed=f"{type(error).__name__}: {error}".splitlines()[0])
+                    record.add("compare", **row, failed=line(error))
                 else:
                     record.add("compare", **row, measured_ns=found.ns, measured_peak=max(found.peak, chosen.peak),
                                eager_ns=found.eager_ns, overhead=found.ns / (found.eager_ns or eager.ns) - 1,
@@ -278,8 +279,7 @@ class Levels:
 
             torch._dynamo.reset()
             config.activation_memory_budget = BUDGETS[level]
-            compiled: Callable[[Tensor], Any] = torch.compile(network.model)
-            return compiled
+            return torch.compile(network.model)
         if self.device == "cuda" and self.method in ("offload", "save_on_cpu"):
             CUDA.drop()  # they pin memory of their own
         if self.method == "offload":

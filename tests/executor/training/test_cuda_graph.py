@@ -18,7 +18,7 @@ from executor.memory import graph_pool
 from executor.memory.graph_pool import GraphPool, Need, need_of
 from executor.memory.segments import Segments, functions
 from executor.training import graph
-from executor.training.process import Random
+from executor.training.progress import Random
 from simulator import Plan
 from simulator.pool import smartpool
 from simulator.pool.intervals import Intervals

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from executor import Captured, PlannedStep, StepError, capture
+from executor.memory import engines
 from executor.memory.pinned import CUDA
-from executor.training import engines, storage
+from executor.training import storage
 from executor.training.storage import slab
 from simulator import Plan, Swap
 from simulator.plan import PlanError

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from executor import Captured, PlannedStep, StepError, capture
 from executor.capture.state import capturable
 from executor.memory import ALIGNMENT
-from executor.training import arena
+from executor.training.order import stays
 from executor.training.recording import Operation, Recording, illegal
 from simulator import Plan, Recompute, Swap
+from simulator.pool import smartpool
 from simulator.schedule import lower
 from tests.executor.networks import adamw, sgd
 from tests.executor.training.programs import GPU, Twins, fits, random_plan, tight
@@ -68,7 +69,7 @@ def test_equal_to_eager_with_other_batches_and_learning_rates(network, optimizer
         set_rate(twins, rate)
         twins.train(step)
     assert step.graph.captures == (1 if optimizer is by_tensor else 4)
-    load = arena.stays(step.order, step._state.blocks.blocks)[1].rounded(ALIGNMENT).peak_bytes
+    load = stays(step.order, step._state.blocks.blocks)[1].rounded(ALIGNMENT).peak_bytes
     assert 0 < load <= step.graph.graph.pool_bytes <= 1.2 * load
 
 
@@ -250,7 +251,7 @@ def test_memory_that_is_given_back_too_early_is_found(recording):
 
 def test_packed_addresses_that_overlap_are_found(monkeypatch):
     """By the check, and by numbers: memory that is given back is overwritten."""
-    pack = arena.smartpool.pack
+    pack = smartpool.pack
 
     def wrong(intervals, alignment):
         packing = pack(intervals, alignment)
@@ -259,6 +260,6 @@ def test_packed_addresses_that_overlap_are_found(monkeypatch):
 
     twins, step = graphed()
     step(*twins.next_batch())
-    monkeypatch.setattr(arena.smartpool, "pack", wrong)
+    monkeypatch.setattr(smartpool, "pack", wrong)
     with pytest.raises(StepError, match=r"is no legal graph: memory is taken that|the graph failed: "):
         step(*twins.next_batch())

@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from executor import PlannedStep, StepError, capture
-from executor.training import engines
+from executor.memory import engines
 from simulator import Plan, Recompute, Swap
 from tests.executor.networks import adamw, sgd
 from tests.executor.training.programs import (

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import agents
 from executor import PlannedStep, StepError, capture, capture_step
-from executor.training import engines
+from executor.memory import engines
 from executor.training.storage import Place
 from simulator import Plan, Recompute, Swap, simulate
 from tests.executor.networks import NETWORKS, adamw, images, sgd, small

@@ -1,6 +1,6 @@
 """Copy engines: one each way, the same calls for tensors in host memory and on a GPU.
 
-Work is ordered by events alone (storage.py says which).
+Work is ordered by events alone (executor/training/storage.py says which).
 """
 
 from __future__ import annotations
@@ -64,6 +64,31 @@ def move(target: Tensor, source: Tensor) -> None:
     target.copy_(source)
 
 
+class HostStream:
+    """A stream played by this computer: a thread that does what is put into it, in order, until it is closed.
+
+    Args:
+        do: does one piece of work; what it raises is its own to catch.
+    """
+
+    def __init__(self, name: str, do: Callable[[Any], None]) -> None:
+        self.queue: SimpleQueue[Any] = SimpleQueue()
+        self.put = self.queue.put
+        self.thread = threading.Thread(target=_serve, args=(self.queue, do), name=name, daemon=True)
+        self.thread.start()
+
+    def close(self) -> None:
+        """It ends after the work that it has; returns when it has ended."""
+        self.put(None)
+        self.thread.join()
+
+
+def _serve(queue: SimpleQueue[Any], do: Callable[[Any], None]) -> None:
+    while (work := queue.get()) is not None:
+        do(work)
+        del work  # which holds no memory while the stream waits
+
+
 class _Copy:
     """Copies on a host engine, one after the other, and their event."""
 
@@ -94,22 +119,15 @@ class _Copy:
             pass
 
 
-def _engine(queue: SimpleQueue[_Copy | None]) -> None:
-    while copy := queue.get():
-        copy.run()
-        del copy  # its error holds no memory while the engine waits
-
-
 class HostEngines:
     """For tensors in host memory: each engine is a thread that really copies (PyTorch releases the GIL meanwhile)."""
 
     streams = ()
 
     def __init__(self) -> None:
-        self._queues: list[SimpleQueue[_Copy | None]] = [SimpleQueue(), SimpleQueue()]
-        for name, queue in zip(("d2h", "h2d"), self._queues, strict=True):
-            threading.Thread(target=_engine, args=(queue,), name=name, daemon=True).start()
-            weakref.finalize(self, queue.put, None)
+        self._d2h, self._h2d = (HostStream(name, _Copy.run) for name in ("d2h", "h2d"))
+        for stream in (self._d2h, self._h2d):
+            weakref.finalize(self, stream.put, None)
 
     def pinned(self, nbytes: int) -> Bytes:
         return _take(HOST, nbytes)
@@ -124,11 +142,11 @@ class HostEngines:
 
     def copy_out(self, host: Tensor, device: Tensor, event: _Copy) -> None:
         event.start((host, device))
-        self._queues[0].put(event)
+        self._d2h.put(event)
 
     def copy_in(self, device: Tensor, host: Tensor, event: _Copy) -> None:
         event.start((device, host))
-        self._queues[1].put(event)
+        self._h2d.put(event)
 
     def join(self, event: _Copy) -> None:
         event.wait()
@@ -139,10 +157,10 @@ class HostEngines:
             raise TransferError(line(event.error)) from event.error
 
     def synchronize(self) -> None:
-        for queue in self._queues:
+        for stream in (self._d2h, self._h2d):
             last = _Copy()
             last.start(None)
-            queue.put(last)
+            stream.put(last)
             last.wait()
 
 
