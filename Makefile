@@ -23,7 +23,7 @@ lint: $(STAMP)
 check: lint test
 
 bench: $(STAMP)
-	@$(BIN)/python -m experiments.bench $(ARGS)
+	@$(BIN)/python -m experiments.benchmark suite=speed $(ARGS)
 
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -43,8 +43,10 @@ def main() -> None:
 
 
 def about(module: str) -> str:
-    """The first sentence of a module's docstring; nothing is imported."""
+    """The first sentence of a command's docstring; nothing is imported but the package of it."""
     spec = find_spec(module)
+    if spec is not None and spec.submodule_search_locations:
+        spec = find_spec(f"{module}.__main__")
     assert spec is not None and spec.origin is not None
     doc = ast.get_docstring(ast.parse(Path(spec.origin).read_text())) or ""
     return " ".join(doc.partition("\n\n")[0].split()).rstrip(".")

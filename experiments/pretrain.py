@@ -152,9 +152,7 @@ def timed(out: Path, i: int) -> int:
     return len(read_times(times_path(out, i))) if times_path(out, i).exists() else 0
 
 
-def run(
-    work: Callable[[Any], Any], tasks: Sequence[Any], jobs: int, what: str, done: Callable[[Any], None]
-) -> None:  # fmt: skip
+def run(work: Callable[[Any], Any], tasks: Sequence[Any], jobs: int, what: str, done: Callable[[Any], None]) -> None:
     """``done`` with the result of each task, in their order, by several processes; by this one where one is to be."""
     if not tasks:
         return
@@ -203,9 +201,10 @@ def capture_one(task: tuple[Path, list[Network], int, int, int]) -> None:
         gaps = len(program.gaps(2**20))
         if len(program.kernels) <= MOST_KERNELS and LEAST_GAPS <= gaps <= MOST_GAPS:
             machines = [drawn_machine(task_rng(seed, i, j)) for j in range(each)]
-            write_json(times_path(out, i), [
-                [k.duration_ns for k in captured.on(machine).program.kernels] for machine in machines
-            ])  # fmt: skip
+            write_json(
+                times_path(out, i),
+                [[k.duration_ns for k in captured.on(machine).program.kernels] for machine in machines],
+            )
             program.save(program_path(out, i))
             return
 

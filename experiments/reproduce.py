@@ -134,8 +134,7 @@ def figure(name: object) -> Figure:
     """The figure of a name; raises UsageError where there is none."""
     if name not in names():
         raise cli.UsageError(f"figure.name: there is no figure {name!r}{cli.nearest(name, set(names()))}")
-    found: Figure = import_module(f"experiments.figures.{name}").FIGURE
-    return found
+    return import_module(f"experiments.figures.{name}").FIGURE
 
 
 class Work:

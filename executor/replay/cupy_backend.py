@@ -226,9 +226,10 @@ class CupyBackend(Backend):
         on_device, on_host = self._address(device, nbytes), self.host.ctypes.data + host
         self.check_range(host, nbytes, len(self.host), "host buffer")
         target, source, kind = (
-            (on_host, on_device, runtime.memcpyDeviceToHost) if stream == "d2h"
+            (on_host, on_device, runtime.memcpyDeviceToHost)
+            if stream == "d2h"
             else (on_device, on_host, runtime.memcpyHostToDevice)
-        )  # fmt: skip
+        )
         with self._talk(f"a copy of {nbytes:,} bytes failed"):
             runtime.memcpyAsync(target, source, nbytes, kind, self.streams[stream].ptr)
 

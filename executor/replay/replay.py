@@ -297,9 +297,10 @@ class _Run:
                     marks.append((end, True, (len(over) - 1) * len(jobs) + j, True))
         zero, last = boundaries[skip - 1], boundaries[-1]
         kept = [
-            s._replace(start_ns=max(s.start_ns - zero, 0), end_ns=s.end_ns - zero) for s, i in spans
+            s._replace(start_ns=max(s.start_ns - zero, 0), end_ns=s.end_ns - zero)
+            for s, i in spans
             if (i >= skip if s.stream == "compute" else s.end_ns > zero and s.start_ns < last)
-        ]  # fmt: skip
+        ]
         kept.sort(key=lambda s: s.start_ns)
         memory = self._events(starts, over, n)
         keys = [key for key, _ in memory]
@@ -337,9 +338,9 @@ class _Run:
                 if ends and all(i + later < len(over) for later, _ in stay.ends):
                     end, j_round, j = max(ends)
                     at_once = starts[j_round][j] == end
-                    events.append((
-                        (end, at_once, j_round * count + j, True), BlockEvent(end, owner, stay.index, -nbytes)
-                    ))  # fmt: skip
+                    events.append(
+                        ((end, at_once, j_round * count + j, True), BlockEvent(end, owner, stay.index, -nbytes))
+                    )
         return sorted(events)
 
 

@@ -150,8 +150,9 @@ class Known:
         homes = [(b, b.home) for b in stay if b.home]
         states = [(b, h) for b, h in homes if isinstance(h.container, Optimizer) and not isinstance(h.key[0], int)]
         tables = [(b, h) for b, h in homes if isinstance(h.container, (dict, list))]
-        self.single = [b for b in stay if b.home and not isinstance(b.home.container, (dict, list))
-                       and (b, b.home) not in states]  # fmt: skip
+        self.single = [
+            b for b in stay if b.home and not isinstance(b.home.container, (dict, list)) and (b, b.home) not in states
+        ]
         # The optimizers' state: its table, the parameters in it, the table of each, what is in these.
         self.optimizers = [
             (o, o.state, tuple(o.state.keys()), tuple(o.state.values()))
@@ -239,8 +240,9 @@ def create_state(b: Binding, bindings: list[Binding]) -> None:
     finally:
         vars(optimizer).clear()
         vars(optimizer).update(before)
-    placeholders = {x.home.key[1]: x.node for x in bindings if x.home and x.home.container is optimizer
-                    and x.home.key[0] is param}  # fmt: skip
+    placeholders = {
+        x.home.key[1]: x.node for x in bindings if x.home and x.home.container is optimizer and x.home.key[0] is param
+    }
     state = optimizer.state[param]
     for key, value in first[probe].first.items():
         if isinstance(value, Tensor) and key in placeholders and key not in state:

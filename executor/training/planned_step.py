@@ -52,6 +52,7 @@ class PlannedStep:
         undo_bytes: copies of buffers on the device that are kept beside, to undo a step.
         pinned_bytes: of host memory, for what the plan swaps.
         order: what is issued when.
+        state: all that it runs on (work.py), for who looks at a step from outside: a benchmark, a test.
         graph: of ``graph=True``: how often it was captured, and its pool.
         allocator: the first step by PyTorch's allocator; None where that keeps no figures.
         differing: name -> bytes of the first step's storage and of the program's tensor, where they differ (watch.py).
@@ -74,9 +75,9 @@ class PlannedStep:
         timeline = simulate(captured.program, plan, machine, self.limit)  # which checks the plan
         self.order = order(lower(captured.program, plan), timeline, self.limit)
         self.program: Program = self.order.program
-        self._state = compile_step(captured, self.order, graph)
-        self.calls, self.device, self.pinned_bytes = self._state.calls, self._state.device, self._state.pinned_bytes
-        self._watch = Watch(self._state)
+        self.state = compile_step(captured, self.order, graph)
+        self.calls, self.device, self.pinned_bytes = self.state.calls, self.state.device, self.state.pinned_bytes
+        self._watch = Watch(self.state)
         self.peak_bytes = 0
         self.allocator: Allocator | None = None
         self.differing: dict[str, tuple[int, int]] = {}
@@ -86,14 +87,14 @@ class PlannedStep:
         self._types: list[type] = []
         self._known: Known | None = None
         self._bind()
-        self._parameters = [b for b in self._state.bindings if isinstance(b.user, nn.Parameter)]
+        self._parameters = [b for b in self.state.bindings if isinstance(b.user, nn.Parameter)]
         self._make_undo(undo)
-        self._state.host.take()
-        self.graph = GraphStep(self._state) if graph else None
+        self.state.host.take()
+        self.graph = GraphStep(self.state) if graph else None
 
     def _make_undo(self, everything: bool) -> None:
         """Where the content of what a step overwrites is kept: copies on the device, or in the step's host memory."""
-        state, kernels = self._state, self.program.kernels
+        state, kernels = self.state, self.program.kernels
         early, late = set[int](), set[int]()
         for i, item in enumerate(self.order.items):
             if not item.step.again:
@@ -113,20 +114,20 @@ class PlannedStep:
             self._known = None
             self._bind()
             check(self.captured, self._parameters)
-            self._known = Known(self.captured, self._state.bindings, self._parameters)
+            self._known = Known(self.captured, self.state.bindings, self._parameters)
         check_settings(self.captured)
         self._read_numbers()
-        self._state.seen = self._known, self._numbers
-        if not self._state.host.taken:
-            self._state.host.take()
+        self.state.seen = self._known, self._numbers
+        if not self.state.host.taken:
+            self.state.host.take()
 
     def _bind(self) -> None:
         """Finds the user's tensors, creates state that is missing, and takes what changed since the last step."""
-        state = self._state
+        state = self.state
         changed = [b for b in state.bindings if not b.found()]
         if not changed:
             return
-        if engines := self._state.blocks.engines:
+        if engines := self.state.blocks.engines:
             engines.synchronize()
         try:
             self._take_state(changed)
@@ -143,7 +144,7 @@ class PlannedStep:
 
     def _read_numbers(self) -> None:
         """Learning rates and the like as they are now."""
-        numbers, table = self.captured.numbers, self._state.table
+        numbers, table = self.captured.numbers, self.state.table
         present = [option() for option in numbers.options]
         if list(map(type, present)) == self._types and present == self._numbers:
             return
@@ -159,7 +160,7 @@ class PlannedStep:
         self._numbers, self._types = present, list(map(type, present))
 
     def _take_state(self, changed: list[Binding]) -> None:
-        blocks, bindings = self._state.blocks, self._state.bindings
+        blocks, bindings = self.state.blocks, self.state.bindings
         for b in changed:
             if b.present() is None:
                 create_state(b, bindings)
@@ -185,7 +186,7 @@ class PlannedStep:
     @property
     def done(self) -> int:
         """Micro-batches of the step under way that are done; 0 between steps."""
-        return self._state.progress.done
+        return self.state.progress.done
 
     def __call__(self, *args: Any) -> Any:
         """One training step, or its next micro-batch where it was captured with several and ``args`` are one.
@@ -201,7 +202,7 @@ class PlannedStep:
         Raises:
             StepError: the batch or the model is not as at the capture (nothing has happened then), or the step failed.
         """
-        state = self._state
+        state = self.state
         part, batch = state.taken(args)
         blocks, progress, commit, peak = state.blocks, state.progress, state.commit, self.peak_bytes
         if progress.done:
@@ -257,7 +258,7 @@ class PlannedStep:
 
     def _begin(self, part: Part, batch: dict[fx.Node, Tensor], table: list[Any]) -> None:
         """What can be undone is noted; the batch is in its place, and what the plan has away by then is."""
-        state, blocks, progress = self._state, self._state.blocks.blocks, self._state.progress
+        state, blocks, progress = self.state, self.state.blocks.blocks, self.state.progress
         first = progress.done == 0
         if first:
             state.random.save(BEGIN)
@@ -292,14 +293,14 @@ class PlannedStep:
 
     def _report(self, left: str) -> None:
         """Raises StepError where copies have failed although nothing is lost."""
-        faults, self._state.blocks.faults = self._state.blocks.faults, []
+        faults, self.state.blocks.faults = self.state.blocks.faults, []
         if faults:
             raise StepError(f"{faults[0]}; {left}")
 
     @torch.no_grad()
     def _fail(self, at: int, part: Part, error: BaseException) -> None:
         """A step has failed before its end: see Faults in the module. Raises StepError unless it was interrupted."""
-        state, what = self._state, "the step"
+        state, what = self.state, "the step"
         if at >= part.begin:
             k = self.order.items[at].step.kernel
             what = f"kernel {k} ({self.program.kernels[k].name})"
@@ -321,7 +322,7 @@ class PlannedStep:
 
     def _undo(self, began: bool, restore: bool) -> None:
         """The step under way is given up: copies end, memory is returned, and (``restore``) the model is as before."""
-        state, blocks = self._state, self._state.blocks
+        state, blocks = self.state, self.state.blocks
         blocks.values.clear()
         state.progress.end()
         try:
@@ -347,7 +348,7 @@ class PlannedStep:
         if self.done:
             with torch.no_grad():
                 self._undo(began=True, restore=True)
-        blocks = self._state.blocks
+        blocks = self.state.blocks
         blocks.tolerant = True
         if blocks.engines:
             blocks.engines.begin()
@@ -356,7 +357,7 @@ class PlannedStep:
         finally:
             blocks.tolerant = False
         if not (self.graph and self.graph.graph):  # its replays write where its capture did
-            self._state.host.give()
+            self.state.host.give()
         self._report("it was repeated, and everything is on the device")
 
     def __enter__(self) -> PlannedStep:

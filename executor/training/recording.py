@@ -79,9 +79,7 @@ class Recording:
         self._keep.append(tensor)
         self.there.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
 
-    def kernel(
-        self, name: str, reads: Iterable[Tensor], writes: Iterable[Tensor], again: Callable[[], object]
-    ) -> None:  # fmt: skip
+    def kernel(self, name: str, reads: Iterable[Tensor], writes: Iterable[Tensor], again: Callable[[], object]) -> None:
         reads, writes = list(reads), list(writes)
         self._keep += reads + writes
         self._add("kernel", COMPUTE, name, reads, writes, again)

@@ -129,6 +129,7 @@ def table(found: Sequence[Key]) -> str:
             out += [f"  {head}", *textwrap.wrap(key.meaning, WIDTH - 30, initial_indent=" " * 30,
                                                 subsequent_indent=" " * 30)]  # fmt: skip
         else:
-            out += textwrap.wrap(key.meaning, WIDTH, initial_indent=f"  {head:{room}}",
-                                 subsequent_indent=" " * (room + 2)) or [f"  {head}"]  # fmt: skip
+            out += textwrap.wrap(
+                key.meaning, WIDTH, initial_indent=f"  {head:{room}}", subsequent_indent=" " * (room + 2)
+            ) or [f"  {head}"]
     return "\n".join(out)

@@ -55,6 +55,22 @@ def integers(settings: DictConfig, key: str, least: int) -> list[int]:
     return numbers(settings, key, lambda value: value >= least, f"integers of at least {least}", int)
 
 
+def chosen(settings: DictConfig, key: str, among: Collection[str], what: str = "") -> list[str]:
+    """The names in the list ``settings.key``; raises UsageError, which has the nearest, for one not ``among`` these."""
+    found = [str(name) for name in cli.values(settings, key)]
+    for name in found:
+        if name not in among:
+            raise cli.UsageError(f"figure.{key}: there is no {what}{name!r}{cli.nearest(name, set(among))}")
+    return found
+
+
+def share_of_peak(limit: Any, key: str = "limit") -> Any:
+    """The limit; raises UsageError unless it is above 0 and at most 1."""
+    if not 0 < limit <= 1:
+        raise cli.UsageError(f"figure.{key}: expected a share of the peak, got {limit!r}")
+    return limit
+
+
 def grouped(rows: Iterable[Row], key: str = "network") -> dict[Any, list[Row]]:
     """Rows by an entry, in the order in which its values appear."""
     out: dict[Any, list[Row]] = {}
@@ -87,8 +103,7 @@ def network(name: str, key: str) -> str:
 
 def workload(name: str) -> dict[str, Any]:
     """The configuration of a workload, by name."""
-    config: dict[str, Any] = yaml.safe_load((WORKLOADS / f"{name}.yaml").read_text())
-    return config
+    return yaml.safe_load((WORKLOADS / f"{name}.yaml").read_text())
 
 
 def program(name: str, machine: Machine, **changes: Any) -> Program:

@@ -20,15 +20,10 @@ SHOWN = {"best": "best found", "without_network": "network never asked", "greedy
 
 def tasks(settings: DictConfig) -> list[Row]:
     """One per variant and seed."""
-    share, episodes = cli.number(settings, "limit"), cli.integer(settings, "episodes", 1)
-    if share > 1:
-        raise cli.UsageError(f"figure.limit: expected a share of the peak, got {share}")
+    share, episodes = figures.share_of_peak(cli.number(settings, "limit")), cli.integer(settings, "episodes", 1)
     network = figures.network_or_file(str(settings.network), "network")
     variants = cli.plain(settings)["variants"]
-    only = cli.values(settings, "only") if settings.only is not None else list(variants)
-    for name in only:
-        if name not in variants:
-            raise cli.UsageError(f"figure.only: there is no variant {name!r}{cli.nearest(name, set(variants))}")
+    only = figures.chosen(settings, "only", variants, "variant ") if settings.only is not None else list(variants)
     for name, changes in variants.items():
         config(changes, episodes, f"variants.{name}")  # a wrong key is an error before anything is computed
     return [

@@ -89,7 +89,7 @@ def run(task: Row, machine: Machine) -> Row:
         "replayed": {"overhead_percent": round(100 * replayed.overhead, 4), "peak_bytes": replayed.peak_bytes},
         "floor_percent": round(100 * floor(program, machine, limit, "recompute").overhead, 4),
         "found": found,
-    }  # fmt: skip
+    }
 
 
 # ------------------------------------------------------------------------------------------ for people
@@ -106,8 +106,9 @@ def numbers(rows: list[Row]) -> Row:
     for name in names:
         ours = [row["found"][name]["overhead_percent"] for row in rows]
         off = [a - r["published"]["overhead_percent"] for a, r in zip(ours, rows, strict=True) if a is not None]
-        planners.append({"label": look(name).label, "below": sum(o < -SAME for o in off),
-                         "same": sum(abs(o) <= SAME for o in off)})  # fmt: skip
+        planners.append(
+            {"label": look(name).label, "below": sum(o < -SAME for o in off), "same": sum(abs(o) <= SAME for o in off)}
+        )
     lines = [
         {**row, "label": LABELS[row["network"]], "solved": duration(row["published"]["solve_seconds"]),
          "cells": [fill("[[{overhead_percent:.4f}%]] ({plan_s:,.0f} s)", row["found"][n]) for n in names]}

@@ -18,17 +18,15 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import numpy as np
 from omegaconf import DictConfig
 
 import agents
 from agents.heuristics.layers import feature_maps
 from agents.heuristics.superneurons import leaving
-from agents.planner import spans
-from experiments.common import cli
+from agents.planner import Candidates
 from experiments.common.bisection import largest
 from experiments.common.report import Row
-from experiments.figures import attempt
+from experiments.figures import attempt, chosen
 from experiments.plotting.charts import Axis, Bars, Mark, Panel, Rule
 from experiments.plotting.palette import CAPACITY_OF, INK
 from simulator.compiled.engine import simulate
@@ -64,11 +62,7 @@ FRAMEWORKS = ("Caffe", "MXNet", "Torch", "TensorFlow", "SuperNeurons")
 
 def methods(settings: DictConfig) -> list[str]:
     """``settings.methods``; raises UsageError for one that there is not."""
-    found = [str(name) for name in cli.values(settings, "methods")]
-    for name in found:
-        if name not in METHODS:
-            raise cli.UsageError(f"figure.methods: there is no {name!r}{cli.nearest(name, set(METHODS))}")
-    return found
+    return chosen(settings, "methods", METHODS)
 
 
 def planned(method: str, program: Program, machine: Machine) -> Timeline | None:
@@ -91,13 +85,7 @@ def floor(method: str, program: Program) -> int:
         gaps = list(leaving(program, **how.options))
     else:
         gaps = list(program.gaps()) if method == "bound" else [m.gap for m in feature_maps(program)]
-    n = len(program.kernels)
-    change = np.zeros(n + 1, np.int64)
-    for gap in gaps:
-        for span in spans(gap.after, gap.before, n):
-            change[span.start] -= program.tensors[gap.tensor].nbytes
-            change[span.stop] += program.tensors[gap.tensor].nbytes
-    return int((np.array(program.live_bytes) + np.cumsum(change)[:n]).max())
+    return Candidates(program, gaps).least
 
 
 def most(method: str, at: Callable[[int], Program], machine: Machine, first: int, limit: int) -> tuple[int, Row]:

@@ -7,7 +7,6 @@ on an RTX 2080 Ti. The limit is all the memory that CUDA reports there (``Machin
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from experiments import figures
 from experiments.common import cli
 from experiments.common.bisection import largest
 from experiments.common.report import Row
+from experiments.plan.batches import Batches
 from simulator.compiled.engine import simulate
 from simulator.machine import Machine
 from simulator.plan import Plan, Recompute, Swap
@@ -65,6 +65,14 @@ MOST = 100_000  # batch size
 def networks(settings: DictConfig) -> list[str]:
     """``settings.networks``, of ``NETWORKS``; raises UsageError for another."""
     return figures.networks(settings, NETWORKS, "is not one of HOME's")
+
+
+def share(settings: DictConfig) -> float:
+    """``settings.share``, of the largest batch without a plan; raises UsageError unless it is above 1."""
+    found = cli.number(settings, "share")
+    if found <= 1:
+        raise cli.UsageError(f"figure.share: expected a number above 1, got {found}")
+    return found
 
 
 def search(settings: DictConfig) -> Row:
@@ -119,31 +127,18 @@ class Sizes:
         self, captures: tuple[Program, Program], batches: tuple[int, int], machine: Machine,
         scale: tuple[int, float] | None = None,
     ) -> None:  # fmt: skip
-        small, large = captures
-        if _alike(small) != _alike(large):
-            raise ValueError(f"{small.name}: its captures at batch {batches[0]} and {batches[1]} are not alike")
-        step = batches[1] - batches[0]
-        self._tensors = [_line(a.nbytes, b.nbytes, step) for a, b in zip(small.tensors, large.tensors, strict=True)]
-        self._kernels = [
-            (_line(a.flops, b.flops, step), _line(a.bytes, b.bytes, step))
-            for a, b in zip(small.kernels, large.kernels, strict=True)
-        ]
-        self._first, self._batch, self.machine, self.factor = small, batches[0], machine, 1.0
+        self._batches, step = Batches(batches[0], captures[0], batches[1], captures[1]), batches[1] - batches[0]
+        for at_small, at_large in zip(*map(_numbers, captures), strict=True):
+            if (at_large - at_small) % step:
+                both = f"{at_small:,} and {at_large:,}"
+                raise ValueError(f"{both} are not on a line of whole steps for {step} images")
+        self.machine, self.factor = machine, 1.0
         if scale is not None:
             self.factor = scale[1] * 1e9 / self.at(scale[0]).ideal_ns
 
     def at(self, batch: int) -> Program:
         """The program of one batch size."""
-        more = batch - self._batch
-        tensors = tuple(
-            replace(t, nbytes=t.nbytes + more * slope)
-            for t, slope in zip(self._first.tensors, self._tensors, strict=True)
-        )
-        kernels = tuple(
-            replace(k, flops=k.flops + more * flops, bytes=k.bytes + more * nbytes)
-            for k, (flops, nbytes) in zip(self._first.kernels, self._kernels, strict=True)
-        )
-        return self.timed(Program(self._first.name, tensors, kernels))
+        return self.timed(self._batches.at(batch))
 
     def timed(self, program: Program) -> Program:
         """A program of the network with its durations."""
@@ -155,20 +150,9 @@ class Sizes:
         return program
 
 
-def _alike(program: Program) -> tuple[Any, ...]:
-    """A program without the numbers that depend on the batch size."""
-    return (
-        [replace(t, nbytes=0) for t in program.tensors],
-        [replace(k, flops=0, bytes=0, duration_ns=0) for k in program.kernels],
-    )
-
-
-def _line(at_small: int, at_large: int, step: int) -> int:
-    """What one image more adds."""
-    slope, rest = divmod(at_large - at_small, step)
-    if rest:
-        raise ValueError(f"{at_small:,} and {at_large:,} are not on a line of whole steps for {step} images")
-    return slope
+def _numbers(program: Program) -> list[int]:
+    """What depends on the batch size."""
+    return [t.nbytes for t in program.tensors] + [n for k in program.kernels for n in (k.flops, k.bytes)]
 
 
 def program(network: str, machine: Machine, batch: int) -> Program:

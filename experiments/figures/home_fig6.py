@@ -81,8 +81,9 @@ def numbers(rows: list[Row]) -> Row:
 def cells(row: Row) -> list[str]:
     """Images/s of every method."""
     found = [(rate(row, method), row["methods"][method]) for method in METHODS]
-    return [f"{images:,.0f}{' (all)' * (of['planner'] == 'vdnn_all')}" if images else "does not fit"
-            for images, of in found]  # fmt: skip
+    return [
+        f"{images:,.0f}{' (all)' * (of['planner'] == 'vdnn_all')}" if images else "does not fit" for images, of in found
+    ]
 
 
 def chart(rows: list[Row]) -> Chart:

@@ -142,8 +142,9 @@ def chart(rows: list[Row]) -> Chart:
         longest = max((one["found"]["iteration_ns"] for one in methods if one["found"]), default=0) / unit
         for part, ink in PARTS.items():
             width = np.array([one["found"]["parts"][part] / unit if one["found"] else 0.0 for one in methods])
-            texts = [f"{one['ours'][part]:.0%}" if w > 0.05 * longest else ""
-                     for one, w in zip(methods, width, strict=True)]  # fmt: skip
+            texts = [
+                f"{one['ours'][part]:.0%}" if w > 0.05 * longest else "" for one, w in zip(methods, width, strict=True)
+            ]
             marks.append(Bars(range(len(methods)), width, ink, part, 0.62, left, texts=texts, inside=True))
             left = left + width
         for y, one in enumerate(methods):

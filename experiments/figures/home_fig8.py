@@ -8,7 +8,6 @@ from omegaconf import DictConfig
 
 from agents.heuristics.home import HOME
 from experiments import figures
-from experiments.common import cli
 from experiments.common.report import Row
 from experiments.figures import home
 from experiments.figures.figure import Figure, span
@@ -24,9 +23,7 @@ NEAR = 0.01  # of the last time: "close"
 
 def tasks(settings: DictConfig) -> list[Row]:
     """One per network and seed; a network's one after the other."""
-    share, options = cli.number(settings, "share"), home.search(settings)
-    if share <= 1:
-        raise cli.UsageError(f"figure.share: expected a number above 1, got {share}")
+    share, options = home.share(settings), home.search(settings)
     seeds = figures.integers(settings, "seeds", 0)
     return [
         {"network": name, "share": share, "seed": seed, **options} for name in home.networks(settings) for seed in seeds

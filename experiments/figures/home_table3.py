@@ -12,7 +12,6 @@ from omegaconf import DictConfig
 
 from agents.heuristics.home import HOME, Evaluator, placements
 from agents.heuristics.layers import feature_maps
-from experiments.common import cli
 from experiments.common.report import Row, warm_up
 from experiments.figures import home
 from experiments.figures.figure import Figure, span
@@ -27,10 +26,9 @@ EVALUATIONS = 500  # timed
 
 def tasks(settings: DictConfig) -> list[Row]:
     """One per network."""
-    share = cli.number(settings, "share")
-    if share <= 1:
-        raise cli.UsageError(f"figure.share: expected a number above 1, got {share}")
-    return [{"network": name, "share": share, **home.search(settings)} for name in home.networks(settings)]
+    return [
+        {"network": name, "share": home.share(settings), **home.search(settings)} for name in home.networks(settings)
+    ]
 
 
 def run(task: Row, machine: Machine) -> Row:

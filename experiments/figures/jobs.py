@@ -69,7 +69,7 @@ def split_search(programs: Sequence[Program], calls: int) -> SearchedSplit:
 
 def searched_for(
     seconds: float, calls: int, programs: Sequence[Program], machine: Machine, limit: int, least: int
-) -> Row | None:  # fmt: skip
+) -> Row | None:
     """The best of searches over splits with ever more simulations; the last begins before the time is over."""
     best, spent, made = None, 0.0, 0
     while spent < seconds:
@@ -83,9 +83,7 @@ def searched_for(
     return None if best is None else {**best, "plan_s": round(spent, 2), "calls": made}
 
 
-def outcome(
-    planner: JobsPlanner, programs: Sequence[Program], machine: Machine, limit: int, least: int
-) -> Row | None:  # fmt: skip
+def outcome(planner: JobsPlanner, programs: Sequence[Program], machine: Machine, limit: int, least: int) -> Row | None:
     """What the jobs lose under a planner's plans."""
     begin = time.perf_counter()
     try:
@@ -148,8 +146,9 @@ def chart(rows: list[Row]) -> Chart:
     highest = max(value for values in over.values() for value in values if value is not None)
     y = range(len(rows))
     marks: list[Mark] = [Line([row["floor"] for row in rows], y, palette.FAINT, "the floor", "|", "", size=25)]
-    marks += [Line(values, y, look(key).colour, look(key).label, look(key).marker, "", size=8)
-              for key, values in over.items()]  # fmt: skip
+    marks += [
+        Line(values, y, look(key).colour, look(key).label, look(key).marker, "", size=8) for key, values in over.items()
+    ]
     ticks = [tick for tick in TICKS if tick <= 1.3 * highest]
     where = Axis("overhead of the makespan, over that with memory for everything", "{:.1%}", (-0.0008, 1.2 * highest),
                  "symlog", ticks)  # fmt: skip

@@ -90,8 +90,9 @@ def numbers(rows: list[Row]) -> Row:
         planners.append({**row, "label": name, "times": len(causes), "counts": counts})
         for job in row["ran"]:
             lasts = np.diff([job["admitted_ns"], *job["boundaries"]]) / job["ideal_ns"]
-            lines.append({**job, "planner": name, "mean": lasts.mean(), "iterations": len(lasts),
-                          "times": len(job["switches"])})  # fmt: skip
+            lines.append(
+                {**job, "planner": name, "mean": lasts.mean(), "iterations": len(lasts), "times": len(job["switches"])}
+            )
     return {"lines": lines, "planners": planners}
 
 

@@ -96,8 +96,9 @@ def resnet(*blocks: int) -> list[Layer]:
                 left = len(layers) - 1
             layers.append(Layer(f"JOIN{here}", "elementwise", 4 * width * pixels, (left, right)))
             layers = _chain([(f"ACT{here}", "activation", 0)], layers)
-    return _chain([("POOL2", "pool", layers[-1].floats // pixels), ("FC1", "matmul", 1000), ("SOFTMAX", "other", 0)],
-                  layers)  # fmt: skip
+    return _chain(
+        [("POOL2", "pool", layers[-1].floats // pixels), ("FC1", "matmul", 1000), ("SOFTMAX", "other", 0)], layers
+    )
 
 
 def _chain(parts: Sequence[Part], before: list[Layer], after: int = -1) -> list[Layer]:
@@ -197,8 +198,9 @@ def plan(program: Program, offload: bool = True, strategy: str | None = None, br
     ways = leaving(program, "joint", 1, joins=branches)
     decisions: list[Decision] = [
         Swap(*gap, prefetch=gap.before - 1 if branches else _prefetch(program, gap), sync=True)
-        for gap, way in ways.items() if way == SWAPPED and offload and program.kernels[gap.before].phase == "backward"
-    ]  # fmt: skip
+        for gap, way in ways.items()
+        if way == SWAPPED and offload and program.kernels[gap.before].phase == "backward"
+    ]
     dropped: dict[int, list[Gap]] = {}
     segment = segments(program)
     for gap, way in ways.items():

@@ -26,19 +26,17 @@ GB = 10**9
 def tasks(settings: DictConfig) -> list[Row]:
     """The program itself, then one per method and limit; the tight limits, which take longest, last."""
     asked = cli.plain(settings)
-    limits, changes, options = sorted(asked["limits"], reverse=True), asked["workload"], asked["options"]
+    changes, options = asked["workload"], asked["options"]
     known = {LOWER, *agents.untrained()}
     for method in (*asked["methods"], *options):
         if method not in known:
             raise cli.UsageError(f"figure.methods: there is no method {method!r}{cli.nearest(method, known)}")
-    for limit in limits:
-        if isinstance(limit, bool) or not isinstance(limit, (int, float)) or limit <= 0:
-            raise cli.UsageError(f"figure.limits: expected numbers of GB above 0, got {limit!r}")
+    limits = figures.numbers(settings, "limits", lambda value: value > 0, "numbers of GB above 0")
     return [
         {"workload": changes, "method": None, "limit_gb": None, "options": {}},
         *(
             {"workload": changes, "method": method, "limit_gb": limit, "options": options.get(method, {})}
-            for limit in limits
+            for limit in sorted(limits, reverse=True)
             for method in asked["methods"]
         ),
     ]

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from omegaconf import DictConfig
 
+from experiments import figures
 from experiments.common import cli
 from experiments.common.report import Row
 from experiments.figures.figure import Figure
@@ -33,10 +34,7 @@ GPUS = {"h100": "H100", "v100": "V100", "a100_80gb": "A100 80 GB", "rtx2080ti": 
 
 def tasks(settings: DictConfig) -> list[Row]:
     """One per file of measurements, then the fit."""
-    asked = cli.values(settings, "parts")
-    for part in asked:
-        if part not in PARTS:
-            raise cli.UsageError(f"figure.parts: there is no part {part!r}{cli.nearest(part, set(PARTS))}")
+    asked = figures.chosen(settings, "parts", PARTS, "part ")
     if not (DATA / WHOLE).exists():
         raise cli.UsageError(f"{DATA} is not there: the measurements come with the repository")
     found: list[Row] = []

@@ -32,9 +32,10 @@ FAR = 0.005  # of ideal time: from the overhead of the last iteration
 THRESHOLD = 0.05  # drift above which a job is planned anew
 Floats = NDArray[np.float64]
 AXES = {
-    "jitter": "jitter: deviation of log time", "drift": "drift: kernels change by",
+    "jitter": "jitter: deviation of log time",
+    "drift": "drift: kernels change by",
     "tenant": "tenant: takes up to, of the link",
-}  # fmt: skip
+}
 OWN = {
     ROBUST: Look("planned for noise", "#222222", "P"),
     CONTROL: Look("the same search without noise", "#9a9a9a", "P"),
@@ -43,9 +44,7 @@ OWN = {
 
 def tasks(settings: DictConfig) -> list[Row]:
     """One per network, or program/1 file."""
-    share = cli.number(settings, "limit")
-    if share > 1:
-        raise cli.UsageError(f"figure.limit: expected a share of the peak, got {share}")
+    share = figures.share_of_peak(cli.number(settings, "limit"))
     common = {"limit": share, "planners": cli.plain(settings)["planners"], **settings_of(settings)}
     return [
         {"network": figures.network_or_file(str(name), "networks"), **common}
@@ -65,8 +64,9 @@ def settings_of(cfg: DictConfig) -> Row:
     Raises:
         UsageError: a value is of the wrong kind or out of range.
     """
-    out: Row = {key: cli.integer(cfg, key, least=least)
-                for key, least in (("iterations", 4), ("seeds", 1), ("robust_calls", 0))}  # fmt: skip
+    out: Row = {
+        key: cli.integer(cfg, key, least=least) for key, least in (("iterations", 4), ("seeds", 1), ("robust_calls", 0))
+    }
     for kind in (*KINDS, "robust"):
         sizes = cli.values(cfg, kind) if kind != "robust" else [1]
         try:
@@ -141,7 +141,7 @@ class Given:
 
 def overheads(
     program: Program, plan: Plan, machine: Machine, limit: int, noise: Noise, iterations: int, seed: int
-) -> Floats:  # fmt: skip
+) -> Floats:
     """(iterations,) of each: its time over that of its own kernels, less 1."""
     rows = noise.durations(program, iterations, seed)
     job = Job(program.name, program, plan, iterations=iterations, durations=rows)

@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 from agents.floor import floor
 from experiments.common import cli
 from experiments.common.report import Row, warm_up
-from experiments.figures import grouped, label, network, planned, program
+from experiments.figures import grouped, label, network, planned, program, share_of_peak
 from experiments.figures.figure import Figure
 from experiments.plotting.charts import Axis, Chart, Line, Mark, Panel, Rule, Words
 from experiments.plotting.palette import FAINT, MODE_COLOURS, look
@@ -33,8 +33,7 @@ def tasks(settings: DictConfig) -> list[Row]:
              "limit": config["limit"]}
             for mode in config["modes"]
         ]  # fmt: skip
-    if not 0 < config["limit"] <= 1:
-        raise cli.UsageError(f"figure.limit: expected a share of the peak, got {config['limit']!r}")
+    share_of_peak(config["limit"])
     if wrong := [mode for mode in config["modes"] if mode not in MODES]:
         raise cli.UsageError(f"figure.modes: expected some of {', '.join(MODES)}, got {wrong[0]!r}")
     return out

@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 import agents
+from experiments import figures
 from experiments.common import cli
 from experiments.figures.smartpool_table1 import PAPER
 from simulator import Machine, Program, Timeline, simulate
@@ -24,12 +25,9 @@ def limits_of(settings: DictConfig, network: Any) -> list[float]:
     """The limits of the YAML in MB, in the paper's terms; raises UsageError for what is none of this network."""
     if network not in PAPER:
         raise cli.UsageError(f"figure.network: {network!r} is not in Table I ({', '.join(PAPER)})")
-    limits = cli.values(settings, "limits")
-    for limit in limits:
-        if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not 0 < limit <= PAPER[network]["load"]:
-            most = PAPER[network]["load"]
-            raise cli.UsageError(f"figure.limits: expected MB above 0, at most {network}'s {most:g}, got {limit!r}")
-    return limits
+    most = PAPER[network]["load"]
+    wanted = f"MB above 0, at most {network}'s {most:g}"
+    return figures.numbers(settings, "limits", lambda value: 0 < value <= most, wanted)
 
 
 def our_limit(program: Program, network: str, paper_mb: float) -> int:

@@ -40,9 +40,10 @@ def tasks(settings: DictConfig) -> list[Row]:
         for key, most in (("overheads", math.inf), ("geeps", 1.0))
     )
     shared = {
-        "overheads": sorted(overheads), "geeps": sorted(limits, reverse=True),
+        "overheads": sorted(overheads),
+        "geeps": sorted(limits, reverse=True),
         "steps": cli.integer(settings, "steps", least=2),
-    }  # fmt: skip
+    }
     return [{"network": name, **shared} for name in figures.networks(settings)]
 
 

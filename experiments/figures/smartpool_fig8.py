@@ -107,8 +107,9 @@ def chart(rows: list[Row]) -> Chart:
             marks.append(Rule(ours, across=True, colour=ink))
         marks.append(Line(x, y, ink, words, step=True, width=1.5, band=(0, y) if row["curve"] == NONE else None))
     longest = max(row["curve_points"][-1][0] for row in rows)
-    panel = Panel("", marks, Axis("time in the iteration (ms)", limits=(0, longest)),
-                  Axis("memory load (MB)", limits=(0, None)))  # fmt: skip
+    panel = Panel(
+        "", marks, Axis("time in the iteration (ms)", limits=(0, longest)), Axis("memory load (MB)", limits=(0, None))
+    )
     title = f"{figures.label(rows[0]['network'])}, batch size 100, GTX 1080 Ti: load with AutoSwap"
     return Chart(title, [panel], size=(9.5, 4.4), keys=2)
 

@@ -171,8 +171,9 @@ def chart(rows: list[Row]) -> Chart:
             Panel("Competitive ratio", [ONE, *ratios], Axis("footprint / peak load", limits=(0.985, None)), names),
             Panel("Speedup over cudaMalloc", speeds, Axis("iteration, cudaMalloc / the pool", "{:.2f}×"), names),
         ],
-        size=(4.3, 0.42 * len(rows) + 0.9), keys=6,
-    )  # fmt: skip
+        size=(4.3, 0.42 * len(rows) + 0.9),
+        keys=6,
+    )
 
 
 FIGURE = Figure("smartpool_table1", tasks, run, numbers, chart)

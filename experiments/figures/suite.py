@@ -25,7 +25,7 @@ from agents.floor import floor
 from agents.planner import Planner
 from experiments.common import cli
 from experiments.common.report import Row, heuristics, warm_up
-from experiments.figures import network, program
+from experiments.figures import network, program, share_of_peak
 from experiments.figures.figure import Range
 from experiments.plotting import palette
 from experiments.plotting.charts import Axis, Chart, Line, Mark, Panel
@@ -56,8 +56,7 @@ def tasks(settings: DictConfig) -> list[Row]:
         if set(task) != _TASK or task["split"] not in SPLITS:
             raise cli.UsageError(f"figure.tasks.{name}: expected {', '.join(sorted(_TASK))}, of split train or test")
         network(task["workload"], f"tasks.{name}.workload")
-        if not 0 < task["limit"] <= 1:
-            raise cli.UsageError(f"figure.tasks.{name}.limit: expected a share of the peak, got {task['limit']!r}")
+        share_of_peak(task["limit"], f"tasks.{name}.limit")
         out.append({"task": name, **task, **shared, "beside": bool(config.get("beside"))})
     return out
 
@@ -103,8 +102,9 @@ def run(task: Row, machine: Machine) -> Row:
             runs.append(published(built, machine, limit, bound.overhead))
             continue
         make, takes = maker(agent, where)
-        budgets: list[dict[str, float]] = [{key: value} for key in ("calls", "seconds") if key in takes
-                                           for value in task[key]] or [{}]  # fmt: skip
+        budgets: list[dict[str, float]] = [
+            {key: value} for key in ("calls", "seconds") if key in takes for value in task[key]
+        ] or [{}]
         outcome(make, budgets[0], built, machine, limit, bound.overhead)  # compiles, loads weights: not counted
         for budget in budgets:
             for seed in task["seeds"] if "seed" in takes else [0]:
@@ -119,7 +119,7 @@ def run(task: Row, machine: Machine) -> Row:
 
 def outcome(
     make: Callable[..., Planner], options: Mapping[str, Any], built: Program, machine: Machine, limit: int, bound: float
-) -> Row:  # fmt: skip
+) -> Row:
     """One run."""
     begin = time.perf_counter()
     planner = make(**options)

@@ -7,7 +7,6 @@ from typing import Any
 from omegaconf import DictConfig
 
 from experiments import figures
-from experiments.common import cli
 from experiments.common.report import Row
 from experiments.figures import layerwise
 from experiments.figures.figure import Figure
@@ -41,11 +40,7 @@ PAPER = {  # section 4.1.1
 
 def tasks(settings: DictConfig) -> list[Row]:
     """One per technique, and one for the captured program."""
-    found = [str(name) for name in cli.values(settings, "shown")]
-    for name in found:
-        if name not in LABELS:
-            raise cli.UsageError(f"figure.shown: there is no {name!r}{cli.nearest(name, set(LABELS))}")
-    return [{"shown": name, "batch_size": settings.batch_size} for name in found]
+    return [{"shown": name, "batch_size": settings.batch_size} for name in figures.chosen(settings, "shown", LABELS)]
 
 
 def run(task: Row, machine: Machine) -> Row:

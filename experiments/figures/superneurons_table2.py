@@ -86,10 +86,11 @@ def chart(rows: list[Row]) -> Chart:
         for key, how in labels.items()
     ]
     panel = Panel(
-        "", [Rule(1, across=True, line="-"), *groups(series, hollow=("the paper",))],
+        "",
+        [Rule(1, across=True, line="-"), *groups(series, hollow=("the paper",))],
         Axis(names=[f"{one['label']}\nbatch {one['batch']}" for one in found]),
         Axis("iteration with cudaMalloc / with the pool", "{:.1f}", (0, None), room=1.05),
-    )  # fmt: skip
+    )
     title = "Speedup of SuperNeurons' memory pool over cudaMalloc, Tesla K40c"
     return Chart(title, [panel], size=(2.6 + 1.45 * len(rows), 3.8))
 

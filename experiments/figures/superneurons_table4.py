@@ -99,8 +99,9 @@ def chart(rows: list[Row]) -> Chart:
     return Chart(
         f"Deepest ResNet in 12 GB, batch size {rows[0]['batch']}: the paper (hollow), ours (filled)",
         [frameworks.panel("", PAPER, bars, texts, "layers with weights", 1.28)],
-        size=(8.6, 0.7 + 0.36 * (len(PAPER) + len(rows))), besides=(0.0, 0.3),
-    )  # fmt: skip
+        size=(8.6, 0.7 + 0.36 * (len(PAPER) + len(rows))),
+        besides=(0.0, 0.3),
+    )
 
 
 FIGURE = Figure("superneurons_table4", tasks, run, numbers, chart)

@@ -128,8 +128,9 @@ def chart(rows: list[Row]) -> Chart:
     return tensile.chart(
         f"What vDNN, Capuchin and TENSILE save and cost: one job, batch size {rows[0]['batch']}, RTX 2080 Ti",
         {figures.label(row["network"]): ({m: ratios(row, m) for m in METHODS}, paper(row)) for row in rows},
-        looks, [HELD],
-    )  # fmt: skip
+        looks,
+        [HELD],
+    )
 
 
 FIGURE = Figure("tensile_table1", tasks, run, numbers, chart)

@@ -28,7 +28,7 @@ PAPER = {  # of VGG x 1, 2, 3: MSR, EOR, CBR
     "vDNN": ((0.2822, 0.8507, 0.3317), (0.2368, 0.9103, 0.2602), (0.2613, 0.9202, 0.2840)),
     "Capuchin": ((0.1003, 0.8921, 0.1124), (0.0056, 0.9208, 0.006), (0.1109, 0.9215, 0.1204)),
     "TENSILE": ((0.2001, 0.0838, 2.5112), (0.2295, 0.1016, 3.2256), (0.2767, 0.2793, 1.0478)),
-}  # fmt: skip
+}
 OF_PAPER = "vgg16_imagenet"
 STEPS = 200  # of the peak, in which TENSILE's least limit is sought
 
@@ -71,9 +71,7 @@ def outcome(programs: Sequence[Program], plans: Sequence[Plan] | None, machine: 
     }  # fmt: skip
 
 
-def planned(
-    planner: JobsPlanner, programs: Sequence[Program], machine: Machine, limit: int
-) -> tuple[Plan, ...] | None:  # fmt: skip
+def planned(planner: JobsPlanner, programs: Sequence[Program], machine: Machine, limit: int) -> tuple[Plan, ...] | None:
     """Plans; None: it has none."""
     try:
         return planner.plan_jobs(programs, machine, limit)

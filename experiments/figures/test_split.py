@@ -147,8 +147,9 @@ def chart(rows: list[Row]) -> Chart:
         marks.append(Line(seconds, middle, ink, name_of(line), marker, DASHED if line == WITHOUT else "-", 1.4,
                           band=(low, high), shade=0.08))  # fmt: skip
         marks.append(between(low, high, seconds, ink, upright=True))
-    panel = Panel("", marks, Axis("planning time, s", "{:g}", scale="log"),
-                  Axis("gap to the floor, points", "{:g}", scale="log"))  # fmt: skip
+    panel = Panel(
+        "", marks, Axis("planning time, s", "{:g}", scale="log"), Axis("gap to the floor, points", "{:g}", scale="log")
+    )
     return Chart("The gap to the floor against planning time, test split", [panel], size=(8.6, 4.4), keys=3)
 
 

@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("file", type=Path, help="measured/1 JSON, or a trace as CSV with a YAML of the same name")
     one.add_argument("--check", action="store_true", help="write nothing")
     one = commands.add_parser("profile", help="measures a network's step")
-    one.add_argument("network", help="of experiments/gpu/networks.py, or pkg.mod:factory")
+    one.add_argument("network", help="of experiments/validate_gpu/networks.py, or pkg.mod:factory")
     one.add_argument("out", type=Path, help="JSON file to write")
     one.add_argument("--machine", required=True, help="preset of configs/machine that it is compared with")
     one.add_argument("--source", required=True, help="who measured it, or where it is published, in a line")

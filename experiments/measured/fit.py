@@ -49,9 +49,10 @@ GROUPS: dict[str, tuple[tuple[str, ...], Which]] = {
     "pool, backward": (("pool_backward",), _named("MaxPool")),
     "matmul": (("matmul_float32",), _named("aten::linear", "AddmmBackward0")),
     "conv": (
-        ("conv", "conv_backward", "conv_1x1", "conv_1x1_backward", "conv_bandwidth", "conv_channels"), _named("onv"),
+        ("conv", "conv_backward", "conv_1x1", "conv_1x1_backward", "conv_bandwidth", "conv_channels"),
+        _named("onv"),
     ),
-}  # fmt: skip
+}
 
 # Coefficient -> the kinds whose sum makes it.
 KINDS = {
@@ -201,9 +202,9 @@ def of_v100() -> Fit:
         """us of all kernels of some kinds; that PyTorch updated each parameter by itself."""
         on = replace(machine, kernel_times=times)
         mine = [k for kind in chosen for k in kinds.get(kind, ())]
-        return sum(
-            kernel_ns(captured.program.kernels[k], captured.nodes[k], on, captured.precision) for k in mine
-        ) / 1e3  # fmt: skip
+        return (
+            sum(kernel_ns(captured.program.kernels[k], captured.nodes[k], on, captured.precision) for k in mine) / 1e3
+        )
 
     groups = []
     for key, chosen in KINDS.items():
@@ -211,8 +212,9 @@ def of_v100() -> Fit:
         best = brentq(lambda share: said(replace(times, **{key: share}), chosen) - us, 0.05, 1.0, xtol=1e-6)  # noqa: B023
         times = replace(times, **{key: float(best)})
         count = sum(len(kinds[kind]) for kind in chosen)
-        groups.append(Group(key, _only(times, (key,)), _only(in_file, (key,)), count, None, None,
-                            said(times, chosen) / us - 1))  # fmt: skip
+        groups.append(
+            Group(key, _only(times, (key,)), _only(in_file, (key,)), count, None, None, said(times, chosen) / us - 1)
+        )
     return Fit("v100", tuple(groups), None, None, said(times, list(measured)) / sum(measured.values()) - 1)
 
 

@@ -20,9 +20,9 @@ from agents.planner import small
 from agents.search.other_times import ForFaster, OtherTimes, Spread, TimesError
 from executor.capture.roofline import with_roofline
 from experiments.common import report
-from experiments.fit import times
-from experiments.fit.answer import Best
 from experiments.measured import steps, traces
+from experiments.plan import times
+from experiments.plan.answer import Best
 from simulator import simulate
 from simulator.machine import Machine
 from simulator.plan import Plan
@@ -39,7 +39,7 @@ Row = dict[str, Any]
 
 def rows(
     limits: Sequence[float] = LIMITS, calls: int = CALLS, seed: int = 0, searches: Sequence[str] = SEARCHES
-) -> list[Row]:  # fmt: skip
+) -> list[Row]:
     """``compared`` for the trace of ResNet-50 on an H100."""
     trace = steps.Trace.load(traces.DATA / f"{steps.RESNET50}.csv")
     captured = trace.captured()

@@ -15,8 +15,8 @@ import torch
 from executor.capture.contributed import Contributed, check_words, contribution
 from executor.capture.profile import Cache, ProfileError, measure
 from executor.memory.context import context_bytes
-from experiments.gpu.networks import NETWORKS, Network, build, give_back, timed
 from experiments.measured.steps import machine_of
+from experiments.validate_gpu.networks import NETWORKS, Network, build, give_back, timed
 from experiments.workloads import WorkloadError
 from experiments.workloads.module import build as own
 from simulator.machine import Machine
@@ -32,8 +32,8 @@ def profiled(
     """A measured step.
 
     Args:
-        network: of experiments/gpu/networks.py, or "pkg.mod:factory", which returns (model, loss_fn, optimizer, (x, y))
-            on the device.
+        network: of experiments/validate_gpu/networks.py, or "pkg.mod:factory", which returns (model, loss_fn,
+            optimizer, (x, y)) on the device.
         machine: the preset that it is compared with.
         rates: the YAML file that ``executor.calibrate`` wrote.
         name: of the workload, for people; "" for the network's.

@@ -45,7 +45,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 NETWORKS: dict[str, dict[str, Any]] = {
     "resnet50": {"family": "resnet_imagenet", "stages": "3-4-6-3", "halve": 3},
     "vgg13": {"family": "vgg_imagenet", "depth": 13, "pooled": True},
-}  # fmt: skip
+}
 
 
 class Beside(NamedTuple):

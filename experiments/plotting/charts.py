@@ -244,7 +244,7 @@ def between(start: Values, end: Values, rows: Values, colour: str, upright: bool
 
 def pairs(
     look: Look, theirs: Values, ours: Values, shift: float = 0.0, texts: Sequence[str] = (), side: str = "right"
-) -> list[Mark]:  # fmt: skip
+) -> list[Mark]:
     """A row for each value: the paper's hollow, ours filled, and a line between them."""
     rows = [y + shift for y in range(len(ours))]
     name, colour, marker = look
@@ -257,7 +257,7 @@ def pairs(
 
 def ranges(
     label: str, colour: str, marker: str, values: Sequence[Sequence[float | None]], shift: float = 0.0
-) -> list[Mark]:  # fmt: skip
+) -> list[Mark]:
     """A row for each: the mean of those that are there, and a line from the least to the most."""
     there = [[value for value in each if value is not None] for each in values]
     rows = [y + shift for y in range(len(values))]

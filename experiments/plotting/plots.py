@@ -32,7 +32,7 @@ from experiments.plotting.palette import (
     family,
     label,
     look,
-)  # fmt: skip
+)
 from simulator.timeline import Timeline
 
 Levels = list[tuple[float, str, str]]  # of lines at their right ends: value, name, colour

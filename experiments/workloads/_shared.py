@@ -55,8 +55,7 @@ class Layers(nn.Module):
         self.layers = nn.Sequential(*layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layers(x)
-        return y
+        return self.layers(x)
 
 
 class Residual(nn.Module):
@@ -69,8 +68,7 @@ class Residual(nn.Module):
         self.relu = act()
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.relu(self.residual(x) + self.shortcut(x))
-        return y
+        return self.relu(self.residual(x) + self.shortcut(x))
 
 
 class Squeeze(nn.Module):
@@ -78,12 +76,12 @@ class Squeeze(nn.Module):
 
     def __init__(self, channels: int, inside: int, gate: Activation) -> None:
         super().__init__()
-        self.scale = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(channels, inside, 1), nn.ReLU(),
-                                   nn.Conv2d(inside, channels, 1), gate())  # fmt: skip
+        self.scale = nn.Sequential(
+            nn.AdaptiveAvgPool2d(1), nn.Conv2d(channels, inside, 1), nn.ReLU(), nn.Conv2d(inside, channels, 1), gate()
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.scale(x) * x
-        return y
+        return self.scale(x) * x
 
 
 def stages(

@@ -124,8 +124,7 @@ class FCDenseNet(nn.Module):
         x, new = self.bottleneck(x)
         for grow, block in zip(self.grow, self.up, strict=True):
             x, new = block(torch.cat([grow(new), skips.pop()], 1))
-        logits: Tensor = self.classify(x)
-        return logits
+        return self.classify(x)
 
 
 def densenet(*, batch_size: int = 32, image: int = 224, classes: int = 1000) -> Parts:

@@ -57,7 +57,7 @@ V4: tuple[Spec, ...] = (
     *7 * (_B4,),
     ["192 192/3s", "256 256/1x7 320/7x1 320/3s", "maxs"],
     *3 * (_C4,),
-)  # fmt: skip
+)
 STEM4: Spec = (
     "32/3s 32/3v 64/3", ["maxs", "96/3s"], ["64 96/3v", "64 64/7x1 64/1x7 96/3v"], ["192/3s", "maxs"],
 )  # fmt: skip
@@ -116,8 +116,7 @@ class Inception(nn.Module):
         )
 
     def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.features(images))
-        return logits
+        return self.head(self.features(images))
 
 
 def inception(*, version: int, batch_size: int = 32, image: int = 299, classes: int = 1000) -> Parts:

@@ -77,8 +77,7 @@ class RMSNorm(nn.Module):
         self.weight, self.epsilon = nn.Parameter(torch.ones(width)), epsilon
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = rms_norm(x, self.weight, self.epsilon)[0]
-        return y
+        return rms_norm(x, self.weight, self.epsilon)[0]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -105,8 +104,7 @@ class Attention(nn.Module):
         v = v.transpose(1, 2)
         if self.groups > 1:
             k, v = k.repeat_interleave(self.groups, dim=1), v.repeat_interleave(self.groups, dim=1)
-        y: Tensor = self.project(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return y
+        return self.project(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 
 class SwiGLU(nn.Module):
@@ -118,8 +116,7 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
-        return y
+        return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class Block(nn.Module):
@@ -132,8 +129,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x), cos, sin)
-        out: Tensor = x + self.feed(self.norm2(x))
-        return out
+        return x + self.feed(self.norm2(x))
 
 
 class Llama(nn.Module):
@@ -167,8 +163,7 @@ class Llama(nn.Module):
         x = self.tokens(tokens)
         for block in self.blocks:
             x = block(x, self.cos, self.sin)
-        logits: Tensor = self.head(self.norm(x)).flatten(0, 1)
-        return logits
+        return self.head(self.norm(x)).flatten(0, 1)
 
 
 class Experts(nn.Module):
@@ -234,8 +229,9 @@ def checked(width: int, heads: int, kv_heads: int, head_size: int | None) -> Non
     """
     if head_size is None and width % (2 * heads):
         raise WorkloadError(f"workload.heads: width / heads must be an even integer, got {width} / {heads}")
-    if head_size is not None and (isinstance(head_size, bool) or not isinstance(head_size, int) or head_size < 2
-                                  or head_size % 2):  # fmt: skip
+    if head_size is not None and (
+        isinstance(head_size, bool) or not isinstance(head_size, int) or head_size < 2 or head_size % 2
+    ):
         raise WorkloadError(f"workload.head_size: expected an even integer, got {head_size!r}")
     if heads % kv_heads:
         raise WorkloadError(f"workload.kv_heads: expected a divisor of heads ({heads}), got {kv_heads}")

@@ -55,8 +55,7 @@ class UNet(nn.Module):
             size = x.shape[-1]
             edge = (left.shape[-1] - size) // 2
             x = convolutions(torch.cat([left[..., edge : edge + size, edge : edge + size], x], dim=1))
-        logits: Tensor = self.classify(x)
-        return logits
+        return self.classify(x)
 
 
 def output(image: int) -> int:
@@ -111,8 +110,7 @@ class Bottleneck(nn.Module):
         self.shortcut = nn.Identity() if channels == width else nn.Conv2d(channels, width, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layers(x) + self.shortcut(x)
-        return y
+        return self.layers(x) + self.shortcut(x)
 
 
 class Hourglass(nn.Module):
@@ -125,8 +123,7 @@ class Hourglass(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.up(self.inner(self.down(F.max_pool2d(x, 2))))
-        out: Tensor = self.beside(x) + F.interpolate(y, scale_factor=2)
-        return out
+        return self.beside(x) + F.interpolate(y, scale_factor=2)
 
 
 class Stacked(nn.Module):
@@ -149,10 +146,11 @@ class Stacked(nn.Module):
             Bottleneck(width // 2, width // 2), Bottleneck(width // 2, width),
         )  # fmt: skip
         self.hourglasses = nn.ModuleList(
-            nn.Sequential(Hourglass(levels, width), Bottleneck(width, width),
-                          *conv(width, width, 1, act=nn.ReLU, bias=True))
+            nn.Sequential(
+                Hourglass(levels, width), Bottleneck(width, width), *conv(width, width, 1, act=nn.ReLU, bias=True)
+            )
             for _ in range(stacks)
-        )  # fmt: skip
+        )
         self.heads = nn.ModuleList(nn.Conv2d(width, joints, 1) for _ in range(stacks))
         self.features = nn.ModuleList(nn.Conv2d(width, width, 1) for _ in range(stacks - 1))
         self.feedback = nn.ModuleList(nn.Conv2d(joints, width, 1) for _ in range(stacks - 1))
@@ -205,8 +203,7 @@ class DarkBlock(nn.Sequential):
         super().__init__(leaky(channels, channels // 2, 1), leaky(channels // 2, channels, 3))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = super().forward(x) + x
-        return y
+        return super().forward(x) + x
 
 
 class YOLO(nn.Module):

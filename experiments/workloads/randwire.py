@@ -60,8 +60,7 @@ class Stage(nn.Module):
         for inputs, unit, weights in zip(self.inputs, self.units, self.weights, strict=True):
             terms = [w * done[i] for w, i in zip(weights.sigmoid().unbind(), inputs, strict=True)] if inputs else [x]
             done.append(unit(sum(terms[1:], terms[0])))
-        y: Tensor = sum((done[i] for i in self.last[1:]), done[self.last[0]]) / len(self.last)
-        return y
+        return sum((done[i] for i in self.last[1:]), done[self.last[0]]) / len(self.last)
 
 
 class RandWire(nn.Module):
@@ -77,8 +76,7 @@ class RandWire(nn.Module):
         self.head = nn.Sequential(nn.ReLU(), *conv(4 * width, LAST, 1, act=nn.ReLU), *head(LAST, classes))
 
     def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.stages(self.stem(images)))
-        return logits
+        return self.head(self.stages(self.stem(images)))
 
 
 def randwire(

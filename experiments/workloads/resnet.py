@@ -121,8 +121,9 @@ class StochasticBlock(nn.Module):
     def __init__(self, channels: int, width: int, survives: bool) -> None:
         super().__init__()
         self.more, self.survives = width - channels, survives
-        self.residual = nn.Sequential(*conv(channels, width, 3, width // channels, IN_PLACE, bias=True),
-                                      *conv(width, width, 3, bias=True))  # fmt: skip
+        self.residual = nn.Sequential(
+            *conv(channels, width, 3, width // channels, IN_PLACE, bias=True), *conv(width, width, 3, bias=True)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         shortcut = F.pad(F.avg_pool2d(x, 2), (0, 0, 0, 0, 0, self.more)) if self.more else x
@@ -187,8 +188,9 @@ class ImageNetResNet(Layers):
     def __init__(self, blocks: tuple[int, ...], classes: int = 1000, halve: int = 1) -> None:
         out = [EXPANSION * width for width in WIDTHS]
         layers = stages(WIDTHS[0], zip(blocks, out, (1, 2, 2, 2), strict=True), partial(Bottleneck, halve=halve))
-        super().__init__(*conv(3, WIDTHS[0], 7, 2, IN_PLACE), nn.MaxPool2d(3, 2, padding=1), *layers,
-                         *head(out[-1], classes))  # fmt: skip
+        super().__init__(
+            *conv(3, WIDTHS[0], 7, 2, IN_PLACE), nn.MaxPool2d(3, 2, padding=1), *layers, *head(out[-1], classes)
+        )
 
 
 class RegBlock(Residual):
@@ -202,8 +204,7 @@ class RegBlock(Residual):
         )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.relu(self.shortcut(x) + self.residual(x))
-        return y
+        return self.relu(self.shortcut(x) + self.residual(x))
 
 
 class RegNet(Layers):

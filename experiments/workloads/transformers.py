@@ -40,13 +40,11 @@ class Block(nn.Module):
     def attention(self, x: Tensor, causal: bool) -> Tensor:
         q, k, v = self.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).flatten(2)
-        out: Tensor = x + self.dropout(self.project(y))
-        return out
+        return x + self.dropout(self.project(y))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.attention(x, causal=False)
-        out: Tensor = x + self.dropout(self.down(self.dropout(F.gelu(self.up(self.norm2(x))))))
-        return out
+        return x + self.dropout(self.down(self.dropout(F.gelu(self.up(self.norm2(x))))))
 
 
 class GPT2Block(Block):
@@ -54,8 +52,7 @@ class GPT2Block(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.attention(x, causal=True)
-        out: Tensor = x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh")))
-        return out
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh")))
 
 
 def dropout(rate: float) -> nn.Module:
@@ -111,8 +108,7 @@ class ViT(nn.Module):
         x = self.patches(images).flatten(2).transpose(1, 2)
         x = torch.cat([self.token.expand(len(x), -1, -1), x], dim=1)
         x = self.blocks(self.dropout(x + self.positions))
-        logits: Tensor = self.head(self.norm(x[:, 0]))
-        return logits
+        return self.head(self.norm(x[:, 0]))
 
 
 class Bert(nn.Module):

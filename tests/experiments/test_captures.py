@@ -17,9 +17,9 @@ import pytest
 
 from experiments import workloads
 from experiments.common.cli import UsageError
-from experiments.fit import captures as captures_
-from experiments.fit.batches import BatchError
-from experiments.fit.captures import Captures
+from experiments.plan import captures as captures_
+from experiments.plan.batches import BatchError
+from experiments.plan.captures import Captures
 from simulator import Machine
 from tests.experiments.conftest import ROOT
 

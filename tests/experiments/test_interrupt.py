@@ -107,8 +107,8 @@ def test_what_does_not_go_on_leaves_nothing(program_file: Path, tmp_path: Path) 
     ("words", "shown"),
     [
         (("plan", "workload=mlp", "machine=h100", "memory=0.7", "largest=false"), r"LP rounding.*left 0:\d\d:\d\d"),
-        (("bench", "workloads=[vgg16,vgg19]", "calls=10", "home.particles=2", "home.iterations=2"),
-         r"simulating vgg19.* [1-9]\d?/100 .*left"),
+        (("benchmark", "suite=speed", "speed.workloads=[vgg11,mlp]", "speed.calls=10", "speed.home.particles=2",
+          "speed.home.iterations=2"), r"simulating mlp.* [1-9]\d?/100 .*left"),
     ],
 )  # fmt: skip
 def test_the_time_that_is_left_is_shown(words: tuple[str, ...], shown: str, tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Plans that PyTorch's allocator serves within the card's memory."""
 
-from experiments.fit import on_card
-from experiments.fit.answer import Best
-from experiments.plan import tightened
+from experiments.plan import on_card
+from experiments.plan.__main__ import tightened
+from experiments.plan.answer import Best
 from simulator import Machine, simulate
 from simulator.plan import Plan, Swap
 from simulator.pool.card import CardPeak, under_plan

@@ -9,7 +9,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from executor.calibrate import Calibration
-from experiments import bench, workloads
+from experiments import workloads
+from experiments.benchmark import speed
 from experiments.common import cli
 from experiments.reproduce import Work
 from simulator import FormatError, Machine, Program
@@ -203,12 +204,12 @@ def test_the_keys_of_a_workload_file_are_checked_as_a_presets(run: Run, tmp_path
         workloads.build(cli.workload(str(family)))
 
 
-def test_bench_takes_a_workload_file(tmp_path: Path) -> None:
+def test_the_suite_speed_takes_a_workload_file(tmp_path: Path) -> None:
     machine = Machine.load(written(tmp_path, "mine.yaml", MACHINE))
-    _, program = bench.capture(str(written(tmp_path, "my_net.yaml", NETWORK)), machine)
+    _, program = speed.capture(str(written(tmp_path, "my_net.yaml", NETWORK)), machine)
     assert (program.name, program.ideal_ns) == ("small", 7_000_000)
     with pytest.raises(cli.UsageError, match="no workload 'my_net'"):
-        bench.capture("my_net", machine)
+        speed.capture("my_net", machine)
 
 
 # --------------------------------------------------------------------------------------------- limits

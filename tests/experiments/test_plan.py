@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from experiments import plan as command, workloads
+from experiments import workloads
 from experiments.common import cli
-from experiments.fit import answer as words, batches, on_card
-from experiments.fit.batches import BatchError, Batches
-from experiments.fit.page import page
+from experiments.plan import __main__ as command, answer as words, batches, on_card
+from experiments.plan.batches import BatchError, Batches
+from experiments.plan.page import page
 from experiments.workloads.module import WorkloadError, leading, with_batch
 from simulator import Machine, Plan, Program, simulate
 from simulator.pool.card import CardPeak

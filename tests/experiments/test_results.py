@@ -20,7 +20,7 @@ from PIL import Image
 
 import agents
 from experiments import evaluate, pack, reproduce, workloads
-from experiments.benchmarks import packing
+from experiments.benchmark import packing
 from experiments.common import report
 from simulator import Machine, Program
 from simulator.pool import files, smartpool

@@ -15,13 +15,12 @@ import torch
 from rich.console import Console
 
 from executor.capture.profile import ProfileError
-from experiments import validate_gpu
-from experiments.gpu import networks, side_by_side, training
-from experiments.gpu.deadline import TimeUp, within
-from experiments.gpu.networks import BLOCKS, NETWORKS, build, in_turns, timed
-from experiments.gpu.settings import COMPARING, ON_HOST, Settings, UsageError, parse
-from experiments.gpu.side_by_side import Counter, Levels, Unreachable
-from experiments.validate_gpu import Case, Record, main, make_plans, summary
+from experiments.validate_gpu import __main__ as validate_gpu, networks, side_by_side, training
+from experiments.validate_gpu.__main__ import Case, Record, main, make_plans, summary
+from experiments.validate_gpu.deadline import TimeUp, within
+from experiments.validate_gpu.networks import BLOCKS, NETWORKS, build, in_turns, timed
+from experiments.validate_gpu.settings import COMPARING, ON_HOST, Settings, UsageError, parse
+from experiments.validate_gpu.side_by_side import Counter, Levels, Unreachable
 from simulator import Machine
 from simulator.files import read_json
 from tests.experiments.conftest import ROOT, chain
@@ -89,7 +88,7 @@ def test_it_needs_no_gymnasium_and_no_hydra():
 import sys
 for name in ("hydra", "omegaconf", "gymnasium", "stable_baselines3", "sklearn", "torch_geometric"):
     sys.modules[name] = None
-import experiments.validate_gpu as v, agents
+import experiments.validate_gpu.__main__ as v, agents
 for name in v.Settings().planners:
     agents.make(name)
 """

@@ -116,7 +116,7 @@ def test_threads_get_memory_of_their_own(native):
     def work(mark):
         rng = np.random.default_rng(mark)
         held = []
-        for _ in range(1500):
+        for _ in range(400):
             nbytes = int(rng.integers(1, 64 * 1024))
             if at := take(nbytes):
                 ctypes.memset(at, mark, nbytes)

@@ -178,10 +178,10 @@ class Bytes(TorchDispatchMode):
 
     def __init__(self, step: PlannedStep, batch: tuple[Tensor, ...]) -> None:
         super().__init__()
-        self.host = {b.host.untyped_storage()._cdata for b in step._state.blocks.blocks.values()}
+        self.host = {b.host.untyped_storage()._cdata for b in step.state.blocks.blocks.values()}
         self.live: set[StorageWeakRef] = set()
         self.peak = 0
-        self._note([b.own for b in step._state.bindings] + list(batch))
+        self._note([b.own for b in step.state.bindings] + list(batch))
 
     def _note(self, tensors: list) -> None:
         for x in tensors:

@@ -256,10 +256,10 @@ def test_what_is_captured_is_the_step(network, optimizer, cuda, monkeypatch):
     twins, step = graphed(network, optimizer)
     twins.train(step, 2)
     made = step.graph.graph
-    need = need_of(graph.stays(step.order, step._state.blocks.blocks)[1])
+    need = need_of(graph.stays(step.order, step.state.blocks.blocks)[1])
     assert (made.pool_bytes, made.packed_bytes) == (need.arena, need.packed) and need.packed <= need.reserved
     assert made.idle_bytes == need.arena - 1536
-    assert step.graph.peak_bytes == step._state.blocks.used + need.arena
+    assert step.graph.peak_bytes == step.state.blocks.used + need.arena
     made.done = False
     made.replay()
     assert cuda.log[-1] == "replay" and cuda.live == 1
@@ -309,7 +309,7 @@ def test_a_capture_that_fails_says_why_and_the_next_step_tries_again(arena, cuda
     with pytest.raises(StepError, match=rf"^the step cannot be captured: .*{words}.*the model is as before the step"):
         step(*twins.next_batch())
     assert pool[0] and step.graph.graph is None and (cuda.live, cuda.pools) == (0, 0)
-    assert not any(block.storage and block.storage.nbytes() for block in step._state.blocks.blocks.values())
+    assert not any(block.storage and block.storage.nbytes() for block in step.state.blocks.blocks.values())
     step.finish()
     twins.compare()
     monkeypatch.setattr(graph, "issue", issue)

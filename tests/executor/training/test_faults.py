@@ -40,9 +40,9 @@ from tests.executor.training.programs import (
 def break_kernel(step: PlannedStep, phase: str, action: Callable[[], None], which: int = 0.5) -> int:
     """``action`` before the operator of a kernel in the middle of a phase."""
     items = [i for i, item in enumerate(step.order.items)
-             if step.program.kernels[item.step.kernel].phase == phase and step._state.work[i].calls]  # fmt: skip
+             if step.program.kernels[item.step.kernel].phase == phase and step.state.work[i].calls]  # fmt: skip
     i = items[int(which * len(items))]
-    work = step._state.work
+    work = step.state.work
     (out, function, get, options), *rest = work[i].calls
 
     def broken(*args, **kwargs):
@@ -82,7 +82,7 @@ def fails(twins: Twins, step: PlannedStep, error: type[BaseException], message: 
     equal_states(state(twins.ours), before)
     del batch, caught
     gc.collect()
-    whole = sum(b.own.nbytes for b in {id(b.own.untyped_storage()): b for b in step._state.bindings}.values())
+    whole = sum(b.own.nbytes for b in {id(b.own.untyped_storage()): b for b in step.state.bindings}.values())
     assert seen.bytes() <= whole
     return list(seen.live)
 
@@ -101,7 +101,7 @@ def test_a_kernel_that_fails_is_as_if_the_step_had_not_been(phase, steps):
 def test_a_copy_that_fails_is_as_if_the_step_had_not_been(way, monkeypatch):
     twins, step = planned()
     twins.train(step, 2)
-    hosts = {b.host.data_ptr(): b for b in step._state.blocks.blocks.values() if not b.persistent}
+    hosts = {b.host.data_ptr(): b for b in step.state.blocks.blocks.values() if not b.persistent}
     move, errors = engines.move, [OSError("no link")]
 
     def failing(target: Tensor, source: Tensor) -> None:
@@ -119,13 +119,13 @@ def test_a_copy_that_fails_while_the_optimizer_runs_loses_nothing(way, monkeypat
     twins, step = planned()
     twins.train(step, 2)
     late = {
-        b for item in step.order.items[step._state.commit + 1 :] for kind, b in item.before + item.after if kind == way
+        b for item in step.order.items[step.state.commit + 1 :] for kind, b in item.before + item.after if kind == way
     }
-    hosts = {step._state.blocks.blocks[step.order.schedule.blocks[b].owner].host.data_ptr() for b in late}
+    hosts = {step.state.blocks.blocks[step.order.schedule.blocks[b].owner].host.data_ptr() for b in late}
     began = []
-    i = step._state.commit
+    i = step.state.commit
     move, errors = engines.move, [OSError("no link")]
-    work = step._state.work
+    work = step.state.work
     work[i] = work[i]._replace(after=(*work[i].after, (began.append, 0)))
 
     def failing(target: Tensor, source: Tensor) -> None:
@@ -204,7 +204,7 @@ def test_a_kernel_of_the_optimizer_that_fails():
     break_kernel(step, "optimizer", once(RuntimeError("bad luck")))
     with pytest.raises(StepError, match="the optimizer had begun, and what it updated before this kernel is a "):
         step(*twins.next_batch())
-    assert step._state.blocks.used <= sum(t.nbytes for t in step.program.tensors if t.persistent)
+    assert step.state.blocks.used <= sum(t.nbytes for t in step.program.tensors if t.persistent)
 
 
 def test_host_memory_that_cannot_be_had(monkeypatch):
@@ -239,8 +239,8 @@ def test_a_step_that_nobody_holds_returns_threads_and_memory_at_once(failed):
                 pass
         made = [t for t in threading.enumerate() if t not in before and t.name in ("d2h", "h2d")]
         assert len(made) == 2
-        memory = {StorageWeakRef(b.host.untyped_storage()) for b in step._state.blocks.blocks.values()}
-        away = {StorageWeakRef(b.user.untyped_storage()) for b in step._state.bindings
+        memory = {StorageWeakRef(b.host.untyped_storage()) for b in step.state.blocks.blocks.values()}
+        away = {StorageWeakRef(b.user.untyped_storage()) for b in step.state.bindings
                 if b.block and b.block.place is storage.Place.HOST}  # fmt: skip
         assert away and away < memory
         del step
@@ -408,7 +408,7 @@ def test_a_model_that_is_not_the_captured_one(change, message):
 def test_state_that_becomes_shared_is_refused_wherever_it_is(place):
     twins, step = planned("lstm")
     twins.train(step)
-    b = next(b for b in step._state.bindings if b.block and b.block.place is place)
+    b = next(b for b in step.state.bindings if b.block and b.block.place is place)
     user = b.user
     user.share_memory_()
     for _ in range(2):
@@ -440,7 +440,7 @@ def test_plans_that_do_not_fit():
 def test_a_tensor_of_another_size_than_the_programs_is_refused():
     """Where a real operator makes something else than its trace (they differ in few)."""
     twins, step = planned()
-    block = next(b for b in step._state.blocks.blocks.values() if not b.persistent)
+    block = next(b for b in step.state.blocks.blocks.values() if not b.persistent)
     block.nbytes += 4
     with pytest.raises(StepError, match=r"has .* bytes, the program says .*the model is as before the step"):
         step(*twins.next_batch())

@@ -64,19 +64,19 @@ def test_equal_to_eager_with_other_batches_and_learning_rates(network, optimizer
     """One capture does for rates that are tensors; numbers are constants of a graph, which is captured again."""
     twins, step = graphed(network, optimizer)
     kinds = {type(d) for d in step.plan.decisions}
-    assert Swap in kinds and any(b.persistent for b in step._state.blocks.blocks.values())
+    assert Swap in kinds and any(b.persistent for b in step.state.blocks.blocks.values())
     for rate in (0.02, 0.01, 0.03, 0.005, 0.02):
         set_rate(twins, rate)
         twins.train(step)
     assert step.graph.captures == (1 if optimizer is by_tensor else 4)
-    load = stays(step.order, step._state.blocks.blocks)[1].rounded(ALIGNMENT).peak_bytes
+    load = stays(step.order, step.state.blocks.blocks)[1].rounded(ALIGNMENT).peak_bytes
     assert 0 < load <= step.graph.graph.pool_bytes <= 1.2 * load
 
 
 def test_a_graph_is_replayed_and_not_issued(monkeypatch):
     twins, step = graphed(swaps=False)
     twins.train(step, 2)
-    step._state.work = None  # type: ignore[assignment]
+    step.state.work = None  # type: ignore[assignment]
     twins.train(step, 2)
     assert step.graph.captures == 1
 

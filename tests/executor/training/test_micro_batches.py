@@ -263,10 +263,10 @@ def test_a_micro_batch_that_fails_undoes_all_of_the_step(micro):
     step = tight(captured, random_plan(captured.program, 1, nothing=0.1))
     twins.go(step)
     before, seed = tuple(map(_copy, state(twins.ours))), twins.seed
-    kernels, work = step.program.kernels, step._state.work
+    kernels, work = step.program.kernels, step.state.work
     backward = [j for j, item in enumerate(step.order.items)
                 if kernels[item.step.kernel].phase == "backward" and work[j].calls]  # fmt: skip
-    first = next(i for i, j in enumerate(backward) if j >= step._state.parts[micro].begin)
+    first = next(i for i, j in enumerate(backward) if j >= step.state.parts[micro].begin)
     break_kernel(step, "backward", once(RuntimeError("bad luck")), (first + 0.5) / len(backward))
     torch.manual_seed(77)
     rng = torch.get_rng_state()
@@ -323,7 +323,7 @@ def test_a_batch_that_the_plan_needs_again_may_not_be_changed():
     twins = OneByOne("small", k=2)
     captured = twins.accumulated()
     again = next(plan for plan in (random_plan(captured.program, seed, nothing=0.1) for seed in range(9))
-                 if tight(captured, plan)._state.parts[0].reads_on)  # fmt: skip
+                 if tight(captured, plan).state.parts[0].reads_on)  # fmt: skip
     step = tight(captured, again)
     x, y = twins.next_batch()
     step(x, y)

@@ -139,7 +139,7 @@ def test_it_does_not_matter_when_copies_are_done(network, make, monkeypatch):
     twins = Twins(network, adamw)
     captured = twins.captured()
     step = tight(captured, make(captured.program, 4))
-    assert isinstance(step._state.blocks.engines, Late)
+    assert isinstance(step.state.blocks.engines, Late)
     twins.train(step, 2)
     with step:
         twins.train_within(step, 3)
@@ -169,7 +169,7 @@ def test_real_bytes_are_those_of_the_ledger(network):
     batch = twins.next_batch()
     with Bytes(step, batch) as seen:
         loss = step(*batch)
-        assert seen.bytes() == step._state.blocks.used + loss.nbytes
+        assert seen.bytes() == step.state.blocks.used + loss.nbytes
     assert seen.peak == step.peak_bytes == step.limit
 
 
@@ -215,7 +215,7 @@ def test_any_step_and_what_it_returns():
 def test_checkpoints_between_steps_are_those_of_eager_training():
     twins, step = planned()
     twins.train(step, 2)
-    away = [b for b in step._state.blocks.blocks.values() if b.persistent and b.place is Place.HOST]
+    away = [b for b in step.state.blocks.blocks.values() if b.persistent and b.place is Place.HOST]
     assert len(away) > 5 and all(b.storage.nbytes() == 0 for b in away)  # they are away, and yet can be read
     file = io.BytesIO()
     torch.save(state(twins.ours), file)
@@ -245,8 +245,8 @@ def test_eager_steps_in_between_and_afterwards():
         twins.compare()
     twins.train(step)
     step.finish()
-    assert all(b.place is Place.DEVICE for b in step._state.blocks.blocks.values())
-    assert step._state.blocks.used == sum(t.nbytes for t in step.program.tensors if t.persistent)
+    assert all(b.place is Place.DEVICE for b in step.state.blocks.blocks.values())
+    assert step.state.blocks.used == sum(t.nbytes for t in step.program.tensors if t.persistent)
     twins.compare()
 
 
@@ -270,9 +270,7 @@ def test_tensors_that_numpy_has_seen():
     twins.train(step)
     arrays = [p.detach().numpy() for p in twins.ours[0].parameters()]
     moved = [
-        b
-        for b in step._state.bindings
-        if b.block and b.block.place is Place.DEVICE and isinstance(b.user, nn.Parameter)
+        b for b in step.state.bindings if b.block and b.block.place is Place.DEVICE and isinstance(b.user, nn.Parameter)
     ]
     assert moved and not any(b.own.untyped_storage().resizable() for b in moved)
     twins.train(step, 2)
@@ -291,7 +289,7 @@ def test_without_a_barrier_between_steps():
     assert set(step.order.start.values()) == {"host", "out", "in"}
     with step:
         twins.train_within(step, 4)
-        under_way = {b.place for b in step._state.blocks.blocks.values()}
+        under_way = {b.place for b in step.state.blocks.blocks.values()}
     assert under_way & {Place.OUT, Place.IN}
     twins.compare()
     twins.train(step, 2)

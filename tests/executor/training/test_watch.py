@@ -26,11 +26,11 @@ def test_storages_are_as_large_as_the_program_says(network):
     twins = Twins(network, adamw)
     captured = twins.captured()
     step = tight(captured, random_plan(captured.program, 3))
-    looked = [len(item.calls) for item in step._state.work]
+    looked = [len(item.calls) for item in step.state.work]
     quiet(step, *twins.next_batch())
     assert step.differing == {} and step.allocator is None
-    assert [len(item.calls) for item in step._state.work] == [max(0, n - 1) for n in looked]
-    assert sum(looked) > len(step._state.work)
+    assert [len(item.calls) for item in step.state.work] == [max(0, n - 1) for n in looked]
+    assert sum(looked) > len(step.state.work)
 
 
 def test_what_a_library_keeps_for_the_backward_pass_is_not_in_a_trace():
@@ -73,7 +73,7 @@ def test_an_operator_that_makes_more_than_its_trace():
     captured = capture(*parts(), BATCH, machine=GPU)
     step = PlannedStep(captured, Plan())
     i = next(i for i, item in enumerate(step.order.items) if item.step.allocates)
-    work = step._state.work
+    work = step.state.work
     (out, function, get, options), *rest = work[i].calls
     errors = [RuntimeError("bad luck")]
 
@@ -103,7 +103,7 @@ class Fake:
 
     def __call__(self, device: torch.device):
         self.asked += 1
-        used, first = self.step._state.blocks.used, self.asked == 1
+        used, first = self.step.state.blocks.used, self.asked == 1
         now = self.others + (used if first else round(self.factor * used))
         return {"allocated_bytes.all.current": now, "allocated_bytes.all.peak": 10**9 + (0 if first else self.within),
                 "num_alloc_retries": 7 + (0 if first else self.retries)}  # fmt: skip

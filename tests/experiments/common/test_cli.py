@@ -57,7 +57,7 @@ def test_a_mistyped_key_names_the_nearest_right_one(override: str, word: str) ->
     assert word in cli.sentence(caught.value)
 
 
-@pytest.mark.parametrize("name", ["train_dqn", "evaluate", "bench"])
+@pytest.mark.parametrize("name", ["train_dqn", "evaluate", "plan"])
 def test_right_keys_pass(name: str) -> None:
     cli.check_overrides(name, ["machine=gtx1080ti", "machine.copy_engines=1"], sweep=False)
     cli.check_overrides(name, ["machine=gtx1080ti,h100"], sweep=True)

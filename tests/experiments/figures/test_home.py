@@ -93,7 +93,7 @@ def test_durations_are_scaled_at_one_batch_size() -> None:
 
 
 def test_captures_that_are_not_alike_or_not_on_a_line_are_refused() -> None:
-    with pytest.raises(ValueError, match="its captures at batch 2 and 4 are not alike"):
+    with pytest.raises(ValueError, match="at a batch of 4 its kernels are not those at 2"):
         home.Sizes((chain(2), chain(4, layers=3)), (2, 4), MACHINE)
     odd = chain(4)
     odd = Program(

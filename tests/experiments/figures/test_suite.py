@@ -8,7 +8,7 @@ import pytest
 import yaml
 from omegaconf import DictConfig
 
-from experiments import benchmark
+from experiments.benchmark import __main__ as benchmark
 from experiments.common import cli
 from experiments.common.cli import UsageError
 from experiments.figures import core, large, program, suite
@@ -117,6 +117,10 @@ def test_which_agents_are_asked_for() -> None:
         asked("anealing")
     with pytest.raises(UsageError, match="agents: the suites core and large take one, jobs does not"):
         asked("annealing", "jobs")
+    for key in ("agents", "out"):
+        given = {"agents": None, "quick": False, "jobs": None, "out": None, key: "annealing"}
+        with pytest.raises(UsageError, match=f"{key}: the suite speed takes none; its settings are speed.KEY"):
+            benchmark.speed(DictConfig(given))
 
 
 @pytest.mark.parametrize("module", [core, large])

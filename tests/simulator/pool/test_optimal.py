@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from experiments.benchmarks.packing import perfect
+from experiments.benchmark.packing import perfect
 from simulator.pool import Intervals, optimal, smartpool
 from simulator.pool.files import load
 from simulator.pool.skyline import FITS

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from experiments.benchmarks.packing import perfect, scattered
+from experiments.benchmark.packing import perfect, scattered
 from simulator.pool import Intervals, portfolio, smartpool
 from simulator.pool.files import load
 from tests.oracle.packing import overlaps

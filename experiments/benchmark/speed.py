@@ -1,0 +1,161 @@
+"""The suite ``speed``: of simulator, capture, environment and allocators, on one core but for ``scores_speedup`` and
+batches of environments.
+
+What it finds, and how each is measured: experiments/README.md. The engine, the SimPy model and the reference must agree
+on the iteration to the nanosecond, or there is no number.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+from omegaconf import DictConfig
+
+from agents.heuristics.autoswap import peak_gaps
+from experiments.benchmark.packing import packing
+from experiments.benchmark.simulation import (
+    batches,
+    environment,
+    home_search,
+    planned,
+    searching,
+    several,
+    simulation,
+    swap_all,
+)
+from experiments.benchmark.training import step_overhead
+from experiments.common import cli, report
+from simulator.limits import limit_bytes
+from simulator.machine import Machine
+from simulator.program import Program
+
+# HOME, Table 3. Its ResNet does not say how deep it is.
+HOME_PAPER = {
+    "home_paper_search_s": {"vgg16": 25, "resnet50": 10},
+    "home_paper_call_us": {"vgg16": 1400, "resnet50": 600, "average": 4700},
+}
+
+
+def measured(cfg: DictConfig) -> dict[str, Any]:
+    """All of it, by the settings ``speed``; raises UsageError, FormatError or WorkloadError where one is wrong."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    machine = Machine.load(str(cfg.machine))
+    calls = cli.integer(cfg, "calls", 1)
+    min_bytes = cli.integer(cfg, "min_bytes")
+    blocks = [int(n) for n in cli.values(cfg, "blocks")]
+    perfect_blocks, pack_seconds = cli.integer(cfg, "perfect_blocks", 1), float(cfg.pack_seconds)
+    particles, iterations = cli.integer(cfg, "home.particles", 1), cli.integer(cfg, "home.iterations", 1)
+    seed = cli.integer(cfg, "seed")
+    keys = ("simulate_us", "simulate_all_us", "speedup_vs_simpy", "speedup_vs_reference", "capture_s")
+    found: dict[str, Any] = {key: {} for key in (*keys, "home_search_s", "home_call_us")}
+    programs: dict[str, Program] = {}
+    networks, tasks = [str(name) for name in cli.values(cfg, "workloads")], cli.plain(cfg)["plans"]
+    with report.staged(stages(networks, list(tasks), len(blocks), pack_seconds), still=True) as begin:
+        for name in networks:
+            begin(f"simulating {name}")
+            seconds, program = capture(name, machine)
+            programs[name] = program
+            found["capture_s"][name] = round(seconds, 3)
+            speed = simulation(program, swap_all(program, peak_gaps(program, min_bytes)), machine, calls)
+            for key, value in speed.items():
+                found[key][name] = value
+            every = swap_all(program, program.gaps(min_bytes))
+            found["simulate_all_us"][name] = simulation(program, every, machine, calls)["simulate_us"]
+            for key, value in home_search(program, machine, particles, iterations, seed).items():
+                found[key][name] = value
+        found |= HOME_PAPER
+        found |= plans(tasks, programs, machine, calls, cli.integer(cfg, "plan_calls", 20), seed, begin)
+        begin("several jobs")
+        env, jobs = str(cfg.env.workload), [str(name) for name in cli.values(cfg.jobs, "workloads")]
+        for name in (env, *jobs):
+            if name not in programs:
+                programs[name] = capture(name, machine, 1)[1]
+        times, span_ns = cli.integer(cfg, "jobs.times", 1), cli.integer(cfg, "jobs.span_ns", 1)
+        found |= several([programs[name] for name in jobs], machine, float(cfg.jobs.limit), span_ns, times)
+        begin("steps of the environment")
+        walks, steps = cli.integer(cfg, "env.num_envs", 1), cli.integer(cfg, "env.steps", 1)
+        found |= environment(programs[env], machine, float(cfg.env.limit), walks, steps, seed)
+        begin("packing")
+        found |= packing(blocks, perfect_blocks, pack_seconds, seed)
+        begin("planned steps")
+        found |= step_overhead(machine, int(cfg.step.depth), int(cfg.step.min_bytes), int(cfg.step.repeats))
+        begin("a first command")
+        found["first_command_s"] = first_command(str(cfg.first_command))
+    return found
+
+
+def stages(networks: list[str], tasks: list[str], blocks: int, pack_seconds: float) -> dict[str, float]:
+    """What is timed, in order, and about the seconds that each takes by default."""
+    return {
+        **{f"simulating {name}": 12.0 for name in networks},
+        **{f"timing plans of {name}": 10.0 for name in tasks},
+        "several jobs": 10.0,
+        "steps of the environment": 40.0,
+        "packing": pack_seconds * (blocks + 1),
+        "planned steps": 20.0,
+        "a first command": 20.0,
+    }
+
+
+def first_command(workload: str) -> dict[str, float]:
+    """s of ``evaluate`` with one planner, with nothing compiled (``cold``) and once more (``warm``)."""
+    spent = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for which in ("cold", "warm"):
+            command = [sys.executable, "-m", "experiments.evaluate", f"workload={workload}",
+                       "planners=[autoswap_swdoa]", f"out={folder}/{which}"]  # fmt: skip
+            begin = time.perf_counter()
+            subprocess.run(command, env=os.environ | {"NUMBA_CACHE_DIR": folder}, check=True, capture_output=True)
+            spent[which] = round(time.perf_counter() - begin, 1)
+    return spent
+
+
+def plans(
+    tasks: dict[str, dict[str, Any]], programs: dict[str, Program], machine: Machine, calls: int, plan_calls: int,
+    seed: int, begin: Callable[[str], None],
+) -> dict[str, dict[str, float]]:  # fmt: skip
+    """Timings of plans that a planner made, by name.
+
+    Args:
+        tasks: a program (a file in the repository, or a workload), limit and mode, by name.
+        programs: those that are there already, by workload.
+        begin: told of each.
+    """
+    keys = ("plan_us", "plan_speedup_vs_simpy", "plan_speedup_vs_reference", "search_calls_per_s", "scores_speedup")
+    found: dict[str, dict[str, float]] = {key: {} for key in keys}
+    for name, task in tasks.items():
+        begin(f"timing plans of {name}")
+        of, mode = str(task["program"]), str(task["mode"])
+        if of not in programs:
+            file = cli.CONFIGS.parent / of
+            programs[of] = Program.load(file) if file.is_file() else capture(of, machine, 1)[1]
+        program = programs[of]
+        limit = limit_bytes(task["limit"], program)
+        plan = planned(program, machine, limit, mode, plan_calls, seed)
+        speed = simulation(program, plan, machine, calls, limit)
+        found["plan_us"][name] = speed["simulate_us"]
+        for peer in ("simpy", "reference"):
+            found[f"plan_speedup_vs_{peer}"][name] = speed[f"speedup_vs_{peer}"]
+        rate = searching(program, plan, machine, limit, mode, calls, seed)
+        found["search_calls_per_s"][name] = round(rate)
+        found["scores_speedup"][name] = round(batches(program, plan, machine, limit, calls, seed), 2)
+    return found
+
+
+def capture(name: str, machine: Machine, times: int = 3) -> tuple[float, Program]:
+    """The best of some captures of a workload in seconds, and its program; raises as ``cli.workload``."""
+    from experiments import workloads
+
+    config = cli.workload(name)
+    spent = []
+    for _ in range(times):
+        start = time.perf_counter()
+        program = workloads.load(config, machine).program
+        spent.append(time.perf_counter() - start)
+    return min(spent), program

@@ -1,1 +1,0 @@
-"""What `make bench` times, and the peer it is timed against."""

@@ -1,1 +1,0 @@
-"""Will it fit? What ``experiments.plan`` asks and answers."""

@@ -1,1 +1,0 @@
-"""What validate_gpu runs on a device: the networks, the rivals, the largest batch, the clock, the pictures."""

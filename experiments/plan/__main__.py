@@ -1,0 +1,401 @@
+"""Will it fit? What a training step needs, whether a memory holds it, and the cheapest plan where it does not.
+
+    python -m experiments.plan target=mymodel:factory machine=h100 memory=24GiB
+    python -m experiments.plan workload=gpt2_medium machine=h100 memory=16GiB
+    python -m experiments.plan program=step.json machine=my_machine.yaml memory=0.6
+
+Nothing is planned where the step fits. Else published methods, searches and LP rounding plan within ``seconds``, and
+the cheapest plan is recommended; of plans that cost about as much, that which costs least if kernel times are others
+than modelled (times.py).
+
+The run directory holds report.html (opens alone), plan.json (where there is a plan), memory.png, timeline.json (for
+Perfetto), results.jsonl and summary.json. Its path is the last line printed. Exit status 1: it does not fit.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__":
+    from experiments.plan import captures
+
+    captures.start(sys.argv)  # PyTorch is imported in another process, while this one imports the rest
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+import agents
+from agents.floor import Floor, floor
+from agents.planner import small
+from agents.search.annealing import everything
+from agents.search.other_times import ForFaster, TimesError
+from experiments.common import cli, report
+from experiments.common.report import Row
+from experiments.plan import on_card, times
+from experiments.plan.batches import MOST, BatchError
+from experiments.plan.captures import Captures, opened
+from experiments.validate_gpu.deadline import TimeUp, within
+from simulator import simulate
+from simulator.compiled.engine import Engine
+from simulator.files import write_json, write_text
+from simulator.limits import is_fraction, limit_bytes, size_bytes
+from simulator.machine import Machine
+from simulator.plan import Plan
+from simulator.pool.card import CardPeak, of_program
+from simulator.program import Program
+from simulator.report import Origins, report as page_of
+from simulator.ways import MODES
+
+if TYPE_CHECKING:  # Matplotlib takes long to import
+    from experiments.plan.answer import Answer, Best, Largest
+
+PUBLISHED = {"swap": "swap, published", "recompute": "recompute, published", "joint": "both, published"}
+FIRST, LAST = ("tensile", "autoswap_swdoa"), ("capuchin",)  # of the published methods, as long as there is time
+SEARCHES = ("annealing", "policy_search")
+SEARCH_NAME, FASTER_NAME, ROUNDING_NAME = "search", "for faster kernels", "LP rounding"  # as PUBLISHED
+CAPTURE, FLOOR, LARGEST = "capturing", "the floor", "the largest batch"  # what else is done
+# Of the seconds: of all published methods of a kind, of each; of LP rounding, of each search, of the largest batch.
+KIND, EACH, ROUNDING, SEARCH, FASTER, BATCHES = 0.15, 0.15, 0.3, 0.1, 0.1, 0.15
+PER_KERNEL, LEAST = 2e-3, 2.0  # seconds by default
+GAPS, DETAIL = 800, 0.15  # of a floor of its own, beside that of LP rounding
+LOADING = 6.0  # with fewer seconds no network is loaded: its libraries alone take some
+WAIT = 3  # times the seconds: so long captures and the floor are waited for
+FIXED = "a program file has the batch that it was captured with"
+
+Task = tuple[Program, Machine, int]
+
+
+@cli.entry("plan")
+def main(cfg: DictConfig) -> None:
+    began = time.monotonic()
+    machine, mode, seed = cli.machine(cfg), cli.choice(cfg, "mode", MODES), cli.integer(cfg, "seed")
+    seconds = cli.number(cfg, "seconds") if cfg.seconds is not None else None
+    most_overhead, look = cli.number(cfg, "largest_overhead"), cli.choice(cfg, "largest", (True, False))
+    workload, memory = workload_of(cfg), memory_of(cfg, machine)
+    known = times.read(cfg, machine, workload is not None)
+    workload = times.with_step(workload, known)
+    todo = stages(mode, known.error)
+    with nullcontext() if workload is None else opened() as captures, report.staged(todo) as begin:
+        begin(CAPTURE)
+        if captures is not None:
+            captures.begin(workload or {}, machine, look, memory)
+        get_ready(machine, mode)
+        if captures is None:
+            program, origins, card = _program(times.lasting(cli.program(cfg, machine), known), machine, memory)
+        else:
+            program, origins, card, arithmetic = captures.step()
+            known = replace(known, said=f"{known.said} {arithmetic}".strip())
+        limit = limit_bytes(cfg.memory, program, "memory") if card is None else card.limit
+        task, seconds = (program, machine, limit), seconds or max(PER_KERNEL * len(program.kernels), LEAST)
+        with report.RunDirectory(cli.path(cfg, "out"), f"plan-{program.name}") as out:
+            if captures is not None and look:
+                captures.look(program, memory or limit, card.beside if card else 0)
+            families, bound = planned(task, mode, seconds, seed, begin, known.error)
+            families = on_card.judged(families, card)
+            if card is not None and on_card.wants_less(families):
+                more = tightened(task, card, mode, seed, ROUNDING * seconds)
+                families += [] if more is None else [replace(more, row=report.certified(more.row, bound))]
+            begin(LARGEST)
+            why = FIXED if workload is None else ""
+            size = largest_batch(captures if look else None, task, mode, most_overhead, seconds, why, memory)
+            answer = answered(task, origins, mode, families, bound, size, began, known)
+            answer = replace(answer, card=card, memory=memory)
+            write(out, cfg, answer, bound)
+    from experiments.plan.answer import shown
+
+    report.console().print(shown(answer))
+    print(out)
+    if not answer.fits and answer.best is None and HydraConfig.get().mode != RunMode.MULTIRUN:
+        sys.exit(1)
+
+
+def stages(mode: str, error: TimesError | None = None) -> dict[str, float]:
+    """What is done for plans of ``mode``, in order, and about how long it takes, of the seconds of planning."""
+    kinds = {family: KIND for kind, family in PUBLISHED.items() if mode in (kind, "joint")}
+    faster = {FASTER_NAME: FASTER} if error is not None else {}
+    return {CAPTURE: 1.0, **kinds, SEARCH_NAME: SEARCH * len(SEARCHES), ROUNDING_NAME: ROUNDING, **faster,
+            FLOOR: DETAIL, LARGEST: BATCHES}  # fmt: skip
+
+
+def workload_of(cfg: DictConfig) -> dict[str, Any] | None:
+    """The workload to capture; None: a program file is planned.
+
+    Raises:
+        UsageError: nothing is named, or two things are.
+    """
+    named = cfg.workload.get("family") != "module" or cfg.workload.get("name") != "module"
+    if sum((cfg.program is not None, cfg.target is not None, named)) != 1:
+        raise cli.UsageError("what to plan is named by one of target=, workload= and program=")
+    if cfg.program is not None:
+        return None
+    workload = cli.plain(cfg.workload)
+    return workload if named else {**workload, "name": str(cfg.target).replace(":", ".")}
+
+
+def memory_of(cfg: DictConfig, machine: Machine) -> int | None:
+    """Bytes of the card; None where the memory is a fraction of the tensors' peak.
+
+    Raises:
+        FormatError: it is neither.
+    """
+    wanted = cfg.memory if cfg.memory is not None else machine.memory_bytes
+    return None if is_fraction(wanted) else size_bytes(wanted, "memory")
+
+
+def _program(program: Program, machine: Machine, memory: int | None) -> tuple[Program, None, CardPeak | None]:
+    """Of a program file: of what stands beside the tensors only the allocator and the context are known."""
+    return program, None, None if memory is None else of_program(program, machine.context_bytes, memory)
+
+
+def get_ready(machine: Machine, mode: str) -> None:
+    """Imports and compiles what is needed later: there is time for it while others capture, and it is not timed."""
+    from experiments.plan import page  # noqa: F401
+    from experiments.plotting import plots  # noqa: F401
+
+    for name in ("annealing", "lp_round"):
+        report.warm_up(machine, name, mode)
+
+
+def answered(
+    task: Task, origins: Origins | None, mode: str, families: list[Best], bound: Floor, size: Largest, began: float,
+    known: times.Times | None = None,
+) -> Answer:  # fmt: skip
+    """All that was found; which plan is recommended: ``times.recommended``."""
+    from experiments.plan.answer import Answer
+
+    program, machine, limit = task
+    others = None if known is None else times.other_times(task, known.error)
+    best = times.recommended([b for b in families if b.served], others)
+    proven = bool(families) and bound.feasible
+    plan = best.plan if best is not None else None
+    page = page_of(
+        program, machine, limit, simulate(program, Plan(), machine, program.peak_bytes),
+        best.timeline if best is not None and plan is not None and (plan.decisions or plan.variants) else None,
+        plan, bound.iteration_ns if proven else None, origins,
+    )  # fmt: skip
+    nearest = reached(program, machine, limit, mode) if program.peak_bytes > limit and best is None else None
+    return Answer(
+        program, machine, limit, mode, page, tuple(families), best, bound.least_bytes, nearest,
+        bound.overhead if proven else None, size, time.monotonic() - began, times=known,
+        spread=others.spread(plan) if others is not None and plan is not None else None,
+    )  # fmt: skip
+
+
+def write(out: Path, cfg: DictConfig, answer: Answer, bound: Floor) -> None:
+    """Writes the run directory."""
+    from experiments.plan import answer as words
+    from experiments.plan.page import page
+    from experiments.plotting import plots
+
+    program, best = answer.program, answer.best
+    none = report.certified(report.score("none", program, answer.machine, answer.limit, 0, answer.mode)[0], bound)
+    before = simulate(program, Plan(), answer.machine, program.peak_bytes)
+    after = best.timeline if best else None
+    if best is not None and best.plan is not None:
+        best.plan.save(out / "plan.json")
+    write_json(out / "timeline.json", (after or before).perfetto(program))
+    plots.memory_curve(
+        out / "memory.png", before, after, answer.machine.name, best.plan.planner if best and best.plan else "",
+        answer.limit,
+    )  # fmt: skip
+    write_text(out / "report.html", page(answer, before, after, report.command()))
+    rows = [none, *(b.row for b in answer.families if b.row is not None)]
+    report.write_rows(out / "results.jsonl", rows)
+    report.write_summary(
+        out / "summary.json", cfg, program, rows, verdict=words.verdict(answer), fits=answer.fits,
+        recommended=best.row["planner"] if best and best.row else None, least_bytes=answer.least_bytes,
+        reached_bytes=answer.reached_bytes, floor=answer.floor, largest=asdict(answer.largest), memory=answer.memory,
+        card=asdict(answer.card) if answer.card else None, card_planned=answer.card_planned,
+        peak=asdict(answer.page.without), peak_planned=asdict(answer.page.under) if best else None,
+        families=[{"family": b.family, "planner": b.row["planner"] if b.row else None, "left_out": b.left_out}
+                  for b in answer.families],
+        seconds=answer.seconds, times=asdict(answer.times) if answer.times else None,
+        overheads=asdict(answer.spread) if answer.spread else None,
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------ planning
+
+
+def planned(
+    task: Task,
+    mode: str,
+    seconds: float,
+    seed: int,
+    begin: Callable[[str], object] = str,
+    error: TimesError | None = None,
+) -> tuple[list[Best], Floor]:
+    """The best plan of each family of methods that may have plans of ``mode``, and the floor under all; ``begin`` is
+    told the name of each. Where the times have an error, a search plans for the fast end of it, too.
+
+    Where the step fits, or it is proven that no plan does, none is made.
+    """
+    program, machine, limit = task
+    quick = floor(program, machine, limit, mode, detail=0.0)
+    if program.peak_bytes <= limit or not quick.feasible:
+        return [], quick
+    if seconds >= LOADING:
+        report.warm_up(machine, "policy_search", mode)  # PyTorch is loaded
+    found = []
+    for kind, family in PUBLISHED.items():
+        if mode in (kind, "joint"):
+            names = [name for name in report.heuristics() if agents.PLANNERS[name].moves in (kind, "joint")]
+            names.sort(key=lambda name: (name in LAST, name not in FIRST))
+            begin(family)
+            found.append(best_of(family, names, task, kind, seed, EACH * seconds, KIND * seconds))
+    begin(SEARCH_NAME)
+    together = 0.0 if seconds < LOADING else math.inf
+    found.append(best_of(SEARCH_NAME, SEARCHES, task, mode, seed, SEARCH * seconds, together))
+    begin(ROUNDING_NAME)
+    rounding = report.made("lp_round", mode=mode, seconds=ROUNDING * seconds, seed=seed, min_bytes=small(program))
+    found.append(best_of(ROUNDING_NAME, [rounding], task, mode, seed))
+    if error is not None:
+        begin(FASTER_NAME)
+        starts = [b.plan for b in found if b.plan is not None]
+        faster = ForFaster(starts, error, None, mode, small(program), seed, FASTER * seconds)
+        found.append(best_of(FASTER_NAME, [faster], task, mode, seed))
+    begin(FLOOR)
+    floors: list[Floor] = [rounding.floor]  # type: ignore[attr-defined]
+    floors.append(floor(program, machine, limit, mode, GAPS, DETAIL, False, WAIT * seconds))
+    bound = max(floors, key=lambda f: (not f.feasible, f.iteration_ns))
+    return [replace(b, row=report.certified(b.row, bound) if b.row else None) for b in found], bound
+
+
+def best_of(
+    family: str, planners: Sequence[str | agents.Planner], task: Task, mode: str, seed: int, each: float = math.inf,
+    together: float = math.inf,
+) -> Best:  # fmt: skip
+    """The best plan that some planners make.
+
+    Args:
+        planners: names, or planners that are made.
+        mode: of the plans.
+        each: seconds of each of the names; one that takes longer and has no budget is broken off.
+        together: seconds from the beginning after which no other is asked, once there is a plan.
+    """
+    from experiments.plan.answer import Best
+
+    begin, out = time.monotonic(), []
+    rows: list[tuple[Row, Plan | None]] = []
+    for asked in planners:
+        planner = asked
+        if isinstance(planner, str):
+            planner = report.made(planner, seed=seed, mode=mode, seconds=each, min_bytes=small(task[0]))
+        if time.monotonic() - begin > together and any(row["feasible"] for row, _ in rows):
+            out.append(planner.name)
+            continue
+        budget = not isinstance(asked, str) or "seconds" in agents.options(asked)
+        try:
+            with nullcontext() if budget else within(each):
+                rows.append(report.score_with(planner, *task, seed, mode))
+        except TimeUp:
+            out.append(planner.name)
+    spent = time.monotonic() - begin
+    if not rows:
+        return Best(family, None, None, None, spent, tuple(out))
+    row, plan = min(rows, key=lambda entry: _rank(*entry))
+    program, machine, limit = task
+    timeline = None if plan is None or not row["feasible"] else simulate(program, plan, machine, min(limit, plan.limit))
+    return Best(family, row, None if timeline is None else plan, timeline, spent, tuple(out))
+
+
+def tightened(task: Task, card: CardPeak, mode: str, seed: int, seconds: float) -> Best | None:
+    """The first plan that the card's allocator serves, of LP rounding within parts of the limit; None: there is none.
+
+    Args:
+        seconds: of all of them.
+    """
+    began, (program, machine, limit) = time.monotonic(), task
+    for part in on_card.PARTS:
+        planner = report.made(
+            "lp_round", seed=seed, mode=mode, seconds=seconds / len(on_card.PARTS), min_bytes=small(program)
+        )
+        best = best_of(on_card.FAMILY, [planner], (program, machine, int(part * limit)), mode, seed)
+        (best,) = on_card.judged([best], card)
+        if best.served:
+            return replace(best, seconds=time.monotonic() - began)
+        if best.plan is None:
+            return None
+    return None
+
+
+def _rank(row: Row | None, plan: Plan | None) -> tuple[float, int]:
+    """The least first: by time as far as it differs, then by decisions. Those without a plan come last."""
+    if row is None or plan is None or not row["feasible"]:
+        return math.inf, 0
+    return round(row["overhead"] / times.TIE), len(plan.decisions)
+
+
+def reached(program: Program, machine: Machine, limit: int, mode: str) -> int:
+    """Bytes: the smallest limit of the plans that empty every gap."""
+    engine = Engine(program, machine, limit)
+    kinds = ("swap", "joint") if mode == "joint" else (mode,)
+    return min(engine.score(everything(program, kind, 0)).required_bytes for kind in kinds)
+
+
+def largest_batch(
+    captures: Captures | None, task: Task, mode: str, most_overhead: float, seconds: float, why: str = "",
+    memory: int | None = None,
+) -> Largest:  # fmt: skip
+    """The largest batch without a plan and with one; see ``Largest``.
+
+    Args:
+        captures: None: the batch is not to be changed, and ``why`` not.
+        seconds: of all planning; the captures are waited for WAIT times as long.
+        memory: of the card, for tensors and what stands beside them; None: the limit is the tensors'.
+    """
+    from experiments.plan.answer import Largest
+
+    _, machine, limit = task
+    limit = memory or limit
+    if captures is None:
+        return Largest(why=why)
+    end, planner = time.monotonic() + WAIT * seconds, ""
+    try:
+        steps = captures.batches(WAIT * seconds)
+        until = time.monotonic() + BATCHES * seconds
+
+        def costs(step: Program, room: int) -> float | None:
+            """Overhead of the first plan that costs little enough."""
+            nonlocal planner
+            if not floor(step, machine, room, mode, detail=0.0).feasible:
+                return None
+            for name in (FIRST[0], *SEARCHES[seconds >= LOADING :][:1]):
+                if time.monotonic() < until:
+                    made = report.made(name, mode=mode, seconds=BATCHES * seconds / 10, min_bytes=small(step))
+                    row, _ = report.score_with(made, step, machine, room, 0, mode)
+                    if row["feasible"] and row["overhead"] <= most_overhead:
+                        planner = name
+                        return float(row["overhead"])
+            return None
+
+        without = steps.largest(limit)
+        with_plan = steps.largest_planned(costs, limit, without, most_overhead)
+        checked = captures.checked(steps.peak_bytes(without), max(end - time.monotonic(), 0)) if without else False
+        micro = steps.accumulated(limit) if without < steps.own else None
+    except BatchError as error:
+        return Largest(why=str(error))
+    return Largest(
+        steps.own,
+        without,
+        with_plan,
+        planner,
+        most_overhead,
+        checked,
+        micro and micro[:2],
+        micro[2] if micro else 0.0,
+        MOST * steps.own,
+    )
+
+
+if __name__ == "__main__":
+    main()

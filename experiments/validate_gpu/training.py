@@ -1,0 +1,158 @@
+"""Real training steps under a plan, capped: their time beside eager steps, and their losses against eager ones."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+
+from executor import PlannedStep
+from executor.capture.profile import measure, shape_of, with_profile
+from executor.capture.state import capturable
+from experiments.validate_gpu.clocks import watched
+from experiments.validate_gpu.flags import deterministic
+from experiments.validate_gpu.largest_batch import CAPS
+from experiments.validate_gpu.networks import Network, build, cap_memory, give_back, in_turns, made
+from experiments.validate_gpu.side_by_side import eager_beside
+from simulator import Machine, Plan, Program, Swap
+from simulator.plan import PlanError
+from simulator.schedule import lower
+
+BITS = 3  # steps whose losses are compared
+
+
+@dataclass(frozen=True)
+class Case:
+    """A workload at a limit."""
+
+    workload: str
+    program: Program
+    fraction: float
+    limit: int
+
+
+def fresh(name: str, device: str, graph: bool = False) -> Network:
+    """A network, in the memory of those before it; ``graph``: whose step can be one."""
+    give_back()
+    return build(name, device, capturable=graph)
+
+
+def replanned(
+    case: Case, plan: Plan, machine: Machine, device: str, seconds: float, less: dict[str, float]
+) -> tuple[Case, Plan]:
+    """The same for a graph, whose optimizer may have to be another: then captured, profiled and planned anew, each
+    kernel alone and by the same planner, with as much of the activations as before. What the plan swaps of the batch
+    stays, because a graph has its own copy of it; the limit is raised where that needs it. ``less``: of planners.
+
+    Raises:
+        ProfileError: it cannot be profiled in so many seconds.
+        agents.Infeasible: there is no plan.
+    """
+    captured = fresh(case.workload, device, graph=True).captured(machine)
+    if shape_of(captured.program).fingerprint == shape_of(case.program).fingerprint:
+        return _batch_stays(case, plan)
+    program = with_profile(captured.program, measure(captured, device, machine.name, seconds=seconds, cache="hot"))
+    persistent = sum(t.nbytes for t in program.tensors if t.persistent)
+    limit = persistent + round(case.fraction * (program.peak_bytes - persistent))
+    plan = made(plan.planner, program, **less).plan(program, machine, limit)
+    return _batch_stays(Case(case.workload, program, case.fraction, limit), plan)
+
+
+def _batch_stays(case: Case, plan: Plan) -> tuple[Case, Plan]:
+    tensors = case.program.tensors
+    kept = tuple(d for d in plan.decisions if not (isinstance(d, Swap) and tensors[d.tensor].kind == "input"))
+    plan = replace(plan, decisions=kept)
+    return replace(case, limit=max(case.limit, lower(case.program, plan).required_bytes)), plan
+
+
+def eager_bits(name: str, device: str, graph: bool = False) -> dict[str, Any]:
+    """Losses of eager steps, whether they are the same a second time, and what has no deterministic form."""
+    with deterministic() as loose, capturable(graph):
+        first, again = (losses(fresh(name, device, graph).step) for _ in range(2))
+    return {"losses": again, "equal": first == again, "loose": loose}
+
+
+def train_capped(
+    device: str, case: Case, plan: Plan, machine: Machine, run: Callable[..., dict[str, Any]], **options: Any
+) -> dict[str, Any]:
+    """``run`` within the smallest of CAPS with which its steps run, or why there is none."""
+    failed = ""
+    for cap in CAPS if device == "cuda" else (1.0,):
+        try:
+            return {**run(device, case, plan, machine, cap, **options), "cap": cap}
+        except (RuntimeError, PlanError) as error:  # StepError, and what a device out of memory raises
+            failed = f"within {cap} times the limit: {error}"
+    return {"failed": failed}
+
+
+@contextmanager
+def capped(nbytes: float, device: str) -> Iterator[Callable[[bool], None]]:
+    """A cap on PyTorch's memory, above what it has reserved now; yields what sets it and lifts it."""
+    held = torch.cuda.memory_reserved() if device == "cuda" else 0
+
+    try:
+        yield lambda on: cap_memory(nbytes + held if on else None, device)
+    finally:
+        cap_memory(None, device)
+
+
+def losses_only(
+    device: str, case: Case, plan: Plan, machine: Machine, cap: float, graph: bool = False
+) -> dict[str, Any]:
+    """The losses of the first steps under a plan, with PyTorch's memory capped at ``cap`` times the limit."""
+    give_back()
+    with capped(cap * case.limit, device) as limit:
+        network = fresh(case.workload, device, graph)
+        captured = replace(network.captured(machine), program=case.program)
+        limit(True)
+        with PlannedStep(captured, plan, machine, case.limit, graph=graph) as step:
+            return {"losses": losses(lambda: step(*network.batch))}
+
+
+def timed_beside(
+    device: str, case: Case, plan: Plan, machine: Machine, cap: float, count: int, graph: bool = False
+) -> dict[str, Any]:
+    """Median times of steps under a plan, capped likewise, and of the eager steps that take turns with them; what the
+    host took to issue a planned step (on the CPU that is all of it); what the GPU's clocks were; PyTorch's own count of
+    the peak (CUDA), the ledger's, and what was held beside. ``graph``: the planned steps are replays of one; with the
+    bytes of its pool, and those of the packing of what lies there."""
+    cuda, hosts = device == "cuda", list[int]()
+    give_back()
+    eager = eager_beside(case.workload, device)
+    give_back()
+    held = torch.cuda.memory_allocated() if cuda else 0
+    with capped(cap * case.limit, device) as limit:
+        network = build(case.workload, device, capturable=graph)
+        captured = replace(network.captured(machine), program=case.program)
+        limit(True)
+        with PlannedStep(captured, plan, machine, case.limit, graph=graph) as step:
+
+            def planned() -> Any:
+                begin = time.perf_counter_ns()
+                loss = step(*network.batch)
+                hosts.append(time.perf_counter_ns() - begin)
+                return loss
+
+            losses(planned)  # the optimizer makes its state
+            with watched(device) as clocks:
+                _, times, others, peak = in_turns(planned, eager, count, device, held, limit)
+    found = {"measured_ns": median(times), "eager_ns": median(others), "host_ns": median(hosts),
+             "ledger": step.peak_bytes, "held": held, "pinned_bytes": step.pinned_bytes, "clocks": clocks}  # fmt: skip
+    if step.graph:
+        made = step.graph.graph
+        assert made is not None
+        found |= {"ledger": step.graph.peak_bytes, "pool_bytes": made.pool_bytes, "packed_bytes": made.packed_bytes,
+                  "captures": step.graph.captures}  # fmt: skip
+        peak += made.idle_bytes  # a graph has all of its pool, whatever the allocator counts as in use
+    return {**found, "device_peak": peak} if cuda else found
+
+
+def losses(step: Callable[[], Any]) -> list[float]:
+    """Of the first BITS steps, with the same random numbers each time."""
+    torch.manual_seed(1)
+    return [float(step()) for _ in range(BITS)]
