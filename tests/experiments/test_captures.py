@@ -144,5 +144,5 @@ def test_under_a_profiler_which_sees_no_pytorch(tmp_path: Path) -> None:
     """Its module is __main__ in the place of the command's, which imports no PyTorch itself."""
     planned(tmp_path, "cProfile", "-o", "profile", "-m", "experiments.plan", "memory=0.7")
     files = {Path(file) for file, _, _ in pstats.Stats(str(tmp_path / "profile")).stats}  # type: ignore[attr-defined]
-    assert ROOT / "experiments" / "plan.py" in files and len(files) > 500
+    assert ROOT / "experiments" / "plan" / "__main__.py" in files and len(files) > 500
     assert not [file for file in files if file.parts[-2:] == ("torch", "__init__.py")]

@@ -107,7 +107,7 @@ def test_what_does_not_go_on_leaves_nothing(program_file: Path, tmp_path: Path) 
     ("words", "shown"),
     [
         (("plan", "workload=mlp", "machine=h100", "memory=0.7", "largest=false"), r"LP rounding.*left 0:\d\d:\d\d"),
-        (("benchmark", "suite=speed", "speed.workloads=[vgg11,mlp]", "speed.calls=10", "speed.home.particles=2",
+        (("benchmark", "suite=speed", "speed.workloads=[vgg16,mlp]", "speed.calls=10", "speed.home.particles=2",
           "speed.home.iterations=2"), r"simulating mlp.* [1-9]\d?/100 .*left"),
     ],
 )  # fmt: skip
