@@ -12,7 +12,7 @@ import torch
 from torch.utils import deterministic as memory
 
 NO_FORM = "does not have a deterministic implementation"  # PyTorch's words
-# Set before PyTorch is imported (validate_gpu.py): memory in segments that grow, so that a cap counts bytes and not
+# Set before PyTorch is imported (__main__.py): memory in segments that grow, so that a cap counts bytes and not
 # fragments (the second name is that of 2.9 and later); a fixed workspace, without which cuBLAS may differ in bits.
 ENVIRONMENT = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG")
 
