@@ -17,7 +17,7 @@ from simulator.jobs.tables import (
 # isort: on
 
 
-@stage
+@stage(inline=True)
 def charge(w, j, nbytes):  # type: ignore[no-untyped-def]
     """So many bytes more, or less, are in use, by job j."""
     w.jobs[j].held += nbytes
@@ -25,7 +25,7 @@ def charge(w, j, nbytes):  # type: ignore[no-untyped-def]
     w.now[PEAK] = max(w.now[PEAK], w.now[USED])
 
 
-@stage
+@stage(inline=True)
 def note(w, start, end, what, job, index, more):  # type: ignore[no-untyped-def]
     """Writes an entry of the log, or the last one where there is no room; returns which it would be."""
     entry = w.now[N_LOG]
@@ -236,7 +236,7 @@ def _awaited(w, j, gap):  # type: ignore[no-untyped-def]
     return False
 
 
-@stage
+@stage(inline=True)
 def first_to_return(w, j, awaited_only):  # type: ignore[no-untyped-def]
     """The gap that is to be over first, of those that may be; NEVER: none."""
     job = w.jobs[j]

@@ -25,21 +25,21 @@ from simulator.jobs.tables import (
 from simulator.machine import ALONE
 
 
-@stage
+@stage(inline=True)
 def _rate(w, which):  # type: ignore[no-untyped-def]
     """Speed of a copy under way."""
     both = w.copy[OUT, C_JOB] >= 0 and w.copy[BACK, C_JOB] >= 0
     return max(1, (w.settings[OUT_SHARE + which] if both else ALONE) * w.now[FREE] // ALONE)
 
 
-@stage
+@stage(inline=True)
 def _reckon_link(w):  # type: ignore[no-untyped-def]
     for i in range(2):
         w.copy[i, C_WORK] -= _rate(w, i) * (w.now[NOW] - w.now[LINK_AT])
     w.now[LINK_AT] = w.now[NOW]
 
 
-@stage
+@stage(inline=True)
 def _set_link_ends(w):  # type: ignore[no-untyped-def]
     for i in range(2):
         if w.copy[i, C_JOB] >= 0:
@@ -48,7 +48,7 @@ def _set_link_ends(w):  # type: ignore[no-untyped-def]
                 w.log[w.copy[i, C_ENTRY], 1] = w.copy[i, C_END]
 
 
-@stage
+@stage(inline=True)
 def _reckon_compute(w):  # type: ignore[no-untyped-def]
     done = w.settings[SHARE + w.now[RUNNING]] * (w.now[NOW] - w.now[COMPUTE_AT])
     if done:
@@ -57,7 +57,7 @@ def _reckon_compute(w):  # type: ignore[no-untyped-def]
     w.now[COMPUTE_AT] = w.now[NOW]
 
 
-@stage
+@stage(inline=True)
 def _set_compute_ends(w):  # type: ignore[no-untyped-def]
     rate = w.settings[SHARE + w.now[RUNNING]]
     for j in range(w.jobs.size):
@@ -71,7 +71,7 @@ def _set_compute_ends(w):  # type: ignore[no-untyped-def]
 # ------------------------------------------------------------------------------------------ completions
 
 
-@stage
+@stage(inline=True)
 def _complete_copies(w):  # type: ignore[no-untyped-def]
     now = w.now[NOW]
     if w.copy[OUT, C_END] != now and w.copy[BACK, C_END] != now and w.now[TENANT_AT] != now:
@@ -89,7 +89,7 @@ def _complete_copies(w):  # type: ignore[no-untyped-def]
     _set_link_ends(w)
 
 
-@stage
+@stage(inline=True)
 def _plan_now(w, j):  # type: ignore[no-untyped-def]
     """The plan that a job is to go by now."""
     job = w.jobs[j]
@@ -117,7 +117,7 @@ def _boundary(w, j):  # type: ignore[no-untyped-def]
             switch(w, j, plan)
 
 
-@stage
+@stage(inline=True)
 def _complete(w, j):  # type: ignore[no-untyped-def]
     job = w.jobs[j]
     plan = w.plans[job.plan]
@@ -152,7 +152,7 @@ def _complete(w, j):  # type: ignore[no-untyped-def]
         _boundary(w, j)
 
 
-@stage
+@stage(inline=True)
 def _complete_steps(w):  # type: ignore[no-untyped-def]
     now, ended = w.now[NOW], 0
     for j in range(w.jobs.size):
@@ -171,7 +171,7 @@ def _complete_steps(w):  # type: ignore[no-untyped-def]
     _set_compute_ends(w)
 
 
-@stage
+@stage(inline=True)
 def _part(w):  # type: ignore[no-untyped-def]
     for j in range(w.jobs.size):
         job = w.jobs[j]
@@ -198,7 +198,7 @@ def _part(w):  # type: ignore[no-untyped-def]
 # ------------------------------------------------------------------------------------------------ starts
 
 
-@stage
+@stage(inline=True)
 def _admit(w):  # type: ignore[no-untyped-def]
     now = w.now[NOW]
     for j in range(w.jobs.size):
@@ -248,7 +248,7 @@ def _begin_copy(w, which, j, tensor, block, lasts):  # type: ignore[no-untyped-d
     _set_link_ends(w)
 
 
-@stage
+@stage(inline=True)
 def _start_copies(w):  # type: ignore[no-untyped-def]
     now, going = w.now[NOW], -1
     free = w.copy[BACK, C_JOB] < 0 and (w.settings[ENGINES] == 2 or w.copy[OUT, C_JOB] < 0)
@@ -281,7 +281,7 @@ def _start_copies(w):  # type: ignore[no-untyped-def]
         job.offer = NEVER
 
 
-@stage
+@stage(inline=True)
 def _look(w, j):  # type: ignore[no-untyped-def]
     """Does the next step wait for data?"""
     job = w.jobs[j]
@@ -298,7 +298,7 @@ def _look(w, j):  # type: ignore[no-untyped-def]
     job.looked = 1
 
 
-@stage
+@stage(inline=True)
 def _start_steps(w):  # type: ignore[no-untyped-def]
     now, fifo = w.now[NOW], w.settings[FIFO]
     while True:
@@ -342,7 +342,7 @@ def _start_steps(w):  # type: ignore[no-untyped-def]
         _set_compute_ends(w)
 
 
-@stage
+@stage(inline=True)
 def _advance(w):  # type: ignore[no-untyped-def]
     """On to the next instant, or a tensor is evicted; returns whether that can be done."""
     now = w.now[NOW]
