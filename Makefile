@@ -7,13 +7,16 @@ ARGS ?=
 
 unexport PYTHONDONTWRITEBYTECODE  # modules are compiled when they are first imported, not when they are installed
 
-.PHONY: train test check lint bench clean
+.PHONY: train test bounds check lint bench clean
 
 train: $(STAMP)
 	$(BIN)/python -m experiments.train_dqn $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+bounds: $(STAMP)
+	$(BIN)/python -m tests.bounds
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -97,9 +97,14 @@ def floor_ns(programs: Sequence[Program], machine: Machine, limit: int, rounds: 
 
 
 def with_parts(plans: Sequence[Plan], needs: Sequence[int], limit: int) -> tuple[Plan, ...]:
-    """The plans, each with a limit of the bytes that it needs and an equal part of what no plan needs."""
+    """The plans, each with its part as its limit (``parts_of``)."""
+    return tuple(replace(plan, limit=part) for plan, part in zip(plans, parts_of(needs, limit), strict=True))
+
+
+def parts_of(needs: Sequence[int], limit: int) -> list[int]:
+    """The bytes that each plan needs and an equal part of what none needs."""
     spare = (limit - sum(needs)) // len(needs)
-    return tuple(replace(plan, limit=need + spare) for plan, need in zip(plans, needs, strict=True))
+    return [need + spare for need in needs]
 
 
 class Split:

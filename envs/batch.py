@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import prod
 from threading import Lock
 from typing import Any
 
@@ -21,7 +22,6 @@ from envs.graph import OBSERVED
 from envs.task import REWARDS, Task
 from simulator.compiled import encoding
 from simulator.compiled.engine import cores, side_by_side
-from simulator.compiled.event_loop import CHECKS
 from simulator.plan import Plan
 
 INVALID = ("end", "ignore")
@@ -87,7 +87,7 @@ class _Work:
         self.ints = np.zeros(ints, np.int64)
         self.scratch, self.shares = np.zeros(2 * most), np.zeros(most, np.float32)
         self.gaps = np.empty(max(gaps, 1), encoding.GAP)
-        self.steps = np.empty((max(256, 2 * gaps), 4), np.int64)
+        self.steps = np.empty((max(256, 2 * gaps), encoding.STEP_COLUMNS), np.int64)
 
     def arrays(self) -> tuple[NDArray[Any], ...]:
         """As ``step_walks`` takes them."""
@@ -95,7 +95,7 @@ class _Work:
 
     def make_steps(self) -> None:
         """More of them."""
-        self.steps = np.empty((4 * len(self.steps), 4), np.int64)
+        self.steps = np.empty((4 * len(self.steps), encoding.STEP_COLUMNS), np.int64)
 
 
 class Batch:
@@ -127,10 +127,8 @@ class Batch:
         kernels = max(len(t.program.kernels) for t in tasks)
         gaps = max(len(t.graph.gaps) for t in tasks)
         iterations = max(int(t.engine.tables.settings[encoding.MAX_ITERATIONS]) for t in tasks)
-        states = iterations + 1 + 2 * (CHECKS + 1)
-        shared = encoding.BY_SEGMENT * (2 * kernels + 2) + encoding.BY_ROW * (2 * gaps + 1)
-        shared += states * (gaps + 2) + encoding.RESULTS + 2 + encoding.SETTINGS
-        self._tables(shared)
+        _, by_segment, _, by_row, states = map(prod, encoding.work_shapes(kernels, 0, gaps, iterations))
+        self._tables(by_segment + by_row + states + encoding.RESULTS + 2 + encoding.SETTINGS)
         offsets = np.cumsum([layout.WALK, kernels + 1, kernels + 1, gaps, gaps, gaps])
         self.options = np.zeros(layout.OPTIONS, np.int64)
         self.options[[layout.SHOWN_NODES, layout.FORMS, layout.CAUSAL]] = self.size, self.forms, reward == "causal"
@@ -138,7 +136,7 @@ class Batch:
         self.options[[layout.NEED_AT, layout.ENDED_AT, layout.OUT_END_AT, layout.QUEUE_AT, layout.TAKEN_AT]] = offsets[
             :-1
         ]
-        self.options[layout.STATES] = states
+        self.options[layout.ITERATIONS] = iterations
         self.walks = np.zeros((walks, int(offsets[-1])), np.int64)
         self.walks[:, layout.SEED] = np.random.default_rng().integers(2**63, size=walks)
         self.rows = np.zeros((walks, max(gaps, 1), encoding.COLUMNS), np.int64)
@@ -189,8 +187,8 @@ class Batch:
             w[layout.N_ACTIONS] = len(acts)
             w[layout.STATIC_AT] = floats.put(graph.features.T.astype(np.float64))
             w[layout.TIMES_AT] = floats.put(task.start_ns[graph.kernel].astype(np.float64))
-            size = encoding.BY_KERNEL * (n + 1) + encoding.BY_TENSOR * len(task.program.tensors)
-            w[layout.WORK_AT] = work.put(np.empty(size, np.int8), program)
+            by_kernel, _, by_tensor, *_ = map(prod, encoding.work_shapes(n, len(task.program.tensors), 0, 0))
+            w[layout.WORK_AT] = work.put(np.empty(by_kernel + by_tensor, np.int8), program)
         self.ints, self.floats = ints.joined(np.int64), floats.joined(np.float64)
         self._work_size = work.size
 

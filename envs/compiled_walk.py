@@ -21,17 +21,27 @@ from simulator.compiled.scoring import score_plans
 from envs.layout import (
     AFTER, AUTORESET, BEFORE, BY_BEFORE, CAME_FROM, CAUSAL, CHANGED, CLOSED, COPY_AT, COUNT, DEAD_END, ENDED, ENDED_AT,
     FREE_NS, GAPS, GAPS_AT, GAP_ROWS, GRAPH_AT, GRAPH_END, HEAD, HOST, HOST_LEFT, IDEAL_NS, IGNORE, IN_FREE, ITERATION,
-    KERNELS, KERNELS_AT, LIMIT_BYTES, NBYTES, NEED_AT, NEW_FROM, NEW_TO, NODES, NODES_AT, NODE_AT, NODE_GAP, NODE_KIND,
-    NODE_ROWS, NOT_PENDING, OPENING_AT, OUT_END_AT, OUT_FREE, OVER, PENDING, POSITION, QUEUE_AT, REMOVALS,
-    RERUN_NS, SEED, SETTINGS_AT, SHORT, SHOWN, SHOWN_NODES, STATES, STATIC_AT, STUCK_AT, TAIL, TAKEN_AT, TASK, TASKS,
+    ITERATIONS, KERNELS, KERNELS_AT, LIMIT_BYTES, NBYTES, NEED_AT, NEW_FROM, NEW_TO, NODES, NODES_AT, NODE_AT, NODE_GAP,
+    NODE_KIND, NODE_ROWS, NOT_PENDING, OPENING_AT, OUT_END_AT, OUT_FREE, OVER, PENDING, POSITION, QUEUE_AT, REMOVALS,
+    RERUN_NS, SEED, SETTINGS_AT, SHORT, SHOWN, SHOWN_NODES, STATIC_AT, STUCK_AT, TAIL, TAKEN_AT, TASK, TASKS,
     TENSOR, TENSORS, TENSORS_AT, TIMES_AT, UNDER_WAY, WALK, WANTS_HOST, WANTS_STEPS, WORK_AT, WRAPS, Scratch, TaskView,
     WalkView,
 )  # fmt: skip
 from simulator.compiled.encoding import (
-    BEGINS, BY_KERNEL, BY_ROW, BY_SEGMENT, BY_TENSOR, D2H, DONE, H2D, HOST_BYTES, ITERATION_NS, KERNEL_ROWS, LIVE,
-    MORE_STEPS, NEVER, PERIOD, PLANNED, RECOMPUTE, REQUIRED, RESULTS, SETTINGS, STATUS, STEP_KERNEL, SWAP,
+    AFTER as ROW_AFTER, BEFORE as ROW_BEFORE, BEGINS, D2H, DONE, EXTRA, H2D, HOST_BYTES, ITERATION_NS, KERNEL_ROWS,
+    KIND, LIVE, MORE_STEPS, NEVER, PERIOD, PLANNED, RECOMPUTE, REQUIRED, RESULTS, SETTINGS, STATUS, STEP_KERNEL, SWAP,
+    TENSOR as ROW_TENSOR, TENSOR_ROWS, WHEN, work_shapes,
 )  # fmt: skip
 # isort: on
+
+
+shapes_of = stage(work_shapes, inline=True)
+
+
+@stage(inline=True)
+def _area(shape):  # type: ignore[no-untyped-def]
+    """How many elements an array of this shape has."""
+    return shape[0] * shape[1]
 
 
 @stage
@@ -106,19 +116,19 @@ def _act(task, state, rows, kind, g, form, early, causal):  # type: ignore[no-un
     t, after, before = gaps[TENSOR, g], gaps[AFTER, g], gaps[BEFORE, g]
     row = rows[walk[COUNT]]
     walk[COUNT] += 1
-    row[1], row[3] = t, before
+    row[ROW_TENSOR], row[ROW_BEFORE] = t, before
     state.taken[g] = kind
     if kind != OFFLOAD:
-        row[0], row[2], row[4], row[5] = RECOMPUTE, max(p - 1, after), 1 if form == KEEP else 0, early
+        row[KIND], row[ROW_AFTER], row[EXTRA], row[WHEN] = RECOMPUTE, max(p - 1, after), 1 if form == KEEP else 0, early
         walk[REMOVALS] += 1
         if stuck != p:
             walk[POSITION] = onward
         return
     copy = gaps[COPY_AT, g] if form == COPY else -1
     lasts = task.tensors[D2H, t]
-    row[0], row[4], row[5] = SWAP, -1, copy
+    row[KIND], row[EXTRA], row[WHEN] = SWAP, -1, copy
     if gaps[WRAPS, g] and p == 0:
-        row[2] = after
+        row[ROW_AFTER] = after
         begin = begins[(after if copy < 0 else copy) + 1] - ideal
         walk[FREE_NS] = max(walk[FREE_NS], begin) + lasts
         if causal:
@@ -128,7 +138,7 @@ def _act(task, state, rows, kind, g, form, early, causal):  # type: ignore[no-un
     least, after = 0 if gaps[WRAPS, g] else after, p - 1
     while after > least and begins[after + 1] > walk[FREE_NS]:
         after -= 1
-    row[2] = after
+    row[ROW_AFTER] = after
     issued = after if copy < 0 else copy
     end = max(walk[FREE_NS], begins[issued + 1]) + lasts
     if causal:
@@ -197,7 +207,7 @@ def _replan(task, state, touched, plan, by_kernel, by_tensor, by_row, steps, cau
     if g < 0:
         return True, False
     if state.taken[g] == OFFLOAD and (walk[REMOVALS] == 0 or (causal and not touched[gaps[TENSOR, g]])):
-        after, before = plan[walk[COUNT] - 1, 2], gaps[BEFORE, g]
+        after, before = plan[walk[COUNT] - 1, ROW_AFTER], gaps[BEFORE, g]
         _swap_out(need, after, before, gaps[NBYTES, g])
         if after < before:
             walk[NEW_FROM], walk[NEW_TO] = after + 1, before
@@ -228,8 +238,8 @@ def step_walks(  # type: ignore[no-untyped-def]
         actions: (walks,) node + N * form; none: only ``resets`` counts.
         chosen: (walks,) the task of those that begin, or -1: drawn.
         tables: options, where, ints, floats: see layout.py.
-        arrays: walks: see layout.py; rows: int64 (walks, gaps, 6), the plans so far; touched: bool (walks, tensors),
-            what the plan's recomputation uses.
+        arrays: walks: see layout.py; rows: int64 (walks, gaps, COLUMNS), the plans so far; touched: bool (walks,
+            tensors), what the plan's recomputation uses.
         work: what one thread works on (batch.py).
         shown: rewards, terminated, invalid: of this step; overhead, feasible, mask, nodes, current: of the walks, which
             are written where they change.
@@ -261,7 +271,7 @@ def step_walks(  # type: ignore[no-untyped-def]
             w = where[number]
             n, n_gaps, limit, ideal = w[KERNELS], w[GAPS], w[LIMIT_BYTES], w[IDEAL_NS]
             kernels = ints[w[KERNELS_AT] : w[KERNELS_AT] + KERNEL_ROWS * (n + 1)].reshape(KERNEL_ROWS, n + 1)
-            tensors = ints[w[TENSORS_AT] : w[TENSORS_AT] + (H2D + 1) * w[TENSORS]].reshape(H2D + 1, w[TENSORS])
+            tensors = ints[w[TENSORS_AT] : w[TENSORS_AT] + TENSOR_ROWS * w[TENSORS]].reshape(TENSOR_ROWS, w[TENSORS])
             gaps = ints[w[GAPS_AT] : w[GAPS_AT] + GAP_ROWS * n_gaps].reshape(GAP_ROWS, n_gaps)
             v = ints[w[NODES_AT] : w[NODES_AT] + NODE_ROWS * w[NODES]].reshape(NODE_ROWS, w[NODES])
             task = TaskView(
@@ -269,16 +279,17 @@ def step_walks(  # type: ignore[no-untyped-def]
                 floats[w[TIMES_AT] : w[TIMES_AT] + w[NODES]], kernels[BEGINS],
                 ints[w[OPENING_AT] : w[OPENING_AT] + n], ints[w[NODE_AT] : w[NODE_AT] + n + 1], limit,
             )  # fmt: skip
-            at, to = w[WORK_AT], w[WORK_AT] + BY_KERNEL * (n + 1)
-            by_kernel = work_ints[at:to].reshape(BY_KERNEL, n + 1)
-            at, to = to, to + BY_TENSOR * w[TENSORS]
-            by_tensor = work_ints[at:to].reshape(BY_TENSOR, w[TENSORS])
-            at, to = 0, BY_SEGMENT * (2 * n + 2)
-            by_segment = work_ints[at:to].reshape(BY_SEGMENT, 2 * n + 2)
-            at, to = to, to + BY_ROW * (2 * n_gaps + 1)
-            by_row = work_ints[at:to].reshape(BY_ROW, 2 * n_gaps + 1)
-            at, to = to, to + options[STATES] * (n_gaps + 2)
-            states = work_ints[at:to].reshape(options[STATES], n_gaps + 2)
+            shapes = shapes_of(n, w[TENSORS], n_gaps, options[ITERATIONS])
+            at, to = w[WORK_AT], w[WORK_AT] + _area(shapes[0])
+            by_kernel = work_ints[at:to].reshape(shapes[0])
+            at, to = to, to + _area(shapes[2])
+            by_tensor = work_ints[at:to].reshape(shapes[2])
+            at, to = 0, _area(shapes[1])
+            by_segment = work_ints[at:to].reshape(shapes[1])
+            at, to = to, to + _area(shapes[3])
+            by_row = work_ints[at:to].reshape(shapes[3])
+            at, to = to, to + _area(shapes[4])
+            states = work_ints[at:to].reshape(shapes[4])
             results, ends = work_ints[to : to + RESULTS].reshape(1, RESULTS), work_ints[to + RESULTS : to + RESULTS + 2]
             result, settings = results[0], work_ints[to + RESULTS + 2 : to + RESULTS + 2 + SETTINGS]
         state = WalkView(

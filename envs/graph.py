@@ -14,6 +14,7 @@ where those are taken too, the gap has no removal.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +48,11 @@ class OperationGraph:
 
     def __len__(self) -> int:
         return len(self.kernel)
+
+    @cached_property
+    def gap_columns(self) -> NDArray[np.int64]:
+        """(3, G): tensor, after and before of the gaps."""
+        return np.array(self.gaps, np.int64).reshape(-1, 3).T
 
 
 def build_graph(

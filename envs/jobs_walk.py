@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.graph import NOTHING, OFFLOAD, REMOVE, SIZE, STATIC, OperationGraph, build_graph
-from simulator import Engine, Job, JobsTimeline, Machine, Plan, Program, simulate_jobs
-from simulator.compiled.encoding import AFTER, NEVER, RECOMPUTE, SWAP, TENSOR, decisions_of
+from simulator import Engine, Job, JobsTimeline, Machine, Plan, Program, Recompute, Swap, simulate_jobs
+from simulator.compiled.encoding import AFTER, NEVER, TENSOR, decisions_of, rows_of
 from simulator.job import JobTimeline, Sharing
 
 # Columns of the node features after the graph's; and of what is known of the moment.
@@ -101,7 +101,7 @@ class JobActions:
         self.program = program
         self.graph = graph = build_graph(program, machine, 0, min_bytes, mode)
         self.engine = Engine(program, machine, program.peak_bytes)
-        self.tensor, self.after, self.before = np.array(graph.gaps, np.int64).reshape(-1, 3).T
+        self.tensor, self.after, self.before = graph.gap_columns
         self.nbytes = np.array([program.tensors[t].nbytes for t in self.tensor], np.int64)
         self.nodes = {kind: np.flatnonzero(graph.action_kind == kind) for kind in (OFFLOAD, REMOVE)}
         self.live = np.array(program.live_bytes, np.int64)
@@ -182,16 +182,14 @@ class _Draft:
 
     def __init__(self, actions: JobActions):
         self.actions = actions
-        self.rows = np.zeros((0, 6), np.int64)
+        self.rows = rows_of(())
         self.taken = np.full(len(actions.nbytes), -1, np.int64)  # kind of the action taken of each gap, or -1
         self._look()
 
     def add(self, kind: int, g: int) -> None:
         """Empties a gap."""
-        actions = self.actions
-        gap = actions.tensor[g], actions.after[g], actions.before[g]
-        row = (SWAP, *gap, -1, -1) if kind == OFFLOAD else (RECOMPUTE, *gap, 0, -1)
-        self.rows = np.concatenate([self.rows, np.array([row], np.int64)])
+        gap = self.actions.graph.gaps[g]
+        self.rows = np.concatenate([self.rows, rows_of([Swap(*gap) if kind == OFFLOAD else Recompute(*gap)])])
         self.taken[g] = kind
         self._look()
 

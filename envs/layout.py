@@ -39,7 +39,8 @@ NOT_PENDING, WANTS_HOST, WANTS_STEPS = range(3)
 
 # ``options`` of a batch: N nodes and F forms that are shown, what it was asked for, where arrays begin in a walk's row.
 (
-    SHOWN_NODES, FORMS, CAUSAL, IGNORE, AUTORESET, TASKS, NEED_AT, ENDED_AT, OUT_END_AT, QUEUE_AT, TAKEN_AT, STATES,
+    SHOWN_NODES, FORMS, CAUSAL, IGNORE, AUTORESET, TASKS, NEED_AT, ENDED_AT, OUT_END_AT, QUEUE_AT, TAKEN_AT,
+    ITERATIONS,
     OPTIONS,
 ) = range(13)  # fmt: skip
 
@@ -49,7 +50,7 @@ class TaskView(NamedTuple):
 
     row: Ints  # of ``where``
     kernels: Ints  # (KERNEL_ROWS, n + 1): simulator/compiled/encoding.py
-    tensors: Ints  # (H2D + 1, tensors): the same
+    tensors: Ints  # (TENSOR_ROWS, tensors): the same
     graph: Ints
     gaps: Ints  # (GAP_ROWS, G)
     nodes: Ints  # (NODE_ROWS, N)

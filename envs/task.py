@@ -35,8 +35,7 @@ class Task:
         self.engine = Engine(program, machine, self.limit)
         self.forms = 2 if mode == "swap" else 3  # ways to take an action
         self.ideal_ns = max(1, program.ideal_ns)
-        gaps = np.array(self.graph.gaps, np.int64).reshape(-1, 3)
-        self.tensor, self.after, self.before = gaps.T
+        self.tensor, self.after, self.before = self.graph.gap_columns
         self.wraps = self.after >= self.before
         self.start_ns = np.array(program.start_ns, np.int64)
         self.duration_ns = np.diff(self.start_ns).astype(np.float64)

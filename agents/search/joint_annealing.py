@@ -20,10 +20,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from agents.jobs import ROUNDS, JobsPlanner, SearchedSplit, engine_of, shares_of_work, unlimited_ns, with_parts
+from agents.jobs import ROUNDS, JobsPlanner, SearchedSplit, engine_of, parts_of, shares_of_work, unlimited_ns
 from agents.planner import MIB, Infeasible
 from agents.search.local_search import Moves, check_heat
-from simulator.compiled.encoding import decisions_of, rows_of
+from simulator.compiled.encoding import Ints, decisions_of, rows_of
 from simulator.job import Tenant
 from simulator.jobs import JobsEngine
 from simulator.jobs.noise import Noise
@@ -120,21 +120,24 @@ class JointAnnealing:
                 continue
             tried = [*map(Moves.plan, jobs[:j]), rows, *map(Moves.plan, jobs[j + 1 :])]
             needs[j] = int(jobs[j].proposed_load.max())
-            found = with_parts(
-                [Plan.of(program, decisions_of(mine), self.name, 0, machine.name)
-                 for program, mine in zip(programs, tried, strict=True)], needs, limit,
-            )  # fmt: skip
-            ns = _mean_ns(engine, found, worlds)
+            parts = parts_of(needs, limit)
+            ns = _mean_ns(engine, tried, worlds, parts)
             heat = ideal * self.hot * (self.cold / self.hot) ** (step / steps)
             if ns is not None and ns < now - heat * math.log(1.0 - random.random()):
                 jobs[j].accept()
                 now = ns
                 if now < best_ns:
-                    best, best_ns = found, now
+                    best_ns = now
+                    best = tuple(
+                        Plan.of(program, decisions_of(mine), self.name, part, machine.name)
+                        for program, mine, part in zip(programs, tried, parts, strict=True)
+                    )
         return best
 
 
-def _mean_ns(engine: JobsEngine, plans: Sequence[Plan], worlds: list[World]) -> float | None:
+def _mean_ns(
+    engine: JobsEngine, plans: Sequence[Plan | Ints], worlds: list[World], shares: Sequence[int] | None = None
+) -> float | None:
     """The mean makespan; None where the plans cannot run."""
-    scores = [engine.score(plans, sample, tenant) for sample, tenant in worlds]
+    scores = [engine.score(plans, sample, tenant, shares) for sample, tenant in worlds]
     return sum(s.makespan_ns for s in scores) / len(scores) if all(s.feasible for s in scores) else None

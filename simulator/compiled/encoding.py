@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.decisions import KINDS, Decision, Recompute, Rerun, Swap
+from simulator.machine import Machine
 from simulator.schedule import Schedule
 from simulator.timeline import BlockEvent, Span
 
@@ -26,18 +27,20 @@ COLUMNS = 6
 # with its workspace. LEVEL: bytes before the kernel. BEGINS: ns of all kernels before it. LOSS: Machine.copy_loss.
 # FIRST, LAST: kernels that use the tensor. D2H, H2D: ns of a transfer.
 DURATION, WORKSPACE, BORN, DIES, LIVE, LEVEL, BEGINS, LOSS, KERNEL_ROWS = range(9)
-SIZE, PERSISTENT, FIRST, LAST, D2H, H2D = range(6)
+SIZE, PERSISTENT, FIRST, LAST, D2H, H2D, TENSOR_ROWS = range(7)
 
 # Columns of ``steps``, a row for each kernel that runs again, in order. STEP_FOR: the kernel for which it does.
-STEP_KERNEL, ALLOCATED, FREED, STEP_FOR = range(4)
+STEP_KERNEL, ALLOCATED, FREED, STEP_FOR, STEP_COLUMNS = range(5)
 
-# What a call works on: rows of ``by_kernel`` (kernels + 1), ``by_segment`` (2 kernels + 2), ``by_tensor`` and
-# ``by_row`` (twice the rows, and one more). PLANNED, and for the rows RETURNS (the kernel that ends the gap), BY_REMAT
-# (does a rematerialisation end it?) and AWAY_AT_START are what lowering finds; others are said where they are used.
+# What a call works on (``work_shapes``): rows of ``by_kernel``, ``by_segment``, ``by_tensor`` and ``by_row``. PLANNED,
+# and for the rows RETURNS (the kernel that ends the gap), BY_REMAT (does a rematerialisation end it?) and AWAY_AT_START
+# are what lowering finds; others are said where they are used.
 PLANNED, ENFORCED, GATE, OPENS, SEGMENT, ENDS, MARKED, PENDING, ORDER, WAITS, BY_KERNEL = range(11)
 FIRST_OF, HIGHEST, EXPECTED, BY_SEGMENT = range(4)
 COPIED, AWAY, HOLDS, STAYS, USED_LAST, USED, BY_TENSOR = range(7)
 RETURNS, BY_REMAT, AWAY_AT_START, NEXT_OPEN, NEXT_END, HELD, WAITING, QUEUE, BY_ROW = range(9)
+
+CHECKS = 7  # kernels at which the state is compared with that of the iteration before: at 1/2, 1/4, ... of it
 
 # The parts of gate[k]: what there is to do at kernel k beside letting its duration pass. 0: it is plain.
 #     bits 0-19    how many of the tensors that it uses are away
@@ -72,9 +75,10 @@ DONE, OUT_OF_MEMORY, HOST_FULL, SLOWER, MORE_STEPS, UNKNOWN, STUCK = range(7)
 # Columns of the results, a row a plan.
 STATUS, ITERATION_NS, REQUIRED, PEAK, PERIOD, RESULTS = range(6)
 
-# The rows of ``settings``: what an engine has. CONTENDS: is there a LOSS?
-PERSISTENT_BYTES, LIMIT, MAX_ITERATIONS, COPY_ENGINES, D2H_SHARE, H2D_SHARE, HOST_BYTES, ISSUE_NS, WAIT_NS = range(9)
-CONTENDS, SETTINGS = 9, 10
+# The rows of ``settings``: first what this clock and that of several jobs know of a machine (``machine_settings``),
+# then what an engine has. D2H_SHARE, H2D_SHARE: of their speed, for copies beside each other. CONTENDS: is there LOSS?
+LIMIT, COPY_ENGINES, D2H_SHARE, H2D_SHARE, HOST_BYTES, OF_MACHINE = range(6)
+PERSISTENT_BYTES, MAX_ITERATIONS, ISSUE_NS, WAIT_NS, CONTENDS, SETTINGS = range(OF_MACHINE, OF_MACHINE + 6)
 
 # Columns of the log of a run: start, end, one of these, kernel or row. The first four are spans; a step ends, and the
 # memory of an open gap is free.
@@ -109,6 +113,22 @@ class Lowering(NamedTuple):
     n_steps: int
     lasts: int
     required: int  # the largest planned residency
+
+
+def work_shapes(kernels: int, tensors: int, rows: int, iterations: int) -> tuple[tuple[int, int], ...]:
+    """The shapes of by_kernel, by_segment, by_tensor, by_row and states, for plans of so many rows.
+
+    A state has a column a row, and two more; there is one at each boundary, and two at each check.
+    """
+    return (
+        (BY_KERNEL, kernels + 1), (BY_SEGMENT, 2 * kernels + 2), (BY_TENSOR, tensors), (BY_ROW, 2 * rows + 1),
+        (iterations + 1 + 2 * (CHECKS + 1), rows + 2),
+    )  # fmt: skip
+
+
+def machine_settings(machine: Machine, limit: int) -> list[int]:
+    """The first rows of ``settings``."""
+    return [limit, machine.copy_engines, machine.d2h_share, machine.h2d_share, machine.host_bytes]
 
 
 def rows_of(decisions: Iterable[Decision]) -> Ints:

@@ -33,12 +33,11 @@ from simulator.timeline import Timeline
 
 # isort: off
 from simulator.compiled.encoding import (
-    AFTER, AWAY_AT_START, BEFORE, BY_KERNEL, BY_REMAT, BY_ROW, BY_SEGMENT, BY_TENSOR, COLUMNS, DONE, DURATION, GAP,
-    HOST_BYTES, HOST_FULL, KIND, LEVEL, LIVE, LOSS, MAX_ITERATIONS, MORE_STEPS, NEVER, PLANNED, RECOMPUTE, RERUN,
-    RESULTS, RETURNS, STATUS, STUCK, SWAP, SYNC_SWAP, TENSOR, BEGINS, WORKSPACE, Ints, Tables, Work, decisions_of,
-    ragged, read_log, rows_of,
+    AFTER, AWAY_AT_START, BEFORE, BEGINS, BY_REMAT, COLUMNS, DONE, DURATION, GAP, HOST_BYTES, HOST_FULL, KIND, LEVEL,
+    LIVE, LOSS, MAX_ITERATIONS, MORE_STEPS, NEVER, PLANNED, RECOMPUTE, RERUN, RESULTS, RETURNS, STATUS, STEP_COLUMNS,
+    STUCK, SWAP, SYNC_SWAP, TENSOR, WORKSPACE, Ints, Tables, Work, decisions_of, machine_settings, ragged,
+    read_log, rows_of, work_shapes,
 )  # fmt: skip
-from simulator.compiled.event_loop import CHECKS
 # isort: on
 
 __all__ = ["KIND", "NEVER", "RECOMPUTE", "SWAP", "SYNC_SWAP", "TENSOR", "Engine", "Score", "Scores", "decisions_of",
@@ -74,11 +73,11 @@ class _Work:
     """The arrays that one thread simulates on."""
 
     def __init__(self, kernels: int, tensors: int, iterations: int):
-        self.by_kernel = np.zeros((BY_KERNEL, kernels + 1), np.int64)
-        self.by_segment = np.empty((BY_SEGMENT, 2 * kernels + 2), np.int64)
-        self.by_tensor = np.zeros((BY_TENSOR, tensors), np.int64)
-        self._states = iterations + 1 + 2 * (CHECKS + 1)
-        self.steps = np.empty((256, 4), np.int64)
+        self._sizes = kernels, tensors, iterations
+        by_kernel, by_segment, by_tensor, *_ = work_shapes(kernels, tensors, 0, iterations)
+        self.by_kernel, self.by_tensor = np.zeros(by_kernel, np.int64), np.zeros(by_tensor, np.int64)
+        self.by_segment = np.empty(by_segment, np.int64)
+        self.steps = np.empty((256, STEP_COLUMNS), np.int64)
         self.rows = -1
         self.result, self.ends = np.empty((1, RESULTS), np.int64), np.zeros(2, np.int64)
         self.make_room(64)
@@ -87,16 +86,17 @@ class _Work:
         """For plans of so many rows."""
         if rows > self.rows:
             self.rows = max(rows, 2 * self.rows)
-            self.by_row = np.empty((BY_ROW, 2 * self.rows + 1), np.int64)
+            kernels, tensors, iterations = self._sizes
+            *_, by_row, states = work_shapes(kernels, tensors, self.rows, iterations)
+            self.by_row, self.states = np.empty(by_row, np.int64), np.empty(states, np.int64)
             self.gaps = np.empty(self.rows, GAP)
-            self.states = np.empty((self._states, self.rows + 2), np.int64)
             if len(self.steps) <= self.rows:
-                self.steps = np.empty((2 * self.rows, 4), np.int64)
+                self.steps = np.empty((2 * self.rows, STEP_COLUMNS), np.int64)
             self._bundle()
 
     def make_steps(self) -> None:
         """More of them."""
-        self.steps = np.empty((4 * len(self.steps), 4), np.int64)
+        self.steps = np.empty((4 * len(self.steps), STEP_COLUMNS), np.int64)
         self._bundle()
 
     def _bundle(self) -> None:
@@ -160,9 +160,8 @@ class Engine:
     def _start(self) -> None:
         """What no two engines share."""
         self._settings = np.array([
-            self._persistent_bytes, self.limit, max(self.iterations, STEADY), self.machine.copy_engines,
-            self.machine.d2h_share, self.machine.h2d_share, self.machine.host_bytes, self.machine.issue_ns,
-            self.machine.wait_ns, self._own[LOSS].any(),
+            *machine_settings(self.machine, self.limit), self._persistent_bytes, max(self.iterations, STEADY),
+            self.machine.issue_ns, self.machine.wait_ns, self._own[LOSS].any(),
         ], np.int64)  # fmt: skip
         self._work = self._new_work()
         self._idle: list[_Work] = []  # those of other threads
@@ -313,12 +312,20 @@ class Engine:
         return work.arrays, n_steps or 0
 
     def _lower(self, work: _Work, rows: Ints) -> tuple[Ints, int | None]:
-        """The kernels under the plan, and how many run again, None in a plan of swaps; the rest is in ``work``."""
+        """The kernels under the plan, and how many run again, None in a plan of swaps; the rest is in ``work``.
+
+        Raises:
+            PlanError: a kernel that is to run again would not find an input as it was.
+        """
         work.make_room(len(rows))
         kinds = rows[:, KIND]
         arrays = self._kernels, self._tensors, self._graph, rows
         if (kinds == RERUN).any():
-            return lower_reruns(*arrays, work.by_kernel, work.by_row, work.steps)  # type: ignore[no-any-return]
+            kernels, n_steps = lower_reruns(*arrays, work.by_kernel, work.by_row, work.steps)
+            if n_steps < 0:
+                lower(self.program, Plan(decisions_of(rows)))  # says why
+                raise AssertionError("the plan can be lowered, the compiled code says that it cannot")
+            return kernels, n_steps
         if (kinds != RECOMPUTE).all():
             swap_residency(self._kernels, self._tensors, rows, work.by_kernel[PLANNED])
             return self._kernels, None

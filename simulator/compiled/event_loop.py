@@ -12,7 +12,7 @@ from simulator.compiled.steady import alike, note_state, period_of
 
 # isort: off
 from simulator.compiled.encoding import (
-    ALLOCATED, BEGINS, BORN, CONTENDS, COPIED, COPYING, COPY_ENGINES, D2H_SHARE, DIES, DONE, DURATION, ENFORCED,
+    ALLOCATED, BEGINS, BORN, CHECKS, CONTENDS, COPIED, COPYING, COPY_ENGINES, D2H_SHARE, DIES, DONE, DURATION, ENFORCED,
     EXPECTED, FIRST_OF, FREED, GATE, GATE_EVENT, GATE_MISSING, GATE_REMAT, GATE_SYNC, H2D_SHARE, HELD, HIGHEST,
     HOST_BYTES, HOST_FULL, ITERATION_NS, LEAVING, LEVEL, LIMIT, LIVE, LOG_BOUNDARY, LOG_END, LOG_IN, LOG_KERNEL,
     LOG_LEFT, LOG_OUT, LOG_RECOMPUTE, LOG_STALL, LOSS, MAX_ITERATIONS, NEVER, NEXT_OPEN, OPENS, ORDER_SEGMENT, PEAK,
@@ -22,8 +22,6 @@ from simulator.compiled.encoding import (
 
 # isort: on
 from simulator.machine import ALONE
-
-CHECKS = 7  # kernels at which the state is compared with that of the iteration before: at 1/2, 1/4, ... of it
 
 
 @stage

@@ -61,6 +61,12 @@ def _enter(heads, following, rows, k, entry):  # type: ignore[no-untyped-def]
         following[before] = entry
 
 
+@stage(inline=True)
+def is_swap(rows, r):  # type: ignore[no-untyped-def]
+    """Is row r a swap, of either kind?"""
+    return rows[r, KIND] & 1 == 0
+
+
 @jit
 def copied_at(rows, r):  # type: ignore[no-untyped-def]
     """plan.copied_at: the kernel at whose end the copy of a swap is issued."""
@@ -68,10 +74,48 @@ def copied_at(rows, r):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _hold(held, begin, kernels):  # type: ignore[no-untyped-def]
-    """Marks so many kernels after ``begin``, over the boundary where need be."""
-    for k in range(begin + 1, begin + 1 + kernels):
-        held[k % held.size] = True
+def grouped(keys, n):  # type: ignore[no-untyped-def]
+    """Indices by their key from 0 to n - 1, in order: those of key k are items[at[k]:at[k + 1]]; -1 is no key."""
+    at = np.zeros(n + 1, np.int64)
+    for key in keys:
+        if key >= 0:
+            at[key + 1] += 1
+    for k in range(n):
+        at[k + 1] += at[k]
+    items, filled = np.empty(at[n], np.int64), at.copy()
+    for i in range(keys.size):
+        if keys[i] >= 0:
+            items[filled[keys[i]]] = i
+            filled[keys[i]] += 1
+    return at, items
+
+
+@stage
+def sort(values, begin, end):  # type: ignore[no-untyped-def]
+    """Sorts values[begin:end]: a few, by insertion."""
+    for i in range(begin + 1, end):
+        value, at = values[i], i
+        while at > begin and values[at - 1] > value:
+            values[at] = values[at - 1]
+            at -= 1
+        values[at] = value
+
+
+@jit
+def swaps_of(rows, n, n_tensors):  # type: ignore[no-untyped-def]
+    """The rows that are swaps, by tensor and opening: those of tensor t are order[at[t]:at[t + 1]]."""
+    keys = np.full(rows.shape[0], -1, np.int64)
+    for r in range(keys.size):
+        if is_swap(rows, r):
+            keys[r] = rows[r, AFTER]
+    _, opened = grouped(keys, n)
+    tensor = np.empty(opened.size, np.int64)
+    for i in range(opened.size):
+        tensor[i] = rows[opened[i], TENSOR]
+    at, order = grouped(tensor, n_tensors)
+    for i in range(order.size):
+        order[i] = opened[order[i]]
+    return at, order
 
 
 @jit
@@ -81,38 +125,27 @@ def host_load(tensors, graph, rows, returns, n):  # type: ignore[no-untyped-def]
     Args:
         returns: int64 (at least rows,), the kernels that end the gaps.
     """
-    m, writes_at = rows.shape[0], graph[2 * n + 2 :]
-    load, held = np.zeros(n, np.int64), np.zeros(n, np.bool_)
-    done = np.zeros(tensors.shape[1], np.bool_)
-    for first in range(m):
-        t = rows[first, TENSOR]
-        if rows[first, KIND] & 1 or done[t]:
-            continue
-        done[t] = True
-        for k in range(n):
-            held[k] = False
-        for r in range(first, m):
-            if rows[r, KIND] & 1 or rows[r, TENSOR] != t:
-                continue
-            copy = copied_at(rows, r)
-            _hold(held, copy, (returns[r] - copy - 1) % n + 1)
-            # On to the next copy of the tensor, if it is not written until then.
-            following, least = -1, n + 1
-            for s in range(first, m):
-                if rows[s, KIND] & 1 == 0 and rows[s, TENSOR] == t:
-                    distance = (rows[s, AFTER] - rows[r, AFTER] + n - 1) % n
-                    if distance < least and (rows[s, AFTER] > rows[r, AFTER] or tensors[PERSISTENT, t]):
-                        following, least = s, distance
-            if following >= 0:
-                kernels, clean = (copied_at(rows, following) - copy - 1) % n + 1, True
-                for i in range(writes_at[t], writes_at[t + 1]):
-                    clean &= (graph[i] - copy - 1) % n >= kernels
-                _hold(held, copy, kernels if clean else 0)
-        for k in range(n):
-            load[k] += tensors[SIZE, t] * held[k]
+    writes_at = graph[2 * n + 2 :]
+    at, order = swaps_of(rows, n, tensors.shape[1])
+    held = np.zeros(2 * n + 1, np.int64)  # changes, and then bytes: of this iteration's kernels, and of the next one's
+    for i in range(order.size):
+        r = order[i]
+        t, copy = rows[r, TENSOR], copied_at(rows, r)
+        kernels = (returns[r] - copy - 1) % n + 1
+        # On to the next copy of the tensor, if it is not written until then.
+        last = i + 1 == at[t + 1]
+        if not last or tensors[PERSISTENT, t]:
+            ahead, clean = (copied_at(rows, order[at[t] if last else i + 1]) - copy - 1) % n + 1, True
+            for j in range(writes_at[t], writes_at[t + 1]):
+                clean &= (graph[j] - copy - 1) % n >= ahead
+            kernels = max(kernels, ahead if clean else 0)
+        held[copy + 1] += tensors[SIZE, t]
+        held[copy + 1 + kernels] -= tensors[SIZE, t]
     most = 0
-    for k in range(n):
-        most = max(most, load[k])
+    for k in range(1, 2 * n):
+        held[k] += held[k - 1]
+        if k >= n:
+            most = max(most, held[k - n] + held[k])
     return most
 
 
@@ -227,7 +260,7 @@ def note_waits(rows, gaps, by_kernel, wait_ns):  # type: ignore[no-untyped-def]
     for k in range(waits.size):
         waits[k] = 0
     for r in range(rows.shape[0]):
-        if rows[r, KIND] & 1 == 0:
+        if is_swap(rows, r):
             waits[gaps[r].returns] += wait_ns
             gate[gaps[r].returns] |= GATE_EVENT
     return True
@@ -242,7 +275,7 @@ def leave_at_start(rows, lowered, by_kernel, by_tensor, by_row, gaps):  # type: 
     n, n_held, nbytes = by_kernel.shape[1] - 1, 0, 0
     gate, segment_of, copied, held = by_kernel[GATE], by_kernel[SEGMENT], by_tensor[COPIED], by_row[HELD]
     for r in range(rows.shape[0]):
-        if rows[r, KIND] & 1:
+        if not is_swap(rows, r):
             continue
         gap, after = gaps[r], rows[r, AFTER]
         away = by_row[AWAY_AT_START, r] == 1 if lowered else after >= gap.returns
@@ -265,7 +298,7 @@ def makes_copies(tensors, graph, rows, by_tensor, gaps, n):  # type: ignore[no-u
     start. Returns the kernel from which on all such copies are issued; 0: there are none."""
     writes_at, settled = graph[2 * n + 2 :], 0
     for r in range(rows.shape[0]):
-        if rows[r, KIND] & 1 == 0:
+        if is_swap(rows, r):
             t = rows[r, TENSOR]
             if tensors[PERSISTENT, t] != 0 and by_tensor[COPIED, t] == _NO_COPY:
                 if writes_at[t] == writes_at[t + 1] or graph[writes_at[t + 1] - 1] <= rows[r, AFTER]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from simulator.compiled.event_loop import event_loop
 from simulator.compiled.jit import call, stage
-from simulator.compiled.lowering import swap_residency
+from simulator.compiled.lowering import is_swap, swap_residency
 from simulator.compiled.rematerialisation import lower_recomputations
 
 # isort: off
@@ -54,7 +54,7 @@ def score_plans(  # type: ignore[no-untyped-def]
         plan, result = rows[ends[i] : ends[i + 1]], results[i]
         swaps = drops = reruns = 0
         for r in range(plan.shape[0]):
-            swaps += 1 - (plan[r, KIND] & 1)
+            swaps += is_swap(plan, r)
             drops += plan[r, KIND] == RECOMPUTE
             reruns += plan[r, KIND] == RERUN
         status, count, lasts = DONE, 0, 0

@@ -5,14 +5,14 @@ A gap is known by its row, or on demand as -1 - block.
 
 from __future__ import annotations
 
-from simulator.compiled.encoding import NEVER
+from simulator.compiled.encoding import LIMIT, NEVER
 from simulator.compiled.jit import stage
 
 # isort: off
 from simulator.jobs.tables import (
     AWAY, COPIED, COUNTED, C_BLOCK, C_JOB, C_TENSOR, C_VOID, EVICTIONS, GAP_BEFORE, GAP_READY, GAP_STATE, HEAD, HOSTED,
-    HOST_BLOCK, HOST_LEFT, KERNEL_ENDS, LEAVES, LIMIT, L_EVICT, L_LEFT, L_SWITCH, NOW, N_LOG, OPEN_ROW, OUT, PEAK,
-    PRESENT, QUEUED, Q_BLOCK, Q_ISSUED, Q_JOB, Q_TENSOR, RETURNS, SERVED, TAIL, THERE, USED,
+    HOST_BLOCK, HOST_LEFT, KERNEL_ENDS, LEAVES, L_EVICT, L_LEFT, L_SWITCH, NOW, N_LOG, OPEN_ROW, OUT, PEAK,
+    PRESENT, QUEUE, QUEUED, Q_BLOCK, Q_ISSUED, Q_JOB, Q_TENSOR, RETURNS, SERVED, TAIL, THERE, USED,
 )  # fmt: skip
 # isort: on
 
@@ -45,7 +45,7 @@ def enqueue(w, j, tensor, block):  # type: ignore[no-untyped-def]
     if w.now[TAIL] == w.queue.shape[0]:
         shift = w.now[HEAD]
         for i in range(shift, w.now[TAIL]):
-            for c in range(4):
+            for c in range(QUEUE):
                 w.queue[i - shift, c] = w.queue[i, c]
         w.now[HEAD] = 0
         w.now[TAIL] -= shift
@@ -73,7 +73,7 @@ def drop_queued(w, j, block):  # type: ignore[no-untyped-def]
         if w.queue[i, Q_JOB] == j and (block == b or block == -1 or (block == -2 and not _leaving(w, j, b))):
             w.by_block[j, QUEUED, b] = 0
             continue
-        for c in range(4):
+        for c in range(QUEUE):
             w.queue[kept, c] = w.queue[i, c]
         kept += 1
     w.now[TAIL] = kept

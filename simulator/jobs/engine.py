@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from simulator import rules
-from simulator.compiled.encoding import NEVER, Ints, decisions_of
+from simulator.compiled.encoding import COLUMNS, NEVER, Ints, machine_settings, rows_of
 from simulator.compiled.engine import Engine
 from simulator.job import Job, JobsTimeline, Sharing, Tenant
 from simulator.jobs.event_loop import run
@@ -25,15 +26,14 @@ from simulator.plan_transfer import Same
 
 # isort: off
 from simulator.jobs.tables import (
-    C_END, C_JOB, DEADLOCK, EVICTIONS, FREE, HOST_LEFT, JOB, LOG, N_LOG, NOW, PEAK, PLAN, SERVED, STATE, STEPPED,
-    TENANT, TENANT_AT, UNADMITTED, UNFINISHED, World,
+    BY_BLOCK, BY_ROW, BY_TENSOR, CHANGES, COPY, DEADLOCK, EVICTIONS, GIVEN, JOB, LOG, N_LOG, NOW, PEAK, PLAN, QUEUE,
+    STATE, World,
 )  # fmt: skip
 
 # isort: on
 from simulator.machine import ALONE, Machine
-from simulator.plan import Plan, Rerun
+from simulator.plan import Plan
 from simulator.program import Program
-from simulator.schedule import lower
 
 KEPT = 1024  # plans that an engine keeps lowered
 Tables = Sequence[Sequence[Table]]
@@ -45,24 +45,30 @@ def _engine(program: Same, machine: Same) -> Engine:
     return Engine(program.of, machine.of, NEVER)
 
 
-def _table(program: Same, machine: Same, plan: Plan) -> Table:
-    """Of a plan, which is checked."""
+def _table(program: Same, machine: Same, plan: Plan | bytes) -> Table:
+    """Of a plan, which is checked; or of its rows as bytes, which fit."""
+    engine = _engine(program, machine)
+    if isinstance(plan, bytes):
+        return table_of(engine, np.frombuffer(plan, np.int64).reshape(-1, COLUMNS).copy())
     plan.check(program.of)
     plan.only("a job among several", "swap", "recompute", "rerun")
-    if plan.of_kind(Rerun):
-        lower(program.of, plan)  # says which of these cannot be
-    return table_of(_engine(program, machine), plan)
+    return table_of(engine, rows_of(plan.decisions), plan.variants)
 
 
 @lru_cache(256)
 def _known(program: Same, machine: Same, plan: Plan) -> tuple[Lowered, Table]:
     """What ``simulate_jobs`` needs of a plan."""
-    return Lowered.of(program.of, plan), table_of(_engine(program, machine), plan)
+    rows = rows_of(plan.decisions)
+    return Lowered.of(program.of, plan), table_of(_engine(program, machine), rows, plan.variants)
 
 
-def _key(program: Program, machine: Machine, plan: Plan) -> tuple[Same, Same, Plan]:
-    """What a schedule and its table follow from."""
-    return Same(program), Same(machine), replace(plan, planner="", limit=0, machine="")
+def _key(plan: Plan | Ints) -> Plan | bytes:
+    """What of a plan its schedule and its table follow from."""
+    if isinstance(plan, Plan):
+        return replace(plan, planner="", limit=0, machine="")
+    if plan.ndim != 2 or plan.shape[1] != COLUMNS:
+        raise ValueError(f"rows: expected {COLUMNS} columns, got shape {plan.shape}")
+    return np.asarray(plan, np.int64).tobytes()
 
 
 class JobScore(NamedTuple):
@@ -88,69 +94,95 @@ class JobsScore(NamedTuple):
         return max((job.left_ns for job in self.jobs), default=0)
 
 
-def _world(jobs: Sequence[Job], tables: Tables, machine: Machine, limit: int,
-           until_ns: int | None, sharing: Sharing, tenant: Tenant, entries: int) -> World:  # fmt: skip
-    """All arrays, before the first round.
+class _Arrays:
+    """The arrays of a simulation, kept for the next one: tables that are in place stay there, and only what is too
+    small is made anew."""
 
-    Args:
-        tables: of each job, those of its entries.
-        entries: of the log; 0: none is kept.
-    """
-    n = len(jobs)
-    flat = [table for each in tables for table in each]
-    own = [(job, p) for job in jobs for p in range(len(job.entries))]
-    records = np.zeros(len(flat), PLAN)
-    base = 0
-    for i, (table, (job, p)) in enumerate(zip(flat, own, strict=True)):
-        share, at_ns = job.share(p), job.switches[p - 1][0] if p and job.switches else -1
-        mine = {"base": base, "at_ns": at_ns, "share": NEVER if share is None else share, "alike": job.alike[p]}
-        for name, value in (table.record | mine).items():
-            records[i][name] = value
-        base += len(table.values)
-    state = np.zeros(n, JOB)
-    never = NEVER if until_ns is None else until_ns
-    changes = [*left_by(tenant), (NEVER, ALONE)]
-    first, rows = 0, base
-    for j, job in enumerate(jobs):
-        for name, number in {
-            "arrives": job.arrives_ns, "leaves": min(never, NEVER if job.leaves_ns is None else job.leaves_ns),
-            "iterations": -1 if job.iterations is None else job.iterations,
-            "reserved": reserved_bytes(table.on_host for table in tables[j]),
-            "first_plan": first, "n_plans": len(tables[j]), "durations": rows, "n_durations": len(job.durations),
-            "takes_turns": len(job.steps) > 0,
-            "end": NEVER, "admitted": -1, "left": -1, "ready_since": -1, "stale": 1, "first": NEVER, "offer": NEVER,
-            "blocked": -1,
-        }.items():  # fmt: skip
-            state[j][name] = number
-        first += len(tables[j])
-        rows += len(job.durations) * len(job.program.kernels)
-    most = {name: max((t.record[name] for t in flat), default=0) for name in ("n", "n_rows", "n_blocks")}
-    tensors = max((len(program.tensors) for job in jobs for program, _ in job.entries), default=0)
-    now = np.zeros(STATE, np.int64)
-    now[[UNADMITTED, UNFINISHED]] = n
-    now[[SERVED, STEPPED]] = -1
-    now[HOST_LEFT], now[FREE], now[TENANT], now[TENANT_AT] = machine.host_bytes, ALONE, rows, changes[0][0]
-    more = [*(job.durations for job in jobs), changes]
-    link, speeds = (machine.d2h_share, machine.h2d_share), [machine.compute_share(k) for k in range(n + 1)]
-    copy = np.zeros((2, 7), np.int64)
-    copy[:, C_JOB], copy[:, C_END] = -1, NEVER
-    return World(
-        np.concatenate([*(t.values for t in flat), *(np.array(x, np.int64).ravel() for x in more)]),
-        records,
-        state,
-        np.array(sorted(range(n), key=lambda j: (jobs[j].arrives_ns, j)), np.int64),
-        np.full((n, 2, tensors), -1, np.int64),
-        np.zeros((n, 3, most["n_rows"]), np.int64),
-        np.zeros((n, 5, most["n_blocks"]), np.int64),
-        np.zeros((n, most["n"]), np.int64),
-        np.zeros((n, most["n_rows"] + most["n_blocks"]), np.int64),
-        np.zeros((n, most["n"] + 1), np.int64),
-        np.zeros((n * most["n_blocks"] + 1, 4), np.int64),
-        copy,
-        now,
-        np.array([limit, machine.copy_engines, *link, sharing == "fifo", machine.switch_ns, *speeds], np.int64),
-        np.empty((entries + 1 if entries else 0, LOG), np.int64),
-    )
+    def __init__(self) -> None:
+        self._placed: list[Table | None] = []  # in ``tables``
+        self._bases: list[int] = [0]  # where they begin, and where there would be another
+        self._world: World | None = None
+
+    def world(
+        self, jobs: Sequence[Job], tables: Tables, settings: Sequence[int], until_ns: int | None, tenant: Tenant,
+        shares: Sequence[int | None], entries: int = 0,
+    ) -> World:  # fmt: skip
+        """All arrays, before the first round.
+
+        Args:
+            tables: of each job, those of its entries.
+            settings: ``_settings``.
+            shares: of each entry of the jobs, one after the other, ``Job.share``.
+            entries: of the log; 0: none is kept.
+        """
+        flat = [table for each in tables for table in each]
+        kept = self._room(len(jobs), flat, max((len(p.tensors) for job in jobs for p, _ in job.entries), default=0))
+        for i, table in enumerate(flat):
+            if self._placed[i] is not table:
+                base = self._bases[i]
+                kept.tables[base : base + len(table.values)] = table.values
+                kept.plans[i] = table.record
+                kept.plans["base"][i] = base
+                self._placed[i] = table
+        kept.plans["share"] = [NEVER if share is None else share for share in shares]
+        kept.plans["at_ns"] = [at_ns for job in jobs for at_ns in _changes(job)]
+        kept.plans["alike"] = [first for job in jobs for first in job.alike]
+        state = np.zeros(len(jobs), JOB)
+        numbers, first, row = [], 0, 0
+        never = NEVER if until_ns is None else until_ns
+        for job, mine in zip(jobs, tables, strict=True):
+            numbers.append((
+                job.arrives_ns, min(never, NEVER if job.leaves_ns is None else job.leaves_ns),
+                -1 if job.iterations is None else job.iterations, reserved_bytes(table.on_host for table in mine),
+                first, len(mine), row, len(job.durations), len(job.steps) > 0,
+            ))  # fmt: skip
+            first += len(mine)
+            row += len(job.durations) * len(job.program.kernels)
+        state.view(np.int64).reshape(len(jobs), len(JOB))[:, :GIVEN] = np.array(numbers, np.int64).reshape(-1, GIVEN)
+        times = [*(job.durations for job in jobs if job.durations), [*left_by(tenant), (NEVER, ALONE)]]
+        return kept._replace(
+            times=np.concatenate([np.array(x, np.int64).ravel() for x in times]),
+            jobs=state,
+            arrivals=np.array(sorted(range(len(jobs)), key=lambda j: (jobs[j].arrives_ns, j)), np.int64),
+            copy=np.zeros((2, COPY), np.int64),
+            now=np.zeros(STATE, np.int64),
+            settings=np.array([*settings[:CHANGES], row, *settings[CHANGES:]], np.int64),
+            log=np.empty((entries + 1 if entries else 0, LOG), np.int64),
+        )
+
+    def _room(self, n: int, flat: Sequence[Table], tensors: int) -> World:
+        """What depends on the plans alone, with room for these tables."""
+        kernels, rows, blocks = (max((int(t.record[x]) for t in flat), default=0) for x in ("n", "n_rows", "n_blocks"))
+        old = self._world
+        room = [end - base for base, end in pairwise(self._bases)]
+        if (
+            old is not None and len(room) == len(flat) and rows <= old.by_row.shape[2]
+            and blocks <= old.by_block.shape[2] and all(len(t.values) <= r for t, r in zip(flat, room, strict=True))
+        ):  # fmt: skip
+            return old
+        if old is not None:  # plans come and go: some to spare
+            rows, blocks = rows * 5 // 4, blocks * 5 // 4
+        room = [len(t.values) * (4 if old is None else 5) // 4 for t in flat]
+        self._bases, self._placed = [0, *accumulate(room)], [None] * len(flat)
+        some, empty = np.empty(0, np.int64), np.empty
+        self._world = World(
+            empty(self._bases[-1], np.int64), some, np.zeros(len(flat), PLAN), some, some,
+            empty((n, BY_TENSOR, tensors), np.int64), empty((n, BY_ROW, rows), np.int64),
+            empty((n, BY_BLOCK, blocks), np.int64), empty((n, kernels), np.int64), empty((n, rows + blocks), np.int64),
+            empty((n, kernels + 1), np.int64), empty((n * blocks + 1, QUEUE), np.int64), some, some, some, some,
+        )  # fmt: skip
+        return self._world
+
+
+def _changes(job: Job) -> list[int]:
+    """When each of its entries takes effect; -1: at the start, or in turns."""
+    return [-1, *(at_ns for at_ns, _ in job.switches)] if not job.steps else [-1] * len(job.entries)
+
+
+def _settings(machine: Machine, limit: int, sharing: Sharing, jobs: int) -> list[int]:
+    """World.settings, without CHANGES."""
+    speeds = [machine.compute_share(k) for k in range(jobs + 1)]
+    return [*machine_settings(machine, limit), sharing == "fifo", machine.switch_ns, *speeds]
 
 
 def simulate_jobs(
@@ -171,14 +203,17 @@ def simulate_jobs(
         OutOfMemory: a step of a job does not fit under the limit with everything else away.
         JobsDeadlock: no job can go on, because the host is full.
     """
-    known = [[_known(*_key(program, machine, plan)) for program, plan in job.entries] for job in jobs]
+    same = Same(machine)
+    known = [[_known(Same(program), same, _key(plan)) for program, plan in job.entries] for job in jobs]
     plans = [[lowered for lowered, _ in each] for each in known]
     tables = [[table for _, table in each] for each in known]
     check(jobs, plans, machine, limit, until_ns)
-    entries, room = 4096, 0
+    settings = _settings(machine, limit, sharing, len(jobs))
+    shares = [job.share(p) for job in jobs for p in range(len(job.entries))]
+    arrays, entries, room = _Arrays(), 4096, 0
     while entries > room:
         room = entries
-        world = _world(jobs, tables, machine, limit, until_ns, sharing, tenant, room)
+        world = arrays.world(jobs, tables, settings, until_ns, tenant, shares, room)
         if run(world) == DEADLOCK:
             # It says who waits for what.
             return rules.simulate_jobs(jobs, machine, limit, until_ns, sharing, tenant)
@@ -189,7 +224,8 @@ def simulate_jobs(
 
 
 class JobsEngine:
-    """Programs that share a machine, ready to score many plans for them. They all begin at 0.
+    """Programs that share a machine, ready to score many plans for them. They all begin at 0. Not for several threads
+    at once.
 
     Args:
         limit: bytes, for all together.
@@ -212,46 +248,53 @@ class JobsEngine:
             raise ValueError(f"expected {len(programs)} shares, got {len(shares)}")
         self.programs, self.machine, self.limit = tuple(programs), machine, limit
         self.until_ns, self.sharing, self.calls, self.shares = until_ns, sharing, 0, shares
-        self.tenant = tuple(tenant)
+        self.tenant, self.within = tuple(tenant), within or shares is not None
         left_by(self.tenant)
-        within = within or shares is not None
         counts = iterations if isinstance(iterations, Sequence) else [iterations] * len(programs)
         self._jobs = [
-            Job(str(j), program, Plan(), iterations=count, within=within)
+            Job(str(j), program, Plan(), iterations=count)
             for j, (program, count) in enumerate(zip(programs, counts, strict=True))
         ]
         self._known = lru_cache(KEPT)(_table)
+        self._same, self._arrays = (Same(machine), [Same(program) for program in programs]), _Arrays()
+        self._settings = _settings(machine, limit, sharing, len(self._jobs))
 
     def score(
-        self, plans: Sequence[Plan | Ints], sample: Sequence[Durations] | None = None, tenant: Tenant | None = None
-    ) -> JobsScore:
+        self, plans: Sequence[Plan | Ints], sample: Sequence[Durations] | None = None, tenant: Tenant | None = None,
+        shares: Sequence[int] | None = None,
+    ) -> JobsScore:  # fmt: skip
         """Simulates the jobs under a plan each; a plan that is given often is lowered once.
 
         Args:
-            plans: a Plan, or its decisions as rows (``compiled.encoding.rows_of``), for each program.
+            plans: for each program a Plan; or its decisions as rows (``compiled.encoding.rows_of``), which must fit the
+                program, as those of ``Engine.score``, and have no limit.
             sample: ``Job.durations`` for each program; None: the programs' own.
-            tenant: in the place of the engine's.
+            tenant, shares: in the place of the engine's.
 
         Raises:
             PlanError: a plan does not fit its program.
-            ValueError: a sample's durations do not fit their program, or the tenant is out of range.
+            ValueError: a sample's durations do not fit their program, the tenant is out of range, or rows have another
+                number of columns.
         """
         self.calls += 1
-        given = [plan if isinstance(plan, Plan) else Plan(decisions_of(plan)) for plan in plans]
-        known = [self._known(*_key(p, self.machine, q)) for p, q in zip(self.programs, given, strict=True)]
-        if self.shares is not None:
-            given = [replace(plan, limit=share) for plan, share in zip(given, self.shares, strict=True)]
-        rows = [()] * len(given) if sample is None else sample
-        jobs = [replace(j, plan=q, durations=d) for j, q, d in zip(self._jobs, given, rows, strict=True)]
+        machine, programs = self._same
+        known = [self._known(p, machine, _key(q)) for p, q in zip(programs, plans, strict=True)]
+        jobs = self._jobs
+        if sample is not None:
+            jobs = [replace(job, durations=rows) for job, rows in zip(jobs, sample, strict=True)]
         check_end(jobs, [[table.ns] for table in known], self.machine, self.until_ns)
         needs = (max(table.least_bytes, table.record["admission_bytes"]) for table in known)
         if any(bytes_ > self.limit for bytes_ in needs) or any(t.on_host > self.machine.host_bytes for t in known):
             return JobsScore(False, (), 0, 0)
-        tables = [[table] for table in known]
-        taken = self.tenant if tenant is None else tenant
-        world = _world(jobs, tables, self.machine, self.limit, self.until_ns, self.sharing, taken, 0)
+        parts = self.shares if shares is None else shares
+        if parts is None:
+            parts = [plan.limit if self.within and isinstance(plan, Plan) else 0 for plan in plans]
+        world = self._arrays.world(
+            jobs, [[table] for table in known], self._settings, self.until_ns,
+            self.tenant if tenant is None else tenant, [part or None for part in parts],
+        )  # fmt: skip
         status = run(world)
-        out = tuple(_job_score(world.jobs[j]) for j in range(len(jobs)))
+        out = tuple(_job_score(job) for job in world.jobs)
         feasible = status != DEADLOCK and all(job.iterations for job in out)
         return JobsScore(feasible, out, int(world.now[PEAK]), int(world.now[EVICTIONS]))
 

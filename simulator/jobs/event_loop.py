@@ -1,12 +1,13 @@
 """The rules for several jobs, compiled: the clock. tables.py names the arrays, away.py is about what is away.
 
 ``run`` goes from one round to the next, by the last paragraph of the rules. What a job waits for and what it would have
-back are looked for only when something has happened to it (``looked``, ``stale``).
+back are looked for only when something has happened to it (``looked``, ``stale``). What every step does is inlined: a
+call pushes the description of all arrays, some hundred words.
 """
 
 from __future__ import annotations
 
-from simulator.compiled.encoding import NEVER
+from simulator.compiled.encoding import COPY_ENGINES, D2H_SHARE, HOST_BYTES, LIMIT, NEVER
 from simulator.compiled.jit import stage
 
 # isort: off
@@ -14,10 +15,10 @@ from simulator.jobs.away import (
     begin_rows, charge, drop_queued, enqueue, evict, first_to_return, fits, land, leave, note, open_row, switch,
 )  # fmt: skip
 from simulator.jobs.tables import (
-    BACK, COMPUTE_AT, COUNTED, C_BLOCK, C_COMPUTE, C_DATA, C_END, C_ENTRY, C_JOB, C_MEMORY, C_TENSOR, C_VOID, C_WORK,
-    DEADLOCK, DONE, ENGINES, FIFO, FREE, GAP_STATE, GONE, HEAD, HOST_BLOCK, HOST_LEFT, KERNEL_ENDS, LEAVES, LEAVING,
-    LIMIT, LINK_AT, L_ADMIT, L_BOUNDARY, L_END, L_GONE, L_IN, L_NEVER, L_OUT, L_STALL, L_STEP, NOW, OPEN_ROW, OUT,
-    OUT_SHARE, PRESENT, QUEUED, Q_BLOCK, Q_ISSUED, Q_JOB, Q_TENSOR, RETURNS, RUNNING, SERVED, SHARE, STEPPED,
+    BACK, BY_BLOCK, BY_ROW, BY_TENSOR, CHANGES, COMPUTE_AT, COUNTED, C_BLOCK, C_COMPUTE, C_DATA, C_END, C_ENTRY, C_JOB,
+    C_MEMORY, C_TENSOR, C_VOID, C_WORK, DEADLOCK, DONE, FIFO, FREE, GAP_STATE, GONE, HEAD, HOST_BLOCK, HOST_LEFT,
+    KERNEL_ENDS, LEAVES, LEAVING, LINK_AT, L_ADMIT, L_BOUNDARY, L_END, L_GONE, L_IN, L_NEVER, L_OUT, L_STALL, L_STEP,
+    NOW, OPEN_ROW, OUT, PRESENT, QUEUED, Q_BLOCK, Q_ISSUED, Q_JOB, Q_TENSOR, RETURNS, RUNNING, SERVED, SHARE, STEPPED,
     SWITCH_NS, TAIL, TENANT, TENANT_AT, UNADMITTED, UNFINISHED, USED, WAITING,
 )  # fmt: skip
 
@@ -25,11 +26,37 @@ from simulator.jobs.tables import (
 from simulator.machine import ALONE
 
 
+@stage
+def _begin(w):  # type: ignore[no-untyped-def]
+    """All that is not given, before the first round; ``jobs``, ``copy`` and ``now`` are 0."""
+    n, now = w.jobs.size, w.now
+    now[UNADMITTED] = now[UNFINISHED] = n
+    now[SERVED] = now[STEPPED] = -1
+    now[HOST_LEFT], now[FREE] = w.settings[HOST_BYTES], ALONE
+    now[TENANT], now[TENANT_AT] = w.settings[CHANGES], w.times[w.settings[CHANGES]]
+    for i in range(2):
+        w.copy[i, C_JOB], w.copy[i, C_END] = -1, NEVER
+    for j in range(n):
+        job = w.jobs[j]
+        job.end = job.first = job.offer = NEVER
+        job.admitted = job.left = job.ready_since = job.blocked = -1
+        job.stale = 1
+        for c in range(BY_TENSOR):
+            for x in range(w.by_tensor.shape[2]):
+                w.by_tensor[j, c, x] = -1
+        for c in range(BY_ROW):
+            for r in range(w.by_row.shape[2]):
+                w.by_row[j, c, r] = 0
+        for c in range(BY_BLOCK):
+            for b in range(w.by_block.shape[2]):
+                w.by_block[j, c, b] = 0
+
+
 @stage(inline=True)
 def _rate(w, which):  # type: ignore[no-untyped-def]
     """Speed of a copy under way."""
     both = w.copy[OUT, C_JOB] >= 0 and w.copy[BACK, C_JOB] >= 0
-    return max(1, (w.settings[OUT_SHARE + which] if both else ALONE) * w.now[FREE] // ALONE)
+    return max(1, (w.settings[D2H_SHARE + which] if both else ALONE) * w.now[FREE] // ALONE)
 
 
 @stage(inline=True)
@@ -78,9 +105,9 @@ def _complete_copies(w):  # type: ignore[no-untyped-def]
         return
     _reckon_link(w)
     if w.now[TENANT_AT] == now:
-        w.now[FREE] = w.tables[w.now[TENANT] + 1]
+        w.now[FREE] = w.times[w.now[TENANT] + 1]
         w.now[TENANT] += 2
-        w.now[TENANT_AT] = w.tables[w.now[TENANT]]
+        w.now[TENANT_AT] = w.times[w.now[TENANT]]
     for i in range(2):
         if w.copy[i, C_END] == now:
             w.copy[i, C_END] = NEVER
@@ -249,9 +276,15 @@ def _begin_copy(w, which, j, tensor, block, lasts):  # type: ignore[no-untyped-d
 
 
 @stage(inline=True)
+def _may_start(w, which):  # type: ignore[no-untyped-def]
+    """Is there an engine free for a copy in this direction?"""
+    return w.copy[which, C_JOB] < 0 and (w.settings[COPY_ENGINES] == 2 or w.copy[1 - which, C_JOB] < 0)
+
+
+@stage(inline=True)
 def _start_copies(w):  # type: ignore[no-untyped-def]
     now, going = w.now[NOW], -1
-    free = w.copy[BACK, C_JOB] < 0 and (w.settings[ENGINES] == 2 or w.copy[OUT, C_JOB] < 0)
+    free = _may_start(w, BACK)
     for j in range(w.jobs.size):
         job = w.jobs[j]
         if job.stage != PRESENT and job.stage != LEAVING:
@@ -265,13 +298,13 @@ def _start_copies(w):  # type: ignore[no-untyped-def]
             job.blocked = -1
         if free and gap != NEVER and (going < 0 or job.offered_since < w.jobs[going].offered_since) and fits(w, j, gap):
             going = j
-    if w.now[HEAD] < w.now[TAIL] and w.copy[OUT, C_JOB] < 0 and (w.settings[ENGINES] == 2 or w.copy[BACK, C_JOB] < 0):
+    if w.now[HEAD] < w.now[TAIL] and _may_start(w, OUT):
         q = w.queue[w.now[HEAD]]
-        if not (w.settings[ENGINES] == 1 and going >= 0 and _issued_before(w, going, q[Q_ISSUED])):
+        if not (w.settings[COPY_ENGINES] == 1 and going >= 0 and _issued_before(w, going, q[Q_ISSUED])):
             w.now[HEAD] += 1
             plan = w.plans[w.jobs[q[Q_JOB]].plan]
             _begin_copy(w, OUT, q[Q_JOB], q[Q_TENSOR], q[Q_BLOCK], w.tables[plan.base + plan.out_ns + q[Q_BLOCK]])
-            if w.settings[ENGINES] == 1:
+            if w.settings[COPY_ENGINES] == 1:
                 going = -1
     if going >= 0:
         job = w.jobs[going]
@@ -330,7 +363,7 @@ def _start_steps(w):  # type: ignore[no-untyped-def]
         lasts = w.tables[plan.base + plan.lasts + job.step]
         if job.n_durations:
             row = job.durations + job.boundaries % job.n_durations * plan.n
-            lasts = w.tables[row + w.tables[plan.base + plan.kernel + job.step]]
+            lasts = w.times[row + w.tables[plan.base + plan.kernel + job.step]]
         _reckon_compute(w)
         job.running = 1
         job.work = (pause + lasts) * ALONE
@@ -375,6 +408,7 @@ def _advance(w):  # type: ignore[no-untyped-def]
 @stage(entry=True)
 def run(w):  # type: ignore[no-untyped-def]
     """Simulates until all jobs have left, or none can go on; returns which."""
+    _begin(w)
     while True:
         _complete_copies(w)
         _complete_steps(w)

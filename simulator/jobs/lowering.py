@@ -1,361 +1,288 @@
-"""Plans as tables, compiled: what ``schedule.lower`` finds, from what the compiled lowering says of a plan.
-
-``walk`` goes over the steps of an iteration and finds which block each of them uses; ``lists`` and ``table_of`` make a
-table of it (tables.py). A version of a tensor is a slot of ``graph``, as in ``compiled/reruns.py``.
-"""
+"""Plans as tables, compiled: what ``schedule.lower`` finds, from the blocks that compiled/blocks.py finds."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from threading import local
+from typing import Any, NamedTuple
 
 import numpy as np
 
 # isort: off
+from simulator.compiled.blocks import B_BYTES, B_FIRST, B_LAST, B_OWNER, S_AGAIN, S_FOR, S_KERNEL, walk
 from simulator.compiled.encoding import (
-    AFTER, AWAY_AT_START, BY_REMAT, D2H, DURATION, EXTRA, FIRST, H2D, KIND, LAST, PERSISTENT, PLANNED, RECOMPUTE,
-    RERUN, RETURNS, SIZE, STEP_FOR, STEP_KERNEL, SYNC_SWAP, TENSOR, WHEN, WORKSPACE, Ints, rows_of,
+    AFTER, AWAY_AT_START, BY_REMAT, D2H, DURATION, EXTRA, H2D, KIND, LAST, PERSISTENT, PLANNED, RETURNS, SIZE,
+    SYNC_SWAP, TENSOR, WHEN, Ints,
 )  # fmt: skip
 
 # isort: on
 from simulator.compiled.engine import Engine
-from simulator.compiled.jit import jit
-from simulator.compiled.lowering import copied_at, host_load
-from simulator.compiled.reruns import slot_before
-from simulator.jobs.tables import AWAY, COPIED, OTHERWISE
-from simulator.plan import Plan
-
-B_OWNER, B_BYTES, B_FIRST, B_LAST = range(4)
-S_KERNEL, S_AGAIN, S_BEFORE = range(3)
-LISTS = ("waits", "touched", "writes", "copies", "opens", "touches")
+from simulator.compiled.jit import jit, stage
+from simulator.compiled.lowering import copied_at, grouped, host_load, sort, swaps_of
+from simulator.jobs.tables import AWAY, COPIED, OTHERWISE, PLAN
 
 
-@jit
-def _sorted_in(values, begin, end):  # type: ignore[no-untyped-def]
-    """Sorts values[begin:end]: a few, by insertion."""
-    for i in range(begin + 1, end):
-        value, at = values[i], i
-        while at > begin and values[at - 1] > value:
-            values[at] = values[at - 1]
-            at -= 1
-        values[at] = value
+@stage(inline=True)
+def _touch(b, s, seen, out, at):  # type: ignore[no-untyped-def]
+    """Adds block b to the list of step s, once; returns where the list ends."""
+    if seen[b] != s:
+        seen[b], out[at] = s, b
+        at += 1
+    return at
 
 
 @jit
-def _grouped(keys, n):  # type: ignore[no-untyped-def]
-    """Indices by their key from 0 to n - 1, in order: those of key k are items[at[k]:at[k + 1]]; -1 is no key."""
-    at = np.zeros(n + 1, np.int64)
-    for key in keys:
-        if key >= 0:
-            at[key + 1] += 1
-    for k in range(n):
-        at[k + 1] += at[k]
-    items, filled = np.empty(at[n], np.int64), at.copy()
-    for i in range(keys.size):
-        if keys[i] >= 0:
-            items[filled[keys[i]]] = i
-            filled[keys[i]] += 1
-    return at, items
-
-
-@jit
-def _on_its_way(rows, away, r, k):  # type: ignore[no-untyped-def]
-    """schedule._Walk._copied: has the copy of row r been enqueued before the pass of kernel k, and is it not back?"""
-    copy, after = copied_at(rows, r), rows[r, AFTER]
-    between = copy < k and k <= after if copy <= after else not (after < k and k <= copy)
-    return away[rows[r, TENSOR]] == r or between
-
-
-@jit
-def walk(kernels, tensors, graph, rows, by_row, steps, n_steps):  # type: ignore[no-untyped-def]
-    """The steps and blocks of a lowered plan.
-
-    Returns:
-        int64 (3, steps): kernel, does it run again, for which kernel. int64 (4, blocks): owner, bytes, first and last
-        step. Where the pairs of a step begin in the last array, int64 (steps + 1,). Per row the block that it moves.
-        int64 (pairs, 2): tensor and block that a step uses.
-    """
-    n, n_tensors, m = kernels.shape[1] - 1, tensors.shape[1], rows.shape[0]
-    reads_at, results_at, writes_at = graph, graph[n + 1 :], graph[2 * n + 2 :]
-    until_at = graph.size - (graph[n] - graph[0]) - graph[0]
-    count = n + n_steps
-    step = np.empty((3, count), np.int64)
-    room = n_tensors + count
-    pairs = 0
-    at = 0
-    for k in range(n):
-        while at < n_steps and steps[at, STEP_FOR] == k:
-            step[S_KERNEL, at + k], step[S_AGAIN, at + k], step[S_BEFORE, at + k] = steps[at, STEP_KERNEL], 1, k
-            at += 1
-        step[S_KERNEL, at + k], step[S_AGAIN, at + k], step[S_BEFORE, at + k] = k, 0, k
-    for w in step[S_KERNEL]:
-        results = results_at[w + 1] - results_at[w]
-        room += results
-        pairs += results + reads_at[w + 1] - reads_at[w]
-    block, uses = np.empty((4, room), np.int64), np.empty((pairs, 2), np.int64)
-    uses_at, moved = np.zeros(count + 1, np.int64), np.full(m, -1, np.int64)
-    holder, original = np.full(graph.size, -1, np.int64), np.full(n_tensors, -1, np.int64)
-    own, held, mine = np.empty(n_tensors, np.int64), np.empty(n_tensors, np.int64), np.full(n_tensors, -1, np.int64)
-    dropped, away = np.zeros(n_tensors, np.bool_), np.full(n_tensors, -1, np.int64)
-    copied = np.zeros(n_tensors, np.bool_)
-    one_by_one = False
-    for r in range(m):
-        one_by_one |= rows[r, KIND] == RERUN
-        if rows[r, KIND] & 1 == 0 and by_row[AWAY_AT_START, r]:
-            away[rows[r, TENSOR]] = r
-    ends, opens = np.full(m, -1, np.int64), np.full(m, -1, np.int64)
-    for r in range(m):
-        if rows[r, KIND] != RERUN:
-            ends[r], opens[r] = by_row[RETURNS, r], rows[r, AFTER]
-    ends_at, ends = _grouped(ends, n)
-    opens_at, opens = _grouped(opens, n)
-    n_blocks = n_uses = 0
-    for x in range(n_tensors):
-        if tensors[PERSISTENT, x]:
-            block[B_OWNER, n_blocks], block[B_BYTES, n_blocks] = x, tensors[SIZE, x]
-            block[B_FIRST, n_blocks] = block[B_LAST, n_blocks] = -1
-            original[x] = n_blocks
-            n_blocks += 1
-    passes = -1  # the kernel whose pass has begun
+def _rows_of(step, items_at, items, out, at):  # type: ignore[no-untyped-def]
+    """Writes the list, per step, of what is grouped by kernel; what runs again has none. Returns where it ends."""
+    count, head = step.shape[1], at
+    at += count + 1
     for s in range(count):
-        w, again, k = step[S_KERNEL, s], step[S_AGAIN, s], step[S_BEFORE, s]
-        if again and one_by_one and passes != k:
-            passes = k
-            copied[:] = False
-            for r in range(m):
-                if rows[r, KIND] & 1 == 0 and _on_its_way(rows, away, r, k):
-                    copied[rows[r, TENSOR]] = True
-        if kernels[WORKSPACE, w]:
-            block[B_OWNER, n_blocks], block[B_BYTES, n_blocks] = -1 - w, kernels[WORKSPACE, w]
-            block[B_FIRST, n_blocks] = block[B_LAST, n_blocks] = s
-            n_blocks += 1
-        if not again:  # what its pass has recovered stays
-            for i in range(ends_at[k], ends_at[k + 1]):
-                r = ends[i]
-                t = rows[r, TENSOR]
-                if rows[r, KIND] != RECOMPUTE:
-                    away[t] = -1 if away[t] == r else away[t]
-                elif dropped[t]:
-                    holder[slot_before(graph, writes_at, t, k)] = own[t]
-                    dropped[t] = False
-        for i in range(reads_at[w], reads_at[w + 1]):
-            x = graph[i]
-            slot = slot_before(graph, writes_at, x, w)
-            there = holder[slot] if slot >= 0 else original[x]
-            if again and one_by_one:
-                if there < 0 or (not tensors[PERSISTENT, x] and mine[x] == k and held[x] == slot):
-                    there = own[x]
-            elif again and (dropped[x] or k > graph[i + until_at]):
-                there = own[x]
-            block[B_LAST, there] = s
-            uses[n_uses, 0], uses[n_uses, 1] = x, there
-            n_uses += 1
-        for i in range(results_at[w], results_at[w + 1]):
-            x = graph[i]
-            before, after = slot_before(graph, writes_at, x, w), slot_before(graph, writes_at, x, w + 1)
-            fresh = not again and not tensors[PERSISTENT, x] and tensors[FIRST, x] == w
-            if fresh or (again and mine[x] != k):
-                block[B_OWNER, n_blocks], block[B_BYTES, n_blocks] = x, tensors[SIZE, x]
-                block[B_FIRST, n_blocks] = s
-                there = n_blocks
-                n_blocks += 1
-            elif again:
-                there = own[x]
-            else:
-                there = holder[before] if before >= 0 else original[x]
-                if before >= 0:
-                    holder[before] = -1
-                else:
-                    original[x] = -1
-            if not again:
-                holder[after] = there
-            else:
-                replaced = one_by_one and not tensors[PERSISTENT, x] and not copied[x]
-                if replaced and mine[x] == k and holder[held[x]] == there:
-                    holder[held[x]] = -1
-                mine[x], own[x], held[x] = k, there, after
-                if replaced:
-                    holder[after] = there
-            block[B_LAST, there] = s
-            uses[n_uses, 0], uses[n_uses, 1] = x, there
-            n_uses += 1
-        uses_at[s + 1] = n_uses
-        if again:
-            continue
-        for i in range(opens_at[k], opens_at[k + 1]):
-            r = opens[i]
-            t = rows[r, TENSOR]
-            slot = slot_before(graph, writes_at, t, k + 1)
-            there = holder[slot] if slot >= 0 else original[t]
-            if rows[r, KIND] == RECOMPUTE:
-                block[B_LAST, there] = s
-                holder[slot] = -1
-                dropped[t] = True
-            else:
-                moved[r] = there
-                away[t] = r
-    for x in range(n_tensors):
-        if tensors[PERSISTENT, x]:
-            slot = slot_before(graph, writes_at, x, n)
-            block[B_LAST, holder[slot] if slot >= 0 else original[x]] = count
-    return step, block[:, :n_blocks], uses_at, moved, uses
+        out[head + s] = at
+        k = step[S_FOR, s]
+        for i in range(items_at[k], items_at[k + 1] if not step[S_AGAIN, s] else items_at[k]):
+            out[at] = items[i]
+            at += 1
+    out[head + count] = at
+    return at
 
 
 @jit
-def lists(tensors, graph, rows, order, by_row, step, block, uses_at, moved, uses):  # type: ignore[no-untyped-def]
-    """The LISTS of a table, from its beginning on; where each of them begins, int64 (6,); and per step the bytes that
-    it needs with everything else away.
+def _lists(tensors, graph, rows, order, by_row, found, plan, out):  # type: ignore[no-untyped-def]
+    """Writes the lists of a table.
 
     Args:
         order: the rows that are swaps, by tensor and opening.
-        step, block, uses_at, moved, uses: what ``walk`` returns.
+        found: Blocks.
+        plan: a record of PLAN, which gets the places.
+        out: long enough.
+
+    Returns:
+        Where they end; int64 (steps,), bytes that each step needs with everything else away.
     """
+    step, block, uses, uses_at, moved = found.step, found.block, found.uses, found.uses_at, found.moved
     count, n_blocks, n_rows = step.shape[1], block.shape[1], order.size
-    n = count - step[S_AGAIN].sum()
+    n = step[S_FOR, count - 1] + 1
     results_at = graph[n + 1 :]
     swapped, least = np.zeros(tensors.shape[1], np.bool_), np.zeros(count, np.int64)
     # Swaps, as indices of ``order``: by the kernel whose pass fetches them, that copies, that opens.
-    keys = np.empty((3, n_rows), np.int64)
+    fetches, copied, opened = np.full(n_rows, -1, np.int64), np.empty(n_rows, np.int64), np.empty(n_rows, np.int64)
     for i in range(n_rows):
         r = order[i]
         swapped[rows[r, TENSOR]] = True
-        keys[0, i] = by_row[RETURNS, r] if by_row[BY_REMAT, r] else -1
-        keys[1, i], keys[2, i] = copied_at(rows, r), rows[r, AFTER]
-    fetched_at, fetched = _grouped(keys[0], n)
-    copies_at, copies = _grouped(keys[1], n)
-    opens_at, opens = _grouped(keys[2], n)
-    dies_at, dies = _grouped(np.where(block[B_LAST] < count, block[B_LAST], -1), count)
-    size = 5 * (count + 1) + 8 * uses.shape[0] + 4 * n_blocks + 8 * n_rows + 1
-    for s in range(count):  # a pass waits at every step for what it fetches
-        k = step[S_BEFORE, s]
-        size += (fetched_at[k + 1] - fetched_at[k]) * step[S_AGAIN, s]
-    out, where, at = np.zeros(size, np.int64), np.zeros(6, np.int64), 0
-    touches, seen = np.zeros(n_blocks, np.int64), np.full(n_blocks, -1, np.int64)
+        if by_row[BY_REMAT, r]:
+            fetches[i] = by_row[RETURNS, r]
+        copied[i], opened[i] = copied_at(rows, r), rows[r, AFTER]
+    fetched_at, fetched = grouped(fetches, n)
+    copies_at, copies = grouped(copied, n)
+    opens_at, opens = grouped(opened, n)
+    ends = np.full(n_blocks, -1, np.int64)
     for b in range(n_blocks):
         if block[B_OWNER, b] < 0:
             least[block[B_FIRST, b]] += block[B_BYTES, b]
-    for which in range(5):
-        where[which] = head = at
-        at += count + 1
-        for s in range(count):
-            out[head + s] = begin = at
-            w, again, k = step[S_KERNEL, s], step[S_AGAIN, s], step[S_BEFORE, s]
-            first, reads, end = uses_at[s], uses_at[s + 1] - (results_at[w + 1] - results_at[w]), uses_at[s + 1]
-            if which == 0 and again:
-                for i in range(fetched_at[k], fetched_at[k + 1]):
-                    out[at] = rows[order[fetched[i]], TENSOR]
-                    at += 1
-            elif which == 0:
-                for i in range(first, end):
-                    new = swapped[uses[i, 0]]
-                    for j in range(first, i):
-                        new &= uses[j, 0] != uses[i, 0]
+        elif block[B_LAST, b] < count:
+            ends[b] = block[B_LAST, b]
+    dies_at, dies = grouped(ends, count)
+
+    # Tensors that must be there. A pass waits at every step for what it fetches.
+    plan.waits, at = 0, count + 1
+    for s in range(count):
+        out[plan.waits + s] = begin = at
+        k = step[S_FOR, s]
+        if step[S_AGAIN, s]:
+            for i in range(fetched_at[k], fetched_at[k + 1]):
+                out[at] = rows[order[fetched[i]], TENSOR]
+                at += 1
+        else:
+            for i in range(uses_at[s], uses_at[s + 1]):
+                if swapped[uses[i, 0]]:
+                    new = True
+                    for j in range(begin, at):
+                        new &= out[j] != uses[i, 0]
                     if new:
                         out[at] = uses[i, 0]
                         at += 1
-                _sorted_in(out, begin, at)
-            elif which == 1:
-                for i in range(first, end):
-                    if seen[uses[i, 1]] != s:
-                        seen[uses[i, 1]], out[at] = s, uses[i, 1]
-                        at += 1
-                for i in range(dies_at[s], dies_at[s + 1]):
-                    b = dies[i]
-                    if block[B_OWNER, b] >= 0 and seen[b] != s:
-                        seen[b], out[at] = s, b
-                        at += 1
-                for some_at, some in ((copies_at, copies), (opens_at, opens)):
-                    for i in range(some_at[k], some_at[k + 1]):
-                        b = moved[order[some[i]]]
-                        if not again and seen[b] != s:
-                            seen[b], out[at] = s, b
-                            at += 1
-                _sorted_in(out, begin, at)
-                for i in range(begin, at):
-                    least[s] += block[B_BYTES, out[i]]
-                    touches[out[i]] += 1
-                for i in range(fetched_at[k], fetched_at[k + 1]):
-                    b = moved[order[fetched[i]]]
-                    if again and seen[b] != s:
-                        least[s] += block[B_BYTES, b]
-            elif which == 2 and not again:
-                for i in range(reads, end):
-                    if swapped[uses[i, 0]] or tensors[PERSISTENT, uses[i, 0]]:
-                        out[at], out[at + 1] = uses[i, 0], uses[i, 1]
-                        at += 2
-                for i in range(first, end):
-                    x = uses[i, 0]
-                    last = swapped[x] and not tensors[PERSISTENT, x] and tensors[LAST, x] == w
-                    for j in range(first, i):
-                        last &= uses[j, 0] != x
-                    if last:
-                        out[at], out[at + 1] = x, -1
-                        at += 2
-            elif which > 2 and not again:
-                some_at, some = (copies_at, copies) if which == 3 else (opens_at, opens)
-                for i in range(some_at[k], some_at[k + 1]):
-                    out[at] = some[i]
-                    at += 1
-        out[head + count] = at
-    where[5] = head = at
-    at += n_blocks + 1
-    for b in range(n_blocks):
-        out[head + b] = at
-        at += touches[b]
-        touches[b] = out[head + b]
-    out[head + n_blocks] = at
+            sort(out, begin, at)
+    out[plan.waits + count] = at
+
+    # Blocks that it touches.
+    touches, seen = np.zeros(n_blocks + 1, np.int64), np.full(n_blocks, -1, np.int64)
+    plan.touched, at = at, at + count + 1
     for s in range(count):
-        for i in range(out[where[1] + s], out[where[1] + s + 1]):
+        out[plan.touched + s] = begin = at
+        k, again = step[S_FOR, s], step[S_AGAIN, s]
+        for i in range(uses_at[s], uses_at[s + 1]):
+            at = _touch(uses[i, 1], s, seen, out, at)
+        for i in range(dies_at[s], dies_at[s + 1]):
+            at = _touch(dies[i], s, seen, out, at)
+        if not again:
+            for i in range(copies_at[k], copies_at[k + 1]):
+                at = _touch(moved[order[copies[i]]], s, seen, out, at)
+            for i in range(opens_at[k], opens_at[k + 1]):
+                at = _touch(moved[order[opens[i]]], s, seen, out, at)
+        sort(out, begin, at)
+        for i in range(begin, at):
+            least[s] += block[B_BYTES, out[i]]
+            touches[out[i] + 1] += 1
+        if again:
+            for i in range(fetched_at[k], fetched_at[k + 1]):
+                b = moved[order[fetched[i]]]
+                if seen[b] != s:
+                    least[s] += block[B_BYTES, b]
+    out[plan.touched + count] = at
+
+    # Tensors that it writes, each with its block; or uses last.
+    plan.writes, at = at, at + count + 1
+    for s in range(count):
+        out[plan.writes + s] = at
+        if step[S_AGAIN, s]:
+            continue
+        w = step[S_KERNEL, s]
+        for i in range(uses_at[s + 1] - (results_at[w + 1] - results_at[w]), uses_at[s + 1]):
+            if swapped[uses[i, 0]] or tensors[PERSISTENT, uses[i, 0]]:
+                out[at], out[at + 1] = uses[i, 0], uses[i, 1]
+                at += 2
+        for i in range(uses_at[s], uses_at[s + 1]):
+            x = uses[i, 0]
+            if swapped[x] and not tensors[PERSISTENT, x] and tensors[LAST, x] == w:
+                first = True
+                for j in range(uses_at[s], i):
+                    first &= uses[j, 0] != x
+                if first:
+                    out[at], out[at + 1] = x, -1
+                    at += 2
+    out[plan.writes + count] = at
+
+    plan.copies, at = at, _rows_of(step, copies_at, copies, out, at)
+    plan.opens, at = at, _rows_of(step, opens_at, opens, out, at)
+
+    # Steps that touch a block.
+    plan.touches, at = at, at + n_blocks + 1
+    for b in range(n_blocks + 1):
+        at += touches[b]
+        touches[b] = out[plan.touches + b] = at
+    for s in range(count):
+        for i in range(out[plan.touched + s], out[plan.touched + s + 1]):
             out[touches[out[i]]] = s
             touches[out[i]] += 1
-    return out[:at], where, least
+    return at, least
+
+
+@jit
+def _table(kernels, tensors, graph, rows, by_row, planned, steps, n_steps, record, out):  # type: ignore[no-untyped-def]
+    """The table of a lowered plan.
+
+    Args:
+        record: one of PLAN, to be filled, but for what depends on the job.
+        out: gets the table.
+
+    Returns:
+        How long the table is, or, below 0, ``out`` has to be; the most bytes that one of its steps needs with
+        everything else away, and that the host holds.
+    """
+    found = walk(kernels, tensors, graph, rows, by_row, steps, n_steps)
+    step, block, plan = found.step, found.block, record[0]
+    n, n_tensors, count, n_blocks = kernels.shape[1] - 1, tensors.shape[1], step.shape[1], block.shape[1]
+    _, order = swaps_of(rows, n, n_tensors)
+    n_rows = order.size
+    room = 5 * (count + 1) + 8 * found.uses.shape[0] + 4 * n_blocks + 8 * n_rows + 1  # of lists
+    room += n_rows * n_steps  # a pass waits at every step for what it fetches
+    room += 7 * count + 1 + 8 * n_rows + 6 * n_blocks + n
+    if out.size < room:
+        return -room, 0, 0
+    at, least = _lists(tensors, graph, rows, order, by_row, found, plan, out)
+    plan.n, plan.n_steps, plan.n_rows, plan.n_blocks = n, count, n_rows, n_blocks
+
+    # Columns of steps.
+    plan.before, plan.again, plan.lasts = before, again, lasts = at, at + count, at + 2 * count
+    plan.takes, plan.gives, plan.kernel = takes, gives, kernel = at + 3 * count, at + 4 * count, at + 5 * count
+    plan.begins = begins = at + 6 * count
+    at, time = begins + count + 1, 0
+    for s in range(count):
+        w = step[S_KERNEL, s]
+        out[before + s], out[again + s], out[kernel + s] = step[S_FOR, s], step[S_AGAIN, s], w
+        out[lasts + s], out[begins + s] = kernels[DURATION, w], time
+        out[takes + s] = out[gives + s] = 0
+        time += kernels[DURATION, w]
+    out[begins + count] = time
+
+    # Columns of rows.
+    plan.row_tensor, plan.row_block, plan.row_before, plan.row_ready = at, at + n_rows, at + 2 * n_rows, at + 3 * n_rows
+    plan.row_sync, plan.row_pinned = at + 4 * n_rows, at + 5 * n_rows
+    plan.row_after, plan.row_start = at + 6 * n_rows, at + 7 * n_rows
+    start_bytes = waited = 0
+    for i in range(n_rows):
+        r = order[i]
+        t, after, prefetch = rows[r, TENSOR], rows[r, AFTER], rows[r, EXTRA]
+        out[at + i], out[at + n_rows + i] = t, found.moved[r]
+        out[at + 2 * n_rows + i] = (by_row[RETURNS, r] - after - 1) % n + 1
+        out[at + 3 * n_rows + i] = 1 if prefetch < 0 else (prefetch - after) % n + 1
+        out[at + 4 * n_rows + i], out[at + 5 * n_rows + i] = rows[r, KIND] == SYNC_SWAP, prefetch >= 0
+        out[at + 6 * n_rows + i], out[at + 7 * n_rows + i] = after, COPIED if rows[r, WHEN] > after else OTHERWISE
+        if by_row[AWAY_AT_START, r]:
+            out[at + 7 * n_rows + i] = AWAY
+            start_bytes -= tensors[SIZE, t]
+            for j in range(out[0], out[1]):
+                waited += tensors[SIZE, t] * (out[j] == t)
+    at += 8 * n_rows
+
+    # Columns of blocks.
+    plan.owner, plan.nbytes, plan.first, plan.last = at, at + n_blocks, at + 2 * n_blocks, at + 3 * n_blocks
+    plan.out_ns, plan.in_ns = at + 4 * n_blocks, at + 5 * n_blocks
+    plan.n_persistent = 0
+    for b in range(n_blocks):
+        owner, nbytes, first, last = block[B_OWNER, b], block[B_BYTES, b], block[B_FIRST, b], block[B_LAST, b]
+        out[at + b], out[at + n_blocks + b] = owner, nbytes
+        out[at + 2 * n_blocks + b], out[at + 3 * n_blocks + b] = first, last
+        out[at + 4 * n_blocks + b] = tensors[D2H, owner] if owner >= 0 else 0
+        out[at + 5 * n_blocks + b] = tensors[H2D, owner] if owner >= 0 else 0
+        if first >= 0:
+            out[takes + first] += nbytes
+        else:
+            start_bytes += nbytes
+            plan.n_persistent += 1
+        if last < count:
+            out[gives + last] += nbytes
+    at += 6 * n_blocks
+
+    plan.residency = at
+    for k in range(n):
+        out[at + k] = planned[k]
+    plan.start_bytes, plan.admission_bytes = start_bytes, start_bytes + waited + out[takes]
+    return at + n, least.max(), host_load(tensors, graph, rows, by_row[RETURNS], n)
+
+
+class _Room(local):
+    """Where a thread makes tables: new memory costs as much as they do."""
+
+    values = np.empty(0, np.int64)
+
+
+_room = _Room()
 
 
 class Table(NamedTuple):
     """A plan for a machine."""
 
     values: Ints
-    record: dict[str, int]  # all of its PLAN but what depends on the job
+    record: Any  # of PLAN, but for what depends on the job
     least_bytes: int  # the most that one of its steps needs with everything else away
     on_host: int  # the most bytes that the host holds for it
     ns: int  # of an iteration's kernels
 
 
-def table_of(engine: Engine, plan: Plan) -> Table:
-    """The table of a plan, which fits the engine's program."""
-    if plan.variants:
-        engine = engine.with_variants(plan.variants)
-    rows = rows_of(plan.decisions)
+def table_of(engine: Engine, rows: Ints, variants: Sequence[tuple[int, int]] = ()) -> Table:
+    """The table of a plan's ``rows`` and ``variants``, which fit the engine's program.
+
+    Raises:
+        PlanError: a kernel that is to run again would not find an input as it was.
+    """
+    if variants:
+        engine = engine.with_variants(variants)
     kernels, tensors, graph, _ = engine.tables
     work, n_steps = engine.lowered(rows)
-    swaps = np.flatnonzero(rows[:, KIND] % 2 == 0)
-    order = swaps[np.lexsort((rows[swaps, AFTER], rows[swaps, TENSOR]))]
-    step, block, *used = walk(kernels, tensors, graph, rows, work.by_row, work.steps, n_steps)
-    entries, where, least = lists(tensors, graph, rows, order, work.by_row, step, block, *used)
-    n, (owner, nbytes, first, last) = len(engine.program.kernels), block
-    count, lasts = n + n_steps, kernels[DURATION, step[S_KERNEL]]
-    takes, gives = np.zeros(count + 1, np.int64), np.zeros(count + 1, np.int64)  # the last is of what stays
-    np.add.at(takes, first, nbytes)
-    np.add.at(gives, last, nbytes)
-    tensor, after, prefetch, when = (rows[order, column] for column in (TENSOR, AFTER, EXTRA, WHEN))
-    returns, away = work.by_row[RETURNS, order], work.by_row[AWAY_AT_START, order] == 1
-    copied = np.maximum(owner, -1)  # no workspace is
-    columns = {
-        "before": step[S_BEFORE], "again": step[S_AGAIN], "lasts": lasts, "takes": takes[:count],
-        "gives": gives[:count], "begins": np.append(0, lasts.cumsum()), "kernel": step[S_KERNEL],
-        "row_tensor": tensor, "row_block": used[1][order], "row_before": (returns - after - 1) % n + 1,
-        "row_ready": np.where(prefetch < 0, 1, (prefetch - after) % n + 1), "row_sync": rows[order, KIND] == SYNC_SWAP,
-        "row_pinned": prefetch >= 0, "row_after": after,
-        "row_start": np.where(away, AWAY, np.where(when > after, COPIED, OTHERWISE)),
-        "owner": owner, "nbytes": nbytes, "first": first, "last": last,
-        "out_ns": np.append(tensors[D2H], 0)[copied], "in_ns": np.append(tensors[H2D], 0)[copied],
-        "residency": work.by_kernel[PLANNED, :n],
-    }  # fmt: skip
-    begins = np.cumsum([len(entries), *map(len, columns.values())]).tolist()
-    start_bytes = int(takes[-1] - tensors[SIZE, tensor[away]].sum())
-    waits = np.intersect1d(entries[entries[0] : entries[1]], tensor[away])
-    record = {"n": n, "n_steps": count, "n_rows": len(order), "n_blocks": len(owner),
-              "n_persistent": int((first < 0).sum()), "start_bytes": start_bytes,
-              "admission_bytes": start_bytes + int(takes[0] + tensors[SIZE, waits].sum()),
-              **dict(zip(LISTS, where.tolist(), strict=True)), **dict(zip(columns, begins, strict=False))}  # fmt: skip
-    on_host = host_load(tensors, graph, rows, work.by_row[RETURNS], n)
-    return Table(np.concatenate([entries, *columns.values()]), record, int(least.max()), int(on_host), int(lasts.sum()))
+    record = np.zeros(1, PLAN)
+    given = kernels, tensors, graph, rows, work.by_row, work.by_kernel[PLANNED], work.steps, n_steps, record
+    while (found := _table(*given, _room.values))[0] < 0:
+        _room.values = np.empty(-2 * found[0], np.int64)
+    plan, values = record[0], _room.values[: found[0]].copy()
+    return Table(values, plan, *found[1:], int(values[plan["begins"] + plan["n_steps"]]))

@@ -13,6 +13,7 @@ from envs.batch import Batch
 from envs.graph import OBSERVED, STATIC
 from envs.memory_env import small_task
 from envs.task import Task
+from simulator.compiled.encoding import MAX_ITERATIONS, STEP_COLUMNS, work_shapes
 from tests.oracle.walk import Walk, current_node, dynamic_features
 from tests.strategies import machines, networks, programs, reachable_limits
 
@@ -42,7 +43,7 @@ def follow(tasks: list[Task], reward: str, actions: str, seed: int, walks: int, 
     batch = Batch(tasks, walks, reward, "end", actions)
     if little_room:
         for work in batch._works:
-            work.steps = np.empty((1, 4), np.int64)
+            work.steps = np.empty((1, STEP_COLUMNS), np.int64)
     for i in range(walks):
         batch.seed(i, int(rng.integers(2**62)))
     over, episodes, ours = np.ones(walks, np.bool_), 0, [Walk(tasks[0])] * walks
@@ -116,6 +117,19 @@ def test_threads_share_nothing() -> None:
             batch.step(chosen)
         for name in ("walks", "nodes", "mask", "current", "rewards", "terminated", "overhead", "feasible"):
             assert (getattr(batches[0], name) == getattr(batches[1], name)).all(), name
+
+
+def test_a_thread_has_room_for_all_that_an_engine_works_on() -> None:
+    """For plans that empty every gap."""
+    program, machine = small_task()
+    task = Task(program, machine, program.peak_bytes // 2, 2**20, "joint")
+    work, (own,) = task.engine._new_work(), Batch([task], 1)._works
+    sizes, iterations = (len(program.kernels), len(program.tensors)), task.engine.tables.settings[MAX_ITERATIONS]
+    made = work.arrays
+    shapes = tuple(a.shape for a in (made.by_kernel, made.by_segment, made.by_tensor, made.by_row, made.states))
+    assert shapes == work_shapes(*sizes, work.rows, iterations)
+    assert own.ints.size >= sum(a * b for a, b in work_shapes(*sizes, len(task.graph.gaps), iterations))
+    assert own.steps.shape[1] == made.steps.shape[1] and own.gaps.dtype == made.gaps.dtype
 
 
 def test_quotients_are_rounded_as_divisions_are() -> None:

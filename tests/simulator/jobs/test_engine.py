@@ -34,7 +34,8 @@ def test_a_table_is_what_the_schedule_says():
     for seed in range(300):
         program, plan, machine = any_case(seed)[:3]
         lowered = Lowered(lower(program, plan))
-        table, schedule = table_of(Engine(program, machine, 0), plan), lowered.schedule
+        table = table_of(Engine(program, machine, 0), rows_of(plan.decisions), plan.variants)
+        schedule = lowered.schedule
         columns = [table.values[table.record[name] :] for name in ("owner", "nbytes", "first", "last")]
         assert tuple(zip(*(c[: len(schedule.blocks)].tolist() for c in columns), strict=True)) == schedule.blocks
         begin, lists = table.record["touched"], table.values.tolist()
@@ -45,13 +46,23 @@ def test_a_table_is_what_the_schedule_says():
         assert facts == (*right, lowered.begins[-1]), f"seed {seed}"
 
 
-def test_a_plan_whose_kernels_cannot_run_again_is_refused():
-    """k1 goes on writing x, which k0 does not write again just before it."""
-    lines = [((), (0,)), ((0,), (0,)), ((0,), ())]
+@pytest.mark.parametrize(
+    ("lines", "why"),
+    [
+        ([((), (0,)), ((0,), (0,)), ((0,), ())], "it goes on writing tensor 0, and kernel 0 does not run again"),
+        ([((), (0,)), ((0,), (1,)), ((0,), (0,)), ((1,), ())], "tensor 0 is not there as it read it"),
+    ],
+)
+def test_a_plan_whose_kernels_cannot_run_again_is_refused(lines, why):
+    """As a plan and as rows, which are not checked otherwise."""
     kernels = tuple(Kernel(f"k{i}", "other", "forward", *line, 10) for i, line in enumerate(lines))
-    program, plan = Program("p", (Tensor("x", 10),), kernels), Plan((Rerun(1, 2),))
-    with pytest.raises(PlanError, match="kernel 1 cannot run again before kernel 2"):
-        JobsEngine([program], tiny.MACHINE, 100, iterations=1).score([plan])
+    program, plan = Program("p", (Tensor("x", 10), Tensor("y", 10)), kernels), Plan((Rerun(1, len(lines) - 1),))
+    match = f"kernel 1 cannot run again before kernel {len(lines) - 1}: {why}"
+    for given_plan in (plan, rows_of(plan.decisions)):
+        with pytest.raises(PlanError, match=match):
+            JobsEngine([program], tiny.MACHINE, 100, iterations=1).score([given_plan])
+    with pytest.raises(PlanError, match=match):
+        Engine(program, tiny.MACHINE, 100).score(rows_of(plan.decisions))
 
 
 def test_a_log_of_more_entries_than_expected():
@@ -113,11 +124,13 @@ def test_a_score_within_shares_beside_a_tenant_and_over_samples_of_the_times(dat
     shares = [data.draw(st.integers(0, case.limit)) for _ in chosen]
     samples = [[job.durations for job in case.jobs], [()] * len(chosen)]
     scorer = JobsEngine(programs, case.machine, case.limit, 300, 3, case.sharing, shares=shares, tenant=case.tenant)
+    other = JobsEngine(programs, case.machine, case.limit, 300, 3, case.sharing)
     for sample, score in zip(samples, scorer.scores(chosen, samples), strict=True):
         several = [
             Job(str(j), program, replace(plan, limit=share), iterations=3, within=True, durations=rows)
             for j, (program, plan, share, rows) in enumerate(zip(programs, chosen, shares, sample, strict=True))
         ]
+        assert repr(other.score(chosen, sample, case.tenant, shares)) == repr(score)  # there may be a NaN
         try:
             timeline = engine.simulate_jobs(several, case.machine, case.limit, 300, case.sharing, case.tenant)
         except (JobsDeadlock, PlanError):
@@ -130,7 +143,7 @@ def test_a_score_within_shares_beside_a_tenant_and_over_samples_of_the_times(dat
 def test_a_plan_that_comes_again_is_lowered_once(monkeypatch):
     """Whatever it says of who made it for what; another program's is another."""
     made = []
-    monkeypatch.setattr(engine, "table_of", lambda of, plan: made.append(plan) or table_of(of, plan))
+    monkeypatch.setattr(engine, "table_of", lambda *plan: made.append(plan) or table_of(*plan))
     program = replace(tiny.PROGRAM)
     for plan in (tiny.SWAP_PLAN, replace(tiny.SWAP_PLAN, limit=150), replace(tiny.SWAP_PLAN, decisions=())):
         engine.simulate_jobs([Job("a", program, plan, iterations=1)] * 2, tiny.MACHINE, 300)

@@ -1,0 +1,59 @@
+"""Compiled code stays within its arrays: random cases and walks under Numba's bounds check, compiled for that alone.
+
+python -m tests.bounds
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+
+import numpy as np
+from numba import config
+
+from envs.memory_env import small_task
+from envs.task import Task
+from simulator.compiled.jit import stage
+from tests.envs.test_batch import follow
+from tests.random_cases import any_case, difference, jobs_case, jobs_difference
+
+CASES, JOBS_CASES, STEPS = 300, 80, 60
+
+
+@stage(entry=True)
+def beyond(values):  # type: ignore[no-untyped-def]
+    """Reads one element too many."""
+    return values[values.size]
+
+
+def main() -> None:
+    """The command."""
+    if not config.BOUNDSCHECK:
+        with tempfile.TemporaryDirectory() as folder:
+            environment = os.environ | {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": folder}
+            sys.exit(subprocess.run([sys.executable, "-m", "tests.bounds"], env=environment).returncode)
+    try:
+        beyond(np.zeros(3, np.int64))
+    except IndexError:
+        pass
+    else:
+        sys.exit("nothing is checked")
+    for seed in range(CASES):
+        if found := difference(any_case(seed)):
+            sys.exit(f"seed {seed}: {found}")
+    for seed in range(JOBS_CASES):
+        if found := jobs_difference(jobs_case(seed)):
+            sys.exit(f"seed {seed} of several jobs: {found}")
+    program, machine = small_task()
+    short = replace(machine, d2h_bytes_per_s=6 * 10**9, host_bytes=20 * 2**20)
+    tasks = [Task(program, on, program.peak_bytes // 2, 2**20, mode) for on in (machine, short)
+             for mode in ("swap", "joint")]  # fmt: skip
+    for reward in ("paper", "causal"):
+        follow(tasks, reward, "full", 1, 8, STEPS, True)
+
+
+if __name__ == "__main__":
+    main()
