@@ -138,7 +138,9 @@ class _Arrays:
             ))  # fmt: skip
             first += len(mine)
             row += len(job.durations) * len(job.program.kernels)
-        state.view(np.int64).reshape(len(jobs), len(JOB))[:, :GIVEN] = np.array(numbers, np.int64).reshape(-1, GIVEN)
+        state.view(np.int64).reshape(len(jobs), JOB.itemsize // 8)[:, :GIVEN] = np.array(numbers, np.int64).reshape(
+            -1, GIVEN
+        )
         times = [*(job.durations for job in jobs if job.durations), [*left_by(tenant), (NEVER, ALONE)]]
         return kept._replace(
             times=np.concatenate([np.array(x, np.int64).ravel() for x in times]),

@@ -284,5 +284,6 @@ def table_of(engine: Engine, rows: Ints, variants: Sequence[tuple[int, int]] = (
     given = kernels, tensors, graph, rows, work.by_row, work.by_kernel[PLANNED], work.steps, n_steps, record
     while (found := _table(*given, _room.values))[0] < 0:
         _room.values = np.empty(-2 * found[0], np.int64)
-    plan, values = record[0], _room.values[: found[0]].copy()
-    return Table(values, plan, *found[1:], int(values[plan["begins"] + plan["n_steps"]]))
+    size, least, on_host = found
+    plan, values = record[0], _room.values[:size].copy()
+    return Table(values, plan, least, on_host, int(values[plan["begins"] + plan["n_steps"]]))
