@@ -49,7 +49,7 @@ def test_a_table_is_what_the_schedule_says():
 @pytest.mark.parametrize(
     ("lines", "why"),
     [
-        ([((), (0,)), ((0,), (0,)), ((0,), ())], "it goes on writing tensor 0, and kernel 0 does not run again"),
+        ([((), (0,)), ((), (0,)), ((0,), ())], "it goes on writing tensor 0, and kernel 0 does not run again"),
         ([((), (0,)), ((0,), (1,)), ((0,), (0,)), ((1,), ())], "tensor 0 is not there as it read it"),
     ],
 )
