@@ -10,7 +10,7 @@ from agents.floor import floor
 from agents.planner import way_of
 from executor.replay.streams import circle
 from executor.training.order import order
-from experiments.benchmarks import simpy_model
+from experiments.benchmark import simpy_model
 from experiments.common.report import other_mode
 from experiments.figures import layerwise
 from simulator import Job, Plan, PlanError, Rerun, decisions, rules, simulate, simulate_jobs, ways
