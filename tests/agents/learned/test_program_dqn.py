@@ -157,7 +157,7 @@ def test_weights_are_checked_at_the_edge(tmp_path: Path) -> None:
             FormatError, match=f"^weights: .*{name} holds no weights of a program DQN, or damaged ones$"
         ):
             read_weights(tmp_path / name, QNet, "a program DQN")
-    with pytest.raises(FormatError, match=r"none\.pt cannot be read"):
+    with pytest.raises(FormatError, match=r"none\.pt: cannot be read"):
         read_weights(tmp_path / "none.pt", QNet, "a program DQN")
 
 
