@@ -13,17 +13,17 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from agents.planner import Facts, Infeasible, Planner
+from agents.planner import Infeasible, Planner, PlannerInfo
 
-__all__ = ["PLANNERS", "Facts", "Infeasible", "Planner", "make", "options", "untrained"]
+__all__ = ["PLANNERS", "Infeasible", "Planner", "PlannerInfo", "make", "options", "untrained"]
 
 ROOMS = ("heuristics", "search", "exact", "learned")
 
 
-def _classes() -> list[tuple[Facts, Callable[..., Planner]]]:
-    """Every planner of the rooms, in the order of ``Facts.place``.
+def _classes() -> list[tuple[PlannerInfo, Callable[..., Planner]]]:
+    """Every planner of the rooms, in the order of ``PlannerInfo.place``.
 
-    Files without ``Facts(`` are not imported: some of them need PyTorch. What a planner needs that takes long to
+    Files without ``PlannerInfo(`` are not imported: some of them need PyTorch. What a planner needs that takes long to
     import, it imports when it plans.
     """
     modules = ["agents.planner"]
@@ -32,7 +32,7 @@ def _classes() -> list[tuple[Facts, Callable[..., Planner]]]:
         files = [
             f.relative_to(here).with_suffix("")
             for f in sorted((here / room).rglob("*.py"))
-            if "Facts(" in f.read_text("utf-8")
+            if "PlannerInfo(" in f.read_text("utf-8")
         ]
         modules += [".".join(("agents", *f.parts)).removesuffix(".__init__") for f in files]
     found = []
@@ -45,7 +45,7 @@ def _classes() -> list[tuple[Facts, Callable[..., Planner]]]:
 
 
 _FOUND = _classes()
-PLANNERS: dict[str, Facts] = {facts.key: facts for facts, _ in _FOUND}
+PLANNERS: dict[str, PlannerInfo] = {facts.key: facts for facts, _ in _FOUND}
 _MAKERS = {facts.key: kind for facts, kind in _FOUND}
 if len(PLANNERS) < len(_FOUND):
     twice = next(key for key in PLANNERS if sum(facts.key == key for facts, _ in _FOUND) > 1)

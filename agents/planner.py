@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from simulator.compiled.encoding import EXTRA, KIND, RECOMPUTE, SWAP, decisions_of, rows_of
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
+from simulator.modes import KEPT, RECOMPUTED, SWAPPED, spans, ways_to_empty
 from simulator.plan import Plan
 from simulator.program import Gap, Program
-from simulator.ways import KEPT, RECOMPUTED, SWAPPED, spans, ways_to_empty
 
 MIB = 2**20
 
@@ -37,7 +37,7 @@ Family = Literal[
 
 
 @dataclass(frozen=True)
-class Facts:
+class PlannerInfo:
     """What is known of a planner beside its code: one entry for each key that its class serves, in its ``facts``.
 
     Attributes:
@@ -47,7 +47,7 @@ class Facts:
         family: of methods; its members share hues in pictures.
         slot: which hue and marker of the family, from 0; None: a spare one. A learned planner's policy has the next.
         place: in tables, the least first. They are 10 apart; a new planner comes last.
-        moves: the mode (simulator.ways.MODES) of every plan that it may make; "": its plan is empty.
+        moves: the mode (simulator.modes.MODES) of every plan that it may make; "": its plan is empty.
         options: those that make the class this planner.
         slow: how early it is planned where many are, 0: when its turn comes.
         learned: it is trained.
@@ -94,7 +94,7 @@ class Planner(Protocol):
 class NoPlan:
     """The empty plan, where the limit allows it. Its options are ignored."""
 
-    facts = Facts("none", "no plan", "", "search and exact", 0, 0, "")
+    facts = PlannerInfo("none", "no plan", "", "search and exact", 0, 0, "")
     name = facts.key
 
     def __init__(self, min_bytes: int = MIB, seed: int = 0) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from envs import layout
+from envs import columns
 from envs.compiled_walk import step_walks
 from envs.graph import OBSERVED
 from envs.task import REWARDS, Task
@@ -69,14 +69,14 @@ class _Parts:
 
 
 def _gap_table(task: Task) -> NDArray[np.int64]:
-    table = np.full((layout.GAP_ROWS, len(task.tensor)), -1, np.int64)
-    table[layout.TENSOR], table[layout.AFTER], table[layout.BEFORE] = task.tensor, task.after, task.before
-    table[layout.WRAPS], table[layout.NBYTES] = task.wraps, task.nbytes
-    table[layout.COPY_AT], table[layout.FIRST_SINCE] = task.copy_at, task.first_since
-    table[layout.OFFLOAD_NODE, task.offload_gap] = task.offloads
-    table[layout.REMOVE_NODE, task.removal_gap] = task.removals
-    table[layout.BY_AFTER] = np.lexsort((task.after, task.wraps))
-    table[layout.BY_BEFORE] = np.argsort(task.before, kind="stable")
+    table = np.full((columns.GAP_ROWS, len(task.tensor)), -1, np.int64)
+    table[columns.TENSOR], table[columns.AFTER], table[columns.BEFORE] = task.tensor, task.after, task.before
+    table[columns.WRAPS], table[columns.NBYTES] = task.wraps, task.nbytes
+    table[columns.COPY_AT], table[columns.FIRST_SINCE] = task.copy_at, task.first_since
+    table[columns.OFFLOAD_NODE, task.offload_gap] = task.offloads
+    table[columns.REMOVE_NODE, task.removal_gap] = task.removals
+    table[columns.BY_AFTER] = np.lexsort((task.after, task.wraps))
+    table[columns.BY_BEFORE] = np.argsort(task.before, kind="stable")
     return table
 
 
@@ -129,16 +129,15 @@ class Batch:
         iterations = max(int(t.engine.tables.settings[encoding.MAX_ITERATIONS]) for t in tasks)
         _, by_segment, _, by_row, states = map(prod, encoding.work_shapes(kernels, 0, gaps, iterations))
         self._tables(by_segment + by_row + states + encoding.RESULTS + 2 + encoding.SETTINGS)
-        offsets = np.cumsum([layout.WALK, kernels + 1, kernels + 1, gaps, gaps, gaps])
-        self.options = np.zeros(layout.OPTIONS, np.int64)
-        self.options[[layout.SHOWN_NODES, layout.FORMS, layout.CAUSAL]] = self.size, self.forms, reward == "causal"
-        self.options[[layout.IGNORE, layout.AUTORESET, layout.TASKS]] = invalid == "ignore", autoreset, len(tasks)
-        self.options[[layout.NEED_AT, layout.ENDED_AT, layout.OUT_END_AT, layout.QUEUE_AT, layout.TAKEN_AT]] = offsets[
-            :-1
-        ]
-        self.options[layout.ITERATIONS] = iterations
+        offsets = np.cumsum([columns.WALK, kernels + 1, kernels + 1, gaps, gaps, gaps])
+        self.options = np.zeros(columns.OPTIONS, np.int64)
+        self.options[[columns.SHOWN_NODES, columns.FORMS, columns.CAUSAL]] = self.size, self.forms, reward == "causal"
+        self.options[[columns.IGNORE, columns.AUTORESET, columns.TASKS]] = invalid == "ignore", autoreset, len(tasks)
+        starts = columns.NEED_AT, columns.ENDED_AT, columns.OUT_END_AT, columns.QUEUE_AT, columns.TAKEN_AT
+        self.options[[*starts]] = offsets[:-1]
+        self.options[columns.ITERATIONS] = iterations
         self.walks = np.zeros((walks, int(offsets[-1])), np.int64)
-        self.walks[:, layout.SEED] = np.random.default_rng().integers(2**63, size=walks)
+        self.walks[:, columns.SEED] = np.random.default_rng().integers(2**63, size=walks)
         self.rows = np.zeros((walks, max(gaps, 1), encoding.COLUMNS), np.int64)
         self.nodes = np.zeros((walks, OBSERVED, self.size), np.float32)
         self.mask = np.zeros((walks, self.forms * self.size), np.int8)
@@ -163,38 +162,38 @@ class Batch:
         """``where``, ``ints`` and ``floats`` of compiled_walk.py. shared: of work, what does not depend on a task."""
         ints, floats, work = _Parts(), _Parts(), _Parts()
         work.size = shared
-        self.where = np.zeros((len(self.tasks), layout.WHERE), np.int64)
+        self.where = np.zeros((len(self.tasks), columns.WHERE), np.int64)
         for w, task in zip(self.where, self.tasks, strict=True):
             tables, graph, program, machine = task.engine.tables, task.graph, id(task.program), task.machine
             n = len(task.program.kernels)
             acts = np.flatnonzero(graph.action_gap >= 0)
-            nodes = np.zeros((layout.NODE_ROWS, len(graph)), np.int64)
-            nodes[layout.NODE_KERNEL], nodes[layout.NODE_KIND] = graph.kernel, graph.action_kind
-            nodes[layout.NODE_GAP] = graph.action_gap
-            nodes[layout.ACTIONS, : len(acts)], nodes[layout.ACTION_GAPS, : len(acts)] = acts, graph.action_gap[acts]
-            w[[layout.KERNELS, layout.TENSORS, layout.GAPS]] = n, len(task.program.tensors), len(task.tensor)
-            w[[layout.NODES, layout.LIMIT_BYTES, layout.IDEAL_NS]] = len(graph), task.limit, task.ideal_ns
-            w[[layout.HOST, layout.SHORT]] = machine.host_bytes, task.host_is_short
-            w[layout.KERNELS_AT] = ints.put(tables.kernels, ("kernels", program, id(machine)))
-            w[layout.TENSORS_AT] = ints.put(tables.tensors, ("tensors", program, id(machine)))
-            w[layout.GRAPH_AT] = ints.put(tables.graph, ("graph", program))
-            w[layout.GRAPH_END] = w[layout.GRAPH_AT] + tables.graph.size
-            w[layout.SETTINGS_AT] = ints.put(tables.settings)
-            w[layout.OPENING_AT] = ints.put(task.next_opening)
-            w[layout.GAPS_AT] = ints.put(_gap_table(task))
-            w[layout.NODES_AT] = ints.put(nodes)
-            w[layout.NODE_AT] = ints.put(np.maximum(0, np.searchsorted(graph.kernel, np.arange(n + 1)) - 1))
-            w[layout.N_ACTIONS] = len(acts)
-            w[layout.STATIC_AT] = floats.put(graph.features.T.astype(np.float64))
-            w[layout.TIMES_AT] = floats.put(task.start_ns[graph.kernel].astype(np.float64))
+            nodes = np.zeros((columns.NODE_ROWS, len(graph)), np.int64)
+            nodes[columns.NODE_KERNEL], nodes[columns.NODE_KIND] = graph.kernel, graph.action_kind
+            nodes[columns.NODE_GAP] = graph.action_gap
+            nodes[columns.ACTIONS, : len(acts)], nodes[columns.ACTION_GAPS, : len(acts)] = acts, graph.action_gap[acts]
+            w[[columns.KERNELS, columns.TENSORS, columns.GAPS]] = n, len(task.program.tensors), len(task.tensor)
+            w[[columns.NODES, columns.LIMIT_BYTES, columns.IDEAL_NS]] = len(graph), task.limit, task.ideal_ns
+            w[[columns.HOST, columns.SHORT]] = machine.host_bytes, task.host_is_short
+            w[columns.KERNELS_AT] = ints.put(tables.kernels, ("kernels", program, id(machine)))
+            w[columns.TENSORS_AT] = ints.put(tables.tensors, ("tensors", program, id(machine)))
+            w[columns.GRAPH_AT] = ints.put(tables.graph, ("graph", program))
+            w[columns.GRAPH_END] = w[columns.GRAPH_AT] + tables.graph.size
+            w[columns.SETTINGS_AT] = ints.put(tables.settings)
+            w[columns.OPENING_AT] = ints.put(task.next_opening)
+            w[columns.GAPS_AT] = ints.put(_gap_table(task))
+            w[columns.NODES_AT] = ints.put(nodes)
+            w[columns.NODE_AT] = ints.put(np.maximum(0, np.searchsorted(graph.kernel, np.arange(n + 1)) - 1))
+            w[columns.N_ACTIONS] = len(acts)
+            w[columns.STATIC_AT] = floats.put(graph.features.T.astype(np.float64))
+            w[columns.TIMES_AT] = floats.put(task.start_ns[graph.kernel].astype(np.float64))
             by_kernel, _, by_tensor, *_ = map(prod, encoding.work_shapes(n, len(task.program.tensors), 0, 0))
-            w[layout.WORK_AT] = work.put(np.empty(by_kernel + by_tensor, np.int8), program)
+            w[columns.WORK_AT] = work.put(np.empty(by_kernel + by_tensor, np.int8), program)
         self.ints, self.floats = ints.joined(np.int64), floats.joined(np.float64)
         self._work_size = work.size
 
     def seed(self, i: int, seed: int) -> None:
         """Of the tasks that walk i draws."""
-        self.walks[i, layout.SEED] = seed
+        self.walks[i, columns.SEED] = seed
 
     def reset(self, which: NDArray[np.bool_] | None = None, task: int | None = None) -> None:
         """Begins walks anew, all of them or some; their tasks are drawn, or the given one."""
@@ -248,21 +247,21 @@ class Batch:
     def _settle(self, begin: int, end: int, work: _Work) -> None:
         """Does what the walks ``begin`` to ``end`` - 1 wait for."""
         walks = self.walks[begin:end]
-        if (walks[:, layout.PENDING] == layout.WANTS_STEPS).any():
+        if (walks[:, columns.PENDING] == columns.WANTS_STEPS).any():
             work.make_steps()
-        for i in (begin + np.flatnonzero(walks[:, layout.PENDING] == layout.WANTS_HOST)).tolist():
+        for i in (begin + np.flatnonzero(walks[:, columns.PENDING] == columns.WANTS_HOST)).tolist():
             task = self.task(i)
             with _ENGINES:
                 on_host = task.engine.on_host(self.plan_rows(i))
-            self.walks[i, layout.HOST_LEFT] = task.machine.host_bytes - on_host
+            self.walks[i, columns.HOST_LEFT] = task.machine.host_bytes - on_host
 
     def task(self, i: int) -> Task:
         """The task of walk i."""
-        return self.tasks[int(self.walks[i, layout.TASK])]
+        return self.tasks[int(self.walks[i, columns.TASK])]
 
     def plan_rows(self, i: int) -> NDArray[np.int64]:
         """The plan so far of walk i, in its own memory (simulator.compiled.engine.rows_of)."""
-        rows: NDArray[np.int64] = self.rows[i, : self.walks[i, layout.COUNT]]
+        rows: NDArray[np.int64] = self.rows[i, : self.walks[i, columns.COUNT]]
         return rows
 
     def plan(self, i: int, planner: str = "") -> Plan:

@@ -1,6 +1,6 @@
 """The rules of a walk, compiled, for many walks at once: equal to tests/oracle/walk.py step by step.
 
-``step_walks`` is called by batch.py, which makes the arrays; layout.py has their columns. A walk is a row of
+``step_walks`` is called by batch.py, which makes the arrays; columns.py has their columns. A walk is a row of
 ``walks``: its columns, then ``need`` (kernels + 1), the clock's ``ended`` (kernels + 1), ``out_end`` and ``queue``
 (gaps), and what is ``taken`` (gaps). What compiled code cannot settle (room on a short host, more room for steps)
 leaves a walk PENDING: batch.py does so, and calls again with ``resume``.
@@ -11,14 +11,14 @@ from __future__ import annotations
 import numpy as np
 
 from envs.graph import NOTHING, OFFLOAD, VALID
-from envs.shown import early_kernel, first_over, show
+from envs.observation import early_kernel, first_over, show
 from envs.task import COPY, DEAD_END_REWARD, EARLY, KEEP
 from simulator.compiled.jit import stage
 from simulator.compiled.rematerialisation import lower_recomputations
 from simulator.compiled.scoring import score_plans
 
 # isort: off
-from envs.layout import (
+from envs.columns import (
     AFTER, AUTORESET, BEFORE, BY_BEFORE, CAME_FROM, CAUSAL, CHANGED, CLOSED, COPY_AT, COUNT, DEAD_END, ENDED, ENDED_AT,
     FREE_NS, GAPS, GAPS_AT, GAP_ROWS, GRAPH_AT, GRAPH_END, HEAD, HOST, HOST_LEFT, IDEAL_NS, IGNORE, IN_FREE, ITERATION,
     ITERATIONS, KERNELS, KERNELS_AT, LIMIT_BYTES, NBYTES, NEED_AT, NEW_FROM, NEW_TO, NODES, NODES_AT, NODE_AT, NODE_GAP,
@@ -237,8 +237,8 @@ def step_walks(  # type: ignore[no-untyped-def]
         resets: bool (walks,).
         actions: (walks,) node + N * form; none: only ``resets`` counts.
         chosen: (walks,) the task of those that begin, or -1: drawn.
-        tables: options, where, ints, floats: see layout.py.
-        arrays: walks: see layout.py; rows: int64 (walks, gaps, COLUMNS), the plans so far; touched: bool (walks,
+        tables: options, where, ints, floats: see columns.py.
+        arrays: walks: see columns.py; rows: int64 (walks, gaps, COLUMNS), the plans so far; touched: bool (walks,
             tensors), what the plan's recomputation uses.
         work: what one thread works on (batch.py).
         shown: rewards, terminated, invalid: of this step; overhead, feasible, mask, nodes, current: of the walks, which

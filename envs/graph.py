@@ -20,12 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator import Gap, Machine, Program
+from simulator.modes import RECOMPUTED, STAYS, SWAPPED, check_mode, ways_to_empty
 from simulator.schedule import recompute_ns
-from simulator.ways import RECOMPUTED, STAYS, SWAPPED, check_mode, ways_to_empty
 
 NOTHING, OFFLOAD, REMOVE = STAYS, SWAPPED, RECOMPUTED  # what an action does with a gap, in the paper's words
 
-# Columns of the node features: five of the graph, then those of the moment (shown.py).
+# Columns of the node features: five of the graph, then those of the moment (observation.py).
 SIZE, TRANSFER, RECOMPUTE_TIME, REVISIT, ACTION, VALID, RELIEF, AHEAD, PRESSURE, QUEUE, STUCK = range(11)
 # How many are the graph's; with the first three of the moment, which agents/learned reads; all that are observed.
 STATIC, FEATURES, OBSERVED = VALID, AHEAD + 1, STUCK + 1

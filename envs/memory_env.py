@@ -23,7 +23,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from envs import layout
+from envs import columns
 from envs.batch import Batch
 from envs.graph import OBSERVED
 from envs.task import Task
@@ -182,14 +182,18 @@ class MemoryEnv(_OverBatch, gymnasium.Env[Observation, np.int64]):
 
     def _info(self) -> dict[str, Any]:
         batch = self._batch
-        return {"action_mask": self._mask.copy() if self._copy else self._mask, "overhead": float(batch.overhead[0]),
-                "iteration_ns": int(batch.walks[0, layout.ITERATION]), "feasible": bool(batch.feasible[0])}  # fmt: skip
+        return {
+            "action_mask": self._mask.copy() if self._copy else self._mask,
+            "overhead": float(batch.overhead[0]),
+            "iteration_ns": int(batch.walks[0, columns.ITERATION]),
+            "feasible": bool(batch.feasible[0]),
+        }
 
 
 def shown(batch: Batch) -> Observation:
     """The observations of all walks, as views of the batch's buffers."""
     return {"nodes": batch.nodes.transpose(0, 2, 1), "action_mask": batch.mask, "current": batch.current[:, None],
-            "program": batch.walks[:, layout.TASK : layout.TASK + 1]}  # fmt: skip
+            "program": batch.walks[:, columns.TASK : columns.TASK + 1]}  # fmt: skip
 
 
 def walk_seed(seed: int) -> int:
@@ -264,8 +268,8 @@ class MemoryVectorEnv(_OverBatch, gymnasium.vector.VectorEnv[Observation, NDArra
             ValueError: not so many actions; or, where nothing resets it, an episode has ended.
         """
         batch = self._batch
-        if self.autoreset_mode == AutoresetMode.DISABLED and batch.walks[:, layout.OVER].any():
-            raise ValueError(f"episodes that have ended: {np.flatnonzero(batch.walks[:, layout.OVER]).tolist()}")
+        if self.autoreset_mode == AutoresetMode.DISABLED and batch.walks[:, columns.OVER].any():
+            raise ValueError(f"episodes that have ended: {np.flatnonzero(batch.walks[:, columns.OVER]).tolist()}")
         batch.step(np.asarray(actions))
         rewards, terminated, more = batch.rewards.copy(), batch.terminated.copy(), {"invalid": batch.invalid.copy()}
         if self.autoreset_mode == AutoresetMode.SAME_STEP and terminated.any():
@@ -304,6 +308,6 @@ class MemoryVectorEnv(_OverBatch, gymnasium.vector.VectorEnv[Observation, NDArra
         return {
             "action_mask": self._mask.copy() if self._copy else self._mask,
             "overhead": batch.overhead.copy(),
-            "iteration_ns": batch.walks[:, layout.ITERATION].copy(),
+            "iteration_ns": batch.walks[:, columns.ITERATION].copy(),
             "feasible": batch.feasible.copy(),
         }

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from envs import layout
+from envs import columns
 from envs.batch import Batch
 from envs.task import PLAIN, Task
 from simulator.plan import Plan
@@ -56,22 +56,22 @@ class Walk:
     @property
     def position(self) -> int:
         """How many kernels have ended."""
-        return int(self._state[layout.POSITION])
+        return int(self._state[columns.POSITION])
 
     @property
     def done(self) -> bool:
         """Has the episode ended?"""
-        return bool(self._state[layout.ENDED])
+        return bool(self._state[columns.ENDED])
 
     @property
     def dead_end(self) -> bool:
         """Has it ended without a plan that fits?"""
-        return bool(self._state[layout.DEAD_END])
+        return bool(self._state[columns.DEAD_END])
 
     @property
     def iteration_ns(self) -> int:
         """Simulated time of the plan so far."""
-        return int(self._state[layout.ITERATION])
+        return int(self._state[columns.ITERATION])
 
     @property
     def overhead(self) -> float:

@@ -29,9 +29,9 @@ from experiments.common.report import Row
 from simulator.compiled import warm
 from simulator.limits import limit_bytes
 from simulator.machine import Machine
+from simulator.modes import MODES
 from simulator.plan import Plan
 from simulator.program import Program
-from simulator.ways import MODES
 
 ALONE = 2.0  # seconds of the processor
 FLOOR = "the floor"  # a task, as the planners are

@@ -257,7 +257,7 @@ def random_machine(rng: random.Random) -> Machine:
 def plan_one(task: tuple[Path, int, int, int]) -> dict[str, Any]:
     """The teacher's plans of a task drawn at random: a line of lessons-0.jsonl. No plans: nothing is to be learned."""
     from agents.learned.expert_iteration import first_plans, reachable
-    from simulator.ways import MODES
+    from simulator.modes import MODES
 
     out, seed, i, j = task
     rng = task_rng(seed, i, j)

@@ -25,7 +25,7 @@ from experiments.common import cli, report
 from experiments.common.tracking import chosen, open_tracker
 from experiments.train_dqn import compared
 from simulator.limits import limit_bytes
-from simulator.ways import MODES
+from simulator.modes import MODES
 
 
 @cli.entry("train_sb3")

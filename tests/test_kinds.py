@@ -9,11 +9,11 @@ import pytest
 from agents.floor import floor
 from agents.planner import way_of
 from executor.replay.streams import circle
-from executor.training.order import order
+from executor.training.issue_order import order
 from experiments.benchmark import simpy_model
 from experiments.common.report import other_mode
 from experiments.figures import layerwise
-from simulator import Job, Plan, PlanError, Rerun, decisions, rules, simulate, simulate_jobs, ways
+from simulator import Job, Plan, PlanError, Rerun, decisions, modes, rules, simulate, simulate_jobs
 from simulator.compiled.encoding import RERUN, decisions_of, rows_of
 from simulator.decisions import OfGap
 from simulator.files import FormatError
@@ -82,7 +82,7 @@ def test_what_is_to_be_extended_names_it():
 
 
 def test_a_floor_is_none_for_plans_of_a_kind_that_it_does_not_know(monkeypatch):
-    monkeypatch.setitem(ways.KINDS_OF, "joint", (*ways.KINDS_OF["joint"], "squeeze"))
+    monkeypatch.setitem(modes.KINDS_OF, "joint", (*modes.KINDS_OF["joint"], "squeeze"))
     with pytest.raises(ValueError, match="the floor cannot bound plans that squeeze"):
         floor(PROGRAM, MACHINE, LIMIT)
     assert floor(PROGRAM, MACHINE, LIMIT, "swap").feasible

@@ -29,14 +29,25 @@ import numpy as np
 import agents
 from agents.exact.milp_model import Recomputation, ZeroOne
 from agents.floor import floor
-from agents.planner import MIB, Candidates, Facts, Infeasible, Rows, check_budget, finish, held_back, plans_of, ways_of
+from agents.planner import (
+    MIB,
+    Candidates,
+    Infeasible,
+    PlannerInfo,
+    Rows,
+    check_budget,
+    finish,
+    held_back,
+    plans_of,
+    ways_of,
+)
 from agents.search.ruin_recreate import RuinRecreate
 from simulator.compiled.encoding import AFTER, RECOMPUTE, SWAP, SYNC_SWAP, WHEN
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
+from simulator.modes import check_mode, ways_to_empty
 from simulator.plan import Plan
 from simulator.program import Program
-from simulator.ways import check_mode, ways_to_empty
 
 MOST = 24  # candidate gaps that are enumerated
 TOLERANCE = 1e-6  # relative, of HiGHS
@@ -64,7 +75,7 @@ class MILP:
         ImportError: ``solver="cpsat"`` without OR-Tools.
     """
 
-    facts = Facts(
+    facts = PlannerInfo(
         "milp", "MILP", 'after "Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization", MLSys 2020',
         family="search and exact", slot=5, place=240, moves="joint", slow=4,
     )  # fmt: skip

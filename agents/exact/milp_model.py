@@ -22,10 +22,10 @@ import numpy as np
 
 from agents.planner import Rows
 from simulator.compiled.encoding import RECOMPUTE, decisions_of
+from simulator.modes import ways_to_empty
 from simulator.plan import Plan, Recompute
 from simulator.program import Program
 from simulator.schedule import lower
-from simulator.ways import ways_to_empty
 
 Terms = list[tuple[int, int]]  # (coefficient, variable)
 

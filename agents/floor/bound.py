@@ -26,8 +26,8 @@ from agents.floor.lp import Linear, Row, Terms
 from agents.floor.reruns import Past, Reruns
 from agents.floor.transfers import Transfers
 from simulator.machine import Machine
+from simulator.modes import KINDS_OF, check_mode, spans
 from simulator.program import Gap, Program
-from simulator.ways import KINDS_OF, check_mode, spans
 
 COVERS = ("swap", "recompute", "rerun")  # kinds of decisions: every plan of these is a point of the linear program
 LARGEST = {"swap": 6000, "recompute": 3000, "joint": 6000}

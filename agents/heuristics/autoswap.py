@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.planner import MIB, Candidates, Facts, finish, infeasible, is_open
+from agents.planner import MIB, Candidates, PlannerInfo, finish, infeasible, is_open
 from simulator.compiled.encoding import AFTER, BEFORE
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
@@ -32,7 +32,7 @@ class AutoSwap:
     """
 
     facts = tuple(
-        Facts(
+        PlannerInfo(
             f"autoswap_{score}", f"AutoSwap {score.upper()}", PAPER, family="swap: AutoSwap", slot=i, place=20 + 10 * i,
             moves="swap", options={"score": score},
         )

@@ -25,7 +25,7 @@ from agents.heuristics.autoswap import (
     submodular_weighted_duration,
     weighted_duration,
 )  # fmt: skip
-from agents.planner import MIB, Candidates, Facts, finish, infeasible
+from agents.planner import MIB, Candidates, PlannerInfo, finish, infeasible
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
 from simulator.plan import Plan
@@ -46,7 +46,7 @@ class AutoSwapBO:
         min_bytes: tensors below this size are no candidates.
     """
 
-    facts = Facts(
+    facts = PlannerInfo(
         "autoswap_bo", "AutoSwap BO", '"Efficient Memory Management for GPU-based Deep Learning Systems", section IV-C',
         family="swap: AutoSwap", slot=4, place=60, moves="swap",
     )  # fmt: skip

@@ -20,15 +20,15 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.planner import MIB, Candidates, Facts, Rows, finish, infeasible
+from agents.planner import MIB, Candidates, PlannerInfo, Rows, finish, infeasible
 from simulator.compiled.encoding import AFTER, BEFORE, EXTRA, KIND, NEVER, RECOMPUTE, TENSOR, decisions_of
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
+from simulator.modes import RECOMPUTED, check_mode, ways_to_empty
 from simulator.plan import Plan
 from simulator.program import Program
 from simulator.schedule import present, reruns
 from simulator.timeline import Timeline
-from simulator.ways import RECOMPUTED, check_mode, ways_to_empty
 
 STEP = 0.05  # of the swap-in time: how much earlier a trigger gets when it was late
 
@@ -43,7 +43,7 @@ class Capuchin:
         seed: unused; nothing is drawn.
     """
 
-    facts = Facts(
+    facts = PlannerInfo(
         "capuchin", "Capuchin", '"Capuchin: Tensor-based GPU Memory Management for Deep Learning", ASPLOS 2020',
         family="swap and recompute", slot=1, place=120, moves="joint",
     )  # fmt: skip

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from agents.planner import MIB, Candidates, Facts, finish, infeasible
+from agents.planner import MIB, Candidates, PlannerInfo, finish, infeasible
 from simulator.compiled.encoding import SWAP
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
@@ -28,7 +28,7 @@ class GeePS:
         seed: unused; nothing is drawn.
     """
 
-    facts = Facts(
+    facts = PlannerInfo(
         "geeps", "GeePS",
         '"GeePS: Scalable deep learning on distributed GPUs with a GPU-specialized parameter server", EuroSys 2016',
         family="swap: other heuristics", slot=3, place=150, moves="swap",

@@ -17,12 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agents.heuristics.layers import feature_maps
-from agents.planner import MIB, Candidates, Facts, Rows, finish, infeasible, rows_for
+from agents.planner import MIB, Candidates, PlannerInfo, Rows, finish, infeasible, rows_for
 from simulator.compiled.engine import NEVER, Engine
 from simulator.machine import Machine
+from simulator.modes import KEPT, RECOMPUTED, STAYS, SWAPPED, check_mode, ways_to_empty
 from simulator.plan import Plan
 from simulator.program import Gap, Program
-from simulator.ways import KEPT, RECOMPUTED, STAYS, SWAPPED, check_mode, ways_to_empty
 
 RETAINED = STAYS
 
@@ -56,7 +56,7 @@ class HOME:
         history: an ``Iteration`` for each that the last ``plan`` ran.
     """
 
-    facts = Facts(
+    facts = PlannerInfo(
         "home", "HOME", '"HOME: A Holistic GPU Memory Management Framework for Deep Learning", IEEE TC 2022',
         family="search and exact", slot=3, place=160, moves="joint", slow=3,
     )  # fmt: skip

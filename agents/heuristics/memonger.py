@@ -16,12 +16,12 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from agents.heuristics.layers import FeatureMap, feature_maps
-from agents.planner import MIB, Facts, Rows, finish, infeasible, rows_for
+from agents.planner import MIB, PlannerInfo, Rows, finish, infeasible, rows_for
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
+from simulator.modes import KEPT
 from simulator.plan import Plan, cannot_recompute
 from simulator.program import Program
-from simulator.ways import KEPT
 
 
 class Memonger:
@@ -33,7 +33,7 @@ class Memonger:
         seed: unused; nothing is drawn.
     """
 
-    facts = Facts(
+    facts = PlannerInfo(
         "memonger", "memonger", '"Training Deep Nets with Sublinear Memory Cost", 2016', family="recompute", slot=2,
         place=130, moves="recompute",
     )  # fmt: skip

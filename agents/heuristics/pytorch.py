@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from agents.heuristics.layers import FeatureMap, feature_maps
 from agents.heuristics.memonger import Split, recomputable, recomputations, splits
-from agents.planner import MIB, Facts, finish, infeasible
+from agents.planner import MIB, PlannerInfo, finish, infeasible
 from simulator.compiled.encoding import SYNC_SWAP
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
@@ -43,7 +43,7 @@ class Checkpoint:
     """
 
     facts = tuple(
-        Facts(
+        PlannerInfo(
             f"checkpoint_{segments}", f"checkpoints, {label}", "torch.utils.checkpoint", family="recompute", slot=i,
             place=180 + 10 * i, moves="recompute", options={"segments": segments},
         )
@@ -97,7 +97,7 @@ class OffloadAll:
         seed: unused; nothing is drawn.
     """
 
-    facts = Facts(
+    facts = PlannerInfo(
         "offload_all", "save_on_cpu", "torch.autograd.graph.save_on_cpu", family="swap: other heuristics", slot=5,
         place=200, moves="swap",
     )  # fmt: skip
@@ -132,7 +132,7 @@ class ActivationBudget:
         seed: unused; nothing is drawn.
     """
 
-    facts = Facts(
+    facts = PlannerInfo(
         "activation_budget", "activation budget", "torch.compile, activation_memory_budget", family="recompute", slot=3,
         place=210, moves="recompute",
     )  # fmt: skip

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agents.heuristics.autoswap import SCORES, AutoSwap, peak_gaps
-from agents.planner import MIB, Candidates, Facts, Rows, finish, infeasible
+from agents.planner import MIB, Candidates, PlannerInfo, Rows, finish, infeasible
 from simulator.compiled.encoding import BEFORE, EXTRA, NEVER, TENSOR
 from simulator.compiled.engine import Engine, decisions_of
 from simulator.machine import Machine
@@ -48,7 +48,7 @@ class SmartPoolAutoSwap:
         seed: unused; nothing is drawn.
     """
 
-    facts = Facts(
+    facts = PlannerInfo(
         "smartpool+autoswap", "SmartPool + AutoSwap",
         '"Efficient Memory Management for GPU-based Deep Learning Systems", section V', family="swap: AutoSwap", slot=5,
         place=70, moves="swap", addressed=True,

@@ -17,13 +17,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from agents.heuristics.workspace import plan_with_variants
-from agents.planner import MIB, Facts, Rows, finish, infeasible, row_of
+from agents.planner import MIB, PlannerInfo, Rows, finish, infeasible, row_of
 from simulator.compiled.encoding import EXTRA
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
+from simulator.modes import RECOMPUTED, SWAPPED, check_mode, ways_to_empty
 from simulator.plan import Plan
 from simulator.program import Gap, Program
-from simulator.ways import RECOMPUTED, SWAPPED, check_mode, ways_to_empty
 
 CHEAP = frozenset({"pool", "activation", "lrn", "norm", "dropout"})
 CHECKPOINTS = frozenset({"conv", "matmul"})
@@ -45,7 +45,7 @@ class SuperNeurons:
         seed: unused; nothing is drawn.
     """
 
-    facts = Facts(
+    facts = PlannerInfo(
         "superneurons", "SuperNeurons",
         '"Superneurons: Dynamic GPU Memory Management for Training Deep Neural Networks", PPoPP 2018',
         family="swap and recompute", slot=0, place=80, moves="joint",

@@ -14,7 +14,7 @@ import numpy as np
 
 from agents.heuristics.autoswap import select
 from agents.heuristics.layers import feature_maps
-from agents.planner import MIB, Candidates, Facts, Rows, finish, infeasible
+from agents.planner import MIB, Candidates, PlannerInfo, Rows, finish, infeasible
 from simulator.compiled.encoding import SWAP
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
@@ -32,7 +32,7 @@ class TFLMS:
         seed: unused; nothing is drawn.
     """
 
-    facts = Facts(
+    facts = PlannerInfo(
         "tflms", "TFLMS", '"TFLMS: Large Model Support in TensorFlow by Graph Rewriting", 2018',
         family="swap: other heuristics", slot=4, place=140, moves="swap",
     )  # fmt: skip

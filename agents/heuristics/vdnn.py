@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from agents.heuristics.layers import feature_maps
-from agents.planner import MIB, Facts, Rows, finish
+from agents.planner import MIB, PlannerInfo, Rows, finish
 from simulator.compiled.encoding import SWAP, SYNC_SWAP
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
@@ -35,7 +35,7 @@ class VDNN:
     """
 
     facts = tuple(
-        Facts(
+        PlannerInfo(
             f"vdnn_{policy}", f"vDNN {policy}", PAPER, family="swap: other heuristics", slot=i, place=90 + 10 * i,
             moves="swap", options={"policy": policy},
         )

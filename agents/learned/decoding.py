@@ -18,7 +18,7 @@ from agents.planner import Rows, rows_for
 from agents.search.local_moves import add_between
 from simulator.compiled.engine import Engine
 from simulator.compiled.jit import stage
-from simulator.ways import KEPT, RECOMPUTED, STAYS, SWAPPED
+from simulator.modes import KEPT, RECOMPUTED, STAYS, SWAPPED
 
 TINY = 1e-30
 MENDS = 8  # times that a plan is fitted anew to the memory of its recomputation chains

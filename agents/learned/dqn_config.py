@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from simulator.ways import MODES
+from simulator.modes import MODES
 
 POOLS = ("sum", "mean")  # of the graph state
 RENAMED = {  # keys of older versions

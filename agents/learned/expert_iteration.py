@@ -35,8 +35,8 @@ from agents.search.local_search import Moves, anneal
 from simulator.compiled.encoding import BEFORE, TENSOR
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
+from simulator.modes import KEPT
 from simulator.program import Program
-from simulator.ways import KEPT
 
 Plans = list[tuple[int, Rows]]  # iteration time in ns, and rows; the fastest first
 

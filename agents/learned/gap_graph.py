@@ -24,8 +24,8 @@ from agents.search.local_search import Moves
 from simulator.compiled.engine import Engine
 from simulator.compiled.jit import stage
 from simulator.machine import Machine
+from simulator.modes import KEPT, RECOMPUTED, STAYS, SWAPPED
 from simulator.program import KERNEL_KINDS, TENSOR_KINDS, Gap, Program
-from simulator.ways import KEPT, RECOMPUTED, STAYS, SWAPPED
 
 BINS = 64
 UNDECIDED = -1

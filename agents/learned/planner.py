@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from agents.learned.dqn_config import PAPER, DQNConfig, config_from
-from agents.planner import MIB, Facts
+from agents.planner import MIB, PlannerInfo
 from agents.search.mutation import Mutation
 from simulator.machine import Machine
 from simulator.plan import Plan
@@ -26,7 +26,9 @@ def without_network(config: DQNConfig, seed: int, calls: int | None = None, seco
 class DQN:
     """``agents.make("dqn")``: trains when asked for a plan. ``config`` stands for all other options but ``seed``."""
 
-    facts = Facts("dqn", "DQN", f"after {TITLE}", family="learned", slot=0, place=250, moves="joint", learned=True)
+    facts = PlannerInfo(
+        "dqn", "DQN", f"after {TITLE}", family="learned", slot=0, place=250, moves="joint", learned=True
+    )
     name = facts.key
     defaults: ClassVar[dict[str, Any]] = {}
 
@@ -51,7 +53,7 @@ class DQN:
 class DQNPaper(DQN):
     """The paper's plain form."""
 
-    facts = Facts(
+    facts = PlannerInfo(
         "dqn_paper", "DQN, as in the paper", TITLE, family="learned", slot=2, place=260, moves="joint", learned=True
     )  # fmt: skip
     name = facts.key

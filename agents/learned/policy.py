@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from agents.planner import MIB, Facts, Rows, check_budget, finish, infeasible
+from agents.planner import MIB, PlannerInfo, Rows, check_budget, finish, infeasible
 from agents.search.annealing import everything, start
 from agents.search.local_search import Moves, anneal, check_heat
 from simulator.compiled.engine import Engine, cores, side_by_side
 from simulator.machine import Machine
+from simulator.modes import check_mode
 from simulator.plan import Plan
 from simulator.program import Program
-from simulator.ways import check_mode
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import
     from agents.learned.policy_net import PolicyNet
@@ -138,7 +138,7 @@ class Policy:
         weights: a file of experiments.pretrain; None: the one that comes with the package.
     """
 
-    facts = Facts("policy", "policy", family="learned", slot=4, place=270, slow=1)
+    facts = PlannerInfo("policy", "policy", family="learned", slot=4, place=270, slow=1)
     name = facts.key
     guide = True
 
@@ -187,7 +187,7 @@ class PolicySearch(Policy):
         guide: False: the same search without the network.
     """
 
-    facts = Facts("policy_search", "policy and search", family="learned", slot=5, place=280, slow=1)
+    facts = PlannerInfo("policy_search", "policy and search", family="learned", slot=5, place=280, slow=1)
     name = facts.key
 
     def __init__(

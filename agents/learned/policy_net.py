@@ -26,7 +26,7 @@ from torch_geometric.utils import scatter, to_dense_batch
 from agents.learned.gap_graph import BINS, Choices, GapGraph
 from agents.learned.optimisation import MASKED
 from agents.learned.training_state import read_weights
-from simulator.ways import KEPT
+from simulator.modes import KEPT
 
 ENCODERS = ("attention", "structure2vec")
 WAYS = KEPT + 1

@@ -10,7 +10,7 @@ with the network as it is (``walk``), whose values are in the targets (``targets
   the larger: the simulator is deterministic, so that the best return is no less than one that was seen.
 - The walks of a task differ by how often they explore; some follow the best plan known of the task, for a while.
 - Costs are over the median of a task's walks, so that tasks in which every plan is slow do not outweigh the others.
-- A removal may keep what its chain recovers: an action is a gap and a way (simulator/ways.py).
+- A removal may keep what its chain recovers: an action is a gap and a way (simulator/modes.py).
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from agents.planner import MIB, Rows, way_of
 from agents.search.annealing import everything
 from agents.search.local_search import Moves, anneal
 from envs.batch import Batch
+from envs.columns import POSITION
 from envs.graph import OBSERVED
-from envs.layout import POSITION
 from envs.task import KEEP, Task
 from simulator.compiled.encoding import BEFORE, TENSOR
 from simulator.machine import Machine
+from simulator.modes import KEPT, RECOMPUTED, STAYS, SWAPPED
 from simulator.program import Program
-from simulator.ways import KEPT, RECOMPUTED, STAYS, SWAPPED
 
 LEAST = 0.01  # overhead below which tasks count alike
 UNIFORM = 1e4  # temperature at which Q-values do not count

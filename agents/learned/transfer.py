@@ -28,7 +28,7 @@ from envs.task import Task
 from envs.walk import Walk
 from simulator import Engine, Machine, Plan, Program
 from simulator.compiled.encoding import AFTER, BEFORE, NEVER, RECOMPUTE, decisions_of, rows_of
-from simulator.ways import KEPT, RECOMPUTED, SWAPPED
+from simulator.modes import KEPT, RECOMPUTED, SWAPPED
 
 HOT, COLD = (1e-2, 3e-3, 1e-3), 1e-5  # temperatures of the refinement's runs, of the ideal time
 EXPLORE = 0.2  # weight of a gap and way that no elite has; one that all have weighs 1 more

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.batch import Batch
+from envs.columns import FREE_NS, NEED_AT, POSITION, STUCK_AT, TAKEN_AT
 from envs.graph import OFFLOAD, RECOMPUTE_TIME, REMOVE
-from envs.layout import FREE_NS, NEED_AT, POSITION, STUCK_AT, TAKEN_AT
 from envs.task import Task
 from simulator.compiled.jit import stage
 

@@ -23,13 +23,13 @@ from agents.heuristics.memonger import Memonger
 from agents.heuristics.pytorch import ActivationBudget
 from agents.heuristics.superneurons import SuperNeurons
 from agents.heuristics.tensile import TENSILE
-from agents.planner import MIB, Facts, Planner, Rows, check_budget, finish, infeasible, plans_of, ways_of
+from agents.planner import MIB, Planner, PlannerInfo, Rows, check_budget, finish, infeasible, plans_of, ways_of
 from agents.search.local_search import Moves, anneal, check_heat
 from simulator.compiled.engine import Engine, cores
 from simulator.machine import Machine
+from simulator.modes import check_mode
 from simulator.plan import Plan
 from simulator.program import Program
-from simulator.ways import check_mode
 
 CALLS = 20_000
 LONG = 10.0  # seconds: no heuristic that takes longer is among the starts
@@ -50,7 +50,7 @@ class Annealing:
         jobs: runs side by side, each on a core, where there are ``seconds``; None: all.
     """
 
-    facts = Facts(
+    facts = PlannerInfo(
         "annealing", "simulated annealing", "", family="search and exact", slot=2, place=220, moves="joint", slow=1,
     )  # fmt: skip
     name = facts.key

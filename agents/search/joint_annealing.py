@@ -28,9 +28,9 @@ from simulator.job import Tenant
 from simulator.jobs import JobsEngine
 from simulator.jobs.noise import Noise
 from simulator.machine import Machine
+from simulator.modes import check_mode
 from simulator.plan import Plan
 from simulator.program import Program
-from simulator.ways import check_mode
 
 CALLS = 1_000
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from simulator.compiled.encoding import AFTER, BEFORE, EXTRA, KIND, NEVER, RECOMPUTE, SWAP, WHEN
 from simulator.compiled.jit import stage
 from simulator.compiled.scoring import score_one
-from simulator.ways import KEPT, RECOMPUTED, SWAPPED
+from simulator.modes import KEPT, RECOMPUTED, SWAPPED
 
 FILL, EMPTY = 0.4, 0.4  # shares of the moves; the rest are shifts and ways
 PRUNE = 3  # gaps that an empty move tries to fill

@@ -18,8 +18,8 @@ from agents.search import local_moves as of
 from agents.search.local_moves import Gaps, PlanArrays, Scratch
 from simulator.compiled.encoding import BEFORE, TENSOR
 from simulator.compiled.engine import Engine
+from simulator.modes import KEPT, RECOMPUTED, SWAPPED, ways_to_empty
 from simulator.program import Gap, Program
-from simulator.ways import KEPT, RECOMPUTED, SWAPPED, ways_to_empty
 
 CLOCK = 8  # calls between two looks at the clock; more while these take less than TICK
 TICK = 2e-3  # seconds

@@ -20,15 +20,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agents.floor import Floor, floor
-from agents.planner import MIB, Facts, Rows, check_budget, finish, infeasible, row_of
+from agents.planner import MIB, PlannerInfo, Rows, check_budget, finish, infeasible, row_of
 from agents.search.annealing import half_way, start
 from agents.search.local_search import Moves, anneal, since_write
 from simulator.compiled.encoding import AFTER, BEFORE, EXTRA, KIND, NEVER, RECOMPUTE, SWAP, TENSOR, WHEN
 from simulator.compiled.engine import Engine, cores
 from simulator.machine import Machine
+from simulator.modes import RECOMPUTED, SWAPPED, check_mode, spans, ways_to_empty
 from simulator.plan import Plan
 from simulator.program import Gap, Program
-from simulator.ways import RECOMPUTED, SWAPPED, check_mode, spans, ways_to_empty
 
 DROP = 0.3
 RUNS = ((0.05, 1e-3), (0.2, 1e-3), (1.0, 3e-3))  # explore: added to every weight; hot: of the ideal time
@@ -59,7 +59,9 @@ class LPRound:
         floor: a floor under all plans of the mode, after ``plan``.
     """
 
-    facts = Facts("lp_round", "LP rounding", "", family="search and exact", slot=4, place=230, moves="joint", slow=2)
+    facts = PlannerInfo(
+        "lp_round", "LP rounding", "", family="search and exact", slot=4, place=230, moves="joint", slow=2
+    )
     name = facts.key
 
     def __init__(

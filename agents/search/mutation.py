@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.planner import MIB, Candidates, Facts, Rows, check_budget, finish, infeasible, least_residency
+from agents.planner import MIB, Candidates, PlannerInfo, Rows, check_budget, finish, infeasible, least_residency
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
+from simulator.modes import check_mode
 from simulator.plan import Plan
 from simulator.program import Program
-from simulator.ways import check_mode
 
 if TYPE_CHECKING:  # it imports Gymnasium
     from envs.task import Task
@@ -162,7 +162,7 @@ class Mutation:
         rate: probability that a mutation leaves its walk at a step.
     """
 
-    facts = Facts(
+    facts = PlannerInfo(
         "mutation", "mutation search", "", family="search and exact", slot=7, place=215, moves="joint", slow=1,
     )  # fmt: skip
     name = facts.key

@@ -24,9 +24,9 @@ from agents.search.local_search import Moves, anneal
 from simulator.compiled.encoding import BEFORE, KIND, RECOMPUTE, SWAP, TENSOR
 from simulator.compiled.engine import Engine, rows_of
 from simulator.machine import Machine
+from simulator.modes import check_mode
 from simulator.plan import Plan
 from simulator.program import Program
-from simulator.ways import check_mode
 
 DRAWS = 20
 CALLS = 5_000

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.planner import MIB, Candidates, Facts, Rows, finish, infeasible
+from agents.planner import MIB, Candidates, PlannerInfo, Rows, finish, infeasible
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
 from simulator.plan import Plan
@@ -26,7 +26,7 @@ class RandomSearch:
         min_bytes: tensors below this size are no candidates.
     """
 
-    facts = Facts("random_search", "random search", "", family="search and exact", slot=1, place=10, moves="swap")
+    facts = PlannerInfo("random_search", "random search", "", family="search and exact", slot=1, place=10, moves="swap")
     name = facts.key
 
     def __init__(self, calls: int = 2_000, min_bytes: int = MIB, seed: int = 0) -> None:

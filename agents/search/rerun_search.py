@@ -21,16 +21,16 @@ from bisect import bisect_left, bisect_right
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.planner import MIB, Facts, Rows, check_budget, finish, infeasible
+from agents.planner import MIB, PlannerInfo, Rows, check_budget, finish, infeasible
 from agents.search.rerun_moves import BANNED, FROM, LOCKED, NODE, OWNER, TO, WORKSPACE, Tables, anneal, counting, tables
 from agents.search.ruin_recreate import RuinRecreate
 from simulator.compiled.encoding import Ints, decisions_of, rows_of
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
+from simulator.modes import ways_to_empty
 from simulator.plan import Plan, Rerun
 from simulator.program import Program
 from simulator.schedule import lower, recompute_ns
-from simulator.ways import ways_to_empty
 
 HOT, WARM, COLD = 1e-3, 3e-4, 1e-5  # temperatures, of the ideal time
 FIRST, KICK, SETTLE = 200_000, 20_000, 10_000  # moves of the first annealing, of a kick, and after it
@@ -51,7 +51,7 @@ class RerunSearch:
         min_bytes: tensors below this size stay.
     """
 
-    facts = Facts(
+    facts = PlannerInfo(
         "rerun_search", "rerun search", "", family="search and exact", slot=6, place=250, moves="recompute", slow=3,
     )  # fmt: skip
     name = facts.key

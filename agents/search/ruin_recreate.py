@@ -22,8 +22,8 @@ from agents.planner import Rows, rows_for
 from simulator.compiled.encoding import EXTRA
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
+from simulator.modes import KEPT, RECOMPUTED, STAYS, ways_to_empty
 from simulator.program import Program
-from simulator.ways import KEPT, RECOMPUTED, STAYS, ways_to_empty
 
 FILLED, DROP, KEEP = STAYS, RECOMPUTED, KEPT  # what a plan does with a gap
 NEAR_BEST = 1e-3  # of the ideal time: a plan that is worse than the best by less may be ruined next

@@ -9,7 +9,7 @@ Lifetimes are eager PyTorch's, not the graph's (executor/capture/README.md). Kno
 1. cuDNN's fused kernels and workspaces are not seen from CPU operators (algorithms.py can model the workspaces).
 2. ``foreach`` and ``fused`` updates are captured as what they are; ``bucket_bytes`` splits them.
 3. A parameter that gets a gradient but belongs to no optimizer loses the gradient at the end of the step.
-4. Python branches are taken as they fall during the trace; an optimizer's numbers are read at each step (numbers.py).
+4. Python branches are taken as they fall during the trace; an optimizer's numbers are read each step (hyperparameters).
 5. Optimizers that branch on a number read from a tensor (RAdam, ASGD) are captured in their ``capturable`` form.
 """
 
@@ -36,10 +36,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_struct
 from executor.capture import distributed, hooks
 from executor.capture.as_cuda import OperatorsOfCuda
 from executor.capture.captured import Captured
-from executor.capture.numbers import Numbers, Option
-from executor.capture.places import Places, users
+from executor.capture.hyperparameters import Numbers, Option
 from executor.capture.python_values import PythonValues, untouched
 from executor.capture.recorder import Recorder, noted
+from executor.capture.source_locations import Places, users
 from executor.capture.state import CaptureError, StepState, fixed, options, over
 from simulator.machine import Machine
 

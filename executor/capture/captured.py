@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec
 
 from executor.capture.algorithms import convolution_of, with_algorithms
+from executor.capture.hyperparameters import Numbers
 from executor.capture.kernel_times import Precision, arithmetic, kernel_ns
-from executor.capture.numbers import Numbers
 from executor.capture.python_values import PythonValues
 from executor.capture.state import Home
 from simulator.kernel_times import scaled

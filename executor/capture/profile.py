@@ -32,7 +32,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from executor.capture.capture import Captured
-from executor.capture.in_step import CYCLES_PER_NS, StepRunner
+from executor.capture.step_profiler import CYCLES_PER_NS, StepRunner
 from executor.memory import cuda_index
 from simulator.files import FormatError, fields, integers, load_json, write_json
 from simulator.program import Program

@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_leaves
 
 from executor.capture.captured import Captured, MicroBatch, UserHolds
+from executor.capture.hyperparameters import Numbers
 from executor.capture.kernel_times import Precision
-from executor.capture.numbers import Numbers
 from executor.capture.operators import (
     ALLOCATIONS,
     adds_gradients,
@@ -36,7 +36,7 @@ from executor.capture.operators import (
     running_statistics,
     touched_bytes,
 )
-from executor.capture.places import Places
+from executor.capture.source_locations import Places
 from executor.capture.state import Entry
 from simulator.program import Kernel, Phase, Program, Tensor as Storage, TensorKind
 from simulator.report import Place

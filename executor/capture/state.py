@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
-from executor.capture.numbers import is_number
+from executor.capture.hyperparameters import is_number
 from executor.capture.python_values import Change, Seen, Watched, is_scalar, names_of, put_back
 from simulator.program import TensorKind
 
@@ -415,7 +415,7 @@ def options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def fixed(options: dict[str, Any]) -> dict[str, Any]:
-    """Of options those that are constants of the graph (the others: numbers.py)."""
+    """Of options those that are constants of the graph (the others: hyperparameters.py)."""
     return {k: v for k, v in options.items() if not is_number(k, v) and not
             (isinstance(v, tuple) and any(is_number(k, part) for part in v))}  # fmt: skip
 

@@ -1,6 +1,6 @@
 """Copy engines: one each way, the same calls for tensors in host memory and on a GPU.
 
-Work is ordered by events alone (executor/training/storage.py says which).
+Work is ordered by events alone (executor/training/memory_source.py says which).
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class Need:
 
 
 def need_of(intervals: Intervals) -> Need:
-    """Of stays on the device, on a line (executor.training.order.stays)."""
+    """Of stays on the device, on a line (executor.training.issue_order.stays)."""
     first, reserved = caching.first_segment(intervals)
     arena = reserved + -(-max(LEAST_SLACK, int(SLACK * reserved)) // PAGE) * PAGE
     return Need(smartpool.pack(intervals, ALIGNMENT).footprint, first, reserved, arena)

@@ -26,7 +26,7 @@ from simulator.compiled.engine import simulate
 from simulator.machine import Machine
 from simulator.plan import Decision, Plan, Swap
 from simulator.pool import Lifetimes, Packing, allocator, run, timeline_lifetimes
-from simulator.pool.host import Held
+from simulator.pool.pinned_places import Held
 from simulator.program import Kernel, Program
 from simulator.schedule import Schedule, lower
 from simulator.timeline import Span, Timeline

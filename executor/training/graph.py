@@ -26,11 +26,11 @@ from torch import Tensor, fx
 
 from executor.memory.engines import line
 from executor.memory.graph_pool import GraphPool, need_of
-from executor.training.calls import NUMBER, Call
-from executor.training.order import stays
+from executor.training.issue_order import stays
+from executor.training.memory_source import Place, StepError, Storages
+from executor.training.node_calls import NUMBER, Call
 from executor.training.progress import Interrupt
 from executor.training.recording import Arena, illegal
-from executor.training.storage import Place, StepError, Storages
 from executor.training.work import StepState
 from simulator.schedule import Step
 

@@ -24,10 +24,10 @@ from executor.capture.captured import Captured
 from executor.memory.engines import TransferError, line
 from executor.training.bindings import Binding, Known, StepError, check, check_settings, create_state
 from executor.training.graph import GraphStep
-from executor.training.order import order
+from executor.training.issue_order import order
+from executor.training.memory_check import Allocator, Watch
+from executor.training.memory_source import Place
 from executor.training.progress import BEGIN, UNDO, Interrupt, Part
-from executor.training.storage import Place
-from executor.training.watch import Allocator, Watch
 from executor.training.work import compile_step
 from simulator.compiled.engine import simulate
 from simulator.machine import Machine
@@ -55,7 +55,7 @@ class PlannedStep:
         state: all that it runs on (work.py), for who looks at a step from outside: a benchmark, a test.
         graph: of ``graph=True``: how often it was captured, and its pool.
         allocator: the first step by PyTorch's allocator; None where that keeps no figures.
-        differing: name -> bytes of the first step's storage and of the program's tensor, where they differ (watch.py).
+        differing: name -> bytes of the first step's storage and of the program's tensor, where they differ.
 
     Raises:
         PlanError: the plan is for another program, or needs more host memory than the machine has.

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from executor.capture.captured import Captured
-from executor.training.calls import Call, Calls
-from executor.training.order import Order
-from executor.training.storage import Block, Blocks, Place
+from executor.training.issue_order import Order
+from executor.training.memory_source import Block, Blocks, Place
+from executor.training.node_calls import Call, Calls
 
 # Random states that are no kernel's: that an undone step goes back to; before the step or this micro-batch of it;
 # before a kernel runs again.

@@ -27,9 +27,9 @@ from torch.utils._pytree import tree_leaves
 
 from executor.memory import ALIGNMENT
 from executor.memory.engines import Bytes, TransferError, move
-from executor.training.calls import Call, Calls
-from executor.training.order import Order, stays
-from executor.training.storage import Block, Storages
+from executor.training.issue_order import Order, stays
+from executor.training.memory_source import Block, Storages
+from executor.training.node_calls import Call, Calls
 from simulator.pool import smartpool
 from simulator.schedule import Step
 

@@ -1,7 +1,7 @@
 """A step as work: one flat list that a loop runs without looking at the plan, and what belongs to it.
 
-``compile_step`` makes it of an order of issue (order.py) and of calls (calls.py). PlannedStep runs it, as one step or
-micro-batch by micro-batch (progress.py), a graph captures it (graph.py).
+``compile_step`` makes it of an order of issue (issue_order.py) and of calls (node_calls.py). PlannedStep runs it, as
+one step or micro-batch by micro-batch (progress.py), a graph captures it (graph.py).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from executor.capture.captured import Captured
 from executor.memory import ALIGNMENT
 from executor.memory.engines import TransferError, engines_for
 from executor.training.bindings import Binding, compare, device_of, meant
-from executor.training.calls import Call, Calls
-from executor.training.order import Move, Order
+from executor.training.issue_order import Move, Order
+from executor.training.memory_source import Block, Blocks, HostMemory, StepError, movable
+from executor.training.node_calls import Call, Calls
 from executor.training.progress import BEGIN, NOW, UNDO, Part, Progress, Random, generators, parts
-from executor.training.storage import Block, Blocks, HostMemory, StepError, movable
 
 Action = tuple[Callable[[Any], None], Any]
 

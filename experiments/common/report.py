@@ -42,10 +42,10 @@ from simulator.compiled import warm
 from simulator.compiled.engine import rows_of
 from simulator.files import label as safe, write_json, write_text
 from simulator.machine import Machine
+from simulator.modes import KINDS_OF
 from simulator.plan import Plan, Recompute
 from simulator.program import Program
 from simulator.timeline import Timeline
-from simulator.ways import KINDS_OF
 
 ROW_KEYS = (
     "workload", "machine", "limit_bytes", "limit_fraction", "planner", "mode", "workspace", "seed", "feasible",

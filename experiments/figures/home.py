@@ -17,7 +17,7 @@ from experiments import figures
 from experiments.common import cli
 from experiments.common.bisection import largest
 from experiments.common.report import Row
-from experiments.plan.batches import Batches
+from experiments.plan.max_batch import Batches
 from simulator.compiled.engine import simulate
 from simulator.machine import Machine
 from simulator.plan import Plan, Recompute, Swap

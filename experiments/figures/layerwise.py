@@ -23,9 +23,9 @@ from typing import NamedTuple
 from agents.heuristics.superneurons import STRATEGIES, layer_bytes, leaving, segment_bytes, segments
 from simulator.compiled.engine import simulate
 from simulator.machine import Machine
+from simulator.modes import RECOMPUTED, SWAPPED
 from simulator.plan import Decision, Plan, Recompute, Swap
 from simulator.program import Gap, Kernel, KernelKind, Phase, Program, Tensor, TensorKind
-from simulator.ways import RECOMPUTED, SWAPPED
 
 MB = 2**20  # the paper's: CONV1's output at batch 200 is 221.56
 FLOAT = 4

@@ -14,7 +14,7 @@ from experiments.figures.figure import Figure
 from experiments.plotting.charts import Axis, Chart, Line, Mark, Panel, Rule, Words
 from experiments.plotting.palette import FAINT, MODE_COLOURS, look
 from simulator import Machine
-from simulator.ways import MODES
+from simulator.modes import MODES
 
 TICKS = (100, 200, 500, 1000, 2000, 5000)  # kernels
 PLANNERS = ("lp_round", "annealing")

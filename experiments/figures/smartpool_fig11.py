@@ -21,8 +21,8 @@ from experiments.plotting.charts import DASHED, Axis, Chart, Line, Mark, Panel
 from experiments.plotting.palette import look
 from simulator import Machine, Plan, Program, simulate
 from simulator.compiled.engine import decisions_of
+from simulator.modes import MODES
 from simulator.pool import Intervals, program_lifetimes, timeline_lifetimes
-from simulator.ways import MODES
 
 POOLS = {  # allocator without a plan, and with one
     "smartpool+autoswap": ("cnmem", "smartpool"), "memonger": ("cudamalloc", "cudamalloc"),

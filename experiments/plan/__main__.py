@@ -17,9 +17,9 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    from experiments.plan import captures
+    from experiments.plan import background_capture
 
-    captures.start(sys.argv)  # PyTorch is imported in another process, while this one imports the rest
+    background_capture.start(sys.argv)  # PyTorch is imported in another process, while this one imports the rest
 
 import math
 import time
@@ -41,22 +41,22 @@ from agents.search.other_times import ForFaster, TimesError
 from experiments.common import cli, report
 from experiments.common.report import Row
 from experiments.plan import on_card, times
-from experiments.plan.batches import MOST, BatchError
-from experiments.plan.captures import Captures, opened
+from experiments.plan.background_capture import Captures, opened
+from experiments.plan.max_batch import MOST, BatchError
 from experiments.validate_gpu.deadline import TimeUp, within
 from simulator import simulate
 from simulator.compiled.engine import Engine
 from simulator.files import write_json, write_text
 from simulator.limits import is_fraction, limit_bytes, size_bytes
 from simulator.machine import Machine
+from simulator.modes import MODES
 from simulator.plan import Plan
 from simulator.pool.card import CardPeak, of_program
 from simulator.program import Program
 from simulator.report import Origins, report as page_of
-from simulator.ways import MODES
 
 if TYPE_CHECKING:  # Matplotlib takes long to import
-    from experiments.plan.answer import Answer, Best, Largest
+    from experiments.plan.summary import Answer, Best, Largest
 
 PUBLISHED = {"swap": "swap, published", "recompute": "recompute, published", "joint": "both, published"}
 FIRST, LAST = ("tensile", "autoswap_swdoa"), ("capuchin",)  # of the published methods, as long as there is time
@@ -87,18 +87,18 @@ def main(cfg: DictConfig) -> None:
     with nullcontext() if workload is None else opened() as captures, report.staged(todo) as begin:
         begin(CAPTURE)
         if captures is not None:
-            captures.begin(workload or {}, machine, look, memory)
+            background_capture.begin(workload or {}, machine, look, memory)
         get_ready(machine, mode)
         if captures is None:
             program, origins, card = _program(times.lasting(cli.program(cfg, machine), known), machine, memory)
         else:
-            program, origins, card, arithmetic = captures.step()
+            program, origins, card, arithmetic = background_capture.step()
             known = replace(known, said=f"{known.said} {arithmetic}".strip())
         limit = limit_bytes(cfg.memory, program, "memory") if card is None else card.limit
         task, seconds = (program, machine, limit), seconds or max(PER_KERNEL * len(program.kernels), LEAST)
         with report.RunDirectory(cli.path(cfg, "out"), f"plan-{program.name}") as out:
             if captures is not None and look:
-                captures.look(program, memory or limit, card.beside if card else 0)
+                background_capture.look(program, memory or limit, card.beside if card else 0)
             families, bound = planned(task, mode, seconds, seed, begin, known.error)
             families = on_card.judged(families, card)
             if card is not None and on_card.wants_less(families):
@@ -110,7 +110,7 @@ def main(cfg: DictConfig) -> None:
             answer = answered(task, origins, mode, families, bound, size, began, known)
             answer = replace(answer, card=card, memory=memory)
             write(out, cfg, answer, bound)
-    from experiments.plan.answer import shown
+    from experiments.plan.summary import shown
 
     report.console().print(shown(answer))
     print(out)
@@ -158,7 +158,7 @@ def _program(program: Program, machine: Machine, memory: int | None) -> tuple[Pr
 
 def get_ready(machine: Machine, mode: str) -> None:
     """Imports and compiles what is needed later: there is time for it while others capture, and it is not timed."""
-    from experiments.plan import page  # noqa: F401
+    from experiments.plan import html  # noqa: F401
     from experiments.plotting import plots  # noqa: F401
 
     for name in ("annealing", "lp_round"):
@@ -170,7 +170,7 @@ def answered(
     known: times.Times | None = None,
 ) -> Answer:  # fmt: skip
     """All that was found; which plan is recommended: ``times.recommended``."""
-    from experiments.plan.answer import Answer
+    from experiments.plan.summary import Answer
 
     program, machine, limit = task
     others = None if known is None else times.other_times(task, known.error)
@@ -193,7 +193,7 @@ def answered(
 def write(out: Path, cfg: DictConfig, answer: Answer, bound: Floor) -> None:
     """Writes the run directory."""
     from experiments.plan import answer as words
-    from experiments.plan.page import page
+    from experiments.plan.html import page
     from experiments.plotting import plots
 
     program, best = answer.program, answer.best
@@ -282,7 +282,7 @@ def best_of(
         each: seconds of each of the names; one that takes longer and has no budget is broken off.
         together: seconds from the beginning after which no other is asked, once there is a plan.
     """
-    from experiments.plan.answer import Best
+    from experiments.plan.summary import Best
 
     begin, out = time.monotonic(), []
     rows: list[tuple[Row, Plan | None]] = []
@@ -353,7 +353,7 @@ def largest_batch(
         seconds: of all planning; the captures are waited for WAIT times as long.
         memory: of the card, for tensors and what stands beside them; None: the limit is the tensors'.
     """
-    from experiments.plan.answer import Largest
+    from experiments.plan.summary import Largest
 
     _, machine, limit = task
     limit = memory or limit
@@ -361,7 +361,7 @@ def largest_batch(
         return Largest(why=why)
     end, planner = time.monotonic() + WAIT * seconds, ""
     try:
-        steps = captures.batches(WAIT * seconds)
+        steps = background_capture.batches(WAIT * seconds)
         until = time.monotonic() + BATCHES * seconds
 
         def costs(step: Program, room: int) -> float | None:
@@ -380,7 +380,8 @@ def largest_batch(
 
         without = steps.largest(limit)
         with_plan = steps.largest_planned(costs, limit, without, most_overhead)
-        checked = captures.checked(steps.peak_bytes(without), max(end - time.monotonic(), 0)) if without else False
+        left = max(end - time.monotonic(), 0)
+        checked = background_capture.checked(steps.peak_bytes(without), left) if without else False
         micro = steps.accumulated(limit) if without < steps.own else None
     except BatchError as error:
         return Largest(why=str(error))

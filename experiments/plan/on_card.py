@@ -15,7 +15,7 @@ from experiments.plan.times import ROOM
 from simulator.pool.card import CardPeak, under_plan
 
 if TYPE_CHECKING:  # Matplotlib takes long to import
-    from experiments.plan.answer import Best
+    from experiments.plan.summary import Best
 
 PARTS = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6)  # of the limit that the tensors would have
 FAMILY = "less fragmented"

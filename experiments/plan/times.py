@@ -20,7 +20,7 @@ from simulator.machine import Machine
 from simulator.program import Program
 
 if TYPE_CHECKING:  # Matplotlib takes long to import
-    from experiments.plan.answer import Best
+    from experiments.plan.summary import Best
 
 KINDS = ("modelled", "measured")
 ROOM = 0.01  # of the ideal time: how much dearer, as is believed, a plan may be that costs less if the times are others
@@ -132,6 +132,6 @@ def said(spread: Spread, error: TimesError) -> str:
 
 
 def _percent(part: float) -> str:
-    from experiments.plan.answer import percent
+    from experiments.plan.summary import percent
 
     return percent(part) if part < float("inf") else "it cannot run"

@@ -1,5 +1,5 @@
 """How each planner and allocator looks: its name for people, its colour and its marker. Every colour is in this file,
-a planner's by its family and slot (``agents.planner.Facts``).
+a planner's by its family and slot (``agents.planner.PlannerInfo``).
 
 Hues of planners are families of methods: AutoSwap blue, other swapping orange and brown, recomputation purple, both
 green, search red, exact and none black, learned pink. Of allocators: the rivals grey and warm, offline ones cool.
@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import agents
-from agents.planner import Facts, Family
+from agents.planner import Family, PlannerInfo
 
 INK, FAINT, LIMIT, FLOOR, GRID = "#222222", "#9a9a9a", "#222222", "#d9d9d9", "#eeeeee"
 BEST_OF = "the best of each family"
@@ -27,7 +27,7 @@ class Look(NamedTuple):
 
 
 class Hues(NamedTuple):
-    """A family of planners: the colour of the whole, then colours and markers of its members, by ``Facts.slot``."""
+    """A family of planners: the colour of the whole; those of its members, and markers, by ``PlannerInfo.slot``."""
 
     colour: str
     slots: tuple[str, ...] = ()
@@ -45,7 +45,7 @@ HUES: dict[Family, Hues] = {
     "learned": Hues("#d6336c", ("#d6336c", "#f783ac", "#8a1253", "#d3a0bd", "#e599f7", "#ae1fc9")),
     "other": Hues("#17becf"),
 }
-MODE_COLOURS = {"swap": "#1f5fa8", "recompute": "#8e5bd0", "joint": "#238b45"}  # of simulator.ways.MODES
+MODE_COLOURS = {"swap": "#1f5fa8", "recompute": "#8e5bd0", "joint": "#238b45"}  # of simulator.modes.MODES
 SPARE = ("#8c564b", "#17becf", "#bcbd22", "#e377c2")  # of planners without a slot
 
 
@@ -54,7 +54,7 @@ def spare(planner: str, text: str) -> Look:
     return Look(text, SPARE[sum(planner.encode()) % len(SPARE)])
 
 
-def _entries() -> Iterator[Facts]:
+def _entries() -> Iterator[PlannerInfo]:
     """The facts of every planner, and of the greedy policy of those that learn, which has a look of its own."""
     for facts in agents.PLANNERS.values():
         yield facts
@@ -63,7 +63,7 @@ def _entries() -> Iterator[Facts]:
             yield replace(facts, key=f"{facts.key}_greedy", label=f"{facts.label}, greedy policy", slot=slot)
 
 
-def _look(facts: Facts) -> Look:
+def _look(facts: PlannerInfo) -> Look:
     _, slots, markers = HUES[facts.family]
     if facts.slot is None or facts.slot >= len(slots):
         return spare(facts.key, facts.label)

@@ -4,7 +4,7 @@
 
 It calibrates the machine, captures and profiles each workload, plans it by every planner that needs no training,
 replays each plan, and trains real steps under some of them; ``compare=true`` adds what PyTorch offers
-(side_by_side.py), ``largest=true`` the largest batch of each (largest_batch.py). A limit of 0.7 is persistent
+(pytorch_baselines.py), ``largest=true`` the largest batch of each (largest_batch.py). A limit of 0.7 is persistent
 tensors and 70 % of what the peak has above them. Every measurement is appended to ``measurements.jsonl`` at once and
 gathered, also when the run is stopped, in results.json, table.md and PNGs.
 
@@ -43,14 +43,14 @@ from executor.calibrate import calibrate
 from executor.capture.profile import ProfileError, measure, path_of, with_profile
 from executor.replay.backend import BackendError
 from experiments.common import help
-from experiments.validate_gpu import largest_batch, side_by_side
+from experiments.validate_gpu import largest_batch, pytorch_baselines
 from experiments.validate_gpu.clocks import watched
 from experiments.validate_gpu.deadline import TimeUp, within
 from experiments.validate_gpu.flags import deterministic, report
 from experiments.validate_gpu.networks import MIB, give_back, host_bytes, made
 from experiments.validate_gpu.plots import batches, scatter, timelines
+from experiments.validate_gpu.pytorch_baselines import GRACE, LATE, METHODS, STOPPED
 from experiments.validate_gpu.settings import Settings, UsageError, parse
-from experiments.validate_gpu.side_by_side import GRACE, LATE, METHODS, STOPPED
 from experiments.validate_gpu.training import (
     Case,
     eager_bits,
@@ -357,7 +357,7 @@ def write_results(settings: Settings, machine: Machine | None, record: Record) -
     failed = [r for r in record.rows if "failed" in r]
     text += "".join(f"\n- {r['kind']} {r.get('workload', '')} {r.get('fraction', '')} "
                     f"{r.get('planner', r.get('method', ''))}: {r['failed']}" for r in failed) + "\n"  # fmt: skip
-    for kind, shown in (("compare", side_by_side.table), ("largest", largest_batch.table)):
+    for kind, shown in (("compare", pytorch_baselines.table), ("largest", largest_batch.table)):
         if any(r["kind"] == kind for r in record.rows):
             text += "\n" + shown(record.of(kind))
     write_text(record.out / "table.md", text)
@@ -401,7 +401,7 @@ def main(words: Sequence[str] | None = None) -> int:
         names, device = settings.workloads, settings.device
         methods = [m for m in METHODS if m != "compile" or device == "cuda"]
         if settings.compare:
-            side_by_side.compare(names, settings.limits, device, machine, record, methods, settings.steps)
+            pytorch_baselines.compare(names, settings.limits, device, machine, record, methods, settings.steps)
         if settings.largest:
             record.seconds = time.monotonic() - record.begin + settings.largest_seconds
             largest_batch.search(names, device, machine, record, settings.largest_seconds, methods)

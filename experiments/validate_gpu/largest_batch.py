@@ -1,4 +1,4 @@
-"""The largest batch that each method of side_by_side.py trains under a cap on memory.
+"""The largest batch that each method of pytorch_baselines.py trains under a cap on memory.
 
 The cap is what eager needs for the network's own batch. Each method has its strongest setting: all blocks; of
 torch.compile a budget of 0; ours has any of OURS' plans for the cap. A batch is trained if two steps run, the first of
@@ -30,7 +30,7 @@ from executor.memory.engines import line
 from experiments.common.bisection import largest
 from experiments.validate_gpu.deadline import TimeUp, within
 from experiments.validate_gpu.networks import MIB, Network, build, cap_memory, give_back, host_bytes, made, own_batch
-from experiments.validate_gpu.side_by_side import CACHE, LATE, METHODS, OURS, Counter, Levels, Record
+from experiments.validate_gpu.pytorch_baselines import CACHE, LATE, METHODS, OURS, Counter, Levels, Record
 from simulator import Machine, OutOfMemory, Plan
 from simulator.plan import PlanError
 

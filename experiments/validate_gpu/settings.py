@@ -38,7 +38,7 @@ class Settings:
         steps: measured training steps, in turns with as many eager ones.
         seconds: for everything; COMPARING with ``compare``.
         workers: processes that plan, at least 1.
-        compare: also run side_by_side.py.
+        compare: also run pytorch_baselines.py.
         largest: also search the largest batches (largest_batch.py).
         largest_seconds: a time of its own for that, after ``seconds``.
     """

@@ -18,7 +18,7 @@ from experiments.validate_gpu.clocks import watched
 from experiments.validate_gpu.flags import deterministic
 from experiments.validate_gpu.largest_batch import CAPS
 from experiments.validate_gpu.networks import Network, build, cap_memory, give_back, in_turns, made
-from experiments.validate_gpu.side_by_side import eager_beside
+from experiments.validate_gpu.pytorch_baselines import eager_beside
 from simulator import Machine, Plan, Program, Swap
 from simulator.plan import PlanError
 from simulator.schedule import lower

@@ -1,4 +1,4 @@
-"""The rules for several jobs, compiled: the clock. tables.py names the arrays, away.py is about what is away.
+"""The rules for several jobs, compiled: the clock. tables.py names the arrays, swap_state.py is about what is away.
 
 ``run`` goes from one round to the next, by the last paragraph of the rules. What a job waits for and what it would have
 back are looked for only when something has happened to it (``looked``, ``stale``). What every step does is inlined: a
@@ -11,7 +11,7 @@ from simulator.compiled.encoding import COPY_ENGINES, D2H_SHARE, HOST_BYTES, LIM
 from simulator.compiled.jit import stage
 
 # isort: off
-from simulator.jobs.away import (
+from simulator.jobs.swap_state import (
     begin_rows, charge, drop_queued, enqueue, evict, first_to_return, fits, land, leave, note, open_row, switch,
 )  # fmt: skip
 from simulator.jobs.tables import (

@@ -18,7 +18,7 @@ from agents.heuristics.vdnn import VDNN
 from agents.planner import Candidates, held_back, least_residency
 from agents.search import rerun_search
 from simulator import Gap, Kernel, Machine, Plan, Program, Swap, Tensor, simulate
-from simulator.ways import MODES, spans
+from simulator.modes import MODES, spans
 from tests import tiny
 from tests.agents.heuristics.test_superneurons import MACHINE as LINK, network
 from tests.strategies import machines, networks, programs, reachable_limits

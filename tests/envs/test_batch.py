@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from envs import layout, shown
+from envs import columns, observation
 from envs.batch import Batch
 from envs.graph import OBSERVED, STATIC
 from envs.memory_env import small_task
@@ -32,8 +32,8 @@ def assert_shown(batch: Batch, i: int, walk: Walk) -> None:
     assert batch.current[i] == current_node(walk)
     assert (batch.plan_rows(i) == walk.rows).all()
     state = walk.position, walk.iteration_ns, walk.done, walk.dead_end, walk.stuck_at, walk.host_left, walk.free_ns
-    columns = layout.POSITION, layout.ITERATION, layout.ENDED, layout.DEAD_END, layout.STUCK_AT, layout.HOST_LEFT
-    assert state == tuple(row[[*columns, layout.FREE_NS]])
+    of_state = columns.POSITION, columns.ITERATION, columns.ENDED, columns.DEAD_END, columns.STUCK_AT, columns.HOST_LEFT
+    assert state == tuple(row[[*of_state, columns.FREE_NS]])
     assert (batch.overhead[i], batch.feasible[i]) == (walk.overhead, walk.done and not walk.dead_end)
 
 
@@ -140,7 +140,7 @@ def test_quotients_are_rounded_as_divisions_are() -> None:
         near = np.concatenate([near, np.nextafter(near, 0), np.nextafter(near, np.inf), -near, [0.0, by]])
         for values in (near, rng.integers(-(10**9), 10**9, 4000).astype(np.float64)):
             product, out = np.zeros(len(values)), np.zeros(len(values), np.float32)
-            shown._divide.py_func(values, 5.0, by, product, product.view(np.int64), out)
+            observation._divide.py_func(values, 5.0, by, product, product.view(np.int64), out)
             assert (out == ((values - 5.0) / by).astype(np.float32)).all()
 
 

@@ -2,7 +2,7 @@
 
 from experiments.plan import on_card
 from experiments.plan.__main__ import tightened
-from experiments.plan.answer import Best
+from experiments.plan.summary import Best
 from simulator import Machine, simulate
 from simulator.plan import Plan, Swap
 from simulator.pool.card import CardPeak, under_plan

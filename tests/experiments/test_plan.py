@@ -14,9 +14,9 @@ from torch import nn
 
 from experiments import workloads
 from experiments.common import cli
-from experiments.plan import __main__ as command, answer as words, batches, on_card
-from experiments.plan.batches import BatchError, Batches
-from experiments.plan.page import page
+from experiments.plan import __main__ as command, answer as words, max_batch, on_card
+from experiments.plan.html import page
+from experiments.plan.max_batch import BatchError, Batches
 from experiments.workloads.module import WorkloadError, leading, with_batch
 from simulator import Machine, Plan, Program, simulate
 from simulator.pool.card import CardPeak
@@ -123,14 +123,14 @@ def test_a_step_at_any_batch_is_as_captured(mlp: Batches) -> None:
 
 def test_durations_at_two_batches_are_on_one_scale(mlp: Batches) -> None:
     measured = mlp.program.with_durations([3 * k.duration_ns for k in mlp.program.kernels])
-    scaled = batches.on_its_scale(mlp.larger, measured)
+    scaled = max_batch.on_its_scale(mlp.larger, measured)
     assert scaled.ideal_ns == pytest.approx(3 * mlp.larger.ideal_ns, rel=0.01)
     # Micro-batches cannot be faster than the whole: all kernels of the roofline grow at most as the batch does.
     _, _, cost = Batches(2048, measured, 4096, scaled).accumulated(measured.peak_bytes * 3 // 4) or (0, 0, -1.0)
     assert cost >= 0
     # Nothing in common: in proportion to the batch.
     other = replace(mlp.larger, kernels=tuple(replace(k, flops=k.flops + 1) for k in mlp.larger.kernels))
-    assert batches.on_its_scale(other, measured).ideal_ns == pytest.approx(2 * measured.ideal_ns, rel=0.01)
+    assert max_batch.on_its_scale(other, measured).ideal_ns == pytest.approx(2 * measured.ideal_ns, rel=0.01)
 
 
 def test_batches_that_change_the_kernels_are_refused() -> None:

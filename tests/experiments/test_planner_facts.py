@@ -14,12 +14,12 @@ from experiments import evaluate
 from tests.experiments.conftest import ROOT, chain
 
 NEW = """
-from agents.planner import MIB, Candidates, Facts, finish
+from agents.planner import MIB, Candidates, PlannerInfo, finish
 from simulator.compiled.engine import Engine
 
 
 class Everything:
-    facts = Facts("everything", "every gap", "a journal of 2031", moves="swap", slow=9)
+    facts = PlannerInfo("everything", "every gap", "a journal of 2031", moves="swap", slow=9)
     name = facts.key
 
     def __init__(self, min_bytes=MIB, seed=0, mode="swap"):

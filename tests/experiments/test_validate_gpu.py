@@ -15,12 +15,12 @@ import torch
 from rich.console import Console
 
 from executor.capture.profile import ProfileError
-from experiments.validate_gpu import __main__ as validate_gpu, networks, side_by_side, training
+from experiments.validate_gpu import __main__ as validate_gpu, networks, pytorch_baselines, training
 from experiments.validate_gpu.__main__ import Case, Record, main, make_plans, summary
 from experiments.validate_gpu.deadline import TimeUp, within
 from experiments.validate_gpu.networks import BLOCKS, NETWORKS, build, in_turns, timed
+from experiments.validate_gpu.pytorch_baselines import Counter, Levels, Unreachable
 from experiments.validate_gpu.settings import COMPARING, ON_HOST, Settings, UsageError, parse
-from experiments.validate_gpu.side_by_side import Counter, Levels, Unreachable
 from simulator import Machine
 from simulator.files import read_json
 from tests.experiments.conftest import ROOT, chain
@@ -257,15 +257,15 @@ def test_what_was_measured_is_kept_when_the_run_is_stopped(tmp_path, monkeypatch
 
 
 def test_methods_side_by_side(tmp_path, monkeypatch):
-    monkeypatch.setattr(side_by_side, "OURS", {"capuchin": {}})
+    monkeypatch.setattr(pytorch_baselines, "OURS", {"capuchin": {}})
     rows = record(tmp_path)
     methods = ("eager", "ours", "checkpoint", "save_on_cpu")
-    side_by_side.compare(["tiny_resnet"], [0.8], "cpu", Machine.load("h200"), rows, methods)
+    pytorch_baselines.compare(["tiny_resnet"], [0.8], "cpu", Machine.load("h200"), rows, methods)
     eager, ours, checkpoint, offload = rows.rows
     assert ours["measured_peak"] <= ours["limit"] < eager["measured_peak"]
     assert checkpoint["measured_peak"] <= checkpoint["limit"] and checkpoint["setting"] == "1 of 3 blocks"
     assert "at its strongest it needs" in offload["failed"]  # host memory is this device's memory
-    table = side_by_side.table([r for r in rows.rows if "failed" not in r])
+    table = pytorch_baselines.table([r for r in rows.rows if "failed" not in r])
     assert table.count("\n") == 5 and "| tiny_resnet | 80% | checkpoint | 1 of 3 blocks |" in table
 
 
@@ -284,7 +284,7 @@ def test_the_mildest_setting_within_the_limit(monkeypatch):
     # Peaks 100, 90, 80, 70 with 0 to 3 blocks.
     levels = Levels("", "cpu", "checkpoint", 3)
     monkeypatch.setattr(
-        side_by_side, "trial", lambda n, d, p, setting: side_by_side.Trial(1, 100 - 10 * int(setting[0]))
+        pytorch_baselines, "trial", lambda n, d, p, setting: pytorch_baselines.Trial(1, 100 - 10 * int(setting[0]))
     )
     assert [levels.within(limit).peak for limit in (100, 99, 85, 70)] == [100, 90, 80, 70]
     with pytest.raises(Unreachable, match="needs 70 bytes, over the limit of 69"):
@@ -371,7 +371,7 @@ def test_bytes_are_counted():
 
 def test_a_network_without_blocks_is_named(tmp_path):
     rows = record(tmp_path)
-    side_by_side.compare(["vgg16"], [0.8], "cpu", LINK, rows)
+    pytorch_baselines.compare(["vgg16"], [0.8], "cpu", LINK, rows)
     assert rows.rows[0]["failed"] == "the network has no blocks to checkpoint"
 
 
@@ -390,7 +390,7 @@ def test_on_a_gpu(tmp_path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_side_by_side_on_a_gpu(tmp_path):
     rows = record(tmp_path, 300)
-    side_by_side.compare(["resnet50"], [0.7], "cuda", Machine.load("h200"), rows)
+    pytorch_baselines.compare(["resnet50"], [0.7], "cuda", Machine.load("h200"), rows)
     found = {r["method"]: r for r in rows.rows if "failed" not in r}
     assert {"ours", "checkpoint", "offload", "save_on_cpu"} <= set(found)
     assert found["offload"]["measured_ns"] < found["save_on_cpu"]["measured_ns"]

@@ -1,4 +1,4 @@
-"""The walk, written to be read: what the compiled one (envs/compiled_walk.py, envs/shown.py) is tested equal to.
+"""The walk, written to be read: what the compiled one (envs/compiled_walk.py, envs/observation.py) is tested equal to.
 
 envs/walk.py says what an episode is; read on in ``Walk.step``. ``Clock`` is the present iteration as it has gone so
 far, which ``reward="causal"`` is made of. Choices where the paper is silent:

@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from agents.heuristics.tensile.schedule import Channel, Schedule, array
-from agents.planner import MIB, Facts, finish, infeasible
+from agents.planner import MIB, PlannerInfo, finish, infeasible
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
+from simulator.modes import check_mode
 from simulator.plan import Plan
 from simulator.program import Program
-from simulator.ways import check_mode
 
 __all__ = ["TENSILE", "Channel"]
 
@@ -34,7 +34,7 @@ class TENSILE:
         seed: unused; nothing is drawn.
     """
 
-    facts = Facts(
+    facts = PlannerInfo(
         "tensile", "TENSILE",
         '"TENSILE: A Tensor granularity dynamic GPU memory scheduler method towards multitasking dynamic workloads '
         'system", 2021',

@@ -14,9 +14,9 @@ from agents.planner import Row, Rows, is_open, row_of
 from simulator.compiled.encoding import SWAP
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
+from simulator.modes import RECOMPUTED, ways_to_empty
 from simulator.program import Gap, Program
 from simulator.schedule import recompute_ns
-from simulator.ways import RECOMPUTED, ways_to_empty
 
 
 def array(rows: list[Row]) -> Rows:

@@ -9,7 +9,7 @@ import pytest
 import agents
 from agents.heuristics.superneurons import layer_bytes, leaving, prefetch, segment_bytes, segments, tensor_cache
 from simulator import Gap, Kernel, Machine, Program, Recompute, Swap, Tensor, simulate
-from simulator.ways import RECOMPUTED, SWAPPED
+from simulator.modes import RECOMPUTED, SWAPPED
 
 MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, copy_latency_ns=0)
 

@@ -14,7 +14,7 @@ from agents.learned.gap_graph import UNDECIDED
 from agents.learned.policy_net import ENCODERS, batch_of
 from simulator import Machine
 from simulator.compiled.engine import Engine
-from simulator.ways import MODES, RECOMPUTED, STAYS, SWAPPED
+from simulator.modes import MODES, RECOMPUTED, STAYS, SWAPPED
 from tests.experiments.conftest import chain
 
 MACHINE = Machine("link of 10 GB/s", 2**40, 10**10, 10**10)

@@ -10,7 +10,7 @@ from agents.learned.gap_graph import BIN_STATE, BIN_STATIC, BINS, STATE, UNDECID
 from agents.planner import Candidates
 from agents.search.local_search import Moves
 from simulator import Machine, Program
-from simulator.ways import MODES, RECOMPUTED, STAYS, SWAPPED
+from simulator.modes import MODES, RECOMPUTED, STAYS, SWAPPED
 from tests.strategies import networks, programs
 from tests.tiny import LIMIT, MACHINE, PROGRAM
 

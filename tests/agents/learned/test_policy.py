@@ -21,7 +21,7 @@ from experiments.figures import program as bundled
 from simulator import Machine, Program, simulate
 from simulator.compiled.engine import Engine
 from simulator.files import FormatError
-from simulator.ways import STAYS
+from simulator.modes import STAYS
 from tests.agents.search.test_search import MACHINE, pyramid
 from tests.strategies import networks
 

@@ -26,8 +26,8 @@ from simulator import simulate
 from simulator.compiled.encoding import decisions_of
 from simulator.files import FormatError
 from simulator.limits import limit_bytes
+from simulator.modes import KEPT, RECOMPUTED, STAYS, SWAPPED
 from simulator.plan import Plan
-from simulator.ways import KEPT, RECOMPUTED, STAYS, SWAPPED
 from tests.oracle.walk import Walk
 
 PROGRAM, MACHINE = small_task()

@@ -17,7 +17,7 @@ from agents.search.random_search import random_subset
 from simulator import Kernel, Machine, Program, Tensor, simulate
 from simulator.compiled.encoding import RECOMPUTE, SWAP
 from simulator.compiled.engine import NEVER, Engine, Score, rows_of
-from simulator.ways import KEPT, SWAPPED
+from simulator.modes import KEPT, SWAPPED
 from tests.agents.search.stepwise import anneal, ticking
 
 MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, copy_latency_ns=0)

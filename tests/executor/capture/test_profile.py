@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from executor import capture
-from executor.capture.in_step import StepRunner
 from executor.capture.profile import (
     PROFILES,
     WARMUP,
@@ -22,6 +21,7 @@ from executor.capture.profile import (
     shape_of,
     with_profile,
 )
+from executor.capture.step_profiler import StepRunner
 from simulator import Kernel, Machine, Program, Tensor
 from simulator.files import FormatError
 

@@ -15,8 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from executor import Captured, PlannedStep, StepError, capture
 from executor.memory import engines
 from executor.memory.pinned import CUDA
-from executor.training import storage
-from executor.training.storage import slab
+from executor.training import memory_source
+from executor.training.memory_source import slab
 from simulator import Plan, Swap
 from simulator.plan import PlanError
 from simulator.schedule import OutOfMemory
@@ -241,7 +241,7 @@ def test_a_step_that_nobody_holds_returns_threads_and_memory_at_once(failed):
         assert len(made) == 2
         memory = {StorageWeakRef(b.host.untyped_storage()) for b in step.state.blocks.blocks.values()}
         away = {StorageWeakRef(b.user.untyped_storage()) for b in step.state.bindings
-                if b.block and b.block.place is storage.Place.HOST}  # fmt: skip
+                if b.block and b.block.place is memory_source.Place.HOST}  # fmt: skip
         assert away and away < memory
         del step
         for thread in made:
@@ -404,7 +404,7 @@ def test_a_model_that_is_not_the_captured_one(change, message):
         assert len(str(caught.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize("place", [storage.Place.DEVICE, storage.Place.HOST])
+@pytest.mark.parametrize("place", [memory_source.Place.DEVICE, memory_source.Place.HOST])
 def test_state_that_becomes_shared_is_refused_wherever_it_is(place):
     twins, step = planned("lstm")
     twins.train(step)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from executor import Captured, PlannedStep, StepError, capture
 from executor.capture.state import capturable
 from executor.memory import ALIGNMENT
-from executor.training.order import stays
+from executor.training.issue_order import stays
 from executor.training.recording import Operation, Recording, illegal
 from simulator import Plan, Recompute, Swap
 from simulator.pool import smartpool

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import agents
 from executor import PlannedStep, StepError, capture, capture_step
 from executor.memory import engines
-from executor.training.storage import Place
+from executor.training.memory_source import Place
 from simulator import Plan, Recompute, Swap, simulate
 from tests.executor.networks import NETWORKS, adamw, images, sgd, small
 from tests.executor.training.programs import (

@@ -13,7 +13,7 @@ from envs.task import COPY, EARLY, KEEP
 from simulator.compiled.jit import stage
 
 # isort: off
-from envs.layout import (
+from envs.columns import (
     ACTIONS, ACTION_GAPS, AFTER, BEFORE, BY_AFTER, BY_BEFORE, CLOSED, COPY_AT, DEAD_END, ENDED, FIRST_SINCE, FORMS,
     FREE_NS, HOST_LEFT, IDEAL_NS, NBYTES, NEW_FROM, NEW_TO, NODE_KERNEL, N_ACTIONS, OFFLOAD_NODE, OPENED, POSITION,
     REMOVE_NODE, SHOWN_NODES, STUCK_AT, VALID_ACTIONS, WRAPS,
@@ -186,7 +186,7 @@ def show(task, state, scratch, options, mask, nodes, g, moved, fresh):  # type: 
     """Walk._refresh, and the observation where it has changed since the last step; returns the current node.
 
     Args:
-        task, state, scratch: a TaskView, a WalkView, a Scratch (layout.py).
+        task, state, scratch: a TaskView, a WalkView, a Scratch (columns.py).
         g: the gap that was emptied, or -1.
         moved: whether the position has changed.
         fresh: whether nothing is known of what is shown.

@@ -55,8 +55,8 @@ class Block:
 
     Attributes:
         storage: None for a tensor born in the step while it is on the device.
-        host: its place in pinned memory, uint8[nbytes]; others have it while it is not this one's (order.py). None
-            while the step has no pinned memory (HostMemory).
+        host: its place in pinned memory, uint8[nbytes]; others have it while it is not this one's
+            (issue_order.py). None while the step has no pinned memory (HostMemory).
         valid: the content there is that of the tensor.
         users: of a persistent tensor: the user's.
         shown: the user's tensors show the content on the host.
@@ -120,7 +120,7 @@ class Storages:
 
 
 class Blocks:
-    """All blocks of a plan, by tensor; the moves of order.py, and the bytes in use.
+    """All blocks of a plan, by tensor; the moves of issue_order.py, and the bytes in use.
 
     Attributes:
         values: the table of values of the step that runs.

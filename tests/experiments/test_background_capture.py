@@ -18,8 +18,8 @@ import pytest
 from experiments import workloads
 from experiments.common.cli import UsageError
 from experiments.plan import captures as captures_
-from experiments.plan.batches import BatchError
-from experiments.plan.captures import Captures
+from experiments.plan.background_capture import Captures
+from experiments.plan.max_batch import BatchError
 from simulator import Machine
 from tests.experiments.conftest import ROOT
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from simulator.pool.host import Held
+from simulator.pool.pinned_places import Held
 
 
 def test_a_place_is_held_from_the_copy_to_the_last_return():

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from executor import PlannedStep, StepError, capture
-from executor.training import watch
-from executor.training.watch import Allocator
+from executor.training import memory_check
+from executor.training.memory_check import Allocator
 from simulator import Plan, Swap
 from tests.executor.networks import adamw
 from tests.executor.training.programs import GPU, Twins, planned, random_plan, tight
@@ -113,7 +113,7 @@ def first_step(monkeypatch, **figures):
     captured = capture(*parts(), BATCH, machine=GPU)
     step = PlannedStep(captured, Plan())
     fake = Fake(step, 1000, **figures)
-    monkeypatch.setattr(watch, "allocator_stats", fake)
+    monkeypatch.setattr(memory_check, "allocator_stats", fake)
     return step, fake
 
 

@@ -23,7 +23,7 @@ from torch._ops import OpOverload
 from torch.fx.node import map_arg
 
 from executor.capture.capture import Captured
-from executor.capture.numbers import Option
+from executor.capture.hyperparameters import Option
 from executor.capture.operators import for_profiler
 from simulator.schedule import Schedule, Step
 

@@ -22,8 +22,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from simulator.plan import Swap
-from simulator.pool.host import Held
 from simulator.pool.intervals import Intervals
+from simulator.pool.pinned_places import Held
 from simulator.program import Program
 from simulator.schedule import Schedule, Step
 from simulator.timeline import Timeline

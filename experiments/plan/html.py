@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from experiments.common.report import MB, duration
 from experiments.plan import answer as words
-from experiments.plan.answer import Answer
+from experiments.plan.summary import Answer
 from experiments.plotting.palette import DARK, LIGHT, label
 from experiments.plotting.plots import steady_memory
 from simulator.report import size

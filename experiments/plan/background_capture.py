@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:  # the simulator is compiled by Numba, which takes long to import
     from executor.capture.captured import Captured
-    from experiments.plan.batches import Batches
+    from experiments.plan.max_batch import Batches
     from simulator.machine import Machine
     from simulator.pool.card import CardPeak
     from simulator.program import Program
@@ -113,7 +113,7 @@ class Captures:
         self._thread.start()
 
     def _look(self, program: Program, limit: int, beside: int) -> None:
-        from experiments.plan.batches import BatchError, Batches, on_its_scale
+        from experiments.plan.max_batch import BatchError, Batches, on_its_scale
 
         try:
             own, larger, more = _received(self._other, BatchError)
@@ -130,7 +130,7 @@ class Captures:
         Raises:
             BatchError: it was not enough, or the batch cannot be changed.
         """
-        from experiments.plan.batches import BatchError
+        from experiments.plan.max_batch import BatchError
 
         self._thread.join(seconds)
         if self._failed is not None:
@@ -145,7 +145,7 @@ class Captures:
         Raises:
             BatchError: it is another, or the batch cannot be captured.
         """
-        from experiments.plan.batches import BatchError
+        from experiments.plan.max_batch import BatchError
 
         self._thread.join(seconds)
         if not self._without or not self._other.poll(seconds):

@@ -1,4 +1,4 @@
-"""The columns of every table that the compiled walks work on (compiled_walk.py, shown.py; batch.py makes them)."""
+"""The columns of every table of the compiled walks (compiled_walk.py, observation.py; batch.py makes the tables)."""
 
 from __future__ import annotations
 

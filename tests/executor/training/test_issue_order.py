@@ -9,7 +9,7 @@ import pytest
 
 import agents
 from executor.training import order as order_module
-from executor.training.order import Order, order
+from executor.training.issue_order import Order, order
 from simulator import Machine, Plan, Program, Recompute, Rerun, Swap, simulate
 from simulator.schedule import lower
 from tests import tiny
