@@ -140,10 +140,12 @@ def check_network(where: str, entry: Any) -> Network:
 
 
 def program_path(out: Path, i: int) -> Path:
+    """Where program ``i`` is kept."""
     return out / "programs" / f"{i:04d}.json.gz"
 
 
 def times_path(out: Path, i: int) -> Path:
+    """Where the kernel times of the tasks of program ``i`` are kept."""
     return out / "times" / f"{i:04d}.json"
 
 
@@ -182,6 +184,7 @@ class Lines:
         self.file.close()
 
     def add(self, entry: Any) -> None:
+        """Writes an entry as one line of JSON, at once."""
         self.file.write(json.dumps(entry, separators=(",", ":")) + "\n")
         self.file.flush()
 
@@ -215,6 +218,7 @@ def task_rng(seed: int, i: int, j: int) -> random.Random:
 
 
 def drawn_machine(rng: random.Random) -> Machine:
+    """Of MODELLED of ten a machine with the time model, else one with a roofline."""
     return modelled_machine(rng) if rng.random() < MODELLED else random_machine(rng)
 
 
@@ -296,6 +300,7 @@ def read_lessons(out: Path, round_: int) -> list[Lesson]:
 
 @cache
 def captured(out: Path, i: int) -> Program:
+    """Program ``i``, read once."""
     return Program.load(program_path(out, i))
 
 
@@ -312,6 +317,7 @@ def read_times(path: Path) -> list[list[int]]:
 
 @cache
 def kernel_times(out: Path, i: int) -> list[list[int]]:
+    """See ``read_times``; read once."""
     return read_times(times_path(out, i))
 
 
@@ -321,6 +327,7 @@ def on_task(out: Path, i: int, j: int) -> Program:
 
 
 def lesson_of(out: Path, entry: dict[str, Any]) -> Lesson:
+    """What the policy learns of a line of plans."""
     from agents.learned.expert_iteration import Lesson
 
     machine = Machine.from_dict(entry["machine"])

@@ -166,10 +166,12 @@ class Work:
 
     @property
     def left(self) -> list[Row]:
+        """The tasks that have no row yet."""
         return [task for task in self.tasks if _key(task) not in self._found]
 
     @property
     def rows(self) -> list[Row]:
+        """A row per task, in their order."""
         return [self._found[_key(task)] for task in self.tasks]
 
     def keep(self, task: Row, row: Row) -> None:

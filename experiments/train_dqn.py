@@ -145,6 +145,7 @@ class Watch:
         return self  # the bar starts with the first episode: where there is none, only the error is printed
 
     def stop(self, number: int, _: object) -> None:
+        """A signal's handler: training stops after this episode; the next signal is as without it."""
         self.stopping = Terminated if number == signal.SIGTERM else KeyboardInterrupt
         signal.signal(number, self.before[number])
 

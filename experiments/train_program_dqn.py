@@ -149,6 +149,7 @@ def train(learner: Learner, state: Path, log: Path, console: Any) -> None:
 
 
 def trained_s(log: Path) -> float:
+    """Seconds of training, by the last line of the log."""
     return float(json.loads(log.read_text().splitlines()[-1])["seconds"])
 
 

@@ -201,7 +201,7 @@ class Swap(OfGap):
             raise PlanError(f"{where}.prefetch: kernel {p} is not from {after} up to {before}")
 
     def check_beside(self, program: Program, i: int, back: Mapping[int, Sequence[int]]) -> None:
-        """A copy is made of what is there: after the last write and after the tensor's earlier gaps."""
+        """A copy is made of what is there: after the last write and the tensor's earlier gaps; raises PlanError."""
         t, copy, after, n = self.tensor, self.copy, self.after, len(program.kernels)
         if copy is None or copy == after:
             return
@@ -217,15 +217,18 @@ class Swap(OfGap):
             raise PlanError(f"{where}: tensor {t} is away between the end of kernel {copy} and that of {after}")
 
     def row(self) -> Row:
+        """int64[6]; see ``Decision.row``."""
         prefetch, copy = _number(self.prefetch), _number(self.copy)
         return self.codes[self.sync], self.tensor, self.after, self.before, prefetch, copy
 
     @classmethod
     def of_row(cls, row: Sequence[int]) -> Swap:
+        """The swap of such a row."""
         code, t, after, before, prefetch, copy = row
         return cls(t, after, before, _or_none(prefetch), code == cls.codes[True], _or_none(copy))
 
     def renumbered(self, tensor: Sequence[int], first: int, n: int, total: int) -> Swap:
+        """See ``OfGap.renumbered``: its copy and its prefetch move with the gap."""
         out: Swap = OfGap.renumbered(self, tensor, first, n, total)
         # A prefetch may be issued as the gap opens, a copy before.
         prefetch = out.after if self.prefetch == self.after else out.prefetch
@@ -262,14 +265,17 @@ class Recompute(OfGap):
             raise PlanError(f"{where}.at: kernel {self.at} is not after {self.after} and up to {self.before}")
 
     def check(self, program: Program, where: str) -> None:
+        """Raises PlanError where the gap is none, or its chain of kernels cannot run again."""
         if reason := cannot_recompute(program, self.tensor, self.after, self.back):
             raise PlanError(f"{where}: {reason}")
 
     def row(self) -> Row:
+        """int64[6]; see ``Decision.row``."""
         return self.codes[0], self.tensor, self.after, self.before, int(self.keep), _number(self.at)
 
     @classmethod
     def of_row(cls, row: Sequence[int]) -> Recompute:
+        """The recomputation of such a row."""
         _, t, after, before, keep, at = row
         return cls(t, after, before, bool(keep), _or_none(at))
 
@@ -301,20 +307,25 @@ class Rerun(Kind):
         return self
 
     def clash(self, other: int) -> str:
+        """Two reruns of a kernel before the same kernel."""
         return f"the same as decisions[{other}]"
 
     def row(self) -> Row:
+        """int64[6]; see ``Decision.row``."""
         return self.codes[0], -1, self.kernel, self.before, 0, -1
 
     @classmethod
     def of_row(cls, row: Sequence[int]) -> Rerun:
+        """The rerun of such a row."""
         return cls(row[2], row[3])
 
     def moved(self, tensor: Mapping[int, int], kernel: Mapping[int, int], program: Program) -> Iterator[Rerun]:
+        """See ``Decision.moved``: nothing where one of its two kernels has none there."""
         if self.kernel in kernel and self.before in kernel:
             yield Rerun(kernel[self.kernel], kernel[self.before])
 
     def renumbered(self, tensor: Sequence[int], first: int, n: int, total: int) -> Rerun:
+        """Both kernels are counted from ``first``."""
         return Rerun(first + self.kernel, first + self.before)
 
 

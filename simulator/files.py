@@ -77,7 +77,7 @@ def label(name: str) -> str:
 
 
 def integers(values: Any, where: str, length: int | None = None) -> tuple[int, ...]:
-    """Checks a list of integers (of a given length)."""
+    """Checks a list of integers (of a given length); raises FormatError, which names ``where``."""
     if not isinstance(values, list):
         raise FormatError(f"{where}: expected a list, got {_describe(values)}")
     if length is not None and len(values) != length:

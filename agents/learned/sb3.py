@@ -206,6 +206,7 @@ class Recorded(gymnasium.Wrapper[Observation, np.int64, Observation, np.int64]):
         self.record, self.scale = record, scale
 
     def step(self, action: np.int64) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+        """The environment's step; a finished plan that is better than the record's takes its place."""
         observation, reward, terminated, truncated, info = self.env.step(action)
         record = self.record
         record.steps += 1

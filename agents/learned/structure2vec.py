@@ -34,6 +34,7 @@ class NeighbourSum(MessagePassing):  # type: ignore[misc]  # it has no types
         return total.view_as(s)
 
     def message_and_aggregate(self, edge_index: Tensor, s: Tensor) -> Tensor:
+        """The sum over neighbours as one sparse product: (N, N) by (N, B p)."""
         total: Tensor = spmm(edge_index, s, self.aggr)
         return total
 

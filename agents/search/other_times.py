@@ -95,10 +95,12 @@ class Spread:
 
     @property
     def least(self) -> float:
+        """The smallest overhead of all."""
         return min(self.said, self.fast, self.slow, self.low)
 
     @property
     def most(self) -> float:
+        """The largest overhead of all."""
         return max(self.said, self.fast, self.slow, self.high)
 
 

@@ -60,6 +60,7 @@ class RuinRecreate:
 
     @property
     def calls(self) -> int:
+        """Simulator calls so far."""
         return self.engine.calls
 
     def search(self) -> Rows | None:

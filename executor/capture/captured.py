@@ -97,6 +97,7 @@ class Captured:
 
     @property
     def origins(self) -> Origins:
+        """Where the tensors and the kernels come from in the user's code."""
         return Origins(self.places, self.owners)
 
     def on(self, machine: Machine, iteration_ns: int | None = None, algorithms: bool = False) -> Captured:

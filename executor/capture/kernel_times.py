@@ -46,6 +46,7 @@ class Precision:
 
     @classmethod
     def now(cls) -> Precision:
+        """PyTorch's flags as they are set now."""
         backends: Any = torch.backends
         return cls(backends.cudnn.conv.fp32_precision == "tf32", backends.cuda.matmul.fp32_precision == "tf32")
 

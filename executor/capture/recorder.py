@@ -112,6 +112,7 @@ class Recorder(TorchDispatchMode):
         self._backward_seen = False
 
     def begin(self, placeholders: tuple[Tensor, ...], places: Places) -> None:
+        """The trace begins: its inputs, and where the user's code keeps them."""
         self.places = places
         mode = get_proxy_mode()
         assert mode is not None
@@ -245,7 +246,11 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def optional(self, skipped: Tensor) -> Iterator[None]:
-        """What is done here is left out where the number in ``skipped`` is not 0 when the graph runs."""
+        """What is done here is left out where the number in ``skipped`` is not 0 when the graph runs.
+
+        Raises:
+            NotImplementedError: several steps of optimizers have one.
+        """
         if self.asked:
             raise NotImplementedError("several steps of optimizers with a GradScaler")
         self._asking = True

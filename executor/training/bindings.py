@@ -41,7 +41,7 @@ class Binding(Shared):
         return movable(now) if self.block.place is Place.DEVICE else not shared(now)
 
     def take(self, nbytes: int) -> None:
-        """Takes what is there, which has to look as at the capture.
+        """Takes what is there, which has to look as at the capture; raises StepError.
 
         Where a parameter is on the host between two steps, what was made after it is there, too (loaded optimizer
         state, a parameter's new ``data``): that goes to the device.
@@ -64,7 +64,7 @@ class Binding(Shared):
 
 
 def device_of(captured: Captured) -> torch.device:
-    """Where the step runs; scalars of an optimizer may be on the host."""
+    """Where the step runs; scalars of an optimizer may be on the host. Raises StepError for several devices."""
     devices = {d for node, d in zip(captured.placeholders, captured.devices, strict=True) if node in captured.values}
     others = sorted({str(d) for d in devices if d.type != "cpu"})
     if len(others) > 1:
@@ -222,7 +222,7 @@ class _First(dict[Any, Any]):
 
 
 def create_state(b: Binding, bindings: list[Binding]) -> None:
-    """The state that an optimizer's first step would create for a parameter; see choice 4."""
+    """The state that an optimizer's first step would create for a parameter; see choice 4. Raises StepError."""
     if b.home is None or not isinstance(b.home.container, Optimizer) or isinstance(b.home.key[0], int):
         raise StepError(f"{b.name} is not where it was at the capture; capture the step again")
     optimizer, (param, _) = b.home.container, b.home.key

@@ -52,7 +52,8 @@ class Graph(Protocol):
     idle_bytes: int
     done: bool
 
-    def replay(self) -> None: ...
+    def replay(self) -> None:
+        """Runs what was captured once more."""
 
     def close(self) -> None:
         """It is not replayed any more; its memory goes back."""

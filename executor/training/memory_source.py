@@ -47,6 +47,7 @@ class Shared:
     seen: Tensor
 
     def see(self, what: Tensor) -> None:
+        """The user's tensor shows ``what`` from now on."""
         self.user.data = self.seen = what
 
 
@@ -113,9 +114,11 @@ class Storages:
         return tensor.untyped_storage().nbytes()
 
     def take(self, block: Block) -> None:
+        """The block's storage gets memory of the allocator."""
         block.storage.resize_(block.nbytes)  # type: ignore[union-attr]
 
     def give(self, block: Block) -> None:
+        """The allocator gets the memory back; the storage stays, empty."""
         block.storage.resize_(0)  # type: ignore[union-attr]
 
 

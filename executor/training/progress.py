@@ -84,13 +84,16 @@ class Random:
         self.generators, self.states = generators, dict[int, list[Tensor]]()
 
     def save(self, kernel: int) -> None:
+        """Keeps the generators' states before ``kernel``."""
         self.states[kernel] = [g.get_state() for g in self.generators]
 
     def restore(self, kernel: int) -> None:
+        """Sets the generators to what they were before ``kernel``."""
         for generator, state in zip(self.generators, self.states[kernel], strict=True):
             generator.set_state(state)
 
     def replay(self, kernel: int) -> None:
+        """A kernel runs again: it draws what it drew, and afterwards the generators go on from where they are."""
         self.save(NOW)
         self.restore(kernel)
 

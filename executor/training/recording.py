@@ -80,6 +80,7 @@ class Recording:
         self.there.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
 
     def kernel(self, name: str, reads: Iterable[Tensor], writes: Iterable[Tensor], again: Callable[[], object]) -> None:
+        """Notes a kernel, and ``again``, which runs it."""
         reads, writes = list(reads), list(writes)
         self._keep += reads + writes
         self._add("kernel", COMPUTE, name, reads, writes, again)
@@ -91,9 +92,11 @@ class Recording:
         self.operations[at] = last._replace(writes=(*last.writes, *_spans([place])))
 
     def take(self, memory: Span) -> None:
+        """Notes that a span of memory is taken."""
         self.operations.append(Operation("take", COMPUTE, "memory that is taken", (), (memory,)))
 
     def give(self, memory: Span, again: Callable[[], object]) -> None:
+        """Notes that a span of memory is given back."""
         self.operations.append(Operation("give", COMPUTE, "memory that is given back", (), (memory,), again))
 
     def read(self, name: str) -> None:
@@ -321,6 +324,7 @@ class Arena(Storages):
         return empty.set_(self.memory.untyped_storage(), at, like.size(), like.stride())  # type: ignore[call-overload]
 
     def hold(self, block: Block, tensor: Tensor) -> int:
+        """The block that lies where this tensor does; its bytes."""
         where = tensor.storage_offset() * tensor.element_size()
         b = next(b for b in self._there if self._at[b] <= where < self._at[b] + self.blocks[b].nbytes)
         self._moved[id(block)] = b
@@ -328,6 +332,7 @@ class Arena(Storages):
         return block.bytes.nbytes
 
     def take(self, block: Block) -> None:
+        """The block gets its next place, and all tensors of it are views of that place."""
         b = self._moved[id(block)]
         before = self._at.get(b, 0)
         self._begin(b)
@@ -339,6 +344,7 @@ class Arena(Storages):
                 self.table[slot] = self._view(b, value, begin)
 
     def give(self, block: Block) -> None:
+        """The block's place is free."""
         self._end(self._moved[id(block)])
 
     # ------------------------------------------------------------------------------------ steps

@@ -91,6 +91,7 @@ def idle(step: PlannedStep, batch: tuple[Tensor, ...]) -> PlannedStep:
 
 
 def returning(result: Any) -> Callable[..., Any]:
+    """A function that returns ``result`` whatever it is given."""
     return lambda *args, **options: result
 
 

@@ -62,6 +62,7 @@ class Figure:
 
     @property
     def title(self) -> str:
+        """The first line of the Markdown."""
         return self._parts[0].partition("\n")[0].removeprefix("# ")
 
     @property
@@ -78,9 +79,11 @@ class Figure:
         return _cells(heads, numbers), cells, [note for note in said if note]
 
     def table(self, rows: list[Row]) -> tuple[list[str], list[list[str]]]:
+        """Headings and cells; see ``say``."""
         return self.say(rows)[:2]
 
     def notes(self, rows: list[Row]) -> list[str]:
+        """The notes that have all their numbers; see ``say``."""
         return self.say(rows)[2]
 
     def draw(self, rows: list[Row], path: Path) -> None:

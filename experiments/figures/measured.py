@@ -120,10 +120,12 @@ class Step(NamedTuple):
 
     @property
     def error(self) -> float:
+        """Of our time, as a share of the measured one."""
         return self.ours / self.measured - 1
 
     @property
     def old(self) -> float:
+        """The same of the control's time."""
         return self.control / self.measured - 1
 
 

@@ -80,6 +80,7 @@ class Line:
     front: float = 3.0
 
     def draw(self, axes: Axes) -> None:
+        """Draws it, with its band and texts."""
         x, y = _numbers(self.x), _numbers(self.y)
         if self.band is not None:
             low, high = (np.broadcast_to(_numbers(np.atleast_1d(edge)), x.shape) for edge in self.band)
@@ -113,6 +114,7 @@ class Bars:
     shade: float = 1.0
 
     def draw(self, axes: Axes) -> None:
+        """Draws them, with what is written on them."""
         values, base = _numbers(self.values), np.broadcast_to(_numbers(np.atleast_1d(self.base)), len(self.at))
         make, start = (axes.barh, "left") if self.across else (axes.bar, "bottom")
         make(self.at, np.nan_to_num(values), self.thick, color="white" if self.hollow else self.colour,
@@ -142,6 +144,7 @@ class Rule:
     below: bool = False
 
     def draw(self, axes: Axes) -> None:
+        """Draws it across the panel."""
         if self.until is not None:
             span = axes.axhspan if self.across else axes.axvspan
             span(self.at, self.until, color=self.colour, linewidth=0, zorder=0.5, label=self.label or None)
@@ -170,6 +173,7 @@ class Words:
     size: float = 9.5
 
     def draw(self, axes: Axes) -> None:
+        """Writes them."""
         axes.text(self.x, self.y, self.text, ha=self.align, va="top" if self.top else "center", fontsize=self.size,
                   color=self.colour, transform=axes.get_xaxis_transform() if self.top else axes.transData)  # fmt: skip
 

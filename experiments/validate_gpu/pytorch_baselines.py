@@ -71,8 +71,11 @@ _KEPT = {
 class Record(Protocol):
     """Where rows go, and the time that is left."""
 
-    def add(self, kind: str, **row: Any) -> None: ...
-    def left(self) -> float: ...
+    def add(self, kind: str, **row: Any) -> None:
+        """Writes a row."""
+
+    def left(self) -> float:
+        """Seconds."""
 
 
 class Unreachable(Exception):

@@ -48,7 +48,11 @@ class KernelTimes:
 
     @classmethod
     def fit(cls, samples: Sequence[Sample], seed: int = 0) -> KernelTimes:
-        """Learns log times from samples, by Adam on the squared error of all of them at once."""
+        """Learns log times from samples, by Adam on the squared error of all of them at once.
+
+        Raises:
+            ValueError: there is none.
+        """
         import torch
         from torch import nn
 
