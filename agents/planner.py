@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from simulator.compiled.encoding import EXTRA, KIND, RECOMPUTE, SWAP, decisions_of, rows_of
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
-from simulator.modes import KEPT, RECOMPUTED, SWAPPED, spans, ways_to_empty
+from simulator.modes import KEPT, RECOMPUTED, SWAPPED, least_residency, spans, ways_to_empty
 from simulator.plan import Plan
 from simulator.program import Gap, Program
 
@@ -261,14 +261,3 @@ def held_back(program: Program, limit: int, min_bytes: int) -> str:
 def small(program: Program) -> int:
     """Bytes below which tensors may stay: a MiB, or of a small program a thousandth of its peak."""
     return min(MIB, program.peak_bytes // 1000)
-
-
-def least_residency(program: Program, min_bytes: int) -> int:
-    """The peak of the planned residency with every gap of tensors of at least ``min_bytes`` emptied, in bytes."""
-    n = len(program.kernels)
-    change = np.zeros(n + 1, dtype=np.int64)
-    for tensor, after, before in program.gaps(min_bytes):
-        for span in spans(after, before, n):
-            change[span.start] -= program.tensors[tensor].nbytes
-            change[span.stop] += program.tensors[tensor].nbytes
-    return int((np.array(program.live_bytes, dtype=np.int64) + np.cumsum(change)[:n]).max())

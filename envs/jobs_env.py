@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from envs.batch import INVALID, one_of
 from envs.jobs_walk import LEFT, TIME_LEFT, JobActions, JobsTask, JobsWalk, Scenario
-from envs.memory_env import Observation, small_program, small_task
+from envs.memory_env import Observation, chosen_task, small_program, small_task
 from envs.task import DEAD_END_REWARD
 from simulator import Job, Plan
 
@@ -85,7 +85,7 @@ class JobsEnv(gymnasium.Env[Observation, np.int64]):
     ) -> tuple[Observation, dict[str, Any]]:
         """Starts an episode; ``options={"task": i}`` chooses its scenario."""
         super().reset(seed=seed)
-        chosen = (options or {}).get("task")
+        chosen = chosen_task(options, len(self.tasks))
         self._task = int(self.np_random.integers(len(self.tasks)) if chosen is None else chosen)
         self._walk = JobsWalk(self.tasks[self._task])
         return self._shown()

@@ -5,8 +5,8 @@ compiled walks (batch.py). The observation is a dictionary (N nodes; programs ar
   next use, kind of action, validity (1 valid, 0 not, −1 taken already); and five of the moment: relief, how far ahead
   the node is, planned residency over the limit, copy queue, where the walk gets stuck. README.md says what they are.
 - ``action_mask`` (N,) int8: which nodes are actions that may be taken now; never wrong.
-- ``current`` (1,) int64: the node under execution.
-- ``program`` (1,) int64: index into ``env.unwrapped.tasks``, which hold the static graph (edges, weights).
+- ``current`` int64: the node under execution.
+- ``program`` int64: index into ``env.unwrapped.tasks``, which hold the static graph (edges, weights).
 
 The action is the number of a node; node 0 is "do nothing". With ``actions="full"`` it is node + N * form, and the mask
 is as long. The buffers are by column, and ``nodes`` is a view of them: what is static is written once.
@@ -15,7 +15,7 @@ is as long. The buffers are by column, and ``nodes`` is a view of them: what is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, TypeAlias, TypeVar, cast
 
 import gymnasium
 import numpy as np
@@ -24,16 +24,23 @@ from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from envs import columns
-from envs.batch import Batch
+from envs.batch import Batch, one_of
 from envs.graph import OBSERVED
+from envs.render import Scene
 from envs.task import Task
+from envs.tasks import program_and_machine
 from simulator import Kernel, Machine, Plan, Program, Tensor
 from simulator.limits import limit_bytes
+from simulator.modes import check_mode, least_residency
 
 __all__ = ["MemoryEnv", "MemoryVectorEnv", "make_tasks", "small_task"]
 
+T = TypeVar("T")
 Observation = dict[str, NDArray[Any]]
 Limit = float | str  # as simulator.limits.limit_bytes takes it
+ProgramLike = Program | str  # or a name (tasks.py), or the path of a .json or .json.gz
+MachineLike = Machine | str  # or a preset, or the path of a YAML
+OneOrMore: TypeAlias = T | Sequence[T]
 
 
 def small_program(name: str, sizes: Sequence[int]) -> Program:
@@ -59,24 +66,35 @@ def small_task() -> tuple[Program, Machine]:
 
 
 def make_tasks(
-    program: Program | Sequence[Program] | None, machine: Machine | Sequence[Machine] | None,
-    limit: Limit | Sequence[Limit], min_bytes: int, mode: str,
+    program: OneOrMore[ProgramLike] | None, machine: OneOrMore[MachineLike] | None, limit: OneOrMore[Limit],
+    min_bytes: int, mode: str,
 ) -> list[Task]:  # fmt: skip
     """One task per program, machine and limit.
 
     Raises:
-        ValueError: a limit is wrong, or there is a program and no machine.
+        ValueError: a limit is wrong or below what any plan can reach, or there is a program and no machine.
     """
     if program is None:
         program, default_machine = small_task()
         machine = machine or default_machine
-    programs = [program] if isinstance(program, Program) else list(program)
-    machines = [machine] if isinstance(machine, Machine) else list(machine or ())
-    if not machines:
-        raise ValueError("machine: needed with a program")
-    limits = list(limit) if isinstance(limit, (list, tuple)) else [limit]
-    return [Task(one, on, limit_bytes(each, one), min_bytes, mode)
-            for one in programs for on in machines for each in limits]  # fmt: skip
+    programs, limits = _several(program), _several(limit)
+    tasks = []
+    for one in programs:
+        for on in [None] if machine is None else _several(machine):
+            built, where = program_and_machine(one, on)
+            least = least_residency(built, min_bytes, check_mode(mode))
+            for each in limits:
+                if (nbytes := limit_bytes(each, built)) < least:
+                    raise ValueError(
+                        f"limit: no plan of mode {mode!r} brings {built.name!r} below {least:,} bytes while tensors "
+                        f"smaller than {min_bytes:,} bytes stay; got {nbytes:,}"
+                    )
+                tasks.append(Task(built, where, nbytes, min_bytes, mode))
+    return tasks
+
+
+def _several(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else [value]
 
 
 def observation_space(batch: Batch) -> spaces.Dict:
@@ -85,15 +103,16 @@ def observation_space(batch: Batch) -> spaces.Dict:
     return spaces.Dict({
         "nodes": spaces.Box(-np.inf, np.inf, (nodes, OBSERVED), np.float32),
         "action_mask": spaces.Box(0, 1, (nodes * batch.forms,), np.int8),
-        "current": spaces.Box(0, max(nodes - 1, 0), (1,), np.int64),
-        "program": spaces.Box(0, len(batch.tasks), (1,), np.int64),
+        "current": spaces.Discrete(nodes),
+        "program": spaces.Discrete(len(batch.tasks)),
     })  # fmt: skip
 
 
 class _OverBatch:
-    """What both environments have: a batch, and views of its buffers."""
+    """What both environments have: a batch, views of its buffers, and the best plans so far."""
 
     _batch: Batch
+    _best: dict[int, tuple[float, Plan]]  # by task: overhead and plan
 
     def _look(self) -> None:
         """Makes the views."""
@@ -109,13 +128,31 @@ class _OverBatch:
         """What episodes are drawn from."""
         return self._batch.tasks
 
+    @property
+    def best_plans(self) -> tuple[Plan | None, ...]:
+        """Of each task the plan of least overhead with which an episode has ended; None before there is one."""
+        return tuple(self._best[t][1] if t in self._best else None for t in range(len(self.tasks)))
+
+    @property
+    def best_plan(self) -> Plan | None:
+        """That of the first task, which is the only one unless several were asked for."""
+        return self.best_plans[0]
+
+    def _finished(self, i: int) -> Plan:
+        """The plan with which the episode of walk i has ended."""
+        batch = self._batch
+        plan, task, overhead = batch.plan(i), int(batch.walks[i, columns.TASK]), float(batch.overhead[i])
+        if task not in self._best or overhead < self._best[task][0]:
+            self._best[task] = overhead, plan
+        return plan
+
 
 class MemoryEnv(_OverBatch, gymnasium.Env[Observation, np.int64]):
     """One episode at a time over one or more tasks, drawn by the environment's seed.
 
     Args:
-        program: one or several; None: a small built-in task.
-        machine: the machine they run on; or several.
+        program: one or several, each a Program, a name (tasks.py) or a path; None: a small built-in task.
+        machine: the machine they run on, or its preset or path; or several. None: that of the named program.
         limit: fraction of the peak (up to 1), bytes, or a size such as "24GiB"; or several. Tasks are every program on
             every machine under every limit.
         min_bytes: tensors below this size are left out.
@@ -125,18 +162,22 @@ class MemoryEnv(_OverBatch, gymnasium.Env[Observation, np.int64]):
         invalid: what an action does that may not be taken: "end" the episode as a dead end does, or "ignore": nothing.
         actions: "paper", or "full": each in several forms (task.py).
         copy: False: observations and masks are views of the environment's buffers, which the next call changes.
+        render_mode: "ansi": text; "rgb_array": a picture, uint8 (450, 800, 3); None: neither (render.py).
 
     Raises:
         ValueError: of any of these.
     """
 
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": []}  # type: ignore[misc]  # theirs is no ClassVar
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 8}  # type: ignore[misc]
 
     def __init__(
-        self, program: Program | Sequence[Program] | None = None, machine: Machine | Sequence[Machine] | None = None,
-        limit: Limit | Sequence[Limit] = 0.7, min_bytes: int = 2**20, mode: str = "joint", reward: str = "paper",
-        invalid: str = "end", actions: str = "paper", copy: bool = True,
+        self, program: OneOrMore[ProgramLike] | None = None, machine: OneOrMore[MachineLike] | None = None,
+        limit: OneOrMore[Limit] = 0.7, min_bytes: int = 2**20, mode: str = "joint", reward: str = "paper",
+        invalid: str = "end", actions: str = "paper", copy: bool = True, render_mode: str | None = None,
     ):  # fmt: skip
+        if render_mode is not None:
+            one_of("render_mode", render_mode, self.metadata["render_modes"])
+        self.render_mode, self._best = render_mode, {}
         self._batch = Batch(make_tasks(program, machine, limit, min_bytes, mode), 1, reward, invalid, actions)
         self._copy = copy
         self._action = np.zeros(1, np.int64)
@@ -151,11 +192,16 @@ class MemoryEnv(_OverBatch, gymnasium.Env[Observation, np.int64]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
-        """Starts an episode; ``options={"task": i}`` chooses its task."""
+        """Starts an episode; ``options={"task": i}`` chooses its task.
+
+        Raises:
+            ValueError: there is no such option or task.
+        """
+        task = chosen_task(options, len(self.tasks))
         super().reset(seed=seed)
         if seed is not None:
             self._batch.seed(0, walk_seed(seed))
-        self._batch.reset(task=(options or {}).get("task"))
+        self._batch.reset(task=task)
         return self._observation(), self._info()
 
     def step(self, action: np.int64) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
@@ -164,9 +210,17 @@ class MemoryEnv(_OverBatch, gymnasium.Env[Observation, np.int64]):
         self._action[0] = action
         batch.step(self._action)
         info = self._info()
-        if batch.invalid[0]:
-            info["invalid"] = True
+        if batch.terminated[0] and batch.feasible[0]:
+            info["plan"] = self._finished(0)
         return self._observation(), float(batch.rewards[0]), bool(batch.terminated[0]), False, info
+
+    def render(self) -> Any:
+        """The memory against the limit, what is on the way, what has left; see render.py."""
+        if self.render_mode is None:
+            gymnasium.logger.warn('There is nothing to render: make the environment with render_mode="rgb_array"')
+            return None
+        scene = Scene.of(self._batch, 0)
+        return scene.text() if self.render_mode == "ansi" else scene.picture()
 
     def action_masks(self) -> NDArray[np.bool_]:
         """(N F,) which actions are valid now (the name that sb3-contrib's MaskablePPO looks for)."""
@@ -178,22 +232,40 @@ class MemoryEnv(_OverBatch, gymnasium.Env[Observation, np.int64]):
         return self._batch.plan(0, planner)
 
     def _observation(self) -> Observation:
-        return {key: view.copy("K") for key, view in self._shown.items()} if self._copy else self._shown
+        out = {key: view.copy("K") for key, view in self._shown.items()} if self._copy else dict(self._shown)
+        return {**out, "current": self._batch.current[0], "program": self._batch.walks[0, columns.TASK]}
 
     def _info(self) -> dict[str, Any]:
         batch = self._batch
         return {
-            "action_mask": self._mask.copy() if self._copy else self._mask,
-            "overhead": float(batch.overhead[0]),
+            "action_mask": self._shown["action_mask"].copy() if self._copy else self._shown["action_mask"],
+            "overhead": float(overheads(batch)[0]),
             "iteration_ns": int(batch.walks[0, columns.ITERATION]),
             "feasible": bool(batch.feasible[0]),
+            "invalid": bool(batch.invalid[0]),
         }
 
 
 def shown(batch: Batch) -> Observation:
     """The observations of all walks, as views of the batch's buffers."""
-    return {"nodes": batch.nodes.transpose(0, 2, 1), "action_mask": batch.mask, "current": batch.current[:, None],
-            "program": batch.walks[:, columns.TASK : columns.TASK + 1]}  # fmt: skip
+    return {"nodes": batch.nodes.transpose(0, 2, 1), "action_mask": batch.mask, "current": batch.current,
+            "program": batch.walks[:, columns.TASK]}  # fmt: skip
+
+
+def overheads(batch: Batch) -> NDArray[np.float64]:
+    """(M,) of the plans so far; NaN in a dead end, where there is no plan."""
+    return np.where(batch.walks[:, columns.DEAD_END] != 0, np.nan, batch.overhead)
+
+
+def chosen_task(options: dict[str, Any] | None, tasks: int, known: Sequence[str] = ("task",)) -> int | None:
+    """The task that a reset asks for; raises ValueError for an option or a task that there is not."""
+    options = options or {}
+    if wrong := [key for key in options if key not in known]:
+        raise ValueError(f"options: expected {' or '.join(map(repr, known))}, got {wrong[0]!r}")
+    task = options.get("task")
+    if task is not None and not -tasks <= int(task) < tasks:
+        raise ValueError(f"options: there is no task {task}; there are {tasks}")
+    return None if task is None else int(task)
 
 
 def walk_seed(seed: int) -> int:
@@ -207,18 +279,18 @@ class MemoryVectorEnv(_OverBatch, gymnasium.vector.VectorEnv[Observation, NDArra
     The arguments are those of MemoryEnv, with ``num_envs`` and Gymnasium's ``autoreset_mode``: an episode that ends is
     begun anew by the next step, whose action is ignored (NEXT_STEP); by the step that ends it, with what it ended in as
     ``final_obs`` and ``final_info`` (SAME_STEP); or by ``reset(options={"reset_mask": ...})`` (DISABLED). With a
-    ``seed``, environment i draws as a MemoryEnv with ``seed + i``.
+    ``seed``, environment i draws as a MemoryEnv with ``seed + i``. ``max_episode_steps``: episodes are truncated then.
     """
 
     metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # type: ignore[misc]
 
     def __init__(
-        self, num_envs: int, program: Program | Sequence[Program] | None = None,
-        machine: Machine | Sequence[Machine] | None = None, limit: Limit | Sequence[Limit] = 0.7,
-        min_bytes: int = 2**20, mode: str = "joint", reward: str = "paper", invalid: str = "end",
-        actions: str = "paper", copy: bool = True, autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
+        self, num_envs: int, program: OneOrMore[ProgramLike] | None = None,
+        machine: OneOrMore[MachineLike] | None = None, limit: OneOrMore[Limit] = 0.7, min_bytes: int = 2**20,
+        mode: str = "joint", reward: str = "paper", invalid: str = "end", actions: str = "paper", copy: bool = True,
+        autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP, max_episode_steps: int | None = None,
     ):  # fmt: skip
-        self.num_envs = num_envs
+        self.num_envs, self._best = num_envs, {}
         self.autoreset_mode = AutoresetMode(autoreset_mode)
         self.metadata = {**self.metadata, "autoreset_mode": self.autoreset_mode}  # type: ignore[misc]
         self._batch = batch = Batch(
@@ -227,7 +299,7 @@ class MemoryVectorEnv(_OverBatch, gymnasium.vector.VectorEnv[Observation, NDArra
         )  # fmt: skip
         self._copy = copy
         self._look()
-        self._never = np.zeros(num_envs, np.bool_)
+        self._most, self._steps = max_episode_steps, np.zeros(num_envs, np.int64)
         self.single_action_space = spaces.Discrete(batch.mask.shape[1])
         self.single_observation_space = observation_space(batch)
         self.action_space = gymnasium.vector.utils.batch_space(self.single_action_space, num_envs)
@@ -242,8 +314,9 @@ class MemoryVectorEnv(_OverBatch, gymnasium.vector.VectorEnv[Observation, NDArra
         """Begins episodes anew: all, or those of ``options["reset_mask"]``, of ``options["task"]`` where it is given.
 
         Raises:
-            ValueError: a mask or a list of seeds does not fit.
+            ValueError: a mask or a list of seeds does not fit, or there is no such option or task.
         """
+        task = chosen_task(options, len(self.tasks), ("task", "reset_mask"))
         seeds = [seed + i for i in range(self.num_envs)] if isinstance(seed, int) else seed
         if seeds is not None:
             if len(seeds) != self.num_envs:
@@ -252,11 +325,11 @@ class MemoryVectorEnv(_OverBatch, gymnasium.vector.VectorEnv[Observation, NDArra
             for i, one in enumerate(seeds):
                 if one is not None:
                     self._batch.seed(i, walk_seed(one))
-        options = options or {}
-        which = options.get("reset_mask")
+        which = (options or {}).get("reset_mask")
         if which is not None and (which.shape != (self.num_envs,) or which.dtype != np.bool_ or not which.any()):
             raise ValueError(f"reset_mask: expected {self.num_envs} booleans, one of them true")
-        self._batch.reset(which, options.get("task"))
+        self._batch.reset(which, task)
+        self._steps[slice(None) if which is None else which] = 0
         return self._observations(), self._infos()
 
     def step(
@@ -270,23 +343,43 @@ class MemoryVectorEnv(_OverBatch, gymnasium.vector.VectorEnv[Observation, NDArra
         batch = self._batch
         if self.autoreset_mode == AutoresetMode.DISABLED and batch.walks[:, columns.OVER].any():
             raise ValueError(f"episodes that have ended: {np.flatnonzero(batch.walks[:, columns.OVER]).tolist()}")
+        over = batch.walks[:, columns.OVER] != 0  # the action of such a walk is ignored: it begins anew
         batch.step(np.asarray(actions))
-        rewards, terminated, more = batch.rewards.copy(), batch.terminated.copy(), {"invalid": batch.invalid.copy()}
-        if self.autoreset_mode == AutoresetMode.SAME_STEP and terminated.any():
-            more |= self._final(terminated)
-            more["invalid"] &= ~terminated
-            batch.reset(terminated)
-        return self._observations(), rewards, terminated, self._never.copy(), self._infos() | more
+        rewards, terminated = batch.rewards.copy(), batch.terminated.copy()
+        truncated = np.zeros(self.num_envs, np.bool_)
+        if self._most is not None:
+            self._steps += 1
+            self._steps[over] = 0
+            truncated = self._steps >= self._most
+            batch.walks[truncated, columns.OVER] = 1
+        infos, ended = self._infos(), terminated | truncated
+        if terminated.any():
+            infos |= self._plans(terminated & batch.feasible)
+        if self.autoreset_mode == AutoresetMode.SAME_STEP and ended.any():
+            final = self._final(ended, infos)
+            batch.reset(ended)
+            self._steps[ended] = 0
+            infos = self._infos() | final
+        return self._observations(), rewards, terminated, truncated, infos
 
-    def _final(self, ended: NDArray[np.bool_]) -> dict[str, Any]:
+    def _plans(self, ended: NDArray[np.bool_]) -> dict[str, Any]:
+        """The plans with which episodes have ended."""
+        plans = np.full(self.num_envs, None, object)
+        for i in np.flatnonzero(ended).tolist():
+            plans[i] = self._finished(i)
+        return {"plan": plans, "_plan": ended} if ended.any() else {}
+
+    def _final(self, ended: NDArray[np.bool_], infos: dict[str, Any]) -> dict[str, Any]:
         """What the episodes ended in, as Gymnasium has it."""
         observations = np.full(self.num_envs, None, object)
         for i in np.flatnonzero(ended):
             observations[i] = {key: view[i].copy("K") for key, view in self._shown.items()}
         info: dict[str, Any] = {}
-        for key, value in (self._infos() | {"invalid": self._batch.invalid}).items():
-            info[key] = np.where(ended[:, None] if value.ndim == 2 else ended, value, np.zeros((), value.dtype))
-            info[f"_{key}"] = ended.copy()
+        for key in [key for key in infos if not key.startswith("_")]:
+            there = infos.get(f"_{key}", ended)
+            none = None if infos[key].dtype == object else np.zeros((), infos[key].dtype)
+            info[key] = np.where(there[:, None] if infos[key].ndim == 2 else there, infos[key], none)
+            info[f"_{key}"] = there.copy()
         return {"final_obs": observations, "_final_obs": ended.copy(), "final_info": info, "_final_info": ended.copy()}
 
     def action_masks(self) -> NDArray[np.bool_]:
@@ -306,8 +399,9 @@ class MemoryVectorEnv(_OverBatch, gymnasium.vector.VectorEnv[Observation, NDArra
     def _infos(self) -> dict[str, Any]:
         batch = self._batch
         return {
-            "action_mask": self._mask.copy() if self._copy else self._mask,
-            "overhead": batch.overhead.copy(),
+            "action_mask": batch.mask.copy() if self._copy else batch.mask,
+            "overhead": overheads(batch),
             "iteration_ns": batch.walks[:, columns.ITERATION].copy(),
             "feasible": batch.feasible.copy(),
+            "invalid": batch.invalid.copy(),
         }

@@ -234,7 +234,8 @@ def _plan(
 ) -> tuple[Plan, int | None]:  # fmt: skip
     """The plan, and a floor where the planner has one; the empty plan where that fits."""
     import agents
-    from agents.planner import least_residency, small
+    from agents.planner import small
+    from simulator.modes import least_residency
 
     program = captured.program
     if program.peak_bytes <= limit:

@@ -5,6 +5,8 @@ Not used by the simulator itself; in one place for the environments, the planner
 
 from __future__ import annotations
 
+import numpy as np
+
 from simulator.decisions import KINDS, Name, cannot_recompute
 from simulator.program import Gap, Program
 
@@ -36,3 +38,16 @@ def ways_to_empty(program: Program, gap: Gap, mode: str) -> list[int]:
 def spans(after: int, before: int, n: int) -> tuple[slice, ...]:
     """Kernels (of ``n``) between ``after`` and ``before``: one slice, or two over the iteration boundary."""
     return (slice(after + 1, before),) if after < before else (slice(after + 1, n), slice(0, before))
+
+
+def least_residency(program: Program, min_bytes: int, mode: str = "joint") -> int:
+    """The peak of the planned residency, in bytes, with every gap emptied that ``mode`` allows to empty, of tensors of
+    at least ``min_bytes``. No plan is below it."""
+    n = len(program.kernels)
+    change = np.zeros(n + 1, dtype=np.int64)
+    for gap in program.gaps(min_bytes):
+        if mode != "recompute" or ways_to_empty(program, gap, mode):
+            for span in spans(gap.after, gap.before, n):
+                change[span.start] -= program.tensors[gap.tensor].nbytes
+                change[span.stop] += program.tensors[gap.tensor].nbytes
+    return int((np.array(program.live_bytes, dtype=np.int64) + np.cumsum(change)[:n]).max())

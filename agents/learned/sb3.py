@@ -80,7 +80,7 @@ class GraphFeatures(BaseFeaturesExtractor):
 
     def forward(self, observations: Mapping[str, Tensor]) -> Tensor:
         x = observations["nodes"].transpose(0, 1)
-        q, state = self.network.with_graph_state(x, observations["current"][:, 0].long())
+        q, state = self.network.with_graph_state(x, observations["current"].flatten(1).argmax(1))
         scores = q.new_full((len(q), self.nodes), MASKED).index_copy(1, self.network.actions, q)
         return torch.cat([scores, state], 1)
 

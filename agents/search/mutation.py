@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.planner import MIB, Candidates, PlannerInfo, Rows, check_budget, finish, infeasible, least_residency
+from agents.planner import MIB, Candidates, PlannerInfo, Rows, check_budget, finish, infeasible
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
-from simulator.modes import check_mode
+from simulator.modes import check_mode, least_residency
 from simulator.plan import Plan
 from simulator.program import Program
 

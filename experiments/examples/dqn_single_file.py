@@ -69,7 +69,7 @@ class QNetwork(nn.Module):
 def state_of(observation: dict[str, np.ndarray]) -> tuple[Tensor, Tensor, Tensor]:
     """What the network reads: nodes, current, mask."""
     nodes, current, mask = (observation[key] for key in ("nodes", "current", "action_mask"))
-    return torch.from_numpy(nodes.copy()), torch.from_numpy(current[:, 0].copy()), torch.from_numpy(mask != 0)
+    return torch.from_numpy(nodes.copy()), torch.from_numpy(current.copy()), torch.from_numpy(mask != 0)
 
 
 def main(args: Args) -> float:

@@ -15,10 +15,10 @@ from agents.floor import floor
 from agents.heuristics.autoswap import AutoSwap
 from agents.heuristics.pytorch import Checkpoint
 from agents.heuristics.vdnn import VDNN
-from agents.planner import Candidates, held_back, least_residency
+from agents.planner import Candidates, held_back
 from agents.search import rerun_search
 from simulator import Gap, Kernel, Machine, Plan, Program, Swap, Tensor, simulate
-from simulator.modes import MODES, spans
+from simulator.modes import MODES, least_residency, spans
 from tests import tiny
 from tests.agents.heuristics.test_superneurons import MACHINE as LINK, network
 from tests.strategies import machines, networks, programs, reachable_limits

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 import agents
-from agents.planner import least_residency
 from executor import Captured, FitError, capture, fit
 from executor.capture.profile import measure
 from simulator import FormatError, Machine, OutOfMemory, Plan, Program
+from simulator.modes import least_residency
 from tests.executor.networks import Batch, ResNet, adamw, images, sgd
 
 MODULE = sys.modules["executor.fit"]  # executor.fit is the function

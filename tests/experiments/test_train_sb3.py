@@ -51,7 +51,7 @@ class Invalid(BaseCallback):
 
     def _on_step(self) -> bool:
         if self.n_calls > 1:
-            self.count += sum("invalid" in info for info in self.locals["infos"])
+            self.count += sum(info["invalid"] for info in self.locals["infos"])
         return True
 
 

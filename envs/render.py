@@ -1,0 +1,106 @@
+"""What an episode looks like: the memory of the iteration under the plan so far against the limit, where the agent is,
+what is on its way to the host, and what has left. As text, or as a picture for ``gymnasium.wrappers.RecordVideo``."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envs import columns
+from envs.batch import Batch
+from simulator.compiled import encoding
+
+GIB = 2**30
+COLUMNS, ROWS = 72, 12  # of the text
+LEFT, NOW, OVER, INK = "#c9c9c9", "#1f77b4", "#d62728", "#222222"
+
+
+class Scene(NamedTuple):
+    """One walk as it is now, for n kernels."""
+
+    title: str
+    start_ns: NDArray[np.int64]  # (n + 1,) when kernels start and the iteration ends, without stalls
+    without: NDArray[np.int64]  # (n,) bytes at each kernel without a plan
+    need: NDArray[np.int64]  # (n,) the same by the planned residency
+    limit: int
+    position: int  # kernels that have ended
+    host: tuple[str, ...]  # tensors that are on the host now
+    moving: tuple[str, ...]  # those of them whose copies are not complete
+    dropped: tuple[str, ...]  # tensors that will be recomputed
+    overhead: float  # of the plan so far
+
+    @classmethod
+    def of(cls, batch: Batch, i: int) -> Scene:
+        """Walk i of a batch."""
+        task, walk, rows = batch.task(i), batch.walks[i], batch.plan_rows(i)
+        n, position = len(task.program.kernels), int(walk[columns.POSITION])
+        at = int(batch.options[columns.NEED_AT])
+        host, moving, dropped = [], [], []
+        now, until = task.start_ns[position], int(walk[columns.FREE_NS])
+        for kind, tensor, after, before in rows[
+            ::-1, [encoding.KIND, encoding.TENSOR, encoding.AFTER, encoding.BEFORE]
+        ]:
+            away = after < position <= before if after < before else position <= before or after < position
+            name = task.program.tensors[tensor].name
+            if kind == encoding.RECOMPUTE:
+                dropped += [name] if away else []
+                continue
+            if until > now:  # copies of one direction are made one after the other, the last one ends then
+                moving.append(name)
+            until -= task.machine.d2h_ns(task.program.tensors[tensor].nbytes)
+            host += [name] if away else []
+        overhead = np.nan if walk[columns.DEAD_END] else float(batch.overhead[i])
+        title = f"{task.program.name} on {task.machine.name}, {task.limit / task.program.peak_bytes:.0%} of the memory"
+        return cls(title, task.start_ns, task.live_bytes, walk[at : at + n].copy(), task.limit,
+                   position, tuple(host), tuple(moving), tuple(dropped), overhead)  # fmt: skip
+
+    @property
+    def words(self) -> str:
+        """Where the agent is and what has left, in a line."""
+        overhead = "no plan fits from here" if np.isnan(self.overhead) else f"{self.overhead:+.2%} time"
+        return (
+            f"kernel {self.position:,} of {len(self.need):,}, {overhead}; on the host {len(self.host)}, on the way "
+            f"{len(self.moving)}, to be recomputed {len(self.dropped)}"
+        )
+
+    def text(self) -> str:
+        """A bar for each of COLUMNS parts of the iteration; #: the plan so far, .: what it has emptied."""
+        part = np.linspace(0, len(self.need), COLUMNS + 1).astype(int)
+        most = max(int(self.without.max()), self.limit)
+        pairs = [(a, max(b, a + 1)) for a, b in zip(part, part[1:], strict=False)]
+        need, without = ([int(ROWS * x[a:b].max() / most + 0.5) for a, b in pairs] for x in (self.need, self.without))
+        line = int(ROWS * self.limit / most + 0.5)
+        out = [self.title, self.words]
+        for row in range(ROWS, 0, -1):
+            cells = ("#" if x >= row else "." if y >= row else " " for x, y in zip(need, without, strict=True))
+            out.append("".join(cells) + (f" {self.limit / GIB:.2f} GiB, the limit" if row == line else ""))
+        here = min(COLUMNS - 1, COLUMNS * self.position // len(self.need))
+        return "\n".join([*out, " " * here + "^"])
+
+    def picture(self) -> NDArray[np.uint8]:
+        """uint8 (450, 800, 3)."""
+        from matplotlib.backends.backend_agg import FigureCanvasAgg  # takes long to import
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(8, 4.5), dpi=100, layout="constrained")
+        canvas, axes = FigureCanvasAgg(figure), figure.add_subplot()
+        times = self.start_ns / 1e6
+
+        def steps(values: NDArray[Any]) -> NDArray[Any]:
+            return np.append(values, values[-1:]) / GIB
+
+        axes.fill_between(times, steps(self.without), step="post", color=LEFT, lw=0, label="without a plan")
+        axes.fill_between(times, steps(self.need), step="post", color=NOW, lw=0, label="under the plan so far")
+        axes.fill_between(times, steps(np.maximum(self.need, self.limit)), self.limit / GIB, step="post", color=OVER,
+                          lw=0, label="over the limit")  # fmt: skip
+        axes.axhline(self.limit / GIB, color=INK, lw=1.2)
+        axes.axvline(times[self.position], color=INK, lw=1.2, ls=":")
+        axes.set(xlim=(0, times[-1]), ylim=(0, 1.08 * max(int(self.without.max()), self.limit) / GIB), ylabel="GiB",
+                 xlabel=f"time in the iteration, ms\n{self.words}")  # fmt: skip
+        axes.set_title(self.title, loc="left")
+        axes.legend(loc="upper right", frameon=False)
+        axes.spines[["top", "right"]].set_visible(False)
+        canvas.draw()  # type: ignore[no-untyped-call]
+        return np.asarray(canvas.buffer_rgba())[..., :3].copy()  # type: ignore[no-untyped-call]
