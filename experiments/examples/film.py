@@ -1,7 +1,7 @@
 """A film of an episode, as a GIF: python -m experiments.examples.film GpuMemory/vgg16-45-v0 film.gif
 
-The agent is the simplest one that gets through: it empties the gap with the largest relief whenever a kernel ahead would
-not fit, and else does nothing. ``frames`` takes any other: a function from an observation to an action.
+The agent is the simplest one that gets through: it empties the gap with the largest relief whenever a kernel ahead
+would not fit, and else does nothing. ``frames`` takes any other: a function from an observation to an action.
 """
 
 from __future__ import annotations
