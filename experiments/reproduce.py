@@ -19,12 +19,13 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich import box
 from rich.table import Table
@@ -62,22 +63,26 @@ def main(cfg: DictConfig) -> None:
         return
     chosen = [name for name in names() if not figure(name).on_demand] if every else []
     several = [cli.plain(OmegaConf.load(CONFIGS / f"{name}.yaml")) for name in chosen]
-    make(several or [asked], quick, cfg.gpu, *cli.launcher(cfg), out)
+    typed = [word.lstrip("+").partition("=")[0] for word in HydraConfig.get().overrides.task]
+    own = {key.split(".")[1] for key in typed if key.startswith("figure.")}
+    make(several or [asked], quick, cfg.gpu, *cli.launcher(cfg), out, own)
 
 
 @cli.goes_on
 def make(
-    chosen: list[dict[str, Any]], quick: bool, machine: str | None, launcher: str, jobs: int | None, out: Path
-) -> None:
+    chosen: list[dict[str, Any]], quick: bool, machine: str | None, launcher: str, jobs: int | None, out: Path,
+    own: Collection[str] = (),
+) -> None:  # fmt: skip
     """Computes and draws figures, by their settings, into ``out``; prints their tables.
 
     Args:
+        own: settings that the caller chose: ``quick`` leaves them.
         launcher, jobs: as of ``workers.results``.
 
     Raises:
         UsageError, FormatError: as ``Work``; ``out`` cannot be made.
     """
-    works = [Work(settings, quick, machine, out) for settings in chosen]
+    works = [Work(settings, quick, machine, out, own) for settings in chosen]
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -145,18 +150,21 @@ class Work:
 
     Args:
         machine: a preset or a YAML file in the place of the one that ``settings`` names.
+        own: settings that are not made fewer by ``quick``.
 
     Raises:
         UsageError: there is no such figure, or a setting is wrong.
         FormatError: the machine is wrong.
     """
 
-    def __init__(self, settings: dict[str, Any], quick: bool, machine: str | None, out: Path):
+    def __init__(
+        self, settings: dict[str, Any], quick: bool, machine: str | None, out: Path, own: Collection[str] = ()
+    ):
         self.name = settings.pop("name", None)
         self.figure = figure(self.name)
-        fewer, own = settings.pop("quick", {}), settings.pop("machine", None)
-        self.settings = {**settings, **(fewer if quick else {})}
-        self.quick, self.machine, self.out = quick, Machine.load(machine or own), out
+        fewer, default = settings.pop("quick", {}), settings.pop("machine", None)
+        self.settings = {**settings, **({key: fewer[key] for key in fewer if key not in own} if quick else {})}
+        self.quick, self.machine, self.out = quick, Machine.load(machine or default), out
         self.tasks: list[Row] = self.figure.tasks(OmegaConf.create(self.settings))
         self._part = out / f"{self.name}.jsonl"
         self._same = hashlib.sha256(

@@ -8,7 +8,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from experiments.common import cli
-from experiments.common.report import Row
+from experiments.common.report import Row, console
 from experiments.figures import grouped
 from experiments.figures.figure import Figure
 from experiments.plotting.charts import Axis, Chart, Line, Panel, ranges
@@ -28,9 +28,13 @@ LOOKS = {"dqn": "dqn", "mutation_calls": "mutation", "mutation_seconds": "mutati
 def tasks(settings: DictConfig) -> list[Row]:
     """One per finished run in the folder ``runs``, at any depth; by workload, limit and mode, then by seed."""
     folder = Path(str(settings.runs)).expanduser()
-    found = [one for file in sorted(folder.rglob("summary.json")) if (one := summarise(file)) is not None]
+    files = sorted(folder.rglob("summary.json"))
+    found = [one for file in files if (one := summarise(file)) is not None]
     if not found:
         raise cli.UsageError(f"figure.runs: there is no finished run of train_dqn under {folder}")
+    if len(found) < len(files):
+        console().print(f"{len(files) - len(found)} of {len(files)} runs under {folder} are left out: they are not of "
+                        "train_dqn, were resumed, or compared too few planners")  # fmt: skip
     return sorted(found, key=lambda r: (r["workload"], r["machine"], r["limit_fraction"], r["mode"], r["seed"]))
 
 

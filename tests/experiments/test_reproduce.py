@@ -114,6 +114,8 @@ def test_a_line_cut_off_does_not_swallow_the_next(squares: None, tmp_path: Path)
 
 
 def test_quick_takes_fewer_points(squares: None, tmp_path: Path) -> None:
+    own = Work({"name": "squares", "x": [1, 2, 3], "quick": {"x": [2]}}, True, "v100", tmp_path, {"x"})
+    assert own.settings["x"] == [1, 2, 3]  # typed beside quick=true
     made = Work({"name": "squares", "x": [1, 2, 3], "quick": {"x": [2]}}, True, "v100", tmp_path)
     assert made.tasks == [{"x": 2}] and made.machine.name == "v100"
 

@@ -268,9 +268,12 @@ def test_learning_compares_the_agent_over_the_seeds(run: Run, program_file: Path
         words = (f"program={program_file}", "limit=0.6", f"seed={seed}", "planners=[autoswap_doa,annealing]")
         done = run("train_dqn", *words, "agent.episodes=4", f"out={tmp_path / 'runs' / str(seed)}")
         assert done.returncode == 0, done.stderr
+    (tmp_path / "runs" / "2").mkdir()
+    (tmp_path / "runs" / "2" / "summary.json").write_text('{"results": []}')  # compared nothing
     words = ("figure=learning", f"figure.runs={tmp_path / 'runs'}", "jobs=1", f"out={tmp_path / 'out'}")
     done = run("reproduce", *words)
     assert done.returncode == 0, done.stderr
+    assert "1 of 3 runs under" in done.stdout
     first, second = json.loads((tmp_path / "out" / "learning.json").read_text())["rows"]
     assert [first["seed"], second["seed"]] == [0, 1] and first["mode"] == "joint"
     expected = {r["planner"]: r["overhead"] for r in rows_in(tmp_path / "runs" / "0")}
