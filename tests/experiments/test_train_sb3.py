@@ -19,7 +19,7 @@ from agents.learned import sb3
 from agents.learned.optimisation import MASKED
 from envs import MemoryEnv, Task
 from envs.memory_env import small_task
-from experiments.examples import dqn_single_file
+from experiments.examples import dqn_single_file, ppo_single_file
 from simulator import Plan, simulate
 from tests.experiments.common.test_cli import check_rows, refused, rows_in
 from tests.experiments.conftest import Run, chain
@@ -282,6 +282,22 @@ def test_the_single_file_learns_the_small_task(capsys: pytest.CaptureFixture[str
     assert lines[-1].startswith(f"greedy plan: overhead {found:.2%}; best published heuristic, autoswap_doa: 0.00%")
     returns = [float(line.split("return ")[1].split(",")[0]) for line in lines[:-1]]
     assert len(returns) > 5 and np.mean(returns[-3:]) > returns[0]
+
+
+def test_the_single_file_of_ppo_learns_the_small_task(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ppo_single_file.Args(task="GpuMemory-v0", steps=12_288, num_envs=16, num_steps=48, hidden=64, seed=1)
+    assert ppo_single_file.main(args) <= 0.01
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert float(first.split("overhead ")[1].split("%")[0]) > 5 and "greedy plan: overhead 0.00%" in last
+
+
+def test_ppo_takes_nothing_invalid() -> None:
+    env = gymnasium.make_vec("GpuMemory-v0", 2, "vector_entry_point", limit=0.7)
+    observation, _ = env.reset(seed=0)
+    states_of = ppo_single_file.States(observation)
+    state, mask = states_of(observation)
+    policy = ppo_single_file.Agent(states_of.size, mask.shape[1], 8).policy(state, mask)
+    assert torch.equal(policy.probs > 0, mask) and state.shape == (2, states_of.size)
 
 
 def test_the_single_files_network_masks() -> None:
