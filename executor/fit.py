@@ -5,9 +5,10 @@
     for x, y in loader:
         loss = step(x, y)
 
-``fit`` captures the step, gives its kernels durations (measured on a GPU, a roofline's elsewhere), plans, and returns
-the step to train with, which does the same for batches of other shapes when it first sees them. This is the one file of
-the executor that knows planners; they are imported by the first call.
+The step may also be a function of your own, with any models and optimizers: ``fit(train_step, example_batch=(x, y),
+memory="24GiB")``. ``fit`` captures the step, gives its kernels durations (measured on a GPU, a roofline's elsewhere),
+plans, and returns the step to train with, which does the same for batches of other shapes when it first sees them. This
+is the one file of the executor that knows planners; they are imported by the first call.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from torch import Tensor, fx, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from executor.capture.batches import Loss, arguments
 from executor.capture.captured import Captured
 from executor.capture.profile import Profile, measure, with_profile
 from executor.card import Loop, card_peak
 from executor.memory.pinned import available
 from executor.report import report
+from executor.training.bindings import device_of
 from executor.training.planned_step import PlannedStep
 from executor.training.planned_steps import BUCKET_BYTES, PlannedSteps
 from simulator.files import FormatError
@@ -66,15 +69,18 @@ class FittedSteps(PlannedSteps):
     """
 
     def __init__(
-        self, model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], optimizer: Optimizer, machine: Machine,
-        memory: int | float | str, planner: str | Callable[[Program, Machine, int], Plan],
+        self, model: nn.Module | Callable[..., Any], loss_fn: Loss | None, optimizer: Optimizer | None,
+        machine: Machine | None, memory: int | float | str, planner: str | Callable[[Program, Machine, int], Plan],
         profile: Literal["measure"] | Profile | None, seconds: float | None, keep: int, **options: Any,
     ) -> None:  # fmt: skip
-        super().__init__(model, loss_fn, optimizer, machine, memory, cast(Any, planner), keep, **options)
-        self._profile, self._seconds, self._device = profile, seconds, _device(model)
+        super().__init__(model, loss_fn, optimizer, cast(Any, machine), memory, cast(Any, planner), keep, **options)
+        self._profile, self._seconds, self._device = profile, seconds, torch.device("cpu")
 
     def _make(self, pairs: tuple[Any, ...]) -> FittedStep:
-        captured, machine, profile = self._capture(pairs), self.machine, self._profile
+        captured = self._capture(pairs)
+        if self.limit is None:
+            self._at(device_of(captured))
+        machine, profile = self.machine, self._profile
         if profile == "measure":
             profile = measure(captured, self._device, machine.name)
         if profile is None:
@@ -90,13 +96,24 @@ class FittedSteps(PlannedSteps):
         plan, floor_ns = _plan(captured, machine, limit, self.planner, self._seconds)
         return FittedStep(captured, plan, machine, limit, floor_ns)
 
+    def _at(self, device: torch.device) -> None:
+        """The machine and the profile where nothing else was said, by the device on which the first step runs."""
+        self._device = device
+        if device.type != "cpu":
+            self.machine = self.machine or machine_of(torch.cuda.get_device_name(device))
+            self._profile = self._profile or "measure"
+        self.machine = self.machine or Machine.load("gtx1080ti")
+
     def _limit(self, captured: Captured) -> int:
         """Of the tensors; a memory in bytes of a GPU is the card's."""
         if self._device.type == "cpu" or is_fraction(self._wanted):
             return limit_bytes(self._wanted, captured.program, "memory")
         memory = size_bytes(self._wanted, "memory")
-        loop = Loop(keeps_outputs=False)  # a planned step returns the loss alone
-        return card_peak(captured, self.machine, loop, memory).limit
+        # The loop has what the last step returned until this one returns, and gradients until it begins.
+        returned = tuple({captured.values[node] for node in captured.outputs[1:] if node in captured.values})
+        holds = captured.holds._replace(outputs=returned, until=len(captured.program.kernels))
+        loop = Loop("start" if captured.returned.gradients else None, keeps_outputs=bool(returned))
+        return card_peak(replace(captured, holds=holds), self.machine, loop, memory).limit
 
     @property
     def present(self) -> FittedStep:
@@ -119,6 +136,11 @@ class FittedSteps(PlannedSteps):
         return self.present.plan
 
     @property
+    def grad_norm(self) -> Tensor | None:
+        """As PlannedStep's."""
+        return self.present.grad_norm
+
+    @property
     def floor_ns(self) -> int | None:
         """As in ``report``."""
         return self.present.floor_ns
@@ -129,11 +151,11 @@ class FittedSteps(PlannedSteps):
 
 
 def fit(
-    model: nn.Module,
-    loss_fn: Callable[[Any, Any], Tensor],
-    optimizer: Optimizer,
-    example_batch: tuple[Any, ...],
-    memory: int | float | str,
+    model: nn.Module | Callable[..., Any],
+    loss_fn: Loss | None = None,
+    optimizer: Optimizer | None = None,
+    example_batch: Any = (),
+    memory: int | float | str = "",
     *,
     machine: Machine | str | None = None,
     planner: str | Callable[[Program, Machine, int], Plan] = "lp_round",
@@ -143,18 +165,25 @@ def fit(
     accumulate: int = 1,
     average: bool = True,
     clip_norm: float | None = None,
+    keep_grads: bool = False,
     autocast: torch.dtype | None = None,
     scaler: GradScaler | None = None,
     bucket_bytes: int | None = BUCKET_BYTES,
 ) -> FittedSteps:
     """The training step of ``loss_fn(model(x), y)`` within ``memory``; what it does is eager's to the bit.
 
+    Of a batch that is a mapping the step is ``loss_fn(model(**batch), batch)``, of another object
+    ``loss_fn(model(batch), batch)``; without a ``loss_fn`` the model returns its loss. What ``loss_fn`` returns
+    besides, ``(loss, …)``, the step returns, too. Such tensors live to the end of the step, and count so long.
+
     Batches of another shape than ``example_batch`` are captured and planned when they are first seen, for the same
     bytes. The errors below are then the call's, the model is as it was, and other shapes may follow.
 
     Args:
-        example_batch: ``(x, y)``; only shapes and types matter. With ``accumulate`` it may be the pairs of a
-            step (and is taken as these where x and y are pairs themselves).
+        model: or a function that does all of a step (any models, optimizers and losses); ``loss_fn`` and ``optimizer``
+            are then left out, and it is called with the parts of ``example_batch``.
+        example_batch: ``(x, y)``, ``(inputs…, y)``, a mapping or another object; only shapes and types matter. With
+            ``accumulate`` it may be the pairs of a step (and is taken as these where x and y are pairs themselves).
         memory: bytes or a size such as ``"24GiB"``: on a GPU of the card, with what PyTorch's allocator, libraries and
             the CUDA context take (executor/card.py), on the CPU of tensors. Or a fraction (at most 1) of what
             the tensors of the example's step need without a plan.
@@ -165,7 +194,7 @@ def fit(
             the CPU.
         seconds: of planning, about, for each shape; the planner's own by default.
         keep, accumulate: as in PlannedSteps.
-        average, clip_norm, autocast, scaler, bucket_bytes: as in ``capture``.
+        average, clip_norm, keep_grads, autocast, scaler, bucket_bytes: as in ``capture``.
 
     Raises:
         CaptureError: the step cannot be captured.
@@ -178,22 +207,18 @@ def fit(
         raise ValueError(f"profile: expected None, 'measure' or a Profile, got {profile!r}")
     if seconds is not None and not isinstance(planner, str):
         raise ValueError("seconds: is for a planner given by its name")
-    if not isinstance(example_batch, (tuple, list)):
-        raise ValueError(f"example_batch: expected a pair (x, y), got {type(example_batch).__name__}")
+    if loss_fn is not None and isinstance(example_batch, Tensor):
+        raise ValueError("example_batch: expected a pair (x, y) or an object that has both, got Tensor")
+    if memory == "":
+        raise ValueError("memory: missing; a size such as '24GiB', or a part of what the step needs (0.6)")
     if isinstance(planner, str):
         _made(planner, seconds)  # what is wrong is said before the capture
-    device = _device(model)
-    if machine is None and device.type == "cuda":
-        machine = machine_of(torch.cuda.get_device_name(device))
-    elif not isinstance(machine, Machine):
-        machine = Machine.load(machine or "gtx1080ti")
-    if profile is None and device.type == "cuda":
-        profile = "measure"
     steps = FittedSteps(
-        model, loss_fn, optimizer, machine, memory, planner, profile, seconds, keep, accumulate=accumulate,
-        average=average, clip_norm=clip_norm, autocast=autocast, scaler=scaler, bucket_bytes=bucket_bytes,
+        model, loss_fn, optimizer, Machine.load(machine) if isinstance(machine, str) else machine, memory, planner,
+        profile, seconds, keep, accumulate=accumulate, average=average, clip_norm=clip_norm, keep_grads=keep_grads,
+        autocast=autocast, scaler=scaler, bucket_bytes=bucket_bytes,
     )  # fmt: skip
-    steps.step_for(*example_batch)
+    steps.step_for(*arguments(example_batch))
     return steps
 
 
@@ -215,10 +240,6 @@ def machine_of(device: str) -> Machine:
         f"no preset is of {device!r} (there are {', '.join(names)}): give machine=, the nearest of them or a file that "
         "`python -m executor.calibrate FILE.yaml` has measured"
     )
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next((p.device for p in model.parameters() if p.is_cuda), torch.device("cpu"))
 
 
 def _made(planner: str, seconds: float | None, **options: Any) -> Any:

@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,12 @@ from torch.amp.grad_scaler import GradScaler
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_structure, tree_unflatten
+from torch.utils._pytree import tree_unflatten
 
 from executor.capture import distributed, hooks
 from executor.capture.as_cuda import OperatorsOfCuda
-from executor.capture.captured import Captured
+from executor.capture.batches import BatchError, Loss, arguments, called, flatten, structure
+from executor.capture.captured import Captured, Returned
 from executor.capture.hyperparameters import Numbers, Option
 from executor.capture.python_values import PythonValues, untouched
 from executor.capture.recorder import Recorder, noted
@@ -46,17 +48,18 @@ from simulator.machine import Machine
 
 def capture(
     model: nn.Module,
-    loss_fn: Callable[[Any, Any], Tensor],
+    loss_fn: Loss | None,
     optimizer: Optimizer | None,
-    example_batch: tuple[Any, Any],
+    example_batch: Any,
     *,
     machine: Machine | None = None,
     name: str | None = None,
     algorithms: bool = False,
     accumulate: int = 1,
     average: bool = True,
-    others: Sequence[tuple[Any, Any]] | None = None,
+    others: Sequence[Any] | None = None,
     clip_norm: float | None = None,
+    keep_grads: bool = False,
     autocast: torch.dtype | None = None,
     scaler: GradScaler | None = None,
     bucket_bytes: int | None = None,
@@ -64,17 +67,22 @@ def capture(
 ) -> Captured:
     """Captures ``loss_fn(model(x), y)``, its backward pass, the optimizer's step and ``zero_grad``.
 
+    Of a batch that is a mapping it is ``loss_fn(model(**batch), batch)``, of another object ``loss_fn(model(batch),
+    batch)``. Where ``loss_fn`` is None the model returns its loss: a tensor, the ``loss`` of an object, the first of a
+    tuple. What ``loss_fn`` returns besides, ``(loss, …)``, the step returns, too, without a graph.
+
     Gradients die at the end of the step (``set_to_none=True``). The model may live on the meta device;
     it is then captured as a CPU model.
 
     Args:
         optimizer: None for a step without gradients: ``loss_fn(model(x), y)`` is all of it.
-        example_batch: ``(x, y)``; only shapes and dtypes matter.
+        example_batch: ``(x, y)`` or ``(inputs…, y)``, a mapping or one object (batches.py); only shapes and dtypes
+            matter.
         machine: whose roofline gives the kernels' durations; gtx1080ti when not given.
         algorithms: give convolutions workspaces and variants, as in ``Captured.on``.
         accumulate: micro-batches of a step. With more than one, each loss is divided by their number before its
             backward pass, gradients add up, and the optimizer steps after the last. The step then takes that many
-            pairs ``(x, y)`` and returns the sum of these losses; PlannedStep also takes them one by one.
+            batches and returns the sum of these losses; PlannedStep also takes them one by one.
         average: False: losses of micro-batches are not divided by their number (``loss_fn`` does what is to be done).
         others: the examples of the micro-batches after the first, where they are of other shapes than it.
         autocast: the forward pass and the loss run within ``torch.autocast`` of this type.
@@ -84,62 +92,75 @@ def capture(
         bucket_bytes: an update of several parameters at once (``foreach``, ``fused``) is one kernel, for which all of
             them are in memory with their gradients and state; with this it is several, each of parameters of at most
             so many bytes (or of one). The results are the same to the bit.
-        clip_norm: before the optimizer's step, ``clip_grad_norm_(model.parameters(), clip_norm)``.
+        clip_norm: before the optimizer's step, ``clip_grad_norm_(model.parameters(), clip_norm)``; what that returns
+            is ``PlannedStep.grad_norm``.
+        keep_grads: gradients are there after the step, until the next one begins (``zero_grad`` comes first).
         as_cuda: of a model on the CPU, the operators that a GPU would run (as_cuda.py); to be planned, not executed.
 
     Raises:
         CaptureError: the step cannot be traced.
     """
-    if not isinstance(example_batch, (tuple, list)) or len(example_batch) != 2:
-        raise CaptureError("example_batch is not a pair (x, y); capture_step takes a step of any form")
-    if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer | None) or not callable(loss_fn):
-        raise CaptureError("capture takes a torch.nn.Module, a callable loss, an Optimizer or None, and a batch")
+    if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer | None) or not (
+        loss_fn is None or callable(loss_fn)
+    ):  # fmt: skip
+        raise CaptureError(
+            "capture takes a torch.nn.Module, a callable loss or None, an Optimizer or None, and a batch; capture_step "
+            "takes a step of any form"
+        )
     if accumulate < 1 or (optimizer is None and (accumulate > 1 or clip_norm is not None)):
         raise CaptureError("accumulate is at least 1; it and clip_norm are for a step with an optimizer")
-    pairs = [example_batch, *((example_batch,) * (accumulate - 1) if others is None else others)]
-    if len(pairs) != accumulate or len({tree_structure(tuple(pair)) for pair in pairs}) > 1:
-        raise CaptureError("others: expected accumulate - 1 pairs (x, y) of the structure of example_batch")
+    rest = (example_batch,) * (accumulate - 1) if others is None else others
+    parts = [arguments(batch) for batch in (example_batch, *rest)]
+    if len(parts) != accumulate or len(set(map(structure, parts))) > 1:
+        raise CaptureError("others: expected accumulate - 1 batches of the structure of example_batch")
 
+    norms: list[Tensor] = []
     device = next((p.device.type for p in model.parameters() if p.device.type != "meta"), "cpu")
 
-    def part(x: Any, y: Any, last: bool = True) -> Tensor:
+    def part(batch: tuple[Any, ...], last: bool = True) -> tuple[Tensor, Any]:
+        """The loss of a batch, after its backward pass, and what the loss function returned besides."""
         with distributed.alone(model, last):
             with torch.autocast(device, autocast) if autocast is not None else nullcontext():
-                loss = loss_fn(noted(model(x)), y)
+                result = called(model, loss_fn, noted, *batch)
+            loss, more = (result[0], tuple(result[1:])) if isinstance(result, tuple) and result else (result, ())
+            del result
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
                 raise CaptureError(f"the loss is {what}, not a tensor of one element")
+            if more and accumulate > 1:
+                raise CaptureError("loss_fn returns more than the loss, which a step of micro-batches does not pass on")
             if average and accumulate > 1:
                 loss = loss / accumulate
             if optimizer is not None:
                 (loss if scaler is None else scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
-            return loss
+            return loss, more
 
     def update() -> None:
         if clip_norm is not None:
             if scaler is not None:
                 scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip_norm))
         if optimizer is not None:
             if scaler is not None:
                 scaler.step(optimizer)
                 scaler.update()
             else:
                 optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            if not keep_grads:
+                optimizer.zero_grad(set_to_none=True)
 
-    def step(x: Any, y: Any) -> Tensor:
-        loss = part(x, y)
+    def step(*batch: Any) -> Any:
+        loss, more = part(batch)
         update()
-        return loss
+        return (loss, *more) if more else loss
 
-    def several(*batches: tuple[Any, Any]) -> Generator[Tensor, None, Tensor]:
+    def several(*batches: tuple[Any, ...]) -> Generator[Tensor, None, Tensor]:
         n = len(batches)
-        total = loss = part(*batches[0], n == 1).detach()
+        total = loss = part(batches[0], n == 1)[0].detach()
         yield loss
         for i, batch in enumerate(batches[1:], 2):
             del loss  # it lives no longer than in a loop that only adds it
-            loss = part(*batch, i == n).detach()
+            loss = part(batch, i == n)[0].detach()
             total = total + loss
             yield loss
         del loss
@@ -147,58 +168,71 @@ def capture(
         return total
 
     roots = [(model, ""), (loss_fn, "loss_fn"), (optimizer, "optimizer"), (scaler, "scaler")]
-    label = name or type(model).__name__
+    captured_as = partial(
+        _capture, roots=roots, machine=machine, name=name or type(model).__name__, algorithms=algorithms,
+        bucket_bytes=bucket_bytes, outside="loss_fn", as_cuda=as_cuda, keep_grads=keep_grads, norms=norms,
+    )  # fmt: skip
     if accumulate == 1:
-        return _capture(
-            step, tuple(example_batch), roots, machine, label, algorithms, bucket_bytes, "loss_fn", as_cuda=as_cuda
-        )
+        return captured_as(step, parts[0])
     # Micro-batches are different tensors, whatever the examples are; of each, the example that it stands for.
     examples: dict[int, Any] = {}
 
-    def another(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        memory = torch.UntypedStorage(value.untyped_storage().nbytes(), device=value.device)
-        copy = over(memory, value, value.device)
-        examples[id(copy)] = value
-        return copy
+    def another(batch: tuple[Any, ...]) -> Any:
+        memory: dict[int, torch.UntypedStorage] = {}
+        made: dict[int, Tensor] = {}  # a tensor that stands in it twice is one
+        leaves, spec = flatten(batch)
+        for value in leaves:
+            if isinstance(value, Tensor) and id(value) not in made:
+                own = value.untyped_storage()
+                if own._cdata not in memory:
+                    memory[own._cdata] = torch.UntypedStorage(own.nbytes(), device=value.device)
+                made[id(value)] = copy = over(memory[own._cdata], value, value.device)
+                examples[id(copy)] = value
+        return tree_unflatten([made.get(id(value), value) for value in leaves], spec)
 
-    batches = tuple(tree_map(another, tuple(pair)) for pair in pairs)
-    captured = _capture(
-        several, batches, roots, machine, label, algorithms, bucket_bytes, "loss_fn", True, as_cuda=as_cuda
-    )
+    batches = tuple(map(another, parts))
+    captured = captured_as(several, batches, several=True)
     return replace(captured, sources=tuple(examples.get(id(s), s) for s in captured.sources))
 
 
 def capture_step(
     step: Callable[..., Any], *args: Any, machine: Machine | None = None, name: str | None = None,
-    algorithms: bool = False, bucket_bytes: int | None = None,
+    algorithms: bool = False, bucket_bytes: int | None = None, as_cuda: bool = False, keep_grads: bool = False,
 ) -> Captured:  # fmt: skip
     """Captures one call ``step(*args)`` of any callable.
 
     Modules, optimizers and tensors that ``step`` reaches (closure, globals it names, ``self``) are found
-    and become persistent, like the tensors in ``args``.
+    and become persistent, like the tensors in ``args``. What it returns may be any structure of tensors and None.
+
+    Args:
+        machine, name, algorithms, bucket_bytes, as_cuda: as in ``capture``.
+        keep_grads: gradients that parameters have at the end of ``step`` are theirs until the next one begins.
 
     Raises:
         CaptureError: the step cannot be traced, or returns something other than tensors.
     """
     roots = [(step, ""), (args, "")]
     label = name or getattr(step, "__qualname__", type(step).__name__)
-    return _capture(step, args, roots, machine, str(label), algorithms, bucket_bytes, "step")
+    return _capture(
+        step, args, roots, machine, str(label), algorithms, bucket_bytes, "step", as_cuda=as_cuda, keep_grads=keep_grads
+    )
 
 
 def _capture(
     step: Callable[..., Any], args: tuple[Any, ...], roots: list[tuple[Any, str]], machine: Machine | None, name: str,
     algorithms: bool, bucket_bytes: int | None, outside: str, several: bool = False, as_capturable: bool = False,
-    as_cuda: bool = False,
+    as_cuda: bool = False, keep_grads: bool = False, norms: Sequence[Tensor] = (),
 ) -> Captured:  # fmt: skip
-    """``outside``: the place of what runs in no module. ``several``: the step yields at the end of each micro-batch."""
+    """``outside``: the place of what runs in no module. ``several``: the step yields at the end of each micro-batch.
+    ``norms``: the last of them, at the end of the step, is that of the gradients."""
+    again = partial(_capture, **{**locals(), "as_capturable": True})
     # Sizes are those of the example; only numbers that an optimizer reads may be symbols.
     mode = FakeTensorMode(shape_env=ShapeEnv(allow_dynamic_output_shape_ops=False), static_shapes=True)
     assert mode.shape_env is not None
     state, numbers = StepState(mode, as_capturable), Numbers(mode.shape_env)
     recorder = Recorder(numbers)
-    returned: list[Tensor] = []
+    outputs: list[Tensor] = []
+    returned = Returned()
     weights_cast_once = torch.is_autocast_cache_enabled()
 
     def traced(*flat: Tensor) -> tuple[Tensor, ...]:
@@ -210,20 +244,27 @@ def _capture(
             if several:
                 result = _parts(result, recorder)
         torch.clear_autocast_cache()
-        leaves = tree_leaves(result)
+        nonlocal returned
+        leaves, spec = flatten(result)
         for leaf in leaves:
             if leaf is not None and not isinstance(leaf, Tensor):
-                raise CaptureError(f"the step returns {_article(type(leaf).__name__)}, not tensors")
-        returned.extend(leaf for leaf in leaves if leaf is not None)
+                what = _article(type(leaf).__name__)
+                raise CaptureError(f"the step returns {what}, which would be the same each time: return tensors")
+        outputs.extend(leaf for leaf in leaves if leaf is not None)
+        parameters = [(i, e.fake) for i, e in enumerate(state.entries) if keep_grads and e.kind == "parameter"]
+        kept = {i: p.grad for i, p in parameters if p.grad is not None}
+        outputs.extend(kept.values())
+        outputs.extend(norms[-1:])
+        returned = Returned(spec, tuple(leaf is not None for leaf in leaves), tuple(kept), bool(norms))
         recorder.reap()
-        return tuple(returned)
+        return tuple(outputs)
 
     try:
         with untouched() as drawn, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for value, label in roots:
                 state.add(value, label)
-            leaves, spec = tree_flatten(args)
+            leaves, spec = flatten(args)
             inputs = [
                 state.fake(v, f"input{i}" if len(leaves) > 1 else "input", "input") if isinstance(v, Tensor) else v
                 for i, v in enumerate(leaves)
@@ -245,8 +286,7 @@ def _capture(
         raise
     except Exception as error:
         if isinstance(error, GuardOnDataDependentSymNode) and state.optimizers and not as_capturable:
-            return _capture(step, args, roots, machine, name, algorithms, bucket_bytes, outside, several, True,
-                            as_cuda)  # fmt: skip
+            return again()
         raise CaptureError(_sentence(error)) from error
     if not recorder.ops:
         raise CaptureError("the step runs no tensor operation")
@@ -255,7 +295,9 @@ def _capture(
     settings = tuple((o, tuple(map(fixed, was))) for o, was in groups.items())
     holds = recorder.user_holds(captured.values, captured.program)
     python = PythonValues(state.watched, undone)
-    captured = replace(captured, settings=settings, modules=modules, holds=holds, python=python, hooks=hooked)
+    captured = replace(
+        captured, settings=settings, modules=modules, holds=holds, python=python, hooks=hooked, returned=returned
+    )
     return captured.on(machine or Machine.load("gtx1080ti"), algorithms=algorithms)
 
 
@@ -295,6 +337,8 @@ def _sentence(error: Exception) -> str:
         if users(file):
             where = f" ({Path(file).name}:{line})"
     text = " ".join(str(error).split())
+    if isinstance(error, BatchError):
+        return text
     if isinstance(error, (DataDependentOutputException, GuardOnDataDependentSymNode)):
         return f"the step's Python depends on the values of a tensor: {str(error.args[0]).splitlines()[0]}{where}"
     if isinstance(error, DynamicOutputShapeException):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import TreeSpec
+from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from executor.capture.algorithms import convolution_of, with_algorithms
 from executor.capture.hyperparameters import Numbers
@@ -55,7 +56,29 @@ class UserHolds(NamedTuple):
     zero_grad: int = -1
 
 
-NOTHING, NOT_WATCHED = UserHolds(), PythonValues()
+class Returned(NamedTuple):
+    """What the graph's outputs are: the tensors that the step returns, then gradients, then their norm.
+
+    Attributes:
+        spec, tensors: of what the step returns, and which of its leaves are tensors; the others are None.
+        gradients: placeholders of the parameters whose gradients stay after the step.
+        norm: whether there is one.
+    """
+
+    spec: TreeSpec | None = None
+    tensors: tuple[bool, ...] = (True,)
+    gradients: tuple[int, ...] = ()
+    norm: bool = False
+
+    def result(self, outputs: Sequence[Tensor]) -> Any:
+        """What the step returns."""
+        if self.spec is None or self.spec.is_leaf():
+            return outputs[0] if self.tensors[0] else None
+        flat = iter(outputs)
+        return tree_unflatten([next(flat) if tensor else None for tensor in self.tensors], self.spec)
+
+
+NOTHING, NOT_WATCHED, ONE_TENSOR = UserHolds(), PythonValues(), Returned()
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +117,7 @@ class Captured:
     holds: UserHolds = NOTHING
     python: PythonValues = NOT_WATCHED
     hooks: int = 0  # of modules and their parameters
+    returned: Returned = ONE_TENSOR
 
     @property
     def origins(self) -> Origins:

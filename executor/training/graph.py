@@ -77,8 +77,8 @@ class GraphStep:
         self._slots: dict[fx.Node, Tensor] = {}
         self._seen: tuple[Any, Any] | None = None  # StepState.seen at the capture
 
-    def __call__(self, step: StepState, batch: dict[fx.Node, Tensor]) -> Any:
-        """One step; the user's tensors have been looked at."""
+    def __call__(self, step: StepState, batch: dict[fx.Node, Tensor]) -> list[Tensor]:
+        """One step, the user's tensors have been looked at; copies of its outputs."""
         if not self._slots:
             self._slots = {node: tensor.detach().clone() for node, tensor in batch.items()}
         blocks = step.blocks
@@ -101,8 +101,7 @@ class GraphStep:
                 raise StepError(f"the graph failed: {line(error)}; the model is somewhere in this step") from error
             if step.device.type == "cuda" and any(b.persistent for b in blocks.blocks.values()):
                 torch.cuda.current_stream(step.device).synchronize()  # the user may look at what is on the host
-            results = tuple(output.clone() for output in self.graph.outputs)
-        return results[0] if len(results) == 1 else results
+            return [output.clone() for output in self.graph.outputs]
 
     def _capture(self, step: StepState) -> None:
         table = step.table.copy()
@@ -128,6 +127,8 @@ class GraphStep:
 def refused(step: StepState) -> str | None:
     """Why the step cannot be a graph; None where it can."""
     captured, calls, program = step.captured, step.calls, step.order.program
+    if captured.returned.gradients:
+        return "what it returns is copied, and so would be the gradients that are kept"
     if calls.asks:
         return "a GradScaler decides on the host whether the update is left out"
     for node in captured.graph.graph.nodes:

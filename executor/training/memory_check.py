@@ -52,7 +52,7 @@ class Watch:
 
     def __init__(self, state: StepState) -> None:
         order, calls = state.order, state.calls
-        self._work, self._blocks, self._device, self._out = state.work, state.blocks, state.device, calls.outputs[0]
+        self._work, self._blocks, self._device, self._out = state.work, state.blocks, state.device, calls.nothing
         self._differing: dict[str, tuple[int, int]] = {}
         tensors, memory = order.program.tensors, order.schedule.blocks
         self._bound = [(b, tensors[b.tensor].nbytes) for b in state.bindings if b.block is None]

@@ -45,7 +45,7 @@ class Calls:
         losses: kernel -> slot of the loss of a micro-batch, which is there after it.
         skipped: kernel -> its calls where it is left out (work.py).
         of: block -> slots of its values, its maker's first.
-        outputs: slots of what is returned.
+        outputs: slots of what is returned; ``nothing``: one that is nobody's.
         read_first: tensors that ``first`` reads, as numbers.
     """
 
@@ -71,6 +71,7 @@ class Calls:
         self._losses = {micro.loss for micro in captured.micro}
         self.skipped: dict[int, tuple[Call, ...]] = {}
         self.outputs = [self._at(node, last) for node in captured.outputs]
+        self.nothing = self._slot()
         self.steps = [self._step(step) for step in schedule.steps]
 
     def _at(self, node: fx.Node, uses: dict[int, int]) -> int:

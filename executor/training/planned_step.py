@@ -14,6 +14,7 @@ between steps, what becomes of a step that fails, and the choices made here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
@@ -55,6 +56,7 @@ class PlannedStep:
         state: all that it runs on (work.py), for who looks at a step from outside: a benchmark, a test.
         graph: of ``graph=True``: how often it was captured, and its pool.
         allocator: the first step by PyTorch's allocator; None where that keeps no figures.
+        grad_norm: what ``clip_grad_norm_`` returned in the last step; None where gradients are not clipped.
         differing: name -> bytes of the first step's storage and of the program's tensor, where they differ.
 
     Raises:
@@ -82,12 +84,16 @@ class PlannedStep:
         self.allocator: Allocator | None = None
         self.differing: dict[str, tuple[int, int]] = {}
         self._open = False
+        self.grad_norm: Tensor | None = None
         self.graph: GraphStep | None = None
         self._numbers: list[Any] = []  # the optimizers', when they were last read, and their types
         self._types: list[type] = []
         self._known: Known | None = None
         self._bind()
         self._parameters = [b for b in self.state.bindings if isinstance(b.user, nn.Parameter)]
+        owners = {captured.placeholders[i] for i in captured.returned.gradients}
+        self._with_grad = [b for b in self._parameters if b.node in owners]
+        self._optimizers = [optimizer for optimizer, _ in captured.settings]
         self._make_undo(undo)
         self.state.host.take()
         self.graph = GraphStep(self.state) if graph else None
@@ -109,7 +115,10 @@ class PlannedStep:
     # ------------------------------------------------------------------------------------ what a step runs on
 
     def look(self) -> None:
-        """Takes the user's tensors and numbers as they are now; raises StepError where they do not fit."""
+        """Takes the user's tensors and numbers as they are now; raises StepError where they do not fit. Gradients that
+        were kept are given back."""
+        for b in self._with_grad:
+            b.user.grad = None
         if self._known is None or not self._known.same():
             self._known = None
             self._bind()
@@ -196,8 +205,8 @@ class PlannedStep:
         first micro-batch.
 
         Returns:
-            What the captured step returns: a tensor (the loss), or a tuple of them; of a micro-batch its part of the
-            loss.
+            What the captured step returns: a tensor (the loss), or tensors in the structure that it has, without a
+            graph; of a micro-batch its part of the loss.
 
         Raises:
             StepError: the batch or the model is not as at the capture (nothing has happened then), or the step failed.
@@ -214,7 +223,7 @@ class PlannedStep:
             if self.graph and part is not state.whole:
                 raise StepError("a graph takes all micro-batches of a step in one call")
             if self.graph and self.graph.warm:
-                return self.graph(state, batch)
+                return self._done(self.graph(state, batch))
             blocks.values = state.table.copy()
         table, at = blocks.values, part.begin - 1
         with Interrupt() as interrupt, torch.no_grad(), torch.autocast(self.device.type, enabled=False):
@@ -239,8 +248,9 @@ class PlannedStep:
                     blocks.used -= freed
                     for act, t in after:
                         act(t)
-                results = (progress.loss,) if progress.alone else tuple(table[slot] for slot in self.calls.outputs)
-                if part.end < len(state.work):
+                over, loss = part.end == len(state.work), progress.loss if progress.alone else None
+                outputs = [table[slot] for slot in self.calls.outputs] if over else []
+                if not over:
                     progress.pause(part, state.parts[progress.done + 1])
                 else:
                     blocks.back(t for t in state.inputs if t in blocks.blocks)
@@ -254,7 +264,20 @@ class PlannedStep:
         self._report("the step went on to its end, and the model is as after it")
         if self.graph:
             self.graph.warm = True
-        return results[0] if len(results) == 1 else results
+        result = self._done(outputs) if over else None
+        return result if loss is None else loss
+
+    def _done(self, outputs: Sequence[Tensor]) -> Any:
+        """The step is over: what it returns, of the graph's outputs. Gradients that stay are where they belong."""
+        returned = self.captured.returned
+        if returned.norm:
+            self.grad_norm = outputs[-1]
+        first = sum(returned.tensors)
+        for b, gradient in zip(self._with_grad, outputs[first : first + len(self._with_grad)], strict=True):
+            b.user.grad = gradient.to(b.user.device)  # what is away has its gradient beside it
+        for optimizer in self._optimizers:
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # schedules ask whether it has stepped
+        return returned.result(outputs)
 
     def _begin(self, part: Part, batch: dict[fx.Node, Tensor], table: list[Any]) -> None:
         """What can be undone is noted; the batch is in its place, and what the plan has away by then is."""

@@ -4,8 +4,9 @@
     for x, y in loader:                     # a short last batch, sequences of several lengths
         loss = step(x, y)
 
-With ``accumulate=k`` it takes micro-batches: k calls of one pair, or one call with up to k pairs, of any shapes. Shapes
-that differ, or fewer than k (the last of an epoch), one by one: ``step.begin(*pairs)`` says so beforehand.
+Batches are as in ``capture``: ``step(x, y)`` or ``step((x, y))``, ``step(batch)`` of a mapping or one object.
+With ``accumulate=k`` it takes micro-batches: k calls of one, or one call with up to k, of any shapes. Shapes
+that differ, or fewer than k (the last of an epoch), one by one: ``step.begin(*batches)`` says so beforehand.
 
 Between steps there is one state, the user's own tensors. The limit holds within the steps of every shape. A step of
 another shape than the last begins with all persistent tensors on the device (``PlannedStep.finish``), so batches of one
@@ -18,12 +19,15 @@ from collections.abc import Callable, Hashable
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure
+from torch.utils._pytree import TreeSpec
 
-from executor.capture.capture import capture
+from executor.capture.batches import Loss, arguments, flatten, structure
+from executor.capture.capture import capture, capture_step
 from executor.capture.captured import Captured
+from executor.capture.python_values import is_scalar
+from executor.capture.recorder import tensors_in
 from executor.training.bindings import StepError
 from executor.training.planned_step import PlannedStep
 from simulator.limits import limit_bytes
@@ -33,32 +37,37 @@ from simulator.program import Program
 
 BUCKET_BYTES = 64 * 2**20
 Form = Hashable  # of a (micro-)batch
+_IN_STEP = {"loss_fn": None, "optimizer": None, "accumulate": 1, "average": True, "clip_norm": None, "autocast": None,
+            "scaler": None}  # what a step of one's own does itself  # fmt: skip
 
 
 class PlannedSteps:
     """Training steps under plans; calling it trains.
 
     Args:
+        model: or a step of any form, as ``capture_step`` takes it; ``loss_fn`` and ``optimizer`` are then None, and it
+            is called as that is.
         limit: bytes, a size such as ``"24GiB"``, or a fraction of the first shape's peak.
         planner: (program, machine, limit in bytes) -> its plan, as ``agents.make(name).plan``; what it raises where
             there is none is passed on, before anything has happened.
         keep: the most shapes whose steps are kept.
         undo: as in PlannedStep.
         accumulate: the most micro-batches of a step, and how many it has where nothing else is said.
-        options: as in ``capture``; updates of many parameters are split into buckets of 64 MiB by default.
+        options: as in ``capture`` (``capture_step``); updates of many parameters are split into buckets of 64 MiB
+            by default.
 
     Attributes:
         steps: by the forms of a step's (micro-)batches, the one used last at the end.
         limit: bytes; None before the first step.
 
     Raises:
-        ValueError: keep or accumulate is less than 1.
+        ValueError: keep or accumulate is less than 1, or there is an option that a step of one's own does itself.
     """
 
     def __init__(
-        self, model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], optimizer: Optimizer, machine: Machine,
-        limit: int | float | str, planner: Callable[[Program, Machine, int], Plan], keep: int = 16, undo: bool = False,
-        accumulate: int = 1, **options: Any,
+        self, model: nn.Module | Callable[..., Any], loss_fn: Loss | None, optimizer: Optimizer | None,
+        machine: Machine, limit: int | float | str, planner: Callable[[Program, Machine, int], Plan], keep: int = 16,
+        undo: bool = False, accumulate: int = 1, **options: Any,
     ) -> None:  # fmt: skip
         for name, value in (("keep", keep), ("accumulate", accumulate)):
             if value < 1:
@@ -71,15 +80,22 @@ class PlannedSteps:
         self.limit: int | None = None
         self.steps: dict[tuple[Form, ...], PlannedStep] = {}
         self._current: PlannedStep | None = None
+        self._own = not isinstance(model, nn.Module)  # a step of one's own
+        if self._own:
+            asked = {"loss_fn": loss_fn, "optimizer": optimizer, "accumulate": accumulate, **options}
+            for name, plain in _IN_STEP.items():
+                if asked.get(name, plain) != plain:
+                    raise ValueError(f"{name}: a step of your own does that itself")
+            self.options = {name: value for name, value in self.options.items() if name not in _IN_STEP}
         self._open = self._told = False  # ``begin`` told which micro-batches the present step has
-        self._structures: set[TreeSpec] = set()  # of pairs (x, y)
+        self._structures: set[TreeSpec] = set()  # of (micro-)batches
 
     def __call__(self, *batch: Any) -> Any:
         """One training step, or its next micro-batch.
 
         Args:
-            batch: x, y; or, with ``accumulate``, all pairs (x, y) of a step, up to ``accumulate`` of any shapes. (Two
-                pairs could be an x and a y that are pairs: they are if such ones have been seen.)
+            batch: x, y, or one object; or, with ``accumulate``, all batches of a step, up to ``accumulate`` of any
+                shapes. (Two pairs could be an x and a y that are pairs: they are if such ones have been seen.)
 
         Returns:
             As PlannedStep. Losses of micro-batches are divided by how many the step has, if not ``average=False``.
@@ -108,17 +124,17 @@ class PlannedSteps:
         self._told = told and step.done > 0
         return loss
 
-    def begin(self, *pairs: tuple[Any, Any]) -> None:
+    def begin(self, *pairs: Any) -> None:
         """The next step is of these micro-batches, which then come one by one.
 
         Args:
-            pairs: 1 to ``accumulate`` pairs (x, y); only their forms matter.
+            pairs: 1 to ``accumulate`` batches; only their forms matter.
 
         Raises:
             CaptureError: such a step cannot be captured.
-            StepError: a step is under way (it may go on), or the pairs are none.
+            StepError: a step is under way (it may go on), or the batches are none.
         """
-        self._go_to(pairs)
+        self._go_to(tuple(map(arguments, pairs)))
         self._told = True
 
     def step_for(self, *batch: Any) -> PlannedStep:
@@ -132,12 +148,15 @@ class PlannedSteps:
         return self._current is not None and self._current.done > 0
 
     def _pairs(self, batch: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """All (micro-)batches of a step, if it is not one of several."""
+        """All (micro-)batches of a step, as arguments, if it is not one of several."""
         if self.accumulate == 1:
-            return (batch,)
-        if tree_structure(batch) in self._structures or not all(map(_is_pair, batch)):
+            return (batch if self._own or len(batch) != 1 else arguments(batch[0]),)
+        if len(batch) == 1 and not isinstance(batch[0], (tuple, list)):
             return None
-        return tuple(map(tuple, batch))
+        if structure(batch) in self._structures:
+            return None
+        several = tuple(map(arguments, batch))
+        return several if all(len(b) == 2 or structure(b) in self._structures for b in several) else None
 
     def _go_to(self, pairs: tuple[Any, ...]) -> PlannedStep:
         if self.under_way:
@@ -146,9 +165,9 @@ class PlannedSteps:
                 f"{self._current.done} of the step's {len(next(reversed(self.steps)))} micro-batches are done; it "
                 "takes the next one, alone, or finish() undoes it"
             )
-        if not 0 < len(pairs) <= self.accumulate or (self.accumulate > 1 and not all(map(_is_pair, pairs))):
-            raise StepError(f"a step takes 1 to {self.accumulate} micro-batches, each a pair (x, y)")
-        pairs, self._told = tuple(map(tuple, pairs)), False
+        if not 0 < len(pairs) <= self.accumulate or not (self._own or all(pairs)):
+            raise StepError(f"a step takes 1 to {self.accumulate} micro-batches, each a pair (x, y) or one object")
+        self._told = False
         forms = tuple(map(_form, pairs))
         step = self.steps.get(forms)
         if step is None or step is not self._current:
@@ -157,7 +176,7 @@ class PlannedSteps:
             if step is None:
                 step = self._make(pairs)
                 self.limit = step.limit
-                self._structures.update(map(tree_structure, pairs))
+                self._structures.update(map(structure, pairs))
                 while len(self.steps) >= self.keep:
                     del self.steps[next(iter(self.steps))]
             else:
@@ -168,6 +187,8 @@ class PlannedSteps:
         return step
 
     def _capture(self, pairs: tuple[Any, ...]) -> Captured:
+        if self._own:
+            return capture_step(self.parts[0], *pairs[0], machine=self.machine, **self.options)
         several = {"accumulate": len(pairs), "others": pairs[1:]}
         return capture(*self.parts, pairs[0], machine=self.machine, **several, **self.options)  # type: ignore[arg-type]
 
@@ -217,20 +238,27 @@ class PlannedSteps:
         self._leave()
 
 
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, (tuple, list)) and len(value) == 2
-
-
 def _form(batch: tuple[Any, ...]) -> Form:
     """Equal for batches that one capture is right for; raises StepError where something cannot be compared."""
-    leaves, spec = tree_flatten(batch)
-    seen: dict[int, int] = {}  # a tensor that stands in two places is another form
+    leaves, spec = flatten(batch)
+    seen: dict[int, int] = {}  # a tensor that stands in two places is another form, and so are two in one memory
     form = spec, tuple(
-        (tuple(v.shape), v.stride(), v.dtype, str(v.device), seen.setdefault(id(v), len(seen)))
-        if isinstance(v, torch.Tensor) else v for v in leaves
+        (tuple(v.shape), v.stride(), v.dtype, str(v.device), seen.setdefault(id(v), len(seen)),
+         seen.setdefault(v.untyped_storage()._cdata, len(seen)))
+        if isinstance(v, torch.Tensor) else _constant(v) for v in leaves
     )  # fmt: skip
     try:
         hash(form)
     except TypeError as error:
         raise StepError(f"the batch has something that is no tensor and cannot be compared: {error}") from error
     return form
+
+
+def _constant(value: Any) -> Any:
+    """What a form has of a leaf that is no tensor: itself; raises StepError where it has tensors that nobody finds."""
+    if not is_scalar(value) and next(tensors_in(value), None) is not None:
+        raise StepError(
+            f"the batch has a {type(value).__name__}, whose tensors are not known: give a dict of them, or register it "
+            "with torch.utils._pytree.register_pytree_node"
+        )
+    return value

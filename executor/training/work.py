@@ -13,14 +13,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_flatten
 
+from executor.capture.batches import flatten
 from executor.capture.captured import Captured
+from executor.capture.state import over
 from executor.memory import ALIGNMENT
 from executor.memory.engines import TransferError, engines_for
 from executor.training.bindings import Binding, compare, device_of, meant
 from executor.training.issue_order import Move, Order
-from executor.training.memory_source import Block, Blocks, HostMemory, StepError, movable
+from executor.training.memory_source import Block, Blocks, HostMemory, StepError, movable, shared
 from executor.training.node_calls import Call, Calls
 from executor.training.progress import BEGIN, NOW, UNDO, Part, Progress, Random, generators, parts
 
@@ -127,7 +128,7 @@ class StepState:
 
     def taken(self, args: tuple[Any, ...]) -> tuple[Part, dict[fx.Node, Tensor]]:
         """What of the step is to run, and its batch by placeholder; raises StepError where it is not as captured."""
-        leaves, spec = tree_flatten(args)
+        leaves, spec = flatten(args)
         done, captured, part = self.progress.done, self.captured, self.whole
         if captured.micro and spec == captured.spec.child(0):
             part = self.parts[done]
@@ -141,7 +142,9 @@ class StepState:
         if any(tensor._version != version for tensor, version in self.progress.needed):
             raise StepError("a batch was changed that the plan needs until the step is over; finish() undoes it")
         batch: dict[fx.Node, Tensor] = {}
-        taken = {block.storage._cdata for block in self.swapped_inputs() if block.storage is not None}
+        seen: dict[fx.Node, Tensor] = {}
+        taken = {block: block.storage._cdata for block in self.swapped_inputs() if block.storage is not None}
+        copies: dict[int, torch.UntypedStorage] = {}
         for i, leaf in zip(part.leaves, leaves, strict=True):
             want = captured.leaves[i]
             if not isinstance(want, fx.Node):
@@ -149,16 +152,28 @@ class StepState:
                     raise StepError(f"argument {i} of the step is {leaf!r}, at the capture it was {want!r}")
                 continue
             compare(f"tensor {i} of the batch", leaf, want, *self.meant[want])
-            known = want in batch
-            if batch.setdefault(want, leaf) is not leaf:
+            if seen.setdefault(want, leaf) is not leaf:
                 raise StepError(f"tensor {i} of the batch was the same as another one at the capture; now it is not")
             block = self.blocks.blocks.get(captured.values.get(want, -1))
-            if block is not None and not known:
+            if block is not None and want not in batch:
+                leaf = self._movable(leaf, captured.values[want], copies)
                 memory = leaf.untyped_storage()
-                if memory.nbytes() != block.nbytes or not movable(leaf) or memory._cdata in taken:
+                at = taken.setdefault(block, memory._cdata)
+                alone = at == memory._cdata and list(taken.values()).count(at) == 1
+                if memory.nbytes() != block.nbytes or not movable(leaf) or not alone:
                     raise StepError(f"the plan swaps tensor {i} of the batch, which has no memory of its own: clone it")
-                taken.add(memory._cdata)
+            batch.setdefault(want, leaf)
         return part, batch
+
+    def _movable(self, leaf: Tensor, t: int, copies: dict[int, torch.UntypedStorage]) -> Tensor:
+        """A tensor of the batch that the plan swaps; where a loader's process made it, and so shares its memory, a copy
+        (``copies``: by the memory that they are of)."""
+        if not shared(leaf) or any(t in kernel.outputs for kernel in self.order.program.kernels):
+            return leaf
+        memory = leaf.untyped_storage()
+        if memory._cdata not in copies:
+            copies[memory._cdata] = memory.clone()
+        return over(copies[memory._cdata], leaf, leaf.device)
 
 
 def compile_step(captured: Captured, order: Order, graph: bool) -> StepState:

@@ -207,7 +207,7 @@ def test_what_is_wrong_with_the_call_is_said_before_the_capture(monkeypatch: pyt
     refused("there is no planner", ValueError, planner="lp_rund")
     refused("profile", ValueError, profile="cold")
     refused("accumulate: expected at least 1, got 0", ValueError, accumulate=0)
-    with pytest.raises(ValueError, match=r"example_batch: expected a pair \(x, y\), got Tensor"):
+    with pytest.raises(ValueError, match=r"example_batch: expected a pair \(x, y\) or an object .*, got Tensor"):
         fit(*parts()[:3], torch.zeros(2, 3, 16, 16), 0.8)  # type: ignore[arg-type]
 
 
@@ -341,7 +341,7 @@ def test_a_gpu_without_one_asks_for_a_machine(device: str) -> None:
 def test_a_gpu_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """By default; the rest is as on the CPU, on which this runs."""
     asked: list[Callable[..., Any]] = []
-    monkeypatch.setattr(MODULE, "_device", lambda model: torch.device("cuda"))
+    monkeypatch.setattr(MODULE, "device_of", lambda captured: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr(
         MODULE, "measure", lambda c, device, name: asked.append((device, name)) or measure(c, "cpu", name)

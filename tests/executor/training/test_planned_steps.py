@@ -262,7 +262,7 @@ def test_what_is_no_micro_batch():
     twins = Accumulated(2)
     x, y = twins.pairs(4)[0]
     for wrong in ([], [(x, y)] * 3):
-        with pytest.raises(StepError, match=r"^a step takes 1 to 2 micro-batches, each a pair \(x, y\)$"):
+        with pytest.raises(StepError, match=r"^a step takes 1 to 2 micro-batches, each a pair \(x, y\) or one object$"):
             twins.steps(*wrong)
         with pytest.raises(StepError, match="a step takes 1 to 2 micro-batches"):
             twins.steps.begin(*wrong)

@@ -1,0 +1,147 @@
+"""Batches as people have them, and how a model and a loss take them.
+
+A batch is a tuple ``(inputs…, target)``, or one object: a mapping (a dict, a ``BatchEncoding``), whose entries are the
+model's arguments by name, or anything else that PyTorch's pytrees or ``dataclasses`` know, which is its one argument.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import UserDict
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, register_pytree_node, tree_flatten, tree_map
+
+Loss = Callable[[Any, Any], Any]
+
+
+class BatchError(ValueError):
+    """A model or a loss does not fit a batch; the message is one sentence."""
+
+
+def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
+    """As ``tree_flatten``, into dataclasses and mappings of every kind, too; ``tree_unflatten`` makes these again."""
+    leaves, spec = tree_flatten(tree)
+    return tree_flatten(tree_map(_opened, tree)) if any(map(_opens, leaves)) else (leaves, spec)
+
+
+def structure(tree: Any) -> TreeSpec:
+    """``flatten`` without the leaves."""
+    return flatten(tree)[1]
+
+
+def arguments(batch: Any) -> tuple[Any, ...]:
+    """A batch as the arguments of a step: the parts of a tuple or list, or the one object."""
+    return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+
+
+def called(model: Callable[..., Any], loss_fn: Loss | None, noted: Callable[[Any], Any], *batch: Any) -> Any:
+    """What the loss function makes of a batch (``arguments``), or of no loss function the loss that a model returns.
+
+    Args:
+        noted: is told the model's result, and passes it on.
+
+    Raises:
+        BatchError: there is no loss, or nothing is left for the model.
+    """
+    if len(batch) > 1:
+        *inputs, target = batch
+        if loss_fn is None:
+            return _own(noted(model(*batch)))
+        return loss_fn(noted(model(*inputs)), target)
+    if not batch:
+        raise BatchError("the batch is empty: expected (inputs…, target), a mapping or one object")
+    (whole,) = batch
+    call = _by_name if isinstance(whole, Mapping) else _as_one
+    return _own(noted(call(model, whole))) if loss_fn is None else loss_fn(noted(call(model, whole)), whole)
+
+
+def _by_name(model: Callable[..., Any], batch: Any) -> Any:
+    return model(**batch)
+
+
+def _as_one(model: Callable[..., Any], batch: Any) -> Any:
+    return model(batch)
+
+
+def _own(result: Any) -> Any:
+    """The loss in a model's result: all of it, its ``loss``, or the first of a tuple."""
+    loss = result[0] if isinstance(result, (tuple, list)) and result else getattr(result, "loss", result)
+    loss = loss.get("loss") if isinstance(loss, Mapping) else loss
+    if not isinstance(loss, Tensor):
+        raise BatchError(
+            f"the model returns {type(result).__name__} and no loss: give it what it needs for one (labels), or loss_fn"
+        )
+    return loss
+
+
+# ------------------------------------------------------------------------------------------- what PyTorch does not open
+
+
+class _Record:
+    """An object opened; in a spec its shell stands for it."""
+
+    def __init__(self, values: list[Any], shell: _Shell) -> None:
+        self.values, self.shell = values, shell
+
+
+class _Shell:
+    """An object without its entries; equal to those of its class with the same names."""
+
+    def __init__(self, of: Any) -> None:
+        self.kind = type(of)
+        self._empty = copy.copy(of)
+        if isinstance(of, Mapping):
+            self.names = tuple(of)
+            if isinstance(of, UserDict):
+                self._empty.data = {}
+        else:
+            self.names = tuple(f.name for f in fields(of) if hasattr(of, f.name))
+            for name in self.names:
+                object.__setattr__(self._empty, name, None)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Shell) and (self.kind, self.names) == (other.kind, other.names)
+
+    def __hash__(self) -> int:
+        return hash((self.kind, self.names))
+
+    def __repr__(self) -> str:
+        return f"{self.kind.__name__}({', '.join(map(str, self.names))})"
+
+    def with_entries(self, values: Any) -> Any:
+        """Such an object."""
+        if issubclass(self.kind, Mapping) and not issubclass(self.kind, UserDict):
+            return self.kind(zip(self.names, values, strict=True))
+        made = copy.copy(self._empty)
+        for name, value in zip(self.names, values, strict=True):
+            if isinstance(made, UserDict):
+                made.data[name] = value
+            else:
+                object.__setattr__(made, name, value)
+        return made
+
+
+def _opens(leaf: Any) -> bool:
+    kind = type(leaf)
+    if kind not in _known:
+        wanted = issubclass(kind, Mapping) or is_dataclass(kind)
+        _known[kind] = wanted and not issubclass(kind, (Tensor, nn.Module))
+    return _known[kind]
+
+
+def _opened(leaf: Any) -> Any:
+    if not _opens(leaf):
+        return leaf
+    shell = _Shell(leaf)
+    values = [leaf[name] if isinstance(leaf, Mapping) else getattr(leaf, name) for name in shell.names]
+    return _Record([tree_map(_opened, value) for value in values], shell)
+
+
+_known: dict[type, bool] = {}
+register_pytree_node(
+    _Record, lambda record: (record.values, record.shell), lambda values, shell: shell.with_entries(values)
+)
