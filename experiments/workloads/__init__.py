@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from executor.capture.capture import Captured, capture
+from executor.capture.batches import arguments
+from executor.capture.capture import Captured, capture, capture_step
 from experiments import ctrl_c_waits
 from experiments.workloads import (
     convnext,
@@ -90,7 +91,10 @@ def load(workload: Mapping[str, Any], machine: Machine, batch: int | None = None
         raise FormatError(f"machine.flops_per_s: {machine.name} has no figure for {dtype}")
     name = str(workload.get("name") or type(parts[0]).__name__)
     with ctrl_c_waits():  # amid PyTorch's C++ it may abort the process
-        captured = capture(*parts, machine=machine, name=name, as_cuda=as_cuda)
+        if len(parts) == 2:
+            captured = capture_step(parts[0], *arguments(parts[1]), machine=machine, name=name, as_cuda=as_cuda)
+        else:
+            captured = capture(*parts, machine=machine, name=name, as_cuda=as_cuda)
     iteration_ns = None if measured is None or batch is not None else round(measured * 1e6)
     return captured.on(machine, iteration_ns, algorithms)
 
@@ -117,9 +121,12 @@ def build(workload: Mapping[str, Any]) -> Parts:
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise WorkloadError(f"workload.dtype: expected {', '.join(_DTYPES)}, got {dtype!r}")
     with torch.device("cpu" if _own(workload) else "meta"):
-        model, loss_fn, optimizer, batch = make(**given)
+        parts = make(**given)
     if dtype == "float32":  # as it is
-        return model, loss_fn, optimizer, batch
+        return parts
+    if len(parts) == 2:
+        raise WorkloadError(f"workload.dtype: a step of one's own is in the type that it has, not in {dtype}")
+    model, loss_fn, optimizer, batch = parts
     return model.to(_DTYPES[dtype]), loss_fn, optimizer, tree_map_only(Tensor, partial(_in, _DTYPES[dtype]), batch)
 
 

@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_unflatten
 
-# What capture() takes; no optimizer: a step without gradients.
-Parts = tuple[nn.Module, Callable[[Any, Any], Any], optim.Optimizer | None, tuple[Any, Any]]
+from executor.capture.batches import flatten
+
+# What capture() takes; no optimizer: a step without gradients. Or a step of one's own, and its arguments.
+Parts = tuple[nn.Module, Callable[[Any, Any], Any] | None, optim.Optimizer | None, Any] | tuple[Callable[..., Any], Any]
 
 
 class WorkloadError(ValueError):
@@ -28,7 +30,8 @@ def build(*, target: object) -> Parts:
         target: ``"pkg.mod:factory"``; modules in the working directory are found too.
 
     Returns:
-        model, loss function, optimizer, example batch.
+        model, loss function (None: the model returns its loss), optimizer, example batch; or a step of any form, as
+        ``capture_step`` takes it, and its arguments.
 
     Raises:
         WorkloadError: the target cannot be imported or called, or returns something else.
@@ -38,15 +41,14 @@ def build(*, target: object) -> Parts:
         parts = factory()
     except Exception as error:
         raise WorkloadError(f"target: {target} raised {type(error).__name__}: {error}") from error
-    expected = (nn.Module, Callable, optim.Optimizer, (tuple, list))
-    if (
-        not isinstance(parts, tuple)
-        or len(parts) != 4
-        or not all(isinstance(part, kind) for part, kind in zip(parts, expected, strict=True))  # type: ignore[arg-type]
-        or len(parts[3]) != 2
-    ):
-        raise WorkloadError(f"target: {target} must return (model, loss_fn, optimizer, (x, y)), not {_describe(parts)}")
-    return parts
+    expected = (nn.Module, (Callable, type(None)), optim.Optimizer, object)
+    if isinstance(parts, tuple) and len(parts) == 4 and all(map(isinstance, parts, expected)):  # type: ignore[arg-type]
+        return parts
+    if isinstance(parts, tuple) and len(parts) == 2 and callable(parts[0]) and not isinstance(parts[0], nn.Module):
+        return parts
+    raise WorkloadError(
+        f"target: {target} must return (model, loss_fn, optimizer, batch) or (step, batch), not {_describe(parts)}"
+    )
 
 
 def named(target: object) -> Callable[..., Any]:
@@ -86,25 +88,41 @@ def leading(parts: Parts) -> int:
     Raises:
         WorkloadError: they do not.
     """
-    sizes = {tuple(t.shape[:1]) for t in tree_leaves(parts[3]) if isinstance(t, Tensor) and t.dim()}
+    sizes = {tuple(t.shape[:1]) for t in flatten(parts[-1])[0] if isinstance(t, Tensor) and t.dim()}
     if len(sizes) != 1 or 0 in (size := sizes.pop()):
         raise WorkloadError("the tensors of the example batch do not share a first dimension, so it has no known size")
     return int(size[0])
 
 
 def with_batch(parts: Parts, batch: int) -> Parts:
-    """The same with an example batch of so many examples; raises WorkloadError as ``leading`` does."""
-    leading(parts)
+    """The same with an example batch of so many examples; raises WorkloadError as ``leading`` does.
 
-    def resized(tensor: Tensor) -> Tensor:
-        if not tensor.dim():
+    A tensor that stands there twice does so in it, too, and tensors that are parts of one memory stay that.
+    """
+    own = leading(parts)
+    made: dict[int, Tensor] = {}
+    memory: dict[int, torch.UntypedStorage] = {}
+
+    def resized(tensor: Any) -> Any:
+        if not isinstance(tensor, Tensor) or not tensor.dim():
             return tensor
-        shape = (batch, *tensor.shape[1:])
-        if tensor.stride(0) != math.prod(shape[1:]):  # the examples do not lie one after the other
-            return tensor.new_empty(shape)
-        return torch.empty_strided(shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        if id(tensor) not in made:
+            made[id(tensor)] = larger(tensor)
+        return made[id(tensor)]
 
-    return (*parts[:3], tree_map_only(Tensor, resized, parts[3]))
+    def larger(tensor: Tensor) -> Tensor:
+        whole, shape = tensor.untyped_storage(), (batch, *tensor.shape[1:])
+        if tensor.stride(0) * tensor.itemsize * own != whole.nbytes():  # a part of larger memory
+            if tensor.stride(0) != math.prod(shape[1:]):  # the examples do not lie one after the other
+                return tensor.new_empty(shape)
+            return torch.empty_strided(shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        if whole._cdata not in memory:
+            memory[whole._cdata] = torch.UntypedStorage(whole.nbytes() // own * batch, device=tensor.device)
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return empty.set_(memory[whole._cdata], tensor.storage_offset(), shape, tensor.stride())  # type: ignore[call-overload,no-any-return]
+
+    leaves, spec = flatten(parts[-1])
+    return (*parts[:-1], tree_unflatten(list(map(resized, leaves)), spec))  # type: ignore[return-value]
 
 
 def _describe(value: object) -> str:

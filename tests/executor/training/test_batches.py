@@ -337,7 +337,7 @@ def near(program: Program, machine: Machine, limit: int) -> Any:
 
 
 def test_batches_of_a_loaders_processes_are_copied() -> None:
-    """They are in memory that is shared with these, which a plan cannot swap; so is a tensor that stands there twice."""
+    """They are in memory that is shared with these, which no plan can swap; one tensor stands there twice."""
     data = torch.utils.data.TensorDataset(torch.randn(12, 3, 8, 8), torch.randint(5, (12,)))
     loader = torch.utils.data.DataLoader(data, batch_size=4, num_workers=2, collate_fn=twice)
     twin = Twin(lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(288, 5)), of_twice)

@@ -9,6 +9,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from experiments import workloads
+from experiments.plan.max_batch import Batches
 from experiments.workloads import WorkloadError, load
 from simulator import Machine
 from simulator.machine import PRESETS
@@ -78,6 +79,34 @@ FACTORY = textwrap.dedent("""
         optimizer = torch.optim.Adam(model.parameters())
         return model, nn.CrossEntropyLoss(), optimizer, (torch.randn(3, 4), torch.tensor([0, 1, 1]))
 
+    def language():
+        words = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 20))
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.words = words
+            def forward(self, input_ids, labels):
+                return {"loss": nn.functional.cross_entropy(self.words(input_ids).transpose(1, 2), labels)}
+        ids = torch.zeros(3, 6).long()
+        return Model(), None, torch.optim.SGD(words.parameters(), 0.1), {"input_ids": ids, "labels": ids}
+
+    def slices():
+        model, _, optimizer, batch = language()
+        text = torch.zeros(3, 7).long()
+        return model, None, optimizer, {"input_ids": text[:, :-1], "labels": text[:, 1:]}
+
+    def two_models():
+        nets = [nn.Linear(4, 8), nn.Linear(8, 4)]
+        optimizers = [torch.optim.Adam(net.parameters()) for net in nets]
+        def step(x, y):
+            loss = nn.functional.mse_loss(nets[1](nets[0](x)), y)
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            return loss.detach(), {"largest": x.amax(1)}
+        return step, (torch.randn(3, 4), torch.randn(3, 4))
+
     def short():
         return nn.Linear(1, 1), None
 
@@ -102,6 +131,17 @@ def test_own_model(own):
     assert program.name == "module" and {k.phase for k in program.kernels} == {"forward", "backward", "optimizer"}
 
 
+@pytest.mark.parametrize("factory", ["language", "slices", "two_models"])
+def test_own_models_of_other_forms_at_any_batch(own, factory):
+    """A mapping whose labels are its inputs, or lie in their memory; a step of one's own with two optimizers."""
+    workload = {"name": "own", "family": "module", "target": f"own_model:{factory}"}
+    program, *larger = (load(workload, Machine.load("v100"), batch).program for batch in (None, 6, 5))
+    assert {k.phase for k in program.kernels} == {"forward", "backward", "optimizer"}
+    batches = Batches(3, program, 6, larger[0])
+    assert batches.at(5).tensors == larger[1].tensors and batches.peak_bytes(5) == larger[1].peak_bytes
+    assert sum(t.kind == "input" for t in program.tensors) == (2 if factory == "two_models" else 1)
+
+
 @pytest.mark.parametrize(
     ("target", "message"),
     [
@@ -111,7 +151,10 @@ def test_own_model(own):
         ("own_broken:tiny", "no module 'not_installed_anywhere'"),
         ("own_model:absent", "no attribute 'absent'"),
         ("own_model:number", "nothing callable named 'number'"),
-        ("own_model:short", r"must return \(model, loss_fn, optimizer, \(x, y\)\), not \(Linear, NoneType\)"),
+        (
+            "own_model:short",
+            r"must return \(model, loss_fn, optimizer, batch\) or \(step, batch\), not \(Linear, NoneType\)",
+        ),
         ("own_model:broken", "RuntimeError: no data here"),
     ],
 )
