@@ -107,6 +107,8 @@ def capture(
             "capture takes a torch.nn.Module, a callable loss or None, an Optimizer or None, and a batch; capture_step "
             "takes a step of any form"
         )
+    if loss_fn is not None and isinstance(example_batch, Tensor):
+        raise CaptureError("example_batch is a tensor, not a pair (x, y) or an object that has both")
     if accumulate < 1 or (optimizer is None and (accumulate > 1 or clip_norm is not None)):
         raise CaptureError("accumulate is at least 1; it and clip_norm are for a step with an optimizer")
     rest = (example_batch,) * (accumulate - 1) if others is None else others
@@ -277,7 +279,7 @@ def _capture(
             flat = [(place[id(v)], None) if isinstance(v, Tensor) else (None, v) for v in inputs]
             del leaves, inputs
             state.ran = lambda: len(recorder.ops)
-            with state.installed(), hooks.traced(recorder, groups, bucket_bytes):
+            with state.installed(), hooks.traced(recorder, groups, bucket_bytes, state.undone):
                 fakes = [e.fake for e in state.entries]
                 with mode:
                     graph = make_fx(traced, tracing_mode="real")(*fakes)
@@ -305,6 +307,8 @@ def _undone(state: StepState, drawn: str) -> str:
     """What the step's Python did that its graph does not do again, as a sentence."""
     if drawn:
         return f"the step draws from {drawn}, and would draw the same each time: take torch's generator"
+    if state.undone:
+        return state.undone[0]
     if state.silent:
         return f"{state.silent[0]} runs no operator, and would not be called again: call it outside of the step"
     if state.written is not None:
@@ -340,11 +344,25 @@ def _sentence(error: Exception) -> str:
     if isinstance(error, BatchError):
         return text
     if isinstance(error, (DataDependentOutputException, GuardOnDataDependentSymNode)):
-        return f"the step's Python depends on the values of a tensor: {str(error.args[0]).splitlines()[0]}{where}"
+        what = str(error.args[0]).splitlines()[0]
+        return (
+            f"the step's Python depends on the values of a tensor: {what}{where}; keep it a tensor (torch.where), or "
+            "do this after the step, which may return what it needs"
+        )
     if isinstance(error, DynamicOutputShapeException):
-        return f"the shape of a result depends on the values of a tensor: {error.args[0]}{where}"
-    if "dynamo-optimized" in text:
-        return f"a part of the step is compiled (torch.compile), and only what is not can be captured{where}"
+        return (
+            f"the shape of a result depends on the values of a tensor: {error.args[0]}{where}; no plan knows its size: "
+            "take a mask of fixed shape (torch.where), or do this before the step"
+        )
     if "convert all Tensors to FakeTensors" in text:
-        return f"the step uses a tensor that is not in its arguments, modules, optimizers or closure{where}"
+        operator = text.partition("Found in ")[2].partition("(")[0]
+        return (
+            f"the step uses a tensor in {operator} that is not in its arguments, modules, optimizers or closure"
+            f"{where}: make it a buffer (register_buffer), or pass it to the step"
+        )
+    if "SparseTensorImpl" in text:
+        return (
+            f"a gradient is sparse (of an embedding with sparse=True), and has no size that is known beforehand"
+            f"{where}: leave sparse=True out"
+        )
     return f"the step cannot be traced: {type(error).__name__}: {text[:300]}{where}"

@@ -3,6 +3,7 @@ random states."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -15,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from executor.capture import distributed
 from executor.capture.recorder import Recorder
-from executor.capture.state import bucketed, capturable, takes_capturable
+from executor.capture.state import bucketed, capturable, moved, numbers_of, symbolic_extremes, takes_capturable
 
 MODULE_HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
 TENSOR_HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"
@@ -36,11 +37,12 @@ def count(modules: Iterable[nn.Module]) -> int:
 
 @contextmanager
 def traced(
-    recorder: Recorder, groups: dict[Optimizer, tuple[dict[str, Any], ...]], bucket_bytes: int | None
+    recorder: Recorder, groups: dict[Optimizer, tuple[dict[str, Any], ...]], bucket_bytes: int | None, undone: list[str]
 ) -> Iterator[None]:
-    """While a step is traced, the recorder is told of all of these; ``groups``, ``bucket_bytes``: traced_optimizers."""
+    """While a step is traced, the recorder is told of all of these; ``groups``, ``bucket_bytes``, ``undone``:
+    traced_optimizers."""
     with (
-        traced_optimizers(recorder, groups, bucket_bytes),
+        traced_optimizers(recorder, groups, bucket_bytes, undone),
         traced_scalers(recorder),
         traced_zero_grad(recorder),
         traced_states(recorder),
@@ -52,24 +54,32 @@ def traced(
 
 @contextmanager
 def traced_optimizers(
-    recorder: Recorder, groups: dict[Optimizer, tuple[dict[str, Any], ...]], bucket_bytes: int | None
+    recorder: Recorder, groups: dict[Optimizer, tuple[dict[str, Any], ...]], bucket_bytes: int | None, undone: list[str]
 ) -> Iterator[None]:
-    """Tells the recorder when an optimizer's step runs, in the form that it is to be captured in."""
-    stack: list[ExitStack] = []
+    """Tells the recorder when an optimizer's step runs, in the form that it is to be captured in. ``undone``: takes a
+    sentence for what such a step changes of Python's numbers."""
+    stack: list[tuple[ExitStack, dict[tuple[Any, ...], Any]]] = []
 
     def enter(optimizer: Optimizer, *_: Any) -> None:
         context = ExitStack()
         context.enter_context(capturable(takes_capturable(optimizer)))
+        context.enter_context(symbolic_extremes())
         if optimizer in groups:
             context.enter_context(recorder.numbers.symbolic(optimizer, groups[optimizer]))
         if bucket_bytes:
             context.enter_context(bucketed(optimizer, bucket_bytes))
-        stack.append(context)
+        stack.append((context, numbers_of(optimizer)))
         recorder.note_gradients(p for group in optimizer.param_groups for p in group["params"])
         recorder.stepping = True
 
-    def leave(*_: Any) -> None:
-        stack.pop().close()
+    def leave(optimizer: Optimizer, *_: Any) -> None:
+        context, was = stack.pop()
+        if (key := moved(was, optimizer)) is not None:
+            undone.append(
+                f"{type(optimizer).__name__} has {key[-1]} as a number of Python's, which each step changes and no "
+                "graph would: take an optimizer that keeps it in a tensor, as torch.optim's do"
+            )
+        context.close()
         recorder.stepping = False
 
     hooks = [register_optimizer_step_pre_hook(enter), register_optimizer_step_post_hook(leave)]
@@ -79,7 +89,7 @@ def traced_optimizers(
         for hook in hooks:
             hook.remove()
         while stack:  # the step raised
-            stack.pop().close()
+            stack.pop()[0].close()
 
 
 @contextmanager
@@ -87,6 +97,7 @@ def traced_zero_grad(recorder: Recorder) -> Iterator[None]:
     """Tells the recorder when gradients are given back."""
 
     def noting(original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
         def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
             recorder.zeroed = len(recorder.ops)
             original(self, *args, **kwargs)

@@ -135,9 +135,10 @@ def running_statistics(func: OpOverload, args: Any, kwargs: Any) -> list[Tensor]
 
 
 def half_statistics(func: OpOverload, args: Any, kwargs: Any) -> tuple[int, ...]:
-    """Which results are float32 although fake tensors say that they are half: batch-norm's statistics on the CPU, of
-    half inputs with float32 weights or running statistics."""
-    if "native_batch_norm" not in func._overloadpacket.__name__ or "backward" in func._overloadpacket.__name__:
+    """Which results are float32 although fake tensors say that they are half: a norm's statistics on the CPU, of half
+    inputs with float32 weights or running statistics."""
+    name = func._overloadpacket.__name__
+    if "backward" in name or not any(f"native_{norm}_norm" in name for norm in ("batch", "layer", "group")):
         return ()
     given = {argument.name: value for argument, value in arguments(func, args, kwargs)}
     x = given["input"]

@@ -13,6 +13,7 @@ import types
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import Parameter, signature
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,8 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.amp.grad_scaler import GradScaler
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.optim import Optimizer
+from torch.optim import Optimizer, _adafactor
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
 from executor.capture.hyperparameters import is_number
@@ -99,6 +101,7 @@ class StepState:
         self.paths: dict[int, str] = {}  # id of a module -> its dotted path
         self.optimizers: list[Optimizer] = []
         self.scalers: list[GradScaler] = []
+        self.schedules: list[LRScheduler] = []
         self._slots: list[tuple[Any, Any, Tensor]] = []  # container, key, fake
         self._fakes: dict[int, Tensor] = {}
         self._bases: dict[StorageWeakRef, Tensor] = {}
@@ -108,6 +111,7 @@ class StepState:
         self.watched: tuple[Watched, ...] = ()  # values as they are when fakes are put in
         self.written: Change | None = None  # the first of them that the step's Python changed
         self.silent: list[str] = []  # hooks that ran no operator
+        self.undone: list[str] = []  # sentences: what optimizers' Python has changed
         self.ran: Callable[[], int] = int  # how many operators have run
 
     def add(self, value: Any, name: str, kind: TensorKind = "buffer") -> None:
@@ -173,7 +177,19 @@ class StepState:
         if isinstance(value, nn.Module):
             for prefix, module in value.named_modules(prefix=name):
                 self._module(module, prefix, depth)
+        elif isinstance(value, Optimizer) and "param_groups" not in vars(value):  # Accelerate's, around another
+            inner = [part for part in vars(value).values() if isinstance(part, (Optimizer, GradScaler))]
+            if not any(isinstance(part, Optimizer) for part in inner):
+                raise CaptureError(f"{name} ({type(value).__name__}) has no parameter groups: give torch.optim's own")
+            for part in inner:
+                step(part, name)
         elif isinstance(value, Optimizer):
+            closure = signature(type(value).step).parameters.get("closure")
+            if closure is not None and closure.default is Parameter.empty:
+                raise CaptureError(
+                    f"{name} ({type(value).__name__}) calls the model as often as its values ask, which no capture "
+                    "can: train with it without a plan, or take another optimizer"
+                )
             self.optimizers.append(value)
             for hook in (*value._optimizer_step_pre_hooks.values(), *value._optimizer_step_post_hooks.values()):
                 self._walk(hook, f"{name}.hook", kind, depth + 1)
@@ -202,6 +218,8 @@ class StepState:
         elif isinstance(value, types.FunctionType):
             self._function(value, name, kind, depth)
         elif hasattr(value, "__dict__"):
+            if isinstance(value, LRScheduler):
+                self.schedules.append(value)
             if callable(value):
                 self.seen.runs(type(value).__call__, type(value))
             step(vars(value), name)
@@ -219,6 +237,10 @@ class StepState:
         for cls in type(module).__mro__:
             if cls.__name__ in REFUSED and cls.__module__.startswith("torch."):
                 raise CaptureError(f"{name or 'the model'} is a {cls.__name__}, which {REFUSED[cls.__name__]}")
+        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+            way = "give its _orig_mod" if hasattr(module, "_orig_mod") else "leave out its compile()"
+            what = f"{name or 'the model'} is compiled (torch.compile), and only what is not can be captured"
+            raise CaptureError(f"{what}: {way}")
         self._visited.add(id(module))
         self.modules.append(module)
         self.paths[id(module)] = name
@@ -264,13 +286,20 @@ class StepState:
                 undo += [_restorer(t) for t in (module._parameters, module._buffers, module._modules)]
             for container, key, fake in self._slots:
                 undo.append(_put(container, key, fake))
+            undo += [_restorer(vars(one)) for one in (*self.scalers, *self.schedules)]
             for scaler in self.scalers:
-                undo.append(_restorer(vars(scaler)))
                 scaler._per_optimizer_states = copy.copy(scaler._per_optimizer_states)
             for i, optimizer in enumerate(self.optimizers):
                 undo.append(_restorer(vars(optimizer)))
                 self._install_optimizer(optimizer, "optimizer" if i == 0 else f"optimizer{i}")
+            before = [numbers_of(optimizer) for optimizer in self.optimizers]
             yield
+            for optimizer, was in zip(self.optimizers, before, strict=True):
+                if (key := moved(was, optimizer)) is not None:
+                    self.undone.append(
+                        f"the step changes {key[-1]} of {type(optimizer).__name__}, which would not be done again: "
+                        "call schedules after the step"
+                    )
         finally:
             self.watched, self.written = put_back(self.watched)
             for action in reversed(undo):
@@ -323,7 +352,7 @@ class StepState:
                         param.grad = torch.empty_like(param)
                         fresh.append(param)
             steps = {id(p): dict(s) for p, s in state.items() if isinstance(p, Tensor)}
-            with capturable(takes_capturable(optimizer)), without_hooks(optimizer):
+            with capturable(takes_capturable(optimizer)), without_hooks(optimizer), symbolic_extremes():
                 type(optimizer).step(optimizer)
         for which in STEP_HOOKS:
             hooks = {
@@ -378,6 +407,28 @@ def bucketed(optimizer: Optimizer, nbytes: int) -> Iterator[None]:
         optimizer.param_groups = groups
 
 
+def numbers_of(optimizer: Optimizer) -> dict[tuple[Any, ...], Any]:
+    """Python's numbers of an optimizer: attributes, options, state; by where they are."""
+    found: dict[tuple[Any, ...], Any] = {(key,): value for key, value in vars(optimizer).items() if key not in _FLAGS}
+    found |= {(g, key): value for g, group in enumerate(optimizer.param_groups) for key, value in group.items()}
+    found |= {(id(p), key): value for p, values in optimizer.state.items() if isinstance(values, dict)
+              for key, value in values.items()}  # fmt: skip
+    return {key: value for key, value in found.items() if is_scalar(value) or isinstance(value, torch.SymFloat)}
+
+
+def moved(was: dict[tuple[Any, ...], Any], optimizer: Optimizer) -> tuple[Any, ...] | None:
+    """Where a number of an optimizer is not what it was; None: nowhere."""
+    for key, value in numbers_of(optimizer).items():
+        before = was.get(key, was)
+        if value is not before and (isinstance(value, torch.SymFloat) or type(value) is not type(before)
+                                    or value != before):  # fmt: skip
+            return key
+    return None
+
+
+_FLAGS = "_opt_called", "_warned_capturable_if_run_uncaptured"  # of PyTorch's, on which no result depends
+
+
 def takes_capturable(optimizer: Optimizer) -> bool:
     """Whether an optimizer is to take its ``capturable`` form, in which the step count stays a tensor."""
     return any(group.get("capturable") for group in optimizer.param_groups)
@@ -406,6 +457,20 @@ def capturable(allowed: bool = True) -> Iterator[None]:
         yield
     finally:
         torch.compiler._is_compiling_flag = previous
+
+
+@contextmanager
+def symbolic_extremes() -> Iterator[None]:
+    """Adafactor asks for the larger of two numbers that tensors have: an operation of the graph, not a branch."""
+
+    def of(plain: Callable[..., Any], symbolic: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: (symbolic if any(isinstance(a, torch.SymFloat) for a in args) else plain)(*args)
+
+    vars(_adafactor).update(max=of(max, torch.sym_max), min=of(min, torch.sym_min))
+    try:
+        yield
+    finally:
+        del _adafactor.max, _adafactor.min  # type: ignore[attr-defined]
 
 
 def options(group: dict[str, Any]) -> dict[str, Any]:

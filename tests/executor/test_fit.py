@@ -211,9 +211,6 @@ def test_what_is_wrong_with_the_call_is_said_before_the_capture(monkeypatch: pyt
         fit(*parts()[:3], torch.zeros(2, 3, 16, 16), 0.8)  # type: ignore[arg-type]
 
 
-UNSEEN = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler")
-
-
 class Both:
     """A step and its eager twin, whose learning rates go down; gradients are clipped."""
 
@@ -252,7 +249,6 @@ class Both:
             assert all(torch.equal(v, w) for (_, v), (_, w) in zip(*found, strict=True))
 
 
-@UNSEEN
 def test_batches_of_every_shape() -> None:
     """Each is planned once, for the bytes of the first, and nothing that is drawn is drawn for it."""
     both = Both(0.7)
@@ -272,7 +268,6 @@ def test_batches_of_every_shape() -> None:
     assert not step.plan.decisions and "the step fits without a plan" in str(step.report())
 
 
-@UNSEEN
 def test_micro_batches_of_every_shape() -> None:
     both = Both(0.7, accumulate=2, planner="capuchin")
     for counts in ((2, 2), (3, 2), (2,), (2, 2)):
@@ -285,7 +280,6 @@ def test_micro_batches_of_every_shape() -> None:
     assert len(step.steps) == 1
 
 
-@UNSEEN
 def test_a_shape_for_which_there_is_no_plan_changes_nothing() -> None:
     both = Both(0.7)
     both.train(2)

@@ -45,7 +45,7 @@ def schedule(name: str, optimizer: torch.optim.Optimizer) -> Any:
     }[name]()
 
 
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler", "ignore:The epoch parameter")
+@pytest.mark.filterwarnings("error:Detected call of `lr_scheduler", "ignore:The epoch parameter")
 @pytest.mark.parametrize(
     ("network", "optimizer", "name"),
     [("resnet", "sgd", "cosine"), ("small", "sgd", "one_cycle"), ("small", "adamw", "one_cycle"),

@@ -153,7 +153,7 @@ def test_own_models_of_other_forms_at_any_batch(own, factory):
         ("own_model:number", "nothing callable named 'number'"),
         (
             "own_model:short",
-            r"must return \(model, loss_fn, optimizer, batch\) or \(step, batch\), not \(Linear, NoneType\)",
+            r"loss_fn, optimizer, batch\) or \(step, batch\), not \(Linear, NoneType\)",
         ),
         ("own_model:broken", "RuntimeError: no data here"),
     ],
