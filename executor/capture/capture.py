@@ -107,12 +107,12 @@ def capture(
             "capture takes a torch.nn.Module, a callable loss or None, an Optimizer or None, and a batch; capture_step "
             "takes a step of any form"
         )
-    if loss_fn is not None and isinstance(example_batch, Tensor):
-        raise CaptureError("example_batch is a tensor, not a pair (x, y) or an object that has both")
     if accumulate < 1 or (optimizer is None and (accumulate > 1 or clip_norm is not None)):
         raise CaptureError("accumulate is at least 1; it and clip_norm are for a step with an optimizer")
     rest = (example_batch,) * (accumulate - 1) if others is None else others
     parts = [arguments(batch) for batch in (example_batch, *rest)]
+    if loss_fn is not None and len(parts[0]) == 1 and isinstance(parts[0][0], Tensor):
+        raise CaptureError("example_batch is a tensor, not a pair (x, y) or an object that has both")
     if len(parts) != accumulate or len(set(map(structure, parts))) > 1:
         raise CaptureError("others: expected accumulate - 1 batches of the structure of example_batch")
 

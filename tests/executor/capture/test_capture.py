@@ -425,7 +425,7 @@ def test_capture_refuses_what_is_no_training_step():
     with pytest.raises(CaptureError, match="loss is float"):
         capture(model, lambda out, y: 0.0, optimizer, (x, y), machine=GPU)
     lbfgs = torch.optim.LBFGS(model.parameters())
-    with pytest.raises(CaptureError, match="cannot be traced"):
+    with pytest.raises(CaptureError, match="as often as its values ask"):
         capture(model, loss_fn, lbfgs, (x, y), machine=GPU)
 
 

@@ -173,7 +173,6 @@ def test_real_bytes_are_those_of_the_ledger(network):
     assert seen.peak == step.peak_bytes == step.limit
 
 
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler")
 def test_a_learning_rate_that_is_a_tensor_may_change():
     twins = Twins("lstm", lambda model: torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1), momentum=0.9))
     schedules = [torch.optim.lr_scheduler.ExponentialLR(parts[2], 0.5) for parts in (twins.ours, twins.eager)]

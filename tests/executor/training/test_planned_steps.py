@@ -115,7 +115,6 @@ def test_the_last_shapes_are_kept():
 
 
 NORM = 0.05
-pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler")
 
 
 class Accumulated(Twins):
