@@ -354,6 +354,9 @@ def _sentence(error: Exception) -> str:
             f"the shape of a result depends on the values of a tensor: {error.args[0]}{where}; no plan knows its size: "
             "take a mask of fixed shape (torch.where), or do this before the step"
         )
+    if "dynamo-optimized" in text:
+        what = "a part of the step is compiled (torch.compile), and only what is not can be captured"
+        return f"{what}{where}: give the function that was compiled"
     if "convert all Tensors to FakeTensors" in text:
         operator = text.partition("Found in ")[2].partition("(")[0]
         return (

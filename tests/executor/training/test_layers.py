@@ -99,8 +99,14 @@ def test_equal_to_eager(name):
     twins.train(tight(captured, random_plan(captured.program, 1)), 3)
 
 
-@pytest.mark.parametrize("where", ["whole", "part", "function"])
-def test_compiled_parts_are_refused(where):
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [("whole", r"^the model is compiled \(torch.compile\), .*: give its _orig_mod$"),
+     ("part", r"^0 is compiled \(torch.compile\), .*: give its _orig_mod$"),
+     ("in place", r"^0 is compiled \(torch.compile\), .*: leave out its compile\(\)$"),
+     ("loss", r"^a part of the step is compiled \(torch.compile\), .*: give the function that was compiled$")],
+)  # fmt: skip
+def test_compiled_parts_are_refused(where, said):
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
     batch = torch.randn(3, 8), torch.randint(4, (3,))
     optimizer = sgd(model)
@@ -109,8 +115,10 @@ def test_compiled_parts_are_refused(where):
         model = torch.compile(model)
     elif where == "part":
         model[0] = torch.compile(model[0])
-    else:
+    elif where == "in place":
         model[0].compile()
-    with pytest.raises(CaptureError, match=r"is compiled \(torch.compile\).*") as caught:
+    else:
+        loss_fn = torch.compile(nn.functional.cross_entropy)
+    with pytest.raises(CaptureError, match=said) as caught:
         capture(model, loss_fn, optimizer, batch, machine=GPU)
     assert "\n" not in str(caught.value)

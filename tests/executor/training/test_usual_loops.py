@@ -352,20 +352,12 @@ class Asking(nn.Linear):
         return out * 2 if out.sum() > 0 else out
 
 
-def in_place() -> nn.Module:
-    model = net(8)
-    model[0].compile()
-    return model
-
-
 HERE = r"\(test_usual_loops\.py:\d+\)"
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "sparse gradients": (Sparse, "a gradient is sparse .*: leave sparse=True out"),
     "a tensor that is nowhere": (Unfound, rf"uses a tensor in aten\.mul\.Tensor that .*{HERE}: .*register_buffer"),
     "a shape that depends on data": (lambda: Chosen(8, 5), rf"shape of a result depends .*{HERE}; .*fixed shape"),
     "a branch on data": (lambda: Asking(8, 5), rf"Python depends on the values of a tensor: .*{HERE}; .*torch.where"),
-    "torch.compile": (lambda: torch.compile(net(8)), "the model is compiled .*: give its _orig_mod"),  # type: ignore[dict-item]
-    "compile()": (in_place, "^0 is compiled .*: leave out its compile"),
 }
 
 
