@@ -89,6 +89,7 @@ class PlannedStep:
         self._numbers: list[Any] = []  # the optimizers', when they were last read, and their types
         self._types: list[type] = []
         self._known: Known | None = None
+        self._with_grad: list[Binding] = []  # whose gradients stay
         self._bind()
         self._parameters = [b for b in self.state.bindings if isinstance(b.user, nn.Parameter)]
         owners = {captured.placeholders[i] for i in captured.returned.gradients}
@@ -267,14 +268,18 @@ class PlannedStep:
         result = self._done(outputs) if over else None
         return result if loss is None else loss
 
+    def _give_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        """Parameters have these gradients, where they are themselves."""
+        for b, gradient in zip(self._with_grad, gradients, strict=True):
+            b.user.grad = None if gradient is None else gradient.to(b.user.device)
+
     def _done(self, outputs: Sequence[Tensor]) -> Any:
         """The step is over: what it returns, of the graph's outputs. Gradients that stay are where they belong."""
         returned = self.captured.returned
         if returned.norm:
             self.grad_norm = outputs[-1]
         first = sum(returned.tensors)
-        for b, gradient in zip(self._with_grad, outputs[first : first + len(self._with_grad)], strict=True):
-            b.user.grad = gradient.to(b.user.device)  # what is away has its gradient beside it
+        self._give_gradients(outputs[first : first + len(self._with_grad)])
         for optimizer in self._optimizers:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedules ask whether it has stepped
         return returned.result(outputs)
@@ -379,6 +384,7 @@ class PlannedStep:
             blocks.back(t for t, block in blocks.blocks.items() if block.users)
         finally:
             blocks.tolerant = False
+        self._give_gradients([b.user.grad for b in self._with_grad])
         if not (self.graph and self.graph.graph):  # its replays write where its capture did
             self.state.host.give()
         self._report("it was repeated, and everything is on the device")

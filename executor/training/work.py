@@ -195,6 +195,9 @@ def compile_step(captured: Captured, order: Order, graph: bool) -> StepState:
         if tensors[t].persistent:
             places[t] = pinned
             pinned += -(-tensors[t].nbytes // ALIGNMENT) * ALIGNMENT
+    for node in captured.outputs:
+        if (t := captured.values.get(node, -1)) in places and tensors[t].persistent and t not in inputs:
+            raise StepError(f"the plan swaps {tensors[t].name}, which the step returns: return a clone of it")
     known = {b.tensor for b in bindings} | inputs
     for t in places:
         if tensors[t].persistent and (t not in known or t in calls.read_first):

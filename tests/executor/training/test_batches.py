@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from transformers import BatchEncoding, GPT2Config, GPT2LMHeadModel
 
 import agents
-from executor import CaptureError, PlannedStep, PlannedSteps, StepError, capture, fit
+from executor import CaptureError, PlannedStep, PlannedSteps, StepError, capture, capture_step, fit
 from simulator import Machine, Program
 from tests.executor.networks import adamw
-from tests.executor.training.programs import GPU, random_plan, required, same
+from tests.executor.training.programs import GPU, random_plan, required, same, tight
 
 F = nn.functional
 
@@ -204,6 +204,28 @@ def test_what_cannot_be_returned_is_refused() -> None:
     data.x = x
     with pytest.raises(StepError, match="the batch has a Data, whose tensors are not known: give a dict of them"):
         steps(data)
+
+
+def test_what_is_returned_and_swapped_between_steps_is_refused() -> None:
+    """The plan would have it on the host when the step is over; a clone is the step's own, and the batch is back."""
+    net = Net()
+    optimizer, (x, m, y) = adamw(net), parts().values()
+
+    def step(x: Tensor, clone: bool) -> tuple[Tensor, Tensor]:
+        loss = F.cross_entropy(net(x, m), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return net.a.weight.clone() if clone else net.a.weight, x[1:]
+
+    captured = capture_step(step, x, False, machine=GPU)
+    with pytest.raises(StepError, match=r"the plan swaps net.a.weight, which the step returns: return a clone of it"):
+        tight(captured, random_plan(captured.program, 0, nothing=0.0))
+    captured = capture_step(step, x, True, machine=GPU)
+    planned = tight(captured, random_plan(captured.program, 0, nothing=0.0))
+    for _ in range(2):
+        weight, rest = planned(x, True)
+        assert planned.state.swapped_inputs() and same(weight, net.a.weight) and same(rest, x[1:])
 
 
 def gpt2() -> GPT2LMHeadModel:
