@@ -136,11 +136,6 @@ class FittedSteps(PlannedSteps):
         return self.present.plan
 
     @property
-    def grad_norm(self) -> Tensor | None:
-        """As PlannedStep's."""
-        return self.present.grad_norm
-
-    @property
     def floor_ns(self) -> int | None:
         """As in ``report``."""
         return self.present.floor_ns

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from executor.capture.state import chooses_foreach
+from executor.capture.optimizers import chooses_foreach
 
 Event = tuple[int, int]  # a block, and its bytes; 0: it is given back
 

@@ -8,7 +8,7 @@ Lifetimes are eager PyTorch's, not the graph's (executor/capture/README.md). Kno
 
 1. cuDNN's fused kernels and workspaces are not seen from CPU operators (algorithms.py can model the workspaces).
 2. ``foreach`` and ``fused`` updates are captured as what they are; ``bucket_bytes`` splits them.
-3. A parameter that gets a gradient but belongs to no optimizer loses the gradient at the end of the step.
+3. All parameters lose their gradients at the end of the step, those of no optimizer, too, but with ``keep_grads``.
 4. Python branches are taken as they fall during the trace; an optimizer's numbers are read each step (hyperparameters).
 5. Optimizers that branch on a number read from a tensor (RAdam, ASGD) are captured in their ``capturable`` form.
 """
@@ -39,10 +39,11 @@ from executor.capture.as_cuda import OperatorsOfCuda
 from executor.capture.batches import BatchError, Loss, arguments, called, flatten, structure
 from executor.capture.captured import Captured, Returned
 from executor.capture.hyperparameters import Numbers, Option
+from executor.capture.optimizers import fixed, options
 from executor.capture.python_values import PythonValues, untouched
 from executor.capture.recorder import Recorder, noted
 from executor.capture.source_locations import Places, users
-from executor.capture.state import CaptureError, StepState, fixed, options, over
+from executor.capture.state import CaptureError, StepState, over
 from simulator.machine import Machine
 
 
@@ -289,7 +290,7 @@ def _capture(
     except Exception as error:
         if isinstance(error, GuardOnDataDependentSymNode) and state.optimizers and not as_capturable:
             return again()
-        raise CaptureError(_sentence(error)) from error
+        raise CaptureError(_sentence(error, state)) from error
     if not recorder.ops:
         raise CaptureError("the step runs no tensor operation")
     numbers.close({node.target for node in graph.graph.nodes if isinstance(node.target, Option)})
@@ -333,7 +334,7 @@ def _article(noun: str) -> str:
     return f"an {noun}" if noun[0].lower() in "aeiou" else f"a {noun}"
 
 
-def _sentence(error: Exception) -> str:
+def _sentence(error: Exception, state: StepState) -> str:
     """What stopped the trace, and where in the user's code."""
     where = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
@@ -364,8 +365,7 @@ def _sentence(error: Exception) -> str:
             f"{where}: make it a buffer (register_buffer), or pass it to the step"
         )
     if "SparseTensorImpl" in text:
-        return (
-            f"a gradient is sparse (of an embedding with sparse=True), and has no size that is known beforehand"
-            f"{where}: leave sparse=True out"
-        )
+        names = [state.paths[id(m)] for m in state.modules if getattr(m, "sparse", False)]
+        of = " and ".join(names) or "an embedding"
+        return f"the gradient of {of} is sparse, and no plan knows its size{where}: leave sparse=True out"
     return f"the step cannot be traced: {type(error).__name__}: {text[:300]}{where}"

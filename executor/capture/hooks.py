@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from executor.capture import distributed
+from executor.capture.optimizers import bucketed, capturable, moved, numbers_of, symbolic_extremes, takes_capturable
 from executor.capture.recorder import Recorder
-from executor.capture.state import bucketed, capturable, moved, numbers_of, symbolic_extremes, takes_capturable
 
 MODULE_HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
 TENSOR_HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from executor.capture import hooks
 from executor.capture.capture import Captured
-from executor.capture.state import capturable, takes_capturable, without_hooks
+from executor.capture.optimizers import capturable, takes_capturable, without_hooks
 from executor.training.memory_source import Block, Place, Shared, StepError, movable, shared
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec
 
@@ -220,6 +220,11 @@ class PlannedSteps:
     def _leave(self) -> None:
         if self._current is not None:
             self._current.__exit__()
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """As PlannedStep's, of the last step."""
+        return None if self._current is None else self._current.grad_norm
 
     @property
     def peak_bytes(self) -> int:

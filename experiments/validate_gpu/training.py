@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from executor import PlannedStep
+from executor.capture.optimizers import capturable
 from executor.capture.profile import measure, shape_of, with_profile
-from executor.capture.state import capturable
 from experiments.validate_gpu.clocks import watched
 from experiments.validate_gpu.flags import deterministic
 from experiments.validate_gpu.largest_batch import CAPS

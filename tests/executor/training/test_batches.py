@@ -281,8 +281,7 @@ def test_gradients_that_stay_and_their_norm(options: dict[str, Any]) -> None:
             assert same(ours, loss)
             loss.backward()
         norm = nn.utils.clip_grad_norm_(twin.eager.parameters(), 0.05)
-        found = twin.step._current.grad_norm  # type: ignore[union-attr]
-        assert norm > 0.05 and found is not None and same(found, norm)
+        assert norm > 0.05 and twin.step.grad_norm is not None and same(twin.step.grad_norm, norm)
         for p, q in zip(twin.model.parameters(), twin.eager.parameters(), strict=True):
             assert q.grad is not None and (same(p.grad, q.grad) if keep else p.grad is None)
         twin.optimizers[1].step()
@@ -396,13 +395,12 @@ def test_views_of_one_memory_are_one_tensor_of_the_plan() -> None:
         return F.cross_entropy(out.transpose(1, 2), y)
 
     twin = Twin(make, loss_fn)
-    for n, copied in enumerate((False, False, True)):
+    for n, apart in enumerate((False, False, True)):
         text = torch.randint(40, (2, 13))
-        x, y = text[:, :-1], text[:, 1:]
-        y = y.clone() if copied else y
+        x, y = text[:, :-1], (text.clone() if apart else text)[:, 1:]
         ours, loss = twin.both(lambda: twin.step(x, y), lambda m: loss_fn(m(x), y))  # noqa: B023
         assert same(ours, loss)
         loss.backward()
         twin.update()
         inputs = [t for t in twin.step._current.program.tensors if t.kind == "input"]  # type: ignore[union-attr]
-        assert len(inputs) == (2 if copied else 1) and len(twin.step.steps) == (2 if copied else 1), n
+        assert len(inputs) == (2 if apart else 1) and len(twin.step.steps) == (2 if apart else 1), n

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from executor import Captured, PlannedStep, StepError, capture
-from executor.capture.state import capturable
+from executor.capture.optimizers import capturable
 from executor.memory import ALIGNMENT
 from executor.training.issue_order import stays
 from executor.training.recording import Operation, Recording, illegal

@@ -5,12 +5,14 @@ import sys
 import textwrap
 
 import pytest
+import torch
 import yaml
 from omegaconf import OmegaConf
+from torch import nn
 
 from experiments import workloads
 from experiments.plan.max_batch import Batches
-from experiments.workloads import WorkloadError, load
+from experiments.workloads import WorkloadError, load, with_batch
 from simulator import Machine
 from simulator.machine import PRESETS
 from tests.experiments.workloads.conftest import CONFIGS, config
@@ -140,6 +142,15 @@ def test_own_models_of_other_forms_at_any_batch(own, factory):
     batches = Batches(3, program, 6, larger[0])
     assert batches.at(5).tensors == larger[1].tensors and batches.peak_bytes(5) == larger[1].peak_bytes
     assert sum(t.kind == "input" for t in program.tensors) == (2 if factory == "two_models" else 1)
+
+
+@pytest.mark.parametrize("kept", [3, 5])
+def test_a_tensor_that_stands_twice_in_a_batch_does_so_at_another_size(kept):
+    """Also where it is a part of larger memory."""
+    ids = torch.zeros(kept, 6)[:3]
+    (batch,) = with_batch((nn.Linear(6, 2), None, None, {"x": ids, "y": [ids, ids[:, 1:]]}), 4)[3:]
+    assert batch["x"] is batch["y"][0] and batch["x"].shape == (4, 6) and batch["y"][1].shape == (4, 5)
+    assert (batch["y"][1].untyped_storage().data_ptr() == batch["x"].untyped_storage().data_ptr()) == (kept == 3)
 
 
 @pytest.mark.parametrize(
