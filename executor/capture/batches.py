@@ -106,9 +106,6 @@ class _Shell:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Shell) and (self.kind, self.names) == (other.kind, other.names)
 
-    def __hash__(self) -> int:
-        return hash((self.kind, self.names))
-
     def __repr__(self) -> str:
         return f"{self.kind.__name__}({', '.join(map(str, self.names))})"
 
