@@ -110,7 +110,8 @@ class FittedSteps(PlannedSteps):
             return limit_bytes(self._wanted, captured.program, "memory")
         memory = size_bytes(self._wanted, "memory")
         # The loop has what the last step returned until this one returns, and gradients until it begins.
-        returned = tuple({captured.values[node] for node in captured.outputs[1:] if node in captured.values})
+        outputs = captured.outputs[1 : sum(captured.returned.tensors)]
+        returned = tuple({captured.values[node] for node in outputs if node in captured.values})
         holds = captured.holds._replace(outputs=returned, until=len(captured.program.kernels))
         loop = Loop("start" if captured.returned.gradients else None, keeps_outputs=bool(returned))
         return card_peak(replace(captured, holds=holds), self.machine, loop, memory).limit

@@ -332,6 +332,28 @@ def test_a_gpu_without_one_asks_for_a_machine(device: str) -> None:
         MODULE.machine_of(device)
 
 
+def test_on_a_card_what_the_loop_has_of_the_last_step_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory in bytes is the card's: what a step returns beside the loss is there until the next one returns."""
+    monkeypatch.setattr(MODULE, "device_of", lambda captured: torch.device("cuda"))
+    monkeypatch.setattr(MODULE, "measure", lambda c, device, name: measure(c, "cpu", name))
+    model = nn.Sequential(nn.Linear(4, 512), nn.ReLU())
+    x, y = torch.randn(2048, 4), torch.randn(2048, 512)
+
+    def mean(out: Tensor, y: Tensor) -> Tensor:
+        return (out - y).abs().mean()
+
+    def with_output(out: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return mean(out, y), out
+
+    peaks: list[Any] = []
+    card_peak = MODULE.card_peak
+    monkeypatch.setattr(MODULE, "card_peak", lambda *given: peaks.append(card_peak(*given)) or peaks[-1])
+    for loss_fn, keep in ((mean, False), (with_output, False), (mean, True)):
+        fit(model, loss_fn, sgd(model), (x, y), "4GiB", machine="h100", keep_grads=keep)
+    without, returned, kept = (peak.loop for peak in peaks)
+    assert returned == without + 2048 * 512 * 4 and kept == without
+
+
 def test_a_gpu_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """By default; the rest is as on the CPU, on which this runs."""
     asked: list[Callable[..., Any]] = []
