@@ -4,13 +4,14 @@ seldom."""
 import gc
 import os
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when PyTorch is imported
 
-# No test depends on how busy the machine is.
-settings.register_profile("no clock", settings.default, deadline=None)
-settings.load_profile("no clock")
+# No test depends on how busy the machine is: Hypothesis looks at no clock. For longer: --hypothesis-profile=long.
+for name, cases in (("quick", 40), ("long", 2000)):
+    settings.register_profile(name, deadline=None, max_examples=cases, suppress_health_check=list(HealthCheck))
+settings.load_profile("quick")
 
 
 def pytest_collection_finish() -> None:

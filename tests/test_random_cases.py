@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from tests import random_cases
 from tests.random_cases import BLOCKS, Case, any_case, contending, difference, jobs_case, jobs_difference
@@ -26,7 +26,6 @@ def test_nothing_differs(first):
         assert jobs_difference(jobs_case(seed)) is None, f"seed {seed}"
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_nothing_differs_in_cases_that_shrink(data):
     program = data.draw(programs() | networks())
@@ -37,7 +36,6 @@ def test_nothing_differs_in_cases_that_shrink(data):
     assert difference(contending(data.draw(RANDOM), case) if data.draw(st.booleans()) else case) is None
 
 
-@settings(max_examples=100, deadline=None)
 @given(jobs_cases())
 def test_nothing_differs_in_several_jobs_that_shrink(case):
     assert jobs_difference(case) is None

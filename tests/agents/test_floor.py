@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 import agents
 from agents.floor import bound as bound_module, floor
@@ -170,7 +170,6 @@ def test_a_link_that_is_slower_with_both_directions_than_with_one_after_the_othe
     assert _beside(slow) == _beside(replace(MACHINE, copy_engines=1)) == {(1.0, 1.0)}
 
 
-@settings(max_examples=300, deadline=None)
 @given(*[st.integers(0, 10**9)] * 2, *[st.integers(0, 1000)] * 3)
 def test_what_both_directions_get_done(back: int, out: int, both: int, out_alone: int, in_alone: int) -> None:
     """Whatever time both are busy and each alone, no edge is above it; each is met by one direction alone."""
@@ -475,7 +474,6 @@ def test_no_time_to_solve_is_no_floor() -> None:
     assert found.feasible and found.overhead == 0.0 and not found.swapped.any()
 
 
-@settings(max_examples=120, deadline=None)
 @given(st.data())
 def test_no_plan_is_below(data: st.DataObject) -> None:
     program, machine = data.draw(programs() | networks()), data.draw(machines())

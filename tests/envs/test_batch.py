@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from envs import columns, observation
 from envs.batch import Batch
@@ -73,7 +73,6 @@ def follow(tasks: list[Task], reward: str, actions: str, seed: int, walks: int, 
     return episodes
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_a_batch_is_its_walks(data: st.DataObject) -> None:
     """Over several tasks at once, each of a program, machine and limit of its own; hosts that are short, too."""

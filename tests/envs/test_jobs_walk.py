@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 import envs
 from envs.graph import OFFLOAD, REMOVE
@@ -135,7 +135,6 @@ def test_what_a_recomputation_fetches_has_to_fit():
     simulate_jobs([replace(job, plan=plan)], MACHINE, 100)
 
 
-@settings(max_examples=100, deadline=None)
 @given(scenarios(), st.sampled_from(["swap", "recompute", "joint"]), st.integers(0, 99))
 def test_rewards_add_up_and_the_mask_never_lies(scenario, mode, seed):
     """A valid action is taken without error and gives plans that fit; an invalid one is refused. In the end the rewards
@@ -176,7 +175,6 @@ def past(timeline: JobsTimeline, now: int) -> list[object]:
     return known
 
 
-@settings(max_examples=100, deadline=None)
 @given(scenarios(), st.sampled_from(["swap", "joint"]), st.integers(0, 99))
 def test_the_past_stays_as_it_was(scenario, mode, seed):
     """The timeline before a phase is the same with the plans of that phase, and in the end."""

@@ -13,7 +13,7 @@ from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from stable_baselines3.common.env_checker import check_env as sb3_check_env
 
 import envs
@@ -238,7 +238,6 @@ def test_rewards_sum_to_the_overhead_of_the_returned_plan():
     assert len(overheads) > 10  # the choices matter
 
 
-@settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_the_mask_never_lies(data):
     """A valid action is taken without error and gives a plan that fits the program; an invalid one is refused.

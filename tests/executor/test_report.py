@@ -6,7 +6,7 @@ from collections import OrderedDict
 from dataclasses import replace
 
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 
 from executor import capture
@@ -20,7 +20,6 @@ from tests.strategies import machines, plans, programs
 from tests.tiny import LIMIT, MACHINE, PROGRAM, RECOMPUTE_PLAN, SWAP_PLAN
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_the_peaks_are_the_simulators_and_their_parts_add_up(data: st.DataObject) -> None:
     program: Program = data.draw(programs())

@@ -17,7 +17,7 @@ import pytest
 
 from experiments import workloads
 from experiments.common.cli import UsageError
-from experiments.plan import captures as captures_
+from experiments.plan import background_capture as captures_
 from experiments.plan.background_capture import Captures
 from experiments.plan.max_batch import BatchError
 from simulator import Machine

@@ -14,7 +14,7 @@ from torch import nn
 
 from experiments import workloads
 from experiments.common import cli
-from experiments.plan import __main__ as command, answer as words, max_batch, on_card
+from experiments.plan import __main__ as command, max_batch, on_card, summary as words
 from experiments.plan.html import page
 from experiments.plan.max_batch import BatchError, Batches
 from experiments.workloads.module import WorkloadError, leading, with_batch

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from agents.search.other_times import OtherTimes, Spread, TimesError
 from experiments.common.cli import UsageError
-from experiments.plan import answer as words, times
+from experiments.plan import summary as words, times
 from experiments.plan.summary import Best
 from simulator import Machine, Plan, Program, Recompute, Swap, simulate
 from tests.agents.search.test_other_times import ERROR, just_hidden

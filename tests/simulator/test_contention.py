@@ -4,7 +4,7 @@ from dataclasses import replace
 from math import ceil
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from agents.floor import floor
 from simulator import Engine, Job, Kernel, Machine, Plan, Program, Swap, Tensor, rules, simulate, simulate_jobs
@@ -85,7 +85,6 @@ def test_it_is_of_consequence():
     assert differs > 80
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_a_cutoff_and_the_floor_hold(data):
     program = data.draw(programs())

@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from simulator import FormatError, simulate
 from simulator.files import fields, integers, read_json, write_json, write_text
@@ -15,7 +15,6 @@ from simulator.schedule import lower
 from tests.strategies import machines, plans, programs, with_algorithms
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_dictionaries_and_back(data):
     """Of programs, plans and machines, and of the timelines that come of them."""

@@ -4,7 +4,7 @@ that is simulated."""
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from simulator import Engine, Job, Kernel, Machine, Plan, Program, Tensor, Timeline, rules, simulate, simulate_jobs
 from simulator.compiled.engine import rows_of
@@ -44,7 +44,6 @@ def test_in_a_file_it_stands_where_there_is_such_a_stall(tmp_path):
         assert ("stall_issue_ns" in timeline.to_dict()["breakdown"]) == (machine is SLOW)
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_it_changes_nothing_but_the_length_of_the_iteration(data):
     program = data.draw(programs())
@@ -58,7 +57,6 @@ def test_it_changes_nothing_but_the_length_of_the_iteration(data):
 
 
 @pytest.mark.parametrize(("cost", "most"), [("issue_ns", 40), ("wait_ns", 20)])
-@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_a_cutoff_gives_up_nothing_that_is_faster(cost, most, data):
     program = data.draw(programs())

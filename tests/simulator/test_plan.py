@@ -6,7 +6,7 @@ import os
 import re
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from simulator import FormatError, Kernel, Plan, PlanError, Program, Recompute, Swap, Tensor
 from simulator.plan import cannot_recompute
@@ -77,7 +77,6 @@ def is_a_gap(program: Program, swap: Swap) -> bool:
     return not any(uses[k] for k in walked[1:]) and swap.prefetch in (None, *walked)
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_a_swap_fits_exactly_where_there_is_a_gap(data):
     """All swaps of a small program, those that no planner would think of, too."""
@@ -337,7 +336,6 @@ def overwriting(draw):
     return Program("overwriting", tensors, tuple(kernels))
 
 
-@settings(max_examples=300, deadline=None)
 @given(overwriting())
 def test_what_can_be_recomputed_is_what_can_be_made_again(program):
     for t, after, before in program.gaps():

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from simulator import (
     OutOfMemory,
@@ -94,7 +94,6 @@ def test_a_wrapping_gap_that_has_ended_is_no_gap_before_its_kernel(simulate):
     assert simulate(program, plan, MACHINE, 20).memory[:2] == ((0, 10), (0, 15))
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_the_order_of_the_decisions_has_no_meaning(data):
     program = data.draw(programs() | networks())

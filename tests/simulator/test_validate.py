@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from simulator import Kernel, Machine, Plan, Program, Recompute, Swap, Tensor, Timeline, simulate
 from simulator.schedule import lower
@@ -14,7 +14,6 @@ from tests.oracle import violations
 from tests.strategies import machines, networks, plans, programs
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_no_span_can_be_moved_or_left_out_unnoticed(data):
     program = data.draw(programs() | networks())

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from simulator import Engine, FormatError, OutOfMemory, Plan, PlanError, Program, Recompute, Swap, rules, simulate
 from simulator.compiled.engine import rows_of
@@ -92,7 +92,6 @@ def test_an_engine_of_variants() -> None:
 # ------------------------------------------------------------------------------------------ at random
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_a_plan_is_simulated_as_the_program_that_it_runs(data: st.DataObject) -> None:
     program, variants = data.draw(with_algorithms(data.draw(programs())))

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from simulator import Job, Kernel, Machine, Plan, Program, Swap, Tensor, rules, simulate, simulate_jobs
 from simulator.schedule import lower
@@ -36,7 +36,6 @@ def test_what_runs_again_does_not_pay():
     assert again == simulate(tiny.PROGRAM, tiny.RECOMPUTE_PLAN, tiny.MACHINE, tiny.LIMIT)
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_each_swap_pays_it_once_an_iteration(data):
     program = data.draw(programs())

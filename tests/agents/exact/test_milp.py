@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 import agents
 from agents.exact.milp import MILP, Costs, earliest, highs, move_copies, with_copies
@@ -282,7 +282,6 @@ def test_no_recomputation_is_faster() -> None:
     assert sum(checked) > 10
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data(), programs(12) | networks())
 def test_no_recomputation_of_any_program_is_faster(data: st.DataObject, program: Program) -> None:
     check_recomputation(program, lambda need: [data.draw(st.sampled_from(need))])
@@ -299,7 +298,6 @@ def test_what_a_partial_plan_costs_at_least() -> None:
     assert costs.least_ns([(1, *a1[1:4], 0), (1, *a2[1:4], 1)]) == 120 + 20
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data(), st.integers(0, 10**6), machines())
 def test_no_plan_costs_less_than_that(data: st.DataObject, seed: int, machine: Machine) -> None:
     program = training(seed)
@@ -340,7 +338,6 @@ def test_a_start_is_brought_into_the_form_of_the_model() -> None:
     assert model.nearest(rows_of((Swap(0, 1, 5),))) is None
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data(), programs(7), machines(), st.sampled_from(["swap", "joint"]))
 def test_no_enumerated_plan_is_faster(data: st.DataObject, program: Program, machine: Machine, mode: str) -> None:
     options: list[list[tuple[int, ...] | None]] = [[None, *ways_of(program, g, mode)] for g in program.gaps(1)]
@@ -356,7 +353,6 @@ def test_no_enumerated_plan_is_faster(data: st.DataObject, program: Program, mac
     assert planner.status in ("optimal", "searched")
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data(), programs() | networks(), machines(), st.sampled_from(["swap", "recompute", "joint"]))
 def test_any_program_at_any_limit(data: st.DataObject, program: Program, machine: Machine, mode: str) -> None:
     limit = data.draw(reachable_limits(program) | st.integers(0, program.peak_bytes))

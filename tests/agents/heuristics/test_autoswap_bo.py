@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 import agents
 from agents.heuristics.autoswap import SCORES, descending, peak_gaps, select, submodular_weighted_duration
@@ -82,7 +82,6 @@ def test_calls_are_counted_and_a_seed_repeats() -> None:
     assert planner.simulator_calls == 2  # the first weights have no overhead
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_never_worse_than_the_best_score(data: st.DataObject) -> None:
     program = data.draw(programs() | networks())

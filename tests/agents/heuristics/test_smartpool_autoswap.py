@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 import agents
 from agents.heuristics.autoswap import SCORES, peak_gaps
@@ -118,7 +118,6 @@ def test_swap_ins_over_the_boundary(nbytes: int, pinned: int) -> None:
     assert just_in_time(program, MACHINE, np.array([(SWAP, 0, 1, 1, -1, -1)]))[0, 4] == pinned
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_the_footprint_fits_or_it_says_so(data: st.DataObject) -> None:
     program = data.draw(programs() | networks())
@@ -144,7 +143,6 @@ def test_the_smallest_footprint_at_an_overhead() -> None:
     assert [pack(FRAGMENTED, plan, MACHINE).footprint for plan in plans] == [7, 7]
 
 
-@settings(max_examples=40, deadline=None)
 @given(programs() | networks(), machines())
 def test_no_smaller_footprint_is_passed_over(program: Program, machine: Machine) -> None:
     planner = SmartPoolAutoSwap(align=False, min_bytes=1, steps=3)

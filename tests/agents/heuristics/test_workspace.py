@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 import agents
 from agents.floor import floor
@@ -128,7 +128,6 @@ def test_the_plans_own_choice_is_kept_where_it_is_shorter() -> None:
     assert filled(EARLY, plan, limit, FAST, refine=False) == plan  # the profile of the least workspaces finds nothing
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_never_over_the_limit_and_never_slower(data: st.DataObject) -> None:
     program, variants = data.draw(with_algorithms(data.draw(programs())))
@@ -151,7 +150,6 @@ def test_never_over_the_limit_and_never_slower(data: st.DataObject) -> None:
         with_fastest_variants(program, plan, machine, required - 1)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_the_relaxed_program_has_the_floor(data: st.DataObject) -> None:
     program, variants = data.draw(with_algorithms(data.draw(programs())))

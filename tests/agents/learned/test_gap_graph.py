@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings, strategies as st
+from hypothesis import assume, given, strategies as st
 
 from agents.learned.gap_graph import BIN_STATE, BIN_STATIC, BINS, STATE, UNDECIDED, GapGraph, inside
 from agents.planner import Candidates
@@ -28,7 +28,6 @@ def open_kernels(graph: GapGraph, gap: int) -> list[int]:
     return out
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.one_of(programs(), networks()), st.sampled_from(MODES), st.integers(0, 2**32 - 1))
 def test_columns_by_brute_force(program: Program, mode: str, seed: int) -> None:
     graph, rng = graph_of(program, mode=mode), np.random.default_rng(seed)
@@ -53,7 +52,6 @@ def test_columns_by_brute_force(program: Program, mode: str, seed: int) -> None:
         assert np.allclose(graph.cover[gap], covered / width, atol=1e-5)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.one_of(programs(), networks()))
 def test_what_a_gap_can_relieve(program: Program) -> None:
     graph = graph_of(program)

@@ -66,7 +66,6 @@ def test_a_decision_changes_what_is_said_of_the_others(encoder: str) -> None:
     assert (nothing[1:] - one[1:]).abs().max() > 1e-4
 
 
-@settings(max_examples=40, deadline=None)
 @given(networks(), st.floats(0.3, 1.0), st.integers(0, 5), st.sampled_from(["swap", "recompute", "joint"]))
 def test_decoded_plans_fit(program: Program, share: float, seed: int, mode: str) -> None:
     graph = graph_of(program, share, mode)
@@ -96,7 +95,7 @@ def test_what_the_limit_allows_stays() -> None:
 
 
 @pytest.mark.parametrize("name", ["policy", "policy_search"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(program=networks(), share=st.floats(0.3, 1.0))
 def test_there_is_a_plan_where_a_heuristic_has_one(name: str, program: Program, share: float) -> None:
     limit = max(int(share * program.peak_bytes), 1)

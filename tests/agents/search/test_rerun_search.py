@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 import agents
 from agents.search import rerun_search
@@ -70,7 +70,6 @@ def test_as_good_as_every_set_of_reruns(seed: int, skip: bool, few_moves: None) 
         assert extra_ns(program, plan, limit) <= best
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_the_sweep_says_what_the_schedule_says(data: st.DataObject) -> None:
     """Programs with kernels in place, several outputs and persistent results: the plans found are those reckoned."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from agents.planner import Rows
 from agents.search.ruin_recreate import DROP, FILLED, KEEP, RuinRecreate
@@ -77,7 +77,6 @@ def test_more_rounds_are_no_worse_and_better_somewhere() -> None:
     assert min(gains) >= 0 and max(gains) > 0
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data(), programs() | networks())
 def test_any_program(data: st.DataObject, program: Program) -> None:
     limit = data.draw(reachable_limits(program) | st.integers(0, program.peak_bytes))

@@ -6,7 +6,7 @@ from math import log2
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
 from executor import capture, capture_step
@@ -86,7 +86,6 @@ def test_multiplications_are_saved_as_published() -> None:
         assert found["Winograd"].stages[-1][0] * 4 == found["GEMM"].stages[-1][0]
 
 
-@settings(deadline=None)
 @given(st.integers(1, 64), st.integers(1, 300), st.integers(3, 64), st.integers(1, 300), st.sampled_from([1, 3, 5]))
 def test_a_front_gives_time_for_bytes(batch: int, channels: int, size: int, filters: int, taps: int) -> None:
     conv = Convolution(batch, channels, (size, size), filters, (taps, taps), (taps // 2, taps // 2))

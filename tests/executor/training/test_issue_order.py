@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 import agents
-from executor.training import order as order_module
+from executor.training import issue_order as order_module
 from executor.training.issue_order import Order, order
 from simulator import Machine, Plan, Program, Recompute, Rerun, Swap, simulate
 from simulator.schedule import lower

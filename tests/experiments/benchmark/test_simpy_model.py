@@ -4,7 +4,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from experiments.benchmark import simpy_model
 from experiments.benchmark.simulation import swap_all
@@ -31,7 +31,6 @@ def test_equal_to_the_simulator(copy_engines: int, bandwidth: int, layers: int) 
             assert simpy_model.simulate(lower(program, plan), on, limit, iterations) == expected
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_equal_on_random_programs(data: st.DataObject) -> None:
     program, on = data.draw(strategies.programs() | strategies.networks()), data.draw(strategies.machines())

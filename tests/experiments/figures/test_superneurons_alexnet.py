@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings as limits, strategies as st
+from hypothesis import given, strategies as st
 
 from experiments import figures
 from experiments.figures import (
@@ -107,7 +107,6 @@ def test_alexnet_is_the_network_that_pytorch_trains() -> None:
 KINDS = st.sampled_from(["conv", "activation", "lrn", "pool", "norm", "dropout", "matmul"])
 
 
-@limits(max_examples=40, deadline=None)
 @given(data=st.data(), kinds=st.lists(KINDS, min_size=1, max_size=12))
 def test_any_chain_agrees_with_the_simulator(data: st.DataObject, kinds: list[Any]) -> None:
     layers = [Layer("L0", "conv", data.draw(st.integers(1, 9)), ())]

@@ -9,7 +9,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from simulator import Engine, Kernel, OutOfMemory, Plan, Program, Recompute, Rerun, Swap, Tensor, rules, simulate
 from simulator.compiled import engine as compiled
@@ -20,7 +20,6 @@ from tests.strategies import machines, plans, programs
 from tests.test_imports import ROOT
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_the_figures_do_not_depend_on_the_iterations(data):
     program = data.draw(programs())
@@ -36,7 +35,6 @@ def test_the_figures_do_not_depend_on_the_iterations(data):
         assert {b - a for a, b in pairwise(more.boundaries[-4:])} == {least.iteration_ns}
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_one_iteration_is_enough_where_no_persistent_tensor_is_swapped(data):
     program = data.draw(programs())
@@ -49,7 +47,6 @@ def test_one_iteration_is_enough_where_no_persistent_tensor_is_swapped(data):
     assert {b - a for a, b in pairwise((0, *five.boundaries))} == {one.iteration_ns}
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_feasible_exactly_from_required_bytes_on(data):
     program = data.draw(programs())

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from simulator import (
     Engine,
@@ -72,7 +72,6 @@ def test_a_log_of_more_entries_than_expected():
     assert timeline.jobs[0].boundaries == tuple(range(10, 30_010, 10))
 
 
-@settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_a_score_is_what_the_timeline_says(data):
     several = data.draw(st.lists(programs(8), min_size=1, max_size=3))
@@ -116,7 +115,6 @@ def test_what_cannot_run_is_not_feasible():
         JobsEngine(programs, small, 300, 100, shares=[200])
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_a_score_within_shares_beside_a_tenant_and_over_samples_of_the_times(data):
     case = data.draw(jobs_cases())

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from simulator import (
     Job,
@@ -403,7 +403,6 @@ def test_what_is_no_tenant(simulate_jobs, tenant, what):
 # ------------------------------------------------------------------------------------------ what always holds
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_one_job_alone_does_what_simulate_says(data):
     program, variants = data.draw((programs() | networks()).flatmap(with_algorithms))

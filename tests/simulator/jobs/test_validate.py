@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from simulator import Job, JobsTimeline, Kernel, Machine, Plan, Program, Swap, Tensor
 from simulator.job import Stall
@@ -13,7 +13,6 @@ from tests.oracle import jobs_violations as violations
 from tests.strategies import jobs_cases
 
 
-@settings(max_examples=80, deadline=None)
 @given(jobs_cases(), st.data())
 def test_no_span_can_be_moved_or_left_out_unnoticed(case, data):
     timeline = simulate_jobs(*case)

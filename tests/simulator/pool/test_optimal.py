@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from experiments.benchmark.packing import perfect
 from simulator.pool import Intervals, optimal, smartpool
@@ -43,7 +43,6 @@ def least_footprint(blocks: Intervals) -> int:
 arcs = st.tuples(st.integers(0, 7), st.integers(1, 8), st.integers(1, 6))
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.lists(arcs, min_size=1, max_size=6), st.booleans())
 def test_no_smaller_footprint_exists(found: list, circle: bool) -> None:
     blocks = table([(a, a + length, nbytes) for a, length, nbytes in found], **({"period": 8} if circle else {}))

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from experiments.benchmark.packing import perfect, scattered
 from simulator.pool import Intervals, portfolio, smartpool
@@ -52,7 +52,6 @@ def test_what_is_always_held_lies_at_the_bottom() -> None:
     assert overlaps(blocks, packing.offsets) == []
 
 
-@settings(max_examples=150, deadline=None)
 @given(cases, st.sampled_from([1, 8]))
 def test_packings_are_right_and_no_worse_than_smartpool(case: tuple, alignment: int) -> None:
     blocks = blocks_of(*case)
@@ -144,7 +143,6 @@ def test_the_skyline_fills_basins() -> None:
     assert (footprint, after) == (portfolio.NOTHING_WAITS, [blame, 2 * blame, 1.0, 3 * blame])
 
 
-@settings(max_examples=150, deadline=None)
 @given(cases, st.integers(0, 5))
 def test_skylines_are_packings(case: tuple, seed: int) -> None:
     blocks = blocks_of([b for b in case[0] if b[2]] or [(0, 1, 1)], case[1])
@@ -160,7 +158,6 @@ def test_skylines_are_packings(case: tuple, seed: int) -> None:
     assert (after > priority).tolist() in held  # those of one section
 
 
-@settings(max_examples=150, deadline=None)
 @given(cases, st.integers(0, 24))
 def test_neighbours_are_those_that_meet(case: tuple, chosen: int) -> None:
     blocks = blocks_of([b for b in case[0] if b[2]] or [(0, 1, 1)], case[1])
@@ -175,7 +172,6 @@ def test_neighbours_are_those_that_meet(case: tuple, chosen: int) -> None:
     assert [divmod(int(key), 256) for key in begins[:d]] == expected
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 9), st.integers(1, 5)), max_size=8), st.integers(1, 12))
 def test_the_cheapest_offset(placed: list[tuple[int, int, int]], size: int) -> None:
     """Against every offset; ``placed``: begin, size, weight."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from simulator import Machine, Plan, simulate
 from simulator.pool import ALLOCATORS, Intervals, Packing, run, smartpool
@@ -155,7 +155,6 @@ lives = st.lists(st.tuples(st.integers(0, 19), st.integers(1, 20), st.integers(0
 units = st.sampled_from([1, 300, 1024, MB // 2, 3 * MB])
 
 
-@settings(max_examples=150, deadline=None)
 @given(lives, units, st.sampled_from(list(ONLINE)))
 def test_no_two_blocks_share_a_byte(found: list, unit: int, name: str) -> None:
     blocks = table([(lower, lower + length, n * unit) for lower, length, n in found])
@@ -172,7 +171,6 @@ def test_no_two_blocks_share_a_byte(found: list, unit: int, name: str) -> None:
     assert replace(packing, offsets=one) == replace(again, offsets=one)
 
 
-@settings(max_examples=100, deadline=None)
 @given(lives)
 def test_one_pool_is_the_gaps_between_live_blocks(found: list) -> None:
     # What is kept piece by piece must be what one finds by looking at all live blocks.
@@ -192,7 +190,6 @@ def test_one_pool_is_the_gaps_between_live_blocks(found: list) -> None:
             assert offsets[i] == choose(gaps)[1]
 
 
-@settings(max_examples=50, deadline=None)
 @given(lives, st.sampled_from(list(ONLINE)))
 def test_a_circle_is_unrolled(found: list, name: str) -> None:
     circle = table([(lower, lower + length, n * KB) for lower, length, n in found], period=20)
@@ -305,7 +302,6 @@ def test_expandable_segments_grow_at_their_end() -> None:
     assert caching.serve(small, expandable=True)[0] == (2 << 20) + (20 << 20)
 
 
-@settings(max_examples=50, deadline=None)
 @given(lives)
 def test_expandable_segments_reserve_what_is_in_use_at_least(rows: list[tuple[int, int, int]]) -> None:
     blocks = table([(lower, lower + length, nbytes * KB) for lower, length, nbytes in rows])

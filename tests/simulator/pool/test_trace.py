@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings, strategies as st
+from hypothesis import assume, given, strategies as st
 
 from simulator import Program
 from simulator.pool import program_lifetimes, smartpool
@@ -211,7 +211,6 @@ def test_nothing_repeats(text: str, reason: str) -> None:
         detect(stream(text))
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_random_streams_are_refused(seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -280,7 +279,6 @@ def unrolled(program: Program, iterations: int, rng: np.random.Generator, change
                 free.append(ids.pop(t))
 
 
-@settings(max_examples=100, deadline=None)
 @given(programs(), st.integers(0, 2**32 - 1), st.booleans())
 def test_the_iteration_of_a_program_is_found_again(program: Program, seed: int, changed: bool) -> None:
     # Each tensor has bytes of its own, so that nothing repeats inside the iteration, and there is no workspace.
