@@ -52,7 +52,7 @@ class Residual(nn.Module):
 class ResNet(nn.Module):
     """Residual blocks (He et al., 2016), the last of each stage at half the size; dropout before the last layer."""
 
-    def __init__(self, width: int = 4, blocks: int = 4) -> None:
+    def __init__(self, width: int = 4, blocks: int = 2) -> None:
         super().__init__()
         widths = [width * 2 ** (i // 2) for i in range(blocks + 1)]
         self.blocks = nn.Sequential(*(Residual(a, b, b // a) for a, b in pairwise(widths)))
@@ -124,7 +124,7 @@ class Layer(nn.Module):
 class GPT2(nn.Module):
     """GPT-2 (Radford et al., 2019): pre-norm layers, dropout, the output weights are those of the embedding."""
 
-    def __init__(self, width: int = 16, layers: int = 2, heads: int = 2, words: int = 40, length: int = 12) -> None:
+    def __init__(self, width: int = 16, layers: int = 1, heads: int = 2, words: int = 40, length: int = 12) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(words, width), nn.Embedding(length, width)
         self.drop = nn.Dropout(0.1)

@@ -14,7 +14,7 @@ from executor import Captured, PlannedStep, capture
 from simulator import Decision, Machine, Plan, Program, Recompute, Rerun, Swap
 from simulator.plan import PlanError
 from simulator.schedule import lower
-from tests.executor.networks import NETWORKS, adamw, images, sgd, small
+from tests.executor.networks import NETWORKS, images, sgd, small
 
 # Copies are about as slow as the kernels of these networks: 5 us a launch, 1 us + 1 ns a byte.
 GPU = Machine("test", 2**34, 10**9, 10**9, 1000, flops_per_s={"float32": 10**13}, memory_bytes_per_s=4 * 10**11)
@@ -138,7 +138,8 @@ def random_reruns(program: Program, seed: int) -> Plan:
     recomputed = random_plan(program, seed).decisions
     chains = Plan(tuple(d for d in recomputed if isinstance(d, Recompute)))
     decisions = list[Decision](lower(program, chains).reruns)
-    several = [Rerun(d.kernel, rng.randint(d.kernel + 1, len(program.kernels) - 1)) for d in rng.sample(decisions, 20)]
+    some = rng.sample(decisions, min(20, len(decisions)))
+    several = [Rerun(d.kernel, rng.randint(d.kernel + 1, len(program.kernels) - 1)) for d in some]
     swaps = [d for d in recomputed if isinstance(d, Swap)]
     for extra in several + rng.sample(swaps, min(30, len(swaps))):
         if extra not in decisions and fits(program, [*decisions, extra], whole=True):
@@ -167,7 +168,7 @@ def tight(captured: Captured, plan: Plan, **options: bool) -> PlannedStep:
     return PlannedStep(captured, plan, GPU, required(captured.program, plan), **options)
 
 
-def planned(network: str = "small", seed: int = 0, optimizer=adamw, **options: bool) -> tuple[Twins, PlannedStep]:
+def planned(network: str = "small", seed: int = 0, optimizer=sgd, **options: bool) -> tuple[Twins, PlannedStep]:
     twins = Twins(network, optimizer)
     captured = twins.captured()
     return twins, tight(captured, random_plan(captured.program, seed), **options)

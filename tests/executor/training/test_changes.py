@@ -8,12 +8,11 @@ from torch import nn
 
 from executor import PlannedStep
 from simulator import Plan
-from tests.executor.networks import adamw
 from tests.executor.training.programs import Twins, planned
 
 
 def unplanned() -> tuple[Twins, PlannedStep]:
-    twins = Twins("small", adamw)
+    twins = Twins("small")
     return twins, PlannedStep(twins.captured(), Plan())
 
 
@@ -44,7 +43,7 @@ CHANGES = {
     "parameter": lambda t: setattr(stem(t), "weight", nn.Parameter(stem(t).weight.detach())),
     "buffer": lambda t: setattr(t.ours[0].stem[1], "running_mean", torch.ones(4)),
     "no buffer": lambda t: t.ours[0].stem[1]._buffers.pop("running_mean"),
-    "state": lambda t: t.ours[2].state[stem(t).weight].update(exp_avg=torch.zeros_like(stem(t).weight)),
+    "state": lambda t: t.ours[2].state[stem(t).weight].update(momentum_buffer=torch.zeros_like(stem(t).weight)),
     "no state": lambda t: t.ours[2].state[stem(t).weight].clear(),
     "another state": lambda t: t.ours[2].state.update({stem(t).weight: dict(t.ours[2].state[stem(t).weight])}),
     "no states": lambda t: t.ours[2].state.clear(),

@@ -20,7 +20,7 @@ from executor.training.memory_source import slab
 from simulator import Plan, Swap
 from simulator.plan import PlanError
 from simulator.schedule import OutOfMemory
-from tests.executor.networks import sgd
+from tests.executor.networks import adamw, sgd
 from tests.executor.training.programs import (
     GPU,
     Bytes,
@@ -195,7 +195,7 @@ def test_a_handler_of_the_users_is_called_after_the_step():
 
 def test_a_kernel_of_the_optimizer_that_fails():
     """Undone where the step keeps what it overwrites; else the error says what the model is."""
-    twins, step = planned(undo=True)
+    twins, step = planned(optimizer=adamw, undo=True)
     twins.train(step, 2)
     break_kernel(step, "optimizer", once(RuntimeError("bad luck")))
     fails(twins, step, StepError, "bad luck; the model is as before the step")
@@ -379,7 +379,7 @@ def test_a_swapped_batch_of_another_stream(monkeypatch):
     [
         (lambda p: p[0].to(torch.float64), "words.weight has type torch.float64, at the capture it had torch.float32"),
         (lambda p: setattr(p[0].out, "weight", nn.Parameter(torch.ones(10, 16))), "out.weight was replaced by another"),
-        (lambda p: p[2].param_groups[0].update(amsgrad=True), "the optimizer's amsgrad was False at the capture"),
+        (lambda p: p[2].param_groups[0].update(nesterov=True), "the optimizer's nesterov was False at the capture"),
         (lambda p: p[2].add_param_group({"params": [nn.Parameter(torch.ones(1))]}), "other parameter groups"),
         (lambda p: setattr(p[0], "out", nn.Linear(16, 10)), "module LSTM has other parts than at the capture"),
         (lambda p: p[0].eval(), "module LSTM is in eval mode, at the capture it was in train mode"),

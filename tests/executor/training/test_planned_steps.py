@@ -24,7 +24,7 @@ def capuchin(program: Program, machine: Machine, limit: int) -> Plan:
 class Several(Twins):
     """Batches of these shapes in turn."""
 
-    def __init__(self, network: str, optimizer=adamw) -> None:
+    def __init__(self, network: str, optimizer=sgd) -> None:
         super().__init__(network, optimizer)
         counts = cycle([4, 4, 4, 3, 4, 1])
         sizes = {"gpt2": [12, 9, 12, 12, 5]}.get(network, [])
@@ -121,7 +121,7 @@ class Accumulated(Twins):
     """Up to ``k`` micro-batches of any shapes; the learning rate of both goes down from step to step."""
 
     def __init__(self, k: int, average: bool = True) -> None:
-        super().__init__("small", adamw)
+        super().__init__("small")
         self.k, self.average, self.asked = k, average, 0
         self.rates = [torch.optim.lr_scheduler.ExponentialLR(parts[2], 0.8) for parts in (self.ours, self.eager)]
         self.steps = PlannedSteps(*self.ours, GPU, 1.0, self.plan, accumulate=k, average=average, clip_norm=NORM)
