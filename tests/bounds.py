@@ -1,4 +1,5 @@
-"""Compiled code stays within its arrays: random cases and walks under Numba's bounds check, compiled for that alone.
+"""Compiled code stays within its arrays: random cases and walks under Numba's bounds check, compiled for that alone;
+and nothing is compiled twice.
 
 python -m tests.bounds
 """
@@ -16,7 +17,10 @@ from numba import config
 
 from envs.memory_env import small_task
 from envs.task import Task
+from simulator import Plan, Swap, simulate
+from simulator.compiled import event_loop, scoring
 from simulator.compiled.jit import stage
+from tests import tiny
 from tests.envs.test_batch import follow
 from tests.random_cases import any_case, difference, jobs_case, jobs_difference
 
@@ -41,6 +45,11 @@ def main() -> None:
         pass
     else:
         sys.exit("nothing is checked")
+    simulate(tiny.PROGRAM, Plan((Swap(tiny.A1, 1, 6),)), tiny.MACHINE, tiny.LIMIT)
+    if (len(scoring.score_plans.signatures), len(scoring.lower_recomputations.signatures)) != (1, 0):
+        sys.exit("plans of swaps compile what they do not need")
+    if twice := [name for name, x in vars(event_loop).items() if len(getattr(x, "signatures", ())) > 1]:
+        sys.exit(f"compiled in several versions: {twice}")
     for seed in range(CASES):
         if found := difference(any_case(seed)):
             sys.exit(f"seed {seed}: {found}")

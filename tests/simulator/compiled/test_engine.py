@@ -1,9 +1,5 @@
 """engine.py is rules.py, compiled; and both keep the promises of RULES.md's docstring."""
 
-import os
-import subprocess
-import sys
-import tempfile
 from itertools import pairwise
 from random import Random
 
@@ -17,7 +13,6 @@ from simulator.compiled.encoding import RECOMPUTE, RERUN, SWAP, SYNC_SWAP, decis
 from simulator.schedule import lower
 from tests import random_cases, tiny
 from tests.strategies import machines, plans, programs
-from tests.test_imports import ROOT
 
 
 @given(st.data())
@@ -132,24 +127,6 @@ def test_long_plans_have_room():
     assert scores[0] == scores[2] == engine.score(rows) == (True, right.iteration_ns, limit, limit, 1)
 
 
-def test_what_is_compiled():
-    """One version of each function, and none of rematerialisation for plans of swaps."""
-    code = (
-        "from simulator import *; from tests import tiny; from simulator.compiled import event_loop, scoring as s\n"
-        "simulate(tiny.PROGRAM, Plan((Swap(tiny.A1, 1, 6),)), tiny.MACHINE, tiny.LIMIT)\n"
-        "print(len(s.score_plans.signatures), len(s.lower_recomputations.signatures))\n"
-        "print([f for f, x in vars(event_loop).items() if len(getattr(x, 'signatures', ())) > 1])"
-    )
-    with tempfile.TemporaryDirectory() as cache:
-        env = os.environ | {"NUMBA_CACHE_DIR": cache}
-        command = [sys.executable, "-c", code]
-        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["1 0", "[]"]
-
-
 def test_no_plan_no_overhead():
-    from tests.tiny import MACHINE, PROGRAM
-
-    timeline = simulate(PROGRAM, Plan(), MACHINE, PROGRAM.peak_bytes)
-    assert timeline.overhead == 0
-    assert timeline.peak_bytes == PROGRAM.peak_bytes
+    timeline = simulate(tiny.PROGRAM, Plan(), tiny.MACHINE, tiny.PROGRAM.peak_bytes)
+    assert (timeline.overhead, timeline.peak_bytes) == (0, tiny.PROGRAM.peak_bytes)
