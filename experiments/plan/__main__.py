@@ -87,18 +87,18 @@ def main(cfg: DictConfig) -> None:
     with nullcontext() if workload is None else opened() as captures, report.staged(todo) as begin:
         begin(CAPTURE)
         if captures is not None:
-            background_capture.begin(workload or {}, machine, look, memory)
+            captures.begin(workload or {}, machine, look, memory)
         get_ready(machine, mode)
         if captures is None:
             program, origins, card = _program(times.lasting(cli.program(cfg, machine), known), machine, memory)
         else:
-            program, origins, card, arithmetic = background_capture.step()
+            program, origins, card, arithmetic = captures.step()
             known = replace(known, said=f"{known.said} {arithmetic}".strip())
         limit = limit_bytes(cfg.memory, program, "memory") if card is None else card.limit
         task, seconds = (program, machine, limit), seconds or max(PER_KERNEL * len(program.kernels), LEAST)
         with report.RunDirectory(cli.path(cfg, "out"), f"plan-{program.name}") as out:
             if captures is not None and look:
-                background_capture.look(program, memory or limit, card.beside if card else 0)
+                captures.look(program, memory or limit, card.beside if card else 0)
             families, bound = planned(task, mode, seconds, seed, begin, known.error)
             families = on_card.judged(families, card)
             if card is not None and on_card.wants_less(families):
@@ -192,7 +192,7 @@ def answered(
 
 def write(out: Path, cfg: DictConfig, answer: Answer, bound: Floor) -> None:
     """Writes the run directory."""
-    from experiments.plan import answer as words
+    from experiments.plan import summary as words
     from experiments.plan.html import page
     from experiments.plotting import plots
 
@@ -361,7 +361,7 @@ def largest_batch(
         return Largest(why=why)
     end, planner = time.monotonic() + WAIT * seconds, ""
     try:
-        steps = background_capture.batches(WAIT * seconds)
+        steps = captures.batches(WAIT * seconds)
         until = time.monotonic() + BATCHES * seconds
 
         def costs(step: Program, room: int) -> float | None:
@@ -381,7 +381,7 @@ def largest_batch(
         without = steps.largest(limit)
         with_plan = steps.largest_planned(costs, limit, without, most_overhead)
         left = max(end - time.monotonic(), 0)
-        checked = background_capture.checked(steps.peak_bytes(without), left) if without else False
+        checked = captures.checked(steps.peak_bytes(without), left) if without else False
         micro = steps.accumulated(limit) if without < steps.own else None
     except BatchError as error:
         return Largest(why=str(error))

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.common.report import MB, duration
-from experiments.plan import answer as words
+from experiments.plan import summary as words
 from experiments.plan.summary import Answer
 from experiments.plotting.palette import DARK, LIGHT, label
 from experiments.plotting.plots import steady_memory

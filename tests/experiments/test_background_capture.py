@@ -17,7 +17,7 @@ import pytest
 
 from experiments import workloads
 from experiments.common.cli import UsageError
-from experiments.plan import background_capture as captures_
+from experiments.plan import background_capture
 from experiments.plan.background_capture import Captures
 from experiments.plan.max_batch import BatchError
 from simulator import Machine
@@ -62,14 +62,14 @@ def alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("forks", sorted({captures_.FORKS, False}))
+@pytest.mark.parametrize("forks", sorted({background_capture.FORKS, False}))
 def test_they_are_as_captured_here(
     forks: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = workloads.load(MLP, MACHINE)
     handler, method = signal.getsignal(signal.SIGINT), multiprocessing.get_start_method(allow_none=True)
     spec = sys.modules["__main__"].__spec__
-    monkeypatch.setattr(captures_, "FORKS", forks)
+    monkeypatch.setattr(background_capture, "FORKS", forks)
     with nullcontext(request.getfixturevalue("shared")) if forks else Captures() as captures:
         captures.begin(MLP, MACHINE, True)
         step = captures.step()
