@@ -7,13 +7,17 @@ ARGS ?=
 
 unexport PYTHONDONTWRITEBYTECODE  # modules are compiled when they are first imported, not when they are installed
 
-.PHONY: train test bounds check lint bench clean
+.PHONY: train test extras bounds check lint bench clean
 
 train: $(STAMP)
 	$(BIN)/python -m experiments.train_dqn $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not extras" $(ARGS)
+	@echo "deselected: the tests of launchers (Ray, submitit, joblib) and of the wheel, which make extras runs"
+
+extras: $(STAMP)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m extras $(ARGS)
 
 bounds: $(STAMP)
 	$(BIN)/python -m tests.bounds
@@ -23,7 +27,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-check: lint test
+check: lint test extras
 
 bench: $(STAMP)
 	@$(BIN)/python -m experiments.benchmark suite=speed $(ARGS)

@@ -74,7 +74,7 @@ def forks() -> Iterator[subprocess.Popen[str]]:
 def run(forks: subprocess.Popen[str], tmp_path: Path) -> Run:
     """Runs ``python -m experiments.<name>`` in an empty directory, the checkout not installed: in a fork of a process
     that has imported what commands import, with one seed of Python's hashes for all."""
-    (work := tmp_path / "work").mkdir()
+    (work := tmp_path / "work").mkdir(exist_ok=True)
 
     def call(name: str, *words: object) -> subprocess.CompletedProcess[str]:
         assert forks.stdin is not None and forks.stdout is not None

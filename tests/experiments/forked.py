@@ -1,7 +1,7 @@
 """Runs commands as ``python -m`` does, each in a fork of this process, which has imported what takes them long.
 
 Reads a call per line, a list as JSON: the module and its words, the folder to run in, the environment, and the folder
-of its output (the files ``stdout`` and ``stderr``). Writes its exit status on a line.
+of its output (the files ``stdout`` and ``stderr``) or the terminal that it runs in. Writes its exit status on a line.
 """
 
 import atexit
@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import random
+import signal
 import sys
 import threading
 from runpy import run_module
@@ -58,8 +59,14 @@ def command(typed: list[str], folder: str, environment: dict[str, str], output: 
     os.chdir(folder)
     random.seed()
     numpy.random.seed()  # noqa: NPY002
-    for number, name in enumerate((os.devnull, "stdout", "stderr")):
-        file = os.open(os.path.join(output, name), os.O_CREAT | (os.O_WRONLY if number else os.O_RDONLY))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore Ctrl-C
+    if os.path.isdir(output):
+        files = [os.path.join(output, name) for name in (os.devnull, "stdout", "stderr")]
+    else:
+        os.setsid()  # the terminal that is opened next is its own, and sends it Ctrl-C
+        files = [output] * 3
+    for number, name in enumerate(files):
+        file = os.open(name, os.O_CREAT | (os.O_RDWR if number else os.O_RDONLY))
         os.dup2(file, number)
         os.close(file)
     sys.path[0] = folder

@@ -135,6 +135,7 @@ def planned(tmp_path: Path, *words: str) -> None:
     assert done.returncode == 0 and (tmp_path / "out" / "report.html").exists(), done.stderr
 
 
+@pytest.mark.extras
 def test_within_a_launchers_process(tmp_path: Path) -> None:
     """Whose way to start processes is joblib's own, and known to no other."""
     planned(tmp_path, "experiments.plan", "-m", "memory=1.0", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
@@ -142,7 +143,7 @@ def test_within_a_launchers_process(tmp_path: Path) -> None:
 
 def test_under_a_profiler_which_sees_no_pytorch(tmp_path: Path) -> None:
     """Its module is __main__ in the place of the command's, which imports no PyTorch itself."""
-    planned(tmp_path, "cProfile", "-o", "profile", "-m", "experiments.plan", "memory=0.7")
+    planned(tmp_path, "cProfile", "-o", "profile", "-m", "experiments.plan", "memory=0.7", "largest=false")
     files = {Path(file) for file, _, _ in pstats.Stats(str(tmp_path / "profile")).stats}  # type: ignore[attr-defined]
     assert ROOT / "experiments" / "plan" / "__main__.py" in files and len(files) > 500
     assert not [file for file in files if file.parts[-2:] == ("torch", "__init__.py")]

@@ -4,103 +4,90 @@ import json
 import os
 import pty
 import re
+import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from simulator import Program
 from tests.experiments.conftest import ROOT, Run
 
 CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # of a terminal
 
 
-@pytest.fixture(autouse=True)
-def _heard() -> Iterator[None]:
-    """A shell's background jobs ignore Ctrl-C, and would hand that down to the commands here."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+Press = Callable[..., tuple[int, str, str]]
 
 
-def interrupted(work: Path, until: Callable[[str], bool], *words: object) -> tuple[int, str, str]:
-    """Runs a command in a pseudo-terminal, and presses Ctrl-C there as soon as ``until``, given all that was shown.
+@pytest.fixture
+def interrupted(forks: subprocess.Popen[str], tmp_path: Path) -> Press:
+    """Runs a command, in an empty directory and a pseudo-terminal, and presses Ctrl-C there as soon as ``until``, given
+    all that was shown.
 
     Returns:
         The status, all that was on the screen, and the last line of it.
     """
-    ours, theirs = pty.openpty()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "150"}
-    command = [sys.executable, "-m", *map(str, words)]
-    process = subprocess.Popen(
-        command, cwd=work, env=environment, stdin=theirs, stdout=theirs, stderr=theirs, close_fds=True,
-        preexec_fn=lambda: (os.setsid(), os.close(os.open(os.ttyname(0), os.O_RDWR))),  # its controlling terminal
-    )  # fmt: skip
-    os.close(theirs)
-    os.set_blocking(ours, False)
-    shown, pressed, end = b"", False, time.monotonic() + 240
-    while process.poll() is None and time.monotonic() < end:
-        try:
-            shown += os.read(ours, 65536)
-        except BlockingIOError:
-            time.sleep(0.02)
-        except OSError:  # nobody writes any more
-            break
-        if not pressed and until(CODES.sub("", shown.decode(errors="replace"))):
-            os.write(ours, b"\x03")
-            pressed = True
-    process.wait(timeout=60)
-    try:
-        while more := os.read(ours, 65536):
-            shown += more
-    except OSError:
-        pass
-    os.close(ours)
-    assert pressed, shown.decode()
-    screen = CODES.sub("", shown.decode())
-    return process.returncode, screen, screen.replace("\r", "\n").strip().splitlines()[-1].removeprefix("^C")
+    (work := tmp_path / "work").mkdir(exist_ok=True)
+
+    def press(until: Callable[[str], bool], *words: object) -> tuple[int, str, str]:
+        assert forks.stdin is not None and forks.stdout is not None
+        ours, theirs = pty.openpty()
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "150"}
+        forks.stdin.write(json.dumps([list(map(str, words)), str(work), environment, os.ttyname(theirs)]) + "\n")
+        forks.stdin.flush()
+        os.set_blocking(ours, False)
+        shown, pressed, end = b"", False, time.monotonic() + 240
+        while not (done := bool(select.select([forks.stdout], [], [], 0.02)[0])) and time.monotonic() < end:
+            with suppress(BlockingIOError):
+                shown += os.read(ours, 65536)
+            if not pressed and until(CODES.sub("", shown.decode(errors="replace"))):
+                os.write(ours, b"\x03")
+                pressed = True
+        if not done:
+            os.killpg(forks.pid, signal.SIGKILL)
+        status = forks.stdout.readline()
+        assert pressed and status, shown.decode()
+        with suppress(BlockingIOError):
+            while more := os.read(ours, 65536):
+                shown += more
+        os.close(ours)
+        os.close(theirs)
+        screen = CODES.sub("", shown.decode())
+        last = screen.replace("\r", "\n").strip().splitlines()[-1].removeprefix("^C")
+        return int(status), screen, last
+
+    return press
 
 
-def test_training_goes_on(run: Run, program: Program, program_file: Path, tmp_path: Path) -> None:
-    out, work = tmp_path / "out", tmp_path / "work"
+def test_training_goes_on(run: Run, interrupted: Press, program_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
     words = (f"program={program_file}", "limit=0.5", "planners=[]", "agent.mode=swap")
     status, screen, last = interrupted(
-        work, lambda _: (out / "tb").exists(), "experiments", "train", *words, f"out={out}", "agent.episodes=120"
+        lambda _: (out / "tb").exists(), "experiments", "train", *words, f"out={out}", "agent.episodes=120"
     )
     assert status == 130 and last == f"interrupted; resume={out} continues this run", screen
     assert "Traceback" not in screen and re.search(r"training, best .* left", screen)
-    done = run("train_dqn", *words, f"resume={out}", "agent.episodes=120")
+    done = run("train_dqn", *words, f"resume={out}", "agent.episodes=40")
     assert done.returncode == 0 and done.stderr == "", done.stderr  # quiet where there is no terminal
-    assert json.loads((out / "summary.json").read_text())["episodes"] >= 120
+    assert json.loads((out / "summary.json").read_text())["episodes"] >= 40
 
 
-def test_a_figure_goes_on(run: Run, tmp_path: Path) -> None:
-    out, work = tmp_path / "out", tmp_path / "work"
-    words = ("figure=smartpool_table1", "figure.networks=[vgg11,vgg13,vgg16,vgg19]", f"out={out}")
+def test_a_figure_goes_on(run: Run, interrupted: Press, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = ("figure=smartpool_table1", "figure.networks=[vgg11,vgg13,vgg16]", f"out={out}", "jobs=1")
     rows = out / "smartpool_table1.jsonl"
-    status, screen, last = interrupted(work, lambda _: rows.exists(), "experiments", "reproduce", *words, "jobs=2")
+    status, screen, last = interrupted(lambda _: rows.exists(), "experiments", "reproduce", *words)
     assert status == 130 and last == "interrupted; the same command goes on from what is done", screen
-    assert "Traceback" not in screen and re.search(r"smartpool_table1 .*1/4 .* left", screen)
+    assert "Traceback" not in screen and re.search(r"smartpool_table1 .*1/3 .* left", screen)
     kept = len(re.findall(r'"code"', rows.read_text()))
-    assert 0 < kept < 4 and not (out / "smartpool_table1.json").exists()
-    done = run("reproduce", *words, "jobs=1")
+    assert 0 < kept < 3 and not (out / "smartpool_table1.json").exists()
+    done = run("reproduce", *words)
     assert done.returncode == 0 and done.stderr == ""  # quiet where there is no terminal
-    assert len(json.loads((out / "smartpool_table1.json").read_text())["rows"]) == 4 and not rows.exists()
-
-
-def test_what_does_not_go_on_leaves_nothing(program_file: Path, tmp_path: Path) -> None:
-    work = tmp_path / "work"
-    work.mkdir()
-    words = (f"program={program_file}", "limits=[0.5]", "planners=[annealing]", "seconds=600", "jobs=2")
-    status, screen, last = interrupted(
-        work, lambda _: any(work.glob("runs/evaluate-*")), "experiments.evaluate", *words
-    )
-    assert status == 130 and last == "interrupted" and "Traceback" not in screen, screen
-    assert not any(work.glob("runs/*"))
+    assert len(json.loads((out / "smartpool_table1.json").read_text())["rows"]) == 3 and not rows.exists()
 
 
 @pytest.mark.parametrize(
@@ -109,14 +96,20 @@ def test_what_does_not_go_on_leaves_nothing(program_file: Path, tmp_path: Path) 
         (("plan", "workload=mlp", "machine=h100", "memory=0.7", "largest=false"), r"LP rounding.*left 0:\d\d:\d\d"),
         (("benchmark", "suite=speed", "speed.workloads=[vgg16,mlp]", "speed.calls=10", "speed.home.particles=2",
           "speed.home.iterations=2"), r"simulating mlp.* [1-9]\d?/100 .*left"),
+        (("evaluate", "workload=mlp", "limits=[0.5]", "planners=[annealing]", "seconds=600", "jobs=2"), None),
     ],
 )  # fmt: skip
-def test_the_time_that_is_left_is_shown(words: tuple[str, ...], shown: str, tmp_path: Path) -> None:
-    (work := tmp_path / "work").mkdir()
-    command, begun = (f"experiments.{words[0]}", *words[1:]), re.compile(shown)
-    status, screen, last = interrupted(work, lambda screen: bool(begun.search(screen)), *command)
+def test_the_time_that_is_left_is_shown(
+    words: tuple[str, ...], shown: str | None, interrupted: Press, tmp_path: Path
+) -> None:
+    """And what does not go on leaves nothing, in worker processes, too."""
+    runs = tmp_path / "work" / "runs"
+    status, screen, last = interrupted(
+        lambda screen: bool(re.search(shown, screen) if shown else [*runs.glob("evaluate-*")]),
+        f"experiments.{words[0]}", *words[1:],
+    )  # fmt: skip
     assert status == 130 and last == "interrupted" and "Traceback" not in screen, screen
-    assert not any(work.glob("runs/*"))
+    assert not any(runs.glob("*"))
 
 
 def test_rows_go_where_they_are_sent(tmp_path: Path) -> None:

@@ -35,7 +35,9 @@ def square(x: int) -> tuple[int, str, int, int]:
     return x * x, os.getcwd(), os.getpid(), cores()
 
 
-@pytest.mark.parametrize("launcher", workers.LAUNCHERS)
+@pytest.mark.parametrize(
+    "launcher", [pytest.param(name, marks=[pytest.mark.extras] * (name != "processes")) for name in workers.LAUNCHERS]
+)
 def test_every_task_has_one_result(launcher: str, elsewhere: Path, capfd: pytest.CaptureFixture[str]) -> None:
     found = list(workers.results(launcher, 2, square, [(x,) for x in range(5)]))
     assert sorted(i for i, _ in found) == [0, 1, 2, 3, 4]
@@ -68,6 +70,7 @@ def hold(x: int, folder: str) -> int:
     return -1
 
 
+@pytest.mark.extras
 def test_what_is_lost_with_a_node_of_a_cluster_is_done_again(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a Ray cluster on this computer: a head that runs no task, and two nodes of one core."""
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
@@ -154,6 +157,7 @@ def check_sweep(work: Path) -> None:
         assert run["command"][:4] == ["python", "-m", "experiments.evaluate", "-m"]
 
 
+@pytest.mark.extras
 def test_a_sweep_on_ray_prints_as_without_it(run: Run, program_file: Path, tmp_path: Path) -> None:
     """Each job's table whole and as it is, one after the other, nothing of Ray's, and nothing on stderr."""
     # A planner that is slow has a process of its own under each job: what runs there must not belong to __main__.
@@ -169,6 +173,7 @@ def test_a_sweep_on_ray_prints_as_without_it(run: Run, program_file: Path, tmp_p
     assert said == expected and len(said) > 8
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize(("launcher", "planner"), [("joblib", "lp_round"), ("submitit_local", "autoswap_doa")])
 def test_a_sweep_on_other_launchers(launcher: str, planner: str, run: Run, program_file: Path, tmp_path: Path) -> None:
     words = (f"program={program_file}", SWEEP, f"planners=[{planner}]", "calls=100", "jobs=2")
