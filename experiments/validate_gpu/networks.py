@@ -116,8 +116,8 @@ NETWORKS: dict[str, tuple[int, Callable[[int], Parts]]] = {
     "llama_bf16": (4, lambda n: _text(_llama(12, 2048, 32, 5632, 32000, 2048), n, 2048, 32000, True)),
     "tiny_resnet": (8, lambda n: _images(_tiny_resnet(), n, 16)),
     "tiny_resnet_bf16": (8, lambda n: _channels_last(_tiny_resnet(), n, 16, 10, True)),
-    "tiny_gpt2": (4, lambda n: _text(transformers.GPT2(3, 32, 2, vocabulary=64, context=16), n, 16, 64)),
-    "tiny_llama_bf16": (4, lambda n: _text(_llama(3, 32, 2, 64, 64, 16), n, 16, 64, True)),
+    "tiny_gpt2": (4, lambda n: _text(transformers.GPT2(2, 32, 2, vocabulary=64, context=16), n, 16, 64)),
+    "tiny_llama_bf16": (4, lambda n: _text(_llama(2, 32, 2, 64, 64, 16), n, 16, 64, True)),
 }
 BLOCKS = (resnet.Block, resnet.Bottleneck, transformers.Block, llama.Block)
 

@@ -21,6 +21,7 @@ import matplotlib.pyplot
 import numpy
 import rich.progress  # noqa: F401
 import scipy.optimize  # noqa: F401
+import torch._functorch.partitioners  # what a first capture imports
 import torch.utils.tensorboard  # noqa: F401
 import torch_geometric.nn  # noqa: F401
 from hydra._internal.hydra import Hydra

@@ -57,8 +57,8 @@ def test_batches_in_small(tmp_path, monkeypatch):
     monkeypatch.setattr(largest_batch, "OURS", {"capuchin": {}})
     monkeypatch.setattr(largest_batch, "PART", 2)
     monkeypatch.setattr(largest_batch, "MOST", 4)
-    record = Record(tmp_path / "out", 60.0, Console(quiet=True))
-    search(["tiny_resnet"], "cpu", H200, record, 60.0, ("eager", "checkpoint", "ours"))
+    record = Record(tmp_path / "out", 600.0, Console(quiet=True))
+    search(["tiny_resnet"], "cpu", H200, record, 600.0, ("eager", "checkpoint", "ours"))
     eager, checkpoint, ours = record.rows
     assert eager["batch"] == eager["own_batch"] == 8  # the cap is what it needs there
     assert 8 < checkpoint["batch"] < checkpoint["too_large"] and "its peak is" in checkpoint["reason"]
@@ -80,8 +80,8 @@ def test_without_time_what_was_found_is_kept(tmp_path, monkeypatch):
         return True
 
     monkeypatch.setattr(Tries, "fits", fits)
-    record = Record(tmp_path / "out", 60.0, Console(quiet=True))
-    search(["tiny_resnet"], "cpu", H200, record, 60.0, ("eager",))
+    record = Record(tmp_path / "out", 600.0, Console(quiet=True))
+    search(["tiny_resnet"], "cpu", H200, record, 600.0, ("eager",))
     assert record.rows[0]["time_over"] and record.rows[0]["batch"] == 32
     assert "at least 32" in table(record.rows)
 
@@ -92,7 +92,7 @@ def test_a_method_that_breaks_is_named(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Tries, "_reason", broken)
     monkeypatch.setattr(largest_batch, "_need", lambda name, device: 10**9)
-    record = Record(tmp_path / "out", 60.0, Console(quiet=True))
+    record = Record(tmp_path / "out", 600.0, Console(quiet=True))
     search(["tiny_resnet"], "cpu", H200, record, 20, ("eager", "ours"))
     assert [r["failed"] for r in record.rows] == ["ZeroDivisionError: by nothing"] * 2
 
