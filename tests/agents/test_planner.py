@@ -61,7 +61,7 @@ def layers(program: Program, mixed: bool = False) -> Program:
 @pytest.mark.parametrize(
     ("name", "options"), PLANNERS, ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v.values()))
 )
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(st.data())
 def test_no_planner_is_over_the_limit_or_below_the_floor(
     name: str, options: dict[str, object], data: st.DataObject

@@ -25,12 +25,12 @@ CAPTURE = "executor.training.planned_steps.capture"
 
 
 def gpt2() -> nn.Module:
-    sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 50, "n_positions": 8}
+    sizes = {"n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 50, "n_positions": 8}
     return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
 
 
 def bert() -> nn.Module:
-    sizes = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
+    sizes = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
     return BertForMaskedLM(BertConfig(**sizes, vocab_size=50, max_position_embeddings=8))
 
 
@@ -77,7 +77,7 @@ def test_three_steps_are_eager_pytorchs_to_the_bit(case: str) -> None:
 
 
 def parts(width: int = 4) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer, Batch]:
-    model = ResNet(width, 2)
+    model = ResNet(width, 1)
     return model, nn.CrossEntropyLoss(), sgd(model), images(16)()
 
 
@@ -197,7 +197,7 @@ def test_refusals() -> None:
     refused("there is no preset 'h1000'", FormatError, machine="h1000")
     refused(r"^no plan was found, though there are some from [\d,]+ bytes on: none: ", planner="none")
     refused("over the limit", OutOfMemory, planner=lambda *_: Plan())
-    model = ResNet(4, 1)
+    model = ResNet(4, 2)
     profile = measure(capture(model, nn.CrossEntropyLoss(), sgd(model), images(16)()), "cpu")
     refused("the profile is of another program", FormatError, profile=profile)
 

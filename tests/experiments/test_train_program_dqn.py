@@ -12,9 +12,10 @@ from agents.learned.training_state import read_weights
 from experiments.common.cli import CONFIGS, dataclass_of
 from tests.experiments.conftest import MB, Run, chain
 
-SMALL = ("seeds=[0,1]", "tasks=3", "training.iterations=2", "training.tasks=2", "training.updates=2",
-         "training.width=8", "training.guide_calls=20", "tuning.iterations=2", "tuning.walks=6", "test.workloads=[mlp]",
-         "test.machines=[h100]", "test.limits=[0.7]", "calls=60", "planners=[mutation]")  # fmt: skip
+SMALL = ("seeds=[0,1]", "tasks=3", "training.iterations=1", "training.tasks=2", "training.updates=2",
+         "training.width=8", "training.layers=1", "training.batch_size=32", "training.guide_calls=20",
+         "tuning.iterations=1", "tuning.walks=6", "test.workloads=[mlp]", "test.machines=[h100]", "test.limits=[0.7]",
+         "calls=60", "planners=[mutation]")  # fmt: skip
 METHODS = [f"{start}, {what}" for start in ("zero-shot", "fine-tuned", "from scratch")
            for what in ("greedy", "best walk", "and search")] + ["search alone", "mutation"]  # fmt: skip
 
@@ -46,7 +47,7 @@ def test_a_small_training(run: Run, tmp_path: Path) -> None:
         assert row["calls"] <= 60
     of = {(row["method"], row["seed"]): row for row in found["rows"]}
     for seed in (0, 1):
-        assert [of[f"{start}, best walk", seed]["calls"] for start in ("zero-shot", "fine-tuned")] == [6, 18]
+        assert [of[f"{start}, best walk", seed]["calls"] for start in ("zero-shot", "fine-tuned")] == [6, 12]
         walk, search = (of[f"zero-shot, {what}", seed]["overhead"] for what in ("best walk", "and search"))
         assert walk is None or search <= walk
     assert read_weights(tmp_path / "out" / "weights-1.pt", QNet, "a program DQN").settings["width"] == 8

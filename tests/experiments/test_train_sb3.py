@@ -27,7 +27,7 @@ from tests.experiments.conftest import Run, chain
 PROGRAM, MACHINE = small_task()
 ENVIRONMENT = {"limit": 0.7}
 LIMIT = int(0.7 * PROGRAM.peak_bytes)
-PPO = {"n_steps": 64, "batch_size": 64, "n_epochs": 10, "learning_rate": 3e-3, "gamma": 1.0}
+PPO = {"n_steps": 64, "batch_size": 64, "n_epochs": 5, "learning_rate": 3e-3, "gamma": 1.0}
 SMALL: dict[str, dict[str, Any]] = {
     "maskable_ppo": {"n_steps": 16, "batch_size": 64, "n_epochs": 2},
     "dqn": {"buffer_size": 500, "learning_starts": 100, "train_freq": 1, "target_update_interval": 50},
@@ -62,7 +62,7 @@ def test_maskable_ppo_learns_the_small_task() -> None:
     model, _ = made("maskable_ppo", seed=3, num_envs=8, **PPO)
     assert overhead(sb3.greedy(model, ENVIRONMENT, "")) > 0.05
     invalid = Invalid()
-    model.learn(6000, invalid)
+    model.learn(2500, invalid)
     assert overhead(sb3.greedy(model, ENVIRONMENT, "")) <= 0.01
     assert not invalid.count
 
