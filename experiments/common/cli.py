@@ -31,7 +31,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Sweep
-from hydra.errors import HydraException
+from hydra.errors import ConfigCompositionException, HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -103,11 +103,17 @@ def entry(
                 options = [word for word in sys.argv[1:] if word not in args.overrides]
                 typed[:] = options + overrides
                 overrides, files = with_own_files(overrides)
-                check_overrides(config_name, overrides, args.multirun, args.config_dir)
+                # Of a single run Hydra checks the keys, when it composes the config, which takes long; not those added.
+                early = args.multirun or any(word.startswith("+") for word in overrides)
+                check_overrides(config_name, overrides, args.multirun, args.config_dir, early)
                 sys.argv[1:] = options + overrides
                 if args.multirun:
                     sys.argv.append(submitit_logs.OVERRIDE)
-                hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(guarded)()
+                try:
+                    hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(guarded)()
+                except ConfigCompositionException:
+                    check_overrides(config_name, overrides, args.multirun, args.config_dir)  # names the nearest key
+                    raise
             except (HydraException, OmegaConfBaseException, UsageError, FormatError) as error:
                 refuse(re.sub(rf"{OWN}\d+", lambda option: files.get(option[0], option[0]), str(error)))
             except KeyboardInterrupt as stop:
@@ -256,8 +262,11 @@ SUFFIXES = (".yaml", ".yml", ".json")
 OWN = "own-file-"  # and a number: the name of such an option
 
 
-def check_overrides(config_name: str, overrides: list[str], sweep: bool, config_dir: str | None = None) -> None:
-    """Checks every ``key=value`` of a command line before anything runs.
+def check_overrides(
+    config_name: str, overrides: list[str], sweep: bool, config_dir: str | None = None, known_keys: bool = True
+) -> None:
+    """Checks every ``key=value`` of a command line before anything runs; ``known_keys``: also that the config has
+    the key.
 
     Raises:
         UsageError: an unknown key or group option, with the nearest right one, or what is no override.
@@ -298,6 +307,8 @@ def check_overrides(config_name: str, overrides: list[str], sweep: bool, config_
                 chosen.append(f"{key}={values[0]}")
             else:
                 keyed.append(override)
+        if not known_keys:
+            return
         known = set(_keys(hydra.compose(config_name, overrides=chosen)))
         for override in keyed:
             key = override.key_or_group
