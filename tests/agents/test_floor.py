@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 import agents
 from agents.floor import bound as bound_module, floor
@@ -170,6 +170,7 @@ def test_a_link_that_is_slower_with_both_directions_than_with_one_after_the_othe
     assert _beside(slow) == _beside(replace(MACHINE, copy_engines=1)) == {(1.0, 1.0)}
 
 
+@settings(max_examples=300)
 @given(*[st.integers(0, 10**9)] * 2, *[st.integers(0, 1000)] * 3)
 def test_what_both_directions_get_done(back: int, out: int, both: int, out_alone: int, in_alone: int) -> None:
     """Whatever time both are busy and each alone, no edge is above it; each is met by one direction alone."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
@@ -227,6 +227,7 @@ def test_an_allocator_that_overlaps_is_not_believed(monkeypatch: pytest.MonkeyPa
 arcs = st.tuples(st.integers(0, 11), st.integers(1, 12), st.integers(0, 6), st.integers(0, 20))
 
 
+@settings(max_examples=300)
 @given(st.lists(arcs, max_size=12), st.booleans())
 def test_the_fast_checker_is_the_slow_one(found: list, circle: bool) -> None:
     some = blocks([(lower, lower + length, n) for lower, length, n, _ in found], 12 if circle else NEVER)

@@ -6,7 +6,7 @@ import os
 import re
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from simulator import FormatError, Kernel, Plan, PlanError, Program, Recompute, Swap, Tensor
 from simulator.plan import cannot_recompute
@@ -336,6 +336,7 @@ def overwriting(draw):
     return Program("overwriting", tensors, tuple(kernels))
 
 
+@settings(max_examples=300)
 @given(overwriting())
 def test_what_can_be_recomputed_is_what_can_be_made_again(program):
     for t, after, before in program.gaps():

@@ -5,7 +5,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from simulator import Engine, Kernel, OutOfMemory, Plan, Program, Recompute, Rerun, Swap, Tensor, rules, simulate
 from simulator.compiled import engine as compiled
@@ -15,6 +15,7 @@ from tests import random_cases, tiny
 from tests.strategies import machines, plans, programs
 
 
+@settings(max_examples=200)
 @given(st.data())
 def test_the_figures_do_not_depend_on_the_iterations(data):
     program = data.draw(programs())
@@ -42,6 +43,7 @@ def test_one_iteration_is_enough_where_no_persistent_tensor_is_swapped(data):
     assert {b - a for a, b in pairwise((0, *five.boundaries))} == {one.iteration_ns}
 
 
+@settings(max_examples=200)
 @given(st.data())
 def test_feasible_exactly_from_required_bytes_on(data):
     program = data.draw(programs())
