@@ -16,7 +16,7 @@ def test_a_terminated_training_says_how_it_goes_on(program_file: Path, tmp_path:
     out = tmp_path / "out"
     words = (f"program={program_file}", "limit=0.5", "planners=[]", "agent.mode=swap")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "experiments.train_dqn", *words, f"out={out}", "agent.episodes=120"]
+    command = [sys.executable, "-m", "experiments.train_dqn", *words, f"out={out}", "agent.episodes=99999"]
     with subprocess.Popen(command, env=environment, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
         while not (out / "tb").exists() and process.poll() is None:
             time.sleep(0.02)
