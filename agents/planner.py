@@ -8,9 +8,10 @@ slower transfers make kernels wait, but need no more memory.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from typing import Literal, Protocol
 
 import numpy as np
@@ -124,6 +125,7 @@ class Candidates:
         self.nbytes = np.array([program.tensors[g.tensor].nbytes for g in gaps], dtype=np.int64)
         n = len(program.kernels)
         self._open = [spans(g.after, g.before, n) for g in self.gaps]
+        self._where = np.array(self.gaps, np.int64).reshape(-1, 3)[:, 1:]
         self.least = int(self.residency(np.ones(len(self.gaps), dtype=bool)).max())
 
     def __len__(self) -> int:
@@ -143,17 +145,36 @@ class Candidates:
                 row[span] = True
         return out
 
-    def residency(self, chosen: NDArray[np.bool_]) -> NDArray[np.int64]:
-        """int64[n]: load per kernel with the ``chosen`` (bool[m]) gaps emptied."""
-        load = self.live_bytes.copy()
-        for i in np.flatnonzero(chosen).tolist():
-            self.empty(load, i)
-        return load
+    def residency(self, chosen: NDArray[np.bool_] | NDArray[np.int64]) -> NDArray[np.int64]:
+        """int64[n]: load per kernel with the ``chosen`` gaps (bool[m], or their indices) emptied."""
+        return residency(self.live_bytes, self._where[chosen], self.nbytes[chosen])
+
+    def first(self, order: Iterator[int], limit: int) -> NDArray[np.int64]:
+        """As many of ``order`` as it takes to bring the residency to ``limit``, which all of them have to reach."""
+        chosen = np.empty(0, np.int64)
+
+        def fits(count: int) -> bool:
+            return bool(self.residency(chosen[:count]).max() <= limit)
+
+        while not fits(len(chosen)):  # twice as many, until they are enough
+            chosen = np.append(chosen, np.fromiter(islice(order, len(chosen) + 1), np.int64))
+        return chosen[: bisect_left(range(len(chosen)), True, key=fits)]
 
     def empty(self, load: NDArray[np.int64], i: int) -> None:
         """Takes gap ``i`` out of a residency ``load`` (int64[n]), in place."""
         for span in self._open[i]:
             load[span] -= self.nbytes[i]
+
+
+def residency(load: NDArray[np.int64], where: NDArray[np.int64], nbytes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """int64[n]: ``load`` less what is away in m gaps, of int64[m, 2] ``where`` (after, before) and int64[m] ``nbytes``."""
+    after, before = where.T
+    change = np.zeros(len(load) + 1, np.int64)
+    np.subtract.at(change, after + 1, nbytes)
+    np.add.at(change, before, nbytes)
+    change[0] -= nbytes[after >= before].sum()
+    left: NDArray[np.int64] = load + change[:-1].cumsum()
+    return left
 
 
 def row_of(gap: Gap, way: int) -> Row:

@@ -69,7 +69,8 @@ def build_graph(
         ValueError: unknown mode.
     """
     check_mode(mode)
-    gaps = tuple(g for g in program.gaps(min_bytes) if _passes(program, g, limit))
+    over = np.concatenate([[0], np.cumsum(np.array(program.live_bytes) > limit)]).tolist()  # kernels before each
+    gaps = tuple(g for g in program.gaps(min_bytes) if _passes(over, g))
     concerned = {g.tensor for g in gaps}
     operations = [op for op in program.operations() if op.tensor in concerned]
     ideal = max(1, program.ideal_ns)
@@ -126,8 +127,7 @@ def build_graph(
     return OperationGraph(gaps, features, kernel, edges, weights.astype(np.float32), kind, gap_of)
 
 
-def _passes(program: Program, gap: Gap, limit: int) -> bool:
-    """Does the load pass the limit while the tensor could be away?"""
-    if gap.after < gap.before:
-        return max(program.live_bytes[gap.after + 1 : gap.before]) > limit
-    return max(program.live_bytes[gap.after + 1 :] + program.live_bytes[: gap.before], default=0) > limit
+def _passes(over: list[int], gap: Gap) -> bool:
+    """Does the load pass the limit while the tensor could be away? ``over``: at how many kernels before each it does."""
+    found = over[gap.before] - over[gap.after + 1]
+    return (found if gap.after < gap.before else found + over[-1]) > 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -60,9 +62,10 @@ class Task:
         copy_at = np.full(len(self.tensor), -1, np.int64)
         first_since = np.arange(len(self.tensor))
         for g, (t, after) in enumerate(zip(self.tensor.tolist(), self.after.tolist(), strict=True)):
-            written = [k for k in self.program.writes[t] if k <= after]
-            if written and written[-1] < after:
-                copy_at[g] = written[-1]
-                while (f := first_since[g] - 1) >= 0 and self.tensor[f] == t and self.before[f] > written[-1]:
+            writes = self.program.writes[t]
+            i = bisect_right(writes, after)
+            if i and writes[i - 1] < after:
+                copy_at[g] = writes[i - 1]
+                while (f := first_since[g] - 1) >= 0 and self.tensor[f] == t and self.before[f] > writes[i - 1]:
                     first_since[g] = f
         return copy_at, first_since

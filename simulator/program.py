@@ -108,6 +108,10 @@ class Program:
     def __post_init__(self) -> None:
         _check(self)
 
+    def __deepcopy__(self, memo: object) -> Program:
+        """Itself: nothing of it changes (``gymnasium.make`` copies all that it is given)."""
+        return self
+
     @cached_property
     def accesses(self) -> tuple[tuple[int, ...], ...]:
         """Per tensor: the kernels that read or write it, ascending."""

@@ -22,11 +22,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple, assert_never
-
-import numpy as np
-from numpy.typing import NDArray
 
 from simulator.machine import Machine
 from simulator.plan import Plan, PlanError, Recompute, Rerun, Swap
@@ -274,7 +271,8 @@ class _Walk:
         }  # fmt: skip
         recovered = set(targets)
         if any(dropped[t].keep for t in targets):
-            recovered |= {x for x in dropped if rerun.issuperset(u for u in program.writes[x] if u < k)}
+            made = {x for w in rerun for x in program.kernels[w].outputs if x in dropped}
+            recovered |= {x for x in made if rerun.issuperset(u for u in program.writes[x] if u < k)}
         own: dict[int, int] = {}
         for w in sorted(rerun):
             uses = self._step("recompute", w, k, fetched)
@@ -390,30 +388,29 @@ def _on_host(program: Program, swaps: Iterable[Swap], returns: Mapping[Swap | Re
     """Bytes that the host holds at each kernel: from a copy's issue until the tensor is back, and on to the next gap
     that finds the copy valid."""
     n = len(program.kernels)
-    held = np.zeros(n, np.int64)
+    change = [0] * (n + 1)
     of: dict[int, list[Swap]] = {}
     for d in sorted(swaps, key=lambda d: d.after):
         of.setdefault(d.tensor, []).append(d)
     for t, ds in of.items():
-        at = np.zeros(n, np.bool_)
+        tensor, writes = program.tensors[t], program.writes[t]
+        spans = [_after(d.copied_at, returns[d], n) for d in ds]
+        for d, following in pairwise([*ds, ds[0]] if tensor.persistent else ds):
+            between = _after(d.copied_at, following.copied_at, n)
+            if not any(w in span for w in writes for span in between):
+                spans.append(between)
+        until = 0
+        for span in sorted((one for several in spans for one in several), key=lambda span: span.start):
+            if span.stop > until:
+                change[max(span.start, until)] += tensor.nbytes
+                change[span.stop] -= tensor.nbytes
+                until = span.stop
+    return list(accumulate(change[:n]))
 
-        def kernels(begin: int, end: int) -> NDArray[np.bool_]:
-            """After ``begin`` up to ``end``, over the boundary where need be; all where they are the same."""
-            found = np.zeros(n, np.bool_)
-            found[begin + 1 : (end if end > begin else n - 1) + 1] = True
-            found[: 0 if end > begin else end + 1] = True
-            return found
 
-        copy = [d.copied_at for d in ds]
-        for i, d in enumerate(ds):
-            at |= kernels(copy[i], returns[d])
-        cyclic = [*range(len(ds)), 0] if program.tensors[t].persistent else range(len(ds))
-        for i, j in pairwise(cyclic):
-            between = kernels(copy[i], copy[j])
-            if not between[list(program.writes[t])].any():
-                at |= between
-        held[at] += program.tensors[t].nbytes
-    return held.tolist()
+def _after(begin: int, end: int, n: int) -> tuple[range, ...]:
+    """Kernels after ``begin`` up to ``end``, over the boundary where need be; all where they are the same."""
+    return (range(begin + 1, end + 1),) if begin < end else (range(end + 1), range(begin + 1, n))
 
 
 def present(program: Program, x: int, w: int, k: int, dropped: Set[int]) -> bool:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from agents.planner import MIB, Candidates, PlannerInfo, finish, infeasible, is_open
 from simulator.compiled.encoding import AFTER, BEFORE
 from simulator.compiled.engine import Engine
+from simulator.compiled.jit import stage
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Gap, Program
@@ -71,11 +72,7 @@ def select(candidates: Candidates, order: Iterator[int], limit: int) -> NDArray[
     """
     if candidates.least > limit:
         return None
-    load, chosen = candidates.live_bytes.copy(), []
-    while load.max() > limit:
-        chosen.append(next(order))
-        candidates.empty(load, chosen[-1])
-    return np.array(chosen, dtype=np.int64)
+    return candidates.first(order, limit)
 
 
 def peak_gaps(program: Program, min_bytes: int = MIB) -> list[Gap]:
@@ -109,14 +106,86 @@ def weighted_duration(
 def submodular_weighted_duration(candidates: Candidates, program: Program) -> Iterator[tuple[int, float]]:
     """SWDOA: (candidate, byte-nanoseconds) in the order of selection; each maximises WDOA under the load that the
     ones before it leave (Fig. 6). Loads only fall, and so does the score."""
-    durations, load = np.diff(program.start_ns), candidates.live_bytes.copy()
-    left = np.ones(len(candidates), dtype=bool)
-    while left.any():
-        wdoa = np.where(left, weighted_duration(candidates, load, durations), -np.inf)
-        best = int(np.argmax(wdoa))
-        left[best] = False
-        candidates.empty(load, best)
-        yield best, float(wdoa[best])
+    start, load, m = np.array(program.start_ns, np.float64), candidates.live_bytes, len(candidates)
+    scores = weighted_duration(candidates, load, np.diff(program.start_ns))
+    area, rows = np.concatenate(([0.0], np.cumsum(load * np.diff(start)))), candidates.rows
+    heap, order, found = np.argsort(-scores, kind="stable"), np.empty(m, np.int64), np.empty(m)
+    gone = np.zeros((2, len(start) + 1))
+    greedy(area, start, rows, candidates.nbytes, scores, heap, np.zeros(m, np.int64), gone, order, found)
+    yield from zip(order.tolist(), found.tolist(), strict=True)
+
+
+@stage
+def _until(gone, start, k):  # type: ignore[no-untyped-def]
+    """Byte-nanoseconds that are away before kernel k: sums of two Fenwick trees, of what leaves at each kernel less what
+    is back, and of the same times when the kernel starts."""
+    nbytes = area = 0.0
+    i = k
+    while i > 0:
+        nbytes += gone[0, i]
+        area += gone[1, i]
+        i -= i & -i
+    return nbytes * start[k] - area
+
+
+@stage
+def _leave(gone, start, k, nbytes):  # type: ignore[no-untyped-def]
+    """Has ``nbytes`` away from kernel k on."""
+    i = k + 1
+    while i < gone.shape[1]:
+        gone[0, i] += nbytes
+        gone[1, i] += nbytes * start[k]
+        i += i & -i
+
+
+@stage
+def _sink(heap, size, scores):  # type: ignore[no-untyped-def]
+    """Moves the first of a heap to its place: the highest score is first, and of several the first candidate."""
+    at, moved = 0, heap[0]
+    while 2 * at + 1 < size:
+        child = 2 * at + 1
+        for other in range(child, min(child + 2, size)):
+            a, b = heap[other], heap[child]
+            if scores[a] > scores[b] or (scores[a] == scores[b] and a < b):
+                child = other
+        below = heap[child]
+        if scores[moved] > scores[below] or (scores[moved] == scores[below] and moved < below):
+            break
+        heap[at], at = below, child
+    heap[at] = moved
+
+
+@stage(entry=True)
+def greedy(area, start, rows, nbytes, scores, heap, scored, gone, order, found):  # type: ignore[no-untyped-def]
+    """Fills ``order`` and ``found`` of ``submodular_weighted_duration``. As scores only fall, one that is the highest
+    after it was computed anew is the highest of all: most need not be.
+
+    Args:
+        area: float64[n + 1], byte-nanoseconds before each kernel; ``start``: ns before it.
+        scores, heap: of the m candidates at first, and these by their scores.
+        scored: int64[m], how many were selected when each was scored: 0.
+        gone: float64[2, n + 2], zeros: see ``_until``.
+    """
+    size, end = heap.shape[0], start.shape[0] - 1
+    for count in range(order.shape[0]):
+        best = heap[0]
+        while scored[best] < count:
+            after, before = rows[best, AFTER] + 1, rows[best, BEFORE]
+            score = area[before] - area[after] - (_until(gone, start, before) - _until(gone, start, after))
+            if after > before:
+                score += area[end] - _until(gone, start, end)
+            scores[best], scored[best] = score, count
+            _sink(heap, size, scores)
+            best = heap[0]
+        order[count], found[count] = best, scores[best]
+        after, before = rows[best, AFTER] + 1, rows[best, BEFORE]
+        _leave(gone, start, after, nbytes[best])
+        _leave(gone, start, before, -nbytes[best])
+        if after > before:
+            _leave(gone, start, 0, nbytes[best])
+        size -= 1
+        heap[0] = heap[size]
+        _sink(heap, size, scores)
 
 
 def descending(scores: NDArray[np.int64] | NDArray[np.float64]) -> Iterator[int]:

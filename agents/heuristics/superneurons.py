@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -130,25 +131,20 @@ def tensor_cache(program: Program, ways: Mapping[Gap, int], limit: int, first: S
     Args:
         first: gaps of ``ways`` that are emptied in any case.
     """
-    load = np.array(program.live_bytes, dtype=np.int64)
-    emptied = []
-
-    def empty(gap: Gap) -> None:
-        load[gap.after + 1 : gap.before] -= program.tensors[gap.tensor].nbytes
-        emptied.append(gap)
-
+    emptied = list(first)
+    away, back = 0, [0] * (len(program.kernels) + 1)  # bytes that come and go, by the kernel
     for gap in first:
-        empty(gap)
-    todo = sorted(set(ways) - set(first), key=lambda g: (g.after, g.tensor))
-    for k in range(len(program.kernels)):
-        if load[k] <= limit:
-            continue
-        unlocked = [g for g in todo if g.after < k < g.before]  # least recently used first
-        for gap in unlocked:
-            if load[k] <= limit:
-                break
-            empty(gap)
-            todo.remove(gap)
+        back[gap.after + 1] -= program.tensors[gap.tensor].nbytes
+        back[gap.before] += program.tensors[gap.tensor].nbytes
+    todo = deque(sorted(set(ways) - set(first), key=lambda g: (g.after, g.tensor)))  # least recently used first
+    for k, load in enumerate(program.live_bytes):
+        away -= back[k]
+        while load - away > limit and todo and todo[0].after < k:
+            gap = todo.popleft()
+            if k < gap.before:
+                away += program.tensors[gap.tensor].nbytes
+                back[gap.before] += program.tensors[gap.tensor].nbytes
+                emptied.append(gap)
     return emptied
 
 

@@ -58,10 +58,6 @@ class RandomSearch:
 def random_subset(candidates: Candidates, limit: int, rng: np.random.Generator) -> NDArray[np.bool_]:
     """bool[m]: gaps added in random order until the planned residency is at most ``limit``, which all of
     them together must allow."""
-    load, chosen = candidates.live_bytes.copy(), np.zeros(len(candidates), dtype=bool)
-    for i in rng.permutation(len(candidates)).tolist():
-        if load.max() <= limit:
-            break
-        candidates.empty(load, i)
-        chosen[i] = True
+    chosen = np.zeros(len(candidates), dtype=bool)
+    chosen[candidates.first(iter(rng.permutation(len(candidates)).tolist()), limit)] = True
     return chosen
