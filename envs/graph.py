@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator import Gap, Machine, Program
+from simulator.compiled.engine import rerun_ns
 from simulator.modes import RECOMPUTED, STAYS, SWAPPED, check_mode, ways_to_empty
-from simulator.schedule import recompute_ns
 
 NOTHING, OFFLOAD, REMOVE = STAYS, SWAPPED, RECOMPUTED  # what an action does with a gap, in the paper's words
 
@@ -94,9 +94,11 @@ def build_graph(
             node = opening[gap.tensor, gap.after]
             kind[node], gap_of[node] = OFFLOAD, g
     recompute = np.zeros(len(gaps))
+    removable = [g for g in range(len(gaps)) if REMOVE in ways[g]]
+    if removable:
+        recompute[removable] = rerun_ns(program, [gaps[g] for g in removable])
     for g, gap in enumerate(gaps):
         if REMOVE in ways[g]:
-            recompute[g] = recompute_ns(program, gap)
             nodes = by_tensor[gap.tensor]
             for node in (closing[gap.tensor, gap.before], nodes[0], nodes[-1]):
                 if kind[node] < 0:

@@ -356,6 +356,8 @@ def cannot_recompute(program: Program, tensor: int, after: int, before: int) -> 
     """
     if program.tensors[tensor].persistent:
         return f"tensor {tensor} is persistent; only tensors born in the iteration can be recomputed"
+    if can_recompute(program, tensor, before):
+        return None
     pending = [k for k in program.writes[tensor] if k < before]
     seen = set(pending)
     while pending:
@@ -379,4 +381,12 @@ def cannot_recompute(program: Program, tensor: int, after: int, before: int) -> 
                 if k < w and k not in seen:
                     seen.add(k)
                     pending.append(k)
-    return None
+    raise AssertionError(f"tensor {tensor} can be recomputed for kernel {before}")
+
+
+def can_recompute(program: Program, tensor: int, before: int) -> bool:
+    """Whether ``cannot_recompute`` finds no reason, without looking for one."""
+    writers = program.writes[tensor]
+    return not program.tensors[tensor].persistent and all(
+        before <= program.again_until[w] for w in writers[: bisect_left(writers, before)]
+    )

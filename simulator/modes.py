@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from simulator.decisions import KINDS, Name, cannot_recompute
+from simulator.decisions import KINDS, Name, can_recompute
 from simulator.program import Gap, Program
 
 # The kinds of decisions that a plan of a mode may have. What moves nothing is recomputation, joint is all.
@@ -30,7 +30,7 @@ def check_mode(mode: str) -> str:
 def ways_to_empty(program: Program, gap: Gap, mode: str) -> list[int]:
     """SWAPPED, RECOMPUTED, KEPT, as far as ``mode`` and the program allow them in ``gap``."""
     ways = [SWAPPED] if mode != "recompute" else []
-    if mode != "swap" and gap.after < gap.before and cannot_recompute(program, *gap) is None:
+    if mode != "swap" and gap.after < gap.before and can_recompute(program, gap.tensor, gap.before):
         ways += [RECOMPUTED, KEPT]
     return ways
 

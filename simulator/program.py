@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -129,6 +130,23 @@ class Program:
             for t in dict.fromkeys(kernel.outputs):
                 table[t].append(k)
         return tuple(map(tuple, table))
+
+    @cached_property
+    def again_until(self) -> tuple[int, ...]:
+        """Per kernel: the last kernel before which it can run again, its chain with it, where nothing that lives is away;
+        -1: it may not. It needs its inputs as they were, in memory or from kernels that run again before it."""
+        until: list[int] = []
+        for k, kernel in enumerate(self.kernels):
+            last = len(self.kernels) if kernel.recomputable else -1
+            for x in kernel.inputs:
+                writes = self.writes[x]
+                i = bisect_left(writes, k)
+                there = writes[i] if i < len(writes) else len(self.kernels)  # as it was read
+                if not self.tensors[x].persistent:
+                    there = max(min(there, self.accesses[x][-1]), min(until[w] for w in writes[:i]))
+                last = min(last, there)
+            until.append(last)
+        return tuple(until)
 
     @cached_property
     def live_bytes(self) -> tuple[int, ...]:

@@ -20,7 +20,8 @@ from agents.planner import MIB, PlannerInfo, Rows, finish, infeasible, rows_for
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
 from simulator.modes import KEPT
-from simulator.plan import Plan, cannot_recompute
+from simulator.decisions import can_recompute
+from simulator.plan import Plan
 from simulator.program import Program
 
 
@@ -128,7 +129,7 @@ def splits(program: Program, min_bytes: int = MIB) -> list[Split]:
 
 def recomputable(program: Program, maps: Iterable[FeatureMap]) -> list[FeatureMap]:
     """The feature maps that kernels of the program can recompute."""
-    return [m for m in maps if cannot_recompute(program, *m.gap) is None]
+    return [m for m in maps if can_recompute(program, m.tensor, m.gap.before)]
 
 
 def recomputations(dropped: Sequence[FeatureMap]) -> Rows:

@@ -19,9 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import rankdata
 
-from agents.planner import rows_for
 from agents.search.local_search import Moves
-from simulator.compiled.engine import Engine
+from simulator.compiled.engine import rerun_ns
 from simulator.compiled.jit import stage
 from simulator.machine import Machine
 from simulator.modes import KEPT, RECOMPUTED, STAYS, SWAPPED
@@ -106,7 +105,7 @@ class GapGraph:
         size = self.nbytes.astype(np.float64)
         out, back = self.out_ns, self.back_ns
         swaps, again = self.ways[:, SWAPPED].astype(float), self.ways[:, RECOMPUTED].astype(float)
-        rerun = self._rerun_ns(program, machine) * again
+        rerun = self._rerun_ns(program) * again
         wraps = (self.after >= self.before).astype(float)
         span = start[self.before] - start[self.after + 1] + wraps * start[-1]
         opens, closes = start[self.after + 1] / ideal, start[self.before] / ideal
@@ -159,14 +158,12 @@ class GapGraph:
         found[self.after >= self.before] += until[-1]
         return found
 
-    def _rerun_ns(self, program: Program, machine: Machine) -> NDArray[np.float64]:
+    def _rerun_ns(self, program: Program) -> NDArray[np.float64]:
         """(G,) ns of the kernels that run again for each gap, where nothing else is away; else 0."""
         out = np.zeros(len(self))
         chosen = np.flatnonzero(self.ways[:, RECOMPUTED])
         if len(chosen):
-            rows = rows_for([self.gaps[i] for i in chosen.tolist()], RECOMPUTED)
-            endless = Engine(program, machine, 2**62)
-            out[chosen] = endless.score_batch(rows, np.ones(len(rows), np.int64)).iteration_ns - program.ideal_ns
+            out[chosen] = rerun_ns(program, [self.gaps[i] for i in chosen.tolist()])
         return out
 
     def _chain(self, program: Program) -> tuple[Choices, NDArray[np.float64]]:

@@ -22,12 +22,12 @@ from numpy.typing import NDArray
 
 from simulator.compiled.jit import address
 from simulator.compiled.lowering import host_load, swap_residency
-from simulator.compiled.rematerialisation import lower_recomputations
+from simulator.compiled.rematerialisation import lower_recomputations, rerun_times
 from simulator.compiled.reruns import lower_reruns
 from simulator.compiled.scoring import score_plans
 from simulator.machine import Machine
 from simulator.plan import Plan
-from simulator.program import Program
+from simulator.program import Gap, Program
 from simulator.schedule import MAX_ITERATIONS as STEADY, check_room, lower
 from simulator.timeline import Timeline
 
@@ -142,10 +142,7 @@ class Engine:
         self._tensors = np.array([
             size, persistent, first, last, [machine.d2h_ns(t.nbytes) for t in tensors],
             [machine.h2d_ns(t.nbytes) for t in tensors]], np.int64)  # fmt: skip
-        graph = ragged(
-            [dict.fromkeys(k.inputs) for k in kernels], [dict.fromkeys(k.outputs) for k in kernels], program.writes
-        )
-        self._graph = np.concatenate((graph, _present_until(program)))
+        self._graph = graph_of(program)
         self._persistent_bytes = sum(t.nbytes for t in tensors if t.persistent)
         self._n_steps: int | None = -1 if _recompute else None  # None: the plans are of swaps only, as yet
         self._start()
@@ -418,6 +415,23 @@ class Engine:
         read = read_log(log[:n_log], plan.decisions, schedule)
         issue_ns = schedule.issued * self.machine.issue_ns
         return Timeline.assemble(self.program, self.limit, required, *read, period, issue_ns)
+
+
+def rerun_ns(program: Program, gaps: Sequence[Gap]) -> Ints:
+    """``schedule.recompute_ns`` of each gap, int64 (gaps,)."""
+    n, (tensor, _, before) = len(program.kernels), np.array(gaps, np.int64).reshape(-1, 3).T.copy()
+    durations, out = np.array([k.duration_ns for k in program.kernels], np.int64), np.empty(len(gaps), np.int64)
+    rerun_times(durations, graph_of(program), tensor, before, np.zeros(n, np.int64), np.empty(n, np.int64), out)
+    return out
+
+
+def graph_of(program: Program) -> Ints:
+    """Of each kernel what it reads, what it writes; of each tensor its writers (``ragged``); and ``_present_until``."""
+    kernels = program.kernels
+    graph = ragged(
+        [dict.fromkeys(k.inputs) for k in kernels], [dict.fromkeys(k.outputs) for k in kernels], program.writes
+    )
+    return np.concatenate((graph, _present_until(program)))
 
 
 def _present_until(program: Program) -> Ints:

@@ -215,6 +215,32 @@ def _walk(kernels, tensors, graph, rows, by_kernel, by_tensor, by_row, steps):  
 
 
 @stage(entry=True)
+def rerun_times(durations, graph, tensor, before, marked, pending, out):  # type: ignore[no-untyped-def]
+    """ns of what runs again to have each ``tensor`` for the kernel ``before`` it, where nothing else is away, into
+    ``out``: schedule.recompute_ns.
+
+    Args:
+        durations: int64 (kernels,); ``graph``: as in ``score_plans``.
+        marked, pending: int64 (kernels,), the first of zeros.
+    """
+    n = durations.shape[0]
+    writes_at = graph[2 * n + 2 :]
+    until_at = graph.size - (graph[n] - graph[0]) - graph[0]
+    for g in range(tensor.shape[0]):
+        t, k, mark = tensor[g], before[g], g + 1
+        n_pending = _mark(graph, writes_at[t], writes_at[t + 1], k, marked, mark, pending, 0)
+        out[g] = 0
+        while n_pending:
+            n_pending -= 1
+            w = pending[n_pending]
+            out[g] += durations[w]
+            for i in range(graph[w], graph[w + 1]):
+                x = graph[i]
+                if x == t or k > graph[i + until_at]:
+                    n_pending = _mark(graph, writes_at[x], writes_at[x + 1], w, marked, mark, pending, n_pending)
+
+
+@stage(entry=True)
 def lower_recomputations(kernels, tensors, graph, rows, by_kernel, by_tensor, by_row, steps):  # type: ignore[no-untyped-def]
     """The schedule of a plan of swaps and recomputation: by_kernel[PLANNED], ``steps``, and of by_row RETURNS,
     BY_REMAT, AWAY_AT_START.
