@@ -167,7 +167,7 @@ class Candidates:
 
 
 def residency(load: NDArray[np.int64], where: NDArray[np.int64], nbytes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """int64[n]: ``load`` less what is away in m gaps, of int64[m, 2] ``where`` (after, before) and int64[m] ``nbytes``."""
+    """int64[n]: ``load`` less what is away in m gaps, int64[m, 2] ``where`` (after, before) of int64[m] ``nbytes``."""
     after, before = where.T
     change = np.zeros(len(load) + 1, np.int64)
     np.subtract.at(change, after + 1, nbytes)

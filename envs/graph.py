@@ -130,6 +130,6 @@ def build_graph(
 
 
 def _passes(over: list[int], gap: Gap) -> bool:
-    """Does the load pass the limit while the tensor could be away? ``over``: at how many kernels before each it does."""
+    """Does the load pass the limit while the tensor could be away? ``over``: at how many kernels before each."""
     found = over[gap.before] - over[gap.after + 1]
     return (found if gap.after < gap.before else found + over[-1]) > 0

@@ -133,8 +133,8 @@ class Program:
 
     @cached_property
     def again_until(self) -> tuple[int, ...]:
-        """Per kernel: the last kernel before which it can run again, its chain with it, where nothing that lives is away;
-        -1: it may not. It needs its inputs as they were, in memory or from kernels that run again before it."""
+        """Per kernel: the last one before which it can run again, where nothing that lives is away; -1: it may not. It
+        needs its inputs as they were: there still, or from kernels that can run again, too."""
         until: list[int] = []
         for k, kernel in enumerate(self.kernels):
             last = len(self.kernels) if kernel.recomputable else -1

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import agents
+from agents.deadline import LARGE, in_time
 from agents.exact.milp_model import Recomputation, ZeroOne
 from agents.floor import floor
 from agents.planner import (
@@ -99,6 +100,7 @@ class MILP:
         self.min_bytes, self.seed = min_bytes, seed
         self.simulator_calls, self.bound_ns, self.gap, self.status = 0, 0, 0.0, ""
 
+    @in_time
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
         """The best plan; raises Infeasible when there is none or none was found: the message says which."""
         until = time.monotonic() + self.seconds
@@ -140,10 +142,11 @@ class MILP:
             found.append(search.search())
             engine.calls += search.calls
         options: dict[str, Any] = {"min_bytes": self.min_bytes, "seed": self.seed}
+        large = {"seconds": self.seconds / 10} if len(program.kernels) >= LARGE else {}
         heuristics = [agents.make("superneurons", mode=self.mode, **options)]
         for mode in ("swap", "joint") if self.mode == "joint" else (self.mode,):
             heuristics += [
-                agents.make(name, mode=mode, calls=self.calls, **options) for name in ("annealing", "lp_round")
+                agents.make(name, mode=mode, calls=self.calls, **options, **large) for name in ("annealing", "lp_round")
             ]
         found += plans_of(heuristics, program, machine, limit, engine)
         scored = [(engine.score(rows).iteration_ns, i) for i, rows in enumerate(found) if rows is not None]

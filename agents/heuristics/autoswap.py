@@ -117,8 +117,8 @@ def submodular_weighted_duration(candidates: Candidates, program: Program) -> It
 
 @stage
 def _until(gone, start, k):  # type: ignore[no-untyped-def]
-    """Byte-nanoseconds that are away before kernel k: sums of two Fenwick trees, of what leaves at each kernel less what
-    is back, and of the same times when the kernel starts."""
+    """Byte-nanoseconds that are away before kernel k, by two Fenwick trees: of the bytes that leave at each kernel less
+    those that are back, and of the same times when the kernel starts."""
     nbytes = area = 0.0
     i = k
     while i > 0:

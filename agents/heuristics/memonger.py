@@ -18,9 +18,9 @@ from typing import NamedTuple
 from agents.heuristics.layers import FeatureMap, feature_maps
 from agents.planner import MIB, PlannerInfo, Rows, finish, infeasible, rows_for
 from simulator.compiled.engine import Engine
+from simulator.decisions import can_recompute
 from simulator.machine import Machine
 from simulator.modes import KEPT
-from simulator.decisions import can_recompute
 from simulator.plan import Plan
 from simulator.program import Program
 

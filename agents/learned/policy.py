@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from agents.deadline import in_time
 from agents.planner import MIB, PlannerInfo, Rows, check_budget, finish, infeasible
-from agents.search.annealing import everything, start
+from agents.search.annealing import everything, half_way, start
 from agents.search.local_search import Moves, anneal, check_heat
 from simulator.compiled.engine import Engine, cores, side_by_side
 from simulator.machine import Machine
@@ -35,6 +36,7 @@ SAMPLES = 128  # plans drawn, beside the likeliest one
 STARTS = 6
 FALL = (0.0, 0.25, 0.5, 1.0)  # how far the temperature has fallen, in the exponent, as 6, 3 and 1 runs begin
 LEAST = 0.03  # added to every probability: the search may do what the network does not expect
+PER_GAP, PER_PAIR = 1e-4, 1e-8  # seconds that the network takes, about, by gaps and by gaps times kernels
 MOST = 1.0  # the same for the run that trusts it least
 
 
@@ -61,8 +63,12 @@ class Guided:
             self.plans = sorted([*self.plans, (score.iteration_ns, rows)], key=lambda plan: plan[0])[:STARTS]
 
 
-def decoded(net: PolicyNet, found: Guided, mode: str, samples: int = SAMPLES, rounds: int = 1, seed: int = 0) -> None:
-    """Offers the network's plans, and makes its probabilities the weights of the search."""
+def decoded(
+    net: PolicyNet, found: Guided, mode: str, samples: int = SAMPLES, rounds: int = 1, seed: int = 0,
+    until: float | None = None,
+) -> None:  # fmt: skip
+    """Offers the network's plans, no more of them once ``until`` (time.monotonic()) has come, and makes its
+    probabilities the weights of the search."""
     from agents.learned.decoding import decode, drawn, fitted
     from agents.learned.gap_graph import GapGraph
 
@@ -70,6 +76,8 @@ def decoded(net: PolicyNet, found: Guided, mode: str, samples: int = SAMPLES, ro
     graph = GapGraph(engine.program, engine.machine, engine.limit, moves, mode)
     ways, first, said = decode(net, graph, rounds)
     for likely, chosen in [(said, ways), *((first, drawn(first, rng)) for _ in range(samples))]:
+        if found.plans and until is not None and time.monotonic() > until:
+            break
         rows = fitted(engine, graph, chosen, likely)
         if rows is not None:
             found.offer(rows)
@@ -127,6 +135,12 @@ def _together(
     return out
 
 
+def _too_large(moves: Moves, until: float | None) -> bool:
+    """Would the network take more than half of the time that there is?"""
+    takes = PER_GAP * len(moves.gaps) + PER_PAIR * len(moves.gaps) * len(moves.load)
+    return until is not None and 2 * takes > until - time.monotonic()
+
+
 class Policy:
     """What the network says, decoded; the best heuristic's plan where that does not fit.
 
@@ -163,10 +177,10 @@ class Policy:
         found = Guided(Engine(program, machine, limit), Moves(program, limit, self.mode, self.min_bytes, self.seed))
         if not self.guide:
             found.offer(everything(program, self.mode, self.min_bytes))
-        elif found.moves.gaps:
+        elif found.moves.gaps and not _too_large(found.moves, until):
             from agents.learned.policy_net import trained
 
-            decoded(trained(self.weights), found, self.mode, self.samples, self.rounds, self.seed)
+            decoded(trained(self.weights), found, self.mode, self.samples, self.rounds, self.seed, half_way(until))
         if not found.plans:
             rows, _, required = start(program, machine, limit, found.engine, self.mode, self.min_bytes, until)
             if rows is None:
@@ -213,6 +227,7 @@ class PolicySearch(Policy):
             self.samples = min(samples, max(calls - 2, 0))  # beside the likeliest plan and the final check
         self.hot, self.cold = hot, cold
 
+    @in_time
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
         """The best plan found; raises as ``Policy.plan``."""
         until = time.monotonic() + self.seconds if self.seconds is not None else None

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from agents.deadline import in_time
 from agents.heuristics.autoswap import SCORES, AutoSwap
 from agents.heuristics.capuchin import Capuchin
 from agents.heuristics.memonger import Memonger
@@ -74,6 +75,7 @@ class Annealing:
         self.restarts, self.min_bytes, self.seed = restarts, min_bytes, seed
         self.simulator_calls = 0
 
+    @in_time
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
         """The best plan found; raises Infeasible when none of the starts fits ``limit``."""
         until = time.monotonic() + self.seconds if self.seconds is not None else None
@@ -136,10 +138,11 @@ def start(
             is a plan.
         longest: s that a heuristic may take, about.
     """
-    size = len(program.gaps(min_bytes)) * len(program.kernels)
+    gaps, n = len(program.gaps(min_bytes)), len(program.kernels)
     found: list[Rows] = []
-    for slow, heuristic in _heuristics(mode, min_bytes):
-        if slow * size < longest and (not found or until is None or time.monotonic() + slow * size < until):
+    for each, product, heuristic in _heuristics(mode, min_bytes):
+        takes = each * (gaps + n) + product * gaps * n
+        if takes < longest and (not found or until is None or time.monotonic() + takes < until):
             found += plans_of([heuristic], program, machine, limit, engine)
     found = found or [everything(program, mode, min_bytes)]
     scores = [engine.score(rows) for rows in found]
@@ -148,16 +151,17 @@ def start(
     return found[best] if feasible else None, iteration_ns, required
 
 
-def _heuristics(mode: str, min_bytes: int) -> Iterator[tuple[float, Planner]]:
-    """Those whose plans have only what ``mode`` allows; and about how long they take, s per gap and kernel."""
+def _heuristics(mode: str, min_bytes: int) -> Iterator[tuple[float, float, Planner]]:
+    """Those whose plans have only what ``mode`` allows; and about how long they take: s for each gap and each kernel,
+    and s for each pair of them."""
     if mode != "recompute":
-        yield from ((1e-8, AutoSwap(score, min_bytes)) for score in SCORES)
+        yield from ((2e-5, 0.0, AutoSwap(score, min_bytes)) for score in SCORES)
     if mode != "swap":
-        yield 3e-8, Memonger(min_bytes=min_bytes)
-        yield 3e-8, ActivationBudget(min_bytes=min_bytes)
-        yield 3e-8, SuperNeurons(mode, early=True, min_bytes=min_bytes)
-    yield 1.5e-7, TENSILE(mode, min_bytes=min_bytes)
-    yield 3e-6, Capuchin(mode, min_bytes=min_bytes)
+        yield 3e-5, 0.0, Memonger(min_bytes=min_bytes)
+        yield 0.0, 3e-8, ActivationBudget(min_bytes=min_bytes)
+        yield 0.0, 3e-8, SuperNeurons(mode, early=True, min_bytes=min_bytes)
+    yield 0.0, 1.5e-7, TENSILE(mode, min_bytes=min_bytes)
+    yield 0.0, 3e-6, Capuchin(mode, min_bytes=min_bytes)
 
 
 def everything(program: Program, mode: str, min_bytes: int) -> Rows:

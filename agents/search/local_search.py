@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.planner import Candidates, Rows, rows_for
+from agents.planner import Candidates, Rows, residency, rows_for
 from agents.search import local_moves as of
 from agents.search.local_moves import Gaps, PlanArrays, Scratch
-from simulator.compiled.encoding import BEFORE, TENSOR
+from simulator.compiled.encoding import AFTER, BEFORE, KIND, RECOMPUTE, TENSOR, WHEN
 from simulator.compiled.engine import Engine
 from simulator.modes import KEPT, RECOMPUTED, SWAPPED, ways_to_empty
 from simulator.program import Gap, Program
 
-CLOCK = 8  # calls between two looks at the clock; more while these take less than TICK
+CLOCK = 8  # calls to the first look at the clock; twice as many to the next while they take less than TICK, or half
 TICK = 2e-3  # seconds
 
 Floats = NDArray[np.float64]
@@ -98,9 +98,11 @@ class Moves:
     def reset(self, rows: Rows) -> None:
         """Makes this the plan of ``rows`` (int64[k, 6]), of gaps that are candidates."""
         self._now = self._empty()
-        for row in rows:
-            i = self.index[int(row[TENSOR]), int(row[BEFORE])]
-            of.put(self._now, self._gaps.nbytes, self._scratch.differ, i, True, np.asarray(row, np.int64))
+        which = [self.index[key] for key in map(tuple, rows[:, [TENSOR, BEFORE]].tolist())]
+        self._now.rows[which], self._now.on[which] = rows, True
+        early = (rows[:, KIND] == RECOMPUTE) & (rows[:, WHEN] >= 0)
+        where = np.stack([rows[:, AFTER], np.where(early, rows[:, WHEN], rows[:, BEFORE])], 1)
+        self._now.load[:] = residency(self._live_bytes, where, self._gaps.nbytes[which])
         self._scratch.differ[0] = -1
 
     def plan(self) -> Rows:
@@ -183,7 +185,7 @@ def anneal(
     spent, few, why = 0.0, CLOCK // 2, of.DONE
     while why == of.DONE and (calls is None or state[of.STEP] < calls):
         then, now = now, time.monotonic()
-        few = 2 * few if now - then < TICK else max(few // 2, CLOCK)
+        few = 2 * few if now - then < TICK else max(few // 2, 1)
         if until is not None:
             spent = (now - begin) / max(until - begin, 1e-9)
             if spent >= 1:

@@ -19,6 +19,7 @@ from itertools import count, repeat
 import numpy as np
 from numpy.typing import NDArray
 
+from agents.deadline import in_time
 from agents.floor import Floor, floor
 from agents.planner import MIB, PlannerInfo, Rows, check_budget, finish, infeasible, row_of
 from agents.search.annealing import half_way, start
@@ -73,6 +74,7 @@ class LPRound:
         self.seconds, self.jobs = seconds, jobs
         self.simulator_calls = 0
 
+    @in_time
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
         """The best plan found; raises Infeasible where the floor proves that there is none, or none was found."""
         until = None if self.seconds is None else time.monotonic() + self.seconds

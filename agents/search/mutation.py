@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from agents.deadline import in_time
 from agents.planner import MIB, Candidates, PlannerInfo, Rows, check_budget, finish, infeasible
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
@@ -186,6 +187,7 @@ class Mutation:
         self.elites, self.rate = elites, rate
         self.simulator_calls = 0
 
+    @in_time
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
         """The best plan found; raises Infeasible where no walk found one, or none can."""
         from envs.task import Task

@@ -21,6 +21,7 @@ from bisect import bisect_left, bisect_right
 import numpy as np
 from numpy.typing import NDArray
 
+from agents.deadline import in_time
 from agents.planner import MIB, PlannerInfo, Rows, check_budget, finish, infeasible
 from agents.search.rerun_moves import BANNED, FROM, LOCKED, NODE, OWNER, TO, WORKSPACE, Tables, anneal, counting, tables
 from agents.search.ruin_recreate import RuinRecreate
@@ -63,6 +64,7 @@ class RerunSearch:
         self.seconds, self.kicks, self.min_bytes, self.seed = seconds, kicks, min_bytes, seed
         self.simulator_calls = 0
 
+    @in_time
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
         """The best plan found; raises Infeasible where there is none, or none was found."""
         until = time.monotonic() + self.seconds

@@ -52,10 +52,7 @@ class RuinRecreate:
         self.limit, self.budget, self.patience = limit, calls, patience
         self.engine = Engine(program, machine, 2**62, iterations=1)  # each iteration of such a plan is like the first
         self._rows = rows_for(self.gaps, RECOMPUTED)
-        self._open: list[list[int]] = [[] for _ in program.kernels]
-        for i, g in enumerate(self.gaps):
-            for k in range(g.after, g.before + 1):
-                self._open[k].append(i)
+        _, self._after, self._before = np.array(self.gaps, np.int64).reshape(-1, 3).T
         self._rng = random.Random(seed)
 
     @property
@@ -124,7 +121,8 @@ class RuinRecreate:
         excess, ns = self._excess(state)
         while excess.any():
             total, best_worth = int(excess.sum()), 0.0
-            for i in self._open[int(excess.argmax())]:
+            k = int(excess.argmax())
+            for i in np.flatnonzero((self._after <= k) & (k <= self._before)).tolist():
                 old = int(state[i])
                 for way in (*ways, FILLED):
                     if way == old:

@@ -34,6 +34,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 import agents
+from agents.deadline import TimeUp, within
 from agents.floor import Floor, floor
 from agents.planner import small
 from agents.search.annealing import everything
@@ -43,7 +44,6 @@ from experiments.common.report import Row
 from experiments.plan import on_card, times
 from experiments.plan.background_capture import Captures, opened
 from experiments.plan.max_batch import MOST, BatchError
-from experiments.validate_gpu.deadline import TimeUp, within
 from simulator import simulate
 from simulator.compiled.engine import Engine
 from simulator.files import write_json, write_text

@@ -38,6 +38,7 @@ from rich.console import Console
 from rich.table import Table
 
 import agents
+from agents.deadline import TimeUp, within
 from executor import CaptureError, ReplayError, open_backend, replay
 from executor.calibrate import calibrate
 from executor.capture.profile import ProfileError, measure, path_of, with_profile
@@ -45,7 +46,6 @@ from executor.replay.backend import BackendError
 from experiments.common import help
 from experiments.validate_gpu import largest_batch, pytorch_baselines
 from experiments.validate_gpu.clocks import watched
-from experiments.validate_gpu.deadline import TimeUp, within
 from experiments.validate_gpu.flags import deterministic, report
 from experiments.validate_gpu.networks import MIB, give_back, host_bytes, made
 from experiments.validate_gpu.plots import batches, scatter, timelines

@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 import agents
+from agents.deadline import TimeUp, within
 from executor import PlannedStep, StepError
 from executor.capture.captured import Captured
 from executor.capture.profile import ProfileError, measure, with_profile
 from executor.capture.state import CaptureError
 from executor.memory.engines import line
 from experiments.common.bisection import largest
-from experiments.validate_gpu.deadline import TimeUp, within
 from experiments.validate_gpu.networks import MIB, Network, build, cap_memory, give_back, host_bytes, made, own_batch
 from experiments.validate_gpu.pytorch_baselines import CACHE, LATE, METHODS, OURS, Counter, Levels, Record
 from simulator import Machine, OutOfMemory, Plan

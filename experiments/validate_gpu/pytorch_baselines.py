@@ -35,6 +35,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import agents
+from agents.deadline import TimeUp, within
 from executor import PlannedStep, StepError
 from executor.capture.profile import Cache, ProfileError, measure, with_profile
 from executor.capture.state import CaptureError
@@ -42,7 +43,6 @@ from executor.memory.engines import line
 from executor.memory.pinned import CUDA
 from experiments.common.bisection import largest
 from experiments.validate_gpu.clocks import watched
-from experiments.validate_gpu.deadline import TimeUp, within
 from experiments.validate_gpu.networks import MIB, Network, build, give_back, in_turns, made, timed
 from experiments.validate_gpu.offload import Offload
 from simulator import Machine, Plan, Program, simulate

@@ -1,7 +1,7 @@
 """A training step of any length that no model need make: a stack of transformer blocks, as a program.
 
-Large programs are drawn from it (``figure=growth``). Sizes and times are those of a block of width ``WIDTH`` on a GPU of
-100 TFLOPS and 1 TB/s, so that a copy over PCIe takes as long as some ten kernels do.
+``figure=growth`` has large programs of it. Sizes and times are those of blocks of width ``WIDTH`` on 100 TFLOPS
+and 1 TB/s, so that a copy over PCIe takes as long as some ten kernels do.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def stack(kernels: int) -> Program:
         nbytes = sum(tensors[t].nbytes for t in reads + writes)
         flops = 2 * TOKENS * WIDTH * WIDTH * weights
         ns = round(max(flops / OPS_PER_S, nbytes / BYTES_PER_S) * 1e9)
-        made.append(Kernel(name, kind, phase, tuple(reads), tuple(writes), ns, 0, flops, nbytes, phase != "optimizer"))  # type: ignore[arg-type]
+        again = phase != "optimizer"
+        made.append(Kernel(name, kind, phase, tuple(reads), tuple(writes), ns, 0, flops, nbytes, again))  # type: ignore[arg-type]
 
     x = tensor("input", ACTIVATION, "input", True)
     results: list[list[int]] = []  # of each block, its input first
@@ -76,7 +77,8 @@ def stack(kernels: int) -> Program:
             for r in reads:
                 if r not in grads:
                     grads[r] = tensor(f"{b}.{name}.grad{r}", tensors[here[r]].nbytes, "gradient")
-            kernel(of, kind, "backward", [mine, *(here[r] for r in reads), *own, *again], [grads[r] for r in reads], weights)
+            inputs = [mine, *(here[r] for r in reads), *own, *again]
+            kernel(of, kind, "backward", inputs, [grads[r] for r in reads], weights)
         grad = grads[0]
     for name, weight, state, made_grad in updates:
         kernel(name, "optimizer", "optimizer", [made_grad, weight, state], [weight, state])

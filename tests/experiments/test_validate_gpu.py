@@ -12,10 +12,10 @@ import pytest
 import torch
 from rich.console import Console
 
+from agents.deadline import TimeUp, within
 from executor.capture.profile import ProfileError
 from experiments.validate_gpu import __main__ as validate_gpu, networks, pytorch_baselines, training
 from experiments.validate_gpu.__main__ import Case, Record, main, make_plans, summary
-from experiments.validate_gpu.deadline import TimeUp, within
 from experiments.validate_gpu.networks import BLOCKS, NETWORKS, build, in_turns, timed
 from experiments.validate_gpu.pytorch_baselines import Counter, Levels, Unreachable
 from experiments.validate_gpu.settings import COMPARING, ON_HOST, Settings, UsageError, parse
