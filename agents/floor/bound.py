@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,20 +90,16 @@ def floor(
     max_gaps = max(int(LARGEST[mode] * detail**0.5), 1) if max_gaps is None else max_gaps
     live_bytes = np.array(program.live_bytes, dtype=np.int64)
     nbytes = [t.nbytes for t in program.tensors]
-    lowest, past, n = live_bytes.copy(), Past(program), len(program.kernels)
+    past, n = Past(program), len(program.kernels)
     empty = {}  # gap: the kernels at which it can be empty
     for g in program.gaps(1):
         at = past.away(g)
         empty[g] = spans(*g[1:], n) if mode != "recompute" else (slice(at.start, at.stop),) if at else ()
-        for span in empty[g]:
-            lowest[span] -= nbytes[g.tensor]
+    lowest = live_bytes - _away(((nbytes[g.tensor], empty[g]) for g in empty), n)
     least_bytes = int(lowest.max())
     least = _least(sorted((nbytes[g.tensor] for g in empty if empty[g]), reverse=True), max_gaps)
     gaps = [g for g in empty if empty[g] and nbytes[g.tensor] >= least]
-    for g in empty:
-        if nbytes[g.tensor] < least:
-            for span in empty[g]:
-                live_bytes[span] -= nbytes[g.tensor]
+    live_bytes -= _away(((nbytes[g.tensor], empty[g]) for g in empty if nbytes[g.tensor] < least), n)
     none = np.zeros(len(gaps))
     if least_bytes > limit or live_bytes.max() <= limit or not detail:
         return Floor(least_bytes <= limit, least_bytes, program.ideal_ns, 0.0, tuple(gaps), none, none)
@@ -138,6 +135,17 @@ def floor(
     overhead = iteration / program.ideal_ns - 1 if program.ideal_ns else 0.0
     swapped, recomputed = problem.fractions(solution.x)
     return Floor(True, least_bytes, iteration, overhead, tuple(gaps), swapped, recomputed)
+
+
+def _away(gaps: Iterable[tuple[int, tuple[slice, ...]]], n: int) -> NDArray[np.int64]:
+    """int64[n]: bytes that are away at each kernel, of gaps of so many bytes at some spans of kernels."""
+    change = np.zeros(n + 1, dtype=np.int64)
+    for nbytes, where in gaps:
+        for span in where:
+            change[span.start] += nbytes
+            change[span.stop] -= nbytes
+    away: NDArray[np.int64] = change[:n].cumsum()
+    return away
 
 
 def _least(sizes: list[int], most: int) -> int:

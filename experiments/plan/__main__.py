@@ -24,7 +24,7 @@ if __name__ == "__main__":
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,7 +65,9 @@ SEARCH_NAME, FASTER_NAME, ROUNDING_NAME = "search", "for faster kernels", "LP ro
 CAPTURE, FLOOR, LARGEST = "capturing", "the floor", "the largest batch"  # what else is done
 # Of the seconds: of all published methods of a kind, of each; of LP rounding, of each search, of the largest batch.
 KIND, EACH, ROUNDING, SEARCH, FASTER, BATCHES = 0.15, 0.15, 0.3, 0.1, 0.1, 0.15
-PER_KERNEL, LEAST = 2e-3, 2.0  # seconds by default
+PER_KERNEL, LEAST, LONGEST = 2e-3, 2.0, 40.0  # seconds by default: by the kernels, within these
+HUGE = 20_000  # kernels: then those methods come first whose time does not grow with their square, and families end in time
+QUICK = ("autoswap_doa", "memonger")
 GAPS, DETAIL = 800, 0.15  # of a floor of its own, beside that of LP rounding
 LOADING = 6.0  # with fewer seconds no network is loaded: its libraries alone take some
 WAIT = 3  # times the seconds: so long captures and the floor are waited for
@@ -95,7 +97,10 @@ def main(cfg: DictConfig) -> None:
             program, origins, card, arithmetic = captures.step()
             known = replace(known, said=f"{known.said} {arithmetic}".strip())
         limit = limit_bytes(cfg.memory, program, "memory") if card is None else card.limit
-        task, seconds = (program, machine, limit), seconds or max(PER_KERNEL * len(program.kernels), LEAST)
+        task, seconds = (
+            (program, machine, limit),
+            seconds or min(max(PER_KERNEL * len(program.kernels), LEAST), LONGEST),
+        )
         with report.RunDirectory(cli.path(cfg, "out"), f"plan-{program.name}") as out:
             if captures is not None and look:
                 captures.look(program, memory or limit, card.beside if card else 0)
@@ -249,7 +254,8 @@ def planned(
     for kind, family in PUBLISHED.items():
         if mode in (kind, "joint"):
             names = [name for name in report.heuristics() if agents.PLANNERS[name].moves in (kind, "joint")]
-            names.sort(key=lambda name: (name in LAST, name not in FIRST))
+            first = QUICK if len(program.kernels) >= HUGE else FIRST
+            names.sort(key=lambda name: (name in LAST, name not in first))
             begin(family)
             found.append(best_of(family, names, task, kind, seed, EACH * seconds, KIND * seconds))
     begin(SEARCH_NAME)
@@ -264,8 +270,9 @@ def planned(
         faster = ForFaster(starts, error, None, mode, small(program), seed, FASTER * seconds)
         found.append(best_of(FASTER_NAME, [faster], task, mode, seed))
     begin(FLOOR)
-    floors: list[Floor] = [rounding.floor]  # type: ignore[attr-defined]
-    floors.append(floor(program, machine, limit, mode, GAPS, DETAIL, False, WAIT * seconds))
+    floors: list[Floor] = [getattr(rounding, "floor", quick)]
+    with suppress(TimeUp), within(min(WAIT * seconds, LONGEST)):
+        floors.append(floor(program, machine, limit, mode, GAPS, DETAIL, False, WAIT * seconds))
     bound = max(floors, key=lambda f: (not f.feasible, f.iteration_ns))
     return [replace(b, row=report.certified(b.row, bound) if b.row else None) for b in found], bound
 
@@ -290,10 +297,11 @@ def best_of(
         planner = asked
         if isinstance(planner, str):
             planner = report.made(planner, seed=seed, mode=mode, seconds=each, min_bytes=small(task[0]))
-        if time.monotonic() - begin > together and any(row["feasible"] for row, _ in rows):
+        huge = len(task[0].kernels) >= HUGE
+        if time.monotonic() - begin > together and (huge or any(row["feasible"] for row, _ in rows)):
             out.append(planner.name)
             continue
-        budget = not isinstance(asked, str) or "seconds" in agents.options(asked)
+        budget = not isinstance(asked, str) or "seconds" in agents.options(asked) or (huge and asked in QUICK)
         try:
             with nullcontext() if budget else within(each):
                 rows.append(report.score_with(planner, *task, seed, mode))

@@ -9,11 +9,13 @@ How it works, and in which order to read these files, is in README.md.
 from __future__ import annotations
 
 import copy
+import gc
 import multiprocessing
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -400,6 +402,11 @@ class Engine:
                 return engine.timeline(plan, limit_until)
             finally:
                 self.calls += engine.calls
+        with _no_collections():
+            return self._timeline(plan, limit_until)
+
+    def _timeline(self, plan: Plan, limit_until: int | None) -> Timeline:
+        """``timeline`` of a plan that was checked, with this engine's variants."""
         schedule = lower(self.program, plan)
         check_room(schedule, self.machine, self.limit, len(schedule.residency) if limit_until is None else limit_until)
         rows, work = rows_of(plan.decisions), self._work
@@ -415,6 +422,18 @@ class Engine:
         read = read_log(log[:n_log], plan.decisions, schedule)
         issue_ns = schedule.issued * self.machine.issue_ns
         return Timeline.assemble(self.program, self.limit, required, *read, period, issue_ns)
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Without garbage collections: they would look through very many objects, half of the time, and find nothing."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def rerun_ns(program: Program, gaps: Sequence[Gap]) -> Ints:
