@@ -66,7 +66,7 @@ CAPTURE, FLOOR, LARGEST = "capturing", "the floor", "the largest batch"  # what 
 # Of the seconds: of all published methods of a kind, of each; of LP rounding, of each search, of the largest batch.
 KIND, EACH, ROUNDING, SEARCH, FASTER, BATCHES = 0.15, 0.15, 0.3, 0.1, 0.1, 0.15
 PER_KERNEL, LEAST, LONGEST = 2e-3, 2.0, 40.0  # seconds by default: by the kernels, within these
-HUGE = 20_000  # kernels: then those methods come first whose time does not grow with their square, and families end in time
+HUGE = 20_000  # kernels: then methods come first whose time does not grow with their square, and families end in time
 QUICK = ("autoswap_doa", "memonger")
 GAPS, DETAIL = 800, 0.15  # of a floor of its own, beside that of LP rounding
 LOADING = 6.0  # with fewer seconds no network is loaded: its libraries alone take some
@@ -97,10 +97,8 @@ def main(cfg: DictConfig) -> None:
             program, origins, card, arithmetic = captures.step()
             known = replace(known, said=f"{known.said} {arithmetic}".strip())
         limit = limit_bytes(cfg.memory, program, "memory") if card is None else card.limit
-        task, seconds = (
-            (program, machine, limit),
-            seconds or min(max(PER_KERNEL * len(program.kernels), LEAST), LONGEST),
-        )
+        task = program, machine, limit
+        seconds = seconds or min(max(PER_KERNEL * len(program.kernels), LEAST), LONGEST)
         with report.RunDirectory(cli.path(cfg, "out"), f"plan-{program.name}") as out:
             if captures is not None and look:
                 captures.look(program, memory or limit, card.beside if card else 0)
