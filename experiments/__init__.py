@@ -34,7 +34,13 @@ def importing() -> None:
 
 
 def begun() -> None:
-    """Ctrl-C is an exception again, and SIGTERM is one, too: what the command does is to be undone."""
+    """Ctrl-C is an exception again, and SIGTERM is one, too: what the command does is to be undone. What a terminal
+    cannot show is a question mark there, and what is closed takes everything."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))
+        elif hasattr(getattr(sys, name), "reconfigure"):
+            getattr(sys, name).reconfigure(errors="replace")
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _terminate)
     if signal.getsignal(signal.SIGINT) is _stop:

@@ -72,48 +72,51 @@ def main(cfg: DictConfig) -> None:
     folder = out / f"{settings.encoder}-{net_seed}"
     for made in (out / "programs", out / "times", folder):
         made.mkdir(parents=True, exist_ok=True)
-    drawn_from = [networks for programs, networks in sets for _ in range(programs)]  # of each program
-    count = len(drawn_from)
-    todo = [(out, drawn_from[i], seed, i, each) for i in range(count) if timed(out, i) < each]
-    run(capture_one, todo, jobs, "capturing programs", lambda _: None)
-    with Lines(out / "lessons-0.jsonl") as lines:
-        tasks = [(out, seed, i, j) for j in range(each) for i in range(count)]  # more of them: the first ones stay
-        run(plan_one, tasks[lines.count :], jobs, "planning tasks", lines.add)
+    with report.held(out):
+        drawn_from = [networks for programs, networks in sets for _ in range(programs)]  # of each program
+        count = len(drawn_from)
+        todo = [(out, drawn_from[i], seed, i, each) for i in range(count) if timed(out, i) < each]
+        run(capture_one, todo, jobs, "capturing programs", lambda _: None)
+        with Lines(out / "lessons-0.jsonl") as lines:
+            tasks = [(out, seed, i, j) for j in range(each) for i in range(count)]  # more of them: the first ones stay
+            run(plan_one, tasks[lines.count :], jobs, "planning tasks", lines.add)
 
-    log, net = report.console(stderr=True), None
-    for round_ in range(rounds + 1):
-        if round_ and net is not None:
-            save_weights(net, folder / f"round-{round_ - 1}.pt")
-            with Lines(out / f"lessons-{round_}.jsonl") as lines:
-                before = (out / f"lessons-{round_ - 1}.jsonl").read_text().splitlines()
-                tasks = [(out, line, folder / f"round-{round_ - 1}.pt", i) for i, line in enumerate(before)]
-                run(plan_again, tasks[lines.count :], jobs, "planning them with the network", lines.add)
-        lessons = [lesson for lesson in read_lessons(out, round_) if lesson.teaches]
-        kept = [lesson for lesson in lessons if family(lesson) in held_out][:VALIDATED]
-        examples = [learning.Example(lesson) for lesson in lessons if family(lesson) not in held_out]
-        if not examples or not kept:
-            raise cli.UsageError(f"{out}: too few tasks to learn from, or none to validate with; make more programs")
-        if net is None:
-            net = learning.network(examples, settings, net_seed)
-        log.print(f"round {round_}: {len(examples)} tasks to learn from, {len(kept)} to validate with")
+        log, net = report.console(stderr=True), None
+        for round_ in range(rounds + 1):
+            if round_ and net is not None:
+                save_weights(net, folder / f"round-{round_ - 1}.pt")
+                with Lines(out / f"lessons-{round_}.jsonl") as lines:
+                    before = (out / f"lessons-{round_ - 1}.jsonl").read_text().splitlines()
+                    tasks = [(out, line, folder / f"round-{round_ - 1}.pt", i) for i, line in enumerate(before)]
+                    run(plan_again, tasks[lines.count :], jobs, "planning them with the network", lines.add)
+            lessons = [lesson for lesson in read_lessons(out, round_) if lesson.teaches]
+            kept = [lesson for lesson in lessons if family(lesson) in held_out][:VALIDATED]
+            examples = [learning.Example(lesson) for lesson in lessons if family(lesson) not in held_out]
+            if not examples or not kept:
+                raise cli.UsageError(
+                    f"{out}: too few tasks to learn from, or none to validate with: make more programs"
+                )
+            if net is None:
+                net = learning.network(examples, settings, net_seed)
+            log.print(f"round {round_}: {len(examples)} tasks to learn from, {len(kept)} to validate with")
 
-        bar = report.progress(log)
-        shown = bar.add_task("training", total=settings.epochs)
+            bar = report.progress(log)
+            shown = bar.add_task("training", total=settings.epochs)
 
-        def watch(entry: dict[str, Any], round_: int = round_, bar: Progress = bar, shown: TaskID = shown) -> None:
-            bar.update(shown, completed=entry["epoch"])
-            log.print(
-                f"epoch {entry['epoch']}: loss {entry['loss']:.4f}, {entry['validation']:.3f} points above the best"
-            )
-            with (folder / "log.jsonl").open("a") as file:
-                file.write(json.dumps({"round": round_, **entry}) + "\n")
+            def watch(entry: dict[str, Any], round_: int = round_, bar: Progress = bar, shown: TaskID = shown) -> None:
+                bar.update(shown, completed=entry["epoch"])
+                log.print(
+                    f"epoch {entry['epoch']}: loss {entry['loss']:.4f}, {entry['validation']:.3f} points above the best"
+                )
+                with (folder / "log.jsonl").open("a") as file:
+                    file.write(json.dumps({"round": round_, **entry}) + "\n")
 
-        state = folder / f"state-{round_}.pt"
-        with bar:
-            net = learning.train(net, examples, kept, settings, net_seed + 1000 * round_, state, watch)
-    weights = cli.path(cfg, "weights") or folder / "policy.pt"
-    save_weights(net, weights)
-    print(weights)
+            state = folder / f"state-{round_}.pt"
+            with bar:
+                net = learning.train(net, examples, kept, settings, net_seed + 1000 * round_, state, watch)
+        weights = cli.path(cfg, "weights") or folder / "policy.pt"
+        save_weights(net, weights)
+        print(weights)
 
 
 def check_set(i: int, entry: Any) -> tuple[int, list[Network]]:

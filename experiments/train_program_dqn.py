@@ -64,44 +64,47 @@ def main(cfg: DictConfig) -> None:
     if tuning.tasks != 1 or calls <= (tuning.iterations + 1) * tuning.walks + tuning.guide_calls:
         raise cli.UsageError("tuning: expected one task, and fewer episodes than there are calls")
     out.mkdir(parents=True, exist_ok=True)
-    log, cases = report.console(stderr=True), None
-    for seed in seeds:
-        weights, state = out / f"weights-{seed}.pt", out / f"state-{seed}.pt"
-        if weights.exists():
-            continue
-        cases = cases or drawn(files, count, most, cli.integer(cfg, "data_seed"))
-        learner = Learner(cases, config, int(seed))
-        if state.exists():
-            learner.load(state)
-        train(learner, state, out / f"log-{seed}.jsonl", log)
-        save_weights(learner.net, weights)
-    rows: list[Row] = []
-    for seed in seeds:
-        net, path = read_weights(out / f"weights-{seed}.pt", QNet, WHAT), out / f"results-{seed}.jsonl"
-        found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        done = {(r["workload"], r["machine"], r["limit_fraction"]) for r in found}
-        left = [one for one in tested(cfg) if (one[0].name, one[1].name, one[2]) not in done]
-        with report.progress() as bar:
-            shown = bar.add_task("planning", total=len(left))
-            for program, machine, fraction in left:
-                bar.update(shown, description=f"planning {program.name} on {machine.name}, {fraction:.0%}")
-                found += compared(net, program, machine, fraction, config, tuning, calls, planners, int(seed))
-                write_text(path, "".join(json.dumps(row) + "\n" for row in found))
-                bar.advance(shown)
-        rows += found
-    means = summarised(rows)
-    write_json(out / "program_dqn.json", {
-        "command": report.command(), "training": asdict(config), "tuning": asdict(tuning), "calls": calls,
-        "trained_s": {str(seed): trained_s(out / f"log-{seed}.jsonl") for seed in seeds},
-        "means": means, "rows": rows,
-    }, indent=1)  # fmt: skip
-    table = Table("method", "calls", "gap, points: mean", "median", "range of the seeds' means", "no plan", box=None)
-    for m in means:
-        low, high = min(m["seeds"]), max(m["seeds"])
-        table.add_row(m["method"], f"{m['calls']:,}", f"{m['mean']:.2f}", f"{m['median']:.2f}",
-                      f"{low:.2f} to {high:.2f}", str(m["infeasible"]))  # fmt: skip
-    report.console().print(table)
-    print(out)
+    with report.held(out):
+        log, cases = report.console(stderr=True), None
+        for seed in seeds:
+            weights, state = out / f"weights-{seed}.pt", out / f"state-{seed}.pt"
+            if weights.exists():
+                continue
+            cases = cases or drawn(files, count, most, cli.integer(cfg, "data_seed"))
+            learner = Learner(cases, config, int(seed))
+            if state.exists():
+                learner.load(state)
+            train(learner, state, out / f"log-{seed}.jsonl", log)
+            save_weights(learner.net, weights)
+        rows: list[Row] = []
+        for seed in seeds:
+            net, path = read_weights(out / f"weights-{seed}.pt", QNet, WHAT), out / f"results-{seed}.jsonl"
+            found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+            done = {(r["workload"], r["machine"], r["limit_fraction"]) for r in found}
+            left = [one for one in tested(cfg) if (one[0].name, one[1].name, one[2]) not in done]
+            with report.progress() as bar:
+                shown = bar.add_task("planning", total=len(left))
+                for program, machine, fraction in left:
+                    bar.update(shown, description=f"planning {program.name} on {machine.name}, {fraction:.0%}")
+                    found += compared(net, program, machine, fraction, config, tuning, calls, planners, int(seed))
+                    write_text(path, "".join(json.dumps(row) + "\n" for row in found))
+                    bar.advance(shown)
+            rows += found
+        means = summarised(rows)
+        write_json(out / "program_dqn.json", {
+            "command": report.command(), "training": asdict(config), "tuning": asdict(tuning), "calls": calls,
+            "trained_s": {str(seed): trained_s(out / f"log-{seed}.jsonl") for seed in seeds},
+            "means": means, "rows": rows,
+        }, indent=1)  # fmt: skip
+        table = Table(
+            "method", "calls", "gap, points: mean", "median", "range of the seeds' means", "no plan", box=None
+        )
+        for m in means:
+            low, high = min(m["seeds"]), max(m["seeds"])
+            table.add_row(m["method"], f"{m['calls']:,}", f"{m['mean']:.2f}", f"{m['median']:.2f}",
+                          f"{low:.2f} to {high:.2f}", str(m["infeasible"]))  # fmt: skip
+        report.console().print(table)
+        print(out)
 
 
 def drawn(files: list[Path], count: int, most: int, seed: int) -> list[Case]:

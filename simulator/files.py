@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import glob
 import gzip
 import json
 import os
 import re
 import stat
 import tempfile
+import time
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -18,11 +20,16 @@ import yaml
 
 T = TypeVar("T")
 MOST_BYTES = 2**29  # of a file, once it is no longer compressed
+LONGEST = 500  # characters of a message that quotes a file
+FORGOTTEN = 3600.0  # seconds after which nobody writes to a temporary file any more
 MOST_LEVELS = 32  # of nesting in YAML
 
 
 class FormatError(ValueError):
-    """A file or dictionary from outside is malformed; the message names the entry."""
+    """A file or dictionary from outside is malformed; the message names the entry, and is never longer than LONGEST."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message if len(message) <= LONGEST else message[: LONGEST - 3] + "...")
 
 
 def fields(
@@ -181,6 +188,9 @@ def write_whole(path: str | Path, write: Callable[[IO[bytes]], object]) -> None:
     """A file as ``write`` fills it, or nothing: to a temporary name beside it, then renamed."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    for left in path.parent.glob(f".{glob.escape(path.name)}.????????"):  # by writes that were killed
+        if time.time() - left.stat().st_mtime > FORGOTTEN:
+            left.unlink(missing_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:

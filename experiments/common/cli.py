@@ -9,7 +9,9 @@ working directory) wherever they take a preset, in sweeps too.
 
 from __future__ import annotations
 
+import atexit
 import difflib
+import errno
 import functools
 import inspect
 import json
@@ -46,6 +48,7 @@ from simulator.plan import PlanError
 from simulator.program import Program
 
 T = TypeVar("T")
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EPIPE)  # a full disk or quota; a pipe without a reader
 
 CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"
 MOVED = {f"agent.{old}": f"agent.{new}" for old, new in RENAMED.items()}  # keys of older versions
@@ -91,6 +94,7 @@ def entry(
             files: dict[str, str] = {}
             try:
                 begun()
+                atexit.register(last_words)
                 warm.start()
                 ray_launcher.register()
                 os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach this function, which explains them
@@ -118,6 +122,10 @@ def entry(
                 refuse(re.sub(rf"{OWN}\d+", lambda option: files.get(option[0], option[0]), str(error)))
             except KeyboardInterrupt as stop:
                 stopped(stop)
+            except OSError as error:
+                if error.errno not in NO_ROOM:
+                    raise
+                refuse(unwritten(error))
 
         return command
 
@@ -147,6 +155,24 @@ def expected_errors() -> tuple[type[Exception], ...]:
 def sentence(error: object) -> str:
     """An error's message on one line, without what Hydra and OmegaConf add for their own users."""
     return " ".join(str(error).partition("See https://")[0].partition("full_key:")[0].split())
+
+
+def unwritten(error: OSError) -> str:
+    """Says what could not be written. The standard output is not written to any more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    if error.errno == errno.EPIPE:
+        return "nobody reads the output any more; what files were written are whole"
+    where = f"{error.filename}: " if error.filename else ""
+    return f"{where}cannot be written ({error.strerror}); what files were written are whole"
+
+
+def last_words() -> None:
+    """At the end of a command: what is left of the output, which may fail as well."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        print(f"error: {unwritten(error)}", file=sys.stderr, flush=True)
+        os._exit(2)
 
 
 def refuse(error: object) -> NoReturn:

@@ -43,7 +43,8 @@ from executor import CaptureError, ReplayError, open_backend, replay
 from executor.calibrate import calibrate
 from executor.capture.profile import ProfileError, measure, path_of, with_profile
 from executor.replay.backend import BackendError
-from experiments.common import help
+from experiments.common import cli, help
+from experiments.common.report import held
 from experiments.validate_gpu import largest_batch, pytorch_baselines
 from experiments.validate_gpu.clocks import watched
 from experiments.validate_gpu.flags import deterministic, report
@@ -383,6 +384,17 @@ def main(words: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     out = Path(settings.out or f"runs/validate_gpu-{time.strftime('%Y%m%d-%H%M%S')}")
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        with held(out):
+            return measured(settings, base, out)
+    except cli.UsageError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def measured(settings: Settings, base: Machine, out: Path) -> int:
+    """Everything, in a directory of its own; returns the exit status."""
     record, machine = Record(out, settings.seconds, Console(width=None if sys.stdout.isatty() else 150)), None
     try:
         with planning(settings.workers) as pool:

@@ -1,0 +1,205 @@
+"""Hostile files and kills, at random: ``python -m tests.faults N [SEED]`` (CI has the few of test_faults.py).
+
+Each of N rounds changes a valid file as a stranger would (bytes flipped or cut, entries dropped, doubled, of another
+kind or size, nested without end), and reads it: what comes back is a value, or one sentence. One round in ``KILLS``
+kills a small training at random moments and resumes it: it ends as a run that nobody stopped, to the byte, and all that
+lies in its directory is whole. Rounds that were not so are printed with their seeds, and the status is 1.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from agents.learned.policy_net import PolicyNet
+from agents.learned.training_state import TrainingStateError, read_training_state, read_weights, write_training_state
+from experiments.common import cli
+from experiments.rerun import repeated
+from simulator import FormatError, Machine, Plan, PlanError, Program, Swap, simulate
+from simulator.files import read_json, write_json
+from simulator.pool.files import load
+from simulator.timeline import Timeline
+from tests.tiny import PROGRAM
+
+ROOT = Path(__file__).resolve().parent.parent
+REFUSED = (FormatError, PlanError, TrainingStateError, cli.UsageError)
+KILLS = 500  # rounds for each of which one is a kill
+ODD: tuple[Any, ...] = (
+    None, True, -1, 0, 1, 2**31, 2**63, 2**400, -(2**63), 0.5, float("nan"), float("inf"), "", "x", "\x1b[2J",
+    "../../x", "${oc.env:HOME}", [], {}, [[]], {"_target_": "os.mkdir"}, "1e999", "é" * 50,
+)  # fmt: skip
+Reader = Callable[[Path], object]
+
+
+def stirred(rng: random.Random, data: Any) -> Any:
+    """JSON data with one entry, anywhere in it, that is another: a value of ODD, a neighbour's, none, twice, nested."""
+    data = copy.deepcopy(data)
+    places: list[tuple[Any, Any]] = []
+    pending = [data]
+    while pending:
+        here = pending.pop()
+        for key in list(here) if isinstance(here, dict) else range(len(here)):
+            places.append((here, key))
+            if isinstance(here[key], (dict, list)):
+                pending.append(here[key])
+    where, key = rng.choice(places)
+    what = rng.randrange(6)
+    if what == 0:
+        del where[key]
+    elif what == 1:
+        other, at = rng.choice(places)
+        where[key] = copy.deepcopy(other[at]) if (other, at) != (where, key) else None
+    elif what == 2 and isinstance(where, list):
+        where.insert(key, copy.deepcopy(where[key]))
+    elif what == 3 and isinstance(where, dict):
+        where[str(rng.choice(ODD))] = where[key]
+    elif what == 4:
+        for _ in range(rng.choice((2, 40))):
+            where[key] = [where[key]]
+    else:
+        where[key] = rng.choice(ODD)
+    return data
+
+
+def damaged(rng: random.Random, raw: bytes) -> bytes:
+    """The bytes with some flipped, cut off, doubled, or put elsewhere."""
+    at, end = sorted(rng.randrange(len(raw) + 1) for _ in range(2))
+    what = rng.randrange(5)
+    if what == 0:
+        return raw[:at]
+    if what == 4:
+        return raw[:at] + b"[" * 100_000 + raw[at:]
+    if what == 1:
+        return raw[:end] + raw[at:]
+    if what == 2:
+        return raw[:at] + raw[end:]
+    out = bytearray(raw)
+    for _ in range(rng.choice((1, 1, 8))):
+        out[rng.randrange(len(out))] ^= 1 << rng.randrange(8)
+    return bytes(out)
+
+
+class Files:
+    """Valid files of every kind, each with what reads it."""
+
+    def __init__(self, folder: Path) -> None:
+        plan = Plan.of(PROGRAM, (Swap(0, 0, 7),))
+        machine = Machine("m", 10**9, 10**9, 10**9)
+        write_json(folder / "timeline.json", simulate(PROGRAM, Plan(), machine, PROGRAM.peak_bytes).to_dict())
+        PROGRAM.save(folder / "program.json")
+        plan.save(folder / "plan.json")
+        (folder / "machine.yaml").write_text(yaml.safe_dump(machine.to_dict()))
+        (folder / "workload.yaml").write_text("family: vgg\nname: vgg16\nbatch: 2\n")
+        write_json(folder / "summary.json", {
+            "command": ["python", "-m", "experiments.evaluate"], "config": {"limits": [0.5], "planners": ["none"]},
+            "versions": {},
+        })  # fmt: skip
+        (folder / "blocks.csv").write_text("id,lower,upper,size\n0,0,3,4\n1,1,2,8\n")
+        write_training_state(folder / "checkpoint.pt", {"weights": torch.ones(8), "episodes": [1, 2]})
+        weights = Path(sys.modules[PolicyNet.__module__].__file__ or "").with_name("policy.pt")
+        (folder / "policy.pt").write_bytes(weights.read_bytes())
+        self.readers: dict[str, Reader] = {
+            "program.json": lambda path: Program.load(path).gaps(),
+            "plan.json": lambda path: Plan.load(path).check(PROGRAM),
+            "timeline.json": Timeline.load,
+            "machine.yaml": Machine.load,
+            "workload.yaml": cli._workload_file,
+            "summary.json": lambda path: repeated(path.parent),
+            "blocks.csv": load,
+            "checkpoint.pt": read_training_state,
+            "policy.pt": lambda path: read_weights(path, PolicyNet, "the policy"),
+        }
+        self.raw = {name: (folder / name).read_bytes() for name in self.readers}
+
+    def changed(self, rng: random.Random, name: str) -> bytes:
+        """A file as a stranger has it."""
+        raw = self.raw[name]
+        if name.endswith((".pt", ".csv")) or rng.random() < 0.3:
+            return damaged(rng, raw)
+        data = json.loads(raw) if name.endswith(".json") else yaml.safe_load(raw)
+        for _ in range(rng.choice((1, 1, 2, 5))):
+            data = stirred(rng, data) if data else data
+        return (json.dumps(data) if name.endswith(".json") else yaml.safe_dump(data)).encode()
+
+
+def read(files: Files, folder: Path, seed: int) -> str | None:
+    """One file is changed and read; what is wrong with how that ends, or None."""
+    rng = random.Random(seed)
+    name = rng.choice(sorted(files.readers))
+    path, kept = folder / name, sorted(os.listdir(folder))
+    path.write_bytes(files.changed(rng, name))
+    try:
+        files.readers[name](path)
+    except REFUSED as error:
+        said = str(error)
+        if "\n" in said.strip() or not said.strip() or len(said) > 1000 or not said.replace("\n", " ").isprintable():
+            return f"{name}: no sentence: {said[:200]!r}"
+    except Exception as error:  # a bug: it would be a traceback
+        return f"{name}: {type(error).__name__}: {str(error)[:200]}"
+    finally:
+        path.write_bytes(files.raw[name])
+    left = sorted(os.listdir(folder))
+    return None if left == kept else f"{name}: left {set(left) ^ set(kept)}"
+
+
+def killed(folder: Path, seed: int) -> str | None:
+    """A training is killed at random, as often as it takes, and resumed; what is wrong with the end, or None."""
+    rng = random.Random(seed)
+    PROGRAM.save(folder / "step.json")
+    words = [sys.executable, "-m", "experiments.train_dqn", "program=step.json", "limit=0.5", "planners=[]",
+             "agent.mode=swap", "agent.episodes=24"]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+    def start(where: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([*words, where], env=environment, cwd=folder, stdout=subprocess.DEVNULL,
+                                stderr=subprocess.PIPE)  # fmt: skip
+
+    whole = start("out=whole")
+    _, said = whole.communicate()
+    if whole.returncode:
+        return f"a run that nobody stops: {said.decode()[-300:]}"
+    for _ in range(20):
+        process = start("resume=cut" if (folder / "cut" / "checkpoint.pt").exists() else "out=cut")
+        try:
+            process.wait(rng.uniform(2, 20))
+        except subprocess.TimeoutExpired:
+            process.send_signal(rng.choice((signal.SIGKILL, signal.SIGTERM, signal.SIGINT)))
+            process.wait()
+            for path in (folder / "cut").glob("*.json"):
+                read_json(path)
+        else:
+            break
+    plans = [(folder / name / "plan.json").read_bytes() for name in ("whole", "cut")]
+    return None if plans[0] == plans[1] else "the plan of the run that was resumed is another"
+
+
+def main(words: list[str]) -> int:
+    """The command."""
+    count, seed = int(words[0]) if words else 1000, int(words[1]) if len(words) > 1 else 0
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        files = Files(Path(folder))
+        found = {f"python -m tests.faults 1 {i}": read(files, Path(folder), i) for i in range(seed, seed + count)}
+    for i in range(seed, seed + count // KILLS):
+        with tempfile.TemporaryDirectory() as folder:
+            found[f"kill {i}"] = killed(Path(folder), i)
+    wrong = [f"{which}: {why}" for which, why in found.items() if why]
+    print(*wrong, f"{len(found):,} rounds, {len(wrong)} wrong, in {time.monotonic() - begin:.0f} s", sep="\n")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
