@@ -17,7 +17,7 @@ from simulator.program import Program
 def quick(planner: Any, program: Program, machine: Machine, limit: int) -> tuple[Plan | None, int]:
     """A plan in the mode of ``planner``, and in its name; None: these have none. And the simulator calls it took."""
     calls, plan = 0, None
-    mode = getattr(planner, "mode", planner.facts.moves)
+    mode = planner.mode if hasattr(planner, "mode") else planner.facts.moves
     for heuristic in _heuristics(mode, planner.min_bytes):
         try:
             plan = replace(heuristic.plan(program, machine, limit), planner=planner.name)

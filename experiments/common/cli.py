@@ -162,8 +162,8 @@ def unwritten(error: OSError) -> str:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     if error.errno == errno.EPIPE:
         return "nobody reads the output any more; what files were written are whole"
-    where = f"{error.filename}: " if error.filename else ""
-    return f"{where}cannot be written ({error.strerror}); what files were written are whole"
+    where = error.filename or "the output"
+    return f"{where} cannot be written ({error.strerror}); what files were written are whole"
 
 
 def last_words() -> None:

@@ -129,6 +129,14 @@ def score_with(
     workspace: Workspace = False, named: str = "",
 ) -> tuple[Row, Plan | None]:  # fmt: skip
     """``score`` of a planner that is made; the row has its name, or another one."""
+    return scored(planner, program, machine, limit, seed, mode, workspace, named)[:2]
+
+
+def scored(
+    planner: agents.Planner, program: Program, machine: Machine, limit: int, seed: int, mode: str | None = None,
+    workspace: Workspace = False, named: str = "",
+) -> tuple[Row, Plan | None, Timeline | None]:  # fmt: skip
+    """``score_with``, and the plan's timeline."""
     start = time.perf_counter()
     plan, why = None, ""
     try:
@@ -144,7 +152,8 @@ def score_with(
     # A plan can be for less than was asked: the addresses of smartpool+autoswap hold under its own limit only.
     timeline = simulator.simulate(program, plan, machine, min(limit, plan.limit)) if plan is not None else None
     calls, mode = planner.simulator_calls, mode or "joint"
-    return row(program, machine, limit, named or planner.name, seed, timeline, spent, calls, why, mode, workspace), plan
+    found = row(program, machine, limit, named or planner.name, seed, timeline, spent, calls, why, mode, workspace)
+    return found, plan, timeline
 
 
 def score_plan(

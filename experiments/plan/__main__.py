@@ -54,6 +54,7 @@ from simulator.plan import Plan
 from simulator.pool.card import CardPeak, of_program
 from simulator.program import Program
 from simulator.report import Origins, report as page_of
+from simulator.timeline import Timeline
 
 if TYPE_CHECKING:  # Matplotlib takes long to import
     from experiments.plan.summary import Answer, Best, Largest
@@ -65,8 +66,8 @@ SEARCH_NAME, FASTER_NAME, ROUNDING_NAME = "search", "for faster kernels", "LP ro
 CAPTURE, FLOOR, LARGEST = "capturing", "the floor", "the largest batch"  # what else is done
 # Of the seconds: of all published methods of a kind, of each; of LP rounding, of each search, of the largest batch.
 KIND, EACH, ROUNDING, SEARCH, FASTER, BATCHES = 0.15, 0.15, 0.3, 0.1, 0.1, 0.15
-PER_KERNEL, LEAST, LONGEST = 2e-3, 2.0, 40.0  # seconds by default: by the kernels, within these
-HUGE = 20_000  # kernels: then methods come first whose time does not grow with their square, and families end in time
+PER_KERNEL, LEAST, LONGEST = 2e-3, 2.0, 30.0  # seconds by default: by the kernels, within these
+HUGE = 50_000  # kernels: then methods come first that do not grow with their square, and only these searches are made
 QUICK = ("autoswap_doa", "memonger")
 GAPS, DETAIL = 800, 0.15  # of a floor of its own, beside that of LP rounding
 LOADING = 6.0  # with fewer seconds no network is loaded: its libraries alone take some
@@ -258,11 +259,13 @@ def planned(
             found.append(best_of(family, names, task, kind, seed, EACH * seconds, KIND * seconds))
     begin(SEARCH_NAME)
     together = 0.0 if seconds < LOADING else math.inf
-    found.append(best_of(SEARCH_NAME, SEARCHES, task, mode, seed, SEARCH * seconds, together))
+    huge = len(program.kernels) >= HUGE
+    searches = SEARCHES[:1] if huge else SEARCHES
+    found.append(best_of(SEARCH_NAME, searches, task, mode, seed, SEARCH * seconds, together))
     begin(ROUNDING_NAME)
     rounding = report.made("lp_round", mode=mode, seconds=ROUNDING * seconds, seed=seed, min_bytes=small(program))
     found.append(best_of(ROUNDING_NAME, [rounding], task, mode, seed))
-    if error is not None:
+    if error is not None and not huge:
         begin(FASTER_NAME)
         starts = [b.plan for b in found if b.plan is not None]
         faster = ForFaster(starts, error, None, mode, small(program), seed, FASTER * seconds)
@@ -290,27 +293,25 @@ def best_of(
     from experiments.plan.summary import Best
 
     begin, out = time.monotonic(), []
-    rows: list[tuple[Row, Plan | None]] = []
+    rows: list[tuple[Row, Plan | None, Timeline | None]] = []
     for asked in planners:
         planner = asked
         if isinstance(planner, str):
             planner = report.made(planner, seed=seed, mode=mode, seconds=each, min_bytes=small(task[0]))
         huge = len(task[0].kernels) >= HUGE
-        if time.monotonic() - begin > together and (huge or any(row["feasible"] for row, _ in rows)):
+        if time.monotonic() - begin > together and (huge or any(row["feasible"] for row, *_ in rows)):
             out.append(planner.name)
             continue
         budget = not isinstance(asked, str) or "seconds" in agents.options(asked) or (huge and asked in QUICK)
         try:
             with nullcontext() if budget else within(each):
-                rows.append(report.score_with(planner, *task, seed, mode))
+                rows.append(report.scored(planner, *task, seed, mode))
         except TimeUp:
             out.append(planner.name)
     spent = time.monotonic() - begin
     if not rows:
         return Best(family, None, None, None, spent, tuple(out))
-    row, plan = min(rows, key=lambda entry: _rank(*entry))
-    program, machine, limit = task
-    timeline = None if plan is None or not row["feasible"] else simulate(program, plan, machine, min(limit, plan.limit))
+    row, plan, timeline = min(rows, key=lambda entry: _rank(*entry[:2]))
     return Best(family, row, None if timeline is None else plan, timeline, spent, tuple(out))
 
 

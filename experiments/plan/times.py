@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from agents.search.other_times import OtherTimes, Spread, TimesError
+from agents.search.other_times import DRAWS, OtherTimes, Spread, TimesError
 from experiments.common import cli
 from simulator.kernel_times import scaled
 from simulator.machine import Machine
@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # Matplotlib takes long to import
 KINDS = ("modelled", "measured")
 ROOM = 0.01  # of the ideal time: how much dearer, as is believed, a plan may be that costs less if the times are others
 TIE = 1e-4  # of the ideal time
+MOST = 1_000_000  # kernels of all the programs whose times are drawn, together
 BETTER = "step_ms= makes the sum sure, a profile (executor.calibrate, measure) each of them"
 
 
@@ -96,7 +97,8 @@ def lasting(program: Program, times: Times) -> Program:
 
 def other_times(task: tuple[Program, Machine, int], error: TimesError | None, seed: int = 0) -> OtherTimes | None:
     """What the step of a task may be else; None where that is not known, or sure."""
-    return None if error is None else OtherTimes(*task, error, seed=seed)
+    draws = min(DRAWS, max(MOST // len(task[0].kernels), 2))
+    return None if error is None else OtherTimes(*task, error, draws, seed)
 
 
 def recommended(families: Sequence[Best], others: OtherTimes | None) -> Best | None:

@@ -6,9 +6,15 @@ import signal
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 
+import hydra
+import pytest
+
+from experiments.common import cli
 from experiments.common.report import LOCK
+from experiments.validate_gpu import __main__ as validate_gpu
 from tests.experiments.conftest import ROOT, Run
 
 
@@ -35,3 +41,27 @@ def test_a_directory_is_one_runs_at_a_time(run: Run, program_file: Path, tmp_pat
         assert done.returncode == 2 and "another run is at work in" in done.stderr
         assert [path.name for path in out.iterdir()] == [LOCK]
     assert run(*words).returncode == 0 and not (out / LOCK).exists()  # whoever had it has died
+
+
+@pytest.mark.parametrize("command", ["pretrain", "train_program_dqn", "validate_gpu"])
+def test_so_is_that_of_commands_that_go_on(
+    command: str,
+    program_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (out := tmp_path / "out").mkdir()
+    words = {"pretrain": [], "train_program_dqn": [f"programs={program_file.parent}"]}
+    with (out / LOCK).open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        if command == "validate_gpu":
+            assert validate_gpu.main(["backend=host", f"out={out}"]) == 2
+            assert "another run is at work in" in capsys.readouterr().err
+            return
+        with hydra.initialize_config_dir(str(cli.CONFIGS), version_base="1.3"):
+            cfg = hydra.compose(command, overrides=[*words[command], f"out={out}"])
+        main = import_module(f"experiments.{command}").main
+        task = dict(zip(main.__code__.co_freevars, main.__closure__, strict=True))["task"].cell_contents
+        with pytest.raises(cli.UsageError, match="another run is at work in"):
+            task(cfg)

@@ -1,0 +1,81 @@
+"""Blocks that end in time, and searches of large programs that come to nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import agents
+from agents import deadline
+from agents.deadline import TimeUp, in_time, within
+from agents.planner import Infeasible
+from simulator import Machine, Plan, Program, simulate
+from tests.tiny import LIMIT, MACHINE, PROGRAM
+
+
+class Search:
+    """A search that never ends, but for one that finds nothing."""
+
+    name, mode, min_bytes, simulator_calls = "search", "joint", 0, 0
+
+    def __init__(self, mode: str = "joint", ends: bool = False) -> None:
+        self.seconds: float | None = 0.2
+        self.mode, self.ends = mode, ends
+
+    @in_time
+    def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
+        while not self.ends:
+            pass
+        return Plan(planner=self.name, limit=limit)
+
+
+@pytest.fixture(autouse=True)
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deadline, "LARGE", len(PROGRAM.kernels))
+    monkeypatch.setattr(deadline, "SLACK", 1e-3)
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute", "joint"])
+def test_where_the_search_has_no_plan_in_time_a_quick_one_is_returned(mode: str) -> None:
+    search = Search(mode)
+    plan = search.plan(PROGRAM, MACHINE, LIMIT)
+    assert plan.planner == "search" and plan.decisions
+    assert search.seconds == 0.2 and search.simulator_calls
+    assert {d.kind for d in plan.decisions} <= ({mode} if mode != "joint" else {"swap", "recompute"})
+    simulate(PROGRAM, plan, MACHINE, LIMIT)
+
+
+def test_where_there_is_none_it_says_so() -> None:
+    with pytest.raises(Infeasible, match=r"search: found no plan of 'tiny' within 0\.2 s"):
+        Search().plan(PROGRAM, MACHINE, 60)
+
+
+def test_small_programs_and_searches_without_a_budget_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    search = Search(ends=True)
+    search.seconds = None
+    assert not search.plan(PROGRAM, MACHINE, LIMIT).decisions
+    search.seconds = 0.2
+    monkeypatch.setattr(deadline, "LARGE", len(PROGRAM.kernels) + 1)
+    assert not search.plan(PROGRAM, MACHINE, LIMIT).decisions
+
+
+@pytest.mark.parametrize("name", ["annealing", "lp_round", "policy_search", "mutation", "milp", "rerun_search"])
+def test_every_planner_with_seconds_keeps_them(name: str) -> None:
+    """There is a plan however little time there is."""
+    options: dict[str, Any] = {"min_bytes": 0, "seconds": 1e-3}
+    plan = agents.make(name, **options).plan(PROGRAM, MACHINE, LIMIT)
+    assert plan.planner == name
+    simulate(PROGRAM, plan, MACHINE, LIMIT)
+
+
+def test_blocks_within_blocks_end_with_the_first() -> None:
+    with pytest.raises(TimeUp), within(1e-2), within(60):
+        while True:
+            pass
+    with pytest.raises(TimeUp), within(2e-2):
+        with pytest.raises(TimeUp), within(1e-3):
+            while True:
+                pass
+        while True:  # the time of the one around it goes on
+            pass

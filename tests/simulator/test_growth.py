@@ -1,0 +1,99 @@
+"""What grows with the program, and not with its square, is what its definition says."""
+
+from __future__ import annotations
+
+import copy
+from random import Random
+
+import numpy as np
+import pytest
+
+from agents.heuristics.autoswap import submodular_weighted_duration, weighted_duration
+from agents.planner import Candidates
+from simulator import Program
+from simulator.compiled.engine import rerun_ns
+from simulator.decisions import can_recompute, cannot_recompute
+from simulator.schedule import lower, recompute_ns
+from tests.random_cases import plan_of, program_of
+
+PROGRAMS = [program_of(Random(seed), 40) for seed in range(60)]
+
+
+def reachable(program: Program, tensor: int, before: int) -> bool:
+    """Whether the writers of a tensor can run again: by looking for them."""
+    pending = [k for k in program.writes[tensor] if k < before]
+    seen = set(pending)
+    while pending:
+        w = pending.pop()
+        if not program.kernels[w].recomputable:
+            return False
+        for x in program.kernels[w].inputs:
+            changed = any(w <= k < before for k in program.writes[x])
+            if program.tensors[x].persistent:
+                if changed:
+                    return False
+            elif changed or program.accesses[x][-1] < before or x == tensor:
+                more = {k for k in program.writes[x] if k < w} - seen
+                seen |= more
+                pending += more
+    return True
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=range(len(PROGRAMS)))
+def test_what_can_run_again(program: Program) -> None:
+    gaps = [g for g in program.gaps() if not program.tensors[g.tensor].persistent]
+    possible = []
+    for g in gaps:
+        assert can_recompute(program, g.tensor, g.before) == reachable(program, g.tensor, g.before)
+        assert (cannot_recompute(program, *g) is None) == can_recompute(program, g.tensor, g.before)
+        possible += [g] if can_recompute(program, g.tensor, g.before) else []
+    assert rerun_ns(program, possible).tolist() == [recompute_ns(program, g) for g in possible]
+
+
+@pytest.mark.parametrize("program", PROGRAMS[:20], ids=range(20))
+def test_selection_by_areas(program: Program) -> None:
+    candidates, durations = Candidates(program, program.gaps()), np.diff(program.start_ns)
+    load, left, order = candidates.live_bytes.copy(), np.ones(len(candidates), bool), []
+    while left.any():  # the load after each selection, all scores anew
+        scores = np.where(left, weighted_duration(candidates, load, durations), -np.inf)
+        order.append((best := int(scores.argmax()), float(scores[best])))
+        left[best] = False
+        candidates.empty(load, best)
+    assert list(submodular_weighted_duration(candidates, program)) == order
+    for limit in range(int(candidates.least), program.peak_bytes + 1, 50):
+        load, few = candidates.live_bytes.copy(), []
+        for i, _ in order:
+            if load.max() <= limit:
+                break
+            candidates.empty(load, i)
+            few.append(i)
+        assert candidates.first((i for i, _ in order), limit).tolist() == few
+        assert (candidates.residency(np.array(few, np.int64)) == load).all()
+
+
+def test_bytes_on_the_host() -> None:
+    """From a copy's issue until the tensor is back, and on to the next gap that finds the copy valid."""
+    for seed, program in enumerate(PROGRAMS):
+        plan = plan_of(Random(seed), program, reruns=False)
+        schedule, n = lower(program, plan), len(program.kernels)
+        swaps = sorted(schedule.moved, key=lambda d: d.after)
+        held = [set[int]() for _ in range(n)]
+
+        def after(begin: int, end: int, n: int = n) -> list[int]:
+            return [k % n for k in range(begin + 1, (end if end > begin else end + n) + 1)]
+
+        for d in swaps:
+            mine = [other for other in swaps if other.tensor == d.tensor]
+            following = mine[(mine.index(d) + 1) % len(mine)]
+            there = after(d.copied_at, schedule.returns[d])
+            if program.tensors[d.tensor].persistent or following.after > d.after:
+                between = after(d.copied_at, following.copied_at)
+                if not set(between) & set(program.writes[d.tensor]):
+                    there += between
+            for k in there:
+                held[k].add(d.tensor)
+        assert list(schedule.on_host) == [sum(program.tensors[t].nbytes for t in ts) for ts in held]
+
+
+def test_a_program_is_not_copied() -> None:
+    assert copy.deepcopy({"program": PROGRAMS[0]})["program"] is PROGRAMS[0]

@@ -1,0 +1,84 @@
+"""A few of the faults of ``python -m tests.faults``; outputs that cannot be written; what killed writes leave."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments import begun
+from simulator import FormatError, Program
+from simulator.files import FORGOTTEN, LONGEST, write_text
+from tests.faults import ROOT, Files, read
+from tests.tiny import PROGRAM
+
+
+def test_changed_files_are_a_value_or_a_sentence(tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    assert [why for seed in range(200) if (why := read(files, tmp_path, seed))] == []
+
+
+def test_what_is_no_sentence_is_found(tmp_path: Path) -> None:
+    """The check itself: a reader that raises anything, leaves a file, or quotes without end."""
+    files = Files(tmp_path)
+
+    def quotes(path: Path) -> None:
+        raise FormatError("\x1b[2J")
+
+    def leaves(path: Path) -> None:
+        path.with_suffix(".part").touch()
+
+    for reader, why in ((lambda path: {}["x"], "KeyError"), (quotes, "no sentence"), (leaves, "left")):
+        files.readers = dict.fromkeys(files.readers, reader)
+        assert why in str(read(files, tmp_path, 0))
+        (tmp_path / "program.part").unlink(missing_ok=True)
+
+
+def test_messages_end() -> None:
+    with pytest.raises(FormatError) as caught:
+        Program.from_dict({**PROGRAM.to_dict(), "x" * 10_000: 1})
+    assert len(str(caught.value)) == LONGEST
+
+
+@pytest.mark.parametrize("where", ["full", "unread", "closed"])
+def test_an_output_that_cannot_be_written_is_a_sentence(where: str) -> None:
+    words = [sys.executable, "-m", "experiments.evaluate", "--cfg", "job"]
+    if where == "full" and not Path("/dev/full").exists():
+        pytest.skip("there is no /dev/full")
+    if where == "closed":
+        words = ["sh", "-c", 'exec "$@" >&-', "sh", *words]
+    reads, writes = os.pipe()
+    os.close(reads)
+    with open("/dev/full" if where == "full" else os.devnull, "w") as file:
+        done = subprocess.run(words, stdout=writes if where == "unread" else file, stderr=subprocess.PIPE, text=True,
+                              cwd=ROOT, check=False)  # fmt: skip
+    os.close(writes)
+    whole = "what files were written are whole\n"
+    said = {"full": f"error: the output cannot be written (No space left on device); {whole}",
+            "unread": f"error: nobody reads the output any more; {whole}", "closed": ""}  # fmt: skip
+    assert (done.returncode, done.stderr) == (0 if where == "closed" else 2, said[where])
+
+
+def test_a_terminal_that_lacks_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", None)
+    begun()
+    print("1 µs – 2")
+    print("nothing", file=sys.stderr)
+    out.flush()
+    assert out.buffer.getvalue() == b"1 ?s ? 2\n"  # type: ignore[attr-defined]
+
+
+def test_what_killed_writes_left_goes_with_a_later_one(tmp_path: Path) -> None:
+    old, new, other = (tmp_path / name for name in (".a.json.12345678", ".a.json.87654321", ".b.json.12345678"))
+    for path in (old, new, other):
+        path.touch()
+    for path in (old, other):
+        os.utime(path, (path.stat().st_mtime - FORGOTTEN - 60,) * 2)
+    write_text(tmp_path / "a.json", "x")
+    assert sorted(tmp_path.iterdir()) == [new, other, tmp_path / "a.json"]
