@@ -1,25 +1,16 @@
-"""A limit on the time of a block of code, and planners that keep within their ``seconds`` at every size of program."""
+"""A limit on the time of a block of code."""
 
 from __future__ import annotations
 
-import copy
-import functools
 import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
-
-from simulator.machine import Machine
-from simulator.plan import Plan
-from simulator.program import Program
 
 AGAIN = 3.0  # seconds after which it is raised once more, should something have caught it
-LARGE = 5_000  # kernels: what comes before the search of a smaller program takes no time to speak of
-PART, SLACK = 0.95, 0.5  # of the seconds that are left, what a search takes for itself; seconds until it is broken off
 
 
 class TimeUp(BaseException):
@@ -57,39 +48,3 @@ def within(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
         if outer:
             signal.setitimer(signal.ITIMER_REAL, max(outer - (time.monotonic() - begin), 1e-3), AGAIN)
-
-
-Search = Callable[[Any, Program, Machine, int], Plan]
-
-
-def in_time(plan: Search) -> Search:
-    """Decorator of the ``plan`` of a planner with ``seconds``: of a large program it first makes a quick plan, which is
-    returned where the search has none in the time that is left."""
-
-    @functools.wraps(plan)
-    def run(self: Any, program: Program, machine: Machine, limit: int) -> Plan:
-        if self.seconds is None or len(program.kernels) < LARGE:
-            return plan(self, program, machine, limit)
-        from agents.heuristics.quick import quick
-
-        until, search = time.monotonic() + self.seconds, copy.copy(self)
-        first, calls = quick(self, program, machine, limit)
-        left = until - time.monotonic()
-        if first is not None and left <= 0:
-            self.simulator_calls = calls
-            return first
-        search.seconds = max(PART * left, 1e-2)
-        try:
-            with within(max(left, 0) + SLACK):
-                return plan(search, program, machine, limit)
-        except TimeUp:
-            if first is None:
-                from agents.planner import Infeasible
-
-                raise Infeasible(f"{self.name}: found no plan of {program.name!r} within {self.seconds} s") from None
-            return first
-        finally:
-            self.__dict__ |= search.__dict__ | {"seconds": self.seconds}
-            self.simulator_calls += calls
-
-    return run

@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import agents
-from agents.deadline import LARGE, in_time
 from agents.exact.milp_model import Recomputation, ZeroOne
 from agents.floor import floor
 from agents.planner import (
@@ -42,6 +41,7 @@ from agents.planner import (
     plans_of,
     ways_of,
 )
+from agents.search.in_time import LARGE, in_time
 from agents.search.ruin_recreate import RuinRecreate
 from simulator.compiled.encoding import AFTER, RECOMPUTE, SWAP, SYNC_SWAP, WHEN
 from simulator.compiled.engine import Engine

@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from agents.deadline import in_time
 from agents.heuristics.autoswap import SCORES, AutoSwap
 from agents.heuristics.capuchin import Capuchin
 from agents.heuristics.memonger import Memonger
@@ -25,6 +24,7 @@ from agents.heuristics.pytorch import ActivationBudget
 from agents.heuristics.superneurons import SuperNeurons
 from agents.heuristics.tensile import TENSILE
 from agents.planner import MIB, Planner, PlannerInfo, Rows, check_budget, finish, infeasible, plans_of, ways_of
+from agents.search.in_time import in_time
 from agents.search.local_search import Moves, anneal, check_heat
 from simulator.compiled.engine import Engine, cores
 from simulator.machine import Machine

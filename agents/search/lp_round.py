@@ -19,10 +19,10 @@ from itertools import count, repeat
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.deadline import in_time
 from agents.floor import Floor, floor
 from agents.planner import MIB, PlannerInfo, Rows, check_budget, finish, infeasible, row_of
 from agents.search.annealing import half_way, start
+from agents.search.in_time import in_time
 from agents.search.local_search import Moves, anneal, since_write
 from simulator.compiled.encoding import AFTER, BEFORE, EXTRA, KIND, NEVER, RECOMPUTE, SWAP, TENSOR, WHEN
 from simulator.compiled.engine import Engine, cores

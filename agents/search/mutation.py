@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.deadline import in_time
 from agents.planner import MIB, Candidates, PlannerInfo, Rows, check_budget, finish, infeasible
+from agents.search.in_time import in_time
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
 from simulator.modes import check_mode, least_residency

@@ -21,8 +21,8 @@ from bisect import bisect_left, bisect_right
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.deadline import in_time
 from agents.planner import MIB, PlannerInfo, Rows, check_budget, finish, infeasible
+from agents.search.in_time import in_time
 from agents.search.rerun_moves import BANNED, FROM, LOCKED, NODE, OWNER, TO, WORKSPACE, Tables, anneal, counting, tables
 from agents.search.ruin_recreate import RuinRecreate
 from simulator.compiled.encoding import Ints, decisions_of, rows_of

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 import agents
-from agents import deadline
-from agents.deadline import TimeUp, in_time, within
+from agents.deadline import TimeUp, within
 from agents.planner import Infeasible
+from agents.search import in_time as module
+from agents.search.in_time import in_time
 from simulator import Machine, Plan, Program, simulate
 from tests.tiny import LIMIT, MACHINE, PROGRAM
 
@@ -32,8 +33,8 @@ class Search:
 
 @pytest.fixture(autouse=True)
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deadline, "LARGE", len(PROGRAM.kernels))
-    monkeypatch.setattr(deadline, "SLACK", 1e-3)
+    monkeypatch.setattr(module, "LARGE", len(PROGRAM.kernels))
+    monkeypatch.setattr(module, "SLACK", 1e-3)
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute", "joint"])
@@ -56,7 +57,7 @@ def test_small_programs_and_searches_without_a_budget_are_left_alone(monkeypatch
     search.seconds = None
     assert not search.plan(PROGRAM, MACHINE, LIMIT).decisions
     search.seconds = 0.2
-    monkeypatch.setattr(deadline, "LARGE", len(PROGRAM.kernels) + 1)
+    monkeypatch.setattr(module, "LARGE", len(PROGRAM.kernels) + 1)
     assert not search.plan(PROGRAM, MACHINE, LIMIT).decisions
 
 
