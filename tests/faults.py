@@ -32,6 +32,7 @@ from simulator import FormatError, Machine, Plan, PlanError, Program, Swap, simu
 from simulator.files import read_json, write_json
 from simulator.pool.files import load
 from simulator.timeline import Timeline
+from tests.experiments.conftest import chain
 from tests.tiny import PROGRAM
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -158,7 +159,7 @@ def read(files: Files, folder: Path, seed: int) -> str | None:
 def killed(folder: Path, seed: int) -> str | None:
     """A training is killed at random, as often as it takes, and resumed; what is wrong with the end, or None."""
     rng = random.Random(seed)
-    PROGRAM.save(folder / "step.json")
+    chain().save(folder / "step.json")
     words = [sys.executable, "-m", "experiments.train_dqn", "program=step.json", "limit=0.5", "planners=[]",
              "agent.mode=swap", "agent.episodes=24"]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
