@@ -13,7 +13,6 @@ of the least workspace; true, under that plan the fastest that fit the memory it
 
 from __future__ import annotations
 
-import fcntl
 import json
 import platform
 import re
@@ -37,6 +36,7 @@ import agents
 import simulator
 from agents.floor import Floor
 from agents.heuristics.workspace import least_workspaces, plan_with_variants, with_fastest_variants
+from experiments.common import lock
 from experiments.common.cli import UsageError, expected_errors
 from simulator.compiled import warm
 from simulator.compiled.engine import rows_of
@@ -59,7 +59,6 @@ Workspace = Literal["least"] | bool
 SEARCHES = "search and exact"  # the family of planners that are no published heuristics
 SLOW = ("autoswap_bo", "home", "smartpool+autoswap")  # heuristics that search for long, or plan addresses
 MB = 1e6
-LOCK = ".lock"  # of a run directory, while a run is at work in it
 INPUT = "input"  # the folder of a run directory with a copy of the file that it worked on, where that is no program
 VERSIONS = ("torch", "torch-geometric", "stable-baselines3", "sb3-contrib", "numpy", "numba", "gymnasium", "hydra-core")
 
@@ -378,24 +377,12 @@ def staged(stages: Mapping[str, float], still: bool = False) -> Iterator[Callabl
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """A folder that one run at a time writes results to; free again when the process dies. Where the file system has no
-    locks, nothing is held.
-
-    Raises:
-        UsageError: another run has it.
-    """
-    lock = (folder / LOCK).open("ab")
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(f"out: another run is at work in {folder}; name another directory, or wait") from None
-        except OSError:
-            pass
-        try:
+    """``lock.held``; raises UsageError where another run has the folder."""
+    try:
+        with lock.held(folder):
             yield
-        finally:
-            (folder / LOCK).unlink(missing_ok=True)
+    except lock.Busy as error:
+        raise UsageError(str(error)) from None
 
 
 class RunDirectory:

@@ -43,8 +43,8 @@ from executor import CaptureError, ReplayError, open_backend, replay
 from executor.calibrate import calibrate
 from executor.capture.profile import ProfileError, measure, path_of, with_profile
 from executor.replay.backend import BackendError
-from experiments.common import cli, help
-from experiments.common.report import held
+from experiments.common import help
+from experiments.common.lock import Busy, held
 from experiments.validate_gpu import largest_batch, pytorch_baselines
 from experiments.validate_gpu.clocks import watched
 from experiments.validate_gpu.flags import deterministic, report
@@ -388,7 +388,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         with held(out):
             return measured(settings, base, out)
-    except cli.UsageError as error:
+    except Busy as error:
         print(error, file=sys.stderr)
         return 2
 

@@ -13,7 +13,7 @@ import hydra
 import pytest
 
 from experiments.common import cli
-from experiments.common.report import LOCK
+from experiments.common.lock import LOCK
 from experiments.validate_gpu import __main__ as validate_gpu
 from tests.experiments.conftest import ROOT, Run
 
