@@ -52,7 +52,7 @@ def main(cfg: DictConfig) -> None:
         "mode": mode,
         "calls": cli.integer(cfg, "calls", least=1) if cfg.calls is not None else None,
         "seconds": cli.number(cfg, "seconds") if cfg.seconds is not None else None,
-        "min_bytes": cli.integer(cfg, "min_bytes") if cfg.min_bytes is not None else None,
+        "min_bytes": cli.size(cfg, "min_bytes") if cfg.min_bytes is not None else None,
     }
     workspace = cfg.workspace
     if not (isinstance(workspace, bool) or workspace == "least"):

@@ -37,7 +37,7 @@ def main(cfg: DictConfig) -> None:
     from agents.learned.dqn import check_reachable
 
     seed, steps, tracker = cli.integer(cfg, "seed"), cli.integer(cfg, "steps", least=1), chosen(cfg)
-    mode, min_bytes = cli.choice(cfg, "mode", MODES), cli.integer(cfg, "min_bytes")
+    mode, min_bytes = cli.choice(cfg, "mode", MODES), cli.size(cfg, "min_bytes")
     names = report.planner_names(cli.values(cfg, "planners")) if cfg.planners else []
     algorithm = HydraConfig.get().runtime.choices["algo"]
     agent = f"sb3_{algorithm}"

@@ -273,9 +273,48 @@ def _table(title: str, keys: list[str], columns: list[dict[str, int]], names: Ma
         yield f"{name(key):{width}}" + "".join(f"{size(column.get(key, 0)):>16}" for column in columns)
 
 
+UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One unit for all bytes on a page. What it says of sums and differences is that of the rounded figures.
+
+    Attributes:
+        nbytes: of the unit.
+        digits: after the point.
+    """
+
+    nbytes: int
+    name: str
+    digits: int = 2
+
+    @classmethod
+    def of(cls, *told: int) -> Unit:
+        """That of the largest of these, with as many digits (2 to 5) as it takes to tell unequal ones apart."""
+        nbytes, name = next((unit for unit in UNITS if max(told) >= unit[0]), UNITS[-1])
+        for digits in range(2, 6):
+            unit = cls(nbytes, name, digits)
+            if len({unit.steps(n) for n in told}) == len(set(told)):
+                break
+        return unit
+
+    def __call__(self, nbytes: int) -> str:
+        steps = self.steps(nbytes)
+        return f"<{self.text(1)}" if nbytes and not steps else self.text(steps)
+
+    def steps(self, nbytes: int) -> int:
+        """Bytes in steps of the last digit."""
+        return round(nbytes * 10**self.digits / self.nbytes)
+
+    def text(self, steps: int) -> str:
+        """Steps of the last digit for people."""
+        return f"{steps / 10**self.digits:,.{self.digits}f} {self.name}"
+
+
 def size(nbytes: int) -> str:
     """Bytes for people."""
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+    for unit, name in UNITS:
         if nbytes >= unit:
             return f"{nbytes / unit:,.2f} {name}"
     return f"{nbytes} B"

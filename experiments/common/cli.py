@@ -41,6 +41,7 @@ from experiments import Terminated, begun
 from experiments.common import help, ray_launcher, submitit_logs, workers
 from simulator.compiled import warm
 from simulator.files import FormatError, read_yaml
+from simulator.limits import size_bytes
 from simulator.machine import Machine
 from simulator.plan import PlanError
 from simulator.program import Program
@@ -370,6 +371,11 @@ def integer(cfg: DictConfig, key: str, least: int = 0) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise UsageError(f"{key}: expected an integer of at least {least}, got {value!r}")
     return value
+
+
+def size(cfg: DictConfig, key: str) -> int:
+    """The bytes at a key: 0, a number, or a size such as 1MiB; raises FormatError where it is none."""
+    return 0 if cfg[key] == 0 else size_bytes(cfg[key], key, least=1)
 
 
 def number(cfg: DictConfig, key: str) -> float:
