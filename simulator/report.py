@@ -26,7 +26,7 @@ class Place(NamedTuple):
     """Where a kernel comes from."""
 
     module: str  # dotted path, "" for the model itself; the name of what is no module: "loss_fn", "step", "optimizer"
-    line: str  # "file.py:12"; "" where no line of the user's is known
+    line: str  # "package/file.py:12"; "" where no line of the user's is known
 
 
 class Origins(NamedTuple):
@@ -290,14 +290,12 @@ class Unit:
     digits: int = 2
 
     @classmethod
-    def of(cls, *told: int) -> Unit:
-        """That of the largest of these, with as many digits (2 to 5) as it takes to tell unequal ones apart."""
+    def of(cls, *told: int, apart: Iterable[tuple[int, int]] = ()) -> Unit:
+        """That of the largest of these; digits: 2, or up to 4 where it takes them to tell unequal pairs ``apart``."""
         nbytes, name = next((unit for unit in UNITS if max(told) >= unit[0]), UNITS[-1])
-        for digits in range(2, 6):
-            unit = cls(nbytes, name, digits)
-            if len({unit.steps(n) for n in told}) == len(set(told)):
-                break
-        return unit
+        units = [cls(nbytes, name, digits) for digits in (2, 3, 4)]
+        pairs = [pair for pair in apart if pair[0] != pair[1]]
+        return next((u for u in units if all(u.steps(a) != u.steps(b) for a, b in pairs)), units[-1])
 
     def __call__(self, nbytes: int) -> str:
         steps = self.steps(nbytes)
@@ -305,7 +303,7 @@ class Unit:
 
     def steps(self, nbytes: int) -> int:
         """Bytes in steps of the last digit."""
-        return round(nbytes * 10**self.digits / self.nbytes)
+        return round(nbytes * 10.0**self.digits / self.nbytes)
 
     def text(self, steps: int) -> str:
         """Steps of the last digit for people."""

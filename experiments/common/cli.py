@@ -38,7 +38,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from agents.learned.dqn_config import RENAMED
 from experiments import Terminated, begun
-from experiments.common import help, ray_launcher, submitit_logs, workers
+from experiments.common import help, ray_launcher, submitit_logs, sweep, workers
 from simulator.compiled import warm
 from simulator.files import FormatError, read_yaml
 from simulator.limits import size_bytes
@@ -57,24 +57,26 @@ class UsageError(ValueError):
 
 
 def entry(
-    config_name: str, positional: str | None = None
-) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
-    """Turns ``task(cfg)`` into the command of ``configs/<config_name>.yaml``.
+    config_name: str, positional: str | None = None, prepare: Callable[[list[str]], list[str]] = lambda words: words
+) -> Callable[[Callable[[DictConfig], Path | None]], Callable[[], None]]:
+    """Turns ``task(cfg)`` into the command of ``configs/<config_name>.yaml``; it returns its run directory, where a
+    sweep is to have it in its table.
 
     Single runs, sweeps (``-m``) and Hydra's launchers all go through it.
 
     Args:
         positional: the key that words without one stand for; several such words are a sweep over them.
+        prepare: what the words ``key=value`` stand for.
     """
 
-    def decorate(task: Callable[[DictConfig], None]) -> Callable[[], None]:
+    def decorate(task: Callable[[DictConfig], Path | None]) -> Callable[[], None]:
         typed: list[str] = []  # the words of the command line: what results record
 
         @functools.wraps(task)
-        def guarded(cfg: DictConfig) -> None:
+        def guarded(cfg: DictConfig) -> Path | None:
             sys.argv[:] = [f"experiments.{config_name}", *typed]  # which a launcher's process does not know
             try:
-                task(cfg)
+                return task(cfg)
             except Exception as error:
                 if not isinstance(error, expected_errors()):
                     raise
@@ -99,7 +101,7 @@ def entry(
                 if args.help:
                     help.show(help_text(config_name, str(sys.modules[task.__module__].__doc__), args.overrides))
                     return
-                overrides = keyed(args.overrides, positional) if positional else args.overrides
+                overrides = prepare(keyed(args.overrides, positional) if positional else args.overrides)
                 # Hydra's own parser wants the options before the overrides; here they come in any order.
                 options = [word for word in sys.argv[1:] if word not in args.overrides]
                 typed[:] = options + overrides
@@ -109,12 +111,15 @@ def entry(
                 check_overrides(config_name, overrides, args.multirun, args.config_dir, early)
                 sys.argv[1:] = options + overrides
                 if args.multirun:
-                    sys.argv.append(submitit_logs.OVERRIDE)
+                    sys.argv += [submitit_logs.OVERRIDE, sweep.OVERRIDE]
                 try:
                     hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(guarded)()
                 except ConfigCompositionException:
                     check_overrides(config_name, overrides, args.multirun, args.config_dir)  # names the nearest key
                     raise
+                finally:
+                    if args.multirun:
+                        sweep.shown()
             except (HydraException, OmegaConfBaseException, UsageError, FormatError) as error:
                 refuse(re.sub(rf"{OWN}\d+", lambda option: files.get(option[0], option[0]), str(error)))
             except KeyboardInterrupt as stop:
