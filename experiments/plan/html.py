@@ -21,6 +21,8 @@ from simulator.report import Unit
 from simulator.timeline import Timeline
 
 WIDTH, HEIGHT = 1000, 300  # of the picture, in its own units
+MANY = 4  # columns of a table: with more, its rows are blocks on a telephone
+CLASS = ' class="n"'
 POINTS = 500  # of a curve, across
 
 STYLE = """
@@ -42,6 +44,13 @@ th { color: var(--faint); font-weight: 600; white-space: nowrap; }
 .best td { font-weight: 700; }
 .wide td:first-child { white-space: nowrap; overflow-wrap: normal; }
 .wide td:last-child { min-width: 8rem; overflow-wrap: normal; }
+@media (max-width: 40rem) {  /* a telephone: a row of many columns is a block of lines, each with its head */
+  .many thead { display: none; }
+  .many tr { display: block; padding: .4rem 0; border-bottom: 1px solid var(--line); }
+  .many td { display: flex; justify-content: space-between; gap: 1rem; padding: 0; border: 0; min-width: 0; }
+  .many td::before { content: attr(data-head); color: var(--faint); font-weight: 400; }
+  .many td:empty { display: none; }
+}
 .bars { display: grid; grid-template-columns: max-content minmax(3rem, 1fr) max-content; gap: .25rem .75rem;
   align-items: center; font-size: .9rem; }
 .bar { height: .55rem; border-radius: 2px; margin: 1px 0; min-width: 1px; }
@@ -153,15 +162,19 @@ def _table(
 ) -> str:
     """A table; the columns in ``right`` are numbers."""
 
+    def cell(tag: str, i: int, text: str) -> str:
+        head = f' data-head="{escape(heads[i])}"' if tag == "td" else ""
+        return f"<{tag}{CLASS if i in right else ''}{head}>{escape(text)}</{tag}>"
+
     def row(tag: str, line: Sequence[str]) -> str:
-        return "".join(f'<{tag} class="n">{escape(text)}</{tag}>' if i in right else f"<{tag}>{escape(text)}</{tag}>"
-                       for i, text in enumerate(line))  # fmt: skip
+        return "".join(cell(tag, i, text) for i, text in enumerate(line))
 
     body = "".join(
         f'<tr class="{kinds[i]}">{row("td", line)}</tr>' if kinds and kinds[i] else f"<tr>{row('td', line)}</tr>"
         for i, line in enumerate(cells)
     )
-    return f'<div class="wide"><table><thead><tr>{row("th", heads)}</tr></thead><tbody>{body}</tbody></table></div>'
+    kind = "wide many" if len(heads) > MANY else "wide"
+    return f'<div class="{kind}"><table><thead><tr>{row("th", heads)}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _picture(limit: int, before: Timeline, after: Timeline | None, size: Unit) -> str:
