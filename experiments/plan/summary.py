@@ -182,8 +182,14 @@ def verdict(a: Answer) -> str:
                 f"it is the host that is too small for a plan: it has {size(a.machine.host_bytes)} for what is "
                 f"swapped, and {size(a.host)} would do (machine.host_bytes={-(-a.host // GIB)}GiB, if it has them)"
             )
+        elif counted := [b.card[0] for b in a.families if b.timeline is not None and b.card is not None]:
+            least = (
+                f"plans that fit the tensors leave holes that PyTorch's allocator cannot use: of those that were found one "
+                f"needs {size(min(counted))} of the card; seconds={rounded_up(4 * a.budget):g} may find a tighter one"
+            )
         else:
-            found = "" if a.reached_bytes is None else f"; the smallest limit with one is {size(a.reached_bytes)}"
+            reached = a.reached_bytes if a.reached_bytes is not None and a.reached_bytes > a.limit else None
+            found = "" if reached is None else f"; the smallest limit with one is {size(reached)}"
             least = f"no plan was found{found}, and none needs less than {size(a.least_bytes)}"
         return f"It does not fit: {over}, and {least}.{_instead(a)}"
     costs = overhead(a.best)

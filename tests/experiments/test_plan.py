@@ -241,6 +241,9 @@ def test_the_card_is_told_in_parts() -> None:
     assert "allocator rounds up and keeps 4.00 MiB" in said and "which a program file does not say" in said
     assert f"{a.size(card.nbytes)}, {a.size(card.nbytes - card.memory_bytes)} more" in words.verdict(a)
     assert said.split(".")[0] in pages(a)
+    holes = replace(a, best=None, families=(replace(a.best, card=(card.nbytes + MB, False)),), budget=2.0)
+    assert f"one needs {a.size(card.nbytes + MB)} of the card; seconds=10" in words.verdict(holes)
+    assert words.methods(holes)[1][0][-1] == "too fragmented for the card" and "no plan was" not in words.verdict(holes)
     unasked = replace(a, card=replace(card, memory_bytes=None, fits=None), memory=None)
     assert "Likely real on the card" in words.card(unasked)[0] and "a fraction of" in words.card(unasked)[-1]
     fits = replace(card, memory_bytes=card.nbytes - 1, fits=True)
