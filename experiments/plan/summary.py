@@ -184,8 +184,9 @@ def verdict(a: Answer) -> str:
             )
         elif counted := [b.card[0] for b in a.families if b.timeline is not None and b.card is not None]:
             least = (
-                f"plans that fit the tensors leave holes that PyTorch's allocator cannot use: of those that were found one "
-                f"needs {size(min(counted))} of the card; seconds={rounded_up(4 * a.budget):g} may find a tighter one"
+                "plans that fit the tensors leave holes that PyTorch's allocator cannot use: of those that were found "
+                f"one needs {size(min(counted))} of the card; seconds={rounded_up(4 * a.budget):g} may find a tighter "
+                "one"
             )
         else:
             reached = a.reached_bytes if a.reached_bytes is not None and a.reached_bytes > a.limit else None

@@ -51,6 +51,8 @@ def test_a_number_too_small_for_bytes_asks_whether_gib_were_meant(value: object)
     for parse in (lambda: limit_bytes(value, PROGRAM, "memory"), lambda: size_bytes(value, "memory")):
         with pytest.raises(FormatError, match=rf"^memory: {value} would be {value} bytes; was {value}GiB meant\?$"):
             parse()
+    tiny = Program("tiny", (Tensor("a", 1023),), PROGRAM.kernels)
+    assert value == 1.5 or limit_bytes(value, tiny) == int(value)
     assert limit_bytes(f"{value}GiB", PROGRAM) == float(value) * 2**30
     assert value == 1.5 or size_bytes(value, least=1) == int(value)  # of what may be small, as a file's capacity
 
