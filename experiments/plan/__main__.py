@@ -51,7 +51,7 @@ from simulator import simulate
 from simulator.compiled.engine import Engine
 from simulator.files import write_json, write_text
 from simulator.limits import is_fraction, limit_bytes, size_bytes
-from simulator.machine import Machine
+from simulator.machine import PRESETS, Machine
 from simulator.modes import MODES
 from simulator.plan import Plan
 from simulator.pool.card import CardPeak, of_program
@@ -204,9 +204,12 @@ def with_code(a: Answer, step: Step, cfg: DictConfig, out: Path) -> Answer:
     """The answer with the code that runs its plan."""
     if a.best is None or a.best.plan is None:
         return a
-    typed = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word and HydraConfig.get().mode == RunMode.RUN)
+    typed = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
+    name = a.machine.name
+    if not (PRESETS / f"{name}.yaml").exists() or Machine.load(name) != a.machine:
+        name = typed.get("machine", name)
     memory = cfg.memory if cfg.memory is not None else a.memory
-    call = fit_call(cfg.target, memory, typed.get("machine", a.machine.name), out.absolute())
+    call = fit_call(cfg.target, memory, name, out.absolute())
     plain = checkpoints(a.program, a.machine, a.limit, a.best.plan, step.origins, step.modules)
     return replace(a, run_it=call, checkpoints=plain)
 
@@ -301,7 +304,7 @@ def best_of(
         mode: of the plans.
         each: seconds of each of the names; one that takes longer and has no budget is broken off.
         together: seconds from the beginning after which no other is asked, once there is a plan.
-        sure: those that are asked nevertheless.
+        sure: those that are asked nevertheless, and have WAIT times as long.
     """
     from experiments.plan.summary import Best
 
@@ -317,7 +320,7 @@ def best_of(
             continue
         budget = not isinstance(asked, str) or "seconds" in agents.options(asked)
         try:
-            with nullcontext() if budget else within(each):
+            with nullcontext() if budget else within(WAIT * each if planner.name in sure else each):
                 rows.append(report.score_with(planner, *task, seed, mode))
         except TimeUp:
             out.append(planner.name)

@@ -145,7 +145,7 @@ def _bars(rows: Sequence[tuple[str, list[int]]], size: Unit) -> str:
             f'<div class="bar b{i}" style="width:{100 * n / most:.1f}%"></div>' for i, n in enumerate(columns)
         )
         cells += [f"<div>{escape(name)}</div>", f"<div>{bars}</div>",
-                  f'<div class="n">{" → ".join(map(size, columns))}</div>']  # fmt: skip
+                  f'<div class="n">{escape(" → ".join(map(size, columns)))}</div>']  # fmt: skip
     return f'<div class="bars">{"".join(cells)}</div>'
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from experiments.plan.background_capture import Step
 from simulator.machine import Machine
 from simulator.program import Kernel
+from simulator.report import ITSELF
 
 ROWS = 12  # of the table
 HEADS = ["slowest kernels", "where", "time", "of the step", "rate", "type", "bound by"]
@@ -25,7 +26,7 @@ def slowest(step: Step, machine: Machine) -> tuple[list[str], list[list[str]]]:
         time = f"{ns / 1e6:,.2f} ms" if ns >= 1e5 else f"{ns / 1e3:.1f} us"
         if not ns:
             break
-        places = [] if origins is None else list(dict.fromkeys(origins.places[k].module for k in group))
+        places = [] if origins is None else list(dict.fromkeys(origins.places[k].module or ITSELF for k in group))
         where = "–" if not places else places[0] + (f" and {len(places) - 1} more" if len(places) > 1 else "")
         name = kernel.name.removeprefix("aten.").removesuffix(".default")
         rate, bound = _bound(kernel, machine, kind)

@@ -221,7 +221,8 @@ def card(a: Answer) -> list[str]:
     alone = "The memory is a fraction of the tensors' peak: what the card counts besides is not in it."
     if found is None:
         return [alone]
-    parts = [("tensors", found.tensors), ("the loop and the optimizer's first step", found.loop),
+    loop = "the loop and the optimizer's first step" + (", CUDA's operators taking less," if found.loop < 0 else "")
+    parts = [("tensors", found.tensors), (loop, found.loop),
              ("workspaces of libraries", found.workspaces), ("the CUDA context", found.context),
              ("what PyTorch's allocator rounds up and keeps", found.allocator)]  # fmt: skip
     said, before = [], 0

@@ -80,6 +80,7 @@ def read(text: str) -> str:
     reader = Reader(text)
     assert not reader.loads and "url(" not in text and "@import" not in text and "http" not in text
     width, height = map(int, re.search(r'viewBox="0 0 (\d+) (\d+)"', text).groups())
+    assert not re.search(r"<[^a-z/!]", text.partition("<body>")[2])  # "<0.01 GiB" is no tag
     for path in re.findall(r' d="([^"]+)"', text):
         assert re.fullmatch(r"M[-\d. ]+(H[-\d.]+V[-\d.]+)*(L[-\d. ]+L[-\d. ]+Z)?", path)
         assert all(-1 <= float(x) <= width + 1 for x in re.findall(r"H([-\d.]+)", path))
@@ -412,7 +413,7 @@ def test_kernels_say_their_rate_and_what_bounds_them() -> None:
     assert len(heads) == len(rows[0]) and [row[0] for row in rows] == ["mm", "2 × add.Tensor", "tiny"]
     assert rows[0][1:] == ["head", "2.00 ms", "50.0%", "50.0 TFLOP/s", "tf32", "arithmetic"]
     assert rows[1][1:] == ["body.0 and 1 more", "2.00 ms", "50.0%", "2,000 GB/s", "float32", "memory"]
-    assert rows[2][2] == "2.0 us" and rows[2][-1] == "the launch"
+    assert rows[2][1:3] == ["(the model itself)", "2.0 us"] and rows[2][-1] == "the launch"
     of_file = slowest(step._replace(origins=None, types=()), MACHINE)[1]
     assert of_file[0][1] == of_file[0][5] == "–"
 
@@ -489,6 +490,10 @@ def test_a_factory_is_planned(run: Run, tmp_path: Path) -> None:
     assert 100 < found["without"] < 512 <= found["planned"] or found["planned"] >= found["without"]
     text = read((out / "report.html").read_text())
     assert summary["verdict"] in text and "The largest batch without a plan" in text
+    html = (out / "report.html").read_text()  # on a telephone a row is a block, each figure with its head
+    rows = re.findall(r"<tr[^>]*>(.*?)</tr>", html[html.index('class="wide many"') :].partition("</table>")[0])
+    heads = re.findall(r"<th[^>]*>(.*?)</th>", rows[0])
+    assert all(re.findall(r'<td[^>]* data-head="(.*?)"', row) == heads for row in rows[1:]) and len(heads) == 8
     assert Plan.load(out / "plan.json").planner == summary["recommended"]
     rows = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
     assert rows[0]["planner"] == "none" and not rows[0]["feasible"]
