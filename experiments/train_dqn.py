@@ -45,8 +45,8 @@ NO_GREEDY = "the final greedy policy's plan does not fit the limit"
 
 def settings_of(words: list[str]) -> list[str]:
     """The words of a command line; where they resume a run directory, its settings before those that are typed."""
-    run = Path(next((word.removeprefix("resume=") for word in words if word.startswith("resume=")), "")).expanduser()
-    files = [file for file in (run / SETTINGS, run / "summary.json") if file.is_file()]
+    runs = [Path(word.removeprefix("resume=")).expanduser() for word in words if word.startswith("resume=")]
+    files = [file for run in runs for file in (run / SETTINGS, run / "summary.json") if file.is_file()]
     return words if not files else resumed_words(files[0], words)
 
 

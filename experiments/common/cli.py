@@ -59,10 +59,8 @@ class UsageError(ValueError):
 def entry(
     config_name: str, positional: str | None = None, prepare: Callable[[list[str]], list[str]] = lambda words: words
 ) -> Callable[[Callable[[DictConfig], Path | None]], Callable[[], None]]:
-    """Turns ``task(cfg)`` into the command of ``configs/<config_name>.yaml``; it returns its run directory, where a
-    sweep is to have it in its table.
-
-    Single runs, sweeps (``-m``) and Hydra's launchers all go through it.
+    """Turns ``task(cfg)`` into the command of ``configs/<config_name>.yaml``. Single runs, sweeps (``-m``) and Hydra's
+    launchers all go through it. The task returns its run directory, where the table of a sweep is to have it.
 
     Args:
         positional: the key that words without one stand for; several such words are a sweep over them.
@@ -367,11 +365,7 @@ def nearest(word: object, known: set[str]) -> str:
 
 
 def integer(cfg: DictConfig, key: str, least: int = 0) -> int:
-    """The integer at a dotted key.
-
-    Raises:
-        UsageError: it is not an integer of at least ``least``.
-    """
+    """The integer at a dotted key; raises UsageError where it is not one of at least ``least``."""
     value = OmegaConf.select(cfg, key)
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise UsageError(f"{key}: expected an integer of at least {least}, got {value!r}")
@@ -384,11 +378,7 @@ def size(cfg: DictConfig, key: str) -> int:
 
 
 def number(cfg: DictConfig, key: str) -> float:
-    """The number at a key.
-
-    Raises:
-        UsageError: it is not a finite number above 0.
-    """
+    """The number at a key; raises UsageError where it is none above 0, or not finite."""
     value = cfg[key]
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
         raise UsageError(f"{key}: expected a number above 0, got {value!r}")
