@@ -262,7 +262,7 @@ def _step(workload: Mapping[str, Any], machine: Machine, memory_bytes: int | Non
     from experiments import workloads
 
     captured = workloads.load(workload, machine)
-    model = captured.modules[0][0]
+    model = captured.modules[0][0] if captured.modules else nn.Module()
     modules = tuple(name for name, m in model.named_modules() if name and type(m).forward is not nn.Module.forward)
     card = _card(captured, workload, machine, memory_bytes)
     said = captured.arithmetic(machine)

@@ -47,8 +47,8 @@ def fit_call(target: str | None, memory: int | float | str, machine: str, folder
         memory, machine: as they were typed.
     """
     module, _, factory = (target or "").partition(":")
-    parts = "model, loss_fn, optimizer, batch" if target else "model, loss_fn, optimizer, (x, y)"
-    made = f"from {module} import {factory}\n\n{parts} = {factory}()"
+    parts = "*parts[:-1], example_batch=parts[-1]" if target else "model, loss_fn, optimizer, (x, y)"
+    made = f"from {module} import {factory}\n\nparts = {factory}()"
     made = made if target else "\n# model, loss_fn, optimizer and one batch of the step that was planned"
     return FIT.format(made=made, parts=parts, memory=memory, machine=machine, folder=str(folder))
 

@@ -380,7 +380,7 @@ def trains_as_eager(code: str, folder: Path) -> None:
     finally:
         sys.path.remove(str(folder))
         del sys.modules["mymodel"]
-    model.load_state_dict(parts["model"].state_dict())
+    model.load_state_dict(parts["parts"][0].state_dict())
     for _ in range(3):
         x, y = torch.randn(512, 256), torch.randint(10, (512,))
         optimizer.zero_grad()
