@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import as_completed
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
@@ -42,7 +43,7 @@ Task = tuple[str, int]  # planner or FLOOR, limit
 
 
 @cli.entry("evaluate")
-def main(cfg: DictConfig) -> None:
+def main(cfg: DictConfig) -> Path:
     machine = cli.machine(cfg)
     seed = cli.integer(cfg, "seed")
     jobs = cli.jobs(cfg)
@@ -52,7 +53,7 @@ def main(cfg: DictConfig) -> None:
         "mode": mode,
         "calls": cli.integer(cfg, "calls", least=1) if cfg.calls is not None else None,
         "seconds": cli.number(cfg, "seconds") if cfg.seconds is not None else None,
-        "min_bytes": cli.integer(cfg, "min_bytes") if cfg.min_bytes is not None else None,
+        "min_bytes": cli.size(cfg, "min_bytes") if cfg.min_bytes is not None else None,
     }
     workspace = cfg.workspace
     if not (isinstance(workspace, bool) or workspace == "least"):
@@ -90,6 +91,7 @@ def main(cfg: DictConfig) -> None:
         report.write_summary(out / "summary.json", cfg, program, rows)
     report.console().print(report.table(rows, limits=True))
     print(out)
+    return out
 
 
 def floor_under(program: Program, machine: Machine, limit: int, mode: str | None, variants: bool) -> Floor:

@@ -57,7 +57,7 @@ def main(cfg: DictConfig) -> None:
         raise cli.UsageError("file: expected a file to pack, as in python -m experiments.pack blocks.csv")
     names, machine = allocator_names(cli.values(cfg, "algorithms")), cli.machine(cfg)
     alignment, seconds = cli.integer(cfg, "alignment", least=1), cli.number(cfg, "seconds")
-    capacity = size_bytes(cfg.capacity, "capacity") if cfg.capacity is not None else None
+    capacity = size_bytes(cfg.capacity, "capacity", least=1) if cfg.capacity is not None else None
     buffers = files.load(file, cli.choice(cfg, "iteration", (None, True, False)))
     load = buffers.intervals.peak_bytes
     if not load:

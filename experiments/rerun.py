@@ -12,8 +12,10 @@ where something that should be equal is not.
 
 from __future__ import annotations
 
+import atexit
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -100,7 +102,7 @@ def repeated(run: Path) -> tuple[str, list[str], Row]:
         UsageError: the directory is not of a run that can be repeated.
     """
     data = summary(run)
-    command, config, module = data["command"], data["config"], _module(data)
+    config, module = data["config"], _module(data)
     if module not in COMMANDS:
         raise cli.UsageError(
             f"run: {run} is of {module or 'an unknown command'}; {', '.join(COMMANDS)} can be repeated"
@@ -108,15 +110,46 @@ def repeated(run: Path) -> tuple[str, list[str], Row]:
     inputs(run, module)
     if not isinstance(config.get("machine"), dict):
         raise cli.UsageError(f"run: {run} has no machine; it was made by an older version")
-    chosen = [str(word).partition("=") for word in command[3:]]
+    return module, settings(run / "summary.json", data), data
+
+
+def settings(file: Path, data: Row) -> list[str]:
+    """The words that give a command every setting of a run, but those in GIVEN.
+
+    Args:
+        data: what ``file`` has: the command and its config.
+
+    Raises:
+        UsageError: they are not of this version.
+    """
+    module = _module(data)
+    chosen = [str(word).partition("=") for word in data["command"][3:]]
     words = [f"{group}={_checked(option)}" for group, _, option in chosen if group in CHOICES]
     known = cli.keys(module.rpartition(".")[2])
-    for key, value in config.items():
+    for key, value in data["config"].items():
         if key not in known:
-            raise cli.UsageError(f"run: {run / 'summary.json'}: config: {module} has no key {key!r}")
+            raise cli.UsageError(f"run: {file}: config: {module} has no key {key!r}")
         if key not in GIVEN:
             words += [f"{name}={_written(leaf)}" for name, leaf in _leaves(key, value)]
-    return module, words, data
+    return words
+
+
+def resumed_words(file: Path, typed: list[str]) -> list[str]:
+    """The words that resume the run whose settings ``file`` has: these, but where ``typed`` says otherwise."""
+    data = load_json(file, lambda data: data if isinstance(data, dict) else {})
+    if not isinstance(data.get("command"), list) or not isinstance(data.get("config"), dict):
+        raise cli.UsageError(f"resume: {file} does not say the settings of a run")
+    keys = [word.partition("=")[0] for word in typed]
+    words = settings(file, data)
+    program, machine = file.with_name("program.json"), data["config"].get("machine")
+    if program.is_file() and not {"program", "workload", "target"} & {*keys}:
+        words.append(f"program={_written(str(program.absolute()))}")
+    if isinstance(machine, dict):
+        folder = tempfile.mkdtemp()
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)  # it is read once this has returned
+        write_json(Path(folder) / "machine.json", machine)
+        words.append(f"machine={folder}/machine.json")
+    return [w for w in words if not any(w.startswith((f"{key}=", f"{key}.")) for key in keys)] + typed
 
 
 def inputs(run: Path, module: str) -> dict[str, Path]:

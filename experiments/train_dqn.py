@@ -2,6 +2,7 @@
 
     python -m experiments.train_dqn workload=resnet50 machine=gtx1080ti limit=0.6 seed=1
     python -m experiments.train_dqn workload=my_net.yaml machine=my_machine.yaml limit=24GiB
+    python -m experiments.train_dqn resume=RUN agent.episodes=300
 
 The run directory holds summary.json, results.jsonl (a row per planner), program.json, plan.json (the DQN's best plan),
 checkpoint.pt, tb/ (TensorBoard; ``tracker=`` has others), learning_curve.png, memory_curve.png and timeline.json (for
@@ -28,6 +29,8 @@ from agents.floor import floor
 from experiments import Terminated
 from experiments.common import cli, report
 from experiments.common.tracking import Tracker, chosen, open_tracker
+from experiments.rerun import resumed_words
+from simulator.files import write_json
 from simulator.limits import limit_bytes
 from simulator.machine import Machine
 from simulator.plan import Plan
@@ -36,11 +39,19 @@ from simulator.program import Program
 if TYPE_CHECKING:
     from agents.learned.dqn import Episode
 
+SETTINGS = "settings.json"  # of a run that is not done
 NO_GREEDY = "the final greedy policy's plan does not fit the limit"
 
 
-@cli.entry("train_dqn")
-def main(cfg: DictConfig) -> None:
+def settings_of(words: list[str]) -> list[str]:
+    """The words of a command line; where they resume a run directory, its settings before those that are typed."""
+    runs = [Path(word.removeprefix("resume=")).expanduser() for word in words if word.startswith("resume=")]
+    files = [file for run in runs for file in (run / SETTINGS, run / "summary.json") if file.is_file()]
+    return words if not files else resumed_words(files[0], words)
+
+
+@cli.entry("train_dqn", prepare=settings_of)
+def main(cfg: DictConfig) -> Path:
     from agents.learned import dqn  # PyTorch takes seconds to import; a mistyped key is answered before that
     from agents.learned.planner import without_network
 
@@ -64,7 +75,13 @@ def main(cfg: DictConfig) -> None:
 
     with resumable(directory) as out:
         start = time.perf_counter()
-        with Watch(config.episodes, partial(open_tracker, tracker, out, cli.plain(cfg)), log) as watch:
+
+        def begin() -> Tracker:
+            program.save(out / "program.json")
+            write_json(out / SETTINGS, report.asked(cfg), indent=1)  # for resume=
+            return open_tracker(tracker, out, cli.plain(cfg))
+
+        with Watch(config.episodes, begin, log) as watch:
             result = dqn.train(program, machine, limit, config, seed, out / "checkpoint.pt", resume, watch, agent)
         spent = time.perf_counter() - start
 
@@ -76,8 +93,10 @@ def main(cfg: DictConfig) -> None:
 
         write_training(out, program, machine, result.best, agent, result.history, rows)
         report.write_summary(out / "summary.json", cfg, program, rows, episodes=len(result.history), train_s=spent)
+        (out / SETTINGS).unlink(missing_ok=True)  # which the summary has, too
     screen.print(report.table(rows))
     print(out)
+    return out
 
 
 def compared(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from contextlib import closing
 from functools import partial
+from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
@@ -29,7 +30,7 @@ from simulator.modes import MODES
 
 
 @cli.entry("train_sb3")
-def main(cfg: DictConfig) -> None:
+def main(cfg: DictConfig) -> Path:
     try:
         from agents.learned import sb3  # PyTorch takes seconds to import, too
     except ModuleNotFoundError as error:
@@ -37,7 +38,7 @@ def main(cfg: DictConfig) -> None:
     from agents.learned.dqn import check_reachable
 
     seed, steps, tracker = cli.integer(cfg, "seed"), cli.integer(cfg, "steps", least=1), chosen(cfg)
-    mode, min_bytes = cli.choice(cfg, "mode", MODES), cli.integer(cfg, "min_bytes")
+    mode, min_bytes = cli.choice(cfg, "mode", MODES), cli.size(cfg, "min_bytes")
     names = report.planner_names(cli.values(cfg, "planners")) if cfg.planners else []
     algorithm = HydraConfig.get().runtime.choices["algo"]
     agent = f"sb3_{algorithm}"
@@ -88,6 +89,7 @@ def main(cfg: DictConfig) -> None:
         report.write_summary(out / "summary.json", cfg, program, rows, episodes=episodes, train_s=spent)
     screen.print(report.table(rows))
     print(out)
+    return out
 
 
 def task_of(cfg: DictConfig) -> tuple[simulator.Program, simulator.Machine]:

@@ -1,34 +1,42 @@
-"""Memory limits as people write them, in bytes.
+"""Memory limits as people write them, in bytes: the one place where sizes are parsed.
 
 A limit is a fraction of a program's peak (above 0, at most 1; also ``80%``), an integer (bytes), or a size:
 ``24GiB``, ``500MB``, ``1.5 GB``. The units are B; kB, MB, GB, TB of 1000; KiB, MiB, GiB, TiB of 1024, in any case.
-A letter alone (``24G``) is refused: some tools mean 10**9 by it, others 2**30.
+A letter alone (``24G``) is refused: some tools mean 10**9 by it, others 2**30. Numbers may be text (``"0.6"``), as
+argparse and Python's callers hand them on. A bare number too small for bytes (``24``) is refused with the question
+whether GiB were meant.
 """
 
 from __future__ import annotations
 
 import re
 from decimal import Decimal
-from numbers import Real
-from typing import TypeGuard
+from math import isfinite
+from numbers import Integral, Real
+from typing import TYPE_CHECKING
 
 from simulator.files import FormatError
-from simulator.program import Program
+
+if TYPE_CHECKING:
+    from simulator.program import Program
 
 UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
          "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}  # fmt: skip
-_NUMBER_AND_UNIT = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*([a-z]+|%)\s*", re.IGNORECASE | re.ASCII)
+LEAST = 1024  # bytes without a unit: below, GiB were meant
+_NUMBER_AND_UNIT = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*([a-z]+|%|)\s*", re.IGNORECASE | re.ASCII)
 
 
-def size_bytes(value: object, where: str = "size") -> int:
+def size_bytes(value: object, where: str = "size", least: int = LEAST) -> int:
     """An integer (bytes), or a size with its unit, rounded down.
 
     Args:
         where: how error messages name the entry.
+        least: the smallest number without a unit that is taken for bytes.
 
     Raises:
         FormatError: it is neither, or no byte.
     """
+    _ask(value, where, least)
     found = _size(value)
     if found is None:
         raise FormatError(f"{where}: expected an integer (bytes) or a size such as 24GiB or 500MB, got {value!r}")
@@ -44,6 +52,7 @@ def limit_bytes(value: object, program: Program, where: str = "limit") -> int:
     Raises:
         FormatError: it is no limit.
     """
+    _ask(value, where, LEAST if program.peak_bytes >= LEAST else 1)  # those of tests may be smaller
     part = _fraction(value)
     found = int(program.peak_bytes * part) if part is not None else _size(value)
     if found is None:
@@ -59,20 +68,34 @@ def is_fraction(value: object) -> bool:
     return _fraction(value) is not None
 
 
-def _fraction(value: object) -> float | None:
+def _ask(value: object, where: str, least: int) -> None:
+    """Refuses a bare number that can be no bytes, above 1 and below ``least``; raises FormatError."""
+    number, unit = _parts(value)
+    if not unit and number is not None and 1 < number < least:
+        raise FormatError(f"{where}: {value} would be {value} bytes; was {value}GiB meant?")
+
+
+def _parts(value: object) -> tuple[Decimal | None, str]:
+    """The number, and its unit in small letters ("": it has none); None where it is no number."""
     if isinstance(value, str):
-        parts = _NUMBER_AND_UNIT.fullmatch(value)
-        value = float(parts[1]) / 100 if parts and parts[2] == "%" else None
-    return float(value) if _is_number(value) and 0 < value <= 1 else None
+        found = _NUMBER_AND_UNIT.fullmatch(value)
+        return (Decimal(found[1]), found[2].lower()) if found else (None, "")
+    if not isinstance(value, Real) or isinstance(value, bool) or not isfinite(value):  # NumPy's, too
+        return None, ""
+    return Decimal(int(value) if isinstance(value, Integral) else float(value)), ""
+
+
+def _fraction(value: object) -> float | None:
+    number, unit = _parts(value)
+    if number is None or unit not in ("", "%"):
+        return None
+    part = float(number / 100 if unit else number)
+    return part if 0 < part <= 1 else None
 
 
 def _size(value: object) -> int | None:
-    if isinstance(value, str):
-        parts = _NUMBER_AND_UNIT.fullmatch(value)
-        unit = UNITS.get(parts[2].lower()) if parts else None
-        value = int(Decimal(parts[1]) * unit) if parts and unit else None
-    return int(value) if _is_number(value) and 1 <= value < 2**63 and int(value) == value else None
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, Real) and not isinstance(value, bool)  # NumPy's, too
+    number, unit = _parts(value)
+    if number is None or unit not in ("", *UNITS) or (not unit and number != int(number)):
+        return None
+    found = int(number * UNITS[unit or "b"])
+    return found if 1 <= found < 2**63 else None

@@ -13,8 +13,10 @@ import yaml
 
 from simulator.files import FormatError, fields, read_yaml
 from simulator.kernel_times import KernelTimes
+from simulator.limits import size_bytes
 
 ALONE = 2**20  # the speed of a transfer alone on the link, in the unit of Machine.h2d_share and d2h_share
+SIZES = ("memory_bytes", "host_bytes", "context_bytes", "cublas_workspace_bytes")  # in files also as 24GiB
 DUPLEX = ("duplex_h2d_bytes_per_s", "duplex_d2h_bytes_per_s")
 TOGETHER = "duplex_bytes_per_s"  # of files: both directions together (Machine.with_shared_link)
 PRESETS = Path(__file__).resolve().parent.parent / "configs" / "machine"
@@ -186,6 +188,9 @@ class Machine:
                 optional[entry.name] = (type(default), default)
         if isinstance(data, dict) and data.get("kernel_times", ...) is None:  # as `to_dict` writes it
             data = {key: value for key, value in data.items() if key != "kernel_times"}
+        if isinstance(data, dict):
+            data = {key: size_bytes(value, f"machine.{key}") if key in SIZES and isinstance(value, str) else value
+                    for key, value in data.items()}  # fmt: skip
         values = fields(data, "machine", required, {**optional, TOGETHER: (int, 0)})
         if values["kernel_times"] is not None:
             values["kernel_times"] = KernelTimes.from_dict(values["kernel_times"])

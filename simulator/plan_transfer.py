@@ -12,7 +12,7 @@ same place the k-th correspond. A tensor is known by its name if it is persisten
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -22,7 +22,7 @@ from simulator.program import Program, Tensor
 from simulator.schedule import lower
 
 
-def adapted(plan: Plan, program: Program, other: Program) -> Plan:
+def adapted(plan: Plan, program: Program, other: Program, by_order: bool = False) -> Plan:
     """The decisions of a plan for ``program`` that make sense in ``other``.
 
     A decision whose tensor or next use is missing is left out. Where the kernel is missing after which a gap opens, it
@@ -30,14 +30,23 @@ def adapted(plan: Plan, program: Program, other: Program) -> Plan:
     not go together the later are left out. What is then not planned may need more than the plan's limit: several jobs
     evict it on demand.
 
+    Args:
+        by_order: the same step by other operators, as on another device. Kernels of other names correspond where as
+            many have the same place, and what they write. Else a kernel that the other lacks is taken for the one that
+            touches the decision's tensor in its place, as many uses into the phase.
+
     Returns:
         A plan that passes ``Plan.check`` and can be lowered.
     """
-    tensor, kernel = (_matched(*pair) for pair in zip(_known(program), _known(other), strict=True))
+    mine, theirs = _known(program), _known(other)
+    tensor, kernel = (_matched(*pair) for pair in zip(mine, theirs, strict=True))
+    if by_order:
+        _match_others(program, other, mine[1], theirs[1], tensor, kernel)
+    beside = _by_order(program, other, tensor, kernel) if by_order else {}
     variants = [(kernel[k], i) for k, i in plan.variants if k in kernel]
     known = [(k, i) for k, i in variants if i < len(other.kernels[k].variants)]
     bare = replace(Plan.of(other, (), plan.planner, plan.limit, plan.machine), variants=tuple(sorted(known)))
-    tries = (d.moved(tensor, kernel, other) for d in plan.decisions)
+    tries = (d.moved(tensor, kernel | beside.get(getattr(d, "tensor", -1), {}), other) for d in plan.decisions)
     found = [next((d for d in each if _fit(Plan((d,)), other)), None) for each in tries]
     return replace(bare, decisions=_together([], [d for d in found if d is not None], bare, other))
 
@@ -108,6 +117,50 @@ def _matched(keys: Sequence[Hashable], others: Sequence[Hashable]) -> dict[int, 
     """Indices with the same key."""
     at = {key: i for i, key in enumerate(others)}
     return {i: at[key] for i, key in enumerate(keys) if key in at}
+
+
+def _match_others(
+    program: Program, other: Program, mine: Sequence[Any], theirs: Sequence[Any], tensor: dict[int, int],
+    kernel: dict[int, int],
+) -> None:  # fmt: skip
+    """Adds the kernels of other names, and the tensors that they write; ``mine``, ``theirs``: keys of kernels."""
+    found = set(kernel.values())
+    left: list[dict[Hashable, list[int]]] = [{}, {}]
+    for groups, keys, kernels, known in zip(left, (mine, theirs), (program.kernels, other.kernels), (kernel, found),
+                                            strict=True):  # fmt: skip
+        for k, ((_, place), _) in enumerate(keys):
+            if k not in known:
+                groups.setdefault((kernels[k].phase, place), []).append(k)
+    for key, group in left[0].items():
+        if len(group) == len(left[1].get(key, ())):
+            kernel |= zip(group, left[1][key], strict=True)
+    for t, uses in enumerate(program.writes):
+        if t in tensor or not uses or uses[0] not in kernel or program.tensors[t].persistent:
+            continue
+        i, outputs = program.kernels[uses[0]].outputs.index(t), other.kernels[kernel[uses[0]]].outputs
+        if i < len(outputs) and other.tensors[outputs[i]].nbytes == program.tensors[t].nbytes:
+            tensor[t] = outputs[i]
+
+
+def _by_order(
+    program: Program, other: Program, tensor: Mapping[int, int], kernel: Mapping[int, int]
+) -> dict[int, dict[int, int]]:
+    """By tensor: kernels that end a gap of it and are not known in the other program, as an update by other operators
+    is not, and those in their place: as many uses of the tensor into the phase."""
+    found: dict[int, dict[int, int]] = {}
+    for t, u in tensor.items():
+        if all(k in kernel for k in program.accesses[t]):
+            continue
+        theirs: dict[str, list[int]] = {}
+        for k in other.accesses[u]:
+            theirs.setdefault(other.kernels[k].phase, []).append(k)
+        seen: dict[str, int] = {}
+        for k in program.accesses[t]:
+            phase = program.kernels[k].phase
+            i = seen[phase] = seen.get(phase, -1) + 1
+            if k not in kernel and i < len(theirs.get(phase, [])):
+                found.setdefault(t, {})[k] = theirs[phase][i]
+    return found
 
 
 def _known(program: Program) -> tuple[list[Hashable], list[Hashable]]:

@@ -26,7 +26,7 @@ class Place(NamedTuple):
     """Where a kernel comes from."""
 
     module: str  # dotted path, "" for the model itself; the name of what is no module: "loss_fn", "step", "optimizer"
-    line: str  # "file.py:12"; "" where no line of the user's is known
+    line: str  # "package/file.py:12"; "" where no line of the user's is known
 
 
 class Origins(NamedTuple):
@@ -273,9 +273,46 @@ def _table(title: str, keys: list[str], columns: list[dict[str, int]], names: Ma
         yield f"{name(key):{width}}" + "".join(f"{size(column.get(key, 0)):>16}" for column in columns)
 
 
+UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One unit for all bytes on a page. What it says of sums and differences is that of the rounded figures.
+
+    Attributes:
+        nbytes: of the unit.
+        digits: after the point.
+    """
+
+    nbytes: int
+    name: str
+    digits: int = 2
+
+    @classmethod
+    def of(cls, *told: int, apart: Iterable[tuple[int, int]] = ()) -> Unit:
+        """That of the largest of these; digits: 2, or up to 4 where it takes them to tell unequal pairs ``apart``."""
+        nbytes, name = next((unit for unit in UNITS if max(told) >= unit[0]), UNITS[-1])
+        units = [cls(nbytes, name, digits) for digits in (2, 3, 4)]
+        pairs = [pair for pair in apart if pair[0] != pair[1]]
+        return next((u for u in units if all(u.steps(a) != u.steps(b) for a, b in pairs)), units[-1])
+
+    def __call__(self, nbytes: int) -> str:
+        steps = self.steps(nbytes)
+        return f"<{self.text(1)}" if nbytes and not steps else self.text(steps)
+
+    def steps(self, nbytes: int) -> int:
+        """Bytes in steps of the last digit."""
+        return round(nbytes * 10.0**self.digits / self.nbytes)
+
+    def text(self, steps: int) -> str:
+        """Steps of the last digit for people."""
+        return f"{steps / 10**self.digits:,.{self.digits}f} {self.name}"
+
+
 def size(nbytes: int) -> str:
     """Bytes for people."""
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+    for unit, name in UNITS:
         if nbytes >= unit:
             return f"{nbytes / unit:,.2f} {name}"
     return f"{nbytes} B"

@@ -258,7 +258,7 @@ class Trainer:
         """
         state = read_training_state(path)
         if isinstance(state.get("config"), dict):
-            state["config"] = by_todays_names(state["config"])
+            state["config"] = {**by_todays_names(state["config"]), "episodes": self.config.episodes}  # it may have more
         must_match(path, state, self._identity())
         with restoring(path):
             self.q.load_state_dict(state["q"])
@@ -291,7 +291,8 @@ def train(
 
     Args:
         checkpoint: where to write the state of the run every ``checkpoint_every`` episodes and at the end.
-        resume: a checkpoint of the same run to continue from; the result is that of an unbroken run.
+        resume: a checkpoint of the same run to continue from; the result is that of an unbroken run. It may get another
+            number of episodes; what is left of the exploration then goes by that.
         on_episode: called after every episode (on resuming, also with the earlier ones).
 
     Raises:

@@ -13,7 +13,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from executor.capture.algorithms import convolution_of, with_algorithms
 from executor.capture.hyperparameters import Numbers
-from executor.capture.kernel_times import Precision, arithmetic, kernel_ns
+from executor.capture.kernel_times import Precision, arithmetic, kernel_ns, types
 from executor.capture.python_values import PythonValues
 from executor.capture.state import Home
 from simulator.kernel_times import scaled
@@ -143,6 +143,10 @@ class Captured:
         known = {k: convolution for k, convolution in found.items() if convolution is not None}
         program = self.program.with_durations(scaled(durations, iteration_ns))
         return replace(self, program=with_algorithms(program, known, machine))
+
+    def types(self, machine: Machine) -> tuple[str, ...]:
+        """Per kernel: the type in which a machine computes it, as ``flops_per_s`` names it; "" of a marker."""
+        return types(self.program, self.nodes, machine, self.precision)
 
     def arithmetic(self, machine: Machine) -> str:
         """A sentence: the types in which a machine does the step's convolutions and products."""

@@ -116,14 +116,24 @@ def kernel_ns(
 def arithmetic(program: Program, nodes: Sequence[Sequence[fx.Node]], machine: Machine, precision: Precision) -> str:
     """A sentence: in which types a captured program's convolutions and products are timed; "" where it has none."""
     found: dict[str, set[str]] = {}
-    for kernel, own in zip(program.kernels, nodes, strict=True):
-        if kernel.flops and own:
+    for kernel, name in zip(program.kernels, types(program, nodes, machine, precision), strict=True):
+        if kernel.flops and name:
             kind = "convolutions" if kernel.kind == "conv" else "matrix products"
-            found.setdefault(kind, set()).add(precision.arithmetic(kernel.kind, _dtype(own[0]), machine))
+            found.setdefault(kind, set()).add(name)
     parts = [
         f"{kind} in {' and '.join(sorted(types))}".replace("tf32", "TF32") for kind, types in sorted(found.items())
     ]
     return f"They are timed with {', '.join(parts)}, as the step's types and PyTorch's flags have it." if parts else ""
+
+
+def types(
+    program: Program, nodes: Sequence[Sequence[fx.Node]], machine: Machine, precision: Precision
+) -> tuple[str, ...]:
+    """Per kernel the type that it computes in, as ``Precision.arithmetic`` names it; "" where nothing is launched."""
+    return tuple(
+        precision.arithmetic(kernel.kind, _dtype(own[0]), machine) if own and (kernel.flops or kernel.bytes) else ""
+        for kernel, own in zip(program.kernels, nodes, strict=True)
+    )
 
 
 def _convolution(kernel: Kernel, node: fx.Node, times: KernelTimes, rate: int, bandwidth: int, dtype: str) -> float:

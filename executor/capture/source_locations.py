@@ -12,6 +12,7 @@ import sys
 import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
+from types import FrameType
 
 import torch
 from torch import nn
@@ -68,7 +69,7 @@ class Places:
             code = frame.f_code
             owner = _owner(code.co_filename)
             if owner == "user":
-                line = line or f"{code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+                line = line or f"{_named(frame)}:{frame.f_lineno}"
             elif owner == "capture":
                 break  # all outside of it called the capture
             elif code is _CALL and module is None:
@@ -90,6 +91,13 @@ class Places:
             if number in made:
                 return made[number]
         return self._last
+
+
+def _named(frame: FrameType) -> str:
+    """A frame's file below its package's folder: "transformers/models/t5/modeling_t5.py"; a script's own name."""
+    file = frame.f_code.co_filename.rpartition("/")[2]
+    packages = str(frame.f_globals.get("__package__") or "").split(".")
+    return "/".join([*filter(None, packages), file])
 
 
 def users(file: str) -> bool:

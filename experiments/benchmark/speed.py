@@ -47,7 +47,7 @@ def measured(cfg: DictConfig) -> dict[str, Any]:
     os.environ["OMP_NUM_THREADS"] = "1"
     machine = Machine.load(str(cfg.machine))
     calls = cli.integer(cfg, "calls", 1)
-    min_bytes = cli.integer(cfg, "min_bytes")
+    min_bytes = cli.size(cfg, "min_bytes")
     blocks = [int(n) for n in cli.values(cfg, "blocks")]
     perfect_blocks, pack_seconds = cli.integer(cfg, "perfect_blocks", 1), float(cfg.pack_seconds)
     particles, iterations = cli.integer(cfg, "home.particles", 1), cli.integer(cfg, "home.iterations", 1)

@@ -40,9 +40,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from agents.learned.dqn_config import RENAMED
 from experiments import Terminated, begun
-from experiments.common import help, ray_launcher, submitit_logs, workers
+from experiments.common import help, ray_launcher, submitit_logs, sweep, workers
 from simulator.compiled import warm
 from simulator.files import FormatError, read_yaml
+from simulator.limits import size_bytes
 from simulator.machine import Machine
 from simulator.plan import PlanError
 from simulator.program import Program
@@ -59,24 +60,24 @@ class UsageError(ValueError):
 
 
 def entry(
-    config_name: str, positional: str | None = None
-) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
-    """Turns ``task(cfg)`` into the command of ``configs/<config_name>.yaml``.
-
-    Single runs, sweeps (``-m``) and Hydra's launchers all go through it.
+    config_name: str, positional: str | None = None, prepare: Callable[[list[str]], list[str]] = lambda words: words
+) -> Callable[[Callable[[DictConfig], Path | None]], Callable[[], None]]:
+    """Turns ``task(cfg)`` into the command of ``configs/<config_name>.yaml``. Single runs, sweeps (``-m``) and Hydra's
+    launchers all go through it. The task returns its run directory, where the table of a sweep is to have it.
 
     Args:
         positional: the key that words without one stand for; several such words are a sweep over them.
+        prepare: what the words ``key=value`` stand for.
     """
 
-    def decorate(task: Callable[[DictConfig], None]) -> Callable[[], None]:
+    def decorate(task: Callable[[DictConfig], Path | None]) -> Callable[[], None]:
         typed: list[str] = []  # the words of the command line: what results record
 
         @functools.wraps(task)
-        def guarded(cfg: DictConfig) -> None:
+        def guarded(cfg: DictConfig) -> Path | None:
             sys.argv[:] = [f"experiments.{config_name}", *typed]  # which a launcher's process does not know
             try:
-                task(cfg)
+                return task(cfg)
             except Exception as error:
                 if not isinstance(error, expected_errors()):
                     raise
@@ -102,7 +103,7 @@ def entry(
                 if args.help:
                     help.show(help_text(config_name, str(sys.modules[task.__module__].__doc__), args.overrides))
                     return
-                overrides = keyed(args.overrides, positional) if positional else args.overrides
+                overrides = prepare(keyed(args.overrides, positional) if positional else args.overrides)
                 # Hydra's own parser wants the options before the overrides; here they come in any order.
                 options = [word for word in sys.argv[1:] if word not in args.overrides]
                 typed[:] = options + overrides
@@ -112,12 +113,15 @@ def entry(
                 check_overrides(config_name, overrides, args.multirun, args.config_dir, early)
                 sys.argv[1:] = options + overrides
                 if args.multirun:
-                    sys.argv.append(submitit_logs.OVERRIDE)
+                    sys.argv += [submitit_logs.OVERRIDE, sweep.OVERRIDE]
                 try:
                     hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(guarded)()
                 except ConfigCompositionException:
                     check_overrides(config_name, overrides, args.multirun, args.config_dir)  # names the nearest key
                     raise
+                finally:
+                    if args.multirun:
+                        sweep.shown()
             except (HydraException, OmegaConfBaseException, UsageError, FormatError) as error:
                 refuse(re.sub(rf"{OWN}\d+", lambda option: files.get(option[0], option[0]), str(error)))
             except KeyboardInterrupt as stop:
@@ -387,23 +391,20 @@ def nearest(word: object, known: set[str]) -> str:
 
 
 def integer(cfg: DictConfig, key: str, least: int = 0) -> int:
-    """The integer at a dotted key.
-
-    Raises:
-        UsageError: it is not an integer of at least ``least``.
-    """
+    """The integer at a dotted key; raises UsageError where it is not one of at least ``least``."""
     value = OmegaConf.select(cfg, key)
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise UsageError(f"{key}: expected an integer of at least {least}, got {value!r}")
     return value
 
 
-def number(cfg: DictConfig, key: str) -> float:
-    """The number at a key.
+def size(cfg: DictConfig, key: str) -> int:
+    """The bytes at a key: 0, a number, or a size such as 1MiB; raises FormatError where it is none."""
+    return 0 if cfg[key] == 0 else size_bytes(cfg[key], key, least=1)
 
-    Raises:
-        UsageError: it is not a finite number above 0.
-    """
+
+def number(cfg: DictConfig, key: str) -> float:
+    """The number at a key; raises UsageError where it is none above 0, or not finite."""
     value = cfg[key]
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
         raise UsageError(f"{key}: expected a number above 0, got {value!r}")

@@ -36,6 +36,7 @@ import agents
 import simulator
 from agents.floor import Floor
 from agents.heuristics.workspace import least_workspaces, plan_with_variants, with_fastest_variants
+from agents.host import host_needed
 from experiments.common import lock
 from experiments.common.cli import UsageError, expected_errors
 from simulator.compiled import warm
@@ -45,6 +46,7 @@ from simulator.machine import Machine
 from simulator.modes import KINDS_OF
 from simulator.plan import Plan, Recompute
 from simulator.program import Program
+from simulator.report import size
 from simulator.timeline import Timeline
 
 ROW_KEYS = (
@@ -146,6 +148,8 @@ def scored(
     except agents.Infeasible as error:
         why = str(error)
     spent = time.perf_counter() - start
+    if why and (host := host_needed(program, machine, limit, mode or "joint")):
+        why += f"; the host has too little: {size(machine.host_bytes)} for what is swapped, and {size(host)} would do"
     if plan is not None and (why := other_mode(plan, mode)):
         plan = None
     # A plan can be for less than was asked: the addresses of smartpool+autoswap hold under its own limit only.
@@ -305,12 +309,13 @@ def table(rows: Iterable[Row], limits: bool = False) -> Table:
     return out
 
 
-def reason(r: Row) -> str:
-    """Why a row is infeasible, for the table: the part that the other columns do not say already."""
+def reason(r: Row, said: Callable[[int], str] = lambda nbytes: f"{nbytes / MB:,.0f} MB") -> str:
+    """Why a row is infeasible, for the table: the part that the other columns do not say already; ``said``: bytes for
+    people."""
     if r["bound_overhead"] is None:
         return "no plan fits (the floor)"
     text: str = r["reason"].rpartition("; ")[2].replace("the smallest limit it can reach is", "its smallest limit is")
-    return re.sub(r"([\d,]+) bytes$", lambda m: f"{int(m[1].replace(',', '')) / MB:,.0f} MB", text)
+    return re.sub(r"([\d,]+) bytes$", lambda m: said(int(m[1].replace(",", ""))), text)
 
 
 def duration(seconds: float) -> str:
@@ -354,7 +359,8 @@ def tracked(items: Sequence[T], doing: str, on: Console | None = None) -> Iterat
 @contextmanager
 def staged(stages: Mapping[str, float], still: bool = False) -> Iterator[Callable[[str], None]]:
     """A progress bar (as ``progress``) of 100 parts over stages that differ in length; gives what is to be called with
-    the name of a stage when it begins, in their order (some may be left out).
+    the name of a stage when it begins, in their order (some may be left out). Where stderr is no terminal, a line for
+    each stage that is over.
 
     Args:
         stages: what each is expected to take, in any unit.
@@ -363,12 +369,21 @@ def staged(stages: Mapping[str, float], still: bool = False) -> Iterator[Callabl
     names, whole = list(stages), sum(stages.values())
     with progress(still=still) as bar:
         shown = bar.add_task(names[0], total=100)
+        present: list[tuple[str, float]] = []
+
+        def end() -> None:
+            if present and bar.disable:
+                (name, began), now = present.pop(), time.monotonic()
+                print(f"{name}: {duration(now - began)}", file=sys.stderr, flush=True)
 
         def begin(name: str) -> None:
+            end()
+            present.append((name, time.monotonic()))
             before = sum(stages[other] for other in names[: names.index(name)])
             bar.update(shown, completed=100 * before / whole, description=name, refresh=True)
 
         yield begin
+        end()
         bar.update(shown, completed=100)
 
 

@@ -36,19 +36,22 @@ from omegaconf import DictConfig
 import agents
 from agents.deadline import TimeUp, within
 from agents.floor import Floor, floor
+from agents.host import host_needed
 from agents.planner import small
 from agents.search.annealing import everything
 from agents.search.other_times import ForFaster, TimesError
 from experiments.common import cli, report
 from experiments.common.report import Row
 from experiments.plan import on_card, times
-from experiments.plan.background_capture import Captures, opened
+from experiments.plan.background_capture import Captures, Step, opened
+from experiments.plan.how_to_run import checkpoints, fit_call
+from experiments.plan.kernels import slowest
 from experiments.plan.max_batch import MOST, BatchError
 from simulator import simulate
 from simulator.compiled.engine import Engine
 from simulator.files import write_json, write_text
 from simulator.limits import is_fraction, limit_bytes, size_bytes
-from simulator.machine import Machine
+from simulator.machine import PRESETS, Machine
 from simulator.modes import MODES
 from simulator.plan import Plan
 from simulator.pool.card import CardPeak, of_program
@@ -60,7 +63,8 @@ if TYPE_CHECKING:  # Matplotlib takes long to import
     from experiments.plan.summary import Answer, Best, Largest
 
 PUBLISHED = {"swap": "swap, published", "recompute": "recompute, published", "joint": "both, published"}
-FIRST, LAST = ("tensile", "autoswap_swdoa"), ("capuchin",)  # of the published methods, as long as there is time
+# Of the published methods: quick ones that see to it that each family has a fair plan, whatever the time; the slowest.
+FIRST, LAST = ("tensile", "autoswap_swdoa", "tflms", "superneurons", "activation_budget"), ("capuchin",)
 SEARCHES = ("annealing", "policy_search")
 SEARCH_NAME, FASTER_NAME, ROUNDING_NAME = "search", "for faster kernels", "LP rounding"  # as PUBLISHED
 CAPTURE, FLOOR, LARGEST = "capturing", "the floor", "the largest batch"  # what else is done
@@ -69,6 +73,7 @@ KIND, EACH, ROUNDING, SEARCH, FASTER, BATCHES = 0.15, 0.15, 0.3, 0.1, 0.1, 0.15
 PER_KERNEL, LEAST, LONGEST = 2e-3, 2.0, 30.0  # seconds by default: by the kernels, within these
 HUGE = 50_000  # kernels: then methods come first that do not grow with their square, and only these searches are made
 QUICK = ("autoswap_doa", "memonger")
+TRIES = 16  # of planners, in which the search for the largest batch usually comes to its end
 GAPS, DETAIL = 800, 0.15  # of a floor of its own, beside that of LP rounding
 LOADING = 6.0  # with fewer seconds no network is loaded: its libraries alone take some
 WAIT = 3  # times the seconds: so long captures and the floor are waited for
@@ -78,7 +83,7 @@ Task = tuple[Program, Machine, int]
 
 
 @cli.entry("plan")
-def main(cfg: DictConfig) -> None:
+def main(cfg: DictConfig) -> Path:
     began = time.monotonic()
     machine, mode, seed = cli.machine(cfg), cli.choice(cfg, "mode", MODES), cli.integer(cfg, "seed")
     seconds = cli.number(cfg, "seconds") if cfg.seconds is not None else None
@@ -92,17 +97,18 @@ def main(cfg: DictConfig) -> None:
         if captures is not None:
             captures.begin(workload or {}, machine, look, memory)
         get_ready(machine, mode)
-        if captures is None:
-            program, origins, card = _program(times.lasting(cli.program(cfg, machine), known), machine, memory)
+        if captures is not None:
+            step = captures.step()
         else:
-            program, origins, card, arithmetic = captures.step()
-            known = replace(known, said=f"{known.said} {arithmetic}".strip())
-        limit = limit_bytes(cfg.memory, program, "memory") if card is None else card.limit
+            step = of_file(times.lasting(cli.program(cfg, machine), known), machine, memory)
+        program, card = step.program, step.card
+        known = replace(known, said=f"{known.said} {step.arithmetic}".strip())
+        limit = limit_bytes(cfg.memory, program, "memory") if card is None or memory is None else card.limit
         task = program, machine, limit
         seconds = seconds or min(max(PER_KERNEL * len(program.kernels), LEAST), LONGEST)
         with report.RunDirectory(cli.path(cfg, "out"), f"plan-{program.name}") as out:
             if captures is not None and look:
-                captures.look(program, memory or limit, card.beside if card else 0)
+                captures.look(program, memory or limit, card.beside if card and memory else 0)
             families, bound = planned(task, mode, seconds, seed, begin, known.error)
             families = on_card.judged(families, card)
             if card is not None and on_card.wants_less(families):
@@ -111,8 +117,9 @@ def main(cfg: DictConfig) -> None:
             begin(LARGEST)
             why = FIXED if workload is None else ""
             size = largest_batch(captures if look else None, task, mode, most_overhead, seconds, why, memory)
-            answer = answered(task, origins, mode, families, bound, size, began, known)
-            answer = replace(answer, card=card, memory=memory)
+            answer = answered(task, step.origins, mode, families, bound, size, began, known)
+            answer = replace(answer, card=card, memory=memory, budget=seconds, slowest=slowest(step, machine))
+            answer = with_code(answer, step, cfg, out)
             write(out, cfg, answer, bound)
     from experiments.plan.summary import shown
 
@@ -120,6 +127,7 @@ def main(cfg: DictConfig) -> None:
     print(out)
     if not answer.fits and answer.best is None and HydraConfig.get().mode != RunMode.MULTIRUN:
         sys.exit(1)
+    return out
 
 
 def stages(mode: str, error: TimesError | None = None) -> dict[str, float]:
@@ -155,9 +163,9 @@ def memory_of(cfg: DictConfig, machine: Machine) -> int | None:
     return None if is_fraction(wanted) else size_bytes(wanted, "memory")
 
 
-def _program(program: Program, machine: Machine, memory: int | None) -> tuple[Program, None, CardPeak | None]:
+def of_file(program: Program, machine: Machine, memory: int | None) -> Step:
     """Of a program file: of what stands beside the tensors only the allocator and the context are known."""
-    return program, None, None if memory is None else of_program(program, machine.context_bytes, memory)
+    return Step(program, None, of_program(program, machine.context_bytes, memory), "", (), ())
 
 
 def get_ready(machine: Machine, mode: str) -> None:
@@ -186,12 +194,28 @@ def answered(
         best.timeline if best is not None and plan is not None and (plan.decisions or plan.variants) else None,
         plan, bound.iteration_ns if proven else None, origins,
     )  # fmt: skip
-    nearest = reached(program, machine, limit, mode) if program.peak_bytes > limit and best is None else None
+    nothing = program.peak_bytes > limit and best is None
+    nearest = reached(program, machine, limit, mode) if nothing else None
+    host = host_needed(program, machine, limit, mode) if nothing and families else None
     return Answer(
         program, machine, limit, mode, page, tuple(families), best, bound.least_bytes, nearest,
         bound.overhead if proven else None, size, time.monotonic() - began, times=known,
-        spread=others.spread(plan) if others is not None and plan is not None else None,
+        spread=others.spread(plan) if others is not None and plan is not None else None, host=host,
     )  # fmt: skip
+
+
+def with_code(a: Answer, step: Step, cfg: DictConfig, out: Path) -> Answer:
+    """The answer with the code that runs its plan."""
+    if a.best is None or a.best.plan is None:
+        return a
+    typed = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
+    name = a.machine.name
+    if not (PRESETS / f"{name}.yaml").exists() or Machine.load(name) != a.machine:
+        name = typed.get("machine", name)
+    memory = cfg.memory if cfg.memory is not None else a.memory
+    call = fit_call(cfg.target, memory, name, out.absolute())
+    plain = checkpoints(a.program, a.machine, a.limit, a.best.plan, step.origins, step.modules)
+    return replace(a, run_it=call, checkpoints=plain)
 
 
 def write(out: Path, cfg: DictConfig, answer: Answer, bound: Floor) -> None:
@@ -222,7 +246,7 @@ def write(out: Path, cfg: DictConfig, answer: Answer, bound: Floor) -> None:
         peak=asdict(answer.page.without), peak_planned=asdict(answer.page.under) if best else None,
         families=[{"family": b.family, "planner": b.row["planner"] if b.row else None, "left_out": b.left_out}
                   for b in answer.families],
-        seconds=answer.seconds, times=asdict(answer.times) if answer.times else None,
+        host_bytes=answer.host, seconds=answer.seconds, times=asdict(answer.times) if answer.times else None,
         overheads=asdict(answer.spread) if answer.spread else None,
     )  # fmt: skip
 
@@ -250,24 +274,23 @@ def planned(
     if seconds >= LOADING:
         report.warm_up(machine, "policy_search", mode)  # PyTorch is loaded
     found = []
+    huge = len(program.kernels) >= HUGE
+    first = QUICK if huge else FIRST
     for kind, family in PUBLISHED.items():
         if mode in (kind, "joint"):
             names = [name for name in report.heuristics() if agents.PLANNERS[name].moves in (kind, "joint")]
-            first = QUICK if len(program.kernels) >= HUGE else FIRST
-            names.sort(key=lambda name: (name in LAST, name not in first))
+            names.sort(key=lambda name: first.index(name) if name in first else len(first) + (name in LAST))
             begin(family)
-            found.append(best_of(family, names, task, kind, seed, EACH * seconds, KIND * seconds))
+            found.append(best_of(family, names, task, kind, seed, EACH * seconds, KIND * seconds, first))
     begin(SEARCH_NAME)
     together = 0.0 if seconds < LOADING else math.inf
-    huge = len(program.kernels) >= HUGE
     searches = SEARCHES[:1] if huge else SEARCHES
     found.append(best_of(SEARCH_NAME, searches, task, mode, seed, SEARCH * seconds, together))
     begin(ROUNDING_NAME)
     rounding = report.made("lp_round", mode=mode, seconds=ROUNDING * seconds, seed=seed, min_bytes=small(program))
     found.append(best_of(ROUNDING_NAME, [rounding], task, mode, seed))
-    if error is not None and not huge:
+    if error is not None and not huge and (starts := [b.plan for b in found if b.plan is not None]):
         begin(FASTER_NAME)
-        starts = [b.plan for b in found if b.plan is not None]
         faster = ForFaster(starts, error, None, mode, small(program), seed, FASTER * seconds)
         found.append(best_of(FASTER_NAME, [faster], task, mode, seed))
     begin(FLOOR)
@@ -280,7 +303,7 @@ def planned(
 
 def best_of(
     family: str, planners: Sequence[str | agents.Planner], task: Task, mode: str, seed: int, each: float = math.inf,
-    together: float = math.inf,
+    together: float = math.inf, sure: Sequence[str] = (),
 ) -> Best:  # fmt: skip
     """The best plan that some planners make.
 
@@ -289,22 +312,23 @@ def best_of(
         mode: of the plans.
         each: seconds of each of the names; one that takes longer and has no budget is broken off.
         together: seconds from the beginning after which no other is asked, once there is a plan.
+        sure: those that are asked nevertheless, and have WAIT times as long.
     """
     from experiments.plan.summary import Best
 
-    begin, out = time.monotonic(), []
+    begin, out, huge = time.monotonic(), [], len(task[0].kernels) >= HUGE
     rows: list[tuple[Row, Plan | None, Timeline | None]] = []
     for asked in planners:
         planner = asked
         if isinstance(planner, str):
             planner = report.made(planner, seed=seed, mode=mode, seconds=each, min_bytes=small(task[0]))
-        huge = len(task[0].kernels) >= HUGE
-        if time.monotonic() - begin > together and (huge or any(row["feasible"] for row, *_ in rows)):
+        late = time.monotonic() - begin > together and planner.name not in sure
+        if late and (huge or any(row["feasible"] for row, *_ in rows)):
             out.append(planner.name)
             continue
         budget = not isinstance(asked, str) or "seconds" in agents.options(asked) or (huge and asked in QUICK)
         try:
-            with nullcontext() if budget else within(each):
+            with nullcontext() if budget else within(WAIT * each if planner.name in sure else each):
                 rows.append(report.scored(planner, *task, seed, mode))
         except TimeUp:
             out.append(planner.name)
@@ -360,24 +384,26 @@ def largest_batch(
         seconds: of all planning; the captures are waited for WAIT times as long.
         memory: of the card, for tensors and what stands beside them; None: the limit is the tensors'.
     """
-    from experiments.plan.summary import Largest
+    from experiments.plan.summary import Largest, rounded_up
 
     _, machine, limit = task
     limit = memory or limit
     if captures is None:
         return Largest(why=why)
-    end, planner = time.monotonic() + WAIT * seconds, ""
+    end, planner, tries, stopped = time.monotonic() + WAIT * seconds, "", 0, False
     try:
         steps = captures.batches(WAIT * seconds)
         until = time.monotonic() + BATCHES * seconds
 
         def costs(step: Program, room: int) -> float | None:
             """Overhead of the first plan that costs little enough."""
-            nonlocal planner
+            nonlocal planner, tries, stopped
             if not floor(step, machine, room, mode, detail=0.0).feasible:
                 return None
             for name in (FIRST[0], *SEARCHES[seconds >= LOADING :][:1]):
-                if time.monotonic() < until:
+                stopped = stopped or time.monotonic() >= until
+                if not stopped:
+                    tries += 1
                     made = report.made(name, mode=mode, seconds=BATCHES * seconds / 10, min_bytes=small(step))
                     row, _ = report.score_with(made, step, machine, room, 0, mode)
                     if row["feasible"] and row["overhead"] <= most_overhead:
@@ -402,6 +428,7 @@ def largest_batch(
         micro and micro[:2],
         micro[2] if micro else 0.0,
         MOST * steps.own,
+        rounded_up(max(2.0, TRIES / max(tries, 1)) * seconds) if stopped else None,
     )
 
 

@@ -34,13 +34,20 @@ FORKS = sys.platform == "linux"  # elsewhere system libraries may not stand it
 
 
 class Step(NamedTuple):
-    """What planning needs of a capture; ``card``: of the memory that was asked about, None where none was;
-    ``arithmetic``: a sentence on its types."""
+    """What planning needs of a capture.
+
+    Attributes:
+        card: of the memory that was asked about, if any was; None where it is not known.
+        arithmetic: a sentence on the types; ``types`` has that of each kernel.
+        modules: paths of those that can be called.
+    """
 
     program: Program
-    origins: Origins
+    origins: Origins | None  # None of a program file
     card: CardPeak | None
     arithmetic: str
+    types: tuple[str, ...]
+    modules: tuple[str, ...]
 
 
 class Captures:
@@ -250,11 +257,16 @@ def _work(connection: Connection) -> None:
 
 
 def _step(workload: Mapping[str, Any], machine: Machine, memory_bytes: int | None) -> Step:
+    from torch import nn
+
     from experiments import workloads
 
     captured = workloads.load(workload, machine)
+    model = captured.modules[0][0] if captured.modules else nn.Module()
+    modules = tuple(name for name, m in model.named_modules() if name and type(m).forward is not nn.Module.forward)
     card = _card(captured, workload, machine, memory_bytes)
-    return Step(captured.program, captured.origins, card, captured.arithmetic(machine))
+    said = captured.arithmetic(machine)
+    return Step(captured.program, captured.origins, card, said, captured.types(machine), modules)
 
 
 def _doubled(workload: Mapping[str, Any], machine: Machine, memory_bytes: int | None) -> tuple[int, Program, int]:
@@ -262,7 +274,7 @@ def _doubled(workload: Mapping[str, Any], machine: Machine, memory_bytes: int | 
 
     own = workloads.batch_of(workload, workloads.build(workload))
     captured = workloads.load(workload, machine, 2 * own)
-    card = _card(captured, workload, machine, memory_bytes, 2 * own)
+    card = None if memory_bytes is None else _card(captured, workload, machine, memory_bytes, 2 * own)
     return own, captured.program, card.beside if card is not None else 0
 
 
@@ -276,17 +288,22 @@ def _card(
     captured: Captured, workload: Mapping[str, Any], machine: Machine, memory_bytes: int | None,
     batch: int | None = None,
 ) -> CardPeak | None:  # fmt: skip
-    """The card's peak; where the CPU's operators are not CUDA's, what CUDA's take more or less is in ``loop``."""
+    """The card's peak; where the CPU's operators are not CUDA's, what CUDA's take more or less is in ``loop``. None
+    where it cannot be followed, and no memory was asked about; else that is a WorkloadError."""
     from dataclasses import replace
 
     from executor.capture.as_cuda import differs
     from executor.card import card_peak
     from experiments import workloads
 
-    if memory_bytes is None:
-        return None
-    if not any(differs(kernel.name) for kernel in captured.program.kernels):
-        return card_peak(captured, machine, memory_bytes=memory_bytes)
-    card = card_peak(workloads.load(workload, machine, batch, as_cuda=True), machine, memory_bytes=memory_bytes)
+    on_cuda = captured
+    if any(differs(kernel.name) for kernel in captured.program.kernels):
+        on_cuda = workloads.load(workload, machine, batch, as_cuda=True)
+    try:
+        card = card_peak(on_cuda, machine, memory_bytes=memory_bytes)
+    except ValueError as error:
+        if memory_bytes is None:
+            return None
+        raise workloads.WorkloadError(f"memory: what the card counts is not known: {error}") from error
     more = card.tensors - captured.program.peak_bytes
     return replace(card, tensors=captured.program.peak_bytes, loop=card.loop + more)

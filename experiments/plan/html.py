@@ -17,11 +17,12 @@ from experiments.plan import summary as words
 from experiments.plan.summary import Answer
 from experiments.plotting.palette import DARK, LIGHT, label
 from experiments.plotting.plots import steady_memory
-from simulator.report import size
+from simulator.report import Unit
 from simulator.timeline import Timeline
 
-MODULES = 15
 WIDTH, HEIGHT = 1000, 300  # of the picture, in its own units
+MANY = 4  # columns of a table: with more, its rows are blocks on a telephone
+CLASS = ' class="n"'
 POINTS = 500  # of a curve, across
 
 STYLE = """
@@ -43,8 +44,15 @@ th { color: var(--faint); font-weight: 600; white-space: nowrap; }
 .best td { font-weight: 700; }
 .wide td:first-child { white-space: nowrap; overflow-wrap: normal; }
 .wide td:last-child { min-width: 8rem; overflow-wrap: normal; }
-.bars { display: grid; grid-template-columns: max-content 1fr max-content; gap: .25rem .75rem; align-items: center;
-  font-size: .9rem; }
+@media (max-width: 40rem) {  /* a telephone: a row of many columns is a block of lines, each with its head */
+  .many thead { display: none; }
+  .many tr { display: block; padding: .4rem 0; border-bottom: 1px solid var(--line); }
+  .many td { display: flex; justify-content: space-between; gap: 1rem; padding: 0; border: 0; min-width: 0; }
+  .many td::before { content: attr(data-head); color: var(--faint); font-weight: 400; }
+  .many td:empty { display: none; }
+}
+.bars { display: grid; grid-template-columns: max-content minmax(3rem, 1fr) max-content; gap: .25rem .75rem;
+  align-items: center; font-size: .9rem; }
 .bar { height: .55rem; border-radius: 2px; margin: 1px 0; min-width: 1px; }
 .b0 { background: var(--before); } .b1 { background: var(--after); } .b2 { background: var(--limit); }
 .key { display: inline-block; margin-right: 1.25rem; font-size: .9rem; }
@@ -73,30 +81,38 @@ def page(a: Answer, before: Timeline, after: Timeline | None, command: str) -> s
     title = f"Will {a.program.name} fit?"
     parts = [
         f"<h1>{escape(title)}</h1>",
-        _p(f"{a.machine.name}, {size(a.memory or a.limit)}; {len(a.program.kernels):,} kernels, "
+        _p(f"{a.machine.name}, {a.size(a.memory or a.limit)}; {len(a.program.kernels):,} kernels, "
            f"{a.program.ideal_ns / 1e6:,.1f} ms a step", "faint"),
         _p(words.verdict(a), "verdict no" if no else "verdict"),
-        "<h2>Memory over one step</h2>", _picture(a.limit, before, after),
-        "<h2>The peak by kind</h2>", _bars(words.kinds(a.page)),
+        "<h2>Memory over one step</h2>", _picture(a.limit, before, after, a.size),
+        "<h2>The peak by kind</h2>", _bars(words.kinds(a.page), a.size),
         "<h2>The peak by module</h2>", _modules(a),
         "<h2>The moment of the peak</h2>",
-        *(_p(f"{name}: {size(peak.nbytes)}, {words.moment(peak)}.")
+        *(_p(f"{name}: {a.size(peak.nbytes)}, {words.moment(peak)}.")
           for name, peak in zip(("Without a plan", "Under the plan"), words.peaks_of(a.page), strict=False)),
     ]  # fmt: skip
-    parts += ["<h2>What the card counts</h2>", *map(_p, words.card(a))]
+    parts += ["<h2>What the card counts, likely</h2>", *map(_p, words.card(a))]
     if sentences := words.batches(a):
         parts += ["<h2>The largest batch</h2>", *map(_p, sentences)]
     if a.families:
         heads, cells = words.methods(a)
         proven = " The floor is proven: no plan of any method has less." if a.floor is not None else ""
         said = f"Overhead over the step in unlimited memory; bytes moved both ways in a step.{proven}"
-        parts += ["<h2>What methods cost</h2>", _methods(heads, cells), _p(said, "faint")]
+        best = ["best" if line[-1] == "recommended" else "" for line in cells]
+        parts += ["<h2>What methods cost</h2>", _table(heads, cells, range(2, 7), best), _p(said, "faint")]
     if a.best is not None:
-        parts += ["<h2>The recommended plan</h2>", _p(words.moves(a)), _p(
-            f"By {label(a.page.planner)}; it needs {size(a.page.least_bytes)}.", "faint")]  # fmt: skip
+        parts += ["<h2>The recommended plan</h2>", _p(words.moves(a)), *map(_p, words.gap(a)), _p(
+            f"By {label(a.page.planner)}; it needs {a.size(a.page.least_bytes)} for tensors.", "faint")]  # fmt: skip
     if sentences := words.uncertainty(a):
         parts += ["<h2>How sure the times are</h2>", *map(_p, sentences)]
-    parts += ["<h2>How to run it</h2>", f"<pre>{escape(_code(a))}</pre>", _p(
+    heads, cells = a.slowest
+    if cells:
+        parts += ["<h2>The slowest kernels</h2>", _table(heads, cells, range(2, 5))]
+    if a.checkpoints is not None:
+        parts += ["<h2>The same in plain PyTorch</h2>", _p(a.checkpoints.said(a.size)),
+                  f"<pre>{escape(a.checkpoints.code)}</pre>"]  # fmt: skip
+    code = a.run_it or ("train as ever: no plan is needed" if a.fits else "there is no plan to run")
+    parts += ["<h2>How to run it</h2>", f"<pre>{escape(code)}</pre>", _p(
         "Beside this page: "
         + ("plan.json, " if a.best else "")
         + "memory.png, results.jsonl, summary.json, and timeline.json, which opens in Perfetto (ui.perfetto.dev). "
@@ -120,7 +136,7 @@ def _p(text: str, kind: str = "") -> str:
     return f'<p class="{kind}">{escape(text)}</p>' if kind else f"<p>{escape(text)}</p>"
 
 
-def _bars(rows: Sequence[tuple[str, list[int]]]) -> str:
+def _bars(rows: Sequence[tuple[str, list[int]]], size: Unit) -> str:
     """A bar for each of a row's numbers, and the numbers."""
     most = max((n for _, columns in rows for n in columns), default=1) or 1
     cells = []
@@ -129,20 +145,16 @@ def _bars(rows: Sequence[tuple[str, list[int]]]) -> str:
             f'<div class="bar b{i}" style="width:{100 * n / most:.1f}%"></div>' for i, n in enumerate(columns)
         )
         cells += [f"<div>{escape(name)}</div>", f"<div>{bars}</div>",
-                  f'<div class="n">{" → ".join(map(size, columns))}</div>']  # fmt: skip
+                  f'<div class="n">{escape(" → ".join(map(size, columns)))}</div>']  # fmt: skip
     return f'<div class="bars">{"".join(cells)}</div>'
 
 
 def _modules(a: Answer) -> str:
-    rows = words.modules(a.page, MODULES)
+    rows = words.modules(a.page)
     if not rows:
         return _p("Not known of a program file: only a capture knows the modules.", "faint")
     heads = ["module", "without a plan", "under the plan"][: 1 + len(rows[0][1])]
-    return _table(heads, [[name, *map(size, columns)] for name, columns in rows], range(1, 3))
-
-
-def _methods(heads: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
-    return _table(heads, cells, range(2, 7), ["best" if line[-1] == "recommended" else "" for line in cells])
+    return _table(heads, [[name, *map(a.size, columns)] for name, columns in rows], range(1, 3))
 
 
 def _table(
@@ -150,18 +162,22 @@ def _table(
 ) -> str:
     """A table; the columns in ``right`` are numbers."""
 
+    def cell(tag: str, i: int, text: str) -> str:
+        head = f' data-head="{escape(heads[i])}"' if tag == "td" else ""
+        return f"<{tag}{CLASS if i in right else ''}{head}>{escape(text)}</{tag}>"
+
     def row(tag: str, line: Sequence[str]) -> str:
-        return "".join(f'<{tag} class="n">{escape(text)}</{tag}>' if i in right else f"<{tag}>{escape(text)}</{tag}>"
-                       for i, text in enumerate(line))  # fmt: skip
+        return "".join(cell(tag, i, text) for i, text in enumerate(line))
 
     body = "".join(
         f'<tr class="{kinds[i]}">{row("td", line)}</tr>' if kinds and kinds[i] else f"<tr>{row('td', line)}</tr>"
         for i, line in enumerate(cells)
     )
-    return f'<div class="wide"><table><thead><tr>{row("th", heads)}</tr></thead><tbody>{body}</tbody></table></div>'
+    kind = "wide many" if len(heads) > MANY else "wide"
+    return f'<div class="{kind}"><table><thead><tr>{row("th", heads)}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def _picture(limit: int, before: Timeline, after: Timeline | None) -> str:
+def _picture(limit: int, before: Timeline, after: Timeline | None, size: Unit) -> str:
     """Bytes in use over one step, without and under the plan, and the limit."""
     curves = [steady_memory(t) for t in (before, after) if t is not None]
     end = max(x[-1] for x, _ in curves) or 1.0
@@ -204,17 +220,3 @@ def _path(x: NDArray[np.float64], y: NDArray[np.float64]) -> str:
         x, y = x[chosen], y[chosen]
     steps = "".join(f"H{a:.1f}V{b:.1f}" for a, b in zip(x[1:], y[1:], strict=True))
     return f"M{x[0]:.1f} {y[0]:.1f}{steps}"
-
-
-def _code(a: Answer) -> str:
-    """Lines of Python that train under the recommended plan."""
-    if a.best is None:
-        return "train as ever: no plan is needed" if a.fits else "there is no plan to run"
-    return f"""from executor import PlannedStep, capture
-from simulator import Machine, Plan
-
-machine = Machine.load({a.machine.name!r})
-captured = capture(model, loss_fn, optimizer, (x, y), machine=machine)  # the step that was planned
-step = PlannedStep(captured, Plan.load("plan.json"), machine, {a.limit})
-for x, y in loader:
-    loss = step(x, y)  # bit-identical to the eager step"""

@@ -67,25 +67,22 @@ class CardPeak:
 
 def under_plan(card: CardPeak, timeline: Timeline) -> tuple[int, bool]:
     """What the card counts while a plan's blocks come and go, and whether PyTorch's allocator serves them all in the
-    memory that was asked about, where it gives back what it caches; the rest is as without a plan.
+    memory that was asked about, if any was, where it gives back what it caches; the rest is as without a plan.
 
     Args:
         timeline: of two iterations at least.
-
-    Raises:
-        ValueError: no memory was asked about.
     """
-    if card.memory_bytes is None:
-        raise ValueError("memory_bytes: no memory was asked about")
     rest = card.context + card.loop + card.workspaces
     blocks, _ = timeline_lifetimes(timeline).intervals.unrolled(ITERATIONS)
-    reserved, served = caching.serve(blocks, card.memory_bytes - rest)
+    reserved, served = caching.serve(blocks, None if card.memory_bytes is None else card.memory_bytes - rest)
     return (reserved if served else caching.serve(blocks)[0]) + rest, served
 
 
-def of_program(program: Program, context: int, memory_bytes: int) -> CardPeak:
+def of_program(program: Program, context: int, memory_bytes: int | None) -> CardPeak:
     """Of a step that is known from a file: only the allocator and the context are modelled."""
     blocks, _ = program_lifetimes(program).intervals.unrolled(ITERATIONS)
     reserved, _ = caching.serve(blocks)
-    fits = reserved + context <= memory_bytes or caching.serve(blocks, memory_bytes - context)[1]
+    fits = None
+    if memory_bytes is not None:
+        fits = reserved + context <= memory_bytes or caching.serve(blocks, memory_bytes - context)[1]
     return CardPeak(program.peak_bytes, 0, 0, max(reserved - program.peak_bytes, 0), context, memory_bytes, fits)

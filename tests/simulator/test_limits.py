@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from simulator import FormatError, Kernel, Program, Tensor
+from simulator import FormatError, Kernel, Machine, Program, Tensor
 from simulator.limits import limit_bytes, size_bytes
 
 PROGRAM = Program("one", (Tensor("a", 10**9),), (Kernel("k", "other", "forward", (), (0,), 1),))
@@ -12,7 +12,8 @@ PROGRAM = Program("one", (Tensor("a", 10**9),), (Kernel("k", "other", "forward",
 @pytest.mark.parametrize(
     ("value", "expected"),
     [(0.5, 0.5), (1, 1.0), (1.0, 1.0), (12345, 12345), (2e6, 2_000_000),
-     ("50%", 0.5), ("65 %", 0.65), ("100%", 1.0), (np.float64(0.25), 0.25), (np.int64(7), 7)],
+     ("50%", 0.5), ("65 %", 0.65), ("100%", 1.0), (np.float64(0.25), 0.25), (np.int64(7000), 7000),
+     ("0.6", 0.6), ("1", 1.0), ("4096", 4096)],
 )  # fmt: skip
 def test_a_limit_is_a_fraction_of_the_peak_or_bytes(value: object, expected: float) -> None:
     want = int(PROGRAM.peak_bytes * expected) if expected <= 1 else expected
@@ -31,7 +32,7 @@ def test_a_limit_is_a_size(value: str, expected: int) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [0, -1, 1.5, "abc", None, True, float("nan"), float("inf"), 2**63, "24G", "24", "0.5", "-1GB", "GB", "1,5GB",
+    [0, -1, 1500.5, "abc", None, True, float("nan"), float("inf"), 2**63, "24G", "-1GB", "GB", "1,5GB",
      "0B", "0.1B", "0%", "101%", "1e3MB", "1 G B", "99999999TiB", [], np.True_],
 )  # fmt: skip
 def test_any_other_limit_is_refused(value: object) -> None:
@@ -39,10 +40,29 @@ def test_any_other_limit_is_refused(value: object) -> None:
         limit_bytes(value, PROGRAM)
 
 
-@pytest.mark.parametrize("value", [0.5, "50%", 0, True, None, "12"])
+@pytest.mark.parametrize("value", [0.5, "50%", 0, True, None, "0.6", "12G"])
 def test_a_size_is_no_fraction(value: object) -> None:
     with pytest.raises(FormatError, match="capacity: expected an integer"):
         size_bytes(value, "capacity")
+
+
+@pytest.mark.parametrize("value", [24, "24", 1.5, np.int64(7), 1023])
+def test_a_number_too_small_for_bytes_asks_whether_gib_were_meant(value: object) -> None:
+    for parse in (lambda: limit_bytes(value, PROGRAM, "memory"), lambda: size_bytes(value, "memory")):
+        with pytest.raises(FormatError, match=rf"^memory: {value} would be {value} bytes; was {value}GiB meant\?$"):
+            parse()
+    tiny = Program("tiny", (Tensor("a", 1023),), PROGRAM.kernels)
+    assert value == 1.5 or limit_bytes(value, tiny) == int(value)
+    assert limit_bytes(f"{value}GiB", PROGRAM) == float(value) * 2**30
+    assert value == 1.5 or size_bytes(value, least=1) == int(value)  # of what may be small, as a file's capacity
+
+
+def test_sizes_of_a_machine_may_have_units() -> None:
+    preset = Machine.load("h100").to_dict()
+    found = Machine.from_dict({**preset, "host_bytes": "96GiB", "memory_bytes": "24GiB"})
+    assert (found.host_bytes, found.memory_bytes) == (96 * 2**30, 24 * 2**30)
+    with pytest.raises(FormatError, match=r"machine\.host_bytes: expected an integer"):
+        Machine.from_dict({**preset, "host_bytes": "96G"})
 
 
 def test_the_sentence_names_the_forms_and_the_value() -> None:

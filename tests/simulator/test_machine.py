@@ -143,7 +143,8 @@ MALFORMED = [
     ({"memory": 1}, "machine: unknown key 'memory'"),
     ({"memory_bytes": 1.5}, "machine.memory_bytes: expected an integer, got 1.5"),
     ({"memory_bytes": True}, "machine.memory_bytes: expected an integer, got true"),
-    ({"memory_bytes": "11 GB"}, 'machine.memory_bytes: expected an integer, got "11 GB"'),
+    ({"memory_bytes": "11G"}, "machine.memory_bytes: expected an integer (bytes) or a size such as 24GiB or 500MB, "
+     "got '11G'"),
     ({"memory_bytes": 0}, "machine.memory_bytes: expected a positive integer, got 0"),
     ({"h2d_bytes_per_s": 0}, "machine.h2d_bytes_per_s: expected a positive integer, got 0"),
     ({"d2h_bytes_per_s": -1}, "machine.d2h_bytes_per_s: expected a positive integer, got -1"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from inspect import getsourcelines
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,7 +27,8 @@ class Net(nn.Module):
         return self.head((b + h).mean((2, 3)))
 
 
-STEM, BODY, HEAD = (f"{Path(__file__).name}:{getsourcelines(Net.forward)[1] + i}" for i in (1, 2, 3))
+HERE = "tests/executor/capture/test_source_locations.py"
+STEM, BODY, HEAD = (f"{HERE}:{getsourcelines(Net.forward)[1] + i}" for i in (1, 2, 3))
 BATCH = torch.empty(2, 3, 8, 8), torch.zeros(2).long()
 
 
@@ -36,7 +36,7 @@ def loss_fn(y: Tensor, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(y, target)
 
 
-LOSS = f"{Path(__file__).name}:{getsourcelines(loss_fn)[1] + 1}"
+LOSS = f"{HERE}:{getsourcelines(loss_fn)[1] + 1}"
 
 
 def of(captured: Captured, phase: str) -> list[tuple[str, str, str]]:
@@ -141,12 +141,11 @@ def test_modules_of_any_step_have_the_names_by_which_it_finds_them() -> None:
 
     captured = capture_step(step, BATCH[0])
     first = getsourcelines(step)[1]
-    here = Path(__file__).name
     prefixed = [(op, f"model.{module}".rstrip("."), line) for op, module, line in FORWARD[:-2]]
-    loss = [(op, "step", f"{here}:{first + 1}") for op, *_ in FORWARD[-2:]]
+    loss = [(op, "step", f"{HERE}:{first + 1}") for op, *_ in FORWARD[-2:]]
     assert of(captured, "forward") == prefixed + loss
     backward = of(captured, "backward")
-    assert backward[0] == ("ones_like", "step", f"{here}:{first + 2}")
+    assert backward[0] == ("ones_like", "step", f"{HERE}:{first + 2}")
     assert backward[-1] == ("convolution_backward", "model.stem", STEM)
 
 
@@ -173,7 +172,7 @@ def test_the_engine_runs_the_users_functions_in_their_forwards_place() -> None:
     captured = capture(model, nn.functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), (x, x))
     (forward,) = (entry for entry in of(captured, "forward") if entry[0] == "mul")
     (backward,) = (entry for entry in of(captured, "backward") if entry[0] == "add")
-    assert forward[1:] == backward[1:] == ("", f"{Path(__file__).name}:{getsourcelines(Double)[1] + 3}")
+    assert forward[1:] == backward[1:] == ("", f"{HERE}:{getsourcelines(Double)[1] + 3}")
 
 
 def test_gpt2_of_transformers() -> None:
@@ -187,8 +186,10 @@ def test_gpt2_of_transformers() -> None:
     layer = ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]
     assert products == [f"transformer.h.{i}.{name}" for i in (0, 1) for name in layer] + ["lm_head"]
     assert [m for op, m, _ in backward if op in ("mm", "addmm")] == [m for m in reversed(products) for _ in range(2)]
-    assert {line.partition(":")[0] for op, _, line in forward if op == "addmm"} == {"pytorch_utils.py"}
-    assert {line.partition(":")[0] for op, module, line in backward if module.endswith(".act")} == {"activations.py"}
+    assert {line.partition(":")[0] for op, _, line in forward if op == "addmm"} == {"transformers/pytorch_utils.py"}
+    assert {line.partition(":")[0] for op, module, line in backward if module.endswith(".act")} == {
+        "transformers/activations.py"
+    }
     modules = {name for name, _ in model.named_modules()} | {"loss_fn"}
     assert {module for _, module, _ in forward + backward} <= modules
     lines = {(module, line) for op, module, line in backward if op != "ones_like"}

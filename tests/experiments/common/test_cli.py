@@ -234,6 +234,25 @@ def test_a_sweep_makes_a_run_each(run: Run, program_file: Path, tmp_path: Path) 
     assert len(list((tmp_path / "work" / "runs").glob("evaluate-chain-*"))) == 2
 
 
+def test_a_sweep_ends_with_a_common_table_and_keeps_it(run: Run, program_file: Path, tmp_path: Path) -> None:
+    words = (f"program={program_file}", "planners=[none,autoswap_swdoa]", "jobs=1")
+    done = run("evaluate", "-m", *words, "limits=0.8,0.9", "seed=0,5")
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "work" / done.stdout.splitlines()[-1]
+    assert folder.parent.name == "runs" and {f.name for f in folder.iterdir()} == {
+        "multirun.yaml", "table.txt", "results.jsonl"}  # fmt: skip
+    lines = [line.split() for line in (folder / "table.txt").read_text().splitlines() if line.strip()]
+    swept = [row for row in lines if row[0] in ("0.8", "0.9")]
+    assert [row[:2] for row in swept] == [["0.8", "0"], ["0.8", "5"], ["0.9", "0"], ["0.9", "5"]]
+    assert "autoswap_swdoa" in (folder / "table.txt").read_text() and swept[0][-1] in done.stdout
+    rows = rows_in(folder)
+    assert len(rows) == 8 and {tuple(row["overrides"])[-1] for row in rows} == {"seed=0", "seed=5"}  # type: ignore[arg-type]
+    own = [row for row in rows if row["overrides"] == rows[0]["overrides"]]
+    assert [{k: v for k, v in row.items() if k not in ("overrides", "run")} for row in own] == rows_in(
+        Path(own[0]["run"])
+    )  # type: ignore[arg-type]
+
+
 def test_train_writes_its_run_directory(run: Run, program: Program, program_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = (f"program={program_file}", "limit=0.6", "seed=1", "agent.episodes=6", "planners=[none,autoswap_swdoa]")

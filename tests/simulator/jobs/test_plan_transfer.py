@@ -50,6 +50,23 @@ def test_a_layer_keeps_its_decisions_where_another_is_missing():
     assert found == Plan((Swap(3, 2, 5, copy=1), Swap(0, 1, 5)), other.fingerprint)
 
 
+def test_a_step_by_other_kernels_is_matched_by_the_order_of_accesses():
+    """Weights are updated by a kernel each, or all by one of another name: their gaps end there, too."""
+
+    def step(together: bool) -> Program:
+        base = layers("a", "b")
+        updates = [("sgd", (0, 1))] if together else [("add", (0,)), ("add", (1,))]
+        found = [Kernel(name, "optimizer", "optimizer", (*which, *(6 + t for t in which)), which, 10)
+                 for name, which in updates]  # fmt: skip
+        return Program("step", base.tensors, (*base.kernels, *found))
+
+    program, other = step(together=False), step(together=True)
+    plan = Plan((Swap(1, 4, 7, prefetch=6), Swap(0, 0, 5)), program.fingerprint)
+    assert adapted(plan, program, other).decisions == (Swap(0, 0, 5),)
+    assert adapted(plan, program, other, by_order=True).decisions == (Swap(1, 4, 6), Swap(0, 0, 5))
+    assert adapted(plan, program, program, by_order=True).decisions == plan.decisions
+
+
 def test_what_cannot_be_said_there_is_left_out():
     program, other = layers("a", "b"), layers("a")
     assert adapted(Plan((Rerun(0, 4), Rerun(1, 4))), program, other).decisions == ()

@@ -1,0 +1,43 @@
+"""Is it the host's memory that a plan lacks? Planners that find none speak of the GPU's limit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from agents.planner import Infeasible, small
+from simulator.compiled.encoding import rows_of
+from simulator.compiled.engine import Engine
+from simulator.machine import Machine
+from simulator.plan_transfer import Same
+from simulator.program import Program
+
+QUICK = ("tensile", "autoswap_swdoa")
+ENDLESS = 2**50
+
+
+def host_needed(program: Program, machine: Machine, limit: int, mode: str = "joint") -> int | None:
+    """Bytes of host memory with which a quick planner has a plan, where that is more than the machine has; None where
+    the host is not what a plan lacks."""
+    could_leave = {gap.tensor for gap in program.gaps()}
+    if sum(program.tensors[t].nbytes for t in could_leave) <= machine.host_bytes:
+        return None
+    least = _needed(Same(program), Same(machine), limit, mode)
+    return least if least > machine.host_bytes else None
+
+
+@lru_cache(16)
+def _needed(program: Same, machine: Same, limit: int, mode: str) -> int:
+    """The least that the plans of QUICK put there; 0 where there are none."""
+    import agents
+
+    roomy, found = replace(machine.of, host_bytes=ENDLESS), []
+    for name in QUICK:
+        chosen = {"mode": mode, "min_bytes": small(program.of)}
+        planner = agents.make(name, **{key: chosen[key] for key in chosen.keys() & set(agents.options(name))})
+        try:
+            plan = planner.plan(program.of, roomy, limit)
+        except Infeasible:
+            continue
+        found.append(Engine(program.of, roomy, limit).on_host(rows_of(plan.decisions)))
+    return min(found, default=0)

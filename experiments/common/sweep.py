@@ -1,0 +1,100 @@
+"""The common table of a sweep (``-m``): every job's limits and planners side by side. It is printed at the end and kept
+in the sweep's directory: table.txt, and results.jsonl with all rows of all jobs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from simulator.files import write_json, write_text
+
+OVERRIDE = f"+hydra.callbacks.sweep._target_={__name__}.SweepTable"
+JOB = ".job-{}.json"  # what is kept of a job until the sweep is over
+PLANNERS = 6  # columns
+
+
+class SweepTable(Callback):
+    """Of each job it keeps which run it made, on whatever computer; ``shown`` then puts them together."""
+
+    folder: Path | None = None  # of the sweep that this process has begun
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        SweepTable.folder = Path(str(config.hydra.sweep.dir))
+
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
+        run = job_return.return_value if job_return.status == JobStatus.COMPLETED else None
+        if isinstance(run, Path):
+            job = {"overrides": list(job_return.overrides or ()), "run": str(run.absolute())}
+            write_json(Path(str(config.hydra.sweep.dir)) / JOB.format(config.hydra.job.num), job)
+
+
+def shown() -> None:
+    """Prints and keeps the table of the sweep that has ended; nothing where no job has left rows."""
+    from experiments.common import report  # which imports cli.py, and cli.py this
+
+    folder, SweepTable.folder = SweepTable.folder, None
+    files = sorted(folder.glob(JOB.format("*")), key=lambda file: (len(file.name), file.name)) if folder else []
+    rows: list[dict[str, Any]] = []
+    for file in files:
+        job = json.loads(file.read_text())
+        results = Path(job["run"]) / "results.jsonl"
+        if results.exists():
+            rows += [{**json.loads(line), **job} for line in results.read_text().splitlines()]
+        file.unlink()
+    if folder is None or not rows or any("planner" not in row for row in rows):
+        return
+    report.write_rows(folder / "results.jsonl", rows)
+    with (page := Console(width=200, highlight=False, markup=False)).capture() as text:
+        page.print(table(rows))
+    write_text(folder / "table.txt", text.get())
+    report.console().print(table(rows))
+    print(folder)
+
+
+def table(rows: Sequence[dict[str, Any]]) -> Table:
+    """A line for each job and limit: what was swept, the floor, and the overheads of the planners that did best, those
+    that were trained before all; the least in brackets."""
+    words = dict.fromkeys(word for row in rows for word in row["overrides"])
+    keys = [word.partition("=")[0] for word in words]
+    swept = list(dict.fromkeys(key for key in keys if keys.count(key) > 1))
+    lines: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        lines.setdefault((row["run"], row["workload"], row["limit_bytes"]), []).append(row)
+    planners = list(dict.fromkeys(row["planner"] for row in rows))
+    found = {name: [row["overhead"] for row in rows if row["planner"] == name and row["feasible"]] for name in planners}
+    planners.sort(key=lambda name: (not _learned(name), -len(found[name]), sum(found[name])))
+    chosen = [name for name in planners if found[name]][:PLANNERS]
+    out = Table(*swept, box=box.SIMPLE_HEAD, pad_edge=False)
+    for head in ("limit", "floor", *chosen):
+        out.add_column(head, justify="right", no_wrap=True)
+    for own in lines.values():
+        values = dict(word.partition("=")[::2] for word in own[0]["overrides"])
+        by_name = {row["planner"]: row["overhead"] for row in own if row["feasible"]}
+        least, floor = min(by_name.values(), default=None), own[0]["bound_overhead"]
+        cells = [_percent(by_name.get(name)) for name in chosen]
+        marked = [
+            f"[{c}]" if by_name.get(name) == least is not None else c for name, c in zip(chosen, cells, strict=True)
+        ]
+        out.add_row(
+            *(values.get(key, "") for key in swept), f"{own[0]['limit_fraction']:.0%}", _percent(floor), *marked
+        )
+    return out
+
+
+def _learned(name: str) -> bool:
+    import agents
+
+    return name in agents.PLANNERS and agents.PLANNERS[name].learned
+
+
+def _percent(part: float | None) -> str:
+    return "–" if part is None else f"{part:.2%}"

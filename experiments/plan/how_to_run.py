@@ -1,0 +1,132 @@
+"""Code to paste: the call of ``fit`` that trains under the recommended plan, and, of a plan that only runs things
+again, the modules to checkpoint in plain PyTorch.
+
+``torch.utils.checkpoint`` of a module keeps what goes in and what comes out, and runs its forward pass again in the
+backward pass. So it does no single tensors, as a plan can: which modules come near the plan, and what they cost, is
+simulated here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from agents.heuristics.layers import FeatureMap, feature_maps
+from agents.heuristics.memonger import recomputable, recomputations
+from agents.planner import small
+from simulator.compiled.engine import Engine
+from simulator.machine import Machine
+from simulator.plan import Plan, PlanError, Recompute
+from simulator.program import Program
+from simulator.report import Origins, Unit
+
+FIT = """\
+from agents.saved import saved_plan
+from executor import fit
+{made}
+plan = saved_plan({folder!r})
+step = fit({parts}, memory={memory!r}, machine={machine!r}, planner=plan)
+print(step.report())
+for x, y in loader:
+    loss = step(x, y)  # bit-identical to the eager step"""
+CHECKPOINT = """\
+from functools import partial
+from torch.utils.checkpoint import checkpoint
+
+for name in {names!r}:
+    module = model.get_submodule(name)
+    module.forward = partial(checkpoint, module.forward, use_reentrant=False)"""
+
+
+def fit_call(target: str | None, memory: int | float | str, machine: str, folder: Path) -> str:
+    """Lines of Python that train under the plan of a run directory.
+
+    Args:
+        target: of the command; None: it named no factory, and the user has the parts.
+        memory, machine: as they were typed.
+    """
+    module, _, factory = (target or "").partition(":")
+    parts = "*parts[:-1], example_batch=parts[-1]" if target else "model, loss_fn, optimizer, (x, y)"
+    made = f"from {module} import {factory}\n\nparts = {factory}()"
+    made = made if target else "\n# model, loss_fn, optimizer and one batch of the step that was planned"
+    return FIT.format(made=made, parts=parts, memory=memory, machine=machine, folder=str(folder))
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Modules whose checkpoints do in plain PyTorch about what a plan does.
+
+    Attributes:
+        overhead: as simulated, of the ideal time.
+        peak_bytes: of the tensors.
+    """
+
+    names: tuple[str, ...]
+    overhead: float
+    peak_bytes: int
+
+    @property
+    def code(self) -> str:
+        """Lines to paste before the training loop."""
+        return CHECKPOINT.format(names=self.names)
+
+    def said(self, size: Unit) -> str:
+        """What they cost, a sentence or two."""
+        return (
+            f"The plan moves nothing, so checkpoints of {len(self.names)} modules do nearly the same without it: about "
+            f"{self.overhead:+.1%}, and {size(self.peak_bytes)} of tensors. The loss is the same; batch norm, if there "
+            "is any, updates its running statistics twice."
+        )
+
+
+def checkpoints(
+    program: Program, machine: Machine, limit: int, plan: Plan, origins: Origins | None, modules: Sequence[str]
+) -> Checkpoints | None:
+    """The checkpoints that fit ``limit`` and cost least, of modules of one depth, those first of which the plan runs
+    most again; None where the plan does more than run things again, or none fit.
+
+    Args:
+        modules: paths of those that can be called.
+    """
+    if origins is None or not plan.decisions or not all(isinstance(d, Recompute) for d in plan.decisions):
+        return None
+    again, engine = {d.tensor for d in plan.of_kind(Recompute)}, Engine(program, machine, limit)
+    best: Checkpoints | None = None
+    for blocks in _by_depth(program, origins, frozenset(modules)):
+        parts = {name: _bytes(program, [m for m in maps if m.tensor in again]) / max(_bytes(program, maps), 1)
+                 for name, maps in blocks.items()}  # fmt: skip
+        names = sorted(blocks, key=lambda name: -parts[name])
+        for n in range(1, len(names) + 1):
+            try:
+                maps = sorted((m for name in names[:n] for m in blocks[name]), key=lambda m: (m.layer, m.tensor))
+                score = engine.score(recomputations(maps))
+            except PlanError:
+                continue
+            if score.feasible:
+                cost = score.iteration_ns / max(program.ideal_ns, 1) - 1
+                if best is None or cost < best.overhead:
+                    chosen = set(names[:n])
+                    best = Checkpoints(tuple(name for name in blocks if name in chosen), cost, score.required_bytes)
+                break
+    return best
+
+
+def _by_depth(program: Program, origins: Origins, modules: frozenset[str]) -> Iterator[dict[str, list[FeatureMap]]]:
+    """By module, in the order of their calls, what a checkpoint of it does not keep; for modules of each depth."""
+    places = [place.module for place in origins.places]
+    maps = recomputable(program, feature_maps(program, small(program)))
+    for depth in range(1, 1 + max((name.count(".") + 1 for name in modules), default=0)):
+        blocks = [".".join(path.split(".")[:depth]) for path in places]
+        found: dict[str, list[FeatureMap]] = {}
+        for m in maps:
+            block = blocks[m.layer]
+            uses = (k for k in program.accesses[m.tensor] if program.kernels[k].phase == "forward")
+            if block in modules and all(blocks[k] == block for k in uses):  # what others read is its result
+                found.setdefault(block, []).append(m)
+        if found:
+            yield found
+
+
+def _bytes(program: Program, maps: Sequence[FeatureMap]) -> int:
+    return sum(program.tensors[m.tensor].nbytes for m in maps)
