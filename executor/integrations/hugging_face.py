@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from executor.capture.python_values import SCALARS, put_back
 from executor.capture.state import CaptureError
 from executor.fit import FittedSteps, fit
 from executor.integrations.numbers import Named, Numbers, reached
+from executor.training.bindings import StepError
 
 NORM = "grad_norm"
 # What a Trainer has for its loop: no part of a loss.
@@ -59,7 +61,10 @@ class TrainersLoss(nn.Module):
 
     def forward(self, batch: dict[str, Any]) -> Tensor:
         inputs = {key: value for key, value in batch.items() if key != "num_items_in_batch"}
-        return self._trainer[0].compute_loss(self.model, inputs, num_items_in_batch=batch["num_items_in_batch"])
+        trainer = self._trainer[0]
+        loss = trainer.compute_loss(self.model, inputs, num_items_in_batch=batch["num_items_in_batch"])
+        trainer._problem_type = getattr(getattr(trainer.model, "config", None), "problem_type", None)
+        return loss
 
     def before_update(self, *_: Any) -> None:
         """A hook of the optimizer: what the Trainer does with gradients."""
@@ -82,6 +87,7 @@ class PlannedTrainer(Trainer):
         self.memory, self.options = memory, options or {}
         self.planned: FittedSteps | None = None
         self._loss: TrainersLoss | None = None
+        self._problem_type: str | None = None  # as the model has it in a capture
         self._undo: list[Callable[[], None]] = []  # what training changed of the optimizer
         self._next: list[tuple[dict[str, Any], None]] = []  # micro-batches of a step that has not begun
 
@@ -130,10 +136,17 @@ class PlannedTrainer(Trainer):
             wrapped.optimizer, wrapped.scaler = optimizer, scaler
 
         self._undo.append(undo)
-        return fit(
-            self._loss, _given, optimizer, tuple(self._next) if k > 1 else self._next[0], self.memory, accumulate=k,
-            average=not scaled, scaler=scaler, **self.options,
+        made = partial(
+            fit, self._loss, _given, optimizer, tuple(self._next) if k > 1 else self._next[0], self.memory,
+            accumulate=k, average=not scaled, scaler=scaler, **self.options,
         )  # fmt: skip
+        try:
+            return made()
+        except StepError:  # a classifier whose first step notes of which kind its labels are
+            if self._problem_type is None or getattr(self.model.config, "problem_type", None) is not None:
+                raise
+            self.model.config.problem_type = self._problem_type
+            return made()
 
     def _refuse(self) -> None:
         """Raises CaptureError where this Trainer's steps are done by something else."""

@@ -1,12 +1,21 @@
 """Some models of the zoo, and its command: peaks are MemTracker's, three steps are eager's to the bit."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.zoo import __main__ as zoo
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("name", ["SegFormer", "Gemma 2"])  # hooks that the model adds itself; a cache that is empty

@@ -127,6 +127,7 @@ def tracked(parts: Parts, batch: Any) -> tuple[Tensor, int]:
 def look(name: str, planner: str = "lp_round") -> Row:
     """All of a model."""
     started = time.perf_counter()
+    torch.set_num_threads(1)  # with several, eager sums of index_put are not equal to themselves
     torch.manual_seed(0)
     ours: Parts = MODELS[name]()
     own = copy.deepcopy(ours[:3])  # together: the optimizer's parameters are the model's

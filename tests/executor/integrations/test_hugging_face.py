@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 
 from executor import CaptureError, StepError
 from executor.integrations import PlannedTrainer
@@ -40,7 +49,7 @@ class Pair:
 
     def __init__(
         self, out: Path, make: Callable[[], nn.Module] = model, lengths: tuple[int, ...] = (40,), samples: int = 12,
-        mixin: type = object, **chosen: Any,
+        mixin: type = object, collate: Callable[[Any], dict[str, Tensor]] = padded, **chosen: Any,
     ) -> None:  # fmt: skip
         self.trainers: list[Trainer] = []
         self.logs: list[Logs] = []
@@ -57,7 +66,7 @@ class Pair:
             self.logs.append(Logs())
             self.trainers.append(type("Mine", (mixin, base) if mixin is not object else (base,), {})(
                 model=make(), args=arguments, train_dataset=self.data, eval_dataset=self.data[:4],
-                data_collator=padded, callbacks=[self.logs[-1]], **more,
+                data_collator=collate, callbacks=[self.logs[-1]], **more,
             ))  # fmt: skip
         self.ours, self.own = self.trainers
 
@@ -139,6 +148,22 @@ def test_accumulation(make: Callable[[], nn.Module], counted: bool, tmp_path: Pa
 def test_autocast(tmp_path: Path) -> None:
     pair = Pair(tmp_path, bf16=True).train()
     assert "bfloat16" in str(pair.ours.planned.captured.graph.graph)
+
+
+def classifier() -> nn.Module:
+    sizes = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 128}
+    return BertForSequenceClassification(BertConfig(**sizes, vocab_size=256, max_position_embeddings=64))
+
+
+def of_texts(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {"input_ids": torch.stack([s["input_ids"] for s in samples]),
+            "labels": torch.stack([s["labels"][0] % 2 for s in samples])}  # fmt: skip
+
+
+def test_a_classifier_that_finds_out_about_its_labels(tmp_path: Path) -> None:
+    """Its first step writes ``problem_type`` into its configuration."""
+    pair = Pair(tmp_path, classifier, collate=of_texts).train()
+    assert pair.ours.model.config.problem_type == pair.own.model.config.problem_type == "single_label_classification"
 
 
 class Distilled:
