@@ -26,7 +26,7 @@ from experiments.examples import hf_trainer
 from experiments.examples.hf_trainer import model_and_data, padded
 from simulator import Swap
 
-pytestmark = pytest.mark.filterwarnings("ignore:'pin_memory' argument", "ignore:.*lr_scheduler.step")
+pytestmark = pytest.mark.filterwarnings("ignore:'pin_memory' argument", "error:Detected call of")
 
 
 class Logs(TrainerCallback):

@@ -19,7 +19,10 @@ from torch.utils.data import DataLoader
 from executor import CaptureError, StepError
 from executor.integrations import PlannedStrategy
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning's advice; the mean squared error's memory
+pytestmark = [  # Lightning's advice, the mean squared error's memory; but a schedule comes after its update
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("error:Detected call of"),
+]
 
 
 class Lines(DummyLogger):
