@@ -32,10 +32,11 @@ def test_the_command_writes_its_table(
     monkeypatch.setitem(zoo.NEEDS, "LSTM", "no_such_package")
     assert zoo.main(["GAN's generator", "GCN (torch_geometric)", "LSTM", f"into={page}"]) == 0
     printed, text = capsys.readouterr().out, page.read_text()
-    assert "Left out, not installed: LSTM" in printed and "2 of 2 as eager, 1 of them refused in a sentence" in printed
+    assert "1 of 2 as eager, 1 refused in a sentence, 0 wrong" in printed
+    assert "| LSTM | | | | | | left out, no_such_package is not installed |" in printed and "| LSTM |" in text
     assert text.startswith("before\n<!-- table -->\n| model |") and text.endswith("<!-- end -->\nafter\n")
     assert "| the same |" in text and "the shape of a result depends on the values" in text and "old" not in text
-    assert zoo.main(["no such"]) == 2
+    assert zoo.main(["no such"]) == zoo.main([f"into={tmp_path / 'no such'}"]) == 2
 
     def broken(*_: object, **__: object) -> None:
         raise KeyError(3)

@@ -26,7 +26,7 @@ from executor import CaptureError, FitError, StepError, fit
 from tests.zoo.models import MODELS, NEEDS, Parts
 
 STEPS, PART = 3, 0.7
-# Bytes that MemTracker counts more than the program, and why; eager without it is as the program says but for the two.
+# Bytes that MemTracker counts more than the program, and why.
 KNOWN = {
     "Mamba": (253_952, "under MemTracker, a mode of dispatch, autograd adds gradients into new tensors, else in place"),
     "BART": (-32_768, "transformers drops a mask of ones after a look at it, and keeps it in any trace"),
@@ -168,33 +168,32 @@ def main(arguments: list[str]) -> int:
     if unknown := [name for name in chosen if name not in MODELS]:
         print(f"no model {unknown[0]!r}; there are {', '.join(MODELS)}", file=sys.stderr)
         return 2
-    rows, left_out = [], []
+    if bare := [page for page in into if not page.is_file() or not all(mark in page.read_text() for mark in MARKS)]:
+        print(f"{bare[0]} is no page with the lines {' and '.join(map(str.strip, MARKS))}", file=sys.stderr)
+        return 2
+    rows, lines = [], []
     warnings.simplefilter("ignore")  # models' own, and what a library takes in the first step beside its operators
     print(HEAD, end="")
     for name in chosen:
         if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
-            left_out.append(name)
+            lines.append(f"| {name} | | | | | | left out, {NEEDS[name]} is not installed |")
+            print(lines[-1])
             continue
         try:
             row = look(name)
         except Exception as error:  # what no user should see
             row = Row(name, wrong=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
-        print(row.line(), flush=True)
+        lines.append(row.line())
+        print(lines[-1], flush=True)
         print(f"{name}: {row.seconds:.1f} s", file=sys.stderr)
         rows.append(row)
         gc.collect()
-    if left_out:
-        print(f"\nLeft out, not installed: {', '.join(left_out)}")
-    good = [row for row in rows if row.good]
-    print(
-        f"\n{len(good)} of {len(rows)} as eager, {sum(bool(row.refused) for row in good)} of them refused in a sentence"
-    )
+    good, refused = sum(row.good for row in rows), sum(bool(row.refused) for row in rows)
+    print(f"\n{good - refused} of {len(rows)} as eager, {refused} refused in a sentence, {len(rows) - good} wrong")
     for page in into:
         before, rest = page.read_text().split(MARKS[0])
-        page.write_text(
-            before + MARKS[0] + HEAD + "".join(row.line() + "\n" for row in rows) + MARKS[1] + rest.split(MARKS[1])[1]
-        )
-    return int(len(good) < len(rows))
+        page.write_text(before + MARKS[0] + HEAD + "\n".join([*lines, ""]) + MARKS[1] + rest.split(MARKS[1])[1])
+    return int(good < len(rows))
 
 
 if __name__ == "__main__":
