@@ -138,7 +138,9 @@ class PlannedTrainer(Trainer):
         self._undo.append(undo)
         made = partial(
             fit, self._loss, _given, optimizer, tuple(self._next) if k > 1 else self._next[0], self.memory,
-            accumulate=k, average=not scaled, scaler=scaler, **self.options,
+            accumulate=k, average=not scaled, scaler=scaler,
+            clip_norm=None if scaler is None else math.inf,  # so gradients are unscaled before the hook, fused or not
+            **self.options,
         )  # fmt: skip
         try:
             return made()

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -148,6 +150,18 @@ def test_accumulation(make: Callable[[], nn.Module], counted: bool, tmp_path: Pa
 def test_autocast(tmp_path: Path) -> None:
     pair = Pair(tmp_path, bf16=True).train()
     assert "bfloat16" in str(pair.ours.planned.captured.graph.graph)
+
+
+def test_float16_with_its_scaler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accelerate has it on GPUs only: here it is made to believe."""
+    pair = Pair(tmp_path)
+    for trainer in pair.trainers:
+        trainer.accelerator.scaler, trainer.accelerator.native_amp = GradScaler("cpu", init_scale=2.0**8), True
+    monkeypatch.setitem(AcceleratorState._shared_state, "_mixed_precision", "fp16")
+    pair.train()
+    assert "torch.float16" in str(pair.ours.planned.captured.graph.graph)
+    ours, own = (trainer.accelerator.scaler.state_dict() for trainer in pair.trainers)
+    assert ours == own and own["_growth_tracker"] > 2
 
 
 def classifier() -> nn.Module:

@@ -14,6 +14,8 @@ pytest.importorskip("lightning")
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.plugins import MixedPrecision
+from torch.amp import GradScaler
 from torch.utils.data import DataLoader
 
 from executor import CaptureError, StepError
@@ -85,7 +87,7 @@ class Pair:
 
     def __init__(
         self, out: Path, make: Callable[[], LightningModule] = Module, samples: int = 160, callbacks: Any = lambda: [],
-        **chosen: Any,
+        plugins: Any = lambda: None, **chosen: Any,
     ) -> None:  # fmt: skip
         self.samples = samples
         self.modules, self.trainers, self.losses, self.logs = [], [], [Losses(), Losses()], [Lines(), Lines()]
@@ -99,7 +101,7 @@ class Pair:
                 "logger": self.logs[i], "log_every_n_steps": 1, "enable_progress_bar": False,
                 "enable_model_summary": False,
                 "enable_checkpointing": False, "num_sanity_val_steps": 1, "callbacks": [self.losses[i], *callbacks()],
-                "gradient_clip_val": 0.5, **more, **chosen,
+                "gradient_clip_val": 0.5, "plugins": plugins(), **more, **chosen,
             }))  # fmt: skip
         self.ours, self.own = self.trainers
 
@@ -166,6 +168,16 @@ def test_accumulation_and_clipping(algorithm: str, tmp_path: Path) -> None:
 def test_autocast(tmp_path: Path) -> None:
     pair = Pair(tmp_path, precision="bf16-mixed", gradient_clip_val=None).fit()
     assert "bfloat16" in str(pair.ours.strategy.planned.captured.graph.graph)
+
+
+def test_float16_with_its_scaler(tmp_path: Path) -> None:
+    def plugins() -> MixedPrecision:
+        return MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=2.0**10))
+
+    pair = Pair(tmp_path, plugins=plugins, gradient_clip_val=0.01).fit()
+    assert "torch.float16" in str(pair.ours.strategy.planned.captured.graph.graph)
+    ours, own = (trainer.precision_plugin.scaler.state_dict() for trainer in pair.trainers)
+    assert ours == own
 
 
 class ReadsTheNumber(Module):
