@@ -26,7 +26,7 @@ ABOVE = {"executor/fit.py": {"agents"}}  # what these files may import, too, ins
 ROOMS = {
     "simulator": ["", "compiled", "jobs", "pool"],
     "agents": ["floor", "", "heuristics", "search", "exact", "learned"],
-    "executor": ["memory", "capture", "training", "replay", ""],
+    "executor": ["memory", "capture", "training", "replay", "", "integrations"],
     # The top has commands, which use all of them; so is the __main__ of a room.
     "experiments": [
         "workloads",
@@ -195,3 +195,13 @@ def test_the_unpickler_looks_no_name_up() -> None:
     used = {ast.unparse(n) for n in ast.walk(tree) if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "pickle"}
     assert used == {"pickle.Unpickler", "pickle.PROTO"}
     assert not any(isinstance(n, ast.ImportFrom) and n.module == "pickle" for n in ast.walk(tree))
+
+
+def test_trainers_are_imported_with_their_class_only() -> None:
+    extras = {"transformers", "accelerate", "lightning"}
+    files = [f for package in MAY_IMPORT for f in (ROOT / package).rglob("*.py")]
+    top = {f.relative_to(ROOT).as_posix() for f in files
+           if extras & {name for node in ast.parse(f.read_text()).body for name in _names(node)}}  # fmt: skip
+    assert top and all(f.startswith(("executor/integrations/", "experiments/examples/")) for f in top)
+    code = f"import sys; sys.modules.update(dict.fromkeys({extras})); import executor.integrations, executor"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)

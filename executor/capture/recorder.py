@@ -298,9 +298,9 @@ class Recorder(TorchDispatchMode):
         numbers: list[int] = []  # of the operators' kernels
         left_out: set[int] = set()
         for k in range(len(ops) + 1):
-            if k in held:
+            # What no kernel has written is empty.
+            if k in held and (read := tuple(sorted(index[s] for s in held[k] if s in index))):
                 phase = ops[k - 1].phase
-                read = tuple(sorted(index[s] for s in held[k]))
                 kernels.append(Kernel("marker", "other", phase, read, (), 0, recomputable=False))
                 places.append(ops[k - 1].place)
                 nodes.append(())

@@ -289,9 +289,10 @@ class StepState:
         undo: list[Callable[[], None]] = []
         self.watched = self.seen.watched()
         try:
-            for module in self.modules:  # a forward pass may set attributes or rebind buffers
+            for module in self.modules:  # a forward pass may set attributes, rebind buffers, add hooks
                 undo.append(_restorer(vars(module)))
-                undo += [_restorer(t) for t in (module._parameters, module._buffers, module._modules)]
+                hooks = (table for name, table in vars(module).items() if "_hooks" in name and isinstance(table, dict))
+                undo += [_restorer(t) for t in (module._parameters, module._buffers, module._modules, *hooks)]
             for container, key, fake in self._slots:
                 undo.append(_put(container, key, fake))
             undo += [_restorer(vars(one)) for one in (*self.scalers, *self.schedules)]

@@ -1,0 +1,204 @@
+"""The Trainer of Hugging Face under a memory limit: its data, schedule, logs, checkpoints and callbacks, our steps.
+
+    from executor.integrations import PlannedTrainer          # for: from transformers import Trainer
+    trainer = PlannedTrainer(model, arguments, train_dataset=…, memory="24GiB")
+
+``training_step`` does all of a step: forward, loss, backward and, after the last micro-batch, the gradients' norm,
+clipping and the update. When the loop comes to its own update, that has been done: its optimizer only says so. The rest
+is the Trainer's own. Each combination of shapes in a step is planned when it is first seen: pad to few lengths.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from transformers import Trainer
+
+from executor.capture.python_values import SCALARS, put_back
+from executor.capture.state import CaptureError
+from executor.fit import FittedSteps, fit
+from executor.integrations.numbers import Named, Numbers, reached
+from executor.training.bindings import StepError
+
+NORM = "grad_norm"
+# What a Trainer has for its loop: no part of a loss.
+LOOPS = {"accelerator", "args", "model", "model_wrapped", "optimizer", "lr_scheduler", "state", "control", "planned",
+         "callback_handler", "train_dataset", "eval_dataset", "data_collator", "processing_class"}  # fmt: skip
+
+
+class Updated:
+    """An optimizer whose update has been done when it is asked for; all else is the optimizer's own."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def step(self, closure: Any = None) -> None:
+        vars(self._optimizer)["_opt_called"] = True  # for PyTorch's schedules, which look whether there was an update
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+
+class TrainersLoss(nn.Module):
+    """The Trainer's loss of a batch as a module, with what its ``compute_loss`` reads. (What begins with an underscore
+    is no part of a step's state.)"""
+
+    def __init__(self, trainer: PlannedTrainer, model: nn.Module) -> None:
+        super().__init__()
+        self._trainer = (trainer,)
+        self.model = model
+        self.told = Numbers(trainer.args.device)
+        self.code, names = reached(type(trainer), "compute_loss", "transformers")
+        self.trainer = Named(vars(trainer), names - LOOPS)
+        for part in ("args", "state"):
+            table = vars(getattr(trainer, part))
+            setattr(self, part, Named(table, names & {k for k, v in table.items() if isinstance(v, SCALARS)}))
+
+    def forward(self, batch: dict[str, Any]) -> Tensor:
+        inputs = {key: value for key, value in batch.items() if key != "num_items_in_batch"}
+        trainer = self._trainer[0]
+        loss = trainer.compute_loss(self.model, inputs, num_items_in_batch=batch["num_items_in_batch"])
+        trainer._problem_type = getattr(getattr(trainer.model, "config", None), "problem_type", None)
+        return loss
+
+    def before_update(self, *_: Any) -> None:
+        """A hook of the optimizer: what the Trainer does with gradients."""
+        most = self._trainer[0].args.max_grad_norm
+        self.told.write(NORM, nn.utils.clip_grad_norm_(self.model.parameters(), most if most > 0 else math.inf))
+
+
+class PlannedTrainer(Trainer):
+    """A Trainer whose steps fit into ``memory``; ``options`` as in ``fit``.
+
+    Attributes:
+        planned: the steps; None before the first one.
+
+    Raises:
+        FitError, CaptureError, StepError: as ``fit`` and its steps; in ``train``, too.
+    """
+
+    def __init__(self, *args: Any, memory: int | float | str, options: dict[str, Any] | None = None, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.memory, self.options = memory, options or {}
+        self.planned: FittedSteps | None = None
+        self._loss: TrainersLoss | None = None
+        self._problem_type: str | None = None  # as the model has it in a capture
+        self._undo: list[Callable[[], None]] = []  # what training changed of the optimizer
+        self._next: list[tuple[dict[str, Any], None]] = []  # micro-batches of a step that has not begun
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Tensor | int | None]:
+        """All micro-batches of a step: at the end of an epoch there may be fewer, and each has a shape of its own."""
+        samples, count = super().get_batch_samples(*args, **kwargs)
+        self._next = [self._pair(inputs, count) for inputs in samples]
+        return samples, count
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """The next micro-batch of a planned step; with the last one the update is done."""
+        model.train()
+        if self._next:
+            if self.planned is None:
+                self.planned = self._fit(model, num_items_in_batch is not None)
+            self.planned.begin(*self._next)
+            self._next = []
+        assert self.planned is not None
+        scaler = self.accelerator.scaler
+        before = scaler.get_scale() if scaler is not None else 0.0
+        loss = self.planned(*self._pair(inputs, num_items_in_batch))
+        if scaler is not None:
+            self.optimizer._is_overflow = scaler.get_scale() < before
+        return loss
+
+    def _pair(self, inputs: dict[str, Any], count: Tensor | int | None) -> tuple[dict[str, Any], None]:
+        return {**self._prepare_inputs(inputs), "num_items_in_batch": count}, None
+
+    def _fit(self, model: nn.Module, counted: bool) -> FittedSteps:
+        self._refuse()
+        k = self.args.gradient_accumulation_steps
+        # As the Trainer has it: a loss that was divided by the items of all micro-batches is not by their number.
+        scaled = (self.model_accepts_loss_kwargs and counted) or self.compute_loss_func is not None
+        if (told := getattr(self, "loss_is_scaled_for_ga", None)) is not None:
+            scaled = told
+        wrapped = self.optimizer
+        optimizer, scaler = wrapped.optimizer, wrapped.scaler
+        self._loss = TrainersLoss(self, model)
+        hook = optimizer.register_step_pre_hook(self._loss.before_update)
+        wrapped.optimizer, wrapped.scaler = Updated(optimizer), None
+
+        def undo() -> None:
+            hook.remove()
+            wrapped.optimizer, wrapped.scaler = optimizer, scaler
+
+        self._undo.append(undo)
+        made = partial(
+            fit, self._loss, _given, optimizer, tuple(self._next) if k > 1 else self._next[0], self.memory,
+            accumulate=k, average=not scaled, scaler=scaler,
+            clip_norm=None if scaler is None else math.inf,  # so gradients are unscaled before the hook, fused or not
+            **self.options,
+        )  # fmt: skip
+        try:
+            return made()
+        except StepError:  # a classifier whose first step notes of which kind its labels are
+            if self._problem_type is None or getattr(self.model.config, "problem_type", None) is not None:
+                raise
+            self.model.config.problem_type = self._problem_type
+            return made()
+
+    def _refuse(self) -> None:
+        """Raises CaptureError where this Trainer's steps are done by something else."""
+        args = self.args
+        for what, is_so in (
+            ("DeepSpeed", self.is_deepspeed_enabled), ("FSDP", self.is_fsdp_enabled),
+            (f"{args.world_size} processes", args.world_size > 1), (f"{args.n_gpu} GPUs", args.n_gpu > 1),
+            (f"the optimizer {args.optim}, which updates within the backward pass", "lomo" in args.optim),
+        ):  # fmt: skip
+            if is_so:
+                raise CaptureError(
+                    f"the Trainer trains with {what}, PlannedTrainer on one device by itself: take Trainer"
+                )
+
+    def _clip_grad_norm(self, *_: Any) -> Tensor:
+        """The step has clipped; the gradients are gone when the Trainer asks for their norm."""
+        assert self._loss is not None
+        return self._loss.told.read(NORM)
+
+    def _get_grad_norm(self, *_: Any, **__: Any) -> Tensor:
+        return self._clip_grad_norm()
+
+    def finish(self) -> None:
+        """All parameters are on the device: to evaluate, save or change the model. Training may go on."""
+        if self.planned is not None:
+            self.planned.finish()
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's."""
+        self.finish()
+        return super().evaluation_loop(*args, **kwargs)
+
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        """As the Trainer's; so begins every checkpoint."""
+        self.finish()
+        super().save_model(*args, **kwargs)
+        if self.planned is not None:  # saving notes a type in the model's configuration: no change of the step
+            for step in self.planned.steps.values():
+                put_back(step.captured.python.watched)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's."""
+        self.planned = None  # of another call: the optimizer may be new
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self.finish()
+            while self._undo:
+                self._undo.pop()()
+
+
+def _given(loss: Tensor, _: None) -> Tensor:
+    return loss

@@ -1,0 +1,236 @@
+"""``PlannedTrainer`` beside the Trainer of Hugging Face: losses, norms, rates, weights, optimizer state to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
+
+from executor import CaptureError, StepError
+from executor.integrations import PlannedTrainer
+from experiments.examples import hf_trainer
+from experiments.examples.hf_trainer import model_and_data, padded
+from simulator import Swap
+
+pytestmark = pytest.mark.filterwarnings("ignore:'pin_memory' argument", "error:Detected call of")
+
+
+class Logs(TrainerCallback):
+    """All that the Trainer logs, less its clock."""
+
+    def __init__(self) -> None:
+        self.lines: list[dict[str, float]] = []
+
+    def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
+        self.lines.append({k: v for k, v in logs.items() if not k.endswith(("runtime", "per_second"))})
+
+
+def model() -> nn.Module:
+    sizes = {"n_layer": 1, "n_embd": 64, "n_head": 2, "vocab_size": 256, "n_positions": 64}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+
+
+class Pair:
+    """A planned Trainer and a plain one, which do the same; the plain class is a mirror of the other's own methods."""
+
+    def __init__(
+        self, out: Path, make: Callable[[], nn.Module] = model, lengths: tuple[int, ...] = (40,), samples: int = 12,
+        mixin: type = object, collate: Callable[[Any], dict[str, Tensor]] = padded, **chosen: Any,
+    ) -> None:  # fmt: skip
+        self.trainers: list[Trainer] = []
+        self.logs: list[Logs] = []
+        set_seed(0)
+        self.data = model_and_data(samples, lengths)[1]
+        planned = {"memory": 0.6, "options": {"planner": "capuchin"}}
+        for name, base, more in (("ours", PlannedTrainer, planned), ("own", Trainer, {})):
+            set_seed(0)
+            arguments = TrainingArguments(str(out / name), **{
+                "num_train_epochs": 2, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "logging_steps": 1,
+                "lr_scheduler_type": "cosine", "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
+                "max_grad_norm": 0.5, "use_cpu": True, **chosen,
+            })  # fmt: skip
+            self.logs.append(Logs())
+            self.trainers.append(type("Mine", (mixin, base) if mixin is not object else (base,), {})(
+                model=make(), args=arguments, train_dataset=self.data, eval_dataset=self.data[:4],
+                data_collator=collate, callbacks=[self.logs[-1]], **more,
+            ))  # fmt: skip
+        self.ours, self.own = self.trainers
+
+    def train(self, **options: Any) -> Pair:
+        for trainer in self.trainers:
+            set_seed(1)
+            trainer.train(**options)
+        self.same()
+        return self
+
+    def same(self) -> None:
+        ours, own = self.logs
+        assert ours.lines == own.lines and sum("loss" in line for line in own.lines) > 1
+        assert all("grad_norm" in line for line in own.lines if "loss" in line)
+        for a, b in zip(self.ours.model.state_dict().values(), self.own.model.state_dict().values(), strict=True):
+            assert torch.equal(a, b)
+        states = [trainer.optimizer.state_dict()["state"] for trainer in self.trainers]
+        assert states[0].keys() == states[1].keys() and states[1]
+        for i, state in states[1].items():
+            assert all(torch.equal(value, states[0][i][key]) for key, value in state.items())
+        planned = self.ours.planned
+        assert any(step.plan.decisions for step in planned.steps.values()) and planned.peak_bytes <= planned.limit
+        assert self.ours.state.global_step == self.own.state.global_step > 1
+
+
+def test_a_planned_trainer_is_the_trainer(tmp_path: Path) -> None:
+    """Logs of losses, norms, rates and evaluations within training; then one more training with the state there is."""
+    pair = Pair(tmp_path, eval_strategy="steps", eval_steps=2).train()
+    assert len({line["learning_rate"] for line in pair.logs[1].lines if "loss" in line}) > 3  # the schedule goes on
+    assert any("eval_loss" in line for line in pair.logs[1].lines)
+    assert type(pair.ours.optimizer.optimizer) is type(pair.own.optimizer.optimizer) is torch.optim.AdamW
+    assert not pair.ours.optimizer.optimizer._optimizer_step_pre_hooks
+    pair.train()
+
+
+def test_checkpoints_are_the_trainers_and_training_goes_on_from_them(tmp_path: Path) -> None:
+    every = {"save_strategy": "steps", "save_steps": 2}
+    whole = Pair(tmp_path / "whole", **every).train()
+    files = {f.name: f for f in (tmp_path / "whole/ours/checkpoint-4").iterdir()}
+    theirs = tmp_path / "whole/own/checkpoint-4"
+    assert files.keys() == {f.name for f in theirs.iterdir()} and len(files) > 6
+    for name in ("model.safetensors", "rng_state.pth", "scheduler.pt"):
+        assert files[name].read_bytes() == (theirs / name).read_bytes()
+    again = Pair(tmp_path / "again", **every)
+    again.train(resume_from_checkpoint=str(theirs))
+    assert [line for line in whole.logs[0].lines if "loss" in line][4:] == again.logs[0].lines[:-1]
+
+
+def test_batches_of_several_shapes(tmp_path: Path) -> None:
+    """Of two lengths, and a short one at the end of each epoch; no clipping."""
+    pair = Pair(tmp_path, lengths=(40, 40, 40, 40, 48), samples=13, max_grad_norm=0.0, num_train_epochs=1).train()
+    assert len(pair.ours.planned.steps) > 2
+
+
+class Mean(nn.Module):
+    """A model whose loss is a mean, whatever the number of items in other micro-batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = model()
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.model(input_ids=input_ids, labels=labels).loss}
+
+
+@pytest.mark.parametrize(("make", "counted"), [(model, True), (Mean, False)])
+def test_accumulation(make: Callable[[], nn.Module], counted: bool, tmp_path: Path) -> None:
+    """Three micro-batches a step, of several shapes, then one at the end of each epoch; losses are divided by how many
+    tokens all of them have, or by how many they are."""
+    chosen = {"gradient_accumulation_steps": 3, "num_train_epochs": 1}
+    pair = Pair(tmp_path, make, (40, 40, 40, 40, 48), 13, **chosen).train()
+    assert pair.own.model_accepts_loss_kwargs is counted
+    steps = pair.ours.planned.steps
+    assert {len(forms) for forms in steps} == {3, 1} and not pair.ours.planned.under_way
+    assert any(len(set(forms)) > 1 for forms in steps)
+    assert any(isinstance(decision, Swap) for step in steps.values() for decision in step.plan.decisions)
+
+
+def test_autocast(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, bf16=True).train()
+    assert "bfloat16" in str(pair.ours.planned.captured.graph.graph)
+
+
+def test_float16_with_its_scaler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accelerate has it on GPUs only: here it is made to believe."""
+    pair = Pair(tmp_path)
+    for trainer in pair.trainers:
+        trainer.accelerator.scaler, trainer.accelerator.native_amp = GradScaler("cpu", init_scale=2.0**8), True
+    monkeypatch.setitem(AcceleratorState._shared_state, "_mixed_precision", "fp16")
+    pair.train()
+    assert "torch.float16" in str(pair.ours.planned.captured.graph.graph)
+    ours, own = (trainer.accelerator.scaler.state_dict() for trainer in pair.trainers)
+    assert ours == own and own["_growth_tracker"] > 2
+
+
+def classifier() -> nn.Module:
+    sizes = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 128}
+    return BertForSequenceClassification(BertConfig(**sizes, vocab_size=256, max_position_embeddings=64))
+
+
+def of_texts(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {"input_ids": torch.stack([s["input_ids"] for s in samples]),
+            "labels": torch.stack([s["labels"][0] % 2 for s in samples])}  # fmt: skip
+
+
+def test_a_classifier_that_finds_out_about_its_labels(tmp_path: Path) -> None:
+    """Its first step writes ``problem_type`` into its configuration."""
+    pair = Pair(tmp_path, classifier, collate=of_texts).train()
+    assert pair.ours.model.config.problem_type == pair.own.model.config.problem_type == "single_label_classification"
+
+
+class Distilled:
+    """A compute_loss with a teacher, weights and a number of the Trainer's own."""
+
+    part = 0.5
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], **_: Any) -> Tensor:
+        with torch.no_grad():
+            told = self.teacher(input_ids=inputs["input_ids"]).logits.softmax(-1)
+        logits = model(input_ids=inputs["input_ids"]).logits
+        return self.mine(nn.functional.cross_entropy(logits.flatten(0, 1), told.flatten(0, 1), weight=self.weights))
+
+    def mine(self, loss: Tensor) -> Tensor:
+        return loss * self.factor
+
+    def give(self) -> None:
+        set_seed(2)
+        self.teacher, self.weights, self.factor = model().eval(), torch.rand(256), 0.5
+
+
+def test_a_loss_of_ones_own(tmp_path: Path) -> None:
+    """What it reads of the Trainer is part of the step, and a number that changes is not overlooked."""
+    pair = Pair(tmp_path, mixin=Distilled)
+    for trainer in pair.trainers:
+        trainer.give()
+    pair.train()
+    assert any("teacher" in name for name in pair.ours.planned.captured.names)
+
+    class Later(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            pair.ours.factor = 0.25
+
+    pair.ours.add_callback(Later)
+    with pytest.raises(StepError, match=r"factor was 0\.5 at the capture and is 0\.25 now"):
+        pair.ours.train()
+
+
+@pytest.fixture
+def two_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(TrainingArguments, "world_size", 2)
+    yield
+
+
+@pytest.mark.usefixtures("two_processes")
+def test_other_ways_to_train_are_refused(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, samples=8)
+    with pytest.raises(CaptureError, match="with 2 processes, PlannedTrainer on one device"):
+        pair.ours._next = [({}, None)]
+        pair.ours.training_step(pair.ours.model, {})
+
+
+def test_the_example_ends_with_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    hf_trainer.main(["--steps", "2", "--memory", "70%"])
+    page = capsys.readouterr().out
+    assert "peak under the plan: " in page and "plan of lp_round" in page and "model.transformer.h.0" in page
