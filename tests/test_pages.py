@@ -1,4 +1,4 @@
-"""Pages whose rows name a test: what works in a step, and which test a feature has. Every test that they name is there."""
+"""Pages whose rows name a test: what works in a step, which test a feature has. All that they name is there."""
 
 import ast
 import re
