@@ -22,7 +22,7 @@ from simulator.modes import KEPT, RECOMPUTED, SWAPPED, ways_to_empty
 from simulator.program import Gap, Program
 
 CLOCK = 8  # calls to the first look at the clock; twice as many to the next while they take less than TICK, or half
-TICK = 2e-3  # seconds
+TICK, LATE = 2e-3, 1.0  # seconds; only where CLOCK calls take longer than LATE, fewer of them
 
 Floats = NDArray[np.float64]
 
@@ -185,7 +185,7 @@ def anneal(
     spent, few, why = 0.0, CLOCK // 2, of.DONE
     while why == of.DONE and (calls is None or state[of.STEP] < calls):
         then, now = now, time.monotonic()
-        few = 2 * few if now - then < TICK else max(few // 2, 1)
+        few = 2 * few if now - then < TICK else max(few // 2, 1 if now - then > LATE else CLOCK)
         if until is not None:
             spent = (now - begin) / max(until - begin, 1e-9)
             if spent >= 1:

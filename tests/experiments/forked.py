@@ -70,6 +70,8 @@ def command(typed: list[str], folder: str, environment: dict[str, str], output: 
         file = os.open(name, os.O_CREAT | (os.O_RDWR if number else os.O_RDONLY))
         os.dup2(file, number)
         os.close(file)
+    # As of a new process: this one's may have been a file, whose position a terminal does not have.
+    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
     sys.path[0] = folder
     sys.argv[:] = ["-m", *typed[1:]]
     run_module(typed[0], run_name="__main__", alter_sys=True)
