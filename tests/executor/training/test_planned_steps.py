@@ -328,7 +328,7 @@ def test_views_into_larger_memory():
 
 def test_what_the_planner_raises_is_passed_on_and_nothing_has_happened():
     twins = Several("small")
-    steps = PlannedSteps(*twins.ours, GPU, 1000, capuchin)
+    steps = PlannedSteps(*twins.ours, GPU, 2000, capuchin)
     with pytest.raises(agents.Infeasible):
         steps(*twins.next_batch())
     assert not steps.steps
