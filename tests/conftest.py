@@ -3,10 +3,12 @@ seldom."""
 
 import gc
 import os
+import signal
 
 from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when PyTorch is imported
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs, and theirs, ignore Ctrl-C
 
 # No test depends on how busy the machine is: Hypothesis looks at no clock. For longer: --hypothesis-profile=long.
 for name, cases in (("quick", 40), ("long", 2000)):

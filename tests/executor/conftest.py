@@ -1,21 +1,10 @@
 """What the tests of the executor share."""
 
-import signal
-from collections.abc import Iterator
-
 import pytest
 
 from executor.replay import open_backend
 from executor.replay.backend import Backend, BackendError
 from simulator import Machine
-
-
-@pytest.fixture(autouse=True)
-def interruptible() -> Iterator[None]:
-    """Ctrl-C raises KeyboardInterrupt also where the tests were started with SIGINT ignored (in the background)."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def gpu_backend(machine: Machine, pause_ns: int = 0) -> Backend:
