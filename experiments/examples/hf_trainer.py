@@ -18,7 +18,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments, set_seed
 
+from executor.fit import FitError
 from executor.integrations import PlannedTrainer  # for: from transformers import Trainer
+from simulator import FormatError
 
 
 def model_and_data(samples: int, lengths: Sequence[int] = (64,)) -> tuple[GPT2LMHeadModel, list[dict[str, Tensor]]]:
@@ -57,8 +59,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a step")
     parser.add_argument("--lengths", type=int, nargs="+", default=[64], help="of texts, at most 64")
     chosen = parser.parse_args(arguments)
-    with TemporaryDirectory() as out:
-        trainer = train(chosen.memory, chosen.steps, Path(out), chosen.accumulate, chosen.lengths)
+    try:
+        with TemporaryDirectory() as out:
+            trainer = train(chosen.memory, chosen.steps, Path(out), chosen.accumulate, chosen.lengths)
+    except (FormatError, FitError) as error:
+        parser.exit(2, f"error: {error}\n")
     print(trainer.planned.report())
 
 

@@ -234,3 +234,11 @@ def test_the_example_ends_with_the_page(capsys: pytest.CaptureFixture[str]) -> N
     hf_trainer.main(["--steps", "2", "--memory", "70%"])
     page = capsys.readouterr().out
     assert "peak under the plan: " in page and "plan of lp_round" in page and "model.transformer.h.0" in page
+
+
+def test_the_example_takes_a_part_and_asks_for_a_unit(capsys: pytest.CaptureFixture[str]) -> None:
+    hf_trainer.main(["--memory", "0.6", "--steps", "2"])
+    assert "predicted:" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as end:
+        hf_trainer.main(["--memory", "24", "--steps", "1"])
+    assert end.value.code == 2 and capsys.readouterr().err == "error: memory: 24 would be 24 bytes; was 24GiB meant?\n"
