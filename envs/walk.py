@@ -46,7 +46,7 @@ class Walk:
         self.task, self._causal = task, reward == "causal"
         self._batch = Batch((task,), 1, reward, actions=actions, threads=1)
         self._state, self._action = self._batch.walks[0], np.zeros(1, np.int64)
-        self._masks = self._batch.mask[0].view(np.bool_).reshape(self._batch.forms, -1)
+        self._mask: NDArray[np.bool_] = self._batch.mask[0].view(np.bool_)
         self.reset()
 
     def reset(self) -> None:
@@ -99,19 +99,20 @@ class Walk:
         return self._batch.plan(0, planner)
 
     def mask(self) -> NDArray[np.bool_]:
-        """(N,) which nodes are actions that may be taken now, until the next one; after the end, only do nothing."""
-        mask: NDArray[np.bool_] = self._masks[PLAIN]
-        return mask
+        """(N F,) which actions may be taken now, until the next one; after the end, only do nothing. Node n in form f
+        is at n + N * f."""
+        return self._mask
 
     def step(self, node: int, form: int = PLAIN) -> Step:
-        """Takes the action that a node represents, in one of its forms.
+        """Takes the action that a node represents, in one of its forms; ``node`` may be node + N * form itself.
 
         Raises:
             ValueError: the action is not valid now.
         """
-        if self.done or form >= len(self._masks) or not self._masks[form, node]:
+        code = node + self._batch.size * form
+        if self.done or code >= len(self._mask) or not self._mask[code]:
             raise ValueError(f"node {node} is not a valid action now" + (f" in form {form}" if form else ""))
-        self._action[0] = node + self._batch.size * form
+        self._action[0] = code
         self._batch.step(self._action)
         if self.done or not self._causal:
             self.task.engine.calls += 1

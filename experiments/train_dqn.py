@@ -25,9 +25,10 @@ from omegaconf import DictConfig
 
 import agents
 import simulator
-from agents.floor import floor
+from agents.floor import Floor
 from experiments import Terminated
 from experiments.common import cli, report
+from experiments.common.curves import Curve
 from experiments.common.tracking import Tracker, chosen, open_tracker
 from experiments.rerun import resumed_words
 from simulator.files import write_json
@@ -37,7 +38,7 @@ from simulator.plan import Plan
 from simulator.program import Program
 
 if TYPE_CHECKING:
-    from agents.learned.dqn import Episode
+    from agents.learned.dqn import Episode, Trainer
 
 SETTINGS = "settings.json"  # of a run that is not done
 NO_GREEDY = "the final greedy policy's plan does not fit the limit"
@@ -53,11 +54,14 @@ def settings_of(words: list[str]) -> list[str]:
 @cli.entry("train_dqn", prepare=settings_of)
 def main(cfg: DictConfig) -> Path:
     from agents.learned import dqn  # PyTorch takes seconds to import; a mistyped key is answered before that
+    from agents.learned.own_network import OwnNetworkError
     from agents.learned.planner import without_network
 
     machine = cli.machine(cfg)
     seed, tracker = cli.integer(cfg, "seed"), chosen(cfg)
+    every = cli.integer(cfg, "greedy_every", least=1)
     names = report.planner_names(cli.values(cfg, "planners")) if cfg.planners else []
+    variant = dqn.Variant(*variant_of(cfg))
     agent = HydraConfig.get().runtime.choices["agent"]
     config = cli.dataclass_of(dqn.DQNConfig, cfg.agent, "agent")
     resume = checkpoint_of(cli.path(cfg, "resume"))
@@ -81,13 +85,28 @@ def main(cfg: DictConfig) -> Path:
             write_json(out / SETTINGS, report.asked(cfg), indent=1)  # for resume=
             return open_tracker(tracker, out, cli.plain(cfg))
 
-        with Watch(config.episodes, begin, log) as watch:
-            result = dqn.train(program, machine, limit, config, seed, out / "checkpoint.pt", resume, watch, agent)
+        curve = Curve(
+            out / "curve.json", program, machine, limit, "joint",
+            {"agent": f"train_dqn, {agent}", "seed": seed, "reward": variant.reward}, every,
+            resumed=None if resume is None else resume.parent / "curve.json",
+        )  # fmt: skip
+        with Watch(config.episodes, begin, log, curve) as watch:
+            try:
+                result = dqn.train(
+                    program, machine, limit, config, seed, out / "checkpoint.pt", resume, watch, agent, watch.step,
+                    variant,
+                )  # fmt: skip
+            except OwnNetworkError as error:
+                raise cli.UsageError(str(error)) from None
+            overhead = math.nan if result.greedy is None else simulator.simulate(
+                program, result.greedy, machine, limit).overhead  # fmt: skip
+            curve.point(result.simulator_calls, overhead)
         spent = time.perf_counter() - start
 
         rows = compared(
             (program, machine, limit), seed, None, names, partial(without_network, config, seed),
             {agent: result.best, f"{agent}_greedy": result.greedy}, result.simulator_calls, spent, resume is not None,
+            curve.bound,
         )  # fmt: skip
         from experiments.plotting.training import write_training  # Matplotlib takes long to import
 
@@ -102,11 +121,10 @@ def main(cfg: DictConfig) -> Path:
 def compared(
     task: tuple[Program, Machine, int], seed: int, mode: str | None, names: list[str],
     control: Callable[..., agents.Planner], plans: dict[str, Plan | None], calls: int, spent: float, resumed: bool,
+    bound: Floor,
 ) -> list[report.Row]:  # fmt: skip
     """The rows of a training of so many simulator ``calls`` and seconds, certified: the planners of ``names``, the
     agent's search without its network (``control`` makes it, of a budget), and the agent's own ``plans`` by name."""
-    with report.console(stderr=True).status("bounding every plan"):
-        bound = floor(*task, mode or "joint")
     rows = [report.score(name, *task, seed, mode)[0] for name in report.tracked(names, "planning with")]
     budgets = report.controls(calls, spent, resumed)
     rows += [report.score_with(control(**budgets[named]), *task, seed, mode, named=named)[0]
@@ -115,6 +133,18 @@ def compared(
         timeline = None if plan is None else simulator.simulate(task[0], plan, *task[1:])
         rows.append(report.row(*task, named, seed, timeline, spent, calls, NO_GREEDY, mode or "joint"))
     return [report.certified(row, bound) for row in rows]
+
+
+def variant_of(cfg: DictConfig) -> tuple[str, str, Any]:
+    """Reward, actions and the class of ``network``, None without one."""
+    from envs.task import REWARDS
+    from experiments.workloads.module import WorkloadError, named
+
+    try:
+        network = None if cfg.network is None else named(cfg.network)
+    except WorkloadError as error:
+        raise cli.UsageError(f"network: {str(error).removeprefix('target: ')}") from None
+    return cli.choice(cfg, "reward", REWARDS), cli.choice(cfg, "actions", ("paper", "full")), network
 
 
 def checkpoint_of(path: Path | None) -> Path | None:
@@ -151,10 +181,11 @@ class Watch:
     """Shows training as it goes: a progress bar on stderr and scalars for the tracker. Ctrl-C and SIGTERM wait for the
     end of an episode, where the state can be kept; a second one does not."""
 
-    def __init__(self, episodes: int, begin: Callable[[], Tracker], console: Any):
-        self.begin = begin
+    def __init__(self, episodes: int, begin: Callable[[], Tracker], console: Any, curve: Curve):
+        self.begin, self.curve = begin, curve
         self.tracker: Tracker | None = None  # made with the first episode: an error before it leaves nothing behind
         self.bar = report.progress(console)
+        self.resumes = bool(curve.before)
         self.total = episodes  # walks side by side may finish a few more
         self.task = self.bar.add_task("training, no plan yet", total=episodes)
 
@@ -180,14 +211,23 @@ class Watch:
         """Takes one finished episode."""
         if self.tracker is None:
             self.tracker = self.begin()
+            self.curve.tell = self.tracker.scalars
         best = e.best_overhead
         self.bar.start()
         text = f"best {best:.2%}" if math.isfinite(best) else "no plan yet"
         self.bar.update(self.task, completed=min(e.episode, self.total), description=f"training, {text}")
-        scalars = {"overhead": e.overhead, "best_overhead": best, "epsilon": e.epsilon, "loss": e.loss}
-        self.tracker.scalars(e.episode, {**scalars, "feasible": float(e.feasible)})
+        self.curve.episode(e.overhead, best)
+        self.tracker.scalars(e.simulator_calls, {"train/epsilon": e.epsilon, "train/loss": e.loss})
         if self.stopping:
             raise self.stopping
+
+    def step(self, trainer: Trainer) -> None:
+        """After a step of the training, and before the first."""
+        calls = trainer.task.engine.calls
+        if self.resumes:
+            self.curve.goes_on(calls)
+            self.resumes = False
+        self.curve.maybe(calls, trainer.greedy_overhead)
 
 
 if __name__ == "__main__":

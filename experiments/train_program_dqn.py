@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import random
 import time
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from rich.table import Table
 
 from agents.floor import floor
 from experiments.common import cli, report
+from experiments.common.curves import BEST, FEASIBLE, GREEDY, Running
 from experiments.figures import program as workload
 from experiments.pretrain import LIMITS, random_machine
 from simulator.files import write_json, write_text
@@ -136,18 +138,29 @@ def train(learner: Learner, state: Path, log: Path, console: Any) -> None:
     lines = [line for line in lines if line["iteration"] <= learner.iteration]
     before = lines[-1]["seconds"] if lines else 0.0
     greedy: list[float] = []
+    running, config = Running(), learner.config
     for _ in report.tracked(range(learner.iteration, learner.config.iterations), "training, iteration", console):
-        greedy += learner.iterate().overhead[:: learner.config.walks].tolist()
+        overheads = learner.iterate().overhead.tolist()
+        greedy += overheads[:: config.walks]
+        for overhead in overheads:
+            running.episode(overhead)
         if learner.iteration % 20 == 0 or learner.iteration == learner.config.iterations:
-            fits = np.isfinite(greedy)
+            best = [overhead for overhead, _ in learner.guides.values() if np.isfinite(overhead)]
+            searched = config.guide_calls * len(learner.guides) if config.guided else 0
+            found = [overhead for overhead in greedy if np.isfinite(overhead)]
+            scalars = {**running.values(), BEST: np.mean(best) if best else math.nan,
+                       GREEDY: np.mean(found) if found else math.nan}  # fmt: skip
             lines.append({
                 "iteration": learner.iteration, "seconds": round(before + time.perf_counter() - start, 1),
-                "loss": learner.loss, "feasible": float(fits.mean()), "median_overhead": float(np.median(greedy)),
+                "calls": learner.iteration * config.tasks * config.walks + searched, "train/loss": learner.loss,
+                **{key: float(v) if math.isfinite(v) else None for key, v in scalars.items()},
             })  # fmt: skip
             learner.save(state)
             write_text(log, "".join(json.dumps(line) + "\n" for line in lines))
-            console.print("iteration {iteration}: loss {loss:.3f}, greedy overhead {median_overhead:.2%}, "
-                          "{feasible:.0%} feasible, {seconds:.0f} s".format(**lines[-1]))  # fmt: skip
+            console.print(
+                f"iteration {learner.iteration}: loss {learner.loss:.3f}, greedy overhead {scalars[GREEDY]:.2%}, "
+                f"{scalars[FEASIBLE]:.0%} of the last walks feasible, {lines[-1]['seconds']:.0f} s"
+            )
             greedy = []
 
 

@@ -1,6 +1,7 @@
 """Train an agent of Stable-Baselines3 to plan one step, and compare the planners.
 
     python -m experiments.train_sb3 algo=maskable_ppo steps=6000 seed=1                  # the small built-in task
+    python -m experiments.train_sb3 task=GpuMemory/vgg16-45-v0 reward=causal actions=full
     python -m experiments.train_sb3 algo=dqn workload=vgg16 machine=gtx1080ti limit=0.5 mode=swap
 
 The run directory holds summary.json, results.jsonl (a row per planner), plan.json (the agent's best plan), model.zip
@@ -15,6 +16,7 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 
+import gymnasium
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
@@ -22,9 +24,11 @@ import agents
 import simulator
 from envs import Task
 from envs.memory_env import small_task
+from envs.tasks import TASKS, load
 from experiments.common import cli, report
+from experiments.common.curves import Curve
 from experiments.common.tracking import chosen, open_tracker
-from experiments.train_dqn import compared
+from experiments.train_dqn import compared, variant_of
 from simulator.limits import limit_bytes
 from simulator.modes import MODES
 
@@ -36,14 +40,16 @@ def main(cfg: DictConfig) -> Path:
     except ModuleNotFoundError as error:
         raise cli.UsageError(f"{error.name} is not installed; the extra is sb3") from None
     from agents.learned.dqn import check_reachable
+    from agents.learned.own_network import OwnNetworkError
 
     seed, steps, tracker = cli.integer(cfg, "seed"), cli.integer(cfg, "steps", least=1), chosen(cfg)
+    every = cli.integer(cfg, "greedy_every", least=1)
     mode, min_bytes = cli.choice(cfg, "mode", MODES), cli.size(cfg, "min_bytes")
     names = report.planner_names(cli.values(cfg, "planners")) if cfg.planners else []
     algorithm = HydraConfig.get().runtime.choices["algo"]
     agent = f"sb3_{algorithm}"
-    program, machine = task_of(cfg)
-    limit = limit_bytes(cfg.limit, program)
+    program, machine, limit = task_of(cfg)
+    reward, actions, own = variant_of(cfg)
     if program.peak_bytes <= limit:
         raise cli.UsageError(f"limit: {program.name} fits without a plan, its peak is {program.peak_bytes:,} bytes")
     check_reachable(Task(program, machine, limit, min_bytes, mode), min_bytes)
@@ -52,12 +58,15 @@ def main(cfg: DictConfig) -> Path:
     screen, log = report.console(), report.console(stderr=True)
     screen.print(report.headline(program, machine, limit))
 
-    environment = {"program": program, "machine": machine, "limit": limit, "min_bytes": min_bytes, "mode": mode}
+    environment = {"program": program, "machine": machine, "limit": limit, "min_bytes": min_bytes, "mode": mode,
+                   "reward": reward, "actions": actions}  # fmt: skip
     with directory as out:
-        record = sb3.Record(agent)
+        record = sb3.Record(agent, causal=reward == "causal")
         with log.status("compiling the simulator"):
             try:
-                model = sb3.make(algorithm, environment, record, seed, **cli.plain(cfg.algo))
+                model = sb3.make(algorithm, environment, record, seed, own=own, **cli.plain(cfg.algo))
+            except OwnNetworkError as error:
+                raise cli.UsageError(str(error)) from None
             except (TypeError, ValueError, AssertionError) as error:
                 raise cli.UsageError(f"algo: {error}") from None
             sb3.greedy(model, environment, agent)
@@ -65,14 +74,22 @@ def main(cfg: DictConfig) -> Path:
                 report.warm_up(machine, planner)
         with report.progress() as bar, closing(open_tracker(tracker, out, cli.plain(cfg))) as scalars:
             task = bar.add_task("training", total=steps)
-            record.on_episode = lambda e: bar.update(
-                task, completed=min(e.steps, steps), description=f"training, best {e.best_overhead:.2%}"
-            )
+            about = {"agent": f"train_sb3, {algorithm}", "seed": seed, "reward": reward}
+            curve = Curve(out / "curve.json", program, machine, limit, mode, about, every, scalars.scalars)
+            alone = gymnasium.make("GpuMemory-v0", **environment)
+
+            def ended(e: sb3.Episode) -> None:
+                curve.episode(e.overhead)
+                text = f"training, best {e.best_overhead:.2%}"
+                bar.update(task, completed=min(e.steps, steps), description=text)
+
+            record.on_episode = ended
             sb3.watch(model, record, scalars.scalars)
             start = time.perf_counter()
-            model.learn(steps)
+            model.learn(steps, sb3.Steps(lambda: curve.maybe(record.calls, lambda: sb3.greedy_overhead(model, alone))))
             spent = time.perf_counter() - start
             model.logger.dump(model.num_timesteps)
+            curve.point(record.calls, sb3.greedy_overhead(model, alone))
         model.save(out / "model.zip")
         if record.best is None:
             raise agents.Infeasible(f"none of {len(record.history)} episodes found a plan that fits {limit:,} bytes")
@@ -80,7 +97,8 @@ def main(cfg: DictConfig) -> Path:
         rows = compared(
             (program, machine, limit), seed, mode, names,
             partial(report.made, "mutation", seed=seed, mode=mode, min_bytes=min_bytes),
-            {agent: record.best, f"{agent}_greedy": sb3.greedy(model, environment, agent)}, record.steps, spent, False,
+            {agent: record.best, f"{agent}_greedy": sb3.greedy(model, environment, agent)}, record.calls, spent, False,
+            curve.bound,
         )  # fmt: skip
         from experiments.plotting.training import write_training  # Matplotlib takes long to import
 
@@ -92,15 +110,27 @@ def main(cfg: DictConfig) -> Path:
     return out
 
 
-def task_of(cfg: DictConfig) -> tuple[simulator.Program, simulator.Machine]:
-    """The program and the machine: the small task's where neither a workload nor a program is given."""
+def task_of(cfg: DictConfig) -> tuple[simulator.Program, simulator.Machine, int]:
+    """The program, the machine and the limit in bytes; the small task where neither a task, a workload nor a program is
+    given."""
+    if cfg.task is not None:
+        known = {f"GpuMemory/{name}-v0": task for name, task in TASKS.items()}
+        if str(cfg.task) not in known:
+            raise cli.UsageError(f"task: there is no {cfg.task!r}{cli.nearest(str(cfg.task), set(known))}")
+        typed = [word.partition("=")[0] for word in HydraConfig.get().overrides.task]
+        if both := {"workload", "program", "machine", "limit"} & set(typed):
+            raise cli.UsageError(f"task: {cfg.task} says itself what {min(both)}= is; leave one of them out")
+        found = known[str(cfg.task)]
+        program, machine = load(found.program)
+        return program, machine, limit_bytes(found.limit, program)
     small, machine = small_task()
     own = cfg.program is None and cfg.get("workload") is None
     if cfg.get("machine") is not None:
         machine = cli.machine(cfg)
     elif not own:
         machine = simulator.Machine.load("gtx1080ti")
-    return (small if own else cli.program(cfg, machine)), machine
+    program = small if own else cli.program(cfg, machine)
+    return program, machine, limit_bytes(cfg.limit, program)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from agents.learned.dqn_config import DQNConfig, by_todays_names
 from agents.learned.experience_buffer import ExperienceBuffer, State
 from agents.learned.optimisation import MASKED, descend, one_thread
+from agents.learned.own_network import OwnNetwork
 from agents.learned.structure2vec import Structure2Vec
 from agents.learned.training_state import must_match, read_training_state, restoring, write_training_state
 from agents.planner import Infeasible, held_back
@@ -61,11 +62,30 @@ class DQNResult:
     simulator_calls: int
 
 
+class Variant(NamedTuple):
+    """Of the environment and the network: reward and actions as Walk's, a class of one's own (own_network.py)."""
+
+    reward: str = "paper"
+    actions: str = "paper"
+    network: type[nn.Module] | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """What a checkpoint keeps of it."""
+        return [
+            self.reward,
+            self.actions,
+            f"{self.network.__module__}:{self.network.__qualname__}" if self.network else "",
+        ]
+
+
 class Trainer:
     """Algorithm 1. One ``step`` moves every walk by one action and learns."""
 
-    def __init__(self, task: Task, config: DQNConfig, seed: int, planner: str = "dqn"):
-        self.task, self.config, self.seed, self.planner = task, config, seed, planner
+    def __init__(
+        self, task: Task, config: DQNConfig, seed: int, planner: str = "dqn", variant: Variant = Variant()  # noqa: B008
+    ):  # fmt: skip
+        self.task, self.config, self.seed, self.planner, self.variant = task, config, seed, planner, variant
         one_thread()
         torch.manual_seed(seed)
         self.rng = np.random.default_rng(seed)
@@ -74,24 +94,30 @@ class Trainer:
         self.target.load_state_dict(self.q.state_dict())
         adam = config.optimizer == "adam"
         self.optimizer = (torch.optim.Adam if adam else torch.optim.SGD)(self.q.parameters(), config.learning_rate)
-        self.actions = self.q.actions.numpy()  # (A,) node of each action
+        self.actions = self.q.codes.numpy()  # (A,) node of each action, or node + N * form
         self.draws = Draws(task, self.rng, config.belady_temperature)
         self.static = torch.from_numpy(task.graph.features)
         self.buffer = ExperienceBuffer(config.buffer_size, len(task.graph), len(self.actions), config.priority)
-        self.walks = [Walk(task) for _ in range(config.num_envs)]
+        self.walks = [self._walk() for _ in range(config.num_envs)]
         self.trails: list[list[tuple[State, int, float]]] = [[] for _ in self.walks]  # state, action, reward
         self.noted: list[tuple[State, int, float]] = []  # the same, of a mutation
         self.search = Mutations(
-            Walk(task), self.rng, self.propose, config.elites, config.mutation_rate, self._note
+            self._walk(), self.rng, self.propose, config.elites, config.mutation_rate, self._note
         )  # fmt: skip
         self.started = 0  # transitions since the last update
         self.updates = 0
         self.losses: list[float] = []
         self.history: list[Episode] = []
 
-    def _network(self) -> Structure2Vec:
-        c = self.config
-        return Structure2Vec(self.task.graph, c.features, c.embedding_size, c.message_passing_steps, c.pool, c.mixing)
+    def _walk(self) -> Walk:
+        return Walk(self.task, self.variant.reward, self.variant.actions)
+
+    def _network(self) -> Structure2Vec | OwnNetwork:
+        c, forms = self.config, self.task.forms if self.variant.actions == "full" else 1
+        if self.variant.network is not None:
+            return OwnNetwork(self.variant.network, self.task.graph, c.features, forms)
+        sizes = c.embedding_size, c.message_passing_steps
+        return Structure2Vec(self.task.graph, c.features, *sizes, c.pool, c.mixing, forms)
 
     @property
     def best(self) -> Plan | None:
@@ -112,7 +138,9 @@ class Trainer:
         dynamic = walk.features[:, STATIC:FEATURES].astype(np.float16, order="C")
         return State(dynamic, walk.current, walk.mask()[self.actions])
 
-    def _q(self, network: Structure2Vec, dynamic: NDArray[np.float16], current: NDArray[np.int64]) -> Tensor:
+    def _q(
+        self, network: Structure2Vec | OwnNetwork, dynamic: NDArray[np.float16], current: NDArray[np.int64]
+    ) -> Tensor:
         """Q-values (B, A) of states given by their dynamic features (B, N, 3) and current nodes (B,)."""
         moving = torch.from_numpy(dynamic).float().transpose(0, 1)[..., : self.config.features - STATIC]
         static = self.static[:, None].expand(-1, len(current), -1)
@@ -222,10 +250,21 @@ class Trainer:
 
     def greedy(self) -> Plan | None:
         """The plan of the greedy policy, or None where it ends in a dead end."""
-        walk = Walk(self.task)
+        walk = self._greedy()
+        return None if walk.dead_end else walk.plan(self.planner)
+
+    def greedy_overhead(self) -> float:
+        """That of the greedy policy, NaN in a dead end; training goes on as if it had not been asked."""
+        drawn, calls = self.rng.bit_generator.state, self.task.engine.calls
+        walk = self._greedy()
+        self.rng.bit_generator.state, self.task.engine.calls = drawn, calls
+        return float("nan") if walk.dead_end else walk.overhead
+
+    def _greedy(self) -> Walk:
+        walk = self._walk()
         while not walk.done:
             walk.step(int(self.actions[self.act([self._state(walk)], 0.0)[0]]))
-        return None if walk.dead_end else walk.plan(self.planner)
+        return walk
 
     # ---------------------------------------------------------------------------------- checkpoints
 
@@ -233,7 +272,7 @@ class Trainer:
         """What a checkpoint must agree with to be of this run."""
         return {"config": asdict(self.config), "seed": self.seed, "limit": self.task.limit,
                 "program": self.task.program.fingerprint,
-                "machine": json.dumps(self.task.machine.to_dict())}  # fmt: skip
+                "machine": json.dumps(self.task.machine.to_dict()), "variant": self.variant.names}  # fmt: skip
 
     def save(self, path: Path) -> None:
         """Writes everything that the rest of the run depends on; the file appears whole or not at all."""
@@ -259,6 +298,7 @@ class Trainer:
         state = read_training_state(path)
         if isinstance(state.get("config"), dict):
             state["config"] = {**by_todays_names(state["config"]), "episodes": self.config.episodes}  # it may have more
+        state.setdefault("variant", Variant().names)  # of older versions
         must_match(path, state, self._identity())
         with restoring(path):
             self.q.load_state_dict(state["q"])
@@ -286,6 +326,7 @@ class Trainer:
 def train(
     program: Program, machine: Machine, limit: int, config: DQNConfig, seed: int = 0, checkpoint: Path | None = None,
     resume: Path | None = None, on_episode: Callable[[Episode], None] | None = None, planner: str = "dqn",
+    on_step: Callable[[Trainer], None] | None = None, variant: Variant = Variant(),  # noqa: B008
 ) -> DQNResult:  # fmt: skip
     """Trains an agent to plan one program under one limit.
 
@@ -294,6 +335,7 @@ def train(
         resume: a checkpoint of the same run to continue from; the result is that of an unbroken run. It may get another
             number of episodes; what is left of the exploration then goes by that.
         on_episode: called after every episode (on resuming, also with the earlier ones).
+        on_step: called before the first step and after each.
 
     Raises:
         Infeasible: no plan is feasible at the limit, or none was found.
@@ -301,12 +343,14 @@ def train(
     """
     task = Task(program, machine, limit, config.min_bytes, config.mode)
     check_reachable(task, config.min_bytes)
-    trainer = Trainer(task, config, seed, planner)
+    trainer = Trainer(task, config, seed, planner, variant)
     if resume is not None:
         trainer.load(resume)
     for episode in trainer.history:
         if on_episode:
             on_episode(episode)
+    if on_step:
+        on_step(trainer)
     saved = len(trainer.history) // config.checkpoint_every
     while len(trainer.history) < config.episodes and program.peak_bytes > limit:
         finished = trainer.step()
@@ -318,6 +362,8 @@ def train(
             if checkpoint is not None:
                 trainer.save(checkpoint)
             raise
+        if on_step:
+            on_step(trainer)
         if checkpoint is not None and len(trainer.history) // config.checkpoint_every > saved:
             saved = len(trainer.history) // config.checkpoint_every
             trainer.save(checkpoint)

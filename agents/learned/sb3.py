@@ -23,6 +23,7 @@ from sb3_contrib import MaskablePPO
 from sb3_contrib.common.maskable.policies import MaskableMultiInputActorCriticPolicy
 from stable_baselines3 import DQN
 from stable_baselines3.common.base_class import BaseAlgorithm
+from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.logger import KVWriter, Logger
 from stable_baselines3.common.policies import BasePolicy
@@ -32,6 +33,7 @@ from torch import Tensor, nn
 
 from agents.learned.dqn_config import POOLS
 from agents.learned.optimisation import MASKED, one_thread
+from agents.learned.own_network import OwnNetwork
 from agents.learned.structure2vec import Structure2Vec
 from envs import Task
 from envs.graph import OBSERVED, OperationGraph
@@ -56,12 +58,14 @@ def graph_of(tasks: Sequence[Task]) -> OperationGraph:
 
 
 class GraphFeatures(BaseFeaturesExtractor):
-    """structure2vec as SB3's features extractor: (B, N + 2p).
+    """structure2vec as SB3's features extractor: (B, N * forms + 2p).
 
     First a score of each of the N nodes, MASKED where a node is no action; then the graph state.
 
     Args:
         graph: as ``graph_of``.
+        forms: in how many an action may be taken; so many scores of each node, form by form.
+        own: a class in the place of structure2vec (own_network.py); the others are not used then.
         embedding_size, message_passing_steps, pool, mixing: as Structure2Vec; it reads all features observed.
 
     Raises:
@@ -70,18 +74,21 @@ class GraphFeatures(BaseFeaturesExtractor):
 
     def __init__(
         self, observation_space: gymnasium.spaces.Dict, graph: OperationGraph, embedding_size: int = 16,
-        message_passing_steps: int = 3, pool: str = "mean", mixing: bool = True,
+        message_passing_steps: int = 3, pool: str = "mean", mixing: bool = True, forms: int = 1,
+        own: type[nn.Module] | None = None,
     ):  # fmt: skip
         if pool not in POOLS:
             raise ValueError(f"pool: expected one of {POOLS}, got {pool!r}")
-        super().__init__(observation_space, len(graph) + 2 * embedding_size)
-        self.network = Structure2Vec(graph, OBSERVED, embedding_size, message_passing_steps, pool, mixing)
-        self.nodes = len(graph)
+        found = None if own is None else OwnNetwork(own, graph, OBSERVED, forms)
+        self.nodes = forms * len(graph)
+        super().__init__(observation_space, self.nodes + (2 * embedding_size if found is None else found.state_size))
+        sizes = embedding_size, message_passing_steps
+        self.network = found or Structure2Vec(graph, OBSERVED, *sizes, pool, mixing, forms)
 
     def forward(self, observations: Mapping[str, Tensor]) -> Tensor:
         x = observations["nodes"].transpose(0, 1)
         q, state = self.network.with_graph_state(x, observations["current"].flatten(1).argmax(1))
-        scores = q.new_full((len(q), self.nodes), MASKED).index_copy(1, self.network.actions, q)
+        scores = q.new_full((len(q), self.nodes), MASKED).index_copy(1, self.network.codes, q)
         return torch.cat([scores, state], 1)
 
 
@@ -183,7 +190,7 @@ class Episode(NamedTuple):
     overhead: float  # of its plan; nan in a dead end
     feasible: bool
     best_overhead: float  # so far; nan before the first feasible one
-    steps: int  # of all environments so far; each is one simulator call
+    steps: int  # of all environments so far
 
 
 @dataclass
@@ -195,6 +202,8 @@ class Record:
     history: list[Episode] = field(default_factory=list)
     best: Plan | None = None
     steps: int = 0
+    calls: int = 0  # of the simulator: one a step, or one an episode with the causal reward
+    causal: bool = False
 
 
 class Recorded(gymnasium.Wrapper[Observation, np.int64, Observation, np.int64]):
@@ -210,6 +219,7 @@ class Recorded(gymnasium.Wrapper[Observation, np.int64, Observation, np.int64]):
         observation, reward, terminated, truncated, info = self.env.step(action)
         record = self.record
         record.steps += 1
+        record.calls += terminated or not record.causal
         if terminated:
             best = record.history[-1].best_overhead if record.history else float("nan")
             overhead = info["overhead"] if info["feasible"] else float("nan")
@@ -239,22 +249,21 @@ class Scalars(KVWriter):
 
 
 def watch(model: BaseAlgorithm, record: Record, tell: Callable[[int, Mapping[str, float]], None]) -> None:
-    """Tells ``tell`` all that the library logs, by step, and of the episodes in between: the mean ``overhead`` of those
-    with a plan, the part that is ``feasible``, and the ``best_overhead`` so far. To be called before ``learn``; the
-    rest is told by ``model.logger.dump``."""
-    model.set_logger(Logger(None, [Scalars(tell)]))
-    shown = record.on_episode
+    """Tells ``tell`` all that the library logs, by simulator calls. To be called before ``learn``; the rest is told by
+    ``model.logger.dump``."""
+    model.set_logger(Logger(None, [Scalars(lambda _, values: tell(record.calls, values))]))
 
-    def log(episode: Episode) -> None:
-        model.logger.record_mean("episode/feasible", float(episode.feasible))
-        if episode.feasible:
-            model.logger.record_mean("episode/overhead", episode.overhead)
-        if record.best is not None:
-            model.logger.record("episode/best_overhead", episode.best_overhead)
-        if shown:
-            shown(episode)
 
-    record.on_episode = log
+class Steps(BaseCallback):
+    """Calls ``on_step`` after each step of all environments."""
+
+    def __init__(self, on_step: Callable[[], None]):
+        super().__init__()
+        self.on_step_ = on_step
+
+    def _on_step(self) -> bool:
+        self.on_step_()
+        return True
 
 
 ALGORITHMS: dict[str, tuple[type[BaseAlgorithm], type[BasePolicy]]] = {
@@ -264,14 +273,14 @@ ALGORITHMS: dict[str, tuple[type[BaseAlgorithm], type[BasePolicy]]] = {
 
 def make(
     algorithm: str, environment: Mapping[str, Any], record: Record, seed: int, num_envs: int, reward_scale: float,
-    network: Mapping[str, Any], **options: Any,
+    network: Mapping[str, Any], own: type[nn.Module] | None = None, **options: Any,
 ) -> BaseAlgorithm:  # fmt: skip
     """A model of the library, ready to learn.
 
     Args:
         algorithm: a key of ALGORITHMS.
         environment: the arguments of GpuMemory-v0.
-        network: those of GraphFeatures but the graph.
+        network: those of GraphFeatures but the graph, the forms and ``own``, which is beside them.
         options: those of the library's class.
 
     Raises:
@@ -283,21 +292,29 @@ def make(
         wrapper_class=lambda one: Recorded(one, record, reward_scale),
     )  # fmt: skip
     kind, policy = ALGORITHMS[algorithm]
-    extractor = {"graph": graph_of(env.get_attr("tasks")[0]), **network}
+    task = env.get_attr("tasks")[0][0]
+    forms = task.forms if environment.get("actions") == "full" else 1
+    extractor = {"graph": graph_of(env.get_attr("tasks")[0]), **network, "forms": forms, "own": own}
     policy_options = {"features_extractor_class": GraphFeatures, "features_extractor_kwargs": extractor, "net_arch": []}
     if algorithm == "maskable_ppo":
         policy_options["ortho_init"] = False  # it would begin with one of the extractor's layers as good as off
     return kind(policy, env, policy_kwargs=policy_options, seed=seed, device="cpu", **options)
 
 
-def greedy(model: BaseAlgorithm, environment: Mapping[str, Any], planner: str) -> Plan | None:
-    """The plan of the deterministic policy, or None where it ends in a dead end."""
-    env = gymnasium.make("GpuMemory-v0", **environment)
+def greedy_overhead(model: BaseAlgorithm, env: gymnasium.Env[Observation, np.int64]) -> float:
+    """Of the deterministic policy, NaN where it ends in a dead end."""
     observation, info = env.reset(seed=0)
     terminated = False
     while not terminated:
         masks = {"action_masks": info["action_mask"]} if isinstance(model, MaskablePPO) else {}
         action, _ = model.predict(observation, deterministic=True, **masks)
-        observation, _, terminated, _, info = env.step(action)
+        observation, _, terminated, _, info = env.step(np.int64(action))
+    return float(info["overhead"])
+
+
+def greedy(model: BaseAlgorithm, environment: Mapping[str, Any], planner: str) -> Plan | None:
+    """The plan of the deterministic policy, or None where it ends in a dead end."""
+    env = gymnasium.make("GpuMemory-v0", **environment)
+    found = greedy_overhead(model, env)
     plan: Plan = env.get_wrapper_attr("plan")(planner)
-    return plan if info["feasible"] else None
+    return None if np.isnan(found) else plan

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 from torch_geometric.utils import spmm
 
+from agents.learned.own_network import codes
 from envs.graph import OperationGraph
 
 
@@ -47,12 +48,14 @@ class Structure2Vec(nn.Module):
         features: F, 6 as in the paper or 8.
         embedding_size: p.
         message_passing_steps: T.
+        forms: in how many an action may be taken (envs/task.py); a Q-value for each, form by form.
     """
 
     adjacency: Tensor
     target: Tensor
     weights: Tensor
     actions: Tensor
+    codes: Tensor
 
     def __init__(
         self,
@@ -62,6 +65,7 @@ class Structure2Vec(nn.Module):
         message_passing_steps: int,
         pool: str,
         mixing: bool,
+        forms: int = 1,
     ):
         super().__init__()
         p = embedding_size
@@ -73,7 +77,7 @@ class Structure2Vec(nn.Module):
         self.w4 = nn.Linear(1, p, bias=False)
         self.w5 = nn.Linear(p, p, bias=False)
         self.w6 = nn.Linear(p, p, bias=False)
-        self.w7 = nn.Linear(p if mixing else 3 * p, 1, bias=False)
+        self.w7 = nn.Linear(p if mixing else 3 * p, forms, bias=False)
         self.w8 = nn.Linear(p, p, bias=False)
         self.w9 = nn.Linear(3 * p, p) if mixing else None
         n = len(graph)
@@ -87,14 +91,15 @@ class Structure2Vec(nn.Module):
         self.register_buffer("adjacency", adjacency, persistent=False)
         self.register_buffer("target", edges[1], persistent=False)
         self.register_buffer("weights", weights[:, None], persistent=False)
+        self.register_buffer("codes", codes(graph, forms), persistent=False)
         self.register_buffer("actions", torch.from_numpy(graph.action_kind >= 0).nonzero()[:, 0], persistent=False)
 
     def forward(self, x: Tensor, current: Tensor) -> Tensor:
-        """Q-values: x (N, B, F), current (B,) node under execution -> (B, A)."""
+        """Q-values: x (N, B, F), current (B,) node under execution -> (B, A * forms)."""
         return self.with_graph_state(x, current)[0]
 
     def with_graph_state(self, x: Tensor, current: Tensor) -> tuple[Tensor, Tensor]:
-        """Q-values (B, A) as ``forward``, and the graph state (B, 2p) that they are read from."""
+        """Q-values (B, A * forms) as ``forward``, and the graph state (B, 2p) that they are read from."""
         n, batch, _ = x.shape
         # Equation 1. S^0 is zero, so the first round has no neighbour term.
         edge = self.w3(
@@ -113,4 +118,4 @@ class Structure2Vec(nn.Module):
         if self.w9 is not None:
             both = self.w9(both)
         q: Tensor = self.w7(both.relu())
-        return q[..., 0], g
+        return q.transpose(1, 2).flatten(1), g

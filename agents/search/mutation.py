@@ -52,7 +52,8 @@ class Draws:
         """An index into the ``valid`` nodes."""
         by_rule = self.rng.random() < BY_RULE
         weight = 1 / self.temperature if by_rule and self.temperature is not None else 0.0
-        return int((weight * self.next_use[valid] + self.rng.gumbel(size=len(valid))).argmax())
+        next_use = self.next_use[valid % len(self.next_use)]  # of the node, whatever the form
+        return int((weight * next_use + self.rng.gumbel(size=len(valid))).argmax())
 
     def __call__(self, walk: Walk) -> int:
         """A valid node."""

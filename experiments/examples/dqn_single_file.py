@@ -9,6 +9,7 @@ Shapes: N nodes, E edges, B states, F features, p embedding size.
 import argparse
 import math
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 import gymnasium
 import numpy as np
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 import envs  # noqa: F401  # registers GpuMemory-v0
 from experiments.common import report
+from experiments.common.curves import Curve
 
 MASKED = -1e8  # the value of an action that may not be taken; not -inf, because 0 * -inf is not a number
 
@@ -36,6 +38,8 @@ class Args:
     target_every: int = 800  # steps
     explore: float = 0.3  # share of the steps over which epsilon falls from 1 to 0.02
     reward_scale: float = 10.0
+    greedy_every: int = 2_000  # steps, each a simulator call, between two walks of the greedy policy
+    curve: str = ""  # a file for the scalars of these: curve.json, as figure=learning reads it
 
 
 class QNetwork(nn.Module):
@@ -79,7 +83,9 @@ def main(args: Args) -> float:
     torch.set_num_threads(1)
     options = {"limit": args.limit, "autoreset_mode": "Disabled"}
     env = gymnasium.make_vec("GpuMemory-v0", args.num_envs, "vector_entry_point", **options)
-    task = env.unwrapped.tasks[0]
+    task, about = env.unwrapped.tasks[0], {"agent": "dqn_single_file", "seed": args.seed, "reward": "paper"}
+    curve = Curve(Path(args.curve) if args.curve else None, task.program, task.machine, task.limit, task.mode, about,
+                  args.greedy_every)  # fmt: skip
     observation, _ = env.reset(seed=args.seed)
     n, features = observation["nodes"].shape[1:]
     q, target = (QNetwork(task.graph.edges, task.graph.weights, features, args.size, args.rounds) for _ in range(2))
@@ -101,7 +107,7 @@ def main(args: Args) -> float:
         random = np.where(state[2], rng.random((args.num_envs, n)), -1).argmax(1)
         actions = np.where(rng.random(args.num_envs) < epsilon, random, greedy)
 
-        observation, reward, terminated, _, _ = env.step(actions)
+        observation, reward, terminated, _, info = env.step(actions)
         at = torch.arange(stored, stored + args.num_envs) % size
         for ring, values in zip((*here, *there), (*state, *state_of(observation)), strict=True):
             ring[at] = values
@@ -111,6 +117,7 @@ def main(args: Args) -> float:
         returns += reward
         for ended in np.flatnonzero(terminated):
             episodes += 1
+            curve.episode(info["overhead"][ended])  # NaN in a dead end
             if episodes % 50 == 0:
                 print(f"step {step:,}, episode {episodes:,}: return {returns[ended]:.4f}, epsilon {epsilon:.2f}")
             returns[ended] = 0.0
@@ -129,17 +136,27 @@ def main(args: Args) -> float:
             optimizer.step()
         if step % args.target_every == 0:
             target.load_state_dict(q.state_dict())
+        curve.maybe(step + args.num_envs, lambda: greedy_overhead(q, args.limit))
 
-    observation, info = env.reset()  # all environments walk alike
-    terminated = np.zeros(args.num_envs, bool)
-    while not terminated.any():
-        with torch.no_grad():
-            observation, _, terminated, _, info = env.step(q(*state_of(observation)).argmax(1).numpy())
-    overhead = float(info["overhead"][0]) if info["feasible"][0] else math.inf
+    found = greedy_overhead(q, args.limit)
+    curve.point(stored, found)
+    overhead = found if math.isfinite(found) else math.inf
     rows = [report.score(name, task.program, task.machine, task.limit, args.seed)[0] for name in report.heuristics()]
     best = min((row for row in rows if row["feasible"]), key=lambda row: row["overhead"])
     print(f"greedy plan: overhead {overhead:.2%}; best published heuristic, {best['planner']}: {best['overhead']:.2%}")
     return overhead
+
+
+def greedy_overhead(q: QNetwork, limit: float) -> float:
+    """Of the walk that takes the action of the highest value every time; NaN in a dead end."""
+    env = gymnasium.make_vec("GpuMemory-v0", 1, "vector_entry_point", limit=limit)
+    observation, info = env.reset()
+    over = False
+    while not over:
+        with torch.no_grad():
+            observation, _, terminated, _, info = env.step(q(*state_of(observation)).argmax(1).numpy())
+        over = bool(terminated[0])
+    return float(info["overhead"][0])
 
 
 if __name__ == "__main__":

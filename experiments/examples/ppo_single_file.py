@@ -11,6 +11,7 @@ Shapes: N nodes, M environments, T steps of each between updates, F features.
 import argparse
 import time
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 import gymnasium
 import numpy as np
@@ -20,6 +21,7 @@ from torch.distributions import Categorical
 
 import envs  # noqa: F401  # registers GpuMemory/…
 from envs.graph import ACTION, PRESSURE, STUCK, VALID
+from experiments.common.curves import Curve
 
 MASKED = -1e8  # a logit; not -inf, because 0 * -inf is not a number
 
@@ -44,6 +46,8 @@ class Args:
     max_grad_norm: float = 0.5
     reward_scale: float = 10.0
     worst: float = -1.0  # rewards are cut there: a dead end's would drown all others
+    greedy_every: int = 10_000  # simulator calls between two walks of the greedy policy
+    curve: str = ""  # a file for the scalars of these: curve.json, as figure=learning reads it
 
 
 class Agent(nn.Module):
@@ -93,7 +97,10 @@ def main(args: Args) -> float:
     states, masks = torch.zeros(t, m, states_of.size), torch.zeros(t, m, n, dtype=torch.bool)
     actions, logs, values = torch.zeros(t, m, dtype=torch.long), torch.zeros(t, m), torch.zeros(t + 1, m)
     rewards, ends = torch.zeros(t, m), torch.zeros(t, m)
-    updates, best, begin = args.steps // (m * t), float("inf"), time.perf_counter()
+    task, about = env.unwrapped.tasks[0], {"agent": "ppo_single_file", "seed": args.seed, "reward": args.reward}
+    curve = Curve(Path(args.curve) if args.curve else None, task.program, task.machine, task.limit, task.mode, about,
+                  args.greedy_every)  # fmt: skip
+    updates, best, begin, calls = args.steps // (m * t), float("inf"), time.perf_counter(), 0
     state, mask = states_of(observation)
 
     for update in range(updates):
@@ -108,7 +115,10 @@ def main(args: Args) -> float:
                 states[k], masks[k], actions[k], logs[k] = state, mask, action, policy.log_prob(action)
                 values[k] = agent.critic(state)[:, 0]
             observation, reward, terminated, _, info = env.step(action.numpy())
+            calls += m if args.reward == "paper" else int(terminated.sum())  # causal: one at the end of an episode
             if terminated.any():
+                for overhead in info["final_info"]["overhead"][terminated]:  # NaN in a dead end
+                    curve.episode(overhead)
                 found += info["final_info"]["overhead"][terminated & info["final_info"]["feasible"]].tolist()
             rewards[k] = torch.from_numpy(args.reward_scale * np.maximum(reward, args.worst)).float()
             ends[k] = torch.from_numpy(terminated).float()
@@ -139,12 +149,14 @@ def main(args: Args) -> float:
                 nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
                 optimizer.step()
 
+        curve.maybe(calls, lambda: greedy(args, agent, states_of))
         best = min([best, *found])
         if found and (update % max(1, updates // 10) == 0 or update == updates - 1):
             print(f"step {(update + 1) * m * t:,}: overhead {np.mean(found):.2%} in the mean of {len(found)} episodes, "
                   f"best so far {best:.2%}, {time.perf_counter() - begin:.0f} s")  # fmt: skip
 
     overhead = greedy(args, agent, states_of)
+    curve.point(calls, overhead)
     print(f"greedy plan: overhead {overhead:.2%}; best of all episodes: {best:.2%}")
     return overhead
 

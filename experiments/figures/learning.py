@@ -1,18 +1,24 @@
-"""What finished runs of train_dqn learned, over the seeds, beside the search without the network and other planners."""
+"""What trainings learned, over the seeds: curves of every trainer by simulator calls (common/curves.py), and a table of
+runs of train_dqn beside the search without the network and other planners."""
 
 from __future__ import annotations
 
 import json
+from itertools import cycle
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from omegaconf import DictConfig
 
 from experiments.common import cli
+from experiments.common.curves import BEST, GREEDY, LAST, OVERHEAD
 from experiments.common.report import Row, console
 from experiments.figures import grouped
-from experiments.figures.figure import Figure
-from experiments.plotting.charts import Axis, Chart, Line, Panel, ranges
-from experiments.plotting.palette import FAINT, look
+from experiments.figures.figure import Figure, Range
+from experiments.figures.suite import WITHOUT, interval, iqm
+from experiments.plotting.charts import Axis, Chart, Line, Panel
 from simulator.files import FormatError, read_json
 from simulator.machine import Machine
 
@@ -21,21 +27,42 @@ SHOWN = {  # keys of a run, and their headings
     "dqn": "DQN", "mutation_calls": "mutation, equal calls", "mutation_seconds": "mutation, equal seconds",
     "greedy": "greedy policy", "autoswap": "best AutoSwap", "annealing": "annealing",
 }  # fmt: skip
-LOOKS = {"dqn": "dqn", "mutation_calls": "mutation", "mutation_seconds": "mutation", "greedy": "dqn_greedy",
-         "autoswap": "autoswap_swdoa", "annealing": "annealing"}  # fmt: skip
+CASE = ("workload", "machine", "limit_fraction", "mode")
+MEANT = {GREEDY: "greedy policy", OVERHEAD: f"last {LAST} episodes", BEST: "best plan so far"}
+INKS = ("#d6336c", "#1f5fa8", "#238b45", "#f16913", "#8e5bd0", "#222222")
 
 
 def tasks(settings: DictConfig) -> list[Row]:
-    """One per finished run in the folder ``runs``, at any depth; by workload, limit and mode, then by seed."""
+    """Of what lies in the folder ``runs``, at any depth: one per finished run of train_dqn, by workload, limit and
+    mode, then by seed; and one per curve."""
     folder = Path(str(settings.runs)).expanduser()
     files = sorted(folder.rglob("summary.json"))
     found = [one for file in files if (one := summarise(file)) is not None]
-    if not found:
-        raise cli.UsageError(f"figure.runs: there is no finished run of train_dqn under {folder}")
+    curves = [curve(file) for file in sorted(folder.rglob("curve.json"))]
+    if not curves:
+        raise cli.UsageError(f"figure.runs: there is no training with a curve.json under {folder}")
     if len(found) < len(files):
-        console().print(f"{len(files) - len(found)} of {len(files)} runs under {folder} are left out: they are not of "
-                        "train_dqn, were resumed, or compared too few planners")  # fmt: skip
-    return sorted(found, key=lambda r: (r["workload"], r["machine"], r["limit_fraction"], r["mode"], r["seed"]))
+        console().print(f"{len(files) - len(found)} of {len(files)} runs under {folder} are not in the table: they are "
+                        "not of train_dqn, were resumed, or compared too few planners")  # fmt: skip
+    found.sort(key=lambda r: (r["workload"], r["machine"], r["limit_fraction"], r["mode"], r["seed"]))
+    return found + sorted(curves, key=lambda r: (*(str(r[key]) for key in CASE), r["agent"], r["seed"]))
+
+
+def curve(file: Path) -> Row:
+    """The row of a curve.json: its points as lists.
+
+    Raises:
+        FormatError: the file is none.
+    """
+    kept = read_json(file)
+    try:
+        points = kept["points"]
+        columns = {key: [point[key] for point in points] for key in ("calls", *MEANT)}
+        if not points or not all(isinstance(v, (int, float)) for v in [*columns["calls"], kept["floor"]]):
+            raise TypeError("no points")
+        return {**{key: kept[key] for key in (*CASE, "reward", "agent", "seed", "floor")}, **columns}
+    except (KeyError, TypeError) as error:
+        raise FormatError(f"{file}: not the curve of a training ({json.dumps(str(error))})") from None
 
 
 def run(task: Row, machine: Machine) -> Row:
@@ -85,10 +112,33 @@ def spread(values: list[float | None]) -> str:
 # ------------------------------------------------------------------------------------------ for people
 
 
+def over_seeds(runs: list[Row], key: str) -> tuple[list[int], NDArray[np.float64]]:
+    """Simulator calls at which each of the runs has a value, and the gaps there, float64[points, seeds], in points of
+    ideal time. Between two points of a run the last one stands; without a plan: WITHOUT."""
+    at = sorted({calls for run in runs for calls in run["calls"]})
+    at = [calls for calls in at if max(run["calls"][0] for run in runs) <= calls <= min(r["calls"][-1] for r in runs)]
+    out = np.full((len(at), len(runs)), WITHOUT)
+    for j, one in enumerate(runs):
+        last = np.searchsorted(one["calls"], at, side="right") - 1
+        values = [one[key][i] for i in last]
+        out[:, j] = [WITHOUT if v is None else min(100 * (v - one["floor"]), WITHOUT) for v in values]
+    return at, out
+
+
+def trainings(rows: list[Row]) -> dict[tuple[Any, ...], dict[str, list[Row]]]:
+    """The curves: of each task those of each agent."""
+    out: dict[tuple[Any, ...], dict[str, list[Row]]] = {}
+    for row in rows:
+        if "calls" in row:
+            name = row["agent"] if row["reward"] == "paper" else f"{row['agent']}, {row['reward']}"
+            out.setdefault(tuple(row[key] for key in CASE), {}).setdefault(name, []).append(row)
+    return out
+
+
 def cases(rows: list[Row]) -> list[Row]:
     """The runs of each workload, limit and mode; ``holds``: the agent is never above the best AutoSwap score, nor more
     than ``MARGIN`` above annealing."""
-    keyed = [{**row, "case": (row["workload"], row["machine"], row["limit_fraction"], row["mode"])} for row in rows]
+    keyed = [{**row, "case": tuple(row[key] for key in CASE)} for row in rows if "calls" not in row]
     return [
         {**runs[0], "runs": runs, "seeds": len(runs), "cells": [spread([run[key] for run in runs]) for key in SHOWN],
          "holds": "yes" if all(r["dqn"] <= min(r["autoswap"], r["annealing"] + MARGIN) for r in runs) else "no"}
@@ -97,23 +147,38 @@ def cases(rows: list[Row]) -> list[Row]:
 
 
 def numbers(rows: list[Row]) -> Row:
-    """Every workload, limit and mode, over the seeds."""
-    return {"cases": cases(rows), "heads": SHOWN.values(), "points": 100 * MARGIN}
+    """Every workload, limit and mode, over the seeds; and where each training ends."""
+    ends = []
+    for (workload, machine, limit, mode), found in trainings(rows).items():
+        for agent, runs in found.items():
+            at, greedy = over_seeds(runs, GREEDY)
+            best = over_seeds(runs, BEST)[1]
+            ends.append({
+                "agent": agent, "workload": workload, "machine": machine, "limit": limit, "mode": mode,
+                "seeds": len(runs), "calls": at[-1], "greedy": iqm(greedy[-1:]),
+                "interval": Range(interval(greedy[-1:])), "best": iqm(best[-1:]),
+            })  # fmt: skip
+    return {"cases": cases(rows), "heads": SHOWN.values(), "points": 100 * MARGIN, "ends": ends, "last": LAST}
 
 
 def chart(rows: list[Row]) -> Chart:
-    """A row for each workload, limit and mode: means and ranges over the seeds."""
-    found = cases(rows)
-    names = [f"{one['workload']}, {one['limit_fraction']:.0%}, {one['mode']}" for one in found]
-    floors = [one["floor"] for one in found]
-    marks = [Line(floors, range(len(found)), FAINT, "the floor", "|", "", size=30)]
-    for i, (key, label) in enumerate(SHOWN.items()):
-        _, ink, marker = look(LOOKS[key])
-        values = [[run[key] for run in one["runs"]] for one in found]
-        marker = "d" if key == "mutation_seconds" else marker
-        marks += ranges(label, ink, marker, values, 0.13 * (i - 2.5))
-    panel = Panel("", marks, Axis("overhead", "%", (-0.001, None), "symlog"), Axis(names=names))
-    return Chart("What training runs learned: means and ranges over the seeds", [panel], size=(9.5, 0.9 * len(found)))
+    """A row of panels for each task: greedy policy, last episodes and best plan, by simulator calls."""
+    panels = []
+    for (workload, _, limit, mode), found in trainings(rows).items():
+        for key, title in MEANT.items():
+            marks, starts, ends = [], [], []
+            for (agent, runs), ink in zip(found.items(), cycle(INKS), strict=False):
+                at, gaps = over_seeds(runs, key)
+                low, high = np.array([interval(one[None]) for one in gaps]).T
+                starts.append(at[0])
+                ends.append(at[-1])
+                marks.append(Line(at, [iqm(one) for one in gaps], ink, agent, band=(low, high)))
+            x = Axis(
+                "simulator calls", scale="log", ticks=[10**i for i in range(2, 8)], limits=(min(starts), max(ends))
+            )
+            y = Axis("gap to the floor, points", scale="log")
+            panels.append(Panel(f"{workload}, {limit:.0%}, {mode}: {title}", marks, x, y))
+    return Chart("What trainings learned: interquartile means over the seeds, 95 % bootstrap intervals", panels)
 
 
 FIGURE = Figure("learning", tasks, run, numbers, chart, on_demand=True)

@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 
 from agents.learned.program_dqn import ProgramDQNConfig, QNet
 from agents.learned.training_state import read_weights
+from experiments.common import curves
 from experiments.common.cli import CONFIGS, dataclass_of
 from tests.experiments.conftest import MB, Run, chain
 
@@ -50,6 +51,8 @@ def test_a_small_training(run: Run, tmp_path: Path) -> None:
         assert [of[f"{start}, best walk", seed]["calls"] for start in ("zero-shot", "fine-tuned")] == [6, 12]
         walk, search = (of[f"zero-shot, {what}", seed]["overhead"] for what in ("best walk", "and search"))
         assert walk is None or search <= walk
+    logged = [json.loads(line) for line in (tmp_path / "out" / "log-1.jsonl").read_text().splitlines()]
+    assert set(curves.NAMES) - {curves.GAP} <= set(logged[-1]) and logged[-1]["calls"] > 0
     assert read_weights(tmp_path / "out" / "weights-1.pt", QNet, "a program DQN").settings["width"] == 8
 
     for name in ("weights-0.pt", "results-1.jsonl", "program_dqn.json"):

@@ -19,6 +19,7 @@ from agents.learned import sb3
 from agents.learned.optimisation import MASKED
 from envs import MemoryEnv, Task
 from envs.memory_env import small_task
+from experiments.common import curves
 from experiments.examples import dqn_single_file, ppo_single_file
 from simulator import Plan, simulate
 from tests.experiments.common.test_cli import check_rows, refused, rows_in
@@ -192,11 +193,12 @@ def test_scores_are_of_actions_and_the_rest_is_masked_but_finite(algorithm: str)
 @pytest.mark.parametrize("algorithm", sb3.ALGORITHMS)
 def test_the_command_writes_its_run_directory(run: Run, tmp_path: Path, algorithm: str) -> None:
     out = tmp_path / "out"
-    done = run("train_sb3", f"algo={algorithm}", "steps=600", "seed=1", "planners=[autoswap_doa]", f"out={out}")
+    words = ("steps=600", "seed=1", "planners=[autoswap_doa]", "greedy_every=200")
+    done = run("train_sb3", f"algo={algorithm}", *words, f"out={out}")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == str(out)
     names = {"program.json", "summary.json", "results.jsonl", "plan.json", "model.zip", "tb", "learning_curve.png",
-             "memory_curve.png", "timeline.json"}  # fmt: skip
+             "memory_curve.png", "timeline.json", "curve.json"}  # fmt: skip
     assert {f.name for f in out.iterdir()} == names
     rows, agent = rows_in(out), f"sb3_{algorithm}"
     check_rows(rows)
@@ -213,7 +215,9 @@ def test_the_command_writes_its_run_directory(run: Run, tmp_path: Path, algorith
     best = [(e.step, e.value) for e in told.Scalars("episode/best_overhead")]
     assert best[-1] == (steps, pytest.approx(overhead(plan))) and len(best) > 1
     assert best == sorted(best, key=lambda entry: (entry[0], -entry[1]))
-    assert {"rollout/ep_rew_mean", "time/fps"} <= set(told.Tags()["scalars"])
+    assert {"rollout/ep_rew_mean", "time/fps", *curves.NAMES} <= set(told.Tags()["scalars"])
+    greedy = told.Scalars(curves.GREEDY)
+    assert len(greedy) >= 3 and greedy[-1].value == pytest.approx(rows[4]["overhead"], abs=1e-6)
     assert "time/total_timesteps" not in told.Tags()["scalars"]
 
 
@@ -225,24 +229,17 @@ def test_a_program_of_ones_own(run: Run, program_file: Path, tmp_path: Path) -> 
     assert {row["mode"] for row in rows_in(tmp_path / "out")} == {"swap"}
 
 
-@pytest.mark.parametrize("algorithm", sb3.ALGORITHMS)
-def test_scalars_are_those_of_the_episodes(algorithm: str) -> None:
-    said: list[tuple[int, Mapping[str, float]]] = []
-    model, record = made(algorithm, **SMALL[algorithm])
-    sb3.watch(model, record, lambda step, values: said.append((step, values)))
-    model.learn(512)
+@pytest.mark.parametrize("causal", [False, True])
+def test_scalars_are_by_simulator_calls(causal: bool) -> None:
+    said: list[int] = []
+    record = sb3.Record("", causal=causal)
+    environment = {**ENVIRONMENT, "reward": "causal" if causal else "paper"}
+    model = sb3.make("maskable_ppo", environment, record, 0, num_envs=4, reward_scale=10.0, network={},
+                     **SMALL["maskable_ppo"])  # fmt: skip
+    sb3.watch(model, record, lambda step, _: said.append(step))
+    model.learn(256)
     model.logger.dump(model.num_timesteps)
-    begin, shown = 0, 0
-    for step, values in said:
-        episodes = [e for e in record.history if begin < e.steps <= step]
-        if episodes:
-            shown += 1
-            assert values["episode/feasible"] == pytest.approx(np.mean([e.feasible for e in episodes]))
-            assert values["episode/best_overhead"] == episodes[-1].best_overhead
-            found = [e.overhead for e in episodes if e.feasible]
-            assert values.get("episode/overhead") == (pytest.approx(np.mean(found)) if found else None)
-        begin = step
-    assert shown > 2 and begin == record.steps == 512  # all of them
+    assert record.steps == 256 and said[-1] == record.calls == (len(record.history) if causal else 256)
 
 
 def test_mlflow_has_the_scalars(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,7 +106,7 @@ TASK = {"workload": "mlp", "machine": "gtx1080ti", "limit": 0.8, "split": "test"
         ("robustness", {"tenant": ["much"]}, "tenant: "),
         ("ablation", {"variants": {"mine": {"sise": 4}}}, "variants.mine"),
         ("ablation", {"limit": 2}, "figure.limit: expected a share of the peak, got 2"),
-        ("learning", {"runs": "/nowhere"}, "figure.runs: there is no finished run of train_dqn under /nowhere"),
+        ("learning", {"runs": "/nowhere"}, "figure.runs: there is no training with a curve.json under /nowhere"),
     ],
 )  # fmt: skip
 def test_bad_settings_are_refused(name: str, wrong: dict[str, Any], words: str) -> None:

@@ -1,0 +1,103 @@
+"""What every trainer says of itself, under the same names, by simulator calls (README.md, "Curves").
+
+``Curve`` is of a training on one task: it tells a tracker, and keeps ``curve.json``, which ``figure=learning`` draws.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+
+from agents.floor import Floor, floor
+from simulator.files import read_json, write_json
+from simulator.machine import Machine
+from simulator.program import Program
+
+LAST = 50  # episodes of which running means are
+GREEDY, GAP = "greedy/overhead", "greedy/gap"
+OVERHEAD, FEASIBLE, BEST = "episode/overhead", "episode/feasible", "episode/best_overhead"
+NAMES = (OVERHEAD, FEASIBLE, BEST, GREEDY, GAP)
+Tell = Callable[[int, Mapping[str, float]], None]
+
+
+class Running:
+    """Means over the last episodes."""
+
+    def __init__(self) -> None:
+        self.last: deque[float] = deque(maxlen=LAST)
+        self.best = math.nan
+
+    def episode(self, overhead: float, best: float | None = None) -> None:
+        """One that ended with this overhead, NaN without a plan; ``best``: of other searches, too."""
+        overhead = overhead if math.isfinite(overhead) else math.nan
+        self.last.append(overhead)
+        self.best = min(
+            (v for v in (self.best, overhead, best) if v is not None and not math.isnan(v)), default=math.nan
+        )
+
+    def values(self) -> dict[str, float]:
+        """The scalars; NaN before the first episode."""
+        found = [v for v in self.last if not math.isnan(v)]
+        return {
+            OVERHEAD: fmean(found) if found else math.nan,
+            FEASIBLE: len(found) / len(self.last) if self.last else math.nan, BEST: self.best,
+        }  # fmt: skip
+
+
+class Curve:
+    """The scalars of a training on one task, at most every ``every`` simulator calls, and the file that keeps them.
+
+    Args:
+        file: curve.json; None: none.
+        about: agent and seed, and what else tells this training from others.
+        every: simulator calls between two points at least.
+        tell: takes the scalars of a point.
+        resumed: the file of the run that goes on, whose points up to there are kept.
+    """
+
+    def __init__(
+        self, file: Path | None, program: Program, machine: Machine, limit: int, mode: str,
+        about: Mapping[str, object], every: int, tell: Tell | None = None, resumed: Path | None = None,
+    ) -> None:  # fmt: skip
+        self.file, self.every, self.tell, self.running = file, every, tell, Running()
+        self.task = program, machine, limit, mode
+        self.about = {"workload": program.name, "machine": machine.name, "mode": mode, **about,
+                      "limit_fraction": round(limit / program.peak_bytes, 4)}  # fmt: skip
+        self.points: list[dict[str, float | None]] = []
+        self.next = every
+        self.before = read_json(resumed)["points"] if resumed is not None and resumed.is_file() else []
+
+    @cached_property
+    def bound(self) -> Floor:
+        """The floor under all plans of the task."""
+        return floor(*self.task)
+
+    def goes_on(self, calls: int) -> None:
+        """A run that was resumed has made so many simulator calls."""
+        self.points = [point for point in self.before if point["calls"] <= calls]
+        self.next = calls + self.every
+
+    def episode(self, overhead: float, best: float | None = None) -> None:
+        """As Running's."""
+        self.running.episode(overhead, best)
+
+    def maybe(self, calls: int, greedy: Callable[[], float]) -> None:
+        """A point, if it is time for one: ``greedy`` makes the overhead of the greedy policy, NaN in a dead end. The
+        simulator calls of that are not counted."""
+        if calls >= self.next:
+            self.point(calls, greedy())
+
+    def point(self, calls: int, greedy: float) -> None:
+        """A point now."""
+        self.next = calls + self.every
+        values = {**self.running.values(), GREEDY: greedy, GAP: greedy - self.bound.overhead}
+        if self.tell is not None:
+            self.tell(calls, values)
+        kept = {key: round(v, 6) if math.isfinite(v) else None for key, v in values.items()}
+        self.points.append({"calls": calls, **kept})
+        if self.file is not None:
+            write_json(self.file, {**self.about, "floor": self.bound.overhead, "points": self.points}, indent=1)

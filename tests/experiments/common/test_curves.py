@@ -1,0 +1,96 @@
+"""The scalars that every trainer writes, by simulator calls, and the file that keeps them."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+
+from envs.memory_env import small_task
+from experiments.common.curves import BEST, FEASIBLE, GAP, GREEDY, LAST, NAMES, OVERHEAD, Curve, Running
+from experiments.examples import dqn_single_file, ppo_single_file
+from experiments.figures import learning
+from experiments.figures.suite import WITHOUT
+from simulator import FormatError, Machine
+from tests.experiments.conftest import Run
+
+PROGRAM, _ = small_task()
+MACHINE = Machine("slow", 2**30, 10**9, 10**9)
+LIMIT = int(0.7 * PROGRAM.peak_bytes)
+
+
+def test_running_means_are_over_the_last_episodes() -> None:
+    running = Running()
+    assert all(math.isnan(value) for value in running.values().values())
+    for overhead in (0.3, math.inf, *[0.1] * (LAST - 2)):
+        running.episode(overhead)
+    mean = (0.3 + 0.1 * (LAST - 2)) / (LAST - 1)
+    assert running.values() == pytest.approx({OVERHEAD: mean, FEASIBLE: (LAST - 1) / LAST, BEST: 0.1})
+    running.episode(0.2, best=0.05)  # 0.3 is forgotten
+    assert running.values()[OVERHEAD] == pytest.approx((0.1 * (LAST - 2) + 0.2) / (LAST - 1))
+    assert running.values()[BEST] == 0.05
+
+
+def test_a_point_is_made_when_it_is_time_and_kept(tmp_path: Path) -> None:
+    told: list[tuple[int, Mapping[str, float]]] = []
+
+    def made(resumed: Path | None = None) -> Curve:
+        return Curve(tmp_path / "curve.json", PROGRAM, MACHINE, LIMIT, "swap", {"agent": "a", "seed": 3}, 100,
+                     lambda calls, values: told.append((calls, values)), resumed)  # fmt: skip
+
+    curve = made()
+    curve.episode(0.5)
+    for calls in (99, 130, 180, 230, 300):
+        curve.maybe(calls, lambda: 0.25)
+    assert [calls for calls, _ in told] == [130, 230]
+    assert told[0][1][GAP] == pytest.approx(0.25 - curve.bound.overhead) and curve.bound.overhead > 0
+    kept = json.loads((tmp_path / "curve.json").read_text())
+    assert kept["agent"] == "a" and kept["seed"] == 3 and kept["floor"] == curve.bound.overhead
+    assert [point["calls"] for point in kept["points"]] == [130, 230]
+    again = made(tmp_path / "curve.json")  # of a run that was stopped after 200
+    again.goes_on(200)
+    again.maybe(299, lambda: 0.1)
+    again.point(340, math.nan)
+    kept = json.loads((tmp_path / "curve.json").read_text())
+    assert [(point["calls"], point[GREEDY]) for point in kept["points"]] == [(130, 0.25), (340, None)]
+
+
+def test_every_trainer_writes_the_same_scalars(run: Run, program_file: Path, tmp_path: Path) -> None:
+    """train_program_dqn, which has many tasks and so no gap, has them in test_train_program_dqn.py."""
+    files = {name: tmp_path / name / "curve.json" for name in ("train_dqn", "train_sb3", "dqn", "ppo")}
+    words = (f"program={program_file}", "limit=0.6", "planners=null", "greedy_every=100")
+    assert run("train_dqn", *words, "agent.episodes=16", f"out={files['train_dqn'].parent}").returncode == 0
+    assert run("train_sb3", *words, "steps=300", "algo.n_steps=16", f"out={files['train_sb3'].parent}").returncode == 0
+    dqn_single_file.main(dqn_single_file.Args(steps=1200, greedy_every=400, curve=str(files["dqn"])))
+    ppo = ppo_single_file.Args("GpuMemory-v0", 512, num_envs=4, num_steps=32, greedy_every=128, curve=str(files["ppo"]))
+    ppo_single_file.main(ppo)
+    for file in files.values():
+        kept = json.loads(file.read_text())
+        points = kept["points"]
+        assert {"agent", "seed", "floor", "workload", "machine", "limit_fraction", "mode", "reward"} <= set(kept)
+        assert len(points) > 2 and all(set(point) == {"calls", *NAMES} for point in points)
+        calls = [point["calls"] for point in points]
+        assert calls == sorted(calls) and len({point[OVERHEAD] for point in points}) > 1
+        best = [point[BEST] for point in points if point[BEST] is not None]
+        assert best == sorted(best, reverse=True) and points[-1][GREEDY] is not None
+
+
+def test_the_figure_is_over_simulator_calls(tmp_path: Path) -> None:
+    about = {"workload": "w", "machine": "m", "mode": "swap", "limit_fraction": 0.5, "reward": "paper", "floor": 0.1}
+    for seed, calls in enumerate(([10, 40], [20, 30, 60])):
+        points = [{"calls": c, GREEDY: c / 100 if c != 30 else None, OVERHEAD: 0.5, BEST: 0.2} for c in calls]
+        file = tmp_path / str(seed) / "curve.json"
+        file.parent.mkdir()
+        file.write_text(json.dumps({**about, "agent": "a", "seed": seed, "points": points}))
+    rows = learning.tasks(OmegaConf.create({"runs": str(tmp_path)}))
+    at, gaps = learning.over_seeds(rows, GREEDY)
+    assert at == [20, 30, 40]  # where all seeds have a value
+    assert gaps == pytest.approx(np.array([[0, 10], [0, WITHOUT], [30, WITHOUT]]))
+    end = learning.numbers(rows)["ends"][0]
+    assert (end["calls"], end["seeds"], end["greedy"]) == (40, 2, pytest.approx((30 + WITHOUT) / 2))
+    file.write_text(json.dumps({**about, "points": []}))
+    with pytest.raises(FormatError, match="not the curve of a training"):
+        learning.tasks(OmegaConf.create({"runs": str(tmp_path)}))

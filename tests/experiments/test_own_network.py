@@ -1,0 +1,119 @@
+"""``network=module:Class``, ``reward=`` and ``actions=`` of train_dqn and train_sb3."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from agents.learned.dqn import Trainer, Variant
+from agents.learned.dqn_config import DQNConfig
+from agents.learned.own_network import OwnNetwork, OwnNetworkError
+from envs import Task
+from envs.memory_env import small_task
+from simulator import Plan
+from tests.experiments.common.test_cli import refused, rows_in
+from tests.experiments.conftest import ROOT, Run
+
+PROGRAM, MACHINE = small_task()
+LIMIT = int(0.7 * PROGRAM.peak_bytes)
+
+
+def task() -> Task:
+    return Task(PROGRAM, MACHINE, LIMIT, mode="joint")
+
+
+def example(folder: Path) -> None:
+    """mine.py, as experiments/README.md has it."""
+    page = (ROOT / "experiments" / "README.md").read_text()
+    code = page.partition("    # mine_network.py\n")[2].partition("\n\n    .venv")[0]
+    (folder / "mine_network.py").write_text("\n".join(line.removeprefix("    ") for line in code.splitlines()) + "\n")
+
+
+def test_the_network_of_the_page(run: Run, tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    work.mkdir(exist_ok=True)
+    example(work)
+    words = ("network=mine_network:Mine", "planners=null", "actions=full", "reward=causal", "tracker=none")
+    done = run("train_sb3", *words, "steps=400", "algo.n_steps=16", f"out={tmp_path / 'sb3'}")
+    assert done.returncode == 0, done.stderr
+    calls = next(row for row in rows_in(tmp_path / "sb3") if row["planner"] == "sb3_maskable_ppo")["simulator_calls"]
+    assert isinstance(calls, int) and 5 < calls < 100  # one an episode
+    PROGRAM.save(tmp_path / "small.json")
+    words += (f"program={tmp_path / 'small.json'}", "limit=0.7", "agent.episodes=12")
+    done = run("train_dqn", *words, f"out={tmp_path / 'dqn'}")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "dqn" / "curve.json").read_text())["reward"] == "causal"
+    refused(
+        run("train_dqn", *words, "network=mine_network:nn", f"out={tmp_path / 'no'}"), "network", "nothing callable"
+    )
+    refused(run("train_sb3", "network=mine_network:F.relu", f"out={tmp_path / 'no'}"), "network: module")
+    refused(run("train_sb3", "network=nowhere:Mine", f"out={tmp_path / 'no'}"), "network: there is no module 'nowhere'")
+    refused(run("train_sb3", "network=json:loads", f"out={tmp_path / 'no'}"), "is no class of torch.nn.Module")
+    refused(run("train_dqn", *words, "network=json:loads", f"out={tmp_path / 'no'}"), "is no class of torch.nn.Module")
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_named_task(run: Run, tmp_path: Path) -> None:
+    words = ("task=GpuMemory/unet-50-v0", "steps=400", "algo.n_steps=50", "planners=null", "tracker=none")
+    done = run("train_sb3", *words, f"out={tmp_path / 'out'}")
+    assert done.returncode == 0, done.stderr
+    row = rows_in(tmp_path / "out")[0]
+    assert (row["workload"], row["machine"], round(float(str(row["limit_fraction"])), 3)) == ("unet", "rtx2080ti", 0.5)
+    refused(run("train_sb3", "task=GpuMemory/unet-51-v0"), "the nearest is 'GpuMemory/unet-50-v0'")
+    refused(run("train_sb3", *words, "limit=0.4"), "says itself what limit= is")
+
+
+class Wrong(nn.Module):
+    """Its forward returns ``made(N)``."""
+
+    made: Any = staticmethod(lambda n: None)
+
+    def __init__(self, graph: Any, features: int, forms: int):
+        super().__init__()
+        self.n, self.layer = len(graph), nn.Linear(features, 1)
+
+    def forward(self, nodes: torch.Tensor, current: torch.Tensor) -> Any:
+        return self.made(self.n)
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (lambda n: torch.zeros(2, n), "returns no two tensors"),
+        (
+            lambda n: (torch.zeros(2, n - 1), torch.zeros(2, 1)),
+            r"expected scores \(2, 39\) and a state .*got \(2, 38\)",
+        ),
+        (lambda n: (torch.zeros(2, n), torch.zeros(1, 1)), r"and a state \(2, any\), got"),
+        (lambda n: 1 / 0, "does not run .ZeroDivisionError"),
+    ],
+)
+def test_what_a_network_cannot_be_is_a_sentence(made: Any, words: str) -> None:
+    kind = type("Mine", (Wrong,), {"made": staticmethod(made)})
+    with pytest.raises(OwnNetworkError, match=words):
+        OwnNetwork(kind, task().graph, 11, 1)
+
+
+def test_the_dqn_takes_actions_in_all_their_forms(tmp_path: Path) -> None:
+    """Each form is its own action, with its own Q-value; a checkpoint is of its variant only."""
+    config = DQNConfig(episodes=40, num_envs=2, mutations=2)
+    trainer = Trainer(task(), config, 0, variant=Variant("causal", "full"))
+    n = len(trainer.task.graph)
+    assert set(np.unique(trainer.actions // n)) == {0, 1, 2}
+    while len(trainer.history) < config.episodes:
+        trainer.step()
+    taken = trainer.buffer.arrays["action"][: trainer.buffer.size]
+    assert set(np.unique(trainer.actions[taken] // n)) == {0, 1, 2}
+    assert isinstance(trainer.best, Plan) and trainer.search.best_overhead < 0.05
+    assert trainer.task.engine.calls < trainer.buffer.size  # with the causal reward one an episode
+    before = trainer.rng.bit_generator.state, trainer.task.engine.calls
+    assert trainer.greedy_overhead() >= 0
+    assert before == (trainer.rng.bit_generator.state, trainer.task.engine.calls)
+    trainer.save(tmp_path / "checkpoint.pt")
+    Trainer(task(), config, 0, variant=Variant("causal", "full")).load(tmp_path / "checkpoint.pt")
+    with pytest.raises(ValueError, match="variant"):
+        Trainer(task(), config, 0).load(tmp_path / "checkpoint.pt")
