@@ -158,7 +158,7 @@ def numbers(rows: list[Row]) -> Row:
                 "seeds": len(runs), "calls": at[-1], "greedy": iqm(greedy[-1:]),
                 "interval": Range(interval(greedy[-1:])), "best": iqm(best[-1:]),
             })  # fmt: skip
-    return {"cases": cases(rows), "heads": SHOWN.values(), "points": 100 * MARGIN, "ends": ends, "last": LAST}
+    return {"cases": cases(rows), "heads": SHOWN.values(), "points": 100 * MARGIN, "ends": ends}
 
 
 def chart(rows: list[Row]) -> Chart:
@@ -173,9 +173,8 @@ def chart(rows: list[Row]) -> Chart:
                 starts.append(at[0])
                 ends.append(at[-1])
                 marks.append(Line(at, [iqm(one) for one in gaps], ink, agent, band=(low, high)))
-            x = Axis(
-                "simulator calls", scale="log", ticks=[10**i for i in range(2, 8)], limits=(min(starts), max(ends))
-            )
+            ticks = [t for i in range(10) if min(starts) <= (t := 10**i) <= max(ends)]
+            x = Axis("simulator calls", "{:,.0f}", (0.9 * min(starts), 1.1 * max(ends)), "log", ticks or None)
             y = Axis("gap to the floor, points", scale="log")
             panels.append(Panel(f"{workload}, {limit:.0%}, {mode}: {title}", marks, x, y))
     return Chart("What trainings learned: interquartile means over the seeds, 95 % bootstrap intervals", panels)
