@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,16 @@ from simulator.pool import ALLOCATORS
 
 PLAN, PACK = "experiments.plan", "experiments.pack"
 COMMANDS = ("experiments.train_dqn", "experiments.train_sb3", "experiments.evaluate", PLAN, PACK)
-GIVEN = ("program", "workload", "target", "file", "machine", "out", "resume")  # which the directory says instead
+GIVEN = (
+    "program",
+    "workload",
+    "task",
+    "target",
+    "file",
+    "machine",
+    "out",
+    "resume",
+)  # which the directory says instead
 CHOICES = ("agent", "algo")  # config groups whose option's name counts
 CLOCK = ("plan_ms",)  # keys of rows that a clock measured
 FLOOR = ("bound_overhead", "gap")  # and, of plan, those of a floor that had seconds
@@ -113,14 +122,15 @@ def repeated(run: Path) -> tuple[str, list[str], Row]:
     return module, settings(run / "summary.json", data), data
 
 
-def settings(file: Path, data: Row) -> list[str]:
+def settings(file: Path, data: Row, typed: Sequence[str] = ()) -> list[str]:
     """The words that give a command every setting of a run, but those in GIVEN.
 
     Args:
         data: what ``file`` has: the command and its config.
+        typed: keys that were typed.
 
     Raises:
-        UsageError: they are not of this version.
+        UsageError: they are not of this version, or name Python to be imported, which no file may.
     """
     module = _module(data)
     chosen = [str(word).partition("=") for word in data["command"][3:]]
@@ -129,6 +139,8 @@ def settings(file: Path, data: Row) -> list[str]:
     for key, value in data["config"].items():
         if key not in known:
             raise cli.UsageError(f"run: {file}: config: {module} has no key {key!r}")
+        if key == "network" and value is not None and key not in typed:
+            raise cli.UsageError(f"run: {file}: config: network is Python, which only a command that is typed may name")
         if key not in GIVEN:
             words += [f"{name}={_written(leaf)}" for name, leaf in _leaves(key, value)]
     return words
@@ -140,7 +152,7 @@ def resumed_words(file: Path, typed: list[str]) -> list[str]:
     if not isinstance(data.get("command"), list) or not isinstance(data.get("config"), dict):
         raise cli.UsageError(f"resume: {file} does not say the settings of a run")
     keys = [word.partition("=")[0] for word in typed]
-    words = settings(file, data)
+    words = settings(file, data, keys)
     program, machine = file.with_name("program.json"), data["config"].get("machine")
     if program.is_file() and not {"program", "workload", "target"} & {*keys}:
         words.append(f"program={_written(str(program.absolute()))}")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import gymnasium
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
+from omegaconf import DictConfig, open_dict
 
 import agents
 import simulator
@@ -49,6 +49,9 @@ def main(cfg: DictConfig) -> Path:
     algorithm = HydraConfig.get().runtime.choices["algo"]
     agent = f"sb3_{algorithm}"
     program, machine, limit = task_of(cfg)
+    if cfg.get("machine") is None:  # what the summary says, and so a run that repeats this one
+        with open_dict(cfg):
+            cfg.machine = machine.to_dict()
     reward, actions, own = variant_of(cfg)
     if program.peak_bytes <= limit:
         raise cli.UsageError(f"limit: {program.name} fits without a plan, its peak is {program.peak_bytes:,} bytes")
@@ -122,6 +125,7 @@ def task_of(cfg: DictConfig) -> tuple[simulator.Program, simulator.Machine, int]
             raise cli.UsageError(f"task: {cfg.task} says itself what {min(both)}= is; leave one of them out")
         found = known[str(cfg.task)]
         program, machine = load(found.program)
+        cfg.limit = found.limit
         return program, machine, limit_bytes(found.limit, program)
     small, machine = small_task()
     own = cfg.program is None and cfg.get("workload") is None

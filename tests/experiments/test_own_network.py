@@ -63,6 +63,8 @@ def test_a_named_task(run: Run, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     row = rows_in(tmp_path / "out")[0]
     assert (row["workload"], row["machine"], round(float(str(row["limit_fraction"])), 3)) == ("unet", "rtx2080ti", 0.5)
+    kept = json.loads((tmp_path / "out" / "summary.json").read_text())["config"]  # for a run that repeats this one
+    assert kept["limit"] == 0.5 and kept["machine"]["d2h_bytes_per_s"] > 0
     refused(run("train_sb3", "task=GpuMemory/unet-51-v0"), "the nearest is 'GpuMemory/unet-50-v0'")
     refused(run("train_sb3", *words, "limit=0.4"), "says itself what limit= is")
 

@@ -181,3 +181,15 @@ def test_what_of_a_packing_has_to_be_equal(tmp_path: Path, best: str, changes: d
         (tmp_path / name / "solution.csv").write_text(str(row.pop("solution", "one")))
         write_json(tmp_path / name / "results.json", {best: row})
     assert rerun.compared_pack(tmp_path / "a", tmp_path / "b", {"best": best}, {"best": best})[0] is same
+
+
+def test_a_file_names_no_python(tmp_path: Path) -> None:
+    """A network of one's own is imported where it was typed, not where a run directory from a stranger has it."""
+    data = {"command": ["python", "-m", "experiments.train_dqn"], "config": {"seed": 1, "network": "evil:Net"}}
+    file = tmp_path / "settings.json"
+    file.write_text(json.dumps(data))
+    for words in ([f"resume={tmp_path}"], [f"resume={tmp_path}", "seed=2"]):
+        with pytest.raises(UsageError, match="network is Python, which only a command that is typed may name"):
+            rerun.resumed_words(file, words)
+    typed = [f"resume={tmp_path}", "network=mine:Net"]
+    assert rerun.resumed_words(file, typed) == ["seed=1", *typed]
