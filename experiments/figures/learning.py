@@ -4,6 +4,8 @@ runs of train_dqn beside the search without the network and other planners."""
 from __future__ import annotations
 
 import json
+import math
+import re
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,8 @@ def curve(file: Path) -> Row:
         columns = {key: [point[key] for point in points] for key in ("calls", *MEANT)}
         if not points or not all(isinstance(v, (int, float)) for v in [*columns["calls"], kept["floor"]]):
             raise TypeError("no points")
+        if not all(re.fullmatch(r"[\w ,.:+-]+", str(kept[key])) for key in (*CASE, "reward", "agent", "seed")):
+            raise TypeError("a name that is none")  # they are drawn and printed
         return {**{key: kept[key] for key in (*CASE, "reward", "agent", "seed", "floor")}, **columns}
     except (KeyError, TypeError) as error:
         raise FormatError(f"{file}: not the curve of a training ({json.dumps(str(error))})") from None
@@ -152,6 +156,8 @@ def numbers(rows: list[Row]) -> Row:
     for (workload, machine, limit, mode), found in trainings(rows).items():
         for agent, runs in found.items():
             at, greedy = over_seeds(runs, GREEDY)
+            if not at:  # one run ends before another begins
+                continue
             best = over_seeds(runs, BEST)[1]
             ends.append({
                 "agent": agent, "workload": workload, "machine": machine, "limit": limit, "mode": mode,
@@ -166,16 +172,21 @@ def chart(rows: list[Row]) -> Chart:
     panels = []
     for (workload, _, limit, mode), found in trainings(rows).items():
         for key, title in MEANT.items():
-            marks, starts, ends = [], [], []
+            marks, starts, ends, least = [], [], [], math.inf
             for (agent, runs), ink in zip(found.items(), cycle(INKS), strict=False):
                 at, gaps = over_seeds(runs, key)
+                if not at:
+                    continue
                 low, high = np.array([interval(one[None]) for one in gaps]).T
+                least = min(least, *low)
                 starts.append(at[0])
                 ends.append(at[-1])
                 marks.append(Line(at, [iqm(one) for one in gaps], ink, agent, band=(low, high)))
+            if not starts:
+                continue
             ticks = [t for i in range(10) if min(starts) <= (t := 10**i) <= max(ends)]
             x = Axis("simulator calls", "{:,.0f}", (0.9 * min(starts), 1.1 * max(ends)), "log", ticks or None)
-            y = Axis("gap to the floor, points", scale="log")
+            y = Axis("gap to the floor, points", scale="log" if least > 0 else "symlog")
             panels.append(Panel(f"{workload}, {limit:.0%}, {mode}: {title}", marks, x, y))
     return Chart("What trainings learned: interquartile means over the seeds, 95 % bootstrap intervals", panels)
 

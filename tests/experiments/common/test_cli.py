@@ -260,7 +260,7 @@ def test_train_writes_its_run_directory(run: Run, program: Program, program_file
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == str(out)
     names = {"program.json", "summary.json", "results.jsonl", "plan.json", "checkpoint.pt", "tb", "learning_curve.png",
-             "memory_curve.png", "timeline.json"}  # fmt: skip
+             "memory_curve.png", "timeline.json", "curve.json"}  # fmt: skip
     assert {f.name for f in out.iterdir()} == names
     rows = rows_in(out)
     check_rows(rows)
@@ -282,7 +282,7 @@ def test_train_writes_its_run_directory(run: Run, program: Program, program_file
 
 
 def test_learning_compares_the_agent_over_the_seeds(run: Run, program_file: Path, tmp_path: Path) -> None:
-    refused(run("reproduce", "figure=learning", f"figure.runs={tmp_path}"), "no finished run")
+    refused(run("reproduce", "figure=learning", f"figure.runs={tmp_path}"), "no training")
     for seed in (0, 1):
         words = (f"program={program_file}", "limit=0.6", f"seed={seed}", "planners=[autoswap_doa,annealing]")
         done = run("train_dqn", *words, "agent.episodes=4", f"out={tmp_path / 'runs' / str(seed)}")
@@ -293,7 +293,8 @@ def test_learning_compares_the_agent_over_the_seeds(run: Run, program_file: Path
     done = run("reproduce", *words)
     assert done.returncode == 0, done.stderr
     assert "1 of 3 runs under" in done.stdout
-    first, second = json.loads((tmp_path / "out" / "learning.json").read_text())["rows"]
+    first, second, *curves = json.loads((tmp_path / "out" / "learning.json").read_text())["rows"]
+    assert [(curve["agent"], curve["seed"]) for curve in curves] == [("train_dqn, dqn", 0), ("train_dqn, dqn", 1)]
     assert [first["seed"], second["seed"]] == [0, 1] and first["mode"] == "joint"
     expected = {r["planner"]: r["overhead"] for r in rows_in(tmp_path / "runs" / "0")}
     assert first["dqn"] == expected["dqn"] and first["autoswap"] == expected["autoswap_doa"]

@@ -91,6 +91,13 @@ def test_the_figure_is_over_simulator_calls(tmp_path: Path) -> None:
     assert gaps == pytest.approx(np.array([[0, 10], [0, WITHOUT], [30, WITHOUT]]))
     end = learning.numbers(rows)["ends"][0]
     assert (end["calls"], end["seeds"], end["greedy"]) == (40, 2, pytest.approx((30 + WITHOUT) / 2))
-    file.write_text(json.dumps({**about, "points": []}))
-    with pytest.raises(FormatError, match="not the curve of a training"):
-        learning.tasks(OmegaConf.create({"runs": str(tmp_path)}))
+    later = [{"calls": 90, GREEDY: 0.3, OVERHEAD: 0.3, BEST: 0.3}]
+    kept = {**about, "agent": "a", "seed": 1, "points": later}
+    file.write_text(json.dumps(kept))
+    assert (
+        learning.numbers(learning.tasks(OmegaConf.create({"runs": str(tmp_path)})))["ends"] == []
+    )  # no call in common
+    for wrong in ({"points": []}, {"agent": "$x^2$"}, {"workload": "\x1b[2J"}, {"floor": "low"}):
+        file.write_text(json.dumps({**kept, **wrong}))
+        with pytest.raises(FormatError, match="not the curve of a training"):
+            learning.tasks(OmegaConf.create({"runs": str(tmp_path)}))
