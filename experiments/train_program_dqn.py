@@ -26,6 +26,7 @@ from rich.table import Table
 
 from agents.floor import floor
 from experiments.common import cli, report
+from experiments.common.endings import goes_on
 from experiments.figures import program as workload
 from experiments.pretrain import LIMITS, random_machine
 from simulator.files import write_json, write_text
@@ -44,7 +45,7 @@ Row = dict[str, Any]
 
 
 @cli.entry("train_program_dqn")
-@cli.goes_on
+@goes_on
 def main(cfg: DictConfig) -> None:
     folder, out = cli.path(cfg, "programs"), cli.path(cfg, "out") or Path("runs/program_dqn")
     files = sorted(folder.glob("*.json*")) if folder is not None else []
