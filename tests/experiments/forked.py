@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
+from multiprocessing.util import register_after_fork
 from runpy import run_module
 from typing import Any, NoReturn
 
@@ -75,8 +76,10 @@ def run(words: list[str], **options: Any) -> subprocess.CompletedProcess[Any]:
 
 def context(method: str | None = None) -> Any:
     """``multiprocessing.get_context``, of processes that capture that of forks."""
-    caller = sys._getframe(1).f_globals["__name__"]
-    return context_of("fork" if caller == "experiments.plan.background_capture" else method)
+    if sys._getframe(1).f_globals["__name__"] != "experiments.plan.background_capture":
+        return context_of(method)
+    register_after_fork(context, lambda _: signal.signal(signal.SIGTERM, signal.SIG_DFL))  # as of a new process
+    return context_of("fork")
 
 
 def command(typed: list[str], folder: str, environment: dict[str, str], output: str | None) -> None:
