@@ -27,6 +27,7 @@ from omegaconf import DictConfig
 from rich.progress import Progress, TaskID
 
 from experiments.common import cli, report, workers
+from experiments.common.endings import goes_on
 from simulator.files import FormatError, load_json, write_json
 from simulator.machine import PRESETS, Machine
 from simulator.program import Program
@@ -52,7 +53,7 @@ VALIDATED = 48  # tasks of the families that are held out
 
 
 @cli.entry("pretrain")
-@cli.goes_on
+@goes_on
 def main(cfg: DictConfig) -> None:
     sets = [check_set(i, one) for i, one in enumerate(cli.values(cfg, "sets"))]
     held_out = set(cli.values(cfg, "held_out"))

@@ -31,6 +31,7 @@ from rich import box
 from rich.table import Table
 
 from experiments.common import cli, report, workers
+from experiments.common.endings import goes_on
 from experiments.common.report import Row
 from simulator.files import FormatError, read_json, write_json, write_text
 from simulator.machine import Machine
@@ -68,7 +69,7 @@ def main(cfg: DictConfig) -> None:
     make(several or [asked], quick, cfg.gpu, *cli.launcher(cfg), out, own)
 
 
-@cli.goes_on
+@goes_on
 def make(
     chosen: list[dict[str, Any]], quick: bool, machine: str | None, launcher: str, jobs: int | None, out: Path,
     own: Collection[str] = (),

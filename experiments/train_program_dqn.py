@@ -28,6 +28,7 @@ from rich.table import Table
 from agents.floor import floor
 from experiments.common import cli, report
 from experiments.common.curves import BEST, FEASIBLE, GREEDY, Running
+from experiments.common.endings import goes_on
 from experiments.figures import program as workload
 from experiments.pretrain import LIMITS, random_machine
 from simulator.files import write_json, write_text
@@ -46,7 +47,7 @@ Row = dict[str, Any]
 
 
 @cli.entry("train_program_dqn")
-@cli.goes_on
+@goes_on
 def main(cfg: DictConfig) -> None:
     folder, out = cli.path(cfg, "programs"), cli.path(cfg, "out") or Path("runs/program_dqn")
     files = sorted(folder.glob("*.json*")) if folder is not None else []

@@ -105,12 +105,14 @@ def _names(node: ast.AST) -> list[str]:
 
 
 def test_a_machine_that_trains_may_lack_most_libraries() -> None:
-    """The executor, its planners and its validation; and what captures only loads no planner."""
+    """The executor, its planners and its validation; trainers come with their class, and what captures only loads no
+    planner."""
     code = """if True:
         import sys
-        for name in ("hydra", "omegaconf", "gymnasium", "stable_baselines3", "sklearn", "torch_geometric"):
+        for name in ("hydra", "omegaconf", "gymnasium", "stable_baselines3", "sklearn", "torch_geometric",
+                     "transformers", "accelerate", "lightning"):
             sys.modules[name] = None
-        import executor
+        import executor.integrations, executor
         assert "agents" not in sys.modules
         import agents, experiments.validate_gpu.__main__ as command
         for name in ("lp_round", *command.Settings().planners):
@@ -203,5 +205,3 @@ def test_trainers_are_imported_with_their_class_only() -> None:
     top = {f.relative_to(ROOT).as_posix() for f in files
            if extras & {name for node in ast.parse(f.read_text()).body for name in _names(node)}}  # fmt: skip
     assert top and all(f.startswith(("executor/integrations/", "experiments/examples/")) for f in top)
-    code = f"import sys; sys.modules.update(dict.fromkeys({extras})); import executor.integrations, executor"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)

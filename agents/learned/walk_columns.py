@@ -91,6 +91,7 @@ def columns(
     _of_walks(walks, task, batch.walks, batch.options, *tables, states)
     longest = int(tables.numbers[:, [KERNELS, GAPS]].max())
     scratch = np.zeros((4, longest), np.int64)
+    of, gap, kind = map(np.ascontiguousarray, (of, gap, kind))  # so that it is compiled once
     _of_actions(walks, task, batch.walks, batch.options, *tables, of, gap, kind, scratch, actions)
     return actions, states
 

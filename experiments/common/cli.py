@@ -11,19 +11,17 @@ from __future__ import annotations
 
 import atexit
 import difflib
-import errno
 import functools
 import inspect
 import json
 import os
 import re
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from types import UnionType
-from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import hydra
 import yaml
@@ -39,8 +37,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from agents.learned.dqn_config import RENAMED
-from experiments import Terminated, begun
+from experiments import begun
 from experiments.common import help, ray_launcher, submitit_logs, sweep, workers
+from experiments.common.endings import NO_ROOM, last_words, refuse, sentence, stopped, unwritten
 from simulator.compiled import warm
 from simulator.files import FormatError, read_yaml
 from simulator.limits import size_bytes
@@ -49,7 +48,6 @@ from simulator.plan import PlanError
 from simulator.program import Program
 
 T = TypeVar("T")
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EPIPE)  # a full disk or quota; a pipe without a reader
 
 CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"
 MOVED = {f"agent.{old}": f"agent.{new}" for old, new in RENAMED.items()}  # keys of older versions
@@ -154,58 +152,6 @@ def expected_errors() -> tuple[type[Exception], ...]:
         if module in sys.modules:
             kinds.append(getattr(sys.modules[module], name))
     return tuple(kinds)
-
-
-def sentence(error: object) -> str:
-    """An error's message on one line, without what Hydra and OmegaConf add for their own users."""
-    return " ".join(str(error).partition("See https://")[0].partition("full_key:")[0].split())
-
-
-def unwritten(error: OSError) -> str:
-    """Says what could not be written. The standard output is not written to any more."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    if error.errno == errno.EPIPE:
-        return "nobody reads the output any more; what files were written are whole"
-    where = error.filename or "the output"
-    return f"{where} cannot be written ({error.strerror}); what files were written are whole"
-
-
-def last_words() -> None:
-    """At the end of a command: what is left of the output, which may fail as well."""
-    try:
-        sys.stdout.flush()
-    except OSError as error:
-        print(f"error: {unwritten(error)}", file=sys.stderr, flush=True)
-        os._exit(2)
-
-
-def refuse(error: object) -> NoReturn:
-    """Prints one sentence on stderr and exits with status 2."""
-    print(f"error: {sentence(error)}", file=sys.stderr)
-    sys.exit(2)
-
-
-def goes_on(function: Callable[..., None]) -> Callable[..., None]:
-    """Decorates what the same command takes up again: an interruption says so."""
-
-    @functools.wraps(function)
-    def told(*args: Any) -> None:
-        try:
-            function(*args)
-        except KeyboardInterrupt as stop:
-            raise type(stop)("the same command goes on from what is done") from None
-
-    return told
-
-
-def stopped(stop: KeyboardInterrupt) -> NoReturn:
-    """Prints one sentence on stderr, with how the command goes on where it says that, and exits with status 130; 143
-    after SIGTERM."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # nothing is left to stop
-    what, status = ("terminated", 143) if isinstance(stop, Terminated) else ("interrupted", 130)
-    print(f"{what}; {stop}" if str(stop) else what, file=sys.stderr)
-    sys.exit(status)
 
 
 # ------------------------------------------------------------------------------------------ the keys

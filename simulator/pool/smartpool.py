@@ -35,9 +35,9 @@ def pack(intervals: Intervals, alignment: int = 1, fit: str = "best") -> Packing
     if fit not in FITS:
         raise ValueError(f"fit: expected one of {', '.join(FITS)}, got {fit!r}")
     intervals = intervals.rounded(alignment)
-    size = intervals.nbytes
-    order = np.lexsort((intervals.lower, -size))
-    offsets = _colour(intervals.lower, intervals.upper, size, order, intervals.period, fit == "best")
+    lower, upper, size = map(np.ascontiguousarray, (intervals.lower, intervals.upper, intervals.nbytes))
+    order = np.lexsort((lower, -size))
+    offsets = _colour(lower, upper, size, order, intervals.period, fit == "best")  # compiled once for all layouts
     footprint = int((offsets + size).max(initial=0))
     # Running, a malloc looks its address up and a free does nothing (section V); the pool itself is one cudaMalloc,
     # made once.

@@ -76,9 +76,9 @@ def run(forks: subprocess.Popen[str], tmp_path: Path) -> Run:
     that has imported what commands import, with one seed of Python's hashes for all."""
     (work := tmp_path / "work").mkdir(exist_ok=True)
 
-    def call(name: str, *words: object) -> subprocess.CompletedProcess[str]:
+    def call(name: str, *words: object, package: str = "experiments.") -> subprocess.CompletedProcess[str]:
         assert forks.stdin is not None and forks.stdout is not None
-        typed = [f"experiments.{name}", *map(str, words)]
+        typed = [package + name, *map(str, words)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         with tempfile.TemporaryDirectory() as output:
             forks.stdin.write(json.dumps([typed, str(work), environment, output]) + "\n")

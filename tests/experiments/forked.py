@@ -1,4 +1,5 @@
-"""Runs commands as ``python -m`` does, each in a fork of this process, which has imported what takes them long.
+"""Runs commands as ``python -m`` does, each in a fork of this process, which has imported what takes them long. What
+they would start anew, a process that captures or another command, is a fork of theirs.
 
 Reads a call per line, a list as JSON: the module and its words, the folder to run in, the environment, and the folder
 of its output (the files ``stdout`` and ``stderr``) or the terminal that it runs in. Writes its exit status on a line.
@@ -7,11 +8,14 @@ of its output (the files ``stdout`` and ``stderr``) or the terminal that it runs
 import atexit
 import gc
 import json
+import multiprocessing
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
+from multiprocessing.util import register_after_fork
 from runpy import run_module
 from typing import Any, NoReturn
 
@@ -27,13 +31,18 @@ import torch_geometric.nn  # noqa: F401
 from hydra._internal.hydra import Hydra
 from hydra.core.global_hydra import GlobalHydra
 
+import executor  # noqa: F401
 import simulator.compiled.scoring  # noqa: F401
+
+run_anew, context_of = subprocess.run, multiprocessing.get_context
 
 
 def prepare() -> None:
     """Does once what every command would: builds the tables of Hydra's grammar, finds the fonts. Hydra composes the
     config once more to see whether it names a mode; none of ours does."""
     Hydra.get_mode = lambda *args, **options: None  # type: ignore[method-assign]
+    subprocess.run = run  # type: ignore[assignment]
+    multiprocessing.get_context = context  # type: ignore[assignment]
     with hydra.initialize_config_dir(os.path.join(os.environ["PYTHONPATH"], "configs"), version_base="1.3"):
         hydra.compose("evaluate", overrides=["limits=[0.5,0.7]", "program=a/b.json", "machine=h100"])
     GlobalHydra.instance().clear()
@@ -53,15 +62,37 @@ def serve() -> None:
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 
 
-def command(typed: list[str], folder: str, environment: dict[str, str], output: str) -> None:
-    """Runs a command as if this process had begun with it."""
+def run(words: list[str], **options: Any) -> subprocess.CompletedProcess[Any]:
+    """``subprocess.run``, where that is another command with this one's output, in a fork."""
+    if words[:2] != [sys.executable, "-m"] or options != {"check": False}:
+        return run_anew(words, **options)
+    pid = os.fork()
+    if pid == 0:
+        GlobalHydra.instance().clear()
+        atexit._clear()  # what this command does at its end
+        end(words[2:], os.getcwd(), dict(os.environ), None)
+    return subprocess.CompletedProcess(words, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+
+def context(method: str | None = None) -> Any:
+    """``multiprocessing.get_context``, of processes that capture that of forks."""
+    if sys._getframe(1).f_globals["__name__"] != "experiments.plan.background_capture":
+        return context_of(method)
+    register_after_fork(context, lambda _: signal.signal(signal.SIGTERM, signal.SIG_DFL))  # as of a new process
+    return context_of("fork")
+
+
+def command(typed: list[str], folder: str, environment: dict[str, str], output: str | None) -> None:
+    """Runs a command as if this process had begun with it; its output is a folder, a terminal, or this process's."""
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
     random.seed()
     numpy.random.seed()  # noqa: NPY002
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore Ctrl-C
-    if os.path.isdir(output):
+    if output is None:
+        files = []
+    elif os.path.isdir(output):
         files = [os.path.join(output, name) for name in (os.devnull, "stdout", "stderr")]
     else:
         os.setsid()  # the terminal that is opened next is its own, and sends it Ctrl-C

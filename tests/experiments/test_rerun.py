@@ -20,7 +20,7 @@ def test_a_run_again_where_nothing_of_it_is_left_but_its_directory(run: Run, tmp
     (tmp_path / "own.yaml").write_text((rerun.cli.CONFIGS / "machine" / "gtx1080ti.yaml").read_text())
     done = run(
         "evaluate", f"program={tmp_path / 'step.json'}", f"machine={tmp_path / 'own.yaml'}", "limits=[0.95,0.9]",
-        "planners=[none,annealing]", "min_bytes=1", "seed=5", f"out={tmp_path / 'first'}",
+        "planners=[none,annealing]", "min_bytes=1", "seed=5", "jobs=1", f"out={tmp_path / 'first'}",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (tmp_path / "step.json").unlink()

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from executor import Captured, PlannedStep, capture
 from simulator import Machine, Plan, Swap
 from simulator.compiled.engine import simulate
+from tests.tiny import MACHINE, PROGRAM
 
 RANKS, STEPS = 4, 2
 GPU = Machine("test", 2**34, 10**9, 10**9, 1000, flops_per_s={"float32": 10**13}, memory_bytes_per_s=4 * 10**11)
@@ -95,6 +96,7 @@ def work(rank: int, folder: Path, said: Any) -> None:
 
 def main() -> None:
     context = multiprocessing.get_context("fork")  # PyTorch is imported once, and has no thread yet
+    simulate(PROGRAM, Plan(), MACHINE, PROGRAM.peak_bytes)  # compiled code is loaded once, too
     said = context.SimpleQueue()
     ranks = [context.Process(target=work, args=(rank, Path(sys.argv[1]), said)) for rank in range(RANKS)]
     for rank in ranks:

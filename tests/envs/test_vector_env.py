@@ -1,0 +1,156 @@
+"""The vector environment beside Gymnasium's of many environments: the same to the bit, whatever is asked of it."""
+
+from dataclasses import replace
+from functools import partial
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.vector import AutoresetMode
+
+import envs
+from envs.memory_env import small_task
+from envs.task import DEAD_END_REWARD
+from simulator import Program
+
+
+def assert_same(observation: dict, i: int, expected: dict) -> None:
+    assert observation.keys() == expected.keys()
+    for key in expected:
+        assert (observation[key][i] == expected[key]).all(), key
+
+
+def assert_infos_are_alike(ours: dict, theirs: dict, size: int) -> None:
+    """Ours has every key in every step; theirs says by ``_key`` in which environments it counts."""
+    for key, value in theirs.items():
+        if key.startswith("_"):
+            continue
+        counts = theirs.get(f"_{key}", np.ones(size, np.bool_))
+        if key == "final_obs":
+            assert (ours["_final_obs"] == counts).all()
+            for i in np.flatnonzero(counts):
+                assert_same({name: part[None] for name, part in ours[key][i].items()}, 0, value[i])
+            assert all(ours[key][i] is None for i in np.flatnonzero(~counts))
+        elif key == "final_info":
+            assert (ours["_final_info"] == counts).all()
+            assert_infos_are_alike(ours[key], value, size)
+        else:
+            np.testing.assert_equal(np.asarray(ours[key])[counts], value[counts])
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+@pytest.mark.parametrize("reward", ["paper", "causal"])
+def test_vector_env_is_gymnasiums_of_many_envs(mode, reward):
+    """Action by action, through the ends of episodes, under the same seeds, in every autoreset mode.
+
+    Programs of two lengths, two machines, limits at which something must leave and one at which nothing must; random
+    actions, now and then an invalid one.
+    """
+    program, machine = small_task()
+    shorter = Program("shorter", program.tensors, program.kernels[:-2])
+    arguments = {"program": [program, shorter], "machine": [machine, replace(machine, d2h_bytes_per_s=6 * 10**9)],
+                 "limit": [0.6, 0.8, 1.0], "reward": reward, "actions": "full"}  # fmt: skip
+    kwargs = {"num_envs": 3, **arguments, "autoreset_mode": mode}
+    vector = gymnasium.make_vec("GpuMemory-v0", vectorization_mode="vector_entry_point", **kwargs)
+    assert isinstance(vector, envs.MemoryVectorEnv) and vector.metadata["autoreset_mode"] == mode
+    peer = gymnasium.vector.SyncVectorEnv([lambda: envs.MemoryEnv(**arguments)] * 3, autoreset_mode=mode)
+    assert (vector.single_action_space, vector.observation_space) == (peer.single_action_space, peer.observation_space)
+    observation, info = vector.reset(seed=7)
+    expected, its_info = peer.reset(seed=7)
+    assert_all_same(observation, expected)
+    rng = np.random.default_rng(0)
+    ends, rewards, tasks = [], [], set()
+    for step in range(300):
+        valid = observation["action_mask"]
+        actions = np.array([rng.choice(np.flatnonzero(valid[i] != (rng.random() < 0.02))) for i in range(3)])
+        observation, reward, terminated, truncated, info = vector.step(actions)
+        expected, its_reward, its_end, its_stop, its_info = peer.step(actions)
+        assert_all_same(observation, expected)
+        assert (reward == its_reward).all() and (terminated == its_end).all() and not truncated.any()
+        assert not its_stop.any() and (info["action_mask"] == observation["action_mask"]).all()
+        assert_infos_are_alike(info, its_info, 3)
+        ends += [(step, i) for i in np.flatnonzero(terminated)]
+        rewards += reward.tolist()
+        tasks |= set(observation["program"].tolist())
+        if mode == AutoresetMode.DISABLED and terminated.any():
+            with pytest.raises(ValueError, match="episodes that have ended"):
+                vector.step(actions)
+            observation, info = vector.reset(options={"reset_mask": terminated})
+            expected, its_info = peer.reset(options={"reset_mask": terminated.copy()})
+            assert_all_same(observation, expected)
+    assert len(ends) > 30 and len({step for step, _ in ends}) > 20  # many, most of them apart
+    assert (
+        tasks == set(range(12)) and DEAD_END_REWARD in rewards and min(r for r in rewards if r != DEAD_END_REWARD) < 0
+    )
+
+
+def test_what_may_be_reset():
+    vector = envs.MemoryVectorEnv(3, limit=[0.6, 0.8])
+    vector.reset(seed=1)
+    vector.step(np.zeros(3, np.int64))
+    mask = np.array([False, True, False])
+    after, _ = vector.reset(options={"reset_mask": mask, "task": 1})
+    assert after["current"][0] > 0 and after["current"][1] == 0 and after["program"][1] == 1
+    for wrong in (np.zeros(3, np.bool_), np.ones(2, np.bool_), np.ones(3)):
+        with pytest.raises(ValueError, match="reset_mask: expected 3 booleans"):
+            vector.reset(options={"reset_mask": wrong})
+    with pytest.raises(ValueError, match="seed: expected 3, got 2"):
+        vector.reset(seed=[1, 2])
+    for one in (vector, envs.MemoryEnv(limit=[0.6, 0.8])):
+        with pytest.raises(ValueError, match="there is no task 2; there are 2"):
+            one.reset(options={"task": 2})
+        with pytest.raises(ValueError, match=r"options: expected 'task'.*got 'tasks'"):
+            one.reset(options={"tasks": 1})
+
+
+def assert_all_same(ours: dict, theirs: dict) -> None:
+    assert ours.keys() == theirs.keys()
+    for key in theirs:
+        assert ours[key].dtype == theirs[key].dtype and (ours[key] == theirs[key]).all(), key
+
+
+def test_a_vector_env_takes_the_first_of_several_seeds_and_an_action_for_each_walk():
+    program, machine = small_task()
+    vector = envs.MemoryVectorEnv(4, program, machine, [0.6, 0.7, 0.8, 0.9])
+    drawn = [vector.reset(seed=seed)[0]["program"].tolist() for seed in (3, [3, 4, 5, 6], 4)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    with pytest.raises(ValueError):
+        vector.step(np.zeros(3, np.int64))
+
+
+def test_an_episode_of_the_vector_env_that_has_ended_takes_no_action():
+    """An action that would be refused is not even looked at; the episode after it begins at position 0."""
+    vector = envs.MemoryVectorEnv(2, limit=0.6)
+    first, _ = vector.reset(seed=0)
+    invalid = int(vector.single_action_space.n) - 1
+    assert not first["action_mask"][0, invalid]
+    wait = vector.step(np.array([invalid, 0]))
+    assert wait[1].tolist() == [DEAD_END_REWARD, 0.0] and wait[2].tolist() == [True, False]
+    begun = vector.step(np.array([invalid, 0]))
+    assert begun[1][0] == 0.0 and not begun[2][0]
+    assert_same({key: value[:1] for key, value in begun[0].items()}, 0, {key: value[0] for key, value in first.items()})
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_episodes_are_truncated_as_by_gymnasiums_time_limit(mode):
+    kwargs = {"num_envs": 3, "limit": [0.6, 0.8]}
+    vector = gymnasium.make_vec(
+        "GpuMemory-v0", vectorization_mode="vector_entry_point", max_episode_steps=4, autoreset_mode=mode, **kwargs
+    )
+    one = partial(gymnasium.make, "GpuMemory-v0", limit=[0.6, 0.8], max_episode_steps=4)
+    peer = gymnasium.vector.SyncVectorEnv([one] * 3, autoreset_mode=mode)
+    observation, _ = vector.reset(seed=5)
+    peer.reset(seed=5)
+    rng, cut, done = np.random.default_rng(1), 0, 0
+    for _ in range(60):
+        actions = np.array([rng.choice(np.flatnonzero(mask)) for mask in observation["action_mask"]])
+        observation, reward, terminated, truncated, info = vector.step(actions)
+        theirs, its_reward, its_end, its_stop, its_info = peer.step(actions)
+        assert (reward == its_reward).all() and (terminated == its_end).all() and (truncated == its_stop).all()
+        assert_all_same(observation, theirs)
+        assert_infos_are_alike(info, its_info, 3)
+        cut, done = cut + truncated.sum(), done + terminated.sum()
+        if mode == AutoresetMode.DISABLED and (over := terminated | truncated).any():
+            observation, _ = vector.reset(options={"reset_mask": over})
+            peer.reset(options={"reset_mask": over.copy()})
+    assert cut > 10 and done > 3
