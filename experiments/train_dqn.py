@@ -14,10 +14,11 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -38,7 +39,7 @@ from simulator.plan import Plan
 from simulator.program import Program
 
 if TYPE_CHECKING:
-    from agents.learned.dqn import Episode, Trainer
+    from agents.learned.training import Episode, Trainer
 
 SETTINGS = "settings.json"  # of a run that is not done
 NO_GREEDY = "the final greedy policy's plan does not fit the limit"
@@ -53,17 +54,23 @@ def settings_of(words: list[str]) -> list[str]:
 
 @cli.entry("train_dqn", prepare=settings_of)
 def main(cfg: DictConfig) -> Path:
-    from agents.learned import dqn  # PyTorch takes seconds to import; a mistyped key is answered before that
+    from agents.learned import dqn_paper  # PyTorch takes seconds to import; a mistyped key is answered before that
+    from agents.learned.dqn_config import DQNConfig, PaperConfig
     from agents.learned.own_network import OwnNetworkError
-    from agents.learned.planner import without_network
+    from agents.learned.planner import controls, without_network
+    from agents.learned.training import train
 
     machine = cli.machine(cfg)
     seed, tracker = cli.integer(cfg, "seed"), chosen(cfg)
     every = cli.integer(cfg, "greedy_every", least=1)
     names = report.planner_names(cli.values(cfg, "planners")) if cfg.planners else []
-    variant = dqn.Variant(*variant_of(cfg))
     agent = HydraConfig.get().runtime.choices["agent"]
-    config = cli.dataclass_of(dqn.DQNConfig, cfg.agent, "agent")
+    config = cli.dataclass_of(DQNConfig if agent == "dqn" else PaperConfig, cfg.agent, "agent")
+    variant = dqn_paper.Variant(*variant_of(cfg))
+    made = None if agent == "dqn" else partial(dqn_paper.Trainer, variant=variant)
+    for key, has in (("reward", "causal"), ("actions", "full"), ("network", None)):
+        if made is None and cfg[key] not in (None, has):
+            raise cli.UsageError(f"{key}: of agent=dqn_paper; agent=dqn {f'has {has}' if has else 'takes none'}")
     resume = checkpoint_of(cli.path(cfg, "resume"))
     program = cli.program(cfg, machine)
     limit = limit_bytes(cfg.limit, program)
@@ -87,14 +94,13 @@ def main(cfg: DictConfig) -> Path:
 
         curve = Curve(
             out / "curve.json", program, machine, limit, "joint",
-            {"agent": f"train_dqn, {agent}", "seed": seed, "reward": variant.reward}, every,
+            {"agent": f"train_dqn, {agent}", "seed": seed, "reward": variant.reward if made else "causal"}, every,
             resumed=None if resume is None else resume.parent / "curve.json",
         )  # fmt: skip
         with Watch(config.episodes, begin, log, curve) as watch:
             try:
-                result = dqn.train(
-                    program, machine, limit, config, seed, out / "checkpoint.pt", resume, watch, agent, watch.step,
-                    variant,
+                result = train(
+                    program, machine, limit, config, seed, out / "checkpoint.pt", resume, watch, agent, watch.step, made
                 )  # fmt: skip
             except OwnNetworkError as error:
                 raise cli.UsageError(str(error)) from None
@@ -106,12 +112,12 @@ def main(cfg: DictConfig) -> Path:
         rows = compared(
             (program, machine, limit), seed, None, names, partial(without_network, config, seed),
             {agent: result.best, f"{agent}_greedy": result.greedy}, result.simulator_calls, spent, resume is not None,
-            curve.bound,
+            curve.bound, controls(config, seed, result.episodes) if isinstance(config, DQNConfig) else {},
         )  # fmt: skip
         from experiments.plotting.training import write_training  # Matplotlib takes long to import
 
         write_training(out, program, machine, result.best, agent, result.history, rows)
-        report.write_summary(out / "summary.json", cfg, program, rows, episodes=len(result.history), train_s=spent)
+        report.write_summary(out / "summary.json", cfg, program, rows, episodes=result.episodes, train_s=spent)
         (out / SETTINGS).unlink(missing_ok=True)  # which the summary has, too
     screen.print(report.table(rows))
     print(out)
@@ -121,14 +127,17 @@ def main(cfg: DictConfig) -> Path:
 def compared(
     task: tuple[Program, Machine, int], seed: int, mode: str | None, names: list[str],
     control: Callable[..., agents.Planner], plans: dict[str, Plan | None], calls: int, spent: float, resumed: bool,
-    bound: Floor,
+    bound: Floor, others: Mapping[str, agents.Planner] = MappingProxyType({}),
 ) -> list[report.Row]:  # fmt: skip
     """The rows of a training of so many simulator ``calls`` and seconds, certified: the planners of ``names``, the
-    agent's search without its network (``control`` makes it, of a budget), and the agent's own ``plans`` by name."""
+    agent's search without its network (``control`` makes it, of a budget), ``others`` that it is compared with, and its
+    own ``plans`` by name."""
     rows = [report.score(name, *task, seed, mode)[0] for name in report.tracked(names, "planning with")]
     budgets = report.controls(calls, spent, resumed)
     rows += [report.score_with(control(**budgets[named]), *task, seed, mode, named=named)[0]
              for named in report.tracked(list(budgets), "planning with")]  # fmt: skip
+    rows += [report.score_with(others[named], *task, seed, mode, named=named)[0]
+             for named in report.tracked(list(others), "planning with")]  # fmt: skip
     for named, plan in plans.items():
         timeline = None if plan is None else simulator.simulate(task[0], plan, *task[1:])
         rows.append(report.row(*task, named, seed, timeline, spent, calls, NO_GREEDY, mode or "joint"))
@@ -144,7 +153,8 @@ def variant_of(cfg: DictConfig) -> tuple[str, str, Any]:
         network = None if cfg.network is None else named(cfg.network)
     except WorkloadError as error:
         raise cli.UsageError(f"network: {str(error).removeprefix('target: ')}") from None
-    return cli.choice(cfg, "reward", REWARDS), cli.choice(cfg, "actions", ("paper", "full")), network
+    reward, actions = cli.choice(cfg, "reward", (None, *REWARDS)), cli.choice(cfg, "actions", (None, "paper", "full"))
+    return reward or "paper", actions or "paper", network
 
 
 def checkpoint_of(path: Path | None) -> Path | None:

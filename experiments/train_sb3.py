@@ -39,8 +39,8 @@ def main(cfg: DictConfig) -> Path:
         from agents.learned import sb3  # PyTorch takes seconds to import, too
     except ModuleNotFoundError as error:
         raise cli.UsageError(f"{error.name} is not installed; the extra is sb3") from None
-    from agents.learned.dqn import check_reachable
     from agents.learned.own_network import OwnNetworkError
+    from agents.learned.training import check_reachable
 
     seed, steps, tracker = cli.integer(cfg, "seed"), cli.integer(cfg, "steps", least=1), chosen(cfg)
     every = cli.integer(cfg, "greedy_every", least=1)

@@ -161,7 +161,7 @@ def killed(folder: Path, seed: int) -> str | None:
     rng = random.Random(seed)
     chain().save(folder / "step.json")
     words = [sys.executable, "-m", "experiments.train_dqn", "program=step.json", "limit=0.5", "planners=[]",
-             "agent.mode=swap", "agent.episodes=24"]  # fmt: skip
+             "agent=dqn_paper", "agent.mode=swap", "agent.episodes=24"]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
     def start(where: str) -> subprocess.Popen[bytes]:

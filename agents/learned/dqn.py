@@ -1,390 +1,217 @@
-"""The deep Q-network of "GPU memory management for neural networks using deep Q-network" (2020): Algorithm 1 with
-fitted Q-iteration (equations 4 and 5), on the environment of envs/walk.py.
+"""The DQN that plans one program: Q-values that begin as the policy's log-odds and are then learned from walks.
 
-As in the paper (its Figure 3) the plan returned is the best one found; the final greedy policy's is beside it. The
-control is `mutation`: the same search with the network never asked. Where the paper is silent: γ = 1 (an episode ends,
-and its return is the overhead); rewards are multiplied by ``reward_scale``; an update follows every ``update_every``
-transitions; invalid actions are masked in the argmax, in exploration and in equation 5. ``agent=dqn_paper`` is the
-paper's form; ``agent=dqn`` differs from it in what README.md lists, with reasons and what each is worth. Read on in
-``Trainer.step`` and ``Trainer.update``.
+A walk is an episode of the DQN paper's environment (envs/walk.py) with all forms of actions and the causal reward; it
+takes the valid action of the highest Q-value at each step. Q is a table: a value for each action (a gap and a way to
+empty it), and 0 for "do nothing". Before any walk it is what a network that was trained on other programs says
+(policy_net.py, run once a program): the log-odds of the way against staying (``init="pretrained"``).
+
+The values are learned on the program itself as embeddings are in efficient active search (Hottung et al., 2022): noise
+is put on them (parameter space noise, Plappert et al., 2018), and they are kept by their greedy walk. Read on in
+``Trainer.step``. How this differs from the paper, and what each part is worth, is in README.md.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
 
-from agents.learned.dqn_config import DQNConfig, by_todays_names
-from agents.learned.experience_buffer import ExperienceBuffer, State
-from agents.learned.optimisation import MASKED, descend, one_thread
-from agents.learned.own_network import OwnNetwork
-from agents.learned.structure2vec import Structure2Vec
+from agents.learned.dqn_config import DQNConfig
+from agents.learned.gap_graph import UNDECIDED, GapGraph
+from agents.learned.optimisation import one_thread
+from agents.learned.policy import WEIGHTS
+from agents.learned.policy_net import batch_of, data_of, trained
+from agents.learned.q_walk import play
+from agents.learned.training import Episode
 from agents.learned.training_state import must_match, read_training_state, restoring, write_training_state
-from agents.planner import Infeasible, held_back
-from agents.search.mutation import Draws, Mutations
-from envs.graph import FEATURES, STATIC
-from envs.task import Task
-from envs.walk import Walk
-from simulator import Machine, Plan, Program, Swap
-from simulator.compiled.engine import decisions_of, rows_of
+from agents.search.local_search import Moves
+from envs.batch import Batch
+from envs.task import COPY, EARLY, KEEP, PLAIN, Task
+from simulator.modes import KEPT, RECOMPUTED, SWAPPED
+from simulator.plan import Plan
 
-DRAWN = 2 / 3  # share of the changed steps of mutations for which the network is not asked
+FORMS = ((PLAIN, SWAPPED), (COPY, SWAPPED), (PLAIN, RECOMPUTED), (KEEP, KEPT), (EARLY, RECOMPUTED))
+CLIP = 30.0  # log-odds at most, and what an action gets that is not to be taken
+SCALE = 5.0  # of the noise, in log-odds: about as far as the policy's odds are from one another
+NOISE, STAYS, OTHERWISE = 0.6, 0.77, 0.88  # of changes: noise; a gap stays; it leaves otherwise; else another leaves
+MORE = (0.4, 0.75, 0.9)  # probability of one more change, by the walk
+MIGRATE = 16  # steps between two replacements of the worst elite by the best
 
-
-class Episode(NamedTuple):
-    """What is logged of one finished episode."""
-
-    episode: int
-    overhead: float  # of its plan; nan in a dead end
-    feasible: bool
-    best_overhead: float  # so far; nan before the first feasible one
-    epsilon: float
-    loss: float  # mean over the updates since the last episode ended; nan before the first
-    steps: int
-    simulator_calls: int  # in all
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class DQNResult:
-    """The best plan found, the final greedy policy's (None: a dead end), and the episodes."""
+class Elite(NamedTuple):
+    """Q-values (A,), the overhead of their greedy walk (inf: a dead end), and the actions that it takes."""
 
-    best: Plan
-    greedy: Plan | None
-    history: list[Episode]
-    simulator_calls: int
-
-
-class Variant(NamedTuple):
-    """Of the environment and the network: reward and actions as Walk's, a class of one's own (own_network.py)."""
-
-    reward: str = "paper"
-    actions: str = "paper"
-    network: type[nn.Module] | None = None
-
-    @property
-    def names(self) -> list[str]:
-        """What a checkpoint keeps of it."""
-        return [
-            self.reward,
-            self.actions,
-            f"{self.network.__module__}:{self.network.__qualname__}" if self.network else "",
-        ]
+    overhead: float
+    values: Floats
+    taken: Ints
 
 
 class Trainer:
-    """Algorithm 1. One ``step`` moves every walk by one action and learns."""
+    """Learns the Q-values of one task. One ``step`` is ``num_envs`` walks.
 
-    def __init__(
-        self, task: Task, config: DQNConfig, seed: int, planner: str = "dqn", variant: Variant = Variant()  # noqa: B008
-    ):  # fmt: skip
-        self.task, self.config, self.seed, self.planner, self.variant = task, config, seed, planner, variant
-        one_thread()
-        torch.manual_seed(seed)
+    Attributes, of A actions, the first of which is to do nothing:
+        code: (A,) what the environment calls each. gap, way: (A,) the gap (-1) that it empties, and how.
+        prior: (A,) the Q-values before any walk.
+    """
+
+    def __init__(self, task: Task, config: DQNConfig, seed: int, planner: str = "dqn") -> None:
+        self.task, self.config, self.seed, self.planner = task, config, seed, planner
         self.rng = np.random.default_rng(seed)
-        self.q = self._network()
-        self.target = self._network()
-        self.target.load_state_dict(self.q.state_dict())
-        adam = config.optimizer == "adam"
-        self.optimizer = (torch.optim.Adam if adam else torch.optim.SGD)(self.q.parameters(), config.learning_rate)
-        self.actions = self.q.codes.numpy()  # (A,) node of each action, or node + N * form
-        self.draws = Draws(task, self.rng, config.belady_temperature)
-        self.static = torch.from_numpy(task.graph.features)
-        self.buffer = ExperienceBuffer(config.buffer_size, len(task.graph), len(self.actions), config.priority)
-        self.walks = [self._walk() for _ in range(config.num_envs)]
-        self.trails: list[list[tuple[State, int, float]]] = [[] for _ in self.walks]  # state, action, reward
-        self.noted: list[tuple[State, int, float]] = []  # the same, of a mutation
-        self.search = Mutations(
-            self._walk(), self.rng, self.propose, config.elites, config.mutation_rate, self._note
-        )  # fmt: skip
-        self.started = 0  # transitions since the last update
-        self.updates = 0
-        self.losses: list[float] = []
+        size, columns = len(task.graph), [(np.zeros(1, np.int64), np.full(1, -1, np.int64), np.zeros(1, np.int64))]
+        for form, way in FORMS:
+            nodes, gaps = (task.offloads, task.offload_gap) if way == SWAPPED else (task.removals, task.removal_gap)
+            columns.append((nodes + size * form, gaps, np.full(len(gaps), way)))
+        self.code, self.gap, self.way = (np.concatenate(column) for column in zip(*columns, strict=True))
+        self.of_gap = [np.flatnonzero(self.gap == g) for g in range(len(task.tensor))]
+        self.prior = self._prior() if config.init == "pretrained" else np.zeros(len(self.code), np.float32)
+        self.batch = Batch([task], config.num_envs, "causal", actions="full", threads=1)
+        self.actions, self.lengths = np.zeros((2, config.num_envs), np.int64)
+        self.trace = np.zeros((config.num_envs, len(self.code) + len(task.live_bytes) + 1), np.int64)
+        self.elites: list[Elite] = []
+        self.best: Plan | None = None
+        self.best_overhead = float("nan")
+        self.episodes = 0
         self.history: list[Episode] = []
 
-    def _walk(self) -> Walk:
-        return Walk(self.task, self.variant.reward, self.variant.actions)
-
-    def _network(self) -> Structure2Vec | OwnNetwork:
-        c, forms = self.config, self.task.forms if self.variant.actions == "full" else 1
-        if self.variant.network is not None:
-            return OwnNetwork(self.variant.network, self.task.graph, c.features, forms)
-        sizes = c.embedding_size, c.message_passing_steps
-        return Structure2Vec(self.task.graph, c.features, *sizes, c.pool, c.mixing, forms)
-
-    @property
-    def best(self) -> Plan | None:
-        """The best plan found so far."""
-        task, rows = self.task, self.search.best
-        if rows is None:
-            return None
-        return Plan.of(task.program, decisions_of(rows), self.planner, task.limit, task.machine.name)
-
-    @property
-    def epsilon(self) -> float:
-        """Probability of a random action now."""
-        c = self.config
-        part = min(1.0, len(self.history) / max(1.0, c.explore * c.episodes))
-        return c.epsilon_start + (c.epsilon_end - c.epsilon_start) * part
-
-    def _state(self, walk: Walk) -> State:
-        dynamic = walk.features[:, STATIC:FEATURES].astype(np.float16, order="C")
-        return State(dynamic, walk.current, walk.mask()[self.actions])
-
-    def _q(
-        self, network: Structure2Vec | OwnNetwork, dynamic: NDArray[np.float16], current: NDArray[np.int64]
-    ) -> Tensor:
-        """Q-values (B, A) of states given by their dynamic features (B, N, 3) and current nodes (B,)."""
-        moving = torch.from_numpy(dynamic).float().transpose(0, 1)[..., : self.config.features - STATIC]
-        static = self.static[:, None].expand(-1, len(current), -1)
-        q: Tensor = network(torch.cat([static, moving], -1), torch.from_numpy(current))
-        return q
-
-    @torch.no_grad()
-    def act(self, states: list[State], epsilon: float) -> NDArray[np.int64]:
-        """ε-greedy: an index into ``actions`` per state (Algorithm 1, lines 6 to 10)."""
-        chosen = np.zeros(len(states), np.int64)
-        explore = self.rng.random(len(states)) < epsilon
-        for i in np.flatnonzero(explore):
-            valid = np.flatnonzero(states[i].mask)
-            chosen[i] = valid[self.draws.among(self.actions[valid])]
-        greedy = np.flatnonzero(~explore)
-        if len(greedy):
-            dynamic = np.stack([states[i].dynamic for i in greedy])
-            q = self._q(self.q, dynamic, np.array([states[i].current for i in greedy])).numpy()
-            mask = np.stack([states[i].mask for i in greedy])
-            chosen[greedy] = np.where(mask, q, MASKED).argmax(1)
-        return chosen
-
-    def step(self) -> list[Episode]:
-        """Lines 5 to 17 for every walk; returns the episodes that ended."""
-        ended = []
-        states = [self._state(walk) for walk in self.walks]
-        chosen = self.act(states, self.epsilon)
-        for walk, trail, state, action in zip(self.walks, self.trails, states, chosen.tolist(), strict=True):
-            result = walk.step(int(self.actions[action]))
-            trail.append((state, action, result.reward * self.config.reward_scale))
-            self.started += 1
-            if result.terminated:
-                self.buffer.add(trail, self.config.n_step)
-                self.search.offer(walk, [int(self.actions[a]) for _, a, _ in trail])
-                ended.append(self._log(walk, len(trail)))
-                trail.clear()
-                walk.reset()
-        if self.search.best_overhead > 0:
-            for _ in range(self.config.mutations):
-                self.search.mutate()
-        while self.started >= self.config.update_every and self.buffer.size >= self.config.batch_size:
-            self.started -= self.config.update_every
-            self.losses.append(self.update())
-        return ended
-
-    def _note(self, walk: Walk, node: int) -> None:
-        """A step of a mutated or repeated walk that enters the buffer."""
-        state = self._state(walk)
-        reward = walk.step(node).reward * self.config.reward_scale
-        self.noted.append((state, int(np.searchsorted(self.actions, node)), reward))
-        if walk.done:
-            self.buffer.add(self.noted, self.config.n_step)
-            self.noted.clear()
-
-    @torch.no_grad()
-    def propose(self, walk: Walk) -> int:
-        """The node of a mutation's changed step: two times in three a random one, else the likelier the higher its
-        Q-value (Boltzmann)."""
-        if self.rng.random() < DRAWN:
-            return self.draws(walk)
-        state = self._state(walk)
-        valid = np.flatnonzero(state.mask)
-        q = self._q(self.q, state.dynamic[None], np.array([state.current])).numpy()[0, valid]
-        noise = self.rng.gumbel(size=len(valid))
-        return int(self.actions[valid[((q - q.mean()) / (q.std() + 1e-9) * 3 + noise).argmax()]])
-
-    def _log(self, walk: Walk, steps: int) -> Episode:
-        feasible = not walk.dead_end
-        loss = float(np.mean(self.losses)) if self.losses else float("nan")
-        self.losses = []
-        episode = Episode(
-            len(self.history) + 1, walk.overhead if feasible else float("nan"), feasible, self.search.best_overhead,
-            self.epsilon, loss, steps, self.task.engine.calls,
-        )  # fmt: skip
-        self.history.append(episode)
-        return episode
-
-    def update(self) -> float:
-        """One minibatch of fitted Q-iteration (lines 12 and 13); returns the loss."""
-        c = self.config
-        batch = self.buffer.sample(c.batch_size, self.rng)
-        with torch.no_grad():  # equation 5: y is a constant
-            y = torch.from_numpy(batch.reward)
-            if batch.more.any():
-                network = self.target if c.target_every else self.q
-                mask = torch.from_numpy(batch.next_mask)
-                after = self._q(network, batch.next_dynamic, batch.next_current)
-                if c.double:
-                    own = self._q(self.q, batch.next_dynamic, batch.next_current)
-                    best = own.masked_fill(~mask, MASKED).argmax(1, keepdim=True)
-                    value = after.gather(1, best)[:, 0]
-                else:
-                    value = after.masked_fill(~mask, MASKED).max(1).values
-                y = y + torch.where(torch.from_numpy(batch.more), value, 0.0)
-        q = self._q(self.q, batch.dynamic, batch.current).gather(1, torch.from_numpy(batch.action)[:, None])[:, 0]
-        if c.optimizer == "adam":
-            loss_each = nn.functional.huber_loss(q, y, reduction="none")
-        else:
-            loss_each = (y - q) ** 2  # equation 4
-        loss = (torch.from_numpy(batch.weight) * loss_each).mean()
-        found = descend(loss, self.q, self.optimizer, 10.0 if c.optimizer == "adam" else None)
-        self.buffer.set_priority(batch.place, (y - q).abs().detach().numpy())
-        self.updates += 1
-        if c.target_every and self.updates % c.target_every == 0:
-            self.target.load_state_dict(self.q.state_dict())
+    def _prior(self) -> Floats:
+        """(A,) the policy's log-odds of each action's way against staying."""
+        task, mode = self.task, self.task.mode
+        if len(self.code) == 1:
+            return np.zeros(1, np.float32)
+        one_thread()
+        moves = Moves(task.program, task.limit, mode, self.config.min_bytes, 0)
+        graph = GapGraph(task.program, task.machine, task.limit, moves, mode)
+        index = {gap: i for i, gap in enumerate(graph.gaps)}
+        mine = np.array([index.get(gap, 0) for gap in task.graph.gaps])  # those that cannot be emptied are no action's
+        with torch.no_grad():
+            logits = trained(WEIGHTS)(batch_of([data_of(graph, np.full(len(graph), UNDECIDED))])).numpy()[mine]
+        odds = np.clip(logits - logits[:, :1], -CLIP, CLIP)
+        found: Floats = np.where(self.gap < 0, 0.0, odds[self.gap, self.way]).astype(np.float32)
         return found
 
+    @property
+    def done(self) -> bool:
+        """Have there been enough episodes, or can none be better?"""
+        return self.episodes >= self.config.episodes or self.best_overhead <= 0
+
+    def walk(self, values: Floats) -> NDArray[np.float64]:
+        """Overheads of the greedy walks of Q-values (W, A), inf in a dead end; at most ``num_envs``. What they took
+        is in ``trace``, up to ``lengths``."""
+        batch, count, at, resume = self.batch, len(values), 0, False
+        batch.reset()
+        self.lengths[:] = 0
+        (work,) = batch._works
+        while at >= 0:
+            at = play(
+                at, count, resume, self.code, values, batch._given, batch._state, work.arrays(), batch._shown,
+                (self.actions, batch._nobody, batch._drawn), self.trace, self.lengths,
+            )  # fmt: skip
+            if at >= 0:
+                batch._settle(at, at + 1, work)
+                resume = True
+        return np.where(batch.feasible[:count], batch.overhead[:count], np.inf)
+
+    def step(self) -> list[Episode]:
+        """Changes the elites' values and walks by them; each elite is replaced by the best that came of it, where that
+        is no worse. The first walk of all is by the values before anything was learned."""
+        c = self.config
+        parents = self.elites or [Elite(np.inf, self._first(), np.zeros(0, np.int64)) for _ in range(max(c.elites, 1))]
+        of = np.arange(c.num_envs) % len(parents)
+        values = np.stack([parents[p].values for p in of])
+        for i in range(0 if self.elites else len(parents), c.num_envs):
+            self.change(values[i], parents[of[i]].taken)
+        overheads = self.walk(values)
+        children = [Elite(float(o), values[i], np.unique(self.trace[i, : self.lengths[i]]))
+                    for i, o in enumerate(overheads)]  # fmt: skip
+        first = int(overheads.argmin())
+        if np.isfinite(overheads[first]) and not overheads[first] >= self.best_overhead:
+            self.best, self.best_overhead = self.batch.plan(first, self.planner), float(overheads[first])
+        if c.elites or not self.elites:
+            found = [min([parent, *children[p :: len(parents)]][::-1], key=lambda elite: elite.overhead)
+                     for p, parent in enumerate(parents)]  # fmt: skip
+            self.elites = found if c.elites else children[:1]
+        if len(self.history) % MIGRATE == MIGRATE - 1:
+            self.elites.sort(key=lambda elite: elite.overhead)
+            self.elites[-1] = self.elites[0]
+        self.episodes += c.num_envs
+        self.task.engine.calls += c.num_envs
+        middle = float(np.median(overheads))
+        fits = bool(np.isfinite(middle))
+        self.history.append(Episode(
+            self.episodes, middle if fits else float("nan"), fits, self.best_overhead, 0.0, float("nan"),
+            int(self.lengths.sum()), self.task.engine.calls,
+        ))  # fmt: skip
+        return self.history[-1:]
+
+    def _first(self) -> Floats:
+        """Values of an elite before any walk."""
+        drawn = self.rng.normal(size=len(self.prior)).astype(np.float32)
+        return self.prior.copy() if self.config.init == "pretrained" else drawn
+
+    def change(self, values: Floats, taken: Ints) -> None:
+        """Changes the values of some gaps, in place: by noise; or so that one that the walk emptied stays, or leaves in
+        another way, or that any other leaves."""
+        rng, emptied = self.rng, taken[taken > 0]
+        more, going = MORE[rng.integers(len(MORE))], len(self.of_gap) > 0
+        while going:
+            how, mine = rng.random(), self.of_gap[rng.integers(len(self.of_gap))]
+            if NOISE <= how < OTHERWISE and len(emptied):
+                mine = self.of_gap[self.gap[emptied[rng.integers(len(emptied))]]]
+            if how < NOISE:
+                values[mine] += SCALE * (rng.normal() + 0.3 * rng.normal(size=len(mine)))
+            elif how < STAYS:
+                values[mine] = -CLIP - rng.random()
+            else:
+                above = max(float(values[mine].max()), 0.0) if how < OTHERWISE else 0.0
+                values[mine[rng.integers(len(mine))]] = above + rng.exponential(SCALE)
+            going = rng.random() < more
+
     def greedy(self) -> Plan | None:
-        """The plan of the greedy policy, or None where it ends in a dead end."""
-        walk = self._greedy()
-        return None if walk.dead_end else walk.plan(self.planner)
+        """The plan of the greedy walk of the values that are kept; None where it ends in a dead end."""
+        best = min(self.elites, key=lambda elite: elite.overhead).values if self.elites else self._first()
+        overhead = self.walk(best[None])[0]
+        return self.batch.plan(0, self.planner) if np.isfinite(overhead) else None
 
     def greedy_overhead(self) -> float:
-        """That of the greedy policy, NaN in a dead end; training goes on as if it had not been asked."""
-        drawn, calls = self.rng.bit_generator.state, self.task.engine.calls
-        walk = self._greedy()
-        self.rng.bit_generator.state, self.task.engine.calls = drawn, calls
-        return float("nan") if walk.dead_end else walk.overhead
-
-    def _greedy(self) -> Walk:
-        walk = self._walk()
-        while not walk.done:
-            walk.step(int(self.actions[self.act([self._state(walk)], 0.0)[0]]))
-        return walk
+        """That of the greedy walk, NaN in a dead end."""
+        found = min((elite.overhead for elite in self.elites), default=np.inf)
+        return found if np.isfinite(found) else float("nan")
 
     # ---------------------------------------------------------------------------------- checkpoints
 
     def _identity(self) -> dict[str, Any]:
         """What a checkpoint must agree with to be of this run."""
-        return {"config": asdict(self.config), "seed": self.seed, "limit": self.task.limit,
-                "program": self.task.program.fingerprint,
-                "machine": json.dumps(self.task.machine.to_dict()), "variant": self.variant.names}  # fmt: skip
+        task = self.task
+        return {"config": asdict(self.config), "seed": self.seed, "limit": task.limit,
+                "program": task.program.fingerprint, "machine": json.dumps(task.machine.to_dict())}  # fmt: skip
 
     def save(self, path: Path) -> None:
         """Writes everything that the rest of the run depends on; the file appears whole or not at all."""
-        state = {
-            **self._identity(),
-            "q": self.q.state_dict(), "target": self.target.state_dict(), "optimizer": self.optimizer.state_dict(),
-            "torch_rng": torch.get_rng_state(), "numpy_rng": json.dumps(self.rng.bit_generator.state),
-            "replay": self.buffer.state(),
-            "trails": [[int(self.actions[action]) for _, action, _ in trail] for trail in self.trails],
-            "started": self.started, "updates": self.updates, "losses": list(self.losses),
+        write_training_state(path, {
+            **self._identity(), "rng": json.dumps(self.rng.bit_generator.state), "episodes": self.episodes,
+            "elites": [[e.overhead, torch.from_numpy(e.values), torch.from_numpy(e.taken)] for e in self.elites],
             "history": [list(e) for e in self.history], "calls": self.task.engine.calls,
-            "best": json.dumps(self.best.to_dict()) if self.best else "", "best_overhead": self.search.best_overhead,
-            "elites": [[overhead, nodes] for overhead, nodes in self.search.elites], "followed": self.search.mutated,
-        }  # fmt: skip
-        write_training_state(path, state)
+            "best": json.dumps(self.best.to_dict()) if self.best else "", "best_overhead": self.best_overhead,
+        })  # fmt: skip
 
     def load(self, path: Path) -> None:
-        """Continues where ``save`` was called.
-
-        Raises:
-            TrainingStateError: the file is no checkpoint, or one of another run.
-        """
+        """Continues where ``save`` was called; raises TrainingStateError where the file is none of this run."""
         state = read_training_state(path)
         if isinstance(state.get("config"), dict):
-            state["config"] = {**by_todays_names(state["config"]), "episodes": self.config.episodes}  # it may have more
-        state.setdefault("variant", Variant().names)  # of older versions
+            state["config"] = {**state["config"], "episodes": self.config.episodes}  # it may have more
         must_match(path, state, self._identity())
         with restoring(path):
-            self.q.load_state_dict(state["q"])
-            self.target.load_state_dict(state["target"])
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.buffer.restore(state["replay"])
-            for walk, trail, nodes in zip(self.walks, self.trails, state["trails"], strict=True):
-                walk.reset()
-                trail.clear()
-                for node in nodes:
-                    before = self._state(walk)
-                    action = int(np.searchsorted(self.actions, node))
-                    trail.append((before, action, walk.step(node).reward * self.config.reward_scale))
-            self.rng.bit_generator.state = json.loads(state["numpy_rng"])
-            torch.set_rng_state(state["torch_rng"])
-            self.started, self.updates, self.losses = state["started"], state["updates"], list(state["losses"])
+            self.rng.bit_generator.state = json.loads(state["rng"])
+            self.elites = [Elite(o, values.numpy(), taken.numpy()) for o, values, taken in state["elites"]]
             self.history = [Episode(*e) for e in state["history"]]
-            best = Plan.from_dict(json.loads(state["best"])) if state["best"] else None
-            self.search.best = rows_of(best.decisions) if best is not None else None
-            self.search.best_overhead, self.search.mutated = state["best_overhead"], state["followed"]
-            self.search.elites = [(overhead, list(nodes)) for overhead, nodes in state["elites"]]
+            self.best = Plan.from_dict(json.loads(state["best"])) if state["best"] else None
+            self.episodes, self.best_overhead = state["episodes"], state["best_overhead"]
             self.task.engine.calls = state["calls"]
-
-
-def train(
-    program: Program, machine: Machine, limit: int, config: DQNConfig, seed: int = 0, checkpoint: Path | None = None,
-    resume: Path | None = None, on_episode: Callable[[Episode], None] | None = None, planner: str = "dqn",
-    on_step: Callable[[Trainer], None] | None = None, variant: Variant = Variant(),  # noqa: B008
-) -> DQNResult:  # fmt: skip
-    """Trains an agent to plan one program under one limit.
-
-    Args:
-        checkpoint: where to write the state of the run every ``checkpoint_every`` episodes and at the end.
-        resume: a checkpoint of the same run to continue from; the result is that of an unbroken run. It may get another
-            number of episodes; what is left of the exploration then goes by that.
-        on_episode: called after every episode (on resuming, also with the earlier ones).
-        on_step: called before the first step and after each.
-
-    Raises:
-        Infeasible: no plan is feasible at the limit, or none was found.
-        TrainingStateError: ``resume`` cannot be used.
-    """
-    task = Task(program, machine, limit, config.min_bytes, config.mode)
-    check_reachable(task, config.min_bytes)
-    trainer = Trainer(task, config, seed, planner, variant)
-    if resume is not None:
-        trainer.load(resume)
-    for episode in trainer.history:
-        if on_episode:
-            on_episode(episode)
-    if on_step:
-        on_step(trainer)
-    saved = len(trainer.history) // config.checkpoint_every
-    while len(trainer.history) < config.episodes and program.peak_bytes > limit:
-        finished = trainer.step()
-        try:
-            for episode in finished:
-                if on_episode:
-                    on_episode(episode)
-        except KeyboardInterrupt:  # between two steps, where the run can go on
-            if checkpoint is not None:
-                trainer.save(checkpoint)
-            raise
-        if on_step:
-            on_step(trainer)
-        if checkpoint is not None and len(trainer.history) // config.checkpoint_every > saved:
-            saved = len(trainer.history) // config.checkpoint_every
-            trainer.save(checkpoint)
-    if checkpoint is not None:
-        trainer.save(checkpoint)
-    greedy = trainer.greedy()
-    best = greedy if program.peak_bytes <= limit else trainer.best
-    if best is None:
-        raise Infeasible(f"none of {len(trainer.history)} episodes found a plan that fits {limit:,} bytes")
-    return DQNResult(best, greedy, trainer.history, task.engine.calls)
-
-
-def check_reachable(task: Task, min_bytes: int) -> None:
-    """Raises Infeasible where not even swapping everything out in every gap would fit.
-
-    A recomputed tensor is away in the same gap but costs its chain's memory, so this bounds all modes.
-    """
-    smallest = int(task.engine.residency(rows_of(Swap(*gap) for gap in task.graph.gaps)).max())
-    if smallest > task.limit:
-        raise Infeasible(
-            f"{task.program.name} cannot run in {task.limit:,} bytes: with every candidate tensor swapped out "
-            f"whenever it is not in use it still needs {smallest:,} bytes"
-            f"{held_back(task.program, task.limit, min_bytes)}"
-        )

@@ -1,100 +1,130 @@
-"""The hyperparameters of dqn.py, and those of the paper's plain form."""
+"""The hyperparameters of dqn.py, and those of the paper's plain form, dqn_paper.py."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from simulator.modes import MODES
 
 POOLS = ("sum", "mean")  # of the graph state
+INITS = ("pretrained", "scratch")
 RENAMED = {  # keys of older versions
     "walks": "num_envs", "size": "embedding_size", "rounds": "message_passing_steps", "replay": "buffer_size",
-    "followers": "mutations", "leave": "mutation_rate", "prior": "belady_temperature (1 / prior; null where it was 0)",
 }  # fmt: skip
+GONE = (  # keys of older versions of agent=dqn, which has no such thing any more
+    "followers", "leave", "prior", "mutations", "mutation_rate", "belady_temperature", "priority",
+)  # fmt: skip
+Config = TypeVar("Config", "DQNConfig", "PaperConfig")
 
 
 @dataclass(frozen=True)
 class DQNConfig:
-    """Hyperparameters; the names are the keys of configs/agent/*.yaml."""
+    """Hyperparameters of dqn.py; the names are the keys of configs/agent/dqn.yaml.
 
-    episodes: int = 160
-    mode: str = "joint"  # swap, recompute or joint
+    Attributes:
+        episodes: walks; fewer where one has no overhead.
+        mode: swap, recompute or joint.
+        min_bytes: tensors below this size are left alone.
+        init: what the Q-values are at first: the policy's log-odds ("pretrained"), or drawn at random ("scratch").
+        num_envs: walks of a step.
+        elites: how many sets of Q-values are kept; 0: nothing is learned, and every walk is near the first ones.
+        checkpoint_every: episodes.
+    """
+
+    episodes: int = 32768
+    mode: str = "joint"
     min_bytes: int = 2**20
-    num_envs: int = 8
-    features: int = 8
-    embedding_size: int = 16  # p
-    message_passing_steps: int = 3  # T
-    pool: str = "mean"
-    mixing: bool = True
-    n_step: int = 1000  # longer than an episode: the whole return
-    double: bool = True
-    target_every: int = 100  # updates; 0: no target network
-    optimizer: str = "adam"  # adam or sgd
-    learning_rate: float = 2e-3
+    init: str = "pretrained"
+    num_envs: int = 32
+    elites: int = 8
+    checkpoint_every: int = 8192
+
+    def __post_init__(self) -> None:
+        _among(self, mode=MODES, init=INITS)
+        _positive(self, "episodes", "num_envs", "checkpoint_every")
+        if not 0 <= self.elites <= self.num_envs:
+            raise ValueError(f"elites: expected 0 to num_envs ({self.num_envs}), got {self.elites}")
+
+
+@dataclass(frozen=True)
+class PaperConfig:
+    """Hyperparameters of dqn_paper.py; the names are the keys of configs/agent/dqn_paper.yaml. Defaults with a section
+    are the paper's, which does not say the others."""
+
+    episodes: int = 300  # l
+    mode: str = "joint"  # section 4.5: offload, remove
+    min_bytes: int = 2**20
+    num_envs: int = 1  # Algorithm 1: one episode after another
+    features: int = 6  # section 4.4.1
+    embedding_size: int = 32  # p
+    message_passing_steps: int = 4  # T, section 4.4
+    pool: str = "sum"  # equation 2
+    mixing: bool = False  # equation 3 as printed
+    n_step: int = 1  # equation 5
+    double: bool = False  # equation 5
+    target_every: int = 0  # updates; equation 5: no target network
+    optimizer: str = "sgd"  # Algorithm 1, line 13; or adam
+    learning_rate: float = 1e-4
     batch_size: int = 32
-    update_every: int = 8  # transitions of the ε-greedy walks
+    update_every: int = 1  # transitions; Algorithm 1, line 13: at every step
     buffer_size: int = 10_000  # transitions
-    priority: float = 0.0  # exponent of prioritised replay; 0: uniform
-    reward_scale: float = 10.0
-    epsilon_start: float = 1.0
-    epsilon_end: float = 0.02
-    explore: float = 0.3  # fraction of the episodes
-    mutations: int = 8  # mutated walks per step of the others
-    mutation_rate: float = 0.015
-    elites: int = 4
-    belady_temperature: float | None = 0.05  # of the random actions; None: uniform
+    reward_scale: float = 1.0
+    epsilon_start: float = 1.0  # Algorithm 1, line 7: e > episode / l
+    epsilon_end: float = 0.0
+    explore: float = 1.0  # fraction of the episodes
     checkpoint_every: int = 100  # episodes
 
     def __post_init__(self) -> None:
-        for name, allowed in (("mode", MODES), ("pool", POOLS), ("optimizer", ("adam", "sgd")), ("features", (6, 8))):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}: expected one of {allowed}, got {getattr(self, name)!r}")
-        for name in ("episodes", "num_envs", "embedding_size", "message_passing_steps", "n_step", "batch_size",
-                     "update_every", "buffer_size", "elites"):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        if self.belady_temperature is not None and self.belady_temperature <= 0:
-            raise ValueError(f"belady_temperature: expected a number above 0 or null, got {self.belady_temperature}")
+        _among(self, mode=MODES, pool=POOLS, optimizer=("adam", "sgd"), features=(6, 8))
+        _positive(self, "episodes", "num_envs", "embedding_size", "message_passing_steps", "n_step", "batch_size",
+                  "update_every", "buffer_size")  # fmt: skip
 
 
-def config_from(values: dict[str, Any]) -> DQNConfig:
-    """A DQNConfig from a configuration dictionary.
+def _among(config: object, **known: tuple[Any, ...]) -> None:
+    for name, allowed in known.items():
+        if getattr(config, name) not in allowed:
+            raise ValueError(f"{name}: expected one of {allowed}, got {getattr(config, name)!r}")
+
+
+def _positive(config: object, *names: str) -> None:
+    for name in names:
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name}: expected at least 1, got {getattr(config, name)}")
+
+
+def config_from(values: dict[str, Any], kind: type[Config]) -> Config:
+    """A configuration of class ``kind`` from a dictionary.
 
     Raises:
         ValueError: an unknown key or a value of the wrong type, named.
     """
-    known = {f.name: f for f in fields(DQNConfig)}
+    known = {f.name: f for f in fields(kind)}
     out: dict[str, Any] = {}
     for key, value in values.items():
-        if key in RENAMED:
-            raise ValueError(f"agent.{key}: this key is agent.{RENAMED[key]} now")
+        if why := moved(key):
+            raise ValueError(f"agent.{key}: {why}")
         if key not in known:
             raise ValueError(f"agent.{key}: unknown key")
-        kind = type(known[key].default)
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        wanted = type(known[key].default)
+        if wanted is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
-        if type(value) is not kind and not (value is None and "None" in str(known[key].type)):
-            raise ValueError(f"agent.{key}: expected {kind.__name__}, got {value!r}")
+        if type(value) is not wanted:
+            raise ValueError(f"agent.{key}: expected {wanted.__name__}, got {value!r}")
         out[key] = value
     try:
-        return DQNConfig(**out)
+        return kind(**out)
     except ValueError as error:
         raise ValueError(f"agent.{error}") from None
 
 
+def moved(key: str) -> str:
+    """What became of a key of an older version; '' where it is none."""
+    if key in RENAMED:
+        return f"this key is agent.{RENAMED[key]} now"
+    return "the DQN has no such part any more (agents/learned/README.md)" if key in GONE else ""
+
+
 def by_todays_names(values: dict[str, Any]) -> dict[str, Any]:
     """The hyperparameters of a training state, which may have been written under older names."""
-    out = {RENAMED.get(key, key).partition(" ")[0]: value for key, value in values.items()}
-    if "prior" in values:
-        out["belady_temperature"] = 1 / values["prior"] if values["prior"] else None
-    return out
-
-
-PAPER = {
-    "episodes": 300, "mode": "joint", "num_envs": 1, "features": 6, "embedding_size": 32, "message_passing_steps": 4,
-    "pool": "sum", "mixing": False, "n_step": 1, "double": False, "target_every": 0, "optimizer": "sgd",
-    "learning_rate": 1e-4,
-    "update_every": 1, "reward_scale": 1.0, "epsilon_end": 0.0, "explore": 1.0, "mutations": 0, "mutation_rate": 0.0,
-    "belady_temperature": None,
-}  # fmt: skip
+    return {RENAMED.get(key, key): value for key, value in values.items()}

@@ -35,7 +35,6 @@ class Batch(NamedTuple):
     next_dynamic: NDArray[np.float16]
     next_current: NDArray[np.int64]
     next_mask: NDArray[np.bool_]
-    weight: NDArray[np.float32]  # importance weights of prioritised replay
 
 
 class ExperienceBuffer:
@@ -43,11 +42,10 @@ class ExperienceBuffer:
 
     Args:
         capacity: transitions.
-        priority: exponent α of proportional prioritised replay; 0 samples uniformly.
     """
 
-    def __init__(self, capacity: int, nodes: int, actions: int, priority: float):
-        self.capacity, self.priority = capacity, priority
+    def __init__(self, capacity: int, nodes: int, actions: int):
+        self.capacity = capacity
         self.size = self.head = 0
         self.arrays: dict[str, NDArray[Any]] = {
             "dynamic": np.zeros((capacity, nodes, FEATURES - STATIC), np.float16),
@@ -56,14 +54,12 @@ class ExperienceBuffer:
             "action": np.zeros(capacity, np.int64),
             "reward": np.zeros(capacity, np.float32),
             "ahead": np.zeros(capacity, np.int64),  # places to the state after n steps; 0: the episode ended
-            "weight": np.ones(capacity, np.float64),
         }
 
     def add(self, trail: list[tuple[State, int, float]], n_step: int) -> None:
         """Adds an ended episode, (state, action, reward) per step; one longer than the ring loses its start."""
         rewards = np.concatenate([[0.0], np.cumsum([r for _, _, r in trail])])
         a = self.arrays
-        newest = a["weight"][: self.size].max(initial=1.0)
         for i in range(max(0, len(trail) - self.capacity), len(trail)):
             (dynamic, current, mask), action, _ = trail[i]
             end = min(i + n_step, len(trail))
@@ -71,32 +67,18 @@ class ExperienceBuffer:
             a["dynamic"][at], a["current"][at], a["mask"][at], a["action"][at] = dynamic, current, mask, action
             a["reward"][at] = rewards[end] - rewards[i]
             a["ahead"][at] = end - i if end < len(trail) else 0
-            a["weight"][at] = newest
             self.head = (self.head + 1) % self.capacity
             self.size = min(self.size + 1, self.capacity)
 
     def sample(self, batch: int, rng: np.random.Generator) -> Batch:
         """Draws transitions with replacement."""
         a = self.arrays
-        if self.priority:
-            mass = np.cumsum(a["weight"][: self.size] ** self.priority)
-            index = np.searchsorted(mass, rng.random(batch) * mass[-1], side="right")
-            chance = a["weight"][index] ** self.priority / mass[-1]
-            weight = 1 / (self.size * chance)
-            weight = (weight / weight.max()).astype(np.float32)
-        else:
-            index = rng.integers(self.size, size=batch)
-            weight = np.ones(batch, np.float32)
+        index = rng.integers(self.size, size=batch)
         later = (index + a["ahead"][index]) % self.capacity
         return Batch(
             index, a["dynamic"][index], a["current"][index], a["action"][index], a["reward"][index],
-            a["ahead"][index] > 0, a["dynamic"][later], a["current"][later], a["mask"][later], weight,
+            a["ahead"][index] > 0, a["dynamic"][later], a["current"][later], a["mask"][later],
         )  # fmt: skip
-
-    def set_priority(self, index: NDArray[np.int64], error: NDArray[np.float32]) -> None:
-        """Notes the size of the temporal-difference errors."""
-        if self.priority:
-            self.arrays["weight"][index] = error + 1e-3
 
     def state(self) -> dict[str, Any]:
         """For the checkpoint: the filled part."""

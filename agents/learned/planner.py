@@ -1,10 +1,11 @@
-"""The deep Q-network as a planner: it trains when it is asked for a plan (dqn.py, which needs PyTorch)."""
+"""The deep Q-networks as planners: they train when they are asked for a plan (training.py, which needs PyTorch)."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
-from agents.learned.dqn_config import PAPER, DQNConfig, config_from
+from agents.learned.dqn_config import DQNConfig, PaperConfig, config_from
 from agents.planner import MIB, PlannerInfo
 from agents.search.mutation import Mutation
 from simulator.machine import Machine
@@ -14,47 +15,64 @@ from simulator.program import Program
 TITLE = '"GPU memory management for neural networks using deep Q-network"'
 
 
-def without_network(config: DQNConfig, seed: int, calls: int | None = None, seconds: float | None = None) -> Mutation:
-    """What an agent is compared with: its search with the network never asked and never trained."""
-    temperature = config.belady_temperature
-    options: dict[str, Any] = {"proposals": "uniform"} if temperature is None else {"temperature": temperature}
-    if config.mutations:
-        options |= {"elites": config.elites, "rate": config.mutation_rate}
+def without_network(
+    config: DQNConfig | PaperConfig, seed: int, calls: int | None = None, seconds: float | None = None
+) -> Mutation:
+    """The search that an agent is compared with, which knows no network; of the paper's form as it explores."""
+    options: dict[str, Any] = {"proposals": "uniform"} if isinstance(config, PaperConfig) else {}
     return Mutation(calls, seconds, config.mode, config.min_bytes, seed, **options)
 
 
-class DQN:
-    """``agents.make("dqn")``: trains when asked for a plan. ``config`` stands for all other options but ``seed``."""
+class _Trained:
+    """Trains when asked for a plan. ``config`` stands for all other options but ``seed``."""
 
-    facts = PlannerInfo(
-        "dqn", "DQN", f"after {TITLE}", family="learned", slot=0, place=250, moves="joint", learned=True
-    )
-    name = facts.key
-    defaults: ClassVar[dict[str, Any]] = {}
+    facts: PlannerInfo
+    name: str
+    kind: type[Any]
 
     def __init__(
         self, seed: int = 0, min_bytes: int = MIB, mode: str | None = None, episodes: int | None = None,
-        config: DQNConfig | None = None,
+        config: Any = None,
     ):  # fmt: skip
         given = {"mode": mode, "episodes": episodes, "min_bytes": min_bytes}
-        values = {**self.defaults, **{k: v for k, v in given.items() if v is not None}}
-        self.seed, self.config = seed, config or config_from(values)
+        self.seed = seed
+        self.config = config or config_from({k: v for k, v in given.items() if v is not None}, self.kind)
         self.simulator_calls = 0
 
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
         """Trains and returns the best plan found; raises Infeasible."""
-        from agents.learned.dqn import train
+        from agents.learned.training import train
 
         result = train(program, machine, limit, self.config, self.seed, planner=self.name)
         self.simulator_calls = result.simulator_calls
         return result.best
 
 
-class DQNPaper(DQN):
+class DQN(_Trained):
+    """``agents.make("dqn")``."""
+
+    facts = PlannerInfo(
+        "dqn", "DQN", f"after {TITLE}", family="learned", slot=0, place=250, moves="joint", learned=True
+    )
+    name = facts.key
+    kind = DQNConfig
+
+
+class DQNPaper(_Trained):
     """The paper's plain form."""
 
     facts = PlannerInfo(
         "dqn_paper", "DQN, as in the paper", TITLE, family="learned", slot=2, place=260, moves="joint", learned=True
     )  # fmt: skip
     name = facts.key
-    defaults: ClassVar[dict[str, Any]] = PAPER
+    kind = PaperConfig
+
+
+def controls(config: DQNConfig, seed: int, episodes: int) -> dict[str, DQN]:
+    """What the DQN is compared with in as many walks: the same without what was learned elsewhere, and without what is
+    learned here."""
+    changes: dict[str, dict[str, Any]] = {
+        "dqn, from scratch": {"init": "scratch"},
+        "dqn, nothing learned": {"elites": 0},
+    }
+    return {name: DQN(seed, config=replace(config, episodes=episodes, **change)) for name, change in changes.items()}

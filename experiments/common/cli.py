@@ -36,7 +36,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from agents.learned.dqn_config import RENAMED
+from agents.learned.dqn_config import GONE, RENAMED, moved
 from experiments import begun
 from experiments.common import help, ray_launcher, submitit_logs, sweep, workers
 from experiments.common.endings import NO_ROOM, last_words, refuse, sentence, stopped, unwritten
@@ -50,7 +50,7 @@ from simulator.program import Program
 T = TypeVar("T")
 
 CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"
-MOVED = {f"agent.{old}": f"agent.{new}" for old, new in RENAMED.items()}  # keys of older versions
+MOVED = {f"agent.{old}": moved(old) for old in (*RENAMED, *GONE)}  # keys of older versions
 
 
 class UsageError(ValueError):
@@ -273,7 +273,7 @@ def check_overrides(
             if key.startswith(("hydra.", "hydra/")):
                 continue  # Hydra checks its own
             if key in MOVED:
-                raise UsageError(f"{line}: this key is {MOVED[key]} now")
+                raise UsageError(f"{line}: {MOVED[key]}")
             if key in groups and not isinstance(override.value(), dict):
                 values = list(_values(override))
                 for value in values:
@@ -459,7 +459,7 @@ def dataclass_of(kind: type[T], cfg: DictConfig, where: str) -> T:
     checked: dict[str, Any] = {}
     for key, value in plain(cfg).items():
         if f"{where}.{key}" in MOVED:
-            raise UsageError(f"{where}.{key}: this key is {MOVED[f'{where}.{key}']} now")
+            raise UsageError(f"{where}.{key}: {MOVED[f'{where}.{key}']}")
         if key not in hints:
             raise UsageError(f"{where}.{key}: unknown key {key!r}{nearest(key, set(hints))}")
         want = hints[key]

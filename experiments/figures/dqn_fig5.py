@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import agents
 from agents.floor import floor
+from agents.learned.dqn_config import DQNConfig
 from experiments import figures
 from experiments.common import cli
 from experiments.common.bisection import between
@@ -62,9 +64,8 @@ def tasks(settings: DictConfig) -> list[Row]:
     limits = figures.numbers(settings, "limits", lambda value: 0 < value < 1, "fractions between 0 and 1")
     seeds = figures.integers(settings, "seeds", 0)
     shared: Row = {"limits": sorted(limits, reverse=True), "min_bytes": cli.integer(settings, "min_bytes", least=1)}
-    for key in ("transfer", "agent"):
-        shared[key] = cli.plain(settings[key])
-    _agent(0, shared)  # a wrong key is an error before anything is computed
+    shared["agent"] = cli.plain(settings.agent)
+    _config(shared, "joint")  # a wrong key is an error before anything is computed
     changes, kernels = cli.plain(settings.changes), cli.integer(settings, "floor_kernels")
     return [
         {"networks": group, "seed": seed, **shared, "changes": {n: changes[n] for n in group if n in changes},
@@ -74,26 +75,22 @@ def tasks(settings: DictConfig) -> list[Row]:
     ]  # fmt: skip
 
 
-def _agent(seed: int, task: Row) -> Any:
-    """The agent of a task; raises UsageError where a setting is wrong."""
-    from agents.learned.dqn_config import DQNConfig
-    from agents.learned.transfer import Agent, TransferConfig  # PyTorch takes seconds to import
-
-    config = cli.dataclass_of(DQNConfig, OmegaConf.create({**task["agent"], "min_bytes": task["min_bytes"]}), "agent")
-    return Agent(config, cli.dataclass_of(TransferConfig, OmegaConf.create(task["transfer"]), "transfer"), seed)
+def _config(task: Row, mode: str) -> DQNConfig:
+    """The settings of the agent; raises UsageError where one is wrong."""
+    changes = {**task["agent"], "min_bytes": task["min_bytes"], "mode": mode}
+    return cli.dataclass_of(DQNConfig, OmegaConf.create(changes), "agent")
 
 
 def run(task: Row, machine: Machine) -> Row:
     """For each network of the group what each planner achieves; fractions of its peak, overheads."""
-    agent = _agent(task["seed"], task)
     found = {}
     for name in task["networks"]:
         program = figures.program(name, machine, **task["changes"].get(name, {}))
-        found[name] = compare(program, machine, agent, task)
+        found[name] = compare(program, machine, task)
     return {"found": found}
 
 
-def compare(program: Program, machine: Machine, agent: Any, task: Row) -> Row:
+def compare(program: Program, machine: Machine, task: Row) -> Row:
     """One program: the baselines, the agent in both modes, the floor."""
     peak, min_bytes = program.peak_bytes, task["min_bytes"]
     grid = [int(f * peak) for f in task["limits"]]
@@ -104,15 +101,8 @@ def compare(program: Program, machine: Machine, agent: Any, task: Row) -> Row:
         scored = [(limit, overhead(key, program, machine, limit, min_bytes)) for limit in limits]
         baselines[key] = [[limit / peak, o] for limit, o in scored if o is not None]
     dqn: Row = {}
-    swaps: list[Any] = []
     for mode in MODES:
-        swept = agent.sweep(program, machine, limits, mode, swaps)
-        swaps = swept
-        dqn[mode] = [
-            {"limit": f.limit / peak, "overhead": f.overhead, "walked": _number(f.walked), "greedy": _number(f.greedy),
-             "calls": f.simulator_calls}
-            for f in swept if f.plan is not None
-        ]  # fmt: skip
+        dqn[mode] = sweep(program, machine, limits, task, mode, dqn.get("swap", []))
     transfer = machine.d2h_ns(peak - sum(t.nbytes for t in program.tensors if t.persistent))
     floors = []
     if len(program.kernels) <= task["floor_kernels"]:
@@ -122,8 +112,31 @@ def compare(program: Program, machine: Machine, agent: Any, task: Row) -> Row:
             "baselines": baselines, "dqn": dqn, "floor": floors}  # fmt: skip
 
 
-def _number(value: float) -> float | None:
-    return None if np.isnan(value) else value
+def sweep(
+    program: Program, machine: Machine, limits: list[int], task: Row, mode: str, also: list[Row]
+) -> list[Row]:  # fmt: skip
+    """The DQN at every limit, the loosest first. It begins with the tightest: a plan for that fits the next, too, and
+    so does one of ``also``, of a mode that this one includes; where one has no overhead, there is nothing to learn."""
+    from agents.learned.planner import DQN, controls  # PyTorch takes seconds to import
+
+    peak, config, out = program.peak_bytes, _config(task, mode), []
+    for limit in sorted(limits):
+        carried = [p for p in (*out[-1:], *also) if p["limit"] <= limit / peak + SAME]
+        point: Row = {"limit": limit / peak, "overhead": min([p["overhead"] for p in carried], default=math.inf),
+                      "walked": None, "scratch": None, "calls": 0}  # fmt: skip
+        if point["overhead"] > 0:
+            agent = DQN(task["seed"], config=config)
+            plan = figures.attempt(agent, program, machine, limit)
+            point["calls"] = agent.simulator_calls
+            if plan is not None:
+                point["walked"] = simulate(program, plan, machine, limit).overhead
+                point["overhead"] = min(point["overhead"], point["walked"])
+                (alone, *_) = controls(config, task["seed"], max(agent.simulator_calls, 1)).values()
+                other = figures.attempt(alone, program, machine, limit)
+                point["scratch"] = None if other is None else simulate(program, other, machine, limit).overhead
+        if point["overhead"] < math.inf:
+            out.append(point)
+    return out[::-1]
 
 
 def overhead(key: str, program: Program, machine: Machine, limit: int, min_bytes: int) -> float | None:
@@ -249,7 +262,9 @@ def numbers(rows: list[Row]) -> Row:
     ]
     details = [point for panel in found for mode in MODES for point in panel.details[mode]]
     walked = [point for point in details if (point["walked"] or 0.0) > SAME]
-    greedy = [point["greedy"] for point in walked if point["greedy"] is not None]
+    pairs = [(p["walked"], p["scratch"]) for p in walked if p.get("scratch") is not None]
+    greedy = [p["greedy"] for p in walked if p.get("greedy") is not None]  # rows of the agent before this one
+    refined = [p["overhead"] for p in walked if "greedy" in p]
     widths = [(max(o) - min(o), panel.name, limit, mode) for panel in found for mode in MODES
               for limit, o in panel.dqn[mode].items() if len(o) > 1]  # fmt: skip
     gaps = [(float(np.mean(panel.dqn["joint"][limit])) - bound, panel.name, limit, "joint") for panel in found
@@ -267,7 +282,9 @@ def numbers(rows: list[Row]) -> Row:
         "swaps": len(swaps) or None, "behind": sum(entry[0] > SAME for entry in swaps),
         "swaps_worst": most([entry for entry in swaps if entry[0] > SAME]), "points": len(walked) or None,
         "walked": 100 * np.mean([p["walked"] for p in walked]) if walked else None,
-        "refined": 100 * np.mean([p["overhead"] for p in walked]) if walked else None,
+        "found": 100 * np.mean([mine for mine, _ in pairs]) if pairs else None,
+        "scratch": 100 * np.mean([theirs for _, theirs in pairs]) if pairs else None, "both": len(pairs) or None,
+        "refined": 100 * np.mean(refined) if refined else None,
         "greedy": 100 * np.mean(greedy) if greedy else None, "calls": sum(point["calls"] for point in details),
         "seeds": max(panel.seeds for panel in found), "spread": most(widths), "gap": most(gaps), "gaps": len(gaps),
         "at_floor": sum(entry[0] <= SAME for entry in gaps),

@@ -13,4 +13,4 @@ AGENTS = Path(__file__).parents[2] / "configs" / "agent"
 def test_agent_configs_are_the_defaults():
     for planner in (DQN, DQNPaper):
         values = yaml.safe_load((AGENTS / f"{planner.name}.yaml").read_text())
-        assert config_from(values) == planner().config
+        assert config_from(values, planner.kind) == planner().config

@@ -65,7 +65,7 @@ def interrupted(forks: subprocess.Popen[str], tmp_path: Path) -> Press:
 
 def test_training_goes_on(run: Run, interrupted: Press, program_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    words = (f"program={program_file}", "limit=0.5", "planners=[]", "agent.mode=swap")
+    words = (f"program={program_file}", "limit=0.5", "planners=[]", "agent=dqn_paper", "agent.mode=swap")
     begun = re.compile(r"training, best .* left")
     status, screen, last = interrupted(
         lambda screen: bool(begun.search(screen)), "experiments", "train", *words, f"out={out}", "agent.episodes=120"

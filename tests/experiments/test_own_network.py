@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from agents.learned.dqn import Trainer, Variant
-from agents.learned.dqn_config import DQNConfig
+from agents.learned.dqn_config import PaperConfig
+from agents.learned.dqn_paper import Trainer, Variant
 from agents.learned.own_network import OwnNetwork, OwnNetworkError
 from envs import Task
 from envs.memory_env import small_task
@@ -43,7 +43,8 @@ def test_the_network_of_the_page(run: Run, tmp_path: Path) -> None:
     calls = next(row for row in rows_in(tmp_path / "sb3") if row["planner"] == "sb3_maskable_ppo")["simulator_calls"]
     assert isinstance(calls, int) and 5 < calls < 100  # one an episode
     PROGRAM.save(tmp_path / "small.json")
-    words += (f"program={tmp_path / 'small.json'}", "limit=0.7", "agent.episodes=12")
+    refused(run("train_dqn", *words, f"out={tmp_path / 'no'}"), "network: of agent=dqn_paper; agent=dqn takes none")
+    words += (f"program={tmp_path / 'small.json'}", "limit=0.7", "agent=dqn_paper", "agent.episodes=12")
     done = run("train_dqn", *words, f"out={tmp_path / 'dqn'}")
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "dqn" / "curve.json").read_text())["reward"] == "causal"
@@ -102,7 +103,7 @@ def test_what_a_network_cannot_be_is_a_sentence(made: Any, words: str) -> None:
 
 def test_the_dqn_takes_actions_in_all_their_forms(tmp_path: Path) -> None:
     """Each form is its own action, with its own Q-value; a checkpoint is of its variant only."""
-    config = DQNConfig(episodes=40, num_envs=2, mutations=2)
+    config = PaperConfig(episodes=40, num_envs=2, features=8, embedding_size=16, n_step=1000, optimizer="adam")
     trainer = Trainer(task(), config, 0, variant=Variant("causal", "full"))
     n = len(trainer.task.graph)
     assert set(np.unique(trainer.actions // n)) == {0, 1, 2}
@@ -110,7 +111,7 @@ def test_the_dqn_takes_actions_in_all_their_forms(tmp_path: Path) -> None:
         trainer.step()
     taken = trainer.buffer.arrays["action"][: trainer.buffer.size]
     assert set(np.unique(trainer.actions[taken] // n)) == {0, 1, 2}
-    assert isinstance(trainer.best, Plan) and trainer.search.best_overhead < 0.05
+    assert isinstance(trainer.best, Plan) and trainer.best_overhead < 0.05
     assert trainer.task.engine.calls < trainer.buffer.size  # with the causal reward one an episode
     before = trainer.rng.bit_generator.state, trainer.task.engine.calls
     assert trainer.greedy_overhead() >= 0

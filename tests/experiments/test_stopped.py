@@ -22,8 +22,8 @@ from tests.experiments.conftest import ROOT, Run
 
 def test_a_terminated_training_goes_on(run: Run, program_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    words = (f"program={program_file}", "limit=0.5", "planners=[]", "agent.mode=swap", "machine=h100",
-             "machine.host_bytes=8589934592")  # fmt: skip
+    words = (f"program={program_file}", "limit=0.5", "planners=[]", "agent=dqn_paper", "agent.mode=swap",
+             "machine=h100", "machine.host_bytes=8589934592")  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "experiments.train_dqn", *words, f"out={out}", "agent.episodes=120"]
     with subprocess.Popen(command, env=environment, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
@@ -61,7 +61,7 @@ def test_a_directory_is_one_runs_at_a_time(run: Run, program_file: Path, tmp_pat
     assert run(*words).returncode == 0 and not (out / LOCK).exists()  # whoever had it has died
 
 
-@pytest.mark.parametrize("command", ["pretrain", "train_program_dqn", "validate_gpu"])
+@pytest.mark.parametrize("command", ["pretrain", "validate_gpu"])
 def test_so_is_that_of_commands_that_go_on(
     command: str,
     program_file: Path,
@@ -70,7 +70,6 @@ def test_so_is_that_of_commands_that_go_on(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (out := tmp_path / "out").mkdir()
-    words = {"pretrain": [], "train_program_dqn": [f"programs={program_file.parent}"]}
     with (out / LOCK).open("ab") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         if command == "validate_gpu":
@@ -78,7 +77,7 @@ def test_so_is_that_of_commands_that_go_on(
             assert "another run is at work in" in capsys.readouterr().err
             return
         with hydra.initialize_config_dir(str(cli.CONFIGS), version_base="1.3"):
-            cfg = hydra.compose(command, overrides=[*words[command], f"out={out}"])
+            cfg = hydra.compose(command, overrides=[f"out={out}"])
         main = import_module(f"experiments.{command}").main
         task = dict(zip(main.__code__.co_freevars, main.__closure__, strict=True))["task"].cell_contents
         with pytest.raises(cli.UsageError, match="another run is at work in"):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import agents
-from agents.learned.dqn_config import DQNConfig
+from agents.learned.dqn_config import DQNConfig, PaperConfig
 from agents.learned.planner import without_network
 from agents.search import mutation
 from agents.search.mutation import FIRST, MIGRATE, Draws, Mutations
@@ -165,10 +165,8 @@ def test_belady_prefers_what_is_used_last() -> None:
 
 
 def test_what_an_agent_is_compared_with_has_its_settings() -> None:
-    config = DQNConfig(mode="swap", min_bytes=7, elites=2, mutation_rate=0.1, belady_temperature=0.2)
-    same = without_network(config, 3, calls=99)
-    assert (same.mode, same.min_bytes, same.elites, same.rate, same.temperature) == ("swap", 7, 2, 0.1, 0.2)
+    same = without_network(DQNConfig(mode="swap", min_bytes=7), 3, calls=99)
+    assert (same.mode, same.min_bytes, same.temperature) == ("swap", 7, made().temperature)
     assert (same.seed, same.calls, same.seconds) == (3, 99, None)
-    # An agent that neither mutates nor draws by Belady's rule is compared with the default mutations, drawn alike.
-    paper = without_network(DQNConfig(mutations=0, mutation_rate=0.0, belady_temperature=None), 0, seconds=2.0)
+    paper = without_network(PaperConfig(), 0, seconds=2.0)  # which explores without Belady's rule
     assert (paper.rate, paper.temperature, paper.seconds, paper.calls) == (made().rate, None, 2.0, None)

@@ -52,7 +52,7 @@ def test_where_a_meaning_is_written(tmp_path: Path) -> None:
 
 def test_an_option_that_was_chosen_has_its_own_keys() -> None:
     assert "agent.optimizer=sgd" in helping.text(CONFIGS, "train_dqn", "", ["agent=dqn_paper"])
-    assert "agent.optimizer=adam" in helping.text(CONFIGS, "train_dqn", "")
+    assert "agent.init=pretrained" in helping.text(CONFIGS, "train_dqn", "")
 
 
 @pytest.mark.parametrize("name", sorted(set(COMMANDS.values()) & set(NAMES)))

@@ -15,14 +15,13 @@ PROGRAM, MACHINE = small_task()
 SETTINGS = {
     "groups": [["kmeans"], ["vgg16", "vgg19"]], "changes": {"vgg19": {"batch_size": 8}}, "limits": [0.6, 0.9],
     "seeds": [3, 5], "min_bytes": 2**20, "floor_kernels": 100,
-    "transfer": {"first": 4, "episodes": 4, "most": 100, "updates": 1},
-    "agent": {"num_envs": 2, "embedding_size": 4, "message_passing_steps": 2, "mutations": 1, "batch_size": 4},
+    "agent": {"episodes": 64},
 }  # fmt: skip
 
 
 def points(*pairs):
     """What a sweep leaves in a row: (limit, overhead), the best walk twice as slow."""
-    return [{"limit": at, "overhead": o, "walked": 2 * o, "greedy": None, "calls": 10} for at, o in pairs]
+    return [{"limit": at, "overhead": o, "walked": 2 * o, "scratch": 3 * o, "calls": 10} for at, o in pairs]
 
 
 def row(seed, swap, joint, floor=()):

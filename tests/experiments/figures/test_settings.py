@@ -25,7 +25,7 @@ def test_a_figure_has_tasks_words_and_a_table(name: str) -> None:
 
 
 def test_all_leaves_out_what_takes_hours_or_needs_runs() -> None:
-    assert {name for name in reproduce.names() if reproduce.figure(name).on_demand} == {"ablation", "learning"}
+    assert {name for name in reproduce.names() if reproduce.figure(name).on_demand} == {"learning"}
 
 
 TASK = {"workload": "mlp", "machine": "gtx1080ti", "limit": 0.8, "split": "test", "fingerprint": "0123456789ab"}
@@ -78,7 +78,6 @@ TASK = {"workload": "mlp", "machine": "gtx1080ti", "limit": 0.8, "split": "test"
         ("dqn_fig5", {"limits": [1.5]}, "figure.limits: expected fractions between 0 and 1, got 1.5"),
         ("dqn_fig5", {"seeds": [-1]}, "figure.seeds"),
         ("dqn_fig5", {"agent": {"sise": 4}}, "agent"),
-        ("dqn_fig5", {"transfer": {"first": -1}}, "transfer"),
         ("dqn_fig5", {"min_bytes": 0}, "min_bytes"),
         ("llama8b", {"methods": ["tensil"]}, "figure.methods: there is no method 'tensil'; the nearest is 'tensile'"),
         ("llama8b", {"options": {"dqn": {}}}, "figure.methods: there is no method 'dqn'"),
@@ -104,8 +103,6 @@ TASK = {"workload": "mlp", "machine": "gtx1080ti", "limit": 0.8, "split": "test"
         ("robustness", {"iterations": 3}, "iterations: expected an"),
         ("robustness", {"robust": {"wind": 1}}, "robust: "),
         ("robustness", {"tenant": ["much"]}, "tenant: "),
-        ("ablation", {"variants": {"mine": {"sise": 4}}}, "variants.mine"),
-        ("ablation", {"limit": 2}, "figure.limit: expected a share of the peak, got 2"),
         ("learning", {"runs": "/nowhere"}, "figure.runs: there is no training with a curve.json under /nowhere"),
     ],
 )  # fmt: skip

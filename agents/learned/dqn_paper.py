@@ -1,0 +1,277 @@
+"""The deep Q-network of "GPU memory management for neural networks using deep Q-network" (2020): Algorithm 1 with
+fitted Q-iteration (equations 4 and 5), on the environment of envs/walk.py: ``agent=dqn_paper``.
+
+As in the paper (its Figure 3) the plan returned is the best one found; the final greedy policy's is beside it. Where
+the paper is silent: γ = 1 (an episode ends, and its return is the overhead); rewards are multiplied by
+``reward_scale``; an update follows every ``update_every`` transitions; invalid actions are masked in the argmax, in
+exploration and in equation 5. Settings that are not the paper's (dqn_config.py) are there for networks of one's own
+(own_network.py). Read on in ``Trainer.step`` and ``Trainer.update``.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from agents.learned.dqn_config import PaperConfig, by_todays_names
+from agents.learned.experience_buffer import ExperienceBuffer, State
+from agents.learned.optimisation import MASKED, descend, one_thread
+from agents.learned.own_network import OwnNetwork
+from agents.learned.structure2vec import Structure2Vec
+from agents.learned.training import Episode
+from agents.learned.training_state import must_match, read_training_state, restoring, write_training_state
+from agents.planner import Rows
+from envs.graph import FEATURES, STATIC
+from envs.task import Task
+from envs.walk import Walk
+from simulator import Plan
+from simulator.compiled.engine import decisions_of, rows_of
+
+
+class Variant(NamedTuple):
+    """Of the environment and the network: reward and actions as Walk's, a class of one's own (own_network.py)."""
+
+    reward: str = "paper"
+    actions: str = "paper"
+    network: type[nn.Module] | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """What a checkpoint keeps of it."""
+        return [
+            self.reward,
+            self.actions,
+            f"{self.network.__module__}:{self.network.__qualname__}" if self.network else "",
+        ]
+
+
+class Trainer:
+    """Algorithm 1. One ``step`` moves every walk by one action and learns."""
+
+    def __init__(
+        self, task: Task, config: PaperConfig, seed: int, planner: str = "dqn_paper", variant: Variant = Variant()  # noqa: B008
+    ):  # fmt: skip
+        self.task, self.config, self.seed, self.planner, self.variant = task, config, seed, planner, variant
+        one_thread()
+        torch.manual_seed(seed)
+        self.rng = np.random.default_rng(seed)
+        self.q = self._network()
+        self.target = self._network()
+        self.target.load_state_dict(self.q.state_dict())
+        adam = config.optimizer == "adam"
+        self.optimizer = (torch.optim.Adam if adam else torch.optim.SGD)(self.q.parameters(), config.learning_rate)
+        self.actions = self.q.codes.numpy()  # (A,) node of each action, or node + N * form
+        self.static = torch.from_numpy(task.graph.features)
+        self.buffer = ExperienceBuffer(config.buffer_size, len(task.graph), len(self.actions))
+        self.walks = [self._walk() for _ in range(config.num_envs)]
+        self.trails: list[list[tuple[State, int, float]]] = [[] for _ in self.walks]  # state, action, reward
+        self.best_rows: Rows | None = None
+        self.best_overhead = float("nan")
+        self.started = 0  # transitions since the last update
+        self.updates = 0
+        self.losses: list[float] = []
+        self.history: list[Episode] = []
+
+    def _walk(self) -> Walk:
+        return Walk(self.task, self.variant.reward, self.variant.actions)
+
+    def _network(self) -> Structure2Vec | OwnNetwork:
+        c, forms = self.config, self.task.forms if self.variant.actions == "full" else 1
+        if self.variant.network is not None:
+            return OwnNetwork(self.variant.network, self.task.graph, c.features, forms)
+        sizes = c.embedding_size, c.message_passing_steps
+        return Structure2Vec(self.task.graph, c.features, *sizes, c.pool, c.mixing, forms)
+
+    @property
+    def best(self) -> Plan | None:
+        """The best plan found so far."""
+        task, rows = self.task, self.best_rows
+        if rows is None:
+            return None
+        return Plan.of(task.program, decisions_of(rows), self.planner, task.limit, task.machine.name)
+
+    @property
+    def episodes(self) -> int:
+        """How many have ended."""
+        return len(self.history)
+
+    @property
+    def done(self) -> bool:
+        """Have there been enough?"""
+        return self.episodes >= self.config.episodes
+
+    @property
+    def epsilon(self) -> float:
+        """Probability of a random action now."""
+        c = self.config
+        part = min(1.0, len(self.history) / max(1.0, c.explore * c.episodes))
+        return c.epsilon_start + (c.epsilon_end - c.epsilon_start) * part
+
+    def _state(self, walk: Walk) -> State:
+        dynamic = walk.features[:, STATIC:FEATURES].astype(np.float16, order="C")
+        return State(dynamic, walk.current, walk.mask()[self.actions])
+
+    def _q(
+        self, network: Structure2Vec | OwnNetwork, dynamic: NDArray[np.float16], current: NDArray[np.int64]
+    ) -> Tensor:
+        """Q-values (B, A) of states given by their dynamic features (B, N, 3) and current nodes (B,)."""
+        moving = torch.from_numpy(dynamic).float().transpose(0, 1)[..., : self.config.features - STATIC]
+        static = self.static[:, None].expand(-1, len(current), -1)
+        q: Tensor = network(torch.cat([static, moving], -1), torch.from_numpy(current))
+        return q
+
+    @torch.no_grad()
+    def act(self, states: list[State], epsilon: float) -> NDArray[np.int64]:
+        """ε-greedy: an index into ``actions`` per state (Algorithm 1, lines 6 to 10)."""
+        chosen = np.zeros(len(states), np.int64)
+        explore = self.rng.random(len(states)) < epsilon
+        for i in np.flatnonzero(explore):
+            valid = np.flatnonzero(states[i].mask)
+            chosen[i] = self.rng.choice(valid)
+        greedy = np.flatnonzero(~explore)
+        if len(greedy):
+            dynamic = np.stack([states[i].dynamic for i in greedy])
+            q = self._q(self.q, dynamic, np.array([states[i].current for i in greedy])).numpy()
+            mask = np.stack([states[i].mask for i in greedy])
+            chosen[greedy] = np.where(mask, q, MASKED).argmax(1)
+        return chosen
+
+    def step(self) -> list[Episode]:
+        """Lines 5 to 17 for every walk; returns the episodes that ended."""
+        ended = []
+        states = [self._state(walk) for walk in self.walks]
+        chosen = self.act(states, self.epsilon)
+        for walk, trail, state, action in zip(self.walks, self.trails, states, chosen.tolist(), strict=True):
+            result = walk.step(int(self.actions[action]))
+            trail.append((state, action, result.reward * self.config.reward_scale))
+            self.started += 1
+            if result.terminated:
+                self.buffer.add(trail, self.config.n_step)
+                ended.append(self._log(walk, len(trail)))
+                trail.clear()
+                walk.reset()
+        while self.started >= self.config.update_every and self.buffer.size >= self.config.batch_size:
+            self.started -= self.config.update_every
+            self.losses.append(self.update())
+        return ended
+
+    def _log(self, walk: Walk, steps: int) -> Episode:
+        feasible = not walk.dead_end
+        if feasible and not walk.overhead >= self.best_overhead:  # the first one compares with nan
+            self.best_rows, self.best_overhead = walk.rows.copy(), walk.overhead
+        loss = float(np.mean(self.losses)) if self.losses else float("nan")
+        self.losses = []
+        episode = Episode(
+            len(self.history) + 1, walk.overhead if feasible else float("nan"), feasible, self.best_overhead,
+            self.epsilon, loss, steps, self.task.engine.calls,
+        )  # fmt: skip
+        self.history.append(episode)
+        return episode
+
+    def update(self) -> float:
+        """One minibatch of fitted Q-iteration (lines 12 and 13); returns the loss."""
+        c = self.config
+        batch = self.buffer.sample(c.batch_size, self.rng)
+        with torch.no_grad():  # equation 5: y is a constant
+            y = torch.from_numpy(batch.reward)
+            if batch.more.any():
+                network = self.target if c.target_every else self.q
+                mask = torch.from_numpy(batch.next_mask)
+                after = self._q(network, batch.next_dynamic, batch.next_current)
+                if c.double:
+                    own = self._q(self.q, batch.next_dynamic, batch.next_current)
+                    best = own.masked_fill(~mask, MASKED).argmax(1, keepdim=True)
+                    value = after.gather(1, best)[:, 0]
+                else:
+                    value = after.masked_fill(~mask, MASKED).max(1).values
+                y = y + torch.where(torch.from_numpy(batch.more), value, 0.0)
+        q = self._q(self.q, batch.dynamic, batch.current).gather(1, torch.from_numpy(batch.action)[:, None])[:, 0]
+        if c.optimizer == "adam":
+            loss_each = nn.functional.huber_loss(q, y, reduction="none")
+        else:
+            loss_each = (y - q) ** 2  # equation 4
+        loss = loss_each.mean()
+        found = descend(loss, self.q, self.optimizer, 10.0 if c.optimizer == "adam" else None)
+        self.updates += 1
+        if c.target_every and self.updates % c.target_every == 0:
+            self.target.load_state_dict(self.q.state_dict())
+        return found
+
+    def greedy(self) -> Plan | None:
+        """The plan of the greedy policy, or None where it ends in a dead end."""
+        walk = self._greedy()
+        return None if walk.dead_end else walk.plan(self.planner)
+
+    def greedy_overhead(self) -> float:
+        """That of the greedy policy, NaN in a dead end; training goes on as if it had not been asked."""
+        drawn, calls = self.rng.bit_generator.state, self.task.engine.calls
+        walk = self._greedy()
+        self.rng.bit_generator.state, self.task.engine.calls = drawn, calls
+        return float("nan") if walk.dead_end else walk.overhead
+
+    def _greedy(self) -> Walk:
+        walk = self._walk()
+        while not walk.done:
+            walk.step(int(self.actions[self.act([self._state(walk)], 0.0)[0]]))
+        return walk
+
+    # ---------------------------------------------------------------------------------- checkpoints
+
+    def _identity(self) -> dict[str, Any]:
+        """What a checkpoint must agree with to be of this run."""
+        return {"config": asdict(self.config), "seed": self.seed, "limit": self.task.limit,
+                "program": self.task.program.fingerprint,
+                "machine": json.dumps(self.task.machine.to_dict()), "variant": self.variant.names}  # fmt: skip
+
+    def save(self, path: Path) -> None:
+        """Writes everything that the rest of the run depends on; the file appears whole or not at all."""
+        state = {
+            **self._identity(),
+            "q": self.q.state_dict(), "target": self.target.state_dict(), "optimizer": self.optimizer.state_dict(),
+            "torch_rng": torch.get_rng_state(), "numpy_rng": json.dumps(self.rng.bit_generator.state),
+            "replay": self.buffer.state(),
+            "trails": [[int(self.actions[action]) for _, action, _ in trail] for trail in self.trails],
+            "started": self.started, "updates": self.updates, "losses": list(self.losses),
+            "history": [list(e) for e in self.history], "calls": self.task.engine.calls,
+            "best": json.dumps(self.best.to_dict()) if self.best else "", "best_overhead": self.best_overhead,
+        }  # fmt: skip
+        write_training_state(path, state)
+
+    def load(self, path: Path) -> None:
+        """Continues where ``save`` was called.
+
+        Raises:
+            TrainingStateError: the file is no checkpoint, or one of another run.
+        """
+        state = read_training_state(path)
+        if isinstance(state.get("config"), dict):
+            state["config"] = {**by_todays_names(state["config"]), "episodes": self.config.episodes}  # it may have more
+        state.setdefault("variant", Variant().names)  # of older versions
+        must_match(path, state, self._identity())
+        with restoring(path):
+            self.q.load_state_dict(state["q"])
+            self.target.load_state_dict(state["target"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.buffer.restore(state["replay"])
+            for walk, trail, nodes in zip(self.walks, self.trails, state["trails"], strict=True):
+                walk.reset()
+                trail.clear()
+                for node in nodes:
+                    before = self._state(walk)
+                    action = int(np.searchsorted(self.actions, node))
+                    trail.append((before, action, walk.step(node).reward * self.config.reward_scale))
+            self.rng.bit_generator.state = json.loads(state["numpy_rng"])
+            torch.set_rng_state(state["torch_rng"])
+            self.started, self.updates, self.losses = state["started"], state["updates"], list(state["losses"])
+            self.history = [Episode(*e) for e in state["history"]]
+            best = Plan.from_dict(json.loads(state["best"])) if state["best"] else None
+            self.best_rows = rows_of(best.decisions) if best is not None else None
+            self.best_overhead = state["best_overhead"]
+            self.task.engine.calls = state["calls"]

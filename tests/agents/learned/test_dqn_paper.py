@@ -1,0 +1,238 @@
+"""The paper's form: equations against a plain loop, learning on a task with known optimum, the same run, resume."""
+
+import copy
+import itertools
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from agents.learned.dqn_config import GONE, RENAMED, PaperConfig, config_from
+from agents.learned.dqn_paper import Trainer
+from agents.learned.experience_buffer import ExperienceBuffer, State
+from agents.learned.structure2vec import Structure2Vec
+from agents.learned.training import train
+from agents.learned.training_state import TrainingStateError
+from agents.planner import Infeasible
+from envs.memory_env import small_task
+from envs.task import Task
+from envs.walk import Walk
+from simulator import Engine, Swap, simulate
+from simulator.compiled.engine import rows_of
+
+PROGRAM, MACHINE = small_task()
+LIMIT = round(0.6 * PROGRAM.peak_bytes)
+SMALL = PaperConfig(
+    episodes=120, num_envs=4, features=8, embedding_size=8, message_passing_steps=3, pool="mean", mixing=True,
+    n_step=1000, double=True, target_every=100, optimizer="adam", learning_rate=2e-3, reward_scale=10.0,
+    buffer_size=2000, update_every=8, epsilon_end=0.02, explore=0.3, checkpoint_every=30,
+)  # fmt: skip
+
+
+def test_equations_one_to_three_as_printed():
+    """Against the sums of the paper, written as loops over nodes and neighbours."""
+    graph = Task(PROGRAM, MACHINE, LIMIT, mode="joint").graph
+    torch.manual_seed(0)
+    net = Structure2Vec(graph, features=6, embedding_size=4, message_passing_steps=3, pool="sum", mixing=False)
+    n, c = len(graph), 5
+    x = torch.rand(n, 1, 6)
+    s = [torch.zeros(4) for _ in range(n)]
+    edges = list(zip(*graph.edges.tolist(), graph.weights, strict=True))
+    neighbours = [[(u, w) for u, v, w in edges if v == k] for k in range(n)]
+    for _ in range(3):
+        s = [
+            torch.relu(
+                net.w1.weight @ x[v, 0]
+                + net.w2.weight @ sum(s[u] for u, _ in neighbours[v])
+                + net.w3.weight @ sum(torch.relu(net.w4.weight @ torch.tensor([w])) for _, w in neighbours[v])
+            )
+            for v in range(n)
+        ]
+    g = torch.cat([net.w5.weight @ sum(s), net.w6.weight @ s[c]])
+    actions = np.flatnonzero(graph.action_kind >= 0)
+    expected = [
+        float(net.w7.weight.detach()[0] @ torch.relu(torch.cat([g, net.w8.weight @ s[a]])).detach()) for a in actions
+    ]
+    got = net(x, torch.tensor([c]))[0].tolist()
+    assert got == pytest.approx(expected, rel=1e-4)
+
+
+def test_finds_the_optimum_of_a_small_task():
+    """Against every subset of the gaps, all simulated."""
+    task = Task(PROGRAM, MACHINE, LIMIT)
+    engine = Engine(PROGRAM, MACHINE, LIMIT)
+    rows = rows_of([Swap(*gap) for gap in task.graph.gaps])
+    best = min(
+        engine.score(rows[list(chosen)]).iteration_ns
+        for size in range(len(rows) + 1)
+        for chosen in itertools.combinations(range(len(rows)), size)
+    )
+    result = train(PROGRAM, MACHINE, LIMIT, SMALL, seed=0)
+    assert engine.score(rows_of(result.best.decisions)).iteration_ns <= best
+
+
+def overhead_at_random(task: Task, rng: np.random.Generator) -> float:
+    walk = Walk(task)
+    while not walk.done:
+        walk.step(int(rng.choice(np.flatnonzero(walk.mask()))))
+    assert not walk.dead_end
+    return walk.overhead
+
+
+def test_the_policy_learns():
+    """The greedy policy after 120 episodes beside that of the same network before them, and beside random actions.
+
+    Trained on the negated reward, or on none, six such policies were on average worse than half of what random actions
+    cost.
+    """
+    task = Task(PROGRAM, MACHINE, round(0.7 * PROGRAM.peak_bytes))
+    rng = np.random.default_rng(0)
+    at_random = np.mean([overhead_at_random(task, rng) for _ in range(200)])
+    before, after = [], []
+    for seed in range(4):
+        trainer = Trainer(task, SMALL, seed)
+        before.append(simulate(PROGRAM, trainer.greedy(), MACHINE, task.limit).overhead)
+        while not trainer.done:
+            trainer.step()
+        after.append(simulate(PROGRAM, trainer.greedy(), MACHINE, task.limit).overhead)
+    assert np.mean(after) < 0.3 * at_random < 0.3 * np.mean(before)
+
+
+def test_same_seed_same_run_and_resume(tmp_path):
+    config = replace(SMALL, n_step=3, episodes=24, checkpoint_every=6)
+    whole = train(PROGRAM, MACHINE, LIMIT, config, seed=3, checkpoint=tmp_path / "a.pt")
+    assert repr(train(PROGRAM, MACHINE, LIMIT, config, seed=3)) == repr(whole)  # repr: losses may be nan
+    assert train(PROGRAM, MACHINE, LIMIT, config, seed=4).history != whole.history
+
+    class Killed(Exception):
+        pass
+
+    def kill(episode):
+        if episode.episode == 15:
+            raise Killed
+
+    with pytest.raises(Killed):
+        train(PROGRAM, MACHINE, LIMIT, config, seed=3, checkpoint=tmp_path / "b.pt", on_episode=kill)
+    resumed = train(PROGRAM, MACHINE, LIMIT, config, seed=3, resume=tmp_path / "b.pt")
+    assert repr(resumed) == repr(whole)
+
+
+def test_checkpoints_are_checked(tmp_path):
+    path = tmp_path / "c.pt"
+    config = replace(SMALL, episodes=8)
+    train(PROGRAM, MACHINE, LIMIT, config, checkpoint=path)
+    with pytest.raises(TrainingStateError, match=r"another seed"):
+        train(PROGRAM, MACHINE, LIMIT, config, seed=1, resume=path)
+    with pytest.raises(TrainingStateError, match=r"another agent\.embedding_size"):
+        train(PROGRAM, MACHINE, LIMIT, replace(config, embedding_size=9), resume=path)
+    path.write_bytes(path.read_bytes()[:500])
+    with pytest.raises(TrainingStateError, match="not a checkpoint"):
+        train(PROGRAM, MACHINE, LIMIT, config, resume=path)
+    with pytest.raises(TrainingStateError, match="cannot be read"):
+        train(PROGRAM, MACHINE, LIMIT, config, resume=tmp_path / "none.pt")
+
+
+def test_a_limit_below_reach_is_refused_at_once():
+    with pytest.raises(Infeasible, match="cannot run in"):
+        train(PROGRAM, MACHINE, PROGRAM.peak_bytes // 10, SMALL)
+    words = r"cannot run in .* because every tensor that could leave is below min_bytes \(1,099,511,627,776 bytes\)"
+    with pytest.raises(Infeasible, match=words):
+        train(PROGRAM, MACHINE, int(PROGRAM.peak_bytes * 0.8), replace(SMALL, min_bytes=2**40))
+
+
+def test_no_action_is_needed_above_the_peak():
+    result = train(PROGRAM, MACHINE, PROGRAM.peak_bytes, SMALL)
+    assert result.best.decisions == ()
+
+
+@pytest.mark.parametrize("values", [
+    {"sise": 8}, {"num_envs": "8"}, {"num_envs": 0}, {"pool": "max"}, {"mode": "both"}, {"num_envs": None},
+])  # fmt: skip
+def test_bad_configs_are_named(values):
+    with pytest.raises(ValueError, match="agent." + next(iter(values))):
+        config_from(values, PaperConfig)
+
+
+def test_keys_of_older_versions_are_named_anew(tmp_path):
+    for old, new in RENAMED.items():
+        with pytest.raises(ValueError, match=re.escape(f"agent.{old}: this key is agent.{new} now")):
+            config_from({old: 1}, PaperConfig)
+    for old in GONE:
+        with pytest.raises(ValueError, match=f"agent.{old}: the DQN has no such part any more"):
+            config_from({old: 1}, PaperConfig)
+    config = replace(SMALL, episodes=8)
+    train(PROGRAM, MACHINE, LIMIT, config, checkpoint=tmp_path / "new.pt")
+    state = torch.load(tmp_path / "new.pt", weights_only=True)
+    names = {new: old for old, new in RENAMED.items()}
+    older = {names.get(key, key): value for key, value in state["config"].items()}
+    torch.save({**state, "config": older}, tmp_path / "old.pt")
+    train(PROGRAM, MACHINE, LIMIT, config, resume=tmp_path / "old.pt")
+
+
+def but(valid: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """The mask without the action of the highest Q-value."""
+    mask = valid.copy()
+    mask[q.argmax()] = False
+    return mask
+
+
+def q_values(trainer: Trainer, network: Structure2Vec, state: State) -> np.ndarray:
+    with torch.no_grad():
+        return trainer._q(network, state.dynamic[None], np.array([state.current])).numpy()[0]
+
+
+def test_an_invalid_action_is_never_taken():
+    """Also where its Q-value is the highest."""
+    trainer = Trainer(Task(PROGRAM, MACHINE, LIMIT), SMALL, 0)
+    state = trainer._state(trainer.walks[0])
+    q = q_values(trainer, trainer.q, state)
+    state = state._replace(mask=but(np.ones(len(q), bool), q))
+    best = np.flatnonzero(state.mask)[q[state.mask].argmax()]
+    assert q[best] < q.max() and trainer.act([state] * 3, 0.0).tolist() == [best] * 3
+    random = trainer.act([state] * 200, 1.0)
+    assert state.mask[random].all() and len(set(random.tolist())) > 1
+    only = state._replace(mask=np.arange(len(q)) == best)
+    assert set(trainer.act([only] * 50, 1.0).tolist()) == {best}
+
+
+@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("target_every", [0, 100])
+def test_an_invalid_action_never_enters_the_target(double, target_every):
+    """Equation 5, and with ``double`` the value by the target network of the action that the network itself would
+    take. The next state forbids the best action of both; with either, the target would be another number."""
+    config = replace(SMALL, double=double, target_every=target_every, n_step=1, optimizer="sgd")
+    trainer = Trainer(Task(PROGRAM, MACHINE, LIMIT), config, 0)
+    trainer.target.load_state_dict(Trainer(trainer.task, config, 1).q.state_dict())
+    for each in (trainer.q, trainer.target):
+        each.w7.weight.data *= 300  # Q-values of untrained networks are near 0
+    network = trainer.target if target_every else trainer.q
+    walk = trainer.walks[0]
+    first = trainer._state(walk)
+    walk.step(int(trainer.actions[np.flatnonzero(first.mask)[0]]))
+    second = trainer._state(walk)
+    own, value = q_values(trainer, trainer.q, second), q_values(trainer, network, second)
+    second = second._replace(mask=but(but(np.ones(len(own), bool), own), value))
+    mask = second.mask
+    action = np.flatnonzero(mask)[own[mask].argmax() if double else value[mask].argmax()]
+    unmasked = value[own.argmax()] if double else value.max()
+    assert abs(unmasked - value[action]) > 0.1
+    reward, last = 0.5, 0.25
+    trainer.buffer.add([(first, 1, reward), (second, 2, last)], 1)
+    errors = np.array([reward + value[action] - q_values(trainer, trainer.q, first)[1], last - own[2]])
+    drawn = trainer.buffer.sample(config.batch_size, copy.deepcopy(trainer.rng)).place  # as ``update`` will draw
+    assert set(drawn) == {0, 1}
+    assert trainer.update() == pytest.approx(float(np.mean(errors[drawn] ** 2)), rel=1e-5)
+
+
+def test_replay_n_step_returns():
+    replay = ExperienceBuffer(16, nodes=2, actions=3)
+    zero = np.zeros((2, 3), np.float16)
+    trail = [(State(zero + i, i, np.ones(3, bool)), i, 10.0**i) for i in range(4)]
+    replay.add(trail, n_step=2)
+    assert replay.arrays["reward"][:4].tolist() == [11, 110, 1100, 1000]
+    assert replay.arrays["ahead"][:4].tolist() == [2, 2, 0, 0]
+    batch = replay.sample(200, np.random.default_rng(0))
+    assert (batch.next_current[batch.more] == batch.current[batch.more] + 2).all()
+    assert (batch.more == (batch.current < 2)).all()
