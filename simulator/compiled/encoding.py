@@ -35,10 +35,12 @@ STEP_KERNEL, ALLOCATED, FREED, STEP_FOR, STEP_COLUMNS = range(5)
 # What a call works on (``work_shapes``): rows of ``by_kernel``, ``by_segment``, ``by_tensor`` and ``by_row``. PLANNED,
 # and for the rows RETURNS (the kernel that ends the gap), BY_REMAT (does a rematerialisation end it?) and AWAY_AT_START
 # are what lowering finds; others are said where they are used.
-PLANNED, ENFORCED, GATE, OPENS, SEGMENT, ENDS, MARKED, PENDING, ORDER, WAITS, BY_KERNEL = range(11)
-FIRST_OF, HIGHEST, EXPECTED, BY_SEGMENT = range(4)
+PLANNED, ENFORCED, GATE, OPENS, SEGMENT, ENDS, MARKED, PENDING, ORDER, WAITS, KERNEL_TOPS, KERNEL_ADDED, BY_KERNEL = (
+    range(13)
+)
+FIRST_OF, HIGHEST, EXPECTED, SEGMENT_TOPS, SEGMENT_ADDED, BY_SEGMENT = range(6)
 COPIED, AWAY, HOLDS, STAYS, USED_LAST, USED, BY_TENSOR = range(7)
-RETURNS, BY_REMAT, AWAY_AT_START, NEXT_OPEN, NEXT_END, HELD, WAITING, QUEUE, BY_ROW = range(9)
+RETURNS, BY_REMAT, AWAY_AT_START, NEXT_OPEN, NEXT_END, READY, DUE, CHILD, SIBLING, QUEUE, BY_ROW = range(11)
 
 CHECKS = 7  # kernels at which the state is compared with that of the iteration before: at 1/2, 1/4, ... of it
 
@@ -61,11 +63,10 @@ GAP = np.dtype([(name, np.int64) for name in (
     "hold",  # kernels from the opening until it may come back
     "issued",  # the position from which its copy is enqueued
     "pending",  # of that copy: 0 none, or over; COPYING; LEAVING: the gap is open
-    # While the tensor is away:
-    "ready",  # the position from which it may come back
-    "order",  # the segment that begins with its use, in units of ORDER_SEGMENT, and the tensor: the least is first
 )], align=True)  # fmt: skip
-ORDER_SEGMENT = 2**32
+# While the tensor of a row is away, by_row[READY]: the position from which it may come back; by_row[DUE]: the segment
+# that begins with its use, in units of DUE_SEGMENT, and the tensor: the least is first.
+DUE_SEGMENT = 2**32
 COPYING, LEAVING = 1, 2
 
 # How a run ends. SLOWER: its iteration takes the cutoff at least. Without a result: MORE_STEPS, there is no room for
