@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 from simulator.decisions import KINDS, Decision, Recompute, Rerun, Swap
 from simulator.machine import Machine
+from simulator.program import Gap
 from simulator.schedule import Schedule
 from simulator.timeline import BlockEvent, Span
 
@@ -134,7 +136,12 @@ def machine_settings(machine: Machine, limit: int) -> list[int]:
 
 def rows_of(decisions: Iterable[Decision]) -> Ints:
     """Decisions as int64 (n, 6): kind, tensor, after, before, extra, when."""
-    return np.array([d.row() for d in decisions], np.int64).reshape(-1, COLUMNS)
+    return np.fromiter(chain.from_iterable(d.row() for d in decisions), np.int64).reshape(-1, COLUMNS)
+
+
+def columns_of(gaps: Iterable[Gap]) -> Ints:
+    """Gaps as int64 (n, 3): tensor, after, before."""
+    return np.fromiter(chain.from_iterable(gaps), np.int64).reshape(-1, 3)
 
 
 _OF_CODE = {code: kind for kind in KINDS for code in kind.codes}
