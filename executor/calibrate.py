@@ -9,7 +9,7 @@ alignment, the driver's calls) is that of the machine given. How (reasons in exe
 1. *Transfers*: the median of REPEATS copies of 4 KiB to 1 GiB, from the end of a kernel to that of the copy (rule 4).
 2. *Latency and bandwidths*: least squares of the relative errors of latency + bytes / bandwidth, one latency for both.
 3. *Duplex*: the largest copy in both directions at once, beside each alone: what each carries beside the other.
-4. *Launch*: LAUNCHES empty kernels, issued while a long one runs. *Issue*: what the host takes for one and its event.
+4. *Launch*: LAUNCHES empty kernels, issued while a long one runs. *Issue*: the host's part of a replayed one.
 5. *Contention*: a kernel that streams through the GPU's memory, beside a copy in each direction and alone.
 6. *Context* (CUDA): what a second process takes of the GPU besides tensors (executor/memory/context.py).
 """
@@ -32,8 +32,12 @@ import yaml
 from executor.memory.context import ContextError, context_bytes
 from executor.replay import open_backend
 from executor.replay.backend import Backend, BackendError
+from executor.replay.replay import Run
+from executor.replay.streams import circle
 from simulator.files import FormatError, write_json, write_text
 from simulator.machine import Machine
+from simulator.plan import Plan
+from simulator.program import Kernel, Program
 
 FORMAT = "calibration/2"
 SMALLEST, LARGEST = 2**12, 2**30
@@ -152,7 +156,7 @@ def calibrate(
                 transfers[d].append((n, round(median(single[d]))))
         both = [_copies(backend, DIRECTIONS, largest) for _ in range(REPEATS)]
         launch = median(_launch(backend) for _ in range(REPEATS))
-        issue = median(_issue(backend) for _ in range(REPEATS))
+        issue = median(_issue(backend, base) for _ in range(REPEATS))
         wait = median(_launch(backend, LAUNCHES // 2, True) - _launch(backend, LAUNCHES // 2) for _ in range(REPEATS))
         alone = {d: transfers[d][-1][1] for d in DIRECTIONS}
         contention, contention_error = _contention(backend, alone, largest)
@@ -229,17 +233,16 @@ def _launch(backend: Backend, count: int = LAUNCHES, waits: bool = False) -> flo
     return (backend.time_ns(end) - backend.time_ns(begin)) / count
 
 
-def _issue(backend: Backend) -> float:
-    """ns of the host per empty kernel and event; the stream has room for all of them."""
-    backend.task = "kernels and events"
+def _issue(backend: Backend, machine: Machine) -> float:
+    """ns of the host per kernel, as a replay issues it; the stream has room for all of them."""
+    kernels = tuple(Kernel("empty", "other", "forward", (), (), 1) for _ in range(LAUNCHES // 2))
+    run = Run(circle(Program("empty", (), kernels), Plan(()), machine, machine.memory_bytes), backend, False, False)
     backend.spin(ISSUE_NS)
     begin = time.perf_counter_ns()
-    for _ in range(LAUNCHES // 2):
-        backend.spin(0)
-        backend.record("compute")
+    run.issue(0)
     ended = time.perf_counter_ns()
     backend.synchronize()
-    return (ended - begin) / (LAUNCHES // 2)
+    return (ended - begin) / len(kernels)
 
 
 def _contention(backend: Backend, copies: dict[Direction, int], nbytes: int) -> tuple[dict[str, float], float]:
