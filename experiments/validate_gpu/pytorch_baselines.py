@@ -371,6 +371,8 @@ def best_plan(program: Program, machine: Machine, limit: int) -> Plan:
             plans.append(made(planner, program, **options).plan(program, machine, limit))
         except agents.Infeasible as error:
             reasons.append(str(error))
+        except ImportError as error:
+            reasons.append(f"{planner} needs {error.name}, which is not here")
     if not plans:
         raise Unreachable("; ".join(reasons))
     return min(plans, key=lambda plan: simulate(program, plan, machine, limit).iteration_ns)

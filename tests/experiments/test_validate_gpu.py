@@ -4,6 +4,7 @@ import itertools
 import json
 import multiprocessing
 import signal
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -252,6 +253,15 @@ def test_methods_side_by_side(tmp_path, monkeypatch):
     assert "at its strongest it needs" in offload["failed"]  # host memory is this device's memory
     table = pytorch_baselines.table([r for r in rows.rows if "failed" not in r])
     assert table.count("\n") == 5 and "| tiny_resnet | 80% | checkpoint | 1 of 3 blocks |" in table
+
+
+def test_without_the_solver_the_other_planners_do(monkeypatch):
+    monkeypatch.setitem(sys.modules, "highspy", None)
+    plan = pytorch_baselines.best_plan(chain(), LINK, chain().peak_bytes * 7 // 10)
+    assert plan.planner in pytorch_baselines.OURS and plan.planner != "lp_round"
+    monkeypatch.setattr(pytorch_baselines, "OURS", {"lp_round": {}})
+    with pytest.raises(Unreachable, match="lp_round needs highspy, which is not here"):
+        pytorch_baselines.best_plan(chain(), LINK, chain().peak_bytes * 7 // 10)
 
 
 @pytest.mark.parametrize("method", ["checkpoint", "selective", "offload", "save_on_cpu"])
