@@ -371,6 +371,8 @@ def test_a_gpu_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_the_solver_another_planner_is_named_and_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "highspy", None)
-    with pytest.raises(FitError, match=r"^planner 'lp_round' needs highspy, which is not here: install it, or .*'capuchin'"):
+    with pytest.raises(
+        FitError, match=r"^planner 'lp_round' needs highspy, which is not here: install it, or .*'capuchin'"
+    ):
         fit(*parts(), memory=0.8)
     assert fit(*parts(), memory=0.8, planner="capuchin").plan.planner == "capuchin"
