@@ -36,7 +36,7 @@ class Record:
         self.out, self.device, self.quiet, self.begin, self.seconds = out, device, quiet, time.monotonic(), seconds
         self._path, self._under_way = out / "measurements.jsonl", out / "under_way.json"
         self.rows = _lines(self._path)
-        # What an earlier command had no time for, or what another computer may have a library for: until it is measured.
+        # What an earlier command had no time for, or no library, which another computer may have.
         self._late = [row for row in self.rows if row.get("failed") in (LATE, STOPPED) or "again" in row]
         for row in _lines(self._under_way):  # the process before this one ended there
             if row["deaths"] >= DEATHS:
