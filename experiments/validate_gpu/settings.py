@@ -46,7 +46,8 @@ class Settings:
         methods: of compare and largest.
         seconds: for all stages.
         workers: processes that plan, at least 1; 0: as many as there are processors.
-        source, licence: of the profiles, for who gets them (experiments/measured).
+        source: who measured, in measured/ (experiments/measured).
+        licence: under which these profiles may be passed on.
     """
 
     backend: str = "cuda"
