@@ -195,7 +195,7 @@ def cuda(monkeypatch):
             fake.live -= 1
             fake.log.append("release")
 
-        return Segments(memory.ctypes.data, memory.nbytes, 0, release)
+        return Segments(-(-memory.ctypes.data // 512) * 512, nbytes, 0, release)
 
     monkeypatch.setattr(graph_pool.Segments, "on_device", on_device)
     return fake
