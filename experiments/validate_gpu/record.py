@@ -69,7 +69,7 @@ class Record:
         if not self.quiet:
             left = f"[{time.monotonic() - self.begin:5.0f} s, {self.left():5.0f} s left]"
             print(f"{left} {kind} {head}: {what}", flush=True)
-        if "failed" in row and self.device == "cuda":
+        if "failed" in row and self.device == "cuda" and torch.cuda.is_initialized():
             try:
                 torch.cuda.synchronize()
             except RuntimeError as error:

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from executor import PlannedStep
+from executor import Captured, CaptureError, PlannedStep
 from executor.capture.optimizers import capturable
+from executor.capture.profile import shape_of
 from experiments.validate_gpu.clocks import watched
 from experiments.validate_gpu.flags import deterministic
 from experiments.validate_gpu.largest_batch import CAPS
@@ -82,6 +83,14 @@ def capped(nbytes: float, device: str) -> Iterator[Callable[[bool], None]]:
         cap_memory(None, device)
 
 
+def profiled_as(case: Case, network: Network, machine: Machine) -> Captured:
+    """The network's step with the program that was profiled; raises CaptureError where it is another one."""
+    captured = network.captured(machine)
+    if shape_of(captured.program).fingerprint != shape_of(case.program).fingerprint:
+        raise CaptureError(f"{case.workload} is another step here than it was where it was profiled: profile it here")
+    return replace(captured, program=case.program)
+
+
 def losses_only(
     device: str, case: Case, plan: Plan, machine: Machine, cap: float, graph: bool = False
 ) -> dict[str, Any]:
@@ -89,7 +98,7 @@ def losses_only(
     give_back()
     with capped(cap * case.limit, device) as limit:
         network = fresh(case.workload, device, graph)
-        captured = replace(network.captured(machine), program=case.program)
+        captured = profiled_as(case, network, machine)
         limit(True)
         with PlannedStep(captured, plan, machine, case.limit, graph=graph) as step:
             return {"losses": losses(lambda: step(*network.batch))}
@@ -109,7 +118,7 @@ def timed_beside(
     held = torch.cuda.memory_allocated() if cuda else 0
     with capped(cap * case.limit, device) as limit:
         network = build(case.workload, device, capturable=graph)
-        captured = replace(network.captured(machine), program=case.program)
+        captured = profiled_as(case, network, machine)
         limit(True)
         with PlannedStep(captured, plan, machine, case.limit, graph=graph) as step:
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from agents.deadline import TimeUp, within
+from executor import CaptureError
 from executor.capture.contributed import Contributed, text_of
 from executor.capture.profile import ProfileError
 from experiments.measured import add
@@ -173,15 +174,18 @@ def test_after_cuda_has_failed_nothing_more_is_measured(tmp_path, monkeypatch):
     def broken():
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     rows = record(tmp_path, device="cuda")
+    monkeypatch.setattr(torch.cuda, "synchronize", broken)
+    rows.add("clocks", workload="home", failed="no plan")  # where there is no GPU, there is nothing to break
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     rows.add("clocks", workload="a", failed="it does not fit")
     monkeypatch.setattr(torch.cuda, "synchronize", broken)
     rows.add("clocks", workload="b")
     with pytest.raises(Broken, match=r"^CUDA works no more in this process: RuntimeError: CUDA error: an illegal"):
         rows.add("clocks", workload="c", failed="CUDA error")
     again = record(tmp_path)
-    assert [r["workload"] for r in again.rows] == ["a", "b", "c"]
+    assert [r["workload"] for r in again.rows] == ["home", "a", "b", "c"]
     monkeypatch.setattr(stages, "replay", lambda run: (_ for _ in ()).throw(Broken("CUDA works no more")))
     assert main(["backend=host", f"out={tmp_path / 'out'}", "stages=replay", "machine=h100"]) == command.BROKEN
 
@@ -439,6 +443,8 @@ def test_networks_in_bfloat16_train_under_a_plan_to_the_bit(name):
     plan = stages.agents.make("capuchin", min_bytes=1).plan(program, LINK, limit)
     case = Case(name, program, 0.7, limit)
     assert training.losses_only("cpu", case, plan, LINK, 1.0)["losses"] == eager["losses"] and eager["equal"]
+    with pytest.raises(CaptureError, match=f"^{name} is another step here than it was where it was profiled"):
+        training.losses_only("cpu", replace(case, program=chain()), plan, LINK, 1.0)
     if name == "tiny_resnet_bf16":
         found = training.timed_beside("cpu", case, plan, LINK, 1.0, 2)
         assert found["measured_ns"] > 0 and found["eager_ns"] > 0 and found["host_ns"] > 0 and found["ledger"] <= limit
