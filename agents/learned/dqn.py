@@ -40,6 +40,7 @@ CLIP = 30.0  # log-odds at most, and what an action gets that is not to be taken
 SCALE = 5.0  # of the noise, in log-odds: about as far as the policy's odds are from one another
 NOISE, STAYS, OTHERWISE = 0.6, 0.77, 0.88  # of changes: noise; a gap stays; it leaves otherwise; else another leaves
 MORE = (0.4, 0.75, 0.9)  # probability of one more change, by the walk
+EACH = 2048  # episodes for which there is a set of Q-values more, up to ``elites``
 MIGRATE = 16  # steps between two replacements of the worst elite by the best
 
 Floats = NDArray[np.float32]
@@ -123,10 +124,11 @@ class Trainer:
         """Changes the elites' values and walks by them; each elite is replaced by the best that came of it, where that
         is no worse. The first walk of all is by the values before anything was learned."""
         c = self.config
-        parents = self.elites or [Elite(np.inf, self._first(), np.zeros(0, np.int64)) for _ in range(max(c.elites, 1))]
-        of = np.arange(c.num_envs) % len(parents)
+        count, sets = min(c.num_envs, c.episodes - self.episodes), min(c.elites, c.episodes // EACH)
+        parents = self.elites or [Elite(np.inf, self._first(), np.zeros(0, np.int64)) for _ in range(max(sets, 1))]
+        of = np.arange(count) % len(parents)
         values = np.stack([parents[p].values for p in of])
-        for i in range(0 if self.elites else len(parents), c.num_envs):
+        for i in range(0 if self.elites else min(len(parents), count), count):
             self.change(values[i], parents[of[i]].taken)
         overheads = self.walk(values)
         children = [Elite(float(o), values[i], np.unique(self.trace[i, : self.lengths[i]]))
@@ -141,13 +143,13 @@ class Trainer:
         if len(self.history) % MIGRATE == MIGRATE - 1:
             self.elites.sort(key=lambda elite: elite.overhead)
             self.elites[-1] = self.elites[0]
-        self.episodes += c.num_envs
-        self.task.engine.calls += c.num_envs
+        self.episodes += count
+        self.task.engine.calls += count
         middle = float(np.median(overheads))
         fits = bool(np.isfinite(middle))
         self.history.append(Episode(
             self.episodes, middle if fits else float("nan"), fits, self.best_overhead, 0.0, float("nan"),
-            int(self.lengths.sum()), self.task.engine.calls,
+            int(self.lengths[:count].sum()), self.task.engine.calls,
         ))  # fmt: skip
         return self.history[-1:]
 

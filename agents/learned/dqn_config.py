@@ -28,7 +28,8 @@ class DQNConfig:
         min_bytes: tensors below this size are left alone.
         init: what the Q-values are at first: the policy's log-odds ("pretrained"), or drawn at random ("scratch").
         num_envs: walks of a step.
-        elites: how many sets of Q-values are kept; 0: nothing is learned, and every walk is near the first ones.
+        elites: sets of Q-values that are kept, at most (one for every 2,048 episodes); 0: nothing is learned, and every
+            walk is near the first ones.
         checkpoint_every: episodes.
     """
 

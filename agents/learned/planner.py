@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from agents.learned.dqn_config import DQNConfig, PaperConfig, config_from
-from agents.planner import MIB, PlannerInfo
+from agents.planner import MIB, PlannerInfo, check_budget
 from agents.search.mutation import Mutation
 from simulator.machine import Machine
 from simulator.plan import Plan
@@ -49,13 +49,27 @@ class _Trained:
 
 
 class DQN(_Trained):
-    """``agents.make("dqn")``."""
+    """``agents.make("dqn")``.
+
+    Args:
+        calls: simulator calls, the most: one of an episode.
+        init, elites: dqn_config.py.
+    """
 
     facts = PlannerInfo(
         "dqn", "DQN", f"after {TITLE}", family="learned", slot=0, place=250, moves="joint", learned=True
     )
     name = facts.key
     kind = DQNConfig
+
+    def __init__(
+        self, seed: int = 0, min_bytes: int = MIB, mode: str | None = None, episodes: int | None = None,
+        calls: int | None = None, init: str | None = None, elites: int | None = None, config: DQNConfig | None = None,
+    ):  # fmt: skip
+        check_budget(calls)
+        super().__init__(seed, min_bytes, mode, episodes if calls is None else calls, config)
+        changes: dict[str, Any] = {k: v for k, v in (("init", init), ("elites", elites)) if v is not None}
+        self.config = replace(self.config, **changes)
 
 
 class DQNPaper(_Trained):
