@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -42,19 +43,25 @@ class Launches:
         stored: name of a node of the graph -> the storage that its value lies in; a node that is not there is never in
             memory by itself.
         outputs: the storage of each output; None of what is no tensor.
+        strides: of each output; None where they are as the graph says.
     """
 
     launches: tuple[Launch, ...]
     nbytes: dict[str, int]
     stored: dict[str, str]
     outputs: tuple[str | None, ...]
+    strides: tuple[tuple[int, ...] | None, ...]
 
 
-def launches_of(graph: fx.GraphModule, backward: bool, donated: Collection[str] = ()) -> Launches:
+def launches_of(
+    graph: fx.GraphModule, backward: bool, donated: Collection[str] = (),
+    strides: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+) -> Launches:  # fmt: skip
     """The launches of a forward or backward graph as a partitioner returns it, which stays as it is.
 
     Args:
         donated: inputs of the backward that nobody else holds, so that a result may be written over them.
+        strides: of inputs of the backward, as the forward really leaves them.
     """
     from torch._guards import detect_fake_mode
     from torch._inductor.compile_fx import _recursive_post_grad_passes, fake_tensor_prop, view_to_reshape
@@ -63,9 +70,14 @@ def launches_of(graph: fx.GraphModule, backward: bool, donated: Collection[str] 
     from torch._inductor.virtualized import V
 
     gm = copy.deepcopy(graph)
-    inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    mode = detect_fake_mode([node.meta["val"] for node in placeholders])
+    for node in placeholders:
+        if (stride := strides.get(node.name)) not in (None, node.meta["val"].stride()):
+            with mode, torch.no_grad():
+                node.meta["val"] = node.meta["val"].as_strided(node.meta["val"].size(), stride)
+    inputs = [node.meta["val"] for node in placeholders]
     view_to_reshape(gm)
-    mode = detect_fake_mode(inputs)
     with torch.no_grad():
         fake_tensor_prop(gm, inputs)
     with V.set_fake_mode(mode), V.set_debug_handler(DebugContext()), torch.random.fork_rng(devices=()):
@@ -118,7 +130,8 @@ class _Reader:
         launches = tuple(self._launch(group, tuple(values[id(group)])) for group in groups)
         names = {s for launch in launches for s in launch.reads + launch.writes} | set(stored.values())
         outs = (None if (o := self._buffer(out)) is None else self._real(o) for out in self.lowering.graph_outputs)
-        return Launches(launches, {name: self._nbytes(name) for name in names}, stored, tuple(outs))
+        strides = (_stride(out) for out in self.lowering.graph_outputs)
+        return Launches(launches, {name: self._nbytes(name) for name in names}, stored, tuple(outs), tuple(strides))
 
     def _launch(self, group: list[Any], values: tuple[str, ...]) -> Launch:
         from torch._inductor import ir
@@ -255,6 +268,14 @@ class _Reader:
             return 0
         numel = self.lowering.sizevars.optimization_hint(self.lowering.get_allocation_storage_size(node), fallback=0)
         return int(numel) * int(node.get_dtype().itemsize)
+
+
+def _stride(output: Any) -> tuple[int, ...] | None:
+    from torch._inductor import ir
+
+    if not isinstance(output, ir.IRNode) or not output.has_tensor_output():
+        return None
+    return tuple(int(s) for s in output.get_stride())
 
 
 def is_view(node: fx.Node) -> bool:

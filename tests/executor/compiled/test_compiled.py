@@ -2,7 +2,8 @@
 FX's interpreter, and look at what Inductor would launch."""
 
 import shutil
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -44,17 +45,27 @@ def blocks(n: int = 2, drop: float = 0.0) -> Net:
     return Net(*(Block(32, drop) for _ in range(n)))
 
 
-def graphs(model: Any, partitioner: Callable[..., Any], **options: Any) -> Any:
+def graphs(model: Any, partitioner: Partitioner) -> Any:
     """``torch.compile(model)`` whose graphs are run by the interpreter."""
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
+    from torch._guards import detect_fake_mode
+    from torch._inductor import config
+    from torch._inductor.compile_fx import partition_fn
     from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.virtualized import V
+
+    def partition(gm: Any, inputs: Any, **options: Any) -> Any:
+        mode = detect_fake_mode(torch.utils._pytree.tree_leaves(inputs))
+        with config.patch(custom_partitioner_fn=partitioner), V.set_fake_mode(mode):
+            return partition_fn(gm, inputs, **options)
 
     run = aot_autograd(
-        fw_compiler=lambda gm, inputs: make_boxed_func(gm.forward), partition_fn=partitioner,
+        fw_compiler=lambda gm, inputs: make_boxed_func(gm.forward),
+        partition_fn=partition,
         decompositions=select_decomp_table(),
-    )  # fmt: skip
-    return torch.compile(model, backend=run, dynamic=False, **options)
+    )
+    return torch.compile(model, backend=run, dynamic=False)
 
 
 def step(model: Any, net: nn.Module, x: Tensor) -> list[Tensor]:
@@ -103,11 +114,63 @@ def test_a_machine_without_a_compiler_is_told_so(monkeypatch: pytest.MonkeyPatch
         compiled.compile(net, memory=0.9)(torch.randn(2, 8, 32))
 
 
+def test_less_memory_takes_more_time_and_each_plan_fits_as_inductor_schedules_it() -> None:
+    net, x = blocks(), torch.randn(4, 64, 32)
+    expected = step(net, net, x)
+    times = []
+    for memory in (1.0, 0.9, 0.8):
+        torch._dynamo.reset()
+        partitioner = Partitioner(memory, "h100")
+        found = step(graphs(net, partitioner), net, x)
+        (graph,) = partitioner.graphs
+        assert graph.peak_bytes <= graph.limit
+        torch.testing.assert_close(found, expected)
+        times.append(graph.iteration_ns)
+    assert times[0] == 0 and 0 < times[1] <= times[2]
+
+
 def test_what_does_not_fit_is_refused_with_the_least_that_does() -> None:
     with pytest.raises(
         CompileError, match=r"graph 0/0 does not fit into .*: no plan that only runs kernels again needs less"
     ):
         graphs(blocks(), Partitioner(0.2))(torch.randn(4, 64, 32))
+
+
+def test_random_numbers_are_drawn_once() -> None:
+    """What was dropped is dropped in the backward, too: the interpreter's gradients are those of the same masks."""
+    net, x = blocks(2, drop=0.5), torch.randn(4, 64, 32)
+    partitioner = Partitioner(0.75)
+    expected = step(graphs(net, Partitioner(1.0)), net, x)
+    torch._dynamo.reset()
+    found = step(graphs(net, partitioner), net, x)
+    assert partitioner.graphs[0].plan is not None
+    torch.testing.assert_close(found, expected)
+
+
+class Broken(nn.Module):
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(x).square().mean()
+
+
+def test_graphs_and_shapes() -> None:
+    """Each graph has its part, each shape a plan of its own; bytes are for one graph."""
+    net = Broken(Block(32), Block(32))
+    partitioner = Partitioner(0.95)
+    model = graphs(net, partitioner)
+    for batch in (4, 3):
+        x = torch.randn(batch, 64, 32)
+        torch.testing.assert_close(step(model, net, x), step(net, net, x))
+    found = {graph.name: graph for graph in partitioner.graphs}
+    assert len(found) == 4 and all(g.peak_bytes <= g.limit == int(0.95 * g.without_bytes) for g in found.values())
+    torch._dynamo.reset()
+    with pytest.raises(CompileError, match="memory: 1GiB are for a model of one graph, and this one has a second"):
+        graphs(net, Partitioner("1GiB"))(torch.randn(4, 64, 32))
 
 
 class Checkpointed(nn.Module):
@@ -126,6 +189,24 @@ def test_checkpoints_of_the_users_stay_and_are_named() -> None:
         found = step(graphs(net, partitioner), net, x)
     torch.testing.assert_close(found, step(net, net, x))
     assert "left as PyTorch" in str(CompiledReport(tuple(partitioner.graphs)))
+
+
+def test_statistics_of_batch_norm_are_written_once() -> None:
+    torch.manual_seed(0)
+    parts = [
+        nn.Sequential(nn.Conv2d(3 if i == 0 else 8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for i in range(4)
+    ]
+    net, x = Net(*parts), torch.randn(4, 3, 16, 16)
+    partitioner = Partitioner(0.8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = step(graphs(net, partitioner), net, x)
+    statistics = [b.clone() for b in net.buffers()]
+    for name, b in net.named_buffers():
+        b.fill_(1.0 if name.endswith("var") else 0.0)
+    torch.testing.assert_close(found, step(net, net, x))
+    torch.testing.assert_close(statistics, list(net.buffers()))
+    assert partitioner.graphs[0].plan is not None
 
 
 def test_the_key_of_a_cache_names_all_that_a_plan_depends_on() -> None:
