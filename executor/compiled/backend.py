@@ -203,7 +203,7 @@ class Partitioner(CustomPartitionerFn):
                         iteration_ns=timeline.iteration_ns, ideal_ns=timeline.ideal_ns, floor_ns=floor_ns,
                     )  # fmt: skip
             # What Inductor writes in place takes less than its Program; what it fuses with earlier kernels takes more.
-            if abs(graph.limit - peak) < SLACK * graph.limit and best is not None or limit >= program.peak_bytes:
+            if (abs(graph.limit - peak) < SLACK * graph.limit and best is not None) or limit >= program.peak_bytes:
                 break
             limit += graph.limit - peak
         if best is None:
