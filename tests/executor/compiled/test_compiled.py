@@ -4,17 +4,23 @@ FX's interpreter, and look at what Inductor would launch."""
 import shutil
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from executor import compiled
 from executor.compiled import CompileError, Partitioner, allocated_peak
 from executor.compiled.backend import CompiledReport
+
+
+QUICK = "capuchin"
 
 
 class Block(nn.Module):
@@ -96,7 +102,7 @@ def test_a_compiled_model_takes_what_was_predicted_and_has_the_bits_of_one_witho
     expected = step(plain, net, x)
     without = peak(plain, net, x)
     torch._dynamo.reset()
-    planned = compiled.compile(net, memory=0.7)
+    planned = compiled.compile(net, memory=0.7, planner=QUICK)
     found = step(planned, net, x)
     (graph,) = compiled.report(planned).graphs
     assert all(map(torch.equal, found, expected))
@@ -118,15 +124,15 @@ def test_less_memory_takes_more_time_and_each_plan_fits_as_inductor_schedules_it
     net, x = blocks(), torch.randn(4, 64, 32)
     expected = step(net, net, x)
     times = []
-    for memory in (1.0, 0.9, 0.8):
+    for memory in (0.95, 0.8):
         torch._dynamo.reset()
-        partitioner = Partitioner(memory, "h100")
+        partitioner = Partitioner(memory, "h100", QUICK)
         found = step(graphs(net, partitioner), net, x)
         (graph,) = partitioner.graphs
         assert graph.peak_bytes <= graph.limit
         torch.testing.assert_close(found, expected)
         times.append(graph.iteration_ns)
-    assert times[0] == 0 and 0 < times[1] <= times[2]
+    assert 0 < times[0] <= times[1]
 
 
 def test_what_does_not_fit_is_refused_with_the_least_that_does() -> None:
@@ -139,7 +145,7 @@ def test_what_does_not_fit_is_refused_with_the_least_that_does() -> None:
 def test_random_numbers_are_drawn_once() -> None:
     """What was dropped is dropped in the backward, too: the interpreter's gradients are those of the same masks."""
     net, x = blocks(2, drop=0.5), torch.randn(4, 64, 32)
-    partitioner = Partitioner(0.75)
+    partitioner = Partitioner(0.75, planner=QUICK)
     expected = step(graphs(net, Partitioner(1.0)), net, x)
     torch._dynamo.reset()
     found = step(graphs(net, partitioner), net, x)
@@ -161,7 +167,7 @@ class Broken(nn.Module):
 def test_graphs_and_shapes() -> None:
     """Each graph has its part, each shape a plan of its own; bytes are for one graph."""
     net = Broken(Block(32), Block(32))
-    partitioner = Partitioner(0.95)
+    partitioner = Partitioner(0.95, planner=QUICK)
     model = graphs(net, partitioner)
     for batch in (4, 3):
         x = torch.randn(batch, 64, 32)
@@ -197,7 +203,7 @@ def test_statistics_of_batch_norm_are_written_once() -> None:
         nn.Sequential(nn.Conv2d(3 if i == 0 else 8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for i in range(4)
     ]
     net, x = Net(*parts), torch.randn(4, 3, 16, 16)
-    partitioner = Partitioner(0.8)
+    partitioner = Partitioner(0.8, planner=QUICK)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = step(graphs(net, partitioner), net, x)
@@ -218,3 +224,31 @@ def test_the_key_of_a_cache_names_all_that_a_plan_depends_on() -> None:
     others = [Partitioner(0.6, "h100"), Partitioner(0.5, "h200"), Partitioner(0.5, "h100", "capuchin"),
               Partitioner(0.5, "h100", planner), Partitioner(0.5, "h100", planner)]  # fmt: skip
     assert len({same, *(p.uuid() for p in others)}) == 6
+
+
+def _trained(model: nn.Module, net: nn.Module, rank: int) -> list[Tensor]:
+    """The parameters after two steps of this rank's batches."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for seed in (rank, rank + 2):
+        optimizer.zero_grad()
+        model(torch.randn(4, 64, 32, generator=torch.Generator().manual_seed(seed))).backward()
+        optimizer.step()
+    return [p.detach() for p in net.parameters()]
+
+
+def _rank(rank: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    partitioner = Partitioner(0.8, planner=QUICK)
+    net, plain = blocks(), blocks()
+    found = _trained(DistributedDataParallel(graphs(net, partitioner)), net, rank)
+    expected = _trained(DistributedDataParallel(plain), plain, rank)
+    torch.testing.assert_close(found, expected)
+    assert partitioner.graphs[0].plan is not None
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_two_ranks_train_as_without(tmp_path: Path) -> None:
+    torch.multiprocessing.start_processes(_rank, (str(tmp_path),), nprocs=2, start_method="fork")
+    ours, theirs = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
+    assert all(map(torch.equal, ours, theirs))
