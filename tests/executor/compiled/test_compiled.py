@@ -19,7 +19,6 @@ from executor import compiled
 from executor.compiled import CompileError, Partitioner, allocated_peak
 from executor.compiled.backend import CompiledReport
 
-
 QUICK = "capuchin"
 
 
