@@ -15,8 +15,8 @@ from simulator.compiled.jit import stage
 # isort: off
 from envs.columns import (
     ACTIONS, ACTION_GAPS, AFTER, BEFORE, BY_AFTER, BY_BEFORE, CLOSED, COPY_AT, DEAD_END, ENDED, FIRST_SINCE, FORMS,
-    FREE_NS, HOST_LEFT, IDEAL_NS, LANGUAGE, NBYTES, NEW_FROM, NEW_TO, NODE_KERNEL, N_ACTIONS, OFFLOAD_NODE, OPENED, POSITION,
-    REMOVE_NODE, SHOWN_NODES, STUCK_AT, VALID_ACTIONS, WRAPS,
+    FREE_NS, HOST_LEFT, IDEAL_NS, LANGUAGE, NBYTES, NEW_FROM, NEW_TO, NODE_KERNEL, N_ACTIONS, OFFLOAD_NODE, OPENED,
+    POSITION, REMOVE_NODE, SHOWN_NODES, STUCK_AT, VALID_ACTIONS, WRAPS,
 )  # fmt: skip
 # isort: on
 
@@ -76,7 +76,11 @@ def _show_forms(task, walk, mask, size, forms, language):  # type: ignore[no-unt
         node = gaps[REMOVE_NODE, g]
         if node >= 0 and forms > EARLY:
             mask[KEEP * size + node] = mask[node] if language & KEEPS else 0
-            early = language & EARLIES and mask[node] and early_kernel(gaps[BEFORE, g], walk.row[POSITION], walk.need, task.limit) >= 0
+            early = (
+                language & EARLIES
+                and mask[node]
+                and early_kernel(gaps[BEFORE, g], walk.row[POSITION], walk.need, task.limit) >= 0
+            )
             mask[EARLY * size + node] = 1 if early else 0
 
 

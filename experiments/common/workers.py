@@ -167,8 +167,8 @@ def _processes(jobs: int) -> Iterator[Submit]:
 
 
 def start_ray(**settings: Any) -> None:
-    """Ray, as of ``ray.init``. It gives its own processes 30 s to start, which on a computer that others keep busy may be
-    too few: then it is started again."""
+    """Ray, as of ``ray.init``. It gives its own processes 30 s to start, which on a computer that others keep busy may
+    be too few: then it is started again."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
 

@@ -107,10 +107,10 @@ def flat(args: Args, task: Task, observation: dict[str, np.ndarray]) -> tuple[An
     return Agent(states_of.size, observation["action_mask"].shape[1], args.hidden), states_of
 
 
-def environment(args: Args, envs: int, **options: str) -> gymnasium.vector.VectorEnv:
+def environment(args: Args, count: int, **options: str) -> gymnasium.vector.VectorEnv:
     """So many environments."""
     reward = "causal" if args.reward == "episodic" else args.reward
-    return gymnasium.make_vec(args.task, envs, "vector_entry_point", reward=reward, actions=args.actions,
+    return gymnasium.make_vec(args.task, count, "vector_entry_point", reward=reward, actions=args.actions,
                               min_bytes=args.min_bytes, **options)  # fmt: skip
 
 

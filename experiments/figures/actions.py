@@ -18,9 +18,9 @@ from torch.distributions import Categorical
 import agents
 from agents.floor import floor
 from agents.learned.dqn import DQNConfig, Trainer, Variant
-from agents.learned.program_dqn import Case
 from agents.learned.policy import WEIGHTS
 from agents.learned.policy_net import WAYS, batch_of, trained
+from agents.learned.program_dqn import Case
 from agents.learned.structure2vec import Structure2Vec
 from agents.search.mutation import Mutation
 from envs.graph import OBSERVED
@@ -141,9 +141,8 @@ def tasks(settings: DictConfig) -> list[Row]:
         for name in chosen(DictConfig({"agents": names}), "agents", config["agents"], "agent "):
             agent = config["agents"][name]
             if agent["agent"] not in RUNS or set(agent) - {"agent", "question", *SETTINGS}:
-                raise cli.UsageError(
-                    f"figure.agents.{name}: expected agent, one of {', '.join(RUNS)}, question and {', '.join(SETTINGS)}"
-                )
+                known = f"agent, one of {', '.join(RUNS)}, question and {', '.join(SETTINGS)}"
+                raise cli.UsageError(f"figure.agents.{name}: expected {known}")
             several = seeds if agent["agent"] not in ONCE else [0]
             out += [{"task": task, "name": name, **agent, "calls": calls, "seed": seed} for seed in several]
     return out
@@ -264,7 +263,7 @@ def chart(rows: list[Row]) -> Chart:
                     ends = [max(end, LEAST) for end in interval(values)]
                     label = {"best": "best plan", "greedy": "final policy"}[key] if not y else ""
                     marks += [Line(ends, [y, y], ink, width=5, alpha=0.3),
-                              Line([max(iqm(values), LEAST)], [y], ink, label, "o", line="", hollow=hollow)]  # fmt: skip
+                              Line([max(iqm(values), LEAST)], [y], ink, label, "o", "", hollow=hollow)]  # fmt: skip
         x = Axis("gap to the floor, points", "{:g}", (LEAST, 1.3 * WITHOUT), "log", [0.1, 1, 10, 100])
         panels.append(Panel(task, list[Mark](marks), x, Axis(names=list(named))))
     height = 0.3 * max(len(grouped(panel, "name")) for panel in grouped(rows, "task").values()) + 1.1
