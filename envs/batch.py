@@ -45,7 +45,7 @@ def one_of(name: str, value: str, known: Collection[str]) -> str:
     return value
 
 
-class _Parts:
+class Parts:
     """Arrays one after the other in one; what is the same object is put there once."""
 
     def __init__(self) -> None:
@@ -97,7 +97,53 @@ class _Work:
         self.steps = np.empty((4 * len(self.steps), encoding.STEP_COLUMNS), np.int64)
 
 
-class Batch:
+class Pieces:
+    """Walks that are stepped in pieces, by all threads.
+
+    Args:
+        walks: how many.
+        threads: at most; None: one a core.
+        work: makes what a thread works on.
+    """
+
+    nodes: NDArray[np.float32]  # what is observed of them: (walks, columns, nodes)
+
+    def __init__(self, walks: int, threads: int | None, work: Callable[[], Any]):
+        self.count = walks
+        threads = max(1, min(threads or cores(), walks // SHARE))
+        pieces = min(4 * threads, walks // SHARE) if threads > 1 else 1
+        self._bounds = [(walks * i // pieces, walks * (i + 1) // pieces) for i in range(pieces)]
+        self._threads, self._works = threads, [work() for _ in range(threads)]
+        self._copies: list[NDArray[np.float32]] = []
+
+    def _by_pieces(self, run: Callable[[int, int, Any], None]) -> None:
+        """Calls ``run`` for each piece of the walks, by all threads: each takes the next one that nobody has."""
+        todo = iter(self._bounds)
+
+        def take(work: Any) -> None:
+            for begin, end in todo:
+                run(begin, end, work)
+
+        side_by_side([partial(take, work) for work in self._works])
+
+    def copied_nodes(self) -> NDArray[np.float32]:
+        """A copy of ``nodes``, in memory that is used again once nobody has it any more: new memory costs as much as
+        the copy."""
+        spare = [i for i in range(len(self._copies)) if _references(self._copies, i) == _UNUSED]
+        if spare:
+            out = self._copies[spare[0]]
+        else:
+            out = np.empty_like(self.nodes)
+            self._copies = [*self._copies[-2:], out]
+
+        def run(begin: int, end: int, work: Any) -> None:
+            np.copyto(out[begin:end], self.nodes[begin:end])
+
+        self._by_pieces(run)
+        return out
+
+
+class Batch(Pieces):
     """Walks, stepped in one call.
 
     Attributes, for M walks, N nodes and F forms of an action:
@@ -120,7 +166,7 @@ class Batch:
         one_of("reward", reward, REWARDS)
         one_of("invalid", invalid, INVALID)
         one_of("actions", actions, ACTIONS)
-        self.tasks, self.count = tuple(tasks), walks
+        self.tasks = tuple(tasks)
         self.size = max(len(t.graph) for t in tasks)
         self.forms = max(t.forms for t in tasks) if ACTIONS[actions] else 1
         kernels = max(len(t.program.kernels) for t in tasks)
@@ -141,7 +187,6 @@ class Batch:
         self.nodes = np.zeros((walks, OBSERVED, self.size), np.float32)
         self.mask = np.zeros((walks, self.forms * self.size), np.int8)
         self.current = np.zeros(walks, np.int64)
-        self._copies: list[NDArray[np.float32]] = []
         self.rewards = np.zeros(walks)
         self.overhead = np.zeros(walks)
         self.terminated, self.invalid, self.feasible = np.zeros((3, walks), np.bool_)
@@ -151,15 +196,12 @@ class Batch:
         self._shown = (self.rewards, self.terminated, self.invalid, self.overhead, self.feasible, self.mask, self.nodes,
                        self.current)  # fmt: skip
         self._nobody, self._drawn = np.zeros(walks, np.bool_), np.full(walks, -1, np.int64)
-        threads = max(1, min(threads or cores(), walks // SHARE))
-        pieces = min(4 * threads, walks // SHARE) if threads > 1 else 1
-        self._bounds = [(walks * i // pieces, walks * (i + 1) // pieces) for i in range(pieces)]
         most = max(kernels + 1, self.size, gaps)
-        self._works = [_Work(self._work_size, most, gaps) for _ in range(threads)]
+        super().__init__(walks, threads, lambda: _Work(self._work_size, most, gaps))
 
     def _tables(self, shared: int) -> None:
         """``where``, ``ints`` and ``floats`` of compiled_walk.py. shared: of work, what does not depend on a task."""
-        ints, floats, work = _Parts(), _Parts(), _Parts()
+        ints, floats, work = Parts(), Parts(), Parts()
         work.size = shared
         self.where = np.zeros((len(self.tasks), columns.WHERE), np.int64)
         for w, task in zip(self.where, self.tasks, strict=True):
@@ -216,32 +258,6 @@ class Batch:
                 resume = True
 
         self._by_pieces(run)
-
-    def _by_pieces(self, run: Callable[[int, int, _Work], None]) -> None:
-        """Calls ``run`` for each piece of the walks, by all threads: each takes the next one that nobody has."""
-        todo = iter(self._bounds)
-
-        def take(work: _Work) -> None:
-            for begin, end in todo:
-                run(begin, end, work)
-
-        side_by_side([partial(take, work) for work in self._works])
-
-    def copied_nodes(self) -> NDArray[np.float32]:
-        """A copy of ``nodes``, in memory that is used again once nobody has it any more: new memory costs as much as
-        the copy."""
-        spare = [i for i in range(len(self._copies)) if _references(self._copies, i) == _UNUSED]
-        if spare:
-            out = self._copies[spare[0]]
-        else:
-            out = np.empty_like(self.nodes)
-            self._copies = [*self._copies[-2:], out]
-
-        def run(begin: int, end: int, work: _Work) -> None:
-            np.copyto(out[begin:end], self.nodes[begin:end])
-
-        self._by_pieces(run)
-        return out
 
     def _settle(self, begin: int, end: int, work: _Work) -> None:
         """Does what the walks ``begin`` to ``end`` - 1 wait for."""

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from envs.graph import OFFLOAD, REMOVE, build_graph
 from simulator import Engine, Machine, Program
+from simulator.files import no_collections
 
 DEAD_END_REWARD = -10.0  # more than ten iterations lost: below any plan worth having
 REWARDS = ("paper", "causal")
@@ -31,6 +32,7 @@ class Task:
         ValueError: unknown mode, or nothing to decide.
     """
 
+    @no_collections()
     def __init__(
         self, program: Program, machine: Machine, limit: int, min_bytes: int = 2**20, mode: str = "swap"
     ):  # fmt: skip

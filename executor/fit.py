@@ -194,7 +194,7 @@ def fit(
 
     Raises:
         CaptureError: the step cannot be captured.
-        FitError: there is no preset for the GPU, no plan for this memory, or the planner found none.
+        FitError: there is no preset for the GPU, no plan for this memory, or the planner found none or lacks a library.
         FormatError: memory or machine is none.
         ValueError: there is no such planner, or an option is wrong.
         ProfileError, StepError: as in ``measure``, ``PlannedStep``.
@@ -267,6 +267,11 @@ def _plan(
         plan = made.plan(program, machine, limit) if made is not None else planner(program, machine, limit)  # type: ignore[operator]
     except agents.Infeasible as error:
         raise FitError(f"no plan was found, though there are some from {least:,} bytes on: {error}") from error
+    except ImportError as error:
+        if not isinstance(planner, str):
+            raise
+        way = "install it, or choose another planner (planner='capuchin' needs nothing)"
+        raise FitError(f"planner {planner!r} needs {error.name}, which is not here: {way}") from error
     floor = getattr(made, "floor", None)
     return plan, floor.iteration_ns if floor is not None else None
 

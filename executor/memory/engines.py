@@ -9,12 +9,14 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable
+from functools import cache
 from queue import SimpleQueue
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from executor.memory import cuda_index
 from executor.memory.pinned import CUDA, HOST, Bytes, Slabs
 
 
@@ -35,7 +37,7 @@ class Engines(Protocol):
         """Host memory for copies, uint8[nbytes], free again with the array; raises TransferError."""
 
     def borrow(self, tensor: Tensor) -> None:
-        """The step may free this memory of the caller's, which may be another stream's: after all compute so far."""
+        """The step frees this memory, which may be another stream's: it is used again after all compute so far."""
 
     def event(self) -> Any:
         """For copies of one tensor one way, again and again: each is waited for before the next starts."""
@@ -164,12 +166,37 @@ class HostEngines:
             last.wait()
 
 
+@cache
+def capture_stream(index: int) -> torch.cuda.Stream:
+    """One for each device: cuBLAS keeps a workspace for every stream that it has seen."""
+    return torch.cuda.Stream(index)
+
+
+_PAIRS: dict[int, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}  # by device
+
+
+def copy_streams(index: int, compute: torch.cuda.Stream) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """A device's streams for copies, one each way, for all steps; neither is the other, ``compute``, or what graphs are
+    captured on. (PyTorch has 32 streams a device and hands them out in turn: c10/cuda/CUDAStream.cpp.)"""
+    others = {compute.cuda_stream, capture_stream(index).cuda_stream}
+    pair = _PAIRS.get(index)
+    if pair is None or any(stream.cuda_stream in others for stream in pair):
+        found: dict[int, torch.cuda.Stream] = {}
+        while len(found) < 2:
+            stream = torch.cuda.Stream(index)
+            if stream.cuda_stream not in others:
+                found[stream.cuda_stream] = stream
+        d2h, h2d = found.values()
+        pair = _PAIRS[index] = d2h, h2d
+    return pair
+
+
 class CudaEngines:
-    """For tensors on a GPU: a stream each way."""
+    """For tensors on a GPU: a stream each way (``copy_streams``)."""
 
     def __init__(self, device: torch.device):
-        self.device = device
-        self.d2h, self.h2d = self.streams = tuple(torch.cuda.Stream(device) for _ in range(2))
+        self.device, self._index = device, cuda_index(device)
+        self.d2h, self.h2d = self.streams = copy_streams(self._index, torch.cuda.current_stream(device))
         self._computed = torch.cuda.Event()
 
     def pinned(self, nbytes: int) -> Bytes:
@@ -183,6 +210,7 @@ class CudaEngines:
 
     def begin(self) -> None:
         self._compute, outside = torch.cuda.current_stream(self.device), torch.cuda.current_stream()
+        self.d2h, self.h2d = self.streams = copy_streams(self._index, self._compute)
         # To make a stream the current one makes its device the current one, too: the caller's is put back after it.
         self._back = (self._compute,) if outside.device == self._compute.device else (self._compute, outside)
 

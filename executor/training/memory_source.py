@@ -186,6 +186,7 @@ class Blocks:
             self._free(which[0])
 
     def _free(self, block: Block) -> None:
+        self.engines.borrow(block.bytes)  # type: ignore[union-attr, arg-type]
         self.memory.give(block)
         block.place = Place.HOST
         self.used -= block.nbytes
