@@ -33,7 +33,7 @@ SOURCES = ("annealing", "policy", "random")
 class Args:
     task: str = "GpuMemory/vgg16-45-v0"
     source: str = "annealing"  # policy, random; all: as many walks of each
-    walks: int = 4
+    walks: int = 8
     calls: int = 2_000  # simulator calls of each plan of annealing
     seed: int = 0
     hidden: int = 128

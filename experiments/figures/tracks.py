@@ -20,7 +20,7 @@ import numpy as np
 from omegaconf import DictConfig
 
 from agents.floor import floor
-from envs.jobs_walk import total_slowdown
+from envs.jobs_task import total_slowdown
 from envs.tasks import TASKS
 from experiments.common import cli
 from experiments.common.report import Row
