@@ -35,9 +35,9 @@ ROOMS = {
         "plan",
         "validate_gpu",
         "measured",
+        "examples",
         "figures",
         "benchmark",
-        "examples",
     ],
 }
 
