@@ -7,7 +7,7 @@ is short. Both are rare.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from math import prod
 from threading import Lock
@@ -19,13 +19,12 @@ from numpy.typing import NDArray
 from envs import columns
 from envs.compiled_walk import step_walks
 from envs.graph import OBSERVED
-from envs.task import REWARDS, Task
+from envs.task import ACTIONS, REWARDS, Task
 from simulator.compiled import encoding
 from simulator.compiled.engine import cores, side_by_side
 from simulator.plan import Plan
 
 INVALID = ("end", "ignore")
-ACTIONS = ("paper", "full")
 SHARE = 8  # walks that are worth handing to another thread
 _NONE = np.empty(0, np.int64)
 _ENGINES = Lock()  # a task's engine is for one thread at a time
@@ -39,14 +38,14 @@ def _references(arrays: list[Any], i: int) -> int:
 _UNUSED = _references([np.empty(0)], 0)  # where nobody has it but the list
 
 
-def one_of(name: str, value: str, known: Sequence[str]) -> str:
+def one_of(name: str, value: str, known: Collection[str]) -> str:
     """The value; raises ValueError unless it is one of ``known``."""
     if value not in known:
         raise ValueError(f"{name}: expected {' or '.join(map(repr, known))}, got {value!r}")
     return value
 
 
-class _Parts:
+class Parts:
     """Arrays one after the other in one; what is the same object is put there once."""
 
     def __init__(self) -> None:
@@ -98,7 +97,53 @@ class _Work:
         self.steps = np.empty((4 * len(self.steps), encoding.STEP_COLUMNS), np.int64)
 
 
-class Batch:
+class Pieces:
+    """Walks that are stepped in pieces, by all threads.
+
+    Args:
+        walks: how many.
+        threads: at most; None: one a core.
+        work: makes what a thread works on.
+    """
+
+    nodes: NDArray[np.float32]  # what is observed of them: (walks, columns, nodes)
+
+    def __init__(self, walks: int, threads: int | None, work: Callable[[], Any]):
+        self.count = walks
+        threads = max(1, min(threads or cores(), walks // SHARE))
+        pieces = min(4 * threads, walks // SHARE) if threads > 1 else 1
+        self._bounds = [(walks * i // pieces, walks * (i + 1) // pieces) for i in range(pieces)]
+        self._threads, self._works = threads, [work() for _ in range(threads)]
+        self._copies: list[NDArray[np.float32]] = []
+
+    def _by_pieces(self, run: Callable[[int, int, Any], None]) -> None:
+        """Calls ``run`` for each piece of the walks, by all threads: each takes the next one that nobody has."""
+        todo = iter(self._bounds)
+
+        def take(work: Any) -> None:
+            for begin, end in todo:
+                run(begin, end, work)
+
+        side_by_side([partial(take, work) for work in self._works])
+
+    def copied_nodes(self) -> NDArray[np.float32]:
+        """A copy of ``nodes``, in memory that is used again once nobody has it any more: new memory costs as much as
+        the copy."""
+        spare = [i for i in range(len(self._copies)) if _references(self._copies, i) == _UNUSED]
+        if spare:
+            out = self._copies[spare[0]]
+        else:
+            out = np.empty_like(self.nodes)
+            self._copies = [*self._copies[-2:], out]
+
+        def run(begin: int, end: int, work: Any) -> None:
+            np.copyto(out[begin:end], self.nodes[begin:end])
+
+        self._by_pieces(run)
+        return out
+
+
+class Batch(Pieces):
     """Walks, stepped in one call.
 
     Attributes, for M walks, N nodes and F forms of an action:
@@ -121,9 +166,9 @@ class Batch:
         one_of("reward", reward, REWARDS)
         one_of("invalid", invalid, INVALID)
         one_of("actions", actions, ACTIONS)
-        self.tasks, self.count = tuple(tasks), walks
+        self.tasks = tuple(tasks)
         self.size = max(len(t.graph) for t in tasks)
-        self.forms = max(t.forms for t in tasks) if actions == "full" else 1
+        self.forms = max(t.forms for t in tasks) if ACTIONS[actions] else 1
         kernels = max(len(t.program.kernels) for t in tasks)
         gaps = max(len(t.graph.gaps) for t in tasks)
         iterations = max(int(t.engine.tables.settings[encoding.MAX_ITERATIONS]) for t in tasks)
@@ -135,14 +180,13 @@ class Batch:
         self.options[[columns.IGNORE, columns.AUTORESET, columns.TASKS]] = invalid == "ignore", autoreset, len(tasks)
         starts = columns.NEED_AT, columns.ENDED_AT, columns.OUT_END_AT, columns.QUEUE_AT, columns.TAKEN_AT
         self.options[[*starts]] = offsets[:-1]
-        self.options[columns.ITERATIONS] = iterations
+        self.options[[columns.ITERATIONS, columns.LANGUAGE]] = iterations, ACTIONS[actions]
         self.walks = np.zeros((walks, int(offsets[-1])), np.int64)
         self.walks[:, columns.SEED] = np.random.default_rng().integers(2**63, size=walks)
         self.rows = np.zeros((walks, max(gaps, 1), encoding.COLUMNS), np.int64)
         self.nodes = np.zeros((walks, OBSERVED, self.size), np.float32)
         self.mask = np.zeros((walks, self.forms * self.size), np.int8)
         self.current = np.zeros(walks, np.int64)
-        self._copies: list[NDArray[np.float32]] = []
         self.rewards = np.zeros(walks)
         self.overhead = np.zeros(walks)
         self.terminated, self.invalid, self.feasible = np.zeros((3, walks), np.bool_)
@@ -152,15 +196,12 @@ class Batch:
         self._shown = (self.rewards, self.terminated, self.invalid, self.overhead, self.feasible, self.mask, self.nodes,
                        self.current)  # fmt: skip
         self._nobody, self._drawn = np.zeros(walks, np.bool_), np.full(walks, -1, np.int64)
-        threads = max(1, min(threads or cores(), walks // SHARE))
-        pieces = min(4 * threads, walks // SHARE) if threads > 1 else 1
-        self._bounds = [(walks * i // pieces, walks * (i + 1) // pieces) for i in range(pieces)]
         most = max(kernels + 1, self.size, gaps)
-        self._works = [_Work(self._work_size, most, gaps) for _ in range(threads)]
+        super().__init__(walks, threads, lambda: _Work(self._work_size, most, gaps))
 
     def _tables(self, shared: int) -> None:
         """``where``, ``ints`` and ``floats`` of compiled_walk.py. shared: of work, what does not depend on a task."""
-        ints, floats, work = _Parts(), _Parts(), _Parts()
+        ints, floats, work = Parts(), Parts(), Parts()
         work.size = shared
         self.where = np.zeros((len(self.tasks), columns.WHERE), np.int64)
         for w, task in zip(self.where, self.tasks, strict=True):
@@ -217,32 +258,6 @@ class Batch:
                 resume = True
 
         self._by_pieces(run)
-
-    def _by_pieces(self, run: Callable[[int, int, _Work], None]) -> None:
-        """Calls ``run`` for each piece of the walks, by all threads: each takes the next one that nobody has."""
-        todo = iter(self._bounds)
-
-        def take(work: _Work) -> None:
-            for begin, end in todo:
-                run(begin, end, work)
-
-        side_by_side([partial(take, work) for work in self._works])
-
-    def copied_nodes(self) -> NDArray[np.float32]:
-        """A copy of ``nodes``, in memory that is used again once nobody has it any more: new memory costs as much as
-        the copy."""
-        spare = [i for i in range(len(self._copies)) if _references(self._copies, i) == _UNUSED]
-        if spare:
-            out = self._copies[spare[0]]
-        else:
-            out = np.empty_like(self.nodes)
-            self._copies = [*self._copies[-2:], out]
-
-        def run(begin: int, end: int, work: _Work) -> None:
-            np.copyto(out[begin:end], self.nodes[begin:end])
-
-        self._by_pieces(run)
-        return out
 
     def _settle(self, begin: int, end: int, work: _Work) -> None:
         """Does what the walks ``begin`` to ``end`` - 1 wait for."""

@@ -153,7 +153,7 @@ def _act(task, state, rows, kind, g, form, early, causal):  # type: ignore[no-un
 
 
 @stage
-def _swap_out(need, after, before, size):  # type: ignore[no-untyped-def]
+def swap_out(need, after, before, size):  # type: ignore[no-untyped-def]
     """The planned residency of a plan of swaps with one more, from the end of kernel ``after`` to ``before``."""
     n = need.size - 1
     part, more = need[after + 1 : before if after < before else n], need[: 0 if after < before else before]
@@ -208,7 +208,7 @@ def _replan(task, state, touched, plan, by_kernel, by_tensor, by_row, steps, cau
         return True, False
     if state.taken[g] == OFFLOAD and (walk[REMOVALS] == 0 or (causal and not touched[gaps[TENSOR, g]])):
         after, before = plan[walk[COUNT] - 1, ROW_AFTER], gaps[BEFORE, g]
-        _swap_out(need, after, before, gaps[NBYTES, g])
+        swap_out(need, after, before, gaps[NBYTES, g])
         if after < before:
             walk[NEW_FROM], walk[NEW_TO] = after + 1, before
         return True, False

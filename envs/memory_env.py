@@ -29,6 +29,7 @@ from envs.graph import OBSERVED
 from envs.render import Scene
 from envs.task import Task
 from envs.tasks import program_and_machine
+from envs.vector_env import BatchVectorEnv, Observation, chosen_task
 from simulator import Kernel, Machine, Plan, Program, Tensor
 from simulator.limits import limit_bytes
 from simulator.modes import check_mode, least_residency
@@ -36,7 +37,6 @@ from simulator.modes import check_mode, least_residency
 __all__ = ["MemoryEnv", "MemoryVectorEnv", "make_tasks", "small_task"]
 
 T = TypeVar("T")
-Observation = dict[str, NDArray[Any]]
 Limit = float | str  # as simulator.limits.limit_bytes takes it
 ProgramLike = Program | str  # or a name (tasks.py), or the path of a .json or .json.gz
 MachineLike = Machine | str  # or a preset, or the path of a YAML
@@ -160,7 +160,7 @@ class MemoryEnv(_OverBatch, gymnasium.Env[Observation, np.int64]):
         reward: "paper": the change in simulated time of the plan so far; "causal": the stall as the clock advances.
             Both sum to −overhead.
         invalid: what an action does that may not be taken: "end" the episode as a dead end does, or "ignore": nothing.
-        actions: "paper", or "full": each in several forms (task.py).
+        actions: "paper"; "full": each in several forms (task.py); or with one of them, "copy", "keep" or "at".
         copy: False: observations and masks are views of the environment's buffers, which the next call changes.
         render_mode: "ansi": text; "rgb_array": a picture, uint8 (450, 800, 3); None: neither (render.py).
 
@@ -257,23 +257,12 @@ def overheads(batch: Batch) -> NDArray[np.float64]:
     return np.where(batch.walks[:, columns.DEAD_END] != 0, np.nan, batch.overhead)
 
 
-def chosen_task(options: dict[str, Any] | None, tasks: int, known: Sequence[str] = ("task",)) -> int | None:
-    """The task that a reset asks for; raises ValueError for an option or a task that there is not."""
-    options = options or {}
-    if wrong := [key for key in options if key not in known]:
-        raise ValueError(f"options: expected {' or '.join(map(repr, known))}, got {wrong[0]!r}")
-    task = options.get("task")
-    if task is not None and not -tasks <= int(task) < tasks:
-        raise ValueError(f"options: there is no task {task}; there are {tasks}")
-    return None if task is None else int(task)
-
-
 def walk_seed(seed: int) -> int:
     """The state of the generator of a walk, of the environment's seed."""
     return int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
-class MemoryVectorEnv(_OverBatch, gymnasium.vector.VectorEnv[Observation, NDArray[np.int64], NDArray[Any]]):
+class MemoryVectorEnv(_OverBatch, BatchVectorEnv):
     """Many walks stepped in one compiled call by all cores, without processes.
 
     The arguments are those of MemoryEnv, with ``num_envs`` and Gymnasium's ``autoreset_mode``: an episode that ends is
@@ -282,105 +271,45 @@ class MemoryVectorEnv(_OverBatch, gymnasium.vector.VectorEnv[Observation, NDArra
     ``seed``, environment i draws as a MemoryEnv with ``seed + i``. ``max_episode_steps``: episodes are truncated then.
     """
 
-    metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # type: ignore[misc]
-
     def __init__(
         self, num_envs: int, program: OneOrMore[ProgramLike] | None = None,
         machine: OneOrMore[MachineLike] | None = None, limit: OneOrMore[Limit] = 0.7, min_bytes: int = 2**20,
         mode: str = "joint", reward: str = "paper", invalid: str = "end", actions: str = "paper", copy: bool = True,
         autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP, max_episode_steps: int | None = None,
     ):  # fmt: skip
-        self.num_envs, self._best = num_envs, {}
-        self.autoreset_mode = AutoresetMode(autoreset_mode)
-        self.metadata = {**self.metadata, "autoreset_mode": self.autoreset_mode}  # type: ignore[misc]
-        self._batch = batch = Batch(
+        batch = Batch(
             make_tasks(program, machine, limit, min_bytes, mode), num_envs, reward, invalid, actions,
-            self.autoreset_mode == AutoresetMode.NEXT_STEP,
+            AutoresetMode(autoreset_mode) == AutoresetMode.NEXT_STEP,
         )  # fmt: skip
-        self._copy = copy
+        space = observation_space(batch)
+        super().__init__(
+            num_envs, batch, autoreset_mode, max_episode_steps, spaces.Discrete(batch.mask.shape[1]), space
+        )
+        self._copy, self._best = copy, {}
         self._look()
-        self._most, self._steps = max_episode_steps, np.zeros(num_envs, np.int64)
-        self.single_action_space = spaces.Discrete(batch.mask.shape[1])
-        self.single_observation_space = observation_space(batch)
-        self.action_space = gymnasium.vector.utils.batch_space(self.single_action_space, num_envs)
-        self.observation_space = gymnasium.vector.utils.batch_space(self.single_observation_space, num_envs)
 
     def _look(self) -> None:
         self._shown, self._mask = shown(self._batch), self._batch.mask.view(np.bool_)
 
-    def reset(
-        self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Observation, dict[str, Any]]:
-        """Begins episodes anew: all, or those of ``options["reset_mask"]``, of ``options["task"]`` where it is given.
+    def _seed(self, i: int, seed: int) -> None:
+        self._batch.seed(i, walk_seed(seed))
 
-        Raises:
-            ValueError: a mask or a list of seeds does not fit, or there is no such option or task.
-        """
-        task = chosen_task(options, len(self.tasks), ("task", "reset_mask"))
-        seeds = [seed + i for i in range(self.num_envs)] if isinstance(seed, int) else seed
-        if seeds is not None:
-            if len(seeds) != self.num_envs:
-                raise ValueError(f"seed: expected {self.num_envs}, got {len(seeds)}")
-            super().reset(seed=seeds[0])
-            for i, one in enumerate(seeds):
-                if one is not None:
-                    self._batch.seed(i, walk_seed(one))
-        which = (options or {}).get("reset_mask")
-        if which is not None and (which.shape != (self.num_envs,) or which.dtype != np.bool_ or not which.any()):
-            raise ValueError(f"reset_mask: expected {self.num_envs} booleans, one of them true")
+    def _begin(self, which: NDArray[np.bool_], task: int | None) -> None:
         self._batch.reset(which, task)
-        self._steps[slice(None) if which is None else which] = 0
-        return self._observations(), self._infos()
 
-    def step(
-        self, actions: NDArray[np.int64]
-    ) -> tuple[Observation, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]:
-        """Steps every walk: actions (num_envs,).
+    def _act(self, actions: NDArray[np.int64], over: NDArray[np.bool_]) -> None:
+        self._batch.step(actions)  # the batch knows by itself what is over
 
-        Raises:
-            ValueError: not so many actions; or, where nothing resets it, an episode has ended.
-        """
-        batch = self._batch
-        if self.autoreset_mode == AutoresetMode.DISABLED and batch.walks[:, columns.OVER].any():
-            raise ValueError(f"episodes that have ended: {np.flatnonzero(batch.walks[:, columns.OVER]).tolist()}")
-        over = batch.walks[:, columns.OVER] != 0  # the action of such a walk is ignored: it begins anew
-        batch.step(np.asarray(actions))
-        rewards, terminated = batch.rewards.copy(), batch.terminated.copy()
-        truncated = np.zeros(self.num_envs, np.bool_)
-        if self._most is not None:
-            self._steps += 1
-            self._steps[over] = 0
-            truncated = self._steps >= self._most
-            batch.walks[truncated, columns.OVER] = 1
-        infos, ended = self._infos(), terminated | truncated
-        if terminated.any():
-            infos |= self._plans(terminated & batch.feasible)
-        if self.autoreset_mode == AutoresetMode.SAME_STEP and ended.any():
-            final = self._final(ended, infos)
-            batch.reset(ended)
-            self._steps[ended] = 0
-            infos = self._infos() | final
-        return self._observations(), rewards, terminated, truncated, infos
+    def _over(self) -> NDArray[Any]:
+        return self._batch.walks[:, columns.OVER]
 
-    def _plans(self, ended: NDArray[np.bool_]) -> dict[str, Any]:
+    def _endings(self, terminated: NDArray[np.bool_]) -> dict[str, Any]:
         """The plans with which episodes have ended."""
+        ended = terminated & self._batch.feasible
         plans = np.full(self.num_envs, None, object)
         for i in np.flatnonzero(ended).tolist():
             plans[i] = self._finished(i)
         return {"plan": plans, "_plan": ended} if ended.any() else {}
-
-    def _final(self, ended: NDArray[np.bool_], infos: dict[str, Any]) -> dict[str, Any]:
-        """What the episodes ended in, as Gymnasium has it."""
-        observations = np.full(self.num_envs, None, object)
-        for i in np.flatnonzero(ended):
-            observations[i] = {key: view[i].copy("K") for key, view in self._shown.items()}
-        info: dict[str, Any] = {}
-        for key in [key for key in infos if not key.startswith("_")]:
-            there = infos.get(f"_{key}", ended)
-            none = None if infos[key].dtype == object else np.zeros((), infos[key].dtype)
-            info[key] = np.where(there[:, None] if infos[key].ndim == 2 else there, infos[key], none)
-            info[f"_{key}"] = there.copy()
-        return {"final_obs": observations, "_final_obs": ended.copy(), "final_info": info, "_final_info": ended.copy()}
 
     def action_masks(self) -> NDArray[np.bool_]:
         """(num_envs, N F)."""

@@ -18,7 +18,7 @@ from simulator import rules
 from simulator.compiled.encoding import COLUMNS, NEVER, Ints, machine_settings, rows_of
 from simulator.compiled.engine import Engine
 from simulator.job import Job, JobsTimeline, Sharing, Tenant
-from simulator.jobs.event_loop import run
+from simulator.jobs.event_loop import begin, run
 from simulator.jobs.log import read_log
 from simulator.jobs.lowering import Table, table_of
 from simulator.lowered import Lowered, check, check_end, left_by, reserved_bytes
@@ -38,6 +38,7 @@ from simulator.program import Program
 KEPT = 1024  # plans that an engine keeps lowered
 Tables = Sequence[Sequence[Table]]
 Durations = tuple[tuple[int, ...], ...]  # as Job.durations
+_Given = tuple[Sequence[Job], Tables, Sequence[int], int | None, Tenant, Sequence[int | None]]
 
 
 @lru_cache(64)
@@ -205,17 +206,11 @@ def simulate_jobs(
         OutOfMemory: a step of a job does not fit under the limit with everything else away.
         JobsDeadlock: no job can go on, because the host is full.
     """
-    same = Same(machine)
-    known = [[_known(Same(program), same, _key(plan)) for program, plan in job.entries] for job in jobs]
-    plans = [[lowered for lowered, _ in each] for each in known]
-    tables = [[table for _, table in each] for each in known]
-    check(jobs, plans, machine, limit, until_ns)
-    settings = _settings(machine, limit, sharing, len(jobs))
-    shares = [job.share(p) for job in jobs for p in range(len(job.entries))]
+    plans, given = _checked(jobs, machine, limit, until_ns, sharing, tenant)
     arrays, entries, room = _Arrays(), 4096, 0
     while entries > room:
         room = entries
-        world = arrays.world(jobs, tables, settings, until_ns, tenant, shares, room)
+        world = arrays.world(*given, room)
         if run(world) == DEADLOCK:
             # It says who waits for what.
             return rules.simulate_jobs(jobs, machine, limit, until_ns, sharing, tenant)
@@ -223,6 +218,28 @@ def simulate_jobs(
     end = int(world.jobs["left"].max(initial=-1))
     out, order, evictions = read_log(world.log[:entries], jobs, plans)
     return JobsTimeline.assemble(limit, sharing, end if end >= 0 else int(world.now[NOW]), out, order, evictions)
+
+
+def _checked(
+    jobs: Sequence[Job], machine: Machine, limit: int, until_ns: int | None, sharing: Sharing, tenant: Tenant
+) -> tuple[list[list[Lowered]], _Given]:
+    """The plans of jobs that can run, lowered; and what ``_Arrays.world`` takes. Raises as ``simulate_jobs``."""
+    same = Same(machine)
+    known = [[_known(Same(program), same, _key(plan)) for program, plan in job.entries] for job in jobs]
+    plans = [[lowered for lowered, _ in each] for each in known]
+    check(jobs, plans, machine, limit, until_ns)
+    shares = [job.share(p) for job in jobs for p in range(len(job.entries))]
+    tables = [[table for _, table in each] for each in known]
+    return plans, (jobs, tables, _settings(machine, limit, sharing, len(jobs)), until_ns, tenant, shares)
+
+
+def world_of(
+    jobs: Sequence[Job], machine: Machine, limit: int, until_ns: int | None = None, sharing: Sharing = "fifo"
+) -> World:
+    """The arrays of ``simulate_jobs`` before the first round, without a log; raises as that does."""
+    world = _Arrays().world(*_checked(jobs, machine, limit, until_ns, sharing, ())[1])
+    begin(world)
+    return world
 
 
 class JobsEngine:

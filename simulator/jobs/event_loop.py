@@ -16,18 +16,18 @@ from simulator.jobs.swap_state import (
 )  # fmt: skip
 from simulator.jobs.tables import (
     BACK, BY_BLOCK, BY_ROW, BY_TENSOR, CHANGES, COMPUTE_AT, COUNTED, C_BLOCK, C_COMPUTE, C_DATA, C_END, C_ENTRY, C_JOB,
-    C_MEMORY, C_TENSOR, C_VOID, C_WORK, DEADLOCK, DONE, FIFO, FREE, GAP_STATE, GONE, HEAD, HOST_BLOCK, HOST_LEFT,
-    KERNEL_ENDS, LEAVES, LEAVING, LINK_AT, L_ADMIT, L_BOUNDARY, L_END, L_GONE, L_IN, L_NEVER, L_OUT, L_STALL, L_STEP,
-    NOW, OPEN_ROW, OUT, PRESENT, QUEUED, Q_BLOCK, Q_ISSUED, Q_JOB, Q_TENSOR, RETURNS, RUNNING, SERVED, SHARE, STEPPED,
-    SWITCH_NS, TAIL, TENANT, TENANT_AT, UNADMITTED, UNFINISHED, USED, WAITING,
+    C_MEMORY, C_TENSOR, C_VOID, C_WORK, DEADLOCK, DONE, FIFO, FREE, GAP_STATE, GOES_ON, GONE, HEAD, HOST_BLOCK,
+    HOST_LEFT, KERNEL_ENDS, LEAVES, LEAVING, LINK_AT, L_ADMIT, L_BOUNDARY, L_END, L_GONE, L_IN, L_NEVER, L_OUT, L_STALL,
+    L_STEP, NOW, OPEN_ROW, OUT, PRESENT, QUEUED, Q_BLOCK, Q_ISSUED, Q_JOB, Q_TENSOR, RETURNS, RUNNING, SERVED, SHARE,
+    STEPPED, SWITCH_NS, TAIL, TENANT, TENANT_AT, UNADMITTED, UNFINISHED, USED, WAITING,
 )  # fmt: skip
 
 # isort: on
 from simulator.machine import ALONE
 
 
-@stage
-def _begin(w):  # type: ignore[no-untyped-def]
+@stage(entry=True)
+def begin(w):  # type: ignore[no-untyped-def]
     """All that is not given, before the first round; ``jobs``, ``copy`` and ``now`` are 0."""
     n, now = w.jobs.size, w.now
     now[UNADMITTED] = now[UNFINISHED] = n
@@ -405,11 +405,12 @@ def _advance(w):  # type: ignore[no-untyped-def]
     return True
 
 
-@stage(entry=True)
-def run(w):  # type: ignore[no-untyped-def]
-    """Simulates until all jobs have left, or none can go on; returns which."""
-    _begin(w)
-    while True:
+@stage(inline=True)
+def instant(w):  # type: ignore[no-untyped-def]
+    """All that happens at an instant; then it is the next one. Returns GOES_ON, or DONE where all jobs have left, or
+    DEADLOCK where none can go on."""
+    at = w.now[NOW]
+    while w.now[NOW] == at:
         _complete_copies(w)
         _complete_steps(w)
         _part(w)
@@ -421,3 +422,14 @@ def run(w):  # type: ignore[no-untyped-def]
         _start_steps(w)
         if not _advance(w):
             return DEADLOCK
+    return GOES_ON
+
+
+@stage(entry=True)
+def run(w):  # type: ignore[no-untyped-def]
+    """Simulates until all jobs have left, or none can go on; returns which."""
+    begin(w)
+    status = GOES_ON
+    while status == GOES_ON:
+        status = instant(w)
+    return status

@@ -168,7 +168,7 @@ def _lists(tensors, graph, rows, order, by_row, found, plan, out):  # type: igno
 
 
 @jit
-def _table(kernels, tensors, graph, rows, by_row, planned, steps, n_steps, record, out):  # type: ignore[no-untyped-def]
+def write_table(kernels, tensors, graph, rows, by_row, planned, steps, n_steps, record, out):  # type: ignore[no-untyped-def]
     """The table of a lowered plan.
 
     Args:
@@ -282,7 +282,7 @@ def table_of(engine: Engine, rows: Ints, variants: Sequence[tuple[int, int]] = (
     work, n_steps = engine.lowered(rows)
     record = np.zeros(1, PLAN)
     given = kernels, tensors, graph, rows, work.by_row, work.by_kernel[PLANNED], work.steps, n_steps, record
-    while (found := _table(*given, _room.values))[0] < 0:
+    while (found := write_table(*given, _room.values))[0] < 0:
         _room.values = np.empty(-2 * found[0], np.int64)
     size, least, on_host = found
     plan, values = record[0], _room.values[:size].copy()

@@ -73,7 +73,7 @@ L_STEP, L_END, L_OUT, L_IN, L_LEFT, L_STALL, L_BOUNDARY, L_ADMIT, L_SWITCH, L_GO
 LOG = 6
 C_COMPUTE, C_DATA, C_MEMORY = range(3)  # the index of a stall
 
-DONE, DEADLOCK = range(2)
+DONE, DEADLOCK, GOES_ON = range(3)
 
 
 class World(NamedTuple):

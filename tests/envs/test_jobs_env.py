@@ -5,12 +5,14 @@ import pickle
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import gymnasium
 import numpy as np
 import pytest
 import torch
 from gymnasium.utils.env_checker import check_env
+from gymnasium.vector import AutoresetMode
 from sb3_contrib import MaskablePPO
 from stable_baselines3.common.env_checker import check_env as sb3_check_env
 
@@ -18,10 +20,11 @@ import envs
 from agents.learned.structure2vec import Structure2Vec
 from envs.graph import OFFLOAD, REMOVE
 from envs.jobs_env import small_scenario
-from envs.jobs_walk import LOAD, RELIEF, VALID, Scenario
+from envs.jobs_task import LOAD, RELIEF, VALID, Scenario
 from envs.task import DEAD_END_REWARD
-from simulator import Job, Kernel, Plan, Program, Swap, Tensor
+from simulator import Job, JobsTimeline, Kernel, Plan, Program, Swap, Tensor, simulate_jobs
 from tests.envs.test_jobs_walk import MACHINE, THREE, TWO
+from tests.envs.test_vector_env import assert_all_same, assert_infos_are_alike
 
 SMALL = small_scenario()
 Agent = Callable[[dict[str, np.ndarray]], int]
@@ -39,6 +42,12 @@ def greedy(observation: dict[str, np.ndarray]) -> int:
 def random(seed: int) -> Agent:
     rng = np.random.default_rng(seed)
     return lambda observation: int(rng.choice(np.flatnonzero(observation["action_mask"])))
+
+
+def timeline_of(env: envs.JobsEnv) -> JobsTimeline:
+    """What the jobs have done under the plans that they got."""
+    task = env.tasks[0]
+    return simulate_jobs(env.jobs, task.machine, task.scenario.limit, task.scenario.until_ns)
 
 
 def episode(env: envs.JobsEnv, agent: Agent, task: int = 0) -> tuple[float, list[float], dict]:
@@ -82,43 +91,46 @@ def test_what_is_meant_where_nothing_is_given():
     assert least == [2**20, 3 * 2**20]
 
 
-@pytest.mark.parametrize("vectorization", ["sync", "async"])
-def test_vector_environments_are_of_single_ones(vectorization):
-    arguments = {"scenario": [SMALL, replace(SMALL, jobs=SMALL.jobs[1:])], "mode": "swap"}
-    vector = gymnasium.make_vec("GpuMemoryJobs-v0", 2, vectorization, **arguments)
-    singles = [envs.JobsEnv(**arguments) for _ in range(2)]
-    try:
-        observations, infos = vector.reset(seed=5)
-        alone = [env.reset(seed=5 + i) for i, env in enumerate(singles)]
-        ended, episodes = [False, False], 0
-        for _ in range(60):
-            for key, value in observations.items():
-                assert (value == np.array([observation[key] for observation, _ in alone])).all(), key
-            assert infos["slowdown"].tolist() == [info["slowdown"] for _, info in alone]
-            actions = np.array([greedy(observation) for observation, _ in alone])
-            observations, ours, *_, infos = vector.step(actions)
-            for i, (env, action) in enumerate(zip(singles, actions, strict=True)):
-                if ended[i]:  # it begins anew with this step
-                    alone[i], reward, ended[i] = env.reset(), 0.0, False
-                else:
-                    observation, reward, ended[i], _, info = env.step(action)
-                    alone[i], episodes = (observation, info), episodes + ended[i]
-                assert ours[i] == reward
-        assert episodes > 2
-    finally:
-        vector.close()
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_the_vector_environment_is_gymnasiums_of_many(mode):
+    """Action by action, through the ends of episodes and invalid actions, under the same seeds; and so that walks are
+    stepped in several pieces."""
+    small = replace(TWO, limit=130, jobs=(*TWO.jobs, Job("c", THREE, Plan(), 130, leaves_ns=400)))
+    kwargs = {"scenario": [TWO, small, replace(small, jobs=small.jobs[1:])], "min_bytes": 1}
+    vector = gymnasium.make_vec("GpuMemoryJobs-v0", 24, "vector_entry_point", max_episode_steps=6, autoreset_mode=mode,
+                                **kwargs)  # fmt: skip
+    assert isinstance(vector, envs.JobsVectorEnv)
+    one = partial(gymnasium.make, "GpuMemoryJobs-v0", max_episode_steps=6, **kwargs)
+    peer = gymnasium.vector.SyncVectorEnv([one] * 24, autoreset_mode=mode)
+    assert (vector.single_action_space, vector.observation_space) == (peer.single_action_space, peer.observation_space)
+    (observation, info), (expected, its_info) = vector.reset(seed=5), peer.reset(seed=5)
+    assert_all_same(observation, expected)
+    rng, ended, cut, tasks = np.random.default_rng(0), 0, 0, set()
+    for _ in range(40):
+        valid = observation["action_mask"]
+        actions = np.array([rng.choice(np.flatnonzero(mask != (rng.random() < 0.05))) for mask in valid])
+        observation, reward, terminated, truncated, info = vector.step(actions)
+        expected, its_reward, its_end, its_stop, its_info = peer.step(actions)
+        assert_all_same(observation, expected)
+        assert (reward == its_reward).all() and (terminated == its_end).all() and (truncated == its_stop).all()
+        assert_infos_are_alike(info, its_info, 24)
+        ended, cut, tasks = ended + terminated.sum(), cut + truncated.sum(), tasks | set(observation["task"].tolist())
+        if mode == AutoresetMode.DISABLED and (over := terminated | truncated).any():
+            observation, _ = vector.reset(options={"reset_mask": over})
+            peer.reset(options={"reset_mask": over.copy()})
+    assert ended > 100 and cut > 10 and tasks == {0, 1, 2}
 
 
 def test_scenarios_are_drawn_by_the_seed():
     several = [SMALL, replace(SMALL, limit=SMALL.limit + 1), replace(SMALL, jobs=SMALL.jobs[:2])]
     env, other = envs.JobsEnv(several), envs.JobsEnv(several)
-    drawn = [one.reset(seed=seed)[0]["task"][0] for seed in (3, None, None, None, None) for one in (env, other)]
+    drawn = [one.reset(seed=seed)[0]["task"] for seed in (3, None, None, None, None) for one in (env, other)]
     assert drawn[::2] == drawn[1::2] and len(set(drawn)) > 1
-    assert env.reset(options={"task": 2})[0]["task"] == [2]
+    assert env.reset(options={"task": 2})[0]["task"] == 2
     # Scenarios are padded to the largest; those with the same programs share what is known of them.
     observation, info = env.reset(options={"task": 2})
     assert len(observation["nodes"]) == len(env.tasks[0].graph) > len(env.tasks[2].graph)
-    assert not observation["nodes"][len(env.tasks[2].graph) :].any() and len(info["action_mask"]) == env.size
+    assert not observation["nodes"][len(env.tasks[2].graph) :].any() and len(info["action_mask"]) == env.action_space.n
     assert env.tasks[0].actions[1] is env.tasks[2].actions[1]
 
 
@@ -153,9 +165,9 @@ def test_an_invalid_action_ends_the_episode():
         env.reset(seed=0)
         _, reward, terminated, truncated, info = env.step(action)
         assert (reward, terminated, truncated, info["invalid"]) == (2 * DEAD_END_REWARD, True, False, True)
-        assert env.action_masks().tolist() == [True] + [False] * (env.size - 1)
+        assert env.action_masks().tolist() == [True] + [False] * (int(env.action_space.n) - 1)
         _, reward, terminated, _, info = env.step(0)
-        assert (reward, terminated) == (0, True) and "invalid" not in info
+        assert (reward, terminated) == (0, True) and not info["invalid"]
 
 
 def test_an_invalid_action_may_be_ignored():
@@ -165,7 +177,7 @@ def test_an_invalid_action_may_be_ignored():
         observation, reward, terminated, truncated, info = env.step(action)
         assert (reward, terminated, truncated, info["invalid"]) == (0, False, False, True)
         assert all((observation[key] == first[key]).all() for key in first)
-    assert "invalid" not in env.step(0)[4]
+    assert not env.step(0)[4]["invalid"]
     with pytest.raises(ValueError, match="invalid"):
         envs.JobsEnv(invalid="neither")
 
@@ -224,7 +236,7 @@ def test_what_is_shown_of_the_moment():
     first, info = env.reset(seed=0)
     # a alone: it needs 100 bytes of 170, so that nothing may be decided.
     assert first["job"].tolist() == [-1] + 4 * [0] + 4 * [-1] and not first["nodes"][5:].any()
-    assert first["action_mask"].tolist() == [1] + 8 * [0] and info["action_mask"].dtype == np.bool_
+    assert first["action_mask"].tolist() == [1] + 8 * [0] and info["action_mask"].dtype == np.int8
     assert first["moment"] == pytest.approx([100 / 170 - 1, 1, 1, 1])
     share = 100 / 170
     size, transfer, recompute, revisit = 40 / 170, 20 / 40, 10 / 40, 20 / 40
@@ -288,7 +300,7 @@ def test_phases_begin_when_jobs_come_and_leave():
     ), MACHINE, 1000)  # fmt: skip
     env = envs.JobsEnv(one, min_bytes=1)
     total, times, info = episode(env, nothing)
-    left = [job.left_ns for job in env._walk.timeline.jobs]
+    left = [job.left_ns for job in timeline_of(env).jobs]
     assert times == [0, 1000, 1030, *sorted(left[:2] + left[3:])] and left[2] == 40
     alone = [3 * 40, 2 * 40, 40, 3 * 40]
     ratios = [(at - job.arrives_ns) / ns - 1 for at, job, ns in zip(left, one.jobs, alone, strict=True)]
@@ -303,8 +315,8 @@ def test_there_are_no_phases_after_the_end_of_the_span():
     assert times[:2] == [0, 100] and len(times) == 3 and times[-1] >= 250
     # Alone, b would be there for 4 of 40 ns, as the iteration that has begun at 220 ends at 260.
     assert env.tasks[0].alone_ns == [200, 160]
-    left = [job.left_ns for job in env._walk.timeline.jobs]
-    ended = [len(job.boundaries) * 40 for job in env._walk.timeline.jobs]
+    left = [job.left_ns for job in timeline_of(env).jobs]
+    ended = [len(job.boundaries) * 40 for job in timeline_of(env).jobs]
     assert info["slowdown"] == pytest.approx((left[0] - ended[0]) / 200 + (left[1] - 100 - ended[1]) / 160)
 
 
@@ -314,7 +326,7 @@ def test_a_job_that_never_begins_has_lost_its_time():
     one = Scenario((Job("a", hold, Plan(), iterations=4), Job("b", THREE, Plan(), 5, leaves_ns=95)), MACHINE, 100)
     env = envs.JobsEnv(one, min_bytes=100)
     total, times, info = episode(env, nothing)
-    assert times == [0, 5, 95, 160] and env._walk.timeline.jobs[1].left_ns is None
+    assert times == [0, 5, 95, 160] and timeline_of(env).jobs[1].left_ns is None
     assert info["slowdown"] == 90 / 120 == -total
 
 

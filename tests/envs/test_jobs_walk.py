@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 
 import envs
 from envs.graph import OFFLOAD, REMOVE
-from envs.jobs_walk import Scenario, total_slowdown
+from envs.jobs_task import LEFT, TIME_LEFT, Scenario, total_slowdown
 from simulator import (
     Job,
     JobsTimeline,
@@ -22,6 +22,7 @@ from simulator import (
     Tensor,
     simulate_jobs,
 )
+from tests.oracle.jobs_walk import JobsWalk
 from tests.random_cases import least_limit
 from tests.strategies import jobs, jobs_machines
 
@@ -72,7 +73,7 @@ def test_a_job_that_does_not_fit_alone_is_refused():
 
 def test_a_job_may_come_as_another_ends_an_iteration():
     """It does not leave then: the phase is of both, and from its boundary on a has a plan."""
-    walk = envs.JobsWalk(envs.JobsTask(replace(TWO, jobs=(TWO.jobs[0], replace(TWO.jobs[1], arrives_ns=80))), 1))
+    walk = JobsWalk(envs.JobsTask(replace(TWO, jobs=(TWO.jobs[0], replace(TWO.jobs[1], arrives_ns=80))), 1))
     walk.step(0)
     assert (walk.now_ns, walk.there) == (80, [0, 1])
     walk.step(2)
@@ -83,7 +84,7 @@ def test_a_job_may_come_as_another_ends_an_iteration():
 @pytest.mark.parametrize("at, used", [(40, 40), (69, 100), (70, 40), (201, 0)])
 def test_the_memory_in_use_as_a_phase_begins(at, used):
     """Where another kernel has begun at that time, it counts; and what the one before has freed does not."""
-    walk = envs.JobsWalk(envs.JobsTask(replace(TWO, jobs=(TWO.jobs[0], replace(TWO.jobs[1], arrives_ns=at))), 1))
+    walk = JobsWalk(envs.JobsTask(replace(TWO, jobs=(TWO.jobs[0], replace(TWO.jobs[1], arrives_ns=at))), 1))
     walk.step(0)
     assert (walk.now_ns, walk.used) == (at, used)
 
@@ -121,7 +122,7 @@ def test_what_a_recomputation_fetches_has_to_fit():
     }
     first, second = node[OFFLOAD, (0, 2, 6)], node[OFFLOAD, (1, 3, 7)]
     removal = node[REMOVE, (3, 3, 5)]
-    walk = envs.JobsWalk(task)
+    walk = JobsWalk(task)
     assert walk.mask()[[first, second, removal]].all()
     walk.step(removal)
     assert walk.mask()[[first, second]].tolist() == [False, False]
@@ -139,7 +140,7 @@ def test_what_a_recomputation_fetches_has_to_fit():
 def test_rewards_add_up_and_the_mask_never_lies(scenario, mode, seed):
     """A valid action is taken without error and gives plans that fit; an invalid one is refused. In the end the rewards
     are the slowdown of the jobs under the plans that they got, simulated anew."""
-    walk, rng = envs.JobsWalk(envs.JobsTask(scenario, min_bytes=1, mode=mode)), np.random.default_rng(seed)
+    walk, rng = JobsWalk(envs.JobsTask(scenario, min_bytes=1, mode=mode)), np.random.default_rng(seed)
     rewards, stop = [], rng.choice([0.0, 0.1, 0.5])
     while not walk.done:
         mask = walk.mask()
@@ -164,6 +165,28 @@ def test_rewards_add_up_and_the_mask_never_lies(scenario, mode, seed):
             assert total_slowdown(scenario, one) == pytest.approx((ran.left_ns - job.arrives_ns) / alone - 1)
 
 
+@given(scenarios(), st.sampled_from(["swap", "recompute", "joint"]), st.integers(0, 99))
+def test_the_compiled_walk_is_the_same(scenario, mode, seed):
+    """Step by step: what is observed, rewards, the end, and the plans that the jobs got."""
+    env, rng = envs.JobsEnv(scenario, 1, mode), np.random.default_rng(seed)
+    walk, stop = JobsWalk(env.tasks[0]), rng.choice([0.0, 0.1, 0.5])
+    (observation, info), reward, ours = env.reset(), 0.0, 0.0
+    while True:
+        nodes, moment = np.zeros((len(walk.task.graph), LEFT + 1), np.float32), np.zeros(TIME_LEFT + 1, np.float32)
+        walk.show(nodes, moment)
+        job = np.where(np.isin(walk.task.job, walk.there), walk.task.job, -1)
+        assert (observation["nodes"] == nodes).all() and (observation["moment"] == moment).all()
+        assert (observation["action_mask"] == walk.mask()).all() and (observation["job"] == job).all()
+        assert (ours, info["slowdown"], info["time_ns"]) == (reward, walk.slowdown, walk.now_ns)
+        if walk.done:
+            break
+        node = 0 if rng.random() < stop else int(rng.choice(np.flatnonzero(walk.mask())))
+        reward = walk.step(node)
+        observation, ours, terminated, _, info = env.step(np.int64(node))
+        assert terminated == walk.done
+    assert env.jobs == tuple(walk.planned[j] for j in sorted(walk.planned))
+
+
 def past(timeline: JobsTimeline, now: int) -> list[object]:
     """What is known of a timeline at a time: what has ended before, or begun."""
     known: list[object] = [tuple(one for one in timeline.evictions if one.time_ns < now)]
@@ -178,7 +201,7 @@ def past(timeline: JobsTimeline, now: int) -> list[object]:
 @given(scenarios(), st.sampled_from(["swap", "joint"]), st.integers(0, 99))
 def test_the_past_stays_as_it_was(scenario, mode, seed):
     """The timeline before a phase is the same with the plans of that phase, and in the end."""
-    walk, rng = envs.JobsWalk(envs.JobsTask(scenario, min_bytes=1, mode=mode)), np.random.default_rng(seed)
+    walk, rng = JobsWalk(envs.JobsTask(scenario, min_bytes=1, mode=mode)), np.random.default_rng(seed)
     before: list[tuple[int, set[int], JobsTimeline]] = []
     while not walk.done:
         phase = walk.now_ns
