@@ -7,7 +7,7 @@ ARGS ?=
 
 unexport PYTHONDONTWRITEBYTECODE  # modules are compiled when they are first imported, not when they are installed
 
-.PHONY: train test extras bounds check lint bench clean
+.PHONY: train test extras bounds check lint bench gpu-hour clean
 
 train: $(STAMP)
 	$(BIN)/python -m experiments.train_dqn $(ARGS)
@@ -31,6 +31,10 @@ check: lint test extras
 
 bench: $(STAMP)
 	@$(BIN)/python -m experiments.benchmark suite=speed $(ARGS)
+
+# Where there is a .venv, it is used; a GPU machine has its own Python.
+gpu-hour:
+	@PYTHON=$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) sh experiments/validate_gpu/gpu_hour.sh $(STEP)
 
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

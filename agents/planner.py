@@ -17,7 +17,7 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.compiled.encoding import EXTRA, KIND, RECOMPUTE, SWAP, decisions_of, rows_of
+from simulator.compiled.encoding import EXTRA, KIND, RECOMPUTE, SWAP, columns_of, decisions_of, rows_of
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
 from simulator.modes import KEPT, RECOMPUTED, SWAPPED, least_residency, spans, ways_to_empty
@@ -125,7 +125,7 @@ class Candidates:
         self.nbytes = np.array([program.tensors[g.tensor].nbytes for g in gaps], dtype=np.int64)
         n = len(program.kernels)
         self._open = [spans(g.after, g.before, n) for g in self.gaps]
-        self._where = np.array(self.gaps, np.int64).reshape(-1, 3)[:, 1:]
+        self._where = columns_of(self.gaps)[:, 1:]
         self.least = int(self.residency(np.ones(len(self.gaps), dtype=bool)).max())
 
     def __len__(self) -> int:
@@ -198,7 +198,7 @@ def is_open(gap: Gap, k: int) -> bool:
 
 def rows_for(gaps: Iterable[Gap], way: int) -> Rows:
     """int64[m, 6]: ``row_of`` each of the gaps."""
-    where = np.array(list(gaps), np.int64).reshape(-1, 3)
+    where = columns_of(gaps)
     out = np.empty((len(where), 6), np.int64)
     out[:, 1:4] = where
     out[:, [0, 4, 5]] = [row_of(Gap(0, 0, 0), way)[i] for i in (0, 4, 5)]

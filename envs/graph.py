@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator import Gap, Machine, Program
+from simulator.compiled.encoding import columns_of
 from simulator.compiled.engine import rerun_ns
 from simulator.modes import RECOMPUTED, STAYS, SWAPPED, check_mode, ways_to_empty
 
@@ -52,7 +53,7 @@ class OperationGraph:
     @cached_property
     def gap_columns(self) -> NDArray[np.int64]:
         """(3, G): tensor, after and before of the gaps."""
-        return np.array(self.gaps, np.int64).reshape(-1, 3).T
+        return columns_of(self.gaps).T
 
 
 def build_graph(
@@ -106,22 +107,24 @@ def build_graph(
                     break
 
     features = np.zeros((n, STATIC), np.float32)
+    tensor = np.array([op.tensor for op in operations], np.int64)
+    nbytes = np.array([t.nbytes for t in program.tensors])
+    there_and_back = np.array([machine.d2h_ns(t.nbytes) + machine.h2d_ns(t.nbytes) for t in program.tensors])
+    features[1:, SIZE], features[1:, TRANSFER] = nbytes[tensor] / program.peak_bytes, there_and_back[tensor] / ideal
     gap_at = {(gap.tensor, gap.after): g for g, gap in enumerate(gaps)}
+    gap_ns = [program.gap_ns(gap) for gap in gaps]
     for i, op in enumerate(operations, 1):
-        nbytes = program.tensors[op.tensor].nbytes
         node_gap = gap_of[i] if gap_of[i] >= 0 else gap_at.get((op.tensor, op.kernel), -1)
-        features[i, SIZE] = nbytes / program.peak_bytes
-        features[i, TRANSFER] = (machine.d2h_ns(nbytes) + machine.h2d_ns(nbytes)) / ideal
         if node_gap >= 0:
             features[i, RECOMPUTE_TIME] = recompute[node_gap] / ideal
-            features[i, REVISIT] = program.gap_ns(gaps[node_gap]) / ideal
+            features[i, REVISIT] = gap_ns[node_gap] / ideal
     features[:, ACTION] = np.where(kind < 0, 0.0, (kind + 1) / 3)
 
     times = np.array([0] + [op.time_ns for op in operations], np.float64)
-    pairs = {(i, i + 1) for i in range(n - 1)}
-    for nodes in by_tensor.values():
-        pairs |= set(zip(nodes, nodes[1:], strict=False))
-    one_way = np.array(sorted(pairs), np.int64).reshape(-1, 2).T
+    grouped = tensor.argsort(kind="stable")
+    same = np.flatnonzero(tensor[grouped[:-1]] == tensor[grouped[1:]])
+    pairs = np.append(np.arange(n - 1) * (n + 1) + 1, (grouped[same] + 1) * n + grouped[same + 1] + 1)
+    one_way = np.stack(np.divmod(np.unique(pairs), n))  # a pair (i, j) is i n + j
     loops = np.arange(n)[None].repeat(2, 0)
     edges = np.concatenate([one_way, one_way[::-1], loops], axis=1)
     weights = np.abs(times[edges[0]] - times[edges[1]]) / ideal

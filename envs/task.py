@@ -9,12 +9,15 @@ from numpy.typing import NDArray
 
 from envs.graph import OFFLOAD, REMOVE, build_graph
 from simulator import Engine, Machine, Program
+from simulator.files import no_collections
 
 DEAD_END_REWARD = -10.0  # more than ten iterations lost: below any plan worth having
 REWARDS = ("paper", "causal")
 # Ways to take an action. An offload: the copy is issued as the gap opens, or at once after the last write. A removal:
 # recomputed at the next use, or so and its chain stays (``keep``), or as early as it fits (``at``).
 PLAIN, COPY, KEEP, EARLY = 0, 1, 1, 2
+COPIES, KEEPS, EARLIES = 1, 2, 4  # which of the other forms may be taken, as bits
+ACTIONS = {"paper": 0, "copy": COPIES, "keep": KEEPS, "at": EARLIES, "full": COPIES | KEEPS | EARLIES}
 
 
 class Task:
@@ -29,6 +32,7 @@ class Task:
         ValueError: unknown mode, or nothing to decide.
     """
 
+    @no_collections()
     def __init__(
         self, program: Program, machine: Machine, limit: int, min_bytes: int = 2**20, mode: str = "swap"
     ):  # fmt: skip

@@ -9,7 +9,7 @@ alignment, the driver's calls) is that of the machine given. How (reasons in exe
 1. *Transfers*: the median of REPEATS copies of 4 KiB to 1 GiB, from the end of a kernel to that of the copy (rule 4).
 2. *Latency and bandwidths*: least squares of the relative errors of latency + bytes / bandwidth, one latency for both.
 3. *Duplex*: the largest copy in both directions at once, beside each alone: what each carries beside the other.
-4. *Launch*: LAUNCHES empty kernels, issued while a long one runs. *Issue*: what the host takes for one and its event.
+4. *Launch*: LAUNCHES empty kernels, issued while a long one runs. *Issue*: the host's part of a replayed one.
 5. *Contention*: a kernel that streams through the GPU's memory, beside a copy in each direction and alone.
 6. *Context* (CUDA): what a second process takes of the GPU besides tensors (executor/memory/context.py).
 """
@@ -32,8 +32,12 @@ import yaml
 from executor.memory.context import ContextError, context_bytes
 from executor.replay import open_backend
 from executor.replay.backend import Backend, BackendError
+from executor.replay.replay import Run
+from executor.replay.streams import circle
 from simulator.files import FormatError, write_json, write_text
 from simulator.machine import Machine
+from simulator.plan import Plan
+from simulator.program import Kernel, Program
 
 FORMAT = "calibration/2"
 SMALLEST, LARGEST = 2**12, 2**30
@@ -152,7 +156,7 @@ def calibrate(
                 transfers[d].append((n, round(median(single[d]))))
         both = [_copies(backend, DIRECTIONS, largest) for _ in range(REPEATS)]
         launch = median(_launch(backend) for _ in range(REPEATS))
-        issue = median(_issue(backend) for _ in range(REPEATS))
+        issue = median(_issue(backend, base) for _ in range(REPEATS))
         wait = median(_launch(backend, LAUNCHES // 2, True) - _launch(backend, LAUNCHES // 2) for _ in range(REPEATS))
         alone = {d: transfers[d][-1][1] for d in DIRECTIONS}
         contention, contention_error = _contention(backend, alone, largest)
@@ -229,17 +233,16 @@ def _launch(backend: Backend, count: int = LAUNCHES, waits: bool = False) -> flo
     return (backend.time_ns(end) - backend.time_ns(begin)) / count
 
 
-def _issue(backend: Backend) -> float:
-    """ns of the host per empty kernel and event; the stream has room for all of them."""
-    backend.task = "kernels and events"
+def _issue(backend: Backend, machine: Machine) -> float:
+    """ns of the host per kernel, as a replay issues it; the stream has room for all of them."""
+    kernels = tuple(Kernel("empty", "other", "forward", (), (), 1) for _ in range(LAUNCHES // 2))
+    run = Run(circle(Program("empty", (), kernels), Plan(()), machine, machine.memory_bytes), backend, False, False)
     backend.spin(ISSUE_NS)
     begin = time.perf_counter_ns()
-    for _ in range(LAUNCHES // 2):
-        backend.spin(0)
-        backend.record("compute")
+    run.issue(0)
     ended = time.perf_counter_ns()
     backend.synchronize()
-    return (ended - begin) / (LAUNCHES // 2)
+    return (ended - begin) / len(kernels)
 
 
 def _contention(backend: Backend, copies: dict[Direction, int], nbytes: int) -> tuple[dict[str, float], float]:
@@ -303,16 +306,28 @@ def _size(nbytes: int) -> str:
     return f"{nbytes} GiB"
 
 
+def beside(machine: Machine, other: Machine) -> list[str]:
+    """What is measured in both, a line for each figure, and how they differ."""
+    lines = [f"{'':26}{'this':>16}{'other':>16}"]
+    for key in ("h2d_bytes_per_s", "d2h_bytes_per_s", "duplex_h2d_bytes_per_s", "duplex_d2h_bytes_per_s",
+                "copy_engines", "copy_latency_ns", "launch_ns", "issue_ns", "wait_ns", "copy_contention"):  # fmt: skip
+        mine, its = getattr(machine, key), getattr(other, key)
+        lines.append(f"{key:26}{mine:16,}{its:16,}" + (f"  {mine / its - 1:+.1%}" if its else ""))
+    return lines
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
     parser = argparse.ArgumentParser("executor.calibrate", description="Measures transfers and launches of a GPU.")
     parser.add_argument("out", type=Path, help="YAML file of the machine; a JSON file of the same name beside it")
     parser.add_argument("--backend", choices=("cuda", "host"), default="cuda")
     parser.add_argument("--machine", default="h200", help="preset or YAML file that gives what is not measured")
+    parser.add_argument("--beside", type=Path, help="YAML file of another calibration, to compare the figures with")
     parser.add_argument("--max-bytes", type=int, default=LARGEST, help="of the largest copy")
     options = parser.parse_args(arguments)
     try:
         base = Machine.load(options.machine)
+        other = Machine.load(options.beside) if options.beside else None
         with open_backend(options.backend, base) as backend:
             found = calibrate(backend, base, options.max_bytes, options.out.stem)
         if options.backend == "cuda":
@@ -322,6 +337,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     print(found.to_yaml(), end="")
+    if other:
+        print("\n".join(beside(found.machine, other)))
     return 0
 
 

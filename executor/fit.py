@@ -194,7 +194,7 @@ def fit(
 
     Raises:
         CaptureError: the step cannot be captured.
-        FitError: there is no preset for the GPU, no plan for this memory, or the planner found none.
+        FitError: there is no preset for the GPU, no plan for this memory, or the planner found none or lacks a library.
         FormatError: memory or machine is none.
         ValueError: there is no such planner, or an option is wrong.
         ProfileError, StepError: as in ``measure``, ``PlannedStep``.
@@ -267,6 +267,44 @@ def _plan(
         plan = made.plan(program, machine, limit) if made is not None else planner(program, machine, limit)  # type: ignore[operator]
     except agents.Infeasible as error:
         raise FitError(f"no plan was found, though there are some from {least:,} bytes on: {error}") from error
+    except ImportError as error:
+        if not isinstance(planner, str):
+            raise
+        way = "install it, or choose another planner (planner='capuchin' needs nothing)"
+        raise FitError(f"planner {planner!r} needs {error.name}, which is not here: {way}") from error
+    floor = getattr(made, "floor", None)
+    return plan, floor.iteration_ns if floor is not None else None
+
+
+def recomputed(
+    program: Program, machine: Machine, limit: int, planner: str | Callable[[Program, Machine, int], Plan],
+    seconds: float | None,
+) -> tuple[Plan, int | None]:  # fmt: skip
+    """A plan that only runs kernels again, and a floor under its time where the planner has one (executor/compiled).
+
+    Raises:
+        FitError: there is none, or none was found.
+        PlanError: the planner swaps.
+    """
+    import agents
+    from agents.planner import small
+    from simulator.modes import least_residency
+
+    options: dict[str, Any] = {"min_bytes": small(program), "mode": "recompute"}
+    least = least_residency(program, options["min_bytes"], "recompute")
+    if least > limit:
+        raise FitError(f"no plan that only runs kernels again needs less than {least:,} bytes ({size(least)})")
+    made = None
+    if isinstance(planner, str):
+        known = agents.options(planner)
+        made = _made(
+            planner, seconds if "seconds" in known else None, **{k: v for k, v in options.items() if k in known}
+        )
+    try:
+        plan = made.plan(program, machine, limit) if made is not None else planner(program, machine, limit)  # type: ignore[operator]
+    except agents.Infeasible as error:
+        raise FitError(f"no plan was found, though there may be some from {least:,} bytes on: {error}") from error
+    plan.only("torch.compile", "recompute", "rerun")
     floor = getattr(made, "floor", None)
     return plan, floor.iteration_ns if floor is not None else None
 

@@ -137,14 +137,14 @@ def compared(
 
 def variant_of(cfg: DictConfig) -> tuple[str, str, Any]:
     """Reward, actions and the class of ``network``, None without one."""
-    from envs.task import REWARDS
+    from envs.task import ACTIONS, REWARDS
     from experiments.workloads.module import WorkloadError, named
 
     try:
         network = None if cfg.network is None else named(cfg.network)
     except WorkloadError as error:
         raise cli.UsageError(f"network: {str(error).removeprefix('target: ')}") from None
-    return cli.choice(cfg, "reward", REWARDS), cli.choice(cfg, "actions", ("paper", "full")), network
+    return cli.choice(cfg, "reward", REWARDS), cli.choice(cfg, "actions", tuple(ACTIONS)), network
 
 
 def checkpoint_of(path: Path | None) -> Path | None:

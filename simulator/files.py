@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import glob
 import gzip
 import json
@@ -11,8 +12,8 @@ import stat
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -213,3 +214,17 @@ def write_text(path: str | Path, text: str) -> None:
 def write_json(path: str | Path, data: Any, indent: int | None = None) -> None:
     """Writes JSON (gzip when the name ends in .gz), whole or not at all."""
     write_text(path, json.dumps(data, indent=indent) + "\n")
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """Without garbage collections: they would look through very many objects, half of the time, and find nothing.
+
+    As a decorator, of all that a function does."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()

@@ -20,7 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from simulator.files import FormatError, fields, integers, load_json, write_json
+from simulator.files import FormatError, fields, integers, load_json, no_collections, write_json
 
 FORMAT = "program/1"
 
@@ -183,19 +183,20 @@ class Program:
         return tuple(times)
 
     @cached_property
+    @no_collections()
     def fingerprint(self) -> str:
         """sha256 of the canonical JSON: plans name the program that they were made for."""
-        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()
+        return _sha256(self.to_dict())
 
     @cached_property
+    @no_collections()
     def structure(self) -> str:
         """sha256 of the canonical JSON without any times: the same for a program whose times are others."""
         data = self.to_dict()
         for kernel in data["kernels"]:
             del kernel["duration_ns"]
             kernel["variants"] = [workspace for _, workspace in kernel["variants"]]
-        return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+        return _sha256(data)
 
     def gaps(self, min_bytes: int = 0) -> list[Gap]:
         """Every interval between consecutive accesses of a tensor of at least ``min_bytes`` in which at
@@ -335,6 +336,7 @@ class Program:
         write_json(path, self.to_dict())
 
     @classmethod
+    @no_collections()
     def load(cls, path: str | Path) -> Program:
         """Reads ``program/1`` JSON (.json or .json.gz).
 
@@ -342,6 +344,11 @@ class Program:
             FormatError: naming the file and its first malformed entry.
         """
         return load_json(path, cls.from_dict)
+
+
+def _sha256(data: dict[str, Any]) -> str:
+    """That of the canonical JSON."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def _printable(name: str, where: str) -> None:

@@ -5,15 +5,19 @@ import gc
 import os
 import signal
 
-from hypothesis import HealthCheck, settings
+try:
+    from hypothesis import HealthCheck, settings
+except ImportError:  # a GPU machine may have none of the libraries that its tests do without (tests/gpu.py)
+    settings = None
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when PyTorch is imported
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs, and theirs, ignore Ctrl-C
 
 # No test depends on how busy the machine is: Hypothesis looks at no clock. For longer: --hypothesis-profile=long.
-for name, cases in (("quick", 40), ("long", 2000)):
-    settings.register_profile(name, deadline=None, max_examples=cases, suppress_health_check=list(HealthCheck))
-settings.load_profile("quick")
+if settings is not None:
+    for name, cases in (("quick", 40), ("long", 2000)):
+        settings.register_profile(name, deadline=None, max_examples=cases, suppress_health_check=list(HealthCheck))
+    settings.load_profile("quick")
 
 
 def pytest_collection_finish() -> None:

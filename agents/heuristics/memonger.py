@@ -76,6 +76,10 @@ class Stages:
         for m in self._maps:
             self._results.setdefault(m.layer, []).append(m.tensor)
         self._splits = {s.kernel: s for s in splits(program, min_bytes)}
+        self._layers = [  # the kernels to look at, and the bytes of their results
+            (v, sum(self._nbytes[t] for t in self._results.get(v, ())))
+            for v in sorted(self._results.keys() | self._splits.keys())
+        ]
 
     def divide(self, budget: int) -> tuple[int, int, list[FeatureMap]]:
         """The stages for a budget of that many bytes.
@@ -85,9 +89,9 @@ class Stages:
         """
         x = y = temp = 0
         kept: set[int] = set()
-        for v in sorted(self._results.keys() | self._splits.keys()):
-            temp += sum(self._nbytes[t] for t in self._results.get(v, ()))
-            if v in self._splits and temp > budget:
+        for v, made in self._layers:
+            temp += made
+            if temp > budget and v in self._splits:
                 stays = {t for t in (*self._results.get(v, ()), *self._splits[v].crossing) if t in self._nbytes} - kept
                 x += sum(self._nbytes[t] for t in stays)
                 y = max(y, temp)

@@ -14,10 +14,11 @@ import numpy as np
 
 from agents.heuristics.autoswap import select
 from agents.heuristics.layers import feature_maps
-from agents.planner import MIB, Candidates, PlannerInfo, Rows, finish, infeasible
-from simulator.compiled.encoding import SWAP
+from agents.planner import MIB, Candidates, PlannerInfo, Rows, finish, infeasible, rows_for
+from simulator.compiled.encoding import AFTER, BEFORE, EXTRA
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
+from simulator.modes import SWAPPED
 from simulator.plan import Plan
 from simulator.program import Gap, Program
 
@@ -71,5 +72,7 @@ def least_tensors(program: Program, gaps: list[Gap], limit: int) -> int | None:
 def rewrite(program: Program, gaps: list[Gap], lower_bound: int) -> Rows:
     """int64[n, 6]: swaps of ``gaps``, each swap-in triggered ``lower_bound`` kernels before its consumer (choice 4)."""
     turn = next((k for k, kernel in enumerate(program.kernels) if kernel.phase != "forward"), 0)
-    rows = [(SWAP, *g, max(g.after, min(max(g.before - lower_bound, turn), g.before - 1)), -1) for g in gaps]
-    return np.array(rows, dtype=np.int64).reshape(-1, 6)
+    rows = rows_for(gaps, SWAPPED)
+    after, before = rows[:, AFTER], rows[:, BEFORE]
+    rows[:, EXTRA] = np.maximum(after, np.minimum(np.maximum(before - lower_bound, turn), before - 1))
+    return rows

@@ -113,7 +113,7 @@ class Trainer:
         return Walk(self.task, self.variant.reward, self.variant.actions)
 
     def _network(self) -> Structure2Vec | OwnNetwork:
-        c, forms = self.config, self.task.forms if self.variant.actions == "full" else 1
+        c, forms = self.config, self.task.forms if self.variant.actions != "paper" else 1
         if self.variant.network is not None:
             return OwnNetwork(self.variant.network, self.task.graph, c.features, forms)
         sizes = c.embedding_size, c.message_passing_steps

@@ -11,6 +11,7 @@ profile`` measures a network, and ``add`` checks a file of others.
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -215,6 +216,11 @@ def contribution(
         step_ns, context_bytes, reserved_bytes, allocated_bytes,
     )  # fmt: skip
     return Contributed.from_dict(found.to_dict())
+
+
+def text_of(measured: Contributed) -> str:
+    """JSON, an operator a line, so that a change can be read."""
+    return json.dumps(measured.to_dict(), separators=(",", ":")).replace('{"name"', '\n{"name"') + "\n"
 
 
 def written(value: object) -> Value:

@@ -21,7 +21,7 @@ import math
 import operator
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -29,9 +29,11 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 from torch.fx.node import map_arg
 
 from executor.capture.capture import Captured
+from executor.capture.operators import arguments
 from executor.capture.step_profiler import CYCLES_PER_NS, StepRunner
 from executor.memory import cuda_index
 from simulator.files import FormatError, fields, integers, load_json, write_json
@@ -41,13 +43,16 @@ FORMAT = "profile/1"
 PROFILES = Path(__file__).resolve().parents[2] / "configs" / "profiles"
 WARMUP = 3
 SHORT_NS, ROW = 1_000_000, 8
-EMPTY = 50  # pairs of events with nothing between them
+EMPTY = 50  # kernels that do nothing, with events around each and without
+AWAKE = 0.5  # seconds for which a GPU works before it is measured: an idle one has low clocks
 CORE_BYTES = 2**22  # of what a processor's core caches for itself, at most
 SLOW_NS = 50_000_000  # a run that takes longer is repeated three times only
 
 Cache = Literal["cold", "hot", "step"]
 
 aten = torch.ops.aten
+# Arguments of attention's backward pass that are what its forward pass has drawn, and that it reads on the host.
+_DRAWN = ("philox_seed", "philox_offset", "rng_state", "unused")
 # Operator -> (which argument is of indices, what they index: from the arguments to a bound).
 _BOUNDS: dict[Any, tuple[int, Callable[[list[Any]], int]]] = {
     aten.embedding: (1, lambda a: a[0].shape[0]),
@@ -81,7 +86,9 @@ class Profile:
         durations_ns: per kernel.
         workspaces: per kernel, bytes; None where the device does not tell.
         cache: what the kernels found in the cache (``measure``).
-        event_ns: what the events of a kernel cost by themselves; it is not in the durations.
+        event_ns: what events around a kernel add to it; it is not in the durations.
+        step_ns: what all kernels of a step took together, without events between them, which ``durations_ns`` add up to
+            at most; 0 where that was not measured (on the CPU, or each kernel alone).
     """
 
     program: str
@@ -93,13 +100,14 @@ class Profile:
     workspaces: tuple[int, ...] | None = None
     cache: Cache = "hot"
     event_ns: int = 0
+    step_ns: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """The ``profile/1`` dictionary; ``workspaces`` stand in it where there are any. (Older ones have neither
-        ``cache``, which was hot, nor ``event_ns``.)"""
+        ``cache``, which was hot, nor ``event_ns`` and ``step_ns``.)"""
         out = {"format": FORMAT, "program": self.program, "fingerprint": self.fingerprint, "machine": self.machine,
                "device": self.device, "torch": self.torch, "cache": self.cache, "event_ns": self.event_ns,
-               "durations_ns": list(self.durations_ns)}  # fmt: skip
+               "step_ns": self.step_ns, "durations_ns": list(self.durations_ns)}  # fmt: skip
         return out if self.workspaces is None else {**out, "workspaces": list(self.workspaces)}
 
     @classmethod
@@ -110,7 +118,7 @@ class Profile:
             FormatError: naming the first malformed entry.
         """
         words = ("format", "program", "fingerprint", "machine", "device", "torch")
-        optional = {"workspaces": (list, None), "cache": (str, "hot"), "event_ns": (int, 0)}
+        optional = {"workspaces": (list, None), "cache": (str, "hot"), "event_ns": (int, 0), "step_ns": (int, 0)}
         top = fields(data, "profile", {**dict.fromkeys(words, str), "durations_ns": list}, optional)
         if top.pop("format") != FORMAT:
             raise FormatError(f"profile.format: expected {FORMAT!r}, got {data['format']!r}")  # type: ignore[index]
@@ -181,7 +189,7 @@ def measure(
         machine: name of the machine that the profile is for.
         repeats: measured runs of each kernel, at least 1.
         seconds: when they are over, no kernel is begun.
-        cache: "cold", twice the cache is written before each run; "hot", runs follow each other on the same inputs;
+        cache: "cold", twice the cache is read before each run; "hot", runs follow each other on the same inputs;
             "step", kernels run in order in a step, and find what those before them left.
 
     Raises:
@@ -195,7 +203,10 @@ def measure(
     where = torch.device(device)
     if where.type == "cuda" and not torch.cuda.is_available():
         raise ProfileError("there is no CUDA GPU to profile on")
-    run = _Runner(captured, where, repeats, time.monotonic() + seconds, cache)
+    until = time.monotonic() + seconds
+    if where.type == "cuda":
+        _awake(where)
+    run = _Runner(captured, where, repeats, until, cache)
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else f"{where.type} ({torch.get_num_threads()})"
     with torch.random.fork_rng([cuda_index(where)] if where.type == "cuda" else []), torch.enable_grad():
         # Without grad mode oneDNN's LSTM would keep nothing for its backward pass; no input asks for a gradient.
@@ -203,7 +214,7 @@ def measure(
     durations, workspaces = zip(*figures, strict=True)
     return Profile(
         captured.program.name, shape_of(captured.program).fingerprint, machine, name, str(torch.__version__),
-        durations, workspaces if where.type == "cuda" else None, cache, run.event_ns,
+        durations, workspaces if where.type == "cuda" else None, cache, run.event_ns, run.step_ns,
     )  # fmt: skip
 
 
@@ -211,17 +222,18 @@ class _Runner:
     """Runs kernels one by one.
 
     Attributes:
-        event_ns: see ``Profile``.
+        event_ns, step_ns: see ``Profile``.
     """
 
     def __init__(
         self, captured: Captured, device: torch.device, repeats: int, until: float = math.inf, cache: Cache = "hot"
     ):
         self.captured, self.device, self.repeats, self.until = captured, device, repeats, until
-        self.other: Tensor | None = None  # what is written to have nothing else in the cache
+        self.other: Tensor | None = None  # what is read, so that the cache has nothing else, nothing to write back
         if cache == "cold":
-            self.other = torch.empty(2 * cache_bytes(device), dtype=torch.uint8, device=device)
-        self.event_ns = _empty_ns(device) if device.type == "cuda" and cache != "hot" else 0
+            self.other = torch.zeros(cache_bytes(device) // 2, device=device)
+        self.event_ns = _events_ns(device) if device.type == "cuda" and cache != "hot" else 0
+        self.step_ns = 0
         self.known: dict[str, tuple[int, int]] = {}
         own = [d for node, d in zip(captured.placeholders, captured.devices, strict=True) if node in captured.values]
         main = next((d for d in own if d.type != "cpu"), torch.device("cpu"))
@@ -250,7 +262,7 @@ class _Runner:
         """(ns, workspace in bytes) of all kernels, in a step."""
         try:
             runner = StepRunner(self.captured, self.device, self.devices, _fresh, self.moved)
-            durations, workspaces = runner.measure(self.repeats, self.until)
+            durations, workspaces, segments = runner.measure(self.repeats, self.until)
         except TimeoutError:
             raise ProfileError("the time for profiling was over before a step was measured") from None
         except (RuntimeError, TypeError, IndexError, ZeroDivisionError, NotImplementedError) as error:
@@ -258,12 +270,17 @@ class _Runner:
             raise ProfileError(f"the step cannot be run to profile it: {reason}") from error
         least = [int(bool(nodes)) for nodes in self.captured.nodes]
         times = [max(ns - self.event_ns, some) for ns, some in zip(durations, least, strict=True)]
+        for kernels, whole in segments:
+            shorter = together([times[k] for k in kernels], whole)
+            for k, ns in zip(kernels, shorter, strict=True):
+                times[k] = ns
+        self.step_ns = sum(whole for _, whole in segments)
         return list(zip(times, workspaces, strict=True))
 
     def _flush(self) -> None:
         """The cache holds nothing of the kernel's, if it is to be cold."""
         if self.other is not None:
-            self.other.zero_()
+            self.other.sum()
 
     def _measure(self, call: Callable[[], Any]) -> tuple[int, int]:
         if self.device.type != "cuda":
@@ -326,11 +343,15 @@ class _Runner:
     def _inputs(self, node: fx.Node) -> tuple[list[Any], dict[str, Any]]:
         """Fresh arguments of a kernel, each node one value."""
         values: dict[fx.Node, Any] = {}
+        drawn = set[Any]()
+        if isinstance(node.target, OpOverload):
+            drawn = {a for argument, a in arguments(node.target, node.args, node.kwargs) if argument.name in _DRAWN
+                     and isinstance(a, fx.Node)}  # fmt: skip
 
         def value(a: fx.Node) -> Any:
             if a not in values:
                 meta = a.meta.get("tensor_meta")
-                if meta is not None and meta.dtype == torch.uint8 and (maker := _maker(a)):
+                if meta is not None and (meta.dtype == torch.uint8 or a in drawn) and (maker := _maker(a)):
                     args, kwargs = self._inputs(maker[0])
                     values[a] = maker[0].target(*args, **kwargs)[maker[1]]  # type: ignore[operator]
                 else:
@@ -367,16 +388,39 @@ def cache_bytes(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).L2_cache_size) if device.type == "cuda" else CORE_BYTES
 
 
-def _empty_ns(device: torch.device) -> int:
-    """What lies between two events of a busy stream that nothing is between."""
+def _awake(device: torch.device) -> None:
+    """The GPU works until its clocks are those of one that does."""
     with torch.cuda.device(device):
-        pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(EMPTY)]
+        a, until = torch.ones(1024, 1024, device=device), time.monotonic() + AWAKE
+        while time.monotonic() < until:
+            a = a @ a * 0
+            torch.cuda.synchronize()
+
+
+def _events_ns(device: torch.device) -> int:
+    """What events around a kernel add to it: empty kernels, each between two events, less as many in a row."""
+    with torch.cuda.device(device):
+        pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(EMPTY + 1)]
         torch.cuda._sleep(round(CYCLES_PER_NS * 5_000_000))
-        for begin, end in pairs:
+        for i, (begin, end) in enumerate(pairs):
             begin.record()
+            for _ in range(1 if i < EMPTY else EMPTY):
+                torch.cuda._sleep(0)
             end.record()
         torch.cuda.synchronize()
-        return round(1e6 * median(a.elapsed_time(b) for a, b in pairs))
+        *single, row = (1e6 * a.elapsed_time(b) for a, b in pairs)
+        return max(0, round(median(single) - row / EMPTY))
+
+
+def together(times: Sequence[int], whole: int) -> list[int]:
+    """Kernels that were timed one by one, and all of them in a row (ns): where they were longer one by one, each was so
+    by the same time, or half of its own; what then is left is taken off in proportion."""
+    excess = (sum(times) - whole) / max(1, sum(ns > 0 for ns in times))
+    if excess <= 0:
+        return list(times)
+    shorter = [max(ns / 2, ns - excess) for ns in times]
+    scale = min(1.0, whole / sum(shorter))
+    return [max(round(ns * scale), min(was, 1)) for ns, was in zip(shorter, times, strict=True)]
 
 
 def _timed(call: Callable[[], Any]) -> tuple[Any, int]:

@@ -50,6 +50,11 @@ REFUSED = {
 }
 
 
+def uses_cudnn(module: nn.RNNBase) -> bool:
+    """Does cuDNN run this module?"""
+    return torch.backends.cudnn.enabled and any(p.is_cuda for p in module.parameters())
+
+
 class Home(NamedTuple):
     """Where the step finds a tensor: a slot of a dictionary, a list or a closure cell; or of an optimizer, then
     ``key`` is (parameter, name of its state) or (number of a parameter group, option)."""
@@ -245,6 +250,9 @@ class StepState:
         for cls in type(module).__mro__:
             if cls.__name__ in REFUSED and cls.__module__.startswith("torch."):
                 raise CaptureError(f"{name or 'the model'} is a {cls.__name__}, which {REFUSED[cls.__name__]}")
+        if isinstance(module, nn.RNNBase) and module.dropout and module.training and uses_cudnn(module):
+            what = f"{name or 'the model'} is a {type(module).__name__} with dropout, whose state cuDNN makes"
+            raise CaptureError(f"{what} on the host: stack layers with nn.Dropout between them, or turn cuDNN off")
         if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
             way = "give its _orig_mod" if hasattr(module, "_orig_mod") else "leave out its compile()"
             what = f"{name or 'the model'} is compiled (torch.compile), and only what is not can be captured"

@@ -2,7 +2,7 @@
 
 Caches, clock rates and power are then those of a step, but all of the step must fit the device. The tensors are copies:
 nothing of the user's is changed. On CUDA the host issues SEGMENT kernels while the stream is kept busy, so that its own
-time is not in any of theirs.
+time is not in any of theirs; each segment is also timed as a whole, since events between kernels take time, too.
 """
 
 from __future__ import annotations
@@ -68,8 +68,9 @@ class StepRunner:
                 value = getattr(self.graph, str(w.node.target))
                 self.start[w.node] = value.to(device) if moved and isinstance(value, Tensor) else value
 
-    def measure(self, repeats: int, until: float) -> tuple[list[int], list[int]]:
-        """Median ns of each kernel over ``repeats`` steps, events' own time included, and bytes of its workspace.
+    def measure(self, repeats: int, until: float) -> tuple[list[int], list[int], list[tuple[list[int], int]]]:
+        """Median ns of each kernel over ``repeats`` steps, events' own time included; bytes of its workspace; and on
+        CUDA, of each segment, its kernels and the median ns of all of them in a row.
 
         Raises:
             TimeoutError: not one step was measured ``until`` then, of ``time.monotonic``.
@@ -80,13 +81,21 @@ class StepRunner:
             workspaces = self._watched()
             issue_ns = (time.perf_counter_ns() - begin) * SEGMENT // max(self.count, 1)
         times: list[list[int]] = []
+        rows: list[list[int]] = []
+        cuda, kernels = self.device.type == "cuda", [w.kernel for w in self.work if w.kernel >= 0]
         while len(times) < repeats and (time.monotonic() < until or times):
-            times.append(self._timed(issue_ns) if self.device.type == "cuda" else self._on_host())
+            if cuda:
+                rows.append([ns for _, ns in self._between(issue_ns, SEGMENT)])
+            times.append([0] * self.count if cuda else self._on_host())
+            for k, ns in self._between(issue_ns, 1) if cuda else ():
+                times[-1][k] = ns
             if time.monotonic() > until:
                 break
         if not times:
             raise TimeoutError
-        return [round(median(each)) for each in zip(*times, strict=True)], workspaces
+        segments = [(kernels[i * SEGMENT : (i + 1) * SEGMENT], round(median(each)))
+                    for i, each in enumerate(zip(*rows, strict=True))]  # fmt: skip
+        return [round(median(each)) for each in zip(*times, strict=True)], workspaces, segments
 
     def _run(self, around: Callable[[int, Callable[[], Any]], Any]) -> None:
         """One step; ``around`` is given each kernel with its call."""
@@ -137,28 +146,31 @@ class StepRunner:
         self._run(around)
         return found
 
-    def _timed(self, issue_ns: int) -> list[int]:
-        """A step on CUDA; the stream is kept busy for so long before each segment is issued."""
-        marks: dict[int, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
+    def _between(self, issue_ns: int, kernels: int) -> list[tuple[int, int]]:
+        """A step on CUDA with events around each row of so many ``kernels``: each row's last kernel, and its ns. The
+        stream is kept busy for ``issue_ns`` before each segment is issued."""
+        marks: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []
+        count = 0
 
         def around(k: int, call: Callable[[], Any]) -> Any:
-            if len(marks) % SEGMENT == 0:
+            nonlocal count
+            if count % SEGMENT == 0:
                 torch.cuda.synchronize(self.device)
                 torch.cuda._sleep(round(CYCLES_PER_NS * (500_000 + 1.5 * issue_ns)))
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            out = call()
-            end.record()
-            marks[k] = begin, end
+            if count % kernels == 0:
+                marks.append((k, torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
+                marks[-1][1].record()
+            out, count = call(), count + 1
+            if count % kernels == 0 or count == last:
+                marks[-1] = k, *marks[-1][1:]
+                marks[-1][2].record()
             return out
 
+        last = sum(w.kernel >= 0 for w in self.work)
         with torch.cuda.device(self.device):
             self._run(around)
             torch.cuda.synchronize()
-        found = [0] * self.count
-        for k, (begin, end) in marks.items():
-            found[k] = round(1e6 * begin.elapsed_time(end))
-        return found
+        return [(k, round(1e6 * begin.elapsed_time(end))) for k, begin, end in marks]
 
 
 def _work(captured: Captured) -> list[_Work]:

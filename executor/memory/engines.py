@@ -9,12 +9,14 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable
+from functools import cache
 from queue import SimpleQueue
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from executor.memory import cuda_index
 from executor.memory.pinned import CUDA, HOST, Bytes, Slabs
 
 
@@ -35,13 +37,14 @@ class Engines(Protocol):
         """Host memory for copies, uint8[nbytes], free again with the array; raises TransferError."""
 
     def borrow(self, tensor: Tensor) -> None:
-        """The step may free this memory of the caller's, which may be another stream's: after all compute so far."""
+        """The step frees this memory, which may be another stream's: it is used again after all compute so far."""
 
     def event(self) -> Any:
         """For copies of one tensor one way, again and again: each is waited for before the next starts."""
 
-    def begin(self) -> None:
-        """What the calling thread computes from now on is what copies come after."""
+    def begin(self) -> bool:
+        """What the calling thread computes from now on is what copies come after. Is it on another stream than before?
+        Then what is there may have been taken on the one before, and is to be borrowed."""
 
     def copy_out(self, host: Tensor, device: Tensor, event: Any) -> None:
         """Starts a swap-out; the event is when it is done."""
@@ -137,8 +140,8 @@ class HostEngines:
 
     event = _Copy
 
-    def begin(self) -> None:
-        pass  # the calling thread computes
+    def begin(self) -> bool:
+        return False  # the calling thread computes
 
     def copy_out(self, host: Tensor, device: Tensor, event: _Copy) -> None:
         event.start((host, device))
@@ -164,13 +167,39 @@ class HostEngines:
             last.wait()
 
 
+@cache
+def capture_stream(index: int) -> torch.cuda.Stream:
+    """One for each device: cuBLAS keeps a workspace for every stream that it has seen."""
+    return torch.cuda.Stream(index)
+
+
+_PAIRS: dict[int, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}  # by device
+
+
+def copy_streams(index: int, compute: torch.cuda.Stream) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """A device's streams for copies, one each way, for all steps; neither is the other, ``compute``, or what graphs are
+    captured on. (PyTorch has 32 streams a device and hands them out in turn: c10/cuda/CUDAStream.cpp.)"""
+    others = {compute.cuda_stream, capture_stream(index).cuda_stream}
+    pair = _PAIRS.get(index)
+    if pair is None or any(stream.cuda_stream in others for stream in pair):
+        found: dict[int, torch.cuda.Stream] = {}
+        while len(found) < 2:
+            stream = torch.cuda.Stream(index)
+            if stream.cuda_stream not in others:
+                found[stream.cuda_stream] = stream
+        d2h, h2d = found.values()
+        pair = _PAIRS[index] = d2h, h2d
+    return pair
+
+
 class CudaEngines:
-    """For tensors on a GPU: a stream each way."""
+    """For tensors on a GPU: a stream each way (``copy_streams``)."""
 
     def __init__(self, device: torch.device):
-        self.device = device
-        self.d2h, self.h2d = self.streams = tuple(torch.cuda.Stream(device) for _ in range(2))
+        self.device, self._index = device, cuda_index(device)
+        self.d2h, self.h2d = self.streams = copy_streams(self._index, torch.cuda.current_stream(device))
         self._computed = torch.cuda.Event()
+        self._compute: torch.cuda.Stream | None = None
 
     def pinned(self, nbytes: int) -> Bytes:
         return _take(CUDA, nbytes)
@@ -181,10 +210,13 @@ class CudaEngines:
     def event(self) -> torch.cuda.Event:
         return torch.cuda.Event()
 
-    def begin(self) -> None:
+    def begin(self) -> bool:
+        before = self._compute
         self._compute, outside = torch.cuda.current_stream(self.device), torch.cuda.current_stream()
+        self.d2h, self.h2d = self.streams = copy_streams(self._index, self._compute)
         # To make a stream the current one makes its device the current one, too: the caller's is put back after it.
         self._back = (self._compute,) if outside.device == self._compute.device else (self._compute, outside)
+        return before is not None and before != self._compute
 
     def copy_out(self, host: Tensor, device: Tensor, event: torch.cuda.Event) -> None:
         self._copy(self.d2h, host, device, event)

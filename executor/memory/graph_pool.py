@@ -16,17 +16,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 
 from executor.memory import ALIGNMENT, cuda_index
+from executor.memory.engines import capture_stream
 from executor.memory.segments import Segments, allocator
 from simulator.pool import smartpool
 from simulator.pool.intervals import Intervals
 from simulator.pool.online import caching
 
+_BROKEN: list[Any] = []  # graphs whose capture did not end: PyTorch's allocator of pinned memory still asks them
 SLACK, LEAST_SLACK = 1 / 16, 32 * 2**20  # for what operators take beside the program's workspaces
 PAGE = caching.ROUND_LARGE
 
@@ -53,12 +54,6 @@ def need_of(intervals: Intervals) -> Need:
     first, reserved = caching.first_segment(intervals)
     arena = reserved + -(-max(LEAST_SLACK, int(SLACK * reserved)) // PAGE) * PAGE
     return Need(smartpool.pack(intervals, ALIGNMENT).footprint, first, reserved, arena)
-
-
-@cache
-def capture_stream(index: int) -> torch.cuda.Stream:
-    """One for each device: cuBLAS keeps a workspace for every stream that it has seen."""
-    return torch.cuda.Stream(index)
 
 
 class GraphPool:
@@ -110,11 +105,31 @@ class GraphPool:
                         self._join(sides)  # or the capture could not end, and PyTorch would go on as if within it
                         raise
             except BaseException as error:
+                torch.cuda.set_stream(before)  # where capture_end fails, torch.cuda.graph leaves its stream current
+                self._end(graph)
                 if failed is None or failed is error:
                     raise
                 raise failed from error
-            finally:
-                torch.cuda.set_stream(before)  # where capture_end fails, torch.cuda.graph leaves its stream current
+
+    def _end(self, graph: Any) -> None:
+        """Ends what a capture that failed has begun, where it has not: CUDAGraph::capture_end raises before it does.
+
+        Else PyTorch's allocator would go on as if within the capture (no memory used by two streams comes back, nothing
+        is tried again where memory is short), the pool would never be free, and of versions before 2.12 the generator
+        would draw for the graph.
+        """
+        index = self.device.index
+        try:
+            torch._C._cuda_endAllocateToPool(index, self._pool.id)
+        except RuntimeError:  # it has ended
+            return
+        torch._C._cuda_releasePool(index, self._pool.id)
+        graph.reset()
+        _BROKEN.append(graph)
+        with contextlib.suppress(RuntimeError):
+            one = torch.ones(1, device=self.device)
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream, capture_error_mode="thread_local"):
+                one.zero_()  # a capture that ends well gives the generator back
 
     def _fill(self) -> None:
         """The pool gets its first segment, whole and free. It belongs to the stream that asked, so this one asks."""

@@ -7,7 +7,8 @@ Pinning is slow (executor/README.md), so a slab stays pinned when it is free, an
 is large enough, free ones are unpinned and one is made. Choices:
 
 1. ``cudaHostRegister`` of whole pages, so a slab is as large as asked for (PyTorch's own pinned memory is rounded up to
-   a power of two), and what is calibrated is what is used. The pages are huge where the system gives such.
+   a power of two), and what is calibrated is what is used. The mapping is private, or no page would be huge, and what
+   is pinned is not there in forked processes: a write after a fork would give this one other pages than the device's.
 2. What the host has not, it is not asked for: a computer out of memory ends processes instead of saying so.
 3. ``HOST`` is the same without a driver, for backends that play a GPU.
 """
@@ -48,12 +49,15 @@ class Slabs:
         pin: makes (address, bytes) memory that a device copies from and to; raises MemoryError.
         unpin: undoes it, by address.
         settle: returns when no copy is under way any more.
+        forks: forked processes have the memory, too.
     """
 
     def __init__(
-        self, pin: Callable[[int, int], None], unpin: Callable[[int], None], settle: Callable[[], None]
-    ) -> None:
+        self, pin: Callable[[int, int], None], unpin: Callable[[int], None], settle: Callable[[], None],
+        forks: bool = False,
+    ) -> None:  # fmt: skip
         self._pin, self._unpin, self._settle = pin, unpin, settle
+        self._advice = [mmap.MADV_HUGEPAGE, *([] if forks else [mmap.MADV_DONTFORK])]
         self._slabs: list[_Slab] = []
         self._lock = threading.Lock()
 
@@ -103,11 +107,12 @@ class Slabs:
         if size > left:
             raise MemoryError(f"{what}: {left:,} are available ({source})")
         try:
-            pages = mmap.mmap(-1, size)
+            pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError, ValueError) as error:
             raise MemoryError(f"{what}: {error}") from None
-        with contextlib.suppress(OSError, AttributeError):  # where there are no huge pages, small ones do
-            pages.madvise(mmap.MADV_HUGEPAGE)
+        for advice in self._advice:
+            with contextlib.suppress(OSError):  # where there are no huge pages, small ones do
+                pages.madvise(advice)
         address = np.frombuffer(pages, np.uint8, 1).ctypes.data
         try:
             self._pin(address, size)
@@ -189,4 +194,4 @@ def _synchronize() -> None:
 
 
 CUDA = Slabs(_register, _unregister, _synchronize)
-HOST = Slabs(lambda address, nbytes: None, lambda address: None, lambda: None)
+HOST = Slabs(lambda address, nbytes: None, lambda address: None, lambda: None, forks=True)

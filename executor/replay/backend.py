@@ -66,7 +66,7 @@ class Backend(ABC):
         memory_bytes: of the device in all.
         pause_ns: kernels that begin so soon after the one before make up for the pause (``spin``).
         host: uint8[host_bytes], the pinned buffer, while there is one. Touch it when nothing is under way there.
-        task: what the caller is doing; errors of what is enqueued from now on begin with it.
+        task: what the caller is doing, as ``str`` says it; errors of what is enqueued from now on begin with it.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Backend(ABC):
     memory_bytes: int
     pause_ns: int = 0
     host: Bytes
-    task: str = ""
+    task: object = ""
 
     def make_streams(self, make: Callable[[Stream], Any], copy_engines: int) -> None:
         """``streams``, each made by ``make`` from its name."""

@@ -27,10 +27,12 @@ try:
 except ImportError as error:
     raise BackendError(f"the cuda backend needs CuPy ({error}): pip install 'headroom[gpu]'") from None
 
+ERRORS = RuntimeError, OSError, cupy.cuda.compiler.CompileException  # of the runtime, the driver, or the loader
 UNROLL = 4  # vectors of 16 bytes that a thread of ``stream`` has under way
 CLOCK = 32  # bytes, of which 24 are used
 SLOTS = 4096  # of answers of checks, per allocation
 THREADS = 256
+AWAKE_NS = 500_000_000  # for which the GPU works before anything is measured: an idle one has low clocks
 
 SOURCE = r"""
 typedef unsigned long long u64;
@@ -159,7 +161,9 @@ class CupyBackend(Backend):
         self._bytes = self._taken = self._checks = 0
         self._kernels = self._next = 0  # how many there were; the vector of the arena at which the next one streams
         self._slots: list[int] = []  # addresses of uint64[SLOTS]
+        self._known: dict[Any, tuple[np.uint64, ...]] = {}  # arguments of spins
         self._base: Any = None
+        self._awake = False
 
     @contextmanager
     def _talk(self, what: str) -> Iterator[None]:
@@ -170,9 +174,12 @@ class CupyBackend(Backend):
             raise
         except MemoryError as e:  # of pinned memory, which says it all
             raise BackendError(f"{self.task}: {e}" if self.task else str(e)) from e
-        except (RuntimeError, OSError, cupy.cuda.compiler.CompileException) as e:  # of the runtime, driver, or loader
-            reason = f"{what} ({e})".splitlines()[0]
-            raise BackendError(f"{self.task}: {reason}" if self.task else reason) from e
+        except ERRORS as e:
+            raise self._said(what, e) from e
+
+    def _said(self, what: str, error: Exception) -> BackendError:
+        reason = f"{what} ({error})".splitlines()[0]
+        return BackendError(f"{self.task}: {reason}" if self.task else reason)
 
     # ---------------------------------------------------------------------------------- memory
 
@@ -190,6 +197,10 @@ class CupyBackend(Backend):
                 runtime.memset(self._clock, 0, 2 * CLOCK)
                 runtime.deviceSynchronize()
                 self._bytes = device_bytes
+                if not self._awake:
+                    self.spin(AWAKE_NS, device_bytes)
+                    runtime.deviceSynchronize()
+                    self._awake = True
                 self._base = self.record("compute")
         except BaseException:
             self.free()
@@ -214,7 +225,7 @@ class CupyBackend(Backend):
             except runtime.CUDARuntimeError:
                 pass  # as above
         self._arena = self._clock = self._bytes = self._taken = self._checks = self._kernels = self._next = 0
-        self._slots, self._base, self.task = [], None, ""
+        self._slots, self._known, self._base, self.task = [], {}, None, ""
 
     def close(self) -> None:
         self.free()
@@ -234,9 +245,12 @@ class CupyBackend(Backend):
             runtime.memcpyAsync(target, source, nbytes, kind, self.streams[stream].ptr)
 
     def spin(self, ns: int, nbytes: int = 0) -> None:
-        last, following = (self._clock + CLOCK * ((self._kernels + i) % 2) for i in range(2))
+        turn = self._kernels % 2
         self._kernels += 1
-        args = (np.uint64(ns), np.uint64(self.pause_ns), np.uint64(last), np.uint64(following))
+        args = self._known.get((ns, turn))
+        if args is None:
+            clocks = self._clock + CLOCK * turn, self._clock + CLOCK * (1 - turn)
+            args = self._known[ns, turn] = tuple(map(np.uint64, (ns, self.pause_ns, *clocks)))
         count, vectors = nbytes // 32, self._bytes // 16  # each is read and written
         if not count or not vectors:
             self._launch(self._spin, 1, 1, *args)
@@ -280,8 +294,11 @@ class CupyBackend(Backend):
         return wrong
 
     def _launch(self, kernel: Any, blocks: int, threads: int, *args: Any) -> None:
-        with self._talk("a kernel cannot be launched"), self.streams["compute"]:
-            kernel((blocks,), (threads,), args)
+        try:  # these are issued for every kernel of a replay, where a context manager would take as long as the rest
+            with self.streams["compute"]:
+                kernel((blocks,), (threads,), args)
+        except ERRORS as e:
+            raise self._said("a kernel cannot be launched", e) from e
 
     def _grid(self, nbytes: int) -> int:
         return min(self._blocks, -(-nbytes // (16 * THREADS)))
@@ -293,14 +310,18 @@ class CupyBackend(Backend):
     # ---------------------------------------------------------------------------------- order and time
 
     def record(self, stream: Stream) -> Any:
-        with self._talk("an event cannot be recorded"):
+        try:
             event = cupy.cuda.Event()
             event.record(self.streams[stream])
-            return event
+        except ERRORS as e:
+            raise self._said("an event cannot be recorded", e) from e
+        return event
 
     def wait(self, stream: Stream, event: Any) -> None:
-        with self._talk("a stream cannot wait"):
+        try:
             self.streams[stream].wait_event(event)
+        except ERRORS as e:
+            raise self._said("a stream cannot wait", e) from e
 
     def synchronize(self, event: Any = None) -> None:
         with self._talk("the GPU reports that earlier work failed"):

@@ -15,10 +15,11 @@ for the device's memory. ``mode="check"``: blocks are filled and compared. Choic
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from executor.replay.backend import Backend, first_difference, pattern
 from executor.replay.streams import Block, Circle, Job, ReplayError, circle
@@ -135,7 +136,7 @@ def replay(
             f"over the limit of {limit:,}"
         )
     with backend.arena(order.footprint, order.host_bytes):
-        run = _Run(order, backend, mode == "check", stream)
+        run = Run(order, backend, mode == "check", stream)
         group = order.iterations
         warmup, iterations = (-(-count // group) * group for count in (warmup, iterations))
         for i in range((warmup + iterations) // group):
@@ -154,7 +155,18 @@ def replay(
     )  # fmt: skip
 
 
-class _Run:
+class _Task(NamedTuple):
+    """A job of a round, whose name is made when somebody asks: a replay that is timed has no time for it."""
+
+    run: Run
+    job: Job
+    round: int
+
+    def __str__(self) -> str:
+        return self.run._name(self.job, self.round)
+
+
+class Run:
     """Issues the circle of jobs again and again and keeps the events."""
 
     def __init__(self, order: Circle, backend: Backend, check: bool, stream: bool):
@@ -163,6 +175,7 @@ class _Run:
         self.begins: list[list[Any]] = []  # per round and job; None where it starts when the one before ends
         self.ends: list[list[Any]] = []
         self.checks: list[tuple[Block, str]] = []
+        self._acts = [self._act(job) for job in order.jobs]
         if check:
             backend.task = "filling the arena"
             for block in order.start:
@@ -178,33 +191,38 @@ class _Run:
         backend, begins, ends = self.backend, list[Any](), list[Any]()
         self.begins.append(begins)
         self.ends.append(ends)
-        for job in self.order.jobs:
-            stream, index = job.span.stream, job.span.index
-            backend.task = self._name(job, i)
-            for back, other in job.waits:
+        record = backend.record
+        for job, act in zip(self.order.jobs, self._acts, strict=True):
+            stream, waits = job.span.stream, job.waits
+            backend.task = self._name(job, i) if self.check else _Task(self, job, i)
+            for back, other in waits:
                 if i >= back:
                     backend.wait(stream, self.ends[i - back][other])
-            begins.append(backend.record(stream) if job.waits or stream != "compute" or not (i or ends) else None)
-            if stream != "compute":
-                if job.block:
-                    backend.copy(stream, job.block.offset, self.order.host[index], job.block.nbytes)
-            elif self.check:
+            begins.append(record(stream) if waits or stream != "compute" or not (i or ends) else None)
+            if self.check and stream == "compute":
                 self._checked(job, i)
-            else:
-                self._spin(job)
-            ends.append(backend.record(stream))
+            elif act:
+                act()
+            ends.append(record(stream))
 
-    def _spin(self, job: Job) -> None:
-        kernel = self.program.kernels[job.span.index]
-        if kernel.duration_ns:
-            self.backend.spin(kernel.duration_ns, kernel.bytes if self.stream else 0)
+    def _act(self, job: Job) -> Callable[[], None] | None:
+        """What a job does, prepared: a host that is slower than the kernels would be what is measured."""
+        stream, index = job.span.stream, job.span.index
+        if stream == "compute":
+            kernel = self.program.kernels[index]
+            nbytes = kernel.bytes if self.stream else 0
+            return partial(self.backend.spin, kernel.duration_ns, nbytes) if kernel.duration_ns else None
+        if not job.block:
+            return None
+        return partial(self.backend.copy, stream, job.block.offset, self.order.host[index], job.block.nbytes)
 
     def _checked(self, job: Job, i: int) -> None:
         """A kernel that really writes and reads."""
         who = self._name(job, i)
         self._compare(job.reads, i, f"before {who}")
         self._fill(job.fresh, i)
-        self._spin(job)
+        if act := self._act(job):
+            act()
         self._compare(job.reads, i, f"during {who}")
         self._compare(job.fresh, i, f"after {who}")
         self._fill(job.writes, i)

@@ -303,7 +303,6 @@ class PlannedStep:
             t = self.captured.values.get(node, -1)
             if t in blocks:
                 blocks[t].on(tensor)
-                state.blocks.engines.borrow(tensor)  # type: ignore[union-attr]
             table[self.calls.slots[node]] = tensor.detach()
             if t in part.reads_on:
                 progress.needed.append((tensor, tensor._version))

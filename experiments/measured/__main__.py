@@ -20,9 +20,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from rich.table import Table
-
-from experiments.common import report
 from simulator.files import FormatError, write_text
 
 
@@ -71,6 +68,9 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _fit(options: argparse.Namespace) -> None:
+    from rich.table import Table
+
+    from experiments.common import report
     from experiments.measured import fit
 
     console = report.console()
@@ -100,8 +100,8 @@ def _add(options: argparse.Namespace) -> None:
 
 
 def _profile(options: argparse.Namespace) -> None:
+    from executor.capture.contributed import text_of
     from executor.capture.profile import Cache
-    from experiments.measured import add
     from experiments.measured.profile import profiled
 
     for key, known in (("cache", get_args(Cache)),):
@@ -115,7 +115,7 @@ def _profile(options: argparse.Namespace) -> None:
         rates=options.rates, name=options.name, cache=options.cache, repeats=options.repeats, steps=options.steps,
         said=lambda text: print(f"measuring {text} …", file=sys.stderr),
     )  # fmt: skip
-    write_text(options.out, add.text_of(found))
+    write_text(options.out, text_of(found))
     print(options.out)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from executor.capture.contributed import Contributed
+from executor.capture.contributed import text_of
 from experiments.measured import steps, traces
 from experiments.measured.steps import LEAST_US, Beside, Trace
 from simulator.files import FormatError, write_text
@@ -80,11 +80,6 @@ def check(path: Path) -> Checked:
     if not rows:
         raise FormatError(f"{path}: measured.operators: this PyTorch has none of them")
     return Checked(_stem(found.device, found.workload), {"json": text_of(found)}, rows, len(found.kernels) - len(rows))
-
-
-def text_of(measured: Contributed) -> str:
-    """JSON, an operator a line, so that a change can be read."""
-    return json.dumps(measured.to_dict(), separators=(",", ":")).replace('{"name"', '\n{"name"') + "\n"
 
 
 def add(checked: Checked) -> Path:

@@ -30,7 +30,8 @@ from executor.capture.state import CaptureError
 from executor.memory.engines import line
 from experiments.common.bisection import largest
 from experiments.validate_gpu.networks import MIB, Network, build, cap_memory, give_back, host_bytes, made, own_batch
-from experiments.validate_gpu.pytorch_baselines import CACHE, LATE, METHODS, OURS, Counter, Levels, Record
+from experiments.validate_gpu.pytorch_baselines import CACHE, METHODS, OURS, Counter, Levels
+from experiments.validate_gpu.record import LATE, Record
 from simulator import Machine, OutOfMemory, Plan
 from simulator.plan import PlanError
 
@@ -46,9 +47,10 @@ def search(
 ) -> None:  # fmt: skip
     """Adds a row per workload and method: ``batch``, the largest; ``own_batch``, the network's; ``cap`` in bytes;
     ``too_large``, the smallest batch that was tried in vain, and ``reason``; or ``failed``. Each gets an equal share of
-    the time that is left, and so of what those before it leave."""
+    the time that is left, and so of what those before it leave. What has a row is left out."""
     end = time.monotonic() + seconds
-    todo = [(name, method) for name in workloads for method in methods]
+    todo = [(name, method) for name in workloads for method in methods
+            if not record.has("largest", workload=name, method=method)]  # fmt: skip
     caps: dict[str, int | str] = {}
     for i, (name, method) in enumerate(todo):
         row: dict[str, Any] = {"workload": name, "method": method, "own_batch": own_batch(name)}
@@ -56,6 +58,7 @@ def search(
         if until <= time.monotonic():
             record.add("largest", **row, failed=LATE)
             continue
+        record.trying("largest", **row)
         tries = Tries(name, method, device, machine)
         try:
             with within(until - time.monotonic()):

@@ -127,6 +127,12 @@ def own_batch(name: str) -> int:
     return NETWORKS[name][0]
 
 
+def reads_numbers(name: str) -> bool:
+    """Does its optimizer read numbers on the host, so that a graph needs another one?"""
+    with torch.device("meta"):
+        return NETWORKS[name][1](1)[1][0].dtype == torch.int64
+
+
 def build(
     name: str, device: str, seed: int = 0, foreach: bool | None = False, batch: int | None = None,
     capturable: bool = False,

@@ -21,11 +21,11 @@ setting is the mildest whose measured peak is within the limit, by bisection. Ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,12 +45,11 @@ from experiments.common.bisection import largest
 from experiments.validate_gpu.clocks import watched
 from experiments.validate_gpu.networks import MIB, Network, build, give_back, in_turns, made, timed
 from experiments.validate_gpu.offload import Offload
+from experiments.validate_gpu.record import GRACE, LATE, STOPPED, Record
 from simulator import Machine, Plan, Program, simulate
 
 STEPS, TRIES = 5, 4
 CACHE: dict[str, Cache] = {"cuda": "cold", "cpu": "hot"}  # of profiles; the CPU's is too large to be emptied quickly
-LATE, STOPPED = "no time left", "stopped: the time was over"  # why nothing was measured
-GRACE = 5.0  # seconds that what has begun may take longer than there are
 OURS: dict[str, dict[str, int]] = {
     "capuchin": {},
     "superneurons": {},
@@ -66,16 +65,6 @@ _KEPT = {
     aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_cudnn_attention,
     aten._scaled_dot_product_flash_attention_for_cpu,
 }  # fmt: skip
-
-
-class Record(Protocol):
-    """Where rows go, and the time that is left."""
-
-    def add(self, kind: str, **row: Any) -> None:
-        """Writes a row."""
-
-    def left(self) -> float:
-        """Seconds."""
 
 
 class Unreachable(Exception):
@@ -94,14 +83,30 @@ class Trial:
     eager_ns: float | None = None
 
 
+class Ready(NamedTuple):
+    """What is known of a network before it is compared: eager steps, the program with its measured profile, and plans
+    by limit, those for most bytes first."""
+
+    eager: Trial
+    program: Program
+    plans: dict[float, list[Plan]]
+
+
+def limit_at(f: float, eager: Trial) -> int:
+    """Bytes of a limit."""
+    return eager.between + round(f * (eager.peak - eager.between))
+
+
 def compare(
     workloads: Sequence[str], limits: Sequence[float], device: str, machine: Machine, record: Record,
-    methods: Sequence[str] = METHODS, steps: int = STEPS,
+    methods: Sequence[str] = METHODS, steps: int = STEPS, ready: Mapping[str, Ready] | None = None,
 ) -> None:  # fmt: skip
     """Adds a row per workload, limit and method: ``measured_ns``, ``measured_peak``, ``limit``, ``setting``,
     ``eager_ns`` of the eager steps in between, ``overhead`` against them, ``clocks``; or ``failed``. Workloads without
-    blocks are left out."""
+    blocks are left out, and what has a row already. ``ready``: what need not be measured or planned again."""
     for name in workloads:
+        if record.has("compare", workload=name, method="all"):
+            continue
         if record.left() <= 0:
             record.add("compare", workload=name, method="all", failed=LATE)
             continue
@@ -109,29 +114,34 @@ def compare(
         if not count:
             record.add("compare", workload=name, method="all", failed="the network has no blocks to checkpoint")
             continue
+        known = (ready or {}).get(name)
         try:
             with within(record.left() + GRACE):
                 if device == "cuda":
                     trial(name, device, lambda network: None)  # libraries take what they keep
-                eager = trial(name, device, lambda network: None)
+                eager = known.eager if known else trial(name, device, lambda network: None)
         except TimeUp:
             record.add("compare", workload=name, method="all", failed=STOPPED)
             continue
-        record.add("compare", workload=name, fraction=1.0, method="eager", measured_ns=eager.ns, limit=eager.peak,
-                   measured_peak=eager.peak, overhead=0.0, setting="")  # fmt: skip
+        if not record.has("compare", workload=name, method="eager"):
+            record.add("compare", workload=name, fraction=1.0, method="eager", measured_ns=eager.ns, limit=eager.peak,
+                       measured_peak=eager.peak, overhead=0.0, setting="")  # fmt: skip
         for method in methods:
             if method == "eager":
                 continue
-            search = _Ours(name, device, machine) if method == "ours" else Levels(name, device, method, count)
+            search = _Ours(name, device, machine, known) if method == "ours" else Levels(name, device, method, count)
             for f in limits:
-                limit = eager.between + round(f * (eager.peak - eager.between))
-                row = {"workload": name, "fraction": f, "method": method, "limit": limit}
+                row = {"workload": name, "fraction": f, "method": method}
+                if record.has("compare", **row):
+                    continue
+                row["limit"] = limit = limit_at(f, eager)
+                record.trying("compare", **row)
                 if record.left() <= 0:
                     record.add("compare", **row, failed=LATE)
                     continue
                 try:
                     with within(record.left() + GRACE):
-                        chosen = search.within(limit)
+                        chosen = search.within(limit, f)
                         with watched(device) as clocks:
                             found = search.timed(chosen, steps)
                 except TimeUp:
@@ -255,8 +265,8 @@ class Levels:
         self.count = len(BUDGETS) if method == "compile" else blocks + 1
         self.known: dict[int, Trial] = {}
 
-    def within(self, limit: int) -> Trial:
-        """The mildest setting within the limit; raises Unreachable."""
+    def within(self, limit: int, f: float = 0.0) -> Trial:
+        """The mildest setting within the limit, which is ``f`` of the activations; raises Unreachable."""
         most = self.count - 1
         if self.at(most).peak > limit:
             raise Unreachable(f"at its strongest it needs {self.at(most).peak:,} bytes, over the limit of {limit:,}")
@@ -320,17 +330,24 @@ def _saved_on_cpu(inner: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Ours:
-    """Plans on the measured profile."""
+    """Plans on the measured profile: those that are there, then others, as long as what they really take is over."""
 
-    def __init__(self, name: str, device: str, machine: Machine):
-        self.name, self.device, self.machine = name, device, machine
-        self.program: Program | None = None
+    def __init__(self, name: str, device: str, machine: Machine, ready: Ready | None = None):
+        self.name, self.device, self.machine, self.ready = name, device, machine, ready
+        self.program = ready.program if ready else None
         self.aim = 0  # of the last ``at``
         self.plans: dict[int, Plan] = {}  # by aim
 
-    def within(self, limit: int) -> Trial:
+    def within(self, limit: int, f: float = 0.0) -> Trial:
         """A planned step within the limit; raises Unreachable."""
         aim = limit
+        for plan in self.ready.plans.get(f, []) if self.ready else []:
+            self.plans[plan.limit], aim = plan, plan.limit
+            found = self.at(aim)
+            if found.peak <= limit:
+                return found
+        if aim < limit:
+            aim -= found.peak - limit + limit // 200
         for _ in range(TRIES):
             found = self.at(aim)
             if found.peak <= limit:
@@ -347,7 +364,8 @@ class _Ours:
         give_back()
         self.aim, beside = aim, eager_beside(self.name, self.device) if steps else None
         before = torch.cuda.memory_allocated() if self.device == "cuda" else 0
-        n = _build(self.name, self.device)
+        give_back()
+        n = build(self.name, self.device)
         try:
             captured = n.captured(self.machine)
             if self.program is None:
@@ -371,6 +389,8 @@ def best_plan(program: Program, machine: Machine, limit: int) -> Plan:
             plans.append(made(planner, program, **options).plan(program, machine, limit))
         except agents.Infeasible as error:
             reasons.append(str(error))
+        except ImportError as error:
+            reasons.append(f"{planner} needs {error.name}, which is not here")
     if not plans:
         raise Unreachable("; ".join(reasons))
     return min(plans, key=lambda plan: simulate(program, plan, machine, limit).iteration_ns)

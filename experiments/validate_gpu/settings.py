@@ -11,8 +11,10 @@ import agents
 from executor.capture.profile import Cache
 from executor.replay.replay import Kernels
 from experiments.validate_gpu.networks import NETWORKS
+from experiments.validate_gpu.pytorch_baselines import METHODS
 
-COMPARING = 3600.0  # seconds; torch.compile takes most of them
+# Stage -> its part of the time that is left, beside those that come after it.
+STAGES = {"calibrate": 0.3, "profile": 1.5, "plan": 1.5, "replay": 1.5, "train": 3.0, "compare": 3.0, "largest": 3.0}
 
 
 class UsageError(ValueError):
@@ -25,9 +27,14 @@ class Settings:
 
     Attributes:
         backend: "cuda"; or "host", which does the same in small without a GPU.
-        out: folder of the results; by default runs/validate_gpu-<time>.
-        machine: preset that gives what calibration does not measure.
-        workloads: of experiments.validate_gpu.networks.
+        stages: what is done, of calibrate, profile, plan, replay, train, compare (pytorch_baselines.py) and largest
+            (largest_batch.py), in this order.
+        out: folder of the results; by default runs/validate_gpu-<time>. One that has some is gone on with.
+        machine: what calibration has measured, else the preset that gives the rest; out/machine.yaml where there is
+            one, else the preset of the GPU's name.
+        profiles: folder of programs with what was measured of them; out/profiles.
+        plans: folder of plans; out/plans.
+        workloads: of experiments.validate_gpu.networks, those that matter most first.
         limits: fractions of the activation peak.
         cache: of the profiles, as executor.capture.profile.measure; where a step does not fit, "cold".
         planners: which plan and replay.
@@ -36,18 +43,21 @@ class Settings:
         kernels: of replays: "spin", or "stream", which move their bytes, too.
         pause_ns: of replays: pauses that they make up for.
         steps: measured training steps, in turns with as many eager ones.
-        seconds: for everything; COMPARING with ``compare``.
-        workers: processes that plan, at least 1.
-        compare: also run pytorch_baselines.py.
-        largest: also search the largest batches (largest_batch.py).
-        largest_seconds: a time of its own for that, after ``seconds``.
+        methods: of compare and largest.
+        seconds: for all stages.
+        workers: processes that plan, at least 1; 0: as many as there are processors.
+        source: who measured, in measured/ (experiments/measured).
+        licence: under which these profiles may be passed on.
     """
 
     backend: str = "cuda"
+    stages: tuple[str, ...] = ("calibrate", "profile", "plan", "replay", "train")
     out: str = ""
-    machine: str = "h200"
-    workloads: tuple[str, ...] = ("vgg16", "resnet50_imagenet_bf16", "gpt2_medium_bf16", "llama_bf16",
-                                  "resnet50_imagenet")  # fmt: skip
+    machine: str = ""
+    profiles: str = ""
+    plans: str = ""
+    workloads: tuple[str, ...] = ("resnet50_imagenet_bf16", "llama_bf16", "gpt2_medium_bf16", "resnet50_imagenet",
+                                  "vgg16")  # fmt: skip
     limits: tuple[float, ...] = (0.7, 0.5, 0.35)
     cache: str = "step"
     planners: tuple[str, ...] = tuple(agents.untrained())
@@ -56,11 +66,11 @@ class Settings:
     kernels: str = "spin"
     pause_ns: int = 0
     steps: int = 20
-    seconds: float = 1500.0
-    workers: int = 14
-    compare: bool = False
-    largest: bool = False
-    largest_seconds: float = 900.0
+    methods: tuple[str, ...] = METHODS
+    seconds: float = 540.0
+    workers: int = 0
+    source: str = "experiments.validate_gpu"
+    licence: str = "CC0-1.0"
 
     @property
     def device(self) -> str:
@@ -68,8 +78,8 @@ class Settings:
         return "cuda" if self.backend == "cuda" else "cpu"
 
 
-ON_HOST = Settings("host", machine="", workloads=("tiny_resnet", "tiny_gpt2"), limits=(0.7,), cache="hot", steps=2,
-                   seconds=40.0, workers=2, largest_seconds=60.0)  # fmt: skip
+ON_HOST = Settings("host", workloads=("tiny_resnet", "tiny_gpt2"), limits=(0.7,), cache="hot", steps=2, seconds=90.0,
+                   methods=tuple(m for m in METHODS if m != "compile"))  # fmt: skip
 
 
 def parse(words: Sequence[str]) -> Settings:
@@ -94,17 +104,14 @@ def parse(words: Sequence[str]) -> Settings:
             if kinds[key].startswith("tuple"):
                 parts = [part for part in value.split(",") if part]
                 chosen[key] = tuple(map(float, parts)) if "float" in kinds[key] else tuple(parts)
-            elif kinds[key] == "bool":
-                chosen[key] = {"true": True, "false": False}[value]
             else:
                 chosen[key] = {"str": str, "int": int, "float": float}[kinds[key]](value)
-        except (ValueError, KeyError):
+        except ValueError:
             raise UsageError(f"{key}: expected {kinds[key]}, got {value!r}") from None
-    if chosen.get("compare"):
-        chosen.setdefault("seconds", COMPARING)
     settings = replace(ON_HOST if given.get("backend") == "host" else Settings(), **chosen)
     plans = agents.PLANNERS
-    for key, known in (("workloads", NETWORKS), ("planners", plans), ("train", plans), ("graph", plans)):
+    for key, known in (("workloads", NETWORKS), ("planners", plans), ("train", plans), ("graph", plans),
+                       ("stages", STAGES), ("methods", METHODS)):  # fmt: skip
         for name in getattr(settings, key):
             if name not in known:
                 raise UsageError(f"{key}: there is no {name!r}; there are {', '.join(known)}")
@@ -115,6 +122,8 @@ def parse(words: Sequence[str]) -> Settings:
         raise UsageError("workloads and limits: expected at least one of each, limits above 0 and at most 1")
     if settings.pause_ns < 0:
         raise UsageError(f"pause_ns: expected at least 0, got {settings.pause_ns}")
-    if settings.steps < 1 or settings.workers < 1 or min(settings.seconds, settings.largest_seconds) <= 0:
-        raise UsageError("steps, workers, seconds and largest_seconds: expected more than 0")
-    return settings
+    if not settings.stages:
+        raise UsageError(f"stages: expected at least one of {', '.join(STAGES)}")
+    if settings.steps < 1 or settings.workers < 0 or settings.seconds <= 0:
+        raise UsageError("steps and seconds: expected more than 0; workers: at least 0")
+    return replace(settings, stages=tuple(stage for stage in STAGES if stage in settings.stages))

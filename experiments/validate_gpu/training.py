@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from executor import PlannedStep
+from executor import Captured, CaptureError, PlannedStep
 from executor.capture.optimizers import capturable
-from executor.capture.profile import measure, shape_of, with_profile
+from executor.capture.profile import shape_of
 from experiments.validate_gpu.clocks import watched
 from experiments.validate_gpu.flags import deterministic
 from experiments.validate_gpu.largest_batch import CAPS
-from experiments.validate_gpu.networks import Network, build, cap_memory, give_back, in_turns, made
+from experiments.validate_gpu.networks import Network, build, cap_memory, give_back, in_turns
 from experiments.validate_gpu.pytorch_baselines import eager_beside
 from simulator import Machine, Plan, Program, Swap
 from simulator.plan import PlanError
@@ -28,12 +28,13 @@ BITS = 3  # steps whose losses are compared
 
 @dataclass(frozen=True)
 class Case:
-    """A workload at a limit."""
+    """A workload at a limit; ``graph``: in the form that a graph needs."""
 
     workload: str
     program: Program
     fraction: float
     limit: int
+    graph: bool = False
 
 
 def fresh(name: str, device: str, graph: bool = False) -> Network:
@@ -42,28 +43,9 @@ def fresh(name: str, device: str, graph: bool = False) -> Network:
     return build(name, device, capturable=graph)
 
 
-def replanned(
-    case: Case, plan: Plan, machine: Machine, device: str, seconds: float, less: dict[str, float]
-) -> tuple[Case, Plan]:
-    """The same for a graph, whose optimizer may have to be another: then captured, profiled and planned anew, each
-    kernel alone and by the same planner, with as much of the activations as before. What the plan swaps of the batch
-    stays, because a graph has its own copy of it; the limit is raised where that needs it. ``less``: of planners.
-
-    Raises:
-        ProfileError: it cannot be profiled in so many seconds.
-        agents.Infeasible: there is no plan.
-    """
-    captured = fresh(case.workload, device, graph=True).captured(machine)
-    if shape_of(captured.program).fingerprint == shape_of(case.program).fingerprint:
-        return _batch_stays(case, plan)
-    program = with_profile(captured.program, measure(captured, device, machine.name, seconds=seconds, cache="hot"))
-    persistent = sum(t.nbytes for t in program.tensors if t.persistent)
-    limit = persistent + round(case.fraction * (program.peak_bytes - persistent))
-    plan = made(plan.planner, program, **less).plan(program, machine, limit)
-    return _batch_stays(Case(case.workload, program, case.fraction, limit), plan)
-
-
-def _batch_stays(case: Case, plan: Plan) -> tuple[Case, Plan]:
+def batch_stays(case: Case, plan: Plan) -> tuple[Case, Plan]:
+    """The same without what the plan swaps of the batch, of which a graph has its own copy; the limit is raised where
+    that needs it."""
     tensors = case.program.tensors
     kept = tuple(d for d in plan.decisions if not (isinstance(d, Swap) and tensors[d.tensor].kind == "input"))
     plan = replace(plan, decisions=kept)
@@ -101,6 +83,14 @@ def capped(nbytes: float, device: str) -> Iterator[Callable[[bool], None]]:
         cap_memory(None, device)
 
 
+def profiled_as(case: Case, network: Network, machine: Machine) -> Captured:
+    """The network's step with the program that was profiled; raises CaptureError where it is another one."""
+    captured = network.captured(machine)
+    if shape_of(captured.program).fingerprint != shape_of(case.program).fingerprint:
+        raise CaptureError(f"{case.workload} is another step here than it was where it was profiled: profile it here")
+    return replace(captured, program=case.program)
+
+
 def losses_only(
     device: str, case: Case, plan: Plan, machine: Machine, cap: float, graph: bool = False
 ) -> dict[str, Any]:
@@ -108,7 +98,7 @@ def losses_only(
     give_back()
     with capped(cap * case.limit, device) as limit:
         network = fresh(case.workload, device, graph)
-        captured = replace(network.captured(machine), program=case.program)
+        captured = profiled_as(case, network, machine)
         limit(True)
         with PlannedStep(captured, plan, machine, case.limit, graph=graph) as step:
             return {"losses": losses(lambda: step(*network.batch))}
@@ -128,7 +118,7 @@ def timed_beside(
     held = torch.cuda.memory_allocated() if cuda else 0
     with capped(cap * case.limit, device) as limit:
         network = build(case.workload, device, capturable=graph)
-        captured = replace(network.captured(machine), program=case.program)
+        captured = profiled_as(case, network, machine)
         limit(True)
         with PlannedStep(captured, plan, machine, case.limit, graph=graph) as step:
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 from simulator.decisions import KINDS, Decision, Recompute, Rerun, Swap
 from simulator.machine import Machine
+from simulator.program import Gap
 from simulator.schedule import Schedule
 from simulator.timeline import BlockEvent, Span
 
@@ -35,10 +37,12 @@ STEP_KERNEL, ALLOCATED, FREED, STEP_FOR, STEP_COLUMNS = range(5)
 # What a call works on (``work_shapes``): rows of ``by_kernel``, ``by_segment``, ``by_tensor`` and ``by_row``. PLANNED,
 # and for the rows RETURNS (the kernel that ends the gap), BY_REMAT (does a rematerialisation end it?) and AWAY_AT_START
 # are what lowering finds; others are said where they are used.
-PLANNED, ENFORCED, GATE, OPENS, SEGMENT, ENDS, MARKED, PENDING, ORDER, WAITS, BY_KERNEL = range(11)
-FIRST_OF, HIGHEST, EXPECTED, BY_SEGMENT = range(4)
+PLANNED, ENFORCED, GATE, OPENS, SEGMENT, ENDS, MARKED, PENDING, ORDER, WAITS, KERNEL_TOPS, KERNEL_ADDED, BY_KERNEL = (
+    range(13)
+)
+FIRST_OF, HIGHEST, EXPECTED, SEGMENT_TOPS, SEGMENT_ADDED, BY_SEGMENT = range(6)
 COPIED, AWAY, HOLDS, STAYS, USED_LAST, USED, BY_TENSOR = range(7)
-RETURNS, BY_REMAT, AWAY_AT_START, NEXT_OPEN, NEXT_END, HELD, WAITING, QUEUE, BY_ROW = range(9)
+RETURNS, BY_REMAT, AWAY_AT_START, NEXT_OPEN, NEXT_END, READY, DUE, CHILD, SIBLING, QUEUE, BY_ROW = range(11)
 
 CHECKS = 7  # kernels at which the state is compared with that of the iteration before: at 1/2, 1/4, ... of it
 
@@ -61,11 +65,10 @@ GAP = np.dtype([(name, np.int64) for name in (
     "hold",  # kernels from the opening until it may come back
     "issued",  # the position from which its copy is enqueued
     "pending",  # of that copy: 0 none, or over; COPYING; LEAVING: the gap is open
-    # While the tensor is away:
-    "ready",  # the position from which it may come back
-    "order",  # the segment that begins with its use, in units of ORDER_SEGMENT, and the tensor: the least is first
 )], align=True)  # fmt: skip
-ORDER_SEGMENT = 2**32
+# While the tensor of a row is away, by_row[READY]: the position from which it may come back; by_row[DUE]: the segment
+# that begins with its use, in units of DUE_SEGMENT, and the tensor: the least is first.
+DUE_SEGMENT = 2**32
 COPYING, LEAVING = 1, 2
 
 # How a run ends. SLOWER: its iteration takes the cutoff at least. Without a result: MORE_STEPS, there is no room for
@@ -133,7 +136,12 @@ def machine_settings(machine: Machine, limit: int) -> list[int]:
 
 def rows_of(decisions: Iterable[Decision]) -> Ints:
     """Decisions as int64 (n, 6): kind, tensor, after, before, extra, when."""
-    return np.array([d.row() for d in decisions], np.int64).reshape(-1, COLUMNS)
+    return np.fromiter(chain.from_iterable(d.row() for d in decisions), np.int64).reshape(-1, COLUMNS)
+
+
+def columns_of(gaps: Iterable[Gap]) -> Ints:
+    """Gaps as int64 (n, 3): tensor, after, before."""
+    return np.fromiter(chain.from_iterable(gaps), np.int64).reshape(-1, 3)
 
 
 _OF_CODE = {code: kind for kind in KINDS for code in kind.codes}

@@ -9,13 +9,11 @@ How it works, and in which order to read these files, is in README.md.
 from __future__ import annotations
 
 import copy
-import gc
 import multiprocessing
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -27,6 +25,7 @@ from simulator.compiled.lowering import host_load, swap_residency
 from simulator.compiled.rematerialisation import lower_recomputations, rerun_times
 from simulator.compiled.reruns import lower_reruns
 from simulator.compiled.scoring import score_plans
+from simulator.files import no_collections
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Gap, Program
@@ -37,8 +36,8 @@ from simulator.timeline import Timeline
 from simulator.compiled.encoding import (
     AFTER, AWAY_AT_START, BEFORE, BEGINS, BY_REMAT, COLUMNS, DONE, DURATION, GAP, HOST_BYTES, HOST_FULL, KIND, LEVEL,
     LIVE, LOSS, MAX_ITERATIONS, MORE_STEPS, NEVER, PLANNED, RECOMPUTE, RERUN, RESULTS, RETURNS, STATUS, STEP_COLUMNS,
-    STUCK, SWAP, SYNC_SWAP, TENSOR, WORKSPACE, Ints, Tables, Work, decisions_of, machine_settings, ragged,
-    read_log, rows_of, work_shapes,
+    STUCK, SWAP, SYNC_SWAP, TENSOR, WORKSPACE, Ints, Tables, Work, columns_of, decisions_of, machine_settings,
+    ragged, read_log, rows_of, work_shapes,
 )  # fmt: skip
 # isort: on
 
@@ -402,7 +401,7 @@ class Engine:
                 return engine.timeline(plan, limit_until)
             finally:
                 self.calls += engine.calls
-        with _no_collections():
+        with no_collections():
             return self._timeline(plan, limit_until)
 
     def _timeline(self, plan: Plan, limit_until: int | None) -> Timeline:
@@ -424,21 +423,10 @@ class Engine:
         return Timeline.assemble(self.program, self.limit, required, *read, period, issue_ns)
 
 
-@contextmanager
-def _no_collections() -> Iterator[None]:
-    """Without garbage collections: they would look through very many objects, half of the time, and find nothing."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
-
-
 def rerun_ns(program: Program, gaps: Sequence[Gap]) -> Ints:
-    """``schedule.recompute_ns`` of each gap, int64 (gaps,)."""
-    n, (tensor, _, before) = len(program.kernels), np.array(gaps, np.int64).reshape(-1, 3).T.copy()
+    """``schedule.recompute_ns`` of each gap, int64 (gaps,); of a chain of more than CHAIN kernels that of so many,
+    as all chains together grow with the square of the program."""
+    n, (tensor, _, before) = len(program.kernels), columns_of(gaps).T.copy()
     durations, out = np.array([k.duration_ns for k in program.kernels], np.int64), np.empty(len(gaps), np.int64)
     rerun_times(durations, graph_of(program), tensor, before, np.zeros(n, np.int64), np.empty(n, np.int64), out)
     return out

@@ -6,18 +6,19 @@ lines of rule 9. The functions above it are its stages. README.md draws the stat
 
 from __future__ import annotations
 
+from simulator.compiled.heap import pop, push
 from simulator.compiled.jit import stage
-from simulator.compiled.lowering import leave_at_start, makes_copies, note_waits, read_plan, segments
+from simulator.compiled.lowering import group, leave_at_start, makes_copies, note_waits, read_plan, segments
 from simulator.compiled.steady import alike, note_state, period_of
 
 # isort: off
 from simulator.compiled.encoding import (
-    ALLOCATED, BEGINS, BORN, CHECKS, CONTENDS, COPIED, COPYING, COPY_ENGINES, D2H_SHARE, DIES, DONE, DURATION, ENFORCED,
-    EXPECTED, FIRST_OF, FREED, GATE, GATE_EVENT, GATE_MISSING, GATE_REMAT, GATE_SYNC, H2D_SHARE, HELD, HIGHEST,
-    HOST_BYTES, HOST_FULL, ITERATION_NS, LEAVING, LEVEL, LIMIT, LIVE, LOG_BOUNDARY, LOG_END, LOG_IN, LOG_KERNEL,
-    LOG_LEFT, LOG_OUT, LOG_RECOMPUTE, LOG_STALL, LOSS, MAX_ITERATIONS, NEVER, NEXT_OPEN, OPENS, ORDER_SEGMENT, PEAK,
-    PERIOD, PERSISTENT_BYTES, PLANNED, QUEUE, RECOMPUTE, SEGMENT, SLOWER, STEP_FOR, STEP_KERNEL, STUCK, SYNC_SWAP,
-    WAITING, WAITS, WAIT_NS, WORKSPACE,
+    ALLOCATED, BEGINS, BORN, CHECKS, CHILD, CONTENDS, COPIED, COPYING, COPY_ENGINES, D2H_SHARE, DIES, DONE, DUE,
+    DUE_SEGMENT, DURATION, ENFORCED, EXPECTED, FIRST_OF, FREED, GATE, GATE_EVENT, GATE_MISSING, GATE_REMAT, GATE_SYNC,
+    H2D_SHARE, HIGHEST, HOST_BYTES, HOST_FULL, ITERATION_NS, KERNEL_ADDED, KERNEL_TOPS, LEAVING, LEVEL, LIMIT, LIVE,
+    LOG_BOUNDARY, LOG_END, LOG_IN, LOG_KERNEL, LOG_LEFT, LOG_OUT, LOG_RECOMPUTE, LOG_STALL, LOSS, MAX_ITERATIONS, NEVER,
+    NEXT_OPEN, OPENS, PEAK, PERIOD, PERSISTENT_BYTES, PLANNED, QUEUE, READY, RECOMPUTE, SEGMENT, SEGMENT_ADDED,
+    SEGMENT_TOPS, SIBLING, SLOWER, STEP_FOR, STEP_KERNEL, STUCK, SYNC_SWAP, WAITS, WAIT_NS, WORKSPACE,
 )  # fmt: skip
 
 # isort: on
@@ -60,73 +61,67 @@ def _waits_for_data(gate, rerun):  # type: ignore[no-untyped-def]
 
 
 @stage
-def _release(gaps, held, n_held, waiting, n_waiting, position, blocked):  # type: ignore[no-untyped-def]
-    """Moves the rows of ``held`` that are ready to ``waiting``, which is by ``order``, the least last; returns n_held,
-    n_waiting, blocked, and the position at which the next one is ready."""
-    left, next_ready = 0, NEVER
-    for i in range(n_held):
-        r = held[i]
-        if gaps[r].ready > position:
-            next_ready = min(next_ready, gaps[r].ready)
-            held[left] = r
-            left += 1
-            continue
-        order, at = gaps[r].order, n_waiting
-        while at > 0 and gaps[waiting[at - 1]].order < order:
-            waiting[at] = waiting[at - 1]
-            at -= 1
-        waiting[at] = r
-        if at == n_waiting:
+def _release(by_row, held, waiting, position, blocked):  # type: ignore[no-untyped-def]
+    """Moves the rows of ``held`` that are ready to ``waiting``; returns their roots, and ``blocked``."""
+    ready, due, child, sibling = by_row[READY], by_row[DUE], by_row[CHILD], by_row[SIBLING]
+    while held >= 0 and ready[held] <= position:
+        r = held
+        held = pop(ready, child, sibling, held)
+        waiting = push(due, child, sibling, waiting, r)
+        if waiting == r:
             blocked = -1
-        n_waiting += 1
-    return left, n_waiting, blocked, next_ready
+    return held, waiting, blocked
 
 
 @stage
-def _largest(values, begin, end):  # type: ignore[no-untyped-def]
-    """The largest of values[begin:end]."""
-    part = values[begin:end]  # a slice, because LLVM makes gathers of values[j]
-    top = -NEVER
-    for j in range(part.size):
-        top = max(top, part[j])
-    return top
-
-
-@stage
-def _last_above(values, at, bound):  # type: ignore[no-untyped-def]
-    """The last index up to ``at`` at which ``values`` is more than ``bound``; there must be one."""
-    while values[at] <= bound:
-        at -= 1
-    return at
+def _last_above(values, tops, added, bits, begin, end, bound):  # type: ignore[no-untyped-def]
+    """The last index in values[begin:end], in groups, of more than ``bound``; -1: none. A top may be more than any."""
+    while end > begin:
+        g = (end - 1) >> bits
+        first = max(g << bits, begin)
+        if tops[g] > bound:
+            most = bound - added[g]
+            for at in range(end - 1, first - 1, -1):
+                if values[at] > most:
+                    return at
+        end = first
+    return -1
 
 
 @stage(inline=True)  # the call would push some thirty words
-def _obstacle(segment_of, by_segment, enforced, at, due, fits, required):  # type: ignore[no-untyped-def]
+def _obstacle(segment_of, by_kernel, by_segment, enforced, at, due, fits, required, bits):  # type: ignore[no-untyped-def]
     """Rule 5: the last kernel, from kernel ``at`` up to segment ``due``, at which the planned residency and what came
     back early are more than ``fits``; -1: none. Kernels of the next iteration are counted on from this one's."""
-    kernel, low, n = -1, segment_of[at], enforced.size - 1
-    first, highest, expected = by_segment[FIRST_OF], by_segment[HIGHEST], by_segment[EXPECTED]
-    early = expected[low] - highest[low]
+    kernel, segment, n = -1, segment_of[at], enforced.size - 1
+    expected, added, first = by_segment[EXPECTED], by_segment[SEGMENT_ADDED], by_segment[FIRST_OF]
+    early = expected[segment] + added[segment >> bits[1]] - by_segment[HIGHEST, segment]
     # A bound that often holds: all that came early beside the worst of all kernels.
-    if low < due and required + early > fits:
-        segment, turn = -1, n if at >= n else 0
-        if low + 1 < due and (expected[due - 1] > fits or _largest(expected, low + 1, due) > fits):
-            segment = _last_above(expected, due - 1, fits)
-        elif expected[low] > fits and _largest(enforced, at - turn, first[low + 1] - turn) + early > fits:
-            segment = low
-        if segment >= 0:
-            early, last = expected[segment] - highest[segment], first[segment + 1] - 1
-            turn = n if last >= n else 0
-            kernel = _last_above(enforced, last - turn, fits - early) + turn
+    if segment < due and required + early > fits:
+        later = _last_above(expected, by_segment[SEGMENT_TOPS], added, bits[1], segment + 1, due, fits)
+        if later >= 0:
+            segment, at = later, first[later]
+            early = expected[segment] + added[segment >> bits[1]] - by_segment[HIGHEST, segment]
+        turn = n if at >= n else 0
+        kernel = _last_above(
+            enforced, by_kernel[KERNEL_TOPS], by_kernel[KERNEL_ADDED], bits[0], at - turn, first[segment + 1] - turn,
+            fits - early,
+        )  # fmt: skip
+        kernel += turn if kernel >= 0 else 0
     return kernel
 
 
 @stage
-def _add(values, begin, end, change):  # type: ignore[no-untyped-def]
-    """values[begin:end] += change, as one vector loop."""
-    part = values[begin:end]
-    for j in range(part.size):
-        part[j] += change
+def _weigh(by_segment, begin, due, nbytes, bits):  # type: ignore[no-untyped-def]
+    """So many bytes come back early and weigh on the segments from ``begin`` up to ``due``; and on some before, which
+    are over: nobody asks for them again."""
+    expected, tops, added = by_segment[EXPECTED], by_segment[SEGMENT_TOPS], by_segment[SEGMENT_ADDED]
+    last = due >> bits
+    for g in range(begin >> bits, last):
+        tops[g] += nbytes
+        added[g] += nbytes
+    for s in range(last << bits, due):
+        expected[s] += nbytes
+        tops[last] = max(tops[last], expected[s] + added[last])
 
 
 @stage
@@ -148,10 +143,10 @@ def _run_plain(kernels, gate, now, k, used, peak, limit, horizon, head_bytes, pl
 
 @stage
 def _open_gaps(  # type: ignore[no-untyped-def]
-    gaps, opens, following, gate, segment_of, copied, held, n_held, next_ready, queue, queue_tail, log, n_log, now,
-    position, k, used, n_segments,
+    gaps, opens, by_row, gate, segment_of, copied, held, queue_tail, log, n_log, now, position, k, used, n_segments
 ):  # fmt: skip
-    """Copies are issued and gaps open, as kernel k ends; returns used, n_held, next_ready, queue_tail, n_log."""
+    """Copies are issued and gaps open, as kernel k ends; returns used, held, queue_tail, n_log."""
+    following, queue, ready = by_row[NEXT_OPEN], by_row[QUEUE], by_row[READY]
     n = gate.size - 1
     entry = opens[k]
     while entry >= 0:
@@ -171,20 +166,18 @@ def _open_gaps(  # type: ignore[no-untyped-def]
             copied[t] = position
         if not early:
             due = segment_of[gap.returns] + (n_segments if gap.returns <= k else 0)
-            gap.order = due * ORDER_SEGMENT + t
+            by_row[DUE, r] = due * DUE_SEGMENT + t
             gate[gap.returns] += gap.weight
-            gap.ready = position + gap.hold
+            ready[r] = position + gap.hold
             if gap.pending:
                 gap.pending = LEAVING
                 if gap.kind == SYNC_SWAP:
                     gate[k + 1 if k + 1 < n else 0] += GATE_SYNC
             else:
-                held[n_held] = r
-                n_held += 1
-                next_ready = min(next_ready, gap.ready)
+                held = push(ready, by_row[CHILD], by_row[SIBLING], held, r)
                 used -= gap.nbytes
                 n_log = _log(log, n_log, now, now, LOG_LEFT, r)
-    return used, n_held, next_ready, queue_tail, n_log
+    return used, held, queue_tail, n_log
 
 
 @stage
@@ -218,9 +211,12 @@ def event_loop(  # type: ignore[no-untyped-def]
     if on_host > settings[HOST_BYTES]:  # all of them together: they need not be there at one time
         return HOST_FULL, 0
     waits = note_waits(rows, gaps, by_kernel, settings[WAIT_NS])
-    segments(enforced, by_kernel, by_segment, n_segments)
-    gate, opens, segment_of, following = by_kernel[GATE], by_kernel[OPENS], by_kernel[SEGMENT], by_row[NEXT_OPEN]
-    highest, expected, copied = by_segment[HIGHEST], by_segment[EXPECTED], by_tensor[COPIED]
+    bits = segments(enforced, by_kernel, by_segment, n_segments)
+    gate, opens, segment_of = by_kernel[GATE], by_kernel[OPENS], by_kernel[SEGMENT]
+    highest, expected, tops, added, copied = (
+        by_segment[HIGHEST], by_segment[EXPECTED], by_segment[SEGMENT_TOPS], by_segment[SEGMENT_ADDED],
+        by_tensor[COPIED],
+    )  # fmt: skip
     if 0 < limit_until < n:
         gate[limit_until - 1] |= GATE_EVENT  # from here on there is another limit
 
@@ -235,11 +231,11 @@ def event_loop(  # type: ignore[no-untyped-def]
     # Of the step that runs, beside copies: what was left of it when last reckoned, when that was, its speed, its entry.
     contends, left, worked, speed, end_log = settings[CONTENDS] > 0, 0, 0, ALONE, 0
     in_failed = False  # with one engine: the swap-in that was issued first does not fit
-    held, waiting, queue = by_row[HELD], by_row[WAITING], by_row[QUEUE]
-    n_waiting = queue_head = queue_tail = 0
+    ready, due, child, sibling, queue = by_row[READY], by_row[DUE], by_row[CHILD], by_row[SIBLING], by_row[QUEUE]
+    queue_head = queue_tail = 0
+    held, nbytes = leave_at_start(rows, lowered, by_kernel, by_tensor, by_row, gaps)
+    waiting = -1  # its root; that of `held` is the next that is ready
     blocked = -1  # the first of `waiting` cannot come back before the kernel at this position has ended
-    next_ready = 0  # the position at which the next of `held` is ready, or before
-    n_held, nbytes = leave_at_start(rows, lowered, by_kernel, by_tensor, by_row, gaps)
     used = peak = settings[PERSISTENT_BYTES] - nbytes
     limit_here = limit if limit_until > 0 else NEVER
     n_log = 0
@@ -248,10 +244,10 @@ def event_loop(  # type: ignore[no-untyped-def]
     # The states at the boundaries, and after them those at CHECKS kernels of the iteration; none where nothing is
     # carried over a boundary, so that all iterations are alike.
     settled = makes_copies(tensors, graph, rows, by_tensor, gaps, n)
-    carries = n_held > 0 or settled > 0 or ahead
+    carries = held >= 0 or settled > 0 or ahead
     boundaries, next_check, check, first_check = settings[MAX_ITERATIONS] + 1, n, 0, CHECKS
     if carries:
-        note_state(states[0], m, 0, waiting, 0, held, n_held, queue, 0, 0)
+        note_state(states[0], m, 0, child, queue, 0, 0)
         states[0, m] = settled
         while first_check > 0 and (n - settled) >> first_check == 0:
             first_check -= 1
@@ -271,17 +267,14 @@ def event_loop(  # type: ignore[no-untyped-def]
     while running:
         while True:
             # Tensors on the host become ready to come back.
-            if position >= next_ready:
-                n_held, n_waiting, blocked, next_ready = _release(
-                    gaps, held, n_held, waiting, n_waiting, position, blocked
-                )
+            if held >= 0 and ready[held] <= position:
+                held, waiting, blocked = _release(by_row, held, waiting, position, blocked)
 
             # A swap-out starts; with one engine, not before a swap-in that was issued before it and fits.
             if queue_head < queue_tail and out_end == NEVER and (engines == 2 or in_end == NEVER):
                 in_first = False
-                if engines == 1 and n_waiting and not in_failed:
-                    r = waiting[n_waiting - 1]
-                    in_first = gaps[r].pinned != 0 and gaps[r].ready < gaps[queue[queue_head]].issued
+                if engines == 1 and waiting >= 0 and not in_failed:
+                    in_first = gaps[waiting].pinned != 0 and ready[waiting] < gaps[queue[queue_head]].issued
                 if not in_first:
                     out_row = queue[queue_head]
                     queue_head += 1
@@ -293,25 +286,26 @@ def event_loop(  # type: ignore[no-untyped-def]
 
             # A swap-in starts, if it fits.
             head_bytes = NEVER  # of the next one, where the engine is free for it
-            if n_waiting and in_end == NEVER and (engines == 2 or out_end == NEVER):
-                r = waiting[n_waiting - 1]
-                head_bytes = gaps[r].nbytes
+            if waiting >= 0 and in_end == NEVER and (engines == 2 or out_end == NEVER):
+                head_bytes = gaps[waiting].nbytes
                 start = position + (1 if end != NEVER and not rerun else 0)
                 if start > blocked and used + head_bytes <= limit_here:
-                    at, due = start - position + k, gaps[r].order // ORDER_SEGMENT
-                    obstacle = _obstacle(segment_of, by_segment, enforced, at, due, limit - head_bytes, required)
+                    at, until = start - position + k, due[waiting] // DUE_SEGMENT
+                    obstacle = _obstacle(
+                        segment_of, by_kernel, by_segment, enforced, at, until, limit - head_bytes, required, bits
+                    )
                     blocked = obstacle + position - k
                     if obstacle < 0:
                         blocked = -1
-                        _add(expected, segment_of[at], due, head_bytes)
-                        n_waiting -= 1
+                        _weigh(by_segment, segment_of[at], until, head_bytes, bits[1])
+                        in_row, waiting = waiting, pop(due, child, sibling, waiting)
                         used += head_bytes
                         peak = max(peak, used)
                         if duplex:
                             out_work = _left(out_work, out_end, ALONE, now - reckoned)
-                            reckoned, in_work, changed = now, gaps[r].in_ns * ALONE, True
-                        in_row, in_end, in_log = r, now + gaps[r].in_ns, n_log
-                        n_log = _log(log, n_log, now, in_end, LOG_IN, r)
+                            reckoned, in_work, changed = now, gaps[in_row].in_ns * ALONE, True
+                        in_end, in_log = now + gaps[in_row].in_ns, n_log
+                        n_log = _log(log, n_log, now, in_end, LOG_IN, in_row)
                         head_bytes = NEVER
             if engines == 1:
                 in_failed = queue_head < queue_tail and out_end == NEVER and in_end == NEVER
@@ -333,7 +327,7 @@ def event_loop(  # type: ignore[no-untyped-def]
                     blocked - position + k,
                 )  # fmt: skip
                 position += k - came_from
-                if chance or (position >= next_ready and k != came_from):
+                if chance or (held >= 0 and ready[held] <= position and k != came_from):
                     continue
 
             # A kernel starts, or one runs again.
@@ -392,9 +386,7 @@ def event_loop(  # type: ignore[no-untyped-def]
                     n_log = _log(log, n_log, now, now, LOG_LEFT, out_row)
                     if gap.kind == SYNC_SWAP:
                         gate[k] -= GATE_SYNC
-                    held[n_held] = out_row
-                    n_held += 1
-                    next_ready = min(next_ready, gap.ready)
+                    held = push(ready, child, sibling, held, out_row)
                 gap.pending = 0
             if in_end == now:
                 gate[gaps[in_row].returns] -= gaps[in_row].weight
@@ -411,9 +403,9 @@ def event_loop(  # type: ignore[no-untyped-def]
                     step += 1
                 else:
                     if opens[k] >= 0:
-                        used, n_held, next_ready, queue_tail, n_log = _open_gaps(
-                            gaps, opens, following, gate, segment_of, copied, held, n_held, next_ready, queue,
-                            queue_tail, log, n_log, now, position, k, used, n_segments,
+                        used, held, queue_tail, n_log = _open_gaps(
+                            gaps, opens, by_row, gate, segment_of, copied, held, queue_tail, log, n_log, now, position,
+                            k, used, n_segments,
                         )  # fmt: skip
                     position, k = position + 1, k + 1
                     limit_here = limit if k < limit_until else NEVER
@@ -437,7 +429,7 @@ def event_loop(  # type: ignore[no-untyped-def]
             turn = iteration % 2
             state = states[iteration] if at_end else states[boundaries + 2 * check + turn]
             before = states[boundaries + 2 * check + 1 - turn]
-            note_state(state, m, now - begin, waiting, n_waiting, held, n_held, queue, queue_head, queue_tail)
+            note_state(state, m, now - begin, child, queue, queue_head, queue_tail)
             if duplex:
                 both = out_end != NEVER and in_end != NEVER
                 out_left = _left(out_work, out_end, out_share if both else ALONE, now - reckoned)
@@ -465,9 +457,11 @@ def event_loop(  # type: ignore[no-untyped-def]
         check = first_check
         next_check = settled + ((n - settled) >> check) if carries and check else n
         for r in range(m):
-            gaps[r].order -= n_segments * ORDER_SEGMENT
+            due[r] -= n_segments * DUE_SEGMENT
         for i in range(n_segments):
-            expected[i], expected[n_segments + i] = expected[n_segments + i], highest[n_segments + i]
+            after = n_segments + i
+            expected[i], expected[after] = expected[after] + added[after >> bits[1]], highest[after]
+        group(expected, tops, added, 2 * n_segments)
         limit_here = limit if limit_until > 0 else NEVER
 
     result[ITERATION_NS], result[PEAK], result[PERIOD] = lasted, peak, period

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from simulator.compiled.heap import OUTSIDE, push
 from simulator.compiled.jit import jit, stage
 
 # isort: off
 from simulator.compiled.encoding import (
-    AFTER, AWAY_AT_START, BEFORE, BY_REMAT, COPIED, D2H, EXPECTED, EXTRA, FIRST_OF, GATE, GATE_EVENT, GATE_REMAT, H2D,
-    HELD, HIGHEST, KIND, LIVE, NEVER, NEXT_OPEN, OPENS, ORDER_SEGMENT, PERSISTENT, RECOMPUTE, RERUN, RETURNS, SEGMENT,
-    SIZE, TENSOR, WAITS, WHEN,
+    AFTER, AWAY_AT_START, BEFORE, BY_REMAT, CHILD, COPIED, D2H, DUE, DUE_SEGMENT, EXPECTED, EXTRA, FIRST_OF, GATE,
+    GATE_EVENT, GATE_REMAT, H2D, HIGHEST, KERNEL_ADDED, KERNEL_TOPS, KIND, LIVE, NEVER, NEXT_OPEN, OPENS, PERSISTENT,
+    READY, RECOMPUTE, RERUN, RETURNS, SEGMENT, SEGMENT_ADDED, SEGMENT_TOPS, SIBLING, SIZE, TENSOR, WAITS, WHEN,
 )  # fmt: skip
 # isort: on
 
@@ -221,6 +222,27 @@ def read_plan(tensors, graph, rows, lowered, by_kernel, by_tensor, by_row, gaps)
 
 
 @stage
+def group(values, tops, added, count):  # type: ignore[no-untyped-def]
+    """Groups of the first ``count`` values, about as many as there are in one: value i is in group i >> bits.
+
+    tops: the largest of each group.
+    added: to be added to all values of a group, and in its top: nothing yet.
+
+    Returns:
+        Those bits.
+    """
+    bits = 3
+    while count >> 2 * bits:
+        bits += 1
+    for g in range((count + (1 << bits) - 1) >> bits):
+        top, part = -NEVER, values[g << bits : min((g + 1) << bits, count)]  # a slice: LLVM makes gathers of values[j]
+        for j in range(part.size):
+            top = max(top, part[j])
+        tops[g], added[g] = top, 0
+    return bits
+
+
+@stage
 def segments(enforced, by_kernel, by_segment, n_segments):  # type: ignore[no-untyped-def]
     """The segments. Kernels n to 2n - 1 and segments S to 2S - 1 are those of the next iteration, S = ``n_segments``.
 
@@ -228,9 +250,13 @@ def segments(enforced, by_kernel, by_segment, n_segments):  # type: ignore[no-un
     by_segment[FIRST_OF]: the first kernel of a segment, and 2n.
     by_segment[HIGHEST]: the largest of ``enforced`` in a segment.
     by_segment[EXPECTED]: the same plus the bytes that came back early: none yet.
+    by_kernel[KERNEL_TOPS, KERNEL_ADDED]: groups of ``enforced``; by_segment[SEGMENT_TOPS, SEGMENT_ADDED]: of EXPECTED.
 
     Args:
         enforced: int64 (n + 1,), planned residency, far below 0 where the limit does not count.
+
+    Returns:
+        The bits of the groups of kernels, and of segments.
     """
     n = enforced.size - 1
     segment_of, first = by_kernel[SEGMENT], by_segment[FIRST_OF]
@@ -248,6 +274,10 @@ def segments(enforced, by_kernel, by_segment, n_segments):  # type: ignore[no-un
         highest[at] = highest[n_segments + at] = expected[at] = expected[n_segments + at] = top
         begin = end
     segment_of[n], first[2 * n_segments] = n_segments, 2 * n
+    return (
+        group(enforced, by_kernel[KERNEL_TOPS], by_kernel[KERNEL_ADDED], n),
+        group(expected, by_segment[SEGMENT_TOPS], by_segment[SEGMENT_ADDED], 2 * n_segments),
+    )
 
 
 @stage
@@ -268,13 +298,16 @@ def note_waits(rows, gaps, by_kernel, wait_ns):  # type: ignore[no-untyped-def]
 
 @stage
 def leave_at_start(rows, lowered, by_kernel, by_tensor, by_row, gaps):  # type: ignore[no-untyped-def]
-    """Puts the rows whose tensors are on the host at the start into by_row[HELD]; returns how many, and their bytes.
+    """Makes a heap by by_row[READY] of the rows whose tensors are on the host at the start; returns its root and their
+    bytes.
 
     A copy that the iteration before would have issued is there, too.
     """
-    n, n_held, nbytes = by_kernel.shape[1] - 1, 0, 0
-    gate, segment_of, copied, held = by_kernel[GATE], by_kernel[SEGMENT], by_tensor[COPIED], by_row[HELD]
+    n, held, nbytes = by_kernel.shape[1] - 1, -1, 0
+    gate, segment_of, copied = by_kernel[GATE], by_kernel[SEGMENT], by_tensor[COPIED]
+    ready, child, sibling = by_row[READY], by_row[CHILD], by_row[SIBLING]
     for r in range(rows.shape[0]):
+        child[r] = OUTSIDE
         if not is_swap(rows, r):
             continue
         gap, after = gaps[r], rows[r, AFTER]
@@ -282,14 +315,13 @@ def leave_at_start(rows, lowered, by_kernel, by_tensor, by_row, gaps):  # type: 
         if away:
             nbytes += gap.nbytes
             copied[gap.tensor] = after - n
-            gap.ready = after - n + gap.hold
-            gap.order = segment_of[gap.returns] * ORDER_SEGMENT + gap.tensor
+            ready[r] = after - n + gap.hold
+            by_row[DUE, r] = segment_of[gap.returns] * DUE_SEGMENT + gap.tensor
             gate[gap.returns] += gap.weight
-            held[n_held] = r
-            n_held += 1
+            held = push(ready, child, sibling, held, r)
         elif gap.lead > after:
             copied[gap.tensor] = after - gap.lead
-    return n_held, nbytes
+    return held, nbytes
 
 
 @stage

@@ -20,6 +20,8 @@ from simulator.compiled.encoding import (
 
 _IDLE = -2  # in the lists by kernel: no gap opens or ends there
 
+CHAIN = 10_000  # kernels of a chain whose times are added up
+
 
 @stage
 def _mark(graph, begin, end, before, marked, mark, pending, n_pending):  # type: ignore[no-untyped-def]
@@ -217,7 +219,7 @@ def _walk(kernels, tensors, graph, rows, by_kernel, by_tensor, by_row, steps):  
 @stage(entry=True)
 def rerun_times(durations, graph, tensor, before, marked, pending, out):  # type: ignore[no-untyped-def]
     """ns of what runs again to have each ``tensor`` for the kernel ``before`` it, where nothing else is away, into
-    ``out``: schedule.recompute_ns.
+    ``out``: schedule.recompute_ns, or of its first CHAIN kernels.
 
     Args:
         durations: int64 (kernels,); ``graph``: as in ``score_plans``.
@@ -229,9 +231,9 @@ def rerun_times(durations, graph, tensor, before, marked, pending, out):  # type
     for g in range(tensor.shape[0]):
         t, k, mark = tensor[g], before[g], g + 1
         n_pending = _mark(graph, writes_at[t], writes_at[t + 1], k, marked, mark, pending, 0)
-        out[g] = 0
-        while n_pending:
-            n_pending -= 1
+        out[g], left = 0, CHAIN
+        while n_pending and left:
+            n_pending, left = n_pending - 1, left - 1
             w = pending[n_pending]
             out[g] += durations[w]
             for i in range(graph[w], graph[w + 1]):

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
+from simulator.compiled.heap import OUTSIDE
 from simulator.compiled.jit import stage
 
 
 @stage
-def note_state(state, m, lasts, waiting, n_waiting, held, n_held, queue, head, tail):  # type: ignore[no-untyped-def]
+def note_state(state, m, lasts, child, queue, head, tail):  # type: ignore[no-untyped-def]
     """Writes who is away into ``state``: by row, 1 on the host, 2 and more in the queue, 0 neither.
 
     The loop adds, below 0, what a copy under way still takes; in the last but one column, whether there are only the
     host copies of the start; in the last one, what the iteration has lasted.
     """
-    for r in range(m + 1):
-        state[r] = 0
-    state[m + 1] = lasts
-    for j in range(n_waiting):
-        state[waiting[j]] = 1
-    for j in range(n_held):
-        state[held[j]] = 1
+    for r in range(m):
+        state[r] = child[r] != OUTSIDE
+    state[m], state[m + 1] = 0, lasts
     for j in range(head, tail):
         state[queue[j]] = 2 + j - head
 

@@ -367,3 +367,12 @@ def test_a_gpu_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L4")
     refused("no preset is of 'NVIDIA L4'")
     assert fit(*parts(), 0.8, machine="h100").machine.name == "h100"
+
+
+def test_without_the_solver_another_planner_is_named_and_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "highspy", None)
+    with pytest.raises(
+        FitError, match=r"^planner 'lp_round' needs highspy, which is not here: install it, or .*'capuchin'"
+    ):
+        fit(*parts(), memory=0.8)
+    assert fit(*parts(), memory=0.8, planner="capuchin").plan.planner == "capuchin"

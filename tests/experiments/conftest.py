@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
 from simulator import Kernel, Program, Tensor
 
@@ -24,6 +23,8 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 def figure_settings(name: str, quick: bool = False, **more: Any) -> Any:
     """The settings of a figure's YAML, some of them changed."""
+    from omegaconf import OmegaConf
+
     config = OmegaConf.to_container(OmegaConf.load(ROOT / "configs" / "figure" / f"{name}.yaml"))
     assert isinstance(config, dict)
     fewer = config.pop("quick")

@@ -1,5 +1,6 @@
 """Profiles: every kernel runs alone, indices stay in range, and a profile fits one program only."""
 
+import contextlib
 import functools
 from dataclasses import replace
 
@@ -19,6 +20,7 @@ from executor.capture.profile import (
     measure,
     path_of,
     shape_of,
+    together,
     with_profile,
 )
 from executor.capture.step_profiler import StepRunner
@@ -117,6 +119,7 @@ def test_the_random_state_of_the_device_that_is_measured_is_kept(device, index, 
     monkeypatch.setattr(torch.cuda, "get_device_name", str)
     monkeypatch.setattr(torch.random, "fork_rng", fork_rng)
     monkeypatch.setitem(measure.__globals__, "_Runner", lambda *args: None)
+    monkeypatch.setitem(measure.__globals__, "_awake", lambda device: None)
     with pytest.raises(Asked) as asked:
         measure(shared(), device)
     assert asked.value.args == ([index],)
@@ -138,11 +141,12 @@ def test_constants_are_placed_once_and_not_in_every_step():
     runner._run(lambda k, call: call())
 
 
-def test_what_is_flushed_is_twice_the_cache():
+def test_what_is_flushed_is_twice_the_cache_by_reading():
+    """What was written would have to leave the cache while the kernel runs."""
     run = _Runner(shared(), torch.device("cpu"), 1, cache="cold")
-    run.other.fill_(1)
+    version = run.other._version
     run._flush()
-    assert len(run.other) == 2 * cache_bytes(torch.device("cpu")) and not run.other.any()
+    assert run.other.nbytes == 2 * cache_bytes(torch.device("cpu")) and run.other._version == version
 
 
 def test_in_a_step_the_kernels_run_in_order_on_their_own_results():
@@ -256,6 +260,75 @@ def test_a_profile_is_data(tmp_path, profile):
 def test_malformed_profiles(change, message):
     with pytest.raises(FormatError, match=message):
         Profile.from_dict({**PROFILE.to_dict(), **change})
+
+
+def test_attention_runs_backward_with_what_its_forward_pass_has_drawn():
+    """Which is on the host, where the kernel reads it: an address of the GPU would end the process."""
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, x):
+            x = self.inner(x).view(2, 3, 2, 4).transpose(1, 2)
+            return nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+
+    model, x = Attention(), torch.randn(2, 3, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = capture(model, lambda out, y: out.sum(), optimizer, (x, x), as_cuda=True)
+    nodes = [n[0] for n in step.nodes if n]
+    forward, backward = (next(n for n in nodes if str(n.target) == f"aten._scaled_dot_product_efficient_attention{w}")
+                         for w in (".default", "_backward.default"))  # fmt: skip
+    drawn = torch.tensor(7), torch.tensor(11)
+    forward.target = lambda q, *args, **options: (q, q, *drawn)
+    args, _ = _Runner(step, torch.device("cpu"), 1)._inputs(backward)
+    found = dict(zip((a.name for a in backward.target._schema.arguments), args, strict=False))
+    assert found["philox_seed"] is drawn[0] and found["philox_offset"] is drawn[1]
+
+
+def test_a_step_in_rows_is_timed_with_events_around_each(monkeypatch):
+    """By a clock that goes on by 3 us with every event, and by 5 with every kernel."""
+    now, log = [0], []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            now[0] += 3
+            self.at = now[0]
+
+        def elapsed_time(self, other):
+            return (other.at - self.at) / 1000
+
+    step = shared()
+    runner = StepRunner(step, torch.device("cpu"), _Runner(step, torch.device("cpu"), 1).devices, _fresh, False)
+    kernels = [w.kernel for w in runner.work if w.kernel >= 0]
+    run = runner._run
+
+    def ticking(around):
+        def tick(k, call):
+            now[0] += 5
+            return call()
+
+        run(lambda k, call: around(k, lambda: tick(k, call)))
+
+    monkeypatch.setattr(runner, "_run", ticking)
+    monkeypatch.setitem(StepRunner._between.__globals__, "SEGMENT", 20)
+    for name, stand_in in (("Event", Event), ("synchronize", lambda *a: None), ("_sleep", log.append),
+                           ("device", lambda device: contextlib.nullcontext())):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    singles, rows = runner._between(100, 1), runner._between(100, 20)
+    assert singles == [(k, 8000) for k in kernels] and len(log) == 2 * len(rows) == 2 * -(-len(kernels) // 20)
+    assert sum(ns for _, ns in rows) == 5000 * len(kernels) + 3000 * len(rows) and rows[-1][0] == kernels[-1]
+
+
+def test_kernels_in_a_row_take_no_longer_than_the_row():
+    assert together([10_000, 10_000, 100_000], 114_000) == [8000, 8000, 98_000]  # each 2,000 less
+    assert together([5, 6], 20) == [5, 6]  # gaps are no kernel's
+    # 667 less is more than half of the short ones: they are halved, and all three are scaled from 2,333 to 2,000.
+    assert together([1000, 1000, 2000, 0], 2000) == [429, 429, 1143, 0]
 
 
 def test_bad_options():

@@ -125,6 +125,21 @@ def test_the_host_has_slabs_of_its_own():
     assert HOST is not CUDA and memory.sum() == 30
 
 
+@pytest.mark.parametrize("slabs", ["driver", HOST])
+def test_pages_may_be_huge_and_what_is_pinned_is_no_child_s(slabs, request):
+    """As the system has it in /proc/self/smaps: huge pages are for private mappings."""
+    memory = (request.getfixturevalue("driver").slabs if slabs == "driver" else slabs).take(64 * PAGE)
+    address, found = memory.ctypes.data, ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.partition(" ")[0]
+        if "-" in first:
+            begin, end = (int(x, 16) for x in first.split("-"))
+        elif line.startswith("VmFlags:") and begin <= address < end:
+            found = line
+    flags = found.split()[1:]
+    assert "hg" in flags and "sh" not in flags and ("dc" in flags) == (slabs == "driver")
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_a_gpu_copies_from_it_while_the_host_goes_on():

@@ -45,6 +45,7 @@ class Cuda:
         self.MemPool = lambda allocator: Pool(self)
         self.end_fails = False
         self.live, self.pools = 0, 0
+        self.underway, self.uses = [], 0  # of the pool: captures that allocate from it; of the pool and of captures
 
     def current_device(self):
         return 0
@@ -87,18 +88,35 @@ class Cuda:
         self.log.append("no pool")
 
     @contextlib.contextmanager
-    def graph(self, made, pool, stream, capture_error_mode):
-        assert pool == (0, 7) and capture_error_mode == "thread_local"
+    def graph(self, made, stream, capture_error_mode, pool=(1, 0)):
+        assert capture_error_mode == "thread_local"
         self.log.append("begin")
         before, self.current = self.current, stream
         self.capturing.add(stream)
+        self.underway.append(pool)
+        self.uses += pool == (0, 7)
         try:
             yield
         finally:
             self.log.append("end")
-            if self.end_fails:
-                raise RuntimeError("the capture was invalidated")  # as PyTorch: the stream stays
+            if self.end_fails and pool == (0, 7):
+                raise RuntimeError("the capture was invalidated")  # as PyTorch: all of it stays as it is
+            self.underway.remove(pool)
+            made.ended = pool == (0, 7)
             self.current = before
+
+    def end(self, index, pool):
+        if pool not in self.underway:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.underway.remove(pool)
+
+    def release(self, index, pool):
+        assert pool == (0, 7)
+        self.uses -= 1
+        if not self.uses:
+            for at in self.segments:
+                functions()[1].ctypes(at, 0, 0, 0)
+            self.segments = []
 
 
 class Stream:
@@ -111,7 +129,7 @@ class Stream:
 
 class Graph:
     def __init__(self, cuda):
-        self.cuda = cuda
+        self.cuda, self.ended = cuda, False
 
     def register_generator_state(self, generator):
         raise AssertionError("the generators here are the CPU's")
@@ -121,27 +139,30 @@ class Graph:
 
     def reset(self):
         self.cuda.log.append("reset")
+        if self.ended:
+            self.ended = False
+            self.cuda.release(0, (0, 7))
 
 
 class Pool:
-    """A memory pool: asks for segments, and gives them back with its end."""
+    """A memory pool: asks for segments, and gives them back when nobody uses it, no capture either."""
 
     id = (0, 7)
 
     def __init__(self, cuda):
-        self.cuda, self.held = cuda, []
+        self.cuda, cuda.segments = cuda, []
         cuda.pools += 1
+        cuda.uses += 1
 
     def segment(self, nbytes):
         found = functions()[0].ctypes(nbytes, 0, 0)
         if found:
-            self.held.append(found)
+            self.cuda.segments.append(found)
         return found
 
     def __del__(self):
         self.cuda.pools -= 1
-        for at in self.held:
-            functions()[1].ctypes(at, 0, 0, 0)
+        self.cuda.release(0, (0, 7))
 
 
 @pytest.fixture
@@ -157,6 +178,7 @@ def cuda(monkeypatch):
     stand_in = SimpleNamespace(
         cuda=fake, device=torch.device, uint8=torch.uint8, empty=empty, ones=lambda *size, device: torch.ones(*size),
         addmm=lambda *args: fake.log.append("addmm"),
+        _C=SimpleNamespace(_cuda_endAllocateToPool=fake.end, _cuda_releasePool=fake.release),
     )  # fmt: skip
     monkeypatch.setattr(graph_pool, "torch", stand_in)
     monkeypatch.setattr(graph_pool, "cuda_index", lambda device: fake.current_device())
@@ -173,7 +195,7 @@ def cuda(monkeypatch):
             fake.live -= 1
             fake.log.append("release")
 
-        return Segments(memory.ctypes.data, memory.nbytes, 0, release)
+        return Segments(-(-memory.ctypes.data // 512) * 512, nbytes, 0, release)
 
     monkeypatch.setattr(graph_pool.Segments, "on_device", on_device)
     return fake
@@ -212,13 +234,15 @@ def test_without_large_tensors_there_is_no_first_segment():
 
 def test_the_pool_is_filled_before_the_capture_on_its_stream(cuda):
     pool = GraphPool(DEVICE, Need(0, 4 * MIB, 6 * MIB, 8 * MIB))
-    with pool.capturing(None, ()):
+    made = Graph(cuda)
+    with pool.capturing(made, ()):
         assert cuda.current.name == "capture" and pool.arena.live == 1 and pool.arena.most_bytes == 4 * MIB
         assert pool._pool.segment(2 * MIB) and pool._pool.segment(2 * MIB)
         assert not pool._pool.segment(1) and pool.arena.refused_bytes == 1  # the arena's end
     assert not pool._pool.segment(1)  # no capture, no memory
     assert cuda.log == ["addmm", "pool", f"empty {4 * MIB}", "no pool", "begin", "end"] and cuda.current == "user"
     assert pool.allocated() == 1536
+    made.reset()
     pool.close()
     assert cuda.log[-1] == "release" and (cuda.live, cuda.pools) == (0, 0)
 
@@ -228,14 +252,16 @@ def test_of_a_capture_that_fails_the_first_error_is_raised_and_the_stream_is_the
     forked, idle = Stream(cuda, "d2h"), Stream(cuda, "h2d")
     cuda.capturing.add(forked)
     cuda.end_fails = True
-    with pytest.raises(ValueError, match=r"^first$") as caught, pool.capturing(None, (forked, idle)):
+    with pytest.raises(ValueError, match=r"^first$") as caught, pool.capturing(Graph(cuda), (forked, idle)):
         raise ValueError("first")
     assert "invalidated" in str(caught.value.__cause__) and cuda.current == "user"
-    assert cuda.log[-2:] == ["capture waits for d2h", "end"]  # a stream that was not forked must not be joined
-    with pytest.raises(RuntimeError, match="invalidated"), pool.capturing(None, ()):
+    # A stream that was not forked must not be joined. What did not end is ended, and a capture follows that does.
+    assert cuda.log[-5:] == ["capture waits for d2h", "end", "reset", "begin", "end"] and not cuda.underway
+    with pytest.raises(RuntimeError, match="invalidated"), pool.capturing(Graph(cuda), ()):
         pass
-    assert cuda.current == "user"
+    assert cuda.current == "user" and not cuda.underway
     pool.close()
+    assert (cuda.live, cuda.pools, cuda.uses) == (0, 0, 0)  # the arena's memory is the device's again
 
 
 # ------------------------------------------------------------------------------------------------------------ the graph
@@ -289,9 +315,10 @@ def test_a_new_capture_gives_the_old_memory_back_first(cuda, monkeypatch):
     assert cuda.log.index("release") < cuda.log.index("begin")
 
 
-@pytest.mark.parametrize("arena", [True, False])
-def test_a_capture_that_fails_says_why_and_the_next_step_tries_again(arena, cuda, monkeypatch):
+@pytest.mark.parametrize(("arena", "end_fails"), [(True, False), (False, False), (False, True)])
+def test_a_capture_that_fails_says_why_and_the_next_step_tries_again(arena, end_fails, cuda, monkeypatch):
     monkeypatch.setattr(graph, "HostGraph", Executed)
+    cuda.end_fails = end_fails
     twins, step = graphed("small", by_tensor)
     twins.train(step)
     issue, pool = graph.issue, []
@@ -313,6 +340,7 @@ def test_a_capture_that_fails_says_why_and_the_next_step_tries_again(arena, cuda
     step.finish()
     twins.compare()
     monkeypatch.setattr(graph, "issue", issue)
+    cuda.end_fails = False
     twins.train(step)
 
 

@@ -268,7 +268,8 @@ def test_what_cuda_pins_serves_the_next_step(monkeypatch):
 
     settled = []
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(engines, "copy_streams", lambda index, compute: (None, None))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
@@ -341,15 +342,23 @@ def test_a_swapped_batch_needs_memory_of_its_own():
     assert same(PlannedStep(captured, Plan())(data[2:4], y), want)
 
 
-def test_a_swapped_batch_is_borrowed_before_it_is_freed(monkeypatch):
-    """On CUDA its memory may be another stream's, whose allocator knows nothing of compute unless it is told."""
-    told = []
-    monkeypatch.setattr(engines.HostEngines, "borrow", lambda self, t: told.append((t, t.untyped_storage().nbytes())))
+def test_what_is_freed_is_borrowed_first(monkeypatch):
+    """On CUDA a batch, or a parameter, may be another stream's memory, which goes on at once unless it is told."""
+    told, freed = [], []
+    give = memory_source.Storages.give
+    monkeypatch.setattr(engines.HostEngines, "borrow", lambda self, t: told.append((t.data_ptr(), t.nbytes)))
+    monkeypatch.setattr(
+        memory_source.Storages, "give", lambda self, b: (freed.append((b.bytes.data_ptr(), b.nbytes)), give(self, b))
+    )
     twins = Twins("small")
     step = swapping_the_batch(twins)[1]
     x, y = twins.next_batch()
+    at = x.data_ptr(), x.nbytes
     step(x, y)
-    assert len(told) == 1 and told[0][0] is x and told[0][1] == x.nbytes
+    assert told == freed and told[0] == at
+    twins, step = planned()
+    twins.train(step, 2)
+    assert told == freed and any(block.persistent for block in step.state.blocks.blocks.values())
 
 
 @pytest.mark.gpu

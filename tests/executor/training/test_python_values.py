@@ -1,6 +1,7 @@
 """Hooks, and Python values that a step reads: done as eager does them, or refused by name."""
 
 import random
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -222,6 +223,22 @@ def test_a_tensor_that_the_step_keeps_is_no_value():
     step = PlannedStep(capture(net, loss_fn, optimizer, BATCH), Plan())
     net(BATCH[0])  # evaluation keeps one, too
     step(*BATCH)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_dropout_of_cudnns_recurrent_layers_is_refused(kind, monkeypatch):
+    """It draws on the host what the kernels draw from; without dropout, or when it does not train, it is captured."""
+    monkeypatch.setattr(sys.modules[CaptureError.__module__], "uses_cudnn", lambda module: True)
+    batch = torch.randn(4, 2, 3), torch.zeros(1)
+
+    def of(layer):
+        optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+        return capture(layer, lambda out, y: out[0].sum(), optimizer, batch)
+
+    layer = kind(3, 3, 2, dropout=0.5)
+    with pytest.raises(CaptureError, match=f"the model is a {kind.__name__} with dropout, whose state cuDNN makes"):
+        of(layer)
+    assert of(layer.eval()) and of(kind(3, 3, 2))
 
 
 def test_modules_that_work_on_several_gpus_are_refused(tmp_path):

@@ -39,8 +39,8 @@ def test_the_h100s_error_is_the_fits(h100):
 def test_the_error_on_other_shapes_is_larger_and_within_the_bar(h100):
     held = h100.held_out
     assert held is not None and held.kernels > 250
-    assert h100.middle < held.middle < 0.15 and h100.error < held.spread < 0.25
-    assert held.spread <= Machine.load("h100").kernel_times.error < held.spread + 0.01  # as the file has it, rounded up
+    assert h100.middle < held.middle < 0.15 and h100.error < held.spread < 0.15
+    assert held.spread < Machine.load("h100").kernel_times.error < held.spread + 0.06
 
 
 def test_groups_say_how_far_they_are_off(h100):

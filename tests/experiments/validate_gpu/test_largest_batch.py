@@ -4,15 +4,13 @@ import signal
 
 import pytest
 import torch
-from rich.console import Console
 
 import agents
 from executor import StepError
 from experiments.common.bisection import largest
 from experiments.validate_gpu import largest_batch
-from experiments.validate_gpu.__main__ import Record
 from experiments.validate_gpu.largest_batch import Tries, lacks_memory, search, table
-from experiments.validate_gpu.plots import batches
+from experiments.validate_gpu.record import Record
 from simulator import Machine
 from simulator.plan import PlanError
 
@@ -54,10 +52,12 @@ def test_a_lack_of_memory_is_told_from_other_failures(error, lack):
 
 def test_batches_in_small(tmp_path, monkeypatch):
     """What costs less memory trains more; ours is within the cap by its own ledger."""
+    from experiments.validate_gpu.plots import batches  # a GPU machine may have no Matplotlib
+
     monkeypatch.setattr(largest_batch, "OURS", {"capuchin": {}})
     monkeypatch.setattr(largest_batch, "PART", 2)
     monkeypatch.setattr(largest_batch, "MOST", 4)
-    record = Record(tmp_path / "out", 600.0, Console(quiet=True))
+    record = Record(tmp_path / "out", 600.0, quiet=True)
     search(["tiny_resnet"], "cpu", H200, record, 600.0, ("eager", "checkpoint", "ours"))
     eager, checkpoint, ours = record.rows
     assert eager["batch"] == eager["own_batch"] == 8  # the cap is what it needs there
@@ -80,7 +80,7 @@ def test_without_time_what_was_found_is_kept(tmp_path, monkeypatch):
         return True
 
     monkeypatch.setattr(Tries, "fits", fits)
-    record = Record(tmp_path / "out", 600.0, Console(quiet=True))
+    record = Record(tmp_path / "out", 600.0, quiet=True)
     search(["tiny_resnet"], "cpu", H200, record, 600.0, ("eager",))
     assert record.rows[0]["time_over"] and record.rows[0]["batch"] == 32
     assert "at least 32" in table(record.rows)
@@ -92,7 +92,7 @@ def test_a_method_that_breaks_is_named(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Tries, "_reason", broken)
     monkeypatch.setattr(largest_batch, "_need", lambda name, device: 10**9)
-    record = Record(tmp_path / "out", 600.0, Console(quiet=True))
+    record = Record(tmp_path / "out", 600.0, quiet=True)
     search(["tiny_resnet"], "cpu", H200, record, 20, ("eager", "ours"))
     assert [r["failed"] for r in record.rows] == ["ZeroDivisionError: by nothing"] * 2
 
@@ -106,7 +106,7 @@ def test_a_batch_for_which_there_is_no_plan_does_not_fit(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_batches_on_a_gpu(tmp_path):
-    record = Record(tmp_path / "out", 200.0, Console(quiet=True))
+    record = Record(tmp_path / "out", 200.0, quiet=True)
     search(["resnet50"], "cuda", H200, record, 200.0, ("eager", "checkpoint", "ours"))
     eager, checkpoint, ours = record.rows
     assert checkpoint["batch"] > eager["batch"] and ours["batch"] > eager["batch"]

@@ -1,0 +1,425 @@
+"""What a validation does, stage by stage; what each leaves in the directory is what the next ones read.
+
+    machine.yaml                              calibrate
+    profiles/NAME.json, NAME.program.json.gz  profile: the times, the program with them; NAME-graph: of the optimizer
+                                              that a graph needs, where that is another
+    measured/NAME.json                        profile: for others (experiments/measured)
+    plans/NAME-LIMIT-PLANNER.json             plan, the one stage that needs no GPU
+
+What is there is not measured again. A limit of 0.7 is persistent tensors and 70 % of what the peak has above them.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import agents
+from agents.deadline import TimeUp, within
+from executor import CaptureError, ReplayError, open_backend, replay as replayed
+from executor.calibrate import calibrate as calibrated
+from executor.capture.contributed import contribution, text_of
+from executor.capture.profile import ProfileError, measure, with_profile
+from executor.fit import machine_of
+from executor.memory.context import context_bytes
+from executor.memory.engines import line
+from executor.memory.pinned import CUDA
+from executor.replay.backend import BackendError
+from experiments.validate_gpu import largest_batch, pytorch_baselines
+from experiments.validate_gpu.clocks import watched
+from experiments.validate_gpu.flags import deterministic
+from experiments.validate_gpu.networks import give_back, host_bytes, made, reads_numbers
+from experiments.validate_gpu.pytorch_baselines import Ready, Trial, best_plan, trial
+from experiments.validate_gpu.record import GRACE, LATE, STOPPED, Record
+from experiments.validate_gpu.settings import Settings, UsageError
+from experiments.validate_gpu.training import (
+    Case,
+    batch_stays,
+    eager_bits,
+    fresh,
+    losses_only,
+    timed_beside,
+    train_capped,
+)
+from simulator import Machine, OutOfMemory, Plan, Program, simulate
+from simulator.files import FormatError, write_text
+from simulator.plan import PlanError
+from simulator.schedule import lower
+
+# Less work for planners that search, so that all have their turn.
+LESS = {"cuda": {"calls": 4000, "seconds": 20.0, "iterations": 50},
+        "host": {"calls": 500, "seconds": 3.0, "iterations": 10, "particles": 50}}  # fmt: skip
+REPLAY: dict[str, dict[str, Any]] = {"cuda": {}, "host": {"iterations": 3, "warmup": 1, "seconds": 1.0}}
+# The host as a GPU: transfers slow enough for threads.
+HOST = Machine("host", 2**30, 50_000_000, 50_000_000, copy_latency_ns=200_000, host_bytes=2**30,
+               flops_per_s={"float32": 10**10}, memory_bytes_per_s=10**10)  # fmt: skip
+HOST_ITERATION_NS, HOST_KERNEL_NS = 40_000_000, 150_000  # about, and at least
+AIMS = (1.0, 0.985, 0.97)  # of a limit: what the plans of ``compare`` are made for; what is measured may be above it
+MISSING = "is left out"  # for want of a library
+OURS = "ours"  # in the place of a planner: the fastest of pytorch_baselines.OURS' plans
+
+Answer = tuple[Plan | str, float]  # a plan or why there is none, and seconds
+
+
+@dataclass(frozen=True)
+class Run:
+    """A stage at work in a directory."""
+
+    settings: Settings
+    record: Record
+
+    @property
+    def machine(self) -> Machine:
+        """What was calibrated, else what is named; raises UsageError."""
+        own = self.record.out / "machine.yaml"
+        if own.exists():
+            return Machine.load(own)
+        if self.settings.machine:
+            return Machine.load(self.settings.machine)
+        raise UsageError(f"machine: there is no {own}: calibrate first (stages=calibrate), or name one")
+
+    def profile(self, name: str, graph: bool = False) -> Path:
+        """Where the profile of a network is."""
+        folder = Path(self.settings.profiles or self.record.out / "profiles")
+        return folder / f"{name}{'-graph' * graph}.json"
+
+    def program(self, name: str, graph: bool = False) -> Path:
+        """Where its program with the measured durations is."""
+        return self.profile(name, graph).with_suffix(".program.json.gz")
+
+    def plan(self, case: Case, planner: str, aim: int = 0) -> Path:
+        """Where a plan is; ``aim``: of OURS, which of AIMS."""
+        folder = Path(self.settings.plans or self.record.out / "plans")
+        last = f"-{aim}" if planner == OURS else ""
+        return folder / f"{case.workload}{'-graph' * case.graph}-{case.fraction}-{planner}{last}.json"
+
+    def cases(self, graph: bool = False) -> list[Case]:
+        """The workloads that were profiled at each limit, those that matter most first."""
+        out = []
+        for name in self.settings.workloads:
+            if (file := self.program(name, graph)).exists():
+                program = Program.load(file)
+                persistent = sum(t.nbytes for t in program.tensors if t.persistent)
+                above = program.peak_bytes - persistent
+                out += [Case(name, program, f, persistent + round(f * above), graph) for f in self.settings.limits]
+        return out
+
+    def todo(self, kind: str, **row: Any) -> bool:
+        """Is it to be measured now? Where there is no time, a row says so."""
+        if self.record.has(kind, **row):
+            return False
+        if self.record.left() <= 0:
+            self.record.add(kind, **row, failed=LATE)
+            return False
+        self.record.trying(kind, **row)
+        return True
+
+    def measured(self, kind: str, row: dict[str, Any], what: Callable[[], dict[str, Any]], *errors: type) -> None:
+        """A row of what is measured, or of why it is not: one of the errors, or the time."""
+        try:
+            with within(self.record.left() + GRACE):
+                found = what()
+        except (*errors, TimeUp) as error:
+            found = {"failed": STOPPED if isinstance(error, TimeUp) else str(error) or line(error)}
+        self.record.add(kind, **row, **found)
+
+
+def calibrate(run: Run) -> None:
+    """Transfers and launches of the machine, the context, the memory that may be pinned."""
+    settings, cuda = run.settings, run.settings.backend == "cuda"
+    if not run.todo("calibration"):
+        return
+    base = Machine.load(settings.machine) if settings.machine else HOST
+    if cuda and not settings.machine:
+        base = machine_of(torch.cuda.get_device_name())
+
+    def figures() -> dict[str, Any]:
+        with open_backend(settings.backend, base) as backend:
+            found = calibrated(backend, base, 2**30 if cuda else 2**20, seconds=run.record.left())
+        if cuda:
+            there = min(found.machine.host_bytes, host_bytes())
+            found = replace(
+                found, machine=replace(found.machine, host_bytes=there, context_bytes=context_bytes()), context=True
+            )
+        found.save(run.record.out / "machine.yaml")
+        return {"device": found.device, "fit_error": found.fit_error, "machine": found.machine.to_dict()}
+
+    run.measured("calibration", {}, figures, BackendError, RuntimeError)
+
+
+# ------------------------------------------------------------------------------------------- profiles
+
+
+def profile(run: Run) -> None:
+    """Times of kernels, of eager steps and their peak, for each network; of its form as a graph, too."""
+    for name in run.settings.workloads:
+        for graph in (False, True)[: 1 + (bool(run.settings.graph) and reads_numbers(name))]:
+            row = {"workload": name, "graph": graph}
+            if not run.program(name, graph).exists() and run.todo("profile", **row):
+                errors = ProfileError, CaptureError, FormatError, RuntimeError
+                run.measured("profile", row, lambda name=name, graph=graph: profiled(run, name, graph), *errors)  # type: ignore[misc]
+
+
+def profiled(run: Run, name: str, graph: bool) -> dict[str, Any]:
+    """Writes the files of a network; the row."""
+    settings, machine = run.settings, run.machine
+    row: dict[str, Any] = {}
+    if not graph:
+        for _ in range(1 + (settings.device == "cuda")):  # the first time libraries take what they keep
+            eager = trial(name, settings.device, lambda network: None)
+        row = {"eager_ns": eager.ns, "eager_peak": eager.peak, "eager_between": eager.between}
+    captured = fresh(name, settings.device, graph).captured(machine)
+    seconds = run.record.left()
+    try:
+        found = measure(captured, settings.device, machine.name, seconds=seconds, cache=settings.cache)  # type: ignore[arg-type]
+    except ProfileError:
+        if settings.cache != "step":
+            raise
+        give_back()  # all of a step does not fit, one kernel may
+        found = measure(captured, settings.device, machine.name, seconds=seconds / 2, cache="cold")
+    found.save(run.profile(name, graph))
+    program = with_profile(captured.program, found)
+    if not graph:
+        words = {"source": settings.source, "licence": settings.licence, "workload": name}
+        text = text_of(contribution(captured, found, **words, rates=machine, step_ns=round(row["eager_ns"])))
+        write_text(run.record.out / "measured" / f"{name}.json", text)
+    if settings.backend == "host":
+        scale = HOST_ITERATION_NS / max(program.ideal_ns, 1)
+        durations = [k.duration_ns and max(HOST_KERNEL_NS, round(k.duration_ns * scale)) for k in program.kernels]
+        program = program.with_durations(durations)
+    program.save(run.program(name, graph))
+    return {**row, "kernels": len(program.kernels), "ideal_ns": program.ideal_ns, "step_ns": found.step_ns,
+            "peak_bytes": program.peak_bytes, "device": found.device, "cache": found.cache}  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------- plans
+
+
+def plan_one(planner: str, case: Case, machine: Machine, less: dict[str, float]) -> Answer:
+    """The plan, or why there is none; and seconds. Of the options ``less``, those that the planner has."""
+    begin = time.monotonic()
+    try:
+        found: Plan | str = (
+            best_plan(case.program, machine, case.limit)
+            if planner == OURS
+            else made(planner, case.program, **less).plan(case.program, machine, case.limit)
+        )
+    except (agents.Infeasible, pytorch_baselines.Unreachable) as error:
+        found = str(error)
+    except ImportError as error:
+        found = f"{planner} {MISSING}: {error}"
+    except Exception as error:  # a planner that breaks must not end the run; the row says so
+        found = f"{planner} raised {type(error).__name__}: {error}"
+    return found, time.monotonic() - begin
+
+
+@contextmanager
+def planning(workers: int) -> Iterator[Any]:
+    """A pool of processes; what still runs at the end is terminated.
+
+    They are forked, so it must be made before there are threads and before CUDA is used.
+    """
+    ignore = signal.SIGINT, signal.SIG_IGN  # Ctrl-C is for the parent
+    with multiprocessing.get_context("fork").Pool(workers, signal.signal, ignore) as pool:
+        yield pool
+
+
+def first_those_trained(settings: Settings) -> list[str]:
+    """The planners, those whose plans are trained under first; the exact one, which takes all its time, stays last."""
+    return sorted(settings.planners, key=lambda planner: planner not in settings.train)
+
+
+def plan(run: Run) -> None:
+    """Plans of all planners for all cases, of those for graphs, and the best of OURS at ``compare``'s limits."""
+    settings, machine = run.settings, run.machine
+    jobs = [(planner, case, 0) for planner in first_those_trained(settings) for case in run.cases()]
+    jobs += [(planner, case, 0) for planner in settings.graph for case in run.cases(graph=True)]
+    eager = eager_steps(run) if OURS in settings.methods else {}
+    for case in run.cases():
+        if case.workload in eager:
+            limit = pytorch_baselines.limit_at(case.fraction, eager[case.workload])
+            jobs += [(OURS, replace(case, limit=int(part * limit)), i) for i, part in enumerate(AIMS)]
+    with planning(settings.workers or os.cpu_count() or 1) as pool:
+        make_plans(run, jobs, machine, pool)
+
+
+def make_plans(run: Run, jobs: Sequence[tuple[str, Case, int]], machine: Machine, pool: Any) -> None:
+    """Those that come in time, as files."""
+    record, less = run.record, LESS[run.settings.backend]
+    asked = []
+    for planner, case, aim in jobs:
+        row = {
+            "workload": case.workload,
+            "fraction": case.fraction,
+            "planner": planner,
+            "graph": case.graph,
+            "aim": aim,
+        }
+        if not record.has("plan", **row) and not run.plan(case, planner, aim).exists():
+            asked.append((row, planner, case, aim, pool.apply_async(plan_one, (planner, case, machine, less))))
+    for row, planner, case, aim, answer in asked:
+        row["limit"] = case.limit
+        try:
+            found, seconds = answer.get(max(0.0, record.left()))
+        except multiprocessing.TimeoutError:
+            record.add("plan", **row, failed=LATE)
+            continue
+        if isinstance(found, str):
+            again = {"again": True} if MISSING in found else {}
+            record.add("plan", **row, failed=found, seconds=seconds, **again)
+            continue
+        found.save(run.plan(case, planner, aim))
+        predicted = simulate(case.program, found, machine, case.limit)
+        record.add("plan", **row, seconds=seconds, predicted_ns=predicted.iteration_ns,
+                   ideal_ns=case.program.ideal_ns, decisions=len(found.decisions))  # fmt: skip
+
+
+def planned(run: Run, planners: Sequence[str], graph: bool = False) -> list[tuple[Case, Plan]]:
+    """The plans that there are, network by network."""
+    found = [(case, planner, run.plan(case, planner)) for case in run.cases(graph) for planner in planners]
+    return [(case, Plan.load(file)) for case, _, file in found if file.exists()]
+
+
+def eager_steps(run: Run) -> dict[str, Trial]:
+    """Eager steps, by network, as they were measured when it was profiled."""
+    rows = run.record.of("profile", graph=False)
+    return {r["workload"]: Trial(r["eager_ns"], r["eager_peak"], r["eager_between"]) for r in rows}
+
+
+# ------------------------------------------------------------------------------------------- measurements
+
+
+def pin_the_most(run: Run, plans: Sequence[tuple[Case, Plan]]) -> None:
+    """Pinned memory for the plan that needs most of it: then it is pinned once. Where the host has not so much, those
+    plans say so that need it."""
+    if run.settings.device == "cuda" and plans:
+        with suppress(MemoryError, PlanError, OutOfMemory):
+            CUDA.take(max(max(lower(case.program, plan).on_host, default=0) for case, plan in plans) * 17 // 16)
+
+
+def replay(run: Run) -> None:
+    """Replays every plan; draws the one that moves most."""
+    settings, machine, record = run.settings, run.machine, run.record
+    plans, most = planned(run, first_those_trained(settings)), (0, None)
+    how = {"kernels": settings.kernels, "pause_ns": settings.pause_ns}
+    give_back()
+    pin_the_most(run, plans)
+    checked = {(r["workload"], r["fraction"]) for r in record.of("replay") if "checks" in r}
+    with (
+        open_backend(settings.backend, HOST if settings.backend == "host" else machine, settings.pause_ns) as backend,
+        watched(settings.device) as clocks,
+    ):
+        for case, plan in plans:
+            row = {"workload": case.workload, "fraction": case.fraction, "limit": case.limit, "planner": plan.planner}
+            if not run.todo("replay", **row, **how):
+                continue
+
+            def measured(case: Case = case, plan: Plan = plan) -> dict[str, Any]:
+                nonlocal most
+                options = {**REPLAY[settings.backend], "kernels": settings.kernels}
+                found = replayed(case.program, plan, machine, case.limit, backend, **options)
+                checks = {}
+                if (case.workload, case.fraction) not in checked and plan.decisions:
+                    checked.add((case.workload, case.fraction))
+                    again = replayed(case.program, plan, machine, case.limit, backend, 2, 1, "check")
+                    checks = {"checks": again.checks}
+                moves = sum(s.stream != "compute" for s in found.timeline.spans)
+                if moves > most[0]:
+                    most = moves, (found, f"{case.workload} at {case.fraction:.0%}", plan.planner)  # type: ignore[assignment]
+                return {
+                    **checks, "predicted_ns": found.predicted_ns, "measured_ns": found.iteration_ns,
+                    "error": found.error, "predicted_peak": found.predicted.peak_bytes,
+                    "measured_peak": found.timeline.peak_bytes, "footprint": found.footprint,
+                    "device_bytes": found.device_bytes, "fits": found.fits, "device": found.device,
+                    "absorbed_ns": found.absorbed_ns,
+                }  # fmt: skip
+
+            run.measured("replay", {**row, **how}, measured, ReplayError, BackendError, PlanError, OutOfMemory)
+    if most[1]:
+        record.add("clocks", stage="replay", **how, clocks=clocks)
+        with suppress(ImportError):  # without Matplotlib there are no pictures
+            from experiments.validate_gpu.plots import timelines
+
+            timelines(record.out / "timeline.png", *most[1])
+
+
+def train(run: Run) -> None:
+    """Real steps under the plans of ``settings.train``, and of ``settings.graph`` as graphs, each twice: for time, in
+    turns with eager steps, as PyTorch does them by default; and for bits, where operators take their deterministic
+    form, beside eager steps that do."""
+    settings, machine = run.settings, run.machine
+    eager: dict[tuple[str, bool], dict[str, Any]] = {}
+    plans = planned(run, settings.train)
+    own = {(c.workload, c.fraction, p.planner): (c, p) for c, p in planned(run, settings.graph, graph=True)}
+    pin_the_most(run, plans)
+
+    def measured(case: Case, plan: Plan, graph: bool) -> dict[str, Any]:
+        name, device = case.workload, settings.device
+        if (name, graph) not in eager:  # twice: the second tells whether eager is equal to itself
+            eager[name, graph] = eager_bits(name, device, graph)
+        got = train_capped(device, case, plan, machine, timed_beside, count=settings.steps, graph=graph)
+        if "failed" in got:
+            return got
+        with deterministic():
+            bits = train_capped(device, case, plan, machine, losses_only, graph=graph)
+        timeline, same = simulate(case.program, plan, machine, case.limit), eager[name, graph]
+        got |= {"equal": bits.get("losses") == same["losses"], "eager_equal": same["equal"],
+                "not_deterministic": same["loose"], "measured_peak": got.get("device_peak", got["ledger"]),
+                "predicted_ns": timeline.iteration_ns if device == "cuda" else None,
+                "predicted_peak": timeline.peak_bytes}  # fmt: skip
+        if "failed" in bits:
+            got["equal_failed"] = bits["failed"]
+        if got["predicted_ns"]:
+            got["error"] = got["measured_ns"] / got["predicted_ns"] - 1
+        return got
+
+    for case, plan in plans:
+        for graph in (False, True)[: 1 + (plan.planner in settings.graph)]:
+            kind = "graph" if graph else "train"
+            row = {"workload": case.workload, "fraction": case.fraction, "planner": plan.planner}
+            if not run.todo(kind, **row):
+                continue
+            mine = case, plan
+            if graph:
+                if reads_numbers(case.workload) and tuple(row.values()) not in own:
+                    run.record.add(kind, **row, failed="there is no plan of its form as a graph")
+                    continue
+                mine = batch_stays(*own.get(tuple(row.values()), mine))
+            row["limit"] = mine[0].limit
+            run.measured(
+                kind, row, lambda mine=mine, graph=graph: measured(*mine, graph),  # type: ignore[misc]
+                CaptureError, RuntimeError, agents.Infeasible,
+            )  # fmt: skip
+
+
+def compare(run: Run) -> None:
+    """What PyTorch offers, beside planned steps at the same peak; plans are those that were made before."""
+    settings, ready = run.settings, {}
+    for name, eager in eager_steps(run).items():
+        if (file := run.program(name)).exists():
+            program = Program.load(file)
+            cases = [Case(name, program, f, 0) for f in settings.limits]
+            files = {c.fraction: [run.plan(c, OURS, i) for i in range(len(AIMS))] for c in cases}
+            plans = {f: [Plan.load(file) for file in each if file.exists()] for f, each in files.items()}
+            ready[name] = Ready(eager, program, plans)
+    pytorch_baselines.compare(
+        settings.workloads, settings.limits, settings.device, run.machine, run.record, settings.methods,
+        settings.steps, ready,
+    )  # fmt: skip
+
+
+def largest(run: Run) -> None:
+    """The largest batch of each method."""
+    settings, record = run.settings, run.record
+    largest_batch.search(
+        settings.workloads, settings.device, run.machine, record, record.left(), settings.methods
+    )  # fmt: skip

@@ -1,0 +1,48 @@
+"""Pairing heaps (Fredman, Sedgewick, Sleator, Tarjan, 1986) of the rows of a plan: the root has the least key.
+
+Rows mostly come last in, first out: then a row goes in and out in constant time, and else in the logarithm of how many
+there are. A row may be in one heap at a time; all heaps share the links.
+
+child, sibling: int64 (rows,), the first child of a row in a heap, and the next child of its parent; -1: none. The child
+of a row in no heap is OUTSIDE.
+"""
+
+from __future__ import annotations
+
+from simulator.compiled.jit import stage
+
+OUTSIDE = -2
+
+
+@stage
+def meld(keys, child, sibling, one, two):  # type: ignore[no-untyped-def]
+    """The root of both heaps in one; -1 is an empty heap."""
+    if one < 0 or two < 0:
+        return max(one, two)
+    first, other = (one, two) if keys[one] <= keys[two] else (two, one)
+    sibling[other], child[first] = child[first], other
+    return first
+
+
+@stage
+def push(keys, child, sibling, root, row):  # type: ignore[no-untyped-def]
+    """The root with one row more."""
+    child[row] = -1
+    return meld(keys, child, sibling, root, row)
+
+
+@stage
+def pop(keys, child, sibling, root):  # type: ignore[no-untyped-def]
+    """Takes out the root; returns the new one."""
+    at, pairs = child[root], -1
+    child[root] = OUTSIDE
+    while at >= 0:
+        one, two = at, sibling[at]
+        at = sibling[two] if two >= 0 else -1
+        pair = meld(keys, child, sibling, one, two)
+        sibling[pair], pairs = pairs, pair
+    root = -1
+    while pairs >= 0:
+        pair, pairs = pairs, sibling[pairs]
+        root = meld(keys, child, sibling, root, pair)
+    return root

@@ -1,0 +1,44 @@
+"""All tests that need a GPU, one process per file, so that an error which breaks the CUDA context stays in its file.
+
+    python -m tests.gpu [options of pytest]
+
+It needs PyTorch, CuPy, Numba, NumPy, SciPy, PyYAML and pytest, and nothing else of what the project can use.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SECONDS = 180  # of a file, at most
+
+
+def files() -> list[str]:
+    """Those with tests that are marked ``gpu``."""
+    tests = (f for f in sorted((ROOT / "tests").rglob("test_*.py")) if f.name != "test_gpu.py")
+    return [f.relative_to(ROOT).as_posix() for f in tests if "mark.gpu" in f.read_text()]
+
+
+def main(options: Sequence[str]) -> int:
+    """The command; returns its exit status: 0 where no file failed."""
+    lines = []
+    for file in files():
+        begin = time.monotonic()
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", file, *options]
+        try:
+            status = subprocess.run(command, cwd=ROOT, timeout=SECONDS, check=False).returncode
+            said = "passed" if status == 0 else f"failed (exit status {status})"
+        except subprocess.TimeoutExpired:
+            said = f"failed: stopped after {SECONDS} s"
+        lines.append(f"{said:28} {time.monotonic() - begin:6.0f} s  {file}")
+        print(lines[-1], flush=True)
+    print("\n" + "\n".join(lines))
+    return int(not all(line.startswith("passed") for line in lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
