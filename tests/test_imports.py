@@ -26,7 +26,7 @@ ABOVE = {"executor/fit.py": {"agents"}}  # what these files may import, too, ins
 ROOMS = {
     "simulator": ["", "compiled", "jobs", "pool"],
     "agents": ["floor", "", "heuristics", "search", "exact", "learned"],
-    "executor": ["memory", "capture", "training", "replay", "", "integrations"],
+    "executor": ["memory", "capture", "training", "replay", "", "compiled", "integrations"],
     # The top has commands, which use all of them; so is the __main__ of a room.
     "experiments": [
         "workloads",
