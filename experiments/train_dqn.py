@@ -87,7 +87,7 @@ def main(cfg: DictConfig) -> Path:
 
         curve = Curve(
             out / "curve.json", program, machine, limit, "joint",
-            {"agent": f"train_dqn, {agent}", "seed": seed, "reward": variant.reward}, every,
+            {"agent": f"train_dqn, {agent}{variant.told}", "seed": seed, "reward": variant.reward}, every,
             resumed=None if resume is None else resume.parent / "curve.json",
         )  # fmt: skip
         with Watch(config.episodes, begin, log, curve) as watch:

@@ -70,6 +70,11 @@ class Variant(NamedTuple):
     network: type[nn.Module] | None = None
 
     @property
+    def told(self) -> str:
+        """What a curve's agent is named by, beside its reward."""
+        return "" if self.actions == "paper" else f", {self.actions}"
+
+    @property
     def names(self) -> list[str]:
         """What a checkpoint keeps of it."""
         return [

@@ -132,7 +132,8 @@ def train(args: Args, make: Callable[[Args, Task, Any], tuple[Any, Any]] = flat)
     states, masks = torch.zeros(t, *state.shape), torch.zeros(t, m, n, dtype=torch.bool)
     actions, logs, values = torch.zeros(t, m, dtype=torch.long), torch.zeros(t, m), torch.zeros(t + 1, m)
     rewards, ends = torch.zeros(t, m), torch.zeros(t, m)
-    about = {"agent": "ppo_single_file", "seed": args.seed, "reward": args.reward}
+    name = "ppo_single_file" + ("" if args.actions == "paper" else f", {args.actions}")
+    about = {"agent": name, "seed": args.seed, "reward": args.reward}
     curve = Curve(Path(args.curve) if args.curve else None, task.program, task.machine, task.limit, task.mode, about,
                   args.greedy_every)  # fmt: skip
     updates, best, begin, calls, episodes = args.steps // (m * t), float("inf"), time.perf_counter(), 0, 0

@@ -29,6 +29,7 @@ from envs.tasks import TASKS, load
 from experiments.common import cli
 from experiments.common.report import Row, heuristics
 from experiments.examples import ppo_single_file
+from experiments.examples.behaviour_cloning import walk
 from experiments.examples.ppo_single_file import MASKED, Args
 from experiments.figures import attempt, chosen, grouped, integers
 from experiments.figures.figure import Figure, Range
@@ -199,6 +200,13 @@ def search(row: Row, task: Task) -> Row:
     return {"best": best, "simulator_calls": made.simulator_calls}
 
 
+def walked(row: Row, task: Task) -> Row:
+    """The walk that follows annealing's plan, in all forms: what the environment's actions can say of it."""
+    planner = agents.make("annealing", calls=row["calls"], seed=row["seed"])
+    found = walk(f"GpuMemory/{row['task']}-v0", planner.plan(task.program, task.machine, task.limit), row["seed"])
+    return {"best": -found.rewards.sum(), "simulator_calls": planner.simulator_calls, "decisions": len(found.actions)}
+
+
 def published(row: Row, task: Task) -> Row:
     """The best heuristic."""
     planners = [agents.make(name) for name in heuristics()]
@@ -209,7 +217,8 @@ def published(row: Row, task: Task) -> Row:
 
 ENVS, HIDDEN = 32, 128  # of PPO: many updates of a small network
 EPISODES = 40  # of the DQN, about, over which it explores less and less
-RUNS = {"ppo": ppo, "dqn": dqn, "mutation": search, "annealing": search, "policy": search, "published": published}
+RUNS = {"ppo": ppo, "dqn": dqn, "mutation": search, "annealing": search, "policy": search, "walked": walked,
+        "published": published}  # fmt: skip
 ONCE = ("published",)  # without a seed
 
 
