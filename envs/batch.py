@@ -7,7 +7,7 @@ is short. Both are rare.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from math import prod
 from threading import Lock
@@ -19,13 +19,12 @@ from numpy.typing import NDArray
 from envs import columns
 from envs.compiled_walk import step_walks
 from envs.graph import OBSERVED
-from envs.task import REWARDS, Task
+from envs.task import ACTIONS, REWARDS, Task
 from simulator.compiled import encoding
 from simulator.compiled.engine import cores, side_by_side
 from simulator.plan import Plan
 
 INVALID = ("end", "ignore")
-ACTIONS = ("paper", "full")
 SHARE = 8  # walks that are worth handing to another thread
 _NONE = np.empty(0, np.int64)
 _ENGINES = Lock()  # a task's engine is for one thread at a time
@@ -39,7 +38,7 @@ def _references(arrays: list[Any], i: int) -> int:
 _UNUSED = _references([np.empty(0)], 0)  # where nobody has it but the list
 
 
-def one_of(name: str, value: str, known: Sequence[str]) -> str:
+def one_of(name: str, value: str, known: Collection[str]) -> str:
     """The value; raises ValueError unless it is one of ``known``."""
     if value not in known:
         raise ValueError(f"{name}: expected {' or '.join(map(repr, known))}, got {value!r}")
@@ -169,7 +168,7 @@ class Batch(Pieces):
         one_of("actions", actions, ACTIONS)
         self.tasks = tuple(tasks)
         self.size = max(len(t.graph) for t in tasks)
-        self.forms = max(t.forms for t in tasks) if actions == "full" else 1
+        self.forms = max(t.forms for t in tasks) if ACTIONS[actions] else 1
         kernels = max(len(t.program.kernels) for t in tasks)
         gaps = max(len(t.graph.gaps) for t in tasks)
         iterations = max(int(t.engine.tables.settings[encoding.MAX_ITERATIONS]) for t in tasks)
@@ -181,7 +180,7 @@ class Batch(Pieces):
         self.options[[columns.IGNORE, columns.AUTORESET, columns.TASKS]] = invalid == "ignore", autoreset, len(tasks)
         starts = columns.NEED_AT, columns.ENDED_AT, columns.OUT_END_AT, columns.QUEUE_AT, columns.TAKEN_AT
         self.options[[*starts]] = offsets[:-1]
-        self.options[columns.ITERATIONS] = iterations
+        self.options[[columns.ITERATIONS, columns.LANGUAGE]] = iterations, ACTIONS[actions]
         self.walks = np.zeros((walks, int(offsets[-1])), np.int64)
         self.walks[:, columns.SEED] = np.random.default_rng().integers(2**63, size=walks)
         self.rows = np.zeros((walks, max(gaps, 1), encoding.COLUMNS), np.int64)

@@ -37,12 +37,13 @@ NODE_KERNEL, NODE_KIND, NODE_GAP, ACTIONS, ACTION_GAPS, NODE_ROWS = range(6)
 ) = range(28)  # fmt: skip
 NOT_PENDING, WANTS_HOST, WANTS_STEPS = range(3)
 
-# ``options`` of a batch: N nodes and F forms that are shown, what it was asked for, where arrays begin in a walk's row.
+# ``options`` of a batch: N nodes and F forms that are shown, what it was asked for (LANGUAGE: the other forms that may
+# be taken, as bits), where arrays begin in a walk's row.
 (
     SHOWN_NODES, FORMS, CAUSAL, IGNORE, AUTORESET, TASKS, NEED_AT, ENDED_AT, OUT_END_AT, QUEUE_AT, TAKEN_AT,
-    ITERATIONS,
+    ITERATIONS, LANGUAGE,
     OPTIONS,
-) = range(13)  # fmt: skip
+) = range(14)  # fmt: skip
 
 
 class TaskView(NamedTuple):

@@ -32,8 +32,8 @@ from simulator.compiled.encoding import (
     TENSOR as ROW_TENSOR, TENSOR_ROWS, WHEN,
 )  # fmt: skip
 from simulator.jobs.tables import (
-    BY_BLOCK, BY_ROW, BY_TENSOR, COPY, DEADLOCK, DONE, GONE, LEAVING, NOW, PRESENT, QUEUE, STATE, UNFINISHED, USED,
-    WAITING, World,
+    BACK, BY_BLOCK, BY_ROW, BY_TENSOR, COPY, C_END, DEADLOCK, DONE, GONE, LEAVING, NOW, OUT, PRESENT, QUEUE, STATE,
+    UNFINISHED, USED, WAITING, World,
 )  # fmt: skip
 # isort: on
 
@@ -437,7 +437,9 @@ def _may_go(w):  # type: ignore[no-untyped-def]
     now = w.now[NOW]
     for j in range(w.jobs.size):
         job = w.jobs[j]
-        if job.stage == LEAVING or (job.stage == WAITING and job.leaves <= now):
+        if job.stage == LEAVING and (w.copy[OUT, C_END] == now or w.copy[BACK, C_END] == now):
+            return True
+        if job.stage == WAITING and job.leaves <= now:
             return True
         if job.stage == PRESENT and job.running and job.end == now:
             if job.step + 1 == w.plans[job.plan].n_steps and (

@@ -160,7 +160,7 @@ class MemoryEnv(_OverBatch, gymnasium.Env[Observation, np.int64]):
         reward: "paper": the change in simulated time of the plan so far; "causal": the stall as the clock advances.
             Both sum to −overhead.
         invalid: what an action does that may not be taken: "end" the episode as a dead end does, or "ignore": nothing.
-        actions: "paper", or "full": each in several forms (task.py).
+        actions: "paper"; "full": each in several forms (task.py); or with one of them, "copy", "keep" or "at".
         copy: False: observations and masks are views of the environment's buffers, which the next call changes.
         render_mode: "ansi": text; "rgb_array": a picture, uint8 (450, 800, 3); None: neither (render.py).
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import numpy as np
 
 from envs.graph import AHEAD, OFFLOAD, PRESSURE, QUEUE, RELIEF, STUCK, VALID
-from envs.task import COPY, EARLY, KEEP
+from envs.task import COPIES, COPY, EARLIES, EARLY, KEEP, KEEPS
 from simulator.compiled.jit import stage
 
 # isort: off
 from envs.columns import (
     ACTIONS, ACTION_GAPS, AFTER, BEFORE, BY_AFTER, BY_BEFORE, CLOSED, COPY_AT, DEAD_END, ENDED, FIRST_SINCE, FORMS,
-    FREE_NS, HOST_LEFT, IDEAL_NS, NBYTES, NEW_FROM, NEW_TO, NODE_KERNEL, N_ACTIONS, OFFLOAD_NODE, OPENED, POSITION,
-    REMOVE_NODE, SHOWN_NODES, STUCK_AT, VALID_ACTIONS, WRAPS,
+    FREE_NS, HOST_LEFT, IDEAL_NS, LANGUAGE, NBYTES, NEW_FROM, NEW_TO, NODE_KERNEL, N_ACTIONS, OFFLOAD_NODE, OPENED,
+    POSITION, REMOVE_NODE, SHOWN_NODES, STUCK_AT, VALID_ACTIONS, WRAPS,
 )  # fmt: skip
 # isort: on
 
@@ -66,17 +66,21 @@ def _show_gap(task, walk, g, mask, nodes):  # type: ignore[no-untyped-def]
 
 
 @stage
-def _show_forms(task, walk, mask, size, forms):  # type: ignore[no-untyped-def]
-    """The masks of the other forms of all actions."""
+def _show_forms(task, walk, mask, size, forms, language):  # type: ignore[no-untyped-def]
+    """The masks of the other forms of all actions, of which ``language`` has some."""
     gaps = task.gaps
     for g in range(gaps.shape[1]):
         node = gaps[OFFLOAD_NODE, g]
-        if node >= 0:
+        if node >= 0 and language & COPIES:
             mask[COPY * size + node] = 1 if mask[node] and _copies(task, walk, g) else 0
         node = gaps[REMOVE_NODE, g]
         if node >= 0 and forms > EARLY:
-            mask[KEEP * size + node] = mask[node]
-            early = mask[node] and early_kernel(gaps[BEFORE, g], walk.row[POSITION], walk.need, task.limit) >= 0
+            mask[KEEP * size + node] = mask[node] if language & KEEPS else 0
+            early = (
+                language & EARLIES
+                and mask[node]
+                and early_kernel(gaps[BEFORE, g], walk.row[POSITION], walk.need, task.limit) >= 0
+            )
             mask[EARLY * size + node] = 1 if early else 0
 
 
@@ -233,7 +237,7 @@ def show(task, state, scratch, options, mask, nodes, g, moved, fresh):  # type: 
     mask[0] = 1 if walk[ENDED] or stuck > p else 0
     nodes[VALID, 0] = mask[0]
     if options[FORMS] > 1:
-        _show_forms(task, state, mask, options[SHOWN_NODES], options[FORMS])
+        _show_forms(task, state, mask, options[SHOWN_NODES], options[FORMS], options[LANGUAGE])
     if g >= 0 or fresh:
         _show_relief(task, need, scratch, nodes)
         _show_pressure(task, need, walk[NEW_FROM], walk[NEW_TO], scratch.shares, nodes)

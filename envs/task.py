@@ -16,6 +16,8 @@ REWARDS = ("paper", "causal")
 # Ways to take an action. An offload: the copy is issued as the gap opens, or at once after the last write. A removal:
 # recomputed at the next use, or so and its chain stays (``keep``), or as early as it fits (``at``).
 PLAIN, COPY, KEEP, EARLY = 0, 1, 1, 2
+COPIES, KEEPS, EARLIES = 1, 2, 4  # which of the other forms may be taken, as bits
+ACTIONS = {"paper": 0, "copy": COPIES, "keep": KEEPS, "at": EARLIES, "full": COPIES | KEEPS | EARLIES}
 
 
 class Task:

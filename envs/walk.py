@@ -36,7 +36,7 @@ class Walk:
     Args:
         reward: "paper": the change in simulated time of the plan so far, with the limit enforced up to the position;
             "causal": what the present iteration has waited so far, and what runs again.
-        actions: "paper", or "full": each in several forms (task.py).
+        actions: "paper"; "full": each in several forms (task.py); or with one of them, "copy", "keep" or "at".
 
     Raises:
         ValueError: unknown reward or actions.

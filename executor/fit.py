@@ -276,6 +276,39 @@ def _plan(
     return plan, floor.iteration_ns if floor is not None else None
 
 
+def recomputed(
+    program: Program, machine: Machine, limit: int, planner: str | Callable[[Program, Machine, int], Plan],
+    seconds: float | None,
+) -> tuple[Plan, int | None]:  # fmt: skip
+    """A plan that only runs kernels again, and a floor under its time where the planner has one (executor/compiled).
+
+    Raises:
+        FitError: there is none, or none was found.
+        PlanError: the planner swaps.
+    """
+    import agents
+    from agents.planner import small
+    from simulator.modes import least_residency
+
+    options: dict[str, Any] = {"min_bytes": small(program), "mode": "recompute"}
+    least = least_residency(program, options["min_bytes"], "recompute")
+    if least > limit:
+        raise FitError(f"no plan that only runs kernels again needs less than {least:,} bytes ({size(least)})")
+    made = None
+    if isinstance(planner, str):
+        known = agents.options(planner)
+        made = _made(
+            planner, seconds if "seconds" in known else None, **{k: v for k, v in options.items() if k in known}
+        )
+    try:
+        plan = made.plan(program, machine, limit) if made is not None else planner(program, machine, limit)  # type: ignore[operator]
+    except agents.Infeasible as error:
+        raise FitError(f"no plan was found, though there may be some from {least:,} bytes on: {error}") from error
+    plan.only("torch.compile", "recompute", "rerun")
+    floor = getattr(made, "floor", None)
+    return plan, floor.iteration_ns if floor is not None else None
+
+
 def _too_small(captured: Captured, limit: int, least: int) -> str:
     program = captured.program
     persistent: dict[str, int] = {}

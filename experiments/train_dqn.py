@@ -92,9 +92,10 @@ def main(cfg: DictConfig) -> Path:
             write_json(out / SETTINGS, report.asked(cfg), indent=1)  # for resume=
             return open_tracker(tracker, out, cli.plain(cfg))
 
+        reward = variant.reward if made else "causal"
         curve = Curve(
             out / "curve.json", program, machine, limit, "joint",
-            {"agent": f"train_dqn, {agent}", "seed": seed, "reward": variant.reward if made else "causal"}, every,
+            {"agent": f"train_dqn, {agent}{variant.told}", "seed": seed, "reward": reward}, every,
             resumed=None if resume is None else resume.parent / "curve.json",
         )  # fmt: skip
         with Watch(config.episodes, begin, log, curve) as watch:
@@ -146,14 +147,14 @@ def compared(
 
 def variant_of(cfg: DictConfig) -> tuple[str, str, Any]:
     """Reward, actions and the class of ``network``, None without one."""
-    from envs.task import REWARDS
+    from envs.task import ACTIONS, REWARDS
     from experiments.workloads.module import WorkloadError, named
 
     try:
         network = None if cfg.network is None else named(cfg.network)
     except WorkloadError as error:
         raise cli.UsageError(f"network: {str(error).removeprefix('target: ')}") from None
-    reward, actions = cli.choice(cfg, "reward", (None, *REWARDS)), cli.choice(cfg, "actions", (None, "paper", "full"))
+    reward, actions = cli.choice(cfg, "reward", (None, *REWARDS)), cli.choice(cfg, "actions", (None, *ACTIONS))
     return reward or "paper", actions or "paper", network
 
 

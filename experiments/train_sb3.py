@@ -39,6 +39,7 @@ def main(cfg: DictConfig) -> Path:
         from agents.learned import sb3  # PyTorch takes seconds to import, too
     except ModuleNotFoundError as error:
         raise cli.UsageError(f"{error.name} is not installed; the extra is sb3") from None
+    from agents.learned.dqn_paper import Variant
     from agents.learned.own_network import OwnNetworkError
     from agents.learned.training import check_reachable
 
@@ -77,7 +78,8 @@ def main(cfg: DictConfig) -> Path:
                 report.warm_up(machine, planner)
         with report.progress() as bar, closing(open_tracker(tracker, out, cli.plain(cfg))) as scalars:
             task = bar.add_task("training", total=steps)
-            about = {"agent": f"train_sb3, {algorithm}", "seed": seed, "reward": reward}
+            told = Variant(reward, actions).told
+            about = {"agent": f"train_sb3, {algorithm}{told}", "seed": seed, "reward": reward}
             curve = Curve(out / "curve.json", program, machine, limit, mode, about, every, scalars.scalars)
             alone = gymnasium.make("GpuMemory-v0", **environment)
 

@@ -26,7 +26,7 @@ ABOVE = {"executor/fit.py": {"agents"}}  # what these files may import, too, ins
 ROOMS = {
     "simulator": ["", "compiled", "jobs", "pool"],
     "agents": ["floor", "", "heuristics", "search", "exact", "learned"],
-    "executor": ["memory", "capture", "training", "replay", "", "integrations"],
+    "executor": ["memory", "capture", "training", "replay", "", "compiled", "integrations"],
     # The top has commands, which use all of them; so is the __main__ of a room.
     "experiments": [
         "workloads",
@@ -35,9 +35,9 @@ ROOMS = {
         "plan",
         "validate_gpu",
         "measured",
+        "examples",
         "figures",
         "benchmark",
-        "examples",
     ],
 }
 
@@ -129,7 +129,7 @@ def test_what_a_plan_means_is_read_off_its_schedule() -> None:
 
 
 def test_the_checker_shares_no_code_with_what_it_checks() -> None:
-    others = {"packing.py", "walk.py"}  # of packings and of the environment's walk
+    others = {"packing.py", "walk.py", "jobs_walk.py"}  # of packings and of the environments' walks
     files = [file for file in (ROOT / "tests" / "oracle").glob("*.py") if file.name not in others]
     names = {name.split(".")[1] for file in files for name in modules(file) if name.startswith("simulator.")}
     assert names == {"job", "machine", "plan", "program", "timeline"}

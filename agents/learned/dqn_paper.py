@@ -43,6 +43,11 @@ class Variant(NamedTuple):
     network: type[nn.Module] | None = None
 
     @property
+    def told(self) -> str:
+        """What a curve's agent is named by, beside its reward."""
+        return "" if self.actions == "paper" else f", {self.actions}"
+
+    @property
     def names(self) -> list[str]:
         """What a checkpoint keeps of it."""
         return [
@@ -83,7 +88,7 @@ class Trainer:
         return Walk(self.task, self.variant.reward, self.variant.actions)
 
     def _network(self) -> Structure2Vec | OwnNetwork:
-        c, forms = self.config, self.task.forms if self.variant.actions == "full" else 1
+        c, forms = self.config, self.task.forms if self.variant.actions != "paper" else 1
         if self.variant.network is not None:
             return OwnNetwork(self.variant.network, self.task.graph, c.features, forms)
         sizes = c.embedding_size, c.message_passing_steps

@@ -293,7 +293,7 @@ def make(
     )  # fmt: skip
     kind, policy = ALGORITHMS[algorithm]
     task = env.get_attr("tasks")[0][0]
-    forms = task.forms if environment.get("actions") == "full" else 1
+    forms = task.forms if environment.get("actions", "paper") != "paper" else 1
     extractor = {"graph": graph_of(env.get_attr("tasks")[0]), **network, "forms": forms, "own": own}
     policy_options = {"features_extractor_class": GraphFeatures, "features_extractor_kwargs": extractor, "net_arch": []}
     if algorithm == "maskable_ppo":

@@ -162,6 +162,7 @@ class Mutation:
         temperature: of Belady's rule.
         elites: how many of the best walks are mutated.
         rate: probability that a mutation leaves its walk at a step.
+        actions: as Walk's.
     """
 
     facts = PlannerInfo(
@@ -172,6 +173,7 @@ class Mutation:
     def __init__(
         self, calls: int | None = None, seconds: float | None = None, mode: str = "joint", min_bytes: int = MIB,
         seed: int = 0, proposals: str = "belady", temperature: float = 0.05, elites: int = 4, rate: float = 0.015,
+        actions: str = "paper",
     ) -> None:  # fmt: skip
         if calls is not None and calls < 2:
             raise ValueError(f"calls: expected at least 2 (one of a walk and the final check), got {calls}")
@@ -185,7 +187,7 @@ class Mutation:
         self.calls = CALLS if calls is None and seconds is None else calls
         self.seconds, self.mode, self.min_bytes, self.seed = seconds, check_mode(mode), min_bytes, seed
         self.temperature = temperature if proposals == "belady" else None
-        self.elites, self.rate = elites, rate
+        self.elites, self.rate, self.actions = elites, rate, actions
         self.simulator_calls = 0
 
     @in_time
@@ -210,7 +212,7 @@ class Mutation:
 
         rng = np.random.default_rng(self.seed)
         draws = Draws(task, rng, self.temperature)
-        search = Mutations(Walk(task), rng, draws, self.elites, self.rate, spent=spent)
+        search = Mutations(Walk(task, actions=self.actions), rng, draws, self.elites, self.rate, spent=spent)
         walks = 0
         while not spent() and not search.best_overhead <= 0:  # nan: no plan yet
             if walks < FIRST or walks % FRESH == 0 or not search.elites:

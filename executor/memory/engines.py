@@ -42,8 +42,9 @@ class Engines(Protocol):
     def event(self) -> Any:
         """For copies of one tensor one way, again and again: each is waited for before the next starts."""
 
-    def begin(self) -> None:
-        """What the calling thread computes from now on is what copies come after."""
+    def begin(self) -> bool:
+        """What the calling thread computes from now on is what copies come after. Is it on another stream than before?
+        Then what is there may have been taken on the one before, and is to be borrowed."""
 
     def copy_out(self, host: Tensor, device: Tensor, event: Any) -> None:
         """Starts a swap-out; the event is when it is done."""
@@ -139,8 +140,8 @@ class HostEngines:
 
     event = _Copy
 
-    def begin(self) -> None:
-        pass  # the calling thread computes
+    def begin(self) -> bool:
+        return False  # the calling thread computes
 
     def copy_out(self, host: Tensor, device: Tensor, event: _Copy) -> None:
         event.start((host, device))
@@ -198,6 +199,7 @@ class CudaEngines:
         self.device, self._index = device, cuda_index(device)
         self.d2h, self.h2d = self.streams = copy_streams(self._index, torch.cuda.current_stream(device))
         self._computed = torch.cuda.Event()
+        self._compute: torch.cuda.Stream | None = None
 
     def pinned(self, nbytes: int) -> Bytes:
         return _take(CUDA, nbytes)
@@ -208,11 +210,13 @@ class CudaEngines:
     def event(self) -> torch.cuda.Event:
         return torch.cuda.Event()
 
-    def begin(self) -> None:
+    def begin(self) -> bool:
+        before = self._compute
         self._compute, outside = torch.cuda.current_stream(self.device), torch.cuda.current_stream()
         self.d2h, self.h2d = self.streams = copy_streams(self._index, self._compute)
         # To make a stream the current one makes its device the current one, too: the caller's is put back after it.
         self._back = (self._compute,) if outside.device == self._compute.device else (self._compute, outside)
+        return before is not None and before != self._compute
 
     def copy_out(self, host: Tensor, device: Tensor, event: torch.cuda.Event) -> None:
         self._copy(self.d2h, host, device, event)

@@ -162,9 +162,13 @@ class Blocks:
 
     def out(self, block: Block) -> None:
         """Starts the copy to the host; the tensor can be used until it is reclaimed."""
-        block.event = block.went
-        self.engines.copy_out(block.host, block.bytes, block.went)  # type: ignore[union-attr, arg-type]
-        block.place, block.valid = Place.OUT, False
+        block.event, block.valid = block.went, False
+        try:
+            self.engines.copy_out(block.host, block.bytes, block.went)  # type: ignore[union-attr, arg-type]
+        except TransferError as error:
+            self._fault(block, "out", error)
+            return  # it stays
+        block.place = Place.OUT
 
     def reclaim(self, block: Block) -> None:
         """Waits for the swap-out and frees the memory."""
@@ -198,7 +202,10 @@ class Blocks:
         self.memory.take(block)
         self.used += block.nbytes
         block.place, block.event = Place.IN, block.came
-        self.engines.copy_in(block.bytes, block.host, block.came)  # type: ignore[union-attr, arg-type]
+        try:
+            self.engines.copy_in(block.bytes, block.host, block.came)  # type: ignore[union-attr, arg-type]
+        except TransferError as error:
+            self._again(block, error)
 
     def wait(self, block: Block) -> None:
         """Waits for the swap-in."""
@@ -207,8 +214,14 @@ class Blocks:
         try:
             self.engines.wait(block.came)  # type: ignore[union-attr]
         except TransferError as error:
-            self._fault(block, "in", error)
-            block.bytes.copy_(block.host)  # type: ignore[union-attr]
+            self._again(block, error)
+            return
+        self._arrive(block)
+
+    def _again(self, block: Block, error: TransferError) -> None:
+        """A swap-in has failed: once more, without the engines."""
+        self._fault(block, "in", error)
+        block.bytes.copy_(block.host)  # type: ignore[union-attr]
         self._arrive(block)
 
     def _arrive(self, block: Block) -> None:

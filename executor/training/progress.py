@@ -147,8 +147,10 @@ class Progress:
     def resume(self, part: Part) -> None:
         """The next one begins, with the random state as it is now."""
         self._random.save(part.random)
-        if self._blocks.engines:
-            self._blocks.engines.begin()  # the caller's stream may be another one
+        if (engines := self._blocks.engines) and engines.begin():  # the caller's stream is another one
+            for value in self._blocks.values:  # and their memory that of the one before
+                if isinstance(value, Tensor):
+                    engines.borrow(value)
         for block in self._shown:
             block.hide()
         torch._C._set_grad_enabled(self._grad_mode)

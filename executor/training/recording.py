@@ -125,8 +125,8 @@ class Recording:
     def event(self) -> object:
         return object()
 
-    def begin(self) -> None:
-        pass
+    def begin(self) -> bool:
+        return False
 
     def copy_out(self, host: Tensor, device: Tensor, event: Any) -> None:
         self._copy(D2H, host, device, event)

@@ -30,6 +30,7 @@ from typing import Any
 from experiments import ctrl_c_waits
 
 RETRIES = 3  # of a task whose worker died
+STARTS = 10  # of Ray, until it does
 MINUTES = 24 * 60  # that a job of Slurm may take, unless SBATCH_TIMELIMIT says otherwise
 Submit = Callable[..., Future[Any]]
 
@@ -165,14 +166,29 @@ def _processes(jobs: int) -> Iterator[Submit]:
         yield pool.submit
 
 
+def start_ray(**settings: Any) -> None:
+    """Ray, as of ``ray.init``. It gives its own processes 30 s to start, which on a computer that others keep busy may
+    be too few: then it is started again."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+
+    for left in reversed(range(STARTS)):
+        try:
+            ray.init(logging_level="ERROR", log_to_driver=False, **settings)
+            return
+        except Exception as error:  # Ray has no other class for it
+            if not left or "timed out" not in str(error):
+                raise
+            ray.shutdown()
+
+
 @contextmanager
 def _ray(jobs: int | None) -> Iterator[Submit]:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
 
     own: dict[str, Any] = {"num_cpus": jobs, "include_dashboard": False}
     # What tasks print comes with their result; Ray's own forwarding would put "(name pid=…)" before each line.
-    ray.init(logging_level="ERROR", log_to_driver=False, **({} if os.environ.get("RAY_ADDRESS") else own))
+    start_ray(**({} if os.environ.get("RAY_ADDRESS") else own))
     remote = ray.remote(max_retries=RETRIES)(_heard)
     try:
         yield lambda _, *task: remote.remote(*task).future()

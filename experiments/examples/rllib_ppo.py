@@ -22,6 +22,7 @@ from ray.rllib.examples.rl_modules.classes.action_masking_rlm import ActionMaski
 from ray.tune.registry import register_env
 
 import envs  # noqa: F401  # registers GpuMemory-v0 and the tasks that have names
+from experiments.common.workers import start_ray
 
 
 @dataclass
@@ -77,7 +78,7 @@ def main(args: Args) -> float:
         .debugging(seed=args.seed, log_level="ERROR")
     )  # fmt: skip
     register_env("masked", trained_in)
-    ray.init(num_cpus=1, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    start_ray(num_cpus=1, include_dashboard=False)  # ray.init, again where a busy computer was too slow for it
     algorithm = config.build_algo()
     one = Masked(gymnasium.make(args.task))
     for update in range(max(1, args.steps // args.batch)):

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from simulator.compiled.heap import pop, push
 from simulator.compiled.jit import stage
-from simulator.compiled.lowering import group, leave_at_start, makes_copies, note_waits, read_plan, segments
 from simulator.compiled.steady import alike, note_state, period_of
 
 # isort: off
+from simulator.compiled.lowering import (
+    COARSE, FINE, coarse, group, leave_at_start, makes_copies, note_waits, read_plan, segments,
+)  # fmt: skip
 from simulator.compiled.encoding import (
     ALLOCATED, BEGINS, BORN, CHECKS, CHILD, CONTENDS, COPIED, COPYING, COPY_ENGINES, D2H_SHARE, DIES, DONE, DUE,
     DUE_SEGMENT, DURATION, ENFORCED, EXPECTED, FIRST_OF, FREED, GATE, GATE_EVENT, GATE_MISSING, GATE_REMAT, GATE_SYNC,
@@ -74,54 +76,73 @@ def _release(by_row, held, waiting, position, blocked):  # type: ignore[no-untyp
 
 
 @stage
-def _last_above(values, tops, added, bits, begin, end, bound):  # type: ignore[no-untyped-def]
+def _last_above(values, tops, added, begin, end, bound):  # type: ignore[no-untyped-def]
     """The last index in values[begin:end], in groups, of more than ``bound``; -1: none. A top may be more than any."""
-    while end > begin:
-        g = (end - 1) >> bits
-        first = max(g << bits, begin)
-        if tops[g] > bound:
-            most = bound - added[g]
-            for at in range(end - 1, first - 1, -1):
-                if values[at] > most:
-                    return at
-        end = first
+    at, groups = end - 1, coarse(values)
+    while at >= begin:
+        fine, big = at >> FINE, groups + (at >> COARSE)
+        if tops[big] <= bound:
+            at = (at >> COARSE << COARSE) - 1
+        elif tops[fine] + added[big] <= bound:
+            at = (fine << FINE) - 1
+        else:
+            first, most = max(fine << FINE, begin), bound - added[fine] - added[big]
+            while at >= first and values[at] <= most:
+                at -= 1
+            if at >= first:
+                return at
     return -1
 
 
+@stage
+def _expected(by_segment, s):  # type: ignore[no-untyped-def]
+    """Bytes that are expected at most in segment s."""
+    expected, added = by_segment[EXPECTED], by_segment[SEGMENT_ADDED]
+    return expected[s] + added[s >> FINE] + added[coarse(expected) + (s >> COARSE)]
+
+
 @stage(inline=True)  # the call would push some thirty words
-def _obstacle(segment_of, by_kernel, by_segment, enforced, at, due, fits, required, bits):  # type: ignore[no-untyped-def]
+def _obstacle(segment_of, by_kernel, by_segment, enforced, at, due, fits, required):  # type: ignore[no-untyped-def]
     """Rule 5: the last kernel, from kernel ``at`` up to segment ``due``, at which the planned residency and what came
     back early are more than ``fits``; -1: none. Kernels of the next iteration are counted on from this one's."""
     kernel, segment, n = -1, segment_of[at], enforced.size - 1
-    expected, added, first = by_segment[EXPECTED], by_segment[SEGMENT_ADDED], by_segment[FIRST_OF]
-    early = expected[segment] + added[segment >> bits[1]] - by_segment[HIGHEST, segment]
+    here = _expected(by_segment, segment)
+    early = here - by_segment[HIGHEST, segment]
     # A bound that often holds: all that came early beside the worst of all kernels.
     if segment < due and required + early > fits:
-        later = _last_above(expected, by_segment[SEGMENT_TOPS], added, bits[1], segment + 1, due, fits)
+        later = _last_above(
+            by_segment[EXPECTED], by_segment[SEGMENT_TOPS], by_segment[SEGMENT_ADDED], segment + 1, due, fits
+        )
         if later >= 0:
-            segment, at = later, first[later]
-            early = expected[segment] + added[segment >> bits[1]] - by_segment[HIGHEST, segment]
-        turn = n if at >= n else 0
-        kernel = _last_above(
-            enforced, by_kernel[KERNEL_TOPS], by_kernel[KERNEL_ADDED], bits[0], at - turn, first[segment + 1] - turn,
-            fits - early,
-        )  # fmt: skip
-        kernel += turn if kernel >= 0 else 0
+            segment, at, here = later, by_segment[FIRST_OF, later], _expected(by_segment, later)
+        if here > fits:
+            early, turn = here - by_segment[HIGHEST, segment], n if at >= n else 0
+            kernel = _last_above(
+                enforced, by_kernel[KERNEL_TOPS], by_kernel[KERNEL_ADDED], at - turn,
+                by_segment[FIRST_OF, segment + 1] - turn, fits - early,
+            )  # fmt: skip
+            kernel += turn if kernel >= 0 else 0
     return kernel
 
 
 @stage
-def _weigh(by_segment, begin, due, nbytes, bits):  # type: ignore[no-untyped-def]
+def _weigh(by_segment, begin, due, nbytes):  # type: ignore[no-untyped-def]
     """So many bytes come back early and weigh on the segments from ``begin`` up to ``due``; and on some before, which
     are over: nobody asks for them again."""
     expected, tops, added = by_segment[EXPECTED], by_segment[SEGMENT_TOPS], by_segment[SEGMENT_ADDED]
-    last = due >> bits
-    for g in range(begin >> bits, last):
+    groups, fine = coarse(expected), due >> FINE
+    last = groups + (due >> COARSE)
+    for g in range(groups + (begin >> COARSE), last):
         tops[g] += nbytes
         added[g] += nbytes
-    for s in range(last << bits, due):
+    for g in range(max(begin >> FINE, due >> COARSE << COARSE - FINE), fine):
+        tops[g] += nbytes
+        added[g] += nbytes
+        tops[last] = max(tops[last], tops[g] + added[last])
+    for s in range(fine << FINE, due):
         expected[s] += nbytes
-        tops[last] = max(tops[last], expected[s] + added[last])
+        tops[fine] = max(tops[fine], expected[s] + added[fine])
+        tops[last] = max(tops[last], tops[fine] + added[last])
 
 
 @stage
@@ -211,7 +232,7 @@ def event_loop(  # type: ignore[no-untyped-def]
     if on_host > settings[HOST_BYTES]:  # all of them together: they need not be there at one time
         return HOST_FULL, 0
     waits = note_waits(rows, gaps, by_kernel, settings[WAIT_NS])
-    bits = segments(enforced, by_kernel, by_segment, n_segments)
+    segments(enforced, by_kernel, by_segment, n_segments)
     gate, opens, segment_of = by_kernel[GATE], by_kernel[OPENS], by_kernel[SEGMENT]
     highest, expected, tops, added, copied = (
         by_segment[HIGHEST], by_segment[EXPECTED], by_segment[SEGMENT_TOPS], by_segment[SEGMENT_ADDED],
@@ -292,12 +313,12 @@ def event_loop(  # type: ignore[no-untyped-def]
                 if start > blocked and used + head_bytes <= limit_here:
                     at, until = start - position + k, due[waiting] // DUE_SEGMENT
                     obstacle = _obstacle(
-                        segment_of, by_kernel, by_segment, enforced, at, until, limit - head_bytes, required, bits
+                        segment_of, by_kernel, by_segment, enforced, at, until, limit - head_bytes, required
                     )
                     blocked = obstacle + position - k
                     if obstacle < 0:
                         blocked = -1
-                        _weigh(by_segment, segment_of[at], until, head_bytes, bits[1])
+                        _weigh(by_segment, segment_of[at], until, head_bytes)
                         in_row, waiting = waiting, pop(due, child, sibling, waiting)
                         used += head_bytes
                         peak = max(peak, used)
@@ -459,8 +480,8 @@ def event_loop(  # type: ignore[no-untyped-def]
         for r in range(m):
             due[r] -= n_segments * DUE_SEGMENT
         for i in range(n_segments):
-            after = n_segments + i
-            expected[i], expected[after] = expected[after] + added[after >> bits[1]], highest[after]
+            expected[i] = _expected(by_segment, n_segments + i)
+            expected[n_segments + i] = highest[i]
         group(expected, tops, added, 2 * n_segments)
         limit_here = limit if limit_until > 0 else NEVER
 

@@ -19,6 +19,7 @@ from simulator.compiled.encoding import (
 # isort: on
 
 _NO_COPY, _NOT_SWAPPED = -NEVER + 1, -NEVER
+FINE, COARSE = 5, 11  # bits: groups of 32 and of 2048 values
 
 
 @stage(entry=True)
@@ -222,24 +223,30 @@ def read_plan(tensors, graph, rows, lowered, by_kernel, by_tensor, by_row, gaps)
 
 
 @stage
+def coarse(values):  # type: ignore[no-untyped-def]
+    """Where the coarse groups begin, behind the fine ones."""
+    return (values.size >> FINE) + 1
+
+
+@stage
 def group(values, tops, added, count):  # type: ignore[no-untyped-def]
-    """Groups of the first ``count`` values, about as many as there are in one: value i is in group i >> bits.
+    """Groups of the first ``count`` values: value i is in fine group i >> FINE and in coarse group i >> COARSE, which
+    has the entries of ``coarse`` on.
 
     tops: the largest of each group.
-    added: to be added to all values of a group, and in its top: nothing yet.
-
-    Returns:
-        Those bits.
+    added: to be added to all values of a group, and in the tops of it and of those in it: nothing yet.
     """
-    bits = 3
-    while count >> 2 * bits:
-        bits += 1
-    for g in range((count + (1 << bits) - 1) >> bits):
-        top, part = -NEVER, values[g << bits : min((g + 1) << bits, count)]  # a slice: LLVM makes gathers of values[j]
-        for j in range(part.size):
-            top = max(top, part[j])
+    at, n_fine = coarse(values), (count + (1 << FINE) - 1) >> FINE
+    for g in range(n_fine):
+        top = -NEVER
+        for j in range(g << FINE, min((g + 1) << FINE, count)):
+            top = max(top, values[j])
         tops[g], added[g] = top, 0
-    return bits
+    for g in range((count + (1 << COARSE) - 1) >> COARSE):
+        top = -NEVER
+        for j in range(g << COARSE - FINE, min((g + 1) << COARSE - FINE, n_fine)):
+            top = max(top, tops[j])
+        tops[at + g], added[at + g] = top, 0
 
 
 @stage
@@ -254,9 +261,6 @@ def segments(enforced, by_kernel, by_segment, n_segments):  # type: ignore[no-un
 
     Args:
         enforced: int64 (n + 1,), planned residency, far below 0 where the limit does not count.
-
-    Returns:
-        The bits of the groups of kernels, and of segments.
     """
     n = enforced.size - 1
     segment_of, first = by_kernel[SEGMENT], by_segment[FIRST_OF]
@@ -274,10 +278,8 @@ def segments(enforced, by_kernel, by_segment, n_segments):  # type: ignore[no-un
         highest[at] = highest[n_segments + at] = expected[at] = expected[n_segments + at] = top
         begin = end
     segment_of[n], first[2 * n_segments] = n_segments, 2 * n
-    return (
-        group(enforced, by_kernel[KERNEL_TOPS], by_kernel[KERNEL_ADDED], n),
-        group(expected, by_segment[SEGMENT_TOPS], by_segment[SEGMENT_ADDED], 2 * n_segments),
-    )
+    group(enforced, by_kernel[KERNEL_TOPS], by_kernel[KERNEL_ADDED], n)
+    group(expected, by_segment[SEGMENT_TOPS], by_segment[SEGMENT_ADDED], 2 * n_segments)
 
 
 @stage

@@ -132,7 +132,7 @@ def open_row(w, j, row, position):  # type: ignore[no-untyped-def]
         enqueue(w, j, tensor, w.tables[plan.base + plan.row_block + row])
 
 
-@stage
+@stage(inline=True)
 def _next_touch(w, j, block):  # type: ignore[no-untyped-def]
     """(kernels, ns) to the next step that touches a block, and whether that is the job's next."""
     job = w.jobs[j]

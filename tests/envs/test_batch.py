@@ -10,18 +10,22 @@ from hypothesis import given, strategies as st
 
 from envs import columns, observation
 from envs.batch import Batch
-from envs.graph import OBSERVED, STATIC
+from envs.graph import OBSERVED, OFFLOAD, REMOVE, STATIC
 from envs.memory_env import small_task
-from envs.task import Task
+from envs.task import ACTIONS, Task
 from simulator.compiled.encoding import MAX_ITERATIONS, STEP_COLUMNS, work_shapes
 from tests.oracle.walk import Walk, current_node, dynamic_features
 from tests.strategies import machines, networks, programs, reachable_limits
 
 
-def assert_shown(batch: Batch, i: int, walk: Walk) -> None:
+def assert_shown(batch: Batch, i: int, walk: Walk, actions: str) -> None:
     """Walk i of the batch is, and shows, what the readable one is."""
     n, row = len(walk.task.graph), batch.walks[i]
     masks = walk.form_masks()[: batch.forms]
+    kind = walk.task.graph.action_kind
+    spoken = {"copy": [kind == OFFLOAD, False], "keep": [kind == REMOVE, False], "at": [False, kind == REMOVE]}
+    for form in range(1, len(masks)) if actions != "full" else ():
+        masks[form] &= spoken[actions][form - 1]
     got = batch.mask[i].reshape(batch.forms, batch.size)
     assert (got[: len(masks), :n] == masks).all()
     assert not got[len(masks) :].any() and not got[:, n:].any() and not batch.nodes[i, :, n:].any()
@@ -53,7 +57,7 @@ def follow(tasks: list[Task], reward: str, actions: str, seed: int, walks: int, 
             batch.reset(over)
             for i in np.flatnonzero(over):
                 ours[i], total[i] = Walk(batch.task(i), reward), 0.0
-                assert_shown(batch, i, ours[i])
+                assert_shown(batch, i, ours[i], actions)
         chosen = np.array([rng.choice(np.flatnonzero(mask)) for mask in batch.mask])
         batch.step(chosen)
         for i, walk in enumerate(ours):
@@ -63,7 +67,7 @@ def follow(tasks: list[Task], reward: str, actions: str, seed: int, walks: int, 
                 result = walk.step(int(chosen[i]) % batch.size, int(chosen[i]) // batch.size)[:2]
                 walk.plan().check(walk.task.program)
             assert result == (batch.rewards[i], batch.terminated[i]) and not batch.invalid[i]
-            assert_shown(batch, i, walk)
+            assert_shown(batch, i, walk, actions)
             over[i] = result[1]
             total[i] += result[0]
             if over[i] and not walk.dead_end:
@@ -83,7 +87,7 @@ def test_a_batch_is_its_walks(data: st.DataObject) -> None:
             machine = replace(machine, host_bytes=data.draw(st.integers(1, 100)))
         limit = data.draw(reachable_limits(program) | st.integers(program.peak_bytes // 3, program.peak_bytes))
         tasks.append(Task(program, machine, max(1, limit), 1, mode))
-    reward, actions = data.draw(st.sampled_from(["paper", "causal"])), data.draw(st.sampled_from(["paper", "full"]))
+    reward, actions = data.draw(st.sampled_from(["paper", "causal"])), data.draw(st.sampled_from(sorted(ACTIONS)))
     follow(tasks, reward, actions, data.draw(st.integers(0, 10**6)), 3, 30, data.draw(st.booleans()))
 
 

@@ -1,4 +1,4 @@
-"""The device seam: the same tests for the host and, where there is one, a GPU; then what only the host can show."""
+"""The device seam: the same tests for the host, a double of CuPy and, if any, a GPU; then what only the host shows."""
 
 import threading
 import time
@@ -12,6 +12,7 @@ from executor.replay.backend import BackendError, first_difference, pattern
 from executor.replay.host_backend import PARTS, HostBackend
 from simulator import Machine
 from tests.executor.conftest import gpu_backend
+from tests.executor.replay import cupy_double
 from tests.executor.replay.conftest import Watched
 
 MS = 1_000_000
@@ -19,8 +20,13 @@ MS = 1_000_000
 MACHINE = Machine("test", 2**26, 50_000_000, 100_000_000, copy_latency_ns=MS, host_bytes=2**26)
 
 
-@pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["host", "double", pytest.param("cuda", marks=pytest.mark.gpu)])
 def backend(request):
+    if request.param == "double":
+        with cupy_double.opened(MACHINE) as (backend, device):
+            yield backend
+        assert not device.found
+        return
     with gpu_backend(MACHINE) if request.param == "cuda" else open_backend("host", MACHINE) as opened:
         yield opened
 

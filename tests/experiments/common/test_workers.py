@@ -71,6 +71,19 @@ def hold(x: int, folder: str) -> int:
 
 
 @pytest.mark.extras
+def test_ray_is_started_again_where_a_busy_computer_was_too_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    said = ["The current node timed out during startup."] * 2
+    monkeypatch.setattr(ray, "init", lambda **_: said and (_ for _ in ()).throw(Exception(said.pop())))
+    workers.start_ray()
+    assert not said
+    said += ["there is no such address"]
+    with pytest.raises(Exception, match="no such address"):
+        workers.start_ray()
+
+
+@pytest.mark.extras
 def test_what_is_lost_with_a_node_of_a_cluster_is_done_again(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a Ray cluster on this computer: a head that runs no task, and two nodes of one core."""
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")

@@ -1,0 +1,6 @@
+"""Plans for ``torch.compile``: which kernels of the forward run again in the backward, and where."""
+
+from executor.compiled.backend import CompiledReport, CompileError, Partitioner, compile, report
+from executor.compiled.measure import allocated_peak
+
+__all__ = ["CompileError", "CompiledReport", "Partitioner", "allocated_peak", "compile", "report"]

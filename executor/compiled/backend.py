@@ -1,0 +1,322 @@
+"""``torch.compile`` within so much memory: Inductor's own graphs, partitioned by a plan.
+
+    model = compile(model, memory=0.6)     # forward, backward, optimizer, loop: as with torch.compile
+    loss = loss_fn(model(x), y)
+    loss.backward()
+    print(report(model))
+
+Each graph that Dynamo makes is partitioned as PyTorch would, looked at as Inductor would schedule it, and, where that
+needs more than the memory, partitioned anew by a plan of which kernels of the forward run again, and where. The result
+is looked at, too: what it takes is known before any code is generated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+from torch import fx
+from torch._dynamo.exc import ShortenTraceback
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+from executor.compiled.joint import Joint, nobody_elses
+from executor.compiled.launches import launches_of
+from executor.compiled.partition import partition
+from executor.fit import FitError, machine_of, recomputed
+from simulator.compiled.engine import simulate
+from simulator.limits import is_fraction, size_bytes
+from simulator.machine import Machine
+from simulator.plan import Plan
+from simulator.program import Program
+from simulator.report import size
+from simulator.schedule import lower
+
+TRIES = 3  # plans for one graph, the limit moved by what Inductor made of the one before
+SLACK = 0.05  # of the limit: a plan that leaves no more of it is taken as it is
+Planner = str | Callable[[Program, Machine, int], Plan]
+
+
+class CompileError(ShortenTraceback):
+    """The model cannot be compiled within the memory; the message is one sentence."""
+
+    def __init__(self, message: str, *, first_useful_frame: Any = None) -> None:
+        super().__init__(message, first_useful_frame=first_useful_frame)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """What became of one graph.
+
+    Attributes:
+        name: Dynamo's of the compilation ("0/1": the second one of the first graph).
+        limit: bytes, of what forward and backward allocate.
+        without_bytes: the peak of PyTorch's own partition, as Inductor schedules it.
+        peak_bytes: of the graphs that are compiled.
+        left: why the graph is PyTorch's own where it could not be planned; "": it was, or needs no plan.
+        program, plan, machine: None where there is no plan.
+        iteration_ns, ideal_ns, floor_ns: simulated; the floor is None where the planner has none.
+        seconds: of CPU time, for looking, planning and partitioning.
+    """
+
+    name: str
+    limit: int = 0
+    without_bytes: int = 0
+    peak_bytes: int = 0
+    left: str = ""
+    program: Program | None = None
+    plan: Plan | None = None
+    machine: str = ""
+    iteration_ns: int = 0
+    ideal_ns: int = 0
+    floor_ns: int | None = None
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        if self.left:
+            return f"graph {self.name}: left as PyTorch partitions it, because {self.left}"
+        line = f"graph {self.name}: limit {size(self.limit)}, peak {size(self.peak_bytes)}"
+        if self.plan is None or self.program is None:
+            return f"{line}, which needs no plan"
+        again = [s.kernel for s in lower(self.program, self.plan).steps if s.again]
+        took = sum(self.program.kernels[k].duration_ns for k in again)
+        lines = [
+            f"{line} ({size(self.without_bytes)} without a plan)",
+            f"  plan of {self.plan.planner}: {len(again)} kernels run again, {took / 1e6:.2f} ms on {self.machine}",
+            f"  predicted: {self.iteration_ns / 1e6:.2f} ms, "
+            f"{self.iteration_ns / self.ideal_ns - 1:.2%} over the ideal",
+        ]
+        if self.floor_ns is not None:
+            lines.append(f"  floor: no plan takes less than {self.floor_ns / 1e6:.2f} ms")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class CompiledReport:
+    """The graphs of a compiled model, in the order in which they were compiled; ``str`` of it is a page."""
+
+    graphs: tuple[Graph, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest of the planned graphs' peaks."""
+        return max((graph.peak_bytes for graph in self.graphs), default=0)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.graphs)) or "nothing compiled yet: call the model, with gradients"
+
+
+class Partitioner(CustomPartitionerFn):
+    """PyTorch's partition where it fits, else a plan's; an own one may be given to ``config.custom_partitioner_fn``.
+
+    Args:
+        memory: bytes, a size ("24GiB"), or a part (0.6) of what the graph needs as PyTorch partitions it. Of what
+            forward and backward allocate: saved and temporary tensors, the model's outputs, their gradients, and the
+            gradients of parameters; not what the caller has anyway.
+        machine: a preset's name, a YAML file or a Machine, whose roofline says how long kernels take; by default the
+            GPU's preset, on the CPU gtx1080ti.
+        planner: a name (``agents.PLANNERS``), or what makes a plan that only runs kernels again.
+        seconds: of planning, about, for each plan.
+
+    Raises:
+        FormatError: memory or machine is none.
+        CompileError: (called) no plan fits.
+    """
+
+    def __init__(
+        self, memory: int | float | str, machine: Machine | str | None = None, planner: Planner = "lp_round",
+        seconds: float | None = 3.0,
+    ) -> None:  # fmt: skip
+        if not is_fraction(memory):
+            size_bytes(memory, "memory")
+        self.memory, self.planner, self.seconds = memory, planner, seconds
+        self.machine = Machine.load(machine) if isinstance(machine, str) else machine
+        self.graphs: list[Graph] = []
+        self._key = planner if isinstance(planner, str) else uuid4().hex  # a function may be another one next time
+
+    def uuid(self) -> str:
+        """What the partition depends on beside the graph: this code, memory, machine, planner."""
+        digest = hashlib.sha256()
+        for path in sorted(Path(__file__).parent.glob("*.py")):
+            digest.update(path.read_bytes())
+        digest.update(repr((self.memory, self.machine, self._key, self.seconds)).encode())
+        return digest.hexdigest()
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+        name = str(torch._guards.CompileContext.current_compile_id() or len(self.graphs))
+        left = cannot_be_planned(gm)
+        if not left:
+            self._check_several(name)
+        forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        if left:
+            self._leave(name, left)
+            return forward, backward
+        begin = time.process_time()
+        joint = _look(forward, backward, kwargs["num_fwd_outputs"])
+        without = joint.peak_bytes()
+        limit = int(without * _part(self.memory)) if is_fraction(self.memory) else size_bytes(self.memory, "memory")
+        graph = Graph(name, limit, without, without)
+        if without > limit:
+            joint, graph = self._planned(joint, graph, _device(joint_inputs))
+        self.graphs.append(replace(graph, seconds=time.process_time() - begin))
+        return joint.forward, joint.backward
+
+    def _planned(self, joint: Joint, graph: Graph, device: torch.device) -> tuple[Joint, Graph]:
+        """A plan whose graphs fit as Inductor schedules them."""
+        machine = self.machine or (
+            Machine.load("gtx1080ti") if device.type == "cpu" else machine_of(torch.cuda.get_device_name(device))
+        )
+        program = joint.program(machine, f"graph {graph.name}")
+        limit, least = graph.limit, graph.without_bytes
+        best: tuple[Joint, Graph] | None = None
+        for _ in range(TRIES):
+            try:
+                plan, floor_ns = recomputed(program, machine, limit, self.planner, self.seconds)
+            except FitError as error:
+                if best is not None:
+                    break
+                tried = "" if limit == graph.limit else f" (as Inductor schedules it, it took {size(least)})"
+                raise CompileError(
+                    f"graph {graph.name} does not fit into {size(graph.limit)}: {error}{tried}"
+                ) from error
+            schedule = lower(program, plan)
+            found = _look(*partition(joint, program, schedule), joint.outputs)
+            peak = found.peak_bytes()
+            least = min(least, peak)
+            if peak <= graph.limit:
+                timeline = simulate(program, plan, machine, max(limit, schedule.required_bytes))
+                if best is None or timeline.iteration_ns < best[1].iteration_ns:
+                    best = found, replace(
+                        graph, peak_bytes=peak, program=program, plan=plan, machine=machine.name,
+                        iteration_ns=timeline.iteration_ns, ideal_ns=timeline.ideal_ns, floor_ns=floor_ns,
+                    )  # fmt: skip
+            # What Inductor writes in place takes less than its Program; what it fuses with earlier kernels takes more.
+            if (abs(graph.limit - peak) < SLACK * graph.limit and best is not None) or limit >= program.peak_bytes:
+                break
+            limit += graph.limit - peak
+        if best is None:
+            raise CompileError(
+                f"graph {graph.name} does not fit into {size(graph.limit)}: as Inductor schedules the plans that were "
+                f"tried, they need {size(least)}"
+            )
+        return best
+
+    def _check_several(self, name: str) -> None:
+        """Bytes can be given to one graph only: what the others need is not known when the first one is compiled."""
+        frames = {graph.name.split("/")[0] for graph in self.graphs if not graph.left}
+        again = name.split("/")[0] not in frames or any(graph.name == name for graph in self.graphs)
+        if frames and again and not is_fraction(self.memory):
+            raise CompileError(
+                f"memory: {self.memory} are for a model of one graph, and this one has a second ({name}): give a part, "
+                "such as 0.6, of which each has its own, or see where it breaks by torch.compile(fullgraph=True)"
+            )
+
+    def _leave(self, name: str, why: str) -> None:
+        graph = Graph(name, left=why)
+        self.graphs.append(graph)
+        warnings.warn(str(graph), stacklevel=2)
+
+
+def cannot_be_planned(gm: fx.GraphModule) -> str:
+    """Why a joint graph is left to PyTorch's partitioner; "": it is not."""
+    from torch._functorch.partitioners import has_recomputable_ops, is_sym_node
+
+    if has_recomputable_ops(gm):
+        return "it has checkpoint regions, or policies of selective checkpoints, of its own"
+    for node in gm.graph.nodes:
+        if is_sym_node(node):
+            return f"its shapes are not fixed ({node.name}): compile with dynamic=False"
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            return f"it calls {node.target}, whose parts have graphs of their own"
+    return ""
+
+
+def compile(
+    model: Any, *, memory: int | float | str, machine: Machine | str | None = None, planner: Planner = "lp_round",
+    seconds: float | None = 3.0, fullgraph: bool = False, options: dict[str, Any] | None = None,
+) -> Any:  # fmt: skip
+    """``torch.compile(model)`` whose forward and backward fit into ``memory``; all else is the user's, as ever.
+
+    Shapes are fixed (``dynamic=False``): a new one is compiled, and planned, when it is first seen. A part of the
+    memory is one of what each graph needs itself. What the plan is, ``report`` tells.
+
+    Args:
+        model: a module or a function.
+        memory, machine, planner, seconds: as ``Partitioner`` has them.
+        fullgraph, options: as torch.compile's.
+
+    Raises:
+        CompileError: there is no C++ compiler (on the CPU); by the first call with gradients: no plan fits.
+        FormatError: memory or machine is none.
+    """
+    partitioner = Partitioner(memory, machine, planner, seconds)
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        from torch._inductor.compile_fx import compile_fx
+
+        if not any(isinstance(x, torch.Tensor) and x.device.type != "cpu" for x in inputs):
+            needs_compiler()
+        patches = {**(options or {}), "custom_partitioner_fn": partitioner}
+        # A cached joint graph has no report, and the plan of another process's machine.
+        with torch._functorch.config.patch(enable_autograd_cache=False):
+            return compile_fx(gm, list(inputs), config_patches=patches)
+
+    compiled = torch.compile(model, backend=backend, dynamic=False, fullgraph=fullgraph)
+    _PARTITIONERS[compiled] = partitioner
+    return compiled
+
+
+_PARTITIONERS: weakref.WeakKeyDictionary[Any, Partitioner] = weakref.WeakKeyDictionary()
+
+
+def report(compiled: Any) -> CompiledReport:
+    """What became of the graphs of a model that ``compile`` returned.
+
+    Raises:
+        ValueError: it was not.
+    """
+    if compiled not in _PARTITIONERS:
+        raise ValueError("compiled: expected what executor.compiled.compile returned")
+    return CompiledReport(tuple(_PARTITIONERS[compiled].graphs))
+
+
+def needs_compiler() -> None:
+    """Raises CompileError where Inductor would find no C++ compiler."""
+    from torch._inductor import config
+
+    names = [name for name in config.cpp.cxx if name]
+    if not any(shutil.which(name) for name in names):
+        raise CompileError(
+            f"torch.compile needs a C++ compiler on the CPU, and there is none of {', '.join(names)}: install g++"
+        )
+
+
+def _look(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> Joint:
+    first = launches_of(forward, False)
+    names = [x.name if isinstance(x, fx.Node) else "" for x in forward.graph.output_node().args[0]]  # type: ignore[union-attr]
+    strides = {name: s for name, s in list(zip(names, first.strides, strict=True))[outputs:] if s is not None}
+    donated = nobody_elses(forward, backward, outputs)
+    return Joint(forward, backward, first, launches_of(backward, True, donated, strides), outputs)
+
+
+def _part(memory: int | float | str) -> float:
+    text = str(memory).strip()
+    return float(text[:-1]) / 100 if text.endswith("%") else float(text)
+
+
+def _device(inputs: Sequence[object]) -> torch.device:
+    leaves = torch.utils._pytree.tree_leaves(inputs)
+    devices = [x.device for x in leaves if isinstance(x, torch.Tensor)]
+    return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))

@@ -1,0 +1,208 @@
+"""The forward and backward of a compiled model as one Program, and the bytes that they take as Inductor allocates them.
+
+Kernels are Inductor's launches, in its order; tensors are the storages that these write. What the caller holds is left
+out: parameters, buffers, the batch, optimizer state. The gradients that the backward returns are counted until it ends,
+and so are the model's outputs and the gradients of these, which are born between the two.
+
+    forward launches … | between: reads outputs, writes their gradients | backward launches … | end: reads all of these
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from executor.compiled.launches import Launch, Launches, is_view, repeatable
+from simulator.machine import Machine
+from simulator.program import Kernel, Program, Tensor, TensorKind
+
+FORWARD, BACKWARD = "forward:", "backward:"
+
+
+@dataclass(frozen=True)
+class Joint:
+    """Both graphs of a partition, and what Inductor makes of them.
+
+    Attributes:
+        outputs: how many of the forward's outputs are the model's.
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    first: Launches
+    second: Launches
+    outputs: int
+
+    @cached_property
+    def tangents(self) -> tuple[str, ...]:
+        """The gradients of the model's outputs: storages of the backward."""
+        saved = {node.name for node in _returned(self.forward)}
+        inputs = [node.name for node in self.backward.graph.find_nodes(op="placeholder")]
+        return tuple(name for name in inputs if name not in saved and self.second.nbytes.get(name, 0))
+
+    @cached_property
+    def storages(self) -> dict[str, int]:
+        """Those that are planned, by name, in bytes: the forward's, tangents, the backward's."""
+        outside = {node.name for node in self.forward.graph.find_nodes(op="placeholder")}
+        found = {FORWARD + s: self.first.nbytes[s] for launch in self.first.launches for s in launch.writes
+                 if s not in outside}  # fmt: skip
+        found |= {BACKWARD + s: self.second.nbytes[s] for s in self.tangents}
+        written = (s for launch in self.second.launches for s in launch.writes)
+        found |= {name: self.second.nbytes[s] for s in written if (name := self.of_backward(s)) and name not in found}
+        return found
+
+    @cached_property
+    def _saved(self) -> dict[str, str | None]:
+        """Placeholders of the backward -> storages of the forward."""
+        names = [node.name for node in _returned(self.forward)]
+        return dict(zip(names, self.first.outputs, strict=True))
+
+    def of_forward(self, storage: str) -> str | None:
+        """Its name in ``storages``; None: the caller's."""
+        name = FORWARD + storage
+        return name if name in self.storages else None
+
+    def of_backward(self, storage: str) -> str | None:
+        """As ``of_forward``; what was saved is a storage of the forward."""
+        if storage in self._saved:
+            saved = self._saved[storage]
+            return None if saved is None or FORWARD + saved not in self.storages else FORWARD + saved
+        is_input = storage in self._inputs and storage not in self.tangents
+        return None if is_input else BACKWARD + storage
+
+    @cached_property
+    def _inputs(self) -> frozenset[str]:
+        return frozenset(node.name for node in self.backward.graph.find_nodes(op="placeholder"))
+
+    @cached_property
+    def returned(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The storages of the model's outputs, and of the gradients that the backward returns."""
+        outs = [self.of_forward(s) for s in self.first.outputs[: self.outputs] if s is not None]
+        grads = [self.of_backward(s) for s in self.second.outputs if s is not None]
+        return tuple(dict.fromkeys(s for s in outs if s)), tuple(dict.fromkeys(s for s in grads if s))
+
+    def calls(self) -> Iterator[tuple[Launch | None, tuple[str, ...], tuple[str, ...]]]:
+        """What happens, with the planned storages that it reads and writes; None: no launch."""
+        outs, grads = self.returned
+        for launch in self.first.launches:
+            yield launch, _named(map(self.of_forward, launch.reads)), _named(map(self.of_forward, launch.writes))
+        yield None, outs, tuple(BACKWARD + s for s in self.tangents)
+        for launch in self.second.launches:
+            yield launch, _named(map(self.of_backward, launch.reads)), _named(map(self.of_backward, launch.writes))
+        yield None, tuple(dict.fromkeys((*outs, *(BACKWARD + s for s in self.tangents), *grads))), ()
+
+    @property
+    def between(self) -> int:
+        """The kernel between forward and backward."""
+        return len(self.first.launches)
+
+    def program(self, machine: Machine, name: str = "compiled") -> Program:
+        """The Program; only the forward's kernels may run again. Durations are the machine's roofline's."""
+        index = {storage: i for i, storage in enumerate(self.storages)}
+        grads = {*self.returned[1], *(BACKWARD + s for s in self.tangents)}
+        tensors = [Tensor(s, n, _kind(s in grads)) for s, n in self.storages.items()]
+        kernels = []
+        born: set[str] = set()
+        for k, (launch, reads, writes) in enumerate(self.calls()):
+            # A launch that writes parts of what others write, too, may find nothing to read there yet.
+            inputs = tuple(index[s] for s in reads if s in born or s not in writes)
+            born |= set(writes)
+            phase = "forward" if k < self.between else "backward"
+            if launch is None:
+                kernels.append(Kernel("marker", "other", phase, inputs, tuple(index[s] for s in writes), 0,
+                                      recomputable=False))  # fmt: skip
+                continue
+            graph = self.first if k < self.between else self.second
+            nbytes = sum(graph.nbytes.get(s, 0) for s in (*launch.reads, *launch.writes))
+            dtype = launch.dtype if launch.dtype in machine.flops_per_s else "float32"
+            again = k < self.between and self._again(launch)
+            kernels.append(
+                Kernel(
+                    launch.name, launch.kind, phase, inputs, tuple(index[s] for s in writes),
+                    machine.kernel_ns(launch.kind, launch.flops, nbytes, dtype), 0, launch.flops, nbytes, again,
+                )
+            )  # fmt: skip
+        return Program(name, tuple(tensors), tuple(kernels))
+
+    def _again(self, launch: Launch) -> bool:
+        """Whether the values of a forward launch can be made a second time: nothing is drawn or written on the way, and
+        what is read of the caller's is as it was."""
+        planned = {s for s in launch.writes if FORWARD + s in self.storages}
+        nodes = {node.name: node for node in self.forward.graph.nodes}
+        roots = [nodes[v] for v in launch.values if self.first.stored[v] in planned and v in nodes]
+        if {self.first.stored[root.name] for root in roots} != planned:
+            return False
+        own, seen, stack = set(launch.values), set(), list(roots)
+        while stack:
+            node = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if node.name in self._mutated or not repeatable(node):
+                return False
+            inside = node.name in own or node.name not in self.first.stored or is_view(node)
+            stack += node.all_input_nodes if inside else ()
+        return True
+
+    @cached_property
+    def _mutated(self) -> frozenset[str]:
+        """What of the caller's the forward writes: statistics of batch norm."""
+        written = {s for launch in self.first.launches for s in launch.writes}
+        return frozenset(s for s in written if FORWARD + s not in self.storages)
+
+    def peak_bytes(self) -> int:
+        """The bytes at the peak as Inductor's code allocates them: its Program's, less what is written in place.
+
+        What a launch writes over an input that dies with it (``Launch.takes``) takes no memory of its own.
+        """
+        calls = list(self.calls())
+        last = {s: k for k, (_, reads, writes) in enumerate(calls) for s in (*reads, *writes)}
+        held: dict[str, int] = {}
+        peak = now = 0
+        for k, (launch, _, writes) in enumerate(calls):
+            name = self.of_forward if k < self.between else self.of_backward
+            over: dict[str, str] = {}
+            for written, read in launch.takes if launch else ():
+                target, source = name(written), name(read)
+                if target is not None and source is not None and last[source] == k and target not in held:
+                    over[target] = source
+            for s in writes:
+                if s not in held:
+                    held[s] = self.storages[s]
+                    now += 0 if s in over else held[s]
+            peak = max(peak, now)
+            gone = [s for s in held if last[s] == k and s not in over.values()]
+            now -= sum(held.pop(s) for s in gone)
+            for source in over.values():
+                held.pop(source)
+        return peak
+
+
+def nobody_elses(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> set[str]:
+    """What is saved and no input, output or gradient, by name (AOTAutograd's donated buffers)."""
+
+    def memory(nodes: Iterable[fx.Node]) -> dict[str, StorageWeakRef]:
+        values = {n.name: n.meta.get("val") for n in nodes}
+        return {n: StorageWeakRef(v.untyped_storage()) for n, v in values.items() if isinstance(v, torch.Tensor)}
+
+    returned = [x if isinstance(x, fx.Node) else None for x in forward.graph.output_node().args[0]]  # type: ignore[union-attr]
+    others = (*forward.graph.find_nodes(op="placeholder"), *filter(None, returned[:outputs]), *_returned(backward))
+    taken = set(memory(others).values())
+    return {name for name, m in memory(filter(None, returned[outputs:])).items() if m not in taken}
+
+
+def _returned(forward: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in forward.graph.output_node().args[0] if isinstance(node, fx.Node)]  # type: ignore[union-attr]
+
+
+def _named(names: Iterator[str | None]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for name in names if name is not None))
+
+
+def _kind(gradient: bool) -> TensorKind:
+    return "gradient" if gradient else "activation"

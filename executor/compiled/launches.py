@@ -1,0 +1,316 @@
+"""What Inductor makes of a graph: which kernels it launches, in which order, and the memory that each reads and writes.
+
+A graph is lowered and scheduled as ``compile_fx`` would (fused, reordered for its peak), and then thrown away: no code
+is generated, no compiler runs. So the fusion is Inductor's own, not a model of it. What is private of PyTorch and used
+here was read in the sources of 2.13.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from executor.capture.operators import arguments, flops_of, kind_of
+from simulator.program import KernelKind
+
+
+class Launch(NamedTuple):
+    """One kernel of Inductor's: a fused one, or a call of an operator."""
+
+    name: str
+    kind: KernelKind
+    reads: tuple[str, ...]  # storages
+    writes: tuple[str, ...]  # storages; what only this kernel uses is in none
+    values: tuple[str, ...]  # names of the nodes of the graph whose values it writes, in their order
+    flops: int
+    dtype: str  # of the products that the flops belong to
+    takes: tuple[tuple[str, str], ...]  # (storage written, storage read whose memory it may take over where that dies)
+
+
+@dataclass(frozen=True)
+class Launches:
+    """A graph as Inductor runs it. Storages have names: buffers of Inductor's, or inputs of the graph.
+
+    Attributes:
+        nbytes: per storage.
+        stored: name of a node of the graph -> the storage that its value lies in; a node that is not there is never in
+            memory by itself.
+        outputs: the storage of each output; None of what is no tensor.
+        strides: of each output; None where they are as the graph says.
+    """
+
+    launches: tuple[Launch, ...]
+    nbytes: dict[str, int]
+    stored: dict[str, str]
+    outputs: tuple[str | None, ...]
+    strides: tuple[tuple[int, ...] | None, ...]
+
+
+def launches_of(
+    graph: fx.GraphModule, backward: bool, donated: Collection[str] = (),
+    strides: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+) -> Launches:  # fmt: skip
+    """The launches of a forward or backward graph as a partitioner returns it, which stays as it is.
+
+    Args:
+        donated: inputs of the backward that nobody else holds, so that a result may be written over them.
+        strides: of inputs of the backward, as the forward really leaves them.
+    """
+    from torch._guards import detect_fake_mode
+    from torch._inductor.compile_fx import _recursive_post_grad_passes, fake_tensor_prop, view_to_reshape
+    from torch._inductor.debug import DebugContext
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+
+    gm = copy.deepcopy(graph)
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    mode = detect_fake_mode([node.meta["val"] for node in placeholders])
+    for node in placeholders:
+        if (stride := strides.get(node.name)) not in (None, node.meta["val"].stride()):
+            with mode, torch.no_grad():
+                node.meta["val"] = node.meta["val"].as_strided(node.meta["val"].size(), stride)
+    inputs = [node.meta["val"] for node in placeholders]
+    view_to_reshape(gm)
+    with torch.no_grad():
+        fake_tensor_prop(gm, inputs)
+    with V.set_fake_mode(mode), V.set_debug_handler(DebugContext()), torch.random.fork_rng(devices=()):
+        _recursive_post_grad_passes(gm, is_inference=False)
+        lowering = GraphLowering(gm, example_inputs=inputs, shape_env=mode.shape_env, is_backward=backward)
+        names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+        lowering.bw_donated_idxs = [i for i, name in enumerate(names) if name in donated]
+        lowering.garbage_collect_values = False  # ``env`` says what became of each node
+        with V.set_graph_handler(lowering), V.set_extern_kernel_nodes([]):
+            lowering.run(*inputs)
+            lowering.init_wrapper_code()
+            lowering._update_scheduler()
+            return _Reader(gm, lowering).read()
+
+
+class _Reader:
+    """Reads a scheduled graph."""
+
+    def __init__(self, gm: fx.GraphModule, lowering: Any) -> None:
+        self.gm, self.lowering, self.scheduler = gm, lowering, lowering.scheduler
+        self.outputs = set(lowering.get_output_names())
+        self.over = self._over()
+
+    def read(self) -> Launches:
+        from torch._inductor import ir
+
+        groups: list[list[Any]] = []
+        group_of: dict[str, list[Any]] = {}
+        for node in self.scheduler.nodes:
+            part_of = None
+            if isinstance(node.node, ir.MultiOutput):  # one result of a call that has several
+                part_of = group_of.get(node.node.inputs[0].get_name())
+            group = part_of if part_of is not None else []
+            if part_of is None:
+                groups.append(group)
+            group.append(node)
+            for output in node.get_outputs():
+                group_of[output.get_name()] = group
+        values: dict[int, list[str]] = {id(group): [] for group in groups}
+        stored: dict[str, str] = {}
+        for fx_node in self.gm.graph.nodes:
+            raw = self._buffer(self.lowering.env.get(fx_node))
+            if raw is None:
+                continue
+            storage = self._real(raw)
+            alias = is_view(fx_node) and storage in stored.values()
+            stored[fx_node.name] = storage
+            if raw in group_of and not alias:
+                values[id(group_of[raw])].append(fx_node.name)
+        launches = tuple(self._launch(group, tuple(values[id(group)])) for group in groups)
+        names = {s for launch in launches for s in launch.reads + launch.writes} | set(stored.values())
+        outs = (None if (o := self._buffer(out)) is None else self._real(o) for out in self.lowering.graph_outputs)
+        strides = (_stride(out) for out in self.lowering.graph_outputs)
+        return Launches(launches, {name: self._nbytes(name) for name in names}, stored, tuple(outs), tuple(strides))
+
+    def _launch(self, group: list[Any], values: tuple[str, ...]) -> Launch:
+        from torch._inductor import ir
+        from torch._inductor.dependencies import WeakDep
+
+        inside = {n.get_name() for node in group for n in node.get_nodes()}
+        written = [o for node in group for o in node.get_outputs()]
+        own = {o.get_name() for o in written}
+        local = {
+            o.get_name()
+            for o in written
+            if o.get_name() not in self.outputs
+            and o.get_name() not in self.scheduler.mutation_real_name
+            and all(user.is_weak or user.get_name() in inside for user in o.users)
+        }
+        reads = dict.fromkeys(
+            self._real(d.name)
+            for node in group
+            for d in node.read_writes.reads
+            if not isinstance(d, WeakDep) and d.name not in own
+        )
+        writes = dict.fromkeys(
+            self._real(o.get_name())
+            for o in written
+            if o.get_name() not in local and not isinstance(o.node.layout, (ir.NoneLayout, ir.MultiOutputLayout))
+        )
+        nodes = [n for node in group for n in node.get_nodes()]
+        extern = any(isinstance(n.node, (ir.ExternKernel, ir.MultiOutput)) for n in nodes)
+        origins = [x for x in _origins(nodes) if x.op == "call_function"]
+        products = [(x, f) for x in origins if extern and (f := _flops(x))]
+        dtypes = {str(x.meta["val"].dtype).removeprefix("torch.") for x, _ in products
+                  if isinstance(x.meta.get("val"), torch.Tensor)}  # fmt: skip
+        if products:
+            kind = kind_of(products[0][0].target, "forward")  # type: ignore[arg-type]
+        elif extern and len(origins) == 1 and isinstance(origins[0].target, torch._ops.OpOverload):
+            kind = kind_of(origins[0].target, "forward")
+        else:
+            kind = "reduce" if any(n.is_reduction() for n in nodes) else "elementwise"
+        takes = tuple(self._takes(written, local, own))
+        return Launch(
+            "+".join(x.name for x in origins[-3:]) or group[0].get_name(), kind, tuple(reads), tuple(writes), values,
+            sum(f for _, f in products), next(iter(dtypes), "float32"), takes,
+        )  # fmt: skip
+
+    def _over(self) -> dict[str, str]:
+        """Result -> the buffer whose memory it takes over, as ``SchedulerNode.decide_inplace_update`` will say."""
+        from torch._inductor import config, ir
+        from torch._inductor.codegen.wrapper import can_match_buffer_size
+        from torch._inductor.scheduler import NopKernelSchedulerNode, SchedulerNode
+
+        over: dict[str, str] = {}
+        done: set[str] = set()
+        for group in self.scheduler.nodes:
+            for node in group.get_nodes():
+                ignored = node.ancestors | self.lowering.removed_operations | done
+                for output in node.get_outputs() if isinstance(node, SchedulerNode) and config.inplace_buffers else ():
+                    made = output.node
+                    if not made.should_allocate() or made.get_inputs_that_alias_output() or made.get_mutation_names():
+                        continue
+                    for dep in node.read_writes.reads:
+                        known = self.scheduler.name_to_donated_buffer.get(dep.name)
+                        source = known if known is not None else self.scheduler.name_to_buf.get(dep.name)
+                        if source is None or source.get_name() in over.values():
+                            continue
+                        users = [u for u in source.users if u.node.get_name() not in ignored]
+                        layout = (
+                            source.node.get_output_spec() if source.node is not None else ir.NoneLayout(device=None)
+                        )
+                        odd = (ir.NoneLayout, ir.MultiOutputLayout, ir.MutationLayoutSHOULDREMOVE)
+                        if (
+                            len(users) == 1
+                            and users[0].can_inplace
+                            and users[0].node is node
+                            and not isinstance(layout, odd)
+                            and not isinstance(source.defining_op, NopKernelSchedulerNode)
+                            and can_match_buffer_size(source.node, made)
+                            and self._one_index(source, group)
+                        ):
+                            over[output.get_name()] = source.get_name()
+                            break
+            done.update(group.get_operation_names())
+        return over
+
+    def _one_index(self, source: Any, group: Any) -> bool:
+        """Whether all of a fused kernel reads a buffer in the same order."""
+        name = source.get_name()
+        inside = {n.get_name() for n in group.get_nodes()}
+        users = [u.node for u in source.users if u.node.get_name() in inside]
+        return len({d for n in users for d in n.read_writes.reads_and_writes() if d.name == name}) <= 1
+
+    def _takes(self, written: list[Any], local: set[str], own: set[str]) -> Iterator[tuple[str, str]]:
+        for output in written:
+            name = output.get_name()
+            source: str | None = self.over.get(name)
+            while source in own:
+                source = self.over.get(source)
+            if name not in local and source is not None:
+                yield self._real(name), self._real(source)
+
+    def _buffer(self, value: Any) -> str | None:
+        """The buffer that a value of the lowering lies in; None: in none."""
+        from torch._inductor import ir
+
+        while isinstance(value, (ir.MutableBox, ir.BaseView)):
+            value = value.data
+        return value.get_name() if isinstance(value, ir.Buffer) and not isinstance(value, ir.ConstantBuffer) else None
+
+    def _real(self, name: str) -> str:
+        """The buffer whose memory it is: writes in place, and parts of what is put together, are another's."""
+        from torch._inductor import ir
+
+        while True:
+            buffer = self.scheduler.name_to_buf.get(name)
+            layout = buffer.node.layout if buffer is not None else None
+            if name in self.scheduler.mutation_real_name:
+                name = self.scheduler.mutation_real_name[name]
+            elif isinstance(layout, ir.NonOwningLayout):
+                name = layout.view.get_name()
+            else:
+                return name
+
+    def _nbytes(self, name: str) -> int:
+        from torch._inductor import ir
+
+        buffer = self.scheduler.name_to_buf.get(name)
+        node = buffer.node if buffer is not None else self.lowering.graph_inputs.get(name)
+        while isinstance(node, (ir.MutableBox, ir.BaseView)):
+            node = node.data
+        if (
+            node is None
+            or not isinstance(node, ir.Buffer)
+            or isinstance(node.layout, (ir.NoneLayout, ir.MultiOutputLayout))
+        ):
+            return 0
+        numel = self.lowering.sizevars.optimization_hint(self.lowering.get_allocation_storage_size(node), fallback=0)
+        return int(numel) * int(node.get_dtype().itemsize)
+
+
+def _stride(output: Any) -> tuple[int, ...] | None:
+    from torch._inductor import ir
+
+    if not isinstance(output, ir.IRNode) or not output.has_tensor_output():
+        return None
+    return tuple(int(s) for s in output.get_stride())
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether its value is another's memory, by its schema."""
+    if node.target is operator.getitem:
+        return is_view(node.args[0])  # type: ignore[arg-type]
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    returns = node.target._schema.returns
+    named = node.target is torch.ops.aten.reshape.default or node.target is torch.ops.aten._unsafe_view.default
+    return named or any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def repeatable(node: fx.Node) -> bool:
+    """Whether a call does the same a second time, and nothing else."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator)
+    if node.target._schema.is_mutable or node.target.namespace == "_c10d_functional":
+        return False
+    if torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return True
+    given = {a.name: value for a, value in arguments(node.target, node.args, node.kwargs)}
+    return given.get("dropout_p") == 0.0  # attention that draws nothing
+
+
+def _origins(nodes: list[Any]) -> list[fx.Node]:
+    found = {x: None for n in nodes if n.node is not None for x in n.node.get_origins()}
+    return sorted(found, key=lambda x: x._sort_key)
+
+
+def _flops(node: fx.Node) -> int:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return 0
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: x.meta.get("val"))
+    try:
+        return flops_of(node.target, args, kwargs, node.meta.get("val"))
+    except (TypeError, ValueError, KeyError):
+        return 0

@@ -1,0 +1,31 @@
+"""The bytes that a step really allocates, as the allocator of its device counts them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+
+def allocated_peak(step: Callable[[], object], device: str = "cpu") -> int:
+    """The most bytes that ``step()`` has beside what was there before it.
+
+    On the CPU these are all tensors' (the profiler's record of every allocation and release, kernels of Inductor's
+    included); what a library takes by itself is not PyTorch's. On a GPU it is ``max_memory_allocated`` (never run).
+    """
+    if device != "cpu":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    results = profiler.profiler.kineto_results  # type: ignore[union-attr]
+    changes = [(e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]"]
+    now = peak = 0
+    for _, nbytes in sorted(changes, key=lambda change: change[0]):
+        now += nbytes
+        peak = max(peak, now)
+    return peak

@@ -1,0 +1,156 @@
+"""A plan becomes a forward and a backward graph: what it keeps is saved, what runs again stands where it says.
+
+The schedule's steps are written down one after the other, each as the nodes whose values its launch writes; the first
+``Joint.between`` steps and what runs again before them are the forward. A launch reads the copies of its tensors
+that the schedule names (``Step.uses``). Values that are never in memory are written for each launch that uses them, as
+Inductor inlines them. Nothing is left for a later pass to decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import fx
+
+from executor.compiled.joint import BACKWARD, FORWARD, Joint
+from executor.compiled.launches import Launch, repeatable
+from simulator.program import Program
+from simulator.schedule import Schedule, Step
+
+
+def partition(joint: Joint, program: Program, schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The forward and backward of a plan for ``joint.program``, as PyTorch's partitioners return them."""
+    from torch._functorch.partitioners import _extract_fwd_bwd_modules, is_sym_node
+
+    writer = _Writer(joint, program)
+    for step in schedule.steps:
+        writer.step(step)
+    module = writer.module()
+    second = writer.second
+    used = {x for node in second for x in node.all_input_nodes if x not in second}
+    grads = {x for x in writer.grads if x is not None and x not in second}
+    saved = [x for x in module.graph.nodes if x in used | grads and x.name not in writer.tangents]
+    return _extract_fwd_bwd_modules(
+        module, [x for x in saved if not is_sym_node(x)], [x for x in saved if is_sym_node(x)],
+        num_fwd_outputs=joint.outputs,
+    )  # fmt: skip
+
+
+class _Writer:
+    """Writes the steps of a schedule into one graph."""
+
+    def __init__(self, joint: Joint, program: Program) -> None:
+        self.joint, self.graph = joint, fx.Graph()
+        self.names = [t.name for t in program.tensors]
+        forward, backward = joint.forward.graph, joint.backward.graph
+        self.forward = {node.name: node for node in forward.nodes}
+        self.backward = {node.name: node for node in backward.nodes}
+        self.order = {node: i for i, node in enumerate((*forward.nodes, *backward.nodes))}
+        self.held: dict[int, dict[fx.Node, fx.Node]] = {}  # block -> the values in it
+        self.always: dict[fx.Node, fx.Node] = {}  # inputs, sizes, what happens once
+        self.second: set[fx.Node] = set()  # what the backward does
+        self.results: list[fx.Node | None] = []
+        self.grads: list[fx.Node | None] = []
+        self.in_second = False
+        for node in forward.find_nodes(op="placeholder"):
+            self.always[node] = self.graph.node_copy(node)
+        saved = {x.name for x in _results(forward) if x is not None}
+        self.tangents = {n.name for n in backward.find_nodes(op="placeholder") if n.name not in saved}
+        for name in sorted(self.tangents, key=lambda n: self.order[self.backward[n]]):
+            self.always[self.backward[name]] = self.graph.node_copy(self.backward[name])
+
+    def step(self, step: Step) -> None:
+        """One launch, or what stands between the graphs and at their end."""
+        between, k = self.joint.between, step.kernel
+        env = dict(self.always)
+        for block in step.uses.values():
+            env.update(self.held.get(block, {}))
+        if k == between:
+            self._once(self.forward.values())
+            self.results = self._all(_results(self.joint.forward.graph)[: self.joint.outputs], env)
+            self.in_second = True
+        elif k == between + 1 + len(self.joint.second.launches):
+            self._once(self.backward.values())
+            self.grads = self._all(_results(self.joint.backward.graph), env)
+        else:
+            first = k < between
+            launches = self.joint.first.launches if first else self.joint.second.launches
+            launch = launches[k if first else k - between - 1]
+            nodes, graph, prefix = (
+                (self.forward, self.joint.first, FORWARD) if first else (self.backward, self.joint.second, BACKWARD)
+            )
+            roots = [nodes[v] for v in launch.values if v in nodes]
+            blocks = {self.names[t]: block for t, block in step.uses.items()}
+            for root in roots:
+                env.pop(root, None)
+            for root in roots:
+                if root in self.always:  # it has happened
+                    env[root] = self.always[root]
+                self._write(root, env)
+                block = blocks.get(prefix + graph.stored[root.name])
+                if block is not None:
+                    self.held.setdefault(block, {})[root] = env[root]
+            self._carry(launch, prefix, blocks, {graph.stored[root.name] for root in roots})
+        for block in step.frees:
+            self.held.pop(block, None)
+
+    def _carry(self, launch: Launch, prefix: str, blocks: dict[str, int], known: set[str]) -> None:
+        """A storage that is no value of the graph (a copy in another layout, a part of what is put together): who reads
+        it makes it again from what it was made of."""
+        unknown = [blocks[prefix + s] for s in launch.writes if s not in known and prefix + s in blocks]
+        for block in unknown:
+            own = self.held.setdefault(block, {})
+            for other in blocks.values():
+                own.update(self.held.get(other, {}))
+
+    def _once(self, nodes: Iterable[fx.Node]) -> None:
+        """What writes the caller's memory, or draws, and belongs to no launch."""
+        for node in list(nodes):
+            if node.op == "call_function" and node.is_impure() and node not in self.always:
+                self._write(node, dict(self.always))
+
+    def _all(self, nodes: list[fx.Node | None], env: dict[fx.Node, fx.Node]) -> list[fx.Node | None]:
+        return [None if node is None else self._write(node, env) for node in nodes]
+
+    def _write(self, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
+        """The value of a node in the new graph, with what it needs that is not in ``env``."""
+        wanted: set[fx.Node] = set()
+        stack = [self._source(node)]
+        while stack:
+            x = stack.pop()
+            if x not in env and x not in wanted:
+                wanted.add(x)
+                stack += map(self._source, x.all_input_nodes)
+        for x in sorted(wanted, key=self.order.__getitem__):
+            copied = self.graph.node_copy(x, lambda a: env[self._source(a)])
+            env[x] = copied
+            if self.in_second:
+                self.second.add(copied)
+            if not repeatable(x) or not _is_tensor(x):
+                self.always[x] = copied
+        return env[self._source(node)]
+
+    def _source(self, node: fx.Node) -> fx.Node:
+        """What the backward takes from the forward is a node there."""
+        if node.op == "placeholder" and node.graph is self.joint.backward.graph and node.name not in self.tangents:
+            return self.forward[node.name]
+        return node
+
+    def module(self) -> fx.GraphModule:
+        """Both graphs as one, as a partitioner is given it."""
+        self.graph.output((*self.results, *self.grads))
+        first = self.joint.forward.graph.output_node().meta.get("desc", ())
+        second = self.joint.backward.graph.output_node().meta.get("desc", ())
+        self.graph.output_node().meta["desc"] = [*first[: self.joint.outputs], *second]
+        return fx.GraphModule(self.joint.forward, self.graph)
+
+
+def _results(graph: fx.Graph) -> list[fx.Node | None]:
+    return [x if isinstance(x, fx.Node) else None for x in graph.output_node().args[0]]  # type: ignore[union-attr]
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    import torch
+
+    value = node.meta.get("val")
+    return isinstance(value, (torch.Tensor, tuple, list))

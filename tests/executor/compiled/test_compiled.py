@@ -1,0 +1,253 @@
+"""Plans for torch.compile. One test compiles with Inductor, and needs a C++ compiler; the others run the same graphs by
+FX's interpreter, and look at what Inductor would launch."""
+
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from executor import compiled
+from executor.compiled import CompileError, Partitioner, allocated_peak
+from executor.compiled.backend import CompiledReport
+
+QUICK = "capuchin"
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, drop: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.drop = drop
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), self.drop)
+
+
+class Net(nn.Module):
+    """Returns its loss, so that no gradient comes from outside."""
+
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = part(x)
+        return x.square().mean()
+
+
+def blocks(n: int = 2, drop: float = 0.0) -> Net:
+    torch.manual_seed(0)
+    return Net(*(Block(32, drop) for _ in range(n)))
+
+
+def graphs(model: Any, partitioner: Partitioner) -> Any:
+    """``torch.compile(model)`` whose graphs are run by the interpreter."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._guards import detect_fake_mode
+    from torch._inductor import config
+    from torch._inductor.compile_fx import partition_fn
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.virtualized import V
+
+    def partition(gm: Any, inputs: Any, **options: Any) -> Any:
+        mode = detect_fake_mode(torch.utils._pytree.tree_leaves(inputs))
+        with config.patch(custom_partitioner_fn=partitioner), V.set_fake_mode(mode):
+            return partition_fn(gm, inputs, **options)
+
+    run = aot_autograd(
+        fw_compiler=lambda gm, inputs: make_boxed_func(gm.forward),
+        partition_fn=partition,
+        decompositions=select_decomp_table(),
+    )
+    return torch.compile(model, backend=run, dynamic=False)
+
+
+def step(model: Any, net: nn.Module, x: Tensor) -> list[Tensor]:
+    """The loss and all gradients."""
+    net.zero_grad()
+    torch.manual_seed(1)
+    loss = model(x)
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in net.parameters() if p.grad is not None)]
+
+
+def peak(model: Any, net: nn.Module, x: Tensor) -> int:
+    """The bytes that a step allocates, of a model that has been compiled."""
+    net.zero_grad()
+    return allocated_peak(lambda: model(x).backward())
+
+
+@pytest.fixture(autouse=True)
+def _reset() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def test_a_compiled_model_takes_what_was_predicted_and_has_the_bits_of_one_without_a_plan() -> None:
+    net, x = blocks(), torch.randn(4, 64, 32)
+    plain = torch.compile(net, dynamic=False)
+    expected = step(plain, net, x)
+    without = peak(plain, net, x)
+    torch._dynamo.reset()
+    planned = compiled.compile(net, memory=0.7, planner=QUICK)
+    found = step(planned, net, x)
+    (graph,) = compiled.report(planned).graphs
+    assert all(map(torch.equal, found, expected))
+    assert graph.plan is not None and graph.plan.decisions
+    assert graph.peak_bytes <= graph.limit == int(0.7 * graph.without_bytes)
+    assert peak(planned, net, x) == pytest.approx(graph.peak_bytes, rel=0.02)
+    assert without == pytest.approx(graph.without_bytes, rel=0.02)
+    assert "run again" in str(compiled.report(planned))
+
+
+def test_a_machine_without_a_compiler_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    net = blocks(1)
+    with pytest.raises(CompileError, match="needs a C\\+\\+ compiler on the CPU"):
+        compiled.compile(net, memory=0.9)(torch.randn(2, 8, 32))
+
+
+def test_less_memory_takes_more_time_and_each_plan_fits_as_inductor_schedules_it() -> None:
+    net, x = blocks(), torch.randn(4, 64, 32)
+    expected = step(net, net, x)
+    times = []
+    for memory in (0.95, 0.8):
+        torch._dynamo.reset()
+        partitioner = Partitioner(memory, "h100", QUICK)
+        found = step(graphs(net, partitioner), net, x)
+        (graph,) = partitioner.graphs
+        assert graph.peak_bytes <= graph.limit
+        torch.testing.assert_close(found, expected)
+        times.append(graph.iteration_ns)
+    assert 0 < times[0] <= times[1]
+
+
+def test_what_does_not_fit_is_refused_with_the_least_that_does() -> None:
+    with pytest.raises(
+        CompileError, match=r"graph 0/0 does not fit into .*: no plan that only runs kernels again needs less"
+    ):
+        graphs(blocks(), Partitioner(0.2))(torch.randn(4, 64, 32))
+
+
+def test_random_numbers_are_drawn_once() -> None:
+    """What was dropped is dropped in the backward, too: the interpreter's gradients are those of the same masks."""
+    net, x = blocks(2, drop=0.5), torch.randn(4, 64, 32)
+    partitioner = Partitioner(0.75, planner=QUICK)
+    expected = step(graphs(net, Partitioner(1.0)), net, x)
+    torch._dynamo.reset()
+    found = step(graphs(net, partitioner), net, x)
+    assert partitioner.graphs[0].plan is not None
+    torch.testing.assert_close(found, expected)
+
+
+class Broken(nn.Module):
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(x).square().mean()
+
+
+def test_graphs_and_shapes() -> None:
+    """Each graph has its part, each shape a plan of its own; bytes are for one graph."""
+    net = Broken(Block(32), Block(32))
+    partitioner = Partitioner(0.95, planner=QUICK)
+    model = graphs(net, partitioner)
+    for batch in (4, 3):
+        x = torch.randn(batch, 64, 32)
+        torch.testing.assert_close(step(model, net, x), step(net, net, x))
+    found = {graph.name: graph for graph in partitioner.graphs}
+    assert len(found) == 4 and all(g.peak_bytes <= g.limit == int(0.95 * g.without_bytes) for g in found.values())
+    torch._dynamo.reset()
+    with pytest.raises(CompileError, match="memory: 1GiB are for a model of one graph, and this one has a second"):
+        graphs(net, Partitioner("1GiB"))(torch.randn(4, 64, 32))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=False).square().mean()
+
+
+def test_checkpoints_of_the_users_stay_and_are_named() -> None:
+    net, x = Checkpointed(), torch.randn(4, 64, 32)
+    partitioner = Partitioner(0.5)
+    with pytest.warns(UserWarning, match="left as PyTorch partitions it, because it has checkpoint regions"):
+        found = step(graphs(net, partitioner), net, x)
+    torch.testing.assert_close(found, step(net, net, x))
+    assert "left as PyTorch" in str(CompiledReport(tuple(partitioner.graphs)))
+
+
+def test_statistics_of_batch_norm_are_written_once() -> None:
+    torch.manual_seed(0)
+    parts = [
+        nn.Sequential(nn.Conv2d(3 if i == 0 else 8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for i in range(4)
+    ]
+    net, x = Net(*parts), torch.randn(4, 3, 16, 16)
+    partitioner = Partitioner(0.8, planner=QUICK)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = step(graphs(net, partitioner), net, x)
+    statistics = [b.clone() for b in net.buffers()]
+    for name, b in net.named_buffers():
+        b.fill_(1.0 if name.endswith("var") else 0.0)
+    torch.testing.assert_close(found, step(net, net, x))
+    torch.testing.assert_close(statistics, list(net.buffers()))
+    assert partitioner.graphs[0].plan is not None
+
+
+def test_the_key_of_a_cache_names_all_that_a_plan_depends_on() -> None:
+    def planner(*_: object) -> Any:
+        raise NotImplementedError
+
+    same = Partitioner(0.5, "h100").uuid()
+    assert same == Partitioner(0.5, "h100").uuid()
+    others = [Partitioner(0.6, "h100"), Partitioner(0.5, "h200"), Partitioner(0.5, "h100", "capuchin"),
+              Partitioner(0.5, "h100", planner), Partitioner(0.5, "h100", planner)]  # fmt: skip
+    assert len({same, *(p.uuid() for p in others)}) == 6
+
+
+def _trained(model: nn.Module, net: nn.Module, rank: int) -> list[Tensor]:
+    """The parameters after two steps of this rank's batches."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for seed in (rank, rank + 2):
+        optimizer.zero_grad()
+        model(torch.randn(4, 64, 32, generator=torch.Generator().manual_seed(seed))).backward()
+        optimizer.step()
+    return [p.detach() for p in net.parameters()]
+
+
+def _rank(rank: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    partitioner = Partitioner(0.8, planner=QUICK)
+    net, plain = blocks(), blocks()
+    found = _trained(DistributedDataParallel(graphs(net, partitioner)), net, rank)
+    expected = _trained(DistributedDataParallel(plain), plain, rank)
+    torch.testing.assert_close(found, expected)
+    assert partitioner.graphs[0].plan is not None
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_two_ranks_train_as_without(tmp_path: Path) -> None:
+    torch.multiprocessing.start_processes(_rank, (str(tmp_path),), nprocs=2, start_method="fork")
+    ours, theirs = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
+    assert all(map(torch.equal, ours, theirs))

@@ -1,0 +1,356 @@
+"""A double of ``torch.cuda``: the real ``CudaEngines`` and their steps run on CPU tensors, and every order is checked.
+
+    double = CudaDouble(seed)           # None: copies are done as late as anything allows; else at random moments
+    double.install(monkeypatch)         # now torch.cuda is it, and steps of CPU tensors are steps on cuda:0
+    with double: ...                    # it sees every operator
+    double.check()
+
+What it does as CUDA and PyTorch do, and what it cannot show, is the list in tests/README.md (a double of torch.cuda).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import random
+import re
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from executor.capture.operators import arguments, running_statistics
+from executor.memory import engines, pinned
+from executor.training import work
+from executor.training.recording import Span
+from tests.executor.cuda_memory import HOST, POISON, Clock, Clocks, Memory
+
+aten = torch.ops.aten
+STREAMS = 32  # c10/cuda/CUDAStream.h: of a device, handed out in turn
+RESHAPES = {aten.set_.source_Storage, aten.set_.source_Storage_storage_offset, aten.set_.source_Tensor,
+            aten.detach_.default, aten.resize_.default, aten.is_same_size.default, aten.is_set_to.default}  # fmt: skip
+
+
+class Event:
+    """torch.cuda.Event."""
+
+    def __init__(self, double: CudaDouble) -> None:
+        self.double, self.clock, self.at = double, Clock(), 0
+        self.stream: Stream | None = None  # None: never recorded, and then nothing waits for it
+
+    def record(self, stream: Stream | None = None) -> None:
+        if self.double.left_out():
+            return
+        self.stream = stream or self.double.current_stream()
+        self.double.captured(self.stream, self)
+        self.clock, self.at = dict(self.double.clocks.of(self.stream.name)), self.stream.issued
+
+    def query(self) -> bool:
+        return self.stream is None or self.stream.done >= self.at
+
+    def wait(self, stream: Stream | None = None) -> None:
+        if not self.double.left_out():
+            (stream or self.double.current_stream())._wait(self)
+
+    def synchronize(self) -> None:
+        if not self.double.left_out() and self.stream is not None:
+            self.double.host_waits(self.stream, self.at, self.clock)
+
+
+class Stream:
+    """torch.cuda.Stream: what is in its queue is done when it has to be, or by chance."""
+
+    def __init__(self, double: CudaDouble, device: torch.device, handle: int) -> None:
+        self.double, self.device, self.cuda_stream = double, device, handle
+        self.name = f"stream {handle} of {device}"
+        self.queue: deque[tuple[Any, Any]] = deque()  # copies (target, source), waits (stream, how much of it)
+        self.issued = self.done = 0
+        self.lags = handle > 0  # until a kernel runs here
+
+    def put(self, work: tuple[Any, Any]) -> None:
+        self.queue.append(work)
+        self.issued += 1
+        if not self.lags:
+            self.run(self.issued)
+
+    def run(self, upto: int) -> None:
+        while self.done < upto:
+            self.step()
+
+    def step(self) -> None:
+        first, second = self.queue.popleft()
+        self.done += 1
+        if isinstance(first, Stream):
+            first.run(second)
+        else:
+            self.double.memory.move(first, second)
+
+    def _wait(self, event: Event) -> None:
+        if event.stream is None:
+            return
+        self.double.captured(self, event, waits=True)
+        Clocks.join(self.double.clocks.of(self.name), event.clock)
+        self.put((event.stream, event.at))
+
+    def wait_event(self, event: Event) -> None:
+        if not self.double.left_out():
+            self._wait(event)
+
+    def wait_stream(self, stream: Stream) -> None:
+        if not self.double.left_out():
+            self._wait(stream.record_event())
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event(self.double)
+        event.record(self)
+        return event
+
+    def query(self) -> bool:
+        return self.done == self.issued
+
+    def synchronize(self) -> None:
+        if not self.double.left_out():
+            self.double.host_waits(self, self.issued, self.double.clocks.of(self.name))
+
+
+class Runtime:
+    """torch.cuda.cudart(): pinned memory."""
+
+    def __init__(self, double: CudaDouble) -> None:
+        self.double, self.pinned = double, double.memory.pinned
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        assert not any(a < address + nbytes and address < a + n for a, n in self.pinned.items())
+        self.pinned[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.double.use(None, "unpinning", (), ((address, address + self.pinned.pop(address)),))
+        return 0
+
+
+class CudaDouble(TorchDispatchMode):
+    """One GPU (``devices``: several, of which tensors are on the first).
+
+    Attributes:
+        found: what was wrong.
+        omitted: (file, first line, last line) of calls of wait_event, wait_stream, record_stream and synchronize that
+            are left out; ``called``: file and line of those that were made.
+        fails: says of a copy (target, source, both tensors) that it fails when it is issued.
+    """
+
+    def __init__(self, seed: int | None = None, devices: int = 1) -> None:
+        super().__init__()
+        self.random = random.Random(seed) if seed is not None else None
+        self.clocks, self.memory, self.found = Clocks(), Memory(self), list[str]()
+        self.omitted: tuple[str, int, int] | None = None
+        self.called: set[tuple[str, int]] = set()
+        self.fails: Callable[[Tensor, Tensor], bool] = lambda target, source: False
+        self.devices = [torch.device("cuda", i) for i in range(devices)]
+        self.pools: dict[tuple[int, int], list[Stream]] = {}  # device, priority -> streams, the next one first
+        self.currents = [Stream(self, device, 0) for device in self.devices]
+        self.everything = list(self.currents)
+        self.device_now = 0
+
+    # ---------------------------------------------------------------------------------------- torch.cuda
+
+    def install(self, monkeypatch: Any) -> None:
+        """In torch.cuda's place; steps of CPU tensors are made as those of the first device."""
+        for name in ("current_stream", "set_stream", "synchronize", "stream", "device", "memory_stats"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        monkeypatch.setattr(torch.cuda, "Stream", self.new_stream)
+        monkeypatch.setattr(torch.cuda, "Event", lambda: Event(self))
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(self))
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: self.device_now)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(self.devices))
+        monkeypatch.setattr(torch.cuda, "get_rng_state", lambda *device: torch.empty(0))  # draws are the host's
+        monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *state: None)
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: self.memory.bytes)
+        monkeypatch.setattr(
+            torch.UntypedStorage, "resize_", lambda storage, nbytes: self.memory.resize(storage, nbytes)
+        )
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None if self.left_out() else
+                            self.record_stream(tensor, stream))  # fmt: skip
+        monkeypatch.setattr(engines, "_PAIRS", {})
+        monkeypatch.setattr(engines, "capture_stream", cache(self.new_stream))
+        slabs = pinned.Slabs(pinned._register, pinned._unregister, lambda: self.left_out() or pinned._synchronize())
+        monkeypatch.setattr(engines, "CUDA", slabs)
+        generators = work.generators
+        monkeypatch.setattr(work, "device_of", lambda captured: self.devices[0])
+        monkeypatch.setattr(work, "generators", lambda captured, device: generators(captured, torch.device("cpu")))
+
+    def new_stream(self, device: Any = None, priority: int = 0) -> Stream:
+        index = self._index(device)
+        if (index, priority) not in self.pools:
+            first = 100 * (1 + len(self.pools))
+            made = [Stream(self, self.devices[index], first + i) for i in range(STREAMS)]
+            self.pools[index, priority] = made
+            self.everything += made
+        pool = self.pools[index, priority]
+        pool.append(pool.pop(0))
+        return pool[-1]
+
+    def _index(self, device: Any) -> int:
+        if device is None:
+            return self.device_now
+        index = torch.device("cuda", device).index if isinstance(device, int) else torch.device(device).index
+        return self.device_now if index is None else index
+
+    def current_stream(self, device: Any = None) -> Stream:
+        return self.currents[self._index(device)]
+
+    def set_stream(self, stream: Stream) -> None:
+        self.device_now = self._index(stream.device)  # its device becomes the current one, too
+        self.currents[self.device_now] = stream
+
+    @contextlib.contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        outside, before = self.current_stream(), self.current_stream(stream.device)
+        self.set_stream(stream)
+        try:
+            yield
+        finally:
+            self.set_stream(before)
+            self.set_stream(outside)
+
+    @contextlib.contextmanager
+    def device(self, device: Any) -> Iterator[None]:
+        before, self.device_now = self.device_now, self._index(device)
+        try:
+            yield
+        finally:
+            self.device_now = before
+
+    def synchronize(self, device: Any = None) -> None:
+        if not self.left_out():
+            for stream in self.everything:
+                if stream.device == self.devices[self._index(device)] and stream.name in self.clocks.clocks:
+                    self.host_waits(stream, stream.issued, self.clocks.of(stream.name))
+
+    def record_stream(self, tensor: Tensor, stream: Stream) -> None:
+        block = self.memory.of(tensor)
+        if block.stream is not stream:
+            block.users.add(stream)
+
+    def memory_stats(self, device: Any = None) -> dict[str, int]:
+        now, peak = self.memory.bytes, self.memory.peak
+        return {"allocated_bytes.all.current": now, "allocated_bytes.all.peak": peak, "num_alloc_retries": 0}
+
+    # ---------------------------------------------------------------------------------------- order
+
+    def left_out(self) -> bool:
+        """Is the call two frames up to be left out?"""
+        caller = sys._getframe(2)
+        at = caller.f_code.co_filename, caller.f_lineno
+        self.called.add(at)
+        return self.omitted is not None and self.omitted[0] == at[0] and self.omitted[1] <= at[1] <= self.omitted[2]
+
+    def use(self, stream: Stream | None, name: str, reads: Iterable[Span], writes: Iterable[Span],
+            after: Clock | None = None) -> None:  # fmt: skip
+        if wrong := self.clocks.use(stream.name if stream else HOST, name, reads, writes, after or {}):
+            self.found.append(wrong)
+
+    def host_waits(self, stream: Stream, upto: int, clock: Clock) -> None:
+        stream.run(upto)
+        Clocks.join(self.clocks.clocks[HOST], clock)
+
+    def pool_of(self, stream: Stream) -> Any:
+        return stream
+
+    def captured(self, stream: Stream, event: Event, waits: bool = False) -> None:
+        pass
+
+    def check(self) -> None:
+        assert not self.found, self.found[0]
+
+    # ---------------------------------------------------------------------------------------- operators
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._by_chance()
+        if func is aten.copy_.default:
+            return self._copy(*args, **kwargs)
+        if func is aten._foreach_copy_.default:
+            for target, source in zip(args[0], args[1], strict=True):
+                self._copy(target, source, *args[2:], **kwargs)
+            return None
+        if func.is_view or func in RESHAPES:
+            return func(*args, **kwargs)
+        return self._kernel(func, args, kwargs)
+
+    def _by_chance(self) -> None:
+        while self.random and self.random.random() < 0.5:
+            if not (busy := [stream for stream in self.everything if stream.queue]):
+                return
+            self.random.choice(busy).step()
+
+    def _kernel(self, func: Any, args: Any, kwargs: Any) -> Any:
+        stream = self.current_stream()
+        name, statistics = str(func), running_statistics(func, args, kwargs)
+        device: tuple[list[Tensor], list[Tensor]] = [], []
+        host: tuple[list[Tensor], list[Tensor]] = [], []
+        for argument, value in arguments(func, args, kwargs):
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            for tensor in tree_leaves(value):
+                if is_real(tensor) and tensor.numel():
+                    where = host if self.memory.of(tensor).stream is None else device
+                    if written or not MAKES.search(name):  # of others only the form counts
+                        where[written or any(tensor is s for s in statistics)].append(tensor)
+        if any(host):  # a computation of the host; what it takes of the device it has to wait for
+            self.use(None, name, *([self.memory.span(t) for t in ts] for ts in host))
+            stream.run(stream.issued)
+            Clocks.join(self.clocks.clocks[HOST], self.clocks.of(stream.name))
+        stream.lags = False
+        stream.run(stream.issued)
+        out = func(*args, **kwargs)
+        made = [t for t in tree_leaves(out) if is_real(t)]
+        spans = [[self.memory.span(t) for t in ts] for ts in device]
+        fresh = [t for t in made if t.untyped_storage()._cdata not in self.memory.blocks]
+        for tensor in fresh:
+            self.memory.of(tensor)
+        if func._overloadpacket in UNWRITTEN:
+            for tensor in fresh:
+                storage = tensor.untyped_storage()
+                ctypes.memset(storage.data_ptr(), POISON, storage.nbytes())
+            fresh = []
+        self.use(
+            None if any(host) else stream, name, spans[0], spans[1] + [self.memory.span(t) for t in fresh if t.numel()]
+        )
+        if not made and any(device) and func._schema.returns:  # a number for the host
+            self.host_waits(stream, stream.issued, self.clocks.of(stream.name))
+        return out
+
+    def _copy(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        if not (is_real(target) and is_real(source)) or not target.numel():
+            return aten.copy_.default(target, source, non_blocking)
+        ends = self.memory.of(target), self.memory.of(source)
+        if (ends[0].stream is None) is (ends[1].stream is None):
+            return self._kernel(aten.copy_.default, (target, source, non_blocking), {})
+        if self.fails(target, source):
+            raise RuntimeError("CUDA error: no link")
+        stream, spans = self.current_stream(), (self.memory.span(target), self.memory.span(source))
+        self.use(stream, f"a copy on {stream.name}", spans[1:], spans[:1])
+        if target.is_contiguous() and source.is_contiguous() and target.dtype == source.dtype:
+            stream.put(spans)
+        else:
+            stream.run(stream.issued)
+            aten.copy_.default(target, source)
+        if not non_blocking:
+            self.host_waits(stream, stream.issued, self.clocks.of(stream.name))
+        return target
+
+
+MAKES = re.compile(r"aten\.(new_|\w+_like\.)")
+UNWRITTEN = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
+
+
+def is_real(value: Any) -> bool:
+    """A tensor that plays one of the device, or that is in pinned memory."""
+    return isinstance(value, Tensor) and value.device.type == "cpu" and not isinstance(value, FakeTensor)

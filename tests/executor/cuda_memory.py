@@ -1,0 +1,210 @@
+"""What a double of torch.cuda (cuda_double.py) counts with: vector clocks, and an allocator with its own addresses."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from executor.training.recording import Operation, Span, _Check
+
+if TYPE_CHECKING:
+    from tests.executor.cuda_double import CudaDouble, Event, Stream
+
+HOST = "the host"
+BASE = 1 << 60  # addresses of the device are above, the host's below
+POISON = 0xFF
+SEGMENT, ROUND = 2 << 20, 512
+Clock = dict[str, int]
+
+
+class Clocks(_Check):
+    """The vector clocks of a recording's check, without its rules about memory. The host is one of the streams: what it
+    has done comes before all that it issues from then on."""
+
+    def __init__(self) -> None:
+        super().__init__((0, 0), ())
+        self.clocks = {HOST: {HOST: 0}}
+
+    def _is_there(self, memory: Span) -> bool:
+        return True
+
+    def of(self, stream: str) -> Clock:
+        """Of what the stream does next, as the host issues it now."""
+        clock = self.clocks.setdefault(stream, {stream: 0})
+        return self.join(clock, self.clocks[HOST])
+
+    @staticmethod
+    def join(clock: Clock, other: Clock) -> Clock:
+        for stream, at in other.items():
+            if at > clock.get(stream, 0):
+                clock[stream] = at
+        return clock
+
+    def use(self, stream: str, name: str, reads: Iterable[Span], writes: Iterable[Span], after: Clock) -> str | None:
+        """Of something done on the stream, after ``after`` too, what is wrong with it."""
+        clock = self.of(stream)
+        clock[stream] += 1
+        known = self.join(dict(clock), after) if after else clock
+        return self._use(Operation("kernel", stream, name, tuple(reads), tuple(writes)), known)
+
+
+@dataclass(eq=False)
+class Block:
+    """Memory of a storage. ``stream`` is that which asked for it, None for pinned memory of the host; ``users`` are
+    those of which record_stream told; ``after``: when its last owner was over."""
+
+    at: int
+    nbytes: int
+    stream: Stream | None
+    storage: weakref.ref[torch.UntypedStorage]
+    users: set[Stream] = field(default_factory=set)
+    after: Clock = field(default_factory=dict)
+
+
+class Free(NamedTuple):
+    begin: int
+    end: int
+    after: Clock
+
+
+class Memory:
+    """PyTorch's caching allocator, with addresses of its own: a block is given back to the list of the stream that
+    asked for it and may be that stream's next one at once; after record_stream when all these streams have come so far.
+    Best fit, split, merged."""
+
+    def __init__(self, double: CudaDouble) -> None:
+        self.double = double
+        self.blocks: dict[int, Block] = {}  # by _cdata of the storage
+        self.live: dict[int, Block] = {}
+        self.order: list[int] = []  # the live ones' addresses
+        self.free: dict[Any, list[Free]] = {}
+        self.limbo: list[tuple[Any, Block, list[Event]]] = []
+        self.end, self.bytes, self.peak = BASE, 0, 0
+        self.pinned: dict[int, int] = {}  # what cudaHostRegister was told
+        self._resize = torch.UntypedStorage.resize_
+
+    # ---------------------------------------------------------------------------------------- who has what
+
+    def is_pinned(self, at: int) -> bool:
+        return any(a <= at < a + n for a, n in self.pinned.items())
+
+    def of(self, tensor: Tensor) -> Block:
+        """The block of a tensor. One that was not seen before was taken on the present stream."""
+        storage = tensor.untyped_storage()
+        found = self.blocks.get(storage._cdata)
+        if found is None or found.nbytes != storage.nbytes():
+            if found is not None:
+                self.give(found)
+            found = self.take(storage)
+        return found
+
+    def span(self, tensor: Tensor) -> Span:
+        begin = self.of(tensor).at + tensor.storage_offset() * tensor.element_size()
+        last = sum((n - 1) * stride for n, stride in zip(tensor.size(), tensor.stride(), strict=True))
+        return begin, begin + (last + 1) * tensor.element_size()
+
+    def take(self, storage: torch.UntypedStorage) -> Block:
+        key, nbytes = storage._cdata, storage.nbytes()
+        gone = weakref.ref(storage, lambda ref: self._dead(key, ref))
+        if self.is_pinned(storage.data_ptr()):
+            found = self.blocks[key] = Block(storage.data_ptr(), nbytes, None, gone)
+            return found
+        stream = self.double.current_stream()
+        at, after = self._malloc(max(nbytes, 1), self.double.pool_of(stream))
+        found = self.blocks[key] = self.live[at] = Block(at, nbytes, stream, gone, after=after)
+        insort(self.order, at)
+        self.bytes += nbytes
+        self.peak = max(self.peak, self.bytes)
+        return found
+
+    def _dead(self, key: int, ref: weakref.ref[torch.UntypedStorage]) -> None:
+        if (block := self.blocks.get(key)) and block.storage is ref:
+            self.give(self.blocks.pop(key))
+
+    def give(self, block: Block) -> None:
+        if block.stream is None or self.live.pop(block.at, None) is None:
+            return
+        del self.order[bisect_left(self.order, block.at)]
+        self.bytes -= block.nbytes
+        events = [stream.record_event() for stream in block.users]
+        after = dict(block.after)
+        for event in events:
+            Clocks.join(after, event.clock)
+        span = (block.at, block.at + max(block.nbytes, 1))
+        self.double.use(block.stream, f"the next owner, on {block.stream.name}, of memory that was given back", (),
+                        (span,), after)  # fmt: skip
+        block.after = after
+        self.limbo.append((self.double.pool_of(block.stream), block, events))
+
+    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
+        """UntypedStorage.resize_."""
+        if block := self.blocks.pop(storage._cdata, None):
+            self.give(block)
+        self._resize(storage, nbytes)
+        if nbytes:
+            ctypes.memset(storage.data_ptr(), POISON, nbytes)
+            self.take(storage)
+        return storage
+
+    # ---------------------------------------------------------------------------------------- addresses
+
+    def _malloc(self, nbytes: int, pool: Any) -> tuple[int, Clock]:
+        waiting, self.limbo = self.limbo, []
+        for where, block, events in waiting:
+            if all(event.query() for event in events):
+                self._put(where, Free(block.at, block.at + -(-max(block.nbytes, 1) // ROUND) * ROUND, block.after))
+            else:
+                self.limbo.append((where, block, events))
+        size, spans = -(-nbytes // ROUND) * ROUND, self.free.setdefault(pool, [])
+        fitting = [(f.end - f.begin, f.begin, i) for i, f in enumerate(spans) if f.end - f.begin >= size]
+        if not fitting:
+            self.end += ROUND  # segments have no neighbours
+            spans.append(Free(self.end, self.end + max(SEGMENT, size), {}))
+            self.end = spans[-1].end
+            fitting = [(0, 0, len(spans) - 1)]
+        found = spans.pop(min(fitting)[2])
+        if found.begin + size < found.end:
+            insort(spans, Free(found.begin + size, found.end, found.after), key=lambda f: f.begin)
+        return found.begin, dict(found.after)
+
+    def _put(self, pool: Any, found: Free) -> None:
+        spans = self.free.setdefault(pool, [])
+        i = bisect_left(spans, found.begin, key=lambda f: f.begin)
+        for j in (i, i - 1):
+            if 0 <= j < len(spans) and (spans[j].begin == found.end or spans[j].end == found.begin):
+                other = spans.pop(j)
+                found = Free(min(found.begin, other.begin), max(found.end, other.end),
+                             Clocks.join(dict(found.after), other.after))  # fmt: skip
+        insort(spans, found, key=lambda f: f.begin)
+
+    # ---------------------------------------------------------------------------------------- content
+
+    def _parts(self, span: Span) -> Iterator[tuple[int, int, int]]:
+        """Where bytes really are: (offset in the span, address, how many); of the device, those that somebody has."""
+        if span[0] < BASE:
+            if self.is_pinned(span[0]):
+                yield 0, span[0], span[1] - span[0]
+            return
+        for at in self.order[max(0, bisect_right(self.order, span[0]) - 1) :]:
+            if at >= span[1]:
+                return
+            block, storage = self.live[at], self.live[at].storage()
+            begin, end = max(at, span[0]), min(at + block.nbytes, span[1])
+            if begin < end and storage is not None:
+                yield begin - span[0], storage.data_ptr() + begin - at, end - begin
+
+    def move(self, target: Span, source: Span) -> None:
+        """A copy of bytes between addresses, whosever they are by now; nobody's are poison."""
+        content = (ctypes.c_ubyte * (source[1] - source[0]))()
+        ctypes.memset(content, POISON, len(content))
+        for offset, at, n in self._parts(source):
+            ctypes.memmove(ctypes.addressof(content) + offset, at, n)
+        for offset, at, n in self._parts(target):
+            ctypes.memmove(at, ctypes.addressof(content) + offset, n)

@@ -1,0 +1,294 @@
+"""A double of CuPy under the real ``CupyBackend``: its kernels, compiled by g++, on this computer's memory.
+
+    with opened(machine, seed) as (backend, device): ...
+
+All that is enqueued is done when something has to wait for it, or by chance (``seed``), in the order of its stream and
+after the events that this waits for. Time is made up: each stream has a clock, copies take what the machine says,
+kernels what ``now()`` in them says. Two uses of one memory on two streams in no order stand in ``device.found``, by
+the vector clocks of executor/training/recording.py. What kernels of ``stream`` read and write is nobody's content and
+not looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from executor.memory.pinned import Slabs
+from simulator import Machine
+from tests.executor.cuda_memory import HOST, Clock, Clocks
+
+SHIM = r"""
+#include <stddef.h>
+#define __device__ static
+#define __global__
+struct uint4 { unsigned x, y, z, w; };
+struct dim3 { unsigned x; };
+static dim3 gridDim, blockDim, blockIdx, threadIdx;
+static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+static inline void atomicMax(unsigned long long* p, unsigned long long v) { if (v > *p) *p = v; }
+static inline void atomicMin(unsigned long long* p, unsigned long long v) { if (v < *p) *p = v; }
+static unsigned long long shim_ns;                        // a microsecond later at each look
+extern "C" { uint4* shim_arena; unsigned *shim_loads, *shim_stores; }  // how often each vector was read and written
+static inline unsigned long long shim_now() { return shim_ns += 1000; }
+static inline uint4 shim_load(const uint4* p) { if (shim_loads) shim_loads[p - shim_arena]++; return *p; }
+static inline void shim_store(uint4* p, uint4 v) { if (shim_stores) shim_stores[p - shim_arena]++; *p = v; }
+"""
+ASM = (  # the statements that only a GPU has, once each, and what is done here
+    (r'asm volatile\("mov\.u64 %0, %globaltimer;"[^;]*;', "ns = shim_now();"),
+    (r'asm volatile\("ld\.global\.cs\.v4\.u32 [^;]*;"[^;]*;', "v = shim_load(p);"),
+    (r'asm volatile\("st\.global\.cs\.v4\.u32 [^;]*;"[^;]*;', "shim_store(p, v);"),
+)
+KERNEL = re.compile(r'extern "C" __global__ void (\w+)\(([^)]*)\)')
+WIDTHS = {"u32": np.uint32}  # else 8 bytes: u64, addresses
+
+
+@cache
+def compiled(source: str) -> tuple[ctypes.CDLL, dict[str, list[Any]]]:
+    """The kernels as functions ``run_NAME(start_ns, blocks, threads, …)`` that return when they are over, and the types
+    of their own arguments. All threads run one after the other, each from the start."""
+    if not shutil.which("g++"):
+        pytest.skip("there is no g++")
+    for pattern, here in ASM:
+        source, times = re.subn(pattern, here, source)
+        assert times == 1, pattern
+    kernels, runs = {}, ""
+    for name, parameters in KERNEL.findall(source):
+        parts = [" ".join(p.split()).rpartition(" ") for p in parameters.split(",")]
+        kernels[name] = [WIDTHS.get(kind, np.uint64) for kind, _, _ in parts]
+        runs += f"""
+extern "C" u64 run_{name}(u64 start, u32 blocks, u32 threads, {parameters}) {{
+    u64 over = start;
+    gridDim.x = blocks, blockDim.x = threads;
+    for (u32 b = 0; b < blocks; b++) for (u32 t = 0; t < threads; t++) {{
+        shim_ns = start, blockIdx.x = b, threadIdx.x = t;
+        {name}({", ".join(part[2] for part in parts)});
+        if (shim_ns > over) over = shim_ns;
+    }}
+    return over;
+}}
+"""
+    with tempfile.TemporaryDirectory() as folder:
+        at = Path(folder, "kernels")
+        at.with_suffix(".cpp").write_text(SHIM + source + runs)
+        flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wno-unknown-pragmas"]
+        made = subprocess.run(["g++", *flags, "-o", f"{at}.so", f"{at}.cpp"], capture_output=True, text=True)
+        assert not made.returncode, made.stderr
+        library = ctypes.CDLL(f"{at}.so")
+    for name in kernels:
+        getattr(library, f"run_{name}").restype = ctypes.c_uint64
+    return library, kernels
+
+
+class CUDARuntimeError(RuntimeError):
+    """cupy.cuda.runtime's."""
+
+
+class Stream:
+    """cupy.cuda.Stream. Its queue: functions from when they can begin to when they are over."""
+
+    def __init__(self, device: Device) -> None:
+        device.streams.append(self)
+        self.device, self.ptr, self.name = device, len(device.streams), f"stream {len(device.streams)}"
+        self.queue: deque[Callable[[int], int]] = deque()
+        self.issued = self.done = self.ns = 0
+
+    def put(self, work: Callable[[int], int]) -> None:
+        self.queue.append(work)
+        self.issued += 1
+        while self.device.random and self.device.random.random() < 0.5:
+            if not (busy := [stream for stream in self.device.streams if stream.queue]):
+                return
+            self.device.random.choice(busy).step()
+
+    def step(self) -> None:
+        work = self.queue.popleft()
+        self.done += 1
+        self.ns = work(self.ns)
+
+    def run(self, upto: int) -> None:
+        while self.done < upto:
+            self.step()
+
+    def wait_event(self, event: Event) -> None:
+        Clocks.join(self.device.clocks.of(self.name), event.clock)
+        self.put(lambda ns: max(ns, event.happened()))
+
+    def synchronize(self) -> None:
+        self.run(self.issued)
+        Clocks.join(self.device.clocks.clocks[HOST], self.device.clocks.of(self.name))
+        if error := self.device.error:
+            raise error
+
+    def __enter__(self) -> None:
+        self.device.current.append(self)
+
+    def __exit__(self, *_: object) -> None:
+        self.device.current.pop()
+
+
+class Event:
+    """cupy.cuda.Event, each recorded once."""
+
+    def __init__(self, device: Device) -> None:
+        self.device, self.clock, self.ns, self.at = device, Clock(), -1, 0
+        self.stream: Stream
+
+    def record(self, stream: Stream) -> None:
+        self.stream, self.clock = stream, dict(self.device.clocks.of(stream.name))
+
+        def happens(ns: int) -> int:
+            self.ns = ns
+            return ns
+
+        self.at = stream.issued + 1
+        stream.put(happens)
+
+    def happened(self) -> int:
+        self.stream.run(self.at)
+        return self.ns
+
+    def synchronize(self) -> None:
+        self.happened()
+        Clocks.join(self.device.clocks.clocks[HOST], self.clock)
+        if error := self.device.error:
+            raise error
+
+
+class Device:
+    """The module ``cupy``, and what one sees of it from outside.
+
+    Attributes:
+        found: what was wrong.
+        error: of what has run; whoever waits gets it.
+    """
+
+    def __init__(self, machine: Machine, seed: int | None = None) -> None:
+        self.machine, self.random = machine, random.Random(seed) if seed is not None else None
+        self.clocks, self.found, self.streams = Clocks(), list[str](), list[Stream]()
+        self.current: list[Stream] = []
+        self.memory: dict[int, np.ndarray] = {}
+        self.error: CUDARuntimeError | None = None
+        self.__version__ = "of a double"
+        self.cuda = SimpleNamespace(
+            Stream=lambda non_blocking: Stream(self), Event=lambda: Event(self), get_elapsed_time=self.elapsed,
+            compiler=SimpleNamespace(CompileException=type("CompileException", (Exception,), {})),
+            runtime=SimpleNamespace(
+                CUDARuntimeError=CUDARuntimeError, setDevice=lambda device: None, runtimeGetVersion=lambda: 12040,
+                getDeviceProperties=lambda device: {"totalGlobalMem": machine.memory_bytes, "name": b"a double",
+                                                    "multiProcessorCount": 2},
+                malloc=self.malloc, free=self.free, memGetInfo=lambda: (self.left(), machine.memory_bytes),
+                memset=lambda at, value, n: ctypes.memset(at, value, n), memsetAsync=self.memset_async,
+                memcpy=self.memcpy, memcpyAsync=self.memcpy_async, memcpyDeviceToHost=2, memcpyHostToDevice=1,
+                deviceSynchronize=lambda: [stream.synchronize() for stream in self.streams],
+            ),
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------------------------------ memory
+
+    def left(self) -> int:
+        return self.machine.memory_bytes - sum(a.nbytes for a in self.memory.values())
+
+    def malloc(self, nbytes: int) -> int:
+        if nbytes > self.left():
+            raise CUDARuntimeError("cudaErrorMemoryAllocation: out of memory")
+        made = np.full(-(-nbytes // 512) * 512 + 512, 0xFF, np.uint8)  # what nobody has written
+        at = -(-made.ctypes.data // 512) * 512
+        self.memory[at] = made
+        return at
+
+    def free(self, at: int) -> None:
+        """cudaFree waits for all that is under way (what it frees is overwritten)."""
+        assert all(not stream.queue for stream in self.streams)
+        self.memory.pop(at)[:] = 0xFE
+
+    def use(self, stream: str, name: str, reads: list[tuple[int, int]], writes: list[tuple[int, int]]) -> None:
+        if wrong := self.clocks.use(stream, name, [(a, a + n) for a, n in reads], [(a, a + n) for a, n in writes], {}):
+            self.found.append(wrong)
+
+    def memcpy(self, target: int, source: int, nbytes: int, kind: int) -> None:
+        self.use(HOST, "a copy of the host", [(source, nbytes)], [(target, nbytes)])
+        ctypes.memmove(target, source, nbytes)
+
+    def memcpy_async(self, target: int, source: int, nbytes: int, kind: int, ptr: int) -> None:
+        stream = self.streams[ptr - 1]
+        self.use(stream.name, f"a copy on {stream.name}", [(source, nbytes)], [(target, nbytes)])
+        lasts = self.machine.d2h_ns(nbytes) if kind == 2 else self.machine.h2d_ns(nbytes)
+
+        def copy(ns: int) -> int:
+            ctypes.memmove(target, source, nbytes)
+            return ns + lasts
+
+        stream.put(copy)
+
+    def memset_async(self, at: int, value: int, nbytes: int, ptr: int) -> None:
+        stream = self.streams[ptr - 1]
+        self.use(stream.name, "memset", [], [(at, nbytes)])
+        stream.put(lambda ns: ctypes.memset(at, value, nbytes) * 0 + ns)
+
+    def elapsed(self, first: Event, second: Event) -> float:
+        assert first.ns >= 0 and second.ns >= 0, "both have to have happened"
+        return (second.ns - first.ns) / 1e6
+
+    # ------------------------------------------------------------------------------------------ kernels
+
+    def RawModule(self, code: str) -> Any:
+        library, kernels = compiled(code)
+
+        def function(name: str) -> Callable[..., None]:
+            run, kinds = getattr(library, f"run_{name}"), kernels[name]
+
+            def launch(blocks: tuple[int], threads: tuple[int], args: tuple[Any, ...]) -> None:
+                assert [type(a) for a in args] == kinds and 0 < blocks[0] < 2**31 and 0 < threads[0] <= 1024
+                values = [int(a) for a in args]
+                reads, writes = {
+                    "spin": lambda ns, pause, last, following: ([(last, 24)], [(following, 24)]),
+                    "stream": lambda ns, pause, last, following, *_: ([(last, 24)], [(following, 24)]),
+                    "fill": lambda at, n, word: ([], [(at, n)]),
+                    "verify": lambda at, n, word, answer: ([(at, n)], [(answer, 8)]),
+                }[name](*values)
+                stream = self.current[-1]
+                self.use(stream.name, name, reads, writes)
+                plain = [ctypes.c_uint32(v) if k is np.uint32 else ctypes.c_uint64(v)
+                         for v, k in zip(values, kinds, strict=True)]  # fmt: skip
+                stream.put(lambda ns: run(ctypes.c_uint64(ns), blocks[0], threads[0], *plain))
+
+            return launch
+
+        return SimpleNamespace(compile=lambda: None, get_function=function)
+
+
+@contextlib.contextmanager
+def opened(machine: Machine, seed: int | None = None, pause_ns: int = 0) -> Iterator[tuple[Any, Device]]:
+    """A backend on a double."""
+    device = Device(machine, seed)
+    name = "executor.replay.cupy_backend"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "cupy", device)
+        patch.setitem(sys.modules, "cupy.cuda", device.cuda)
+        patch.delitem(sys.modules, name, raising=False)
+        module = importlib.import_module(name)
+        patch.setattr(module, "AWAKE_NS", 20_000)
+        patch.setattr(module, "CUDA", Slabs(lambda at, n: None, lambda at: None, lambda: None))
+        try:
+            with module.CupyBackend(machine.copy_engines, pause_ns) as backend:
+                yield backend, device
+        finally:
+            patch.delitem(sys.modules, name, raising=False)
+            assert not device.memory, "memory was not given back"

@@ -1,0 +1,174 @@
+"""The CuPy backend on a double of CuPy: its kernels against NumPy, its order by vector clocks."""
+
+import copy
+import ctypes
+import importlib
+from random import Random
+
+import numpy as np
+import pytest
+
+from executor.replay.backend import BackendError, first_difference, pattern
+from executor.replay.replay import replay
+from executor.replay.streams import ReplayError, circle
+from simulator import Plan, Recompute, Swap
+from tests.executor.replay.conftest import LINK
+from tests.executor.replay.cupy_double import CUDARuntimeError, compiled, opened
+from tests.executor.replay.test_replay import LARGE, LARGE_SWAP
+from tests.tiny import A1, A2
+
+US = 1000
+replay_of = importlib.import_module("executor.replay.replay")
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    with opened(LINK):
+        from executor.replay.cupy_backend import SOURCE, UNROLL
+    return compiled(SOURCE)[0], UNROLL
+
+
+def run(kernels, name, blocks, threads, *args):
+    return getattr(kernels[0], f"run_{name}")(*map(ctypes.c_uint64, (0, blocks, threads, *args)))
+
+
+def test_fill_and_verify_are_numpys(kernels):
+    """At every alignment; of several wrong bytes the first."""
+    rng = Random(0)
+    memory = np.zeros(6000, np.uint8)
+    base = -(-memory.ctypes.data // 16) * 16 - memory.ctypes.data
+    for at, n in [(a, n) for a in range(17) for n in (1, 3, 15, 16, 17, 100, 4097)]:
+        seed, where = rng.randrange(2**32), memory.ctypes.data + base + at
+        memory[:] = 7
+        run(kernels, "fill", rng.randint(1, 4), 32, where, n, seed)
+        inside = memory[base + at : base + at + n]
+        assert (inside == pattern(n, seed)).all() and (memory != 7).sum() == (inside != 7).sum()
+        wrong = sorted(rng.sample(range(n), min(n, rng.randint(0, 3))))
+        inside[wrong] ^= 1 << rng.randrange(8)
+        answer = np.array([2**64 - 1], np.uint64)
+        run(kernels, "verify", rng.randint(1, 4), 32, where, n, seed, answer.ctypes.data)
+        found = first_difference(inside, seed)
+        assert found == (wrong[0] if wrong else None)
+        assert int(answer[0]) == (2**64 - 1 if found is None else found)
+
+
+def clocks():
+    return np.zeros((2, 4), np.uint64)
+
+
+def test_spins_take_their_time_and_make_up_for_a_pause(kernels):
+    last, following = clocks()
+    last[:3] = 990 * US, 980 * US, 3
+    for pause, due, absorbed in ((0, 1001 + 50, 3), (20 * US, 980 + 50, 3 + 21 * US), (5 * US, 1001 + 50, 3)):
+        start = 1000 * US
+        over = kernels[0].run_spin(*map(ctypes.c_uint64, (start, 1, 1, 50 * US, pause)),
+                                   *(ctypes.c_uint64(c.ctypes.data) for c in (last, following)))  # fmt: skip
+        assert following[1] == due * US and following[0] == over >= due * US
+        assert over - following[1] <= US and following[2] == absorbed
+
+
+@pytest.mark.parametrize(("vectors", "first", "count"), [(100, 0, 100), (100, 90, 60), (64, 63, 640), (5000, 17, 4321)])
+def test_streams_touch_each_vector_as_often_as_asked_and_change_nothing(kernels, vectors, first, count):
+    library, unroll = kernels
+    memory = np.random.default_rng(0).integers(0, 256, 16 * vectors + 16).astype(np.uint8)
+    at = -(-memory.ctypes.data // 16) * 16
+    before, (loads, stores), (last, following) = memory.copy(), np.zeros((2, vectors), np.uint32), clocks()
+    shims = [ctypes.c_void_p.in_dll(library, f"shim_{name}") for name in ("arena", "loads", "stores")]
+    for shim, value in zip(shims, (at, loads.ctypes.data, stores.ctypes.data), strict=True):
+        shim.value = value
+    try:
+        threads = 2 * 32
+        run(kernels, "stream", 2, 32, 30 * US, 0, last.ctypes.data, following.ctypes.data, at, vectors, first, count)
+    finally:
+        for shim in shims:
+            shim.value = None
+    expected = np.bincount((first + np.arange(count)) % vectors, minlength=vectors)
+    rounds = -(-count // (unroll * threads))
+    spare = rounds * unroll * threads - count  # threads without a vector read the first one again
+    assert (stores == expected).all()
+    expected[first] += spare
+    assert (loads == expected).all() and (memory == before).all()
+    assert following[1] == 31 * US and 31 * US <= following[0] <= (31 + rounds + 1) * US
+
+
+# ------------------------------------------------------------------------------------------------------------ replays
+
+
+PLANS = [
+    LARGE_SWAP,
+    Plan((Swap(A1, 1, 6, prefetch=3, sync=True), Swap(A2, 2, 5, copy=1))),
+    Plan((Recompute(A1, 1, 6),)),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=["swap", "early", "recompute"])
+@pytest.mark.parametrize("seed", [None, 1])
+def test_a_replay_is_right_whenever_copies_are_done(plan, seed):
+    with opened(LINK, seed) as (backend, device):
+        checked = replay(LARGE, plan, LINK, 150_000, backend, iterations=3, warmup=1, mode="check")
+        assert checked.checks > 50 and not device.found
+        timed = replay(LARGE, plan, LINK, 150_000, backend, iterations=3)
+        streamed = replay(LARGE, plan, LINK, 150_000, backend, iterations=3, kernels="stream")
+        assert not device.found
+    for measured in (timed, streamed):
+        assert 0 <= measured.error < 2 * US * len(LARGE.kernels) / measured.predicted_ns
+        assert measured.absorbed_ns == 0 and measured.fits
+
+
+def implied(order, j, wait):
+    """Do the other waits make job ``j`` wait for it, too?"""
+    number, known, ended = {}, {}, {}  # jobs by (round, job); of each stream what comes before its next; before an end
+    for i in range(4):
+        for k, job in enumerate(order.jobs):
+            clock = known.setdefault(job.span.stream, {})
+            for back, other in job.waits:
+                if i >= back and (i, k, (back, other)) != (3, j, wait):
+                    for stream, at in ended[i - back, other].items():
+                        clock[stream] = max(clock.get(stream, 0), at)
+            if (i, k) == (3, j):
+                return number[i - wait[0], wait[1]] <= clock.get(order.jobs[wait[1]].span.stream, 0)
+            number[i, k] = clock[job.span.stream] = clock.get(job.span.stream, 0) + 1
+            ended[i, k] = dict(clock)
+
+
+@pytest.mark.parametrize("plan", PLANS[:2], ids=["swap", "early"])
+def test_every_wait_of_a_replay_is_needed(plan, monkeypatch):
+    """Without it two jobs are in no order, or what is read is wrong; else, where it only says when, times differ."""
+    everything = circle(LARGE, plan, LINK, 150_000)
+    waits = [(j, wait) for j, job in enumerate(everything.jobs) for wait in job.waits]
+    waits = [(j, wait) for j, wait in waits if not implied(everything, j, wait)]
+    assert len(waits) >= 3
+
+    def without(j, wait, mode):
+        order = copy.deepcopy(everything)
+        if wait:
+            order.jobs[j].waits.remove(wait)
+        monkeypatch.setattr(replay_of, "circle", lambda *_: order)
+        with opened(LINK) as (backend, device):
+            measured = replay(LARGE, plan, LINK, 150_000, backend, iterations=2, warmup=1, mode=mode)
+            return device.found, measured.timeline.spans
+
+    times = without(0, None, "time")
+    assert not times[0]
+    for j, wait in waits:
+        try:
+            found, _ = without(j, wait, "check")
+        except ReplayError:
+            continue
+        assert found or without(j, wait, "time") != times, (everything.jobs[j].span, wait)
+
+
+def test_errors_are_one_sentence_and_leave_no_memory():
+    with opened(LINK) as (backend, device):
+        with pytest.raises(BackendError, match=r"^an arena of 1,000,001 bytes cannot be allocated \(cudaErrorMemory"):
+            backend.allocate(10**6 + 1, 16)
+        assert not device.memory and backend.allocated_bytes == 0
+        with pytest.raises(BackendError, match=r"cannot be pinned: .* are available"):
+            backend.allocate(16, 2**62)
+        with pytest.raises(BackendError, match=r"^a: the GPU reports that earlier work failed \(cudaErrorIllegal"):
+            with backend.arena(1000, 1000):
+                backend.task = "a"
+                backend.fill(0, 10, 1)
+                device.error = CUDARuntimeError("cudaErrorIllegalAddress")
+                backend.synchronize()
+        assert not device.memory and not hasattr(backend, "host")

@@ -1,0 +1,265 @@
+"""Every wait of the CUDA path is needed: with any one left out a step on the double of torch.cuda is wrong somewhere.
+
+The waits are found in the sources: calls of events, streams and the allocator, and those of the engines.
+"""
+
+import ast
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from executor import Captured, PlannedStep, StepError, capture
+from executor.memory import engines, pinned
+from executor.training import memory_source, planned_step, progress
+from simulator import Plan, Swap
+from tests.executor.cuda_double import CudaDouble
+from tests.executor.networks import sgd
+from tests.executor.training.programs import GPU, Twins, random_plan, required, same, tight
+from tests.executor.training.test_faults import break_kernel, once
+
+ORDERS = {"wait_event", "wait_stream", "record_stream", "synchronize", "record", "_settle"}
+OF_ENGINES = {"wait", "join", "borrow", "begin", "synchronize"}
+
+
+class Site(NamedTuple):
+    """A call in a source file: its lines, and what it says."""
+
+    file: str
+    first: int
+    last: int
+    text: str
+
+
+def sites() -> Iterator[Site]:
+    for module in (engines, pinned, memory_source, planned_step, progress):
+        tree = ast.parse(Path(module.__file__).read_text())
+        host = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and "Host" in node.name]
+        aside = {id(node) for c in host for node in ast.walk(c)} if module is engines else set()
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or id(node) in aside:
+                continue
+            owner, name = ast.unparse(node.func.value), node.func.attr
+            if name in (OF_ENGINES if owner.endswith("engines") else ORDERS):
+                text = f"{Path(module.__file__).name}: {ast.unparse(node)}"
+                yield Site(module.__file__, node.lineno, node.end_lineno or node.lineno, text)
+
+
+SITES = sorted(sites())
+
+
+class Small(Twins):
+    """Three layers."""
+
+    def __init__(self) -> None:
+        self.device, self.seed = "cpu", 0
+        self.batch = lambda: (torch.randn(8, 16), torch.randint(4, (8,)))
+
+        def parts():
+            torch.manual_seed(0)
+            made = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
+            return made, nn.CrossEntropyLoss(), sgd(made)
+
+        self.ours, self.eager = parts(), parts()
+
+
+class Case:
+    """A model, its twin and their double."""
+
+    def __init__(self, twins: Small, captured: Captured, micro: Captured) -> None:
+        self.twins, self.captured, self.micro = twins, captured, micro
+
+    def step(self, plan: Plan | None = None) -> PlannedStep:
+        return tight(self.captured, plan or random_plan(self.captured.program, 0, nothing=0.0))
+
+    def over_the_boundary(self) -> PlannedStep:
+        """With swap-outs and swap-ins that are under way between two steps."""
+        program = self.captured.program
+        moved = [i for i, t in enumerate(program.tensors) if t.kind in ("parameter", "optimizer_state")]
+        plan = Plan(tuple(Swap(*gap) for gap in program.gaps() if gap.after > gap.before and gap.tensor in moved))
+        step = PlannedStep(self.captured, plan, GPU, int(1.02 * required(program, plan)))
+        assert set(step.order.start.values()) == {"host", "out", "in"}
+        return step
+
+    def run(self, step: PlannedStep) -> Tensor:
+        """One step by both; nothing is looked at."""
+        batch = self.twins.next_batch()
+        loss = step(*batch)
+        self.twins.eager_step()
+        self.twins.seed += 1
+        return loss
+
+
+def what_is_shown_is_whole(case: Case) -> None:
+    """The host reads what a step has left in its memory at once."""
+    step = case.step()
+    for _ in range(3):
+        case.run(step)
+        copies = [p.detach().clone() for p in case.twins.ours[0].parameters()]
+        assert all(map(same, copies, case.twins.eager[0].parameters()))
+
+
+def copies_over_the_boundary(case: Case) -> None:
+    step = case.over_the_boundary()
+    with step:
+        for _ in range(3):
+            case.run(step)
+    case.twins.eager, case.twins.ours = case.twins.ours, case.twins.eager  # what was planned goes on eagerly
+    case.twins.eager_step()
+    case.twins.eager, case.twins.ours = case.twins.ours, case.twins.eager
+    case.twins.eager_step()
+    case.twins.compare()
+
+
+def a_fault(case: Case) -> None:
+    step = case.over_the_boundary()
+    case.run(step)
+    before = [t.clone() for t in case.twins.ours[0].state_dict().values()]
+    for phase, which in (("forward", 0), ("forward", 0.5), ("backward", 0.5)):
+        break_kernel(step, phase, once(RuntimeError("bad luck")), which)
+        with pytest.raises(StepError, match="bad luck"):
+            step(*case.twins.next_batch())
+        assert all(map(same, before, case.twins.ours[0].state_dict().values()))
+
+
+def another_compute_stream(case: Case) -> None:
+    step, now = case.step(), torch.cuda.current_stream()
+    for call in (lambda: case.run(step), step.finish, lambda: case.run(step)):
+        other = torch.cuda.Stream()
+        other.wait_stream(now)
+        with torch.cuda.stream(other):
+            call()
+            assert torch.cuda.current_stream() is other
+            case.twins.compare()
+        now = other
+
+
+def a_loaders_batch(case: Case) -> None:
+    """It was made on another stream, which goes on allocating."""
+    program, side = case.captured.program, torch.cuda.Stream()
+    x = next(t for t, tensor in enumerate(program.tensors) if tensor.kind == "input")
+    uses = program.accesses[x]
+    step = case.step(Plan((Swap(x, uses[0], uses[-1]), Swap(x, uses[-1], uses[0]))))
+    with torch.cuda.stream(side):
+        batch = case.twins.next_batch()
+    torch.cuda.current_stream().wait_stream(side)
+    step(*batch)
+    side.wait_stream(torch.cuda.current_stream())
+
+
+def another_stream_for_each_micro_batch(case: Case) -> None:
+    captured = case.micro
+    step, now = tight(captured, random_plan(captured.program, 1, nothing=0.0)), torch.cuda.current_stream()
+    for _ in range(4):
+        other = torch.cuda.Stream()
+        other.wait_stream(now)
+        with torch.cuda.stream(other):
+            batch = case.twins.next_batch()
+            step(*batch)
+        now = other
+
+
+def tensors_that_are_replaced(case: Case) -> None:
+    """While copies are under way."""
+    step = case.over_the_boundary()
+    with step:
+        for _ in range(2):
+            case.run(step)
+            for model, _, optimizer in (case.twins.ours, case.twins.eager):
+                for p in model.parameters():
+                    p.data = torch.ones_like(p)
+                    optimizer.state[p]["momentum_buffer"] = torch.ones_like(p)
+        case.run(step)
+    case.twins.compare()
+
+
+def host_memory_that_serves_another(case: Case) -> None:
+    """The step is gone; the device has not come to the end of its copies."""
+    program = case.captured.program
+    plan = Plan(tuple(Swap(*gap) for gap in program.gaps() if program.tensors[gap.tensor].kind == "activation"))
+    step = case.step(plan)
+    step(*case.twins.next_batch())
+    nbytes = step.pinned_bytes
+    del step
+    memory = torch.frombuffer(engines.CUDA.take(nbytes), dtype=torch.uint8)
+    memory.fill_(7)
+
+
+def host_memory_that_is_unpinned(case: Case) -> None:
+    program = case.captured.program
+    plan = Plan(tuple(Swap(*gap) for gap in program.gaps() if program.tensors[gap.tensor].kind == "activation"))
+    step = case.step(plan)
+    step(*case.twins.next_batch())
+    del step
+    engines.CUDA.drop()
+
+
+SCENARIOS: list[Callable[[Case], None]] = [
+    what_is_shown_is_whole,
+    copies_over_the_boundary,
+    a_fault,
+    another_compute_stream,
+    a_loaders_batch,
+    another_stream_for_each_micro_batch,
+    tensors_that_are_replaced,
+    host_memory_that_serves_another,
+    host_memory_that_is_unpinned,
+]
+
+
+@cache
+def programs() -> tuple[Small, Captured, Captured]:
+    twins = Small()
+    twins.eager_step()
+    return twins, twins.captured(), capture(*twins.ours, twins.next_batch(), machine=GPU, accumulate=2)
+
+
+def fresh(twins: Small) -> None:
+    for parts in (twins.ours, twins.eager):
+        torch.manual_seed(0)
+        for p in parts[0].parameters():
+            p.data, p.grad = torch.randn(p.shape), None
+        for values in parts[2].state.values():
+            values["momentum_buffer"] = torch.zeros_like(values["momentum_buffer"])
+
+
+def wrong(scenario: Callable[[Case], None], omitted: Site | None) -> tuple[str, set[tuple[str, int]]]:
+    """What is wrong in a scenario without a wait, and the calls that were made."""
+    double = CudaDouble()
+    with pytest.MonkeyPatch.context() as patch:
+        twins, captured, micro = programs()
+        double.install(patch)
+        for name in OF_ENGINES:
+            does = getattr(engines.CudaEngines, name)
+            patch.setattr(engines.CudaEngines, name, lambda *a, does=does: None if double.left_out() else does(*a))
+        with double:
+            fresh(twins)
+            double.omitted = omitted and omitted[:3]
+            try:
+                scenario(Case(twins, captured, micro))
+            except Exception as error:
+                return f"{type(error).__name__}: {error}", double.called
+            finally:
+                double.omitted = None
+    return (double.found or [""])[0], double.called
+
+
+@cache
+def with_all_waits(scenario: Callable[[Case], None]) -> tuple[str, set[tuple[str, int]]]:
+    return wrong(scenario, None)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
+def test_nothing_is_wrong_with_all_waits(scenario):
+    assert with_all_waits(scenario)[0] == ""
+
+
+@pytest.mark.parametrize("site", SITES, ids=lambda s: f"{s.first} {s.text}")
+def test_every_wait_is_needed(site):
+    lines = {(site.file, line) for line in range(site.first, site.last + 1)}
+    made = [scenario for scenario in SCENARIOS if lines & with_all_waits(scenario)[1]]
+    assert any(wrong(scenario, site)[0] for scenario in made), "nothing is wrong without it"
