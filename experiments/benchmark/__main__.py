@@ -85,7 +85,7 @@ def agents_of(cfg: DictConfig, suite: str, settings: dict[str, Any]) -> dict[str
     if cfg.agents is None:
         return None
     if suite not in SCORED:
-        raise cli.UsageError(f"agents: the suites {' and '.join(SCORED)} take one, {suite} does not")
+        raise cli.UsageError(f"agents: the suites {', '.join(SCORED)} take one, {suite} does not")
     asked = [str(name) for name in (cli.values(cfg, "agents") if OmegaConf.is_list(cfg.agents) else [cfg.agents])]
     known = settings["agents"] if suite != TRACKS else {one: {} for one in known_agents()}
     for name in asked:

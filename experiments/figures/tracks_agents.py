@@ -122,7 +122,7 @@ def cloned(source: str, task: str, budget: Row, seed: int) -> Found:
 
 def first_walk(task: str, budget: Row, seed: int) -> Found:
     """The DQN's walk by what was learned on other programs alone."""
-    one = agents.make("dqn", calls=1, seed=seed)
+    one = agents.make("dqn", episodes=1, seed=seed)
     return attempt(one, *program_of(task)), 1, None
 
 

@@ -115,7 +115,7 @@ def test_which_agents_are_asked_for() -> None:
     assert asked(["annealing", "my.module:Mine"]) == {**known["agents"], "my.module:Mine": {"target": "my.module:Mine"}}
     with pytest.raises(UsageError, match="agents: 'anealing' is neither 'module:Class' nor of the suite; the nearest"):
         asked("anealing")
-    with pytest.raises(UsageError, match="agents: the suites core and large take one, jobs does not"):
+    with pytest.raises(UsageError, match="agents: the suites core, large, tracks take one, jobs does not"):
         asked("annealing", "jobs")
     for key in ("agents", "out"):
         given = {"agents": None, "quick": False, "jobs": None, "out": None, key: "annealing"}
