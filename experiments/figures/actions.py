@@ -95,7 +95,9 @@ class Pretrained(nn.Module):
 
     def __init__(self, task: Task, forms: int):
         super().__init__()
-        graph = GapGraph(task.program, task.machine, task.limit, Moves(task.program, task.limit, task.mode), task.mode)
+        graph = GapGraph(
+            task.program, task.machine, task.limit, Moves(task.program, task.limit, task.mode, 2**20, 0), task.mode
+        )
         self.data = batch_of([data_of(graph, np.full(len(graph), UNDECIDED))])
         self.encoder = copy.deepcopy(trained(WEIGHTS))
         index = {gap: i for i, gap in enumerate(graph.gaps)}

@@ -115,13 +115,14 @@ def numbers(rows: list[Row]) -> Row:
 def chart(rows: list[Row]) -> Chart:
     """Seconds by kernels, and memory."""
     sizes = [row["kernels"] for row in rows]
-    across = Axis("kernels of the program", "{:,g}", (None, None), "log")
+    across = Axis("kernels of the program", "{:,g}", (None, None), "log", [1000, 10_000, 100_000])
     times = [
         Line(sizes, [row["seconds"][stage] for row in rows], f"C{i}", name, "o")
         for i, (stage, name) in enumerate(STAGES.items())
     ]
     memory = [Line(sizes, [row["rss_bytes"] / 2**20 for row in rows], "C0", "", "o")]
-    panels = [Panel("CPU time", list(times), across, Axis("time", "{:g} s", (None, None), "log")),
+    seconds = Axis("time", "{:g} s", (None, None), "log", [1e-4, 1e-3, 0.01, 0.1, 1, 10])
+    panels = [Panel("CPU time", list(times), across, seconds),
               Panel("memory at the peak", list(memory), across, Axis("MiB", "{:,g}", (None, None), "log"))]  # fmt: skip
     return Chart("Time and memory against the size of the program", panels, 2, (5.2, 3.8))
 
