@@ -34,6 +34,9 @@ Phase = Literal["forward", "backward", "optimizer"]
 TENSOR_KINDS: frozenset[str] = frozenset(get_args(TensorKind))
 KERNEL_KINDS: frozenset[str] = frozenset(get_args(KernelKind))
 PHASES: frozenset[str] = frozenset(get_args(Phase))
+# One size or duration beyond LONGEST is a mistake in units; sums of 2**20 of them still fit 64 bits.
+LONGEST = 2**43
+UNTIMED = ("name", "tensors", "accesses", "writes", "again_until", "live_bytes", "peak_bytes", "structure")
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +251,13 @@ class Program:
                     raise ValueError(f"kernels[{i}]: its variants cannot be scaled from a duration of 0")
                 variants = tuple((round(Fraction(ns * new, old)), workspace) for ns, workspace in variants)
             kernels.append(replace(kernel, duration_ns=new, variants=variants))
-        return Program(self.name, self.tensors, tuple(kernels))
+        if any(k.variants or not 0 <= k.duration_ns <= LONGEST for k in kernels):
+            return Program(self.name, self.tensors, tuple(kernels))
+        out = object.__new__(Program)  # what was checked, and what is known of it beside times, is as it was
+        out.__dict__.update(
+            {key: self.__dict__[key] for key in UNTIMED if key in self.__dict__}, kernels=tuple(kernels)
+        )
+        return out
 
     def chosen(self, variants: Sequence[tuple[int, int]]) -> dict[int, tuple[int, int]]:
         """(duration_ns, workspace) of every kernel that ``variants`` names.
@@ -368,8 +377,7 @@ _KERNEL_OPTIONAL: dict[str, tuple[type, Any]] = {
 def _check(program: Program) -> None:
     """The rules a program obeys however it was made; raises FormatError naming the entry."""
 
-    # One size or duration beyond 2**43 is a mistake in units; sums of 2**20 of them still fit 64 bits.
-    def amount(value: int, where: str, bits: int = 43) -> None:
+    def amount(value: int, where: str, bits: int = LONGEST.bit_length() - 1) -> None:
         if not 0 <= value <= 2**bits:
             raise FormatError(f"{where}: expected an integer from 0 to 2**{bits}, got {value}")
 
