@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ def step_overhead(machine: Machine, depth: int, min_bytes: int, repeats: int) ->
     plain = idle(PlannedStep(captured, Plan(), machine), batch)
     bound = least_s(plain.look, repeats)
     whole = least_s(lambda: plain(*batch), repeats)
-    work, plain.state.work = plain.state.work, []
+    work, plain.state.work, plain.state.whole = plain.state.work, [], replace(plain.state.whole, end=0)
     fixed = least_s(lambda: plain(*batch), repeats)
     moving = idle(PlannedStep(captured, plan, machine, lower(program, plan).required_bytes), batch)
     swapped = least_s(lambda: moving(*batch), repeats)
