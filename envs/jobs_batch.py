@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from envs import compiled_jobs as columns
+from envs import jobs_columns as columns
 from envs.batch import INVALID, Parts, Pieces, one_of
-from envs.compiled_jobs import Arrays, Scratch, Shown, Tables, act, go_on, plan
+from envs.compiled_jobs import act, go_on, plan
 from envs.graph import OFFLOAD, REMOVE
+from envs.jobs_columns import Arrays, Scratch, Shown, Tables
 from envs.jobs_task import LEFT, TIME_LEFT, JobActions, JobsTask
 from simulator import Swap
 from simulator.compiled import encoding
