@@ -25,9 +25,9 @@ from gymnasium.utils import seeding
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from envs.compiled_jobs import ENDED, PHASE, TASK
 from envs.graph import OFFLOAD
 from envs.jobs_batch import JobsBatch
+from envs.jobs_columns import ENDED, PHASE, TASK
 from envs.jobs_task import LEFT, TIME_LEFT, JobActions, JobsTask, Scenario
 from envs.memory_env import small_program, small_task
 from envs.vector_env import BatchVectorEnv, Observation, chosen_task

@@ -60,9 +60,9 @@ def test_a_point_is_made_when_it_is_time_and_kept(tmp_path: Path) -> None:
 
 def test_every_trainer_writes_the_same_scalars(run: Run, program_file: Path, tmp_path: Path) -> None:
     files = {name: tmp_path / name / "curve.json" for name in ("train_dqn", "train_sb3", "dqn", "ppo")}
-    words = (f"program={program_file}", "limit=0.6", "planners=null", "greedy_every=100")
+    words = (f"program={program_file}", "limit=0.6", "planners=null", "greedy_every=50")
     assert (
-        run("train_dqn", *words, "agent=dqn_paper", "agent.episodes=16", f"out={files['train_dqn'].parent}").returncode
+        run("train_dqn", *words, "agent=dqn_paper", "agent.episodes=32", f"out={files['train_dqn'].parent}").returncode
         == 0
     )
     assert run("train_sb3", *words, "steps=300", "algo.n_steps=16", f"out={files['train_sb3'].parent}").returncode == 0
