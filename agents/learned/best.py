@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from agents.deadline import TimeUp, within
 from agents.floor import Floor
 from agents.learned.policy import PolicySearch
-from agents.planner import Infeasible, PlannerInfo, check_budget, finish, small
+from agents.planner import LEAST, Infeasible, PlannerInfo, check_budget, finish, small
 from agents.search.annealing import Annealing
 from agents.search.in_time import SLACK
 from agents.search.lp_round import LPRound
@@ -134,7 +134,7 @@ class Best:
         if share.method == "rerun_search":
             budget = (LONG, KICKS) if seconds is None else (seconds, MOST)
             return RerunSearch(*budget, min_bytes, self.seed)
-        calls = None if self.calls is None else max(int(share.part * (self.calls - 1)), 20)
+        calls = None if self.calls is None else max(int(share.part * (self.calls - 1)), LEAST)
         seed = self.seed + TURN * turn
         budgets: dict[str, Any] = {"calls": calls, "seconds": seconds, "jobs": self.jobs}
         if share.method == "lp_round":
