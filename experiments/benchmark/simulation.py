@@ -188,6 +188,32 @@ def environment(
     return {"env_steps_per_s": rates, "cartpole_steps_per_s": pole}
 
 
+def jobs_environment(
+    programs: list[Program], machine: Machine, limit: float, num_envs: int, steps: int, seed: int
+) -> dict[str, dict[str, int]]:
+    """Decisions and "enough" a second of GpuMemoryJobs-v0, as ``environment`` times steps: one, and ``num_envs``.
+
+    Args:
+        programs: of jobs that all begin at 0 and do 6 iterations, in mode "swap". Beside them the built-in scenario.
+        limit: as part of all their peaks.
+    """
+    import gymnasium
+
+    from envs.jobs_env import small_scenario
+    from envs.jobs_task import Scenario
+
+    jobs = tuple(Job(str(i), program, Plan(), iterations=6) for i, program in enumerate(programs))
+    several = Scenario(jobs, machine, int(limit * sum(program.peak_bytes for program in programs)))
+    rates: dict[str, int] = {}
+    for name, scenario, mode in (("built_in", small_scenario(), "joint"), ("of_config", several, "swap")):
+        task: dict[str, Any] = {"scenario": scenario, "mode": mode, "copy": False}
+        one = gymnasium.make("GpuMemoryJobs-v0", **task).unwrapped
+        rates[f"single_{name}"] = steps_per_s(one, 1, max(1, steps // 20), seed)
+        vector = gymnasium.make_vec("GpuMemoryJobs-v0", num_envs, "vector_entry_point", **task)
+        rates[f"batch_{name}"] = steps_per_s(vector, num_envs, steps, seed)
+    return {"jobs_steps_per_s": rates}
+
+
 def steps_per_s(env: Any, num_envs: int, steps: int, seed: int) -> int:
     """Of an environment, or a vector environment that begins episodes anew by itself."""
     vector, generator = hasattr(env, "num_envs"), np.random.default_rng(seed)
