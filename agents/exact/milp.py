@@ -52,7 +52,7 @@ from simulator.modes import check_mode, ways_to_empty
 from simulator.plan import Plan
 from simulator.program import Program
 
-BROKEN_OFF = 100  # kernels of a program whose heuristics may take longer than there are seconds
+BROKEN_OFF = 500  # kernels of a program whose heuristics may take longer than there are seconds
 MOST = 24  # candidate gaps that are enumerated
 TOLERANCE = 1e-6  # relative, of HiGHS
 
