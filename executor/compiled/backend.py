@@ -137,7 +137,7 @@ class Partitioner(CustomPartitionerFn):
 
     def __init__(
         self, memory: int | float | str, machine: Machine | str | None = None, planner: Planner = "lp_round",
-        seconds: float | None = 1.0,
+        seconds: float | None = 3.0,
     ) -> None:  # fmt: skip
         if not is_fraction(memory):
             size_bytes(memory, "memory")
@@ -209,7 +209,8 @@ class Partitioner(CustomPartitionerFn):
                     )  # fmt: skip
             if (abs(graph.limit - peak) < SLACK * graph.limit and best is not None) or limit >= program.peak_bytes:
                 break
-            limit += graph.limit - peak
+            # One that is over by little needs another plan, not the same again.
+            limit += graph.limit - peak if peak <= graph.limit else min(graph.limit - peak, -graph.limit // 100)
         if best is None:
             raise CompileError(
                 f"graph {graph.name} does not fit into {size(graph.limit)}: as Inductor schedules the plans that were "
@@ -259,7 +260,7 @@ def cannot_be_planned(gm: fx.GraphModule) -> str:
 
 def compile(
     model: Any, *, memory: int | float | str, machine: Machine | str | None = None, planner: Planner = "lp_round",
-    seconds: float | None = 1.0, fullgraph: bool = False, options: dict[str, Any] | None = None,
+    seconds: float | None = 3.0, fullgraph: bool = False, options: dict[str, Any] | None = None,
 ) -> Any:  # fmt: skip
     """``torch.compile(model)`` whose forward and backward fit into ``memory``; all else is the user's, as ever.
 

@@ -21,7 +21,6 @@ from torch import fx
 from executor.capture.operators import arguments, flops_of, kind_of
 from simulator.program import KernelKind
 
-
 STEP = "headroom_step"  # in a node's meta: when it runs, by the plan
 APART = 1  # steps of a plan that may be fused
 
@@ -196,7 +195,7 @@ class _Reader:
         nodes = [n for node in group for n in node.get_nodes()]
         extern = any(isinstance(n.node, (ir.ExternKernel, ir.MultiOutput)) for n in nodes)
         origins = [x for x in _origins(nodes) if x.op == "call_function"]
-        products = [(x, f) for x in origins if extern and (f := _flops(x))]
+        products = [(x, f) for x in origins if extern and (f := flops_of_node(x))]
         dtypes = {str(x.meta["val"].dtype).removeprefix("torch.") for x, _ in products
                   if isinstance(x.meta.get("val"), torch.Tensor)}  # fmt: skip
         if products:
@@ -341,7 +340,8 @@ def _origins(nodes: list[Any]) -> list[fx.Node]:
     return sorted(found, key=lambda x: x._sort_key)
 
 
-def _flops(node: fx.Node) -> int:
+def flops_of_node(node: fx.Node) -> int:
+    """The FLOPs of a call; 0 where they are not known."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return 0
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: x.meta.get("val"))
