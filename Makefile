@@ -14,7 +14,7 @@ train: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not extras" $(ARGS)
-	@echo "deselected: the tests of launchers (Ray, submitit, joblib) and of the wheel, which make extras runs"
+	@echo "deselected: the tests of launchers (Ray, submitit, joblib), of the wheel and of waits of CUDA graphs, which make extras runs"
 
 extras: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m extras $(ARGS)

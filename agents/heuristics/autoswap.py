@@ -16,6 +16,7 @@ from agents.planner import MIB, Candidates, PlannerInfo, finish, infeasible, is_
 from simulator.compiled.encoding import AFTER, BEFORE
 from simulator.compiled.engine import Engine
 from simulator.compiled.jit import stage
+from simulator.files import no_collections
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Gap, Program
@@ -48,6 +49,7 @@ class AutoSwap:
         self.simulator_calls = 0
         self._order = SCORES[score]
 
+    @no_collections()
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
         """Swaps until the planned residency fits ``limit``; raises Infeasible when all candidates are not enough."""
         candidates = Candidates(program, peak_gaps(program, self.min_bytes))

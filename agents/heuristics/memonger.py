@@ -19,6 +19,7 @@ from agents.heuristics.layers import FeatureMap, feature_maps
 from agents.planner import MIB, PlannerInfo, Rows, finish, infeasible, rows_for
 from simulator.compiled.engine import Engine
 from simulator.decisions import can_recompute
+from simulator.files import no_collections
 from simulator.machine import Machine
 from simulator.modes import KEPT
 from simulator.plan import Plan
@@ -46,6 +47,7 @@ class Memonger:
         self.trials, self.min_bytes = trials, min_bytes
         self.simulator_calls = 0
 
+    @no_collections()
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
         """The fastest of the plans of the grid that fit ``limit``; raises Infeasible when none does."""
         engine = Engine(program, machine, limit)

@@ -17,6 +17,7 @@ from agents.heuristics.layers import feature_maps
 from agents.planner import MIB, Candidates, PlannerInfo, Rows, finish, infeasible, rows_for
 from simulator.compiled.encoding import AFTER, BEFORE, EXTRA
 from simulator.compiled.engine import Engine
+from simulator.files import no_collections
 from simulator.machine import Machine
 from simulator.modes import SWAPPED
 from simulator.plan import Plan
@@ -49,6 +50,7 @@ class TFLMS:
         self.n_tensors, self.lower_bound, self.min_bytes = n_tensors, lower_bound, min_bytes
         self.simulator_calls = 0
 
+    @no_collections()
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
         """The rewritten graph; raises Infeasible when the swapped tensors do not make enough room."""
         gaps = [f.gap for f in feature_maps(program, self.min_bytes)]

@@ -109,7 +109,10 @@ class GraphPool:
                 self._end(graph)
                 if failed is None or failed is error:
                     raise
-                raise failed from error
+                error.__context__ = None  # or both, in a circle, and their frames would hold the tensors of the capture
+                raise failed from error.with_traceback(None)
+            finally:
+                failed = None  # and so would this frame
 
     def _end(self, graph: Any) -> None:
         """Ends what a capture that failed has begun, where it has not: CUDAGraph::capture_end raises before it does.

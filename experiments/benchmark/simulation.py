@@ -17,7 +17,7 @@ from agents.heuristics.tensile import TENSILE
 from agents.planner import MIB
 from agents.search.local_search import Moves, anneal
 from experiments.benchmark import simpy_model
-from simulator import Plan, Swap, rules
+from simulator import Job, Plan, Swap, rules
 from simulator.compiled.engine import Engine, rows_of
 from simulator.compiled.jit import jit
 from simulator.jobs.engine import JobsEngine
@@ -186,6 +186,50 @@ def environment(
         "numpy": steps_per_s(gymnasium.make_vec("CartPole-v1", num_envs, "vector_entry_point"), num_envs, steps, seed),
     }
     return {"env_steps_per_s": rates, "cartpole_steps_per_s": pole}
+
+
+def jobs_environment(
+    programs: list[Program], machine: Machine, limit: float, num_envs: int, steps: int, seed: int
+) -> dict[str, dict[str, float]]:
+    """GpuMemoryJobs-v0 under random valid actions: medians of decisions and of "enough" in µs, in the built-in scenario
+    and with jobs of ``programs``, which do 6 iterations each, in mode "swap"; and steps a second of ``num_envs`` walks
+    in the built-in one, both kinds of actions together.
+
+    Args:
+        limit: of all peaks.
+        steps: of each timing, in all; of one walk at a time a twentieth.
+    """
+    import gymnasium
+
+    from envs.jobs_env import small_scenario
+    from envs.jobs_task import Scenario
+
+    jobs = tuple(Job(str(i), program, Plan(), iterations=6) for i, program in enumerate(programs))
+    several = Scenario(jobs, machine, int(limit * sum(program.peak_bytes for program in programs)))
+    built_in: dict[str, Any] = {"scenario": small_scenario(), "copy": False}
+    found: dict[str, float] = {}
+    for name, task in (("built_in", built_in), ("of_config", {"scenario": several, "mode": "swap", "copy": False})):
+        env = gymnasium.make("GpuMemoryJobs-v0", **task).unwrapped
+        decisions, enough = jobs_steps(env, max(1, steps // 20), seed)
+        found[f"decision_us_{name}"] = round(1e6 * statistics.median(decisions), 1)
+        found[f"enough_us_{name}"] = round(1e6 * statistics.median(enough), 1)
+    vector = gymnasium.make_vec("GpuMemoryJobs-v0", num_envs, "vector_entry_point", **built_in)
+    return {"jobs_env": found | {"batch_steps_per_s_built_in": steps_per_s(vector, num_envs, steps, seed)}}
+
+
+def jobs_steps(env: Any, steps: int, seed: int) -> tuple[list[float], list[float]]:
+    """Seconds of each decision and of each "enough", of which there is one at least."""
+    generator, chosen = np.random.default_rng(seed), np.zeros(1, np.int64)
+    _, info = env.reset(seed=seed)
+    spent: tuple[list[float], list[float]] = ([], [])
+    while sum(map(len, spent)) < steps or not spent[1]:
+        pick_valid(info["action_mask"][None], generator.random(1), chosen)
+        start = time.perf_counter()
+        _, _, terminated, _, info = env.step(int(chosen[0]))
+        spent[int(chosen[0] == 0)].append(time.perf_counter() - start)
+        if terminated:
+            _, info = env.reset()
+    return spent
 
 
 def steps_per_s(env: Any, num_envs: int, steps: int, seed: int) -> int:

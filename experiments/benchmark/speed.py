@@ -23,6 +23,7 @@ from experiments.benchmark.simulation import (
     batches,
     environment,
     home_search,
+    jobs_environment,
     planned,
     searching,
     several,
@@ -81,6 +82,7 @@ def measured(cfg: DictConfig) -> dict[str, Any]:
         begin("steps of the environment")
         walks, steps = cli.integer(cfg, "env.num_envs", 1), cli.integer(cfg, "env.steps", 1)
         found |= environment(programs[env], machine, float(cfg.env.limit), walks, steps, seed)
+        found |= jobs_environment([programs[name] for name in jobs], machine, float(cfg.jobs.limit), walks, steps, seed)
         begin("packing")
         found |= packing(blocks, perfect_blocks, pack_seconds, seed)
         begin("planned steps")

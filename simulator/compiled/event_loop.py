@@ -102,9 +102,10 @@ def _expected(by_segment, s):  # type: ignore[no-untyped-def]
 
 
 @stage(inline=True)  # the call would push some thirty words
-def _obstacle(segment_of, by_kernel, by_segment, enforced, at, due, fits, required):  # type: ignore[no-untyped-def]
+def _obstacle(segment_of, by_kernel, by_segment, enforced, grouped, at, due, fits, required):  # type: ignore[no-untyped-def]
     """Rule 5: the last kernel, from kernel ``at`` up to segment ``due``, at which the planned residency and what came
-    back early are more than ``fits``; -1: none. Kernels of the next iteration are counted on from this one's."""
+    back early are more than ``fits``; -1: none. Kernels of the next iteration are counted on from this one's. And
+    whether ``enforced`` is in groups (by_kernel[KERNEL_TOPS, KERNEL_ADDED]), which is put off until it is needed."""
     kernel, segment, n = -1, segment_of[at], enforced.size - 1
     here = _expected(by_segment, segment)
     early = here - by_segment[HIGHEST, segment]
@@ -117,12 +118,15 @@ def _obstacle(segment_of, by_kernel, by_segment, enforced, at, due, fits, requir
             segment, at, here = later, by_segment[FIRST_OF, later], _expected(by_segment, later)
         if here > fits:
             early, turn = here - by_segment[HIGHEST, segment], n if at >= n else 0
+            if not grouped:
+                group(enforced, by_kernel[KERNEL_TOPS], by_kernel[KERNEL_ADDED], n)
+                grouped = True
             kernel = _last_above(
                 enforced, by_kernel[KERNEL_TOPS], by_kernel[KERNEL_ADDED], at - turn,
                 by_segment[FIRST_OF, segment + 1] - turn, fits - early,
             )  # fmt: skip
             kernel += turn if kernel >= 0 else 0
-    return kernel
+    return kernel, grouped
 
 
 @stage
@@ -139,10 +143,26 @@ def _weigh(by_segment, begin, due, nbytes):  # type: ignore[no-untyped-def]
         tops[g] += nbytes
         added[g] += nbytes
         tops[last] = max(tops[last], tops[g] + added[last])
-    for s in range(fine << FINE, due):
-        expected[s] += nbytes
-        tops[fine] = max(tops[fine], expected[s] + added[fine])
-        tops[last] = max(tops[last], tops[fine] + added[last])
+    part, top = expected[max(begin, fine << FINE) : due], -NEVER  # a slice, because LLVM makes gathers of expected[j]
+    for j in range(part.size):
+        part[j] += nbytes
+        top = max(top, part[j])
+    tops[fine] = max(tops[fine], top + added[fine])
+    tops[last] = max(tops[last], tops[fine] + added[last])
+
+
+@stage
+def _turn(by_segment, n_segments):  # type: ignore[no-untyped-def]
+    """The next iteration's segments become this one's; what comes back early there counts on, in no group."""
+    highest, expected, added = by_segment[HIGHEST], by_segment[EXPECTED], by_segment[SEGMENT_ADDED]
+    for g in range(n_segments >> FINE, (2 * n_segments >> FINE) + 1):
+        more = added[g] + added[coarse(expected) + (g >> COARSE - FINE)]
+        if more:
+            for s in range(g << FINE, min((g + 1) << FINE, 2 * n_segments)):
+                expected[s] += more
+    for s in range(n_segments):
+        expected[s], expected[n_segments + s] = expected[n_segments + s], highest[s]
+    group(expected, by_segment[SEGMENT_TOPS], added, 2 * n_segments)
 
 
 @stage
@@ -234,10 +254,7 @@ def event_loop(  # type: ignore[no-untyped-def]
     waits = note_waits(rows, gaps, by_kernel, settings[WAIT_NS])
     segments(enforced, by_kernel, by_segment, n_segments)
     gate, opens, segment_of = by_kernel[GATE], by_kernel[OPENS], by_kernel[SEGMENT]
-    highest, expected, tops, added, copied = (
-        by_segment[HIGHEST], by_segment[EXPECTED], by_segment[SEGMENT_TOPS], by_segment[SEGMENT_ADDED],
-        by_tensor[COPIED],
-    )  # fmt: skip
+    copied = by_tensor[COPIED]
     if 0 < limit_until < n:
         gate[limit_until - 1] |= GATE_EVENT  # from here on there is another limit
 
@@ -256,6 +273,7 @@ def event_loop(  # type: ignore[no-untyped-def]
     queue_head = queue_tail = 0
     held, nbytes = leave_at_start(rows, lowered, by_kernel, by_tensor, by_row, gaps)
     waiting = -1  # its root; that of `held` is the next that is ready
+    grouped = False  # the kernels, for rule 5
     blocked = -1  # the first of `waiting` cannot come back before the kernel at this position has ended
     used = peak = settings[PERSISTENT_BYTES] - nbytes
     limit_here = limit if limit_until > 0 else NEVER
@@ -312,8 +330,8 @@ def event_loop(  # type: ignore[no-untyped-def]
                 start = position + (1 if end != NEVER and not rerun else 0)
                 if start > blocked and used + head_bytes <= limit_here:
                     at, until = start - position + k, due[waiting] // DUE_SEGMENT
-                    obstacle = _obstacle(
-                        segment_of, by_kernel, by_segment, enforced, at, until, limit - head_bytes, required
+                    obstacle, grouped = _obstacle(
+                        segment_of, by_kernel, by_segment, enforced, grouped, at, until, limit - head_bytes, required
                     )
                     blocked = obstacle + position - k
                     if obstacle < 0:
@@ -479,10 +497,7 @@ def event_loop(  # type: ignore[no-untyped-def]
         next_check = settled + ((n - settled) >> check) if carries and check else n
         for r in range(m):
             due[r] -= n_segments * DUE_SEGMENT
-        for i in range(n_segments):
-            expected[i] = _expected(by_segment, n_segments + i)
-            expected[n_segments + i] = highest[i]
-        group(expected, tops, added, 2 * n_segments)
+        _turn(by_segment, n_segments)
         limit_here = limit if limit_until > 0 else NEVER
 
     result[ITERATION_NS], result[PEAK], result[PERIOD] = lasted, peak, period

@@ -36,6 +36,8 @@ def pop(keys, child, sibling, root):  # type: ignore[no-untyped-def]
     """Takes out the root; returns the new one."""
     at, pairs = child[root], -1
     child[root] = OUTSIDE
+    if at < 0 or sibling[at] < 0:
+        return at
     while at >= 0:
         one, two = at, sibling[at]
         at = sibling[two] if two >= 0 else -1

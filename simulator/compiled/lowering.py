@@ -13,7 +13,7 @@ from simulator.compiled.jit import jit, stage
 # isort: off
 from simulator.compiled.encoding import (
     AFTER, AWAY_AT_START, BEFORE, BY_REMAT, CHILD, COPIED, D2H, DUE, DUE_SEGMENT, EXPECTED, EXTRA, FIRST_OF, GATE,
-    GATE_EVENT, GATE_REMAT, H2D, HIGHEST, KERNEL_ADDED, KERNEL_TOPS, KIND, LIVE, NEVER, NEXT_OPEN, OPENS, PERSISTENT,
+    GATE_EVENT, GATE_REMAT, H2D, HIGHEST, KIND, LIVE, NEVER, NEXT_OPEN, OPENS, PERSISTENT,
     READY, RECOMPUTE, RERUN, RETURNS, SEGMENT, SEGMENT_ADDED, SEGMENT_TOPS, SIBLING, SIZE, TENSOR, WAITS, WHEN,
 )  # fmt: skip
 # isort: on
@@ -229,6 +229,14 @@ def coarse(values):  # type: ignore[no-untyped-def]
 
 
 @stage
+def _largest(values):  # type: ignore[no-untyped-def]
+    top = -NEVER
+    for j in range(values.size):
+        top = max(top, values[j])
+    return top
+
+
+@stage
 def group(values, tops, added, count):  # type: ignore[no-untyped-def]
     """Groups of the first ``count`` values: value i is in fine group i >> FINE and in coarse group i >> COARSE, which
     has the entries of ``coarse`` on.
@@ -236,17 +244,12 @@ def group(values, tops, added, count):  # type: ignore[no-untyped-def]
     tops: the largest of each group.
     added: to be added to all values of a group, and in the tops of it and of those in it: nothing yet.
     """
-    at, n_fine = coarse(values), (count + (1 << FINE) - 1) >> FINE
+    n_fine, n_coarse = (count + (1 << FINE) - 1) >> FINE, (count + (1 << COARSE) - 1) >> COARSE
     for g in range(n_fine):
-        top = -NEVER
-        for j in range(g << FINE, min((g + 1) << FINE, count)):
-            top = max(top, values[j])
-        tops[g], added[g] = top, 0
-    for g in range((count + (1 << COARSE) - 1) >> COARSE):
-        top = -NEVER
-        for j in range(g << COARSE - FINE, min((g + 1) << COARSE - FINE, n_fine)):
-            top = max(top, tops[j])
-        tops[at + g], added[at + g] = top, 0
+        tops[g], added[g] = _largest(values[g << FINE : min((g + 1) << FINE, count)]), 0
+    at, wide = coarse(values), COARSE - FINE
+    for g in range(n_coarse):
+        tops[at + g], added[at + g] = _largest(tops[g << wide : min((g + 1) << wide, n_fine)]), 0
 
 
 @stage
@@ -257,7 +260,7 @@ def segments(enforced, by_kernel, by_segment, n_segments):  # type: ignore[no-un
     by_segment[FIRST_OF]: the first kernel of a segment, and 2n.
     by_segment[HIGHEST]: the largest of ``enforced`` in a segment.
     by_segment[EXPECTED]: the same plus the bytes that came back early: none yet.
-    by_kernel[KERNEL_TOPS, KERNEL_ADDED]: groups of ``enforced``; by_segment[SEGMENT_TOPS, SEGMENT_ADDED]: of EXPECTED.
+    by_segment[SEGMENT_TOPS, SEGMENT_ADDED]: groups of EXPECTED.
 
     Args:
         enforced: int64 (n + 1,), planned residency, far below 0 where the limit does not count.
@@ -278,7 +281,6 @@ def segments(enforced, by_kernel, by_segment, n_segments):  # type: ignore[no-un
         highest[at] = highest[n_segments + at] = expected[at] = expected[n_segments + at] = top
         begin = end
     segment_of[n], first[2 * n_segments] = n_segments, 2 * n
-    group(enforced, by_kernel[KERNEL_TOPS], by_kernel[KERNEL_ADDED], n)
     group(expected, by_segment[SEGMENT_TOPS], by_segment[SEGMENT_ADDED], 2 * n_segments)
 
 

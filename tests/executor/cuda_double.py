@@ -95,9 +95,10 @@ class Stream:
     def _wait(self, event: Event) -> None:
         if event.stream is None:
             return
-        self.double.captured(self, event, waits=True)
+        captured = self.double.captured(self, event, waits=True)
         Clocks.join(self.double.clocks.of(self.name), event.clock)
-        self.put((event.stream, event.at))
+        if not captured:
+            self.put((event.stream, event.at))
 
     def wait_event(self, event: Event) -> None:
         if not self.double.left_out():
@@ -118,6 +119,22 @@ class Stream:
     def synchronize(self) -> None:
         if not self.double.left_out():
             self.double.host_waits(self, self.issued, self.double.clocks.of(self.name))
+
+
+class Current:
+    """torch.cuda.StreamContext. (No generator: one that is never left, as where capture_end raises, would be left when
+    it is collected.)"""
+
+    def __init__(self, double: CudaDouble, stream: Stream) -> None:
+        self.double, self.stream = double, stream
+
+    def __enter__(self) -> None:
+        self.before = self.double.current_stream(self.stream.device), self.double.current_stream()
+        self.double.set_stream(self.stream)
+
+    def __exit__(self, *_: object) -> None:
+        for stream in self.before:
+            self.double.set_stream(stream)
 
 
 class Runtime:
@@ -151,6 +168,7 @@ class CudaDouble(TorchDispatchMode):
         self.random = random.Random(seed) if seed is not None else None
         self.clocks, self.memory, self.found = Clocks(), Memory(self), list[str]()
         self.omitted: tuple[str, int, int] | None = None
+        self.routes: list[Any] = []  # pools of captures
         self.called: set[tuple[str, int]] = set()
         self.fails: Callable[[Tensor, Tensor], bool] = lambda target, source: False
         self.devices = [torch.device("cuda", i) for i in range(devices)]
@@ -210,15 +228,8 @@ class CudaDouble(TorchDispatchMode):
         self.device_now = self._index(stream.device)  # its device becomes the current one, too
         self.currents[self.device_now] = stream
 
-    @contextlib.contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
-        outside, before = self.current_stream(), self.current_stream(stream.device)
-        self.set_stream(stream)
-        try:
-            yield
-        finally:
-            self.set_stream(before)
-            self.set_stream(outside)
+    def stream(self, stream: Stream) -> Current:
+        return Current(self, stream)
 
     @contextlib.contextmanager
     def device(self, device: Any) -> Iterator[None]:
@@ -264,8 +275,17 @@ class CudaDouble(TorchDispatchMode):
     def pool_of(self, stream: Stream) -> Any:
         return stream
 
-    def captured(self, stream: Stream, event: Event, waits: bool = False) -> None:
-        pass
+    def captured(self, stream: Stream, event: Event, waits: bool = False) -> bool:
+        return False  # cuda_capture.py has graphs
+
+    def segment(self, pool: Any, nbytes: int) -> int | None:
+        return None  # an address is made up
+
+    def do(self, func: Any, args: Any, kwargs: Any, reads: Any, writes: Any) -> Any:
+        return func(*args, **kwargs)
+
+    def transfer(self, stream: Stream, spans: tuple[Span, Span]) -> None:
+        stream.put(spans)
 
     def check(self) -> None:
         assert not self.found, self.found[0]
@@ -309,7 +329,7 @@ class CudaDouble(TorchDispatchMode):
             Clocks.join(self.clocks.clocks[HOST], self.clocks.of(stream.name))
         stream.lags = False
         stream.run(stream.issued)
-        out = func(*args, **kwargs)
+        out = self.do(func, args, kwargs, *device)
         made = [t for t in tree_leaves(out) if is_real(t)]
         spans = [[self.memory.span(t) for t in ts] for ts in device]
         fresh = [t for t in made if t.untyped_storage()._cdata not in self.memory.blocks]
@@ -338,7 +358,7 @@ class CudaDouble(TorchDispatchMode):
         stream, spans = self.current_stream(), (self.memory.span(target), self.memory.span(source))
         self.use(stream, f"a copy on {stream.name}", spans[1:], spans[:1])
         if target.is_contiguous() and source.is_contiguous() and target.dtype == source.dtype:
-            stream.put(spans)
+            self.transfer(stream, spans)
         else:
             stream.run(stream.issued)
             aten.copy_.default(target, source)

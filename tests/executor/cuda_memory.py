@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 HOST = "the host"
 BASE = 1 << 60  # addresses of the device are above, the host's below
 POISON = 0xFF
-SEGMENT, ROUND = 2 << 20, 512
+SEGMENT, SMALL, ROUND = 2 << 20, 1 << 20, 512  # simulator/pool/online/caching.py
 Clock = dict[str, int]
 
 
@@ -64,6 +64,7 @@ class Block:
     nbytes: int
     stream: Stream | None
     storage: weakref.ref[torch.UntypedStorage]
+    pool: Any = None
     users: set[Stream] = field(default_factory=set)
     after: Clock = field(default_factory=dict)
 
@@ -87,6 +88,7 @@ class Memory:
         self.free: dict[Any, list[Free]] = {}
         self.limbo: list[tuple[Any, Block, list[Event]]] = []
         self.end, self.bytes, self.peak = BASE, 0, 0
+        self.segments: dict[int, int] = {}  # begin -> end
         self.pinned: dict[int, int] = {}  # what cudaHostRegister was told
         self._resize = torch.UntypedStorage.resize_
 
@@ -99,7 +101,7 @@ class Memory:
         """The block of a tensor. One that was not seen before was taken on the present stream."""
         storage = tensor.untyped_storage()
         found = self.blocks.get(storage._cdata)
-        if found is None or found.nbytes != storage.nbytes():
+        if found is None or found.nbytes != storage.nbytes() or found.storage() is not storage:
             if found is not None:
                 self.give(found)
             found = self.take(storage)
@@ -117,8 +119,9 @@ class Memory:
             found = self.blocks[key] = Block(storage.data_ptr(), nbytes, None, gone)
             return found
         stream = self.double.current_stream()
-        at, after = self._malloc(max(nbytes, 1), self.double.pool_of(stream))
-        found = self.blocks[key] = self.live[at] = Block(at, nbytes, stream, gone, after=after)
+        pool = self.double.pool_of(stream)
+        at, after = self._malloc(max(nbytes, 1), pool)
+        found = self.blocks[key] = self.live[at] = Block(at, nbytes, stream, gone, pool, after=after)
         insort(self.order, at)
         self.bytes += nbytes
         self.peak = max(self.peak, self.bytes)
@@ -141,7 +144,9 @@ class Memory:
         self.double.use(block.stream, f"the next owner, on {block.stream.name}, of memory that was given back", (),
                         (span,), after)  # fmt: skip
         block.after = after
-        self.limbo.append((self.double.pool_of(block.stream), block, events))
+        self.limbo.append((block.pool, block, events))
+        if not events:
+            self.process()
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
         """UntypedStorage.resize_."""
@@ -155,30 +160,43 @@ class Memory:
 
     # ---------------------------------------------------------------------------------------- addresses
 
-    def _malloc(self, nbytes: int, pool: Any) -> tuple[int, Clock]:
+    def process(self) -> None:
+        """process_events."""
         waiting, self.limbo = self.limbo, []
         for where, block, events in waiting:
-            if all(event.query() for event in events):
-                self._put(where, Free(block.at, block.at + -(-max(block.nbytes, 1) // ROUND) * ROUND, block.after))
+            if all(event.query() for event in events) and not (events and self.double.routes):
+                end = block.at + -(-max(block.nbytes, 1) // ROUND) * ROUND
+                self._put((where, block.nbytes <= SMALL), Free(block.at, end, block.after))
             else:
                 self.limbo.append((where, block, events))
-        size, spans = -(-nbytes // ROUND) * ROUND, self.free.setdefault(pool, [])
+
+    def _malloc(self, nbytes: int, pool: Any) -> tuple[int, Clock]:
+        self.process()
+        size, key = -(-nbytes // ROUND) * ROUND, (pool, nbytes <= SMALL)
+        spans = self.free.setdefault(key, [])
         fitting = [(f.end - f.begin, f.begin, i) for i, f in enumerate(spans) if f.end - f.begin >= size]
         if not fitting:
-            self.end += ROUND  # segments have no neighbours
-            spans.append(Free(self.end, self.end + max(SEGMENT, size), {}))
-            self.end = spans[-1].end
+            whole = SEGMENT if size <= SMALL else 10 * SEGMENT if size < 10 * SMALL else -(-size // SEGMENT) * SEGMENT
+            if (at := self.double.segment(pool, whole)) is None:
+                at = self.end + ROUND  # segments have no neighbours
+                self.end = at + whole
+            self.segments[at] = at + whole
+            spans.append(Free(at, at + whole, {}))
             fitting = [(0, 0, len(spans) - 1)]
         found = spans.pop(min(fitting)[2])
         if found.begin + size < found.end:
             insort(spans, Free(found.begin + size, found.end, found.after), key=lambda f: f.begin)
         return found.begin, dict(found.after)
 
+    def _meet(self, a: Free, b: Free) -> bool:
+        first, second = sorted((a, b), key=lambda f: f.begin)
+        return first.end == second.begin and second.begin not in self.segments
+
     def _put(self, pool: Any, found: Free) -> None:
         spans = self.free.setdefault(pool, [])
         i = bisect_left(spans, found.begin, key=lambda f: f.begin)
         for j in (i, i - 1):
-            if 0 <= j < len(spans) and (spans[j].begin == found.end or spans[j].end == found.begin):
+            if 0 <= j < len(spans) and self._meet(spans[j], found):
                 other = spans.pop(j)
                 found = Free(min(found.begin, other.begin), max(found.end, other.end),
                              Clocks.join(dict(found.after), other.after))  # fmt: skip
