@@ -25,6 +25,7 @@ from simulator.plan import Plan
 from simulator.program import Gap, Program
 
 MIB = 2**20
+LEAST = 20  # simulator calls of a search
 
 # kind, tensor, after, before, extra (swap: prefetch or -1; recompute: keep), when (swap: copy, recompute: at, or -1)
 Row = tuple[int, int, int, int, int, int]
@@ -226,8 +227,8 @@ def finish(planner: Planner, program: Program, machine: Machine, limit: int, eng
 
 def check_budget(calls: int | None = None, seconds: float | None = None, jobs: int | None = None) -> None:
     """What a search may spend; None: not given. Raises ValueError where that is too little."""
-    if calls is not None and calls < 20:
-        raise ValueError(f"calls: expected at least 20, got {calls}")
+    if calls is not None and calls < LEAST:
+        raise ValueError(f"calls: expected at least {LEAST}, got {calls}")
     if seconds is not None and not seconds > 0:
         raise ValueError(f"seconds: expected more than 0, got {seconds}")
     if jobs is not None and jobs < 1:

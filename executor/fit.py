@@ -154,7 +154,7 @@ def fit(
     memory: int | float | str = "",
     *,
     machine: Machine | str | None = None,
-    planner: str | Callable[[Program, Machine, int], Plan] = "lp_round",
+    planner: str | Callable[[Program, Machine, int], Plan] = "best",
     profile: Literal["measure"] | Profile | None = None,
     seconds: float | None = None,
     keep: int = 16,

@@ -16,7 +16,6 @@ import json
 import math
 import random
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -61,7 +60,7 @@ def main(cfg: DictConfig) -> None:
     if unknown:
         raise cli.UsageError(f"held_out: no network is of family {sorted(unknown)[0]!r}")
     each, seed = cli.integer(cfg, "tasks", 1), cli.integer(cfg, "data_seed")
-    net_seed, rounds, jobs = cli.integer(cfg, "seed"), cli.integer(cfg, "rounds"), cli.jobs(cfg)
+    net_seed, rounds, at = cli.integer(cfg, "seed"), cli.integer(cfg, "rounds"), cli.launcher(cfg)
     out = cli.path(cfg, "out") or Path("runs/pretrain")
 
     from agents.learned import expert_iteration as learning  # a mistyped key is answered before
@@ -77,10 +76,10 @@ def main(cfg: DictConfig) -> None:
         drawn_from = [networks for programs, networks in sets for _ in range(programs)]  # of each program
         count = len(drawn_from)
         todo = [(out, drawn_from[i], seed, i, each) for i in range(count) if timed(out, i) < each]
-        run(capture_one, todo, jobs, "capturing programs", lambda _: None)
+        run(capture_one, todo, at, "capturing programs", lambda _: None)
         with Lines(out / "lessons-0.jsonl") as lines:
             tasks = [(out, seed, i, j) for j in range(each) for i in range(count)]  # more of them: the first ones stay
-            run(plan_one, tasks[lines.count :], jobs, "planning tasks", lines.add)
+            run(plan_one, tasks[lines.count :], at, "planning tasks", lines.add)
 
         log, net = report.console(stderr=True), None
         for round_ in range(rounds + 1):
@@ -89,7 +88,7 @@ def main(cfg: DictConfig) -> None:
                 with Lines(out / f"lessons-{round_}.jsonl") as lines:
                     before = (out / f"lessons-{round_ - 1}.jsonl").read_text().splitlines()
                     tasks = [(out, line, folder / f"round-{round_ - 1}.pt", i) for i, line in enumerate(before)]
-                    run(plan_again, tasks[lines.count :], jobs, "planning them with the network", lines.add)
+                    run(plan_again, tasks[lines.count :], at, "planning them with the network", lines.add)
             lessons = [lesson for lesson in read_lessons(out, round_) if lesson.teaches]
             kept = [lesson for lesson in lessons if family(lesson) in held_out][:VALIDATED]
             examples = [learning.Example(lesson) for lesson in lessons if family(lesson) not in held_out]
@@ -158,14 +157,25 @@ def timed(out: Path, i: int) -> int:
     return len(read_times(times_path(out, i))) if times_path(out, i).exists() else 0
 
 
-def run(work: Callable[[Any], Any], tasks: Sequence[Any], jobs: int, what: str, done: Callable[[Any], None]) -> None:
-    """``done`` with the result of each task, in their order, by several processes; by this one where one is to be."""
+def run(
+    work: Callable[[Any], Any], tasks: Sequence[Any], at: tuple[str, int | None], what: str, done: Callable[[Any], None]
+) -> None:
+    """``done`` with the result of each task, in their order. ``at``: a launcher, and how many at once
+    (common/workers.py); this process does them where one process is to."""
     if not tasks:
         return
-    with report.progress() as bar, workers.Pool(jobs) if jobs > 1 else nullcontext() as pool:
+    waiting: dict[int, Any] = {}
+    following = 0
+    with report.progress() as bar:
         shown = bar.add_task(what, total=len(tasks))
-        for result in (pool.map if pool else map)(work, tasks):
-            done(result)
+        here = ((i, work(task)) for i, task in enumerate(tasks))
+        for i, result in here if at == ("processes", 1) else workers.results(*at, work, [(task,) for task in tasks]):
+            if isinstance(result, Exception):
+                raise result
+            waiting[i] = result
+            while following in waiting:
+                done(waiting.pop(following))
+                following += 1
             bar.advance(shown)
 
 

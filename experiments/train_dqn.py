@@ -27,6 +27,7 @@ from omegaconf import DictConfig
 import agents
 import simulator
 from agents.floor import Floor
+from agents.planner import LEAST
 from experiments import Terminated
 from experiments.common import cli, report
 from experiments.common.curves import Curve
@@ -113,7 +114,8 @@ def main(cfg: DictConfig) -> Path:
         rows = compared(
             (program, machine, limit), seed, None, names, partial(without_network, config, seed),
             {agent: result.best, f"{agent}_greedy": result.greedy}, result.simulator_calls, spent, resume is not None,
-            curve.bound, controls(config, seed, result.episodes) if isinstance(config, DQNConfig) else {},
+            curve.bound,
+            controls(config, seed, max(result.simulator_calls, LEAST)) if isinstance(config, DQNConfig) else {},
         )  # fmt: skip
         from experiments.plotting.training import write_training  # Matplotlib takes long to import
 

@@ -21,12 +21,14 @@ import os
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import agents
+from agents.deadline import TimeUp, within
 from agents.exact.milp_model import Recomputation, ZeroOne
 from agents.floor import floor
 from agents.planner import (
@@ -50,6 +52,7 @@ from simulator.modes import check_mode, ways_to_empty
 from simulator.plan import Plan
 from simulator.program import Program
 
+BROKEN_OFF = 500  # kernels of a program whose heuristics may take longer than there are seconds
 MOST = 24  # candidate gaps that are enumerated
 TOLERANCE = 1e-6  # relative, of HiGHS
 
@@ -100,15 +103,16 @@ class MILP:
         self.min_bytes, self.seed = min_bytes, seed
         self.simulator_calls, self.bound_ns, self.gap, self.status = 0, 0, 0.0, ""
 
-    @in_time
+    @partial(in_time, large=BROKEN_OFF)
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
         """The best plan; raises Infeasible when there is none or none was found: the message says which."""
         until = time.monotonic() + self.seconds
         self.bound_ns, self.gap, self.status = program.ideal_ns, 0.0, ""
         engine = Engine(program, machine, limit)
-        below = floor(program, machine, limit, self.mode)
+        seconds = self.seconds if len(program.kernels) >= BROKEN_OFF else None
+        below = floor(program, machine, limit, self.mode, seconds=seconds)
         self.bound_ns = below.iteration_ns
-        best, best_ns = self._heuristics(program, machine, limit, engine) if below.feasible else (None, 0)
+        best, best_ns = self._heuristics(program, machine, limit, engine, until) if below.feasible else (None, 0)
         proven = not below.feasible or (best is not None and best_ns <= self.bound_ns)
         if not proven and self.mode == "recompute":
             best, proven = self._solve(program, limit, engine, best, best_ns, until)
@@ -132,15 +136,13 @@ class MILP:
             self.status = "optimal"
         return finish(self, program, machine, limit, engine, best)
 
-    def _heuristics(self, program: Program, machine: Machine, limit: int, engine: Engine) -> tuple[Rows | None, int]:
-        """Rows and iteration time of the best heuristic plan."""
+    def _heuristics(
+        self, program: Program, machine: Machine, limit: int, engine: Engine, until: float
+    ) -> tuple[Rows | None, int]:
+        """Rows and iteration time of the best plan of the heuristics that there is time for."""
         if program.peak_bytes <= limit:
             return np.empty((0, 6), dtype=np.int64), program.ideal_ns
-        found = []
-        if self.mode != "swap":
-            search = RuinRecreate(program, machine, limit, self.min_bytes, self.calls, PATIENCE, self.seed)
-            found.append(search.search())
-            engine.calls += search.calls
+        found: list[Rows | None] = []
         options: dict[str, Any] = {"min_bytes": self.min_bytes, "seed": self.seed}
         large = {"seconds": self.seconds / 10} if len(program.kernels) >= LARGE else {}
         heuristics = [agents.make("superneurons", mode=self.mode, **options)]
@@ -148,7 +150,17 @@ class MILP:
             heuristics += [
                 agents.make(name, mode=mode, calls=self.calls, **options, **large) for name in ("annealing", "lp_round")
             ]
-        found += plans_of(heuristics, program, machine, limit, engine)
+        try:
+            left = max(until - time.monotonic(), 1e-2)
+            with within(left) if len(program.kernels) >= BROKEN_OFF else contextlib.nullcontext():
+                if self.mode != "swap":
+                    search = RuinRecreate(program, machine, limit, self.min_bytes, self.calls, PATIENCE, self.seed)
+                    found.append(search.search())
+                    engine.calls += search.calls
+                for heuristic in heuristics:
+                    found += plans_of([heuristic], program, machine, limit, engine)
+        except TimeUp:
+            pass
         scored = [(engine.score(rows).iteration_ns, i) for i, rows in enumerate(found) if rows is not None]
         if not scored:
             return None, 0

@@ -3,7 +3,8 @@
 A walk is an episode of the DQN paper's environment (envs/walk.py) with all forms of actions and the causal reward; it
 takes the valid action of the highest Q-value at each step. Q is a table: a value for each action (a gap and a way to
 empty it), and 0 for "do nothing". Before any walk it is what a network that was trained on other programs says
-(policy_net.py, run once a program): the log-odds of the way against staying (``init="pretrained"``).
+(policy_net.py, run once a program): the log-odds of the way against staying, moved to the plans that are decoded from
+them (decoding.py), the fastest first (``init="pretrained"``).
 
 The values are learned on the program itself as embeddings are in efficient active search (Hottung et al., 2022): noise
 is put on them (parameter space noise, Plappert et al., 2018), and they are kept by their greedy walk. Read on in
@@ -24,23 +25,26 @@ from numpy.typing import NDArray
 from agents.learned.dqn_config import DQNConfig
 from agents.learned.gap_graph import UNDECIDED, GapGraph
 from agents.learned.optimisation import one_thread
-from agents.learned.policy import WEIGHTS
+from agents.learned.policy import WEIGHTS, Guided, decoded
 from agents.learned.policy_net import batch_of, data_of, trained
 from agents.learned.q_walk import play
 from agents.learned.training import Episode
 from agents.learned.training_state import must_match, read_training_state, restoring, write_training_state
+from agents.planner import Rows, way_of
 from agents.search.local_search import Moves
 from envs.batch import Batch
 from envs.task import COPY, EARLY, KEEP, PLAIN, Task
-from simulator.modes import KEPT, RECOMPUTED, SWAPPED
+from simulator.compiled.encoding import BEFORE, TENSOR
+from simulator.modes import KEPT, RECOMPUTED, STAYS, SWAPPED
 from simulator.plan import Plan
 
 FORMS = ((PLAIN, SWAPPED), (COPY, SWAPPED), (PLAIN, RECOMPUTED), (KEEP, KEPT), (EARLY, RECOMPUTED))
 CLIP = 30.0  # log-odds at most, and what an action gets that is not to be taken
+NEAR, EDGE = 1.0, 0.1  # log-odds: how far they are moved to a plan; from 0, beyond which they then are at least
 SCALE = 5.0  # of the noise, in log-odds: about as far as the policy's odds are from one another
-NOISE, STAYS, OTHERWISE = 0.6, 0.77, 0.88  # of changes: noise; a gap stays; it leaves otherwise; else another leaves
+NOISE, FILLS, OTHERWISE = 0.6, 0.77, 0.88  # of changes: noise; a gap stays; it leaves otherwise; else another leaves
 MORE = (0.4, 0.75, 0.9)  # probability of one more change, by the walk
-EACH = 2048  # episodes for which there is a set of Q-values more, up to ``elites``
+EACH = 512  # episodes for which there is a set of Q-values more, up to ``elites``
 MIGRATE = 16  # steps between two replacements of the worst elite by the best
 
 Floats = NDArray[np.float32]
@@ -60,7 +64,7 @@ class Trainer:
 
     Attributes, of A actions, the first of which is to do nothing:
         code: (A,) what the environment calls each. gap, way: (A,) the gap (-1) that it empties, and how.
-        prior: (A,) the Q-values before any walk.
+        priors: (A,) each, Q-values before any walk, of one elite after the other; none where they are drawn.
     """
 
     def __init__(self, task: Task, config: DQNConfig, seed: int, planner: str = "dqn") -> None:
@@ -72,7 +76,7 @@ class Trainer:
             columns.append((nodes + size * form, gaps, np.full(len(gaps), way)))
         self.code, self.gap, self.way = (np.concatenate(column) for column in zip(*columns, strict=True))
         self.of_gap = [np.flatnonzero(self.gap == g) for g in range(len(task.tensor))]
-        self.prior = self._prior() if config.init == "pretrained" else np.zeros(len(self.code), np.float32)
+        self.priors = self._priors() if config.init == "pretrained" else []
         self.batch = Batch([task], config.num_envs, "causal", actions="full", threads=1)
         self.actions, self.lengths = np.zeros((2, config.num_envs), np.int64)
         self.trace = np.zeros((config.num_envs, len(self.code) + len(task.live_bytes) + 1), np.int64)
@@ -82,21 +86,35 @@ class Trainer:
         self.episodes = 0
         self.history: list[Episode] = []
 
-    def _prior(self) -> Floats:
-        """(A,) the policy's log-odds of each action's way against staying."""
+    def _priors(self) -> list[Floats]:
+        """(A,) each: the policy's log-odds of each action's way against staying: moved to its fastest plan, not moved,
+        and moved to its other plans."""
         task, mode = self.task, self.task.mode
         if len(self.code) == 1:
-            return np.zeros(1, np.float32)
+            return [np.zeros(1, np.float32)]
         one_thread()
         moves = Moves(task.program, task.limit, mode, self.config.min_bytes, 0)
         graph = GapGraph(task.program, task.machine, task.limit, moves, mode)
         index = {gap: i for i, gap in enumerate(graph.gaps)}
         mine = np.array([index.get(gap, 0) for gap in task.graph.gaps])  # those that cannot be emptied are no action's
+        net = trained(WEIGHTS)
         with torch.no_grad():
-            logits = trained(WEIGHTS)(batch_of([data_of(graph, np.full(len(graph), UNDECIDED))])).numpy()[mine]
+            logits = net(batch_of([data_of(graph, np.full(len(graph), UNDECIDED))])).numpy()[mine]
         odds = np.clip(logits - logits[:, :1], -CLIP, CLIP)
-        found: Floats = np.where(self.gap < 0, 0.0, odds[self.gap, self.way]).astype(np.float32)
-        return found
+        unmoved: Floats = np.where(self.gap < 0, 0.0, odds[self.gap, self.way]).astype(np.float32)
+        found = Guided(task.engine, moves)
+        decoded(net, found, mode, self.config.samples, seed=self.seed)
+        moved = [self._moved(unmoved, rows) for _, rows in found.plans]
+        return [*moved[:1], unmoved, *moved[1:]]
+
+    def _moved(self, values: Floats, rows: Rows) -> Floats:
+        """Q-values moved to where a greedy walk takes the plan of ``rows`` as far as it can, and no further."""
+        ways = {(row[TENSOR], row[BEFORE]): way_of(row) for row in rows.tolist()}
+        plan = np.array([ways.get((gap.tensor, gap.before), STAYS) for gap in self.task.graph.gaps])
+        taken = (self.gap >= 0) & (self.way == plan[self.gap])
+        out: Floats = np.where(taken, np.maximum(values + NEAR, EDGE), np.minimum(values - NEAR, -EDGE))
+        out[self.gap < 0] = 0.0
+        return out.astype(np.float32)
 
     @property
     def done(self) -> bool:
@@ -125,7 +143,7 @@ class Trainer:
         is no worse. The first walk of all is by the values before anything was learned."""
         c = self.config
         count, sets = min(c.num_envs, c.episodes - self.episodes), min(c.elites, c.episodes // EACH)
-        parents = self.elites or [Elite(np.inf, self._first(), np.zeros(0, np.int64)) for _ in range(max(sets, 1))]
+        parents = self.elites or [Elite(np.inf, self._first(i), np.zeros(0, np.int64)) for i in range(max(sets, 1))]
         of = np.arange(count) % len(parents)
         values = np.stack([parents[p].values for p in of])
         for i in range(0 if self.elites else min(len(parents), count), count):
@@ -153,10 +171,11 @@ class Trainer:
         ))  # fmt: skip
         return self.history[-1:]
 
-    def _first(self) -> Floats:
+    def _first(self, elite: int) -> Floats:
         """Values of an elite before any walk."""
-        drawn = self.rng.normal(size=len(self.prior)).astype(np.float32)
-        return self.prior.copy() if self.config.init == "pretrained" else drawn
+        if self.priors:
+            return self.priors[elite % len(self.priors)].copy()
+        return self.rng.normal(size=len(self.code)).astype(np.float32)
 
     def change(self, values: Floats, taken: Ints) -> None:
         """Changes the values of some gaps, in place: by noise; or so that one that the walk emptied stays, or leaves in
@@ -169,7 +188,7 @@ class Trainer:
                 mine = self.of_gap[self.gap[emptied[rng.integers(len(emptied))]]]
             if how < NOISE:
                 values[mine] += SCALE * (rng.normal() + 0.3 * rng.normal(size=len(mine)))
-            elif how < STAYS:
+            elif how < FILLS:
                 values[mine] = -CLIP - rng.random()
             else:
                 above = max(float(values[mine].max()), 0.0) if how < OTHERWISE else 0.0
@@ -178,7 +197,7 @@ class Trainer:
 
     def greedy(self) -> Plan | None:
         """The plan of the greedy walk of the values that are kept; None where it ends in a dead end."""
-        best = min(self.elites, key=lambda elite: elite.overhead).values if self.elites else self._first()
+        best = min(self.elites, key=lambda elite: elite.overhead).values if self.elites else self._first(0)
         overhead = self.walk(best[None])[0]
         return self.batch.plan(0, self.planner) if np.isfinite(overhead) else None
 

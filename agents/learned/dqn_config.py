@@ -26,9 +26,10 @@ class DQNConfig:
         episodes: walks; fewer where one has no overhead.
         mode: swap, recompute or joint.
         min_bytes: tensors below this size are left alone.
-        init: what the Q-values are at first: the policy's log-odds ("pretrained"), or drawn at random ("scratch").
+        init: what the Q-values are at first: the policy's ("pretrained"), or drawn at random ("scratch").
+        samples: plans drawn from the policy, a simulator call each; the first Q-values lead to the fastest of them.
         num_envs: walks of a step.
-        elites: sets of Q-values that are kept, at most (one for every 2,048 episodes); 0: nothing is learned, and every
+        elites: sets of Q-values that are kept, at most (one for every 512 episodes); 0: nothing is learned, and every
             walk is near the first ones.
         checkpoint_every: episodes.
     """
@@ -37,6 +38,7 @@ class DQNConfig:
     mode: str = "joint"
     min_bytes: int = 2**20
     init: str = "pretrained"
+    samples: int = 128
     num_envs: int = 32
     elites: int = 8
     checkpoint_every: int = 8192
@@ -44,6 +46,8 @@ class DQNConfig:
     def __post_init__(self) -> None:
         _among(self, mode=MODES, init=INITS)
         _positive(self, "episodes", "num_envs", "checkpoint_every")
+        if self.samples < 0:
+            raise ValueError(f"samples: expected at least 0, got {self.samples}")
         if not 0 <= self.elites <= self.num_envs:
             raise ValueError(f"elites: expected 0 to num_envs ({self.num_envs}), got {self.elites}")
 

@@ -52,7 +52,7 @@ class DQN(_Trained):
     """``agents.make("dqn")``.
 
     Args:
-        calls: simulator calls, the most: one of an episode.
+        calls: simulator calls, the most: one of an episode, and of each plan that the policy decodes.
         init, elites: dqn_config.py.
     """
 
@@ -67,7 +67,11 @@ class DQN(_Trained):
         calls: int | None = None, init: str | None = None, elites: int | None = None, config: DQNConfig | None = None,
     ):  # fmt: skip
         check_budget(calls)
-        super().__init__(seed, min_bytes, mode, episodes if calls is None else calls, config)
+        super().__init__(seed, min_bytes, mode, episodes, config)
+        if calls is not None:
+            samples = min(self.config.samples, calls // 5)
+            drawn = 0 if (init or self.config.init) == "scratch" else samples + 1
+            self.config = replace(self.config, samples=samples, episodes=calls - drawn)
         changes: dict[str, Any] = {k: v for k, v in (("init", init), ("elites", elites)) if v is not None}
         self.config = replace(self.config, **changes)
 
@@ -82,11 +86,11 @@ class DQNPaper(_Trained):
     kind = PaperConfig
 
 
-def controls(config: DQNConfig, seed: int, episodes: int) -> dict[str, DQN]:
-    """What the DQN is compared with in as many walks: the same without what was learned elsewhere, and without what is
-    learned here."""
+def controls(config: DQNConfig, seed: int, calls: int) -> dict[str, DQN]:
+    """What the DQN is compared with in as many simulator calls: the same without what was learned elsewhere, and the
+    same without what is learned here."""
     changes: dict[str, dict[str, Any]] = {
         "dqn, from scratch": {"init": "scratch"},
         "dqn, nothing learned": {"elites": 0},
     }
-    return {name: DQN(seed, config=replace(config, episodes=episodes, **change)) for name, change in changes.items()}
+    return {name: DQN(seed, calls=calls, config=replace(config, **change)) for name, change in changes.items()}

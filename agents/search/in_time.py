@@ -13,6 +13,7 @@ from agents.deadline import TimeUp, within
 from agents.heuristics.autoswap import AutoSwap
 from agents.heuristics.memonger import Memonger
 from agents.planner import Infeasible, Planner
+from simulator.compiled.encoding import decisions_of
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program
@@ -23,13 +24,13 @@ PART, SLACK = 0.95, 0.5  # of the seconds that are left, what a search takes for
 Search = Callable[[Any, Program, Machine, int], Plan]
 
 
-def in_time(plan: Search) -> Search:
-    """Decorator of the ``plan`` of a planner with ``seconds``: of a large program it first makes a quick plan, which is
-    returned where the search has none in the time that is left."""
+def in_time(plan: Search, large: int = LARGE) -> Search:
+    """Decorator of the ``plan`` of a planner with ``seconds``: of a program of ``large`` kernels or more it first makes
+    a quick plan, which is returned where the search has none in the time that is left."""
 
     @functools.wraps(plan)
     def run(self: Any, program: Program, machine: Machine, limit: int) -> Plan:
-        if self.seconds is None or len(program.kernels) < LARGE:
+        if self.seconds is None or len(program.kernels) < large:
             return plan(self, program, machine, limit)
         until, search = time.monotonic() + self.seconds, copy.copy(self)
         first, calls = quick(self, program, machine, limit)
@@ -41,7 +42,9 @@ def in_time(plan: Search) -> Search:
         try:
             with within(max(left, 0) + SLACK):
                 return plan(search, program, machine, limit)
-        except TimeUp:
+        except (TimeUp, Infeasible) as error:
+            if first is None and isinstance(error, Infeasible):
+                raise
             if first is None:
                 raise Infeasible(f"{self.name}: found no plan of {program.name!r} within {self.seconds} s") from None
             return first
@@ -56,6 +59,8 @@ def quick(planner: Any, program: Program, machine: Machine, limit: int) -> tuple
     """A plan in the mode of ``planner``, and in its name, by heuristics whose time grows with the program only; None:
     these have none. And the simulator calls it took."""
     calls, plan = 0, None
+    if getattr(planner, "first", None) is not None:  # a plan that is there
+        return Plan.of(program, decisions_of(planner.first), planner.name, limit, machine.name), 0
     mode = planner.mode if hasattr(planner, "mode") else planner.facts.moves
     for heuristic in _heuristics(mode, planner.min_bytes):
         try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import time
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from agents.planner import Candidates, Rows, residency, rows_for
 from agents.search import local_moves as of
 from agents.search.local_moves import Gaps, PlanArrays, Scratch
-from simulator.compiled.encoding import AFTER, BEFORE, KIND, RECOMPUTE, TENSOR, WHEN
+from simulator.compiled.encoding import AFTER, BEFORE, KIND, RECOMPUTE, SWAP, TENSOR, WHEN
 from simulator.compiled.engine import Engine
 from simulator.modes import KEPT, RECOMPUTED, SWAPPED, ways_to_empty
 from simulator.program import Gap, Program
@@ -94,6 +94,14 @@ class Moves:
         out = copy.copy(self)
         out._own(seed)
         return out
+
+    def takes(self, rows: Rows | None) -> TypeGuard[Rows]:
+        """Is there a plan of ``rows``, and are they all of candidates, which moves may change?"""
+        return (
+            rows is not None
+            and bool(np.isin(rows[:, KIND], (SWAP, RECOMPUTE)).all())
+            and all(key in self.index for key in map(tuple, rows[:, [TENSOR, BEFORE]].tolist()))
+        )
 
     def reset(self, rows: Rows) -> None:
         """Makes this the plan of ``rows`` (int64[k, 6]), of gaps that are candidates."""

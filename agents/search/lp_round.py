@@ -58,6 +58,7 @@ class LPRound:
 
     Attributes:
         floor: a floor under all plans of the mode, after ``plan``.
+        first: rows of a plan that fits, of which the search knows from when it has explored by itself; or None.
     """
 
     facts = PlannerInfo(
@@ -73,6 +74,7 @@ class LPRound:
         self.calls, self.mode, self.min_bytes, self.seed = calls, check_mode(mode), min_bytes, seed
         self.seconds, self.jobs = seconds, jobs
         self.simulator_calls = 0
+        self.first: Rows | None = None
 
     @in_time
     def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
@@ -84,13 +86,16 @@ class LPRound:
         engine = Engine(program, machine, limit)
         gaps, swapped, recomputed = self._fractions(program)
         rounded = self._rounded(gaps, swapped, recomputed)
+        moves = Moves(program, limit, self.mode, self.min_bytes, self.seed)
         plans = [rounded]
         if len(program.kernels) > FEW:
             plans += _variants(program, pruned(program, limit, rounded))
         scores = engine.scores(plans)
         first = min(range(len(plans)), key=lambda i: scores[i].iteration_ns)
         best, best_ns = plans[first], scores[first].iteration_ns
-        if best_ns == NEVER:
+        if best_ns == NEVER and moves.takes(self.first):
+            best, best_ns = self.first, engine.score(self.first).iteration_ns
+        elif best_ns == NEVER:
             found, best_ns, required = start(
                 program, machine, limit, engine, self.mode, self.min_bytes, half_way(until), QUICK
             )
@@ -104,7 +109,7 @@ class LPRound:
                 calls = min(KERNELS // len(program.kernels), MOST)
             if calls is not None:
                 calls = max(calls - 1 - engine.calls, 0)  # the last call is the final check
-            search = _Search(self, engine, calls, until, fractions, best, best_ns)
+            search = _Search(self, engine, moves, calls, until, fractions, best, best_ns)
             search.all()
             best, engine.calls = search.best, sum(e.calls for e in search.engines)
         return finish(self, program, machine, limit, engine, best)
@@ -188,13 +193,12 @@ class _Search:
     """
 
     def __init__(
-        self, planner: LPRound, engine: Engine, calls: int | None, until: float | None,
+        self, planner: LPRound, engine: Engine, moves: Moves, calls: int | None, until: float | None,
         fractions: NDArray[np.float64], best: Rows, best_ns: int,
     ) -> None:  # fmt: skip
         self.best, self.best_ns, self.enough_ns = best, best_ns, planner.floor.iteration_ns
         self.calls, self.until, self.seed, self.runs = calls, until, planner.seed, 0
         program, machine, limit = engine.program, engine.machine, engine.limit
-        moves = Moves(program, limit, planner.mode, planner.min_bytes, planner.seed)
         chains = 1 if until is None else planner.jobs or cores()  # counted calls find more in one chain than in several
         self.moves = [moves, *(moves.fork(planner.seed + chain) for chain in range(1, chains))]
         self.engines = [engine, *(Engine(program, machine, limit) for _ in range(1, chains))]
@@ -202,6 +206,7 @@ class _Search:
         possible, fractions = moves.weights > 0, fractions[[at[g.tensor, g.before] for g in moves.gaps]]
         self.guides = [possible * (fractions + explore) for explore, _ in RUNS]
         self.weights = self.guides[0]
+        self.first = planner.first if moves.takes(planner.first) else None
 
     def all(self) -> None:
         """A third of the calls (or of the time) explores, half of them kicks, the rest cools."""
@@ -217,6 +222,8 @@ class _Search:
                 better = self._wave(pool, jobs, explore and explore // len(RUNS), until)
                 if better is not None:
                     self.weights = jobs[better][0]
+            if self.first is not None and (ns := self.engines[0].score(self.first).iteration_ns) < self.best_ns:
+                self.best, self.best_ns = self.first, ns
             kicks = max((kick or 0) // (KICK * chains), 1)
             most = KICK if kick is None else min(KICK, kick // (kicks * chains))
             for _ in count() if kick is None else range(kicks):

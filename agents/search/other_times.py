@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from agents.planner import MIB, Infeasible, check_budget, finish
 from agents.search.local_search import Moves, anneal
-from simulator.compiled.encoding import BEFORE, KIND, RECOMPUTE, SWAP, TENSOR
 from simulator.compiled.engine import Engine, rows_of
 from simulator.machine import Machine
 from simulator.modes import check_mode
@@ -180,8 +179,7 @@ class ForFaster:
         engine = Engine(_times(program, 1 / (1 + self.error.margin)), machine, limit)
         moves = Moves(program, limit, self.mode, self.min_bytes, self.seed)
         found = [rows for rows in (rows_of(plan.decisions) for plan in self.starts if not plan.variants)
-                 if np.isin(rows[:, KIND], (SWAP, RECOMPUTE)).all()
-                 and all((t, before) in moves.index for t, before in rows[:, [TENSOR, BEFORE]].tolist())]  # fmt: skip
+                 if moves.takes(rows)]  # fmt: skip
         scores = engine.scores(found)
         best = min(range(len(found)), key=lambda i: scores[i].iteration_ns, default=None)
         self.simulator_calls = engine.calls

@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 import agents
 from agents.floor import floor
 from agents.learned.dqn_config import DQNConfig
+from agents.planner import LEAST
 from experiments import figures
 from experiments.common import cli
 from experiments.common.bisection import between
@@ -131,7 +132,7 @@ def sweep(
             if plan is not None:
                 point["walked"] = simulate(program, plan, machine, limit).overhead
                 point["overhead"] = min(point["overhead"], point["walked"])
-                (alone, *_) = controls(config, task["seed"], max(agent.simulator_calls, 1)).values()
+                (alone, *_) = controls(config, task["seed"], max(agent.simulator_calls, LEAST)).values()
                 other = figures.attempt(alone, program, machine, limit)
                 point["scratch"] = None if other is None else simulate(program, other, machine, limit).overhead
         if point["overhead"] < math.inf:

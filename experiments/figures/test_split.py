@@ -77,7 +77,8 @@ def run(task: Row, machine: Machine) -> Row:
     found = [entry(PUBLISHED, None, None, [planned(built, machine, limit, name) for name in heuristics()])]
     for line, calls, options in runs(task):
         for seed in task["seeds"]:
-            one = planned(built, machine, limit, planners[line.split(",")[0]], **options, seed=seed)
+            name = planners.get(line) or planners[line.split(",")[0]]  # or the method's with other weights
+            one = planned(built, machine, limit, name, **options, seed=seed)
             found.append(entry(line, calls, seed, [one]))
     return {
         "kernels": len(built.kernels), "floor_percent": round(bound, 4), "floor_s": round(floor_s, 2), "found": found

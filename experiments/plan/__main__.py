@@ -4,8 +4,8 @@
     python -m experiments.plan workload=gpt2_medium machine=h100 memory=16GiB
     python -m experiments.plan program=step.json machine=my_machine.yaml memory=0.6
 
-Nothing is planned where the step fits. Else published methods, searches and LP rounding plan within ``seconds``, and
-the cheapest plan is recommended; of plans that cost about as much, that which costs least if kernel times are others
+Nothing is planned where the step fits. Else published methods and the planner ``best`` plan within ``seconds``, and the
+cheapest plan is recommended; of plans that cost about as much, that which costs least if kernel times are others
 than modelled (times.py).
 
 The run directory holds report.html (opens alone), plan.json (where there is a plan), memory.png, timeline.json (for
@@ -37,6 +37,7 @@ import agents
 from agents.deadline import TimeUp, within
 from agents.floor import Floor, floor
 from agents.host import host_needed
+from agents.learned.best import HUGE, LOADING
 from agents.planner import small
 from agents.search.annealing import everything
 from agents.search.other_times import ForFaster, TimesError
@@ -65,17 +66,14 @@ if TYPE_CHECKING:  # Matplotlib takes long to import
 PUBLISHED = {"swap": "swap, published", "recompute": "recompute, published", "joint": "both, published"}
 # Of the published methods: quick ones that see to it that each family has a fair plan, whatever the time; the slowest.
 FIRST, LAST = ("tensile", "autoswap_swdoa", "tflms", "superneurons", "activation_budget"), ("capuchin",)
-SEARCHES = ("annealing", "policy_search")
-SEARCH_NAME, FASTER_NAME, ROUNDING_NAME = "search", "for faster kernels", "LP rounding"  # as PUBLISHED
+SEARCH_NAME, FASTER_NAME = "search", "for faster kernels"  # as PUBLISHED
 CAPTURE, FLOOR, LARGEST = "capturing", "the floor", "the largest batch"  # what else is done
-# Of the seconds: of all published methods of a kind, of each; of LP rounding, of each search, of the largest batch.
-KIND, EACH, ROUNDING, SEARCH, FASTER, BATCHES = 0.15, 0.15, 0.3, 0.1, 0.1, 0.15
+# Of the seconds: of all published methods of a kind, of each; of the search, in less memory, of the largest batch.
+KIND, EACH, SEARCH, LESS, FASTER, BATCHES = 0.15, 0.15, 0.5, 0.3, 0.1, 0.15
 PER_KERNEL, LEAST, LONGEST = 2e-3, 2.0, 30.0  # seconds by default: by the kernels, within these
-HUGE = 50_000  # kernels: then methods come first that do not grow with their square, and only these searches are made
 QUICK = ("autoswap_doa", "memonger")
 TRIES = 16  # of planners, in which the search for the largest batch usually comes to its end
-GAPS, DETAIL = 800, 0.15  # of a floor of its own, beside that of LP rounding
-LOADING = 6.0  # with fewer seconds no network is loaded: its libraries alone take some
+GAPS, DETAIL = 800, 0.15  # of a floor of its own, beside that of the search
 WAIT = 3  # times the seconds: so long captures and the floor are waited for
 FIXED = "a program file has the batch that it was captured with"
 
@@ -112,7 +110,7 @@ def main(cfg: DictConfig) -> Path:
             families, bound = planned(task, mode, seconds, seed, begin, known.error)
             families = on_card.judged(families, card)
             if card is not None and on_card.wants_less(families):
-                more = tightened(task, card, mode, seed, ROUNDING * seconds)
+                more = tightened(task, card, mode, seed, LESS * seconds)
                 families += [] if more is None else [replace(more, row=report.certified(more.row, bound))]
             begin(LARGEST)
             why = FIXED if workload is None else ""
@@ -134,7 +132,7 @@ def stages(mode: str, error: TimesError | None = None) -> dict[str, float]:
     """What is done for plans of ``mode``, in order, and about how long it takes, of the seconds of planning."""
     kinds = {family: KIND for kind, family in PUBLISHED.items() if mode in (kind, "joint")}
     faster = {FASTER_NAME: FASTER} if error is not None else {}
-    return {CAPTURE: 1.0, **kinds, SEARCH_NAME: SEARCH * len(SEARCHES), ROUNDING_NAME: ROUNDING, **faster,
+    return {CAPTURE: 1.0, **kinds, SEARCH_NAME: SEARCH, **faster,
             FLOOR: DETAIL, LARGEST: BATCHES}  # fmt: skip
 
 
@@ -272,7 +270,7 @@ def planned(
     if program.peak_bytes <= limit or not quick.feasible:
         return [], quick
     if seconds >= LOADING:
-        report.warm_up(machine, "policy_search", mode)  # PyTorch is loaded
+        report.warm_up(machine, "best", mode)  # PyTorch is loaded
     found = []
     huge = len(program.kernels) >= HUGE
     first = QUICK if huge else FIRST
@@ -283,18 +281,14 @@ def planned(
             begin(family)
             found.append(best_of(family, names, task, kind, seed, EACH * seconds, KIND * seconds, first))
     begin(SEARCH_NAME)
-    together = 0.0 if seconds < LOADING else math.inf
-    searches = SEARCHES[:1] if huge else SEARCHES
-    found.append(best_of(SEARCH_NAME, searches, task, mode, seed, SEARCH * seconds, together))
-    begin(ROUNDING_NAME)
-    rounding = report.made("lp_round", mode=mode, seconds=ROUNDING * seconds, seed=seed, min_bytes=small(program))
-    found.append(best_of(ROUNDING_NAME, [rounding], task, mode, seed))
+    search = report.made("best", mode=mode, seconds=SEARCH * seconds, seed=seed)
+    found.append(best_of(SEARCH_NAME, [search], task, mode, seed))
     if error is not None and not huge and (starts := [b.plan for b in found if b.plan is not None]):
         begin(FASTER_NAME)
         faster = ForFaster(starts, error, None, mode, small(program), seed, FASTER * seconds)
         found.append(best_of(FASTER_NAME, [faster], task, mode, seed))
     begin(FLOOR)
-    floors: list[Floor] = [getattr(rounding, "floor", quick)]
+    floors: list[Floor] = [getattr(search, "floor", None) or quick]
     with suppress(TimeUp), within(min(WAIT * seconds, LONGEST)):
         floors.append(floor(program, machine, limit, mode, GAPS, DETAIL, False, WAIT * seconds))
     bound = max(floors, key=lambda f: (not f.feasible, f.iteration_ns))
@@ -340,16 +334,14 @@ def best_of(
 
 
 def tightened(task: Task, card: CardPeak, mode: str, seed: int, seconds: float) -> Best | None:
-    """The first plan that the card's allocator serves, of LP rounding within parts of the limit; None: there is none.
+    """The first plan that the card's allocator serves, of ``best`` within parts of the limit; None: there is none.
 
     Args:
         seconds: of all of them.
     """
     began, (program, machine, limit) = time.monotonic(), task
     for part in on_card.PARTS:
-        planner = report.made(
-            "lp_round", seed=seed, mode=mode, seconds=seconds / len(on_card.PARTS), min_bytes=small(program)
-        )
+        planner = report.made("best", seed=seed, mode=mode, seconds=seconds / len(on_card.PARTS))
         best = best_of(on_card.FAMILY, [planner], (program, machine, int(part * limit)), mode, seed)
         (best,) = on_card.judged([best], card)
         if best.served:
@@ -400,7 +392,7 @@ def largest_batch(
             nonlocal planner, tries, stopped
             if not floor(step, machine, room, mode, detail=0.0).feasible:
                 return None
-            for name in (FIRST[0], *SEARCHES[seconds >= LOADING :][:1]):
+            for name in (FIRST[0], "best"):
                 stopped = stopped or time.monotonic() >= until
                 if not stopped:
                     tries += 1

@@ -1,7 +1,7 @@
 """Plans that fit the card, not its tensors alone: PyTorch's allocator has to serve what a plan moves.
 
 A plan leaves holes of other sizes than the step alone does, so that one whose tensors fit may not run. Where the
-cheapest is such a one, LP rounding plans in less and less memory until its plan is served.
+cheapest is such a one, `best` plans in less and less memory until its plan is served.
 """
 
 from __future__ import annotations

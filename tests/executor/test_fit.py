@@ -54,7 +54,7 @@ def test_three_steps_are_eager_pytorchs_to_the_bit(case: str) -> None:
     eager = copy.deepcopy(model)
     optimizer, other = adamw(model), adamw(eager)
     step = fit(model, loss_fn, optimizer, batch(), memory=0.7)
-    assert step.plan.planner == "lp_round" and step.limit == int(0.7 * step.program.peak_bytes)
+    assert step.plan.planner == "best" and step.limit == int(0.7 * step.program.peak_bytes)
     for _ in range(3):
         x, y = batch()
         state = torch.get_rng_state()
@@ -372,7 +372,7 @@ def test_a_gpu_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_the_solver_another_planner_is_named_and_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "highspy", None)
     with pytest.raises(
-        FitError, match=r"^planner 'lp_round' needs highspy, which is not here: install it, or .*'capuchin'"
+        FitError, match=r"^planner 'best' needs highspy, which is not here: install it, or .*'capuchin'"
     ):
         fit(*parts(), memory=0.8)
     assert fit(*parts(), memory=0.8, planner="capuchin").plan.planner == "capuchin"

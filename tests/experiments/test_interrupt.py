@@ -95,7 +95,7 @@ def test_a_figure_goes_on(run: Run, interrupted: Press, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "shown"),
     [
-        (("plan", "workload=mlp", "machine=h100", "memory=0.7", "largest=false"), r"LP rounding.*left 0:\d\d:\d\d"),
+        (("plan", "workload=mlp", "machine=h100", "memory=0.7", "largest=false"), r"search.*left 0:\d\d:\d\d"),
         (("benchmark", "suite=speed", "speed.workloads=[vgg16,mlp]", "speed.calls=10", "speed.home.particles=2",
           "speed.home.iterations=2"), r"simulating mlp.* [1-9]\d?/100 .*left"),
         (("evaluate", "workload=mlp", "limits=[0.5]", "planners=[annealing]", "seconds=600", "jobs=2"), None),

@@ -328,7 +328,7 @@ def test_the_host_is_named_where_it_is_what_a_plan_lacks() -> None:
 def test_one_mode_has_only_its_methods() -> None:
     program = slow(chain())
     a = answered(program, program.peak_bytes * 7 // 10, "swap")
-    assert [best.family for best in a.families] == ["swap, published", "search", "LP rounding"]
+    assert [best.family for best in a.families] == ["swap, published", "search"]
     assert a.best is not None and not a.page.rerun and "run" not in words.moves(a).lower().split()
 
 

@@ -55,6 +55,17 @@ def test_a_small_training(run: Run, tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.extras
+def test_on_ray_the_lessons_and_weights_are_the_same(run: Run, tmp_path: Path) -> None:
+    made = []
+    for name, words in (("here", ()), ("ray", ("launcher=ray", "jobs=2"))):
+        done = run("pretrain", *SMALL, *words, f"out={tmp_path / name}")
+        assert done.returncode == 0, done.stderr
+        files = ("lessons-0.jsonl", "lessons-1.jsonl", "structure2vec-0/policy.pt")
+        made.append([(tmp_path / name / file).read_bytes() for file in files])
+    assert made[0] == made[1]
+
+
 @pytest.mark.parametrize(
     ("word", "says"),
     [

@@ -46,6 +46,7 @@ SLOW = (
     "rerun_search",
     "policy",
     "policy_search",
+    "best",
 )
 
 

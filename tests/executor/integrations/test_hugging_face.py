@@ -233,7 +233,7 @@ def test_other_ways_to_train_are_refused(tmp_path: Path) -> None:
 def test_the_example_ends_with_the_page(capsys: pytest.CaptureFixture[str]) -> None:
     hf_trainer.main(["--steps", "2", "--memory", "70%"])
     page = capsys.readouterr().out
-    assert "peak under the plan: " in page and "plan of lp_round" in page and "model.transformer.h.0" in page
+    assert "peak under the plan: " in page and "plan of best" in page and "model.transformer.h.0" in page
 
 
 def test_the_example_takes_a_part_and_asks_for_a_unit(capsys: pytest.CaptureFixture[str]) -> None:

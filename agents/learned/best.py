@@ -1,0 +1,143 @@
+"""The planner for who does not want to choose: what the methods of a table find together.
+
+Which methods, and how much of the time each has, is a table by mode, size and time (``shares``), made from certified
+gaps. Searches that stay where they have come begin anew; LP rounding goes on from the best plan so far, when
+it has explored by itself. The best plan of all is returned. Reasons, and what each part is worth: README.md.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+from agents.deadline import TimeUp, within
+from agents.floor import Floor
+from agents.learned.policy import PolicySearch
+from agents.planner import LEAST, Infeasible, PlannerInfo, check_budget, finish, small
+from agents.search.annealing import Annealing
+from agents.search.in_time import SLACK
+from agents.search.lp_round import LPRound
+from agents.search.rerun_search import RerunSearch
+from simulator.compiled.encoding import NEVER, rows_of
+from simulator.compiled.engine import Engine
+from simulator.machine import Machine
+from simulator.modes import check_mode
+from simulator.plan import Plan
+from simulator.program import Program
+
+LOADING = 6.0  # seconds: with fewer PyTorch, which takes some to load, is not loaded for the network alone
+SOLVER = 3.0  # seconds from which a floor is fine enough to lead
+HUGE = 50_000  # kernels: of more, the network and searches that begin anew take too long
+ROUND, ROUNDS = 2e-3, 16  # seconds for each kernel (one, at least) after which a search begins anew; how often, at most
+HOT = (3e-3, 3e-2, 1e-2)  # first temperatures, in turn
+KICKS, LONG, MOST = 60, 1e6, 10**6  # of rerun_search: kicks, where there are no seconds; else as good as without an end
+TURN = 1_000  # between the seeds of two methods
+
+
+class Share(NamedTuple):
+    """A method, its part of the time (or of the calls), and the temperature that it begins with, if it has one."""
+
+    method: str
+    part: float
+    hot: float = HOT[0]
+
+
+def shares(mode: str, kernels: int, seconds: float | None, network: bool) -> list[Share]:
+    """The table; the parts are 1 together. ``network``: PyTorch is there, or there is time to load it."""
+    search = "policy_search" if network else "annealing"
+    if kernels >= HUGE:
+        return [Share("annealing", 0.25), Share("lp_round", 0.75)]
+    solver = seconds is None or seconds >= SOLVER
+    if mode == "recompute":
+        rounding = [Share("lp_round", 0.2)] if solver else []
+        return [Share(search, 0.1), *rounding, Share("rerun_search", 0.7 if solver else 0.9)]
+    part = 0.5 if solver else 1.0
+    rounds = 1 if seconds is None else min(max(int(part * seconds / max(ROUND * kernels, 1.0)), 1), ROUNDS)
+    searches = [Share(search, part / rounds, HOT[i % len(HOT)]) for i in range(rounds)]
+    return [*searches, Share("lp_round", 0.5)] if solver else searches
+
+
+class Best:
+    """The methods of the table one after the other.
+
+    Args:
+        seconds: of wall-clock time, kept within a tenth and a second. With them the plan depends on the computer.
+        calls: simulator calls in their place, about; with neither, each method has its own number of them, and the plan
+            is the same on any computer.
+        mode: swap, recompute or joint.
+        min_bytes: tensors below this size stay; None: ``planner.small``.
+        jobs: runs side by side, each on a core; None: all.
+
+    Attributes:
+        floor: under all plans of the mode, where ``lp_round`` was among the methods; else None.
+        found: of each method the iteration time (ns) of the best plan when its turn was over; None: there was none.
+    """
+
+    facts = PlannerInfo("best", "best", family="search and exact", slot=8, place=300, moves="joint", slow=2)
+    name = facts.key
+
+    def __init__(
+        self, seconds: float | None = None, calls: int | None = None, mode: str = "joint", min_bytes: int | None = None,
+        seed: int = 0, jobs: int | None = None,
+    ) -> None:  # fmt: skip
+        check_budget(calls, seconds, jobs)
+        self.seconds, self.calls, self.mode, self.seed, self.jobs = seconds, calls, check_mode(mode), seed, jobs
+        self.min_bytes, self.simulator_calls = min_bytes, 0
+        self.floor: Floor | None = None
+        self.found: dict[str, int | None] = {}
+
+    def plan(self, program: Program, machine: Machine, limit: int) -> Plan:
+        """The best plan found; raises Infeasible where the floor proves that there is none, or none was found."""
+        began, share_end = time.monotonic(), 0.0
+        engine = Engine(program, machine, limit)
+        self.floor, self.found = None, {}
+        if program.peak_bytes <= limit:
+            return finish(self, program, machine, limit, engine, rows_of(()))
+        best, best_ns, why = None, NEVER, ""
+        network = "torch" in sys.modules or self.seconds is None or self.seconds >= LOADING
+        for turn, share in enumerate(shares(self.mode, len(program.kernels), self.seconds, network)):
+            share_end += share.part
+            left = None if self.seconds is None else began + share_end * self.seconds - time.monotonic()
+            if best is not None and left is not None and left <= 0:
+                continue
+            planner = self._made(share, turn, program, left)
+            if isinstance(planner, LPRound):
+                planner.first = best
+            try:
+                with nullcontext() if left is None else within(max(left, 0.0) + SLACK):
+                    rows = rows_of(planner.plan(program, machine, limit).decisions)
+                ns = engine.score(rows).iteration_ns
+                if ns < best_ns:
+                    best, best_ns = rows, ns
+            except Infeasible as error:
+                why = str(error).removeprefix(f"{planner.name}: ")
+            except TimeUp:
+                why = why or f"found no plan of {program.name!r} within {self.seconds} s"
+            engine.calls += planner.simulator_calls
+            self.floor = getattr(planner, "floor", self.floor)
+            self.found[share.method] = None if best is None else best_ns
+            if self.floor is not None and (not self.floor.feasible or best_ns <= self.floor.iteration_ns):
+                break
+        if best is None:
+            self.simulator_calls = engine.calls
+            raise Infeasible(f"{self.name}: {why}")
+        return finish(self, program, machine, limit, engine, best)
+
+    def _made(
+        self, share: Share, turn: int, program: Program, left: float | None
+    ) -> Annealing | LPRound | PolicySearch | RerunSearch:
+        """The method, with its share of the calls, or with the seconds that are ``left`` of its share."""
+        seconds = None if left is None else max(left, 1e-2)
+        min_bytes = small(program) if self.min_bytes is None else self.min_bytes
+        if share.method == "rerun_search":
+            budget = (LONG, KICKS) if seconds is None else (seconds, MOST)
+            return RerunSearch(*budget, min_bytes, self.seed)
+        calls = None if self.calls is None else max(int(share.part * (self.calls - 1)), LEAST)
+        seed = self.seed + TURN * turn
+        budgets: dict[str, Any] = {"calls": calls, "seconds": seconds, "jobs": self.jobs}
+        if share.method == "lp_round":
+            return LPRound(mode=self.mode, min_bytes=min_bytes, seed=seed, **budgets)
+        kind = PolicySearch if share.method == "policy_search" else Annealing
+        return kind(mode=self.mode, hot=share.hot, min_bytes=min_bytes, seed=seed, **budgets)

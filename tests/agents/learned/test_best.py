@@ -1,0 +1,67 @@
+"""The planner ``best``: its table, and that no method which it runs is better alone."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+import agents
+from agents.learned.best import HUGE, SOLVER, TURN, shares
+from agents.search.lp_round import LPRound
+from simulator import Program, simulate
+from simulator.compiled.encoding import rows_of
+from simulator.modes import MODES
+from tests.agents.search.test_search import MACHINE, pyramid
+
+PROGRAM = pyramid(12, 0)
+LIMIT = int(0.6 * PROGRAM.peak_bytes)
+
+
+def ns(program: Program, plan: agents.planner.Plan, limit: int = LIMIT) -> int:
+    return simulate(program, plan, MACHINE, limit).iteration_ns
+
+
+def test_the_parts_of_the_table_are_all_of_the_time() -> None:
+    for mode, kernels, seconds, network in product(
+        MODES, (3, 500, 20_000, HUGE), (None, 0.1, 1.0, SOLVER, 10.0, 1e3), (False, True)
+    ):
+        table = shares(mode, kernels, seconds, network)
+        assert np.isclose(sum(share.part for share in table), 1) and min(share.part for share in table) > 0
+        names = {share.method for share in table}
+        assert network or "policy_search" not in names
+        assert kernels >= HUGE or ("rerun_search" in names) == (mode == "recompute")
+    assert len(shares("joint", 500, 10.0, True)) > len(shares("joint", 500, 1.0, True)) == 1  # it begins anew
+
+
+def test_no_method_is_better_alone_and_the_same_seed_is_the_same_plan() -> None:
+    best, again = (agents.make("best", min_bytes=1, calls=601) for _ in range(2))
+    plan = best.plan(PROGRAM, MACHINE, LIMIT)
+    assert plan.planner == "best" and plan == again.plan(PROGRAM, MACHINE, LIMIT) and best.simulator_calls <= 610
+    assert list(best.found) == ["policy_search", "lp_round"] and best.found["lp_round"] == ns(PROGRAM, plan)
+    for name, turn in (("policy_search", 0), ("lp_round", 1)):
+        alone = agents.make(name, min_bytes=1, calls=300, seed=TURN * turn)
+        assert ns(PROGRAM, plan) <= ns(PROGRAM, alone.plan(PROGRAM, MACHINE, LIMIT))
+    assert best.floor is not None and best.floor.iteration_ns <= ns(PROGRAM, plan)
+
+
+def test_recomputation_alone_ends_with_the_search_over_reruns() -> None:
+    best = agents.make("best", mode="recompute", min_bytes=1, seconds=0.3)
+    plan = best.plan(PROGRAM, MACHINE, LIMIT)
+    plan.only("the test", "recompute", "rerun")
+    assert "rerun_search" in best.found and best.found["rerun_search"] == ns(PROGRAM, plan)
+
+
+def test_lp_rounding_goes_on_from_the_plan_that_it_is_given() -> None:
+    """With hardly a try of its own it is no worse than that plan."""
+    start = agents.make("policy_search", min_bytes=1).plan(PROGRAM, MACHINE, LIMIT)
+    alone, given = (LPRound(20, min_bytes=1) for _ in range(2))
+    given.first = rows_of(start.decisions)
+    assert ns(PROGRAM, given.plan(PROGRAM, MACHINE, LIMIT)) <= ns(PROGRAM, start)
+    assert ns(PROGRAM, start) < ns(PROGRAM, alone.plan(PROGRAM, MACHINE, LIMIT))
+
+
+def test_where_there_is_no_plan_it_says_so_and_where_none_is_needed_it_makes_none() -> None:
+    with pytest.raises(agents.Infeasible, match=r"^best: .* cannot be planned within 1,?\d* bytes"):
+        agents.make("best", min_bytes=1).plan(PROGRAM, MACHINE, 1)
+    planner = agents.make("best", seconds=60)
+    assert not planner.plan(PROGRAM, MACHINE, PROGRAM.peak_bytes).decisions and planner.simulator_calls == 1
