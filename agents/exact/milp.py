@@ -109,7 +109,8 @@ class MILP:
         until = time.monotonic() + self.seconds
         self.bound_ns, self.gap, self.status = program.ideal_ns, 0.0, ""
         engine = Engine(program, machine, limit)
-        below = floor(program, machine, limit, self.mode, seconds=self.seconds)
+        seconds = self.seconds if len(program.kernels) >= BROKEN_OFF else None
+        below = floor(program, machine, limit, self.mode, seconds=seconds)
         self.bound_ns = below.iteration_ns
         best, best_ns = self._heuristics(program, machine, limit, engine, until) if below.feasible else (None, 0)
         proven = not below.feasible or (best is not None and best_ns <= self.bound_ns)

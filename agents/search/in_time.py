@@ -25,7 +25,7 @@ Search = Callable[[Any, Program, Machine, int], Plan]
 
 
 def in_time(plan: Search, large: int | None = None) -> Search:
-    """Decorator of the ``plan`` of a planner with ``seconds``: of a program of ``large`` kernels (LARGE) or more it makes
+    """Decorator of the ``plan`` of a planner with ``seconds``: of a program of ``large`` kernels or more it makes
     a quick plan first, which is returned where the search has none in the time that is left."""
 
     @functools.wraps(plan)

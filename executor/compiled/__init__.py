@@ -2,5 +2,6 @@
 
 from executor.compiled.backend import CompiledReport, CompileError, Partitioner, compile, report
 from executor.compiled.measure import allocated_peak
+from executor.compiled.solver import ChainSolver
 
-__all__ = ["CompileError", "CompiledReport", "Partitioner", "allocated_peak", "compile", "report"]
+__all__ = ["ChainSolver", "CompileError", "CompiledReport", "Partitioner", "allocated_peak", "compile", "report"]

@@ -29,7 +29,7 @@ from torch._dynamo.exc import ShortenTraceback
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from executor.compiled.joint import Joint, nobody_elses
-from executor.compiled.launches import launches_of
+from executor.compiled.launches import choices, launches_of
 from executor.compiled.partition import partition
 from executor.fit import FitError, machine_of, recomputed
 from simulator.compiled.engine import simulate
@@ -40,8 +40,10 @@ from simulator.program import Program
 from simulator.report import size
 from simulator.schedule import lower
 
-TRIES = 3  # plans for one graph, the limit moved by what Inductor made of the one before
+TRIES = 4  # plans for one graph, the limit moved by what Inductor made of the one before
 SLACK = 0.05  # of the limit: a plan that leaves no more of it is taken as it is
+# Which kernels run again on a CPU is decided by how many FLOPs take as long as a byte: assumed, of a core of a server.
+CPU = Machine("a CPU core", 2**40, 10**10, 10**10, flops_per_s={"float32": 50 * 10**9}, memory_bytes_per_s=8 * 10**9)
 Planner = str | Callable[[Program, Machine, int], Plan]
 
 
@@ -64,7 +66,8 @@ class Graph:
         left: why the graph is PyTorch's own where it could not be planned; "": it was, or needs no plan.
         program, plan, machine: None where there is no plan.
         iteration_ns, ideal_ns, floor_ns: simulated; the floor is None where the planner has none.
-        seconds: of CPU time, for looking, planning and partitioning.
+        seconds: of CPU time, for planning and partitioning.
+        looking_s: of CPU time, for Inductor's launches of the graphs that were tried.
     """
 
     name: str
@@ -79,6 +82,7 @@ class Graph:
     ideal_ns: int = 0
     floor_ns: int | None = None
     seconds: float = 0.0
+    looking_s: float = 0.0
 
     def __str__(self) -> str:
         if self.left:
@@ -122,7 +126,7 @@ class Partitioner(CustomPartitionerFn):
             forward and backward allocate: saved and temporary tensors, the model's outputs, their gradients, and the
             gradients of parameters; not what the caller has anyway.
         machine: a preset's name, a YAML file or a Machine, whose roofline says how long kernels take; by default the
-            GPU's preset, on the CPU gtx1080ti.
+            GPU's preset, or ``CPU``.
         planner: a name (``agents.PLANNERS``), or what makes a plan that only runs kernels again.
         seconds: of planning, about, for each plan.
 
@@ -163,23 +167,24 @@ class Partitioner(CustomPartitionerFn):
         if left:
             self._leave(name, left)
             return forward, backward
-        begin = time.process_time()
-        joint = _look(forward, backward, kwargs["num_fwd_outputs"])
+        begin, self._looking_s = time.process_time(), 0.0
+        joint = self._look(forward, backward, kwargs["num_fwd_outputs"])
         without = joint.peak_bytes()
         limit = int(without * _part(self.memory)) if is_fraction(self.memory) else size_bytes(self.memory, "memory")
         graph = Graph(name, limit, without, without)
         if without > limit:
             joint, graph = self._planned(joint, graph, _device(joint_inputs))
-        self.graphs.append(replace(graph, seconds=time.process_time() - begin))
+        seconds = time.process_time() - begin - self._looking_s
+        self.graphs.append(replace(graph, seconds=seconds, looking_s=self._looking_s))
         return joint.forward, joint.backward
 
     def _planned(self, joint: Joint, graph: Graph, device: torch.device) -> tuple[Joint, Graph]:
         """A plan whose graphs fit as Inductor schedules them."""
-        machine = self.machine or (
-            Machine.load("gtx1080ti") if device.type == "cpu" else machine_of(torch.cuda.get_device_name(device))
-        )
+        machine = self.machine or (CPU if device.type == "cpu" else machine_of(torch.cuda.get_device_name(device)))
         program = joint.program(machine, f"graph {graph.name}")
-        limit, least = graph.limit, graph.without_bytes
+        # What Inductor writes in place takes less than its Program: as much as without a plan, or somewhat less.
+        limit = graph.limit + (program.peak_bytes - graph.without_bytes) * 2 // 3
+        least = graph.without_bytes
         best: tuple[Joint, Graph] | None = None
         for _ in range(TRIES):
             try:
@@ -187,12 +192,12 @@ class Partitioner(CustomPartitionerFn):
             except FitError as error:
                 if best is not None:
                     break
-                tried = "" if limit == graph.limit else f" (as Inductor schedules it, it took {size(least)})"
+                tried = "" if least == graph.without_bytes else f" (as Inductor schedules it, it took {size(least)})"
                 raise CompileError(
                     f"graph {graph.name} does not fit into {size(graph.limit)}: {error}{tried}"
                 ) from error
             schedule = lower(program, plan)
-            found = _look(*partition(joint, program, schedule), joint.outputs)
+            found = self._look(*partition(joint, program, schedule), joint.outputs)
             peak = found.peak_bytes()
             least = min(least, peak)
             if peak <= graph.limit:
@@ -202,16 +207,26 @@ class Partitioner(CustomPartitionerFn):
                         graph, peak_bytes=peak, program=program, plan=plan, machine=machine.name,
                         iteration_ns=timeline.iteration_ns, ideal_ns=timeline.ideal_ns, floor_ns=floor_ns,
                     )  # fmt: skip
-            # What Inductor writes in place takes less than its Program; what it fuses with earlier kernels takes more.
             if (abs(graph.limit - peak) < SLACK * graph.limit and best is not None) or limit >= program.peak_bytes:
                 break
-            limit += graph.limit - peak
+            # One that is over by little needs another plan, not the same again.
+            limit += graph.limit - peak if peak <= graph.limit else min(graph.limit - peak, -graph.limit // 100)
         if best is None:
             raise CompileError(
                 f"graph {graph.name} does not fit into {size(graph.limit)}: as Inductor schedules the plans that were "
                 f"tried, they need {size(least)}"
             )
         return best
+
+    def _look(self, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> Joint:
+        begin = time.process_time()
+        first = launches_of(forward, False)
+        names = [x.name if isinstance(x, fx.Node) else "" for x in forward.graph.output_node().args[0]]  # type: ignore[union-attr]
+        strides = {name: s for name, s in list(zip(names, first.strides, strict=True))[outputs:] if s is not None}
+        donated = nobody_elses(forward, backward, outputs)
+        joint = Joint(forward, backward, first, launches_of(backward, True, donated, strides), outputs)
+        self._looking_s += time.process_time() - begin
+        return joint
 
     def _check_several(self, name: str) -> None:
         """Bytes can be given to one graph only: what the others need is not known when the first one is compiled."""
@@ -264,14 +279,20 @@ def compile(
     partitioner = Partitioner(memory, machine, planner, seconds)
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        from torch._inductor.compile_fx import compile_fx
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+        from torch._inductor.virtualized import V
+
+        def inner(*args: Any, **kwargs: Any) -> Any:  # of the backward it is called by the first backward
+            with V.set_choices_handler(choices()):
+                return compile_fx_inner(*args, **kwargs)
 
         if not any(isinstance(x, torch.Tensor) and x.device.type != "cpu" for x in inputs):
             needs_compiler()
-        patches = {**(options or {}), "custom_partitioner_fn": partitioner}
+        # Memory that is kept for a later tensor of the same size is memory that nobody can plan with.
+        patches = {"allow_buffer_reuse": False, **(options or {}), "custom_partitioner_fn": partitioner}
         # A cached joint graph has no report, and the plan of another process's machine.
         with torch._functorch.config.patch(enable_autograd_cache=False):
-            return compile_fx(gm, list(inputs), config_patches=patches)
+            return compile_fx(gm, list(inputs), inner_compile=inner, config_patches=patches)
 
     compiled = torch.compile(model, backend=backend, dynamic=False, fullgraph=fullgraph)
     _PARTITIONERS[compiled] = partitioner
@@ -301,14 +322,6 @@ def needs_compiler() -> None:
         raise CompileError(
             f"torch.compile needs a C++ compiler on the CPU, and there is none of {', '.join(names)}: install g++"
         )
-
-
-def _look(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> Joint:
-    first = launches_of(forward, False)
-    names = [x.name if isinstance(x, fx.Node) else "" for x in forward.graph.output_node().args[0]]  # type: ignore[union-attr]
-    strides = {name: s for name, s in list(zip(names, first.strides, strict=True))[outputs:] if s is not None}
-    donated = nobody_elses(forward, backward, outputs)
-    return Joint(forward, backward, first, launches_of(backward, True, donated, strides), outputs)
 
 
 def _part(memory: int | float | str) -> float:

@@ -143,9 +143,9 @@ class Joint:
             if node in seen:
                 continue
             seen.add(node)
-            if node.name in self._mutated or not repeatable(node):
-                return False
             inside = node.name in own or node.name not in self.first.stored or is_view(node)
+            if node.name in self._mutated or (inside and not repeatable(node)):
+                return False
             stack += node.all_input_nodes if inside else ()
         return True
 

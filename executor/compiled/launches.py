@@ -11,6 +11,7 @@ import copy
 import operator
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -19,6 +20,9 @@ from torch import fx
 
 from executor.capture.operators import arguments, flops_of, kind_of
 from simulator.program import KernelKind
+
+STEP = "headroom_step"  # in a node's meta: when it runs, by the plan
+APART = 1  # steps of a plan that may be fused
 
 
 class Launch(NamedTuple):
@@ -51,6 +55,29 @@ class Launches:
     stored: dict[str, str]
     outputs: tuple[str | None, ...]
     strides: tuple[tuple[int, ...] | None, ...]
+
+
+@cache
+def choices() -> Any:
+    """Inductor's choices, but what a plan has far apart is not fused: kernels would run when the first of them does.
+
+    It is for both: what is looked at, and what is compiled (``V.set_choices_handler``).
+    """
+    from torch._inductor.choices import InductorChoices
+
+    def steps(nodes: Any) -> set[int]:
+        own = (max((x.meta.get(STEP, -1) for x in _origins([node])), default=-1) for node in nodes.get_nodes())
+        return {step for step in own if step >= 0}
+
+    class Choices(InductorChoices):
+        @staticmethod
+        def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
+            both = steps(node1) | steps(node2)
+            return (not both or max(both) - min(both) <= APART) and InductorChoices.can_fuse(
+                scheduler, node1, node2, shared_data_score
+            )
+
+    return Choices()
 
 
 def launches_of(
@@ -86,7 +113,7 @@ def launches_of(
         names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
         lowering.bw_donated_idxs = [i for i, name in enumerate(names) if name in donated]
         lowering.garbage_collect_values = False  # ``env`` says what became of each node
-        with V.set_graph_handler(lowering), V.set_extern_kernel_nodes([]):
+        with V.set_graph_handler(lowering), V.set_extern_kernel_nodes([]), V.set_choices_handler(choices()):
             lowering.run(*inputs)
             lowering.init_wrapper_code()
             lowering._update_scheduler()
@@ -116,6 +143,12 @@ class _Reader:
             group.append(node)
             for output in node.get_outputs():
                 group_of[output.get_name()] = group
+        writers: dict[tuple[fx.Node, str], list[Any]] = {}  # (node, storage that a kernel of it writes in place)
+        for group in groups:
+            for node in group:
+                for name in node.get_buffer_names() & self.scheduler.mutation_real_name.keys():
+                    for x in _origins(node.get_nodes()):
+                        writers[x, self._real(name)] = group
         values: dict[int, list[str]] = {id(group): [] for group in groups}
         stored: dict[str, str] = {}
         for fx_node in self.gm.graph.nodes:
@@ -125,8 +158,9 @@ class _Reader:
             storage = self._real(raw)
             alias = is_view(fx_node) and storage in stored.values()
             stored[fx_node.name] = storage
-            if raw in group_of and not alias:
-                values[id(group_of[raw])].append(fx_node.name)
+            made_by = writers.get((fx_node, storage), group_of.get(raw))  # not by what only fills it with zeros
+            if made_by is not None and not alias:
+                values[id(made_by)].append(fx_node.name)
         launches = tuple(self._launch(group, tuple(values[id(group)])) for group in groups)
         names = {s for launch in launches for s in launch.reads + launch.writes} | set(stored.values())
         outs = (None if (o := self._buffer(out)) is None else self._real(o) for out in self.lowering.graph_outputs)
@@ -161,7 +195,7 @@ class _Reader:
         nodes = [n for node in group for n in node.get_nodes()]
         extern = any(isinstance(n.node, (ir.ExternKernel, ir.MultiOutput)) for n in nodes)
         origins = [x for x in _origins(nodes) if x.op == "call_function"]
-        products = [(x, f) for x in origins if extern and (f := _flops(x))]
+        products = [(x, f) for x in origins if extern and (f := flops_of_node(x))]
         dtypes = {str(x.meta["val"].dtype).removeprefix("torch.") for x, _ in products
                   if isinstance(x.meta.get("val"), torch.Tensor)}  # fmt: skip
         if products:
@@ -306,7 +340,8 @@ def _origins(nodes: list[Any]) -> list[fx.Node]:
     return sorted(found, key=lambda x: x._sort_key)
 
 
-def _flops(node: fx.Node) -> int:
+def flops_of_node(node: fx.Node) -> int:
+    """The FLOPs of a call; 0 where they are not known."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return 0
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: x.meta.get("val"))

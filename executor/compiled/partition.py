@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from torch import fx
 
 from executor.compiled.joint import BACKWARD, FORWARD, Joint
-from executor.compiled.launches import Launch, repeatable
+from executor.compiled.launches import STEP, Launch, repeatable
 from simulator.program import Program
 from simulator.schedule import Schedule, Step
 
@@ -52,6 +52,7 @@ class _Writer:
         self.results: list[fx.Node | None] = []
         self.grads: list[fx.Node | None] = []
         self.in_second = False
+        self.now = 0
         for node in forward.find_nodes(op="placeholder"):
             self.always[node] = self.graph.node_copy(node)
         saved = {x.name for x in _results(forward) if x is not None}
@@ -65,6 +66,7 @@ class _Writer:
         env = dict(self.always)
         for block in step.uses.values():
             env.update(self.held.get(block, {}))
+        self.now += 1
         if k == between:
             self._once(self.forward.values())
             self.results = self._all(_results(self.joint.forward.graph)[: self.joint.outputs], env)
@@ -106,7 +108,7 @@ class _Writer:
     def _once(self, nodes: Iterable[fx.Node]) -> None:
         """What writes the caller's memory, or draws, and belongs to no launch."""
         for node in list(nodes):
-            if node.op == "call_function" and node.is_impure() and node not in self.always:
+            if node.op == "call_function" and node.is_impure() and not repeatable(node) and node not in self.always:
                 self._write(node, dict(self.always))
 
     def _all(self, nodes: list[fx.Node | None], env: dict[fx.Node, fx.Node]) -> list[fx.Node | None]:
@@ -123,6 +125,7 @@ class _Writer:
                 stack += map(self._source, x.all_input_nodes)
         for x in sorted(wanted, key=self.order.__getitem__):
             copied = self.graph.node_copy(x, lambda a: env[self._source(a)])
+            copied.meta[STEP] = self.now
             env[x] = copied
             if self.in_second:
                 self.second.add(copied)

@@ -134,6 +134,16 @@ def test_less_memory_takes_more_time_and_each_plan_fits_as_inductor_schedules_it
     assert 0 < times[0] <= times[1]
 
 
+def test_what_two_launches_write_is_written_when_the_last_does() -> None:
+    """The gradient of an embedding: filled with zeros early, added to at the end."""
+    torch.manual_seed(0)
+    net, x = Net(nn.Embedding(50, 32), Block(32), Block(32)), torch.randint(0, 50, (4, 64))
+    partitioner = Partitioner(0.75, planner=QUICK)
+    torch.testing.assert_close(step(graphs(net, partitioner), net, x), step(net, net, x))
+    (graph,) = partitioner.graphs
+    assert graph.plan is not None and graph.peak_bytes <= graph.limit
+
+
 def test_what_does_not_fit_is_refused_with_the_least_that_does() -> None:
     with pytest.raises(
         CompileError, match=r"graph 0/0 does not fit into .*: no plan that only runs kernels again needs less"

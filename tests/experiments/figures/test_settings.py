@@ -20,12 +20,16 @@ def test_a_figure_has_tasks_words_and_a_table(name: str) -> None:
     for task in every:
         assert json.loads(json.dumps(task)) == task
     assert len({json.dumps(task) for task in every}) == len(every)
-    for network in {task["network"] for task in every if "network" in task} - {"un_11", "resnet50_184"}:
+    for network in {task["network"] for task in every if "network" in task and name != "compiled"} - {
+        "un_11",
+        "resnet50_184",
+    }:
         assert "name" in figures.workload(network)
 
 
 def test_all_leaves_out_what_takes_hours_or_needs_runs() -> None:
-    assert {name for name in reproduce.names() if reproduce.figure(name).on_demand} == {"actions", "learning", "tracks"}
+    on_demand = {name for name in reproduce.names() if reproduce.figure(name).on_demand}
+    assert on_demand == {"actions", "compiled", "learning", "tracks"}
 
 
 TASK = {"workload": "mlp", "machine": "gtx1080ti", "limit": 0.8, "split": "test", "fingerprint": "0123456789ab"}
@@ -98,6 +102,8 @@ TASK = {"workload": "mlp", "machine": "gtx1080ti", "limit": 0.8, "split": "test"
         ("core", {"agents": {"x": {"target": "nowhere:Mine"}}}, "figure.agents.x: 'nowhere:Mine' is no 'module:Class'"),
         ("core", {"agents": {"x": {"target": "json:loads"}}}, "json:loads is no class with a method plan"),
         ("measured", {"parts": ["peak"]}, "there is no part 'peak'; the nearest is 'peaks'"),
+        ("compiled", {"limits": [2]}, "figure.limits: expected fractions, got [2]"),
+        ("compiled", {"networks": [{"kind": "bert"}]}, "expected one of gpt2, llama, resnet, vit, got bert"),
         ("robustness", {"limit": 2}, "figure.limit: expected a share of the peak, got 2"),
         ("robustness", {"jitter": [-1]}, "jitter: jitter: expected a number from 0 to 2"),
         ("robustness", {"iterations": 3}, "iterations: expected an"),

@@ -1,0 +1,288 @@
+"""Real peaks and times of compiled steps on the CPU: ours beside PyTorch's memory budgets, checkpoints, and neither.
+
+A network is measured in a process of its own, by ``python -m experiments.figures.compiled TASK`` (JSON). There all are
+compiled first, each from a copy of the same model; then their steps take turns on one core.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from operator import truediv
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from executor.compiled import ChainSolver, CompileError, allocated_peak, compile, report
+from experiments.common import cli
+from experiments.common.report import Row
+from experiments.figures.figure import Figure, Range
+from experiments.plotting.charts import Axis, Chart, Line, Panel
+from experiments.workloads.llama import Llama, SwiGLU
+from experiments.workloads.resnet import Plain
+from experiments.workloads.transformers import GPT2, ViT
+from simulator.machine import Machine
+
+
+class WithLoss(nn.Module):
+    """The model and its loss: one graph, and nothing of the caller's between forward and backward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.model(x), y)
+
+
+def tasks(settings: DictConfig) -> list[Row]:
+    """One per network, whose own limits, budgets and solvers go before those of all."""
+    config = cli.plain(settings)
+    found = []
+    for workload in config["networks"]:
+        asked = {key: workload.pop(key, config[key]) for key in ("limits", "budgets", "solvers")}
+        for key in ("limits", "budgets"):
+            if not asked[key] or not all(isinstance(v, float) and 0 < v <= 1 for v in asked[key]):
+                raise cli.UsageError(f"figure.{key}: expected fractions, got {asked[key]}")
+        if workload["kind"] not in KINDS:
+            raise cli.UsageError(f"figure.networks: expected one of {', '.join(KINDS)}, got {workload['kind']}")
+        shared = {key: config[key] for key in ("rounds", "planner", "seconds")}
+        found.append({"network": workload["name"], "workload": workload, **asked, **shared})
+    return found[::-1]
+
+
+def run(task: Row, machine: Machine) -> Row:
+    """What ``measured`` says of one network."""
+    with tempfile.TemporaryDirectory() as cache:  # so that nothing is compiled before it is timed
+        words = [sys.executable, "-m", "experiments.figures.compiled", json.dumps(task)]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": cache}
+        done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True, env=env)
+    found: Row = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def measured(task: Row) -> Row:
+    """Peaks in bytes and seconds of CPU time of a step (least, median and most), of every method of one network."""
+    torch.set_num_threads(1)
+    torch._dynamo.config.recompile_limit = 64  # one code object, compiled by every method
+    torch._functorch.config.enable_autograd_cache = False
+    model, x, y = network(task["workload"])
+    runs: dict[str, Callable[[], Tensor]] = {}
+    rows: dict[str, Row] = {}
+    bits: list[Tensor] = []
+
+    def add(name: str, make: Callable[[nn.Module], Any], **told: Any) -> None:
+        own = copy.deepcopy(model)
+        begin = _seconds()
+        compiled = make(own)
+
+        def step() -> Tensor:
+            own.zero_grad()
+            torch.manual_seed(1)
+            loss: Tensor = compiled(x, y)
+            loss.backward()
+            return loss
+
+        try:
+            step()
+        except CompileError as error:
+            rows[name] = {"refused": str(error).split("\n")[0], **told}
+            return
+        rows[name] = row = {"compile_s": round(_seconds() - begin, 2), **told}
+        found = [p.grad.clone() for p in own.parameters() if p.grad is not None]
+        own.zero_grad()
+        row["peak_bytes"] = allocated_peak(step)
+        if told.get("ours"):
+            (graph,) = report(compiled).graphs
+            row |= {"predicted_bytes": graph.peak_bytes, "limit_bytes": graph.limit, "without": graph.without_bytes,
+                    "plan_s": round(graph.seconds, 2), "looking_s": round(graph.looking_s, 2)}  # fmt: skip
+        bits[:] = bits or found
+        row["bits"] = all(map(torch.equal, found, bits))
+        runs[name] = step
+
+    def ours(name: str, memory: int | float, **told: Any) -> None:
+        settings = {"memory": memory, "planner": task["planner"], "seconds": task["seconds"]}
+        add(name, lambda own: compile(own, **settings), ours=True, **told)
+
+    add("none", _alone)
+    add("checkpoint", lambda own: _alone(_checkpointed(own)))
+    points = [("dp", budget) for budget in task["budgets"]]
+    points += [(solver, task["budgets"][-1]) for solver in task["solvers"]]
+    for solver, budget in points:
+        name = f"{solver} {budget:g}"
+        add(name, partial(_budgeted, budget=budget, solver=solver), budget=budget)
+        near = [m for m in rows.values() if "beside" in m and abs(m["asked"] / rows[name]["peak_bytes"] - 1) < 0.005]
+        if solver == "dp" and rows[name]["peak_bytes"] < rows["none"]["peak_bytes"] and not near:
+            asked = rows[name]["peak_bytes"]
+            ours(f"at {name}", asked, beside=name, asked=asked)
+    for limit in task["limits"]:
+        ours(f"ours {limit:g}", limit, limit=limit)
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(task["rounds"]):
+        for name, one in runs.items():
+            begin = time.process_time()
+            one()
+            times[name].append(time.process_time() - begin)
+    for name, taken in times.items():
+        rows[name]["step_s"] = [min(taken), statistics.median(taken), max(taken)]
+        rows[name]["ratio"] = statistics.median(map(truediv, taken, times["none"]))
+        if (beside := rows[name].get("beside")) is not None:
+            rows[name]["against"] = statistics.median(map(truediv, taken, times[beside]))
+    return {"methods": rows}
+
+
+def numbers(rows: list[Row]) -> Row:
+    """The bars of all networks, and a line for each method."""
+    lines, planned, pairs, monotone, lowest = [], [], [], True, 0
+    for row in rows:
+        methods = row["methods"]
+        none, there = methods["none"], {name: m for name, m in methods.items() if "refused" not in m}
+        for name, m in methods.items():
+            line = {
+                "network": row["network"],
+                "method": name,
+                "peak": "refused",
+                "predicted": "",
+                "time": "",
+                "spread": "",
+            }
+            if name in there:
+                low, _, high = (seconds / none["step_s"][1] for seconds in m["step_s"])
+                line |= {"peak": f"{m['peak_bytes'] / none['peak_bytes']:.1%}", "time": f"{m['ratio']:.3f}",
+                         "spread": f"{low:.2f} to {high:.2f}"}  # fmt: skip
+            if name in there and m.get("ours"):
+                line["predicted"] = f"{m['predicted_bytes'] / none['peak_bytes']:.1%}"
+                planned.append({**m, "name": f"{row['network']} {name}", "own": none["peak_bytes"]})
+            lines.append(line)
+        pairs += [m["against"] for m in there.values() if "against" in m]
+        by_limit = [m["peak_bytes"] for m in there.values() if "limit" in m]
+        monotone &= by_limit == sorted(by_limit, reverse=True)
+        ours = min((m["peak_bytes"] for m in there.values() if m.get("ours")), default=none["peak_bytes"])
+        lowest += ours < min(m["peak_bytes"] for m in there.values() if not m.get("ours"))
+    differ = [m["name"] for m in planned if not m["bits"]]
+    times = {part: [m[part] / m["compile_s"] for m in planned] for part in ("plan_s", "looking_s")}
+    return {
+        "lines": lines, "points": len(planned), "networks": len(rows), "monotone": "yes" if monotone else "no",
+        "error": max(abs(m["peak_bytes"] / m["predicted_bytes"] - 1) for m in planned),
+        "error_without": max(abs(m["own"] / m["without"] - 1) for m in planned),
+        "over": sum(m["peak_bytes"] > m["limit_bytes"] for m in planned),
+        "refused": sum("refused" in m for row in rows for m in row["methods"].values()),
+        "pairs": len(pairs), "faster": sum(p <= 1.0 for p in pairs), "within": sum(p <= 1.03 for p in pairs),
+        "pair": Range(pairs) if pairs else None, "lowest": lowest, "differ": len(differ), "differing": differ or None,
+        "plan": statistics.median(times["plan_s"]), "most_plan": max(times["plan_s"]),
+        "looking": statistics.median(times["looking_s"]),
+    }  # fmt: skip
+
+
+def chart(rows: list[Row]) -> Chart:
+    """Time over peak, both over those of torch.compile alone; a panel for each network."""
+    panels = []
+    for row in rows:
+        methods, none = row["methods"], row["methods"]["none"]
+
+        def line(
+            kept: Callable[[str, Row], bool], colour: str, label: str, marker: str, joined: str = "-",
+            methods: Row = methods, none: Row = none,
+        ) -> Line:  # fmt: skip
+            found = sorted((m["peak_bytes"] / none["peak_bytes"], m["ratio"])
+                           for name, m in methods.items() if "refused" not in m and kept(name, m))  # fmt: skip
+            return Line([a for a, _ in found], [b for _, b in found], colour, label, marker, joined)
+
+        marks = [
+            line(lambda name, m: bool(m.get("ours")), "C0", "ours", "o"),
+            line(
+                lambda name, m: "budget" in m and not name.startswith("chains"),
+                "C1",
+                "PyTorch's budget",
+                "s",
+                "",
+            ),
+            line(lambda name, m: name.startswith("chains"), "C4", "its budget, our solver", "P", ""),
+            line(lambda name, m: name == "checkpoint", "C2", "checkpoint", "^", ""),
+            line(lambda name, m: name == "none", "C3", "torch.compile", "D", ""),
+        ]
+        peak, time_axis = Axis("real peak", "{:.0%}"), Axis("CPU time of a step", "{:.2f}")
+        panels.append(Panel(row["network"], marks, peak, time_axis))
+    return Chart("torch.compile within a memory, on the CPU", panels, 2, (5.2, 3.6), keys=2 if len(panels) == 1 else 5)
+
+
+def network(workload: Row) -> tuple[nn.Module, Tensor, Tensor]:
+    """A small network with its loss, and a batch of random numbers."""
+    sizes = {key: value for key, value in workload.items() if key not in ("name", "kind", "batch_size")}
+    torch.manual_seed(0)
+    model = WithLoss(KINDS[workload["kind"]](**sizes))
+    if "image" in workload:
+        x = torch.randn(workload["batch_size"], 3, workload["image"], workload["image"])
+        return model, x, torch.randint(0, workload["classes"], (workload["batch_size"],))
+    words = torch.randint(0, workload["vocabulary"], (2, workload["batch_size"], workload["length"]))
+    return model, words[0], words[1].flatten()
+
+
+def _llama(hidden: int, **sizes: int) -> nn.Module:
+    return Llama(**sizes, feed=lambda: SwiGLU(sizes["width"], hidden))
+
+
+def _gpt2(length: int, **sizes: int) -> nn.Module:
+    return GPT2(**sizes, context=length)
+
+
+def _vit(patch: int, image: int, **sizes: int) -> nn.Module:
+    return ViT(**sizes, patch=patch, image=image, rate=0.0)
+
+
+def _resnet(stages: str, width: int, classes: int, **_: int) -> nn.Module:
+    return Plain(tuple(map(int, stages.split("-"))), width, residual=True, classes=classes)
+
+
+KINDS: dict[str, Callable[..., nn.Module]] = {"gpt2": _gpt2, "llama": _llama, "resnet": _resnet, "vit": _vit}
+
+
+def _alone(model: nn.Module) -> Any:
+    return torch.compile(model, dynamic=False)
+
+
+def _budgeted(model: nn.Module, budget: float, solver: str) -> Any:
+    """torch.compile by PyTorch's memory budget."""
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        from torch._inductor.compile_fx import compile_fx
+
+        options = {"activation_memory_budget": budget,
+                   "activation_memory_budget_solver": ChainSolver() if solver == "chains" else solver}  # fmt: skip
+        with torch._functorch.config.patch(options):
+            return compile_fx(gm, inputs)
+
+    return torch.compile(model, backend=backend, dynamic=False)
+
+
+def _checkpointed(model: nn.Module) -> nn.Module:
+    """``checkpoint`` around each member of its longest list of modules."""
+    lists = [m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
+    for block in max(lists, key=len):
+        forward = block.forward
+        block.forward = lambda *args, forward=forward: checkpoint(forward, *args, use_reentrant=False)
+    return model
+
+
+def _seconds() -> float:
+    """CPU time of this process and of compilers that it has waited for."""
+    t = os.times()
+    return t.user + t.system + t.children_user + t.children_system
+
+
+FIGURE = Figure("compiled", tasks, run, numbers, chart, alone=True, on_demand=True)
+
+if __name__ == "__main__":
+    print(json.dumps(measured(json.loads(sys.argv[1]))))

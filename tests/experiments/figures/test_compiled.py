@@ -1,0 +1,49 @@
+"""figure=compiled in small: the same partitions, whose graphs FX's interpreter runs instead of Inductor's code."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from executor.compiled import Partitioner, backend
+from experiments.figures import compiled
+from tests.executor.compiled.test_compiled import graphs
+
+NETWORK = {"name": "GPT-2", "kind": "gpt2", "layers": 1, "width": 32, "heads": 2, "vocabulary": 50, "length": 32,
+           "batch_size": 4}  # fmt: skip
+TASK = {"network": "GPT-2", "workload": NETWORK, "limits": [0.8, 0.2], "budgets": [0.4], "solvers": [], "rounds": 2,
+        "planner": "capuchin", "seconds": 1}  # fmt: skip
+
+
+def test_every_method_has_its_peak_its_time_and_its_bits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def run(model: nn.Module, memory: int | float, planner: str = "capuchin", seconds: float = 1.0) -> Any:
+        partitioner = Partitioner(memory, planner=planner, seconds=seconds)
+        made = graphs(model, partitioner)
+        backend._PARTITIONERS[made] = partitioner
+        return made
+
+    monkeypatch.setattr(compiled, "compile", run)
+    monkeypatch.setattr(compiled, "_alone", lambda model: run(model, 1.0))
+    monkeypatch.setattr(compiled, "_budgeted", lambda model, budget, solver: run(model, 0.9))
+    monkeypatch.setattr(compiled, "_checkpointed", lambda model: model)
+    threads, limit = torch.get_num_threads(), torch._dynamo.config.recompile_limit
+    try:
+        row = {**TASK, **compiled.measured(TASK)}
+    finally:
+        torch.set_num_threads(threads)
+        torch._dynamo.config.recompile_limit = limit
+        torch._functorch.config.enable_autograd_cache = True
+        torch._dynamo.reset()
+    methods = row["methods"]
+    assert list(methods) == ["none", "checkpoint", "dp 0.4", "at dp 0.4", "ours 0.8", "ours 0.2"]
+    assert "no plan that only runs kernels again" in methods["ours 0.2"]["refused"]
+    assert methods["ours 0.8"]["peak_bytes"] < methods["dp 0.4"]["peak_bytes"] < methods["none"]["peak_bytes"]
+    said = compiled.numbers([row])
+    assert said["refused"] == 1 and said["points"] == 2 and said["pairs"] == 1
+    heads, cells, notes = compiled.FIGURE.say([row])
+    assert len(heads) == len(cells[0]) and len(cells) == len(methods) and len(notes) == 5
+    compiled.FIGURE.draw([row], tmp_path / "compiled.png")
+    assert os.path.getsize(tmp_path / "compiled.png") > 10_000
