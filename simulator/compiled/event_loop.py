@@ -12,7 +12,7 @@ from simulator.compiled.steady import alike, note_state, period_of
 
 # isort: off
 from simulator.compiled.lowering import (
-    COARSE, FINE, coarse, group, leave_at_start, makes_copies, note_waits, read_plan, segments,
+    COARSE, FINE, coarse, group, leave_at_start, makes_copies, next_segments, note_waits, read_plan, segments,
 )  # fmt: skip
 from simulator.compiled.encoding import (
     ALLOCATED, BEGINS, BORN, CHECKS, CHILD, CONTENDS, COPIED, COPYING, COPY_ENGINES, D2H_SHARE, DIES, DONE, DUE,
@@ -149,20 +149,6 @@ def _weigh(by_segment, begin, due, nbytes):  # type: ignore[no-untyped-def]
         top = max(top, part[j])
     tops[fine] = max(tops[fine], top + added[fine])
     tops[last] = max(tops[last], tops[fine] + added[last])
-
-
-@stage
-def _turn(by_segment, n_segments):  # type: ignore[no-untyped-def]
-    """The next iteration's segments become this one's; what comes back early there counts on, in no group."""
-    highest, expected, added = by_segment[HIGHEST], by_segment[EXPECTED], by_segment[SEGMENT_ADDED]
-    for g in range(n_segments >> FINE, (2 * n_segments >> FINE) + 1):
-        more = added[g] + added[coarse(expected) + (g >> COARSE - FINE)]
-        if more:
-            for s in range(g << FINE, min((g + 1) << FINE, 2 * n_segments)):
-                expected[s] += more
-    for s in range(n_segments):
-        expected[s], expected[n_segments + s] = expected[n_segments + s], highest[s]
-    group(expected, by_segment[SEGMENT_TOPS], added, 2 * n_segments)
 
 
 @stage
@@ -465,9 +451,9 @@ def event_loop(  # type: ignore[no-untyped-def]
             period = 1
         if carries:
             # Those of a check in this iteration and in the one before take turns.
-            turn = iteration % 2
-            state = states[iteration] if at_end else states[boundaries + 2 * check + turn]
-            before = states[boundaries + 2 * check + 1 - turn]
+            mine = iteration % 2
+            state = states[iteration] if at_end else states[boundaries + 2 * check + mine]
+            before = states[boundaries + 2 * check + 1 - mine]
             note_state(state, m, now - begin, child, queue, queue_head, queue_tail)
             if duplex:
                 both = out_end != NEVER and in_end != NEVER
@@ -497,7 +483,7 @@ def event_loop(  # type: ignore[no-untyped-def]
         next_check = settled + ((n - settled) >> check) if carries and check else n
         for r in range(m):
             due[r] -= n_segments * DUE_SEGMENT
-        _turn(by_segment, n_segments)
+        next_segments(by_segment, n_segments)
         limit_here = limit if limit_until > 0 else NEVER
 
     result[ITERATION_NS], result[PEAK], result[PERIOD] = lasted, peak, period

@@ -285,6 +285,20 @@ def segments(enforced, by_kernel, by_segment, n_segments):  # type: ignore[no-un
 
 
 @stage
+def next_segments(by_segment, n_segments):  # type: ignore[no-untyped-def]
+    """The next iteration's segments become this one's; what comes back early there counts on, in no group."""
+    highest, expected, added = by_segment[HIGHEST], by_segment[EXPECTED], by_segment[SEGMENT_ADDED]
+    for g in range(n_segments >> FINE, (2 * n_segments >> FINE) + 1):
+        more = added[g] + added[coarse(expected) + (g >> COARSE - FINE)]
+        if more:
+            for s in range(g << FINE, min((g + 1) << FINE, 2 * n_segments)):
+                expected[s] += more
+    for s in range(n_segments):
+        expected[s], expected[n_segments + s] = expected[n_segments + s], highest[s]
+    group(expected, by_segment[SEGMENT_TOPS], added, 2 * n_segments)
+
+
+@stage
 def note_waits(rows, gaps, by_kernel, wait_ns):  # type: ignore[no-untyped-def]
     """Fills by_kernel[WAITS]: ns for which each kernel waits for the events of swap-ins (RULES.md, j); returns whether
     there are any."""
