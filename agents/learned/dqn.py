@@ -45,6 +45,7 @@ SCALE = 5.0  # of the noise, in log-odds: about as far as the policy's odds are 
 NOISE, FILLS, OTHERWISE = 0.6, 0.77, 0.88  # of changes: noise; a gap stays; it leaves otherwise; else another leaves
 MORE = (0.4, 0.75, 0.9)  # probability of one more change, by the walk
 EACH = 512  # episodes for which there is a set of Q-values more, up to ``elites``
+ANEW = 16  # of so many walks one changes the first values, not an elite's: it goes where elites do not come from theirs
 MIGRATE = 16  # steps between two replacements of the worst elite by the best
 
 Floats = NDArray[np.float32]
@@ -146,6 +147,8 @@ class Trainer:
         parents = self.elites or [Elite(np.inf, self._first(i), np.zeros(0, np.int64)) for i in range(max(sets, 1))]
         of = np.arange(count) % len(parents)
         values = np.stack([parents[p].values for p in of])
+        for i in range(ANEW - 1, count if self.elites and self.priors else 0, ANEW):
+            values[i] = self._first(int(of[i]))
         for i in range(0 if self.elites else min(len(parents), count), count):
             self.change(values[i], parents[of[i]].taken)
         overheads = self.walk(values)
