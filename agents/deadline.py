@@ -18,13 +18,13 @@ class TimeUp(BaseException):
 
 
 @contextmanager
-def within(seconds: float) -> Iterator[None]:
-    """Raises TimeUp in the block when the time is over, or that of a block around it.
+def within(seconds: float | None) -> Iterator[None]:
+    """Raises TimeUp in the block when the time is over, or that of a block around it; None: only then.
 
     A call of a library that does not come back to Python is not broken off, nor is an import; TimeUp then comes after
     it. Outside the main thread, where Python hears no signals, nothing happens.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if seconds is None or threading.current_thread() is not threading.main_thread():
         yield
         return
 

@@ -52,7 +52,7 @@ from simulator.modes import check_mode, ways_to_empty
 from simulator.plan import Plan
 from simulator.program import Program
 
-BROKEN_OFF = 500  # kernels of a program whose heuristics may take longer than there are seconds
+BROKEN_OFF = 500  # kernels: from so many on, the floor and the heuristics end with the seconds
 MOST = 24  # candidate gaps that are enumerated
 TOLERANCE = 1e-6  # relative, of HiGHS
 
@@ -109,10 +109,11 @@ class MILP:
         until = time.monotonic() + self.seconds
         self.bound_ns, self.gap, self.status = program.ideal_ns, 0.0, ""
         engine = Engine(program, machine, limit)
-        seconds = self.seconds if len(program.kernels) >= BROKEN_OFF else None
-        below = floor(program, machine, limit, self.mode, seconds=seconds)
+        large = len(program.kernels) >= BROKEN_OFF
+        below = floor(program, machine, limit, self.mode, seconds=self.seconds if large else None)
         self.bound_ns = below.iteration_ns
-        best, best_ns = self._heuristics(program, machine, limit, engine, until) if below.feasible else (None, 0)
+        end = until if large else None
+        best, best_ns = self._heuristics(program, machine, limit, engine, end) if below.feasible else (None, 0)
         proven = not below.feasible or (best is not None and best_ns <= self.bound_ns)
         if not proven and self.mode == "recompute":
             best, proven = self._solve(program, limit, engine, best, best_ns, until)
@@ -137,9 +138,9 @@ class MILP:
         return finish(self, program, machine, limit, engine, best)
 
     def _heuristics(
-        self, program: Program, machine: Machine, limit: int, engine: Engine, until: float
+        self, program: Program, machine: Machine, limit: int, engine: Engine, until: float | None
     ) -> tuple[Rows | None, int]:
-        """Rows and iteration time of the best plan of the heuristics that there is time for."""
+        """Rows and iteration time of the best plan of the heuristics that there is time for; None: for all of them."""
         if program.peak_bytes <= limit:
             return np.empty((0, 6), dtype=np.int64), program.ideal_ns
         found: list[Rows | None] = []
@@ -151,8 +152,7 @@ class MILP:
                 agents.make(name, mode=mode, calls=self.calls, **options, **large) for name in ("annealing", "lp_round")
             ]
         try:
-            left = max(until - time.monotonic(), 1e-2)
-            with within(left) if len(program.kernels) >= BROKEN_OFF else contextlib.nullcontext():
+            with within(None if until is None else max(until - time.monotonic(), 1e-2)):
                 if self.mode != "swap":
                     search = RuinRecreate(program, machine, limit, self.min_bytes, self.calls, PATIENCE, self.seed)
                     found.append(search.search())

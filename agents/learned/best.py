@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 from agents.deadline import TimeUp, within
@@ -106,7 +105,7 @@ class Best:
             if isinstance(planner, LPRound):
                 planner.first = best
             try:
-                with nullcontext() if left is None else within(max(left, 0.0) + SLACK):
+                with within(None if left is None else max(left, 0.0) + SLACK):
                     rows = rows_of(planner.plan(program, machine, limit).decisions)
                 ns = engine.score(rows).iteration_ns
                 if ns < best_ns:

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from executor.compiled.launches import Launch, Launches, is_view, repeatable
+from executor.compiled.launches import Launch, Launches, is_view, repeatable, roofline_ns
 from simulator.machine import Machine
 from simulator.program import Kernel, Program, Tensor, TensorKind
 
@@ -119,12 +119,12 @@ class Joint:
                 continue
             graph = self.first if k < self.between else self.second
             nbytes = sum(graph.nbytes.get(s, 0) for s in (*launch.reads, *launch.writes))
-            dtype = launch.dtype if launch.dtype in machine.flops_per_s else "float32"
             again = k < self.between and self._again(launch)
+            ns = roofline_ns(machine, launch.kind, launch.flops, nbytes, launch.dtype)
             kernels.append(
                 Kernel(
                     launch.name, launch.kind, phase, inputs, tuple(index[s] for s in writes),
-                    machine.kernel_ns(launch.kind, launch.flops, nbytes, dtype), 0, launch.flops, nbytes, again,
+                    ns, 0, launch.flops, nbytes, again,
                 )
             )  # fmt: skip
         return Program(name, tuple(tensors), tuple(kernels))

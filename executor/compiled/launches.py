@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from executor.capture.operators import arguments, flops_of, kind_of
+from simulator.machine import Machine
 from simulator.program import KernelKind
 
 STEP = "headroom_step"  # in a node's meta: when it runs, by the plan
@@ -195,7 +196,7 @@ class _Reader:
         nodes = [n for node in group for n in node.get_nodes()]
         extern = any(isinstance(n.node, (ir.ExternKernel, ir.MultiOutput)) for n in nodes)
         origins = [x for x in _origins(nodes) if x.op == "call_function"]
-        products = [(x, f) for x in origins if extern and (f := flops_of_node(x))]
+        products = [(x, f) for x in origins if extern and (f := _flops(x))]
         dtypes = {str(x.meta["val"].dtype).removeprefix("torch.") for x, _ in products
                   if isinstance(x.meta.get("val"), torch.Tensor)}  # fmt: skip
         if products:
@@ -340,7 +341,37 @@ def _origins(nodes: list[Any]) -> list[fx.Node]:
     return sorted(found, key=lambda x: x._sort_key)
 
 
-def flops_of_node(node: fx.Node) -> int:
+class Cost(NamedTuple):
+    """Of an operator by itself: its kind, FLOPs, bytes read and written, and the ns that a machine takes."""
+
+    kind: KernelKind
+    flops: int
+    nbytes: int
+    ns: int
+
+
+def cost_of(node: fx.Node, machine: Machine) -> Cost:
+    """By the machine's roofline; what is no operator takes no time."""
+    tensors = [x for y in (node, *node.all_input_nodes) for x in tensors_of(y)]
+    nbytes = sum(x.numel() * x.element_size() for x in tensors)
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return Cost("other", 0, nbytes, 0)
+    kind, flops = kind_of(node.target, "forward"), _flops(node)
+    dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
+    return Cost(kind, flops, nbytes, roofline_ns(machine, kind, flops, nbytes, dtype))
+
+
+def roofline_ns(machine: Machine, kind: KernelKind, flops: int, nbytes: int, dtype: str) -> int:
+    """As float32 where the machine has no figure for the type."""
+    return machine.kernel_ns(kind, flops, nbytes, dtype if dtype in machine.flops_per_s else "float32")
+
+
+def tensors_of(node: fx.Node) -> list[torch.Tensor]:
+    """The (fake) tensors that a node results in."""
+    return [x for x in torch.utils._pytree.tree_leaves(node.meta.get("val")) if isinstance(x, torch.Tensor)]
+
+
+def _flops(node: fx.Node) -> int:
     """The FLOPs of a call; 0 where they are not known."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return 0

@@ -16,12 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomKnapsackSolver
 
-from executor.capture.operators import kind_of
-from executor.compiled.launches import flops_of_node, is_view
+from executor.compiled.launches import cost_of, is_view
 from simulator.machine import Machine
 
 SECONDS = 5.0  # of the 0/1 program; then the best that was found
@@ -85,11 +83,4 @@ class ChainSolver(CustomKnapsackSolver):
 
     def _ns(self, node: fx.Node) -> int:
         """The roofline's time of an operator; views take none."""
-        if not isinstance(node.target, torch._ops.OpOverload) or is_view(node):
-            return 0
-        parts = (x.meta.get("val") for x in (node, *node.all_input_nodes))
-        tensors = [x for x in torch.utils._pytree.tree_leaves(list(parts)) if isinstance(x, torch.Tensor)]
-        dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else "float32"
-        dtype = dtype if dtype in self.machine.flops_per_s else "float32"
-        nbytes = sum(x.numel() * x.element_size() for x in tensors)
-        return self.machine.kernel_ns(kind_of(node.target, "forward"), flops_of_node(node), nbytes, dtype)
+        return 0 if is_view(node) else cost_of(node, self.machine).ns

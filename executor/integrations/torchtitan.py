@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from executor.capture.operators import kind_of
 from executor.compiled.backend import CPU, Planner
-from executor.compiled.launches import flops_of_node, is_view, repeatable
+from executor.compiled.launches import cost_of, is_view, repeatable, tensors_of
 from executor.fit import FitError, machine_of, recomputed
 from simulator.limits import is_fraction, limit_bytes, size_bytes
 from simulator.machine import Machine
@@ -73,7 +72,7 @@ def tag(
         remat_using_tags_for_fwd_loss_bwd_graph as carried_out,
     )
 
-    devices = {x.device for node in gm.graph.nodes for x in _tensors(node)}
+    devices = {x.device for node in gm.graph.nodes for x in tensors_of(node)}
     cuda = next((d for d in devices if d.type == "cuda"), None)
     machine = machine or (CPU if cuda is None else machine_of(torch.cuda.get_device_name(cuda)))
     program, nodes = program_of(gm, machine)
@@ -128,14 +127,13 @@ def program_of(gm: fx.GraphModule, machine: Machine) -> tuple[Program, list[fx.N
                 held[node].append(len(storages) if made else None)
                 if made:
                     storages.append(Storage(f"{node.name}:{len(storages)}", x.untyped_storage().nbytes(), "activation"))
-        nbytes = sum(x.numel() * x.element_size() for y in (node, *node.all_input_nodes) for x in _tensors(y))
-        kind, flops = kind_of(func, "forward") if func else "other", flops_of_node(node)
+        cost = cost_of(node, machine)
         kernels.append(
             Kernel(
-                node.name, kind, "backward" if _backward(node) else "forward", tuple(s for s in read if s is not None),
+                node.name, cost.kind, "backward" if _backward(node) else "forward",
+                tuple(s for s in read if s is not None),
                 tuple(dict.fromkeys(s for s in held[node] if s is not None)),
-                machine.kernel_ns(kind, flops, nbytes, _dtype(node, machine)) if func else 0, 0, flops, nbytes,
-                _may_run_again(node),
+                cost.ns, 0, cost.flops, cost.nbytes, _may_run_again(node),
             )
         )  # fmt: skip
         nodes.append(node)
@@ -166,12 +164,3 @@ def _may_run_again(node: fx.Node) -> bool:
 
 def _backward(node: fx.Node) -> bool:
     return bool(node.meta.get("autograd_backward", False))
-
-
-def _tensors(node: fx.Node) -> list[Tensor]:
-    return [x for x in torch.utils._pytree.tree_leaves(node.meta.get("val")) if isinstance(x, Tensor)]
-
-
-def _dtype(node: fx.Node, machine: Machine) -> str:
-    name = next((str(x.dtype).removeprefix("torch.") for x in _tensors(node)), "float32")
-    return name if name in machine.flops_per_s else "float32"

@@ -35,6 +35,8 @@ from experiments.workloads.resnet import Plain
 from experiments.workloads.transformers import GPT2, ViT
 from simulator.machine import Machine
 
+EMPTY = {"predicted": "", "time": "", "spread": ""}  # cells of what was refused
+
 
 class WithLoss(nn.Module):
     """The model and its loss: one graph, and nothing of the caller's between forward and backward."""
@@ -150,14 +152,7 @@ def numbers(rows: list[Row]) -> Row:
         methods = row["methods"]
         none, there = methods["none"], {name: m for name, m in methods.items() if "refused" not in m}
         for name, m in methods.items():
-            line = {
-                "network": row["network"],
-                "method": name,
-                "peak": "refused",
-                "predicted": "",
-                "time": "",
-                "spread": "",
-            }
+            line = {"network": row["network"], "method": name, "peak": "refused", **EMPTY}
             if name in there:
                 low, _, high = (seconds / none["step_s"][1] for seconds in m["step_s"])
                 line |= {"peak": f"{m['peak_bytes'] / none['peak_bytes']:.1%}", "time": f"{m['ratio']:.3f}",
@@ -202,13 +197,7 @@ def chart(rows: list[Row]) -> Chart:
 
         marks = [
             line(lambda name, m: bool(m.get("ours")), "C0", "ours", "o"),
-            line(
-                lambda name, m: "budget" in m and not name.startswith("chains"),
-                "C1",
-                "PyTorch's budget",
-                "s",
-                "",
-            ),
+            line(lambda name, m: "budget" in m and not name.startswith("chains"), "C1", "PyTorch's budget", "s", ""),
             line(lambda name, m: name.startswith("chains"), "C4", "its budget, our solver", "P", ""),
             line(lambda name, m: name == "checkpoint", "C2", "checkpoint", "^", ""),
             line(lambda name, m: name == "none", "C3", "torch.compile", "D", ""),

@@ -322,7 +322,7 @@ def best_of(
             continue
         budget = not isinstance(asked, str) or "seconds" in agents.options(asked) or (huge and asked in QUICK)
         try:
-            with nullcontext() if budget else within(WAIT * each if planner.name in sure else each):
+            with within(None if budget else WAIT * each if planner.name in sure else each):
                 rows.append(report.scored(planner, *task, seed, mode))
         except TimeUp:
             out.append(planner.name)

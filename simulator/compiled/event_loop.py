@@ -451,9 +451,9 @@ def event_loop(  # type: ignore[no-untyped-def]
             period = 1
         if carries:
             # Those of a check in this iteration and in the one before take turns.
-            mine = iteration % 2
-            state = states[iteration] if at_end else states[boundaries + 2 * check + mine]
-            before = states[boundaries + 2 * check + 1 - mine]
+            turn = iteration % 2
+            state = states[iteration] if at_end else states[boundaries + 2 * check + turn]
+            before = states[boundaries + 2 * check + 1 - turn]
             note_state(state, m, now - begin, child, queue, queue_head, queue_tail)
             if duplex:
                 both = out_end != NEVER and in_end != NEVER

@@ -1,10 +1,8 @@
 """Graphs on the double of torch.cuda: captured by the real GraphPool, replayed, equal to eager; no wait is too many."""
 
-import ast
 import gc
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,20 +12,14 @@ from executor.memory import graph_pool, segments
 from executor.training import graph
 from tests.executor.cuda_capture import GraphDouble
 from tests.executor.networks import sgd
-from tests.executor.training.test_cuda_waits import ORDERS, Site
+from tests.executor.training.test_cuda_waits import ORDERS, Site, calls
 from tests.executor.training.test_faults import break_kernel, once
 from tests.executor.training.test_graph import by_tensor, graphed
 
 
 def sites() -> list[Site]:
     """Waits in the files of graphs."""
-    found = []
-    for module in (graph, graph_pool, segments):
-        for node in ast.walk(ast.parse(Path(module.__file__).read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ORDERS:
-                text = f"{Path(module.__file__).name}: {ast.unparse(node)}"
-                found.append(Site(module.__file__, node.lineno, node.end_lineno or node.lineno, text))
-    return sorted(found)
+    return sorted(s for module in (graph, graph_pool, segments) for _, name, s in calls(module) if name in ORDERS)
 
 
 def replays(double: GraphDouble) -> None:

@@ -7,6 +7,7 @@ import ast
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import pytest
@@ -35,18 +36,23 @@ class Site(NamedTuple):
     text: str
 
 
+def calls(module: ModuleType) -> Iterator[tuple[str, str, Site]]:
+    """The calls of methods in a module: of what, by which name, and where."""
+    for node in ast.walk(ast.parse(Path(module.__file__).read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            text = f"{Path(module.__file__).name}: {ast.unparse(node)}"
+            site = Site(module.__file__, node.lineno, node.end_lineno or node.lineno, text)
+            yield ast.unparse(node.func.value), node.func.attr, site
+
+
 def sites() -> Iterator[Site]:
     for module in (engines, pinned, memory_source, planned_step, progress):
         tree = ast.parse(Path(module.__file__).read_text())
         host = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and "Host" in node.name]
-        aside = {id(node) for c in host for node in ast.walk(c)} if module is engines else set()
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or id(node) in aside:
-                continue
-            owner, name = ast.unparse(node.func.value), node.func.attr
-            if name in (OF_ENGINES if owner.endswith("engines") else ORDERS):
-                text = f"{Path(module.__file__).name}: {ast.unparse(node)}"
-                yield Site(module.__file__, node.lineno, node.end_lineno or node.lineno, text)
+        aside = {n for c in host for n in range(c.lineno, c.end_lineno + 1)} if module is engines else set()
+        for owner, name, site in calls(module):
+            if name in (OF_ENGINES if owner.endswith("engines") else ORDERS) and site.first not in aside:
+                yield site
 
 
 SITES = sorted(sites())
