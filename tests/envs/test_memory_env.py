@@ -344,8 +344,8 @@ def test_a_limit_that_no_plan_meets_is_refused():
 
 
 def ended(env, rng):
-    """The last step of an episode of random valid actions."""
-    observation, _ = env.reset()
+    """The last step of an episode of random valid actions, of a task that `rng` draws."""
+    observation, _ = env.reset(seed=int(rng.integers(2**31)))
     while True:
         step = env.step(rng.choice(np.flatnonzero(observation["action_mask"])))
         observation = step[0]
