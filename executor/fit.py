@@ -278,22 +278,23 @@ def _plan(
 
 def recomputed(
     program: Program, machine: Machine, limit: int, planner: str | Callable[[Program, Machine, int], Plan],
-    seconds: float | None,
+    seconds: float | None, mode: str = "recompute",
 ) -> tuple[Plan, int | None]:  # fmt: skip
-    """A plan that only runs kernels again, and a floor under its time where the planner has one (executor/compiled).
+    """A plan of a mode, and a floor under its time where the planner has one (executor/compiled).
 
     Raises:
         FitError: there is none, or none was found.
-        PlanError: the planner swaps.
+        PlanError: the planner does what the mode has not.
     """
     import agents
     from agents.planner import small
-    from simulator.modes import least_residency
+    from simulator.modes import KINDS_OF, least_residency
 
-    options: dict[str, Any] = {"min_bytes": small(program), "mode": "recompute"}
-    least = least_residency(program, options["min_bytes"], "recompute")
+    options: dict[str, Any] = {"min_bytes": small(program), "mode": mode}
+    least = least_residency(program, options["min_bytes"], mode)
     if least > limit:
-        raise FitError(f"no plan that only runs kernels again needs less than {least:,} bytes ({size(least)})")
+        what = "that only runs kernels again " if mode == "recompute" else ""
+        raise FitError(f"no plan {what}needs less than {least:,} bytes ({size(least)})")
     made = None
     if isinstance(planner, str):
         known = agents.options(planner)
@@ -304,7 +305,7 @@ def recomputed(
         plan = made.plan(program, machine, limit) if made is not None else planner(program, machine, limit)  # type: ignore[operator]
     except agents.Infeasible as error:
         raise FitError(f"no plan was found, though there may be some from {least:,} bytes on: {error}") from error
-    plan.only("torch.compile", "recompute", "rerun")
+    plan.only("torch.compile", *KINDS_OF[mode])
     floor = getattr(made, "floor", None)
     return plan, floor.iteration_ns if floor is not None else None
 

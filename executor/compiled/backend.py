@@ -28,14 +28,17 @@ from torch import fx
 from torch._dynamo.exc import ShortenTraceback
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
+from executor.compiled.host_copies import on_the_cpu
 from executor.compiled.joint import Joint, nobody_elses
-from executor.compiled.launches import choices, launches_of
+from executor.compiled.launches import choices, in_order, launches_of
 from executor.compiled.partition import partition
 from executor.fit import FitError, machine_of, recomputed
+from executor.training.issue_order import order
 from simulator.compiled.engine import simulate
 from simulator.limits import is_fraction, size_bytes
 from simulator.machine import Machine
-from simulator.plan import Plan
+from simulator.modes import check_mode
+from simulator.plan import Plan, Swap
 from simulator.program import Program
 from simulator.report import size
 from simulator.schedule import lower
@@ -92,9 +95,12 @@ class Graph:
             return f"{line}, which needs no plan"
         again = [s.kernel for s in lower(self.program, self.plan).steps if s.again]
         took = sum(self.program.kernels[k].duration_ns for k in again)
+        away = [self.program.tensors[d.tensor].nbytes for d in self.plan.decisions if isinstance(d, Swap)]
+        swapped = f"; {len(away)} swaps, {size(sum(away))} each way" if away else ""
         lines = [
             f"{line} ({size(self.without_bytes)} without a plan)",
-            f"  plan of {self.plan.planner}: {len(again)} kernels run again, {took / 1e6:.2f} ms on {self.machine}",
+            f"  plan of {self.plan.planner}: {len(again)} kernels run again, {took / 1e6:.2f} ms on {self.machine}"
+            f"{swapped}",
             f"  predicted: {self.iteration_ns / 1e6:.2f} ms, "
             f"{self.iteration_ns / self.ideal_ns - 1:.2%} over the ideal",
         ]
@@ -127,31 +133,34 @@ class Partitioner(CustomPartitionerFn):
             gradients of parameters; not what the caller has anyway.
         machine: a preset's name, a YAML file or a Machine, whose roofline says how long kernels take; by default the
             GPU's preset, or ``CPU``.
-        planner: a name (``agents.PLANNERS``), or what makes a plan that only runs kernels again.
+        planner: a name (``agents.PLANNERS``), or what makes a plan of the mode.
         seconds: of planning, about, for each plan.
+        mode: "recompute", "swap" or "joint". Copies are on one stream; on the CPU they go to a second pool.
 
     Raises:
         FormatError: memory or machine is none.
+        ValueError: there is no such mode.
         CompileError: (called) no plan fits.
     """
 
     def __init__(
         self, memory: int | float | str, machine: Machine | str | None = None, planner: Planner = "lp_round",
-        seconds: float | None = 3.0,
+        seconds: float | None = 3.0, mode: str = "recompute",
     ) -> None:  # fmt: skip
+        check_mode(mode)
         if not is_fraction(memory):
             size_bytes(memory, "memory")
-        self.memory, self.planner, self.seconds = memory, planner, seconds
+        self.memory, self.planner, self.seconds, self.mode = memory, planner, seconds, mode
         self.machine = Machine.load(machine) if isinstance(machine, str) else machine
         self.graphs: list[Graph] = []
         self._key = planner if isinstance(planner, str) else uuid4().hex  # a function may be another one next time
 
     def uuid(self) -> str:
-        """What the partition depends on beside the graph: this code, memory, machine, planner."""
+        """What the partition depends on beside the graph: this code, memory, machine, planner, mode."""
         digest = hashlib.sha256()
         for path in sorted(Path(__file__).parent.glob("*.py")):
             digest.update(path.read_bytes())
-        digest.update(repr((self.memory, self.machine, self._key, self.seconds)).encode())
+        digest.update(repr((self.memory, self.machine, self._key, self.seconds, self.mode)).encode())
         return digest.hexdigest()
 
     def __call__(
@@ -181,14 +190,19 @@ class Partitioner(CustomPartitionerFn):
     def _planned(self, joint: Joint, graph: Graph, device: torch.device) -> tuple[Joint, Graph]:
         """A plan whose graphs fit as Inductor schedules them."""
         machine = self.machine or (CPU if device.type == "cpu" else machine_of(torch.cuda.get_device_name(device)))
-        program = joint.program(machine, f"graph {graph.name}")
+        swaps = self.mode != "recompute"
+        if swaps:
+            machine = machine.one_copy_stream()
+            if device.type == "cpu":
+                on_the_cpu()
+        program = joint.program(machine, f"graph {graph.name}", swaps)
         # What Inductor writes in place takes less than its Program: as much as without a plan, or somewhat less.
         limit = graph.limit + (program.peak_bytes - graph.without_bytes) * 2 // 3
         least = graph.without_bytes
         best: tuple[Joint, Graph] | None = None
         for _ in range(TRIES):
             try:
-                plan, floor_ns = recomputed(program, machine, limit, self.planner, self.seconds)
+                plan, floor_ns = recomputed(program, machine, limit, self.planner, self.seconds, self.mode)
             except FitError as error:
                 if best is not None:
                     break
@@ -196,12 +210,18 @@ class Partitioner(CustomPartitionerFn):
                 raise CompileError(
                     f"graph {graph.name} does not fit into {size(graph.limit)}: {error}{tried}"
                 ) from error
+            stay = [
+                d for d in plan.decisions if isinstance(d, Swap) and program.tensors[d.tensor].name not in joint.movable
+            ]
+            plan = replace(plan, decisions=tuple(d for d in plan.decisions if d not in stay))
             schedule = lower(program, plan)
-            found = self._look(*partition(joint, program, schedule), joint.outputs)
+            within = max(limit, schedule.required_bytes)
+            timeline = simulate(program, plan, machine, within)
+            items = order(schedule, timeline, within).items
+            found = self._look(*partition(joint, program, items), joint.outputs)
             peak = found.peak_bytes()
             least = min(least, peak)
             if peak <= graph.limit:
-                timeline = simulate(program, plan, machine, max(limit, schedule.required_bytes))
                 if best is None or timeline.iteration_ns < best[1].iteration_ns:
                     best = found, replace(
                         graph, peak_bytes=peak, program=program, plan=plan, machine=machine.name,
@@ -260,7 +280,8 @@ def cannot_be_planned(gm: fx.GraphModule) -> str:
 
 def compile(
     model: Any, *, memory: int | float | str, machine: Machine | str | None = None, planner: Planner = "lp_round",
-    seconds: float | None = 3.0, fullgraph: bool = False, options: dict[str, Any] | None = None,
+    seconds: float | None = 3.0, mode: str = "recompute", fullgraph: bool = False,
+    options: dict[str, Any] | None = None,
 ) -> Any:  # fmt: skip
     """``torch.compile(model)`` whose forward and backward fit into ``memory``; all else is the user's, as ever.
 
@@ -269,22 +290,22 @@ def compile(
 
     Args:
         model: a module or a function.
-        memory, machine, planner, seconds: as ``Partitioner`` has them.
+        memory, machine, planner, seconds, mode: as ``Partitioner`` has them.
         fullgraph, options: as torch.compile's.
 
     Raises:
         CompileError: there is no C++ compiler (on the CPU); by the first call with gradients: no plan fits.
         FormatError: memory or machine is none.
     """
-    partitioner = Partitioner(memory, machine, planner, seconds)
+    partitioner = Partitioner(memory, machine, planner, seconds, mode)
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
         from torch._inductor.virtualized import V
 
-        def inner(*args: Any, **kwargs: Any) -> Any:  # of the backward it is called by the first backward
-            with V.set_choices_handler(choices()):
-                return compile_fx_inner(*args, **kwargs)
+        def inner(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:  # the backward's: at the first backward
+            with V.set_choices_handler(choices()), in_order(gm):
+                return compile_fx_inner(gm, *args, **kwargs)
 
         if not any(isinstance(x, torch.Tensor) and x.device.type != "cpu" for x in inputs):
             needs_compiler()

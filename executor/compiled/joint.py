@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import fx
@@ -48,13 +49,17 @@ class Joint:
     @cached_property
     def storages(self) -> dict[str, int]:
         """Those that are planned, by name, in bytes: the forward's, tangents, the backward's."""
-        outside = {node.name for node in self.forward.graph.find_nodes(op="placeholder")}
-        found = {FORWARD + s: self.first.nbytes[s] for launch in self.first.launches for s in launch.writes
-                 if s not in outside}  # fmt: skip
+        found = {**self._of_forward}
         found |= {BACKWARD + s: self.second.nbytes[s] for s in self.tangents}
         written = (s for launch in self.second.launches for s in launch.writes)
         found |= {name: self.second.nbytes[s] for s in written if (name := self.of_backward(s)) and name not in found}
         return found
+
+    @cached_property
+    def _of_forward(self) -> dict[str, int]:
+        outside = {node.name for node in self.forward.graph.find_nodes(op="placeholder")}
+        written = (s for launch in self.first.launches for s in launch.writes)
+        return {FORWARD + s: self.first.nbytes[s] for s in written if s not in outside}
 
     @cached_property
     def _saved(self) -> dict[str, str | None]:
@@ -71,7 +76,7 @@ class Joint:
         """As ``of_forward``; what was saved is a storage of the forward."""
         if storage in self._saved:
             saved = self._saved[storage]
-            return None if saved is None or FORWARD + saved not in self.storages else FORWARD + saved
+            return None if saved is None or FORWARD + saved not in self._of_forward else FORWARD + saved
         is_input = storage in self._inputs and storage not in self.tangents
         return None if is_input else BACKWARD + storage
 
@@ -101,11 +106,28 @@ class Joint:
         """The kernel between forward and backward."""
         return len(self.first.launches)
 
-    def program(self, machine: Machine, name: str = "compiled") -> Program:
-        """The Program; only the forward's kernels may run again. Durations are the machine's roofline's."""
+    @cached_property
+    def movable(self) -> frozenset[str]:
+        """The storages that can be copied to the host and back: those of one value, which fills them."""
+        values: dict[str, list[Any]] = {}
+        for prefix, graph, module in ((FORWARD, self.first, self.forward), (BACKWARD, self.second, self.backward)):
+            made = {node.name: node.meta.get("val") for node in module.graph.nodes}
+            for launch in graph.launches:
+                for s in launch.writes:
+                    values.setdefault(prefix + s, []).extend(made.get(v) for v in launch.values if graph.stored[v] == s)
+        return frozenset(s for s, (x, *more) in ((s, v) for s, v in values.items() if v) if not more
+                         and isinstance(x, torch.Tensor) and x.nbytes == self.storages.get(s))  # fmt: skip
+
+    def program(self, machine: Machine, name: str = "compiled", swaps: bool = False) -> Program:
+        """The Program; only the forward's kernels may run again. Durations are the machine's roofline's.
+
+        Args:
+            swaps: what the caller has, too, is read by all that runs then, so that no plan takes it away.
+        """
         index = {storage: i for i, storage in enumerate(self.storages)}
         grads = {*self.returned[1], *(BACKWARD + s for s in self.tangents)}
         tensors = [Tensor(s, n, _kind(s in grads)) for s, n in self.storages.items()]
+        callers = dict.fromkeys((*self.returned[0], *(BACKWARD + s for s in self.tangents), *self.returned[1]))
         kernels = []
         born: set[str] = set()
         for k, (launch, reads, writes) in enumerate(self.calls()):
@@ -117,6 +139,8 @@ class Joint:
                 kernels.append(Kernel("marker", "other", phase, inputs, tuple(index[s] for s in writes), 0,
                                       recomputable=False))  # fmt: skip
                 continue
+            if swaps and k > self.between:
+                inputs = tuple(dict.fromkeys((*inputs, *(index[s] for s in callers if s in born and s not in writes))))
             graph = self.first if k < self.between else self.second
             nbytes = sum(graph.nbytes.get(s, 0) for s in (*launch.reads, *launch.writes))
             again = k < self.between and self._again(launch)
@@ -124,7 +148,7 @@ class Joint:
             kernels.append(
                 Kernel(
                     launch.name, launch.kind, phase, inputs, tuple(index[s] for s in writes),
-                    ns, 0, launch.flops, nbytes, again,
+                    ns, launch.workspace, launch.flops, nbytes, again,
                 )
             )  # fmt: skip
         return Program(name, tuple(tensors), tuple(kernels))
@@ -175,7 +199,7 @@ class Joint:
                 if s not in held:
                     held[s] = self.storages[s]
                     now += 0 if s in over else held[s]
-            peak = max(peak, now)
+            peak = max(peak, now + (launch.workspace if launch else 0))
             gone = [s for s in held if last[s] == k and s not in over.values()]
             now -= sum(held.pop(s) for s in gone)
             for source in over.values():

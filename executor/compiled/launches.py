@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
@@ -37,6 +38,7 @@ class Launch(NamedTuple):
     flops: int
     dtype: str  # of the products that the flops belong to
     takes: tuple[tuple[str, str], ...]  # (storage written, storage read whose memory it may take over where that dies)
+    workspace: int = 0  # bytes of sums that only this kernel uses: they have memory of their own
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,13 @@ def choices() -> Any:
     return Choices()
 
 
+def in_order(gm: fx.GraphModule) -> AbstractContextManager[object]:
+    """Inductor keeps to the order of a graph with copies to the host: for its peak it has each waited for at once."""
+    copies = any(str(node.target).startswith("ao.") for node in gm.graph.nodes)
+    patch: AbstractContextManager[object] = torch._inductor.config.patch(reorder_for_peak_memory=False)
+    return patch if copies else nullcontext()
+
+
 def launches_of(
     graph: fx.GraphModule, backward: bool, donated: Collection[str] = (),
     strides: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
@@ -108,7 +117,7 @@ def launches_of(
     view_to_reshape(gm)
     with torch.no_grad():
         fake_tensor_prop(gm, inputs)
-    with V.set_fake_mode(mode), V.set_debug_handler(DebugContext()), torch.random.fork_rng(devices=()):
+    with V.set_fake_mode(mode), V.set_debug_handler(DebugContext()), torch.random.fork_rng(devices=()), in_order(gm):
         _recursive_post_grad_passes(gm, is_inference=False)
         lowering = GraphLowering(gm, example_inputs=inputs, shape_env=mode.shape_env, is_backward=backward)
         names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
@@ -206,9 +215,11 @@ class _Reader:
         else:
             kind = "reduce" if any(n.is_reduction() for n in nodes) else "elementwise"
         takes = tuple(self._takes(written, local, own))
+        sums = [o for n in nodes if n.is_reduction() for o in n.get_outputs() if o.get_name() in local]
         return Launch(
             "+".join(x.name for x in origins[-3:]) or group[0].get_name(), kind, tuple(reads), tuple(writes), values,
             sum(f for _, f in products), next(iter(dtypes), "float32"), takes,
+            sum(self._nbytes(o.get_name()) for o in sums),
         )  # fmt: skip
 
     def _over(self) -> dict[str, str]:
@@ -275,16 +286,24 @@ class _Reader:
         return value.get_name() if isinstance(value, ir.Buffer) and not isinstance(value, ir.ConstantBuffer) else None
 
     def _real(self, name: str) -> str:
-        """The buffer whose memory it is: writes in place, and parts of what is put together, are another's."""
+        """The buffer whose memory it is: writes in place, parts of what is put together, and what a call returns of its
+        arguments, are another's."""
         from torch._inductor import ir
 
         while True:
             buffer = self.scheduler.name_to_buf.get(name)
-            layout = buffer.node.layout if buffer is not None else None
+            node = buffer.node if buffer is not None else None
+            layout = node.layout if node is not None else None
+            calls = node.inputs if isinstance(node, ir.MultiOutput) else ()
+            given = [
+                x for call in calls if isinstance(call, ir.FallbackKernel) for x in call.get_inputs_that_alias_output()
+            ]
             if name in self.scheduler.mutation_real_name:
                 name = self.scheduler.mutation_real_name[name]
             elif isinstance(layout, ir.NonOwningLayout):
                 name = layout.view.get_name()
+            elif given:
+                name = given[0]
             else:
                 return name
 
@@ -293,6 +312,8 @@ class _Reader:
 
         buffer = self.scheduler.name_to_buf.get(name)
         node = buffer.node if buffer is not None else self.lowering.graph_inputs.get(name)
+        if isinstance(node, ir.MultiOutput) and str(getattr(node.inputs[0], "op_overload", "")) == "ao.offload.default":
+            return 0
         while isinstance(node, (ir.MutableBox, ir.BaseView)):
             node = node.data
         if (

@@ -3,28 +3,41 @@
 The schedule's steps are written down one after the other, each as the nodes whose values its launch writes; the first
 ``Joint.between`` steps and what runs again before them are the forward. A launch reads the copies of its tensors
 that the schedule names (``Step.uses``). Values that are never in memory are written for each launch that uses them, as
-Inductor inlines them. Nothing is left for a later pass to decide.
+Inductor inlines them. Copies to the host and back are PyTorch's ``ao::offload`` and ``ao::reload``, each with the
+``ao::wait_tensor`` after which memory is free, or data there. Nothing is left for a later pass to decide.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
+import torch
 from torch import fx
+from torch._guards import detect_fake_mode
 
 from executor.compiled.joint import BACKWARD, FORWARD, Joint
 from executor.compiled.launches import STEP, Launch, repeatable
+from executor.training.issue_order import Item, Move
 from simulator.program import Program
-from simulator.schedule import Schedule, Step
+from simulator.schedule import Step
 
 
-def partition(joint: Joint, program: Program, schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The forward and backward of a plan for ``joint.program``, as PyTorch's partitioners return them."""
+def partition(joint: Joint, program: Program, items: Iterable[Item]) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The forward and backward of a plan for ``joint.program``, as PyTorch's partitioners return them.
+
+    Args:
+        items: the steps of the plan, with the copies that are started and waited for around each.
+    """
     from torch._functorch.partitioners import _extract_fwd_bwd_modules, is_sym_node
 
     writer = _Writer(joint, program)
-    for step in schedule.steps:
-        writer.step(step)
+    for item in items:
+        for move in item.before:
+            writer.move(move)
+        writer.step(item.step)
+        for move in item.after:
+            writer.move(move)
     module = writer.module()
     second = writer.second
     used = {x for node in second for x in node.all_input_nodes if x not in second}
@@ -47,6 +60,9 @@ class _Writer:
         self.backward = {node.name: node for node in backward.nodes}
         self.order = {node: i for i, node in enumerate((*forward.nodes, *backward.nodes))}
         self.held: dict[int, dict[fx.Node, fx.Node]] = {}  # block -> the values in it
+        self.on_host: dict[int, fx.Node] = {}  # block -> its copy there
+        self.coming: dict[int, fx.Node] = {}  # block -> what it is copied back to
+        self.root: dict[int, fx.Node] = {}  # block -> the value that is copied
         self.always: dict[fx.Node, fx.Node] = {}  # inputs, sizes, what happens once
         self.second: set[fx.Node] = set()  # what the backward does
         self.results: list[fx.Node | None] = []
@@ -95,6 +111,44 @@ class _Writer:
             self._carry(launch, prefix, blocks, {graph.stored[root.name] for root in roots})
         for block in step.frees:
             self.held.pop(block, None)
+
+    def move(self, move: Move) -> None:
+        """One end of a copy. Memory is given back as its last reader is over: that of a copy is the wait for it.
+
+        ``keepalive`` would empty the storage at once, and with it what a view, or a second backward, still reads.
+        """
+        from torch._functorch._activation_offloading import offload_ops  # noqa: F401 (makes the operators)
+
+        kind, block = move
+        ao = torch.ops.ao
+        if kind == "out":
+            ((self.root[block], value),) = self.held[block].items()
+            self.on_host[block] = self._call(ao.offload.default, value)
+        elif kind == "reclaim":
+            ((_, value),) = self.held.pop(block).items()
+            self.on_host[block] = self._call(ao.wait_tensor.default, self.on_host[block], None, value)
+        elif kind == "release":
+            self.held.pop(block)
+        elif kind == "in":
+            was = self.root[block].meta["val"]
+            size, stride = list(was.size()), list(was.stride())
+            self.coming[block] = self._call(ao.reload.default, self.on_host[block], was.device, size, stride)
+        else:
+            back = self._call(ao.wait_tensor.default, self.coming.pop(block), None, self.on_host[block])
+            self.held[block] = {self.root[block]: back}
+            if self.root[block] in self.always:
+                self.always[self.root[block]] = back
+
+    def _call(self, target: torch._ops.OpOverload, *args: Any) -> fx.Node:
+        node = self.graph.call_function(target, args)
+        given = fx.map_arg(args, lambda x: x.meta["val"])
+        with detect_fake_mode(given):
+            node.meta |= {"val": target(*given), STEP: self.now}
+        # What has a side effect would else be in both.
+        node.meta["partitioner_tag"] = "must_be_in_backward" if self.in_second else "must_be_in_forward"
+        if self.in_second:
+            self.second.add(node)
+        return node
 
     def _carry(self, launch: Launch, prefix: str, blocks: dict[str, int], known: set[str]) -> None:
         """A storage that is no value of the graph (a copy in another layout, a part of what is put together): who reads
@@ -153,7 +207,5 @@ def _results(graph: fx.Graph) -> list[fx.Node | None]:
 
 
 def _is_tensor(node: fx.Node) -> bool:
-    import torch
-
     value = node.meta.get("val")
     return isinstance(value, (torch.Tensor, tuple, list))

@@ -1,0 +1,112 @@
+"""Swaps of a compiled model by PyTorch's ``ao`` operators, on the CPU with copies to a second pool of memory."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from executor import compiled
+from executor.compiled import Partitioner
+from executor.compiled.host_copies import POOL, on_the_cpu
+from executor.fit import FitError
+from simulator.machine import Machine
+from simulator.plan import Plan, Swap
+from simulator.program import Program
+from tests.executor.compiled.test_compiled import blocks, graphs, peak, step
+
+SWAPS = "autoswap_swdoa"
+
+
+@pytest.fixture(autouse=True)
+def _reset() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    assert not POOL.under_way
+
+
+def test_a_compiled_model_swaps_as_planned_in_the_memory_that_was_predicted() -> None:
+    net, x = blocks(), torch.randn(4, 64, 32)
+    expected = step(torch.compile(net, dynamic=False), net, x)
+    torch._dynamo.reset()
+    model = compiled.compile(net, memory=0.8, planner=SWAPS, mode="swap")
+    found = step(model, net, x)
+    (graph,) = compiled.report(model).graphs
+    assert all(map(torch.equal, found, expected))
+    assert graph.plan is not None and graph.program is not None
+    swaps = [d for d in graph.plan.decisions if isinstance(d, Swap)]
+    nbytes = sum(graph.program.tensors[d.tensor].nbytes for d in swaps)
+    POOL.reset()
+    real = peak(model, net, x)
+    assert real == pytest.approx(graph.peak_bytes, rel=0.005) and real <= graph.limit
+    assert POOL.copies == 2 * len(swaps) > 0 and 0 < POOL.peak <= nbytes
+    assert f"{len(swaps)} swaps" in str(compiled.report(model))
+
+
+def test_some_swapped_and_some_run_again() -> None:
+    net, x = blocks(3), torch.randn(4, 64, 32)
+    expected = step(net, net, x)
+
+    def both(program: Program, machine: Machine, limit: int) -> Plan:
+        import agents
+
+        assert machine.copy_engines == 1
+        again = agents.make("capuchin", mode="recompute", min_bytes=1).plan(
+            program, machine, int(0.85 * program.peak_bytes)
+        )
+        empty = {d.tensor for d in again.decisions}  # type: ignore[union-attr]
+        gaps = [g for g in program.gaps(60_000) if g.tensor not in empty][:2]
+        return Plan.of(program, (*again.decisions, *(Swap(*gap) for gap in gaps)), "both", limit, machine.name)
+
+    partitioner = Partitioner(0.97, planner=both, mode="joint")
+    torch.testing.assert_close(step(graphs(net, partitioner), net, x), expected)
+    (graph,) = partitioner.graphs
+    assert graph.plan is not None and len({type(d) for d in graph.plan.decisions}) == 2
+    assert graph.peak_bytes <= graph.limit
+
+
+def test_a_wait_that_is_missing_shows_in_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    from executor.compiled import backend
+
+    right = backend.partition
+
+    def wrong(*args: Any) -> Any:
+        parts = right(*args)
+        for gm in parts:
+            for node in list(gm.graph.nodes):
+                if str(node.target) == "ao.wait_tensor.default" and "reload" in node.args[0].name:
+                    node.replace_all_uses_with(node.args[0])
+                    gm.graph.erase_node(node)
+            gm.recompile()
+        return parts
+
+    monkeypatch.setattr(backend, "partition", wrong)
+    net, x = blocks(), torch.randn(4, 64, 32)
+    found = step(graphs(net, Partitioner(0.8, planner=SWAPS, mode="swap")), net, x)
+    assert any(g.isnan().any() for g in found)
+    POOL.under_way.clear()
+
+
+def test_what_the_caller_has_is_not_swapped() -> None:
+    """Outputs of the model, their gradients and those of parameters."""
+    net, x = blocks(), torch.randn(4, 64, 32)
+    seen: list[set[str]] = []
+
+    def planner(program: Program, machine: Machine, limit: int) -> Plan:
+        between = next(k for k, kernel in enumerate(program.kernels) if kernel.name == "marker")
+        seen.append({program.tensors[g.tensor].kind for g in program.gaps() if g.after >= between})
+        seen.append({program.tensors[g.tensor].kind for g in program.gaps() if g.after < between})
+        raise FitError("seen")
+
+    with pytest.raises(compiled.CompileError, match="seen"):
+        graphs(net, Partitioner(0.7, planner=planner, mode="swap"))(x)
+    assert "gradient" not in seen[0] and "activation" in seen[1]
+
+
+def test_the_operators_elsewhere_are_as_they_were() -> None:
+    on_the_cpu()
+    with pytest.raises(RuntimeError, match="no pending transfer"):
+        torch.ops.ao.wait_tensor(torch.ones(2))
+    with pytest.raises(ValueError, match="mode: expected 'swap', 'recompute' or 'joint', got 'offload'"):
+        Partitioner(0.5, mode="offload")
