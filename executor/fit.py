@@ -276,7 +276,7 @@ def _plan(
     return plan, floor.iteration_ns if floor is not None else None
 
 
-def recomputed(
+def planned_in_mode(
     program: Program, machine: Machine, limit: int, planner: str | Callable[[Program, Machine, int], Plan],
     seconds: float | None, mode: str = "recompute",
 ) -> tuple[Plan, int | None]:  # fmt: skip

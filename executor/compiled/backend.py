@@ -32,7 +32,7 @@ from executor.compiled.host_copies import on_the_cpu
 from executor.compiled.joint import Joint, nobody_elses
 from executor.compiled.launches import choices, in_order, launches_of
 from executor.compiled.partition import partition
-from executor.fit import FitError, machine_of, recomputed
+from executor.fit import FitError, machine_of, planned_in_mode
 from executor.training.issue_order import order
 from simulator.compiled.engine import simulate
 from simulator.limits import is_fraction, size_bytes
@@ -135,7 +135,8 @@ class Partitioner(CustomPartitionerFn):
             GPU's preset, or ``CPU``.
         planner: a name (``agents.PLANNERS``), or what makes a plan of the mode.
         seconds: of planning, about, for each plan.
-        mode: "recompute", "swap" or "joint". Copies are on one stream; on the CPU they go to a second pool.
+        mode: "recompute", "swap" or "joint". Copies are on one stream; on the CPU they go to a second pool. With
+            copies, who compiles has to do it within ``launches.in_order``, as ``compile`` does.
 
     Raises:
         FormatError: memory or machine is none.
@@ -202,7 +203,7 @@ class Partitioner(CustomPartitionerFn):
         best: tuple[Joint, Graph] | None = None
         for _ in range(TRIES):
             try:
-                plan, floor_ns = recomputed(program, machine, limit, self.planner, self.seconds, self.mode)
+                plan, floor_ns = planned_in_mode(program, machine, limit, self.planner, self.seconds, self.mode)
             except FitError as error:
                 if best is not None:
                     break
@@ -210,10 +211,9 @@ class Partitioner(CustomPartitionerFn):
                 raise CompileError(
                     f"graph {graph.name} does not fit into {size(graph.limit)}: {error}{tried}"
                 ) from error
-            stay = [
-                d for d in plan.decisions if isinstance(d, Swap) and program.tensors[d.tensor].name not in joint.movable
-            ]
-            plan = replace(plan, decisions=tuple(d for d in plan.decisions if d not in stay))
+            done = (d for d in plan.decisions
+                    if not isinstance(d, Swap) or program.tensors[d.tensor].name in joint.movable)  # fmt: skip
+            plan = replace(plan, decisions=tuple(done))
             schedule = lower(program, plan)
             within = max(limit, schedule.required_bytes)
             timeline = simulate(program, plan, machine, within)
@@ -296,6 +296,7 @@ def compile(
     Raises:
         CompileError: there is no C++ compiler (on the CPU); by the first call with gradients: no plan fits.
         FormatError: memory or machine is none.
+        ValueError: there is no such mode.
     """
     partitioner = Partitioner(memory, machine, planner, seconds, mode)
 

@@ -115,8 +115,8 @@ class Joint:
             for launch in graph.launches:
                 for s in launch.writes:
                     values.setdefault(prefix + s, []).extend(made.get(v) for v in launch.values if graph.stored[v] == s)
-        return frozenset(s for s, (x, *more) in ((s, v) for s, v in values.items() if v) if not more
-                         and isinstance(x, torch.Tensor) and x.nbytes == self.storages.get(s))  # fmt: skip
+        alone = {s: found[0] for s, found in values.items() if len(found) == 1 and isinstance(found[0], torch.Tensor)}
+        return frozenset(s for s, x in alone.items() if x.nbytes == self.storages.get(s))
 
     def program(self, machine: Machine, name: str = "compiled", swaps: bool = False) -> Program:
         """The Program; only the forward's kernels may run again. Durations are the machine's roofline's.

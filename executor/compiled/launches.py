@@ -294,10 +294,8 @@ class _Reader:
             buffer = self.scheduler.name_to_buf.get(name)
             node = buffer.node if buffer is not None else None
             layout = node.layout if node is not None else None
-            calls = node.inputs if isinstance(node, ir.MultiOutput) else ()
-            given = [
-                x for call in calls if isinstance(call, ir.FallbackKernel) for x in call.get_inputs_that_alias_output()
-            ]
+            call = node.inputs[0] if isinstance(node, ir.MultiOutput) else None
+            given = call.get_inputs_that_alias_output() if isinstance(call, ir.FallbackKernel) else ()
             if name in self.scheduler.mutation_real_name:
                 name = self.scheduler.mutation_real_name[name]
             elif isinstance(layout, ir.NonOwningLayout):

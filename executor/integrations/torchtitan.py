@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from executor.compiled.backend import CPU, Planner
 from executor.compiled.launches import cost_of, is_view, repeatable, tensors_of
-from executor.fit import FitError, machine_of, recomputed
+from executor.fit import FitError, machine_of, planned_in_mode
 from simulator.limits import is_fraction, limit_bytes, size_bytes
 from simulator.machine import Machine
 from simulator.program import Kernel, Program, Tensor as Storage
@@ -80,7 +80,7 @@ def tag(
     for _ in range(TRIES):
         again: set[fx.Node] = set()
         if program.peak_bytes > asked:
-            plan, _ = recomputed(program, machine, limit, planner, seconds)
+            plan, _ = planned_in_mode(program, machine, limit, planner, seconds)
             again = {nodes[step.kernel] for step in lower(program, plan).steps if step.again}
         _tag(gm, again)
         peak = program_of(carried_out(copy.deepcopy(gm)), machine)[0].peak_bytes
