@@ -105,10 +105,10 @@ class Trainer:
         unmoved: Floats = np.where(self.gap < 0, 0.0, odds[self.gap, self.way]).astype(np.float32)
         found = Guided(task.engine, moves)
         decoded(net, found, mode, self.config.samples, seed=self.seed)
-        moved = [self._moved(unmoved, rows) for _, rows in found.plans]
+        moved = [self.moved(unmoved, rows) for _, rows in found.plans]
         return [*moved[:1], unmoved, *moved[1:]]
 
-    def _moved(self, values: Floats, rows: Rows) -> Floats:
+    def moved(self, values: Floats, rows: Rows) -> Floats:
         """Q-values moved to where a greedy walk takes the plan of ``rows`` as far as it can, and no further."""
         ways = {(row[TENSOR], row[BEFORE]): way_of(row) for row in rows.tolist()}
         plan = np.array([ways.get((gap.tensor, gap.before), STAYS) for gap in self.task.graph.gaps])

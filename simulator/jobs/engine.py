@@ -234,10 +234,11 @@ def _checked(
 
 
 def world_of(
-    jobs: Sequence[Job], machine: Machine, limit: int, until_ns: int | None = None, sharing: Sharing = "fifo"
-) -> World:
+    jobs: Sequence[Job], machine: Machine, limit: int, until_ns: int | None = None, sharing: Sharing = "fifo",
+    tenant: Tenant = (),
+) -> World:  # fmt: skip
     """The arrays of ``simulate_jobs`` before the first round, without a log; raises as that does."""
-    world = _Arrays().world(*_checked(jobs, machine, limit, until_ns, sharing, ())[1])
+    world = _Arrays().world(*_checked(jobs, machine, limit, until_ns, sharing, tenant)[1])
     begin(world)
     return world
 

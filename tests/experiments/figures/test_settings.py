@@ -107,6 +107,8 @@ TASK = {"workload": "mlp", "machine": "gtx1080ti", "limit": 0.8, "split": "test"
         ("robustness", {"limit": 2}, "figure.limit: expected a share of the peak, got 2"),
         ("robustness", {"jitter": [-1]}, "jitter: jitter: expected a number from 0 to 2"),
         ("robustness", {"iterations": 3}, "iterations: expected an"),
+        ("robustness", {"replan_calls": 0}, "replan_calls: expected an"),
+        ("robustness", {"episodes": "many"}, "episodes: expected an"),
         ("robustness", {"robust": {"wind": 1}}, "robust: "),
         ("robustness", {"tenant": ["much"]}, "tenant: "),
         ("learning", {"runs": "/nowhere"}, "figure.runs: there is no training with a curve.json under /nowhere"),
