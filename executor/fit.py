@@ -207,8 +207,10 @@ def fit(
         raise ValueError("example_batch: expected a pair (x, y) or an object that has both, got Tensor")
     if memory == "":
         raise ValueError("memory: missing; a size such as '24GiB', or a part of what the step needs (0.6)")
-    if isinstance(planner, str):
-        _made(planner, seconds)  # what is wrong is said before the capture
+    if isinstance(planner, str):  # what is wrong is said before the capture
+        import agents
+
+        agents.make(planner, **({} if seconds is None else {"seconds": seconds}))
     steps = FittedSteps(
         model, loss_fn, optimizer, Machine.load(machine) if isinstance(machine, str) else machine, memory, planner,
         profile, seconds, keep, accumulate=accumulate, average=average, clip_norm=clip_norm, keep_grads=keep_grads,
@@ -238,13 +240,6 @@ def machine_of(device: str) -> Machine:
     )
 
 
-def _made(planner: str, seconds: float | None, **options: Any) -> Any:
-    """A planner by name; raises ValueError where there is none, or it has no such option."""
-    import agents
-
-    return agents.make(planner, **options, **({} if seconds is None else {"seconds": seconds}))
-
-
 def _plan(
     captured: Captured, machine: Machine, limit: int, planner: str | Callable[[Program, Machine, int], Plan],
     seconds: float | None,
@@ -257,23 +252,11 @@ def _plan(
     program = captured.program
     if program.peak_bytes <= limit:
         return Plan.of(program, (), "", limit, machine.name), None
-    stays = isinstance(planner, str) and "min_bytes" in agents.options(planner)
-    options = {"min_bytes": small(program)} if stays else {}
-    least = least_residency(program, options.get("min_bytes", 0))
+    min_bytes = small(program) if isinstance(planner, str) and "min_bytes" in agents.options(planner) else 0
+    least = least_residency(program, min_bytes)
     if least > limit:
         raise FitError(_too_small(captured, limit, least))
-    made = _made(planner, seconds, **options) if isinstance(planner, str) else None
-    try:
-        plan = made.plan(program, machine, limit) if made is not None else planner(program, machine, limit)  # type: ignore[operator]
-    except agents.Infeasible as error:
-        raise FitError(f"no plan was found, though there are some from {least:,} bytes on: {error}") from error
-    except ImportError as error:
-        if not isinstance(planner, str):
-            raise
-        way = "install it, or choose another planner (planner='capuchin' needs nothing)"
-        raise FitError(f"planner {planner!r} needs {error.name}, which is not here: {way}") from error
-    floor = getattr(made, "floor", None)
-    return plan, floor.iteration_ns if floor is not None else None
+    return _asked(program, machine, limit, planner, least, min_bytes=min_bytes, seconds=seconds)
 
 
 def planned_in_mode(
@@ -283,29 +266,42 @@ def planned_in_mode(
     """A plan of a mode, and a floor under its time where the planner has one (executor/compiled).
 
     Raises:
-        FitError: there is none, or none was found.
+        FitError: there is none, none was found, or a library that the planner needs is not here.
         PlanError: the planner does what the mode has not.
     """
-    import agents
     from agents.planner import small
     from simulator.modes import KINDS_OF, least_residency
 
-    options: dict[str, Any] = {"min_bytes": small(program), "mode": mode}
-    least = least_residency(program, options["min_bytes"], mode)
+    min_bytes = small(program)
+    least = least_residency(program, min_bytes, mode)
     if least > limit:
         what = "that only runs kernels again " if mode == "recompute" else ""
         raise FitError(f"no plan {what}needs less than {least:,} bytes ({size(least)})")
+    plan, floor_ns = _asked(program, machine, limit, planner, least, min_bytes=min_bytes, mode=mode, seconds=seconds)
+    plan.only("torch.compile", *KINDS_OF[mode])
+    return plan, floor_ns
+
+
+def _asked(
+    program: Program, machine: Machine, limit: int, planner: str | Callable[[Program, Machine, int], Plan],
+    least: int, **options: Any,
+) -> tuple[Plan, int | None]:  # fmt: skip
+    """What a planner says, which is given those of the options that it has; no plan needs less than ``least`` bytes."""
+    import agents
+
     made = None
     if isinstance(planner, str):
         known = agents.options(planner)
-        made = _made(
-            planner, seconds if "seconds" in known else None, **{k: v for k, v in options.items() if k in known}
-        )
+        made = agents.make(planner, **{k: v for k, v in options.items() if k in known and v is not None})
     try:
         plan = made.plan(program, machine, limit) if made is not None else planner(program, machine, limit)  # type: ignore[operator]
     except agents.Infeasible as error:
         raise FitError(f"no plan was found, though there may be some from {least:,} bytes on: {error}") from error
-    plan.only("torch.compile", *KINDS_OF[mode])
+    except ImportError as error:
+        if made is None:
+            raise
+        way = "install it, or choose another planner (planner='capuchin' needs nothing)"
+        raise FitError(f"planner {planner!r} needs {error.name}, which is not here: {way}") from error
     floor = getattr(made, "floor", None)
     return plan, floor.iteration_ns if floor is not None else None
 

@@ -135,14 +135,18 @@ class Partitioner(CustomPartitionerFn):
             GPU's preset, or ``CPU``.
         planner: a name (``agents.PLANNERS``), or what makes a plan of the mode.
         seconds: of planning, about, for each plan.
-        mode: "recompute", "swap" or "joint". Copies are on one stream; on the CPU they go to a second pool. With
-            copies, who compiles has to do it within ``launches.in_order``, as ``compile`` does.
+        mode: "recompute", "swap" or "joint". Copies are on one stream; on the CPU they go to a second pool.
+
+    Attributes:
+        in_order: who compiles the graphs keeps copies where they are (``launches.in_order``), as ``compile`` does.
 
     Raises:
         FormatError: memory or machine is none.
         ValueError: there is no such mode.
-        CompileError: (called) no plan fits.
+        CompileError: (called) no plan fits; the mode has copies, and these are not kept ``in_order``.
     """
+
+    in_order = False
 
     def __init__(
         self, memory: int | float | str, machine: Machine | str | None = None, planner: Planner = "lp_round",
@@ -169,6 +173,11 @@ class Partitioner(CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         from torch._functorch.partitioners import min_cut_rematerialization_partition
 
+        if self.mode != "recompute" and not self.in_order:
+            raise CompileError(
+                f"mode: {self.mode!r} is for executor.compiled.compile, or who compiles within launches.in_order: "
+                "by itself Inductor waits for each copy at once"
+            )
         name = str(torch._guards.CompileContext.current_compile_id() or len(self.graphs))
         left = cannot_be_planned(gm)
         if not left:
@@ -299,6 +308,7 @@ def compile(
         ValueError: there is no such mode.
     """
     partitioner = Partitioner(memory, machine, planner, seconds, mode)
+    partitioner.in_order = True
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner

@@ -60,6 +60,8 @@ def graphs(model: Any, partitioner: Partitioner) -> Any:
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.virtualized import V
 
+    partitioner.in_order = True  # the interpreter does
+
     def partition(gm: Any, inputs: Any, **options: Any) -> Any:
         mode = detect_fake_mode(torch.utils._pytree.tree_leaves(inputs))
         with config.patch(custom_partitioner_fn=partitioner), V.set_fake_mode(mode):
@@ -247,12 +249,15 @@ def _trained(model: nn.Module, net: nn.Module, rank: int) -> list[Tensor]:
 
 def _rank(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    partitioner = Partitioner(0.8, planner=QUICK)
-    net, plain = blocks(), blocks()
-    found = _trained(DistributedDataParallel(graphs(net, partitioner)), net, rank)
+    plain, found = blocks(), []
     expected = _trained(DistributedDataParallel(plain), plain, rank)
-    torch.testing.assert_close(found, expected)
-    assert partitioner.graphs[0].plan is not None
+    for partitioner in Partitioner(0.8, planner=QUICK), Partitioner(0.8, planner="autoswap_swdoa", mode="swap"):
+        net = blocks()
+        found += _trained(DistributedDataParallel(graphs(net, partitioner)), net, rank)
+        torch._dynamo.reset()
+        (graph,) = partitioner.graphs
+        assert graph.plan is not None and graph.plan.decisions
+    torch.testing.assert_close(found, [*expected, *expected])
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 

@@ -66,24 +66,21 @@ def test_some_swapped_and_some_run_again() -> None:
     assert graph.peak_bytes <= graph.limit
 
 
-def test_a_wait_that_is_missing_shows_in_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    from executor.compiled import backend
+@pytest.mark.parametrize("way", ["offload", "reload"])
+def test_a_wait_that_is_missing_shows_in_the_gradients(way: str) -> None:
+    class Wrong(Partitioner):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            parts = super().__call__(*args, **kwargs)
+            for gm in parts:
+                for node in list(gm.graph.nodes):
+                    if str(node.target) == "ao.wait_tensor.default" and way in node.args[0].name:
+                        node.replace_all_uses_with(node.args[0])
+                        gm.graph.erase_node(node)
+                gm.recompile()
+            return parts
 
-    right = backend.partition
-
-    def wrong(*args: Any) -> Any:
-        parts = right(*args)
-        for gm in parts:
-            for node in list(gm.graph.nodes):
-                if str(node.target) == "ao.wait_tensor.default" and "reload" in node.args[0].name:
-                    node.replace_all_uses_with(node.args[0])
-                    gm.graph.erase_node(node)
-            gm.recompile()
-        return parts
-
-    monkeypatch.setattr(backend, "partition", wrong)
     net, x = blocks(), torch.randn(4, 64, 32)
-    found = step(graphs(net, Partitioner(0.8, planner=SWAPS, mode="swap")), net, x)
+    found = step(graphs(net, Wrong(0.8, planner=SWAPS, mode="swap")), net, x)
     assert any(g.isnan().any() for g in found)
     POOL.under_way.clear()
 
@@ -110,3 +107,6 @@ def test_the_operators_elsewhere_are_as_they_were() -> None:
         torch.ops.ao.wait_tensor(torch.ones(2))
     with pytest.raises(ValueError, match="mode: expected 'swap', 'recompute' or 'joint', got 'offload'"):
         Partitioner(0.5, mode="offload")
+    nothing = torch.fx.GraphModule(torch.nn.Module(), torch.fx.Graph())
+    with pytest.raises(compiled.CompileError, match=r"^mode: 'joint' is for executor\.compiled\.compile"):
+        Partitioner(0.5, mode="joint")(nothing, ())

@@ -14,13 +14,15 @@ from tests.executor.compiled.test_compiled import graphs
 
 NETWORK = {"name": "GPT-2", "kind": "gpt2", "layers": 1, "width": 32, "heads": 2, "vocabulary": 50, "length": 32,
            "batch_size": 4}  # fmt: skip
-TASK = {"network": "GPT-2", "workload": NETWORK, "limits": [0.8, 0.2], "budgets": [0.4], "solvers": [], "rounds": 2,
-        "planner": "capuchin", "seconds": 1}  # fmt: skip
+TASK = {"network": "GPT-2", "workload": NETWORK, "limits": [0.8, 0.2], "budgets": [0.4], "solvers": [], "swaps": [0.7],
+        "rounds": 2, "planner": "capuchin", "seconds": 1}  # fmt: skip
 
 
 def test_every_method_has_its_peak_its_time_and_its_bits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def run(model: nn.Module, memory: int | float, planner: str = "capuchin", seconds: float = 1.0) -> Any:
-        partitioner = Partitioner(memory, planner=planner, seconds=seconds)
+    def run(
+        model: nn.Module, memory: int | float, planner: str = "capuchin", seconds: float = 1.0, mode: str = "recompute"
+    ) -> Any:
+        partitioner = Partitioner(memory, planner=planner, seconds=seconds, mode=mode)
         made = graphs(model, partitioner)
         backend._PARTITIONERS[made] = partitioner
         return made
@@ -38,12 +40,13 @@ def test_every_method_has_its_peak_its_time_and_its_bits(monkeypatch: pytest.Mon
         torch._functorch.config.enable_autograd_cache = True
         torch._dynamo.reset()
     methods = row["methods"]
-    assert list(methods) == ["none", "checkpoint", "dp 0.4", "at dp 0.4", "ours 0.8", "ours 0.2"]
+    names = ["none", "checkpoint", "dp 0.4", "at dp 0.4", "ours 0.8", "ours 0.2", "with swaps 0.7"]
+    assert list(methods) == names and methods["with swaps 0.7"]["swaps"] > 0
     assert "no plan that only runs kernels again" in methods["ours 0.2"]["refused"]
     assert methods["ours 0.8"]["peak_bytes"] < methods["dp 0.4"]["peak_bytes"] < methods["none"]["peak_bytes"]
     said = compiled.numbers([row])
-    assert said["refused"] == 1 and said["points"] == 2 and said["pairs"] == 1
+    assert said["refused"] == 1 and said["points"] == 3 and said["pairs"] == 1 and said["swapped"] == 1
     heads, cells, notes = compiled.FIGURE.say([row])
-    assert len(heads) == len(cells[0]) and len(cells) == len(methods) and len(notes) == 5
+    assert len(heads) == len(cells[0]) and len(cells) == len(methods) and len(notes) == 6
     compiled.FIGURE.draw([row], tmp_path / "compiled.png")
     assert os.path.getsize(tmp_path / "compiled.png") > 10_000
