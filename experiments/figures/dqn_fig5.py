@@ -263,9 +263,7 @@ def numbers(rows: list[Row]) -> Row:
     ]
     details = [point for panel in found for mode in MODES for point in panel.details[mode]]
     walked = [point for point in details if (point["walked"] or 0.0) > SAME]
-    pairs = [(p["walked"], p["scratch"]) for p in walked if p.get("scratch") is not None]
-    greedy = [p["greedy"] for p in walked if p.get("greedy") is not None]  # rows of the agent before this one
-    refined = [p["overhead"] for p in walked if "greedy" in p]
+    pairs = [(p["walked"], p["scratch"]) for p in walked if p["scratch"] is not None]
     widths = [(max(o) - min(o), panel.name, limit, mode) for panel in found for mode in MODES
               for limit, o in panel.dqn[mode].items() if len(o) > 1]  # fmt: skip
     gaps = [(float(np.mean(panel.dqn["joint"][limit])) - bound, panel.name, limit, "joint") for panel in found
@@ -285,9 +283,8 @@ def numbers(rows: list[Row]) -> Row:
         "walked": 100 * np.mean([p["walked"] for p in walked]) if walked else None,
         "found": 100 * np.mean([mine for mine, _ in pairs]) if pairs else None,
         "scratch": 100 * np.mean([theirs for _, theirs in pairs]) if pairs else None, "both": len(pairs) or None,
-        "refined": 100 * np.mean(refined) if refined else None,
-        "greedy": 100 * np.mean(greedy) if greedy else None, "calls": sum(point["calls"] for point in details),
-        "seeds": max(panel.seeds for panel in found), "spread": most(widths), "gap": most(gaps), "gaps": len(gaps),
+        "calls": sum(point["calls"] for point in details), "seeds": max(panel.seeds for panel in found),
+        "spread": most(widths), "gap": most(gaps), "gaps": len(gaps),
         "at_floor": sum(entry[0] <= SAME for entry in gaps),
         "no_floor": [figures.label(panel.name) for panel in found if not panel.first["floor"]] or None,
         "architectures": [
