@@ -6,16 +6,33 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor, nn
 
 from executor.compiled import Partitioner, backend
+from experiments.common import cli
 from experiments.figures import compiled
 from tests.executor.compiled.test_compiled import graphs
 
-NETWORK = {"name": "GPT-2", "kind": "gpt2", "layers": 1, "width": 32, "heads": 2, "vocabulary": 50, "length": 32,
-           "batch_size": 4}  # fmt: skip
-TASK = {"network": "GPT-2", "workload": NETWORK, "limits": [0.8, 0.2], "budgets": [0.4], "solvers": [], "swaps": [0.7],
+TASK = {"network": "MLP", "workload": {}, "limits": [0.8, 0.2], "budgets": [0.4], "solvers": [], "swaps": [0.7],
         "rounds": 2, "planner": "capuchin", "seconds": 1}  # fmt: skip
+
+
+def small() -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())]
+    return compiled.WithLoss(nn.Sequential(*layers)), torch.randn(256, 64), torch.randint(0, 64, (256,))
+
+
+@pytest.mark.parametrize(
+    "asked", OmegaConf.load(cli.CONFIGS / "figure" / "compiled.yaml").networks, ids=lambda asked: str(asked.name)
+)
+def test_the_networks_have_a_loss(asked: DictConfig) -> None:
+    task = compiled.tasks(
+        OmegaConf.merge(OmegaConf.load(cli.CONFIGS / "figure" / "compiled.yaml"), {"networks": [asked]})
+    )
+    model, x, y = compiled.network({**task[0]["workload"], "batch_size": 1})
+    assert model(x, y).shape == () and model(x, y).requires_grad
 
 
 def test_every_method_has_its_peak_its_time_and_its_bits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -27,6 +44,7 @@ def test_every_method_has_its_peak_its_time_and_its_bits(monkeypatch: pytest.Mon
         backend._PARTITIONERS[made] = partitioner
         return made
 
+    monkeypatch.setattr(compiled, "network", lambda workload: small())
     monkeypatch.setattr(compiled, "compile", run)
     monkeypatch.setattr(compiled, "_alone", lambda model: run(model, 1.0))
     monkeypatch.setattr(compiled, "_budgeted", lambda model, budget, solver: run(model, 0.9))
