@@ -19,7 +19,7 @@ class HostPool:
     """Bytes of the second pool, now and at most, and copies since ``reset``."""
 
     def __init__(self) -> None:
-        self.under_way: dict[int, tuple[Tensor, Tensor]] = {}  # address of the result -> it, and its source
+        self.under_way: dict[int, Tensor] = {}  # address of the result -> its source
         self.held = self.peak = self.copies = 0
 
     def reset(self) -> None:
@@ -37,16 +37,18 @@ class HostPool:
     def start(self, result: Tensor, source: Tensor) -> Tensor:
         """A copy to ``result``, which is nothing yet."""
         result.fill_(float("nan") if result.is_floating_point() else 1)
-        self.under_way[result.data_ptr()] = result, source
+        self.under_way[result.data_ptr()] = source
+        # What a forward began, whose backward never came.
+        weakref.finalize(result.untyped_storage(), self.under_way.pop, result.data_ptr(), None)
         self.copies += 1
         return result
 
     def finish(self, result: Tensor) -> bool:
         """Copies; False: nothing is on its way there."""
-        copy = self.under_way.pop(result.data_ptr(), None)
-        if copy is not None:
-            copy[0].data.copy_(copy[1])  # what is saved for the backward keeps its version
-        return copy is not None
+        source = self.under_way.pop(result.data_ptr(), None)
+        if source is not None:
+            result.data.copy_(source)  # what is saved for the backward keeps its version
+        return source is not None
 
     def _give(self, nbytes: int) -> None:
         self.held -= nbytes

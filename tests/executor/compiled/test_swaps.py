@@ -1,5 +1,6 @@
 """Swaps of a compiled model by PyTorch's ``ao`` operators, on the CPU with copies to a second pool of memory."""
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -82,7 +83,16 @@ def test_a_wait_that_is_missing_shows_in_the_gradients(way: str) -> None:
     net, x = blocks(), torch.randn(4, 64, 32)
     found = step(graphs(net, Wrong(0.8, planner=SWAPS, mode="swap")), net, x)
     assert any(g.isnan().any() for g in found)
-    POOL.under_way.clear()
+
+
+def test_a_forward_without_its_backward_leaves_nothing_behind() -> None:
+    net, x = blocks(), torch.randn(4, 64, 32)
+    model = graphs(net, Partitioner(0.8, planner=SWAPS, mode="swap"))
+    loss = model(x)
+    assert POOL.under_way and POOL.held > 0
+    del loss
+    gc.collect()
+    assert not POOL.under_way and POOL.held == 0
 
 
 def test_what_the_caller_has_is_not_swapped() -> None:
