@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import torch
@@ -33,7 +33,7 @@ from executor.compiled.joint import Joint, nobody_elses
 from executor.compiled.launches import choices, in_order, launches_of
 from executor.compiled.partition import partition
 from executor.fit import FitError, machine_of, planned_in_mode
-from executor.training.issue_order import order
+from executor.training.issue_order import Item, order
 from simulator.compiled.engine import simulate
 from simulator.limits import is_fraction, size_bytes
 from simulator.machine import Machine
@@ -42,9 +42,11 @@ from simulator.plan import Plan, Swap
 from simulator.program import Program
 from simulator.report import size
 from simulator.schedule import lower
+from simulator.timeline import Timeline
 
-TRIES = 4  # plans for one graph, the limit moved by what Inductor made of the one before
+PLANS, LOOKS = 6, 4  # for one graph at most; the limit is moved by what the plan before needs, or is expected to need
 SLACK = 0.05  # of the limit: a plan that leaves no more of it is taken as it is
+ABOUT = 0.01  # of the limit: what is expected to need so much more may fit
 # Which kernels run again on a CPU is decided by how many FLOPs take as long as a byte: assumed, of a core of a server.
 CPU = Machine("a CPU core", 2**40, 10**10, 10**10, flops_per_s={"float32": 50 * 10**9}, memory_bytes_per_s=8 * 10**9)
 Planner = str | Callable[[Program, Machine, int], Plan]
@@ -122,6 +124,23 @@ class CompiledReport:
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.graphs)) or "nothing compiled yet: call the model, with gradients"
+
+
+class _Draft(NamedTuple):
+    """A plan that was not looked at yet."""
+
+    plan: Plan
+    floor_ns: int | None
+    timeline: Timeline
+    items: tuple[Item, ...]
+    nbytes: int
+
+    def graph(self, graph: Graph) -> Graph:
+        """The graph with this plan."""
+        ran = self.timeline
+        return replace(
+            graph, plan=self.plan, iteration_ns=ran.iteration_ns, ideal_ns=ran.ideal_ns, floor_ns=self.floor_ns
+        )
 
 
 class Partitioner(CustomPartitionerFn):
@@ -208,44 +227,53 @@ class Partitioner(CustomPartitionerFn):
         program = joint.program(machine, f"graph {graph.name}", swaps)
         # What Inductor writes in place takes less than its Program: as much as without a plan, or somewhat less.
         limit = graph.limit + (program.peak_bytes - graph.without_bytes) * 2 // 3
-        least = graph.without_bytes
+        drafts: list[_Draft] = []  # that were not looked at
         best: tuple[Joint, Graph] | None = None
-        for _ in range(TRIES):
+        off, looks, least, why = 0, 0, graph.without_bytes, ""  # off: what Inductor took beyond what was expected
+
+        def look(draft: _Draft) -> int:
+            nonlocal best, off, looks, least
+            found = self._look(*partition(joint, program, draft.items), joint.outputs)
+            needs = found.peak_bytes()
+            off, looks, least = needs - draft.nbytes, looks + 1, min(least, needs)
+            if needs <= graph.limit and (best is None or draft.timeline.iteration_ns < best[1].iteration_ns):
+                best = found, draft.graph(replace(graph, peak_bytes=needs, program=program, machine=machine.name))
+            return needs
+
+        for _ in range(PLANS):
             try:
-                plan, floor_ns = planned_in_mode(program, machine, limit, self.planner, self.seconds, self.mode)
+                draft = self._draft(joint, program, machine, limit)
             except FitError as error:
-                if best is not None:
-                    break
-                tried = "" if least == graph.without_bytes else f" (as Inductor schedules it, it took {size(least)})"
-                raise CompileError(
-                    f"graph {graph.name} does not fit into {size(graph.limit)}: {error}{tried}"
-                ) from error
-            done = (d for d in plan.decisions
-                    if not isinstance(d, Swap) or program.tensors[d.tensor].name in joint.movable)  # fmt: skip
-            plan = replace(plan, decisions=tuple(done))
-            schedule = lower(program, plan)
-            within = max(limit, schedule.required_bytes)
-            timeline = simulate(program, plan, machine, within)
-            items = order(schedule, timeline, within).items
-            found = self._look(*partition(joint, program, items), joint.outputs)
-            peak = found.peak_bytes()
-            least = min(least, peak)
-            if peak <= graph.limit:
-                if best is None or timeline.iteration_ns < best[1].iteration_ns:
-                    best = found, replace(
-                        graph, peak_bytes=peak, program=program, plan=plan, machine=machine.name,
-                        iteration_ns=timeline.iteration_ns, ideal_ns=timeline.ideal_ns, floor_ns=floor_ns,
-                    )  # fmt: skip
-            if (abs(graph.limit - peak) < SLACK * graph.limit and best is not None) or limit >= program.peak_bytes:
+                why = str(error)
                 break
+            needs, all_of_it = draft.nbytes + off, limit >= program.peak_bytes
+            if all_of_it or -ABOUT * graph.limit <= graph.limit - needs < SLACK * graph.limit:
+                needs = look(draft)
+                if all_of_it or looks == LOOKS or 0 <= graph.limit - needs < SLACK * graph.limit:
+                    break
+            else:
+                drafts.append(draft)
             # One that is over by little needs another plan, not the same again.
-            limit += graph.limit - peak if peak <= graph.limit else min(graph.limit - peak, -graph.limit // 100)
+            limit += graph.limit - needs if needs <= graph.limit else min(graph.limit - needs, -graph.limit // 100)
+        while best is None and drafts and looks < LOOKS:
+            look(drafts.pop(min(range(len(drafts)), key=lambda i: drafts[i].nbytes)))
         if best is None:
-            raise CompileError(
-                f"graph {graph.name} does not fit into {size(graph.limit)}: as Inductor schedules the plans that were "
-                f"tried, they need {size(least)}"
-            )
+            tried = "" if not looks else f"as Inductor schedules what was tried, it needs {size(least)}"
+            why = f"{why} ({tried})" if why and tried else why or tried
+            raise CompileError(f"graph {graph.name} does not fit into {size(graph.limit)}: {why}")
         return best
+
+    def _draft(self, joint: Joint, program: Program, machine: Machine, limit: int) -> _Draft:
+        """A plan, what it issues, and the bytes that this is expected to need; raises FitError."""
+        plan, floor_ns = planned_in_mode(program, machine, limit, self.planner, self.seconds, self.mode)
+        done = (d for d in plan.decisions
+                if not isinstance(d, Swap) or program.tensors[d.tensor].name in joint.movable)  # fmt: skip
+        plan = replace(plan, decisions=tuple(done))
+        schedule = lower(program, plan)
+        within = max(limit, schedule.required_bytes)
+        timeline = simulate(program, plan, machine, within)
+        items = order(schedule, timeline, within).items
+        return _Draft(plan, floor_ns, timeline, items, joint.planned_bytes(schedule, items))
 
     def _look(self, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> Joint:
         begin = time.process_time()

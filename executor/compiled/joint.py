@@ -19,8 +19,10 @@ from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from executor.compiled.launches import Launch, Launches, is_view, repeatable, roofline_ns
+from executor.training.issue_order import Item, Move
 from simulator.machine import Machine
 from simulator.program import Kernel, Program, Tensor, TensorKind
+from simulator.schedule import Schedule
 
 FORWARD, BACKWARD = "forward:", "backward:"
 
@@ -108,13 +110,15 @@ class Joint:
 
     @cached_property
     def movable(self) -> frozenset[str]:
-        """The storages that can be copied to the host and back: those of one value, which fills them."""
+        """The storages that can be copied to the host and back: those of one value, which fills them, and is not the
+        caller's in another layout."""
         values: dict[str, list[Any]] = {}
         for prefix, graph, module in ((FORWARD, self.first, self.forward), (BACKWARD, self.second, self.backward)):
-            made = {node.name: node.meta.get("val") for node in module.graph.nodes}
+            made = {node.name: node.meta.get("val") for node in module.graph.nodes if node.op == "call_function"}
             for launch in graph.launches:
                 for s in launch.writes:
-                    values.setdefault(prefix + s, []).extend(made.get(v) for v in launch.values if graph.stored[v] == s)
+                    own = [made.get(v) for v in launch.values if graph.stored[v] == s]
+                    values.setdefault(prefix + s, []).extend(own or [None])
         alone = {s: found[0] for s, found in values.items() if len(found) == 1 and isinstance(found[0], torch.Tensor)}
         return frozenset(s for s, x in alone.items() if x.nbytes == self.storages.get(s))
 
@@ -182,13 +186,16 @@ class Joint:
     def peak_bytes(self) -> int:
         """The bytes at the peak as Inductor's code allocates them: its Program's, less what is written in place.
 
-        What a launch writes over an input that dies with it (``Launch.takes``) takes no memory of its own.
+        What a launch writes over an input that dies with it (``Launch.takes``) takes no memory of its own. What dies in
+        a kernel that is ``Launch.joined`` is given back after the last of those in a row.
         """
         calls = list(self.calls())
         last = {s: k for k, (_, reads, writes) in enumerate(calls) for s in (*reads, *writes)}
         held: dict[str, int] = {}
-        peak = now = 0
+        peak = now = late = 0
         for k, (launch, _, writes) in enumerate(calls):
+            if launch is None or not launch.joined:
+                now, late = now - late, 0
             name = self.of_forward if k < self.between else self.of_backward
             over: dict[str, str] = {}
             for written, read in launch.takes if launch else ():
@@ -199,12 +206,46 @@ class Joint:
                 if s not in held:
                     held[s] = self.storages[s]
                     now += 0 if s in over else held[s]
-            peak = max(peak, now + (launch.workspace if launch else 0))
+            now += launch.workspace if launch else 0
+            peak = max(peak, now)
             gone = [s for s in held if last[s] == k and s not in over.values()]
-            now -= sum(held.pop(s) for s in gone)
+            late += sum(held.pop(s) for s in gone) + (launch.workspace if launch else 0)
+            if launch is None or not launch.joined:
+                now, late = now - late, 0
             for source in over.values():
                 held.pop(source)
         return peak
+
+    def planned_bytes(self, schedule: Schedule, items: Iterable[Item]) -> int:
+        """About what ``peak_bytes`` will say of a plan's graphs: what runs again is fused, and writes in place, as it
+        does the first time."""
+        names, size = [t.name for t in schedule.program.tensors], [b.nbytes for b in schedule.blocks]
+        launches = [launch for launch, _, _ in self.calls()]
+        peak = now = late = 0
+        for item in items:
+            step, launch = item.step, launches[item.step.kernel]
+            if item.before or launch is None or not launch.joined:
+                now, late = now - late, 0
+            now += sum(_moved(move, size) for move in item.before)
+            name = self.of_forward if step.kernel < self.between else self.of_backward
+            blocks = {names[t]: block for t, block in step.uses.items()}
+            over: dict[int, int] = {}
+            for written, read in launch.takes if launch else ():
+                target, source = blocks.get(name(written) or ""), blocks.get(name(read) or "")
+                if target in step.allocates and source in step.frees:
+                    over[target] = source
+            workspace = launch.workspace if launch else 0
+            now += sum(size[b] for b in step.allocates if b not in over) + workspace
+            peak = max(peak, now)
+            late += sum(size[b] for b in step.frees if b not in over.values()) + workspace
+            if item.after or launch is None or not launch.joined:
+                now, late = now - late + sum(_moved(move, size) for move in item.after), 0
+        return peak
+
+
+def _moved(move: Move, size: list[int]) -> int:
+    kind, block = move
+    return size[block] if kind == "in" else -size[block] if kind in ("reclaim", "release") else 0
 
 
 def nobody_elses(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> set[str]:

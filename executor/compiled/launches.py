@@ -39,6 +39,7 @@ class Launch(NamedTuple):
     dtype: str  # of the products that the flops belong to
     takes: tuple[tuple[str, str], ...]  # (storage written, storage read whose memory it may take over where that dies)
     workspace: int = 0  # bytes of sums that only this kernel uses: they have memory of their own
+    joined: bool = False  # C++: such kernels in a row are one call, after which their memory is given back
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,7 @@ class _Reader:
         return Launch(
             "+".join(x.name for x in origins[-3:]) or group[0].get_name(), kind, tuple(reads), tuple(writes), values,
             sum(f for _, f in products), next(iter(dtypes), "float32"), takes,
-            sum(self._nbytes(o.get_name()) for o in sums),
+            sum(self._nbytes(o.get_name()) for o in sums), not extern and nodes[0].get_device().type == "cpu",
         )  # fmt: skip
 
     def _over(self) -> dict[str, str]:
@@ -252,6 +253,7 @@ class _Reader:
                             and users[0].can_inplace
                             and users[0].node is node
                             and not isinstance(layout, odd)
+                            and not self._returned(source)
                             and not isinstance(source.defining_op, NopKernelSchedulerNode)
                             and can_match_buffer_size(source.node, made)
                             and self._one_index(source, group)
@@ -260,6 +262,14 @@ class _Reader:
                             break
             done.update(group.get_operation_names())
         return over
+
+    def _returned(self, source: Any) -> bool:
+        """Whether a buffer is an argument that a call returns (``wait_tensor``)."""
+        from torch._inductor import ir
+
+        op = source.defining_op
+        made = isinstance(op.node, (ir.FallbackKernel, ir.MultiOutput)) if op else False
+        return made and bool(source.node.get_inputs_that_alias_output())
 
     def _one_index(self, source: Any, group: Any) -> bool:
         """Whether all of a fused kernel reads a buffer in the same order."""
