@@ -18,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from executor import compiled
 from executor.compiled import CompileError, Partitioner, allocated_peak
 from executor.compiled.backend import CompiledReport
+from executor.compiled.joint import Joint
+from executor.compiled.launches import Launch, Launches
 
 QUICK = "capuchin"
 
@@ -121,16 +123,25 @@ def test_a_machine_without_a_compiler_is_told_so(monkeypatch: pytest.MonkeyPatch
         compiled.compile(net, memory=0.9)(torch.randn(2, 8, 32))
 
 
-def test_less_memory_takes_more_time_and_each_plan_fits_as_inductor_schedules_it() -> None:
+def test_less_memory_takes_more_time_and_each_plan_fits_as_inductor_schedules_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     net, x = blocks(), torch.randn(4, 64, 32)
     expected = step(net, net, x)
-    times = []
+    times, expects, counted = [], [], Joint.planned_bytes
+
+    def planned_bytes(*args: Any) -> int:
+        expects.append(counted(*args))
+        return expects[-1]
+
+    monkeypatch.setattr(Joint, "planned_bytes", planned_bytes)
     for memory in (0.95, 0.8):
         torch._dynamo.reset()
         partitioner = Partitioner(memory, "h100", QUICK)
         found = step(graphs(net, partitioner), net, x)
         (graph,) = partitioner.graphs
         assert graph.peak_bytes <= graph.limit
+        assert any(abs(nbytes / graph.peak_bytes - 1) < 0.01 for nbytes in expects)
         torch.testing.assert_close(found, expected)
         times.append(graph.iteration_ns)
     assert 0 < times[0] <= times[1]
@@ -266,3 +277,20 @@ def test_two_ranks_train_as_without(tmp_path: Path) -> None:
     torch.multiprocessing.start_processes(_rank, (str(tmp_path),), nprocs=2, start_method="fork")
     ours, theirs = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
     assert all(map(torch.equal, ours, theirs))
+
+
+def test_kernels_of_one_cpp_call_give_their_memory_back_after_all_of_them() -> None:
+    names = [f"h{i}" for i in range(4)]
+
+    def peak_of(joined: bool) -> int:
+        launches = tuple(
+            Launch(name, "elementwise", names[:i][-1:], (name,), (), 0, "float32", (), 0, joined)  # type: ignore[arg-type]
+            for i, name in enumerate(names)
+        )
+        nothing = torch.fx.GraphModule(nn.Module(), torch.fx.Graph())
+        nothing.graph.output(((),))
+        sizes = dict.fromkeys(names, 10)
+        first = Launches(launches, sizes, {}, (), ())
+        return Joint(nothing, nothing, first, Launches((), {}, {}, (), ()), 0).peak_bytes()
+
+    assert peak_of(False) == 20 and peak_of(True) == 40

@@ -6,15 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from executor import compiled
 from executor.compiled import Partitioner
 from executor.compiled.host_copies import POOL, on_the_cpu
+from executor.compiled.joint import Joint
 from executor.fit import FitError
 from simulator.machine import Machine
 from simulator.plan import Plan, Swap
 from simulator.program import Program
-from tests.executor.compiled.test_compiled import blocks, graphs, peak, step
+from tests.executor.compiled.test_compiled import Net, blocks, graphs, peak, step
 
 SWAPS = "autoswap_swdoa"
 
@@ -109,6 +111,20 @@ def test_what_the_caller_has_is_not_swapped() -> None:
     with pytest.raises(compiled.CompileError, match="seen"):
         graphs(net, Partitioner(0.7, planner=planner, mode="swap"))(x)
     assert "gradient" not in seen[0] and "activation" in seen[1]
+
+
+def test_the_callers_batch_in_another_layout_is_not_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A convolution has one made of its input."""
+    net = Net(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())
+    x = torch.randn(8, 3, 16, 16)
+    seen: list[Joint] = []
+    program = Joint.program
+    monkeypatch.setattr(Joint, "program", lambda joint, *args: seen.append(joint) or program(joint, *args))
+    with pytest.raises(compiled.CompileError):
+        graphs(net, Partitioner(0.1, planner=SWAPS, mode="swap"))(x)
+    (joint,) = seen
+    batches = {name for name, nbytes in joint.storages.items() if nbytes == x.nbytes}
+    assert batches and not batches & joint.movable and joint.movable
 
 
 def test_the_operators_elsewhere_are_as_they_were() -> None:
