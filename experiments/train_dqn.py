@@ -95,7 +95,7 @@ def main(cfg: DictConfig) -> Path:
 
         reward = variant.reward if made else "causal"
         curve = Curve(
-            out / "curve.json", program, machine, limit, "joint",
+            out / "curve.json", program, machine, limit, config.mode,
             {"agent": f"train_dqn, {agent}{variant.told}", "seed": seed, "reward": reward}, every,
             resumed=None if resume is None else resume.parent / "curve.json",
         )  # fmt: skip
@@ -111,8 +111,9 @@ def main(cfg: DictConfig) -> Path:
             curve.point(result.simulator_calls, overhead)
         spent = time.perf_counter() - start
 
+        mode = None if config.mode == "joint" else config.mode  # None: each planner's own
         rows = compared(
-            (program, machine, limit), seed, None, names, partial(without_network, config, seed),
+            (program, machine, limit), seed, mode, names, partial(without_network, config, seed),
             {agent: result.best, f"{agent}_greedy": result.greedy}, result.simulator_calls, spent, resume is not None,
             curve.bound,
             controls(config, seed, max(result.simulator_calls, LEAST)) if isinstance(config, DQNConfig) else {},

@@ -61,17 +61,16 @@ def test_a_point_is_made_when_it_is_time_and_kept(tmp_path: Path) -> None:
 def test_every_trainer_writes_the_same_scalars(run: Run, program_file: Path, tmp_path: Path) -> None:
     files = {name: tmp_path / name / "curve.json" for name in ("train_dqn", "train_sb3", "dqn", "ppo")}
     words = (f"program={program_file}", "limit=0.6", "planners=null", "greedy_every=50")
-    assert (
-        run("train_dqn", *words, "agent=dqn_paper", "agent.episodes=32", f"out={files['train_dqn'].parent}").returncode
-        == 0
-    )
+    agent = ("agent=dqn_paper", "agent.episodes=32", "agent.mode=swap")
+    assert run("train_dqn", *words, *agent, f"out={files['train_dqn'].parent}").returncode == 0
     assert run("train_sb3", *words, "steps=300", "algo.n_steps=16", f"out={files['train_sb3'].parent}").returncode == 0
     dqn_single_file.main(dqn_single_file.Args(steps=1200, greedy_every=400, curve=str(files["dqn"])))
     ppo = ppo_single_file.Args("GpuMemory-v0", 512, num_envs=4, num_steps=32, greedy_every=128, curve=str(files["ppo"]))
     ppo_single_file.main(ppo)
-    for file in files.values():
+    for name, file in files.items():
         kept = json.loads(file.read_text())
         points = kept["points"]
+        assert kept["mode"] == ("swap" if name == "train_dqn" else "joint")
         assert {"agent", "seed", "floor", "workload", "machine", "limit_fraction", "mode", "reward"} <= set(kept)
         assert len(points) > 2 and all(set(point) == {"calls", *NAMES} for point in points)
         calls = [point["calls"] for point in points]
