@@ -166,12 +166,13 @@ def _processes(jobs: int) -> Iterator[Submit]:
         yield pool.submit
 
 
-def start_ray(**settings: Any) -> None:
-    """Ray, as of ``ray.init``. It gives its own processes 30 s to start, which on a computer that others keep busy may
-    be too few: then it is started again."""
+def start_ray(**own: Any) -> None:
+    """The cluster at RAY_ADDRESS, else an own one (``ray.init``), not that of another command here. Ray gives its
+    processes 30 s to start, which on a computer that others keep busy may be too few: then it is started again."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
 
+    settings = {} if os.environ.get("RAY_ADDRESS") else {"address": "local", **own}
     for left in reversed(range(STARTS)):
         try:
             ray.init(logging_level="ERROR", log_to_driver=False, **settings)
@@ -186,9 +187,8 @@ def start_ray(**settings: Any) -> None:
 def _ray(jobs: int | None) -> Iterator[Submit]:
     import ray
 
-    own: dict[str, Any] = {"num_cpus": jobs, "include_dashboard": False}
     # What tasks print comes with their result; Ray's own forwarding would put "(name pid=…)" before each line.
-    start_ray(**({} if os.environ.get("RAY_ADDRESS") else own))
+    start_ray(num_cpus=jobs, include_dashboard=False)
     remote = ray.remote(max_retries=RETRIES)(_heard)
     try:
         yield lambda _, *task: remote.remote(*task).future()

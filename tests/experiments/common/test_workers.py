@@ -84,6 +84,20 @@ def test_ray_is_started_again_where_a_busy_computer_was_too_slow(monkeypatch: py
 
 
 @pytest.mark.extras
+def test_ray_is_a_commands_own_or_the_one_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    asked: list[object] = []
+    monkeypatch.setattr(
+        ray, "init", lambda **settings: asked.append((settings.get("address"), settings.get("num_cpus")))
+    )
+    workers.start_ray(num_cpus=2)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    workers.start_ray(num_cpus=2)
+    assert asked == [("local", 2), (None, None)]
+
+
+@pytest.mark.extras
 def test_what_is_lost_with_a_node_of_a_cluster_is_done_again(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a Ray cluster on this computer: a head that runs no task, and two nodes of one core."""
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
