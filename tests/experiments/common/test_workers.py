@@ -91,6 +91,7 @@ def test_ray_is_a_commands_own_or_the_one_that_is_named(monkeypatch: pytest.Monk
     monkeypatch.setattr(
         ray, "init", lambda **settings: asked.append((settings.get("address"), settings.get("num_cpus")))
     )
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     workers.start_ray(num_cpus=2)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     workers.start_ray(num_cpus=2)
