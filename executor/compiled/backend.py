@@ -230,6 +230,7 @@ class Partitioner(CustomPartitionerFn):
         drafts: list[_Draft] = []  # that were not looked at
         best: tuple[Joint, Graph] | None = None
         off, looks, least, why = 0, 0, graph.without_bytes, ""  # off: what Inductor took beyond what was expected
+        planned = 0  # the last limit for which there was a plan
 
         def look(draft: _Draft) -> int:
             nonlocal best, off, looks, least
@@ -245,7 +246,11 @@ class Partitioner(CustomPartitionerFn):
                 draft = self._draft(joint, program, machine, limit)
             except FitError as error:
                 why = str(error)
-                break
+                if not planned or best is not None or abs(planned - limit) < ABOUT * limit:
+                    break
+                limit = (limit + planned) // 2  # what Inductor takes may be less than what is expected
+                continue
+            planned = limit
             needs, all_of_it = draft.nbytes + off, limit >= program.peak_bytes
             if all_of_it or -ABOUT * graph.limit <= graph.limit - needs < SLACK * graph.limit:
                 needs = look(draft)
