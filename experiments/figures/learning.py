@@ -169,11 +169,12 @@ def numbers(rows: list[Row]) -> Row:
 
 def chart(rows: list[Row]) -> Chart:
     """A row of panels for each task: greedy policy, last episodes and best plan, by simulator calls."""
-    panels = []
-    for (workload, _, limit, mode), found in trainings(rows).items():
+    panels, tasks = [], trainings(rows)
+    inks = dict(zip(dict.fromkeys(agent for found in tasks.values() for agent in found), cycle(INKS), strict=False))
+    for (workload, _, limit, mode), found in tasks.items():
         for key, title in MEANT.items():
             marks, starts, ends, least = [], [], [], math.inf
-            for (agent, runs), ink in zip(found.items(), cycle(INKS), strict=False):
+            for agent, runs in found.items():
                 at, gaps = over_seeds(runs, key)
                 if not at:
                     continue
@@ -181,7 +182,7 @@ def chart(rows: list[Row]) -> Chart:
                 least = min(least, *low)
                 starts.append(at[0])
                 ends.append(at[-1])
-                marks.append(Line(at, [iqm(one) for one in gaps], ink, agent, band=(low, high)))
+                marks.append(Line(at, [iqm(one) for one in gaps], inks[agent], agent, band=(low, high)))
             if not starts:
                 continue
             ticks = [t for i in range(10) if min(starts) <= (t := 10**i) <= max(ends)]
