@@ -135,13 +135,6 @@ class _Draft(NamedTuple):
     items: tuple[Item, ...]
     nbytes: int
 
-    def graph(self, graph: Graph) -> Graph:
-        """The graph with this plan."""
-        ran = self.timeline
-        return replace(
-            graph, plan=self.plan, iteration_ns=ran.iteration_ns, ideal_ns=ran.ideal_ns, floor_ns=self.floor_ns
-        )
-
 
 class Partitioner(CustomPartitionerFn):
     """PyTorch's partition where it fits, else a plan's; an own one may be given to ``config.custom_partitioner_fn``.
@@ -238,7 +231,11 @@ class Partitioner(CustomPartitionerFn):
             needs = found.peak_bytes()
             off, looks, least = needs - draft.nbytes, looks + 1, min(least, needs)
             if needs <= graph.limit and (best is None or draft.timeline.iteration_ns < best[1].iteration_ns):
-                best = found, draft.graph(replace(graph, peak_bytes=needs, program=program, machine=machine.name))
+                best = found, replace(
+                    graph, peak_bytes=needs, program=program, plan=draft.plan, machine=machine.name,
+                    iteration_ns=draft.timeline.iteration_ns, ideal_ns=draft.timeline.ideal_ns,
+                    floor_ns=draft.floor_ns,
+                )  # fmt: skip
             return needs
 
         for _ in range(PLANS):

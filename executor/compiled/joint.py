@@ -9,7 +9,7 @@ and so are the model's outputs and the gradients of these, which are born betwee
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -192,41 +192,31 @@ class Joint:
         calls = list(self.calls())
         last = {s: k for k, (_, reads, writes) in enumerate(calls) for s in (*reads, *writes)}
         held: dict[str, int] = {}
-        peak = now = late = 0
+        ledger = _Ledger()
         for k, (launch, _, writes) in enumerate(calls):
-            if launch is None or not launch.joined:
-                now, late = now - late, 0
             name = self.of_forward if k < self.between else self.of_backward
             over: dict[str, str] = {}
             for written, read in launch.takes if launch else ():
                 target, source = name(written), name(read)
                 if target is not None and source is not None and last[source] == k and target not in held:
                     over[target] = source
-            for s in writes:
-                if s not in held:
-                    held[s] = self.storages[s]
-                    now += 0 if s in over else held[s]
-            now += launch.workspace if launch else 0
-            peak = max(peak, now)
+            new = [s for s in writes if s not in held]
+            held |= {s: self.storages[s] for s in new}
             gone = [s for s in held if last[s] == k and s not in over.values()]
-            late += sum(held.pop(s) for s in gone) + (launch.workspace if launch else 0)
-            if launch is None or not launch.joined:
-                now, late = now - late, 0
+            ledger.run(launch, sum(held[s] for s in new if s not in over), sum(held.pop(s) for s in gone))
             for source in over.values():
                 held.pop(source)
-        return peak
+        return ledger.peak
 
     def planned_bytes(self, schedule: Schedule, items: Iterable[Item]) -> int:
         """About what ``peak_bytes`` will say of a plan's graphs: what runs again is fused, and writes in place, as it
         does the first time."""
         names, size = [t.name for t in schedule.program.tensors], [b.nbytes for b in schedule.blocks]
         launches = [launch for launch, _, _ in self.calls()]
-        peak = now = late = 0
+        ledger = _Ledger()
         for item in items:
             step, launch = item.step, launches[item.step.kernel]
-            if item.before or launch is None or not launch.joined:
-                now, late = now - late, 0
-            now += sum(_moved(move, size) for move in item.before)
+            ledger.move(item.before, size)
             name = self.of_forward if step.kernel < self.between else self.of_backward
             blocks = {names[t]: block for t, block in step.uses.items()}
             over: dict[int, int] = {}
@@ -234,18 +224,38 @@ class Joint:
                 target, source = blocks.get(name(written) or ""), blocks.get(name(read) or "")
                 if target in step.allocates and source in step.frees:
                     over[target] = source
-            workspace = launch.workspace if launch else 0
-            now += sum(size[b] for b in step.allocates if b not in over) + workspace
-            peak = max(peak, now)
-            late += sum(size[b] for b in step.frees if b not in over.values()) + workspace
-            if item.after or launch is None or not launch.joined:
-                now, late = now - late + sum(_moved(move, size) for move in item.after), 0
-        return peak
+            taken = sum(size[b] for b in step.allocates if b not in over)
+            ledger.run(launch, taken, sum(size[b] for b in step.frees if b not in over.values()))
+            ledger.move(item.after, size)
+        return ledger.peak
 
 
-def _moved(move: Move, size: list[int]) -> int:
-    kind, block = move
-    return size[block] if kind == "in" else -size[block] if kind in ("reclaim", "release") else 0
+class _Ledger:
+    """Bytes in use, and at the peak; ``late`` are those that the C++ call under way gives back at its end."""
+
+    def __init__(self) -> None:
+        self.now = self.peak = self.late = 0
+
+    def run(self, launch: Launch | None, taken: int, given: int) -> None:
+        """A launch that takes and gives back so many bytes, beside its workspace."""
+        joined, workspace = (launch.joined, launch.workspace) if launch else (False, 0)
+        if not joined:
+            self._end()
+        self.now += taken + workspace
+        self.peak = max(self.peak, self.now)
+        self.late += given + workspace
+        if not joined:
+            self._end()
+
+    def move(self, moves: Sequence[Move], size: list[int]) -> None:
+        """Ends of copies, which no C++ call goes on over."""
+        if moves:
+            self._end()
+        self.now += sum(size[block] for kind, block in moves if kind == "in")
+        self.now -= sum(size[block] for kind, block in moves if kind in ("reclaim", "release"))
+
+    def _end(self) -> None:
+        self.now, self.late = self.now - self.late, 0
 
 
 def nobody_elses(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> set[str]:
