@@ -24,16 +24,19 @@ def files() -> list[str]:
 
 
 def main(options: Sequence[str]) -> int:
-    """The command; returns its exit status: 0 where no file failed."""
+    """The command; returns its exit status: 0 where no file failed, or skipped any test."""
     lines = []
     for file in files():
         begin = time.monotonic()
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", file, *options]
+        command = [sys.executable, "-m", "pytest", "-q", "-rs", "-m", "gpu", "-p", "no:cacheprovider", file, *options]
         try:
-            status = subprocess.run(command, cwd=ROOT, timeout=SECONDS, check=False).returncode
-            said = "passed" if status == 0 else f"failed (exit status {status})"
-        except subprocess.TimeoutExpired:
+            done = subprocess.run(command, cwd=ROOT, timeout=SECONDS, check=False, stdout=subprocess.PIPE, text=True)
+            output, status = done.stdout, done.returncode
+            said = f"failed (exit status {status})" if status else "skipped" if " skipped" in output else "passed"
+        except subprocess.TimeoutExpired as error:
+            output = (error.stdout or b"").decode()
             said = f"failed: stopped after {SECONDS} s"
+        print(output, flush=True)
         lines.append(f"{said:28} {time.monotonic() - begin:6.0f} s  {file}")
         print(lines[-1], flush=True)
     print("\n" + "\n".join(lines))

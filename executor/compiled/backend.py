@@ -155,7 +155,8 @@ class Partitioner(CustomPartitionerFn):
     Raises:
         FormatError: memory or machine is none.
         ValueError: there is no such mode.
-        CompileError: (called) no plan fits; the mode has copies, and these are not kept ``in_order``.
+        CompileError: the mode has copies, and this PyTorch no operators for them; (called) they are not kept
+            ``in_order``; no plan fits.
     """
 
     in_order = False
@@ -165,6 +166,8 @@ class Partitioner(CustomPartitionerFn):
         seconds: float | None = 3.0, mode: str = "recompute",
     ) -> None:  # fmt: skip
         check_mode(mode)
+        if mode != "recompute":
+            needs_operators(mode)
         if not is_fraction(memory):
             size_bytes(memory, "memory")
         self.memory, self.planner, self.seconds, self.mode = memory, planner, seconds, mode
@@ -333,7 +336,8 @@ def compile(
         fullgraph, options: as torch.compile's.
 
     Raises:
-        CompileError: there is no C++ compiler (on the CPU); by the first call with gradients: no plan fits.
+        CompileError: the mode has copies, and this PyTorch no operators for them; by the first call with gradients:
+            there is no C++ compiler (on the CPU), no plan fits.
         FormatError: memory or machine is none.
         ValueError: there is no such mode.
     """
@@ -373,6 +377,21 @@ def report(compiled: Any) -> CompiledReport:
     if compiled not in _PARTITIONERS:
         raise ValueError("compiled: expected what executor.compiled.compile returned")
     return CompiledReport(tuple(_PARTITIONERS[compiled].graphs))
+
+
+def needs_operators(mode: str) -> None:
+    """Raises CompileError where PyTorch cannot copy within a graph, or not to a layout that is asked for."""
+    try:
+        from torch._functorch._activation_offloading import offload_ops  # noqa: F401 (makes the operators)
+
+        there = "original_stride" in str(torch.ops.ao.reload.default._schema)
+    except ImportError:
+        there = False
+    if not there:
+        raise CompileError(
+            f"mode: {mode!r} needs the ao operators of PyTorch 2.13, and this is {torch.__version__}: "
+            "mode='recompute' does without"
+        )
 
 
 def needs_compiler() -> None:

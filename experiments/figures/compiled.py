@@ -1,7 +1,7 @@
-"""Real peaks and times of compiled steps on the CPU: ours beside PyTorch's memory budgets, checkpoints, and neither.
+"""Real peaks and times of compiled steps: ours beside PyTorch's memory budgets, checkpoints, and neither.
 
 A network is measured in a process of its own, by ``python -m experiments.figures.compiled TASK`` (JSON). There all are
-compiled first, each from a copy of the same model; then their steps take turns on one core.
+compiled first, each from a copy of the same model; then their steps take turns, on one core or on a GPU.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ class WithLoss(nn.Module):
 def tasks(settings: DictConfig) -> list[Row]:
     """One per network, whose own limits, budgets and solvers go before those of all."""
     config = cli.plain(settings)
+    if config["device"] not in ("cpu", "cuda"):
+        raise cli.UsageError(f"figure.device: expected cpu or cuda, got {config['device']}")
     found = []
     for workload in config["networks"]:
         asked = {key: workload.pop(key, config[key]) for key in ("limits", "budgets", "solvers", "swaps")}
@@ -63,13 +65,15 @@ def tasks(settings: DictConfig) -> list[Row]:
                 raise cli.UsageError(f"figure.{key}: expected fractions, got {asked[key]}")
         if workload["kind"] not in KINDS:
             raise cli.UsageError(f"figure.networks: expected one of {', '.join(KINDS)}, got {workload['kind']}")
-        shared = {key: config[key] for key in ("rounds", "planner", "seconds")}
+        shared = {key: config[key] for key in ("device", "rounds", "planner", "seconds")}
         found.append({"network": workload["name"], "workload": workload, **asked, **shared})
     return found[::-1]
 
 
 def run(task: Row, machine: Machine) -> Row:
-    """What ``measured`` says of one network."""
+    """What ``measured`` says of one network; raises UsageError where there is no such device."""
+    if task["device"] == "cuda" and not torch.cuda.is_available():
+        raise cli.UsageError("figure.device: there is no CUDA GPU here; figure=compiled measures on the CPU")
     with tempfile.TemporaryDirectory() as cache:  # so that nothing is compiled before it is timed
         words = [sys.executable, "-m", "experiments.figures.compiled", json.dumps(task)]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": cache}
@@ -79,11 +83,13 @@ def run(task: Row, machine: Machine) -> Row:
 
 
 def measured(task: Row) -> Row:
-    """Peaks in bytes and seconds of CPU time of a step (least, median and most), of every method of one network."""
+    """Peaks in bytes and seconds of a step (least, median and most) of every method of one network: of CPU time, or of
+    time that a GPU takes."""
+    device = task["device"]
     torch.set_num_threads(1)
     torch._dynamo.config.recompile_limit = 64  # one code object, compiled by every method
     torch._functorch.config.enable_autograd_cache = False
-    model, x, y = network(task["workload"])
+    model, x, y = (part.to(device) for part in network(task["workload"]))
     runs: dict[str, Callable[[], Tensor]] = {}
     rows: dict[str, Row] = {}
     bits: list[Tensor] = []
@@ -108,7 +114,7 @@ def measured(task: Row) -> Row:
         rows[name] = row = {"compile_s": round(_seconds() - begin, 2), **told}
         found = [p.grad.clone() for p in own.parameters() if p.grad is not None]
         own.zero_grad()
-        row["peak_bytes"] = allocated_peak(step)
+        row["peak_bytes"] = allocated_peak(step, device)
         if told.get("ours"):
             (graph,) = report(compiled).graphs
             row |= {"predicted_bytes": graph.peak_bytes, "limit_bytes": graph.limit, "without": graph.without_bytes,
@@ -147,15 +153,13 @@ def measured(task: Row) -> Row:
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(task["rounds"]):
         for name, one in runs.items():
-            begin = time.process_time()
-            one()
-            times[name].append(time.process_time() - begin)
+            times[name].append(_taken(one, device))
     for name, taken in times.items():
         rows[name]["step_s"] = [min(taken), statistics.median(taken), max(taken)]
         rows[name]["ratio"] = statistics.median(map(truediv, taken, times["none"]))
         if (beside := rows[name].get("beside")) is not None:
             rows[name]["against"] = statistics.median(map(truediv, taken, times[beside]))
-    return {"methods": rows}
+    return {"methods": rows, "on": torch.cuda.get_device_name() if device == "cuda" else "CPU"}
 
 
 def numbers(rows: list[Row]) -> Row:
@@ -226,9 +230,10 @@ def chart(rows: list[Row]) -> Chart:
 
 def network(workload: Row) -> tuple[nn.Module, Tensor, Tensor]:
     """A small network with its loss, and a batch of random numbers."""
-    sizes = {key: value for key, value in workload.items() if key not in ("name", "kind", "batch_size")}
+    sizes = {key: value for key, value in workload.items() if key not in ("name", "kind", "batch_size", "dtype")}
+    dtype = workload.get("dtype", "float32")
     torch.manual_seed(0)
-    model = WithLoss(KINDS[workload["kind"]](**sizes))
+    model = WithLoss(KINDS[workload["kind"]](**sizes)).to(getattr(torch, dtype))
     if "image" in workload:
         x = torch.randn(workload["batch_size"], 3, workload["image"], workload["image"])
         return model, x, torch.randint(0, workload["classes"], (workload["batch_size"],))
@@ -280,6 +285,19 @@ def _checkpointed(model: nn.Module) -> nn.Module:
         forward = block.forward
         block.forward = lambda *args, forward=forward: checkpoint(forward, *args, use_reentrant=False)
     return model
+
+
+def _taken(step: Callable[[], object], device: str) -> float:
+    """Seconds of one step."""
+    if device == "cpu":
+        begin = time.process_time()
+        step()
+        return time.process_time() - begin
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    step()
+    torch.cuda.synchronize()
+    return time.perf_counter() - begin
 
 
 def _seconds() -> float:

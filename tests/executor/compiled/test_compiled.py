@@ -89,7 +89,7 @@ def step(model: Any, net: nn.Module, x: Tensor) -> list[Tensor]:
 def peak(model: Any, net: nn.Module, x: Tensor) -> int:
     """The bytes that a step allocates, of a model that has been compiled."""
     net.zero_grad()
-    return allocated_peak(lambda: model(x).backward())
+    return allocated_peak(lambda: model(x).backward(), x.device.type)
 
 
 @pytest.fixture(autouse=True)
