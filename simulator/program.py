@@ -116,6 +116,10 @@ class Program:
         """Itself: nothing of it changes (``gymnasium.make`` copies all that it is given)."""
         return self
 
+    def __getstate__(self) -> dict[str, object]:
+        """A copy, since what is cached may grow while another thread pickles this."""
+        return dict(self.__dict__)
+
     @cached_property
     def accesses(self) -> tuple[tuple[int, ...], ...]:
         """Per tensor: the kernels that read or write it, ascending."""

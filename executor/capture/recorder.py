@@ -37,7 +37,7 @@ from executor.capture.operators import (
     touched_bytes,
 )
 from executor.capture.source_locations import Places
-from executor.capture.state import Entry
+from executor.capture.state import CaptureError, Entry
 from simulator.program import Kernel, Phase, Program, Tensor as Storage, TensorKind
 from simulator.report import Place
 
@@ -167,6 +167,11 @@ class Recorder(TorchDispatchMode):
                 return out
         if func is _NUMBER and not (self.stepping or self._asking):
             raise DataDependentOutputException(func)
+        if func is torch.ops.aten.set_.source_Storage:
+            raise CaptureError(
+                "the step makes a tensor of a whole storage, as cuDNN does of an RNN's weights, and no program has "
+                "such: torch.backends.cudnn.enabled = False captures an RNN"
+            )
         self.reap()
         phase = self._phase(func)
         place = self.places.of(phase)

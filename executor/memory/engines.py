@@ -205,7 +205,8 @@ class CudaEngines:
         return _take(CUDA, nbytes)
 
     def borrow(self, tensor: Tensor) -> None:
-        tensor.record_stream(torch.cuda.current_stream(self.device))
+        if not on_host(tensor):
+            tensor.record_stream(torch.cuda.current_stream(self.device))
 
     def event(self) -> torch.cuda.Event:
         return torch.cuda.Event()
@@ -219,10 +220,23 @@ class CudaEngines:
         return before is not None and before != self._compute
 
     def copy_out(self, host: Tensor, device: Tensor, event: torch.cuda.Event) -> None:
-        self._copy(self.d2h, host, device, event)
+        if on_host(device):
+            self._at_once(host, device)
+        else:
+            self._copy(self.d2h, host, device, event)
 
     def copy_in(self, device: Tensor, host: Tensor, event: torch.cuda.Event) -> None:
-        self._copy(self.h2d, device, host, event)
+        if on_host(device):
+            self._at_once(device, host)
+        else:
+            self._copy(self.h2d, device, host, event)
+
+    def _at_once(self, target: Tensor, source: Tensor) -> None:
+        """Of a tensor that PyTorch has on the host (an optimizer's number, attention's seed), after all copies that
+        may be under way to or from its place in pinned memory."""
+        for stream in self.streams:
+            stream.synchronize()
+        target.copy_(source)
 
     def _copy(self, stream: torch.cuda.Stream, target: Tensor, source: Tensor, event: torch.cuda.Event) -> None:
         self._computed.record(self._compute)  # a wait is for the last record before it, so one event does for all
@@ -246,6 +260,11 @@ class CudaEngines:
     def synchronize(self) -> None:
         with contextlib.suppress(RuntimeError):  # the caller already has an error to report
             torch.cuda.synchronize(self.device)
+
+
+def on_host(tensor: Tensor) -> bool:
+    """Is it not in a device's memory?"""
+    return tensor.device.type == "cpu"
 
 
 def _take(slabs: Slabs, nbytes: int) -> Bytes:

@@ -39,7 +39,7 @@ from experiments.common import help
 from experiments.common.lock import Busy, held
 from experiments.validate_gpu import results, stages
 from experiments.validate_gpu.record import DEATHS, Broken, Record
-from experiments.validate_gpu.settings import STAGES, Settings, UsageError, parse
+from experiments.validate_gpu.settings import LEAST, STAGES, Settings, UsageError, parse
 from experiments.validate_gpu.stages import Run
 from simulator import Machine
 from simulator.files import FormatError
@@ -85,7 +85,7 @@ def in_turn(settings: Settings, words: Sequence[str], out: Path) -> int:
     for i, stage in enumerate(settings.stages):
         for _ in range(1 + DEATHS):
             share = STAGES[stage] / sum(STAGES[other] for other in settings.stages[i:])
-            seconds = max(1.0, share * (end - time.monotonic()))
+            seconds = max(LEAST.get(stage, 1.0), share * (end - time.monotonic()))
             command = [sys.executable, "-m", "experiments.validate_gpu", *given]
             with subprocess.Popen([*command, f"stages={stage}", f"out={out}", f"seconds={seconds:.0f}"]) as process:
                 try:

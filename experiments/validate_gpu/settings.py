@@ -15,6 +15,7 @@ from experiments.validate_gpu.pytorch_baselines import METHODS
 
 # Stage -> its part of the time that is left, beside those that come after it.
 STAGES = {"calibrate": 0.3, "profile": 1.5, "plan": 1.5, "replay": 1.5, "train": 3.0, "compare": 3.0, "largest": 3.0}
+LEAST = {"calibrate": 30.0}  # seconds of a stage that all others need
 
 
 class UsageError(ValueError):

@@ -196,6 +196,7 @@ class CudaDouble(TorchDispatchMode):
         )
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None if self.left_out() else
                             self.record_stream(tensor, stream))  # fmt: skip
+        monkeypatch.setattr(engines, "on_host", lambda tensor: False)
         monkeypatch.setattr(engines, "_PAIRS", {})
         monkeypatch.setattr(engines, "capture_stream", cache(self.new_stream))
         slabs = pinned.Slabs(pinned._register, pinned._unregister, lambda: self.left_out() or pinned._synchronize())

@@ -154,7 +154,7 @@ def test_stages_are_processes_of_their_own(tmp_path, monkeypatch):
     ]
     assert main(words) == 0
     assert [c["stages"] for c in calls] == ["calibrate", "replay", "replay", "replay", "train"]
-    assert [int(c["seconds"]) for c in calls] == pytest.approx([6, 33, 33, 33, 100], abs=1)
+    assert [int(c["seconds"]) for c in calls] == pytest.approx([30, 33, 33, 33, 100], abs=1)
     assert all(c["workloads"] == "tiny_resnet" and c["out"] == str(tmp_path / "out") for c in calls)
     statuses = iter([command.FAILED])
     assert main(words) == command.FAILED and len(calls) == 6

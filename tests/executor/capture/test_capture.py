@@ -408,6 +408,7 @@ X = torch.ones(2, 3)
         (lambda x: (x + 1).mean().item(), "depends on the values"),
         (lambda x: None, "no tensor operation"),
         (lambda x: 1 / 0, "ZeroDivisionError"),
+        (lambda x: torch.empty(0).set_(x.untyped_storage()) + 1, "cudnn.enabled = False captures an RNN"),
     ],
 )
 def test_what_cannot_be_traced_is_one_sentence(step, message):

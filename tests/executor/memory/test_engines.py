@@ -40,3 +40,17 @@ def test_a_step_on_the_stream_that_copies_had_gets_others_for_its_copies(pool, t
     handles = {s.cuda_stream for s in made.streams}
     assert len(handles | {pool.cuda_stream, engines.capture_stream(0).cuda_stream}) == 4
     assert made.streams == (made.d2h, made.h2d) == engines.CudaEngines(torch.device("cuda", 0)).streams
+
+
+def test_what_pytorch_has_on_the_host_is_copied_at_once_after_all_that_may_use_its_place(pool, monkeypatch):
+    """An optimizer's number, the seed of an attention: neither stream has anything to do with it."""
+    made, log = engines.CudaEngines(torch.device("cuda", 0)), []
+    for stream in made.streams:
+        stream.synchronize = lambda: log.append("synchronize")
+    number, place = torch.tensor([3.0]), torch.zeros(1)
+    made.borrow(number)
+    made.copy_out(place, number, None)
+    assert place.item() == 3.0 and log == ["synchronize"] * 2
+    place.fill_(5.0)
+    made.copy_in(number, place, None)
+    assert number.item() == 5.0 and log == ["synchronize"] * 4
