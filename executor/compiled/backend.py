@@ -47,6 +47,7 @@ from simulator.timeline import Timeline
 PLANS, LOOKS = 6, 4  # for one graph at most; the limit is moved by what the plan before needs, or is expected to need
 SLACK = 0.05  # of the limit: a plan that leaves no more of it is taken as it is
 ABOUT = 0.01  # of the limit: what is expected to need so much more may fit
+LIBRARIES = 0.01  # of the limit: left to what convolutions take besides (oneDNN's scratch, which no graph shows)
 # Which kernels run again on a CPU is decided by how many FLOPs take as long as a byte: assumed, of a core of a server.
 CPU = Machine("a CPU core", 2**40, 10**10, 10**10, flops_per_s={"float32": 50 * 10**9}, memory_bytes_per_s=8 * 10**9)
 Planner = str | Callable[[Program, Machine, int], Plan]
@@ -206,14 +207,15 @@ class Partitioner(CustomPartitionerFn):
         without = joint.peak_bytes()
         limit = int(without * _part(self.memory)) if is_fraction(self.memory) else size_bytes(self.memory, "memory")
         graph = Graph(name, limit, without, without)
-        if without > limit:
-            joint, graph = self._planned(joint, graph, _device(joint_inputs))
+        aim = int(limit * (1 - LIBRARIES)) if joint.convolves else limit
+        if without > aim:
+            joint, graph = self._planned(joint, graph, aim, _device(joint_inputs))
         seconds = time.process_time() - begin - self._looking_s
         self.graphs.append(replace(graph, seconds=seconds, looking_s=self._looking_s))
         return joint.forward, joint.backward
 
-    def _planned(self, joint: Joint, graph: Graph, device: torch.device) -> tuple[Joint, Graph]:
-        """A plan whose graphs fit as Inductor schedules them."""
+    def _planned(self, joint: Joint, graph: Graph, aim: int, device: torch.device) -> tuple[Joint, Graph]:
+        """A plan whose graphs fit into ``aim`` as Inductor schedules them."""
         machine = self.machine or (CPU if device.type == "cpu" else machine_of(torch.cuda.get_device_name(device)))
         swaps = self.mode != "recompute"
         if swaps:
@@ -221,8 +223,7 @@ class Partitioner(CustomPartitionerFn):
             if device.type == "cpu":
                 on_the_cpu()
         program = joint.program(machine, f"graph {graph.name}", swaps)
-        # What Inductor writes in place takes less than its Program: as much as without a plan, or somewhat less.
-        limit = graph.limit + (program.peak_bytes - graph.without_bytes) * 2 // 3
+        limit = aim
         drafts: list[_Draft] = []  # that were not looked at
         best: tuple[Joint, Graph] | None = None
         off, looks, least, why = 0, 0, graph.without_bytes, ""  # off: what Inductor took beyond what was expected
@@ -233,7 +234,7 @@ class Partitioner(CustomPartitionerFn):
             found = self._look(*partition(joint, program, draft.items), joint.outputs)
             needs = found.peak_bytes()
             off, looks, least = needs - draft.nbytes, looks + 1, min(least, needs)
-            if needs <= graph.limit and (best is None or draft.timeline.iteration_ns < best[1].iteration_ns):
+            if needs <= aim and (best is None or draft.timeline.iteration_ns < best[1].iteration_ns):
                 best = found, replace(
                     graph, peak_bytes=needs, program=program, plan=draft.plan, machine=machine.name,
                     iteration_ns=draft.timeline.iteration_ns, ideal_ns=draft.timeline.ideal_ns,
@@ -252,14 +253,14 @@ class Partitioner(CustomPartitionerFn):
                 continue
             planned = limit
             needs, all_of_it = draft.nbytes + off, limit >= program.peak_bytes
-            if all_of_it or -ABOUT * graph.limit <= graph.limit - needs < SLACK * graph.limit:
+            if all_of_it or -ABOUT * aim <= aim - needs < SLACK * aim:
                 needs = look(draft)
-                if all_of_it or looks == LOOKS or 0 <= graph.limit - needs < SLACK * graph.limit:
+                if all_of_it or looks == LOOKS or 0 <= aim - needs < SLACK * aim:
                     break
             else:
                 drafts.append(draft)
             # One that is over by little needs another plan, not the same again.
-            limit += graph.limit - needs if needs <= graph.limit else min(graph.limit - needs, -graph.limit // 100)
+            limit += aim - needs if needs <= aim else min(aim - needs, -aim // 100)
         while best is None and drafts and looks < LOOKS:
             look(drafts.pop(min(range(len(drafts)), key=lambda i: drafts[i].nbytes)))
         if best is None:

@@ -5,11 +5,14 @@ out: parameters, buffers, the batch, optimizer state. The gradients that the bac
 and so are the model's outputs and the gradients of these, which are born between the two.
 
     forward launches … | between: reads outputs, writes their gradients | backward launches … | end: reads all of these
+
+A launch of the backward that writes over an input that dies with it is two kernels: one finds all inputs there and
+gives up that one, the next writes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -104,9 +107,43 @@ class Joint:
         yield None, tuple(dict.fromkeys((*outs, *(BACKWARD + s for s in self.tangents), *grads))), ()
 
     @property
+    def convolves(self) -> bool:
+        """Whether a launch is a library's convolution."""
+        return any(launch.kind == "conv" for launch in (*self.first.launches, *self.second.launches))
+
+    @property
     def between(self) -> int:
         """The kernel between forward and backward."""
         return len(self.first.launches)
+
+    @cached_property
+    def kernels(self) -> tuple[tuple[int, bool], ...]:
+        """For each kernel of the Program which of ``calls`` it is, and whether it only finds the inputs there."""
+        found: list[tuple[int, bool]] = []
+        held: set[str] = set()
+        for k, (launch, _, writes) in enumerate(self.calls()):
+            if k > self.between and self._over(k, launch, held):
+                found.append((k, True))
+            found.append((k, False))
+            held |= set(writes)
+        return tuple(found)
+
+    @cached_property
+    def _last(self) -> dict[str, int]:
+        """Storage -> the last of ``calls`` that has to do with it."""
+        return {s: k for k, (_, reads, writes) in enumerate(self.calls()) for s in (*reads, *writes)}
+
+    def _takes(self, k: int, launch: Launch | None) -> Iterator[tuple[str, str]]:
+        """What a launch writes over which of its inputs, if that dies with it."""
+        name = self.of_forward if k < self.between else self.of_backward
+        for written, read in launch.takes if launch else ():
+            target, source = name(written), name(read)
+            if target is not None and source is not None:
+                yield target, source
+
+    def _over(self, k: int, launch: Launch | None, held: Container[str]) -> dict[str, str]:
+        """``_takes`` of what dies, to what is not there yet."""
+        return {to: of for to, of in self._takes(k, launch) if self._last[of] == k and to not in held}
 
     @cached_property
     def movable(self) -> frozenset[str]:
@@ -134,10 +171,13 @@ class Joint:
         callers = dict.fromkeys((*self.returned[0], *(BACKWARD + s for s in self.tangents), *self.returned[1]))
         kernels = []
         born: set[str] = set()
-        for k, (launch, reads, writes) in enumerate(self.calls()):
+        calls = list(self.calls())
+        for k, finds in self.kernels:
+            launch, reads, writes = calls[k]
             # A launch that writes parts of what others write, too, may find nothing to read there yet.
             inputs = tuple(index[s] for s in reads if s in born or s not in writes)
-            born |= set(writes)
+            over = self._over(k, launch, born) if k > self.between else {}
+            born |= set() if finds else set(writes)
             phase = "forward" if k < self.between else "backward"
             if launch is None:
                 kernels.append(Kernel("marker", "other", phase, inputs, tuple(index[s] for s in writes), 0,
@@ -145,6 +185,10 @@ class Joint:
                 continue
             if swaps and k > self.between:
                 inputs = tuple(dict.fromkeys((*inputs, *(index[s] for s in callers if s in born and s not in writes))))
+            if finds:
+                kernels.append(Kernel("inputs", "other", phase, inputs, (), 0, recomputable=False))
+                continue
+            inputs = tuple(i for i in inputs if tensors[i].name not in over.values())
             graph = self.first if k < self.between else self.second
             nbytes = sum(graph.nbytes.get(s, 0) for s in (*launch.reads, *launch.writes))
             again = k < self.between and self._again(launch)
@@ -189,20 +233,13 @@ class Joint:
         What a launch writes over an input that dies with it (``Launch.takes``) takes no memory of its own. What dies in
         a kernel that is ``Launch.joined`` is given back after the last of those in a row.
         """
-        calls = list(self.calls())
-        last = {s: k for k, (_, reads, writes) in enumerate(calls) for s in (*reads, *writes)}
         held: dict[str, int] = {}
         ledger = _Ledger()
-        for k, (launch, _, writes) in enumerate(calls):
-            name = self.of_forward if k < self.between else self.of_backward
-            over: dict[str, str] = {}
-            for written, read in launch.takes if launch else ():
-                target, source = name(written), name(read)
-                if target is not None and source is not None and last[source] == k and target not in held:
-                    over[target] = source
+        for k, (launch, _, writes) in enumerate(self.calls()):
+            over = self._over(k, launch, held)
             new = [s for s in writes if s not in held]
             held |= {s: self.storages[s] for s in new}
-            gone = [s for s in held if last[s] == k and s not in over.values()]
+            gone = [s for s in held if self._last[s] == k and s not in over.values()]
             ledger.run(launch, sum(held[s] for s in new if s not in over), sum(held.pop(s) for s in gone))
             for source in over.values():
                 held.pop(source)
@@ -214,18 +251,22 @@ class Joint:
         names, size = [t.name for t in schedule.program.tensors], [b.nbytes for b in schedule.blocks]
         launches = [launch for launch, _, _ in self.calls()]
         ledger = _Ledger()
+        given: dict[str, int] = {}  # what is given up to be written over
         for item in items:
-            step, launch = item.step, launches[item.step.kernel]
+            step, (k, finds) = item.step, self.kernels[item.step.kernel]
             ledger.move(item.before, size)
-            name = self.of_forward if step.kernel < self.between else self.of_backward
             blocks = {names[t]: block for t, block in step.uses.items()}
-            over: dict[int, int] = {}
-            for written, read in launch.takes if launch else ():
-                target, source = blocks.get(name(written) or ""), blocks.get(name(read) or "")
-                if target in step.allocates and source in step.frees:
-                    over[target] = source
-            taken = sum(size[b] for b in step.allocates if b not in over)
-            ledger.run(launch, taken, sum(size[b] for b in step.frees if b not in over.values()))
+            gone = {s: block for s, block in blocks.items() if block in step.frees}
+            if finds:
+                given = gone
+            else:
+                dead = gone if step.again else gone | given
+                given = given if step.again else {}  # what runs again may come between
+                takes = self._takes(k, launches[k])
+                over = {blocks[to]: dead[of] for to, of in takes if blocks.get(to) in step.allocates and of in dead}
+                taken = sum(size[b] for b in step.allocates if b not in over)
+                freed = {*step.frees, *dead.values()} - {*over.values()}
+                ledger.run(launches[k], taken, sum(size[b] for b in freed))
             ledger.move(item.after, size)
         return ledger.peak
 

@@ -68,6 +68,7 @@ class _Writer:
         self.results: list[fx.Node | None] = []
         self.grads: list[fx.Node | None] = []
         self.in_second = False
+        self.given: dict[fx.Node, fx.Node] = {}  # values that the next launch writes over
         self.now = 0
         for node in forward.find_nodes(op="placeholder"):
             self.always[node] = self.graph.node_copy(node)
@@ -78,8 +79,12 @@ class _Writer:
 
     def step(self, step: Step) -> None:
         """One launch, or what stands between the graphs and at their end."""
-        between, k = self.joint.between, step.kernel
-        env = dict(self.always)
+        between, (k, finds) = self.joint.between, self.joint.kernels[step.kernel]
+        if finds:
+            for block in step.frees:
+                self.given |= self.held.pop(block, {})
+            return
+        env = self.always | self.given
         for block in step.uses.values():
             env.update(self.held.get(block, {}))
         self.now += 1
@@ -109,6 +114,8 @@ class _Writer:
                 if block is not None:
                     self.held.setdefault(block, {})[root] = env[root]
             self._carry(launch, prefix, blocks, {graph.stored[root.name] for root in roots})
+        if not step.again:  # what runs again may come between
+            self.given = {}
         for block in step.frees:
             self.held.pop(block, None)
 
@@ -156,6 +163,7 @@ class _Writer:
         unknown = [blocks[prefix + s] for s in launch.writes if s not in known and prefix + s in blocks]
         for block in unknown:
             own = self.held.setdefault(block, {})
+            own.update(self.given)
             for other in blocks.values():
                 own.update(self.held.get(other, {}))
 
