@@ -215,7 +215,8 @@ class Joint:
             if node in seen:
                 continue
             seen.add(node)
-            inside = node.name in own or node.name not in self.first.stored or is_view(node)
+            part = self.first.stored.get(node.name) in launch.writes  # of what is put together
+            inside = node.name in own or part or node.name not in self.first.stored or is_view(node)
             if node.name in self._mutated or (inside and not repeatable(node)):
                 return False
             stack += node.all_input_nodes if inside else ()

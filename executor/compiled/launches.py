@@ -148,6 +148,9 @@ class _Reader:
             part_of = None
             if isinstance(node.node, ir.MultiOutput):  # one result of a call that has several
                 part_of = group_of.get(node.node.inputs[0].get_name())
+            elif isinstance(node.node, ir.ConcatKernel):  # nothing to launch, where one launch writes all parts
+                makers = {id(g): g for x in node.node.inputs if (g := group_of.get(x.get_name())) is not None}
+                part_of = next(iter(makers.values())) if len(makers) == 1 else None
             group = part_of if part_of is not None else []
             if part_of is None:
                 groups.append(group)
@@ -172,11 +175,18 @@ class _Reader:
             made_by = writers.get((fx_node, storage), group_of.get(raw))  # not by what only fills it with zeros
             if made_by is not None and not alias:
                 values[id(made_by)].append(fx_node.name)
-        launches = tuple(self._launch(group, tuple(values[id(group)])) for group in groups)
+        launches = tuple(self._launch(group, self._whole(values[id(group)], stored)) for group in groups)
         names = {s for launch in launches for s in launch.reads + launch.writes} | set(stored.values())
         outs = (None if (o := self._buffer(out)) is None else self._real(o) for out in self.lowering.graph_outputs)
         strides = (_stride(out) for out in self.lowering.graph_outputs)
         return Launches(launches, {name: self._nbytes(name) for name in names}, stored, tuple(outs), tuple(strides))
+
+    def _whole(self, values: list[str], stored: dict[str, str]) -> tuple[str, ...]:
+        """Without the parts that nothing reads but a ``cat``, which is there, too."""
+        nodes = {node.name: node for node in self.gm.graph.nodes}
+        cats = {nodes[v] for v in values if nodes[v].target is torch.ops.aten.cat.default}
+        parts = {v for v in values if len(u := nodes[v].users) == 1 and cats.issuperset(u)}
+        return tuple(v for v in values if v not in parts or stored[v] != stored[next(iter(nodes[v].users)).name])
 
     def _launch(self, group: list[Any], values: tuple[str, ...]) -> Launch:
         from torch._inductor import ir

@@ -11,7 +11,7 @@ def allocated_peak(step: Callable[[], object], device: str = "cpu") -> int:
     """The most bytes that ``step()`` has beside what was there before it.
 
     On the CPU these are all tensors' (the profiler's record of every allocation and release, kernels of Inductor's
-    included); what a library takes by itself is not PyTorch's. On a GPU it is ``max_memory_allocated`` (never run).
+    included); what a library takes by itself is not PyTorch's. On a GPU it is ``max_memory_allocated``.
     """
     if device != "cpu":
         torch.cuda.synchronize()

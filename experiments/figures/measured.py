@@ -235,8 +235,9 @@ def chart(rows: list[Row]) -> Chart:
     """Kernels, ours and the control's; steps; sums by kind; plans; peaks."""
     panels: list[Panel] = []
     if large := [one for _, found in kernels(rows) for one in found]:
-        names = ", ".join(_named(row["label"]) for row, _ in kernels(rows))
-        panels += [scatter(large, 3, f"Kernels: {names}"), scatter(large, 4, "The same by one roofline")]
+        names = [_named(row["label"]) for row, _ in kernels(rows)]
+        about = ", ".join(names) if len(names) < 2 else f"{len(names)} steps"
+        panels += [scatter(large, 3, f"Kernels: {about}"), scatter(large, 4, "The same by one roofline")]
     if steps := all_steps(rows):
         x, ticks = [[step.error + 1 for step in steps], [step.old + 1 for step in steps]], (0.7, 1, 1.5, 2, 3, 5)
         marks = [Rule(1 - STEP_BAR, 1 + STEP_BAR, colour=GRID), ONE,

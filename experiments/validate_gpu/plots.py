@@ -111,7 +111,7 @@ def timelines(path: Path, found: Measured, workload: str, planner: str) -> None:
         memory.legend(loc="lower left", ncols=3, fontsize=9)
         handles = [Patch(color=c, label=k.replace("_", "-")) for k, c in SPANS.items()]
         made.suptitle(f"{workload}, {look(planner).label}, on {found.device}", x=0.01, ha="left", fontweight="bold")
-        made.legend(handles=handles, loc="outside upper right", ncols=4, fontsize=9)
+        made.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=9)
 
 
 def batches(path: Path, rows: Sequence[dict[str, Any]]) -> None:

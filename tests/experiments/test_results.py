@@ -115,7 +115,8 @@ def test_a_figure_as_a_whole(run: Run, tmp_path: Path) -> None:
 
 
 def test_every_result_has_a_chart() -> None:
-    for name in reproduce.names():
+    assert set(reproduce.names()) - {path.stem for path in RESULTS.glob("*.json")} == {"compiled_gpu"}  # not run yet
+    for name in set(reproduce.names()) - {"compiled_gpu"}:
         chart = reproduce.figure(name).chart(committed(name)["rows"])
         assert chart.panels and all(panel.marks for panel in chart.panels), name
 
