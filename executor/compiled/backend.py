@@ -383,9 +383,7 @@ def report(compiled: Any) -> CompiledReport:
 def needs_operators(mode: str) -> None:
     """Raises CompileError where PyTorch cannot copy within a graph, or not to a layout that is asked for."""
     try:
-        from torch._functorch._activation_offloading import offload_ops  # noqa: F401 (makes the operators)
-
-        there = "original_stride" in str(torch.ops.ao.reload.default._schema)
+        there = "original_stride" in reload_schema()
     except ImportError:
         there = False
     if not there:
@@ -393,6 +391,13 @@ def needs_operators(mode: str) -> None:
             f"mode: {mode!r} needs the ao operators of PyTorch 2.13, and this is {torch.__version__}: "
             "mode='recompute' does without"
         )
+
+
+def reload_schema() -> str:
+    """That of PyTorch's operator; raises ImportError where there is none."""
+    from torch._functorch._activation_offloading import offload_ops  # noqa: F401 (makes the operators)
+
+    return str(torch.ops.ao.reload.default._schema)
 
 
 def needs_compiler() -> None:

@@ -66,9 +66,9 @@ def write(settings: Settings, machine: Machine | None, record: Record) -> None:
                 said = f"{kind}, {what}: mean absolute error {e['mean_absolute']:.2%}, worst {e['worst']:.2%}"
                 text += f"\n{said} over {found['count']} plans.\n"
     for r in record.of("train"):
-        text += (f"\ntrain {r['workload']} {r['fraction']:.0%} {r['planner']}: eager {r['eager_ns'] / 1e6:.2f} ms, of the "
-                 f"planned step the host takes {r['host_ns'] / 1e6:.2f} ms, bits "
-                 f"{'equal' if r['equal'] else 'differ' if r['eager_equal'] else 'of eager steps differ, too'}.\n")  # fmt: skip
+        bits = "equal" if r["equal"] else "differ" if r["eager_equal"] else "differ, as those of two eager steps"
+        text += (f"\ntrain {r['workload']} {r['fraction']:.0%} {r['planner']}: eager {r['eager_ns'] / 1e6:.2f} ms, "
+                 f"the host takes {r['host_ns'] / 1e6:.2f} ms of the planned step, bits {bits}.\n")  # fmt: skip
     for r in record.of("graph"):
         text += (f"\ngraph {r['workload']} {r['fraction']:.0%} {r['planner']}: pool {r['pool_bytes'] / MIB:.2f} MiB, "
                  f"packing {r['packed_bytes'] / MIB:.2f} MiB, eager {r['eager_ns'] / 1e6:.2f} ms, bits "

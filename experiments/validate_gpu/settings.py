@@ -80,8 +80,8 @@ class Settings:
         return "cuda" if self.backend == "cuda" else "cpu"
 
 
-ON_HOST = Settings("host", workloads=("tiny_resnet", "tiny_gpt2"), limits=(0.7,), cache="hot", steps=2, seconds=90.0, pause_ns=0,
-                   methods=tuple(m for m in METHODS if m != "compile"))  # fmt: skip
+ON_HOST = Settings("host", workloads=("tiny_resnet", "tiny_gpt2"), limits=(0.7,), cache="hot", pause_ns=0, steps=2,
+                   seconds=90.0, methods=tuple(m for m in METHODS if m != "compile"))  # fmt: skip
 
 
 def parse(words: Sequence[str]) -> Settings:

@@ -1,6 +1,7 @@
 """Swaps of a compiled model by PyTorch's ``ao`` operators, on the CPU with copies to a second pool of memory."""
 
 import gc
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from executor import compiled
-from executor.compiled import Partitioner
+from executor.compiled import Partitioner, backend
 from executor.compiled.host_copies import POOL, on_the_cpu
 from executor.compiled.joint import Joint
 from executor.fit import FitError
@@ -87,6 +88,36 @@ def test_a_wait_that_is_missing_shows_in_the_gradients(way: str) -> None:
     assert any(g.isnan().any() for g in found)
 
 
+class Rotated(nn.Module):
+    """Two halves, each made of both, put together again: as Llama turns its heads."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = self.first(x).chunk(2, -1)
+        return x + self.last(torch.cat((2 * a - b, 2 * b + a), -1))
+
+
+def test_what_is_put_together_is_swapped_as_one() -> None:
+    torch.manual_seed(0)
+    net, x = Net(*(Rotated(32) for _ in range(3))), torch.randn(4, 64, 32)
+
+    def all_of_them(program: Program, machine: Machine, limit: int) -> Plan:
+        swaps = (Swap(*gap) for gap in program.gaps(16_384))
+        return Plan.of(program, tuple(swaps), "all", limit, machine.name)
+
+    partitioner = Partitioner(0.99, planner=all_of_them, mode="swap")
+    torch.testing.assert_close(step(graphs(net, partitioner), net, x), step(net, net, x))
+    (graph,) = partitioner.graphs
+    assert graph.program is not None and graph.plan is not None
+    made = (kernel for kernel in graph.program.kernels if kernel.phase == "forward" and "cat" in kernel.name)
+    together = {t for kernel in made for t in kernel.outputs}
+    assert len(together) == 3
+    assert len([d for d in graph.plan.decisions if isinstance(d, Swap) and d.tensor in together]) >= 2
+
+
 def test_a_forward_without_its_backward_leaves_nothing_behind() -> None:
     net, x = blocks(), torch.randn(4, 64, 32)
     model = graphs(net, Partitioner(0.8, planner=SWAPS, mode="swap"))
@@ -136,3 +167,15 @@ def test_the_operators_elsewhere_are_as_they_were() -> None:
     nothing = torch.fx.GraphModule(torch.nn.Module(), torch.fx.Graph())
     with pytest.raises(compiled.CompileError, match=r"^mode: 'joint' is for executor\.compiled\.compile"):
         Partitioner(0.5, mode="joint")(nothing, ())
+
+
+@pytest.mark.parametrize("schema", ["ao::reload(Tensor tensor, Device device) -> Tensor", None])
+def test_an_older_pytorch_refuses_swaps_at_once(schema: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """2.11 has no such operators, those of 2.12 know no layout."""
+    if schema is None:
+        monkeypatch.setitem(sys.modules, "torch._functorch._activation_offloading", None)
+    else:
+        monkeypatch.setattr(backend, "reload_schema", lambda: schema)
+    with pytest.raises(compiled.CompileError, match="'swap' needs the ao operators of PyTorch 2\\.13, and this is"):
+        Partitioner(0.8, mode="swap")
+    Partitioner(0.8)
