@@ -17,6 +17,7 @@ Two ways to capture, of the same work, the same moves and the same checks:
 from __future__ import annotations
 
 import contextlib
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -60,7 +61,7 @@ class Graph(Protocol):
 
 
 class GraphStep:
-    """Steps by replays.
+    """Steps by replays; warns where a capture is over the limit in bytes.
 
     Attributes:
         captures: how often the step was captured.
@@ -68,7 +69,8 @@ class GraphStep:
         peak_bytes: by the ledger: what the program has on the device between replays, and the pool.
     """
 
-    def __init__(self, step: StepState) -> None:
+    def __init__(self, step: StepState, limit: int) -> None:
+        self._limit = limit
         if reason := refused(step):
             raise StepError(f"the step cannot be a graph: {reason}")
         self.captures = self.peak_bytes = 0
@@ -116,6 +118,12 @@ class GraphStep:
             forget(step)
         self.captures += 1
         self.peak_bytes = step.blocks.used + self.graph.pool_bytes
+        if self.peak_bytes > self._limit:
+            warnings.warn(
+                f"the graph's arena and what stays beside it have {self.peak_bytes:,} bytes, the limit is "
+                f"{self._limit:,}: tensors that lie somewhere take more than their sum",
+                stacklevel=5,
+            )
 
     def close(self) -> None:
         """The graph's memory goes back; the next step captures."""

@@ -97,7 +97,7 @@ class PlannedStep:
         self._optimizers = [optimizer for optimizer, _ in captured.settings]
         self._make_undo(undo)
         self.state.host.take()
-        self.graph = GraphStep(self.state) if graph else None
+        self.graph = GraphStep(self.state, self.limit) if graph else None
 
     def _make_undo(self, everything: bool) -> None:
         """Where the content of what a step overwrites is kept: copies on the device, or in the step's host memory."""
