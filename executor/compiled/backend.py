@@ -137,6 +137,65 @@ class _Draft(NamedTuple):
     nbytes: int
 
 
+class _Tried(NamedTuple):
+    """A plan whose graphs were looked at, and what these need."""
+
+    draft: _Draft
+    joint: Joint
+    needs: int
+
+
+def search(
+    draft: Callable[[int], _Draft], look: Callable[[_Draft], Joint], aim: int, most: int
+) -> tuple[_Tried | None, str]:
+    """Plans for other and other limits, until the graphs of one are seen to leave little of ``aim``.
+
+    Args:
+        draft: a plan for a limit; raises FitError. ``look``: its graphs.
+        most: of the Program: a limit at which nothing is to be saved.
+
+    Returns:
+        The fastest that fits and "", or None and why there is none.
+    """
+    tried: list[_Tried] = []
+    waiting: list[_Draft] = []  # not looked at
+    limit, planned, off, why = aim, 0, 0, ""  # planned: the last limit with a plan; off: what Inductor took beyond it
+
+    def fitting() -> list[_Tried]:
+        return [one for one in tried if one.needs <= aim]
+
+    for _ in range(PLANS):
+        try:
+            made = draft(limit)
+        except FitError as error:
+            why = str(error)
+            if not planned or fitting() or abs(planned - limit) < ABOUT * limit:
+                break
+            limit = (limit + planned) // 2  # what Inductor takes may be less than what is expected
+            continue
+        planned, needs = limit, made.nbytes + off
+        if limit >= most or -ABOUT * aim <= aim - needs < SLACK * aim:
+            joint = look(made)
+            needs = joint.peak_bytes()
+            off = needs - made.nbytes
+            tried.append(_Tried(made, joint, needs))
+            if limit >= most or len(tried) == LOOKS or 0 <= aim - needs < SLACK * aim:
+                break
+        else:
+            waiting.append(made)
+        # One that is over by little needs another plan, not the same again.
+        limit += aim - needs if needs <= aim else min(aim - needs, -aim // 100)
+    for made in sorted(waiting, key=lambda one: one.nbytes)[: LOOKS - len(tried)]:
+        if not fitting():
+            joint = look(made)
+            tried.append(_Tried(made, joint, joint.peak_bytes()))
+    if fitting():
+        return min(fitting(), key=lambda one: one.draft.timeline.iteration_ns), ""
+    least = min((one.needs for one in tried), default=None)
+    seen = f"as Inductor schedules what was tried, it needs {size(least)}" if least else ""
+    return None, f"{why} ({seen})" if why and seen else why or seen
+
+
 class Partitioner(CustomPartitionerFn):
     """PyTorch's partition where it fits, else a plan's; an own one may be given to ``config.custom_partitioner_fn``.
 
@@ -223,51 +282,18 @@ class Partitioner(CustomPartitionerFn):
             if device.type == "cpu":
                 on_the_cpu()
         program = joint.program(machine, f"graph {graph.name}", swaps)
-        limit = aim
-        drafts: list[_Draft] = []  # that were not looked at
-        best: tuple[Joint, Graph] | None = None
-        off, looks, least, why = 0, 0, graph.without_bytes, ""  # off: what Inductor took beyond what was expected
-        planned = 0  # the last limit for which there was a plan
-
-        def look(draft: _Draft) -> int:
-            nonlocal best, off, looks, least
-            found = self._look(*partition(joint, program, draft.items), joint.outputs)
-            needs = found.peak_bytes()
-            off, looks, least = needs - draft.nbytes, looks + 1, min(least, needs)
-            if needs <= aim and (best is None or draft.timeline.iteration_ns < best[1].iteration_ns):
-                best = found, replace(
-                    graph, peak_bytes=needs, program=program, plan=draft.plan, machine=machine.name,
-                    iteration_ns=draft.timeline.iteration_ns, ideal_ns=draft.timeline.ideal_ns,
-                    floor_ns=draft.floor_ns,
-                )  # fmt: skip
-            return needs
-
-        for _ in range(PLANS):
-            try:
-                draft = self._draft(joint, program, machine, limit)
-            except FitError as error:
-                why = str(error)
-                if not planned or best is not None or abs(planned - limit) < ABOUT * limit:
-                    break
-                limit = (limit + planned) // 2  # what Inductor takes may be less than what is expected
-                continue
-            planned = limit
-            needs, all_of_it = draft.nbytes + off, limit >= program.peak_bytes
-            if all_of_it or -ABOUT * aim <= aim - needs < SLACK * aim:
-                needs = look(draft)
-                if all_of_it or looks == LOOKS or 0 <= aim - needs < SLACK * aim:
-                    break
-            else:
-                drafts.append(draft)
-            # One that is over by little needs another plan, not the same again.
-            limit += aim - needs if needs <= aim else min(aim - needs, -aim // 100)
-        while best is None and drafts and looks < LOOKS:
-            look(drafts.pop(min(range(len(drafts)), key=lambda i: drafts[i].nbytes)))
-        if best is None:
-            tried = "" if not looks else f"as Inductor schedules what was tried, it needs {size(least)}"
-            why = f"{why} ({tried})" if why and tried else why or tried
+        found, why = search(
+            lambda limit: self._draft(joint, program, machine, limit),
+            lambda draft: self._look(*partition(joint, program, draft.items), joint.outputs),
+            aim, program.peak_bytes,
+        )  # fmt: skip
+        if found is None:
             raise CompileError(f"graph {graph.name} does not fit into {size(graph.limit)}: {why}")
-        return best
+        draft = found.draft
+        return found.joint, replace(
+            graph, peak_bytes=found.needs, program=program, plan=draft.plan, machine=machine.name,
+            iteration_ns=draft.timeline.iteration_ns, ideal_ns=draft.timeline.ideal_ns, floor_ns=draft.floor_ns,
+        )  # fmt: skip
 
     def _draft(self, joint: Joint, program: Program, machine: Machine, limit: int) -> _Draft:
         """A plan, what it issues, and the bytes that this is expected to need; raises FitError."""

@@ -5,6 +5,7 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 from executor import compiled
 from executor.compiled import CompileError, Partitioner, allocated_peak
-from executor.compiled.backend import CompiledReport
+from executor.compiled.backend import CompiledReport, search
 from executor.compiled.joint import Joint
 from executor.compiled.launches import Launch, Launches
+from executor.fit import FitError
 from simulator.schedule import lower
 
 QUICK = "capuchin"
@@ -322,3 +324,22 @@ def test_kernels_of_one_cpp_call_give_their_memory_back_after_all_of_them() -> N
         return Joint(nothing, nothing, first, Launches((), {}, {}, (), ()), 0).peak_bytes()
 
     assert peak_of(False) == 20 and peak_of(True) == 40
+
+
+@pytest.mark.parametrize(("least", "needs", "drafts"), [(0, 990, 2), (950, 0, 6)])
+def test_a_search_ends_with_what_was_seen_to_fit_or_with_why_nothing_does(least: int, needs: int, drafts: int) -> None:
+    """Inductor takes a tenth more than each plan is expected to."""
+    asked: list[int] = []
+
+    def draft(limit: int) -> Any:
+        asked.append(limit)
+        if limit < least:
+            raise FitError("no plan")
+        return SimpleNamespace(nbytes=limit, timeline=SimpleNamespace(iteration_ns=10_000 - limit))
+
+    def look(made: Any) -> Any:
+        return SimpleNamespace(peak_bytes=lambda: made.nbytes * 11 // 10)
+
+    found, why = search(draft, look, 1000, 5000)
+    assert (found.needs if found else 0) == needs and len(asked) == drafts
+    assert why == ("" if found else "no plan (as Inductor schedules what was tried, it needs 1.02 KiB)")
