@@ -228,9 +228,14 @@ def planning(workers: int) -> Iterator[Any]:
 
     They are forked, so it must be made before there are threads and before CUDA is used.
     """
-    ignore = signal.SIGINT, signal.SIG_IGN  # Ctrl-C is for the parent
-    with multiprocessing.get_context("fork").Pool(workers, signal.signal, ignore) as pool:
+    with multiprocessing.get_context("fork").Pool(workers, _planner) as pool:
         yield pool
+
+
+def _planner() -> None:
+    """Ctrl-C is for the parent; its SIGTERM ends this process whatever Python does, whose exception may get lost."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def first_those_trained(settings: Settings) -> list[str]:

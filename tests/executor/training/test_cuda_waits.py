@@ -204,6 +204,21 @@ def host_memory_that_is_unpinned(case: Case) -> None:
     engines.CUDA.drop()
 
 
+def what_is_on_the_host_anyway(case: Case) -> None:
+    """It is copied at once, here to a place that a copy under way still writes."""
+    made, asked = engines.CudaEngines(torch.device("cuda", 0)), engines.on_host
+    place = torch.frombuffer(made.pinned(128), dtype=torch.uint8)
+    tensor, number, event = torch.zeros(128, dtype=torch.uint8), torch.ones(128, dtype=torch.uint8), made.event()
+    made.begin()
+    made.copy_out(place, tensor, event)
+    engines.on_host = lambda tensor: True
+    try:
+        made.copy_out(place, number, made.event())
+    finally:
+        engines.on_host = asked
+    made.wait(event)
+
+
 SCENARIOS: list[Callable[[Case], None]] = [
     what_is_shown_is_whole,
     copies_over_the_boundary,
@@ -214,6 +229,7 @@ SCENARIOS: list[Callable[[Case], None]] = [
     tensors_that_are_replaced,
     host_memory_that_serves_another,
     host_memory_that_is_unpinned,
+    what_is_on_the_host_anyway,
 ]
 
 
