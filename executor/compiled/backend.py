@@ -161,6 +161,10 @@ def search(
     waiting: list[_Draft] = []  # not looked at
     limit, planned, off, why = aim, 0, 0, ""  # planned: the last limit with a plan; off: what Inductor took beyond it
 
+    def seen(made: _Draft) -> _Tried:
+        joint = look(made)
+        return _Tried(made, joint, joint.peak_bytes())
+
     def fitting() -> list[_Tried]:
         return [one for one in tried if one.needs <= aim]
 
@@ -175,10 +179,9 @@ def search(
             continue
         planned, needs = limit, made.nbytes + off
         if limit >= most or -ABOUT * aim <= aim - needs < SLACK * aim:
-            joint = look(made)
-            needs = joint.peak_bytes()
+            tried.append(seen(made))
+            needs = tried[-1].needs
             off = needs - made.nbytes
-            tried.append(_Tried(made, joint, needs))
             if limit >= most or len(tried) == LOOKS or 0 <= aim - needs < SLACK * aim:
                 break
         else:
@@ -186,14 +189,14 @@ def search(
         # One that is over by little needs another plan, not the same again.
         limit += aim - needs if needs <= aim else min(aim - needs, -aim // 100)
     for made in sorted(waiting, key=lambda one: one.nbytes)[: LOOKS - len(tried)]:
-        if not fitting():
-            joint = look(made)
-            tried.append(_Tried(made, joint, joint.peak_bytes()))
+        if fitting():
+            break
+        tried.append(seen(made))
     if fitting():
         return min(fitting(), key=lambda one: one.draft.timeline.iteration_ns), ""
     least = min((one.needs for one in tried), default=None)
-    seen = f"as Inductor schedules what was tried, it needs {size(least)}" if least else ""
-    return None, f"{why} ({seen})" if why and seen else why or seen
+    needed = f"as Inductor schedules what was tried, it needs {size(least)}" if least else ""
+    return None, f"{why} ({needed})" if why and needed else why or needed
 
 
 class Partitioner(CustomPartitionerFn):
@@ -267,7 +270,7 @@ class Partitioner(CustomPartitionerFn):
         limit = int(without * _part(self.memory)) if is_fraction(self.memory) else size_bytes(self.memory, "memory")
         graph = Graph(name, limit, without, without)
         aim = int(limit * (1 - LIBRARIES)) if joint.convolves else limit
-        if without > aim:
+        if without > (limit if is_fraction(self.memory) else aim):  # all of what it needs asks for nothing
             joint, graph = self._planned(joint, graph, aim, _device(joint_inputs))
         seconds = time.process_time() - begin - self._looking_s
         self.graphs.append(replace(graph, seconds=seconds, looking_s=self._looking_s))

@@ -117,14 +117,15 @@ class Joint:
         return len(self.first.launches)
 
     @cached_property
-    def kernels(self) -> tuple[tuple[int, bool], ...]:
-        """For each kernel of the Program which of ``calls`` it is, and whether it only finds the inputs there."""
-        found: list[tuple[int, bool]] = []
+    def kernels(self) -> tuple[tuple[int, bool, frozenset[str]], ...]:
+        """For each kernel of the Program which of ``calls`` it is, whether it only finds the inputs there, and which of
+        these are given up to be written over."""
+        found: list[tuple[int, bool, frozenset[str]]] = []
         held: set[str] = set()
         for k, (launch, _, writes) in enumerate(self.calls()):
-            if k > self.between and self._over(k, launch, held):
-                found.append((k, True))
-            found.append((k, False))
+            given = frozenset(self._over(k, launch, held).values() if k > self.between else ())
+            found += [(k, True, given)] if given else []
+            found.append((k, False, given))
             held |= set(writes)
         return tuple(found)
 
@@ -172,11 +173,10 @@ class Joint:
         kernels = []
         born: set[str] = set()
         calls = list(self.calls())
-        for k, finds in self.kernels:
+        for k, finds, given in self.kernels:
             launch, reads, writes = calls[k]
             # A launch that writes parts of what others write, too, may find nothing to read there yet.
             inputs = tuple(index[s] for s in reads if s in born or s not in writes)
-            over = self._over(k, launch, born) if k > self.between else {}
             born |= set() if finds else set(writes)
             phase = "forward" if k < self.between else "backward"
             if launch is None:
@@ -188,7 +188,7 @@ class Joint:
             if finds:
                 kernels.append(Kernel("inputs", "other", phase, inputs, (), 0, recomputable=False))
                 continue
-            inputs = tuple(i for i in inputs if tensors[i].name not in over.values())
+            inputs = tuple(i for i in inputs if tensors[i].name not in given)
             graph = self.first if k < self.between else self.second
             nbytes = sum(graph.nbytes.get(s, 0) for s in (*launch.reads, *launch.writes))
             again = k < self.between and self._again(launch)
@@ -254,7 +254,7 @@ class Joint:
         ledger = _Ledger()
         given: dict[str, int] = {}  # what is given up to be written over
         for item in items:
-            step, (k, finds) = item.step, self.kernels[item.step.kernel]
+            step, (k, finds, _) = item.step, self.kernels[item.step.kernel]
             ledger.move(item.before, size)
             blocks = {names[t]: block for t, block in step.uses.items()}
             gone = {s: block for s, block in blocks.items() if block in step.frees}

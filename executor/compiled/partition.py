@@ -79,7 +79,7 @@ class _Writer:
 
     def step(self, step: Step) -> None:
         """One launch, or what stands between the graphs and at their end."""
-        between, (k, finds) = self.joint.between, self.joint.kernels[step.kernel]
+        between, (k, finds, _) = self.joint.between, self.joint.kernels[step.kernel]
         if finds:
             for block in step.frees:
                 self.given |= self.held.pop(block, {})
@@ -124,8 +124,6 @@ class _Writer:
 
         ``keepalive`` would empty the storage at once, and with it what a view, or a second backward, still reads.
         """
-        from torch._functorch._activation_offloading import offload_ops  # noqa: F401 (makes the operators)
-
         kind, block = move
         ao = torch.ops.ao
         if kind == "out":

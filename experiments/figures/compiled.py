@@ -31,6 +31,7 @@ from experiments.common import cli
 from experiments.common.report import Row, warm_up
 from experiments.figures.figure import Figure, Range
 from experiments.plotting.charts import Axis, Chart, Line, Panel
+from experiments.validate_gpu.networks import timed
 from experiments.workloads.llama import Llama, SwiGLU
 from experiments.workloads.resnet import Plain
 from experiments.workloads.transformers import GPT2, ViT
@@ -203,7 +204,8 @@ def numbers(rows: list[Row]) -> Row:
 
 def chart(rows: list[Row]) -> Chart:
     """Time over peak, both over those of torch.compile alone; a panel for each network."""
-    panels = []
+    panels, device = [], rows[0]["on"]
+    on, kind = ("on the CPU", "CPU time") if device == "CPU" else (f"on an {device}", "time")
     for row in rows:
         methods, none = row["methods"], row["methods"]["none"]
 
@@ -223,9 +225,9 @@ def chart(rows: list[Row]) -> Chart:
             line(lambda name, m: name == "checkpoint", "C2", "checkpoint", "^", ""),
             line(lambda name, m: name == "none", "C3", "torch.compile", "D", ""),
         ]
-        peak, time_axis = Axis("real peak", "{:.0%}"), Axis("CPU time of a step", "{:.2f}")
+        peak, time_axis = Axis("real peak", "{:.0%}"), Axis(f"{kind} of a step", "{:.2f}")
         panels.append(Panel(row["network"], marks, peak, time_axis))
-    return Chart("torch.compile within a memory, on the CPU", panels, 2, (5.2, 3.6), keys=2 if len(panels) == 1 else 3)
+    return Chart(f"torch.compile within a memory, {on}", panels, 2, (5.2, 3.6), keys=2 if len(panels) == 1 else 3)
 
 
 def network(workload: Row) -> tuple[nn.Module, Tensor, Tensor]:
@@ -289,15 +291,11 @@ def _checkpointed(model: nn.Module) -> nn.Module:
 
 def _taken(step: Callable[[], object], device: str) -> float:
     """Seconds of one step."""
-    if device == "cpu":
-        begin = time.process_time()
-        step()
-        return time.process_time() - begin
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
+    if device != "cpu":
+        return timed(step, 1, device)[1][0] / 1e9
+    begin = time.process_time()
     step()
-    torch.cuda.synchronize()
-    return time.perf_counter() - begin
+    return time.process_time() - begin
 
 
 def _seconds() -> float:

@@ -42,8 +42,8 @@ class Settings:
         train: whose plans are trained under.
         graph: of these, whose are also trained under as a CUDA graph.
         kernels: of replays: "spin", or "stream", which move their bytes, too.
-        pause_ns: of replays: pauses that they make up for; on a GPU 10,000, since an event after each kernel, which a
-            real step has not, takes about 4 us.
+        pause_ns: of replays: pauses that they make up for; on a GPU 10,000, since replays took about 5 us more
+            for each kernel there, which has an event in them and not in a real step.
         steps: measured training steps, in turns with as many eager ones.
         methods: of compare and largest.
         seconds: for all stages.

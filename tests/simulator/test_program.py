@@ -4,6 +4,7 @@ import copy
 import gzip
 import json
 import os
+import pickle
 import re
 from dataclasses import replace
 
@@ -29,6 +30,14 @@ def test_what_may_be_left_out():
     tensor = {"name": "t", "nbytes": 1, "kind": "activation", "persistent": False}
     read = Program.from_dict({"format": "program/1", "name": "p", "tensors": [tensor], "kernels": [kernel]})
     assert read.kernels == (Kernel("k", "other", "forward", (), (0,), 0, 0, 0, 0, True, ()),)
+
+
+def test_a_program_that_is_in_use_can_be_pickled():
+    """What another thread works out of it meanwhile is not in what is being written."""
+    program = replace(PROGRAM)
+    state = program.__getstate__()
+    assert program.accesses and "accesses" in program.__dict__ and "accesses" not in state
+    assert pickle.loads(pickle.dumps(program)) == program
 
 
 # ------------------------------------------------------------------------------- malformed programs

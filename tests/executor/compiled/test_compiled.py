@@ -187,6 +187,16 @@ def test_a_language_models_loss_whose_gradient_is_written_over_the_logits() -> N
     assert lower(graph.program, graph.plan).required_bytes == graph.peak_bytes
 
 
+@pytest.mark.parametrize(("memory", "planned"), [(1.0, False), (0.9, True)])
+def test_of_a_model_with_convolutions_a_little_is_left_to_libraries(memory: float, planned: bool) -> None:
+    net = Net(*(part for _ in range(6) for part in (nn.Conv2d(4, 4, 3, padding=1), nn.GELU())))
+    partitioner = Partitioner(memory, planner=QUICK)
+    step(graphs(net, partitioner), net, torch.randn(8, 4, 16, 16))
+    (graph,) = partitioner.graphs
+    assert (graph.plan is not None) == planned
+    assert not planned or graph.peak_bytes <= 0.99 * graph.limit
+
+
 def test_what_does_not_fit_is_refused_with_the_least_that_does() -> None:
     with pytest.raises(
         CompileError, match=r"graph 0/0 does not fit into .*: no plan that only runs kernels again needs less"
