@@ -4,22 +4,21 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
+SEED ?= fixed
 
 unexport PYTHONDONTWRITEBYTECODE  # modules are compiled when they are first imported, not when they are installed
 
-.PHONY: train test extras bounds check lint bench gpu-hour clean
+.PHONY: train test nightly check lint bench gpu-hour clean
 
 train: $(STAMP)
 	$(BIN)/python -m experiments.train_dqn $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not extras" $(ARGS)
-	@echo "deselected: the tests of launchers (Ray, submitit, joblib), of the wheel and of waits of CUDA graphs, which make extras runs"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not nightly" $(ARGS)
 
-extras: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m extras $(ARGS)
-
-bounds: $(STAMP)
+# What takes long: networks, commands, committed figures, Inductor, more cases of each property. SEED=random draws new ones.
+nightly: $(STAMP)
+	SEED=$(SEED) $(BIN)/python -m pytest -n 2 --dist worksteal -m "nightly or hypothesis" --hypothesis-profile=long $(ARGS)
 	$(BIN)/python -m tests.bounds
 
 lint: $(STAMP)
@@ -27,7 +26,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-check: lint test extras
+check: lint test nightly
 
 bench: $(STAMP)
 	@$(BIN)/python -m experiments.benchmark suite=speed $(ARGS)

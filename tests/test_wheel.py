@@ -39,7 +39,7 @@ def fresh(tmp_path: Path) -> Path:
     return binaries
 
 
-@pytest.mark.extras
+@pytest.mark.nightly
 def test_the_wheel_works_where_nothing_of_it_can_be_written(fresh: Path, tmp_path: Path) -> None:
     work, home = tmp_path / "work", tmp_path / "home"
     work.mkdir()

@@ -135,7 +135,7 @@ def planned(tmp_path: Path, *words: str) -> None:
     assert done.returncode == 0 and (tmp_path / "out" / "report.html").exists(), done.stderr
 
 
-@pytest.mark.extras
+@pytest.mark.nightly
 def test_within_a_launchers_process(tmp_path: Path) -> None:
     """Whose way to start processes is joblib's own, and known to no other."""
     planned(tmp_path, "experiments.plan", "-m", "memory=1.0", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")

@@ -6,7 +6,7 @@ from importlib import import_module
 import pytest
 
 
-@pytest.mark.extras
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["torchrl_ppo", "rllib_ppo"])
 def test_a_library_learns_the_small_task_with_its_masks(name: str) -> None:
     example = import_module(f"experiments.examples.{name}")

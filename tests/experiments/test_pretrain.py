@@ -55,7 +55,7 @@ def test_a_small_training(run: Run, tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.extras
+@pytest.mark.nightly
 def test_on_ray_the_lessons_and_weights_are_the_same(run: Run, tmp_path: Path) -> None:
     made = []
     for name, words in (("here", ()), ("ray", ("launcher=ray", "jobs=2"))):

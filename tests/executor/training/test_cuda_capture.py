@@ -92,7 +92,7 @@ def test_graphs_on_the_double(scenario):
     assert with_all_waits(scenario)[0] == ""
 
 
-@pytest.mark.extras  # half a minute
+@pytest.mark.nightly  # half a minute
 @pytest.mark.parametrize("site", sites(), ids=lambda s: f"{s.first} {s.text}")
 def test_every_wait_is_needed(site):
     made = [scenario for scenario in SCENARIOS if (site.file, site.first) in with_all_waits(scenario)[1]]

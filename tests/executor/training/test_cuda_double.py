@@ -45,7 +45,7 @@ def cases() -> list[Any]:
                 if mark.name == "parametrize":
                     names, values = mark.args[0], next(iter(mark.args[1]))
                     given |= {names: values} if isinstance(names, str) else dict(zip(names, values, strict=True))
-            found.append(pytest.param(function, given, id=name, marks=() if name in SAMPLE else pytest.mark.extras))
+            found.append(pytest.param(function, given, id=name, marks=() if name in SAMPLE else pytest.mark.nightly))
     return found
 
 

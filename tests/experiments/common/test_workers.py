@@ -36,7 +36,7 @@ def square(x: int) -> tuple[int, str, int, int]:
 
 
 @pytest.mark.parametrize(
-    "launcher", [pytest.param(name, marks=[pytest.mark.extras] * (name != "processes")) for name in workers.LAUNCHERS]
+    "launcher", [pytest.param(name, marks=[pytest.mark.nightly] * (name != "processes")) for name in workers.LAUNCHERS]
 )
 def test_every_task_has_one_result(launcher: str, elsewhere: Path, capfd: pytest.CaptureFixture[str]) -> None:
     found = list(workers.results(launcher, 2, square, [(x,) for x in range(5)]))
@@ -70,7 +70,7 @@ def hold(x: int, folder: str) -> int:
     return -1
 
 
-@pytest.mark.extras
+@pytest.mark.nightly
 def test_ray_is_started_again_where_a_busy_computer_was_too_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
@@ -83,7 +83,7 @@ def test_ray_is_started_again_where_a_busy_computer_was_too_slow(monkeypatch: py
         workers.start_ray()
 
 
-@pytest.mark.extras
+@pytest.mark.nightly
 def test_ray_is_a_commands_own_or_the_one_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
@@ -98,7 +98,7 @@ def test_ray_is_a_commands_own_or_the_one_that_is_named(monkeypatch: pytest.Monk
     assert asked == [("local", 2), (None, None)]
 
 
-@pytest.mark.extras
+@pytest.mark.nightly
 def test_what_is_lost_with_a_node_of_a_cluster_is_done_again(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a Ray cluster on this computer: a head that runs no task, and two nodes of one core."""
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
@@ -185,7 +185,7 @@ def check_sweep(work: Path) -> None:
         assert run["command"][:4] == ["python", "-m", "experiments.evaluate", "-m"]
 
 
-@pytest.mark.extras
+@pytest.mark.nightly
 def test_a_sweep_on_ray_prints_as_without_it(run: Run, program_file: Path, tmp_path: Path) -> None:
     """Each job's table whole and as it is, one after the other, nothing of Ray's, and nothing on stderr."""
     # A planner that is slow has a process of its own under each job: what runs there must not belong to __main__.
@@ -201,7 +201,7 @@ def test_a_sweep_on_ray_prints_as_without_it(run: Run, program_file: Path, tmp_p
     assert said == expected and len(said) > 8
 
 
-@pytest.mark.extras
+@pytest.mark.nightly
 @pytest.mark.parametrize(("launcher", "planner"), [("joblib", "lp_round"), ("submitit_local", "autoswap_doa")])
 def test_a_sweep_on_other_launchers(launcher: str, planner: str, run: Run, program_file: Path, tmp_path: Path) -> None:
     words = (f"program={program_file}", SWEEP, f"planners=[{planner}]", "calls=100", "jobs=2")
