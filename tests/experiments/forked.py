@@ -1,5 +1,5 @@
 """Runs commands as ``python -m`` does, each in a fork of this process, which has imported what takes them long. What
-they would start anew, a process that captures or another command, is a fork of theirs.
+they would start anew, another command, is a fork of theirs.
 
 Reads a call per line, a list as JSON: the module and its words, the folder to run in, the environment, and the folder
 of its output (the files ``stdout`` and ``stderr``) or the terminal that it runs in. Writes its exit status on a line.
@@ -8,14 +8,12 @@ of its output (the files ``stdout`` and ``stderr``) or the terminal that it runs
 import atexit
 import gc
 import json
-import multiprocessing
 import os
 import random
 import signal
 import subprocess
 import sys
 import threading
-from multiprocessing.util import register_after_fork
 from runpy import run_module
 from typing import Any, NoReturn
 
@@ -34,7 +32,7 @@ from hydra.core.global_hydra import GlobalHydra
 import executor  # noqa: F401
 import simulator.compiled.scoring  # noqa: F401
 
-run_anew, context_of = subprocess.run, multiprocessing.get_context
+run_anew = subprocess.run
 
 
 def prepare() -> None:
@@ -42,7 +40,6 @@ def prepare() -> None:
     config once more to see whether it names a mode; none of ours does."""
     Hydra.get_mode = lambda *args, **options: None  # type: ignore[method-assign]
     subprocess.run = run  # type: ignore[assignment]
-    multiprocessing.get_context = context  # type: ignore[assignment]
     with hydra.initialize_config_dir(os.path.join(os.environ["PYTHONPATH"], "configs"), version_base="1.3"):
         hydra.compose("evaluate", overrides=["limits=[0.5,0.7]", "program=a/b.json", "machine=h100"])
     GlobalHydra.instance().clear()
@@ -72,14 +69,6 @@ def run(words: list[str], **options: Any) -> subprocess.CompletedProcess[Any]:
         atexit._clear()  # what this command does at its end
         end(words[2:], os.getcwd(), dict(os.environ), None)
     return subprocess.CompletedProcess(words, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-
-
-def context(method: str | None = None) -> Any:
-    """``multiprocessing.get_context``, of processes that capture that of forks."""
-    if sys._getframe(1).f_globals["__name__"] != "experiments.plan.background_capture":
-        return context_of(method)
-    register_after_fork(context, lambda _: signal.signal(signal.SIGTERM, signal.SIG_DFL))  # as of a new process
-    return context_of("fork")
 
 
 def command(typed: list[str], folder: str, environment: dict[str, str], output: str | None) -> None:
