@@ -38,7 +38,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from agents.learned.dqn_config import GONE, RENAMED, moved
 from experiments import begun
-from experiments.common import help, ray_launcher, submitit_logs, sweep, workers
+from experiments.common import help, ray_launcher, sweep, workers
 from experiments.common.endings import NO_ROOM, last_words, refuse, sentence, stopped, unwritten
 from simulator.compiled import warm
 from simulator.files import FormatError, read_yaml
@@ -111,7 +111,7 @@ def entry(
                 check_overrides(config_name, overrides, args.multirun, args.config_dir, early)
                 sys.argv[1:] = options + overrides
                 if args.multirun:
-                    sys.argv += [submitit_logs.OVERRIDE, sweep.OVERRIDE]
+                    sys.argv.append(sweep.OVERRIDE)
                 try:
                     hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(guarded)()
                 except ConfigCompositionException:
