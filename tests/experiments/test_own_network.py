@@ -47,6 +47,7 @@ def test_the_network_of_the_page(run: Run, tmp_path: Path) -> None:
     refused(run("train_dqn", *words, "network=mine_network:nn"), "network")
 
 
+@pytest.mark.nightly
 def test_a_named_task(run: Run, tmp_path: Path) -> None:
     words = ("task=GpuMemory/unet-50-v0", "steps=400", "algo.n_steps=50", "planners=null", "tracker=none")
     done = run("train_sb3", *words, f"out={tmp_path / 'out'}")

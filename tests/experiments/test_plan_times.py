@@ -100,10 +100,3 @@ def test_a_plan_has_a_range(run: Run, program_file: Path, tmp_path: Path) -> Non
     assert summary["times"]["error"]["step"] == 0
     assert summary["overheads"]["fast"] == summary["overheads"]["slow"] == summary["overheads"]["said"]
     assert Program.load(tmp_path / "scaled" / "program.json").ideal_ns == 20_000_000
-
-
-def test_a_capture_is_scaled_to_a_measured_step(run: Run, tmp_path: Path) -> None:
-    words = ("workload=mlp", "machine=h100", "memory=0.95", "seconds=2", "largest=false")
-    done = run("plan", *words, "step_ms=5", f"out={tmp_path / 'out'}")
-    assert done.returncode == 0, done.stderr
-    assert Program.load(tmp_path / "out" / "program.json").ideal_ns == 5_000_000

@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import agents
 from experiments import evaluate
 from tests.experiments.conftest import ROOT
@@ -50,17 +48,11 @@ def python(copy: Path, *words: str) -> subprocess.CompletedProcess[str]:
                           capture_output=True, text=True, check=False)  # fmt: skip
 
 
-@pytest.fixture
-def copy(tmp_path: Path) -> Path:
-    """A folder with a copy of ``agents``."""
+def test_a_file_in_a_room_is_a_planner(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "agents", tmp_path / "agents", ignore=shutil.ignore_patterns("__pycache__"))
-    return tmp_path
-
-
-def test_a_file_in_a_room_is_a_planner(copy: Path) -> None:
     for room in agents.ROOMS:
-        (copy / "agents" / room / "new.py").write_text(NEW.replace('"everything"', f'"new_{room}"'))
-    done = python(copy, "-c", ASK)
+        (tmp_path / "agents" / room / "new.py").write_text(NEW.replace('"everything"', f'"new_{room}"'))
+    done = python(tmp_path, "-c", ASK)
     assert done.returncode == 0, done.stderr
     planners, options, everyone, slow, look, family, feasible = json.loads(done.stdout)
     new = [f"new_{room}" for room in sorted(agents.ROOMS)]
@@ -68,9 +60,6 @@ def test_a_file_in_a_room_is_a_planner(copy: Path) -> None:
     assert everyone == [*agents.untrained(), *new]
     assert slow == [*new, *evaluate.SLOW]
     assert look[0] == "every gap" and look[1].startswith("#") and family == "other" and feasible
-
-
-def test_two_planners_of_one_key_are_refused(copy: Path) -> None:
-    (copy / "agents" / "search" / "another.py").write_text(NEW.replace('"everything"', '"home"'))
-    done = python(copy, "-c", "import agents")
-    assert done.returncode == 1 and "'home'" in done.stderr
+    (tmp_path / "agents" / "search" / "new.py").write_text(NEW.replace('"everything"', '"home"'))
+    done = python(tmp_path, "-c", "import agents")
+    assert done.returncode == 1 and "'home'" in done.stderr  # two planners of one key

@@ -24,32 +24,6 @@ GPU = Machine.load("gtx1080ti")
 # ------------------------------------------------------------------------------------------- the keys
 
 
-@pytest.mark.parametrize(
-    ("override", "word"),
-    [
-        ("limt=0.6", "'limit'"),
-        ("workloda=resnet50", "'workload'"),
-        ("machine=gtx1080", "'gtx1080ti'"),
-        ("machine=gtx1080ti,h10", "'h100'"),
-        ("workload=vgg-16", "'vgg16'"),
-        ("agent=dqm", "'dqn'"),
-        ("machine.copy_engine=1", "'machine.copy_engines'"),
-        ("copy_engines=1", "'machine.copy_engines'"),
-        ("+limt=0.6", "'limit'"),
-        ("seed=1,2", "-m"),
-        ("limit=[0.6", "limit"),
-        ("~limit", "cannot be deleted"),
-        ("agent.walks=3", "agent.num_envs"),
-        ("agent.mutations=3", "agent.mutations"),
-        ("hydra/launcher=nowhere", "not installed"),
-    ],
-)
-def test_a_mistyped_key_names_the_nearest_right_one(override: str, word: str) -> None:
-    with pytest.raises(cli.UsageError) as caught:
-        cli.check_overrides("train_dqn", [override], sweep="h10" in override)
-    assert word in cli.sentence(caught.value)
-
-
 @pytest.mark.parametrize(("planner", "kind"), [(DQN, DQNConfig), (DQNPaper, PaperConfig)])
 def test_agent_configs_list_every_key_of_the_agent_with_its_default(planner: Any, kind: Any) -> None:
     config = OmegaConf.load(cli.CONFIGS / "agent" / f"{planner.name}.yaml")

@@ -1,5 +1,7 @@
 """Tasks on workers: one result of each, whatever the launcher, also where a worker is killed in the middle."""
 
+from __future__ import annotations
+
 import json
 import os
 import re
@@ -8,13 +10,18 @@ import sys
 import time
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from omegaconf import OmegaConf
 
 from experiments.common import cli, workers
 from simulator.compiled.engine import cores
-from tests.experiments.conftest import ROOT, Run
+
+if TYPE_CHECKING:  # the workers import this module, and need no PyTorch
+    from tests.experiments.conftest import Run
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -112,18 +119,6 @@ def test_a_launcher_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch
 
 # ------------------------------------------------------------------------------------------- sweeps
 
-LIMITS = (0.5, 0.55)
-SWEEP = "limits=" + ",".join(f"[{limit}]" for limit in LIMITS)
-
-
-def check_sweep(work: Path) -> None:
-    """One run directory of each job, with whole files and the command that was typed."""
-    found = [json.loads(file.read_text()) for file in work.glob("runs/evaluate-*/summary.json")]
-    assert sorted(run["config"]["limits"][0] for run in found) == list(LIMITS)
-    for run in found:
-        assert len(run["results"]) == 1
-        assert run["command"][:4] == ["python", "-m", "experiments.evaluate", "-m"]
-
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("launcher", "planner"), [
@@ -131,10 +126,13 @@ def check_sweep(work: Path) -> None:
 ])  # fmt: skip
 def test_a_sweep_on_other_launchers(launcher: str, planner: str, run: Run, program_file: Path, tmp_path: Path) -> None:
     """A planner that is slow has a process of its own under each job: what runs there must not belong to __main__."""
-    words = (f"program={program_file}", SWEEP, f"planners=[{planner}]", "calls=100", "jobs=2")
+    words = (f"program={program_file}", "limits=[0.5],[0.55]", f"planners=[{planner}]", "calls=100", "jobs=2")
     done = run("evaluate", "-m", *words, f"hydra/launcher={launcher}")
     assert done.returncode == 0, done.stderr
-    check_sweep(tmp_path / "work")
+    found = [json.loads(file.read_text()) for file in (tmp_path / "work").glob("runs/evaluate-*/summary.json")]
+    assert sorted(one["config"]["limits"][0] for one in found) == [0.5, 0.55]
+    for one in found:
+        assert len(one["results"]) == 1 and one["command"][:4] == ["python", "-m", "experiments.evaluate", "-m"]
     if launcher == "ray":  # prints as without it: each job's table whole, nothing of Ray's, and nothing on stderr
         assert done.stderr == ""
         here = run("evaluate", "-m", *words)
