@@ -172,19 +172,6 @@ def test_a_program_of_ones_own(run: Run, program_file: Path, tmp_path: Path) -> 
     assert {(row["machine"], row["mode"]) for row in rows_in(tmp_path / "out")} == {("gtx1080ti", "swap")}
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_scalars_are_by_simulator_calls(causal: bool) -> None:
-    said: list[int] = []
-    record = sb3.Record("", causal=causal)
-    environment = {**ENVIRONMENT, "reward": "causal" if causal else "paper"}
-    model = sb3.make("maskable_ppo", environment, record, 0, num_envs=4, reward_scale=10.0, network={},
-                     **SMALL["maskable_ppo"])  # fmt: skip
-    sb3.watch(model, record, lambda step, _: said.append(step))
-    model.learn(256)
-    model.logger.dump(model.num_timesteps)
-    assert record.steps == 256 and said[-1] == record.calls == (len(record.history) if causal else 256)
-
-
 # ----------------------------------------------------------------------------------------- the one file
 
 
