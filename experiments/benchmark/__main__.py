@@ -4,7 +4,6 @@
     python -m experiments.benchmark suite=core agents=mymodule:MyPlanner     # one's own, beside the results here
     python -m experiments.benchmark suite=core agents=[annealing,lp_round]   # some again, on this computer
     python -m experiments.benchmark suite=checkmate                         # beside published results: 12 budgets
-    python -m experiments.benchmark suite=jobs quick=true                   # several jobs on one GPU
     python -m experiments.benchmark suite=tracks tracks=one                 # a track of the environments
     python -m experiments.benchmark suite=tracks check=mine.json            # rows that are to be submitted
     python -m experiments.benchmark suite=speed > bench.json                # of the simulator and the rest (make bench)
@@ -27,7 +26,7 @@ from experiments.common import cli
 
 SPEED = "speed"
 TRACKS = "tracks"
-SUITES = ("core", "large", "checkmate", "jobs", "scale", TRACKS, SPEED)
+SUITES = ("core", "large", "checkmate", "scale", TRACKS, SPEED)
 SCORED = ("core", "large", TRACKS)  # whose agents can be chosen
 
 
