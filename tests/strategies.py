@@ -44,7 +44,7 @@ def jobs_machines() -> st.SearchStrategy[Machine]:
 
 
 def jobs(name: str) -> st.SearchStrategy[Job]:
-    """It may come late, leave early, change its plan, have kernels that take more or less time or other programs."""
+    """It may come late, leave early, change its plan, have kernels that take more or less time."""
     return (programs(8) | networks()).flatmap(
         lambda program: RANDOM.map(lambda rng: random_cases.job_of(rng, name, program))
     )

@@ -24,7 +24,7 @@ MAY_IMPORT = {
 ABOVE = {"executor/fit.py": {"agents"}}  # what these files may import, too, inside functions
 # Of each package, from the first to the last; "" is its top, without __init__.py, which opens the door to all of it.
 ROOMS = {
-    "simulator": ["", "compiled", "jobs", "pool"],
+    "simulator": ["", "compiled", "pool"],
     "agents": ["floor", "", "heuristics", "search", "exact", "learned"],
     "executor": ["memory", "capture", "training", "replay", "", "compiled", "integrations"],
     # The top has commands, which use all of them; so is the __main__ of a room.
@@ -129,7 +129,7 @@ def test_what_a_plan_means_is_read_off_its_schedule() -> None:
 
 
 def test_the_checker_shares_no_code_with_what_it_checks() -> None:
-    others = {"packing.py", "walk.py", "jobs_walk.py"}  # of packings and of the environments' walks
+    others = {"packing.py", "walk.py"}  # of packings and of the environments' walks
     files = [file for file in (ROOT / "tests" / "oracle").glob("*.py") if file.name not in others]
     names = {name.split(".")[1] for file in files for name in modules(file) if name.startswith("simulator.")}
     assert names == {"job", "machine", "plan", "program", "timeline"}

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from simulator.job import Job, JobsTimeline, JobTimeline, Tenant
+from simulator.job import Job, JobsTimeline, JobTimeline
 from simulator.machine import Machine
 from simulator.plan import Plan, Swap
 from simulator.program import Program
 from simulator.timeline import Span, Timeline
 from tests.oracle.ledger import curve, wrong_events
 from tests.oracle.machine import Violation
-from tests.oracle.one_job import FAR, Part, parts_of, program_of
+from tests.oracle.one_job import FAR, Part, parts_of
 from tests.oracle.replay import Replay
 
 __all__ = ["RULES", "Violation", "jobs_violations", "violations"]
@@ -31,7 +31,7 @@ RULES = {
     "resident": "what a kernel or a step uses is in device memory when it starts (2, 6)",
     "sync": "no step starts before the memory of a synchronous swap-out is free (4)",
     "limit": "never more in use than the limit (2)",
-    "duration": "a step and a copy end when their work is done, beside all else (4, g, j, k, J2, J11, J12)",
+    "duration": "a step and a copy end when their work is done, beside all else (4, g, j, k, J2, J11)",
     "swap-out": "one for every copy that the plan issues, in order of issue; none if the host copy is valid (4, b, J3)",
     "swap-in": "of a tensor whose turn it is, where it fits until its use (5, b, J3, J4)",
     "idle": "no stream waits while its next piece of work could start",
@@ -73,7 +73,7 @@ def violations(
         return found
     alone = JobsTimeline(timeline.limit, "fifo", 0, 0, (ran,), (0,) * len(ran.events), ())
     room = FAR if limit is None else limit
-    replay = Replay(alone, [job], [parts], machine, room, None, (), alone=True)
+    replay = Replay(alone, [job], [parts], machine, room, None, alone=True)
     if replay.found:
         return replay.found
     persistent = (block.owner for block in part.steps.persistent)
@@ -128,13 +128,12 @@ def _differing(time_ns: int, whose: str, *figures: tuple[str, object, object]) -
 
 
 def jobs_violations(
-    timeline: JobsTimeline, jobs: Sequence[Job], machine: Machine, limit: int, until_ns: int | None = None,
-    tenant: Tenant = (),
-) -> list[Violation]:  # fmt: skip
+    timeline: JobsTimeline, jobs: Sequence[Job], machine: Machine, limit: int, until_ns: int | None = None
+) -> list[Violation]:
     """Rules that a timeline of several jobs breaks, as ``violations``.
 
     Args:
-        jobs, machine, limit, until_ns, tenant: those of the simulation, which can run.
+        jobs, machine, limit, until_ns: those of the simulation, which can run.
     """
     found = [v for job, ran in zip(jobs, timeline.jobs, strict=True) for v in _well_formed(job, ran)]
     if any(timeline.order.count(j) != len(ran.events) for j, ran in enumerate(timeline.jobs)):
@@ -145,7 +144,7 @@ def jobs_violations(
     found = [v for each in parts for part in each for v in part.steps.found]
     if found:
         return found
-    replay = Replay(timeline, jobs, parts, machine, limit, until_ns, tenant)
+    replay = Replay(timeline, jobs, parts, machine, limit, until_ns)
     if replay.found:
         return replay.found
     for run, ran in zip(replay.all, timeline.jobs, strict=True):
@@ -169,13 +168,8 @@ def jobs_violations(
 
 def _well_formed(job: Job, ran: JobTimeline) -> Iterator[Violation]:
     """Rules ``spans`` and ``order`` for one job."""
-    iteration = 0
     for s in ran.spans:
-        program = program_of(job, iteration)
-        count = len(program.kernels)
-        iteration += s.kind == "kernel" and s.index == count - 1
-        if s.stream != "compute":
-            count = max(len(program.tensors) for program, _ in job.entries)
+        count = len(job.program.kernels if s.stream == "compute" else job.program.tensors)
         if STREAMS[s.kind] != s.stream or not 0 <= s.index < count or not 0 <= s.start_ns <= s.end_ns:
             yield Violation("spans", s.start_ns, f"{s} of job {ran.name!r} is none")
     for a, b in pairwise(ran.spans):
@@ -187,12 +181,12 @@ def _well_formed(job: Job, ran: JobTimeline) -> Iterator[Violation]:
             if b.start_ns < a.end_ns:
                 yield Violation("overlap", b.start_ns, f"{b} of job {ran.name!r} starts before {a} has ended")
     kernels = [s.index for s in compute if s.kind == "kernel"]
-    wanted = [k for i in range(len(ran.boundaries)) for k in range(len(program_of(job, i).kernels))]
+    wanted = [k for _ in ran.boundaries for k in range(len(job.program.kernels))]
     if kernels != wanted or (compute and compute[-1].kind != "kernel"):
         yield Violation("order", 0, f"the kernels of job {ran.name!r} are not whole iterations in order")
     if any(a.kind == "switch" and not _follows(a, b) for a, b in pairwise(compute)):
         yield Violation("switch", 0, f"a switch to job {ran.name!r} is not followed by its step")
-    if any(not 0 <= plan < len(job.entries) for _, plan in ran.switches) or bool(ran.boundaries) != (
+    if any(not 0 <= plan < len(job.plans) for _, plan in ran.switches) or bool(ran.boundaries) != (
         ran.admitted_ns is not None
     ):
         yield Violation("switch", 0, f"job {ran.name!r} changes to a plan that it has not, or does not run")

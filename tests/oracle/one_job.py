@@ -1,7 +1,7 @@
 """One job of a recorded timeline, step by step: what it may do next, by its spans and its plans alone.
 
 What each step reads, takes and gives back is ``steps.py``'s, one plan after the other. Positions count
-kernels from the beginning of the present plan. An entry is one of ``Job.entries``: a program under a plan.
+kernels from the beginning of the present plan. Plans are numbered as in ``Job.plans``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from simulator.job import Job, JobTimeline
 from simulator.plan import Swap
-from simulator.program import Program
 from simulator.timeline import Span
 from tests.oracle.ledger import Change
 from tests.oracle.machine import LONE
@@ -48,7 +47,7 @@ class Piece(NamedTuple):
 class Part:
     """Iterations that a job ran one after the other by the same plan."""
 
-    plan: int  # an entry, as all that are alike
+    plan: int  # or another one that is alike
     steps: Steps
     pieces: list[Piece]
     residency: list[int]
@@ -63,17 +62,17 @@ class Part:
 
     @classmethod
     def of(cls, job: Job, plan: int, spans: list[Span], begins: dict[int, int], first: int, end: int) -> Part:
-        """Iterations ``first`` to ``end``, by an entry; ``begins``: when a switch comes before a span."""
-        program, went_by = job.entries[plan]
-        steps = Steps(spans, program.with_variants(went_by.variants), went_by)
+        """Iterations ``first`` to ``end``, by a plan; ``begins``: when a switch comes before a span."""
+        went_by = job.plans[plan]
+        steps = Steps(spans, job.program.with_variants(went_by.variants), went_by)
         pieces = [Piece(begins.get(id(s.span), s.span.start_ns), s, s.span) for s in steps.steps]
         return cls(plan, steps, pieces, steps.planned_residency(), steps.gaps(range(-1, end - first + 1)), end)
 
     @classmethod
     def unused(cls, job: Job, plan: int) -> Part:
-        """An entry that no iteration ran by."""
+        """A plan that no iteration ran by."""
         spans = []
-        for k, again in enumerate(passes(*job.entries[plan])):
+        for k, again in enumerate(passes(job.program, job.plans[plan])):
             spans += [Span(0, 0, "compute", "recompute", w) for w in again] + [Span(0, 0, "compute", "kernel", k)]
         return cls.of(job, plan, spans, {}, 0, 1)
 
@@ -93,15 +92,10 @@ class Part:
         return blocks[opened, d.tensor] if (opened, d.tensor) in blocks else persistent[d.tensor]
 
 
-def program_of(job: Job, iteration: int) -> Program:
-    """The program that an iteration runs."""
-    return job.entries[iteration % len(job.steps) if job.steps else 0][0]
-
-
 def alike(job: Job, a: int, b: int) -> bool:
-    """Do two entries do the same?"""
-    (p, x), (q, y) = job.entries[a], job.entries[b]
-    return p is q and set(x.decisions) == set(y.decisions) and x.variants == y.variants
+    """Do two plans do the same?"""
+    x, y = job.plans[a], job.plans[b]
+    return set(x.decisions) == set(y.decisions) and x.variants == y.variants
 
 
 def parts_of(job: Job, ran: JobTimeline) -> list[Part]:
@@ -113,13 +107,11 @@ def parts_of(job: Job, ran: JobTimeline) -> list[Part]:
             begins[id(b)] = a.start_ns
     ends = [0]  # of iterations, in ``work``
     for i, s in enumerate(work):
-        if s.kind == "kernel" and s.index == len(program_of(job, len(ends) - 1).kernels) - 1:
+        if s.kind == "kernel" and s.index == len(job.program.kernels) - 1:
             ends.append(i + 1)
-    by = {0: 0}  # iteration -> entry
+    by = {0: 0}  # iteration -> plan
     for time, plan in ran.switches:
         by[0 if time == ran.admitted_ns else 1 + ran.boundaries.index(time)] = plan
-    if job.steps:
-        by = {i: i % len(job.steps) for i in range(len(ran.boundaries))}
     starts = [0]
     for i in sorted(by):
         if not alike(job, by[i], by[starts[-1]]):
@@ -140,7 +132,7 @@ class Running:
     parts: list[Part]
     kernel_ends: list[int]  # by position: how many kernels of all jobs had ended when it was reached
     part: int = -1
-    plan: int = 0  # the entry that it goes by
+    plan: int = 0  # that it goes by
     switches: list[tuple[int, int]] = field(default_factory=list)
     position: int = 0
     todo: deque[Piece] = field(default_factory=deque)
@@ -156,7 +148,7 @@ class Running:
     offer: Gap | None = None
     offered_since: int = 0
     leaving: bool = False
-    on_host: list[int] = field(default_factory=list)  # by entry: what its plan holds there at the most
+    on_host: list[int] = field(default_factory=list)  # by plan: what it holds there at the most
     ledger: list[Change] = field(default_factory=list)
     changes: list[int] = field(default_factory=list)  # how long the ledger was after admission, and each iteration
     stalls: list[tuple[int, int, str]] = field(default_factory=list)
@@ -185,7 +177,7 @@ class Running:
         return tensor in self.host and self.host[tensor][0] == self.writes.get(tensor, 0)
 
     def go_by(self, plan: int, now: int) -> bool:
-        """Goes on by an entry; returns whether that changes anything."""
+        """Goes on by a plan; returns whether that changes anything."""
         if plan == self.plan:
             return False
         before, self.plan = self.plan, plan
@@ -200,7 +192,7 @@ class Running:
             for gap in self.gaps.values():
                 gap.block = new[gap.block.owner]
             self.gaps = {gap.block: gap for gap in self.gaps.values()}
-            self.host = {t: (count, new[t]) for t, (count, _) in self.host.items() if t in new}
+            self.host = {t: (count, new[t]) for t, (count, _) in self.host.items()}
         self.part, self.position, self.early, self.kernel_ends = part, 0, [], [ended]
         self.todo = deque(self.now.pieces)
 

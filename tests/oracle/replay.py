@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from simulator.job import Job, JobsTimeline, Tenant
+from simulator.job import Job, JobsTimeline
 from simulator.machine import Machine
 from simulator.timeline import Span
 from tests.oracle.ledger import Change
@@ -34,10 +34,10 @@ class Replay:
     """
 
     def __init__(self, timeline: JobsTimeline, jobs: Sequence[Job], parts: Sequence[list[Part]], machine: Machine,
-                 limit: int, until_ns: int | None, tenant: Tenant, alone: bool = False):  # fmt: skip
+                 limit: int, until_ns: int | None, alone: bool = False):  # fmt: skip
         self.timeline, self.jobs, self.machine, self.limit = timeline, jobs, machine, limit
         self.fifo, self.one_engine = timeline.sharing == "fifo", machine.copy_engines == 1
-        self.tenant, self.alone = tenant, alone
+        self.alone = alone
         self.states: list[object] = []
         self.until = FAR if until_ns is None else until_ns
         self.all = [Running(j, *each, [0]) for j, each in enumerate(zip(jobs, timeline.jobs, parts, strict=True))]
@@ -215,8 +215,6 @@ class Replay:
             self._change(job)
 
     def _plan(self, job: Running) -> int:
-        if job.job.steps:
-            return job.iterations % len(job.job.steps)
         return len([at for at, _ in job.job.switches if at <= self.now])
 
     def _change(self, job: Running) -> None:
@@ -277,8 +275,8 @@ class Replay:
         """What the host keeps free for the plans of a job (J9). Those that it never went by left no spans."""
         if not job.on_host:
             parts = {part.plan: part for part in job.parts}
-            entries = (parts.get(i) or Part.unused(job.job, i) for i in range(len(job.job.entries)))
-            job.on_host = [max(part.steps.planned_host_bytes()) for part in entries]
+            plans = (parts.get(i) or Part.unused(job.job, i) for i in range(len(job.job.plans)))
+            job.on_host = [max(part.steps.planned_host_bytes()) for part in plans]
         return sum(sorted(job.on_host, reverse=True)[:2])
 
     def _host_left(self) -> int:
@@ -287,11 +285,11 @@ class Replay:
 
     def _room(self, job: Running) -> bool:
         """May a job begin?"""
-        entry = self._plan(job)
-        first = job.parts[0] if job.parts and alike(job.job, job.parts[0].plan, entry) else Part.unused(job.job, entry)
+        plan = self._plan(job)
+        first = job.parts[0] if job.parts and alike(job.job, job.parts[0].plan, plan) else Part.unused(job.job, plan)
         away = {d.tensor for d, _, opened, back in first.swaps if opened < 0 <= back}
         waits, takes = first.pieces[0].step.waits, sum(b.nbytes for b in first.pieces[0].step.takes)
-        tensors = job.job.entries[entry][0].tensors
+        tensors = job.job.program.tensors
         resident = sum(x.nbytes for t, x in enumerate(tensors) if x.persistent and (t not in away or t in waits))
         return self.used + resident + takes <= self.limit and self._planned_host(job) <= self._host_left()
 
@@ -331,7 +329,7 @@ class Replay:
 
     def _may_return(self, job: Running, gap: Gap) -> bool:
         """Is there room for it, beside everything and, where nobody is to be helped, within the job's share?"""
-        share = job.job.entries[job.plan][1].limit if job.job.within else 0
+        share = job.job.plans[job.plan].limit if job.job.within else 0
         share = min(share, self.limit) if share and job is not self.served else self.limit
         mine = sum(block.nbytes for block in job.memory) + gap.block.nbytes
         return self.used + gap.block.nbytes <= self.limit and mine <= share and job.has_room(gap, share)
@@ -428,7 +426,6 @@ class Replay:
         on_demand = self.evictions and self.evictions[0].time_ns < self.now
         self._need(not on_demand, "demand", "a tensor is evicted while something is under way")
         times = [w.span.end_ns for w in under_way] + [self.now - (-w.left // w.rate) for w in under_way]
-        times += [at for at, _ in self.tenant if at > self.now]
         says = [spans[0][0].start_ns for spans in self.spans.values() if spans]
         says += [r.todo[0].begin for r in self.present if not r.running and r.todo]
         times += [at for at in says if at > self.now]  # something is recorded to start, allowed to or not
@@ -447,10 +444,8 @@ class Replay:
 
     def _set_rates(self) -> list[Work]:
         """How fast is what is under way from now on? Returns it."""
-        by_tenant = [0.0, *(share for at, share in self.tenant if at <= self.now)][-1]
-        left, both = LONE - round(by_tenant * LONE), len(self.copies) == 2
         for work, _ in self.copies.values():
-            work.rate = max(left * (self.shared[work.span.stream] if both else LONE) // LONE, 1)
+            work.rate = self.shared[work.span.stream] if len(self.copies) == 2 else LONE
         k = len(self.steps)
         share = max(1, min(LONE, round(self.machine.concurrency * LONE) // k)) if k > 1 else LONE
         for work in self.steps.values():

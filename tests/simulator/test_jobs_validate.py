@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, strategies as st
 
-from simulator import Job, JobsTimeline, Kernel, Machine, Plan, Program, Swap, Tensor
+from simulator import Job, JobsTimeline, Kernel, Machine, Plan, Program, Swap, Tensor, simulate_jobs
 from simulator.job import Stall
-from simulator.rules import simulate_jobs
 from simulator.timeline import BlockEvent, Span
 from tests.oracle import jobs_violations as violations
 from tests.strategies import jobs_cases
@@ -25,7 +24,7 @@ def test_no_span_can_be_moved_or_left_out_unnoticed(case, data):
     span = timeline.jobs[j].spans[i]
     moved = [span._replace(start_ns=span.start_ns + shift, end_ns=span.end_ns + shift)] if shift else []
     lie = with_spans(timeline, j, i, *moved)
-    assert violations(lie, case.jobs, case.machine, case.limit, case.until_ns, case.tenant)
+    assert violations(lie, case.jobs, case.machine, case.limit, case.until_ns)
 
 
 # A lie for every rule, told about a right timeline: a and b deadlock, c comes late and changes its plan.
@@ -132,22 +131,6 @@ LIES = [
 def test_a_lie_is_found(rule, what, lie):
     found = violations(lie(), JOBS, MACHINE, 100)
     assert rule in {v.rule for v in found}, found
-
-
-def test_a_copy_that_the_tenant_should_slow_down():
-    assert {v.rule for v in violations(RIGHT, JOBS, MACHINE, 100, tenant=((30, 0.5),))} == {"duration"}
-    assert violations(RIGHT, JOBS, MACHINE, 100, tenant=((70, 0.5), (80, 0.0))) == []  # nothing is copied then
-
-
-def test_steps_that_take_turns_otherwise():
-    """The second step for the first, and a switch that is not said."""
-    other = replace(READER, kernels=(*READER.kernels, READER.kernels[1]))
-    jobs = (Job("a", READER, Plan(), iterations=2, steps=((READER, Plan()), (other, Plan()))),)
-    timeline = simulate_jobs(jobs, MACHINE, 100)
-    assert violations(timeline, jobs, MACHINE, 100) == []
-    turned = (replace(jobs[0], steps=jobs[0].steps[::-1]),)
-    assert {v.rule for v in violations(timeline, turned, MACHINE, 100)} == {"order"}
-    assert {v.rule for v in violations(with_job(timeline, 0, switches=()), jobs, MACHINE, 100)} == {"switch"}
 
 
 def test_it_names_turns():
