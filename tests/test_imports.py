@@ -132,7 +132,7 @@ def test_the_checker_shares_no_code_with_what_it_checks() -> None:
     others = {"packing.py", "walk.py"}  # of packings and of the environments' walks
     files = [file for file in (ROOT / "tests" / "oracle").glob("*.py") if file.name not in others]
     names = {name.split(".")[1] for file in files for name in modules(file) if name.startswith("simulator.")}
-    assert names == {"job", "machine", "plan", "program", "timeline"}
+    assert names == {"machine", "plan", "program", "timeline"}
 
 
 @pytest.mark.parametrize("package", ROOMS)

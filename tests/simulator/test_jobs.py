@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, strategies as st
@@ -25,11 +26,23 @@ from simulator.job import Eviction, Stall
 from simulator.schedule import lower
 from simulator.timeline import BlockEvent, Span
 from tests import tiny
+from tests.oracle.steps import Steps
 from tests.random_cases import jobs_case
-from tests.simulator.test_jobs_validate import GROWS, READER
 from tests.strategies import jobs_machines, networks, plans, programs, with_algorithms
 
 MACHINE = Machine("a byte per ns", 1000, 10**9, 10**9, copy_latency_ns=0)
+
+
+GROWS = Program(
+    "grows",
+    (Tensor("x", 40), Tensor("y", 30)),
+    (Kernel("k0", "other", "forward", (), (0,), 10), Kernel("k1", "other", "backward", (0,), (1,), 10)),
+)
+READER = Program(
+    "reader",
+    (Tensor("w", 30, "parameter", True),),
+    (Kernel("k0", "other", "forward", (0,), (), 10), Kernel("k1", "other", "forward", (), (), 40)),
+)
 
 
 def one_kernel(duration_ns: int, nbytes: int = 10) -> Program:
@@ -315,16 +328,26 @@ def test_one_job_alone_does_what_simulate_says(data):
     assert [s for s in job.spans if s.end_ns < end] == [s for s in alone.spans if s.end_ns < end]
 
 
-def test_with_room_on_the_host_every_job_ends():
-    """Whatever the limit."""
-    for seed in range(30):
+def test_every_job_ends_and_no_rule_is_broken_on_the_way():
+    """Whatever the limit, with room on the host."""
+    for seed in range(60):
         case = jobs_case(seed)
         machine = replace(case.machine, host_bytes=10**6)
         timeline = simulate_jobs(case.jobs, machine, *case[2:])
+        assert all(0 <= used <= case.limit for _, used in timeline.memory) and timeline.memory[-1][1] == 0
+        spans = sorted((s for ran in timeline.jobs for s in ran.spans), key=lambda s: (s.start_ns, s.end_ns))
+        engines = [["d2h", "h2d"]] if machine.copy_engines == 1 else [["d2h"], ["h2d"]]
+        for streams in [*engines, ["compute"]] if case.sharing == "fifo" else engines:
+            assert all(a.end_ns <= b.start_ns for a, b in pairwise(s for s in spans if s.stream in streams))
         for job, ran in zip(case.jobs, timeline.jobs, strict=True):
             assert (ran.admitted_ns is None) == (ran.left_ns is None) == (not ran.spans), f"seed {seed}"
             if job.iterations is not None and job.leaves_ns is None and case.until_ns is None:
                 assert len(ran.boundaries) == job.iterations, f"seed {seed}"
+            kernels = [s.index for s in ran.spans if s.kind == "kernel"]
+            assert kernels == len(ran.boundaries) * [*range(len(job.program.kernels))], f"seed {seed}"
+            if len(job.plans) == 1 and kernels:  # every kernel finds the content that it reads
+                compute = [s for s in ran.spans if s.stream == "compute" and s.kind != "switch"]
+                assert Steps(compute, job.program.with_variants(job.plan.variants), job.plan).found == []
 
 
 def test_more_memory_than_all_need_leaves_nothing_to_wait_for_but_compute():
