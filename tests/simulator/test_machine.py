@@ -138,67 +138,6 @@ def test_the_roofline():
         machine.kernel_ns("conv", 1, 0, "bfloat16")
 
 
-MALFORMED = [
-    ({"memory_bytes": None}, "machine: missing key 'memory_bytes'"),
-    ({"memory": 1}, "machine: unknown key 'memory'"),
-    ({"memory_bytes": 1.5}, "machine.memory_bytes: expected an integer, got 1.5"),
-    ({"memory_bytes": True}, "machine.memory_bytes: expected an integer, got true"),
-    ({"memory_bytes": "11G"}, "machine.memory_bytes: expected an integer (bytes) or a size such as 24GiB or 500MB, "
-     "got '11G'"),
-    ({"memory_bytes": 0}, "machine.memory_bytes: expected a positive integer, got 0"),
-    ({"h2d_bytes_per_s": 0}, "machine.h2d_bytes_per_s: expected a positive integer, got 0"),
-    ({"d2h_bytes_per_s": -1}, "machine.d2h_bytes_per_s: expected a positive integer, got -1"),
-    ({"d2h_bytes_per_s": float("nan")}, "machine.d2h_bytes_per_s: expected an integer, got NaN"),
-    ({"memory_bytes_per_s": 0}, "machine.memory_bytes_per_s: expected a positive integer, got 0"),
-    ({"alignment": 0}, "machine.alignment: expected a positive integer, got 0"),
-    ({"copy_latency_ns": -1}, "machine.copy_latency_ns: expected an integer of at least 0, got -1"),
-    ({"host_bytes": -1}, "machine.host_bytes: expected an integer of at least 0, got -1"),
-    ({"duplex_h2d_bytes_per_s": -1}, "machine.duplex_h2d_bytes_per_s: expected an integer of at least 0, got -1"),
-    ({"duplex_d2h_bytes_per_s": 0.5}, "machine.duplex_d2h_bytes_per_s: expected an integer, got 0.5"),
-    ({"duplex_bytes_per_s": -1}, "machine.duplex_bytes_per_s: expected an integer of at least 0, got -1"),
-    ({"duplex_bytes_per_s": "much"}, 'machine.duplex_bytes_per_s: expected an integer, got "much"'),
-    ({"duplex_bytes_per_s": 7, "duplex_d2h_bytes_per_s": 0},
-     "machine.duplex_bytes_per_s: expected this or duplex_d2h_bytes_per_s, got both"),
-    ({"malloc_bytes_per_s": -1}, "machine.malloc_bytes_per_s: expected an integer of at least 0, got -1"),
-    ({"wait_ns": -1}, "machine.wait_ns: expected an integer of at least 0, got -1"),
-    ({"issue_ns": -1}, "machine.issue_ns: expected an integer of at least 0, got -1"),
-    ({"copy_contention": -0.1}, "machine.copy_contention: expected a number in [0, 0.5), got -0.1"),
-    ({"copy_contention": 0.5}, "machine.copy_contention: expected a number in [0, 0.5), got 0.5"),
-    ({"copy_contention": float("nan")}, "machine.copy_contention: expected a number in [0, 0.5), got nan"),
-    ({"switch_ns": -1}, "machine.switch_ns: expected an integer of at least 0, got -1"),
-    ({"concurrency": 0}, "machine.concurrency: expected a number in (0, 1024], got 0.0"),
-    ({"concurrency": 1025}, "machine.concurrency: expected a number in (0, 1024], got 1025.0"),
-    ({"concurrency": float("nan")}, "machine.concurrency: expected a number in (0, 1024], got nan"),
-    ({"copy_engines": 3}, "machine.copy_engines: expected 1 or 2, got 3"),
-    ({"flops_per_s": 1}, "machine.flops_per_s: expected an object, got 1"),
-    ({"flops_per_s": {"float32": 0}}, "machine.flops_per_s.float32: expected a positive integer, got 0"),
-    ({"flops_per_s": {"float32": 1e3}}, "machine.flops_per_s.float32: expected a positive integer, got 1000.0"),
-    ({"flops_per_s": {"float32": True}}, "machine.flops_per_s.float32: expected a positive integer, got True"),
-    ({"efficiency": {"conv": 0}}, "machine.efficiency.conv: expected a number in (0, 1], got 0"),
-    ({"efficiency": {"conv": 1.01}}, "machine.efficiency.conv: expected a number in (0, 1], got 1.01"),
-    ({"efficiency": {"conv": float("nan")}}, "machine.efficiency.conv: expected a number in (0, 1], got nan"),
-    ({"efficiency": {"conv": "fast"}}, "machine.efficiency.conv: expected a number in (0, 1], got 'fast'"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("changes", "message"), MALFORMED, ids=[m for _, m in MALFORMED])
-def test_a_malformed_machine_is_one_sentence(changes, message):
-    data = {k: v for k, v in {**GOOD, **changes}.items() if v is not None}
-    with pytest.raises(FormatError, match=f"^{re.escape(message)}$"):
-        Machine.from_dict(data)
-
-
-@pytest.mark.parametrize("text", ["", "- 1", "name: [", "name: m", "!!python/object:os.system {}", "a: b: c", "\x00"])
-def test_a_malformed_file_is_one_sentence(tmp_path, text):
-    path = tmp_path / "bad.yaml"
-    path.write_text(text)
-    with pytest.raises(FormatError) as caught:
-        Machine.load(path)
-    assert str(caught.value).startswith(f"{path}: ") and "\n" not in str(caught.value)
-
-
-def test_no_such_machine(tmp_path):
+def test_no_such_machine():
     with pytest.raises(FormatError, match=r"no preset .gtx9000.; there are a100_40gb, a100_80gb, a40, gtx1080ti, "):
         Machine.load("gtx9000")
-    with pytest.raises(FormatError, match=r"none\.yaml: cannot be read \(No such file or directory\)$"):
-        Machine.load(tmp_path / "none.yaml")

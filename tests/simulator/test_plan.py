@@ -1,14 +1,13 @@
 """plan/2 and plan/1: what is read, what is refused, and which plans fit a program."""
 
 import itertools
-import json
 import os
 import re
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from simulator import FormatError, Kernel, Plan, PlanError, Program, Recompute, Swap, Tensor
+from simulator import Kernel, Plan, PlanError, Program, Recompute, Swap, Tensor
 from simulator.plan import cannot_recompute
 from simulator.schedule import lower
 from tests.strategies import programs
@@ -90,61 +89,6 @@ def test_a_swap_fits_exactly_where_there_is_a_gap(data):
         else:
             with pytest.raises(PlanError, match=r"^decisions\[0\]"):
                 Plan((swap,)).check(program)
-
-
-# ----------------------------------------------------------------------------------- malformed plans
-
-
-def plan(**entry) -> dict:
-    """A plan of one good decision and one changed by ``entry`` (None: the key is missing)."""
-    second = {"kind": "swap", "tensor": 2, "after": 2, "before": 5, **entry}
-    first = {"kind": "recompute", "tensor": 1, "after": 1, "before": 6, "keep": True}
-    return {"format": "plan/1", "decisions": [first, {k: v for k, v in second.items() if v is not None}]}
-
-
-MALFORMED = [
-    ([], "plan: expected an object, got []"),
-    ({"format": "plan/1"}, "plan: missing key 'decisions'"),
-    ({"decisions": []}, "plan: missing key 'format'"),
-    ({"format": "plan/3", "decisions": []}, "plan.format: expected 'plan/2', got 'plan/3'"),
-    ({"format": "plan/1", "decisions": [], "seed": 1}, "plan: unknown key 'seed'"),
-    ({"format": "plan/1", "decisions": {}}, "plan.decisions: expected a list, got {}"),
-    ({"format": "plan/1", "decisions": [1]}, "decisions[0]: expected an object, got 1"),
-    ({"format": "plan/1", "decisions": [], "limit": 0.5}, "plan.limit: expected an integer, got 0.5"),
-    ({"format": "plan/1", "decisions": [], "limit": -1}, "plan.limit: expected an integer of at least 0, got -1"),
-    ({"format": "plan/1", "decisions": [], "fingerprint": 1}, "plan.fingerprint: expected a string, got 1"),
-    (plan(kind=None), "decisions[1]: missing key 'kind'"),
-    (plan(kind="offload"), "decisions[1].kind: expected 'swap' or 'recompute', got 'offload'"),
-    (plan(kind=["swap"]), "decisions[1].kind: expected a string, got [\"swap\"]"),
-    (plan(tensor=None), "decisions[1]: missing key 'tensor'"),
-    (plan(tensor="a2"), 'decisions[1].tensor: expected an integer, got "a2"'),
-    (plan(after=True), "decisions[1].after: expected an integer, got true"),
-    (plan(before=5.0), "decisions[1].before: expected an integer, got 5.0"),
-    (plan(prefetch="4"), 'decisions[1].prefetch: expected an integer, got "4"'),
-    (plan(keep=True), "decisions[1]: unknown key 'keep'"),
-    (plan(sync=1), "decisions[1].sync: expected true or false, got 1"),
-    (plan(kind="recompute", sync=True), "decisions[1]: unknown key 'sync'"),
-    (plan(kind="recompute", prefetch=3), "decisions[1]: unknown key 'prefetch'"),
-    (plan(kind="recompute", keep=1), "decisions[1].keep: expected true or false, got 1"),
-    (plan(size=4), "decisions[1]: unknown key 'size'"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("data", "message"), MALFORMED, ids=[m for _, m in MALFORMED])
-def test_a_malformed_plan_is_one_sentence(tmp_path, data, message):
-    with pytest.raises(FormatError, match=f"^{re.escape(message)}$"):
-        Plan.from_dict(data)
-    path = tmp_path / "bad.json"
-    path.write_text(json.dumps(data))
-    with pytest.raises(FormatError, match=f"^{re.escape(f'{path}: {message}')}$"):
-        Plan.load(path)
-
-
-def test_a_prefetch_of_null_is_no_prefetch():
-    data = plan()
-    data["decisions"][1]["prefetch"] = None
-    with pytest.raises(FormatError, match=r"decisions\[1\]\.prefetch: expected an integer, got null"):
-        Plan.from_dict(data)  # leave the key out instead
 
 
 # ------------------------------------------------------------------------- plans that fit, or do not

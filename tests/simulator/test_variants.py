@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, strategies as st
 
-from simulator import Engine, FormatError, OutOfMemory, Plan, PlanError, Program, Recompute, Swap, rules, simulate
+from simulator import Engine, OutOfMemory, Plan, PlanError, Program, Recompute, Swap, rules, simulate
 from simulator.compiled.engine import rows_of
 from simulator.pool import smartpool, timeline_lifetimes
 from simulator.schedule import lower
@@ -138,20 +138,6 @@ def test_variants_that_do_not_fit(variants: tuple[tuple[int, int], ...], message
         PROGRAM.with_variants(variants)
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         Engine(PROGRAM, MACHINE, 1000).with_variants(variants)
-
-
-@pytest.mark.parametrize(
-    ("variants", "message"),
-    [
-        ({}, "plan.variants: expected a list, got {}"),
-        ([1], "variants[0]: expected a list, got 1"),
-        ([[0, 1], [4]], "variants[1]: expected 2 integers, got 1"),
-        ([[0, 0.5]], "variants[0][1]: expected an integer, got 0.5"),
-    ],
-)
-def test_malformed_variants_are_one_sentence(variants: object, message: str) -> None:
-    with pytest.raises(FormatError, match=f"^{re.escape(message)}$"):
-        Plan.from_dict({"format": "plan/1", "decisions": [], "variants": variants})
 
 
 def test_the_program_as_it_runs() -> None:
