@@ -3,11 +3,14 @@
 import json
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from simulator import Plan, Timeline, simulate
 from tests.tiny import LIMIT, MACHINE, PROGRAM, SWAP_PLAN
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "tiny_swap.json"
 
 
 @pytest.fixture
@@ -18,6 +21,7 @@ def timeline() -> Timeline:
 def test_file_and_back(tmp_path, timeline):
     timeline.save(tmp_path / "timeline.json")
     assert Timeline.load(tmp_path / "timeline.json") == timeline and os.listdir(tmp_path) == ["timeline.json"]
+    assert (tmp_path / "timeline.json").read_bytes() == GOLDEN.read_bytes()  # the format stays
 
 
 def test_a_period_other_than_one_is_written(timeline):
