@@ -111,7 +111,3 @@ def test_bad_options() -> None:
         optimal.pack(table([(0, 1, 1)]), alignment=0)
     for nothing in (table([]), table([(0, 1, 0)])):
         assert optimal.pack(nothing).footprint == 0
-
-
-def test_luby() -> None:
-    assert [optimal.luby(i) for i in range(1, 16)] == [1, 1, 2, 1, 1, 2, 4, 1, 1, 2, 1, 1, 2, 4, 8]
