@@ -9,9 +9,10 @@ import pytest
 
 from envs.graph import NOTHING, OFFLOAD, REMOVE
 from envs.task import DEAD_END_REWARD, Task
-from simulator import Kernel, Plan, Program, Recompute, Swap, Tensor
+from simulator import Plan, Program, Recompute, Swap, Tensor
 from simulator.compiled.engine import rows_of
 from tests.oracle.walk import Walk
+from tests.programs import straight
 from tests.tiny import A1, A2, LIMIT, MACHINE, PROGRAM, W
 
 
@@ -44,13 +45,6 @@ def nothing(walk: Walk) -> int:
     """Does nothing; returns the position."""
     walk.step(0)
     return walk.position
-
-
-def straight(tensors: list[Tensor], *lines: tuple) -> Program:
-    """(inputs, outputs, duration_ns[, workspace]) per kernel."""
-    return Program(
-        "walk", tuple(tensors), tuple(Kernel(f"k{i}", "other", "forward", *line) for i, line in enumerate(lines))
-    )
 
 
 # ------------------------------------------------------------------------------- the program of tests/tiny.py

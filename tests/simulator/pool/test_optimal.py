@@ -85,7 +85,11 @@ def test_a_cut_rectangle_is_put_together_again(n: int) -> None:
     assert overlaps(blocks, packing.offsets) == []
 
 
-@pytest.mark.parametrize("file", sorted(BENCHMARK.glob("*.csv")), ids=lambda file: file.name[0])
+@pytest.mark.parametrize(
+    "file",
+    [pytest.param(file, marks=pytest.mark.nightly, id=file.name[0]) if i else pytest.param(file, id=file.name[0])
+     for i, file in enumerate(sorted(BENCHMARK.glob("*.csv")))],
+)  # fmt: skip
 def test_benchmark(file: Path) -> None:
     blocks = load(file).intervals
     if file.name[0] in "DJ":  # their loads are 6 % below the capacity, and what is between is not known

@@ -178,6 +178,7 @@ def test_no_two_blocks_share_a_byte(found: list, fit: str, alignment: int, circl
     assert blocks.peak_bytes <= packing.footprint == ends.max(initial=0)
 
 
+@pytest.mark.nightly
 def test_twenty_thousand_blocks() -> None:
     rng = np.random.default_rng(0)
     lower = rng.integers(0, 20_000, 20_000)

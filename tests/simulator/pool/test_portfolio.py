@@ -91,6 +91,7 @@ def test_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
         assert seconds < seen[-1] - seen[0] <= seconds + 2  # asked twice when it is over
 
 
+@pytest.mark.nightly
 def test_twenty_thousand_blocks() -> None:
     blocks = scattered(20_000, seed=0)
     packing = portfolio.pack(blocks, work=0)

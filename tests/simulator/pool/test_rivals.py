@@ -179,6 +179,7 @@ def test_a_circle_is_unrolled(found: list, name: str) -> None:
     assert len(blocks) >= len(circle)
 
 
+@pytest.mark.nightly
 def test_sixty_thousand_blocks() -> None:
     rng = np.random.default_rng(0)
     lower = rng.integers(0, 20_000, 20_000)

@@ -267,6 +267,7 @@ def test_the_iteration_of_a_program_is_found_again(program: Program, seed: int, 
     replay(recorded, found)
 
 
+@pytest.mark.nightly
 def test_twenty_thousand_operations_an_iteration() -> None:
     rng = np.random.default_rng(0)
     # 5000 blocks, each malloc'ed, written, read and freed, at random places of the iteration.
