@@ -121,15 +121,6 @@ def test_without_the_other_process_a_command_compiles_itself(tmp_path: Path, scr
 
 
 @pytest.mark.nightly
-def test_it_ends_with_the_command_and_is_no_zombie(tmp_path: Path) -> None:
-    dead = "child = at_work(); child.kill()\nwhile child.returncode is None: time.sleep(0.01)\n"  # waits for nobody
-    status, pid = output(tmp_path, f"{dead}print(child.returncode, at_work().pid)")
-    assert status == "-9"
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(pid), 0)
-
-
-@pytest.mark.nightly
 def test_of_two_processes_one_compiles(tmp_path: Path) -> None:
     (tmp_path / "work.py").write_text(JIT.replace("PID", "__import__('os').getpid()"))
     both = [

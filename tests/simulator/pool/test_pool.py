@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from simulator import Kernel, Plan, Program, Swap, Tensor, simulate
 from simulator.pool import Intervals, Lifetimes, program_lifetimes, smartpool, timeline_lifetimes
@@ -166,7 +166,6 @@ def test_sizes_are_rounded_up_to_the_alignment() -> None:
 arcs = st.tuples(st.integers(0, 19), st.integers(1, 20), st.integers(0, 50))
 
 
-@settings(max_examples=200)
 @given(st.lists(arcs, max_size=25), st.sampled_from(smartpool.FITS), st.sampled_from([1, 8]), st.booleans())
 def test_no_two_blocks_share_a_byte(found: list, fit: str, alignment: int, circle: bool) -> None:
     period = {"period": 20} if circle else {}
