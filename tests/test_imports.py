@@ -28,18 +28,9 @@ ROOMS = {
     "agents": ["floor", "", "heuristics", "search", "exact", "learned"],
     "executor": ["memory", "capture", "training", "replay", "", "compiled", "integrations"],
     # The top has commands, which use all of them; so is the __main__ of a room.
-    "experiments": [
-        "workloads",
-        "common",
-        "plotting",
-        "plan",
-        "validate_gpu",
-        "measured",
-        "examples",
-        "figures",
-        "benchmark",
-    ],
-}
+    "experiments": ["workloads", "common", "plotting", "plan", "validate_gpu", "measured", "examples", "figures",
+                    "benchmark"],
+}  # fmt: skip
 
 
 @cache
