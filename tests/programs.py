@@ -18,6 +18,11 @@ def activations(*sizes: int) -> list[Tensor]:
     return [Tensor(f"t{i}", size) for i, size in enumerate(sizes)]
 
 
+def parameter(nbytes: int) -> Tensor:
+    """A tensor that lasts."""
+    return Tensor("w", nbytes, "parameter", True)
+
+
 def work(timeline: Timeline, *kinds: str) -> list[tuple[int, int, int]]:
     """(kernel or tensor, start, end) of the spans of these kinds."""
     return [(s.index, s.start_ns, s.end_ns) for s in timeline.spans if s.kind in kinds]

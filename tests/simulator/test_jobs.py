@@ -8,45 +8,31 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, strategies as st
 
-from simulator import (
-    Job,
-    JobsDeadlock,
-    Kernel,
-    Machine,
-    OutOfMemory,
-    Plan,
-    PlanError,
-    Program,
-    Swap,
-    Tensor,
-    simulate,
-    simulate_jobs,
-)
+from simulator import Job, JobsDeadlock, Machine, OutOfMemory, Plan, PlanError, Program, Swap, simulate, simulate_jobs
 from simulator.job import Eviction, Stall
 from simulator.schedule import lower
 from simulator.timeline import BlockEvent, Span
 from tests import tiny
 from tests.oracle.steps import Steps
+from tests.programs import activations, parameter, straight
 from tests.random_cases import jobs_case
 from tests.strategies import jobs_machines, networks, plans, programs, with_algorithms
 
 MACHINE = Machine("a byte per ns", 1000, 10**9, 10**9, copy_latency_ns=0)
 
 
-GROWS = Program(
-    "grows",
-    (Tensor("x", 40), Tensor("y", 30)),
-    (Kernel("k0", "other", "forward", (), (0,), 10), Kernel("k1", "other", "backward", (0,), (1,), 10)),
-)
-READER = Program(
-    "reader",
-    (Tensor("w", 30, "parameter", True),),
-    (Kernel("k0", "other", "forward", (0,), (), 10), Kernel("k1", "other", "forward", (), (), 40)),
-)
+GROWS = straight(activations(40, 30), ((), (0,), 10), ((0,), (1,), 10))
+READER = straight([parameter(30)], ((0,), (), 10), ((), (), 40))
+HELD = straight([parameter(60)], ((0,), (), 10))
 
 
 def one_kernel(duration_ns: int, nbytes: int = 10) -> Program:
-    return Program("one", (Tensor("x", nbytes),), (Kernel("k", "other", "forward", (), (0,), duration_ns),))
+    return straight(activations(nbytes), ((), (0,), duration_ns))
+
+
+def once(*programs: Program) -> list[Job]:
+    """Jobs a, b, ... without plans, for an iteration each."""
+    return [Job(name, program, Plan(), iterations=1) for name, program in zip("abc", programs, strict=False)]
 
 
 def compute(job):
@@ -94,14 +80,13 @@ def test_two_at_once_go_at_half_speed_and_one_that_is_left_alone_speeds_up():
 
 def test_two_at_once_that_get_more_done():
     """3/4 of the speed each: 10 ns take 13 1/3, rounded up; b has then done 10.5 and ends at 33.5."""
-    jobs = [Job("a", one_kernel(10), Plan(), iterations=1), Job("b", one_kernel(30), Plan(), iterations=1)]
+    jobs = once(one_kernel(10), one_kernel(30))
     a, b = simulate_jobs(jobs, replace(MACHINE, concurrency=1.5), 100, sharing="shared").jobs
     assert (a.boundaries, b.boundaries) == ((14,), (34,))
 
 
 def test_what_does_not_fit_beside_the_other_waits_for_it():
-    jobs = [Job("a", one_kernel(10, 60), Plan(), iterations=1), Job("b", one_kernel(10, 60), Plan(), iterations=1)]
-    timeline = simulate_jobs(jobs, MACHINE, 100, sharing="shared")
+    timeline = simulate_jobs(once(one_kernel(10, 60), one_kernel(10, 60)), MACHINE, 100, sharing="shared")
     assert [job.boundaries for job in timeline.jobs] == [(10,), (20,)]
     assert timeline.peak_bytes == 60 and timeline.jobs[1].stalls == (Stall(0, 10, "memory"),)
 
@@ -112,8 +97,7 @@ def test_what_does_not_fit_beside_the_other_waits_for_it():
 def test_a_deadlock_and_its_eviction():
     """Both hold 40 bytes at 20 and ask for 30 more. a has waited longer: b's x leaves (20 to 60), and comes back when
     a has left (70 to 110)."""
-    jobs = [Job("a", GROWS, Plan(), iterations=1), Job("b", GROWS, Plan(), iterations=1)]
-    timeline = simulate_jobs(jobs, MACHINE, 100)
+    timeline = simulate_jobs(once(GROWS, GROWS), MACHINE, 100)
     a, b = timeline.jobs
     assert timeline.evictions == (Eviction(20, 1, 0, 0, 40, 0),)
     assert (a.boundaries, b.boundaries) == ((70,), (120,))
@@ -127,10 +111,7 @@ def test_a_deadlock_and_its_eviction():
 
 def test_a_job_that_is_stuck_within_its_limit_is_served_beyond_it():
     """It has 40 and asks for 30 more, which 60 bytes do not hold, with 30 others free; nothing can be evicted."""
-    program = Program(
-        "keeps", (Tensor("w", 40, "parameter", True), Tensor("x", 30, "parameter", True)),
-        (Kernel("k0", "other", "forward", (0,), (), 10), Kernel("k1", "other", "forward", (0, 1), (), 10)),
-    )  # fmt: skip
+    program = straight([parameter(40), parameter(30)], ((0,), (), 10), ((0, 1), (), 10))
     job = Job("a", program, Plan((Swap(1, 1, 1),), limit=60), iterations=1, within=True)
     timeline = simulate_jobs([job], MACHINE, 100)
     assert timeline.jobs[0].boundaries == (50,) and timeline.evictions == ()
@@ -138,37 +119,24 @@ def test_a_job_that_is_stuck_within_its_limit_is_served_beyond_it():
 
 
 def test_a_full_host_is_a_deadlock_that_says_who_asks_for_what():
-    jobs = [Job("a", GROWS, Plan(), iterations=1), Job("b", GROWS, Plan(), iterations=1)]
+    jobs = once(GROWS, GROWS)
     with pytest.raises(JobsDeadlock, match=r"at 20 ns.*'a' asks for 30 bytes for kernel 1; 'b' asks for 30 bytes for"):
         simulate_jobs(jobs, replace(MACHINE, host_bytes=39), 100)
     simulate_jobs(jobs, replace(MACHINE, host_bytes=40), 100)
 
 
 # What a job with parameters holds: w is used in the first kernel, v in the last.
-IDLE = Program(
-    "idle",
-    (Tensor("w", 20, "parameter", True), Tensor("v", 30, "parameter", True)),
-    (
-        Kernel("k0", "other", "forward", (0,), (), 10),
-        Kernel("k1", "other", "forward", (), (), 10),
-        Kernel("k2", "other", "backward", (1,), (), 10),
-    ),
-)
+IDLE = straight([parameter(20), parameter(30)], ((0,), (), 10), ((), (), 10), ((1,), (), 10))
 
 
 def test_the_furthest_next_touch_of_the_others_leaves_first():
     """At 20, b is between k1 and k2: of its tensors w is needed next in 20 ns, v now. a asks for 60 beside 50 of b."""
-    big = Program(
-        "big", (Tensor("x", 40), Tensor("y", 20)),
-        (Kernel("k0", "other", "forward", (), (0,), 20), Kernel("k1", "other", "forward", (0,), (1,), 5)),
-    )  # fmt: skip
+    big = straight(activations(40, 20), ((), (0,), 20), ((0,), (1,), 5))
     jobs = [Job("a", big, Plan(), iterations=1), Job("b", IDLE, Plan(), iterations=2)]
     timeline = simulate_jobs(jobs, MACHINE, 100, sharing="shared")
     assert timeline.evictions == ()  # b goes on, and a waits for it
     blocked = replace(IDLE, kernels=(*IDLE.kernels[:2], replace(IDLE.kernels[2], workspace=50)))
-    timeline = simulate_jobs(
-        [Job("a", big, Plan(), iterations=1), Job("b", blocked, Plan(), iterations=1)], MACHINE, 100
-    )
+    timeline = simulate_jobs(once(big, blocked), MACHINE, 100)
     # a: k0 from 0 to 20; b: k0 from 20 to 30; k1 of a asks for 20 beside 90, b's k1 goes, k2 asks for 50: nobody can.
     assert timeline.evictions == (Eviction(40, 1, 0, 0, 20, 0),)
     assert timeline.jobs[0].boundaries == (65,)
@@ -185,14 +153,11 @@ def test_a_program_that_does_not_fit_runs_without_a_plan():
 
 def test_a_step_that_never_fits_is_refused_by_name():
     with pytest.raises(OutOfMemory, match="job 'a': kernel 1 needs 30 bytes beside 40 in use, over the limit of 69"):
-        simulate_jobs([Job("a", GROWS, Plan(), iterations=1)], MACHINE, 69)
-    simulate_jobs([Job("a", GROWS, Plan(), iterations=1)], MACHINE, 70)
+        simulate_jobs(once(GROWS), MACHINE, 69)
+    simulate_jobs(once(GROWS), MACHINE, 70)
 
 
 # ------------------------------------------------------------------------------------ coming and leaving
-
-
-HELD = Program("held", (Tensor("w", 60, "parameter", True),), (Kernel("k", "other", "forward", (0,), (), 10),))
 
 
 def test_admission_waits_for_memory_and_keeps_its_order():
@@ -231,10 +196,7 @@ def test_from_until_ns_on_all_leave_at_their_next_boundary():
 
 def test_a_job_that_leaves_ends_the_copy_under_way_and_drops_the_next():
     """At 10 both tensors are to leave; the first copy ends at 30, and with it the job."""
-    program = Program(
-        "two", (Tensor("v", 20, "parameter", True), Tensor("w", 30, "parameter", True)),
-        (Kernel("k0", "other", "forward", (), (0, 1), 10), Kernel("k1", "other", "forward", (), (), 5)),
-    )  # fmt: skip
+    program = straight([parameter(20), parameter(30)], ((), (0, 1), 10), ((), (), 5))
     plan = Plan((Swap(0, 0, 0), Swap(1, 0, 0)))
     timeline = simulate_jobs([Job("a", program, plan, iterations=1)], MACHINE, 100)
     job = timeline.jobs[0]
@@ -258,10 +220,7 @@ def test_a_change_of_plans_takes_effect_at_a_boundary():
 def test_what_the_new_plan_has_in_memory_comes_back():
     """w is on the host at 10, the end of the first iteration, as the first plan has it; the second never sends it away:
     it is read at once (10 to 40)."""
-    program = Program(
-        "reader", (Tensor("w", 30, "parameter", True), Tensor("x", 80)),
-        (Kernel("k0", "other", "forward", (0,), (), 10), Kernel("k1", "other", "forward", (), (1,), 40)),
-    )  # fmt: skip
+    program = straight([parameter(30), *activations(80)], ((0,), (), 10), ((), (1,), 40))
     job = Job("a", program, Plan((Swap(0, 0, 0, 1),)), iterations=2, switches=((1, Plan()),))
     job = simulate_jobs([job], MACHINE, 110).jobs[0]
     assert job.switches == ((80, 1),)  # 30 to come in, 10, 40

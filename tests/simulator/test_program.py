@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 
 from simulator import FormatError, Gap, Kernel, Program, Tensor
+from tests.programs import activations, parameter, straight
 from tests.simulator.test_malformed import GOOD
 from tests.strategies import programs
 from tests.tiny import A1, A2, A3, A4, G2, G3, G4, PROGRAM, W
@@ -71,9 +72,8 @@ def test_loads_and_times():
 
 
 def test_a_workspace_and_an_unused_tensor():
-    kernels = (Kernel("k", "other", "forward", (), (0,), 1, workspace=7), Kernel("k", "other", "forward", (), (), 1))
-    unused = (Tensor("x", 10), Tensor("never", 99), Tensor("kept", 100, "buffer", True))
-    assert Program("p", unused, kernels).live_bytes == (117, 100)
+    program = straight([*activations(10, 99), parameter(100)], ((), (0,), 1, 7), ((), (), 1))
+    assert program.live_bytes == (117, 100)
 
 
 def test_gaps():
@@ -86,25 +86,17 @@ def test_a_gap_has_a_kernel_in_it():
     """x is read by k1 and k3, with k2 between; z is used in the same two and has no bytes. w is used from k0 to k2, so
     that k3 alone lies between its last and its first use; v is used by all but none."""
     w, x, z, v = range(4)
-    lines = [((w, v), (x, z)), ((x, z, v), ()), ((w, v), ()), ((x, z, v), ())]
-    kernels = tuple(Kernel(f"k{i}", "other", "forward", *line, 10 + i) for i, line in enumerate(lines))
-    tensors = (Tensor("w", 1, "buffer", True), Tensor("x", 1), Tensor("z", 0), Tensor("v", 1, "buffer", True))
-    program = Program("gaps", tensors, kernels)
+    program = straight([parameter(1), *activations(1, 0), parameter(1)], ((w, v), (x, z), 10), ((x, z, v), (), 11),
+                       ((w, v), (), 12), ((x, z, v), (), 13))  # fmt: skip
     assert program.gaps() == program.gaps(1) == [Gap(w, 0, 2), Gap(w, 2, 0), Gap(x, 1, 3)]
     assert [program.gap_ns(g) for g in program.gaps()] == [11, 13, 12]
 
 
-def test_a_gap_from_a_kernel_to_itself():
-    kernels = tuple(Kernel(f"k{i}", "other", "forward", (0,) if i == 1 else (), (), 10 + i) for i in range(3))
-    program = Program("p", (Tensor("w", 1, "parameter", True),), kernels)
-    assert program.gaps() == [Gap(0, 1, 1)] and program.gap_ns(Gap(0, 1, 1)) == 12 + 10
-
-
-def test_a_gap_over_the_boundary():
-    kernels = tuple(Kernel(f"k{i}", "other", "forward", (0,) if i in (1, 2) else (), (), 10) for i in range(4))
-    program = Program("p", (Tensor("w", 1, "parameter", True),), kernels)
-    assert program.gaps() == [Gap(0, 2, 1)]
-    assert program.gap_ns(Gap(0, 2, 1)) == 20  # k3 and k0
+def test_gaps_over_the_boundary():
+    alone = straight([parameter(1)], ((), (), 10), ((0,), (), 11), ((), (), 12))  # from a kernel to itself
+    assert alone.gaps() == [Gap(0, 1, 1)] and alone.gap_ns(Gap(0, 1, 1)) == 12 + 10
+    program = straight([parameter(1)], ((), (), 10), ((0,), (), 10), ((0,), (), 10), ((), (), 10))
+    assert program.gaps() == [Gap(0, 2, 1)] and program.gap_ns(Gap(0, 2, 1)) == 20  # k3 and k0
 
 
 def test_operations():

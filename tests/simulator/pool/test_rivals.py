@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from simulator import Plan, simulate
-from simulator.pool import ALLOCATORS, Intervals, Packing, run, smartpool
+from simulator.pool import ALLOCATORS, Intervals, Packing, run
 from simulator.pool.online import caching, cnmem, cudamalloc, heap
 from simulator.pool.times import STEP_NS, allocation_ns
 from tests import tiny
@@ -55,11 +54,6 @@ def test_caching_takes_one_segment() -> None:
     packing = caching.pack(HOLES)
     assert (packing.offsets // KB).tolist() == [0, 4, 5, 7, 5, 0]
     assert (packing.footprint, packing.driver_mallocs, packing.driver_frees) == (2 * MB, 1, 0)
-
-
-def test_offline_first_fit_differs_from_both() -> None:
-    # By size: a 0, c on it at 4, e at 0; then b above c and e's at 6, d at 7, and f at 2, between e and c.
-    assert in_units(smartpool.pack(HOLES, fit="first"), KB) == ([0, 6, 4, 7, 0, 2], 8)
 
 
 # ------------------------------------------------------------------------------------------------- CnMem
@@ -240,10 +234,6 @@ def test_time_of_a_line_has_its_growth_in_it() -> None:
     assert allocation_ns("cudamalloc", line, DRIVER) == 2 * 100 + 2 * 10 + 4000
     # Two cudaMallocs of 1024 and 3072; freeing a looks at one entry, b at a's piece twice, freeing b at two.
     assert allocation_ns("cnmem", line, DRIVER) == 2 * 100 + 4096 + (1 + 2 + 2) * STEP_NS
-
-
-def test_the_simulator_does_not_pay_for_the_driver() -> None:
-    assert simulate(tiny.PROGRAM, Plan(), DRIVER, 180) == simulate(tiny.PROGRAM, Plan(), tiny.MACHINE, 180)
 
 
 def test_caching_gives_cached_segments_back_before_it_fails() -> None:
