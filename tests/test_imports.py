@@ -25,7 +25,7 @@ ABOVE = {"executor/fit.py": {"agents"}}  # what these files may import, too, ins
 # Of each package, from the first to the last; "" is its top, without __init__.py, which opens the door to all of it.
 ROOMS = {
     "simulator": ["", "compiled", "jobs", "pool"],
-    "agents": ["floor", "", "heuristics", "search", "exact", "learned"],
+    "agents": ["floor", "", "heuristics", "search", "learned"],
     "executor": ["memory", "capture", "training", "replay", "", "compiled", "integrations"],
     # The top has commands, which use all of them; so is the __main__ of a room.
     "experiments": [
