@@ -42,7 +42,6 @@ SLOW = (
     "mutation",
     "annealing",
     "lp_round",
-    "milp",
     "rerun_search",
     "policy",
     "policy_search",
