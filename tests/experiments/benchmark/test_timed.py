@@ -31,16 +31,6 @@ def test_home_search_within_no_limit_is_infeasible() -> None:
         simulation.home_search(chain(8), MACHINE, 6, 3, seed=1, limit=0.01)
 
 
-def test_several_jobs_are_simulated_and_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulation, "median_s", lambda call, times: times * len(call()) / 1e3)
-    program = chain(8)
-    # What is timed: a score, which has four figures, and the plans of both.
-    found = simulation.several([program, program], MACHINE, 0.7, 3 * program.ideal_ns, 10)
-    assert found == {"jobs_simulate_ms": 40.0, "jobs_plan_ms": 20.0}
-    with pytest.raises(Infeasible):
-        simulation.several([program, program], MACHINE, 0.01, program.ideal_ns, 1)
-
-
 def test_a_perfect_packing_fills_its_rectangle() -> None:
     blocks = packing.perfect(40, seed=3, width=60, height=50)
     assert len(blocks) == 40 and min(blocks.nbytes) >= 1 and min(blocks.upper - blocks.lower) >= 1
