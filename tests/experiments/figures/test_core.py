@@ -27,12 +27,6 @@ def settings(**changes: Any) -> DictConfig:
     })  # fmt: skip
 
 
-def changed(**entries: Any) -> DictConfig:
-    made = settings()
-    made.tasks.small.update(entries)
-    return made
-
-
 def test_a_task_as_a_user_runs_it() -> None:
     (task,) = core.tasks(settings())
     row = {**task, **core.run(task, Machine.load("h100"))}
@@ -45,9 +39,8 @@ def test_a_task_as_a_user_runs_it() -> None:
     assert all(one["gap"] >= 0 for one in runs if one["gap"] is not None)
     assert all(0 < one["simulator_calls"] <= 50 for one in runs[:2]) and not any(one["late"] for one in runs[:2])
     assert runs[-1]["gap"] <= runs[-2]["gap"]  # Capuchin is one of the published
-    heads, cells = core.FIGURE.table([row])
-    assert all(len(line) == len(heads) for line in cells) and {"50 calls", "0.05 s", "–"} == {c[0] for c in cells}
-    assert "small" in core.FIGURE.notes([row])[1]
+    _, cells = core.FIGURE.table([row])
+    assert {"50 calls", "0.05 s", "–"} == {line[0] for line in cells}
 
 
 def row(split: str, gaps: dict[str, list[float | None]]) -> core.Row:
@@ -70,13 +63,13 @@ def test_scores() -> None:
     _, (first, second) = core.FIGURE.table(rows)
     assert first[:3] == ["100 calls", "simulated annealing", "2.50"] and first[4:6] == ["1.50", "51.50"]
     assert second[1:3] == ["mutation search", "8.00"] and second[-2] == "1 of 4"
-    assert any("1.20 times" in note for note in core.FIGURE.notes(rows))
+    assert core.numbers(rows)["beyond"][0] == 1.2
 
 
 def test_another_program_is_refused() -> None:
-    (task,) = core.tasks(changed(fingerprint="0123456789ab"))
-    with pytest.raises(UsageError, match=r"small\.fingerprint: the suite is of 0123456789ab"):
-        core.run(task, Machine.load("h100"))
+    (task,) = core.tasks(settings())
+    with pytest.raises(UsageError, match=r"small\.fingerprint"):
+        core.run({**task, "fingerprint": "0123456789ab"}, Machine.load("h100"))
 
 
 def test_an_agent_of_ones_own_beside_the_results_that_are_there(tmp_path, monkeypatch) -> None:
@@ -109,13 +102,13 @@ def test_which_agents_are_asked_for() -> None:
     assert asked(None) is None
     assert asked("annealing") == known["agents"]
     assert asked(["annealing", "my.module:Mine"]) == {**known["agents"], "my.module:Mine": {"target": "my.module:Mine"}}
-    with pytest.raises(UsageError, match="agents: 'anealing' is neither 'module:Class' nor of the suite; the nearest"):
+    with pytest.raises(UsageError, match="agents: 'anealing'"):
         asked("anealing")
-    with pytest.raises(UsageError, match="agents: the suite core takes one, checkmate does not"):
+    with pytest.raises(UsageError, match=r"agents.*checkmate"):
         asked("annealing", "checkmate")
     for key in ("agents", "out"):
         given = {"agents": None, "quick": False, "jobs": None, "out": None, key: "annealing"}
-        with pytest.raises(UsageError, match=f"{key}: the suite speed takes none; its settings are speed.KEY"):
+        with pytest.raises(UsageError, match=rf"{key}.*speed"):
             benchmark.speed(DictConfig(given))
 
 
