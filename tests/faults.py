@@ -28,7 +28,7 @@ import yaml
 from agents.learned.policy_net import PolicyNet
 from agents.learned.training_state import TrainingStateError, read_training_state, read_weights, write_training_state
 from experiments.common import cli
-from experiments.rerun import repeated
+from experiments.common.resume import resumed_words
 from simulator import FormatError, Machine, Plan, PlanError, Program, Swap, simulate
 from simulator.files import read_json, write_json
 from simulator.pool.files import load
@@ -119,7 +119,7 @@ class Files:
             "timeline.json": Timeline.load,
             "machine.yaml": Machine.load,
             "workload.yaml": cli._workload_file,
-            "summary.json": lambda path: repeated(path.parent),
+            "summary.json": lambda path: resumed_words(path, []),
             "blocks.csv": load,
             "checkpoint.pt": read_training_state,
             "policy.pt": lambda path: read_weights(path, PolicyNet, "the policy"),
