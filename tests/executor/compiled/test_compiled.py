@@ -4,16 +4,13 @@ FX's interpreter, and look at what Inductor would launch."""
 import shutil
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from executor import compiled
@@ -286,37 +283,6 @@ def test_the_key_of_a_cache_names_all_that_a_plan_depends_on() -> None:
     others = [Partitioner(0.6, "h100"), Partitioner(0.5, "h200"), Partitioner(0.5, "h100", "capuchin"),
               Partitioner(0.5, "h100", planner), Partitioner(0.5, "h100", planner)]  # fmt: skip
     assert len({same, *(p.uuid() for p in others)}) == 6
-
-
-def _trained(model: nn.Module, net: nn.Module, rank: int) -> list[Tensor]:
-    """The parameters after two steps of this rank's batches."""
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for seed in (rank, rank + 2):
-        optimizer.zero_grad()
-        model(torch.randn(4, 64, 32, generator=torch.Generator().manual_seed(seed))).backward()
-        optimizer.step()
-    return [p.detach() for p in net.parameters()]
-
-
-def _rank(rank: int, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    plain, found = blocks(), []
-    expected = _trained(DistributedDataParallel(plain), plain, rank)
-    for partitioner in Partitioner(0.8, planner=QUICK), Partitioner(0.8, planner="autoswap_swdoa", mode="swap"):
-        net = blocks()
-        found += _trained(DistributedDataParallel(graphs(net, partitioner)), net, rank)
-        torch._dynamo.reset()
-        (graph,) = partitioner.graphs
-        assert graph.plan is not None and graph.plan.decisions
-    torch.testing.assert_close(found, [*expected, *expected])
-    torch.save(found, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
-
-
-def test_two_ranks_train_as_without(tmp_path: Path) -> None:
-    torch.multiprocessing.start_processes(_rank, (str(tmp_path),), nprocs=2, start_method="fork")
-    ours, theirs = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
-    assert all(map(torch.equal, ours, theirs))
 
 
 def test_kernels_of_one_cpp_call_give_their_memory_back_after_all_of_them() -> None:
