@@ -1,4 +1,4 @@
-"""Models that nobody here wrote, small, with random weights; and a few networks as people write them.
+"""Models of other libraries, small, with random weights.
 
 An entry returns a model, its loss, its optimizer, and a function that makes batches ``(x, y)``.
 """
@@ -241,158 +241,7 @@ entry("LSTM")(recurrent(nn.LSTM))
 entry("GRU")(recurrent(nn.GRU))
 
 
-# ------------------------------------------------------------------------------------------------ as people write them
-
-
-def images(size: int = 32, channels: int = 3) -> Tensor:
-    return torch.rand(4, channels, size, size)
-
-
-@entry("U-Net")
-def unet() -> Parts:
-    def block(a: int, b: int) -> nn.Module:
-        return nn.Sequential(
-            nn.Conv2d(a, b, 3, padding=1), nn.GroupNorm(4, b), nn.SiLU(), nn.Conv2d(b, b, 3, padding=1)
-        )
-
-    class UNet(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.down = nn.ModuleList([block(3, 16), block(16, 32), block(32, 64)])
-            self.up = nn.ModuleList([block(96, 32), block(48, 16)])
-            self.out = nn.Conv2d(16, 2, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            skips: list[Tensor] = []
-            for down in self.down:
-                x = down(functional.max_pool2d(x, 2) if skips else x)
-                skips.append(x)
-            for up, skip in zip(self.up, skips[-2::-1], strict=True):
-                x = up(torch.cat([functional.interpolate(x, scale_factor=2), skip], 1))
-            return self.out(x)
-
-    model = UNet()
-    return model, functional.cross_entropy, adamw(model), lambda: (images(), torch.randint(2, (4, 32, 32)))
-
-
-@entry("VAE")
-def vae() -> Parts:
-    class VAE(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encode = nn.Sequential(nn.Flatten(), nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 32))
-            self.decode = nn.Sequential(nn.Linear(16, 256), nn.ReLU(), nn.Linear(256, 784), nn.Sigmoid())
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            mean, log_variance = self.encode(x).chunk(2, 1)
-            z = mean + torch.randn_like(mean) * (log_variance / 2).exp()
-            return self.decode(z), mean, log_variance
-
-    def loss(out: tuple[Tensor, Tensor, Tensor], x: Tensor) -> Tensor:
-        image, mean, log_variance = out
-        divergence = -0.5 * (1 + log_variance - mean**2 - log_variance.exp()).sum()
-        return functional.binary_cross_entropy(image, x.flatten(1), reduction="sum") + divergence
-
-    model = VAE()
-
-    def batch() -> tuple[Tensor, Tensor]:
-        x = torch.rand(32, 1, 28, 28)
-        return x, x.clone()
-
-    return model, loss, adamw(model), batch
-
-
-@entry("GAN's generator")
-def gan() -> Parts:
-    class Generator(nn.Module):
-        """Trained against a discriminator that stays as it is in this step."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.generate = nn.Sequential(
-                nn.ConvTranspose2d(32, 32, 4), nn.BatchNorm2d(32), nn.ReLU(), nn.ConvTranspose2d(32, 16, 4, 2, 1),
-                nn.BatchNorm2d(16), nn.ReLU(), nn.ConvTranspose2d(16, 3, 4, 2, 1), nn.Tanh(),
-            )  # fmt: skip
-            self.judge = nn.Sequential(nn.Conv2d(3, 16, 4, 2, 1), nn.LeakyReLU(0.2), nn.Flatten(), nn.Linear(1024, 1))
-            self.judge.requires_grad_(False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.judge(self.generate(x))
-
-    model = Generator()
-    optimizer = torch.optim.Adam(model.generate.parameters(), betas=(0.5, 0.999))
-    return (
-        model,
-        functional.binary_cross_entropy_with_logits,
-        optimizer,
-        lambda: (torch.randn(8, 32, 1, 1), torch.ones(8, 1)),
-    )
-
-
-@entry("mixture of experts")
-def mixture() -> Parts:
-    class Mixture(nn.Module):
-        """Each token goes to the two experts that the gate prefers, all of which see a weight of 0 for the others."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate, self.head = nn.Linear(64, 4), nn.Linear(64, 8)
-            self.experts = nn.ModuleList(
-                nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(4)
-            )
-
-        def forward(self, x: Tensor) -> Tensor:
-            weights, chosen = self.gate(x).softmax(-1).topk(2)
-            spread = torch.zeros(*x.shape[:-1], 4).scatter(-1, chosen, weights)
-            return self.head(x + sum(spread[..., i, None] * expert(x) for i, expert in enumerate(self.experts)))
-
-    model = Mixture()
-    return model, of_tokens, adamw(model), lambda: (torch.randn(4, 32, 64), torch.randint(8, (4, 32)))
-
-
-@entry("physics-informed network")
-def physics() -> Parts:
-    """Its loss has a gradient in it."""
-
-    class Field(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = x.detach().requires_grad_()
-            u = self.net(x)
-            (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
-            return slope + u
-
-    model = Field()
-    return model, functional.mse_loss, adamw(model), lambda: (torch.rand(256, 1), torch.zeros(256, 1))
-
-
 # ------------------------------------------------------------------------------------------------ extras
-
-
-def timm(name: str, **options: Any) -> Callable[[], Parts]:
-    def make() -> Parts:
-        model = importlib.import_module("timm").create_model(name, num_classes=4, **options)
-        return model, functional.cross_entropy, sgd(model), lambda: (images(64), torch.randint(4, (4,)))
-
-    return make
-
-
-entry("EfficientNet (timm)", "timm")(timm("efficientnet_b0", drop_path_rate=0.1))
-entry("ConvNeXt (timm)", "timm")(timm("convnext_atto"))
-entry("MLP-Mixer (timm)", "timm")(timm("mixer_s32_224", img_size=64))
-
-
-@entry("DeepLabV3 (torchvision)", "torchvision")
-def deeplab() -> Parts:
-    make = importlib.import_module("torchvision.models.segmentation").deeplabv3_mobilenet_v3_large
-    model = make(weights=None, weights_backbone=None, num_classes=2)
-    return (
-        model, lambda out, y: functional.cross_entropy(out["out"], y), sgd(model),
-        lambda: (images(64), torch.randint(2, (4, 64, 64))),
-    )  # fmt: skip
 
 
 @entry("U-Net (diffusers)", "diffusers")
@@ -410,5 +259,8 @@ def diffusers() -> Parts:
         def forward(self, x: tuple[Tensor, Tensor]) -> Tensor:
             return self.model(*x).sample
 
+    def batch() -> tuple[Any, Any]:
+        return (torch.rand(4, 3, 16, 16), torch.randint(1000, (4,))), torch.rand(4, 3, 16, 16)
+
     model = Denoiser()
-    return model, functional.mse_loss, adamw(model), lambda: ((images(16), torch.randint(1000, (4,))), images(16))
+    return model, functional.mse_loss, adamw(model), batch
