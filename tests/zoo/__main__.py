@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import importlib.util
 import sys
 import time
 import warnings
@@ -23,13 +22,12 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._pytree import tree_leaves
 
 from executor import CaptureError, FitError, StepError, fit
-from tests.zoo.models import MODELS, NEEDS, Parts
+from tests.zoo.models import MODELS, Parts
 
 STEPS, PART = 3, 0.7
 # Bytes that MemTracker counts more than the program, and why.
 KNOWN = {
     "Mamba": (253_952, "under MemTracker, a mode of dispatch, autograd adds gradients into new tensors, else in place"),
-    "BART": (-32_768, "transformers drops a mask of ones after a look at it, and keeps it in any trace"),
     "Swin": (
         -32_768,
         "PyTorch's trace of a layer norm's gradient has other strides than the operator, and copies once",
@@ -175,10 +173,6 @@ def main(arguments: list[str]) -> int:
     warnings.simplefilter("ignore")  # models' own, and what a library takes in the first step beside its operators
     print(HEAD, end="")
     for name in chosen:
-        if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
-            lines.append(f"| {name} | | | | | | left out, {NEEDS[name]} is not installed |")
-            print(lines[-1])
-            continue
         try:
             row = look(name)
         except Exception as error:  # what no user should see
