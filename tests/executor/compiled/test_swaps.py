@@ -2,7 +2,6 @@
 
 import gc
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,14 +21,7 @@ from tests.executor.compiled.test_compiled import Net, blocks, graphs, peak, ste
 SWAPS = "autoswap_swdoa"
 
 
-@pytest.fixture(autouse=True)
-def _reset() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-    assert not POOL.under_way
-
-
+@pytest.mark.nightly
 def test_a_compiled_model_swaps_as_planned_in_the_memory_that_was_predicted() -> None:
     net, x = blocks(), torch.randn(4, 64, 32)
     expected = step(torch.compile(net, dynamic=False), net, x)
@@ -70,7 +62,7 @@ def test_some_swapped_and_some_run_again() -> None:
     assert graph.peak_bytes <= graph.limit
 
 
-@pytest.mark.parametrize("way", ["offload", "reload"])
+@pytest.mark.parametrize("way", ["offload", pytest.param("reload", marks=pytest.mark.nightly)])
 def test_a_wait_that_is_missing_shows_in_the_gradients(way: str) -> None:
     class Wrong(Partitioner):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:

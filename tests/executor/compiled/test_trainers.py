@@ -1,6 +1,6 @@
 """Compiled, planned models in other training loops: DistributedDataParallel (two processes) and Lightning's Trainer."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,6 @@ def with_inductor(net: nn.Module, memory: float) -> tuple[Any, Callable[[], Any]
 
 
 BACKENDS = [with_interpreter, pytest.param(with_inductor, marks=pytest.mark.nightly)]
-
-
-@pytest.fixture(autouse=True)
-def _reset() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def trained_in_ddp(make: Any, memory: float, rank: int) -> list[Tensor]:
