@@ -240,8 +240,8 @@ def test_batches_of_every_shape(tiny_mlp: Tiny) -> None:
     step = both.step
     limit, first = step.limit, step.plan
     for count in (256, 300, 256, 64, 300):
-        state = torch.get_rng_state()
-        step.step_for(*rows(count))
+        batch, state = rows(count), torch.get_rng_state()
+        step.step_for(*batch)
         assert torch.equal(state, torch.get_rng_state())
         both.train(count)
         assert step.limit == step.present.limit == limit and step.report().limit == limit

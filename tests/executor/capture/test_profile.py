@@ -1,6 +1,5 @@
 """Profiles: every kernel runs alone, indices stay in range, and a profile fits one program only."""
 
-import contextlib
 import functools
 from dataclasses import replace
 
@@ -120,22 +119,6 @@ def test_the_random_state_of_the_device_that_is_measured_is_kept(device, index, 
     with pytest.raises(Asked) as asked:
         measure(shared(), device)
     assert asked.value.args == ([index],)
-
-
-def test_constants_are_placed_once_and_not_in_every_step():
-    class Scaled(Images):
-        def forward(self, x):
-            return super().forward(x * torch.tensor([0.5, 2.0, 1.0]).view(3, 1, 1))
-
-    step = captured(Scaled)
-    cpu = torch.device("cpu")
-    places = dict.fromkeys(step.graph.graph.nodes, cpu)
-    runner = StepRunner(step, cpu, places, _fresh, True)
-    constants = [w.node for w in runner.work if w.node.op == "get_attr"]
-    assert any(isinstance(runner.start[node], torch.Tensor) for node in constants)
-    for node in constants:  # a step does not look there any more
-        delattr(step.graph, node.target)
-    runner._run(lambda k, call: call())
 
 
 def test_in_a_step_the_kernels_run_in_order_on_their_own_results():
@@ -261,43 +244,6 @@ def test_attention_runs_backward_with_what_its_forward_pass_has_drawn():
     assert found["philox_seed"] is drawn[0] and found["philox_offset"] is drawn[1]
 
 
-def test_a_step_in_rows_is_timed_with_events_around_each(monkeypatch):
-    """By a clock that goes on by 3 us with every event, and by 5 with every kernel."""
-    now, log = [0], []
-
-    class Event:
-        def __init__(self, enable_timing):
-            assert enable_timing
-
-        def record(self):
-            now[0] += 3
-            self.at = now[0]
-
-        def elapsed_time(self, other):
-            return (other.at - self.at) / 1000
-
-    step = shared()
-    runner = StepRunner(step, torch.device("cpu"), _Runner(step, torch.device("cpu"), 1).devices, _fresh, False)
-    kernels = [w.kernel for w in runner.work if w.kernel >= 0]
-    run = runner._run
-
-    def ticking(around):
-        def tick(k, call):
-            now[0] += 5
-            return call()
-
-        run(lambda k, call: around(k, lambda: tick(k, call)))
-
-    monkeypatch.setattr(runner, "_run", ticking)
-    monkeypatch.setitem(StepRunner._between.__globals__, "SEGMENT", 20)
-    for name, stand_in in (("Event", Event), ("synchronize", lambda *a: None), ("_sleep", log.append),
-                           ("device", lambda device: contextlib.nullcontext())):  # fmt: skip
-        monkeypatch.setattr(torch.cuda, name, stand_in)
-    singles, rows = runner._between(100, 1), runner._between(100, 20)
-    assert singles == [(k, 8000) for k in kernels] and len(log) == 2 * len(rows) == 2 * -(-len(kernels) // 20)
-    assert sum(ns for _, ns in rows) == 5000 * len(kernels) + 3000 * len(rows) and rows[-1][0] == kernels[-1]
-
-
 def test_kernels_in_a_row_take_no_longer_than_the_row():
     assert together([10_000, 10_000, 100_000], 114_000) == [8000, 8000, 98_000]  # each 2,000 less
     assert together([5, 6], 20) == [5, 6]  # gaps are no kernel's
@@ -329,17 +275,3 @@ def test_on_a_gpu(kind, cache, monkeypatch):
     assert profile.workspaces is not None and len(profile.workspaces) == len(step.nodes)
     assert with_profile(step.program.with_durations(profile.durations_ns), profile).ideal_ns > 0
     measure(captured(Images), "cuda", str(Machine.load("h200").name), repeats=2, cache=cache)  # captured on the CPU
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_a_cold_cache_is_slower_on_a_gpu():
-    """An addition of tensors that fit the cache takes longer where they have to come from memory."""
-    side = int((cache_bytes(torch.device("cuda")) / 32) ** 0.5)  # two inputs and a result of an eighth of it each
-    model = nn.Linear(side, side, bias=False).cuda()
-    model.forward = lambda x: x + model.weight
-    batch = torch.randn(side, side, device="cuda"), torch.randn(side, side, device="cuda")
-    step = capture(model, nn.MSELoss(), None, batch)
-    k = next(k for k, n in enumerate(step.nodes) if n and "aten.add" in str(n[0].target))
-    hot, cold = (measure(step, "cuda", repeats=15, cache=cache).durations_ns[k] for cache in ("hot", "cold"))
-    assert cold > 1.2 * hot
