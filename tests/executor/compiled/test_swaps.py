@@ -150,11 +150,11 @@ def test_the_callers_batch_in_another_layout_is_not_swapped(monkeypatch: pytest.
     assert batches and not batches & joint.movable and joint.movable
 
 
-def test_the_operators_elsewhere_are_as_they_were() -> None:
+def test_what_is_no_swap_is_refused() -> None:
     on_the_cpu()
-    with pytest.raises(RuntimeError, match="no pending transfer"):
+    with pytest.raises(RuntimeError, match="no pending transfer"):  # as PyTorch's operator says without a copy
         torch.ops.ao.wait_tensor(torch.ones(2))
-    with pytest.raises(ValueError, match="mode: expected 'swap', 'recompute' or 'joint', got 'offload'"):
+    with pytest.raises(ValueError, match=r"^mode: .* got 'offload'"):
         Partitioner(0.5, mode="offload")
     nothing = torch.fx.GraphModule(torch.nn.Module(), torch.fx.Graph())
     with pytest.raises(compiled.CompileError, match=r"^mode: 'joint' is for executor\.compiled\.compile"):
