@@ -38,19 +38,6 @@ def test_every_key_is_in_the_help(name: str) -> None:
         assert "agent.optimizer=sgd" in helping.text(CONFIGS, name, "", ["agent=dqn_paper"])
 
 
-def test_where_a_meaning_is_written(tmp_path: Path) -> None:
-    file = tmp_path / "a.yaml"
-    file.write_text(
-        "# About the file.\ndefaults:\n  - one: two  # which\n  - _self_\na: 1  # first\n  # and more\n"
-        "# above\nb: ['#', 2]\nc:  # of d\n  d: x  # inside\n  e: 3\nf: null\nhydra: {}\n"
-    )
-    assert helping.keys(file) == [
-        ("a", "1", "first and more"), ("b", "['#', 2]", "above"), ("c", "", "of d"), ("c.d", "x", "inside"),
-        ("c.e", "3", ""), ("f", "null", ""),
-    ]  # fmt: skip
-    assert helping.keys(file, "defaults") == [("one", "two", "which")]
-
-
 def test_a_command_prints_its_help(run: Run, tmp_path: Path) -> None:
     done = run("evaluate", "machine=h100", "--help")
     assert done.returncode == 0, done.stderr
