@@ -109,6 +109,21 @@ def run(tmp_path: Path) -> Run:
     return call
 
 
+@pytest.fixture
+def start(tmp_path: Path) -> Run:
+    """Runs ``python -m experiments.<name>`` as ``run``, in a process and session of its own."""
+    (work := tmp_path / "work").mkdir(exist_ok=True)
+
+    def call(name: str, *words: object) -> Done:
+        return subprocess.run(
+            [sys.executable, "-m", f"experiments.{name}", *map(str, words)], cwd=work, check=False, text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, capture_output=True,
+            start_new_session=True,
+        )  # fmt: skip
+
+    return call
+
+
 def status_of(typed: list[str]) -> int:
     """Runs a module as ``python -m`` does, and returns its exit status."""
     sys.argv[:] = ["-m", *typed[1:]]

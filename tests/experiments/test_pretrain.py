@@ -56,10 +56,10 @@ def test_a_small_training(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_on_ray_the_lessons_and_weights_are_the_same(run: Run, tmp_path: Path) -> None:
+def test_on_ray_the_lessons_and_weights_are_the_same(start: Run, tmp_path: Path) -> None:
     made = []
     for name, words in (("here", ()), ("ray", ("launcher=ray", "jobs=2"))):
-        done = run("pretrain", *SMALL, *words, f"out={tmp_path / name}")
+        done = start("pretrain", *SMALL, *words, f"out={tmp_path / name}")
         assert done.returncode == 0, done.stderr
         files = ("lessons-0.jsonl", "lessons-1.jsonl", "structure2vec-0/policy.pt")
         made.append([(tmp_path / name / file).read_bytes() for file in files])

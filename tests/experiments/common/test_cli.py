@@ -1,8 +1,6 @@
 """The entry points as a user meets them: their keys, and what they write."""
 
 import json
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from agents.learned.planner import DQN, DQNPaper
 from experiments.common import cli
 from simulator import Machine, Plan, Program, Swap, simulate
 from simulator.compiled.engine import Engine, rows_of
-from tests.experiments.conftest import ROOT, Run, check_rows, refused, rows_in
+from tests.experiments.conftest import Run, check_rows, refused, rows_in
 
 GPU = Machine.load("gtx1080ti")
 
@@ -46,10 +44,8 @@ SLOW = ("plan", "train_dqn", "train_sb3", "validate_gpu")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.nightly] * (n in SLOW)) for n in SMOKE])
-def test_a_command_runs_in_a_process_of_its_own(name: str, program_file: Path, tmp_path: Path) -> None:
-    words = SMOKE[name].format(program=program_file).split()
-    done = subprocess.run([sys.executable, "-m", f"experiments.{name}", *words], cwd=tmp_path, text=True,
-                          env={"PYTHONPATH": str(ROOT), "PATH": ""}, capture_output=True, check=False)  # fmt: skip
+def test_a_command_runs_in_a_process_of_its_own(name: str, start: Run, program_file: Path) -> None:
+    done = start(name, *SMOKE[name].format(program=program_file).split())
     assert done.returncode == 0 and done.stdout, done.stderr
 
 

@@ -124,10 +124,12 @@ def test_a_launcher_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(("launcher", "planner"), [
     ("joblib", "lp_round"), ("submitit_local", "autoswap_doa"), ("ray", "lp_round"),
 ])  # fmt: skip
-def test_a_sweep_on_other_launchers(launcher: str, planner: str, run: Run, program_file: Path, tmp_path: Path) -> None:
+def test_a_sweep_on_other_launchers(
+    launcher: str, planner: str, start: Run, program_file: Path, tmp_path: Path
+) -> None:
     """A planner that is slow has a process of its own under each job: what runs there must not belong to __main__."""
     words = (f"program={program_file}", "limits=[0.5],[0.55]", f"planners=[{planner}]", "calls=100", "jobs=2")
-    done = run("evaluate", "-m", *words, f"hydra/launcher={launcher}")
+    done = start("evaluate", "-m", *words, f"hydra/launcher={launcher}")
     assert done.returncode == 0, done.stderr
     found = [json.loads(file.read_text()) for file in (tmp_path / "work").glob("runs/evaluate-*/summary.json")]
     assert sorted(one["config"]["limits"][0] for one in found) == [0.5, 0.55]
@@ -135,7 +137,7 @@ def test_a_sweep_on_other_launchers(launcher: str, planner: str, run: Run, progr
         assert len(one["results"]) == 1 and one["command"][:4] == ["python", "-m", "experiments.evaluate", "-m"]
     if launcher == "ray":  # prints as without it: each job's table whole, nothing of Ray's, and nothing on stderr
         assert done.stderr == ""
-        here = run("evaluate", "-m", *words)
+        here = start("evaluate", "-m", *words)
         timed = re.compile(r"\d{8}-\d{6}(-\d+)?|[\d.]+ m?s")  # names of directories, and what a clock measured
         said, expected = (
             sorted(timed.sub("", line).split() for line in text.splitlines()) for text in (done.stdout, here.stdout)
