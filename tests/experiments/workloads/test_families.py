@@ -7,6 +7,7 @@ import torch
 
 from experiments import figures, workloads
 from experiments.workloads import WorkloadError
+from simulator import Machine
 from tests.experiments.workloads.conftest import CONFIGS, config
 
 CIFAR, IMAGENET = {"image": 32, "classes": 10}, {"image": 224, "classes": 1000}
@@ -41,11 +42,33 @@ TINY = {
     "vit_l": {"batch_size": 2, "layers": 1, "image": 32},
     "yolov3": {"stages": "1-1-1-1-1", "width": 4, "image": 64},
 }  # fmt: skip
+# As they are bundled: parameters, kernels, MiB at the peak.
+SIZES = {
+    "alexnet": (62_378_344, 157, 3_754), "bert": (109_514_298, 2_512, 18_084),
+    "convnext_tiny": (28_589_128, 1_089, 3_584), "densenet121": (7_978_856, 2_557, 5_962),
+    "fc_densenet": (9_322_091, 4_331, 3_630), "gpt2_medium": (354_823_168, 3_978, 22_707),
+    "gpt2_small": (124_439_808, 2_022, 6_411), "hourglass": (6_570_400, 3_586, 3_169),
+    "inception_v3": (23_834_568, 1_604, 4_027), "inception_v3_cifar": (21_806_058, 1_600, 3_769),
+    "inception_v4": (42_679_816, 2_524, 6_696), "kmeans": (0, 170, 847), "llama": (307_251_200, 741, 5_580),
+    "llama3_8b": (1_923_125_248, 743, 29_051), "lstm": (240_321, 4_011, 804),
+    "mixtral": (6_067_228_672, 2_287, 48_349), "mlp": (62_971_914, 124, 1_153), "mobilenet": (3_217_226, 453, 631),
+    "mobilenet_v2": (3_504_872, 879, 2_434), "plain20": (4_286_026, 325, 1_146),
+    "qwen3": (2_016_449_536, 831, 31_618), "randwire": (5_847_837, 4_490, 3_813),
+    "regnet_x_400mf": (5_495_976, 1_193, 817), "resnet101": (62_739_402, 1_972, 7_764),
+    "resnet101_imagenet": (44_549_160, 1_745, 4_115), "resnet152_imagenet": (60_192_808, 2_595, 5_779),
+    "resnet18": (11_178_762, 395, 1_396), "resnet18_cifar": (11_173_962, 351, 940),
+    "resnet34": (21_290_634, 699, 2_660), "resnet50": (32_619_210, 1_003, 4_134),
+    "resnet50_imagenet": (25_557_032, 895, 2_721), "resnet_stochastic": (1_732_010, 2_244, 885),
+    "squeezenet": (734_986, 523, 619), "transformer": (63_084_544, 3_071, 11_473),
+    "unet": (31_030_658, 260, 6_500), "vgg11": (9_494_794, 213, 302), "vgg13": (9_679_690, 255, 426),
+    "vgg16": (14_991_946, 318, 506), "vgg16_imagenet": (138_357_544, 189, 5_426), "vgg19": (20_304_202, 381, 586),
+    "vit_l": (304_326_632, 4_139, 54_507), "yolov3": (61_949_149, 1_255, 4_135),
+}  # fmt: skip
 NO_FIGURE = ("mobilenet_v2", "regnet_x_400mf", "convnext_tiny")
 
 
 def test_every_configuration_is_here():
-    assert {path.stem for path in CONFIGS.glob("*.yaml")} == {*TINY, "module", "huggingface"}
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} - {"module", "huggingface"} == set(TINY) == set(SIZES)
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -61,6 +84,16 @@ def test_a_configuration_builds_with_the_keys_of_its_family(name):
     half = name in ("llama3_8b", "qwen3", "mixtral", "vit_l")
     assert {p.dtype for p in model.parameters()} <= {torch.bfloat16 if half else torch.float32}
     assert config(name)["name"] == name and (figures.label(name) != name or name in NO_FIGURE)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if size[1] < 400 else pytest.mark.nightly) for n, size in SIZES.items()]
+)
+def test_sizes(name):
+    program = workloads.load(config(name), Machine.load("h100")).program
+    parameters, kernels, peak = SIZES[name]
+    assert sum(p.numel() for p in workloads.build(config(name))[0].parameters()) == parameters
+    assert (len(program.kernels), round(program.peak_bytes / 2**20)) == (kernels, peak)
 
 
 about = partial(pytest.approx, rel=0.01)
