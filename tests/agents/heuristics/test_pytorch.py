@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 import agents
 from agents.heuristics.layers import feature_maps
 from agents.heuristics.memonger import splits
@@ -66,15 +64,6 @@ def test_nine_layers_by_hand() -> None:
     assert again == 2 * ["m4", "r4", "m5", "r5", "m6", "m1", "r1", "m2", "r2", "m3"]
 
 
-def test_wide_layers_turn_the_order_round() -> None:
-    # all: 8 a_i and h9 and a9: 90 + 100. sqrt: a3, a6 and the last three layers: 20 + 3 (100 + 10).
-    program = chain(9, h=100)
-    for name, least in (("checkpoint_all", 190), ("checkpoint_sqrt", 350)):
-        agents.make(name, min_bytes=1).plan(program, MACHINE, least)
-        with pytest.raises(agents.Infeasible, match=f"{name}: .* smallest limit it can reach is {least} bytes"):
-            agents.make(name, min_bytes=1).plan(program, MACHINE, least - 1)
-
-
 def test_checkpointing_does_not_depend_on_the_limit() -> None:
     program = chain(5)  # isqrt(5) = 2 segments of 2 and 3 layers
     plan = agents.make("checkpoint_sqrt", min_bytes=1).plan(program, MACHINE, program.peak_bytes)
@@ -123,16 +112,6 @@ def test_offload_all_by_hand() -> None:
     assert spans == {("swap_out", 1): 20, ("swap_out", 2): 70, ("swap_in", 2): 140, ("swap_in", 1): 200}
 
 
-@pytest.mark.parametrize("program", [tiny.PROGRAM, chain(4), chain(6, h=30)])
-def test_plain_swaps_are_faster_than_save_on_cpu(program: Program) -> None:
-    plan = agents.make("offload_all", min_bytes=10).plan(program, MACHINE, program.peak_bytes)
-    times = []
-    for change in ({}, {"sync": False}, {"sync": False, "prefetch": None}):
-        swaps = tuple(replace(d, **change) for d in plan.decisions)
-        times.append(simulate(program, replace(plan, decisions=swaps), MACHINE, program.peak_bytes).iteration_ns)
-    assert times[0] > times[1] >= times[2]
-
-
 def test_each_backward_kernel_unpacks_its_own_copy() -> None:
     kernels = (
         Kernel("f1", "matmul", "forward", (), (0,), 10),
@@ -176,8 +155,6 @@ def test_the_budget_is_tuned_to_the_limit() -> None:
         plan = agents.make("activation_budget", min_bytes=1).plan(THREE, MACHINE, limit)
         assert names(THREE, plan) == gone
         assert simulate(THREE, plan, MACHINE, limit).iteration_ns == THREE.ideal_ns + extra  # m1 takes 30
-    with pytest.raises(agents.Infeasible, match="smallest limit it can reach is 30 bytes"):
-        agents.make("activation_budget", min_bytes=1).plan(THREE, MACHINE, 29)
 
 
 def test_small_results_and_draws_are_banned() -> None:
@@ -213,11 +190,3 @@ def test_the_knapsack_is_exact() -> None:
     assert taken[2, 4000] and taken[1, 4000 - 2000] and not taken[0, 0]
     assert taken[0, 2500] and not taken[0, 2499] and not taken[1, 2500]
     assert not knapsack([UNITS + 1], [5]).any()
-
-
-def test_only_the_budget_can_do_nothing() -> None:
-    program = chain(4)
-    full = {name: len(agents.make(name, min_bytes=1).plan(program, MACHINE, program.peak_bytes).decisions)
-            for name in ("activation_budget", "checkpoint_sqrt", "checkpoint_all", "offload_all")}  # fmt: skip
-    # 2 segments of 2: h1 a1 h2; h1 h2 h3; h1 … h4 and a1 a2 a3
-    assert full == {"activation_budget": 0, "checkpoint_sqrt": 3, "checkpoint_all": 3, "offload_all": 7}

@@ -121,11 +121,8 @@ def test_a_choice_that_makes_the_iteration_longer_is_undone() -> None:
     assert simulate(EARLY, plan, MACHINE, limit).iteration_ns == 180  # the trade of the last lines above
     found = filled(EARLY, plan, limit)
     assert found.variants == () and simulate(EARLY, found, MACHINE, limit).iteration_ns == 160
-
-
-def test_the_plans_own_choice_is_kept_where_it_is_shorter() -> None:
-    plan, limit = Plan((Swap(0, 0, 3),), variants=((2, 0),)), 100
-    assert filled(EARLY, plan, limit, FAST, refine=False) == plan  # the profile of the least workspaces finds nothing
+    # With fast copies it is shorter than what the profile of the least workspaces finds, and kept.
+    assert filled(EARLY, plan, limit, FAST, refine=False) == plan
 
 
 @given(st.data())
@@ -196,47 +193,31 @@ def test_a_limit_below_the_peak_of_fast_algorithms() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["superneurons", "autoswap_swdoa", "annealing", "smartpool+autoswap"])
-def test_every_planner_plans_for_tensors_and_then_fills(name: str) -> None:
-    program, options = network(), {"min_bytes": 1}
-    for limit in (75, 95, 130):
-        runs = program.with_variants(least_workspaces(program))
-        alone = agents.make(name, **options).plan(runs, MACHINE, limit)
-        plan = plan_with_variants(agents.make(name, **options), program, MACHINE, limit, own=False)
+@pytest.mark.parametrize("name", ["superneurons", "autoswap_swdoa", "smartpool+autoswap"])
+def test_every_planner_plans_for_tensors_then_fills_and_never_loses_to_fast_algorithms(name: str) -> None:
+    program, shorter = network(), 0
+    for limit in (75, 95, *range(100, 157, 8)):
+        both, filled, own = (agents.make(name, min_bytes=1) for _ in range(3))
+        alone = own.plan(program.with_variants(least_workspaces(program)), MACHINE, limit)
+        plan = plan_with_variants(filled, program, MACHINE, limit, own=False)
         assert plan.decisions == alone.decisions and plan.limit == alone.limit <= limit
         least = replace(plan, variants=least_workspaces(program))
-        times = [simulate(program, p, MACHINE, plan.limit).iteration_ns for p in (least, plan)]
-        assert times[1] <= times[0]
-        if name == "smartpool+autoswap":  # its addresses are for these workspaces
-            assert plan == least
-
-
-@pytest.mark.parametrize("name", ["superneurons", "autoswap_swdoa", "smartpool+autoswap"])
-def test_no_planner_loses_to_its_plan_for_fast_algorithms(name: str) -> None:
-    program, options = network(), {"min_bytes": 1}
-    shorter = 0
-    for limit in range(100, 157, 8):
-        planner = agents.make(name, **options)
-        plan = plan_with_variants(planner, program, MACHINE, limit)
-        others = [plan_with_variants(agents.make(name, **options), program, MACHINE, limit, own=False)]
+        assert plan == least or name != "smartpool+autoswap"  # its addresses are for these workspaces
+        others = [plan, least]
         try:
-            others.append(agents.make(name, **options).plan(program, MACHINE, limit))
+            others.append(own.plan(program, MACHINE, limit))
         except agents.Infeasible:
             pass
-        times = [simulate(program, p, MACHINE, p.limit).iteration_ns for p in (plan, *others)]
-        assert times[0] <= min(times[1:])
-        shorter += times[0] < times[1]
-        assert plan.fingerprint == program.fingerprint and planner.simulator_calls > len(others)
+        times = [simulate(program, p, MACHINE, p.limit).iteration_ns for p in others]
+        best = plan_with_variants(both, program, MACHINE, limit)
+        assert simulate(program, best, MACHINE, best.limit).iteration_ns <= min(times) and times[0] <= times[1]
+        shorter += min(times) < times[0]
+        assert best.fingerprint == program.fingerprint and both.simulator_calls >= len(others)
     assert shorter  # planning for fast algorithms is worth something
 
 
 def test_superneurons_has_the_option() -> None:
     program, limit = network(), 95
-    planner = agents.make("superneurons", min_bytes=1, workspace=True)
-    plan = planner.plan(program, MACHINE, limit)
+    plan = agents.make("superneurons", min_bytes=1, workspace=True).plan(program, MACHINE, limit)
     paper = plan_with_variants(agents.make("superneurons", min_bytes=1), program, MACHINE, limit, own=False)
     assert plan == paper and plan.variants
-    assert planner.simulator_calls > agents.make("superneurons", min_bytes=1).simulator_calls
-    assert simulate(program, plan, MACHINE, limit).peak_bytes <= limit
-    with pytest.raises(agents.Infeasible):
-        planner.plan(program, MACHINE, 20)
