@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings, strategies as st
+from hypothesis import assume, given, strategies as st
 
 import agents
 from agents.floor import bound as bound_module, floor
-from agents.floor.groups import Groups
-from agents.floor.lp import Linear, Solver, rounded
-from agents.floor.transfers import _beside
+from agents.floor.lp import Solver
 from simulator import Engine, Kernel, Machine, Plan, Program, Recompute, Rerun, Swap, Tensor, Timeline, simulate
-from simulator.machine import ALONE
 from simulator.modes import MODES
 from simulator.plan import PlanError
 from simulator.schedule import lower
@@ -164,26 +160,6 @@ def test_what_two_engines_hide_one_cannot_and_a_shared_link_in_part() -> None:
         assert floor(program, machine, 200).iteration_ns == program.ideal_ns + extra
 
 
-def test_a_link_that_is_slower_with_both_directions_than_with_one_after_the_other() -> None:
-    """A quarter out, a half in: no floor may ask for more than one after the other takes, as with one engine."""
-    slow = replace(MACHINE, duplex_h2d_bytes_per_s=5 * 10**8, duplex_d2h_bytes_per_s=25 * 10**7)
-    assert _beside(slow) == _beside(replace(MACHINE, copy_engines=1)) == {(1.0, 1.0)}
-
-
-@settings(max_examples=300)
-@given(*[st.integers(0, 10**9)] * 2, *[st.integers(0, 1000)] * 3)
-def test_what_both_directions_get_done(back: int, out: int, both: int, out_alone: int, in_alone: int) -> None:
-    """Whatever time both are busy and each alone, no edge is above it; each is met by one direction alone."""
-    machine = replace(MACHINE, duplex_h2d_bytes_per_s=back, duplex_d2h_bytes_per_s=out)
-    s, r = machine.d2h_share / ALONE, machine.h2d_share / ALONE
-    done, returned, time = out_alone + s * both, in_alone + r * both, both + out_alone + in_alone
-    edges = _beside(machine)
-    assert all(f * done + h * returned <= time * (1 + 1e-12) for f, h in edges)
-    assert max(f for f, _ in edges) == max(h for _, h in edges) == 1.0
-    if s + r >= 1:  # and by both together
-        assert all(f * s + h * r == pytest.approx(1.0) for f, h in edges)
-
-
 def test_transfers_hide_behind_kernels_by_hand() -> None:
     # Of 100 ns out 40 are hidden before the work, of 100 ns in 60 behind it.
     first, work, last = sandwich(recomputable=False).kernels
@@ -247,8 +223,7 @@ def test_the_program_planned_by_hand() -> None:
 
 def test_small_gaps_are_free_beyond_the_largest() -> None:
     program = pyramid(6, 0)
-    limit = int(0.5 * program.peak_bytes)
-    floors = [floor(program, MACHINE, limit, max_gaps=m).iteration_ns for m in (2, 6, 1000)]
+    floors = [floor(program, MACHINE, program.peak_bytes // 2, max_gaps=m).iteration_ns for m in (2, 6, 1000)]
     assert floors == sorted(floors) and floors[0] < floors[-1]
 
 
@@ -260,22 +235,6 @@ def test_solver_tolerances_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> Non
     bound, rng = Solver.bound, np.random.default_rng(0)
     monkeypatch.setattr(Solver, "bound", lambda self, y: bound(self, y + 0.1 * rng.standard_normal(len(y))))
     assert floor(program, MACHINE, limit).iteration_ns <= true
-
-
-def test_a_multiplier_of_the_wrong_sign_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The work takes 10,000 bytes of 10,000, so that nearly as many are free before it: that row never binds, and a
-    positive multiplier of it is no dual solution, and counts as none."""
-    first, work, last = sandwich(recomputable=False).kernels
-    program = replace(sandwich(), kernels=(first, replace(work, workspace=10_000), last))
-    bound = Solver.bound
-
-    def careless(self: Solver, multipliers: np.ndarray) -> float:
-        multipliers = multipliers.copy()
-        multipliers[np.where(np.isinf(self.low), self.high, -1.0).argmax()] = 1.0
-        return bound(self, multipliers)
-
-    monkeypatch.setattr(Solver, "bound", careless)
-    assert floor(program, MACHINE, 10_000).iteration_ns == 250
 
 
 def test_less_than_a_nanosecond_of_swaps_is_nothing_where_kernels_may_run_again() -> None:
@@ -366,19 +325,6 @@ def test_below_the_optima_of_checkmate(gib: int, percent: float) -> None:
     assert 0.75 * percent < found <= percent
 
 
-def test_rounded_rows_follow_from_a_row() -> None:
-    rng, cuts = np.random.default_rng(0), 0
-    points = np.array(list(itertools.product((0.0, 1.0), repeat=8)))
-    for _ in range(200):
-        row = ([(i, float(a)) for i, a in enumerate(rng.integers(-9, 20, 8)) if a], float(rng.integers(0, 40)))
-        kept = points[sum(a * points[:, i] for i, a in row[0]) <= row[1]]
-        cut = rounded(row, rng.random(8))
-        if cut is not None:
-            assert (sum(a * kept[:, i] for i, a in cut[0]) <= cut[1] + 1e-6).all()
-            cuts += 1
-    assert cuts > 20
-
-
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs of a few kernels are merged as large ones are: with detail 1 a little, with less of it more."""
@@ -406,13 +352,12 @@ def checked(seeds: range, detail: float) -> int:
     return above
 
 
-def test_no_random_plan_is_below() -> None:
-    assert checked(range(200), 1.0) > 25
-
-
-@pytest.mark.parametrize("detail", [1.0, 0.5, 0.1])
-def test_no_random_plan_is_below_a_rough_floor(detail: float, small: None) -> None:
-    assert checked(range(200), detail) > 5
+@pytest.mark.parametrize("detail", [None, 1.0, 0.5, 0.1])
+@pytest.mark.parametrize("seeds", [range(50), pytest.param(range(50, 250), marks=pytest.mark.nightly)])
+def test_no_random_plan_is_below(detail: float | None, seeds: range, request: pytest.FixtureRequest) -> None:
+    if detail is not None:
+        request.getfixturevalue("small")
+    assert checked(seeds, detail or 1.0) > len(seeds) // 40
 
 
 def test_a_rough_floor_is_below_the_optimum(small: None) -> None:
@@ -432,31 +377,6 @@ def test_merged_kernels_lose_little() -> None:
     assert 0.5 * exact < rough <= exact + 1e-9
 
 
-def test_groups_are_the_kernels_each_once() -> None:
-    program = pyramid(40, 0)
-    for most in (1, 7, 30, 1000):
-        groups = Groups(program, most, alone=[3, 50])
-        covered = [k for a, b in zip(groups.first, groups.last, strict=True) for k in range(a, b + 1)]
-        assert covered == list(range(len(program.kernels))) and groups.of.tolist() == sorted(groups.of)
-        assert all(groups.single(int(groups.of[k])) for k in (3, 50))
-        assert len(groups) <= max(most, 5)
-    assert len(groups) == len(program.kernels)
-
-
-def test_rows_that_join_late_give_the_same_optimum() -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(20):
-        early, late = Linear(), Linear()
-        for lp in (early, late):
-            lp.many(6, 1.0, -1.0)
-        for i, row in enumerate(rng.random((12, 6))):
-            terms = list(enumerate(row.tolist()))
-            early.row(terms, 1.0)
-            (late.rarely.append((terms, 1.0)) if i % 2 else late.row(terms, 1.0))
-        a, b = early.solver().optimum(), late.solver().optimum()
-        assert a is not None and b is not None and a.bound == pytest.approx(b.bound, rel=1e-3)
-
-
 def test_no_time_to_solve_is_no_floor() -> None:
     program = pyramid(16, 0)
     found = floor(program, MACHINE, int(0.5 * program.peak_bytes), seconds=0.0)
@@ -464,7 +384,7 @@ def test_no_time_to_solve_is_no_floor() -> None:
 
 
 @given(st.data())
-def test_no_plan_is_below(data: st.DataObject) -> None:
+def test_no_drawn_plan_is_below(data: st.DataObject) -> None:
     program, machine = data.draw(programs() | networks()), data.draw(machines())
     # All three make it later, never sooner.
     issue_ns, wait_ns = data.draw(st.sampled_from([0, 0, 20])), data.draw(st.sampled_from([0, 0, 3]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -16,7 +16,6 @@ from agents.heuristics.autoswap import AutoSwap
 from agents.heuristics.pytorch import Checkpoint
 from agents.heuristics.vdnn import VDNN
 from agents.planner import Candidates, held_back
-from agents.search import rerun_search
 from simulator import Gap, Kernel, Machine, Plan, Program, Swap, Tensor, simulate
 from simulator.modes import MODES, least_residency, spans
 from tests import tiny
@@ -37,15 +36,7 @@ PLANNERS: list[tuple[str, dict[str, object]]] = [
     *((name, {"mode": mode}) for name in TESTED if "mode" in agents.options(name) for mode in MODES),
     ("superneurons", {"always": True}), ("superneurons", {"early": True}),
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def few_moves() -> Iterator[None]:
-    """The rerun search counts moves, not seconds."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, count in {"FIRST": 4000, "KICK": 1000, "SETTLE": 500}.items():
-            patch.setattr(rerun_search, name, count)
-        yield
+pytestmark = pytest.mark.usefixtures("few_moves")
 
 
 def layers(program: Program, mixed: bool = False) -> Program:

@@ -56,10 +56,3 @@ def test_with_few_seconds_or_calls_there_is_a_plan() -> None:
     few = agents.make("lp_round", min_bytes=1, seconds=60.0, calls=100)
     few.plan(program, MACHINE, limit)
     assert few.simulator_calls <= 100
-
-
-def test_counted_calls_give_one_plan() -> None:
-    program = pyramid(16, 5)
-    limit = int(0.5 * program.peak_bytes)
-    plans = [agents.make("lp_round", min_bytes=1, calls=1_000, seed=3).plan(program, MACHINE, limit) for _ in range(2)]
-    assert plans[0] == plans[1]

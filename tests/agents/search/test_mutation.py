@@ -9,7 +9,7 @@ import agents
 from agents.learned.dqn_config import DQNConfig, PaperConfig
 from agents.learned.planner import without_network
 from agents.search import mutation
-from agents.search.mutation import FIRST, MIGRATE, Draws, Mutations
+from agents.search.mutation import FIRST, Draws, Mutations
 from envs.batch import Batch
 from envs.task import Task
 from envs.walk import Walk
@@ -73,33 +73,6 @@ def test_a_walk_without_changes_is_the_elite() -> None:
     assert found.repeat(elite[1]).overhead == elite[0] and found.elites == [elite, elite]
 
 
-def test_the_best_elite_takes_the_worst_ones_place() -> None:
-    found = search(rate=0.0)
-    while len({overhead for overhead, _ in found.elites}) < 4:
-        found.repeat([])
-    best = found.elites[0]
-    found.mutated = MIGRATE - 2
-    found.mutate()
-    assert found.elites.count(best) == 1
-    found.mutate()
-    assert found.elites[:2] == [best, best] and len(found.elites) == 4
-
-
-def test_changed_steps_are_those_that_the_proposals_make() -> None:
-    """All of them are walks that fit, and a share of the steps is asked for."""
-    found = search(rate=0.2)
-    for _ in range(FIRST):
-        found.repeat([])
-    draws, asked, steps = found.propose, [], []
-    found.propose = lambda walk: asked.append(walk.position) or draws(walk)  # type: ignore[func-returns-value]
-    found.note = lambda walk, node: steps.append(walk.step(node))
-    for _ in range(200):
-        found.mutate()
-    noted = len(steps) / found.walk.task.engine.calls
-    assert 0.1 < noted < 0.3  # NOTED, of all but the first walks
-    assert 0.1 < len(asked) / found.walk.task.engine.calls < 0.4
-
-
 def test_calls_are_counted_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = []  # steps of walks, each of which is simulated, and the final check
     score, step = Engine.score, Batch.step
@@ -114,13 +87,6 @@ def test_calls_are_counted_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made().calls == mutation.CALLS and made(seconds=1.0).calls is None
 
 
-def test_a_search_ends_where_nothing_can_be_better() -> None:
-    planner = made(calls=5_000)
-    plan = planner.plan(PROGRAM, MACHINE, int(0.9 * PROGRAM.peak_bytes))
-    assert overhead(plan, limit=int(0.9 * PROGRAM.peak_bytes)) == 0 and planner.simulator_calls < 5_000
-    assert planner.plan(PROGRAM, MACHINE, PROGRAM.peak_bytes).decisions == () and planner.simulator_calls == 1
-
-
 def test_seconds_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a clock that goes on by a second at every look: before every step of a walk, and before every walk."""
     monkeypatch.setattr(mutation, "time", ticking(1.0))
@@ -131,24 +97,6 @@ def test_seconds_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     both = made(seconds=6000.0, calls=150)
     both.plan(PROGRAM, MACHINE, LIMIT)
     assert both.simulator_calls == 150
-
-
-@pytest.mark.parametrize("mode", ["swap", "recompute", "joint"])
-def test_equal_seeds_equal_plans(mode: str) -> None:
-    limit = int(0.6 * PROGRAM.peak_bytes)
-    plans = [made(calls=600, seed=seed, mode=mode).plan(PROGRAM, MACHINE, limit) for seed in (0, 0, 1)]
-    assert plans[0] == plans[1] and plans[0] != plans[2]
-
-
-def test_infeasible_says_why() -> None:
-    with pytest.raises(agents.Infeasible, match=r"mutation: 'pyramid0' cannot be planned .* the smallest limit it can"):
-        made().plan(PROGRAM, MACHINE, PROGRAM.peak_bytes // 20)
-    with pytest.raises(agents.Infeasible, match="because every tensor that could leave is below"):
-        made(min_bytes=31).plan(PROGRAM, MACHINE, LIMIT)
-    planner = made(calls=8)  # fewer than a walk takes
-    with pytest.raises(agents.Infeasible, match="it found no plan that fits"):
-        planner.plan(PROGRAM, MACHINE, LIMIT)
-    assert planner.simulator_calls == 7
 
 
 def test_belady_prefers_what_is_used_last() -> None:

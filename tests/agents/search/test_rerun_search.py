@@ -24,12 +24,6 @@ MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, copy_latency_ns=0)
 DATA = Path(__file__).parents[2] / "data" / "checkmate"
 
 
-@pytest.fixture
-def few_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as programs of a few kernels need."""
-    monkeypatch.setattr(rerun_search, "FIRST", 20_000)
-
-
 def network(layers: int, seed: int, skip: bool) -> Program:
     """Layers forward, then back; ``skip``: each reads the last two."""
     rng = np.random.default_rng(seed)
@@ -123,12 +117,9 @@ def test_where_nothing_fits_it_says_so() -> None:
     assert agents.make("rerun_search").plan(program, MACHINE, program.peak_bytes).decisions == ()
 
 
-def test_same_seed_same_plan_and_the_clock_ends_it(few_moves: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clock_ends_it(few_moves: None, monkeypatch: pytest.MonkeyPatch) -> None:
     program = network(8, 5, True)
     limit = int(0.6 * program.peak_bytes)
-    planner = agents.make("rerun_search", min_bytes=1, kicks=3, seed=4)
-    first, again = (planner.plan(program, MACHINE, limit) for _ in range(2))
-    assert first == again
     monkeypatch.setattr(rerun_search, "time", ticking(1.0))  # a second at every look
     agents.make("rerun_search", min_bytes=1, seconds=100.0, kicks=10**9).plan(program, MACHINE, limit)
 
