@@ -38,135 +38,105 @@ def sandwich(persistent: bool = False, recomputable: bool = True) -> Program:
     return Program("sandwich", (Tensor("t", 100, "activation", persistent),), kernels)
 
 
-def test_one_tensor_by_hand() -> None:
+def steps(sizes: list[int], *lines: tuple, recomputable: bool = False) -> Program:
+    """Kernel k reads and writes the tensors of lines[k] and takes so many ns, and workspace where that is given."""
+    kernels = (Kernel(f"k{k}", "other", "forward", *line, recomputable=recomputable) for k, line in enumerate(lines))
+    return Program("steps", tuple(Tensor(f"t{i}", nbytes) for i, nbytes in enumerate(sizes)), tuple(kernels))
+
+
+# t (100 bytes) must be away in kernel 3. For kernel 5 it takes 101 ns to write again, because x is gone by then; for
+# kernel 4, which reads x, it takes 1.
+EARLY = steps([10, 100, 1], ((), (0,), 100), ((0,), (1,), 1), ((1,), (2,), 1), ((), (), 10, 100), ((2, 0), (), 10),
+              ((1,), (), 10), recomputable=True)  # fmt: skip
+# t (100 bytes) must be away in kernel 2; to write it again takes 1 ns where x (10 bytes) is retained beside, 101 ns
+# where not. Retained to nine tenths it would be 11 ns: it is whole that it is retained or not.
+FITS, TOO_LARGE = (
+    steps([10, 100], ((), (0,), 100), ((0,), (1,), 1), ((), (), 10, room), ((1,), (), 10), recomputable=True)
+    for room in (100, 101)
+)
+# At the first peak there is room for 30 of 300 bytes, and at each for 11 more. Without ``Reruns._futures`` a tenth of x
+# (100 bytes) would be retained, and in every window another part of t (200 bytes) written from it.
+TENTHS = steps([100, 200, *[1] * 20], ((), (0,), 1000), ((0,), (1,), 1),
+               *(((), (2 + i,), 10, 290 - 11 * i) for i in range(20)), ((1,), (), 10),
+               *(((2 + i,), (), 0) for i in range(20)), recomputable=True)  # fmt: skip
+# a must be away for kernel 2. Copied while kernel 1 reads it, it leaves for nothing and returns in the 200 ns of kernel
+# 3; where kernel 1 takes 40 ns, 60 of 100 bytes are left when it ends.
+COPY, SHORT_COPY = (
+    steps([100, 100], ((), (0,), 10), ((0,), (), ns), ((), (1,), 10), ((), (), 200), ((0,), (), 10)) for ns in (100, 40)
+)
+# b is read by kernel 2 and a by kernel 4, each beside a workspace for which the other is away: in the 100 ns between a
+# (100 bytes) returns and b (100) leaves. There are 100 ns before for a to leave, and behind for b to return.
+CROSS = steps([100, 100], ((), (0, 1), 10), ((), (), 100), ((1,), (), 10, 100), ((), (), 100), ((0,), (), 10, 100),
+              ((), (), 100), ((1,), (), 10))  # fmt: skip
+CROSSED = Plan((Swap(0, 0, 4), Swap(1, 2, 6, copy=0)))
+# Of 100 ns out 40 are hidden before the work, of 100 ns in 60 behind it.
+HIDDEN = steps([100], ((), (0,), 10), ((), (), 40), ((), (), 30, 100), ((), (), 60), ((0,), (), 10))
+# a and then b are away beside a workspace of 100: the host needs 100 bytes at one time, 200 in all.
+IN_TURN = steps([100, 100], ((), (0,), 10), ((), (), 10, 100), ((0,), (), 10), ((), (1,), 10), ((), (), 10, 100),
+                ((1,), (), 10))  # fmt: skip
+SLOW = replace(MACHINE, copy_latency_ns=7, h2d_bytes_per_s=5 * 10**8)
+
+
+def beside(engines: int, back: int, out: int) -> Machine:
+    """With so many copy engines, at these speeds with both directions under way."""
+    return replace(MACHINE, copy_engines=engines, duplex_h2d_bytes_per_s=back, duplex_d2h_bytes_per_s=out)
+
+
+@pytest.mark.parametrize(("program", "machine", "limit", "mode", "plan", "extra"), [
     # All of it is away while the second kernel runs: 100 ns out before, 100 ns in after; or 10 ns to write it again.
-    program = sandwich()
-    assert floor(program, MACHINE, 100, "swap").iteration_ns == 50 + 200
-    assert floor(program, MACHINE, 100, "recompute").iteration_ns == 50 + 10
-    joint = floor(program, MACHINE, 100)
-    assert (joint.iteration_ns, joint.feasible) == (60, True) and joint.overhead == pytest.approx(0.2)
-    assert floor(sandwich(recomputable=False), MACHINE, 100).iteration_ns == 250
-    assert simulate(program, Plan((Swap(0, 0, 2),)), MACHINE, 100).iteration_ns == 250
-    assert simulate(program, Plan((Recompute(0, 0, 2),)), MACHINE, 100).iteration_ns == 60
-    # 40 bytes fit beside the workspace: as bytes could stay, 60 leave and return (relaxation 1).
-    assert floor(program, MACHINE, 140, "swap").iteration_ns == 50 + 120
-    assert floor(program, MACHINE, 200).iteration_ns == 50
-
-
-def test_latency_and_direction_by_hand() -> None:
-    slow = replace(MACHINE, copy_latency_ns=7, h2d_bytes_per_s=5 * 10**8)
-    assert floor(sandwich(), slow, 100, "swap").iteration_ns == 50 + 107 + 207
-
-
-def test_a_tensor_with_a_host_copy_leaves_for_nothing() -> None:
+    (sandwich(), MACHINE, 100, "swap", Plan((Swap(0, 0, 2),)), 200),
+    (sandwich(), MACHINE, 100, "recompute", Plan((Recompute(0, 0, 2),)), 10),
+    (sandwich(), MACHINE, 100, "joint", Plan((Recompute(0, 0, 2),)), 10),
+    (sandwich(recomputable=False), MACHINE, 100, "joint", Plan((Swap(0, 0, 2),)), 200),
+    (sandwich(), MACHINE, 200, "joint", Plan(), 0),
+    (sandwich(), SLOW, 100, "swap", Plan((Swap(0, 0, 2),)), 107 + 207),
     # Never written: its host copy is valid for ever, so only the 100 ns in remain, before the last kernel.
-    assert floor(sandwich(persistent=True), MACHINE, 100).iteration_ns == 50 + 100
-    assert simulate(sandwich(persistent=True), Plan((Swap(0, 0, 2),)), MACHINE, 100).iteration_ns == 150
+    (sandwich(persistent=True), MACHINE, 100, "joint", Plan((Swap(0, 0, 2),)), 100),
+    (EARLY, MACHINE, 111, "joint", Plan((Recompute(1, 2, 5, at=4),)), 1),
+    (FITS, MACHINE, 110, "recompute", Plan((Rerun(1, 3),)), 1),
+    (TOO_LARGE, MACHINE, 110, "recompute", Plan((Recompute(1, 1, 3),)), 101),
+    (TENTHS, MACHINE, 320, "recompute", Plan((Recompute(1, 1, 22),)), 1001),
+    (COPY, MACHINE, 100, "swap", Plan((Swap(0, 1, 4, copy=0),)), 0),
+    (SHORT_COPY, MACHINE, 100, "swap", Plan((Swap(0, 1, 4, copy=0),)), 60),
+    # 10 bytes of b may leave while kernel 2 reads it. At three quarters of their speed beside each other, the other 90
+    # leave in 120 ns, and then 90 of a are back. Out as alone and in at half, 45 of a are back when b has left after 90
+    # ns; in as alone and out at half, 50 of b have left when a is back after 100.
+    (CROSS, beside(2, 0, 0), 200, "joint", CROSSED, 0),
+    (CROSS, beside(2, 75 * 10**7, 75 * 10**7), 200, "joint", CROSSED, 30),
+    (CROSS, beside(2, 5 * 10**8, 10**9), 200, "joint", CROSSED, 45),
+    (CROSS, beside(2, 10**9, 5 * 10**8), 200, "joint", CROSSED, 40),
+    (CROSS, beside(1, 0, 0), 200, "joint", CROSSED, 90),
+    (HIDDEN, MACHINE, 100, "joint", Plan((Swap(0, 0, 4),)), 60 + 40),
+    (IN_TURN, replace(MACHINE, host_bytes=100), 100, "joint", Plan((Swap(0, 0, 2), Swap(1, 3, 5))), 400),
+])  # fmt: skip
+def test_it_is_the_time_of_the_best_plan_by_hand(
+    program: Program, machine: Machine, limit: int, mode: str, plan: Plan, extra: int
+) -> None:
+    assert simulate(program, plan, machine, limit).iteration_ns == program.ideal_ns + extra
+    found = floor(program, machine, limit, mode)
+    assert (found.feasible, found.iteration_ns) == (True, program.ideal_ns + extra)
+    assert found.overhead == pytest.approx(extra / program.ideal_ns)
 
 
-def test_recomputed_early_it_costs_less() -> None:
-    # t (100 bytes) must be away in kernel 3. For kernel 5 it takes 101 ns to write again, because x is gone by
-    # then; for kernel 4, which reads x, it takes 1.
-    x, t, u = 0, 1, 2
-    kernels = (
-        Kernel("x", "other", "forward", (), (x,), 100),
-        Kernel("t", "other", "forward", (x,), (t,), 1),
-        Kernel("u", "other", "forward", (t,), (u,), 1),
-        Kernel("peak", "other", "forward", (), (), 10, workspace=100),
-        Kernel("reads u, x", "other", "backward", (u, x), (), 10),
-        Kernel("reads t", "other", "backward", (t,), (), 10),
-    )
-    program = Program("early", (Tensor("x", 10), Tensor("t", 100), Tensor("u", 1)), kernels)
-    assert simulate(program, Plan((Recompute(t, 2, 5, at=4),)), MACHINE, 111).iteration_ns == 132 + 1
-    assert simulate(program, Plan((Recompute(t, 2, 5),)), MACHINE, 111).iteration_ns == 132 + 101
-    assert floor(program, MACHINE, 111).iteration_ns == 132 + 1
+def test_what_early_copies_and_early_recomputation_are_worth() -> None:
+    assert simulate(EARLY, Plan((Recompute(1, 2, 5),)), MACHINE, 111).iteration_ns == EARLY.ideal_ns + 101
+    assert simulate(COPY, Plan((Swap(0, 1, 4),)), MACHINE, 100).iteration_ns == COPY.ideal_ns + 100
 
 
-def test_what_is_dead_may_be_retained_to_write_again_from() -> None:
-    # t must be away in kernel 2; to write it again takes 1 ns where x (10 bytes) is retained beside, 101 ns where not.
-    # Retained to nine tenths it would be 11 ns: it is whole that it is retained or not.
-    for workspace, plan, extra in ((100, Plan((Rerun(1, 3),)), 1), (101, Plan((Recompute(1, 1, 3),)), 101)):
-        kernels = (
-            Kernel("x", "other", "forward", (), (0,), 100),
-            Kernel("t", "other", "forward", (0,), (1,), 1),
-            Kernel("peak", "other", "forward", (), (), 10, workspace=workspace),
-            Kernel("reads t", "other", "backward", (1,), (), 10),
-        )
-        program = Program("retained", (Tensor("x", 10), Tensor("t", 100)), kernels)
-        assert simulate(program, plan, MACHINE, 110).iteration_ns == 121 + extra
-        assert floor(program, MACHINE, 110, "recompute").iteration_ns == 121 + extra
-
-
-def test_a_tenth_that_is_retained_does_not_serve_ten_windows() -> None:
-    # At the first peak there is room for 30 of 300 bytes, and at each for 11 more. Without ``Reruns._futures`` a tenth
-    # of x (100 bytes) would be retained, and in every window another part of t (200 bytes) written from it.
-    peaks = [Kernel(f"peak {i}", "other", "forward", (), (2 + i,), 10, workspace=290 - 11 * i) for i in range(20)]
-    reads = [Kernel(f"read {i}", "other", "backward", (2 + i,), (), 0) for i in range(20)]
-    kernels = (Kernel("x", "other", "forward", (), (0,), 1000), Kernel("t", "other", "forward", (0,), (1,), 1),
-               *peaks, Kernel("reads t", "other", "backward", (1,), (), 10), *reads)  # fmt: skip
-    sizes = [Tensor("x", 100), Tensor("t", 200), *(Tensor(f"y{i}", 1) for i in range(20))]
-    program = Program("tenths", tuple(sizes), kernels)
-    plan = Plan((Recompute(1, 1, 22),))
-    assert simulate(program, plan, MACHINE, 320).iteration_ns == program.ideal_ns + 1001
-    assert floor(program, MACHINE, 320, "recompute").iteration_ns == program.ideal_ns + 1001
-
-
-def test_a_copy_may_leave_while_the_tensor_is_read() -> None:
-    # a must be away for big. Copied while r1 reads it, it leaves for nothing and returns in the 200 ns of x.
-    lines: list[tuple] = [((), (0,), 10), ((0,), (), 100), ((), (1,), 10), ((), (), 200), ((0,), (), 10)]
-    kernels = tuple(Kernel(f"k{i}", "other", "forward", *line, recomputable=False) for i, line in enumerate(lines))
-    program = Program("early copy", (Tensor("a", 100), Tensor("b", 100)), kernels)
-    for copy, least in ((0, 330), (None, 430)):
-        assert simulate(program, Plan((Swap(0, 1, 4, copy=copy),)), MACHINE, 100).iteration_ns == least
-    assert floor(program, MACHINE, 100, "swap").iteration_ns == 330
-    # In 40 ns, of 100 bytes 60 are left when r1 ends.
-    short = replace(program, kernels=(kernels[0], replace(kernels[1], duration_ns=40), *kernels[2:]))
-    assert simulate(short, Plan((Swap(0, 1, 4, copy=0),)), MACHINE, 100).iteration_ns == 270 + 60
-    assert floor(short, MACHINE, 100, "swap").iteration_ns == 270 + 60
+def test_a_tensor_may_leave_in_part() -> None:
+    # 40 bytes fit beside the workspace: as bytes could stay, 60 leave and return (relaxation 1).
+    assert floor(sandwich(), MACHINE, 140, "swap").iteration_ns == 50 + 120
 
 
 def test_one_copy_engine_does_not_do_both_at_once() -> None:
     # Two tensors of 100, the first away during kernels 2, 3 and the second during 5, 6: at kernel 4 both move, in 60 ns
     # of which two engines need 40 more and one needs 140 more.
-    kernels = [Kernel(f"k{k}", "other", "forward", r, w, d, workspace=s, recomputable=False) for k, (r, w, d, s) in
-               enumerate([((), (0,), 0, 0), ((), (1,), 100, 0), ((), (), 1, 100), ((1,), (), 60, 0), ((), (), 1, 100),
-                          ((0, 1), (), 100, 0)])]  # fmt: skip
-    program = Program("both", (Tensor("a", 100), Tensor("b", 100)), tuple(kernels))
+    program = steps([100, 100], ((), (0,), 0), ((), (1,), 100), ((), (), 1, 100), ((1,), (), 60), ((), (), 1, 100),
+                    ((0, 1), (), 100))  # fmt: skip
     two, one = (floor(program, replace(MACHINE, copy_engines=n), 200).iteration_ns for n in (2, 1))
-    assert two <= one
+    assert program.ideal_ns < two <= one
     for engines, least in ((2, two), (1, one)):
-        machine = replace(MACHINE, copy_engines=engines)
-        assert enumeration.shortest_ns(program, machine, 200) >= least > program.ideal_ns
-
-
-def test_what_two_engines_hide_one_cannot_and_a_shared_link_in_part() -> None:
-    # b is read by kernel 2 and a by kernel 4, each beside a workspace for which the other is away: in the 100 ns
-    # between a (100 bytes) returns and b (100) leaves. There are 100 ns before for a to leave, and behind for b to
-    # return.
-    lines: list[tuple] = [((), (0, 1), 10), ((), (), 100), ((1,), (), 10, 100), ((), (), 100), ((0,), (), 10, 100),
-                          ((), (), 100), ((1,), (), 10)]  # fmt: skip
-    kernels = tuple(Kernel(f"k{i}", "other", "forward", *line, recomputable=False) for i, line in enumerate(lines))
-    program = Program("cross", (Tensor("a", 100), Tensor("b", 100)), kernels)
-    # 10 bytes of b may leave while kernel 2 reads it. At three quarters of their speed beside each other, the other 90
-    # leave in 120 ns, and then 90 of a are back. Out as alone and in at half, 45 of a are back when b has left after 90
-    # ns; in as alone and out at half, 50 of b have left when a is back after 100.
-    fast = 10**9  # no less than alone
-    for engines, back, out, extra in (
-        (2, 0, 0, 0), (2, 75 * 10**7, 75 * 10**7, 30), (2, 5 * 10**8, fast, 45), (2, fast, 5 * 10**8, 40), (1, 0, 0, 90)
-    ):  # fmt: skip
-        machine = replace(MACHINE, copy_engines=engines, duplex_h2d_bytes_per_s=back, duplex_d2h_bytes_per_s=out)
-        plan = Plan((Swap(0, 0, 4), Swap(1, 2, 6, copy=0)))
-        assert simulate(program, plan, machine, 200).iteration_ns == program.ideal_ns + extra
-        assert floor(program, machine, 200).iteration_ns == program.ideal_ns + extra
-
-
-def test_transfers_hide_behind_kernels_by_hand() -> None:
-    # Of 100 ns out 40 are hidden before the work, of 100 ns in 60 behind it.
-    first, work, last = sandwich(recomputable=False).kernels
-    before, behind = (Kernel(f"idle {ns}", "other", "forward", (), (), ns) for ns in (40, 60))
-    program = Program("hidden", sandwich().tensors, (first, before, work, behind, last))
-    assert simulate(program, Plan((Swap(0, 0, 4),)), MACHINE, 100).iteration_ns == 150 + 60 + 40
-    assert floor(program, MACHINE, 100).iteration_ns == 150 + 60 + 40
+        assert enumeration.shortest_ns(program, replace(MACHINE, copy_engines=engines), 200) >= least
 
 
 def test_the_smallest_gaps_are_empty_for_nothing() -> None:
@@ -197,20 +167,12 @@ def test_what_the_host_cannot_hold_does_not_leave() -> None:
 
 
 def test_the_host_holds_one_tensor_after_another() -> None:
-    # a and then b are away beside a workspace of 100: the host needs 100 bytes at one time, 200 in all.
-    lines: list[tuple] = [((), (0,), 10), ((), (), 10, 100), ((0,), (), 10), ((), (1,), 10), ((), (), 10, 100),
-                          ((1,), (), 10)]  # fmt: skip
-    kernels = tuple(Kernel(f"k{i}", "other", "forward", *line, recomputable=False) for i, line in enumerate(lines))
-    program = Program("in turn", (Tensor("a", 100), Tensor("b", 100)), kernels)
-    plan, machine = Plan((Swap(0, 0, 2), Swap(1, 3, 5))), replace(MACHINE, host_bytes=100)
-    assert simulate(program, plan, machine, 100).iteration_ns == 60 + 400
-    assert floor(program, machine, 100).iteration_ns == 60 + 400
-    assert not floor(program, replace(MACHINE, host_bytes=99), 100).feasible
+    assert not floor(IN_TURN, replace(MACHINE, host_bytes=99), 100).feasible
     # A persistent tensor that nothing writes has its copy for ever.
-    reads = (replace(kernels[0], inputs=(0,), outputs=()), *kernels[1:])
+    reads = (replace(IN_TURN.kernels[0], inputs=(0,), outputs=()), *IN_TURN.kernels[1:])
     program = Program("in turn", (Tensor("a", 100, "parameter", True), Tensor("b", 100)), reads)
     assert floor(program, replace(MACHINE, host_bytes=200), 200, "swap").feasible
-    assert not floor(program, machine, 100, "swap").feasible
+    assert not floor(program, replace(MACHINE, host_bytes=100), 100, "swap").feasible
 
 
 def test_the_program_planned_by_hand() -> None:

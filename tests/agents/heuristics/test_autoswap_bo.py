@@ -70,15 +70,6 @@ def test_it_finds_what_no_score_does_alone(seed: int) -> None:
     assert overhead_ns(agents.make("autoswap_bo", min_bytes=1, seed=seed), 10) == 3
 
 
-def test_calls_are_counted_and_a_seed_repeats() -> None:
-    planner = AutoSwapBO(evaluations=12, min_bytes=1, seed=5)
-    plan = planner.plan(PAIR, MACHINE, 10)
-    assert planner.simulator_calls == 12 + 1  # the final check
-    assert AutoSwapBO(evaluations=12, min_bytes=1, seed=5).plan(PAIR, MACHINE, 10) == plan
-    assert planner.plan(PAIR, MACHINE, 12).decisions == ()
-    assert planner.simulator_calls == 2  # the first weights have no overhead
-
-
 @given(st.data())
 def test_never_worse_than_the_best_score(data: st.DataObject) -> None:
     program = data.draw(programs() | networks())

@@ -15,7 +15,7 @@ from dataclasses import replace
 import agents
 from agents.heuristics.layers import feature_maps
 from agents.heuristics.memonger import splits
-from agents.heuristics.pytorch import UNITS, Checkpoint, Partitioner, knapsack, layer_ends
+from agents.heuristics.pytorch import Checkpoint, Partitioner, layer_ends
 from simulator import Kernel, Machine, Plan, Program, Recompute, Swap, Tensor, simulate
 from tests import tiny
 
@@ -64,13 +64,6 @@ def test_nine_layers_by_hand() -> None:
     assert again == 2 * ["m4", "r4", "m5", "r5", "m6", "m1", "r1", "m2", "r2", "m3"]
 
 
-def test_checkpointing_does_not_depend_on_the_limit() -> None:
-    program = chain(5)  # isqrt(5) = 2 segments of 2 and 3 layers
-    plan = agents.make("checkpoint_sqrt", min_bytes=1).plan(program, MACHINE, program.peak_bytes)
-    assert names(program, plan) == ["a1", "h1", "h2"]
-    assert Checkpoint("sqrt", min_bytes=1).dropped(chain(3)) == []  # one segment, which is the last one
-
-
 def test_layers_end_where_one_tensor_crosses() -> None:
     # A residual block: y = x + conv2(relu(conv1(x))), then a convolution. Within the block x crosses as well.
     kernels = (
@@ -93,12 +86,6 @@ def test_layers_end_where_one_tensor_crosses() -> None:
     # An output that dies in the forward pass ends no layer: it cannot be kept.
     unsaved = (*kernels[:7], Kernel("back", "conv", "backward", (1, 2, 3, 5, 7), (), 1))
     assert [s.kernel for s in layer_ends(replace(program, kernels=unsaved), 1)] == [0, 4]
-
-
-def test_without_weights_every_kernel_is_a_layer() -> None:
-    kernels = tuple(replace(k, kind="other") for k in chain(2).kernels)
-    program = replace(chain(2), kernels=kernels)
-    assert [s.kernel for s in layer_ends(program, 1)] == [0, 1]  # m1 | r1 | m2 (r2: its output is not saved)
 
 
 def test_offload_all_by_hand() -> None:
@@ -182,11 +169,3 @@ def test_small_results_and_draws_are_banned() -> None:
     assert [m.tensor for m in partitioner.dropped(0.44)] == [3, 6, 7]
     # 48 bytes hold mean and one of the equals, the first: drop may run again.
     assert [m.tensor for m in partitioner.dropped(0.24)] == [3, 4, 6, 7]
-
-
-def test_the_knapsack_is_exact() -> None:
-    # Best per byte first would take item 0 alone (9 in 25); items 1 and 2 are worth 14 in 40.
-    taken = knapsack([2500, 2000, 2000], [9, 7, 7])
-    assert taken[2, 4000] and taken[1, 4000 - 2000] and not taken[0, 0]
-    assert taken[0, 2500] and not taken[0, 2499] and not taken[1, 2500]
-    assert not knapsack([UNITS + 1], [5]).any()

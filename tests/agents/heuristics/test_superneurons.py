@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import agents
 from agents.heuristics.superneurons import layer_bytes, leaving, prefetch, segment_bytes, segments, tensor_cache
 from simulator import Gap, Kernel, Machine, Program, Recompute, Swap, Tensor, simulate
@@ -42,12 +40,6 @@ def test_conv_outputs_are_swapped_and_cheap_ones_recomputed() -> None:
     assert leaving(NET, "swap", 1) == conv
     assert leaving(NET, "recompute", 1) == cheap
     assert leaving(NET, "joint", 11) == {}
-
-
-def test_a_layer_that_cannot_run_twice_is_not_dropped() -> None:
-    once = replace(NET.kernels[2], kind="dropout", recomputable=False)
-    ways = leaving(replace(NET, kernels=(*NET.kernels[:2], once, *NET.kernels[3:])), min_bytes=1)
-    assert {g.tensor for g in ways} == {1, 2, 4}
 
 
 def test_least_recently_used_first_and_only_under_pressure() -> None:

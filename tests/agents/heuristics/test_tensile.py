@@ -64,16 +64,6 @@ def test_a_tensor_is_refused_where_the_channel_is_taken() -> None:
     assert simulate(program, swaps, BYTE_PER_NS, 50).iteration_ns > program.ideal_ns
 
 
-def test_no_feasible_region_where_autoswap_waits() -> None:
-    # test_reach.py: TENSILE reaches 170 bytes, as a1 and a2 are too large to leave in time. AutoSwap sends one of them
-    # out, and computation waits.
-    with pytest.raises(agents.Infeasible):
-        agents.make("tensile", min_bytes=1, mode="swap").plan(PROGRAM, MACHINE, LIMIT)
-    autoswap = agents.make("autoswap_swdoa", min_bytes=1).plan(PROGRAM, MACHINE, LIMIT)
-    assert {d.tensor for d in autoswap.decisions} & {A1, A2}
-    assert simulate(PROGRAM, autoswap, MACHINE, LIMIT).iteration_ns >= PROGRAM.ideal_ns + 50
-
-
 def test_a_tensor_leaves_while_it_is_read() -> None:
     # Written by w until 10, read by r1 until 110, when the peak begins: the copy is made while r1 runs.
     plan = agents.make("tensile", min_bytes=1, mode="swap").plan(READ_MEANWHILE, BYTE_PER_NS, 100)

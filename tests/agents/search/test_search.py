@@ -157,22 +157,6 @@ def test_the_cutoff_changes_nothing(mode: str) -> None:
     assert left[0] == left[1] and ended[0] < ended[1]
 
 
-def test_a_fork_searches_on_its_own() -> None:
-    program = pyramid(8, 2)
-    limit = int(0.7 * program.peak_bytes)
-    moves = Moves(program, limit, "joint", 1, seed=0)
-    start = moves.propose()
-    assert start is not None
-    moves.accept()
-    same, other = moves.fork(7), Moves(program, limit, "joint", 1, seed=7)
-    for _ in range(50):
-        mine, theirs = same.propose(), other.propose()
-        assert mine is not None and np.array_equal(mine, theirs)
-        same.accept()
-        other.accept()
-    assert np.array_equal(moves.plan(), start)
-
-
 def test_weights_decide_what_is_picked() -> None:
     program = pyramid(8, 2)
     weights = np.zeros((len(program.gaps(1)), KEPT + 1))
