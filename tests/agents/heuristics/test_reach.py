@@ -10,6 +10,7 @@ from simulator import Program, simulate
 from tests import tiny
 from tests.agents.heuristics import test_memonger, test_pytorch, test_superneurons, test_vdnn
 from tests.agents.heuristics.test_autoswap import FOUR, MACHINE
+from tests.agents.test_floor import sandwich
 
 # All four tensors of FOUR away: kernel 1 still writes 1 and 3 (4 bytes), kernel 4 reads 2 and 3 beside 6 of workspace.
 REACH: list[tuple[str, dict[str, object], Program, int]] = [
@@ -37,6 +38,7 @@ REACH: list[tuple[str, dict[str, object], Program, int]] = [
     ("checkpoint_all", {}, test_pytorch.chain(9, h=100), 190),
     ("checkpoint_sqrt", {}, test_pytorch.chain(9, h=100), 350),
     ("activation_budget", {}, test_pytorch.THREE, 30),  # test_the_budget_is_tuned_to_the_limit
+    ("lp_round", {}, sandwich(), 100),  # as the floor proves
 ]  # fmt: skip
 
 

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 import agents
+from agents.floor import floor
+from agents.heuristics.autoswap import SCORES
 from agents.planner import Rows
 from agents.search import annealing, local_search
 from agents.search.annealing import everything
@@ -16,6 +18,7 @@ from simulator import Kernel, Machine, Program, Tensor, simulate
 from simulator.compiled.encoding import RECOMPUTE, SWAP
 from simulator.compiled.engine import NEVER, Engine, Score, rows_of
 from simulator.modes import KEPT, MODES, SWAPPED
+from tests import tiny
 from tests.agents.search.stepwise import anneal, ticking
 from tests.oracle import enumeration
 
@@ -65,22 +68,28 @@ def test_same_seed_same_plan_within_the_budget(name: str, options: dict[str, obj
     assert all(p.simulator_calls <= calls for p in planners)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_annealing_finds_the_best_set_of_swaps(seed: int) -> None:
-    """Shifts may do better still."""
-    program = pyramid(4, seed)
-    limit = int(0.65 * program.peak_bytes)
-    best = enumeration.shortest_ns(program, MACHINE, limit, "swap") / program.ideal_ns - 1
-    assert best > 0
-    assert overhead(program, limit, "annealing", calls=3_000) <= best
+@pytest.mark.parametrize(("name", "mode"), [
+    ("annealing", "swap"), ("annealing", "joint"), ("lp_round", "swap"), ("lp_round", "joint"), ("best", "joint"),
+    ("policy_search", "swap"), ("policy_search", "joint"),
+])  # fmt: skip
+@pytest.mark.parametrize("program", [tiny.PROGRAM, *(pyramid(4, seed) for seed in range(3))], ids=lambda p: p.name)
+def test_no_enumerated_plan_is_faster(name: str, mode: str, program: Program) -> None:
+    """Early copies and shifts may do better still."""
+    limit = tiny.LIMIT if program is tiny.PROGRAM else int(0.65 * program.peak_bytes)
+    planner = agents.make(name, min_bytes=1, mode=mode, calls=3_000)
+    found = simulate(program, planner.plan(program, MACHINE, limit), MACHINE, limit).iteration_ns
+    bound = floor(program, MACHINE, limit, mode).iteration_ns
+    assert program.ideal_ns < found <= enumeration.shortest_ns(program, MACHINE, limit, mode) and bound <= found
 
 
-def test_annealing_is_never_worse_than_autoswap() -> None:
+@pytest.mark.parametrize(("name", "calls"), [("annealing", 500), ("lp_round", 2_000)])
+@pytest.mark.parametrize("fraction", [0.5, 0.6, 0.7])
+def test_no_score_of_autoswap_is_better(name: str, calls: int, fraction: float) -> None:
     program = pyramid(16, 5)
-    for fraction in (0.5, 0.6, 0.7):
-        limit = int(fraction * program.peak_bytes)
-        scores = [overhead(program, limit, f"autoswap_{s}") for s in ("doa", "aoa", "wdoa", "swdoa")]
-        assert overhead(program, limit, "annealing", calls=500) <= min(scores)
+    limit = int(fraction * program.peak_bytes)
+    least = min(overhead(program, limit, f"autoswap_{score}") for score in SCORES)
+    for mode in ("swap", "joint"):
+        assert overhead(program, limit, name, calls=calls, mode=mode) <= least
 
 
 @pytest.mark.parametrize("jobs", [None, 1, 3])
