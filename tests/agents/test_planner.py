@@ -16,8 +16,8 @@ from agents.heuristics.autoswap import AutoSwap
 from agents.heuristics.pytorch import Checkpoint
 from agents.heuristics.vdnn import VDNN
 from agents.planner import Candidates, held_back
-from simulator import Gap, Kernel, Machine, Plan, Program, Swap, Tensor, simulate
-from simulator.modes import MODES, least_residency, spans
+from simulator import Kernel, Machine, Plan, Program, Swap, Tensor, simulate
+from simulator.modes import MODES, least_residency
 from tests import tiny
 from tests.agents.heuristics.test_superneurons import MACHINE as LINK, network
 from tests.strategies import machines, networks, programs, reachable_limits
@@ -158,18 +158,6 @@ def test_nothing_that_takes_long_is_imported_before_it_is_needed() -> None:
         assert not {{"torch", "sklearn"}} & set(sys.modules)
     """
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_candidates_residency_is_the_load_less_the_open_gaps() -> None:
-    kernels = tuple(Kernel(f"k{i}", "other", "forward", (0,) if i in (1, 4) else (), (), 1) for i in range(6))
-    program = Program("persistent", (Tensor("w", 5, "parameter", True),), kernels)
-    candidates = Candidates(program, [Gap(0, 1, 4), Gap(0, 4, 1)])
-    assert candidates.residency(candidates.nbytes == 5).tolist() == [0, 5, 0, 0, 5, 0]
-    assert candidates.least == 5
-    load = candidates.live_bytes.copy()
-    candidates.empty(load, 1)
-    assert load.tolist() == [0, 5, 5, 5, 5, 0]
-    assert spans(4, 1, 6) == (slice(5, 6), slice(0, 1))
 
 
 @pytest.mark.parametrize(
