@@ -109,8 +109,3 @@ def test_the_loss_counts_tasks_alike_and_gaps_by_what_they_count() -> None:
     for batch in ([item], [item, item]):
         assert learning.loss(net, batch_of(batch)).item() == pytest.approx(want, rel=1e-5)
     assert SWAPPED in example.ways or RECOMPUTED in example.ways
-
-
-def test_settings_are_checked() -> None:
-    with pytest.raises(ValueError, match="epochs: expected a number above 0, got 0"):
-        replace(SETTINGS, epochs=0)

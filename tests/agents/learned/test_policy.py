@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 import agents
 from agents.learned.decoding import decode, drawn, fitted, rows_of_ways
@@ -58,12 +58,11 @@ def test_a_batch_says_of_each_task_what_it_says_alone(encoder: str) -> None:
 @pytest.mark.parametrize("encoder", ENCODERS)
 def test_a_decision_changes_what_is_said_of_the_others(encoder: str) -> None:
     graph = graph_of(pyramid(8, 0), 0.5)
-    net = fresh(graph, encoder)
+    net, decided = fresh(graph, encoder), np.full(len(graph), UNDECIDED)
     with torch.no_grad():
-        nothing, one = (
-            net(batch_of([data_of(graph, np.where(np.arange(len(graph)) < n, STAYS, UNDECIDED))])) for n in (0, 1)
-        )
-    assert (nothing[1:] - one[1:]).abs().max() > 1e-4
+        nothing = net(batch_of([data_of(graph, decided)]))
+        decided[0] = STAYS
+        assert (nothing[1:] - net(batch_of([data_of(graph, decided)]))[1:]).abs().max() > 1e-4
 
 
 @given(networks(), st.floats(0.3, 1.0), st.integers(0, 5), st.sampled_from(["swap", "recompute", "joint"]))
@@ -95,7 +94,6 @@ def test_what_the_limit_allows_stays() -> None:
 
 
 @pytest.mark.parametrize("name", ["policy", "policy_search"])
-@settings(max_examples=25)
 @given(program=networks(), share=st.floats(0.3, 1.0))
 def test_there_is_a_plan_where_a_heuristic_has_one(name: str, program: Program, share: float) -> None:
     limit = max(int(share * program.peak_bytes), 1)
@@ -104,27 +102,16 @@ def test_there_is_a_plan_where_a_heuristic_has_one(name: str, program: Program, 
     except Infeasible:
         for other in heuristics():
             with pytest.raises(Infeasible):
-                agents.make(other, **({"min_bytes": 1} if "min_bytes" in agents.options(other) else {})).plan(
-                    program, MACHINE, limit
-                )
+                agents.make(other, min_bytes=1).plan(program, MACHINE, limit)
     else:
         assert simulate(program, plan, MACHINE, limit).peak_bytes <= limit
 
 
-def test_same_seed_same_plan_within_the_budget() -> None:
+def test_the_plan_does_not_depend_on_the_cores() -> None:
     program = pyramid(12, 0)
     limit = int(0.6 * program.peak_bytes)
-    planners = [agents.make("policy_search", min_bytes=1, calls=300, seed=s) for s in (0, 0, 1)]
-    first, again, other = (p.plan(program, MACHINE, limit) for p in planners)
-    assert first == again and first != other
-    assert all(p.simulator_calls <= 300 for p in planners)
-    short = agents.make("policy_search", min_bytes=1, calls=20)
-    short.plan(program, MACHINE, limit)
-    assert short.simulator_calls <= 20
     cores = [agents.make("policy_search", min_bytes=1, calls=300, jobs=jobs) for jobs in (1, 4)]
     assert len({p.plan(program, MACHINE, limit).decisions for p in cores}) == 1
-    quick = agents.make("policy_search", min_bytes=1, seconds=0.3)
-    assert simulate(program, quick.plan(program, MACHINE, limit), MACHINE, limit).peak_bytes <= limit
 
 
 def test_the_weights_that_come_with_it_are_worth_more_than_none() -> None:
