@@ -11,7 +11,7 @@ import agents
 from agents.learned.decoding import decode, drawn, fitted, rows_of_ways
 from agents.learned.gap_graph import BIN_STATE, BIN_STATIC, STATE, UNDECIDED, GapGraph
 from agents.learned.policy import WEIGHTS
-from agents.learned.policy_net import ENCODERS, MASKED, PolicyNet, batch_of, data_of, trained
+from agents.learned.policy_net import MASKED, PolicyNet, batch_of, data_of, trained
 from agents.learned.training_state import save_weights
 from agents.planner import Infeasible
 from agents.search.annealing import everything
@@ -31,21 +31,20 @@ def graph_of(program: Program, share: float, mode: str = "joint") -> GapGraph:
     return GapGraph(program, MACHINE, limit, Moves(program, limit, mode, 1, 0), mode)
 
 
-def fresh(graph: GapGraph, encoder: str, seed: int = 0) -> PolicyNet:
+def fresh(graph: GapGraph, seed: int = 0) -> PolicyNet:
     """A network whose every weight is drawn: some begin at 0, and would hide a mistake."""
     torch.manual_seed(seed)
-    net = PolicyNet(graph.static.shape[1] + STATE, BIN_STATIC + BIN_STATE, 16, 2, encoder).eval()
+    net = PolicyNet(graph.static.shape[1] + STATE, BIN_STATIC + BIN_STATE, 16, 2).eval()
     for weight in net.parameters():
         torch.nn.init.normal_(weight, std=0.2)
     return net
 
 
-@pytest.mark.parametrize("encoder", ENCODERS)
-def test_a_batch_says_of_each_task_what_it_says_alone(encoder: str) -> None:
+def test_a_batch_says_of_each_task_what_it_says_alone() -> None:
     rng = np.random.default_rng(0)
     graphs = [graph_of(pyramid(n, n), 0.6) for n in (4, 9, 6)]
     decided = [np.where(rng.random(len(g)) < 0.5, STAYS, UNDECIDED) for g in graphs]
-    net = fresh(graphs[0], encoder)
+    net = fresh(graphs[0])
     data = [data_of(g, d) for g, d in zip(graphs, decided, strict=True)]
     with torch.no_grad():
         together = net(batch_of(data))
@@ -55,10 +54,9 @@ def test_a_batch_says_of_each_task_what_it_says_alone(encoder: str) -> None:
     assert (together[~ways] == MASKED).all() and (together[ways].abs() < 1e3).all()
 
 
-@pytest.mark.parametrize("encoder", ENCODERS)
-def test_a_decision_changes_what_is_said_of_the_others(encoder: str) -> None:
+def test_a_decision_changes_what_is_said_of_the_others() -> None:
     graph = graph_of(pyramid(8, 0), 0.5)
-    net, decided = fresh(graph, encoder), np.full(len(graph), UNDECIDED)
+    net, decided = fresh(graph), np.full(len(graph), UNDECIDED)
     with torch.no_grad():
         nothing = net(batch_of([data_of(graph, decided)]))
         decided[0] = STAYS
@@ -71,7 +69,7 @@ def test_decoded_plans_fit(program: Program, share: float, seed: int, mode: str)
     if not len(graph):
         return
     engine = Engine(program, MACHINE, graph.limit)
-    ways, first, last = decode(fresh(graph, "attention", seed), graph, 3)
+    ways, first, last = decode(fresh(graph, seed), graph, 3)
     assert graph.ways[np.arange(len(graph)), ways].all()
     assert np.allclose(first.sum(1), 1, atol=1e-5) and np.allclose(last.sum(1), 1, atol=1e-5)
     one, other = (drawn(first, np.random.default_rng(seed)) for _ in range(2))
@@ -134,8 +132,8 @@ def test_weights_are_checked(tmp_path: Path) -> None:
     program = pyramid(6, 0)
     graph = graph_of(program, 0.6)
     good, cut, other = tmp_path / "good.pt", tmp_path / "cut.pt", tmp_path / "other.pt"
-    save_weights(fresh(graph, "structure2vec"), good)
-    assert trained(good).settings["encoder"] == "structure2vec"
+    save_weights(fresh(graph), good)
+    assert trained(good).settings["width"] == 16
     agents.make("policy", min_bytes=1, weights=good).plan(program, MACHINE, graph.limit)
     cut.write_bytes(good.read_bytes()[:1000])
     torch.save({"weights": {}}, other)
