@@ -208,19 +208,13 @@ def test_the_mask_never_lies(data):
 
 def test_several_programs_and_limits():
     program, machine = small_task()
-    env = envs.MemoryEnv([program, program], machine, [0.6, 0.8])
+    env = envs.MemoryEnv([program, program], machine, ["40MiB", 0.8])
+    assert [task.limit for task in env.tasks] == 2 * [40 * 2**20, int(0.8 * program.peak_bytes)]
     seen = {int(env.reset(seed=s)[0]["program"]) for s in range(40)}
     assert seen == {0, 1, 2, 3}
     assert env.reset(options={"task": 2})[0]["program"] == 2
     with pytest.raises(ValueError, match="positive"):
         envs.MemoryEnv(program, machine, 0)
-
-
-def test_a_limit_may_be_a_size():
-    program, machine = small_task()
-    env = envs.MemoryEnv(program, machine, ["40MiB", 0.6, 45_000_000])
-    assert [task.limit for task in env.tasks] == [40 * 2**20, int(0.6 * program.peak_bytes), 45_000_000]
-    assert envs.MemoryVectorEnv(2, program, machine, "40MiB").tasks[0].limit == 40 * 2**20
 
 
 # ------------------------------------------------------------------------------------------------ tasks with names

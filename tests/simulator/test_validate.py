@@ -87,8 +87,6 @@ def with_event(timeline: Timeline, i: int, *events: BlockEvent) -> Timeline:
 
 
 A2_BORN, A1_LEAVES = SWAPPED.events[2], SWAPPED.events[4]
-
-
 LATE = Span(341, 381, "d2h", "swap_out", tiny.A1)
 LIES: list[tuple[str, str, Callable[[], Timeline]]] = [
     ("spans", "an unknown kernel", lambda: altered(SWAPPED, "kernel", 2, index=8)),
