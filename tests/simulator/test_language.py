@@ -38,13 +38,6 @@ def test_the_memory_is_free_when_the_gap_is_open(simulate):
     assert timeline.memory[:4] == ((0, 0), (0, 30), (110, 0), (110, 60))  # big, and it returns
 
 
-def test_a_synchronous_copy_that_is_over_holds_nothing_up(simulate):
-    small = replace(READ_MEANWHILE, tensors=tuple(replace(t, nbytes=30) for t in READ_MEANWHILE.tensors))
-    for program, big in ((small, 110), (READ_MEANWHILE, 110)):  # 100 bytes: just over
-        timeline = simulate(program, Plan((Swap(0, 1, 4, sync=True, copy=0),)), MACHINE, 300, iterations=1)
-        assert compute(timeline)[2] == (2, big, big + 10)
-
-
 def test_a_copy_of_the_iteration_before(simulate):
     """p is written by the last kernel, copied at once, and given up after it is read in the next iteration."""
     program = straight(

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from simulator import Kernel, Plan, Program, Swap, Tensor, simulate
+from simulator import Plan, Swap, simulate
 from simulator.pool import Intervals, Lifetimes, program_lifetimes, smartpool, timeline_lifetimes
 from simulator.schedule import lower
 from tests import tiny
 from tests.oracle.packing import overlaps
+from tests.programs import activations, parameter, straight
 from tests.strategies import machines, plans, programs
 from tests.tiny import A1, A2, A3, A4, G2, G3, G4, W
 
@@ -60,13 +61,7 @@ def test_lifetimes_under_recomputation() -> None:
 
 @pytest.mark.parametrize("written", [True, False])
 def test_a_tensor_that_stays_over_the_boundary_is_one_block(written: bool) -> None:
-    kernels = (
-        Kernel("k0", "other", "forward", (0,), (), 100),
-        Kernel("k1", "other", "forward", (), (), 100, workspace=5),
-        Kernel("k2", "other", "forward", (), (), 100),
-        Kernel("k3", "other", "forward", (0,), (0,) * written, 100),
-    )
-    program = Program("wraps", (Tensor("w", 40, "parameter", True),), kernels)
+    program = straight([parameter(40)], ((0,), (), 100), ((), (), 100, 5), ((), (), 100), ((0,), (0,) * written, 100))
     plan = Plan((Swap(0, 0, 3, prefetch=2),))
     timeline = simulate(program, plan, tiny.MACHINE, 100)
     lives = timeline_lifetimes(timeline)
@@ -79,12 +74,7 @@ def test_a_tensor_that_stays_over_the_boundary_is_one_block(written: bool) -> No
 
 
 def test_kernels_without_duration_do_not_share_addresses() -> None:
-    kernels = (
-        Kernel("write", "other", "forward", (), (0,), 0),
-        Kernel("copy", "other", "forward", (0,), (1,), 0),
-        Kernel("read", "other", "forward", (1,), (2,), 0),
-    )
-    program = Program("instant", tuple(Tensor(x, 8) for x in "abc"), kernels)
+    program = straight(activations(8, 8, 8), ((), (0,), 0), ((0,), (1,), 0), ((1,), (2,), 0))
     lives = timeline_lifetimes(simulate(program, Plan(), tiny.MACHINE, 16))
     packing = smartpool.pack(lives.intervals)
     assert packing.footprint == lives.intervals.peak_bytes == 16
