@@ -20,30 +20,15 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from simulator import (
-    Decision,
-    Engine,
-    Job,
-    JobsDeadlock,
-    Kernel,
-    Machine,
-    OutOfMemory,
-    Plan,
-    Program,
-    Recompute,
-    Rerun,
-    Swap,
-    Tensor,
-    Timeline,
-    rules,
-    simulate,
-    simulate_jobs,
-)
+from simulator import Engine, Machine, rules, simulate, simulate_jobs
 from simulator.compiled.engine import NEVER, rows_of
-from simulator.job import Sharing
+from simulator.decisions import Decision, Recompute, Rerun, Swap
+from simulator.job import Job, JobsDeadlock, Sharing
 from simulator.lowered import Lowered
-from simulator.plan import PlanError
-from simulator.schedule import lower
+from simulator.plan import Plan, PlanError
+from simulator.program import Kernel, Program, Tensor
+from simulator.schedule import OutOfMemory, lower
+from simulator.timeline import Timeline
 from tests import oracle
 
 BLOCK, JOBS = 1000, 100  # cases of a digest

@@ -156,9 +156,7 @@ def test_spaces():
     alone = envs.MemoryEnv(PROGRAM, MACHINE, 180, min_bytes=1)
     assert (alone.action_space, alone.observation_space) == (spaces.Discrete(1), space(1, 1))
     vector = envs.MemoryVectorEnv(3, **arguments)
-    assert (vector.single_action_space, vector.single_observation_space) == (env.action_space, env.observation_space)
     assert vector.action_space == spaces.MultiDiscrete([16] * 3)
-    assert vector.observation_space == gymnasium.vector.utils.batch_space(space(16, 2), 3)
     assert vector.observation_space.contains(vector.reset(seed=0)[0])
 
 

@@ -107,15 +107,6 @@ def test_a_removal_goes_on_as_nothing_does() -> None:
     assert walk.taken.tolist() == [-1, REMOVE, -1]
 
 
-def test_a_removal_is_as_late_as_it_is_taken() -> None:
-    walk = walk_of(mode="recompute")
-    for _ in range(3):
-        nothing(walk)
-    assert allowed(walk) == {(REMOVE, A1), (REMOVE, A2)}
-    assert walk.step(node(walk, REMOVE, A1)).terminated
-    assert walk.plan().decisions == (Recompute(A1, 2, 6),) and walk.position == 3
-
-
 def test_a_dead_end() -> None:
     """Under 79 bytes kernel 1, with w away, still needs 80, and nothing else may leave."""
     walk = walk_of(limit=79)

@@ -78,15 +78,9 @@ def test_what_cannot_be_said_there_is_left_out():
 
 def test_variants_go_with_their_kernels():
     program, other = layers("a", "b"), layers("b")
-    with_algorithms = replace(
-        program,
-        kernels=(
-            program.kernels[0],
-            program.kernels[1],
-            replace(program.kernels[2], variants=((5, 1), (6, 0))),
-            *program.kernels[3:],
-        ),
-    )
+    first, second, third, *others = program.kernels
+    third = replace(third, variants=((5, 1), (6, 0)))
+    with_algorithms = replace(program, kernels=(first, second, third, *others))
     less = replace(other, kernels=(replace(other.kernels[0], variants=((5, 1),)), *other.kernels[1:]))
     assert adapted(Plan(variants=((2, 0),)), with_algorithms, less).variants == ((0, 0),)
     assert adapted(Plan(variants=((2, 1),)), with_algorithms, less).variants == ()
