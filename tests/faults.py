@@ -24,6 +24,7 @@ import yaml
 from agents.learned.policy_net import PolicyNet
 from agents.learned.training_state import TrainingStateError, read_training_state, read_weights, write_training_state
 from experiments.common import cli
+from experiments.common.resume import resumed_words
 from simulator import FormatError, Machine, Plan, PlanError, Program, Swap, simulate
 from simulator.files import write_json
 from simulator.pool.files import load
@@ -98,6 +99,10 @@ class Files:
         plan.save(folder / "plan.json")
         (folder / "machine.yaml").write_text(yaml.safe_dump(machine.to_dict()))
         (folder / "workload.yaml").write_text("family: vgg\nname: vgg16\nbatch: 2\n")
+        write_json(folder / "summary.json", {
+            "command": ["python", "-m", "experiments.evaluate"], "config": {"limits": [0.5], "planners": ["none"]},
+            "versions": {},
+        })  # fmt: skip
         (folder / "blocks.csv").write_text("id,lower,upper,size\n0,0,3,4\n1,1,2,8\n")
         write_training_state(folder / "checkpoint.pt", {"weights": torch.ones(8), "episodes": [1, 2]})
         weights = Path(sys.modules[PolicyNet.__module__].__file__ or "").with_name("policy.pt")
@@ -108,6 +113,7 @@ class Files:
             "timeline.json": Timeline.load,
             "machine.yaml": Machine.load,
             "workload.yaml": cli._workload_file,
+            "summary.json": lambda path: resumed_words(path, []),
             "blocks.csv": load,
             "checkpoint.pt": read_training_state,
             "policy.pt": lambda path: read_weights(path, PolicyNet, "the policy"),
