@@ -70,19 +70,13 @@ def test_a_switch_costs_time_and_takes_the_memory_at_its_start():
     assert b.events == (BlockEvent(10, 0, 0, 10), BlockEvent(25, 0, 0, -10))
 
 
-def test_two_at_once_go_at_half_speed_and_one_that_is_left_alone_speeds_up():
-    """10 ns take 20 beside another; of the other's 30, 20 are left then."""
-    jobs = [Job("a", one_kernel(10), Plan(), iterations=1), Job("b", one_kernel(30), Plan(), iterations=2)]
-    a, b = simulate_jobs(jobs, MACHINE, 100, sharing="shared").jobs
-    assert (a.boundaries, b.boundaries) == ((20,), (40, 70))
-    assert a.stalls == b.stalls == ()
-
-
-def test_two_at_once_that_get_more_done():
-    """3/4 of the speed each: 10 ns take 13 1/3, rounded up; b has then done 10.5 and ends at 33.5."""
-    jobs = once(one_kernel(10), one_kernel(30))
-    a, b = simulate_jobs(jobs, replace(MACHINE, concurrency=1.5), 100, sharing="shared").jobs
-    assert (a.boundaries, b.boundaries) == ((14,), (34,))
+def test_two_at_once_share_the_speed_and_one_that_is_left_alone_speeds_up():
+    """At half speed 10 ns take 20; of the other's 30, 20 are left then. At 3/4 they take 13 1/3, rounded up; the other
+    has then done 10.5 and ends at 33.5."""
+    for concurrency, first, second in ((1.0, 20, 40), (1.5, 14, 34)):
+        machine = replace(MACHINE, concurrency=concurrency)
+        a, b = simulate_jobs(once(one_kernel(10), one_kernel(30)), machine, 100, sharing="shared").jobs
+        assert (a.boundaries, b.boundaries) == ((first,), (second,)) and a.stalls == b.stalls == ()
 
 
 def test_what_does_not_fit_beside_the_other_waits_for_it():
