@@ -69,7 +69,6 @@ def test_what_is_asked() -> None:
 
 
 def test_training_is_the_same_whether_stopped_or_not(tmp_path: Path) -> None:
-
     lessons = [lesson(n) for n in (5, 6, 7, 8)]
     examples = [learning.Example(one) for one in lessons]
 
@@ -91,7 +90,7 @@ def test_training_is_the_same_whether_stopped_or_not(tmp_path: Path) -> None:
     again = train(tmp_path / "cut.pt", lambda entry: None)
     assert all(torch.equal(again[key], value) for key, value in whole.items())
     assert seen[-1]["loss"] < seen[0]["loss"]
-    first, other = (learning.network(examples, settings, seed).state_dict() for seed in (0, 1))
+    first, other = (learning.network(examples, SETTINGS, seed).state_dict() for seed in (0, 1))
     assert any(not torch.equal(first[key], value) for key, value in other.items())
 
 
