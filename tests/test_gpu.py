@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.gpu import ROOT, files
 
-MISSING = """accelerate gymnasium highspy hydra hypothesis lightning lxml matplotlib mlflow networkx omegaconf ortools
+MISSING = """accelerate gymnasium highspy hydra hypothesis lightning lxml matplotlib mlflow networkx omegaconf
 pandas ray rich sb3_contrib simpy sklearn stable_baselines3 tensorboard torch_geometric transformers""".split()
 
 

@@ -9,9 +9,10 @@ import pytest
 
 from envs.graph import NOTHING, OFFLOAD, REMOVE
 from envs.task import DEAD_END_REWARD, Task
-from simulator import Kernel, Plan, Program, Recompute, Swap, Tensor
+from simulator import Plan, Program, Recompute, Swap, Tensor
 from simulator.compiled.engine import rows_of
 from tests.oracle.walk import Walk
+from tests.programs import straight
 from tests.tiny import A1, A2, LIMIT, MACHINE, PROGRAM, W
 
 
@@ -44,13 +45,6 @@ def nothing(walk: Walk) -> int:
     """Does nothing; returns the position."""
     walk.step(0)
     return walk.position
-
-
-def straight(tensors: list[Tensor], *lines: tuple) -> Program:
-    """(inputs, outputs, duration_ns[, workspace]) per kernel."""
-    return Program(
-        "walk", tuple(tensors), tuple(Kernel(f"k{i}", "other", "forward", *line) for i, line in enumerate(lines))
-    )
 
 
 # ------------------------------------------------------------------------------- the program of tests/tiny.py
@@ -113,15 +107,6 @@ def test_a_removal_goes_on_as_nothing_does() -> None:
     assert walk.taken.tolist() == [-1, REMOVE, -1]
 
 
-def test_a_removal_is_as_late_as_it_is_taken() -> None:
-    walk = walk_of(mode="recompute")
-    for _ in range(3):
-        nothing(walk)
-    assert allowed(walk) == {(REMOVE, A1), (REMOVE, A2)}
-    assert walk.step(node(walk, REMOVE, A1)).terminated
-    assert walk.plan().decisions == (Recompute(A1, 2, 6),) and walk.position == 3
-
-
 def test_a_dead_end() -> None:
     """Under 79 bytes kernel 1, with w away, still needs 80, and nothing else may leave."""
     walk = walk_of(limit=79)
@@ -131,13 +116,6 @@ def test_a_dead_end() -> None:
     walk.reset()
     assert (walk.position, walk.count, walk.done, walk.dead_end, len(walk.rows)) == (0, 0, False, False, 0)
     assert walk.taken.tolist() == [-1, -1, -1] and walk.overhead == 0 and allowed(walk) == {(NOTHING,)}
-
-
-def test_a_limit_that_is_just_enough() -> None:
-    assert walk_of(limit=180).done and not walk_of(limit=179).done
-    walk = walk_of(limit=140)  # what a plan that sends a1 away needs
-    assert (nothing(walk), nothing(walk)) == (1, 2)
-    assert walk.step(node(walk, OFFLOAD, A1)).terminated
 
 
 def test_what_the_host_has_room_for() -> None:
@@ -168,26 +146,6 @@ def test_relief_is_the_share_of_what_is_over() -> None:
     assert walk.relief().tolist() == [0, 0, 0]
 
 
-def test_relief_of_little() -> None:
-    """1 byte for 2 ns, in k1; p is used by k0 only, so that it is away until the iteration ends."""
-    program = straight([Tensor("p", 1, "parameter", True)], ((0,), (), 1), ((), (), 2, 10), ((), (), 3))
-    assert walk_of(program, 10).relief().tolist() == [1.0]
-
-
-def test_small_tensors_are_not_considered() -> None:
-    mib = 2**20
-    tensors = tuple(replace(t, nbytes=mib - (t.name == "a1")) for t in PROGRAM.tensors)
-    task = Task(replace(PROGRAM, tensors=tensors), MACHINE, 4 * mib)
-    assert {gap.tensor for gap in task.graph.gaps} == {W, A2}
-
-
-def test_overhead_of_a_program_without_duration() -> None:
-    """Its ideal is taken for 1 ns: a1 out and in take 80."""
-    walk = walk_of(PROGRAM.with_durations([0] * 8))
-    assert walk.overhead == -1 and (nothing(walk), nothing(walk)) == (1, 2)
-    assert walk.step(node(walk, OFFLOAD, A1)).reward == -80 and walk.overhead == 79
-
-
 # ----------------------------------------------------------------------------------------------- the copy engine
 
 
@@ -203,18 +161,6 @@ def test_an_offload_is_issued_behind_the_one_before() -> None:
     walk.step(node(walk, OFFLOAD, 1))
     assert walk.position == 5 and walk.done
     assert walk.plan().decisions == (Swap(0, 0, 7), Swap(1, 2, 7))
-
-
-def test_an_offload_is_not_issued_before_its_gap_opens() -> None:
-    """a (5 bytes) leaves [10, 15), while k1 makes b; b's gap opens at 20."""
-    program = straight([Tensor("a", 5), Tensor("b", 10)], ((), (0,), 10), ((), (1,), 10), ((), (), 10),
-                       ((), (), 10, 100), ((0, 1), (), 10))  # fmt: skip
-    walk = walk_of(program, 100)
-    assert nothing(walk) == 1
-    walk.step(node(walk, OFFLOAD, 0))
-    assert walk.position == 2 and allowed(walk) == {(NOTHING,), (OFFLOAD, 1)}
-    walk.step(node(walk, OFFLOAD, 1))
-    assert walk.plan().decisions == (Swap(0, 0, 4), Swap(1, 1, 4))
 
 
 # ------------------------------------------------------------------------------------------------ over the boundary

@@ -1,14 +1,93 @@
-"""What the tests of the executor share."""
+"""Fixtures that the tests of the executor share: three tiny networks, each captured, planned and simulated once."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+import agents
+from executor import Captured, capture
 from executor.replay import open_backend
 from executor.replay.backend import Backend, BackendError
-from simulator import Machine
+from simulator import Machine, Plan, Program, Timeline, simulate
+from tests.executor.networks import CLASSES, GPT2, adamw, images, sgd, small, words
+
+# Copies are about as slow as the kernels of these networks: 5 us a launch, 1 us + 1 ns a byte.
+GPU = Machine("test", 2**34, 10**9, 10**9, 1000, flops_per_s={"float32": 10**13}, memory_bytes_per_s=4 * 10**11)
+Parts = tuple[nn.Module, nn.Module, torch.optim.Optimizer, tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A tiny network with its capture, a plan for less memory than it needs, and the timeline of that plan.
+
+    ``captured`` refers to tensors that no test may change. A test that trains takes ``parts()`` and captures these.
+    """
+
+    captured: Captured
+    machine: Machine
+    limit: int
+    plan: Plan
+    timeline: Timeline
+    _parts: Parts = field(repr=False)
+
+    @property
+    def program(self) -> Program:
+        return self.captured.program
+
+    def parts(self) -> Parts:
+        """Returns fresh deep copies of the model, its loss function, its optimizer and a batch."""
+        return copy.deepcopy(self._parts)
+
+
+def make_tiny(
+    make_model: Callable[[], nn.Module],
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    make_batch: Callable[[], tuple[Tensor, Tensor]],
+) -> Tiny:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model, batch = make_model(), make_batch()
+    parts = (model, nn.CrossEntropyLoss(), make_optimizer(model), batch)
+    captured = capture(*parts, machine=GPU)
+    program = captured.program
+    planner = agents.make("capuchin", min_bytes=256)
+    persistent = sum(t.nbytes for t in program.tensors if t.persistent)
+    limit = (3 * program.peak_bytes + persistent) // 4
+    plan = planner.plan(program, GPU, limit)
+    return Tiny(captured, GPU, limit, plan, simulate(program, plan, GPU, limit), parts)
+
+
+def mlp() -> nn.Module:
+    """Three linear layers with dropout."""
+    return nn.Sequential(
+        nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, CLASSES)
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_mlp() -> Tiny:
+    """Three linear layers, SGD with momentum, 256 rows."""
+    return make_tiny(mlp, sgd, lambda: (torch.randn(256, 16), torch.randint(CLASSES, (256,))))
+
+
+@pytest.fixture(scope="session")
+def tiny_conv() -> Tiny:
+    """A residual block (convolution, batch normalisation, dropout), SGD with momentum, images of 16 x 16."""
+    return make_tiny(small, sgd, images(16))
+
+
+@pytest.fixture(scope="session")
+def tiny_gpt() -> Tiny:
+    """A GPT-2 of one layer (attention, layer norm, tied weights, dropout), AdamW, 12 words."""
+    return make_tiny(GPT2, adamw, words)
 
 
 def gpu_backend(machine: Machine, pause_ns: int = 0) -> Backend:
-    """The CUDA backend; the test that asks is skipped where there is none."""
+    """Opens the CUDA backend, or skips the test if the computer has no GPU."""
     pytest.importorskip("cupy")
     try:
         return open_backend("cuda", machine, pause_ns)

@@ -2,19 +2,16 @@
 
 python -m tests.zoo                           # all of them, a table; status 1 where one does not do as eager
 python -m tests.zoo GPT-2 LSTM                # these
-python -m tests.zoo into=executor/ZOO.md      # the table between the marks of a page, too
 """
 
 from __future__ import annotations
 
 import copy
 import gc
-import importlib.util
 import sys
 import time
 import warnings
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,19 +20,17 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._pytree import tree_leaves
 
 from executor import CaptureError, FitError, StepError, fit
-from tests.zoo.models import MODELS, NEEDS, Parts
+from tests.zoo.models import MODELS, Parts
 
 STEPS, PART = 3, 0.7
 # Bytes that MemTracker counts more than the program, and why.
 KNOWN = {
     "Mamba": (253_952, "under MemTracker, a mode of dispatch, autograd adds gradients into new tensors, else in place"),
-    "BART": (-32_768, "transformers drops a mask of ones after a look at it, and keeps it in any trace"),
     "Swin": (
         -32_768,
         "PyTorch's trace of a layer norm's gradient has other strides than the operator, and copies once",
     ),
 }
-MARKS = "<!-- table -->\n", "<!-- end -->\n"
 
 
 class Row(NamedTuple):
@@ -163,36 +158,24 @@ def look(name: str, planner: str = "lp_round") -> Row:
 
 def main(arguments: list[str]) -> int:
     """The command; returns its status."""
-    chosen = [a for a in arguments if not a.startswith("into=")] or list(MODELS)
-    into = [Path(a.removeprefix("into=")) for a in arguments if a.startswith("into=")]
+    chosen = arguments or list(MODELS)
     if unknown := [name for name in chosen if name not in MODELS]:
         print(f"no model {unknown[0]!r}; there are {', '.join(MODELS)}", file=sys.stderr)
         return 2
-    if bare := [page for page in into if not page.is_file() or not all(mark in page.read_text() for mark in MARKS)]:
-        print(f"{bare[0]} is no page with the lines {' and '.join(map(str.strip, MARKS))}", file=sys.stderr)
-        return 2
-    rows, lines = [], []
+    rows = []
     warnings.simplefilter("ignore")  # models' own, and what a library takes in the first step beside its operators
     print(HEAD, end="")
     for name in chosen:
-        if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
-            lines.append(f"| {name} | | | | | | left out, {NEEDS[name]} is not installed |")
-            print(lines[-1])
-            continue
         try:
             row = look(name)
         except Exception as error:  # what no user should see
             row = Row(name, wrong=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
-        lines.append(row.line())
-        print(lines[-1], flush=True)
+        print(row.line(), flush=True)
         print(f"{name}: {row.seconds:.1f} s", file=sys.stderr)
         rows.append(row)
         gc.collect()
     good, refused = sum(row.good for row in rows), sum(bool(row.refused) for row in rows)
     print(f"\n{good - refused} of {len(rows)} as eager, {refused} refused in a sentence, {len(rows) - good} wrong")
-    for page in into:
-        before, rest = page.read_text().split(MARKS[0])
-        page.write_text(before + MARKS[0] + HEAD + "\n".join([*lines, ""]) + MARKS[1] + rest.split(MARKS[1])[1])
     return int(good < len(rows))
 
 

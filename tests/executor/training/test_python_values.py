@@ -247,6 +247,8 @@ def test_modules_that_work_on_several_gpus_are_refused(tmp_path):
         capture(nn.DataParallel(net), loss_fn, optimizer, BATCH)
     torch.distributed.init_process_group("gloo", init_method=(tmp_path / "store").as_uri(), rank=0, world_size=1)
     try:
+        with pytest.raises(CaptureError, match=r"is a DistributedDataParallel, .*executor\.compiled\.compile\(model"):
+            capture(nn.parallel.DistributedDataParallel(net), loss_fn, optimizer, BATCH)
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
         net.first.weight = nn.Parameter(distribute_tensor(net.first.weight.data, mesh))
         with pytest.raises(CaptureError, match=r"first.weight is a DTensor"):

@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import subprocess
 import sys
-import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,21 +66,6 @@ def run():
     warm.simulate()
     return sum(score_plans.stats.cache_misses.values())
 """
-JIT = """
-import time
-from pathlib import Path
-from simulator.compiled.jit import jit
-
-@jit
-def scaled(x):
-    return {x: str(x)}[x]
-
-Path("ready-%d" % PID).touch()
-while not Path("go").exists():
-    time.sleep(0.001)
-scaled(10)
-print(sum(scaled.stats.cache_misses.values()))
-"""
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -105,6 +89,7 @@ def test_what_another_process_compiles_is_waited_for_and_taken_from_the_cache(tm
     assert output(tmp_path, script) == ["True", "0", "None"]  # all is there: no other process
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "script",
     [
@@ -119,27 +104,6 @@ def test_without_the_other_process_a_command_compiles_itself(tmp_path: Path, scr
     assert output(tmp_path, f"{script}; print(run())") == ["1"]
 
 
-def test_it_ends_with_the_command_and_is_no_zombie(tmp_path: Path) -> None:
-    dead = "child = at_work(); child.kill()\nwhile child.returncode is None: time.sleep(0.01)\n"  # waits for nobody
-    status, pid = output(tmp_path, f"{dead}print(child.returncode, at_work().pid)")
-    assert status == "-9"
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(pid), 0)
-
-
-def test_of_two_processes_one_compiles(tmp_path: Path) -> None:
-    (tmp_path / "work.py").write_text(JIT.replace("PID", "__import__('os').getpid()"))
-    both = [
-        subprocess.Popen([sys.executable, "work.py"], env=environment(tmp_path), cwd=tmp_path, stdout=subprocess.PIPE)
-        for _ in range(2)
-    ]
-    while len(list(tmp_path.glob("ready-*"))) < 2:
-        assert all(process.poll() is None for process in both)
-        time.sleep(0.01)
-    (tmp_path / "go").touch()
-    assert sorted(int(process.communicate(timeout=60)[0]) for process in both) == [0, 1]
-
-
 def test_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that was stopped in the middle keeps the lock, and others must not wait forever."""
     slept: list[float] = []
@@ -150,6 +114,7 @@ def test_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
             assert sum(slept) == pytest.approx(jit.PATIENCE, abs=0.1)
 
 
+@pytest.mark.nightly
 def test_a_worker_process_has_one_core() -> None:
     assert engine.cores() == len(os.sched_getaffinity(0))
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
