@@ -183,15 +183,3 @@ def test_attention_of_vit_is_torchs():
     middle = x + theirs(y, y, y)[0]
     expected = middle + block.down(F.gelu(block.up(block.norm2(middle))))
     torch.testing.assert_close(block(x), expected)
-
-
-def test_the_translator_does_not_see_the_words_to_come():
-    torch.manual_seed(0)
-    model = transformers.transformer(length=5, width=8, heads=2, vocabulary=7)[0].eval()
-    words = torch.randint(7, (1, 2, 5))
-    other = words.clone()
-    other[0, 1, 3] = (words[0, 1, 3] + 1) % 7
-    before, after = model(words), model(other)
-    assert torch.allclose(before[:3], after[:3], atol=1e-6) and not torch.allclose(before[3:], after[3:], atol=1e-3)
-    other[0, 0, 4] = (words[0, 0, 4] + 1) % 7
-    assert not torch.allclose(model(other)[:3], before[:3], atol=1e-3)
