@@ -160,15 +160,16 @@ def test_what_does_not_fit_is_refused_with_the_least_that_does() -> None:
         graphs(blocks(), Partitioner(0.2))(torch.randn(4, 64, 32))
 
 
-class GraphBreak(nn.Module):
+class Broken(Net):
     def forward(self, x: Tensor) -> Tensor:
+        x = self.parts[0](x)
         torch._dynamo.graph_break()
-        return x
+        return self.parts[1](x).square().mean()
 
 
 def test_graphs_and_shapes() -> None:
     """Each graph has its part, each shape a plan of its own; bytes are for one graph."""
-    net = Net(Block(32), GraphBreak(), Block(32))
+    net = Broken(Block(32), Block(32))
     partitioner = Partitioner(0.95, planner=QUICK)
     model = graphs(net, partitioner)
     for batch in (4, 3):
