@@ -102,25 +102,6 @@ def test_a_cold_cache_is_flushed_before_every_run(cache, monkeypatch):
     assert calls == ["run"] * WARMUP + ["flush", "run"] * 4
 
 
-@pytest.mark.parametrize(("device", "index"), [("cuda:1", 1), ("cuda", 3)])
-def test_the_random_state_of_the_device_that_is_measured_is_kept(device, index, monkeypatch):
-    class Asked(Exception):
-        pass
-
-    def fork_rng(devices):
-        raise Asked(devices)
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "get_device_name", str)
-    monkeypatch.setattr(torch.random, "fork_rng", fork_rng)
-    monkeypatch.setitem(measure.__globals__, "_Runner", lambda *args: None)
-    monkeypatch.setitem(measure.__globals__, "_awake", lambda device: None)
-    with pytest.raises(Asked) as asked:
-        measure(shared(), device)
-    assert asked.value.args == ([index],)
-
-
 def test_in_a_step_the_kernels_run_in_order_on_their_own_results():
     """What the runner computes is the step: parameters of its own go where an eager step takes the user's."""
     x, y = torch.randn(4, 6), torch.randint(3, (4,))

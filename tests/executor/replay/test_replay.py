@@ -57,11 +57,6 @@ def test_a_prefetch_is_issued_when_its_kernel_ends_and_a_synchronous_swap_out_ho
     assert measured.iteration_ns == measured.predicted_ns == 180
 
 
-def test_recomputation_by_hand():
-    measured = replay(PROGRAM, RECOMPUTE_PLAN, BYTES, LIMIT, Virtual(BYTES))
-    assert measured.iteration_ns == 130 and measured.timeline.breakdown.recompute_ns == 10
-
-
 @pytest.mark.parametrize("kernels", ["spin", "stream"])
 def test_kernels_stream_the_bytes_of_the_program_if_asked(kernels):
     """Of each kernel with a duration, in order, in seven iterations, five of them measured; 700 ns are of them all."""
@@ -102,6 +97,7 @@ def test_memory_of_an_early_copy_is_free_when_its_gap_opens_not_before():
 @pytest.mark.parametrize(
     ("plan", "again"),
     [
+        (RECOMPUTE_PLAN, [(0, 6)]),
         (Plan((Recompute(A1, 1, 6, at=5),)), [(0, 5)]),
         (Plan((Rerun(0, 5), Rerun(1, 5))), [(0, 5), (1, 5)]),
         (Plan((Rerun(0, 4), Rerun(0, 6), Swap(A2, 2, 5, copy=1))), [(0, 4), (0, 6)]),
