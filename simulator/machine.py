@@ -58,7 +58,7 @@ class Machine:
     malloc_bytes_per_s: int = (
         0  # at which memory is mapped and unmapped again, besides the calls; 0: size costs nothing
     )
-    # For several programs at once (simulator.jobs).
+    # For several programs at once (simulator.simulate_jobs).
     switch_ns: int = 0  # between two kernels of different programs, where one runs at a time
     concurrency: float = 1.0  # speed of all kernels that run at once together, where one alone has 1
     # Fraction of the roofline that kernels reach, by kernel kind; "default" for the kinds not named.
