@@ -160,11 +160,6 @@ class Candidates:
             chosen = np.append(chosen, np.fromiter(islice(order, len(chosen) + 1), np.int64))
         return chosen[: bisect_left(range(len(chosen)), True, key=fits)]
 
-    def empty(self, load: NDArray[np.int64], i: int) -> None:
-        """Takes gap ``i`` out of a residency ``load`` (int64[n]), in place."""
-        for span in self._open[i]:
-            load[span] -= self.nbytes[i]
-
 
 def residency(load: NDArray[np.int64], where: NDArray[np.int64], nbytes: NDArray[np.int64]) -> NDArray[np.int64]:
     """int64[n]: ``load`` less what is away in m gaps, int64[m, 2] ``where`` (after, before) of int64[m] ``nbytes``."""
