@@ -4,23 +4,23 @@ The waits are found in the sources: calls of events, streams and the allocator, 
 """
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from executor import Captured, PlannedStep, StepError, capture
+from executor import Captured, PlannedStep, StepError
 from executor.memory import engines, pinned
 from executor.training import memory_source, planned_step, progress
 from simulator import Plan, Swap
 from tests.executor.cuda_double import CudaDouble
 from tests.executor.networks import sgd
-from tests.executor.training.programs import GPU, Twins, random_plan, required, same, tight
+from tests.executor.training.programs import GPU, Loop, Twins, random_plan, required, same, standard, tight
 from tests.executor.training.test_faults import break_kernel, once
 
 ORDERS = {"wait_event", "wait_stream", "record_stream", "synchronize", "record", "_settle"}
@@ -58,25 +58,15 @@ def sites() -> Iterator[Site]:
 SITES = sorted(sites())
 
 
-class Small(Twins):
-    """Three layers."""
-
-    def __init__(self) -> None:
-        self.device, self.seed = "cpu", 0
-        self.batch = lambda: (torch.randn(8, 16), torch.randint(4, (8,)))
-
-        def parts():
-            torch.manual_seed(0)
-            made = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
-            return made, nn.CrossEntropyLoss(), sgd(made)
-
-        self.ours, self.eager = parts(), parts()
+def three_layers() -> Loop:
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
+    return standard(model, nn.CrossEntropyLoss(), sgd(model), lambda _: (torch.randn(8, 16), torch.randint(4, (8,))))
 
 
 class Case:
     """A model, its twin and their double."""
 
-    def __init__(self, twins: Small, captured: Captured, micro: Captured) -> None:
+    def __init__(self, twins: Twins, captured: Captured, micro: Captured) -> None:
         self.twins, self.captured, self.micro = twins, captured, micro
 
     def step(self, plan: Plan | None = None) -> PlannedStep:
@@ -96,7 +86,6 @@ class Case:
         batch = self.twins.next_batch()
         loss = step(*batch)
         self.twins.eager_step()
-        self.twins.seed += 1
         return loss
 
 
@@ -105,8 +94,8 @@ def what_is_shown_is_whole(case: Case) -> None:
     step = case.step()
     for _ in range(3):
         case.run(step)
-        copies = [p.detach().clone() for p in case.twins.ours[0].parameters()]
-        assert all(map(same, copies, case.twins.eager[0].parameters()))
+        copies = [p.detach().clone() for p in case.twins.ours.model.parameters()]
+        assert all(map(same, copies, case.twins.eager.model.parameters()))
 
 
 def copies_over_the_boundary(case: Case) -> None:
@@ -114,22 +103,18 @@ def copies_over_the_boundary(case: Case) -> None:
     with step:
         for _ in range(3):
             case.run(step)
-    case.twins.eager, case.twins.ours = case.twins.ours, case.twins.eager  # what was planned goes on eagerly
-    case.twins.eager_step()
-    case.twins.eager, case.twins.ours = case.twins.ours, case.twins.eager
-    case.twins.eager_step()
-    case.twins.compare()
+    case.twins.go_on_eagerly()
 
 
 def a_fault(case: Case) -> None:
     step = case.over_the_boundary()
     case.run(step)
-    before = [t.clone() for t in case.twins.ours[0].state_dict().values()]
+    before = [t.clone() for t in case.twins.ours.model.state_dict().values()]
     for phase, which in (("forward", 0), ("forward", 0.5), ("backward", 0.5)):
         break_kernel(step, phase, once(RuntimeError("bad luck")), which)
         with pytest.raises(StepError, match="bad luck"):
             step(*case.twins.next_batch())
-        assert all(map(same, before, case.twins.ours[0].state_dict().values()))
+        assert all(map(same, before, case.twins.ours.model.state_dict().values()))
 
 
 def another_compute_stream(case: Case) -> None:
@@ -175,32 +160,30 @@ def tensors_that_are_replaced(case: Case) -> None:
     with step:
         for _ in range(2):
             case.run(step)
-            for model, _, optimizer in (case.twins.ours, case.twins.eager):
-                for p in model.parameters():
+            for loop in (case.twins.ours, case.twins.eager):
+                for p in loop.model.parameters():
                     p.data = torch.ones_like(p)
-                    optimizer.state[p]["momentum_buffer"] = torch.ones_like(p)
+                    loop.optimizer.state[p]["momentum_buffer"] = torch.ones_like(p)
         case.run(step)
     case.twins.compare()
 
 
-def host_memory_that_serves_another(case: Case) -> None:
-    """The step is gone; the device has not come to the end of its copies."""
+def gone(case: Case) -> int:
+    """A step that is gone while the device has not come to the end of its copies; its pinned bytes."""
     program = case.captured.program
     plan = Plan(tuple(Swap(*gap) for gap in program.gaps() if program.tensors[gap.tensor].kind == "activation"))
     step = case.step(plan)
     step(*case.twins.next_batch())
-    nbytes = step.pinned_bytes
-    del step
-    memory = torch.frombuffer(engines.CUDA.take(nbytes), dtype=torch.uint8)
+    return step.pinned_bytes
+
+
+def host_memory_that_serves_another(case: Case) -> None:
+    memory = torch.frombuffer(engines.CUDA.take(gone(case)), dtype=torch.uint8)
     memory.fill_(7)
 
 
 def host_memory_that_is_unpinned(case: Case) -> None:
-    program = case.captured.program
-    plan = Plan(tuple(Swap(*gap) for gap in program.gaps() if program.tensors[gap.tensor].kind == "activation"))
-    step = case.step(plan)
-    step(*case.twins.next_batch())
-    del step
+    gone(case)
     engines.CUDA.drop()
 
 
@@ -234,18 +217,18 @@ SCENARIOS: list[Callable[[Case], None]] = [
 
 
 @cache
-def programs() -> tuple[Small, Captured, Captured]:
-    twins = Small()
+def programs() -> tuple[Twins, Captured, Captured]:
+    twins = Twins(three_layers)
     twins.eager_step()
-    return twins, twins.captured(), capture(*twins.ours, twins.next_batch(), machine=GPU, accumulate=2)
+    return twins, twins.captured(), twins.captured(accumulate=2)
 
 
-def fresh(twins: Small) -> None:
-    for parts in (twins.ours, twins.eager):
+def fresh(twins: Twins) -> None:
+    for loop in (twins.ours, twins.eager):
         torch.manual_seed(0)
-        for p in parts[0].parameters():
+        for p in loop.model.parameters():
             p.data, p.grad = torch.randn(p.shape), None
-        for values in parts[2].state.values():
+        for values in loop.optimizer.state.values():
             values["momentum_buffer"] = torch.zeros_like(values["momentum_buffer"])
 
 
@@ -275,13 +258,20 @@ def with_all_waits(scenario: Callable[[Case], None]) -> tuple[str, set[tuple[str
     return wrong(scenario, None)
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
+def rest_nightly(cases: Sequence[Any], name: Callable[[Any], str]) -> list[Any]:
+    """The first case runs with all tests, the others every night."""
+    marks = [[], *([pytest.mark.nightly] for _ in cases[1:])]
+    return [pytest.param(one, id=name(one), marks=mark) for one, mark in zip(cases, marks, strict=True)]
+
+
+@pytest.mark.parametrize("scenario", rest_nightly(SCENARIOS, lambda s: s.__name__))
 def test_nothing_is_wrong_with_all_waits(scenario):
     assert with_all_waits(scenario)[0] == ""
 
 
-@pytest.mark.parametrize("site", SITES, ids=lambda s: f"{s.first} {s.text}")
+@pytest.mark.parametrize("site", rest_nightly(SITES, lambda s: f"{s.first} {s.text}"))
 def test_every_wait_is_needed(site):
+    """By one of the scenarios."""
     lines = {(site.file, line) for line in range(site.first, site.last + 1)}
-    made = [scenario for scenario in SCENARIOS if lines & with_all_waits(scenario)[1]]
+    made = (scenario for scenario in SCENARIOS if lines & with_all_waits(scenario)[1])
     assert any(wrong(scenario, site)[0] for scenario in made), "nothing is wrong without it"
