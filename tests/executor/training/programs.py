@@ -165,20 +165,15 @@ class Twins:
 
     def micro(self, step: Callable[..., Any], i: int, ours: Sequence[Any], theirs: Sequence[Any]) -> None:
         """Micro-batch ``i`` in both loops: equal results from equal random states."""
-        torch.manual_seed(self.seed)
-        found, drawn = step(*ours), torch.get_rng_state()
-        torch.manual_seed(self.seed)
-        equal(found, detached(self.eager.micro(i, *theirs)))
-        assert torch.equal(drawn, torch.get_rng_state())
-        self.seed += 1
+        self.at_once(step, [ours], [theirs], i)
 
-    def at_once(self, step: Callable[..., Any], ours: Sequence[Any], theirs: Sequence[Any]) -> None:
-        """All micro-batches of a step, in one call of the planned step."""
+    def at_once(self, step: Callable[..., Any], ours: Sequence[Any], theirs: Sequence[Any], first: int = 0) -> None:
+        """Micro-batches from ``first`` on, in one call of the planned step; its result is the sum of the eager ones."""
         torch.manual_seed(self.seed)
-        found, drawn = step(*ours), torch.get_rng_state()
+        found, drawn = step(*(ours if len(ours) > 1 else ours[0])), torch.get_rng_state()
         torch.manual_seed(self.seed)
-        losses = [detached(self.eager.micro(i, *batch)) for i, batch in enumerate(theirs)]
-        equal(found, sum(losses[1:], losses[0]))
+        wanted, *rest = [detached(self.eager.micro(i, *batch)) for i, batch in enumerate(theirs, first)]
+        equal(found, sum(rest, wanted) if rest else wanted)
         assert torch.equal(drawn, torch.get_rng_state())
         self.seed += len(ours)
 

@@ -11,28 +11,16 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from transformers import BatchEncoding, GPT2Config, GPT2LMHeadModel
+from transformers import BatchEncoding
 
 import agents
 from executor import capture, fit
 from simulator import Machine, Plan, Program
 from tests.executor.networks import adamw
 from tests.executor.training.programs import Loop, Twins, equal, moving, standard
-from tests.executor.training.test_equal_to_eager import gan, net, pairs
+from tests.executor.training.test_equal_to_eager import gradient_penalty, net, pairs
 
 F = nn.functional
-
-
-class Net(nn.Module):
-    """Two inputs, dropout, batch norm; called by names or by position."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 32), nn.Linear(4, 32)
-        self.rest = nn.Sequential(nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 5))
-
-    def forward(self, x: Tensor, m: Tensor) -> Tensor:
-        return self.rest(self.a(x) + self.b(m))
 
 
 @dataclass
@@ -48,27 +36,19 @@ class Pair(NamedTuple):
     y: Tensor
 
 
-class OfExample(Net):
-    def forward(self, batch: Example) -> Tensor:  # type: ignore[override]
-        return super().forward(batch.x, batch.m)
+class Net(nn.Module):
+    """Two inputs, of which the second may be missing or both be in an example; it may compute its loss."""
 
+    def __init__(self, own_loss: bool = False) -> None:
+        super().__init__()
+        self.a, self.b, self.own_loss = nn.Linear(8, 32), nn.Linear(4, 32), own_loss
+        self.rest = nn.Sequential(nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 5))
 
-class OfNames(Net):
-    def forward(self, x: Tensor, m: Tensor, y: Tensor) -> Tensor:
-        return super().forward(x, m)
-
-
-class OfOne(Net):
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(x, x[:, :4])
-
-
-class OwnLoss(Net):
-    """Returns its loss, as transformers' models do."""
-
-    def forward(self, x: Tensor, m: Tensor, y: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
-        logits = super().forward(x, m)
-        return {"loss": F.cross_entropy(logits, y), "logits": logits}
+    def forward(self, x: Any, m: Tensor | None = None, y: Tensor | None = None) -> Any:
+        if isinstance(x, Example):
+            x, m = x.x, x.m
+        out = self.rest(self.a(x) + self.b(x[:, :4] if m is None else m))
+        return {"loss": F.cross_entropy(out, y), "logits": out} if self.own_loss else out
 
 
 def parts(rows: int) -> dict[str, Tensor]:
@@ -79,27 +59,26 @@ def of_entry(out: Tensor, batch: Any) -> Tensor:
     return F.cross_entropy(out, batch["y"])
 
 
-CASES: dict[str, tuple[type[nn.Module], Any, Callable[[dict[str, Tensor]], Any], Callable[[Any, Any], Tensor]]] = {
-    "dict": (OfNames, of_entry, lambda p: p, lambda m, b: of_entry(m(**b), b)),
-    "UserDict": (OfNames, of_entry, UserDict, lambda m, b: of_entry(m(**b), b)),
-    "BatchEncoding": (OwnLoss, None, BatchEncoding, lambda m, b: m(**b)["loss"]),
-    "dataclass": (OfExample, lambda out, b: F.cross_entropy(out, b.y), lambda p: Example(**p),
+CASES: dict[str, tuple[Any, Callable[[dict[str, Tensor]], Any], Callable[[Any, Any], Tensor]]] = {
+    "dict": (of_entry, dict, lambda m, b: of_entry(m(**b), b)),
+    "UserDict": (of_entry, UserDict, lambda m, b: of_entry(m(**b), b)),
+    "BatchEncoding": (None, BatchEncoding, lambda m, b: m(**b)["loss"]),
+    "dataclass": (lambda out, b: F.cross_entropy(out, b.y), lambda p: Example(**p),
                   lambda m, b: F.cross_entropy(m(b), b.y)),
-    "inputs and a target": (Net, nn.CrossEntropyLoss(), lambda p: (p["x"], p["m"], p["y"]),
+    "inputs and a target": (F.cross_entropy, lambda p: tuple(p.values()),
                             lambda m, b: F.cross_entropy(m(b[0], b[1]), b[2])),
-    "named tuple": (OfOne, nn.CrossEntropyLoss(), lambda p: Pair(p["x"], p["y"]),
-                    lambda m, b: F.cross_entropy(m(b.x), b.y)),
-    "list, and the model's loss": (OwnLoss, None, lambda p: list(p.values()), lambda m, b: m(*b)["loss"]),
+    "named tuple": (F.cross_entropy, lambda p: Pair(p["x"], p["y"]), lambda m, b: F.cross_entropy(m(b.x), b.y)),
+    "list, and the model's loss": (None, lambda p: list(p.values()), lambda m, b: m(*b)["loss"]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_batches_of_every_kind(case: str) -> None:
     """In two shapes."""
-    make, loss_fn, batch, loss = CASES[case]
+    loss_fn, batch, loss = CASES[case]
 
     def loop() -> Loop:
-        model = make()
+        model = Net(own_loss=loss_fn is None)
         return standard(model, loss_fn, adamw(model), lambda number: (batch(parts(4 if number == 2 else 6)),), loss)
 
     twins = Twins(loop)
@@ -141,35 +120,14 @@ def test_what_is_returned_stays_as_it_is() -> None:
         equal(*pair)
 
 
-def gpt2(accumulate: int) -> Loop:
-    """Its labels are its inputs, and it returns its loss."""
-    sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 50, "n_positions": 8}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
-
-    def batch(_: int) -> tuple[BatchEncoding]:
-        ids = torch.randint(50, (2, 8))
-        return (BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}),)
-
-    return standard(model, None, adamw(model), batch, lambda m, b: m(**b).loss, accumulate=accumulate)
-
-
-@pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.nightly)])
-def test_a_transformer_with_its_own_loss_whose_labels_are_its_inputs(accumulate: int) -> None:
-    twins = Twins(gpt2, accumulate)
-    steps = twins.steps_under(moving)
-    twins.train(steps, 2)
-    twins.train(lambda *batches: steps(*(batch for (batch,) in batches)), at_once=True) if accumulate > 1 else None
-    assert len(steps.steps) == 1
-
-
 def test_fit_takes_a_step_of_ones_own_with_several_models_and_optimizers() -> None:
-    """A GAN, with batches of two shapes, and gradients that stay."""
+    """A WGAN, with batches of two shapes, and gradients that stay."""
 
     def near(program: Program, machine: Machine, limit: int) -> Plan:
         return agents.make("capuchin", min_bytes=64).plan(program, machine, limit)
 
-    twins = Twins(gan)
-    twins.ours.batch = lambda number: (torch.randn(12 if number == 2 else 16, 8),)
+    twins = Twins(gradient_penalty)
+    twins.ours.batch = lambda number: tuple(t[: 6 if number == 2 else 8] for t in pairs())
     step = fit(twins.ours.given[0], example_batch=twins.next_batch(), memory=0.8, planner=near, keep_grads=True)
     assert step.plan.decisions
     twins.train(step, 3)

@@ -10,12 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
-from executor import StepError
 from tests.executor.cuda_double import CudaDouble
 from tests.executor.training import test_equal_to_eager, test_faults, test_micro_batches, test_planned_step
-from tests.executor.training.programs import planned
 
 SAMPLE = {"small", "test_a_kernel_that_fails_is_as_if_the_step_had_not_been", "test_without_a_barrier_between_steps",
           "test_one_memory_for_two_swapped_micro_batches_is_refused"}  # fmt: skip
@@ -36,7 +33,9 @@ def cases() -> list[Any]:
             if not name.startswith("test_") or function.__module__ != module.__name__ or name == THREADS:
                 continue
             marks = getattr(function, "pytestmark", [])
-            if "monkeypatch" in inspect.signature(function).parameters or any(mark.name == "gpu" for mark in marks):
+            if {"monkeypatch", "moves"} & set(inspect.signature(function).parameters) or any(
+                mark.name == "gpu" for mark in marks
+            ):
                 continue
             given: dict[str, Any] = {}
             for mark in marks:
@@ -62,29 +61,9 @@ def test_on_the_double(function: Callable[..., None], given, double):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("way", ["out", "in"])
-def test_a_copy_that_fails_when_it_is_issued(way, double):
-    """Before the optimizer the step is undone; from then on it goes on, and nothing is lost."""
-    twins, step = planned()
-    twins.train(step, 2)
-    blocks, memory = step.state.blocks.blocks, step.order.schedule.blocks
-    hosts = {b.host.data_ptr() for b in blocks.values() if not b.persistent}
-    errors = [0]
-
-    def fails(target, source):
-        return bool((target if way == "out" else source).data_ptr() in hosts and errors and not errors.pop())
-
-    double.fails = fails
-    message = f"swap-{way} of .* failed: RuntimeError: CUDA error: no link; the model is as before the step"
-    test_faults.fails(twins, step, StepError, message)
-    twins.train(step)
-    i, work = step.state.commit, step.state.work
-    late = {b for item in step.order.items[i + 1 :] for kind, b in item.before + item.after if kind == way}
-    hosts = {blocks[memory[b].owner].host.data_ptr() for b in late}
-    work[i] = work[i]._replace(after=(*work[i].after, (lambda _: errors.append(0), 0)))
-    torch.manual_seed(twins.seed)
-    with pytest.raises(StepError, match=f"swap-{way} of .*no link; the step went on to its end, and the model is as "):
-        step(*twins.next_batch())
-    double.fails = lambda target, source: False
-    twins.eager_step()
-    twins.compare()
-    twins.train(step, 2)
+@pytest.mark.parametrize("function", [
+    test_faults.test_a_copy_that_fails_is_as_if_the_step_had_not_been,
+    test_faults.test_a_copy_that_fails_while_the_optimizer_runs_loses_nothing,
+])  # fmt: skip
+def test_a_copy_that_fails_when_it_is_issued(function, way, double):
+    function(way, lambda fails: setattr(double, "fails", fails))

@@ -18,18 +18,8 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
-from tests.executor.networks import CLASSES, NETWORKS, Attention, Residual, adamw, images, sgd, words
-from tests.executor.training.programs import (
-    KINDS,
-    Loop,
-    Twins,
-    network,
-    own,
-    plan_of,
-    same,
-    standard,
-    tight,
-)
+from tests.executor.networks import CLASSES, NETWORKS, Attention, ResNet, adamw, images, sgd, words
+from tests.executor.training.programs import KINDS, Loop, Twins, network, own, plan_of, same, standard, tight
 
 CASES: dict[str, Callable[[], Loop]] = {}
 NIGHTLY: set[str] = set()
@@ -38,15 +28,6 @@ NIGHTLY: set[str] = set()
 def case(make: Callable[[], Loop]) -> Callable[[], Loop]:
     CASES[make.__name__] = make
     return make
-
-
-def nightly(make: Callable[[], Loop]) -> Callable[[], Loop]:
-    NIGHTLY.add(make.__name__)
-    return case(make)
-
-
-def rows() -> list[Any]:
-    return [pytest.param(name, marks=[pytest.mark.nightly] if name in NIGHTLY else []) for name in CASES]
 
 
 def net(*sizes: int) -> nn.Sequential:
@@ -80,25 +61,22 @@ class Recurrent(nn.Module):
         return self.out(self.rnn(x)[0][:, -1])
 
 
-class ChannelsLast(nn.Module):
+class ChannelsLast(ResNet):
     def __init__(self) -> None:
-        super().__init__()
-        # 8 channels: of 4, oneDNN's backward of a strided 1x1 convolution writes past its buffer on AVX2.
-        layers = [nn.Conv2d(3, 8, 3, padding=1), Residual(8, 8, 2), Residual(8, 8, 1), nn.AdaptiveAvgPool2d(1)]
-        self.layers = nn.Sequential(*layers, nn.Flatten(), nn.Linear(8, CLASSES)).to(memory_format=torch.channels_last)
+        super().__init__(8)  # of 4, oneDNN's backward of a strided 1x1 convolution writes past its buffer on AVX2
+        self.to(memory_format=torch.channels_last)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x.contiguous(memory_format=torch.channels_last))
+        return super().forward(x.contiguous(memory_format=torch.channels_last))
 
 
-class Checkpointed(nn.Module):
-    """Blocks whose activations PyTorch itself recomputes, with dropout and batch norm in them."""
+class Checkpointed(ResNet):
+    """PyTorch itself recomputes the blocks, with dropout and batch norm in them."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
-        self.stem, self.reentrant = nn.Conv2d(3, 4, 3, padding=1), reentrant
-        self.blocks = nn.ModuleList(nn.Sequential(Residual(4, 4, 1), nn.Dropout(0.2)) for _ in range(2))
-        self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, CLASSES))
+        self.reentrant = reentrant
+        self.blocks = nn.Sequential(*(nn.Sequential(block, nn.Dropout(0.2)) for block in self.blocks))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
@@ -161,26 +139,6 @@ CASES |= {
 NIGHTLY.add("accumulated_gpt2")
 
 
-@case
-def micro_batches_in_a_list() -> Loop:
-    """The loop over micro-batches and the clipping are in the step itself."""
-    model = net(8, 32)
-    optimizer = adamw(model)
-
-    def step(batches: list[Any]) -> Tensor:
-        total = torch.zeros(())
-        for x, y in batches:
-            loss = F.cross_entropy(model(x), y) / len(batches)
-            loss.backward()
-            total += loss.detach()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        optimizer.step()
-        optimizer.zero_grad()
-        return total
-
-    return own(step, [model], [optimizer], lambda _: ([pairs(), pairs(), pairs()],))
-
-
 # ------------------------------------------------------------------------------------------------------ mixed precision
 
 
@@ -214,29 +172,30 @@ NIGHTLY |= {"scaler_resnet", "scaler_gpt2"}
 
 
 @case
-def mixed_precision_in_micro_batches() -> Loop:
+def micro_batches_in_a_list() -> Loop:
+    """The loop over micro-batches, mixed precision and the clipping are in the step itself."""
     model = net(8, 32)
-    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    optimizer = adamw(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
 
-    def step(x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    def step(batches: list[Any]) -> dict[str, Tensor]:
         total = torch.zeros(())
-        for part, wanted in zip(x.chunk(2), y.chunk(2), strict=True):
+        for x, y in batches:
             with torch.autocast("cpu", torch.bfloat16):
-                loss = F.cross_entropy(model(part), wanted) / 2
+                loss = F.cross_entropy(model(x), y) / len(batches)
             scaler.scale(loss).backward()
             total += loss.detach()
         scaler.unscale_(optimizer)
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
         return {"loss": total, "norm": norm}
 
-    return own(step, [model], [optimizer], pairs, others=scaler.state_dict)
+    return own(step, [model], [optimizer], lambda _: ([pairs(), pairs()],), others=scaler.state_dict)
 
 
-# ---------------------------------------------------------------------------------------------- optimizers and schedules
+# --------------------------------------------------------------------------------------------- optimizers and schedules
 
 
 def scheduled(name: str, optimizer: Any, make: Callable[[Any], Any]) -> Loop:
@@ -259,103 +218,87 @@ CASES |= {
 }  # fmt: skip
 NIGHTLY.add("warm_up")
 
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=1, momentum=0.9, weight_decay=0.1, nesterov=True),
-    "adam": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True, weight_decay=0.1),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1), "nadam": torch.optim.NAdam,
-    "adamax": torch.optim.Adamax, "rmsprop": lambda p: torch.optim.RMSprop(p, momentum=0.5, weight_decay=0.1),
-    "adagrad": torch.optim.Adagrad, "adadelta": torch.optim.Adadelta, "rprop": torch.optim.Rprop,
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda p, **form: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.1, nesterov=True, **form),
+    "adam": lambda p, **form: torch.optim.Adam(p, lr=0.01, amsgrad=True, weight_decay=0.1, **form),
+    "adamw": lambda p, **form: torch.optim.AdamW(p, lr=0.01, **form),
+    "adagrad": lambda p, **form: torch.optim.Adagrad(p, lr=0.01, lr_decay=0.1, **form),
+    "rmsprop": lambda p, **form: torch.optim.RMSprop(p, lr=0.01, momentum=0.9, weight_decay=0.1, **form),
+    "nadam": torch.optim.NAdam, "adamax": torch.optim.Adamax, "adadelta": torch.optim.Adadelta,
+    "rprop": torch.optim.Rprop,
 }  # fmt: skip
 
 
-def numbers(name: str) -> Loop:
-    """All numbers of two parameter groups, which differ, change at the same time, and go back."""
+def numbers(
+    name: str, size: str = "mlp", factors: tuple[float, ...] = (1, 0.7, 0.3), parts: int = 0, **form: bool
+) -> Loop:
+    """All numbers of two parameter groups, which differ, change from step to step: they are multiplied by ``factors``.
+
+    Args:
+        parts: split updates of many parameters at once into about so many buckets.
+    """
 
     def make(model: nn.Module) -> torch.optim.Optimizer:
         every = list(model.parameters())
-        return OPTIMIZERS[name]([{"params": every[:3]}, {"params": every[3:], "lr": 0.02}])
+        return OPTIMIZERS[name]([{"params": every[:3]}, {"params": every[3:], "lr": 0.02}], **form)
 
-    loop = network("mlp", make)
+    nbytes = sum(p.nbytes for p in network(size).model.parameters())
+    loop = network(size, make, **({"bucket_bytes": nbytes // parts} if parts else {}))
     before = [dict(group) for group in loop.optimizer.param_groups]
 
     def after(i: int) -> None:
-        factor = (1, 0.7, 0.3)[i % 3]
+        factor = factors[(i + 1) % len(factors)]
         for group, was in zip(loop.optimizer.param_groups, before, strict=True):
             for key, value in was.items():
-                if type(value) is float or key == "lr":
+                if key == "lr" or (type(value) is float and factor):
                     group[key] = value * factor
-                elif isinstance(value, tuple):
+                elif isinstance(value, tuple) and factor:
                     group[key] = tuple(v * factor for v in value)
 
+    after(-1)
     loop.after = after
     return loop
 
 
 CASES |= {f"numbers_of_{name}": partial(numbers, name) for name in OPTIMIZERS}
-
-FORMS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": lambda p, **form: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.1, **form),
-    "adam": lambda p, **form: torch.optim.Adam(p, lr=0.01, amsgrad=True, weight_decay=0.1, **form),
-    "adamw": lambda p, **form: torch.optim.AdamW(p, lr=0.01, **form),
-    "adagrad": lambda p, **form: torch.optim.Adagrad(p, lr=0.01, lr_decay=0.1, **form),
-    "rmsprop": lambda p, **form: torch.optim.RMSprop(p, lr=0.01, momentum=0.9, **form),
-}
-
-
-def rates(loop: Loop, rates_of: Callable[[int], float], betas: bool = False) -> Loop:
-    """The learning rate after step ``i`` is ``rates_of(i)``."""
-
-    def after(i: int) -> None:
-        for group in loop.optimizer.param_groups:
-            group["lr"] = rates_of(i)
-            if betas and "betas" in group:
-                group["betas"] = (group["betas"][0] * 0.9, group["betas"][1] * 0.99)
-
-    loop.after = after
-    return loop
-
-
-def many_at_once(name: str, form: str, size: str) -> Loop:
-    """Updates of many parameters in one kernel, split into buckets; numbers change."""
-    make = lambda model: FORMS[name](model.parameters(), **{form: True})  # noqa: E731
-    nbytes = sum(p.nbytes for p in network(size).model.parameters())
-    return rates(network(size, make, bucket_bytes=nbytes // 4), lambda i: 0.01 * 0.5**i, betas=True)
-
-
-def from_zero(name: str, form: dict[str, bool]) -> Loop:
-    """The learning rate begins at 0 and returns to it."""
-    loop = network("mlp", lambda model: FORMS[name](model.parameters(), **form))
-    loop.optimizer.param_groups[0]["lr"] = 0.0
-    return rates(loop, lambda i: (0.01, 0.005, 0.0)[i % 3])
-
-
-CASES |= {f"{form}_{name}": partial(many_at_once, name, form, "mlp") for name in FORMS
-          for form in ("foreach", "fused") if (name, form) != ("rmsprop", "fused")}  # fmt: skip
+CASES |= {f"foreach_{name}": partial(numbers, name, parts=4, foreach=True)
+          for name in ("sgd", "adam", "adamw", "adagrad", "rmsprop")}  # fmt: skip
+CASES |= {f"fused_{name}": partial(numbers, name, parts=4, fused=True) for name in ("sgd", "adam", "adamw", "adagrad")}
 CASES |= {
-    "foreach_gpt2": partial(many_at_once, "adam", "foreach", "gpt2"),
-    "fused_gpt2": partial(many_at_once, "sgd", "fused", "gpt2"),
-    "adamw_from_zero": partial(from_zero, "adamw", {"foreach": False}),
-    "foreach_adamw_from_zero": partial(from_zero, "adamw", {"foreach": True}),
-    "fused_adamw_from_zero": partial(from_zero, "adamw", {"fused": True}),
-    "fused_sgd_from_zero": partial(from_zero, "sgd", {"fused": True}),
+    "foreach_gpt2": partial(numbers, "adam", "gpt2", parts=4, foreach=True),
+    "fused_gpt2": partial(numbers, "sgd", "gpt2", parts=4, fused=True),
+    "adamw_from_zero": partial(numbers, "adamw", factors=(0, 1, 0.5), foreach=False),
+    "foreach_adamw_from_zero": partial(numbers, "adamw", factors=(0, 1, 0.5), foreach=True),
+    "fused_adamw_from_zero": partial(numbers, "adamw", factors=(0, 1, 0.5), fused=True),
+    "fused_sgd_from_zero": partial(numbers, "sgd", factors=(0, 1, 0.5), fused=True),
 }
 NIGHTLY |= {"foreach_gpt2", "fused_gpt2"}
 
 
-# ----------------------------------------------------------------------------------------------- steps of the user's own
+# ---------------------------------------------------------------------------------------------- steps of the user's own
 
 
-def trained(model: nn.Module, optimizers: list[torch.optim.Optimizer], **rest: Any) -> Loop:
-    """``zero_grad``, loss, ``backward``, and a step of each optimizer."""
+def trained(
+    model: nn.Module, optimizers: list[torch.optim.Optimizer], loss: Callable[[Tensor, Tensor], Any] | None = None,
+    between: Callable[[], list[Tensor]] = list, **rest: Any,
+) -> Loop:  # fmt: skip
+    """``zero_grad``, loss, ``backward``, and a step of each optimizer.
 
-    def step(x: Tensor, y: Tensor) -> Tensor:
+    Args:
+        loss: returns the loss and what else is returned.
+        between: does something with gradients, and returns what is returned, too.
+    """
+    compute = loss or (lambda x, y: [F.cross_entropy(model(x), y)])
+
+    def step(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         for optimizer in optimizers:
             optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
+        value, *more = compute(x, y)
+        value.backward()
+        more += between()
         for optimizer in optimizers:
             optimizer.step()
-        return loss.detach()
+        return value.detach(), *more
 
     return own(step, [model], optimizers, pairs, **rest)
 
@@ -379,18 +322,12 @@ def adafactor() -> Loop:
 def norms() -> Loop:
     """The step returns what it makes of gradients."""
     model = net(8, 32, 32)
-    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
 
-    def step(x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
+    def clipped() -> list[Tensor]:
         each = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None])
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach(), {"norm": norm, "each": each}
+        return [each, nn.utils.clip_grad_norm_(model.parameters(), 0.1)]
 
-    return own(step, [model], [optimizer], pairs)
+    return trained(model, [adamw(model)], between=clipped)
 
 
 @case
@@ -409,9 +346,7 @@ def gradients_returned() -> Loop:
 def state_and_batch_returned() -> Loop:
     """A clone of what the plan swaps, and a view of the batch."""
     model = net(8, 32)
-    loop = trained(model, [adamw(model)])
-    inner = loop.given[0]
-    return own(lambda x, y: (inner(x, y), model[0].weight.clone(), x[1:]), loop.models, loop.optimizers, pairs)
+    return trained(model, [adamw(model)], lambda x, y: [F.cross_entropy(model(x), y), model[0].weight.clone(), x[1:]])
 
 
 @case
@@ -428,10 +363,10 @@ def metrics() -> Loop:
 @case
 def average_in_the_step() -> Loop:
     model = net(8, 32)
-    mean, optimizer = copy.deepcopy(model).requires_grad_(False), torch.optim.AdamW(model.parameters(), 0.01)
+    mean, optimizer = copy.deepcopy(model).requires_grad_(False), adamw(model)
     inner = trained(model, [optimizer]).given[0]
 
-    def step(x: Tensor, y: Tensor) -> Tensor:
+    def step(x: Tensor, y: Tensor) -> Any:
         loss = inner(x, y)
         with torch.no_grad():
             torch._foreach_lerp_(list(mean.parameters()), list(model.parameters()), 0.1)
@@ -474,30 +409,8 @@ def adapters() -> Loop:
 
 
 @case
-def gan() -> Loop:
-    """Two models, optimizers and losses; noise is drawn in the step."""
-    make = nn.Sequential(nn.Linear(4, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 8))
-    judge = nn.Sequential(nn.Linear(8, 32), nn.LeakyReLU(0.2), nn.Dropout(0.1), nn.Linear(32, 1))
-    optimizers = [torch.optim.Adam(m.parameters(), 1e-2) for m in (make, judge)]
-
-    def step(real: Tensor) -> dict[str, Tensor]:
-        fake = make(torch.randn(len(real), 4))
-        optimizers[1].zero_grad()
-        of_judge = F.softplus(-judge(real)).mean() + F.softplus(judge(fake.detach())).mean()
-        of_judge.backward()
-        optimizers[1].step()
-        optimizers[0].zero_grad()
-        of_make = F.softplus(-judge(fake)).mean()
-        of_make.backward()
-        optimizers[0].step()
-        return {"judge": of_judge.detach(), "make": of_make.detach()}
-
-    return own(step, [make, judge], optimizers, lambda _: (torch.randn(16, 8),), options={"keep_grads": True})
-
-
-@case
 def gradient_penalty() -> Loop:
-    """WGAN-GP (Gulrajani et al., 2017): a gradient of the loss of a gradient."""
+    """WGAN-GP (Gulrajani et al., 2017): two models and losses, noise, a gradient of the loss of a gradient."""
     make, judge = net(5, 32), nn.Sequential(nn.Linear(5, 32), nn.Tanh(), nn.Linear(32, 1))
     optimizers = [torch.optim.Adam(m.parameters(), 0.01, (0.5, 0.9)) for m in (make, judge)]
 
@@ -516,78 +429,68 @@ def gradient_penalty() -> Loop:
         optimizers[0].step()
         return {"judge": of_judge.detach(), "make": of_make.detach(), "penalty": penalty.detach()}
 
-    return own(step, [make, judge], optimizers, pairs)
+    return own(step, [make, judge], optimizers, pairs, options={"keep_grads": True})
 
 
 @case
 def distillation() -> Loop:
     teacher, student = net(8, 64).eval(), net(8, 16)
-    optimizer = torch.optim.AdamW(student.parameters(), 0.01)
 
-    def step(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    def loss(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             soft = teacher(x).softmax(1)
         out = student(x)
-        loss = F.cross_entropy(out, y) + F.kl_div(out.log_softmax(1), soft, reduction="batchmean")
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach(), out.detach().argmax(1)
+        kept = F.kl_div(out.log_softmax(1), soft, reduction="batchmean")
+        return F.cross_entropy(out, y) + kept, out.detach().argmax(1)
 
-    return own(step, [teacher, student], [optimizer], pairs)
+    loop = trained(student, [adamw(student)], loss)
+    loop.models = [teacher, student]
+    return loop
 
 
 # ---------------------------------------------------------------------------------------------------------------- hooks
 
 
-def hooked(hook: Callable[[Any, torch.optim.Optimizer], object]) -> Callable[[], Loop]:
-    """A row of a loop whose model or optimizer has a hook."""
+@case
+def of_gradients() -> Loop:
+    loop = network("mlp", sgd)
+    loop.model[0].weight.register_hook(lambda grad: 0.5 * grad)
 
-    def make() -> Loop:
-        loop = network("mlp", sgd)
-        hook(loop.model, loop.optimizer)
-        return loop
-
-    CASES[hook.__name__] = make
-    return make
-
-
-@hooked
-def scaling_a_gradient(model: Any, _: torch.optim.Optimizer) -> None:
-    model[0].weight.register_hook(lambda grad: 0.5 * grad)
-
-
-@hooked
-def after_a_gradient(model: Any, _: torch.optim.Optimizer) -> None:
     def triple(p: Tensor) -> None:
         p.grad.mul_(3)
 
-    model[-1].bias.register_post_accumulate_grad_hook(triple)
+    loop.model[-1].bias.register_post_accumulate_grad_hook(triple)
+    return loop
 
 
-@hooked
-def around_the_optimizer(model: Any, optimizer: torch.optim.Optimizer) -> None:
+@case
+def around_the_optimizer() -> Loop:
+    loop = network("mlp", sgd)
+
     def clip(*_: object) -> None:
-        model[-1].weight.grad.clamp_(-0.01, 0.01)
+        loop.model[-1].weight.grad.clamp_(-0.01, 0.01)
 
     def project(*_: object) -> None:
-        model[0].weight.data.clamp_(-0.2, 0.2)
+        loop.model[0].weight.data.clamp_(-0.2, 0.2)
 
-    optimizer.register_step_pre_hook(clip)
-    optimizer.register_step_post_hook(project)
+    loop.optimizer.register_step_pre_hook(clip)
+    loop.optimizer.register_step_post_hook(project)
+    return loop
 
 
-@hooked
-def optimizer_in_backward(model: Any, optimizer: torch.optim.Optimizer) -> None:
+@case
+def optimizer_in_backward() -> Loop:
     """The optimizer's step of one parameter within the backward pass."""
-    inner = torch.optim.SGD([model[-1].bias], lr=0.01)
+    loop = network("mlp", sgd)
+    bias = loop.optimizer.param_groups[0]["params"].pop()
+    inner = torch.optim.SGD([bias], lr=0.01)
 
     def step(_: Tensor) -> None:
         inner.step()
         inner.zero_grad()
 
-    model[-1].bias.register_post_accumulate_grad_hook(step)
-    del optimizer.param_groups[0]["params"][-1]
+    bias.register_post_accumulate_grad_hook(step)
+    return loop
 
 
 # ---------------------------------------------------------------------------------------------------------------- tests
@@ -596,7 +499,7 @@ def optimizer_in_backward(model: Any, optimizer: torch.optim.Optimizer) -> None:
 @pytest.mark.filterwarnings(
     "error:Detected call of `lr_scheduler", "ignore:The epoch parameter", "ignore:None of the inputs have requires_grad"
 )
-@pytest.mark.parametrize("name", rows())
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.nightly] * (n in NIGHTLY)) for n in CASES])
 def test_equal_to_eager(name: str) -> None:
     """Under every kind of plan, at the smallest limit at which it is feasible; micro-batches one by one and at once."""
     twins = Twins(CASES[name])

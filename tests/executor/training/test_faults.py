@@ -14,9 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from executor import PlannedStep, StepError
 from executor.memory import engines
-from executor.memory.pinned import CUDA
 from executor.training import memory_source
-from executor.training.memory_source import slab
 from simulator import Plan
 from tests.executor.networks import adamw
 from tests.executor.training.programs import (
@@ -92,43 +90,52 @@ def test_a_kernel_that_fails_is_as_if_the_step_had_not_been(phase, steps):
     twins.train(step, 2)
 
 
+Fails = Callable[[Callable[[Tensor, Tensor], bool]], None]  # takes what says whether a copy (target, source) fails
+
+
+@pytest.fixture
+def moves(monkeypatch) -> Fails:
+    def install(fails: Callable[[Tensor, Tensor], bool]) -> None:
+        def move(target: Tensor, source: Tensor) -> None:
+            if fails(target, source):
+                raise OSError("no link")
+            does(target, source)
+
+        monkeypatch.setattr(engines, "move", move)
+
+    does = engines.move
+    return install
+
+
+def a_copy_fails(way: str, hosts: set[int], install: Fails, armed: list[int]) -> None:
+    """One copy to or from these places, as soon as ``armed`` has something."""
+    install(lambda target, source: (target if way == "out" else source).data_ptr() in hosts and bool(armed)
+            and not armed.pop())  # fmt: skip
+
+
 @pytest.mark.parametrize("way", ["out", "in"])
-def test_a_copy_that_fails_is_as_if_the_step_had_not_been(way, monkeypatch):
+def test_a_copy_that_fails_is_as_if_the_step_had_not_been(way, moves):
     twins, step = planned()
     twins.train(step, 2)
-    hosts = {b.host.data_ptr(): b for b in step.state.blocks.blocks.values() if not b.persistent}
-    move, errors = engines.move, [OSError("no link")]
-
-    def failing(target: Tensor, source: Tensor) -> None:
-        if (target if way == "out" else source).data_ptr() in hosts and errors:
-            raise errors.pop()
-        move(target, source)
-
-    monkeypatch.setattr(engines, "move", failing)
-    fails(twins, step, StepError, f"swap-{way} of .* failed: OSError: no link; the model is as before the step")
+    hosts = {b.host.data_ptr() for b in step.state.blocks.blocks.values() if not b.persistent}
+    a_copy_fails(way, hosts, moves, [0])
+    fails(twins, step, StepError, f"swap-{way} of .* failed: .*no link; the model is as before the step")
     twins.train(step, 2)
 
 
 @pytest.mark.parametrize("way", ["out", "in"])
-def test_a_copy_that_fails_while_the_optimizer_runs_loses_nothing(way, monkeypatch):
+def test_a_copy_that_fails_while_the_optimizer_runs_loses_nothing(way, moves):
     twins, step = planned()
     twins.train(step, 2)
-    i, work, began = step.state.commit, step.state.work, []
+    i, work, armed = step.state.commit, step.state.work, list[int]()
     late = {b for item in step.order.items[i + 1 :] for kind, b in item.before + item.after if kind == way}
     hosts = {step.state.blocks.blocks[step.order.schedule.blocks[b].owner].host.data_ptr() for b in late}
-    work[i] = work[i]._replace(after=(*work[i].after, (began.append, 0)))
-    move, errors = engines.move, [OSError("no link")]
-
-    def failing(target: Tensor, source: Tensor) -> None:
-        if (target if way == "out" else source).data_ptr() in hosts and began and errors:
-            raise errors.pop()
-        move(target, source)
-
-    monkeypatch.setattr(engines, "move", failing)
+    work[i] = work[i]._replace(after=(*work[i].after, (armed.append, 0)))
+    a_copy_fails(way, hosts, moves, armed)
     torch.manual_seed(twins.seed)
     with pytest.raises(StepError, match=f"swap-{way} of .*no link; the step went on to its end, and the model is as "):
         step(*twins.next_batch())
-    assert not errors
+    moves(lambda target, source: False)
     twins.eager_step()
     twins.compare()
     twins.train(step, 2)
@@ -238,67 +245,12 @@ def test_a_step_that_nobody_holds_returns_threads_and_memory_at_once(failed):
         gc.enable()
 
 
-def test_what_cuda_pins_serves_the_next_step(monkeypatch):
-    """The driver's calls, seen from outside: whole pages, another's only when no tensor shows the memory any more."""
-    pinned: dict[int, int] = {}
-
-    class Runtime:
-        def cudaHostRegister(self, address, size, flags):
-            assert not any(a < address + size and address < a + n for a, n in pinned.items())
-            pinned[address] = size
-            return 0
-
-        def cudaHostUnregister(self, address):
-            del pinned[address]
-
-    settled = []
-    monkeypatch.setattr(engines, "copy_streams", lambda index, compute: (None, None))
-    for name, value in {
-        "cudart": Runtime, "current_stream": lambda device: None, "Event": lambda: None, "current_device": lambda: 1,
-        "device_count": lambda: 4, "memory_reserved": lambda device: 512 * (device == 2), "synchronize": settled.append,
-    }.items():  # fmt: skip
-        monkeypatch.setattr(torch.cuda, name, value)
-    cuda = engines.CudaEngines(torch.device("cpu"))
-    places = slab(cuda, {3: 5000, 4: 10})  # 5,120 and 512 bytes: two pages
-    assert list(pinned.values()) == [8192] and next(iter(pinned)) % 4096 == 0
-    assert next(iter(pinned)) == places[3].data_ptr() and places[4].data_ptr() == places[3].data_ptr() + 5120
-    last = places[4].view(torch.int16)
-    other = slab(cuda, {0: 1})
-    del places
-    assert list(pinned.values()) == [8192, 4096] and not settled
-    again = slab(cuda, {0: 4000})
-    assert list(pinned.values()) == [8192, 4096, 4096]
-    where = last.data_ptr() - 5120
-    del last
-    assert slab(cuda, {0: 5000})[0].data_ptr() == where
-    assert settled == [1, 2]  # what its last owner has copied, on any device
-    with pytest.raises(engines.TransferError, match=r"bytes of host memory cannot be pinned"):
-        cuda.pinned(2**62)
-    del again, other
-    CUDA.drop()
-    assert not pinned
-
-
 def swapping_the_batch(device: str = "cpu") -> tuple[Twins, PlannedStep]:
     twins = Twins("small", device=device)
     captured = twins.captured()
     step = tight(captured, random_plan(captured.program, 0, nothing=0.1))
     assert step.state.swapped_inputs()
     return twins, step
-
-
-def test_what_is_freed_is_borrowed_first(monkeypatch):
-    """On CUDA a batch, or a parameter, may be another stream's memory, which goes on at once unless it is told."""
-    told, freed = [], []
-    give = memory_source.Storages.give
-    monkeypatch.setattr(engines.HostEngines, "borrow", lambda self, t: told.append((t.data_ptr(), t.nbytes)))
-    monkeypatch.setattr(
-        memory_source.Storages, "give", lambda self, b: (freed.append((b.bytes.data_ptr(), b.nbytes)), give(self, b))
-    )
-    twins, step = swapping_the_batch()
-    assert any(block.persistent for block in step.state.blocks.blocks.values())
-    twins.train(step, 2)
-    assert told == freed
 
 
 @pytest.mark.gpu

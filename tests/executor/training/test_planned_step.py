@@ -2,17 +2,14 @@
 
 import copy
 import io
-from collections import deque
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import agents
 from executor import PlannedStep
-from executor.memory import engines
 from executor.training.memory_source import Place
 from simulator import Plan, Recompute, Swap, simulate
 from tests.executor.networks import NETWORKS, adamw, sgd
@@ -28,7 +25,7 @@ from tests.executor.training.programs import (
     tight,
 )
 
-# ------------------------------------------------------------------------------------------------------ plans and limits
+# ----------------------------------------------------------------------------------------------------- plans and limits
 
 
 @pytest.mark.parametrize(
@@ -81,53 +78,6 @@ def test_a_place_on_the_host_is_for_several_tensors():
     swapped = sum(program.tensors[t].nbytes for t in {d.tensor for d in plan.decisions})
     assert step.pinned_bytes <= 1.1 * max(step.order.schedule.on_host) < 0.95 * swapped
     twins.train(step, 2)
-
-
-class Late(engines.HostEngines):
-    """Copies when it is waited for them: the last moment at which they may be done."""
-
-    def __init__(self) -> None:
-        self.due: tuple[deque[Any], deque[Any]] = deque(), deque()
-
-    def copy_out(self, host: Tensor, device: Tensor, event: Any) -> None:
-        event.start((host, device))
-        self.due[0].append(event)
-
-    def copy_in(self, device: Tensor, host: Tensor, event: Any) -> None:
-        event.start((device, host))
-        self.due[1].append(event)
-
-    def join(self, event: Any) -> None:
-        for queue in self.due:
-            while event.under_way() and event in queue:  # in order
-                queue.popleft().run()
-
-    def wait(self, event: Any) -> None:
-        self.join(event)
-        super().wait(event)
-
-    def synchronize(self) -> None:
-        for queue in self.due:
-            while queue:
-                queue.popleft().run()
-
-
-@pytest.mark.parametrize(
-    ("network", "kind"),
-    [("small", "both"), pytest.param("resnet", "reruns", marks=pytest.mark.nightly),
-     pytest.param("gpt2", "both", marks=pytest.mark.nightly)],
-)  # fmt: skip
-def test_it_does_not_matter_when_copies_are_done(network, kind, monkeypatch):
-    """Nothing is read too early and nothing is overwritten too early, however late the engines are."""
-    monkeypatch.setattr(engines, "HostEngines", Late)
-    twins = Twins(network, sgd)
-    captured = twins.captured()
-    step = tight(captured, plan_of(captured.program, kind, 4))
-    assert isinstance(step.state.blocks.engines, Late)
-    twins.train(step, 2)
-    with step:
-        twins.train(step, 3, look=False)
-    twins.compare()
 
 
 @pytest.mark.parametrize("network", ["small", "gpt2", pytest.param("unet", marks=pytest.mark.nightly)])
@@ -188,21 +138,6 @@ def test_eager_steps_in_between_and_afterwards():
     assert all(b.place is Place.DEVICE for b in step.state.blocks.blocks.values())
     assert step.state.blocks.used == sum(t.nbytes for t in step.program.tensors if t.persistent)
     twins.compare()
-
-
-def test_changes_between_steps_count():
-    """In place, through ``data``, by another tensor; on tensors that are away and on others."""
-    twins, step = planned(make_optimizer=adamw)
-    twins.train(step)
-    for loop in (twins.ours, twins.eager):
-        for parameter in loop.model.parameters():
-            state = loop.optimizer.state[parameter]
-            parameter.data.mul_(0.5)
-            state["exp_avg"].add_(0.25)
-            state["exp_avg_sq"] = state["exp_avg_sq"] * 2
-        loop.model.stem[1].running_mean = torch.ones_like(loop.model.stem[1].running_mean)
-        loop.model.head[3].weight.data = loop.model.head[3].weight.data + 1
-    twins.train(step, 2)
 
 
 def test_tensors_that_numpy_has_seen():
