@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from executor import Captured, PlannedStep, PlannedSteps, capture, capture_step
 from simulator import Decision, Plan, Program, Recompute, Rerun, Swap
@@ -136,6 +136,7 @@ class Twins:
     def __init__(self, loop: Callable[..., Loop] | str, *args: Any, **options: Any) -> None:
         self.ours, self.eager = (self._build(loop, *args, **options) for _ in range(2))
         self.seed = self.steps = 0  # of random numbers, which is the number of the next batch, too; steps made
+        self.returned: list[tuple[Any, Any]] = []  # what planned steps have returned, and copies of that
 
     @staticmethod
     def _build(loop: Callable[..., Loop] | str, *args: Any, **options: Any) -> Loop:
@@ -161,7 +162,7 @@ class Twins:
         batch = self.next_batch()
         torch.manual_seed(self.seed)
         self.seed += 1
-        return detached(self.eager.micro(0, *batch))
+        return self.eager.micro(0, *batch)
 
     def micro(self, step: Callable[..., Any], i: int, ours: Sequence[Any], theirs: Sequence[Any]) -> None:
         """Micro-batch ``i`` in both loops: equal results from equal random states."""
@@ -172,9 +173,11 @@ class Twins:
         torch.manual_seed(self.seed)
         found, drawn = step(*(ours if len(ours) > 1 else ours[0])), torch.get_rng_state()
         torch.manual_seed(self.seed)
-        wanted, *rest = [detached(self.eager.micro(i, *batch)) for i, batch in enumerate(theirs, first)]
+        wanted, *rest = [self.eager.micro(i, *batch) for i, batch in enumerate(theirs, first)]
         equal(found, sum(rest, wanted) if rest else wanted)
         assert torch.equal(drawn, torch.get_rng_state())
+        assert not any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(found))
+        self.returned.append((found, copy.deepcopy(found)))
         self.seed += len(ours)
 
     def train(self, step: Callable[..., Any], steps: int = 1, at_once: bool = False, look: bool = True) -> None:
@@ -217,16 +220,14 @@ class Twins:
         self.compare()
 
     def compare(self) -> None:
+        for found, as_it_was in self.returned:
+            equal(found, as_it_was)
         keep = self.ours.options.get("keep_grads", False)
         for model, twin in zip(self.ours.models, self.eager.models, strict=True):
             for p, q in zip(model.parameters(), twin.parameters(), strict=True):
                 equal(p.grad, q.grad if keep else None)
         equal_states(self.ours.state(), self.eager.state())
         assert repr(self.ours.others()) == repr(self.eager.others())
-
-
-def detached(result: Any) -> Any:
-    return tree_map_only(Tensor, Tensor.detach, result)
 
 
 def same(a: Tensor, b: Tensor) -> bool:

@@ -17,7 +17,7 @@ import agents
 from executor import capture, fit
 from simulator import Machine, Plan, Program
 from tests.executor.networks import adamw
-from tests.executor.training.programs import Loop, Twins, equal, moving, standard
+from tests.executor.training.programs import Loop, Twins, moving, standard
 from tests.executor.training.test_equal_to_eager import gradient_penalty, net, pairs
 
 F = nn.functional
@@ -101,23 +101,6 @@ def test_what_is_returned_counts_to_the_end_of_the_step() -> None:
     without, held = (capture(model, f, adamw(model), (x, x)).program for f in (loss_fn, returns))
     assert held.live_bytes[-1] - without.live_bytes[-1] == 64 * 512 * 4
     assert held.peak_bytes >= without.peak_bytes + 64 * 512 * 4
-
-
-def test_what_is_returned_stays_as_it_is() -> None:
-    """Without a graph, and not overwritten by later steps."""
-    twins = Twins(lambda: standard(model := net(8, 32), lambda out, y: (F.cross_entropy(out, y), out),
-                                   adamw(model), pairs))  # fmt: skip
-    steps, kept = twins.steps_under(moving), []
-
-    def step(*batch: Any) -> Any:
-        result = steps(*batch)
-        kept.append((result, tuple(t.clone() for t in result)))
-        return result
-
-    twins.train(step, 3)
-    assert not any(t.requires_grad for result, _ in kept for t in result)
-    for pair in kept:
-        equal(*pair)
 
 
 def test_fit_takes_a_step_of_ones_own_with_several_models_and_optimizers() -> None:

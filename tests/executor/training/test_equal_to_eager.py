@@ -122,7 +122,7 @@ CASES |= {
     "checkpoint_in_micro_batches": partial(layers, lambda: Checkpointed(False), images(8), sgd, accumulate=2),
     "attention": partial(layers, Attentions, words),
 }
-NIGHTLY |= {"rnn", "lstm_both_ways", "reentrant_checkpoint"}
+NIGHTLY |= {"rnn", "lstm_both_ways", "checkpoint", "reentrant_checkpoint"}
 
 
 # ------------------------------------------------------------------------------------------- micro-batches and clipping
