@@ -17,7 +17,7 @@ from agents.planner import Infeasible, Planner, PlannerInfo
 
 __all__ = ["PLANNERS", "Infeasible", "Planner", "PlannerInfo", "make", "options", "untrained"]
 
-ROOMS = ("heuristics", "search", "exact", "learned")
+ROOMS = ("heuristics", "search", "learned")
 
 
 def _classes() -> list[tuple[PlannerInfo, Callable[..., Planner]]]:

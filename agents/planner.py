@@ -33,9 +33,8 @@ Rows = NDArray[np.int64]  # (n, 6), its columns named in simulator/compiled/enco
 
 
 Family = Literal[
-    "swap: AutoSwap", "swap: other heuristics", "recompute", "swap and recompute", "search and exact", "learned",
-    "other",
-]  # fmt: skip
+    "swap: AutoSwap", "swap: other heuristics", "recompute", "swap and recompute", "search", "learned", "other"
+]
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ class Planner(Protocol):
 class NoPlan:
     """The empty plan, where the limit allows it. Its options are ignored."""
 
-    facts = PlannerInfo("none", "no plan", "", "search and exact", 0, 0, "")
+    facts = PlannerInfo("none", "no plan", "", "search", 0, 0, "")
     name = facts.key
 
     def __init__(self, min_bytes: int = MIB, seed: int = 0) -> None:

@@ -29,7 +29,7 @@ def saved_plan(run: str | Path) -> Callable[[Program, Machine, int], Plan]:
     plan, planned = Plan.load(Path(run) / "plan.json"), Program.load(Path(run) / "program.json")
 
     def carried_over(program: Program, machine: Machine, limit: int) -> Plan:
-        found = adapted(plan, planned, program, by_order=True)
+        found = adapted(plan, planned, program)
         score = Engine(program, machine, limit).score(rows_of(found.decisions))
         if not score.feasible:
             raise Infeasible(

@@ -1,10 +1,8 @@
-"""Gymnasium environments over the simulator; importing this package registers ``GpuMemory-v0``, the tasks that have
-names (``GpuMemory/vgg16-45-v0``, …: tasks.py) and ``GpuMemoryJobs-v0``."""
+"""Gymnasium environments over the simulator; importing this package registers ``GpuMemory-v0`` and the tasks that have
+names (``GpuMemory/vgg16-45-v0``, …: tasks.py)."""
 
 import gymnasium
 
-from envs.jobs_env import JobsEnv, JobsVectorEnv
-from envs.jobs_task import JobsTask, Scenario
 from envs.memory_env import MemoryEnv, MemoryVectorEnv
 from envs.task import Task
 from envs.tasks import SUITES, TASKS
@@ -15,6 +13,4 @@ for _id, _kwargs in [("GpuMemory-v0", {}), *((f"GpuMemory/{name}-v0", task.kwarg
         _id, "envs.memory_env:MemoryEnv", vector_entry_point="envs.memory_env:MemoryVectorEnv", kwargs=_kwargs
     )
 
-gymnasium.register("GpuMemoryJobs-v0", "envs.jobs_env:JobsEnv", vector_entry_point="envs.jobs_env:JobsVectorEnv")
-
-__all__ = ["SUITES", "JobsEnv", "JobsTask", "JobsVectorEnv", "MemoryEnv", "MemoryVectorEnv", "Scenario", "Task", "Walk"]
+__all__ = ["SUITES", "MemoryEnv", "MemoryVectorEnv", "Task", "Walk"]

@@ -1,4 +1,4 @@
-"""What the vector environments share: seeds, the ends of episodes in Gymnasium's three ways, final infos."""
+"""The vector environment over a batch of walks: seeds, the ends of episodes in Gymnasium's three ways, final infos."""
 
 from __future__ import annotations
 

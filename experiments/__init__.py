@@ -10,13 +10,10 @@ from types import FrameType
 
 
 def _stop(_: int, frame: FrameType | None) -> None:
-    """Ctrl-C. Within an import an exception might be caught, or come out as another; there is nothing to clean up but
-    processes that import, too."""
+    """Ctrl-C. Within an import an exception might be caught, or come out as another; nothing needs cleaning up yet."""
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
             os.write(2, b"interrupted\n")
-            for process in getattr(sys.modules.get("multiprocessing"), "active_children", list)():
-                process.terminate()
             os._exit(130)
         frame = frame.f_back
     raise KeyboardInterrupt

@@ -6,14 +6,12 @@
 
 The file is a CSV of MiniMalloc's, an allocator snapshot of PyTorch, a log of mallocs and frees, or a program/1 file
 (simulator/pool/files.py). The directory holds results.json ({algorithm: {footprint, load, ratio, seconds, proven,
-allocation_ns}}), packing.png and solution.csv (the best packing), and for ``experiments.rerun`` summary.json and
-input/, a copy of the file. Its path is the last line printed. What counts as the best, and how online allocators are
-compared: simulator/pool/README.md.
+allocation_ns}}), packing.png, solution.csv (the best packing) and summary.json. Its path is the last line printed. What
+counts as the best, and how online allocators are compared: simulator/pool/README.md.
 """
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections import Counter
 from typing import Any, NamedTuple
@@ -77,8 +75,6 @@ def main(cfg: DictConfig) -> None:
         )
         pack_plot.draw(out / "packing.png", best.intervals, best.packing, title, solution.ids, capacity)
         files.save_solution(out / "solution.csv", solution, best.packing)
-        (out / report.INPUT).mkdir(exist_ok=True)
-        shutil.copyfile(file, out / report.INPUT / file.name)
         write_json(out / "summary.json", {**report.asked(cfg), "best": best.name}, indent=1)
         write_json(out / "results.json", {p.name: row(p, load) for p in done}, indent=1)
     report.console().print(table(done, best, load, capacity))

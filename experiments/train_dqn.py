@@ -31,8 +31,8 @@ from agents.planner import LEAST
 from experiments import Terminated
 from experiments.common import cli, report
 from experiments.common.curves import Curve
+from experiments.common.resume import resumed_words
 from experiments.common.tracking import Tracker, chosen, open_tracker
-from experiments.rerun import resumed_words
 from simulator.files import write_json
 from simulator.limits import limit_bytes
 from simulator.machine import Machine

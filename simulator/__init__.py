@@ -2,10 +2,11 @@
 
 from simulator.compiled.engine import Engine, simulate
 from simulator.files import FormatError
-from simulator.jobs import Job, JobsDeadlock, JobsTimeline, simulate_jobs
+from simulator.job import Job, JobsDeadlock, JobsTimeline
 from simulator.machine import Machine
 from simulator.plan import Decision, Plan, PlanError, Recompute, Rerun, Swap
 from simulator.program import Gap, Kernel, Program, Tensor
+from simulator.rules import simulate_jobs
 from simulator.schedule import OutOfMemory
 from simulator.timeline import Timeline
 

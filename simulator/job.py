@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 from simulator.plan import Plan
-from simulator.plan_transfer import unified
 from simulator.program import Program
 from simulator.timeline import STREAMS, BlockEvent, Span, memory_curve
 
 Cause = Literal["admission", "compute", "data", "memory"]
 Sharing = Literal["fifo", "shared"]
-CAUSES: tuple[Cause, ...] = ("admission", "compute", "data", "memory")
-
-
-# (at_ns, share), ascending: from then on a tenant, who is none of the jobs, takes this part of the link; before, none.
-Tenant = Sequence[tuple[int, float]]
 
 
 class JobsDeadlock(RuntimeError):
@@ -37,12 +31,9 @@ class Job:
         switches: (at_ns, plan), ascending: the plan takes effect at the job's first boundary from that time on.
         within: its swap-ins do not bring its own memory above the limit that the plan was made for (J4).
         durations: iteration i takes row i mod len for the ns of its kernels (J11); empty: the program's and plan's.
-        steps: iteration i runs entry i mod len in the place of program and plan (J13), without switches and
-            durations; empty: all are alike.
 
     Raises:
-        ValueError: a time or a number is out of range, a row is not one of the program, a plan does not fit its step,
-            or steps do not agree on the size of a persistent tensor.
+        ValueError: a time or a number is out of range, or a row is not one of the program.
     """
 
     name: str
@@ -54,7 +45,6 @@ class Job:
     switches: tuple[tuple[int, Plan], ...] = ()
     within: bool = False
     durations: tuple[tuple[int, ...], ...] = ()
-    steps: tuple[tuple[Program, Plan], ...] = ()
 
     def __post_init__(self) -> None:
         if self.arrives_ns < 0:
@@ -68,35 +58,21 @@ class Job:
                 raise ValueError(
                     f"job {self.name!r}: durations[{i}]: expected {len(self.program.kernels)} integers from 0 to 2**43"
                 )
-        if self.steps and (self.switches or self.durations):
-            raise ValueError(f"job {self.name!r}: with steps there are neither switches nor durations")
-        try:
-            _ = self.entries
-        except ValueError as error:
-            raise ValueError(f"job {self.name!r}: {error}") from None
 
     @cached_property
-    def entries(self) -> tuple[tuple[Program, Plan], ...]:
-        """All that it may run: its program under the plan of the start, and under those that are switched to; or its
-        steps, with persistent tensors numbered alike (``draws.unified``). Timelines have the numbers of these."""
-        if self.steps:
-            return unified(self.steps)
-        return tuple((self.program, plan) for plan in (self.plan, *(plan for _, plan in self.switches)))
-
-    @property
     def plans(self) -> tuple[Plan, ...]:
-        """Those of the entries."""
-        return tuple(plan for _, plan in self.entries)
+        """The plan of the start, and those that are switched to."""
+        return (self.plan, *(plan for _, plan in self.switches))
 
     @cached_property
     def alike(self) -> tuple[int, ...]:
-        """Per entry: the first with the same program, decisions and variants."""
+        """Per plan: the first with the same decisions and variants."""
         first: dict[object, int] = {}
-        keys = [(id(program), frozenset(plan.decisions), plan.variants) for program, plan in self.entries]
+        keys = [(frozenset(plan.decisions), plan.variants) for plan in self.plans]
         return tuple(first.setdefault(key, i) for i, key in enumerate(keys))
 
     def share(self, plan: int) -> int | None:
-        """Bytes that its swap-ins keep within under this one of its entries; None: all may be used."""
+        """Bytes that its swap-ins keep within under this one of its plans; None: all may be used."""
         return (self.plans[plan].limit or None) if self.within else None
 
 
@@ -134,7 +110,7 @@ class JobTimeline:
     events: tuple[BlockEvent, ...]  # in order; blocks are those of the plan in force
     events_until: tuple[int, ...]  # how many of them there were after admission, and at the end of each iteration
     stalls: tuple[Stall, ...]  # in order
-    switches: tuple[tuple[int, int], ...]  # that took effect: time, index into Job.entries
+    switches: tuple[tuple[int, int], ...]  # that took effect: time, index into Job.plans
 
     @property
     def iterations_ns(self) -> tuple[int, ...]:
@@ -203,9 +179,9 @@ class JobsTimeline:
             events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": ran.name}})
             for tid, track in enumerate((*STREAMS, "waits"), 1):
                 events.append({"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": track}})
-            for s, program in zip(ran.spans, _programs(job, ran), strict=True):
-                on_compute = s.stream == "compute"
-                what = program.kernels[s.index].name if on_compute else program.tensors[s.index].name
+            for s in ran.spans:
+                table = job.program.kernels if s.stream == "compute" else job.program.tensors
+                what = table[s.index].name
                 events.append(_piece(pid, STREAMS.index(s.stream) + 1, s.kind, what, s.start_ns, s.end_ns))
             tid = len(STREAMS) + 1
             events += [_piece(pid, tid, "wait", stall.cause, stall.start_ns, stall.end_ns) for stall in ran.stalls]
@@ -233,7 +209,7 @@ class Record:
         self.switches: list[tuple[int, int]] = []
 
     def admit(self, time_ns: int, plan: int) -> None:
-        """It begins, by this one of its entries."""
+        """It begins, by this one of its plans."""
         self.admitted = time_ns
         self.wait(self.job.arrives_ns, time_ns, "admission")
         if plan:
@@ -254,17 +230,6 @@ class Record:
             tuple(self.boundaries), tuple(spans), tuple(self.events), tuple(self.events_until), tuple(self.stalls),
             tuple(self.switches),
         )  # fmt: skip
-
-
-def _programs(job: Job, ran: JobTimeline) -> Iterator[Program]:
-    """The program that each span is of: that of the next step from the end of the last kernel on."""
-    programs = [program for program, _ in job.entries][: len(job.steps) or 1]
-    done = kernels = 0  # iterations that have ended, and kernels of the present one that have started
-    for span in ran.spans:
-        if kernels == len(programs[done % len(programs)].kernels) and span.start_ns >= ran.boundaries[done]:
-            done, kernels = done + 1, 0
-        yield programs[done % len(programs)]
-        kernels += span.kind == "kernel"
 
 
 def _merged(jobs: Sequence[JobTimeline], order: Sequence[int]) -> list[BlockEvent]:

@@ -49,10 +49,10 @@ class Work:
 
 
 class Link:
-    """The copies under way, at most one in each direction: they slow each other down (g), a tenant both (J12)."""
+    """The copies under way, at most one in each direction: they slow each other down (g)."""
 
     def __init__(self, machine: Machine):
-        self.machine, self.free = machine, ALONE  # the speed that the tenant leaves
+        self.machine = machine
         self.copies: dict[Direction, Work] = {}
 
     def may_start(self, direction: Direction) -> bool:
@@ -84,7 +84,7 @@ class Link:
 
     def _rate(self, direction: Direction) -> int:
         share = self.machine.d2h_share if direction == "d2h" else self.machine.h2d_share
-        return max(1, (share if len(self.copies) == 2 else ALONE) * self.free // ALONE)
+        return share if len(self.copies) == 2 else ALONE
 
 
 class JobState:
@@ -112,7 +112,7 @@ class JobState:
         self.leaving = False
 
     def use(self, plan: int) -> None:
-        """From now on it goes by this one of its entries."""
+        """From now on it goes by this one of its plans."""
         self.plan, self.lowered, self.schedule = plan, self.plans[plan], self.plans[plan].schedule
         self.n = len(self.schedule.program.kernels)
 

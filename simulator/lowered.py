@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from simulator.job import Job, Tenant
-from simulator.machine import ALONE, Machine
+from simulator.job import Job
+from simulator.machine import Machine
 from simulator.plan import Plan, PlanError
 from simulator.program import Program
 from simulator.schedule import OutOfMemory, Schedule, lower
@@ -115,29 +115,18 @@ def reserved_bytes(on_host: Iterable[int]) -> int:
     return sum(sorted(on_host)[-2:])
 
 
-def left_by(tenant: Tenant) -> list[tuple[int, int]]:
-    """(at_ns, speed of a copy alone in 2⁻²⁰ of its own), by what the tenant leaves (J12).
-
-    Raises:
-        ValueError: a time is negative or not after the one before, or a share is not in [0, 1).
-    """
-    for i, (at_ns, share) in enumerate(tenant):
-        if at_ns < 0 or (i and at_ns <= tenant[i - 1][0]):
-            raise ValueError(f"tenant[{i}]: expected a time from 0 on, after the one before, got {at_ns}")
-        if not 0 <= share < 1:
-            raise ValueError(f"tenant[{i}]: expected a share in [0, 1), got {share}")
-    return [(at_ns, max(1, ALONE - round(share * ALONE))) for at_ns, share in tenant]
-
-
-def check_end(jobs: Sequence[Job], lasts_ns: Sequence[Sequence[int]], machine: Machine, until_ns: int | None) -> None:
-    """Does every job end?
+def check(jobs: Sequence[Job], plans: Sequence[Sequence[Lowered]], machine: Machine, limit: int, until_ns: int | None
+          ) -> None:  # fmt: skip
+    """Can every job run alone, evicting on demand, and does every one end?
 
     Args:
-        lasts_ns: of each job, an iteration of each of ``Job.entries``.
+        plans: of each job, those of ``Job.plans``.
 
     Raises:
-        ValueError: one does not, or the machine has costs that several jobs do not know: issue_ns, wait_ns,
+        ValueError: a job has no end, or the machine has costs that several jobs do not know: issue_ns, wait_ns,
             copy_contention.
+        OutOfMemory: a job and the first kernel that does not fit alone.
+        PlanError: a job whose plans hold more on the host than it has.
     """
     if machine.issue_ns:
         raise ValueError(f"machine.issue_ns is {machine.issue_ns}: with several jobs hosts are never too slow (0)")
@@ -145,29 +134,14 @@ def check_end(jobs: Sequence[Job], lasts_ns: Sequence[Sequence[int]], machine: M
         raise ValueError(f"machine.wait_ns is {machine.wait_ns}: with several jobs waits for events cost nothing (0)")
     if share := machine.copy_contention:
         raise ValueError(f"machine.copy_contention is {share}: with several jobs copies take nothing from kernels (0)")
-    for job, ns in zip(jobs, lasts_ns, strict=True):
+    for job, lowered in zip(jobs, plans, strict=True):
         if job.iterations is None and job.leaves_ns is None and until_ns is None:
             raise ValueError(
                 f"job {job.name!r} has no end: give it iterations or leaves_ns, or the simulation until_ns"
             )
-        if job.iterations is None and not (sum(map(sum, job.durations)) if job.durations else min(ns)):
+        lasts_ns = sum(map(sum, job.durations)) if job.durations else min(plan.begins[-1] for plan in lowered)
+        if job.iterations is None and not lasts_ns:
             raise ValueError(f"job {job.name!r} takes no time: give it iterations")
-
-
-def check(jobs: Sequence[Job], plans: Sequence[Sequence[Lowered]], machine: Machine, limit: int, until_ns: int | None
-          ) -> None:  # fmt: skip
-    """Can every job run alone, evicting on demand, and does every one end?
-
-    Args:
-        plans: of each job, those of ``Job.entries``.
-
-    Raises:
-        ValueError: ``check_end``.
-        OutOfMemory: a job and the first kernel that does not fit alone.
-        PlanError: a job whose plans hold more on the host than it has.
-    """
-    check_end(jobs, [[plan.begins[-1] for plan in each] for each in plans], machine, until_ns)
-    for job, lowered in zip(jobs, plans, strict=True):
         for plan in lowered:
             if plan.admission_bytes > limit:
                 used = plan.start_bytes

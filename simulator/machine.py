@@ -58,8 +58,7 @@ class Machine:
     malloc_bytes_per_s: int = (
         0  # at which memory is mapped and unmapped again, besides the calls; 0: size costs nothing
     )
-    peer_bytes_per_s: int = 0  # to another GPU, for sums of gradients; 0: as to the host
-    # For several programs at once (simulator.jobs).
+    # For several programs at once (simulator.simulate_jobs).
     switch_ns: int = 0  # between two kernels of different programs, where one runs at a time
     concurrency: float = 1.0  # speed of all kernels that run at once together, where one alone has 1
     # Fraction of the roofline that kernels reach, by kernel kind; "default" for the kinds not named.
@@ -71,7 +70,7 @@ class Machine:
             if getattr(self, name) < 1:
                 raise FormatError(f"machine.{name}: expected a positive integer, got {getattr(self, name)}")
         for name in ("copy_latency_ns", "host_bytes", "launch_ns", "issue_ns", "wait_ns", "malloc_ns", "free_ns",
-                     "malloc_bytes_per_s", *DUPLEX, "switch_ns", "peer_bytes_per_s", "context_bytes",
+                     "malloc_bytes_per_s", *DUPLEX, "switch_ns", "context_bytes",
                      "cublas_workspace_bytes"):  # fmt: skip
             if getattr(self, name) < 0:
                 raise FormatError(f"machine.{name}: expected an integer of at least 0, got {getattr(self, name)}")
@@ -95,11 +94,6 @@ class Machine:
     def h2d_ns(self, nbytes: int) -> int:
         """Duration of a swap-in: latency + nbytes / bandwidth, rounded up."""
         return self.copy_latency_ns - (-nbytes * 1_000_000_000 // self.h2d_bytes_per_s)
-
-    def all_reduce_ns(self, nbytes: int, gpus: int) -> int:
-        """Duration of the sum of so many bytes over GPUs in a ring: each sends 2 (gpus - 1) / gpus of them."""
-        rate = self.peer_bytes_per_s or min(self.d2h_bytes_per_s, self.h2d_bytes_per_s)
-        return self.copy_latency_ns - (-2 * (gpus - 1) * nbytes * 1_000_000_000 // (gpus * rate))
 
     @property
     def h2d_share(self) -> int:

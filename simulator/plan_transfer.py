@@ -1,48 +1,40 @@
-"""Programs that differ between iterations, one for each draw: stochastic depth, a batch of another shape.
+"""Carries a plan over to another capture of the step: on another device, or by other operators.
 
-``adapted`` carries a plan over from one draw to another. Names do not say what corresponds: captures name parameters by
-module, but number activations and gradients in order, so that those of a layer have other names where a layer before
-it is dropped. So a kernel is known by its **place**: the persistent tensors that it touches; where there are none, the
-place of the kernel that wrote the newest of its inputs (of those that the forward pass wrote, if there are any: in the
-backward pass a layer's own activations say more than the gradient that comes in). Of kernels of the same name at the
-same place the k-th correspond. A tensor is known by its name if it is persistent, else by its first writer.
-
-``unified`` gives the programs of a job's steps the same persistent tensors (``Job.entries``).
+Names do not say what corresponds: captures name parameters by module, but number activations and gradients in order. So
+a kernel is known by its **place**: the persistent tensors that it touches; if it touches none, the place of the kernel
+that wrote the newest of its inputs (of those that the forward pass wrote, if there are any: in the backward pass a
+layer's own activations say more than the gradient that comes in). Of kernels of the same name at the same place the
+k-th correspond. A tensor is known by its name if it is persistent, else by its first writer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 from simulator.plan import Decision, Plan, PlanError
-from simulator.program import Program, Tensor
+from simulator.program import Program
 from simulator.schedule import lower
 
 
-def adapted(plan: Plan, program: Program, other: Program, by_order: bool = False) -> Plan:
+def adapted(plan: Plan, program: Program, other: Program) -> Plan:
     """The decisions of a plan for ``program`` that make sense in ``other``.
 
     A decision whose tensor or next use is missing is left out. Where the kernel is missing after which a gap opens, it
     opens after the use before; a prefetch, an early copy or an early recomputation is left open. Of decisions that do
-    not go together the later are left out. What is then not planned may need more than the plan's limit: several jobs
-    evict it on demand.
+    not go together the later are left out. What is then not planned may need more than the plan's limit.
 
-    Args:
-        by_order: the same step by other operators, as on another device. Kernels of other names correspond where as
-            many have the same place, and what they write. Else a kernel that the other lacks is taken for the one that
-            touches the decision's tensor in its place, as many uses into the phase.
+    Kernels of other names correspond where as many have the same place, and what they write. Else a kernel that the
+    other lacks is taken for the one that touches the decision's tensor in its place, as many uses into the phase.
 
     Returns:
         A plan that passes ``Plan.check`` and can be lowered.
     """
     mine, theirs = _known(program), _known(other)
     tensor, kernel = (_matched(*pair) for pair in zip(mine, theirs, strict=True))
-    if by_order:
-        _match_others(program, other, mine[1], theirs[1], tensor, kernel)
-    beside = _by_order(program, other, tensor, kernel) if by_order else {}
+    _match_others(program, other, mine[1], theirs[1], tensor, kernel)
+    beside = _by_order(program, other, tensor, kernel)
     variants = [(kernel[k], i) for k, i in plan.variants if k in kernel]
     known = [(k, i) for k, i in variants if i < len(other.kernels[k].variants)]
     bare = replace(Plan.of(other, (), plan.planner, plan.limit, plan.machine), variants=tuple(sorted(known)))
@@ -62,55 +54,6 @@ class Same:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Same) and self.of is other.of
-
-
-def unified(steps: Sequence[tuple[Program, Plan]]) -> tuple[tuple[Program, Plan], ...]:
-    """The same steps, numbered alike: the persistent tensors of all programs come first, in the order in which they are
-    found, and each program's own others after them. A program that lacks one has it, and touches it never.
-
-    Raises:
-        ValueError: tensors of one name have different sizes, or a plan does not fit its program (PlanError).
-    """
-    for program, plan in steps:
-        plan.check(program)
-    found = _numbered_alike(tuple(Same(program) for program, _ in steps))
-    return tuple((new, _renumbered(plan, old, new, at)) for (old, plan), (new, at) in zip(steps, found, strict=True))
-
-
-@lru_cache(64)
-def _numbered_alike(programs: tuple[Same, ...]) -> tuple[tuple[Program, tuple[int, ...]], ...]:
-    """The programs with all persistent tensors first, and each one's new numbers of its tensors."""
-    first: dict[Hashable, Tensor] = {}
-    names = [_numbered(tensor.name if tensor.persistent else None for tensor in p.of.tensors) for p in programs]
-    for p, keys in zip(programs, names, strict=True):
-        for key, tensor in zip(keys, p.of.tensors, strict=True):
-            if tensor.persistent and first.setdefault(key, tensor).nbytes != tensor.nbytes:
-                sizes = f"{tensor.nbytes:,} bytes in {p.of.name!r}, and {first[key].nbytes:,} in another step"
-                raise ValueError(f"tensor {tensor.name!r} has {sizes}")
-    where = {key: i for i, key in enumerate(first)}
-    out = []
-    for p, keys in zip(programs, names, strict=True):
-        old: Program = p.of
-        own = {t: len(first) + i for i, t in enumerate(t for t, x in enumerate(old.tensors) if not x.persistent)}
-        at = tuple(own[t] if t in own else where[key] for t, key in enumerate(keys))
-        mine = dict(zip(keys, old.tensors, strict=True))
-        tensors = (*(mine.get(key, tensor) for key, tensor in first.items()), *(old.tensors[t] for t in own))
-        kernels = tuple(
-            replace(k, inputs=tuple(at[t] for t in k.inputs), outputs=tuple(at[t] for t in k.outputs))
-            for k in old.kernels
-        )
-        out.append((old if tensors == old.tensors else Program(old.name, tensors, kernels), at))
-    return tuple(out)
-
-
-def _renumbered(plan: Plan, old: Program, new: Program, at: Sequence[int]) -> Plan:
-    """The plan with the new program's numbers of tensors."""
-    if old is new:
-        return plan
-    n = len(old.kernels)
-    moved = tuple(d.renumbered(at, 0, n, n) for d in plan.decisions)
-    named = Plan.of(new, ()) if plan.fingerprint else Plan()
-    return replace(plan, decisions=moved, fingerprint=named.fingerprint, structure=named.structure)
 
 
 def _matched(keys: Sequence[Hashable], others: Sequence[Hashable]) -> dict[int, int]:

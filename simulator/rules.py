@@ -1,8 +1,8 @@
 """The rules of the simulator, for one job or several, written to be read: the definition of what is true.
 
-RULES.md says them in words, by the numbers used here. ``compiled/`` and ``jobs/`` have the same rules compiled, for one
-program and for several jobs, and must agree with this file to the nanosecond. What follows from a plan without a clock
-is in ``schedule.py``, and in ``lowered.py`` what eviction on demand has to know of it.
+RULES.md says them in words, by the numbers used here. ``compiled/`` has the same rules compiled for one program, and
+must agree with this file to the nanosecond. What follows from a plan without a clock is in ``schedule.py``, and in
+``lowered.py`` what eviction on demand has to know of it.
 
 ``World`` is a machine and all its jobs, with one method per line of rule 9. ``job_state.py`` has where a job is, and
 what is on its way over the link.
@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from simulator.job import Eviction, Job, JobsDeadlock, JobsTimeline, Record, Sharing, Tenant
+from simulator.job import Eviction, Job, JobsDeadlock, JobsTimeline, Record, Sharing
 from simulator.job_state import Direction, Gap, JobState, Link, Work
-from simulator.lowered import NEVER, Lowered, check, left_by, reserved_bytes
+from simulator.lowered import NEVER, Lowered, check, reserved_bytes
 from simulator.machine import ALONE, Machine
 from simulator.plan import Plan, Swap
 from simulator.program import Program
@@ -28,10 +28,9 @@ class World:
     """The state of a simulation; one method per line of rule 9."""
 
     def __init__(self, jobs: Sequence[Job], plans: Sequence[Sequence[Lowered]], machine: Machine, limit: int,
-                 until_ns: int | None, sharing: Sharing, tenant: Tenant, limit_until: int = NEVER):  # fmt: skip
+                 until_ns: int | None, sharing: Sharing, limit_until: int = NEVER):  # fmt: skip
         self.jobs, self.plans, self.machine, self.sharing = jobs, plans, machine, sharing
         self.limit, self.limit_until = limit, limit_until
-        self.tenant = dict(left_by(tenant))  # the speed that it leaves from a time on
         self.now = self.used = self.kernel_ends = 0
         never = NEVER if until_ns is None else until_ns
         self.leaves = [min(never, NEVER if job.leaves_ns is None else job.leaves_ns) for job in jobs]
@@ -90,8 +89,7 @@ class World:
     # ------------------------------------------------------------------------------------ completions
 
     def complete_copies(self) -> None:
-        """The tenant takes more or less of the link; copies complete."""
-        self.link.free = self.tenant.get(self.now, self.link.free)
+        """Copies complete."""
         if out := self.link.complete("d2h"):
             job = self._ended(out).job
             if out.block in job.evicted:
@@ -158,14 +156,12 @@ class World:
         if len(job.record.boundaries) == job.job.iterations or self.now >= self.leaves[job.index]:
             job.leaving = True
             self.queue = [copy for copy in self.queue if copy.job is not job]
-        elif (plan := self._plan_now(job.index, len(job.record.boundaries))) != job.plan:
+        elif (plan := self._plan_now(job.index)) != job.plan:
             job.record.switches.append((self.now, plan))
             self._switch(job, plan)
 
-    def _plan_now(self, j: int, iterations: int) -> int:
-        """Which of its entries a job is to go by now, after so many iterations."""
-        if self.jobs[j].steps:
-            return iterations % len(self.jobs[j].steps)
+    def _plan_now(self, j: int) -> int:
+        """Index of the plan, of ``Job.plans``, that a job is to go by now."""
         return sum(at_ns <= self.now for at_ns, _ in self.jobs[j].switches)
 
     def _switch(self, job: JobState, plan: int) -> None:
@@ -212,14 +208,14 @@ class World:
             self.records[j].wait(self.jobs[j].arrives_ns, self.now, "admission")
         while self.waiting and self.jobs[self.waiting[0]].arrives_ns <= self.now and self.served is None:
             j = self.waiting[0]
-            plan = self._plan_now(j, 0)
+            plan = self._plan_now(j)
             needs = self.plans[j][plan].admission_bytes
             if self.used + needs > self.limit or self._host_left() < self._reserved(self.plans[j]):
                 break
             self.begin(j, plan)
 
     def begin(self, j: int, plan: int) -> JobState:
-        """A job begins by this one of its entries."""
+        """A job begins by this one of its plans."""
         self.waiting.remove(j)
         self.records[j].admit(self.now, plan)
         job = JobState(j, self.records[j], self.plans[j], plan, self.now, self.kernel_ends)
@@ -332,7 +328,6 @@ class World:
         if not ends and self.present:
             self._evict()
             return
-        ends += [at_ns for at_ns in self.tenant if at_ns > self.now]
         ends += [t for j in self.waiting for t in (self.jobs[j].arrives_ns, self.leaves[j]) if t > self.now]
         then = min(ends)
         for job in self.present:
@@ -403,13 +398,24 @@ class World:
 
 
 def simulate_jobs(
-    jobs: Sequence[Job], machine: Machine, limit: int, until_ns: int | None = None, sharing: Sharing = "fifo",
-    tenant: Tenant = (),
-) -> JobsTimeline:  # fmt: skip
-    """Runs several jobs on one machine; arguments and errors are those of ``simulator.simulate_jobs``."""
-    plans = [[Lowered.of(program, plan) for program, plan in job.entries] for job in jobs]
+    jobs: Sequence[Job], machine: Machine, limit: int, until_ns: int | None = None, sharing: Sharing = "fifo"
+) -> JobsTimeline:
+    """Runs several jobs on one machine; the rules are in RULES.md.
+
+    Args:
+        limit: bytes, persistent tensors included, for all jobs together.
+        until_ns: from then on every job leaves at its next boundary, and none begins; None: they leave by themselves.
+        sharing: "fifo": one step at a time on the compute stream; "shared": one of each job, each of them slower.
+
+    Raises:
+        ValueError: a job has no end.
+        PlanError: a plan does not fit its program, or holds more on the host than that has.
+        OutOfMemory: a step of a job does not fit under the limit with everything else away.
+        JobsDeadlock: no job can go on, because the host is full.
+    """
+    plans = [[Lowered.of(job.program, plan) for plan in job.plans] for job in jobs]
     check(jobs, plans, machine, limit, until_ns)
-    world = World(jobs, plans, machine, limit, until_ns, sharing, tenant)
+    world = World(jobs, plans, machine, limit, until_ns, sharing)
     while True:
         world.complete_copies()
         world.complete_steps()
@@ -431,7 +437,7 @@ def simulate(
     schedule = lower(program, plan)
     until = len(program.kernels) if limit_until is None else limit_until
     check_room(schedule, machine, limit, until)
-    world = World([Job("", program, plan)], [[Lowered(schedule)]], machine, limit, None, "fifo", (), until)
+    world = World([Job("", program, plan)], [[Lowered(schedule)]], machine, limit, None, "fifo", until)
     job = world.begin(0, 0)
     states = [world.state(job)]  # before the first iteration and after each
     while True:

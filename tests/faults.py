@@ -1,4 +1,4 @@
-"""Hostile files and kills, at random: ``python -m tests.faults N [SEED]`` (CI has the few of test_faults.py).
+"""Hostile files and kills, at random: ``python -m tests.faults N [--seed S|random]`` (test_faults.py runs a few).
 
 Each of N rounds changes a valid file as a stranger would (bytes flipped or cut, entries dropped, doubled, of another
 kind or size, nested without end), and reads it: what comes back is a value, or one sentence. One round in ``KILLS``
@@ -8,6 +8,7 @@ lies in its directory is whole. Rounds that were not so are printed with their s
 
 from __future__ import annotations
 
+import argparse
 import copy
 import json
 import os
@@ -27,7 +28,7 @@ import yaml
 from agents.learned.policy_net import PolicyNet
 from agents.learned.training_state import TrainingStateError, read_training_state, read_weights, write_training_state
 from experiments.common import cli
-from experiments.rerun import repeated
+from experiments.common.resume import resumed_words
 from simulator import FormatError, Machine, Plan, PlanError, Program, Swap, simulate
 from simulator.files import read_json, write_json
 from simulator.pool.files import load
@@ -118,7 +119,7 @@ class Files:
             "timeline.json": Timeline.load,
             "machine.yaml": Machine.load,
             "workload.yaml": cli._workload_file,
-            "summary.json": lambda path: repeated(path.parent),
+            "summary.json": lambda path: resumed_words(path, []),
             "blocks.csv": load,
             "checkpoint.pt": read_training_state,
             "policy.pt": lambda path: read_weights(path, PolicyNet, "the policy"),
@@ -187,13 +188,19 @@ def killed(folder: Path, seed: int) -> str | None:
     return None if plans[0] == plans[1] else "the plan of the run that was resumed is another"
 
 
-def main(words: list[str]) -> int:
+def main() -> int:
     """The command."""
-    count, seed = int(words[0]) if words else 1000, int(words[1]) if len(words) > 1 else 0
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("rounds", type=int, nargs="?", default=1000)
+    parser.add_argument("--seed", default="0", help="of the first round, or 'random'")
+    given = parser.parse_args()
+    count, seed = given.rounds, random.randrange(2**40) if given.seed == "random" else int(given.seed)
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         files = Files(Path(folder))
-        found = {f"python -m tests.faults 1 {i}": read(files, Path(folder), i) for i in range(seed, seed + count)}
+        found = {
+            f"python -m tests.faults 1 --seed {i}": read(files, Path(folder), i) for i in range(seed, seed + count)
+        }
     for i in range(seed, seed + count // KILLS):
         with tempfile.TemporaryDirectory() as folder:
             found[f"kill {i}"] = killed(Path(folder), i)
@@ -203,4 +210,4 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

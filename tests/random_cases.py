@@ -1,15 +1,17 @@
-"""Random cases from a seed, of one program and of several jobs: thousands a second.
+"""Random cases from a seed, of one program and of several jobs.
 
-Run as a command, it compares reference, compiled simulator and validator on so many cases, and prints a digest of all
-results for every block of them. Those of ``tests/data/random_cases.json`` are of the rules as they are meant to be:
+The command compares reference, compiled simulator and validator on that many cases of one program, and prints a digest
+of the results of every block of them. The digests in ``tests/data/random_cases.json`` are of the rules as they are
+meant to be; several jobs have a digest of the reference, their only simulator:
 
-    python -m tests.random_cases 100000 [first seed] [--jobs] [--write]
+    python -m tests.random_cases 100000 [--seed N|random] [--write]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import secrets
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
@@ -23,7 +25,6 @@ from simulator import (
     Engine,
     Job,
     JobsDeadlock,
-    JobsTimeline,
     Kernel,
     Machine,
     OutOfMemory,
@@ -36,16 +37,16 @@ from simulator import (
     Timeline,
     rules,
     simulate,
+    simulate_jobs,
 )
 from simulator.compiled.engine import NEVER, rows_of
-from simulator.job import Sharing, Tenant
-from simulator.jobs import adapted, engine as jobs_engine
+from simulator.job import Sharing
 from simulator.lowered import Lowered
 from simulator.plan import PlanError
 from simulator.schedule import lower
 from tests import oracle
 
-BLOCKS = {"programs": 1000, "jobs": 250}  # cases of a digest
+BLOCK, JOBS = 1000, 100  # cases of a digest
 DIGESTS = Path(__file__).parent / "data" / "random_cases.json"
 REFUSALS = (OutOfMemory, PlanError, JobsDeadlock)
 
@@ -69,7 +70,6 @@ class JobsCase(NamedTuple):
     limit: int
     until_ns: int | None
     sharing: Sharing
-    tenant: Tenant = ()
 
 
 # --------------------------------------------------------------------------------------- one program
@@ -247,7 +247,7 @@ def jobs_machine_of(rng: Random) -> Machine:
 
 
 def job_of(rng: Random, name: str, program: Program) -> Job:
-    """It may come late, leave early, change its plan, have kernels that take more or less time or other programs."""
+    """It may come late, leave early, change its plan, have kernels that take more or less time."""
     if not program.ideal_ns:
         program = program.with_durations([1] * len(program.kernels))
     plans = [plan_of(rng, program) if rng.random() < 0.7 else Plan() for _ in range(rng.choice([1, 1, 1, 2, 3]))]
@@ -256,18 +256,8 @@ def job_of(rng: Random, name: str, program: Program) -> Job:
     iterations = rng.choice([None, rng.randint(1, 4)])
     leaves = arrives + rng.randint(0, 800) if iterations is None or rng.random() < 0.2 else None
     job = Job(name, program, plans[0], arrives, iterations, leaves, tuple(zip(times, plans[1:], strict=True)))
-    if rng.random() < 0.3:
-        return replace(job, switches=(), steps=steps_of(rng, program, plans[0]))
     rows = rng.choice([0, 0, 1, 2, 3])
     return replace(job, durations=tuple(durations_of(rng, program) for _ in range(rows)))
-
-
-def steps_of(rng: Random, program: Program, plan: Plan) -> tuple[tuple[Program, Plan], ...]:
-    """Draws of a program, each with a plan of its own, what it can take over from the program's, or none."""
-    draws = [draw_of(rng, program) for _ in range(rng.randint(1, 4))]
-    draws = [p if p.ideal_ns else p.with_durations([1] * len(p.kernels)) for p in (program, *draws)]
-    several = [(p, rng.choice([Plan(), plan_of(rng, p), adapted(plan, program, p)])) for p in draws]
-    return tuple(rng.sample(several, rng.randint(1, len(several))))
 
 
 def durations_of(rng: Random, program: Program) -> tuple[int, ...]:
@@ -307,7 +297,7 @@ def jobs_case_of(rng: Random, jobs: tuple[Job, ...], machine: Machine) -> JobsCa
     if rng.random() < 0.5:  # some keep within limits, which are large or small
         jobs = tuple(limited(rng, job, [0, limit, limit // len(jobs), rng.randint(0, limit)]) for job in jobs)
     until, sharing = rng.choice([None, None, rng.randint(0, 700)]), rng.choice(["fifo", "shared"])
-    return JobsCase(jobs, machine, limit, until, sharing, tenant_of(rng))
+    return JobsCase(jobs, machine, limit, until, sharing)
 
 
 def limited(rng: Random, job: Job, limits: Sequence[int]) -> Job:
@@ -315,38 +305,17 @@ def limited(rng: Random, job: Job, limits: Sequence[int]) -> Job:
     return replace(
         job, within=rng.random() < 0.7, plan=replace(job.plan, limit=rng.choice(limits)),
         switches=tuple((at, replace(plan, limit=rng.choice(limits))) for at, plan in job.switches),
-        steps=tuple((program, replace(plan, limit=rng.choice(limits))) for program, plan in job.steps),
     )  # fmt: skip
-
-
-def tenant_of(rng: Random) -> Tenant:
-    """It takes more and less of the link, or nothing."""
-    times = sorted(rng.sample(range(600), rng.choice([0, 0, 1, 3, 10])))
-    return tuple((at_ns, rng.choice([0.0, 0.25, 0.9, rng.random()])) for at_ns in times)
 
 
 def least_limit(jobs: tuple[Job, ...]) -> int:
     """The smallest at which each of the jobs could run alone, evicting on demand."""
     most = 0
     for job in jobs:
-        for program, plan in job.entries:
-            lowered = Lowered(lower(program, plan))
+        for plan in job.plans:
+            lowered = Lowered(lower(job.program, plan))
             most = max(most, lowered.admission_bytes, *lowered.least_bytes)
     return most
-
-
-def jobs_difference(case: JobsCase) -> str | None:
-    """How the compiled simulator differs from the reference in a case, or what the validator finds; None: nothing."""
-    right, ours = _result(rules.simulate_jobs, *case), _result(jobs_engine.simulate_jobs, *case)
-    if right != ours:
-        if not isinstance(right, JobsTimeline) or not isinstance(ours, JobsTimeline):
-            return f"simulate_jobs gives\n{ours}\nnot\n{right}"
-        names = [field.name for field in fields(right) if getattr(right, field.name) != getattr(ours, field.name)]
-        return f"simulate_jobs gives other {names}:\n{ours}\nnot\n{right}"
-    if isinstance(right, str):
-        return None
-    found = oracle.jobs_violations(right, case.jobs, case.machine, case.limit, case.until_ns, case.tenant)
-    return f"the validator finds {found}" if found else None
 
 
 # ------------------------------------------------------------------------------------------ digests
@@ -362,11 +331,11 @@ def _plain(result: Any) -> Any:
 
 
 def digest(cases: Iterable[Case | JobsCase]) -> str:
-    """Of all that the compiled simulators say of these cases: times, peaks, feasibility, spans, blocks."""
+    """Of all that a simulator says of these cases: times, peaks, feasibility, spans, blocks."""
     found = sha256()
     for one in cases:
         if isinstance(one, JobsCase):
-            found.update(repr(_plain(_result(jobs_engine.simulate_jobs, *one))).encode())
+            found.update(repr(_plain(_result(simulate_jobs, *one))).encode())
             continue
         engine = Engine(one.program, one.machine, one.limit, one.iterations).with_variants(one.plan.variants)
         score = engine.score(rows_of(one.plan.decisions), one.limit_until)
@@ -378,29 +347,27 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("cases", type=int)
-    parser.add_argument("first", type=int, nargs="?", default=0, help="seed")
-    parser.add_argument("--jobs", action="store_true", help="several jobs in the place of one program")
+    parser.add_argument("--seed", default="0", help="of the first case, or 'random'")
     parser.add_argument("--write", action="store_true", help="the digests become the right ones")
     given = parser.parse_args()
-    case_of: Callable[[int], Any] = jobs_case if given.jobs else any_case
-    difference_of: Callable[[Any], str | None] = jobs_difference if given.jobs else difference
-    known = json.loads(DIGESTS.read_text())
-    which = "jobs" if given.jobs else "programs"
-    blocks, size = known[which], BLOCKS[which]
-    for first in range(given.first, given.first + given.cases, size):
-        seeds = range(first, min(first + size, given.first + given.cases))
+    start = secrets.randbelow(2**40) if given.seed == "random" else int(given.seed)
+    every = json.loads(DIGESTS.read_text())
+    known = every["programs"]
+    for first in range(start, start + given.cases, BLOCK):
+        seeds = range(first, min(first + BLOCK, start + given.cases))
         for seed in seeds:
-            if found := difference_of(case_of(seed)):
-                sys.exit(f"seed {seed}: {case_of(seed)}\n{found}")
-        if len(seeds) < size or first % size:
-            print(f"{first} to {seeds[-1]}: equal")
+            if found := difference(any_case(seed)):
+                sys.exit(f"seed {seed}: {any_case(seed)}\n{found}")
+        if len(seeds) < BLOCK or first % BLOCK:
+            print(f"{first} to {seeds[-1]}: equal", flush=True)
             continue
-        now, b = digest(map(case_of, seeds)), first // size
-        right = "new" if b >= len(blocks) else "as it was" if blocks[b] == now else f"it was {blocks[b]}"
+        now, block = digest(map(any_case, seeds)), first // BLOCK
+        right = "new" if block >= len(known) else "as it was" if known[block] == now else f"it was {known[block]}"
         print(f"{first} to {seeds[-1]}: equal, {now}: {right}", flush=True)
-        blocks[b : b + 1] = [now]
+        known[block : block + 1] = [now]
     if given.write:
-        DIGESTS.write_text(json.dumps(known, indent=1) + "\n")
+        every["jobs"] = digest(map(jobs_case, range(JOBS)))
+        DIGESTS.write_text(json.dumps(every, indent=1) + "\n")
 
 
 if __name__ == "__main__":

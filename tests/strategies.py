@@ -1,4 +1,4 @@
-"""Random programs, plans, machines and jobs for property tests: those of ``random_cases``, drawn so that they shrink.
+"""Random programs, plans and machines for property tests: those of ``random_cases``, drawn so that they shrink.
 
 ``networks`` draws what those seldom are.
 """
@@ -10,10 +10,9 @@ from random import Random
 
 from hypothesis import strategies as st
 
-from simulator import Job, Kernel, Machine, Plan, Program, Swap, Tensor
+from simulator import Kernel, Machine, Plan, Program, Swap, Tensor
 from simulator.schedule import lower
 from tests import random_cases
-from tests.random_cases import JobsCase
 
 RANDOM: st.SearchStrategy[Random] = st.randoms(use_true_random=False)  # its choices are Hypothesis's
 
@@ -41,20 +40,6 @@ def with_algorithms(program: Program) -> st.SearchStrategy[tuple[Program, tuple[
 def jobs_machines() -> st.SearchStrategy[Machine]:
     """Machines on which switches cost, and kernels slow each other down."""
     return RANDOM.map(lambda rng: replace(random_cases.jobs_machine_of(rng), host_bytes=Machine.host_bytes))
-
-
-def jobs(name: str) -> st.SearchStrategy[Job]:
-    """It may come late, leave early, change its plan, have kernels that take more or less time or other programs."""
-    return (programs(8) | networks()).flatmap(
-        lambda program: RANDOM.map(lambda rng: random_cases.job_of(rng, name, program))
-    )
-
-
-@st.composite
-def jobs_cases(draw: st.DrawFn, most: int = 3) -> JobsCase:
-    """From one job to so many, with more or less memory than they need, and room on the host."""
-    several = tuple(draw(jobs(f"j{i}")) for i in range(draw(st.integers(1, most))))
-    return random_cases.jobs_case_of(draw(RANDOM), several, draw(jobs_machines()))
 
 
 KINDS = st.sampled_from(["conv", "norm", "activation", "pool", "matmul"])

@@ -17,25 +17,10 @@ from tests.faults import ROOT, Files, read
 from tests.tiny import PROGRAM
 
 
+@pytest.mark.nightly
 def test_changed_files_are_a_value_or_a_sentence(tmp_path: Path) -> None:
     files = Files(tmp_path)
     assert [why for seed in range(200) if (why := read(files, tmp_path, seed))] == []
-
-
-def test_what_is_no_sentence_is_found(tmp_path: Path) -> None:
-    """The check itself: a reader that raises anything, leaves a file, or quotes without end."""
-    files = Files(tmp_path)
-
-    def quotes(path: Path) -> None:
-        raise FormatError("\x1b[2J")
-
-    def leaves(path: Path) -> None:
-        path.with_suffix(".part").touch()
-
-    for reader, why in ((lambda path: {}["x"], "KeyError"), (quotes, "no sentence"), (leaves, "left")):
-        files.readers = dict.fromkeys(files.readers, reader)
-        assert why in str(read(files, tmp_path, 0))
-        (tmp_path / "program.part").unlink(missing_ok=True)
 
 
 def test_messages_end() -> None:
@@ -44,6 +29,7 @@ def test_messages_end() -> None:
     assert len(str(caught.value)) == LONGEST
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("where", ["full", "unread", "closed"])
 def test_an_output_that_cannot_be_written_is_a_sentence(where: str) -> None:
     words = [sys.executable, "-m", "experiments.evaluate", "--cfg", "job"]

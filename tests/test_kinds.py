@@ -13,11 +13,10 @@ from executor.training.issue_order import order
 from experiments.benchmark import simpy_model
 from experiments.common.report import other_mode
 from experiments.figures import layerwise
-from simulator import Job, Plan, PlanError, Rerun, decisions, modes, rules, simulate, simulate_jobs
+from simulator import Job, Plan, PlanError, Rerun, decisions, modes, simulate, simulate_jobs
 from simulator.compiled.encoding import RERUN, decisions_of, rows_of
 from simulator.decisions import OfGap
 from simulator.files import FormatError
-from simulator.jobs import engine as jobs_engine
 from simulator.report import report
 from simulator.schedule import Step, lower
 from tests.oracle.steps import Steps
@@ -41,10 +40,6 @@ SCHEDULE = replace(lower(PROGRAM, Plan()), plan=PLAN)  # as if lowering knew it
 REFUSES = {
     "the compiled simulator": lambda: rows_of(PLAN.decisions),
     "a job among several": lambda: simulate_jobs([Job("a", PROGRAM, PLAN, iterations=1)], MACHINE, LIMIT),
-    "the reference of several jobs": lambda: rules.simulate_jobs(
-        [Job("a", PROGRAM, PLAN, iterations=1)], MACHINE, LIMIT
-    ),
-    "a job that is scored": lambda: jobs_engine._table(jobs_engine.Same(PROGRAM), jobs_engine.Same(MACHINE), PLAN),
     "training": lambda: order(SCHEDULE, ALONE, LIMIT),
     "a replay": lambda: circle(PROGRAM, PLAN, MACHINE, LIMIT),
     "SimPy": lambda: simpy_model.simulate(SCHEDULE, MACHINE, LIMIT),

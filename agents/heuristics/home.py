@@ -58,7 +58,7 @@ class HOME:
 
     facts = PlannerInfo(
         "home", "HOME", '"HOME: A Holistic GPU Memory Management Framework for Deep Learning", IEEE TC 2022',
-        family="search and exact", slot=3, place=160, moves="joint", slow=3,
+        family="search", slot=3, place=160, moves="joint", slow=3,
     )  # fmt: skip
     name = facts.key
 

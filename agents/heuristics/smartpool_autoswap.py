@@ -122,9 +122,11 @@ class SmartPoolAutoSwap:
         return list(found.values())
 
     def _footprint(self, run: _Run, program: Program, machine: Machine) -> int:
+        """Memory that the run consumes: the footprint of its repeated iteration, or its peak if that is higher."""
         plan = Plan(decisions_of(run.rows))
         lives = timeline_lifetimes(run.engine.timeline(plan))
-        return pack(self.pool, lives.intervals, machine.alignment if self.align else 1, self.seconds)[1].footprint
+        packing = pack(self.pool, lives.intervals, machine.alignment if self.align else 1, self.seconds)[1]
+        return max(packing.footprint, run.peak_bytes)  # in the first iteration, tensors swapped over the boundary stay
 
     def _finish(self, run: _Run, program: Program, machine: Machine) -> Plan:
         calls = self.simulator_calls

@@ -74,7 +74,7 @@ class Best:
         found: of each method the iteration time (ns) of the best plan when its turn was over; None: there was none.
     """
 
-    facts = PlannerInfo("best", "best", family="search and exact", slot=8, place=300, moves="joint", slow=2)
+    facts = PlannerInfo("best", "best", family="search", slot=7, place=300, moves="joint", slow=2)
     name = facts.key
 
     def __init__(

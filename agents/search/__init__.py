@@ -1,1 +1,1 @@
-"""Search over plans: random, annealing, local search, ruin and recreate, rounding of the floor's program."""
+"""Search over plans: random, annealing, local search, rounding of the floor's program."""

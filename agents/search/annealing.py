@@ -5,8 +5,7 @@ that do not span the peak and those over the iteration boundary included. Energy
 the ideal one. The moves are those of local_moves.py, with all gaps and ways alike.
 
 The start is the best plan of the heuristics that ``mode`` allows (``start``), or else every gap emptied. Metropolis
-acceptance; the temperature falls geometrically from ``hot`` to ``cold`` (fractions of the ideal time) in each of
-``restarts`` equal runs, each from the best plan so far.
+acceptance; the temperature falls geometrically from ``hot`` to ``cold`` (fractions of the ideal time).
 """
 
 from __future__ import annotations
@@ -45,14 +44,13 @@ class Annealing:
         mode: swap, recompute or joint.
         hot: first temperature, as a fraction of the ideal time.
         cold: last temperature.
-        restarts: equal runs that share the calls, or the seconds.
         min_bytes: tensors below this size stay.
         seconds: of wall-clock time. With them the plan depends on the computer.
         jobs: runs side by side, each on a core, where there are ``seconds``; None: all.
     """
 
     facts = PlannerInfo(
-        "annealing", "simulated annealing", "", family="search and exact", slot=2, place=220, moves="joint", slow=1,
+        "annealing", "simulated annealing", "", family="search", slot=2, place=220, moves="joint", slow=1,
     )  # fmt: skip
     name = facts.key
 
@@ -62,7 +60,6 @@ class Annealing:
         mode: str = "joint",
         hot: float = 3e-3,
         cold: float = 3e-5,
-        restarts: int = 1,
         min_bytes: int = MIB,
         seed: int = 0,
         seconds: float | None = None,
@@ -72,7 +69,7 @@ class Annealing:
         check_heat(hot, cold)
         self.calls, self.seconds, self.mode = calls, seconds, check_mode(mode)
         self.hot, self.cold, self.jobs = hot, cold, jobs
-        self.restarts, self.min_bytes, self.seed = restarts, min_bytes, seed
+        self.min_bytes, self.seed = min_bytes, seed
         self.simulator_calls = 0
 
     @in_time
@@ -86,9 +83,8 @@ class Annealing:
             raise infeasible(self, program, limit, required if self.mode == "swap" else None, engine.calls)
         if until is None:
             moves = Moves(program, limit, self.mode, self.min_bytes, self.seed)
-            each = self._left(engine.calls) // self.restarts
-            for run in range(self.restarts):
-                best, best_ns = anneal(moves, engine, best, best_ns, each, self.hot, self.cold, self.seed + run)
+            left = self._left(engine.calls)
+            best, best_ns = anneal(moves, engine, best, best_ns, left, self.hot, self.cold, self.seed)
         elif time.monotonic() < until:
             best = self._on_all_cores(engine, best, best_ns, until)
         return finish(self, program, machine, limit, engine, best)
@@ -98,7 +94,7 @@ class Annealing:
         return max((CALLS if self.calls is None else self.calls) - 1 - calls, 0)
 
     def _on_all_cores(self, engine: Engine, best: Rows, best_ns: int, until: float) -> Rows:
-        """The best plan of runs side by side, each on a core; the next ones start from it."""
+        """The best plan of runs side by side, each on a core."""
         jobs = self.jobs or cores()
         program, machine, limit = engine.program, engine.machine, engine.limit
         moves = Moves(program, limit, self.mode, self.min_bytes, self.seed)
@@ -106,17 +102,13 @@ class Annealing:
             (moves, engine),
             *((moves.fork(self.seed + i), Engine(program, machine, limit)) for i in range(1, jobs)),
         ]
-        each = None if self.calls is None else self._left(engine.calls) // self.restarts // jobs
+        each = None if self.calls is None else self._left(engine.calls) // jobs
         with ThreadPoolExecutor(jobs) as pool:
-            for run in range(self.restarts):
-                now = time.monotonic()
-                end = now + (until - now) / (self.restarts - run)
-                found = [
-                    pool.submit(anneal, mine, on, best, best_ns, each, self.hot, self.cold, self.seed + run * jobs + i,
-                                until=end)
-                    for i, (mine, on) in enumerate(several)
-                ]  # fmt: skip
-                best, best_ns = min((one.result() for one in found), key=lambda result: result[1])
+            found = [
+                pool.submit(anneal, mine, on, best, best_ns, each, self.hot, self.cold, self.seed + i, until=until)
+                for i, (mine, on) in enumerate(several)
+            ]
+            best, _ = min((one.result() for one in found), key=lambda result: result[1])
         engine.calls = sum(on.calls for _, on in several)
         return best
 

@@ -24,13 +24,13 @@ PART, SLACK = 0.95, 0.5  # of the seconds that are left, what a search takes for
 Search = Callable[[Any, Program, Machine, int], Plan]
 
 
-def in_time(plan: Search, large: int | None = None) -> Search:
-    """Decorator of the ``plan`` of a planner with ``seconds``: of a program of ``large`` kernels or more it makes
+def in_time(plan: Search) -> Search:
+    """Decorator of the ``plan`` of a planner with ``seconds``: of a program of ``LARGE`` kernels or more it makes
     a quick plan first, which is returned where the search has none in the time that is left."""
 
     @functools.wraps(plan)
     def run(self: Any, program: Program, machine: Machine, limit: int) -> Plan:
-        if self.seconds is None or len(program.kernels) < (LARGE if large is None else large):
+        if self.seconds is None or len(program.kernels) < LARGE:
             return plan(self, program, machine, limit)
         until, search = time.monotonic() + self.seconds, copy.copy(self)
         first, calls = quick(self, program, machine, limit)

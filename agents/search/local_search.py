@@ -132,11 +132,6 @@ class Moves:
         """int64[rows, 6]: the plan that was proposed last, of so many rows; to be read before the next."""
         return self._scratch.plan[:rows]
 
-    @property
-    def proposed_load(self) -> NDArray[np.int64]:
-        """int64[n]: planned residency per kernel of the plan that was proposed last."""
-        return self._tried.load
-
     def accept(self) -> None:
         """Goes to the plan that was proposed last."""
         self._now, self._tried = self._tried, self._now

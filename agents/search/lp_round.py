@@ -61,9 +61,7 @@ class LPRound:
         first: rows of a plan that fits, of which the search knows from when it has explored by itself; or None.
     """
 
-    facts = PlannerInfo(
-        "lp_round", "LP rounding", "", family="search and exact", slot=4, place=230, moves="joint", slow=2
-    )
+    facts = PlannerInfo("lp_round", "LP rounding", "", family="search", slot=4, place=230, moves="joint", slow=2)
     name = facts.key
 
     def __init__(

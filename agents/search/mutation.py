@@ -166,7 +166,7 @@ class Mutation:
     """
 
     facts = PlannerInfo(
-        "mutation", "mutation search", "", family="search and exact", slot=7, place=215, moves="joint", slow=1,
+        "mutation", "mutation search", "", family="search", slot=6, place=215, moves="joint", slow=1,
     )  # fmt: skip
     name = facts.key
 

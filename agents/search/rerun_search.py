@@ -5,7 +5,7 @@ ones too; a copy lives until its last use before its writer's next run. That is 
 section 4: R) and of MOCCASIN ("Efficient Tensor Rematerialization for Neural Networks", ICML 2023, section 2: retention
 intervals). How it differs from these two; reasons in README.md; read on in ``RerunSearch.plan``:
 
-1. No solver: annealing by the moves of rerun_moves.py; then kicks of its plan, or of ruin and recreate's if better.
+1. No solver: annealing by the moves of rerun_moves.py; then kicks of its plan.
 2. A linear program of gaps alone (``relaxed``) says which tensors are worth splitting.
 3. Memory above the limit is allowed on the way, at a price that rises while there is any and falls while there is none.
 4. A kick bans a kernel that runs again, or locks one that does not into the plan, for a short annealing.
@@ -24,21 +24,19 @@ from numpy.typing import NDArray
 from agents.planner import MIB, PlannerInfo, Rows, check_budget, finish, infeasible
 from agents.search.in_time import in_time
 from agents.search.rerun_moves import BANNED, FROM, LOCKED, NODE, OWNER, TO, WORKSPACE, Tables, anneal, counting, tables
-from agents.search.ruin_recreate import RuinRecreate
-from simulator.compiled.encoding import Ints, decisions_of, rows_of
+from simulator.compiled.encoding import Ints, rows_of
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
 from simulator.modes import ways_to_empty
 from simulator.plan import Plan, Rerun
 from simulator.program import Program
-from simulator.schedule import lower, recompute_ns
+from simulator.schedule import recompute_ns
 
 HOT, WARM, COLD = 1e-3, 3e-4, 1e-5  # temperatures, of the ideal time
 FIRST, KICK, SETTLE = 200_000, 20_000, 10_000  # moves of the first annealing, of a kick, and after it
 PATIENCE = 40  # kicks without a better plan, after which the search starts anew
 PART = 1_000  # moves between two looks at the clock
 EXPLORE = (0.1, 1.0)  # added to the fraction of ``relaxed``, in turns
-CALLS, DULL = 4_000, 50  # simulator calls, and rounds without a better plan, of ruin and recreate
 PRICE = 10.0  # at first, of the ideal time for the excess of the empty plan
 SLACK = 0.01  # a kicked plan is kicked next if its reruns take at most that much longer than the best one's
 
@@ -53,7 +51,7 @@ class RerunSearch:
     """
 
     facts = PlannerInfo(
-        "rerun_search", "rerun search", "", family="search and exact", slot=6, place=250, moves="recompute", slow=3,
+        "rerun_search", "rerun search", "", family="search", slot=5, place=250, moves="recompute", slow=3,
     )  # fmt: skip
     name = facts.key
 
@@ -78,8 +76,6 @@ class RerunSearch:
             search = _Search(program, table, limit, self.seed, until)
             for explore in EXPLORE:
                 search.first(explore)
-            if time.monotonic() < until:
-                search.start_from(RuinRecreate(program, machine, limit, self.min_bytes, CALLS, DULL, self.seed))
             for _ in range(self.kicks):
                 if time.monotonic() > until:
                     break
@@ -141,7 +137,7 @@ class _Search:
         self.rng = np.random.default_rng(seed)
         self.ideal = max(program.ideal_ns, 1)
         self.price = PRICE * self.ideal / sum(max(used - limit, 0) for used in program.live_bytes)
-        self.program, self.fraction = program, relaxed(program, table, limit)
+        self.fraction = relaxed(program, table, limit)
         self.lock = np.zeros(table.nodes.shape[1])  # per node: how likely it is locked in
         self.uses: list[list[int]] = [[] for _ in self.lock]  # per node: kernels for which it may run again
         for x, g in enumerate(table.tensors[OWNER]):
@@ -160,18 +156,6 @@ class _Search:
         runs, ns, last, price = self._anneal(np.empty(0, np.int64), FIRST, HOT, np.zeros_like(self.lock, np.int64))
         self.price = price
         self._start(runs if ns >= 0 else last, ns)
-
-    def start_from(self, heuristic: RuinRecreate) -> None:
-        """From a plan in the smaller language, if it is better, and none of its kernels is to run again with others."""
-        found = heuristic.search()
-        if found is None:
-            return
-        reruns = lower(self.program, Plan(decisions_of(found))).reruns
-        runs = np.array(sorted(d.before * self.n + d.kernel for d in reruns), np.int64)
-        ns = sum(self.program.kernels[d.kernel].duration_ns for d in reruns)
-        members = np.bincount(self.table.kernels[NODE])[self.table.kernels[NODE][runs % self.n]]
-        if members.max(initial=1) == 1 and (self.best_ns < 0 or ns < self.best_ns):
-            self._start(runs, ns)
 
     def _start(self, runs: Ints, ns: int) -> None:
         """From now on kicks these runs, or the best ones if they are from the first starts."""

@@ -34,7 +34,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_unflatten
 
-from executor.capture import distributed, hooks
+from executor.capture import hooks
 from executor.capture.as_cuda import OperatorsOfCuda
 from executor.capture.batches import BatchError, Loss, arguments, called, flatten, structure
 from executor.capture.captured import Captured, Returned
@@ -120,23 +120,22 @@ def capture(
     norms: list[Tensor] = []
     device = next((p.device.type for p in model.parameters() if p.device.type != "meta"), "cpu")
 
-    def part(batch: tuple[Any, ...], last: bool = True) -> tuple[Tensor, Any]:
+    def part(batch: tuple[Any, ...]) -> tuple[Tensor, Any]:
         """The loss of a batch, after its backward pass, and what the loss function returned besides."""
-        with distributed.alone(model, last):
-            with torch.autocast(device, autocast) if autocast is not None else nullcontext():
-                result = called(model, loss_fn, noted, *batch)
-            loss, more = (result[0], tuple(result[1:])) if isinstance(result, tuple) and result else (result, ())
-            del result
-            if not isinstance(loss, Tensor) or loss.numel() != 1:
-                what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-                raise CaptureError(f"the loss is {what}, not a tensor of one element")
-            if more and accumulate > 1:
-                raise CaptureError("loss_fn returns more than the loss, which a step of micro-batches does not pass on")
-            if average and accumulate > 1:
-                loss = loss / accumulate
-            if optimizer is not None:
-                (loss if scaler is None else scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
-            return loss, more
+        with torch.autocast(device, autocast) if autocast is not None else nullcontext():
+            result = called(model, loss_fn, noted, *batch)
+        loss, more = (result[0], tuple(result[1:])) if isinstance(result, tuple) and result else (result, ())
+        del result
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise CaptureError(f"the loss is {what}, not a tensor of one element")
+        if more and accumulate > 1:
+            raise CaptureError("loss_fn returns more than the loss, which a step of micro-batches does not pass on")
+        if average and accumulate > 1:
+            loss = loss / accumulate
+        if optimizer is not None:
+            (loss if scaler is None else scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+        return loss, more
 
     def update() -> None:
         if clip_norm is not None:
@@ -158,12 +157,11 @@ def capture(
         return (loss, *more) if more else loss
 
     def several(*batches: tuple[Any, ...]) -> Generator[Tensor, None, Tensor]:
-        n = len(batches)
-        total = loss = part(batches[0], n == 1)[0].detach()
+        total = loss = part(batches[0])[0].detach()
         yield loss
-        for i, batch in enumerate(batches[1:], 2):
+        for batch in batches[1:]:
             del loss  # it lives no longer than in a loop that only adds it
-            loss = part(batch, i == n)[0].detach()
+            loss = part(batch)[0].detach()
             total = total + loss
             yield loss
         del loss

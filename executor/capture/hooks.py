@@ -14,7 +14,6 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from executor.capture import distributed
 from executor.capture.optimizers import bucketed, capturable, moved, numbers_of, symbolic_extremes, takes_capturable
 from executor.capture.recorder import Recorder
 
@@ -46,10 +45,8 @@ def traced(
         traced_scalers(recorder),
         traced_zero_grad(recorder),
         traced_states(recorder),
-        distributed.traced() as finished,
     ):
         yield
-        finished()
 
 
 @contextmanager

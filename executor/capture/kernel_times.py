@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from executor.capture.algorithms import Convolution, Pass, convolution_of
-from executor.capture.operators import all_reduced, arguments
+from executor.capture.operators import arguments
 from simulator.files import FormatError
 from simulator.kernel_times import KernelTimes
 from simulator.machine import Machine
@@ -74,9 +74,6 @@ def kernel_ns(
     """
     if not nodes or not (kernel.flops or kernel.bytes):
         return 0  # nothing is launched
-    if processes := all_reduced(nodes[0]):
-        bucket = _metas(nodes[0])[0]
-        return machine.all_reduce_ns(prod(bucket.shape) * bucket.dtype.itemsize, processes)
     dtype = precision.arithmetic(kernel.kind, _dtype(nodes[0]), machine)
     times = machine.kernel_times
     if times is None:

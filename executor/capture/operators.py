@@ -67,11 +67,6 @@ def for_profiler(node: fx.Node) -> bool:
     return node.op == "call_function" and getattr(node.target, "namespace", "") == "profiler"
 
 
-def all_reduced(node: fx.Node) -> int:
-    """Of how many processes a kernel sums a bucket of gradients (distributed.py); 0: it does not."""
-    return int(node.args[2]) if str(node.target) == "headroom.all_reduce_.default" else 0  # type: ignore[arg-type]
-
-
 def touched_bytes(tensor: Tensor) -> int:
     """Memory traffic of one pass over a (view of a) tensor: an expanded view is read once."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

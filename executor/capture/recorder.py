@@ -313,7 +313,6 @@ class Recorder(TorchDispatchMode):
                 op = ops[k]
                 reads, writes = (tuple(index[s] for s in side if s in index) for side in (op.reads, op.writes))
                 twice = not any(tensors[t].persistent and t in reads for t in writes)
-                twice &= op.func.namespace != "headroom"  # processes meet in collectives, once each
                 kernels.append(Kernel(str(op.func), kind_of(op.func, op.phase), op.phase, reads, writes, 0,
                                       flops=op.flops, bytes=op.bytes, recomputable=twice))  # fmt: skip
                 places.append(op.place)

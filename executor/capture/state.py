@@ -42,8 +42,10 @@ class CaptureError(ValueError):
     """A step cannot be captured; the message is one sentence naming the cause."""
 
 
-# Wrappers of modules that do on other GPUs, or between GPUs, what no capture sees.
+# Wrappers of modules that communicate with other GPUs or processes, which a capture does not see.
 REFUSED = {
+    "DistributedDataParallel": "sums gradients across processes; train "
+    "DistributedDataParallel(executor.compiled.compile(model, memory=...)), which needs no capture",
     "DataParallel": "runs the model on several GPUs; capture the module in it, on one GPU",
     "FullyShardedDataParallel": "keeps parts of the parameters on other GPUs",
     "FSDPModule": "keeps parts of the parameters on other GPUs",
@@ -260,8 +262,7 @@ class StepState:
         self._visited.add(id(module))
         self.modules.append(module)
         self.paths[id(module)] = name
-        if not isinstance(module, nn.parallel.DistributedDataParallel):  # whose state follows from no_sync()
-            self.seen.containers.append((vars(module), name))
+        self.seen.containers.append((vars(module), name))
         self.seen.runs(type(module).forward, type(module))
         for table in (module._parameters, module._buffers):
             self._items(table, [(k, k) for k, v in table.items() if v is not None], name, "buffer", depth)

@@ -53,7 +53,7 @@ class TrainersLoss(nn.Module):
         self._trainer = (trainer,)
         self.model = model
         self.told = Numbers(trainer.args.device)
-        self.code, names = reached(type(trainer), "compute_loss", "transformers")
+        self.code, names = reached(type(trainer), "compute_loss")
         self.trainer = Named(vars(trainer), names - LOOPS)
         for part in ("args", "state"):
             table = vars(getattr(trainer, part))

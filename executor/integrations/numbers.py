@@ -60,9 +60,9 @@ class Named(dict[str, Any]):
         self._table.update(*args, **kwargs)
 
 
-def reached(owner: type, start: str, library: str) -> tuple[list[FunctionType], set[str]]:
-    """What a method runs of a class that is the user's: it and the methods that it names, without the library's, and
-    all names of attributes in their code."""
+def reached(owner: type, start: str) -> tuple[list[FunctionType], set[str]]:
+    """Returns the functions that a method of a user's class runs, itself and those that it names, without those of
+    transformers; and all attribute names in their code."""
     functions: list[FunctionType] = []
     names, ahead = set[str](), [start]
     while ahead:
@@ -70,7 +70,7 @@ def reached(owner: type, start: str, library: str) -> tuple[list[FunctionType], 
         method = method.fget if isinstance(method, property) else getattr(method, "__func__", method)
         method = inspect.unwrap(method) if callable(method) else method
         if isinstance(method, FunctionType) and method not in functions:
-            if method.__module__.partition(".")[0] != library:
+            if method.__module__.partition(".")[0] != "transformers":
                 functions.append(method)
             elif functions or names:
                 continue

@@ -4,9 +4,6 @@
     python -m experiments.benchmark suite=core agents=mymodule:MyPlanner     # one's own, beside the results here
     python -m experiments.benchmark suite=core agents=[annealing,lp_round]   # some again, on this computer
     python -m experiments.benchmark suite=checkmate                         # beside published results: 12 budgets
-    python -m experiments.benchmark suite=jobs quick=true                   # several jobs on one GPU
-    python -m experiments.benchmark suite=tracks tracks=one                 # a track of the environments
-    python -m experiments.benchmark suite=tracks check=mine.json            # rows that are to be submitted
     python -m experiments.benchmark suite=speed > bench.json                # of the simulator and the rest (make bench)
 
 ``speed`` prints one JSON object and nothing else. Any other suite is a figure of its own name
@@ -26,9 +23,8 @@ from experiments import reproduce
 from experiments.common import cli
 
 SPEED = "speed"
-TRACKS = "tracks"
-SUITES = ("core", "large", "checkmate", "jobs", "scale", TRACKS, SPEED)
-SCORED = ("core", "large", TRACKS)  # whose agents can be chosen
+CORE = "core"
+SUITES = (CORE, "checkmate", SPEED)
 
 
 @cli.entry("benchmark")
@@ -37,18 +33,11 @@ def main(cfg: DictConfig) -> None:
     if suite == SPEED:
         print(json.dumps(speed(cfg), indent=1))
         return
-    if (file := cli.path(cfg, "check")) is not None:
-        print(checked(suite, file))
-        return
     settings = cli.plain(OmegaConf.load(reproduce.CONFIGS / f"{suite}.yaml"))  # type: ignore[arg-type]
     if (chosen := agents_of(cfg, suite, settings)) is not None:
-        settings |= {"agents": chosen, "beside": True} if suite != TRACKS else {"agents": list(chosen)}
-    if cfg.tracks is not None:
-        if suite != TRACKS:
-            raise cli.UsageError(f"tracks: the suite {suite} has none")
-        settings["tracks"] = cli.values(cfg, "tracks") if OmegaConf.is_list(cfg.tracks) else [cfg.tracks]
+        settings |= {"agents": chosen, "beside": True}
     out = cli.path(cfg, "out") or Path("runs/benchmark")
-    own = {key for key in ("agents", "tracks") if cfg[key] is not None}
+    own = {"agents"} if chosen is not None else set()
     reproduce.make([settings], cli.choice(cfg, "quick", (False, True)), None, *cli.launcher(cfg), out, own)
 
 
@@ -62,32 +51,14 @@ def speed(cfg: DictConfig) -> dict[str, Any]:
     return measured(cfg.speed)
 
 
-def checked(suite: str, file: Path) -> str:
-    """What is said of rows that are to be submitted; raises UsageError, FormatError where one is wrong."""
-    if suite != TRACKS:
-        raise cli.UsageError(f"check: rows are of the suite {TRACKS}, not of {suite}")
-    from experiments.figures.tracks import check
-
-    count = check(file)
-    return f"{file}: {count} row{'s' * (count != 1)}, {'each' if count != 1 else 'which'} is worth what it says"
-
-
-def known_agents() -> list[str]:
-    """Those of the tracks, and all planners."""
-    import agents
-    from experiments.figures.tracks_agents import OWN
-
-    return [*OWN, *agents.PLANNERS]
-
-
 def agents_of(cfg: DictConfig, suite: str, settings: dict[str, Any]) -> dict[str, Any] | None:
     """The agents of ``agents=``, names of the suite's or "module:Class"; None: not asked for. Raises UsageError."""
     if cfg.agents is None:
         return None
-    if suite not in SCORED:
-        raise cli.UsageError(f"agents: the suites {', '.join(SCORED)} take one, {suite} does not")
+    if suite != CORE:
+        raise cli.UsageError(f"agents: the suite {CORE} takes one, {suite} does not")
     asked = [str(name) for name in (cli.values(cfg, "agents") if OmegaConf.is_list(cfg.agents) else [cfg.agents])]
-    known = settings["agents"] if suite != TRACKS else {one: {} for one in known_agents()}
+    known = settings["agents"]
     for name in asked:
         if name not in known and ":" not in name:
             raise cli.UsageError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,14 +13,12 @@ import numpy as np
 import agents
 from agents import Infeasible
 from agents.heuristics.home import HOME
-from agents.heuristics.tensile import TENSILE
 from agents.planner import MIB
 from agents.search.local_search import Moves, anneal
 from experiments.benchmark import simpy_model
-from simulator import Job, Plan, Swap, rules
+from simulator import Plan, Swap, rules
 from simulator.compiled.engine import Engine, rows_of
 from simulator.compiled.jit import jit
-from simulator.jobs.engine import JobsEngine
 from simulator.machine import Machine
 from simulator.program import Gap, Program
 from simulator.schedule import lower
@@ -119,29 +117,6 @@ def home_search(
     return {"home_search_s": round(seconds, 3), "home_call_us": round(seconds / planner.simulator_calls * 1e6, 2)}
 
 
-def several(programs: Sequence[Program], machine: Machine, part: float, span_ns: int, times: int) -> dict[str, float]:
-    """Medians in ms: ``jobs_simulate_ms`` of ``JobsEngine.score`` until ``span_ns`` have passed and the iterations that
-    run then are over, with TENSILE's plans; ``jobs_plan_ms`` of making them.
-
-    Args:
-        part: the limit, of the sum of the peaks.
-        times: that each is timed.
-
-    Raises:
-        Infeasible: there are no such plans.
-    """
-    limit = int(part * sum(program.peak_bytes for program in programs))
-    planner = TENSILE()
-    plans = planner.plan_jobs(programs, machine, limit)
-    engine = JobsEngine(programs, machine, limit, span_ns)
-    if not engine.score(plans).feasible:
-        raise AssertionError("TENSILE's plans cannot be simulated")
-    return {
-        "jobs_simulate_ms": round(1e3 * median_s(lambda: engine.score(plans), times), 2),
-        "jobs_plan_ms": round(1e3 * median_s(lambda: planner.plan_jobs(programs, machine, limit), times), 2),
-    }
-
-
 @jit
 def pick_valid(masks, draws, chosen):  # type: ignore[no-untyped-def]
     """A random valid action of each mask, by a draw from [0, 1) each."""
@@ -186,50 +161,6 @@ def environment(
         "numpy": steps_per_s(gymnasium.make_vec("CartPole-v1", num_envs, "vector_entry_point"), num_envs, steps, seed),
     }
     return {"env_steps_per_s": rates, "cartpole_steps_per_s": pole}
-
-
-def jobs_environment(
-    programs: list[Program], machine: Machine, limit: float, num_envs: int, steps: int, seed: int
-) -> dict[str, dict[str, float]]:
-    """GpuMemoryJobs-v0 under random valid actions: medians of decisions and of "enough" in µs, in the built-in scenario
-    and with jobs of ``programs``, which do 6 iterations each, in mode "swap"; and steps a second of ``num_envs`` walks
-    in the built-in one, both kinds of actions together.
-
-    Args:
-        limit: of all peaks.
-        steps: of each timing, in all; of one walk at a time a twentieth.
-    """
-    import gymnasium
-
-    from envs.jobs_env import small_scenario
-    from envs.jobs_task import Scenario
-
-    jobs = tuple(Job(str(i), program, Plan(), iterations=6) for i, program in enumerate(programs))
-    several = Scenario(jobs, machine, int(limit * sum(program.peak_bytes for program in programs)))
-    built_in: dict[str, Any] = {"scenario": small_scenario(), "copy": False}
-    found: dict[str, float] = {}
-    for name, task in (("built_in", built_in), ("of_config", {"scenario": several, "mode": "swap", "copy": False})):
-        env = gymnasium.make("GpuMemoryJobs-v0", **task).unwrapped
-        decisions, enough = jobs_steps(env, max(1, steps // 20), seed)
-        found[f"decision_us_{name}"] = round(1e6 * statistics.median(decisions), 1)
-        found[f"enough_us_{name}"] = round(1e6 * statistics.median(enough), 1)
-    vector = gymnasium.make_vec("GpuMemoryJobs-v0", num_envs, "vector_entry_point", **built_in)
-    return {"jobs_env": found | {"batch_steps_per_s_built_in": steps_per_s(vector, num_envs, steps, seed)}}
-
-
-def jobs_steps(env: Any, steps: int, seed: int) -> tuple[list[float], list[float]]:
-    """Seconds of each decision and of each "enough", of which there is one at least."""
-    generator, chosen = np.random.default_rng(seed), np.zeros(1, np.int64)
-    _, info = env.reset(seed=seed)
-    spent: tuple[list[float], list[float]] = ([], [])
-    while sum(map(len, spent)) < steps or not spent[1]:
-        pick_valid(info["action_mask"][None], generator.random(1), chosen)
-        start = time.perf_counter()
-        _, _, terminated, _, info = env.step(int(chosen[0]))
-        spent[int(chosen[0] == 0)].append(time.perf_counter() - start)
-        if terminated:
-            _, info = env.reset()
-    return spent
 
 
 def steps_per_s(env: Any, num_envs: int, steps: int, seed: int) -> int:

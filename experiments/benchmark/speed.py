@@ -23,10 +23,8 @@ from experiments.benchmark.simulation import (
     batches,
     environment,
     home_search,
-    jobs_environment,
     planned,
     searching,
-    several,
     simulation,
     swap_all,
 )
@@ -72,17 +70,12 @@ def measured(cfg: DictConfig) -> dict[str, Any]:
                 found[key][name] = value
         found |= HOME_PAPER
         found |= plans(tasks, programs, machine, calls, cli.integer(cfg, "plan_calls", 20), seed, begin)
-        begin("several jobs")
-        env, jobs = str(cfg.env.workload), [str(name) for name in cli.values(cfg.jobs, "workloads")]
-        for name in (env, *jobs):
-            if name not in programs:
-                programs[name] = capture(name, machine, 1)[1]
-        times, span_ns = cli.integer(cfg, "jobs.times", 1), cli.integer(cfg, "jobs.span_ns", 1)
-        found |= several([programs[name] for name in jobs], machine, float(cfg.jobs.limit), span_ns, times)
         begin("steps of the environment")
+        env = str(cfg.env.workload)
+        if env not in programs:
+            programs[env] = capture(env, machine, 1)[1]
         walks, steps = cli.integer(cfg, "env.num_envs", 1), cli.integer(cfg, "env.steps", 1)
         found |= environment(programs[env], machine, float(cfg.env.limit), walks, steps, seed)
-        found |= jobs_environment([programs[name] for name in jobs], machine, float(cfg.jobs.limit), walks, steps, seed)
         begin("packing")
         found |= packing(blocks, perfect_blocks, pack_seconds, seed)
         begin("planned steps")
@@ -97,7 +90,6 @@ def stages(networks: list[str], tasks: list[str], blocks: int, pack_seconds: flo
     return {
         **{f"simulating {name}": 12.0 for name in networks},
         **{f"timing plans of {name}": 10.0 for name in tasks},
-        "several jobs": 10.0,
         "steps of the environment": 40.0,
         "packing": pack_seconds * (blocks + 1),
         "planned steps": 20.0,

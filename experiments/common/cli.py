@@ -17,7 +17,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from types import UnionType
@@ -38,7 +38,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from agents.learned.dqn_config import GONE, RENAMED, moved
 from experiments import begun
-from experiments.common import help, ray_launcher, submitit_logs, sweep, workers
+from experiments.common import help, ray_launcher, sweep, workers
 from experiments.common.endings import NO_ROOM, last_words, refuse, sentence, stopped, unwritten
 from simulator.compiled import warm
 from simulator.files import FormatError, read_yaml
@@ -70,10 +70,12 @@ def entry(
 
     def decorate(task: Callable[[DictConfig], Path | None]) -> Callable[[], None]:
         typed: list[str] = []  # the words of the command line: what results record
+        files: dict[str, str] = {}  # of with_own_files
 
         @functools.wraps(task)
         def guarded(cfg: DictConfig) -> Path | None:
             sys.argv[:] = [f"experiments.{config_name}", *typed]  # which a launcher's process does not know
+            OWN_NAMES.update(files)
             try:
                 return task(cfg)
             except Exception as error:
@@ -90,7 +92,6 @@ def entry(
                 assert spec is not None, "run as python -m experiments.NAME"
                 getattr(import_module(spec.name), task.__name__)()
                 return
-            files: dict[str, str] = {}
             try:
                 begun()
                 atexit.register(last_words)
@@ -105,13 +106,14 @@ def entry(
                 # Hydra's own parser wants the options before the overrides; here they come in any order.
                 options = [word for word in sys.argv[1:] if word not in args.overrides]
                 typed[:] = options + overrides
-                overrides, files = with_own_files(overrides)
+                overrides, own = with_own_files(overrides)
+                files.update(own)
                 # Of a single run Hydra checks the keys, when it composes the config, which takes long; not those added.
                 early = args.multirun or any(word.startswith("+") for word in overrides)
                 check_overrides(config_name, overrides, args.multirun, args.config_dir, early)
                 sys.argv[1:] = options + overrides
                 if args.multirun:
-                    sys.argv += [submitit_logs.OVERRIDE, sweep.OVERRIDE]
+                    sys.argv.append(sweep.OVERRIDE)
                 try:
                     hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(guarded)()
                 except ConfigCompositionException:
@@ -121,7 +123,7 @@ def entry(
                     if args.multirun:
                         sweep.shown()
             except (HydraException, OmegaConfBaseException, UsageError, FormatError) as error:
-                refuse(re.sub(rf"{OWN}\d+", lambda option: files.get(option[0], option[0]), str(error)))
+                refuse(as_typed(str(error), files))
             except KeyboardInterrupt as stop:
                 stopped(stop)
             except OSError as error:
@@ -236,6 +238,17 @@ OWN_FILES: dict[str, Callable[[Path], tuple[str | None, Any]]] = {"machine": _ma
 IN_GLOBAL = ("workload", "target")
 SUFFIXES = (".yaml", ".yml", ".json")
 OWN = "own-file-"  # and a number: the name of such an option
+OWN_NAMES: dict[str, str] = {}  # of the run: each option's file as it was typed
+
+
+def as_typed(text: str, files: Mapping[str, str]) -> str:
+    """Returns a text with the files' names in the place of their options."""
+    return re.sub(rf"{OWN}\d+", lambda option: files.get(option[0], option[0]), text)
+
+
+def own_overrides() -> list[str]:
+    """Returns the words of this run, one of a sweep too, as they were typed."""
+    return [as_typed(word, OWN_NAMES) for word in HydraConfig.get().overrides.task]
 
 
 def check_overrides(

@@ -26,6 +26,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich import box
 from rich.console import Console
@@ -37,7 +38,7 @@ import simulator
 from agents.floor import Floor
 from agents.heuristics.workspace import least_workspaces, plan_with_variants, with_fastest_variants
 from agents.host import host_needed
-from experiments.common import lock
+from experiments.common import cli, lock
 from experiments.common.cli import UsageError, expected_errors
 from simulator.compiled import warm
 from simulator.compiled.engine import rows_of
@@ -58,10 +59,9 @@ ROW_KEYS = (
 Row = dict[str, Any]
 T = TypeVar("T")
 Workspace = Literal["least"] | bool
-SEARCHES = "search and exact"  # the family of planners that are no published heuristics
+SEARCHES = "search"  # the family of planners that are no published heuristics
 SLOW = ("autoswap_bo", "home", "smartpool+autoswap")  # heuristics that search for long, or plan addresses
 MB = 1e6
-INPUT = "input"  # the folder of a run directory with a copy of the file that it worked on, where that is no program
 VERSIONS = ("torch", "torch-geometric", "stable-baselines3", "sb3-contrib", "numpy", "numba", "gymnasium", "hydra-core")
 
 
@@ -425,6 +425,9 @@ class RunDirectory:
         path = self._made()
         self._held = held(path)
         self._held.__enter__()
+        if HydraConfig.initialized():  # Hydra's own directory is the working directory
+            (path / ".hydra").mkdir(exist_ok=True)
+            write_text(path / ".hydra" / "overrides.yaml", OmegaConf.to_yaml(cli.own_overrides()))
         return path
 
     def _made(self) -> Path:
@@ -460,8 +463,7 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
 
 
 def write_summary(path: Path, cfg: DictConfig, program: Program, rows: list[Row], **more: Any) -> None:
-    """Writes summary.json (what was asked, with what, and what came out), and program.json beside it, so that the run
-    can be repeated from its directory alone (rerun.py)."""
+    """Writes summary.json (what was asked, with what, and what came out), and program.json beside it."""
     program.save(path.with_name("program.json"))
     write_json(path, {
         **asked(cfg),

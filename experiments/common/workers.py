@@ -1,9 +1,8 @@
-"""Worker processes for the tasks of a command: of this computer, of a Ray cluster, or jobs of Slurm.
+"""Worker processes for the tasks of a command: of this computer, or of a Ray cluster.
 
 - ``processes``: spawned here.
 - ``ray``: the cluster at RAY_ADDRESS, else one of this computer's cores that starts and ends with the command. A task
   whose worker dies is given to another. What a task prints is printed here as it is, when the task is done.
-- ``submitit``: every task is a job of Slurm where there is sbatch, else a process of its own here.
 
 Workers of a cluster have the same installation, and the command's directory under the same path.
 """
@@ -18,20 +17,18 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from io import StringIO
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from experiments import ctrl_c_waits
 
 RETRIES = 3  # of a task whose worker died
 STARTS = 10  # of Ray, until it does
-MINUTES = 24 * 60  # that a job of Slurm may take, unless SBATCH_TIMELIMIT says otherwise
 Submit = Callable[..., Future[Any]]
 
 
@@ -196,25 +193,4 @@ def _ray(jobs: int | None) -> Iterator[Submit]:
         ray.shutdown()
 
 
-@contextmanager
-def _submitit(jobs: int) -> Iterator[Submit]:
-    import submitit
-
-    executor = submitit.AutoExecutor(folder=Path("runs/submitit").resolve())
-    executor.update_parameters(timeout_min=MINUTES, cpus_per_task=1)
-    made: list[Any] = []
-
-    def submit(*task: Any) -> Future[Any]:
-        made.append(executor.submit(*task))
-        return threads.submit(made[-1].result)
-
-    with ThreadPoolExecutor(jobs) as threads:
-        try:
-            yield submit
-        finally:  # stopped: what has begun, too
-            for job in made:
-                if not job.done():
-                    job.cancel()
-
-
-LAUNCHERS: dict[str, Callable[[Any], Any]] = {"processes": _processes, "ray": _ray, "submitit": _submitit}
+LAUNCHERS: dict[str, Callable[[Any], Any]] = {"processes": _processes, "ray": _ray}

@@ -10,10 +10,8 @@ Shapes: N nodes, M environments, T steps of each between updates, F features.
 
 import argparse
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import gymnasium
 import numpy as np
@@ -23,9 +21,7 @@ from torch.distributions import Categorical
 
 import envs  # noqa: F401  # registers GpuMemory/…
 from envs.graph import ACTION, PRESSURE, STUCK, VALID
-from envs.task import Task
 from experiments.common.curves import Curve
-from simulator import Plan
 
 MASKED = -1e8  # a logit; not -inf, because 0 * -inf is not a number
 
@@ -89,24 +85,6 @@ class States:
         return torch.from_numpy(parts.astype(np.float32)), torch.from_numpy(observation["action_mask"] != 0)
 
 
-class Trained(NamedTuple):
-    """Overheads and plans of the greedy policy (NaN, None in a dead end) and of the best episode (infinite without
-    one); simulator calls, decisions an episode."""
-
-    greedy: float
-    plan: Plan | None
-    best: float
-    best_plan: Plan | None
-    calls: int
-    decisions: float
-
-
-def flat(args: Args, task: Task, observation: dict[str, np.ndarray]) -> tuple[Any, Any]:
-    """The agent, and what it reads of observations."""
-    states_of = States(observation)
-    return Agent(states_of.size, observation["action_mask"].shape[1], args.hidden), states_of
-
-
 def environment(args: Args, count: int, **options: str) -> gymnasium.vector.VectorEnv:
     """So many environments."""
     reward = "causal" if args.reward == "episodic" else args.reward
@@ -116,17 +94,13 @@ def environment(args: Args, count: int, **options: str) -> gymnasium.vector.Vect
 
 def main(args: Args) -> float:
     """Trains, and returns the overhead of the greedy plan (NaN in a dead end)."""
-    return train(args).greedy
-
-
-def train(args: Args, make: Callable[[Args, Task, Any], tuple[Any, Any]] = flat) -> Trained:
-    """Trains the agent that ``make`` makes."""
     torch.manual_seed(args.seed)
     torch.set_num_threads(1)
     env = environment(args, args.num_envs, autoreset_mode="SameStep")
     observation, _ = env.reset(seed=args.seed)
     m, t, n, task = args.num_envs, args.num_steps, observation["action_mask"].shape[1], env.unwrapped.tasks[0]
-    agent, states_of = make(args, task, observation)
+    states_of = States(observation)
+    agent = Agent(states_of.size, n, args.hidden)
     state, mask = states_of(observation)
     optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5)
     states, masks = torch.zeros(t, *state.shape), torch.zeros(t, m, n, dtype=torch.bool)
@@ -136,7 +110,7 @@ def train(args: Args, make: Callable[[Args, Task, Any], tuple[Any, Any]] = flat)
     about = {"agent": name, "seed": args.seed, "reward": args.reward}
     curve = Curve(Path(args.curve) if args.curve else None, task.program, task.machine, task.limit, task.mode, about,
                   args.greedy_every)  # fmt: skip
-    updates, best, begin, calls, episodes = args.steps // (m * t), float("inf"), time.perf_counter(), 0, 0
+    updates, best, begin, calls = args.steps // (m * t), float("inf"), time.perf_counter(), 0
     owed = np.zeros(m)  # of episodic rewards
 
     for update in range(updates):
@@ -155,7 +129,6 @@ def train(args: Args, make: Callable[[Args, Task, Any], tuple[Any, Any]] = flat)
                 owed += reward
                 reward = np.where(terminated, owed, 0.0)
                 owed[terminated] = 0.0
-            episodes += int(terminated.sum())
             calls += m if args.reward == "paper" else int(terminated.sum())  # causal: one at the end of an episode
             if terminated.any():
                 for overhead in info["final_info"]["overhead"][terminated]:  # NaN in a dead end
@@ -190,20 +163,20 @@ def train(args: Args, make: Callable[[Args, Task, Any], tuple[Any, Any]] = flat)
                 nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
                 optimizer.step()
 
-        curve.maybe(calls, lambda: greedy(args, agent, states_of)[0])
+        curve.maybe(calls, lambda: greedy(args, agent, states_of))
         best = min([best, *found])
         if found and (update % max(1, updates // 10) == 0 or update == updates - 1):
             print(f"step {(update + 1) * m * t:,}: overhead {np.mean(found):.2%} in the mean of {len(found)} episodes, "
                   f"best so far {best:.2%}, {time.perf_counter() - begin:.0f} s")  # fmt: skip
 
-    overhead, plan = greedy(args, agent, states_of)
+    overhead = greedy(args, agent, states_of)
     curve.point(calls, overhead)
     print(f"greedy plan: overhead {overhead:.2%}; best of all episodes: {best:.2%}")
-    return Trained(overhead, plan, best, env.unwrapped.best_plan, calls, updates * m * t / max(episodes, 1))
+    return overhead
 
 
-def greedy(args: Args, agent: Any, states_of: Any) -> tuple[float, Plan | None]:
-    """Overhead (NaN in a dead end) and plan of the walk that takes the likeliest action every time."""
+def greedy(args: Args, agent: Agent, states_of: States) -> float:
+    """Overhead of the walk that takes the likeliest action every time; NaN in a dead end."""
     env = environment(args, 1)
     observation, info = env.reset(seed=0)
     over = False
@@ -212,7 +185,7 @@ def greedy(args: Args, agent: Any, states_of: Any) -> tuple[float, Plan | None]:
             action = agent.policy(*states_of(observation)).probs.argmax(1)
         observation, _, terminated, _, info = env.step(action.numpy())
         over = bool(terminated[0])
-    return float(info["overhead"][0]), env.unwrapped.best_plan
+    return float(info["overhead"][0])
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -32,11 +31,6 @@ def networks(settings: DictConfig, among: Collection[str] = (), wrong: str = "is
         if among and name not in among:
             raise cli.UsageError(f"figure.networks: {name!r} {wrong} ({', '.join(among)})")
     return found
-
-
-def network_or_file(name: str, key: str) -> str:
-    """As ``network``; the path of a program/1 file is taken, too."""
-    return name if Path(name).suffix in (".json", ".gz") else network(name, key)
 
 
 def numbers(
@@ -107,14 +101,7 @@ def workload(name: str) -> dict[str, Any]:
 
 
 def program(name: str, machine: Machine, **changes: Any) -> Program:
-    """A workload's program, by name, with keys of its configuration changed; or that of a program/1 file, as it is.
-
-    Raises:
-        WorkloadError: a key or value is wrong.
-        FormatError: the file is wrong.
-    """
-    if Path(name).suffix in (".json", ".gz"):
-        return Program.load(name)
+    """A workload's program, by name, with keys of its configuration changed; raises WorkloadError for a wrong one."""
     from experiments import workloads  # PyTorch is only needed to capture
 
     return workloads.load({**workload(name), **changes}, machine).program

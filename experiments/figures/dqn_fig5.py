@@ -254,13 +254,6 @@ def numbers(rows: list[Row]) -> Row:
     every = [duel for panel in found for duel in duels(panel)]
     above = [duel for duel in every if duel.worst > duel.theirs + SAME]
     below = [duel.theirs - duel.mean for duel in every if duel.theirs > SAME and duel.mean < float("inf")]
-    swaps = [
-        (float(np.mean(panel.dqn["swap"][limit])) - theirs, panel.name, limit, key)
-        for panel in found
-        for key in ("memonger", "sn_recompute", "sn_joint")
-        for limit, theirs in panel.first["baselines"][key]
-        if panel.dqn["swap"].get(limit)
-    ]
     details = [point for panel in found for mode in MODES for point in panel.details[mode]]
     walked = [point for point in details if (point["walked"] or 0.0) > SAME]
     pairs = [(p["walked"], p["scratch"]) for p in walked if p["scratch"] is not None]
@@ -278,12 +271,9 @@ def numbers(rows: list[Row]) -> Row:
                     for name, keys in changes.items()] or None,
         "above": len(above), "below": 100 * np.median(below) if below else None,
         "worst": most([(d.worst - d.theirs, d.network, d.limit, d.baseline) for d in above]),
-        "swaps": len(swaps) or None, "behind": sum(entry[0] > SAME for entry in swaps),
-        "swaps_worst": most([entry for entry in swaps if entry[0] > SAME]), "points": len(walked) or None,
-        "walked": 100 * np.mean([p["walked"] for p in walked]) if walked else None,
-        "found": 100 * np.mean([mine for mine, _ in pairs]) if pairs else None,
-        "scratch": 100 * np.mean([theirs for _, theirs in pairs]) if pairs else None, "both": len(pairs) or None,
-        "calls": sum(point["calls"] for point in details), "seeds": max(panel.seeds for panel in found),
+        "both": len(pairs) or None, "found": 100 * np.mean([mine for mine, _ in pairs]) if pairs else None,
+        "scratch": 100 * np.mean([theirs for _, theirs in pairs]) if pairs else None,
+        "seeds": max(panel.seeds for panel in found),
         "spread": most(widths), "gap": most(gaps), "gaps": len(gaps),
         "at_floor": sum(entry[0] <= SAME for entry in gaps),
         "no_floor": [figures.label(panel.name) for panel in found if not panel.first["floor"]] or None,
@@ -293,7 +283,6 @@ def numbers(rows: list[Row]) -> Row:
             for p in found for means in [[at(p.dqn[mode], near) for mode in MODES]]
         ],
         "never": who([(p, key) for p, key, plans in cannot if not plans]),
-        "here": who([(p, key) for p, key, plans in cannot if plans and family(p.name) in BASELINES[key].cannot]),
         "why": " ".join(WHY[n] for n in WHY if any(not plans and family(p.name) == n for p, _, plans in cannot)),
     }  # fmt: skip
 

@@ -52,7 +52,7 @@ def rate(row: Row, method: str) -> float | None:
 
 
 def numbers(rows: list[Row]) -> Row:
-    """The paper's claims beside ours, and where each network's plans end."""
+    """The paper's claims beside ours."""
     claims = []
     for rival, theirs in CLAIMS.items():
         both = [(home_rate / other, f"{NETWORKS[r['network']].label}, batch {r['batch']:,}")
@@ -60,19 +60,15 @@ def numbers(rows: list[Row]) -> Row:
         claims += [{"rival": rival, "theirs": theirs, "least": min(both), "most": max(both)}] if both else []
     needed = [(r["methods"]["Capuchin"], r["methods"]["HOME"]) for r in rows if not r["methods"]["PyTorch"]]
     needed = [(theirs["iteration_ns"], ours["iteration_ns"]) for theirs, ours in needed if theirs and ours]
-    networks, gains, over_plain = [], [], []
-    for name, lines in figures.grouped(rows).items():
+    gains, over_plain = [], []
+    for lines in figures.grouped(rows).values():
         ideal = [row["batch"] / row["ideal_ns"] for row in (lines[0], lines[-1])]
         gains.append(ideal[1] / ideal[0] - 1)
         best, plain = (max((rate(row, m) or 0.0 for row in lines), default=0.0) for m in ("HOME", "PyTorch"))
         over_plain += [best / plain] if plain else []
-        conv = [r["batch"] for r in lines if (r["methods"]["vDNN"] or {}).get("planner") == "vdnn_conv"]
-        last = next((r for r in reversed(lines) if r["methods"]["HOME"] and r["methods"]["Capuchin"]), None)
-        networks.append({"label": NETWORKS[name].label, "conv": max(conv, default=None), "last": last,
-                         "both": last and last["methods"]})  # fmt: skip
     return {
         "methods": METHODS, "lines": [{**r, "label": NETWORKS[r["network"]].label, "cells": cells(r)} for r in rows],
-        "claims": claims, "networks": networks, "needed": len(needed) or None,
+        "claims": claims, "needed": len(needed) or None,
         "behind": sum(theirs < ours for theirs, ours in needed),
         "over_plain": max(over_plain, default=None), "gain": max(gains),
     }  # fmt: skip

@@ -72,10 +72,7 @@ def facts(network: str, runs: list[Row]) -> Row:
         "label": NETWORKS[network].label, "batch": runs[0]["batch"], "paper": PAPER.get(network, f"(mean {OTHERS})"),
         "needed": np.mean([needed(run) for run in runs]), "rests": np.mean([len(run["best"]) for run in runs]),
         "calls": np.mean([run["calls"] / len(run["best"]) for run in runs]),
-        "first": [worst[0], mean[0], best[0]], "last": [mean[-1], best[-1]], "best": [best[0] - 1, best[-1] - 1],
-        "fit": np.mean([run["fit"][0] / run["particles"] for run in runs]),
-        "slower": mean[0] / best[0] - 1, "slower_last": mean[-1] / best[-1] - 1,
-        "theirs": "from 30 % to 13 %" if network == "squeezenet" else None,
+        "first": [worst[0], mean[0], best[0]], "last": [mean[-1], best[-1]],
         "ends": span(run["best"][-1] / run["ideal_ns"] - 1 for run in runs),
     }  # fmt: skip
 
@@ -84,13 +81,10 @@ def numbers(rows: list[Row]) -> Row:
     """Of all searches, and of each network."""
     networks = [facts(name, runs) for name, runs in figures.grouped(rows).items()]
     apart = max(networks, key=lambda one: max(one["ends"].values) - min(one["ends"].values))
-    large = {one["label"]: one["rests"] for one in networks if one["paper"] == PAPER["inception_v3_cifar"]}
-    others = [one["rests"] for one in networks if one["label"] not in large]
     return {
         "networks": networks, "near": NEAR, "needed": span(map(needed, rows)), "particles": rows[0]["particles"],
         "each": span(r["calls"] / len(r["best"]) for r in rows), "rest": span(len(r["best"]) for r in rows),
         "iterations": rows[0]["iterations"], "apart": apart if len(rows) > len(networks) else None,
-        "large": next(iter(large.values()), None), "others": np.mean(others) if others else None,
     }  # fmt: skip
 
 

@@ -103,7 +103,6 @@ def facts(row: Row) -> Row:
         "times_paper": paper.batch[2] / paper.batch[0], "times": home_["batch"] / found["PyTorch"]["batch"],
         "gain": ideal["HOME"] / ideal["PyTorch"] - 1, "gain_paper": paper.throughput[2] / paper.throughput[0] - 1,
         "part": paper.batch[2] / home_["batch"], "more": found["PyTorch"]["batch"] / paper.batch[0] - 1,
-        "bounded": home_["bound"] if home_["batch"] < home_["bound"] else None, "factor": row["factor"],
     }  # fmt: skip
 
 

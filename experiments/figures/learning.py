@@ -18,8 +18,8 @@ from experiments.common import cli
 from experiments.common.curves import BEST, GREEDY, LAST, OVERHEAD
 from experiments.common.report import Row, console
 from experiments.figures import grouped
+from experiments.figures.core import WITHOUT, interval, iqm
 from experiments.figures.figure import Figure, Range
-from experiments.figures.suite import WITHOUT, interval, iqm
 from experiments.plotting.charts import Axis, Chart, Line, Panel
 from simulator.files import FormatError, read_json
 from simulator.machine import Machine

@@ -51,7 +51,7 @@ def tasks(settings: DictConfig) -> list[Row]:
 
 
 def _files() -> list[Path]:
-    """Traces, sums by kind, contributed steps, whole steps."""
+    """Traces, sums by kind, profiled steps, whole steps."""
     found = [path for path in DATA.glob("*.csv") if path.name in (*FITTED, WHOLE) or path.with_suffix(".yaml").exists()]
     return [*sorted(found), *sorted(DATA.glob("*.json"))]
 
@@ -94,7 +94,7 @@ def run(task: Row, machine: Machine) -> Row:
         return {"kind": "kernels", "label": label, "source": read.source, "rows": _plain(steps.of_trace(read))}
     label = f"{read.machine}: {read.workload}"
     return {"kind": "kernels", "label": label, "source": read.source, "step_ms": _ms(read.step_ns),
-            "rows": _plain(steps.of_contributed(read))}  # fmt: skip
+            "rows": _plain(steps.of_profile(read))}  # fmt: skip
 
 
 def _plain(rows: list[Any]) -> list[list[Any]]:

@@ -111,18 +111,15 @@ def line(lines: list[Row], sizes: list[int]) -> tuple[float, float]:
 
 
 def facts(network: str, lines: list[Row], batch: int) -> Row:
-    """A network: footprints at one batch size, what swapping saves at all, and what is left at the largest."""
-    here, last = next(row for row in lines if row["batch"] == batch), lines[-1]
-    tight, load = last["swapped"][-1], last["load"]
+    """A network: footprints at one batch size, and what swapping saves at all."""
+    here = next(row for row in lines if row["batch"] == batch)
     cells = []
     for i, one in enumerate(here["swapped"]):
         cells.append(f"{one['footprint'] / MB:,.0f} ({span(saved(row, i) for row in lines):.0%})")
     slope, off = line(lines, [row["swapped"][-1]["footprint"] for row in lines])
     return {
-        "label": figures.label(network), "footprints": here["footprints"], "cells": cells, "batch": last["batch"],
-        "slopes": [line(lines, [row["footprints"]["cnmem"] for row in lines])[0], slope], "off": off, "tight": tight,
-        "holes": {pool: size / load - 1 for pool, size in last["footprints"].items()}, "left": tight["load"] / load,
-        "addresses": tight["footprint"] / tight["load"] - 1,
+        "label": figures.label(network), "footprints": here["footprints"], "cells": cells,
+        "slopes": [line(lines, [row["footprints"]["cnmem"] for row in lines])[0], slope], "off": off,
     }  # fmt: skip
 
 

@@ -134,15 +134,6 @@ def at(points: np.ndarray, reduction: float) -> float:
     return float(points[points[:, 0] >= reduction - 1e-9, 1].min(initial=np.inf))
 
 
-def traffic(row: Row) -> float:
-    """How many times the bytes of SmartPool+AutoSwap GeePS moves where it reduces by half, or next to that."""
-    geeps, ours = (reductions(row, name)[:, 0] for name in ("geeps", "smartpool+autoswap"))
-    half = int(np.abs(geeps - 0.5).argmin())
-    reach = np.where(ours >= geeps[half], ours, np.inf)
-    moved = [row["points"][n][int(i)][2] for n, i in (("geeps", half), ("smartpool+autoswap", reach.argmin()))]
-    return float(moved[0] / moved[1])
-
-
 def free(points: np.ndarray, overhead: float = ZERO) -> float:
     """The largest reduction within an overhead, at least 0."""
     return float(points[points[:, 1] <= overhead, 0].max(initial=0.0))
@@ -159,8 +150,8 @@ def facts(row: Row) -> Row:
         "deeper": both[:, 0].max() > memonger[:, 0].max(), "dearer": both[-1, 1] > memonger[:, 1].max(),
         "further": ours[:, 0].max() > geeps[:, 0].max(initial=0),
         # Overhead of GeePS less ours, at each of its points; -inf: ours does not go so far.
-        "off": [float(p[1]) - at(ours, float(p[0])) for p in geeps], "frees": 1 - row["load"] / row["caffe"],
-        "wide": free(reductions(row, "geeps", row["caffe"])), "times": traffic(row) if len(geeps) else None,
+        "off": [float(p[1]) - at(ours, float(p[0])) for p in geeps],
+        "wide": free(reductions(row, "geeps", row["caffe"])),
     }  # fmt: skip
 
 
@@ -181,7 +172,7 @@ def numbers(rows: list[Row]) -> Row:
         **{key: sum(one[key] for one in found) for key in ("deeper", "dearer", "further")},
         "near": int((abs(off) <= CLOSE).sum()), "worse": int((off > CLOSE).sum()),
         "better": int((off < -CLOSE).sum()) - beyond,
-        **{f"{key}_all": span(one[key] for one in found) for key in ("geeps_free", "wide", "frees", "times")},
+        **{f"{key}_all": span(one[key] for one in found) for key in ("geeps_free", "wide")},
     }  # fmt: skip
 
 

@@ -88,8 +88,7 @@ def numbers(rows: list[Row]) -> Row:
         "below": int((most < HIGHEST).sum()), "most": most.max(), "most_at": lines.paper[most.argmax()],
         "better": int((bo < best - ZERO).sum()), "of_seeds": len(lines.bo), "seeds": 100 * seeds.max(),
         "claimed": FREE, "free": [lines.free(some) for some in (bo, best, lines.floor)],
-        "drops": int((np.diff(lines.scores) < -ZERO).sum()), "falls": int((np.diff(bo) < -ZERO).sum()),
-        "steps": len(bo) - 1, "forward": span(lines.forward) if most.max() >= HIGHEST else None,
+        "forward": span(lines.forward) if most.max() >= HIGHEST else None,
         "lowest": lines.paper[-1],
     }  # fmt: skip
 

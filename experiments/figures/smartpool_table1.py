@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 
 from experiments import figures
 from experiments.common.report import Row
-from experiments.figures.figure import Figure, span
+from experiments.figures.figure import Figure
 from experiments.plotting.charts import ONE, Axis, Chart, Line, Mark, Panel, pairs
 from experiments.plotting.palette import ALLOCATORS, FAINT, KEPT
 from simulator.machine import Machine
@@ -44,8 +44,7 @@ def run(task: Row, machine: Machine) -> Row:
     from experiments import workloads  # PyTorch is only needed to capture
 
     config = figures.workload(task["network"])
-    captured = workloads.load({**config, "algorithms": False}, machine)
-    program = captured.program
+    program = workloads.load({**config, "algorithms": False}, machine).program
     gradients, filters = kept_by_singa(workloads.build(config)[0])
     singa = Program(program.name, (*program.tensors, *gradients, *filters), program.kernels)
     lives = program_lifetimes(program).intervals
@@ -62,7 +61,6 @@ def run(task: Row, machine: Machine) -> Row:
             "filters": sum(t.nbytes for t in filters),
             "ratios": ratios(program_lifetimes(singa).intervals, machine),
         },
-        "fastest": program.peak_bytes + workspaces(captured.on(machine, algorithms=True).program),
     }
 
 
@@ -91,17 +89,6 @@ def kept_by_singa(model: Any) -> tuple[list[Tensor], list[Tensor]]:
     return gradients, filters
 
 
-def workspaces(program: Program) -> int:
-    """Bytes of one workspace per convolution layer: the larger of its forward and its backward kernel's."""
-    layers: dict[int, int] = {}  # by the weight
-    for kernel in program.kernels:
-        if kernel.workspace:
-            weights = [t for t in kernel.inputs if program.tensors[t].kind == "parameter"]
-            layer = max(weights, key=lambda t: program.tensors[t].nbytes)
-            layers[layer] = max(layers.get(layer, 0), kernel.workspace)
-    return sum(layers.values())
-
-
 def speedup(row: Row, pool: str) -> float:
     """Of an iteration with a pool over one with cudaMalloc."""
     slow, fast = (row["ideal_ns"] + row["allocation_ns"][name] for name in ("cudamalloc", pool))
@@ -114,22 +101,18 @@ def speedup(row: Row, pool: str) -> float:
 def facts(row: Row) -> Row:
     """A network's numbers, beside the paper's."""
     paper, singa = PAPER[row["network"]], row["singa"]
-    kernels, calls = row["ideal_ns"] / 1e6, row["allocation_ns"]["cudamalloc"] / 1e6
     return {
-        **row, "label": figures.label(row["network"]), "paper": paper, "cudamalloc_ms": kernels + calls,
+        **row, "label": figures.label(row["network"]), "paper": paper,
+        "cudamalloc_ms": (row["ideal_ns"] + row["allocation_ns"]["cudamalloc"]) / 1e6,
         "speedups": {pool: speedup(row, pool) for pool in POOLS},
         "captured": row["load"] / MB / paper["load"], "kept": singa["load"] / MB / paper["load"],
-        "less": row["load"] / MB / paper["load"] - 1, "less_kept": singa["load"] / MB / paper["load"] - 1,
-        "missing": paper["load"] - row["load"] / MB, "holes": (row["ratios"]["cnmem"] - 1) * row["load"],
-        "holes_paper": (paper["cnmem"] - 1) * paper["load"], "calls": calls, "kernels": kernels,
-        "calls_paper": paper["ms"] - kernels,
     }  # fmt: skip
 
 
-def multiples(rows: list[Row], unit: int) -> list[float]:
-    """From each ResNet to the next: how many times the weights the paper's load, in MB of ``unit`` bytes, grows by
-    beside our activations. Of weights and momentum, the captured peak holds two."""
-    nets = [(PAPER[r["network"]]["load"] * unit, r["load"], r["weights"]) for r in rows if "resnet" in r["network"]]
+def multiples(rows: list[Row]) -> list[float]:
+    """From each ResNet to the next: how many times the weights the paper's load grows by beside our activations. Of
+    weights and momentum, the captured peak holds two."""
+    nets = [(PAPER[r["network"]]["load"] * MB, r["load"], r["weights"]) for r in rows if "resnet" in r["network"]]
     return [
         2 + ((theirs - theirs0) - (ours - ours0)) / (weights - weights0)
         for (theirs0, ours0, weights0), (theirs, ours, weights) in zip(nets, nets[1:], strict=False)
@@ -141,8 +124,7 @@ def numbers(rows: list[Row]) -> Row:
     return {
         "exact": max(row["ratios"]["smartpool"] for row in rows), "worst": WORST,
         "aligned": max(row["ratios"]["aligned"] for row in rows),
-        "binary": multiples(rows, MB) or None, "decimal": multiples(rows, 10**6) or None,
-        "fastest": span(row["fastest"] / MB / PAPER[row["network"]]["load"] for row in rows),
+        "binary": multiples(rows) or None,
         "networks": [facts(row) for row in rows],
     }  # fmt: skip
 

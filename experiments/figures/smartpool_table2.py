@@ -106,7 +106,7 @@ def facts(row: Row) -> Row:
         **row, "label": figures.label(row["network"]), "load_paper": load, "reduced_paper": REDUCED[row["network"]],
         "left_paper": load - REDUCED[row["network"]], "left": left, "paper": 1 - REDUCED[row["network"]] / load,
         "ours": left / row["load"], "of_theirs": left / MB / load, "most": 1 - row["least"] / row["load"],
-        "most_of_theirs": (row["load"] - row["least"]) / MB / load, "busy": row["swapped_ns"] / row["ideal_ns"] / 2,
+        "most_of_theirs": (row["load"] - row["least"]) / MB / load,
     }  # fmt: skip
 
 

@@ -157,7 +157,7 @@ def numbers(rows: list[Row]) -> Row:
         unit = 0.5 if key == "recompute, MB" or "MB" not in key else 0.0011
         return abs(ours[key] - PAPER[key]) < unit
 
-    live, offload, again, captured = (by[name] for name in LABELS)
+    live, offload, again, _ = by.values()
     layer = dict(live["layer"]) if live else {}
     return {
         "lines": lines(rows, ours), **by, "of": len(PAPER.keys() & ours),
@@ -166,13 +166,9 @@ def numbers(rows: list[Row]) -> Row:
         "outputs": ours.get("outputs of CONV1 to CONV5 at step 32, MB"), "layer": list(layer),
         "layer_count": len(layer), "layer_bytes": sum(layer.values()),
         "others": live and len(live["at_peak"]) - len(layer),
-        "most": live and max(step[3] for step in live["steps"]),
         "more": offload and PAPER["offload, MB"] - ours["offload, MB"],
         "nine": offload and [f"{name} {nbytes / MB:.3f}" for name, nbytes in offload["at_peak"]],
-        "least": offload and min(nbytes for _, nbytes in offload["at_peak"]),
         "last": again and [name for name, _ in again["at_peak"]], "each": again and again["at_peak"][0][1],
-        "writers": captured and [f"{n} of {operator(name)} {nbytes / MB:,.0f}"
-                                 for name, n, nbytes in captured["at_peak"][:11]],
     }  # fmt: skip
 
 

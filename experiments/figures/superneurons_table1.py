@@ -66,20 +66,17 @@ def facts(row: Row) -> Row:
     return {
         **row, "label": figures.label(row["network"]), "named": LABELS[row["strategy"]], "paper": (again, peak),
         "paper_mb": f"{peak:,g}" if peak < 500 else f"{peak:,.3f}", "close": abs(row["peak"] / MB - peak) < 0.0011,
-        "tensors": [f"{name} {nbytes / MB:.3f}" for name, nbytes in row["at_peak"]],
     }  # fmt: skip
 
 
 def numbers(rows: list[Row]) -> Row:
-    """What agrees, and by which tensors the rest differs."""
+    """What agrees."""
     found = [facts(row) for row in rows]
     far = [one["peak"] / MB - one["paper"][1] for one in found if one["network"] != "alexnet" and not one["close"]]
     more = [row["planner"] - row["peak"] for row in rows]
     return {
         "lines": found, "count": len(rows), "same": sum(one["again"] == one["paper"][0] for one in found),
         "close": sum(one["close"] for one in found), "missing": far[-1] if far else None,
-        "explained": [one for one in found if one["strategy"] == "cost"
-                      or (one["strategy"] == "speed" and one["network"] != "resnet101")],
         "exact": None if any(more) else "to the byte", "more": span(more) if any(more) else None,
     }  # fmt: skip
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from itertools import chain, product
-
 from omegaconf import DictConfig
 
 import agents
@@ -72,42 +69,12 @@ def copied(program: Program, plan: Plan) -> int:
     return sum(2 * program.tensors[d.tensor].nbytes for d in plan.of_kind(Swap))
 
 
-def choices(rows: list[Row]) -> tuple[list[tuple[str, ...]], int]:
-    """What a paper that does not say it may have copied besides: the weights once, and of each other size of output up
-    to POOL5 so many that no output is copied more than twice.
-
-    Returns:
-        The names of the outputs in every choice that gives all of the paper's numbers, and how many choices there are.
-    """
-    layers = layerwise.alexnet()
-    last = [layer.name for layer in layers].index("POOL5")
-    names: dict[int, list[str]] = {}
-    for layer in layers[: last + 1]:
-        if layer.kind != "conv":
-            names.setdefault(layer.floats, []).append(layer.name)
-    found, counted = [], 0
-    for counts in product(*(range(2 * len(same) + 1) for same in names.values())):
-        counted += 1
-        floats = sum(n * count for n, count in zip(names, counts, strict=True))
-        copies = [row["copied"] + row["weights"] + row["batch_size"] * layerwise.FLOAT * floats for row in rows]
-        if all(agrees(n, row) for n, row in zip(copies, rows, strict=True)):
-            found.append(tuple(chain(*((2 * same)[:n] for same, n in zip(names.values(), counts, strict=True)))))
-    return found, counted
-
-
-def agrees(nbytes: int, row: Row) -> bool:
-    """Are the bytes the paper's number without cache, as printed?"""
-    return f"{nbytes / GB:.2f}" == f"{PAPER[row['batch_size']][0]:.2f}"
-
-
 # ------------------------------------------------------------------------------------------ for people
 
 
 def numbers(rows: list[Row]) -> Row:
     """What the differences are, and what is only inferred."""
     shown = [row for row in rows if row["batch_size"] in PAPER]
-    found, counted = choices(shown) if shown else ([], 0)
-    times = Counter(found[-1]).items() if found else []
     full = [row for row in rows if row["all"] > row["memory"]]
     at_1024 = next((row for row in full if row["batch_size"] == 1024), None)
     if any(row["batch_size"] < 1024 for row in full):
@@ -115,8 +82,6 @@ def numbers(rows: list[Row]) -> Row:
     return {
         "sizes": [{**row, "paper": PAPER.get(row["batch_size"])} for row in rows],
         "less": span(1 - row["copied"] / GB / PAPER[row["batch_size"]][0] for row in shown),
-        "found": len(found) or None, "counted": counted, "weights": rows[0]["weights"],
-        "one": [f"{name} {n} times" if n > 1 else name for name, n in times],
         "kept": len(KEPT) * rows[0]["weights"], "limit": limit(rows[0]),
         "free": at_1024 and at_1024["memory"] - at_1024["peak"],
         "over": at_1024 and at_1024["all"] - at_1024["memory"],

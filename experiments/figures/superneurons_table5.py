@@ -5,7 +5,6 @@ from __future__ import annotations
 from omegaconf import DictConfig
 
 import agents
-from agents.heuristics.superneurons import JOINS
 from experiments import figures
 from experiments.common import cli
 from experiments.common.report import Row
@@ -17,7 +16,6 @@ from experiments.plotting.charts import Chart
 from experiments.plotting.palette import label
 from simulator.compiled.engine import simulate
 from simulator.machine import Machine
-from simulator.program import Program
 
 PAPER = {  # None: could not be run
     name: dict(zip(frameworks.FRAMEWORKS, row, strict=True))
@@ -34,8 +32,6 @@ BATCHES = (32, 64)  # captured
 MOST = 1 << 14
 CHECKED = "superneurons"
 NEAR = 0.97  # of the memory: full
-MUCH = 0.1  # of what is in memory
-LRN = "LRN, which PyTorch makes of several kernels"
 
 
 def tasks(settings: DictConfig) -> list[Row]:
@@ -66,42 +62,19 @@ def run(task: Row, machine: Machine) -> Row:
     batch = found[CHECKED]["batch"]
     if figures.program(name, machine, batch_size=batch, algorithms=False) != sizes.at(batch):
         raise AssertionError(f"{name}: at batch {batch} the program captured is not the one on the line")
-    floor = frameworks.floor(CHECKED, sizes.at(batch + 1))
-    return {
-        "found": found, "kernels": len(small.kernels), "joins": joins(sizes.at(batch)),
-        "floor": floor / machine.memory_bytes, "memory": machine.memory_bytes, "host": machine.host_bytes,
-    }  # fmt: skip
-
-
-def joins(program: Program) -> float:
-    """What sums, concatenations and other kernels of elements write in the forward pass, as a part of what lies in
-    memory at the peak."""
-    k = max(range(len(program.kernels)), key=program.live_bytes.__getitem__)
-    live = [
-        program.tensors[t].nbytes
-        for t, uses in enumerate(program.accesses)
-        if not program.tensors[t].persistent and uses and uses[0] <= k <= uses[-1]
-        if program.kernels[uses[0]].phase == "forward" and program.kernels[uses[0]].kind in JOINS
-    ]
-    return sum(live) / program.live_bytes[k]
+    return {"found": found, "kernels": len(small.kernels), "memory": machine.memory_bytes, "host": machine.host_bytes}
 
 
 # ------------------------------------------------------------------------------------------ for people
 
 
 def facts(row: Row, ours: Row) -> Row:
-    """A network: what fits, and why SuperNeurons' rules stop where they do."""
-    paper, found = PAPER[row["network"]], row["found"]
-    batch, theirs = found[CHECKED]["batch"], paper["SuperNeurons"]
-    beyond, joins = batch >= theirs, row["joins"] > MUCH
+    """A network: what fits."""
     cells = [f"{there['batch']:,}" + (f" ({there['overhead']:.0%})" if there.get("overhead") else "")
-             for there in found.values()]  # fmt: skip
+             for there in row["found"].values()]  # fmt: skip
     return {
-        "label": figures.label(row["network"]), "theirs": theirs, "batch": batch, "cells": cells,
-        "paper": ["N/A" if n is None else f"{n:,}" for n in paper.values()], "overhead": ours["overhead"],
-        "plain": found["none"]["batch"], "tensorflow": paper["TensorFlow"], "further": "infer" if beyond else None,
-        "joins": row["joins"] if joins and not beyond else None, "full": None if joins or beyond else row["floor"],
-        "of": LRN if row["network"] == "alexnet" else "sums and concatenations",
+        "label": figures.label(row["network"]), "cells": cells, "overhead": ours["overhead"],
+        "paper": ["N/A" if n is None else f"{n:,}" for n in PAPER[row["network"]].values()],
     }  # fmt: skip
 
 

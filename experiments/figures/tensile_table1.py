@@ -113,13 +113,8 @@ def lines(row: Row) -> list[Row]:
 
 
 def numbers(rows: list[Row]) -> Row:
-    """What there is to save on each network, and how much PCIe carries meanwhile."""
-    networks = [
-        {**row, "label": figures.label(row["network"]), "share": row["maps"] / row["peak_bytes"],
-         "ours": {method: ratios(row, method) for method in METHODS}}
-        for row in rows
-    ]  # fmt: skip
-    return {"lines": [line for row in rows for line in lines(row)], "networks": networks}
+    """Every network and method."""
+    return {"lines": [line for row in rows for line in lines(row)]}
 
 
 def chart(rows: list[Row]) -> Chart:

@@ -16,7 +16,7 @@ from experiments.figures import tensile
 from experiments.figures.figure import Figure
 from experiments.plotting import palette
 from experiments.plotting.charts import Chart
-from simulator.jobs import simulate_jobs
+from simulator import simulate_jobs
 from simulator.machine import Machine
 from simulator.plan import Plan
 from simulator.program import Program

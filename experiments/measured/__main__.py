@@ -3,13 +3,9 @@
     python -m experiments.measured fit                        # the coefficients of the model of time, and their errors
     python -m experiments.measured profile resnet50 step.json --machine h200 --source "…" --licence CC0-1.0
     python -m experiments.measured profile my.module:factory step.json --machine a40 --source "…" --licence CC0-1.0
-    python -m experiments.measured add step.json              # checks it, and puts it beside the others
 
-`profile` measures a network's step on your GPU and writes what others may have of it: the device, the software, each
-kernel's time, shapes and types; no names of modules, paths or hosts. `add` refuses a file that is none, or has
-personal data in it, says how far the model is off on it, and puts it into tests/data/measured, where figure=measured
-reads it. A trace (NAME.csv, with NAME.yaml that says of what) is taken, too. experiments/measured/README.md has the
-forms.
+`profile` measures a network's step on your GPU and writes the device, the software, and each kernel's time with shapes
+and types; no names of modules, paths or hosts. figure=measured shows every such file in tests/data/measured.
 """
 
 from __future__ import annotations
@@ -30,9 +26,6 @@ def parser() -> argparse.ArgumentParser:
     )
     commands = out.add_subparsers(dest="command", required=True)
     commands.add_parser("fit", help="the coefficients in configs/machine, fitted anew, and their errors")
-    one = commands.add_parser("add", help="checks a measured step, and puts it beside the others")
-    one.add_argument("file", type=Path, help="measured/1 JSON, or a trace as CSV with a YAML of the same name")
-    one.add_argument("--check", action="store_true", help="write nothing")
     one = commands.add_parser("profile", help="measures a network's step")
     one.add_argument("network", help="of experiments/validate_gpu/networks.py, or pkg.mod:factory")
     one.add_argument("out", type=Path, help="JSON file to write")
@@ -57,7 +50,7 @@ def main(words: Sequence[str] | None = None) -> int:
     from experiments.workloads import WorkloadError  # PyTorch: not for --help
 
     try:
-        {"fit": _fit, "add": _add, "profile": _profile}[options.command](options)
+        {"fit": _fit, "profile": _profile}[options.command](options)
     except (FormatError, WorkloadError, CaptureError, ProfileError, ContextError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -90,23 +83,12 @@ def _fit(options: argparse.Namespace) -> None:
                   f"{h.kernels} kernels")  # fmt: skip
 
 
-def _add(options: argparse.Namespace) -> None:
-    from experiments.measured import add
-
-    checked = add.check(options.file)
-    print("\n".join(add.summary(checked)))
-    if not options.check:
-        print(add.add(checked))
-
-
 def _profile(options: argparse.Namespace) -> None:
-    from executor.capture.contributed import text_of
     from executor.capture.profile import Cache
     from experiments.measured.profile import profiled
 
-    for key, known in (("cache", get_args(Cache)),):
-        if getattr(options, key) not in known:
-            raise FormatError(f"--{key}: expected one of {', '.join(known)}, got {getattr(options, key)!r}")
+    if options.cache not in get_args(Cache):
+        raise FormatError(f"--cache: expected one of {', '.join(get_args(Cache))}, got {options.cache!r}")
     for key in ("repeats", "steps"):
         if getattr(options, key) < 1:
             raise FormatError(f"--{key}: expected at least 1, got {getattr(options, key)}")
@@ -115,7 +97,7 @@ def _profile(options: argparse.Namespace) -> None:
         rates=options.rates, name=options.name, cache=options.cache, repeats=options.repeats, steps=options.steps,
         said=lambda text: print(f"measuring {text} …", file=sys.stderr),
     )  # fmt: skip
-    write_text(options.out, text_of(found))
+    write_text(options.out, found.to_json())
     print(options.out)
 
 

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from scipy.optimize import brentq, least_squares
 
 from executor.capture.captured import Captured
-from executor.capture.contributed import written
 from executor.capture.kernel_times import kernel_ns
 from experiments.measured import traces
+from experiments.measured.measured_step import written
 from experiments.measured.steps import LEAST_US, Trace, v100
 from experiments.measured.traces import Operator
 from simulator.kernel_times import KernelTimes
@@ -217,11 +217,6 @@ def of_v100() -> Fit:
             Group(key, _only(times, (key,)), _only(in_file, (key,)), count, None, None, said(times, chosen) / us - 1)
         )
     return Fit("v100", tuple(groups), None, None, said(times, list(measured)) / sum(measured.values()) - 1)
-
-
-def fits() -> list[Fit]:
-    """All that are."""
-    return [h100(), of_v100()]
 
 
 def _times(machine: Machine) -> KernelTimes:

@@ -1,4 +1,4 @@
-"""Measures a network's step on one's own GPU, for ``measured/1`` (executor/capture/contributed.py).
+"""Measures a network's step on one's own GPU (``measured/1``, measured_step.py).
 
 In this order, so that each finds what it has to: the context; eager steps from a cold allocator, for their peaks and
 their time; every kernel (executor/capture/profile.py). On the CPU the same without context and peaks.
@@ -12,10 +12,9 @@ from statistics import median
 
 import torch
 
-from executor.capture.contributed import Contributed, check_words, contribution
 from executor.capture.profile import Cache, ProfileError, measure
 from executor.memory.context import context_bytes
-from experiments.measured.steps import machine_of
+from experiments.measured.measured_step import MeasuredStep, measured_step
 from experiments.validate_gpu.networks import NETWORKS, Network, build, give_back, timed
 from experiments.workloads import WorkloadError
 from experiments.workloads.module import build as own
@@ -28,7 +27,7 @@ def profiled(
     network: str, machine: str, device: str = "cuda", *, source: str, licence: str, rates: Path | None = None,
     name: str = "", cache: Cache = "cold", repeats: int = 7, steps: int = 10,
     said: Callable[[str], None] = lambda text: None,
-) -> Contributed:  # fmt: skip
+) -> MeasuredStep:  # fmt: skip
     """A measured step.
 
     Args:
@@ -42,11 +41,10 @@ def profiled(
         said: is told what is done next.
 
     Raises:
-        FormatError, WorkloadError, ProfileError, CaptureError, ContextError: a word, a file or the network is wrong, or
+        FormatError, WorkloadError, ProfileError, CaptureError, ContextError: a file or the network is wrong, or
             it cannot be measured; one sentence.
     """
-    check_words({"source": source, "licence": licence, "workload": name or "network"}, "profile")
-    preset = machine_of(machine)
+    preset = Machine.load(machine)
     measured_rates = None if rates is None else Machine.load(rates)
     if device == "cuda" and not torch.cuda.is_available():
         raise ProfileError("there is no CUDA GPU to profile on; --device cpu does the same without one")
@@ -64,8 +62,8 @@ def profiled(
     said("every kernel")
     captured = made.captured(preset)
     profile = measure(captured, device, machine, repeats, cache=cache)
-    return contribution(
-        captured, profile, source=source, licence=licence, workload=name or made.name, rates=measured_rates,
+    return measured_step(
+        captured, profile, measured_rates, source=source, licence=licence, workload=name or made.name,
         step_ns=round(median(times)), context_bytes=context, reserved_bytes=reserved, allocated_bytes=allocated,
     )  # fmt: skip
 

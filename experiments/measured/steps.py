@@ -1,7 +1,7 @@
 """Measured steps beside what we say of them: an operator, or a kind of operators, a row.
 
 1. *Traces*: NAME.csv (traces.py) with NAME.yaml, which says of which network, on what, and whose it is.
-2. *Contributed*: NAME.json (executor/capture/contributed.py), as ``python -m experiments.measured profile`` writes it.
+2. *Profiled*: NAME.json (measured_step.py), as ``python -m experiments.measured profile`` writes it.
 3. *By kind*: the V100's, of which only sums over kinds of kernels are published.
 4. *Published*: steps.csv, whole steps of which only the time is, or the images per second.
 
@@ -24,15 +24,13 @@ import yaml
 
 from executor.capture.capture import capture
 from executor.capture.captured import Captured
-from executor.capture.contributed import Contributed, check_words, modelled
 from executor.capture.kernel_times import Precision
 from executor.capture.roofline import with_roofline
-from executor.capture.state import CaptureError
 from experiments import workloads
 from experiments.measured import traces
-from experiments.workloads import WorkloadError
+from experiments.measured.measured_step import MeasuredStep, modelled
 from simulator.files import FormatError, fields, load_json
-from simulator.machine import PRESETS, Machine
+from simulator.machine import Machine
 
 FORMAT = "trace/1"
 BY_KIND = "v100_resnet50_by_kind"
@@ -85,41 +83,22 @@ class Trace:
         Raises:
             FormatError: naming the file and its line or entry.
         """
-        operators = tuple(traces.load(path))
-        about = path.with_suffix(".yaml")
-        if not about.is_file():
-            raise FormatError(f"{path}: a trace needs {about.name} beside it, that says of which step it is")
-        try:
-            data = yaml.safe_load(about.read_text())
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise FormatError(f"{about}: not YAML ({' '.join(str(error).split())})") from None
+        operators, about = tuple(traces.load(path)), path.with_suffix(".yaml")
         words = ("format", "source", "licence", "device", "machine", "torch", "optimizer")
         try:
+            data = yaml.safe_load(about.read_text())
             top = fields(data, "trace", {**dict.fromkeys(words, str), "network": dict, "precision": dict}, {})
             if top.pop("format") != FORMAT:
                 raise FormatError(f"trace.format: expected {FORMAT!r}, got {data['format']!r}")
-            check_words(top, "trace")
-            if top["optimizer"] not in OPTIMIZERS:
-                raise FormatError(f"trace.optimizer: expected one of {', '.join(OPTIMIZERS)}, got {top['optimizer']!r}")
-            if "target" in top["network"] or top["network"].get("family") == "module":
-                raise FormatError("trace.network: expected one of ours (family), as a file of others is not run")
-            kinds = {"conv_tf32": bool, "matmul_tf32": bool}
-            top["precision"] = Precision(**fields(top["precision"], "trace.precision", kinds, {}))
-        except FormatError as error:
+            top["precision"] = Precision(**top["precision"])
+        except (OSError, TypeError, FormatError) as error:
             raise FormatError(f"{about}: {error}") from None
         return cls(path.stem, operators=operators, **top)
 
     def captured(self) -> Captured:
-        """Its step, with durations for its machine.
-
-        Raises:
-            FormatError: there is no such network, or no such machine.
-        """
+        """Its step, with durations for its machine."""
         key = tuple(sorted(self.network.items()))
-        try:
-            return replace(_captured(key, self.optimizer), precision=self.precision).on(machine_of(self.machine))
-        except (WorkloadError, CaptureError, TypeError) as error:
-            raise FormatError(f"{self.name}.yaml: trace.network: {error}") from None
+        return replace(_captured(key, self.optimizer), precision=self.precision).on(Machine.load(self.machine))
 
 
 @cache
@@ -135,22 +114,6 @@ def _captured(
         return capture(model, loss_fn, optimizing, batch, autocast=torch.float16 if half else None)
 
 
-def machine_of(name: str) -> Machine:
-    """A preset; raises FormatError, which names all, where there is none."""
-    known = sorted(path.stem for path in PRESETS.glob("*.yaml"))
-    if name not in known:
-        raise FormatError(
-            f"machine: there is no preset {name!r} in configs/machine, which has {', '.join(known)}; a GPU that is "
-            "not among them needs one first"
-        )
-    return Machine.load(name)
-
-
-def files(ending: str) -> list[Path]:
-    """What there is of a form: "yaml" of traces, "json" of contributed steps."""
-    return sorted(traces.DATA.glob(f"*.{ending}"))
-
-
 def of_trace(trace: Trace) -> list[Beside]:
     """Its operators; raises FormatError where it is of another step than it says."""
     captured = trace.captured()
@@ -158,7 +121,7 @@ def of_trace(trace: Trace) -> list[Beside]:
         pairs = traces.paired(captured, trace.operators)
     except ValueError as error:
         raise FormatError(f"{trace.name}.csv: {error}") from None
-    old = before(captured, machine_of(trace.machine))
+    old = before(captured, Machine.load(trace.machine))
     kernels = captured.program.kernels
     return [
         Beside(row.name, kernels[mine[0]].kind if mine else "other", row.us,
@@ -167,9 +130,9 @@ def of_trace(trace: Trace) -> list[Beside]:
     ]  # fmt: skip
 
 
-def of_contributed(measured: Contributed) -> list[Beside]:
-    """Its kernels, as far as this PyTorch has their operators; raises FormatError as ``modelled`` does."""
-    machine = machine_of(measured.machine)
+def of_profile(measured: MeasuredStep) -> list[Beside]:
+    """Its kernels, as far as this PyTorch has their operators."""
+    machine = Machine.load(measured.machine)
     said, old = modelled(measured, machine), one_roofline(machine)
     found = []
     for (which, _, ns, _), ours in zip(measured.kernels, said, strict=True):
@@ -180,13 +143,13 @@ def of_contributed(measured: Contributed) -> list[Beside]:
     return found
 
 
-def load(path: Path) -> Trace | Contributed:
+def load(path: Path) -> Trace | MeasuredStep:
     """Reads a file of either form, by its ending.
 
     Raises:
         FormatError: naming the file, and its line or entry.
     """
-    return Trace.load(path) if path.suffix == ".csv" else load_json(path, Contributed.from_dict)
+    return Trace.load(path) if path.suffix == ".csv" else load_json(path, MeasuredStep.from_dict)
 
 
 def one_roofline(machine: Machine) -> Machine:
@@ -261,7 +224,7 @@ def published() -> list[Published]:
     found = []
     with (traces.DATA / "steps.csv").open() as file:
         for row in csv.DictReader(file):
-            machine, precision = machine_of(row["machine"]), row["precision"]
+            machine, precision = Machine.load(row["machine"]), row["precision"]
             network = tuple(sorted({**NETWORKS[row["network"]], "batch_size": int(row["batch"])}.items()))
             captured = replace(
                 _captured(network, row["optimizer"], precision == "float16", row["layout"] == "nhwc"),

@@ -14,17 +14,11 @@ Perfetto), results.jsonl and summary.json. Its path is the last line printed. Ex
 
 from __future__ import annotations
 
-import sys
-
-if __name__ == "__main__":
-    from experiments.plan import background_capture
-
-    background_capture.start(sys.argv)  # PyTorch is imported in another process, while this one imports the rest
-
 import math
+import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,8 +37,8 @@ from agents.search.annealing import everything
 from agents.search.other_times import ForFaster, TimesError
 from experiments.common import cli, report
 from experiments.common.report import Row
-from experiments.plan import on_card, times
-from experiments.plan.background_capture import Captures, Step, opened
+from experiments.plan import capture, on_card, times
+from experiments.plan.capture import Step
 from experiments.plan.how_to_run import checkpoints, fit_call
 from experiments.plan.kernels import slowest
 from experiments.plan.max_batch import MOST, BatchError
@@ -74,7 +68,7 @@ PER_KERNEL, LEAST, LONGEST = 2e-3, 2.0, 30.0  # seconds by default: by the kerne
 QUICK = ("autoswap_doa", "memonger")
 TRIES = 16  # of planners, in which the search for the largest batch usually comes to its end
 GAPS, DETAIL = 800, 0.15  # of a floor of its own, beside that of the search
-WAIT = 3  # times the seconds: so long captures and the floor are waited for
+WAIT = 3  # times the seconds: how long the floor may take, and until when the largest batch is captured
 FIXED = "a program file has the batch that it was captured with"
 
 Task = tuple[Program, Machine, int]
@@ -90,23 +84,19 @@ def main(cfg: DictConfig) -> Path:
     known = times.read(cfg, machine, workload is not None)
     workload = times.with_step(workload, known)
     todo = stages(mode, known.error)
-    with nullcontext() if workload is None else opened() as captures, report.staged(todo) as begin:
+    with report.staged(todo) as begin:
         begin(CAPTURE)
-        if captures is not None:
-            captures.begin(workload or {}, machine, look, memory)
-        get_ready(machine, mode)
-        if captures is not None:
-            step = captures.step()
-        else:
+        if workload is None:
             step = of_file(times.lasting(cli.program(cfg, machine), known), machine, memory)
+        else:
+            step = capture.step(workload, machine, memory)
+        get_ready(machine, mode)
         program, card = step.program, step.card
         known = replace(known, said=f"{known.said} {step.arithmetic}".strip())
         limit = limit_bytes(cfg.memory, program, "memory") if card is None or memory is None else card.limit
         task = program, machine, limit
         seconds = seconds or min(max(PER_KERNEL * len(program.kernels), LEAST), LONGEST)
         with report.RunDirectory(cli.path(cfg, "out"), f"plan-{program.name}") as out:
-            if captures is not None and look:
-                captures.look(program, memory or limit, card.beside if card and memory else 0)
             families, bound = planned(task, mode, seconds, seed, begin, known.error)
             families = on_card.judged(families, card)
             if card is not None and on_card.wants_less(families):
@@ -114,7 +104,10 @@ def main(cfg: DictConfig) -> Path:
                 families += [] if more is None else [replace(more, row=report.certified(more.row, bound))]
             begin(LARGEST)
             why = FIXED if workload is None else ""
-            size = largest_batch(captures if look else None, task, mode, most_overhead, seconds, why, memory)
+            beside = card.beside if card and memory else 0
+            size = largest_batch(
+                workload if look else None, task, mode, most_overhead, seconds, why, memory, beside
+            )  # fmt: skip
             answer = answered(task, step.origins, mode, families, bound, size, began, known)
             answer = replace(answer, card=card, memory=memory, budget=seconds, slowest=slowest(step, machine))
             answer = with_code(answer, step, cfg, out)
@@ -167,7 +160,7 @@ def of_file(program: Program, machine: Machine, memory: int | None) -> Step:
 
 
 def get_ready(machine: Machine, mode: str) -> None:
-    """Imports and compiles what is needed later: there is time for it while others capture, and it is not timed."""
+    """Imports and compiles what is needed later, so that it is not timed."""
     from experiments.plan import html  # noqa: F401
     from experiments.plotting import plots  # noqa: F401
 
@@ -366,25 +359,26 @@ def reached(program: Program, machine: Machine, limit: int, mode: str) -> int:
 
 
 def largest_batch(
-    captures: Captures | None, task: Task, mode: str, most_overhead: float, seconds: float, why: str = "",
-    memory: int | None = None,
+    workload: Mapping[str, Any] | None, task: Task, mode: str, most_overhead: float, seconds: float, why: str = "",
+    memory: int | None = None, beside: int = 0,
 ) -> Largest:  # fmt: skip
     """The largest batch without a plan and with one; see ``Largest``.
 
     Args:
-        captures: None: the batch is not to be changed, and ``why`` not.
-        seconds: of all planning; the captures are waited for WAIT times as long.
+        workload: None: the batch is not to be changed, and ``why`` not.
+        seconds: of all planning; the largest batch is captured, too, unless WAIT times as long have passed.
         memory: of the card, for tensors and what stands beside them; None: the limit is the tensors'.
+        beside: bytes of that at the own batch.
     """
     from experiments.plan.summary import Largest, rounded_up
 
-    _, machine, limit = task
+    program, machine, limit = task
     limit = memory or limit
-    if captures is None:
+    if workload is None:
         return Largest(why=why)
     end, planner, tries, stopped = time.monotonic() + WAIT * seconds, "", 0, False
     try:
-        steps = captures.batches(WAIT * seconds)
+        steps = capture.batches(workload, machine, memory, program, beside)
         until = time.monotonic() + BATCHES * seconds
 
         def costs(step: Program, room: int) -> float | None:
@@ -405,8 +399,8 @@ def largest_batch(
 
         without = steps.largest(limit)
         with_plan = steps.largest_planned(costs, limit, without, most_overhead)
-        left = max(end - time.monotonic(), 0)
-        checked = captures.checked(steps.peak_bytes(without), left) if without else False
+        if checked := bool(without) and time.monotonic() < end:
+            capture.check(workload, machine, without, steps.peak_bytes(without))
         micro = steps.accumulated(limit) if without < steps.own else None
     except BatchError as error:
         return Largest(why=str(error))

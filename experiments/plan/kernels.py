@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from experiments.plan.background_capture import Step
+from experiments.plan.capture import Step
 from simulator.machine import Machine
 from simulator.program import Kernel
 from simulator.report import ITSELF

@@ -2,7 +2,7 @@
 a planner's by its family and slot (``agents.planner.PlannerInfo``).
 
 Hues of planners are families of methods: AutoSwap blue, other swapping orange and brown, recomputation purple, both
-green, search red, exact and none black, learned pink. Of allocators: the rivals grey and warm, offline ones cool.
+green, search red, none black, learned pink. Of allocators: the rivals grey and warm, offline ones cool.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ HUES: dict[Family, Hues] = {
     "swap: other heuristics": Hues("#f16913", ("#fdae6b", "#f16913", "#a63603", "#b8860b", "#7a5c3a", "#d4c200")),
     "recompute": Hues("#8e5bd0", ("#b39ddb", "#8e5bd0", "#4a148c", "#a3319f")),
     "swap and recompute": Hues("#238b45", ("#74c476", "#238b45", "#00441b")),
-    "search and exact": Hues(
+    "search": Hues(
         "#cb181d",
-        ("#222222", "#9a9a9a", "#fb6a4a", "#cb181d", "#67000d", "#000000", "#f4a582", "#e7298a", "#e34a33"),
-        "xos^DvPX*",
+        ("#222222", "#9a9a9a", "#fb6a4a", "#cb181d", "#67000d", "#f4a582", "#e7298a", "#e34a33"),
+        "xos^DPX*",
     ),
     "learned": Hues("#d6336c", ("#d6336c", "#f783ac", "#8a1253", "#d3a0bd", "#e599f7", "#ae1fc9")),
     "other": Hues("#17becf"),

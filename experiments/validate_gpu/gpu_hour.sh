@@ -64,15 +64,12 @@ table.md: errors of replays (mean at most 2 %, worst 5 %), of training; bits equ
 Then at home: this script with `home`.
 EOT
     ;;
-home)  # Without a GPU: plans for everything that was profiled, and what figure=measured says of the profiles.
+home)  # Without a GPU: plans for everything that was profiled.
     end=$(($(date +%s) + ${PLANNING:-3600}))
     run plan $validate stages=plan workloads=$all $few seconds=$(left)
-    for file in "$OUT"/measured/*.json; do
-        run "measured-$(basename "$file" .json)" $PYTHON -m experiments.measured add --check "$file"
-    done
     cat <<'EOT'
-Look at: logs/plan.log: which planner has no plan, and why; logs/measured-*.log: how far the model of time is off, by kind.
-`python -m experiments.measured add FILE` puts a profile beside the others; `reproduce figure=measured` draws it.
+Look at: logs/plan.log: which planner has no plan, and why. `reproduce figure=measured` draws the profiles of measured/ that
+were copied to tests/data/measured.
 EOT
     ;;
 3)  # Are there races, or addresses that are nobody's?

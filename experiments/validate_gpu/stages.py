@@ -27,13 +27,13 @@ import agents
 from agents.deadline import TimeUp, within
 from executor import CaptureError, ReplayError, open_backend, replay as replayed
 from executor.calibrate import calibrate as calibrated
-from executor.capture.contributed import contribution, text_of
 from executor.capture.profile import ProfileError, measure, with_profile
 from executor.fit import machine_of
 from executor.memory.context import context_bytes
 from executor.memory.engines import line
 from executor.memory.pinned import CUDA
 from executor.replay.backend import BackendError
+from experiments.measured.measured_step import measured_step
 from experiments.validate_gpu import largest_batch, pytorch_baselines
 from experiments.validate_gpu.clocks import watched
 from experiments.validate_gpu.flags import deterministic
@@ -190,8 +190,8 @@ def profiled(run: Run, name: str, graph: bool) -> dict[str, Any]:
     program = with_profile(captured.program, found)
     if not graph:
         words = {"source": settings.source, "licence": settings.licence, "workload": name}
-        text = text_of(contribution(captured, found, **words, rates=machine, step_ns=round(row["eager_ns"])))
-        write_text(run.record.out / "measured" / f"{name}.json", text)
+        step = measured_step(captured, found, machine, **words, step_ns=round(row["eager_ns"]))
+        write_text(run.record.out / "measured" / f"{name}.json", step.to_json())
     if settings.backend == "host":
         scale = HOST_ITERATION_NS / max(program.ideal_ns, 1)
         durations = [k.duration_ns and max(HOST_KERNEL_NS, round(k.duration_ns * scale)) for k in program.kernels]

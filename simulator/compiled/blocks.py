@@ -1,8 +1,7 @@
 """Which block of memory each step of a lowered plan uses, compiled: ``schedule._Walk``.
 
 A version of a tensor is a slot of ``graph``: that of the writer in the tensor's list of writers. The versions that
-persistent tensors have at the start have no slot. reruns.py adds up the bytes of the blocks, simulator/jobs/lowering.py
-makes the tables of several jobs.
+persistent tensors have at the start have no slot. reruns.py adds up the bytes of the blocks.
 """
 
 from __future__ import annotations
@@ -21,20 +20,16 @@ from simulator.compiled.encoding import (
 )  # fmt: skip
 # isort: on
 
-# Rows of ``step`` and ``block``. AGAIN: does it run again? FOR: the kernel for which it runs.
+# Rows of the steps and of ``block``. AGAIN: does it run again? FOR: the kernel for which it runs.
 S_KERNEL, S_AGAIN, S_FOR, STEP_ROWS = range(4)
 B_OWNER, B_BYTES, B_FIRST, B_LAST, BLOCK_ROWS = range(5)
 ENDS, OPENS, COPIES = range(3)
 
 
 class Blocks(NamedTuple):
-    """The steps of an iteration, and what they use."""
+    """The blocks of memory of an iteration."""
 
-    step: Ints  # (STEP_ROWS, steps)
     block: Ints  # (BLOCK_ROWS, blocks): as schedule.Block
-    uses: Ints  # (pairs, 2): tensor and block that a step reads, and then those that it writes
-    uses_at: Ints  # (steps + 1,): where those of a step begin
-    moved: Ints  # (rows,): the block that a swap moves, or -1
     away: Ints  # (tensors,): the row that has a tensor on the host in the end, or -1
     possible: bool  # does every step that runs again find what it reads?
 
@@ -51,7 +46,7 @@ def slot_before(graph, writes_at, x, w):  # type: ignore[no-untyped-def]
 
 @jit
 def _steps(n, steps, n_steps):  # type: ignore[no-untyped-def]
-    """``Blocks.step`` of n kernels, for which the first ``n_steps`` of ``steps`` run again."""
+    """(STEP_ROWS, steps) of n kernels, for which the first ``n_steps`` of ``steps`` run again."""
     step, at = np.empty((STEP_ROWS, n + n_steps), np.int64), 0
     for k in range(n):
         while at < n_steps and steps[at, STEP_FOR] == k:
@@ -63,7 +58,7 @@ def _steps(n, steps, n_steps):  # type: ignore[no-untyped-def]
 
 @jit
 def walk(kernels, tensors, graph, rows, by_row, steps, n_steps):  # type: ignore[no-untyped-def]
-    """The steps and blocks of a plan, by what by_row[AWAY_AT_START] and by_row[RETURNS] say.
+    """The blocks of a plan, by what by_row[AWAY_AT_START] and by_row[RETURNS] say.
 
     Where kernels run again one by one, a pass may fetch a tensor before its gap ends; then this is noted in
     by_row[RETURNS] and by_row[BY_REMAT].
@@ -77,14 +72,11 @@ def walk(kernels, tensors, graph, rows, by_row, steps, n_steps):  # type: ignore
     until_at = graph.size - (graph[n] - graph[0]) - graph[0]
     step = _steps(n, steps, n_steps)
     count = n + n_steps
-    room, pairs = n_tensors + count, 0
+    room = n_tensors + count
     for s in range(count):
         w = step[S_KERNEL, s]
-        results = results_at[w + 1] - results_at[w]
-        room += results
-        pairs += results + reads_at[w + 1] - reads_at[w]
-    block, uses = np.empty((BLOCK_ROWS, room), np.int64), np.empty((pairs, 2), np.int64)
-    uses_at, moved = np.zeros(count + 1, np.int64), np.full(m, -1, np.int64)
+        room += results_at[w + 1] - results_at[w]
+    block = np.empty((BLOCK_ROWS, room), np.int64)
     # The block that holds a version; that of a persistent tensor, unless it has been written.
     holder, original = np.full(graph.size, -1, np.int64), np.full(n_tensors, -1, np.int64)
     # Of a pass, where ``mine`` is its kernel: the block that it has written, and the version in it.
@@ -109,7 +101,7 @@ def walk(kernels, tensors, graph, rows, by_row, steps, n_steps):  # type: ignore
                 away[t] = r
             copied[t] |= by_row[AWAY_AT_START, r] == 1 or copy > after
     possible = True
-    n_blocks = n_uses = 0
+    n_blocks = 0
     for x in range(n_tensors):
         if tensors[PERSISTENT, x]:
             block[B_OWNER, n_blocks], block[B_BYTES, n_blocks] = x, tensors[SIZE, x]
@@ -156,8 +148,6 @@ def walk(kernels, tensors, graph, rows, by_row, steps, n_steps):  # type: ignore
             elif again and (dropped[x] or k > graph[i + until_at]):
                 there = own[x]
             block[B_LAST, there] = s
-            uses[n_uses, 0], uses[n_uses, 1] = x, there
-            n_uses += 1
         for i in range(results_at[w], results_at[w + 1]):
             x = graph[i]
             before = slot_before(graph, writes_at, x, w)
@@ -187,22 +177,17 @@ def walk(kernels, tensors, graph, rows, by_row, steps, n_steps):  # type: ignore
                 original[x] = -1
                 holder[after] = there
             block[B_LAST, there] = s
-            uses[n_uses, 0], uses[n_uses, 1] = x, there
-            n_uses += 1
-        uses_at[s + 1] = n_uses
         if again:
             continue
         r = heads[OPENS, k]
         while r >= 0:
             t = rows[r, TENSOR]
-            slot = slot_before(graph, writes_at, t, k + 1)
-            there = holder[slot] if slot >= 0 else original[t]
             if rows[r, KIND] == RECOMPUTE:
-                block[B_LAST, there] = s
+                slot = slot_before(graph, writes_at, t, k + 1)
+                block[B_LAST, holder[slot] if slot >= 0 else original[t]] = s
                 holder[slot] = -1
                 dropped[t] = True
             else:
-                moved[r] = there
                 away[t] = r
             r = following[OPENS, r]
         r = heads[COPIES, k]
@@ -213,4 +198,4 @@ def walk(kernels, tensors, graph, rows, by_row, steps, n_steps):  # type: ignore
         if tensors[PERSISTENT, x]:
             slot = slot_before(graph, writes_at, x, n)
             block[B_LAST, holder[slot] if slot >= 0 else original[x]] = count
-    return Blocks(step, block[:, :n_blocks], uses, uses_at, moved, away, possible)
+    return Blocks(block[:, :n_blocks], away, possible)

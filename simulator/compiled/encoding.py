@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.decisions import KINDS, Decision, Recompute, Rerun, Swap
-from simulator.machine import Machine
 from simulator.program import Gap
 from simulator.schedule import Schedule
 from simulator.timeline import BlockEvent, Span
@@ -78,10 +77,11 @@ DONE, OUT_OF_MEMORY, HOST_FULL, SLOWER, MORE_STEPS, UNKNOWN, STUCK = range(7)
 # Columns of the results, a row a plan.
 STATUS, ITERATION_NS, REQUIRED, PEAK, PERIOD, RESULTS = range(6)
 
-# The rows of ``settings``: first what this clock and that of several jobs know of a machine (``machine_settings``),
-# then what an engine has. D2H_SHARE, H2D_SHARE: of their speed, for copies beside each other. CONTENDS: is there LOSS?
-LIMIT, COPY_ENGINES, D2H_SHARE, H2D_SHARE, HOST_BYTES, OF_MACHINE = range(6)
-PERSISTENT_BYTES, MAX_ITERATIONS, ISSUE_NS, WAIT_NS, CONTENDS, SETTINGS = range(OF_MACHINE, OF_MACHINE + 6)
+# The rows of ``settings``. D2H_SHARE, H2D_SHARE: of their speed, for copies beside each other. CONTENDS: is there LOSS?
+(
+    LIMIT, COPY_ENGINES, D2H_SHARE, H2D_SHARE, HOST_BYTES, PERSISTENT_BYTES, MAX_ITERATIONS, ISSUE_NS, WAIT_NS,
+    CONTENDS, SETTINGS,
+) = range(11)  # fmt: skip
 
 # Columns of the log of a run: start, end, one of these, kernel or row. The first four are spans; a step ends, and the
 # memory of an open gap is free.
@@ -127,11 +127,6 @@ def work_shapes(kernels: int, tensors: int, rows: int, iterations: int) -> tuple
         (BY_KERNEL, kernels + 1), (BY_SEGMENT, 2 * kernels + 2), (BY_TENSOR, tensors), (BY_ROW, 2 * rows + 1),
         (iterations + 1 + 2 * (CHECKS + 1), rows + 2),
     )  # fmt: skip
-
-
-def machine_settings(machine: Machine, limit: int) -> list[int]:
-    """The first rows of ``settings``."""
-    return [limit, machine.copy_engines, machine.d2h_share, machine.h2d_share, machine.host_bytes]
 
 
 def rows_of(decisions: Iterable[Decision]) -> Ints:

@@ -36,7 +36,7 @@ from simulator.timeline import Timeline
 from simulator.compiled.encoding import (
     AFTER, AWAY_AT_START, BEFORE, BEGINS, BY_REMAT, COLUMNS, DONE, DURATION, GAP, HOST_BYTES, HOST_FULL, KIND, LEVEL,
     LIVE, LOSS, MAX_ITERATIONS, MORE_STEPS, NEVER, PLANNED, RECOMPUTE, RERUN, RESULTS, RETURNS, STATUS, STEP_COLUMNS,
-    STUCK, SWAP, SYNC_SWAP, TENSOR, WORKSPACE, Ints, Tables, Work, columns_of, decisions_of, machine_settings,
+    STUCK, SWAP, SYNC_SWAP, TENSOR, WORKSPACE, Ints, Tables, Work, columns_of, decisions_of,
     ragged, read_log, rows_of, work_shapes,
 )  # fmt: skip
 # isort: on
@@ -157,9 +157,11 @@ class Engine:
 
     def _start(self) -> None:
         """What no two engines share."""
+        machine = self.machine
         self._settings = np.array([
-            *machine_settings(self.machine, self.limit), self._persistent_bytes, max(self.iterations, STEADY),
-            self.machine.issue_ns, self.machine.wait_ns, self._own[LOSS].any(),
+            self.limit, machine.copy_engines, machine.d2h_share, machine.h2d_share, machine.host_bytes,
+            self._persistent_bytes, max(self.iterations, STEADY), machine.issue_ns, machine.wait_ns,
+            self._own[LOSS].any(),
         ], np.int64)  # fmt: skip
         self._work = self._new_work()
         self._idle: list[_Work] = []  # those of other threads

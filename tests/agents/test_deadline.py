@@ -61,7 +61,7 @@ def test_small_programs_and_searches_without_a_budget_are_left_alone(monkeypatch
     assert not search.plan(PROGRAM, MACHINE, LIMIT).decisions
 
 
-@pytest.mark.parametrize("name", ["annealing", "lp_round", "policy_search", "mutation", "milp", "rerun_search", "best"])
+@pytest.mark.parametrize("name", ["annealing", "lp_round", "policy_search", "mutation", "rerun_search", "best"])
 def test_every_planner_with_seconds_keeps_them(name: str) -> None:
     """There is a plan however little time there is."""
     options: dict[str, Any] = {"min_bytes": 0, "seconds": 1e-3}

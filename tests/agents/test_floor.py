@@ -8,21 +8,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import assume, given, settings, strategies as st
 
 import agents
 from agents.floor import bound as bound_module, floor
 from agents.floor.groups import Groups
 from agents.floor.lp import Linear, Solver, rounded
 from agents.floor.transfers import _beside
-from agents.planner import ways_of
-from simulator import Kernel, Machine, Plan, Program, Recompute, Rerun, Swap, Tensor, Timeline, simulate
-from simulator.compiled.engine import Engine
+from simulator import Engine, Kernel, Machine, Plan, Program, Recompute, Rerun, Swap, Tensor, Timeline, simulate
 from simulator.machine import ALONE
+from simulator.modes import MODES
 from simulator.plan import PlanError
 from simulator.schedule import lower
 from tests import tiny
 from tests.agents.search.test_search import pyramid
+from tests.oracle import enumeration
 from tests.random_cases import case
 from tests.strategies import machines, networks, plans, programs
 
@@ -140,7 +140,7 @@ def test_one_copy_engine_does_not_do_both_at_once() -> None:
     assert two <= one
     for engines, least in ((2, two), (1, one)):
         machine = replace(MACHINE, copy_engines=engines)
-        assert best_of_all(program, machine, 200) >= least > program.ideal_ns
+        assert enumeration.shortest_ns(program, machine, 200) >= least > program.ideal_ns
 
 
 def test_what_two_engines_hide_one_cannot_and_a_shared_link_in_part() -> None:
@@ -278,18 +278,6 @@ def test_a_multiplier_of_the_wrong_sign_is_not_believed(monkeypatch: pytest.Monk
     assert floor(program, MACHINE, 10_000).iteration_ns == 250
 
 
-def best_of_all(program: Program, machine: Machine, limit: int) -> float:
-    """The shortest iteration over all plans that empty gaps as they open, prefetch left to the simulator."""
-    engine = Engine(program, machine, limit)
-    ways = [[None, *ways_of(program, gap, "joint")] for gap in program.gaps(1)]
-    best = np.inf
-    for rows in itertools.product(*ways):
-        score = engine.score(np.array([r for r in rows if r], dtype=np.int64).reshape(-1, 6))
-        if score.feasible:
-            best = min(best, score.iteration_ns)
-    return float(best)
-
-
 def test_less_than_a_nanosecond_of_swaps_is_nothing_where_kernels_may_run_again() -> None:
     """Kernels that last nothing: one byte over the limit takes a part of a nanosecond to copy, none to make again."""
     sizes = (11, 29, 21, 1, 1, 3, 1, 1, 1)
@@ -302,6 +290,21 @@ def test_less_than_a_nanosecond_of_swaps_is_nothing_where_kernels_may_run_again(
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_it_is_the_best_of_all_plans_where_nothing_is_relaxed(mode: str) -> None:
+    assert floor(sandwich(), MACHINE, 100, mode).iteration_ns == enumeration.shortest_ns(sandwich(), MACHINE, 100, mode)
+
+
+@given(st.data(), programs(7), machines(), st.sampled_from(MODES))
+def test_no_enumerated_plan_is_below(data: st.DataObject, program: Program, machine: Machine, mode: str) -> None:
+    assume(enumeration.count(program, mode) <= 1500)
+    unlimited = Engine(program, machine, 10**9)
+    needs = {unlimited.score(rows).required_bytes for rows in enumeration.plans(program, mode)}
+    limit = data.draw(st.sampled_from(sorted(needs)))
+    found = floor(program, machine, limit, mode)
+    assert found.feasible and found.iteration_ns <= enumeration.shortest_ns(program, machine, limit, mode)
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("fraction", [0.5, 0.65])
 @pytest.mark.parametrize(("back", "out"), [(0, 0), (0.3, 0.0), (0.0, 0.3), (0.9, 0.4), (0.2, 0.3)])
@@ -310,7 +313,7 @@ def test_brute_force_is_never_below(seed: int, fraction: float, back: float, out
     limit = int(fraction * program.peak_bytes)
     machine = replace(MACHINE, duplex_h2d_bytes_per_s=int(back * 10**9), duplex_d2h_bytes_per_s=int(out * 10**9))
     found = floor(program, machine, limit)
-    best = best_of_all(program, machine, limit)
+    best = enumeration.shortest_ns(program, machine, limit)
     assert found.feasible or best == np.inf
     assert found.iteration_ns <= best
 
@@ -341,27 +344,13 @@ def test_a_plan_that_does_not_repeat_is_not_below_either() -> None:
     assert floor(program, machine, 105).iteration_ns == 5060
 
 
-def best_of_reruns(program: Program, layers: int, limit: int) -> float:
-    """The shortest iteration over all plans of forward kernels that run again before backward ones."""
-    pairs = [Rerun(w, k) for w in range(layers) for k in range(layers, 2 * layers)]
-    best = np.inf
-    for chosen in itertools.product((False, True), repeat=len(pairs)):
-        plan = Plan(tuple(itertools.compress(pairs, chosen)))
-        try:
-            fits = lower(program, plan).required_bytes <= limit
-        except PlanError:
-            continue
-        if fits:
-            again = sum(program.kernels[d.kernel].duration_ns for d in plan.decisions if isinstance(d, Rerun))
-            best = min(best, program.ideal_ns + again)
-    return float(best)
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_all_that_can_run_again_is_never_below(seed: int) -> None:
     program = pyramid(3, seed)
+    pairs = [Rerun(again, before) for again in range(3) for before in range(3, 6)]
+    made = list(enumeration.rerun_plans(program, pairs, len(pairs)))
     for limit in (int(0.6 * program.peak_bytes), int(0.8 * program.peak_bytes)):
-        best = best_of_reruns(program, 3, limit)
+        best = min((ns for ns, required in made if required <= limit), default=np.inf)
         found = floor(program, MACHINE, limit, "recompute")
         assert found.feasible or best == np.inf
         assert found.iteration_ns <= best
@@ -430,8 +419,7 @@ def test_a_rough_floor_is_below_the_optimum(small: None) -> None:
     for seed in range(4):
         program = pyramid(4, seed)
         limit = int(0.8 * program.peak_bytes)
-        exact = agents.make("milp", mode="recompute", min_bytes=1).plan(program, MACHINE, limit)
-        best = simulate(program, exact, MACHINE, limit).iteration_ns
+        best = enumeration.shortest_ns(program, MACHINE, limit, "recompute")
         for detail in (1.0, 0.5, 0.2):
             assert floor(program, MACHINE, limit, "recompute", detail=detail).iteration_ns <= best
 

@@ -1,4 +1,4 @@
-"""Several jobs: the measure and its floor, memory split between them, kernel times, and the controller."""
+"""Several jobs: the measure, memory split between them, kernel times, and the controller."""
 
 from dataclasses import replace
 
@@ -6,14 +6,12 @@ import numpy as np
 import pytest
 
 import agents
-from agents.floor import floor
 from agents.heuristics.tensile import TENSILE
 from agents.heuristics.tensile.controller import control, measured_times
 from agents.heuristics.tensile.times import KernelTimes, Sample, corrected, drift, features, r_squared, sequence
-from agents.jobs import SearchedSplit, Split, floor_ns, jobs_of, makespan_ns, shares_of_work, unlimited_ns
+from agents.jobs import Split, jobs_of, shares_of_work
 from envs.memory_env import small_task
-from simulator import Job, Plan, simulate, simulate_jobs
-from tests import tiny
+from simulator import Job, Plan, simulate_jobs
 
 PROGRAM, MACHINE = small_task()
 NONE = Plan((), PROGRAM.fingerprint, "none")
@@ -24,25 +22,8 @@ def test_every_job_gets_as_much_work() -> None:
     assert shares_of_work([PROGRAM, SLOWER], rounds=2) == (6, 2)
     a, b = jobs_of([PROGRAM, SLOWER], [None, None], rounds=2)
     assert (a.iterations, b.iterations) == (6, 2)
-    assert unlimited_ns([PROGRAM, SLOWER], MACHINE, rounds=2) == 6 * PROGRAM.ideal_ns + 2 * SLOWER.ideal_ns
-
-
-@pytest.mark.parametrize("part", [0.8, 0.65])
-@pytest.mark.parametrize("sharing", ["fifo", "shared"])
-def test_no_makespan_is_below_the_floor(part: float, sharing: str) -> None:
-    programs = [PROGRAM, SLOWER]
-    limit = int(part * sum(program.peak_bytes for program in programs))
-    least = floor_ns(programs, MACHINE, limit)
-    assert least >= unlimited_ns(programs, MACHINE) - 1  # kernels take turns
-    for planner in (TENSILE(), Split("autoswap_doa"), Split("lp_round")):
-        plans = planner.plan_jobs(programs, MACHINE, limit)
-        assert makespan_ns(programs, plans, MACHINE, limit, sharing) >= least  # type: ignore[arg-type]
-
-
-def test_one_job_alone_may_bind_the_floor() -> None:
-    overhead = floor(tiny.PROGRAM, tiny.MACHINE, tiny.LIMIT).overhead
-    assert 0 < overhead <= 10 / 120  # the optimum
-    assert floor_ns([tiny.PROGRAM], tiny.MACHINE, tiny.LIMIT) == 120 + int(5 * 120 * (1 + overhead))
+    done = simulate_jobs([a, b], MACHINE, PROGRAM.peak_bytes + SLOWER.peak_bytes)
+    assert done.end_ns == 6 * PROGRAM.ideal_ns + 2 * SLOWER.ideal_ns
 
 
 def test_memory_is_split_by_peaks() -> None:
@@ -63,21 +44,6 @@ def test_jobs_within_their_limits_do_not_take_from_each_other() -> None:
     kept, taken = (simulate_jobs(jobs, MACHINE, limit) for jobs in (within, free))
     assert not kept.evictions and taken.evictions
     assert kept.end_ns < taken.end_ns
-
-
-def test_a_searched_split_is_no_worse() -> None:
-    programs = [PROGRAM, SLOWER]  # the slower hides its transfers: it can do with less
-    limit = int(0.6 * sum(program.peak_bytes for program in programs))
-    searched = SearchedSplit("autoswap_doa", tried=40)
-    plans = searched.plan_jobs(programs, MACHINE, limit)
-    even = Split("autoswap_doa").plan_jobs(programs, MACHINE, limit)
-    assert makespan_ns(programs, plans, MACHINE, limit) <= makespan_ns(programs, even, MACHINE, limit)
-    needs = [simulate(p, plan, MACHINE, limit).required_bytes for p, plan in zip(programs, plans, strict=True)]
-    assert sum(needs) <= limit and searched.simulator_calls > 2 * searched.parts
-    with pytest.raises(agents.Infeasible, match="no split"):
-        searched.plan_jobs(programs, MACHINE, limit // 3)
-    with pytest.raises(ValueError, match="parts"):
-        SearchedSplit("autoswap_doa", parts=1)
 
 
 def test_kernel_times_are_learned_and_corrected() -> None:

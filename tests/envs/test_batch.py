@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from envs import columns, observation
+from envs import columns
 from envs.batch import Batch
 from envs.graph import OBSERVED, OFFLOAD, REMOVE, STATIC
 from envs.memory_env import small_task
 from envs.task import ACTIONS, Task
-from simulator.compiled.encoding import MAX_ITERATIONS, STEP_COLUMNS, work_shapes
+from simulator.compiled.encoding import STEP_COLUMNS
 from tests.oracle.walk import Walk, current_node, dynamic_features
 from tests.strategies import machines, networks, programs, reachable_limits
 
@@ -120,31 +120,6 @@ def test_threads_share_nothing() -> None:
             batch.step(chosen)
         for name in ("walks", "nodes", "mask", "current", "rewards", "terminated", "overhead", "feasible"):
             assert (getattr(batches[0], name) == getattr(batches[1], name)).all(), name
-
-
-def test_a_thread_has_room_for_all_that_an_engine_works_on() -> None:
-    """For plans that empty every gap."""
-    program, machine = small_task()
-    task = Task(program, machine, program.peak_bytes // 2, 2**20, "joint")
-    work, (own,) = task.engine._new_work(), Batch([task], 1)._works
-    sizes, iterations = (len(program.kernels), len(program.tensors)), task.engine.tables.settings[MAX_ITERATIONS]
-    made = work.arrays
-    shapes = tuple(a.shape for a in (made.by_kernel, made.by_segment, made.by_tensor, made.by_row, made.states))
-    assert shapes == work_shapes(*sizes, work.rows, iterations)
-    assert own.ints.size >= sum(a * b for a, b in work_shapes(*sizes, len(task.graph.gaps), iterations))
-    assert own.steps.shape[1] == made.steps.shape[1] and own.gaps.dtype == made.gaps.dtype
-
-
-def test_quotients_are_rounded_as_divisions_are() -> None:
-    """Also where a quotient is just beside the middle of two float32, or on it."""
-    rng = np.random.default_rng(0)
-    for by in (1.0, 3.0, 7.0, 123_457.0, 260_999_999.0):
-        near = (rng.integers(2**23, 2**24, 2000) + 0.5) * 2.0 ** rng.integers(-40, 10, 2000) * by
-        near = np.concatenate([near, np.nextafter(near, 0), np.nextafter(near, np.inf), -near, [0.0, by]])
-        for values in (near, rng.integers(-(10**9), 10**9, 4000).astype(np.float64)):
-            product, out = np.zeros(len(values)), np.zeros(len(values), np.float32)
-            observation._divide.py_func(values, 5.0, by, product, product.view(np.int64), out)
-            assert (out == ((values - 5.0) / by).astype(np.float32)).all()
 
 
 @pytest.mark.parametrize(("name", "value"), [("reward", "both"), ("invalid", "skip"), ("actions", "all")])

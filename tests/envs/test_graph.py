@@ -101,22 +101,6 @@ def test_no_node_is_more_than_one_action() -> None:
     assert graph.action_gap[graph.action_kind == REMOVE].tolist() == [0, 3, 1]
 
 
-def test_a_removal_shows_its_own_gap() -> None:
-    """The read by k2 (node 3) closes the only gap: 7 ns long, and 10 ns to write t again, of 22."""
-    lines = [((), (0,), 10), ((), (), 7, 100), ((0,), (), 5)]
-    program = Program(
-        "one gap",
-        (Tensor("t", 100),),
-        tuple(Kernel(f"k{i}", "other", "forward", *line) for i, line in enumerate(lines)),
-    )
-    graph = build_graph(program, MACHINE, 100, 1, "recompute")
-    assert (graph.action_kind.tolist(), graph.action_gap.tolist()) == (
-        [NOTHING, -1, -1, REMOVE, -1],
-        [-1, -1, -1, 0, -1],
-    )
-    assert graph.features[3, 2:4] == pytest.approx([10 / 22, 7 / 22], rel=1e-6)
-
-
 @pytest.mark.parametrize(
     ("over", "gaps"),
     [
@@ -159,8 +143,3 @@ def test_small_tensors_are_left_out() -> None:
         tensors = (replace(PROGRAM.tensors[0], nbytes=0), *(replace(t, nbytes=nbytes) for t in PROGRAM.tensors[1:]))
         graph = build_graph(replace(PROGRAM, tensors=tensors), MACHINE, 3 * nbytes)
         assert bool(graph.gaps) == (name == "just")
-
-
-def test_an_unknown_mode() -> None:
-    with pytest.raises(ValueError, match="mode: expected 'swap', 'recompute' or 'joint', got 'both'"):
-        build_graph(PROGRAM, MACHINE, LIMIT, 1, "both")

@@ -1,42 +1,25 @@
-"""The environment: the checkers of two libraries, rewards that add up, a mask that never lies."""
+"""The environment: what is shown, rewards that add up, a mask that never lies."""
 
 import copy
 import pickle
-import warnings
 from functools import partial
 
 import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
-from gymnasium.envs.registration import EnvSpec
-from gymnasium.utils.env_checker import check_env
 from hypothesis import given, strategies as st
-from stable_baselines3.common.env_checker import check_env as sb3_check_env
 
 import envs
 from envs import tasks
-from envs.memory_env import limit_bytes, small_task
+from envs.memory_env import small_task
 from envs.task import DEAD_END_REWARD
-from envs.tasks import FINGERPRINTS, TASKS
-from experiments.examples.film import frames, largest_relief
+from envs.tasks import FINGERPRINTS
 from simulator import FormatError, Machine, OutOfMemory, Program, Tensor, simulate
 from simulator.modes import least_residency
 from tests.envs.test_walk import RING
 from tests.strategies import machines, networks, programs, reachable_limits
 from tests.tiny import LIMIT, MACHINE, PROGRAM
-
-
-@pytest.mark.parametrize(("mode", "reward", "invalid", "actions"), [  # each pair of two settings is there
-    ("swap", "paper", "end", "paper"), ("swap", "causal", "ignore", "full"), ("recompute", "paper", "ignore", "full"),
-    ("recompute", "causal", "end", "paper"), ("joint", "paper", "end", "full"), ("joint", "causal", "ignore", "paper"),
-])  # fmt: skip
-def test_checkers(mode, reward, invalid, actions):
-    arguments = {"mode": mode, "reward": reward, "invalid": invalid, "actions": actions, "limit": [0.6, 0.8]}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # unbounded features are meant
-        check_env(gymnasium.make("GpuMemory-v0", **arguments).unwrapped, skip_render_check=True)
-        sb3_check_env(gymnasium.make("GpuMemory-v0", **arguments).unwrapped)
 
 
 def test_what_is_shown_of_the_moment():
@@ -207,10 +190,6 @@ def test_what_is_meant_where_nothing_is_given():
         envs.MemoryEnv(program)
 
 
-def test_limits_are_fractions_up_to_1():
-    assert [limit_bytes(limit, PROGRAM) for limit in (1, 1.0, 0.999, 0.5, 2, 1000)] == [180, 180, 179, 90, 2, 1000]
-
-
 def random_episode(walk, rng):
     rewards = []
     while not walk.done:
@@ -224,7 +203,7 @@ def test_rewards_sum_to_the_overhead_of_the_returned_plan():
     walk = envs.Walk(envs.Task(program, machine, round(0.6 * program.peak_bytes), mode="joint"))
     rng = np.random.default_rng(0)
     overheads = set()
-    for _ in range(50):
+    for _ in range(25):
         walk.reset()
         rewards = random_episode(walk, rng)
         if walk.dead_end:
@@ -278,33 +257,7 @@ def test_a_limit_may_be_a_size():
     assert envs.MemoryVectorEnv(2, program, machine, "40MiB").tasks[0].limit == 40 * 2**20
 
 
-def test_the_graph_is_the_operations():
-    program, machine = small_task()
-    graph = envs.Task(program, machine, program.peak_bytes // 2, mode="joint").graph
-    concerned = {gap.tensor for gap in graph.gaps}
-    assert len(graph) == 1 + sum(op.tensor in concerned for op in program.operations())
-    assert len(envs.Task(program, machine, program.peak_bytes).graph) == 1  # nothing need leave
-    actions = graph.action_gap[graph.action_gap >= 0]
-    kinds = graph.action_kind[graph.action_gap >= 0]
-    assert len(set(zip(actions, kinds, strict=True))) == len(actions)  # one node an action
-    assert (np.bincount(graph.edges[0]) >= 2).all()
-
-
 # ------------------------------------------------------------------------------------------------ tasks with names
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_a_named_task_is_the_same_everywhere(name):
-    """Its file is the one that was frozen; its specification, as JSON, makes the same episodes again."""
-    task = TASKS[name]
-    program, machine = tasks.load(task.program)
-    assert tasks.fingerprint(program, machine) == FINGERPRINTS[task.program]
-    env = gymnasium.make(f"GpuMemory/{name}-v0")
-    again = gymnasium.make(EnvSpec.from_json(env.spec.to_json()))
-    assert env.unwrapped.tasks[0].limit == again.unwrapped.tasks[0].limit == int(task.limit * program.peak_bytes)
-    first, other = (one.reset(seed=3)[0] for one in (env, again))
-    assert all((first[key] == other[key]).all() for key in first)
-    assert env.spec.id in envs.SUITES[task.split]
 
 
 def test_another_file_under_a_name_is_refused(monkeypatch):
@@ -358,7 +311,7 @@ def test_the_best_plan_is_kept_and_a_dead_end_has_no_overhead():
     env, rng = envs.MemoryEnv(limit=[0.55, 0.7]), np.random.default_rng(0)
     assert env.best_plans == (None, None)
     best, dead = {}, 0
-    for _ in range(60):
+    for _ in range(40):
         observation, _, _, _, info = ended(env, rng)
         task = int(observation["program"])
         if not info["feasible"]:
@@ -368,7 +321,7 @@ def test_the_best_plan_is_kept_and_a_dead_end_has_no_overhead():
         limit = env.tasks[task].limit
         assert simulate(program, info["plan"], machine, limit).overhead == pytest.approx(info["overhead"], abs=1e-12)
         best[task] = min(best.get(task, np.inf), info["overhead"])
-    assert dead > 3 and len(best) == 2
+    assert dead and len(best) == 2
     for task, plan in enumerate(env.best_plans):
         found = simulate(program, plan, machine, env.tasks[task].limit)
         assert found.overhead == pytest.approx(best[task], abs=1e-12)
@@ -393,14 +346,12 @@ def test_what_is_shown_is_the_walk():
     assert "on the host 1" in then[1] and "." in "".join(then[2:-1]).replace("0.00 GiB", "")
 
 
-def test_a_picture_and_a_film():
+def test_a_picture():
     env = gymnasium.make("GpuMemory-v0", limit=0.6, render_mode="rgb_array")
     env.reset(seed=0)
     before = env.render()
     assert (before.shape, before.dtype) == ((450, 800, 3), np.uint8)
     env.step(0)
     assert (env.render() != before).any()
-    shown = frames(env, largest_relief)
-    assert len(shown) > 5 and env.unwrapped.best_plan is not None
     with pytest.raises(ValueError, match="render_mode: expected 'ansi' or 'rgb_array', got 'human'"):
         envs.MemoryEnv(render_mode="human")

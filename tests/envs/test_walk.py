@@ -9,9 +9,10 @@ import pytest
 
 from envs.graph import NOTHING, OFFLOAD, REMOVE
 from envs.task import DEAD_END_REWARD, Task
-from simulator import Kernel, Plan, Program, Recompute, Swap, Tensor
+from simulator import Plan, Program, Recompute, Swap, Tensor
 from simulator.compiled.engine import rows_of
 from tests.oracle.walk import Walk
+from tests.programs import straight
 from tests.tiny import A1, A2, LIMIT, MACHINE, PROGRAM, W
 
 
@@ -44,13 +45,6 @@ def nothing(walk: Walk) -> int:
     """Does nothing; returns the position."""
     walk.step(0)
     return walk.position
-
-
-def straight(tensors: list[Tensor], *lines: tuple) -> Program:
-    """(inputs, outputs, duration_ns[, workspace]) per kernel."""
-    return Program(
-        "walk", tuple(tensors), tuple(Kernel(f"k{i}", "other", "forward", *line) for i, line in enumerate(lines))
-    )
 
 
 # ------------------------------------------------------------------------------- the program of tests/tiny.py
@@ -133,13 +127,6 @@ def test_a_dead_end() -> None:
     assert walk.taken.tolist() == [-1, -1, -1] and walk.overhead == 0 and allowed(walk) == {(NOTHING,)}
 
 
-def test_a_limit_that_is_just_enough() -> None:
-    assert walk_of(limit=180).done and not walk_of(limit=179).done
-    walk = walk_of(limit=140)  # what a plan that sends a1 away needs
-    assert (nothing(walk), nothing(walk)) == (1, 2)
-    assert walk.step(node(walk, OFFLOAD, A1)).terminated
-
-
 def test_what_the_host_has_room_for() -> None:
     """40 bytes of 50 are taken by a1: a2 cannot follow, w can; and a tensor takes its place on the host once."""
     walk = walk_of(limit=100, machine=replace(MACHINE, host_bytes=50))
@@ -166,19 +153,6 @@ def test_relief_is_the_share_of_what_is_over() -> None:
     assert (nothing(walk), nothing(walk)) == (1, 2)
     walk.step(node(walk, OFFLOAD, A1))
     assert walk.relief().tolist() == [0, 0, 0]
-
-
-def test_relief_of_little() -> None:
-    """1 byte for 2 ns, in k1; p is used by k0 only, so that it is away until the iteration ends."""
-    program = straight([Tensor("p", 1, "parameter", True)], ((0,), (), 1), ((), (), 2, 10), ((), (), 3))
-    assert walk_of(program, 10).relief().tolist() == [1.0]
-
-
-def test_small_tensors_are_not_considered() -> None:
-    mib = 2**20
-    tensors = tuple(replace(t, nbytes=mib - (t.name == "a1")) for t in PROGRAM.tensors)
-    task = Task(replace(PROGRAM, tensors=tensors), MACHINE, 4 * mib)
-    assert {gap.tensor for gap in task.graph.gaps} == {W, A2}
 
 
 def test_overhead_of_a_program_without_duration() -> None:

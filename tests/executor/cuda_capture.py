@@ -162,11 +162,8 @@ class GraphDouble(CudaDouble):
         monkeypatch.setattr(segments, "ctypes", SimpleNamespace(**vars(ctypes) | {"CDLL": lambda name: Driver(self)}))
 
     def synchronize(self, device: Any = None) -> None:
-        if not self.left_out():
-            self.context = True
-            for stream in self.everything:
-                if stream.name in self.clocks.clocks:
-                    self.host_waits(stream, stream.issued, self.clocks.of(stream.name))
+        self.context = True
+        super().synchronize(device)
 
     # ------------------------------------------------------------------------------------------ the pool
 

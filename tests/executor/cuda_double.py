@@ -16,7 +16,7 @@ import random
 import re
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -129,12 +129,11 @@ class Current:
         self.double, self.stream = double, stream
 
     def __enter__(self) -> None:
-        self.before = self.double.current_stream(self.stream.device), self.double.current_stream()
+        self.before = self.double.current_stream()
         self.double.set_stream(self.stream)
 
     def __exit__(self, *_: object) -> None:
-        for stream in self.before:
-            self.double.set_stream(stream)
+        self.double.set_stream(self.before)
 
 
 class Runtime:
@@ -154,7 +153,7 @@ class Runtime:
 
 
 class CudaDouble(TorchDispatchMode):
-    """One GPU (``devices``: several, of which tensors are on the first).
+    """One GPU.
 
     Attributes:
         found: what was wrong.
@@ -163,7 +162,7 @@ class CudaDouble(TorchDispatchMode):
         fails: says of a copy (target, source, both tensors) that it fails when it is issued.
     """
 
-    def __init__(self, seed: int | None = None, devices: int = 1) -> None:
+    def __init__(self, seed: int | None = None) -> None:
         super().__init__()
         self.random = random.Random(seed) if seed is not None else None
         self.clocks, self.memory, self.found = Clocks(), Memory(self), list[str]()
@@ -171,11 +170,10 @@ class CudaDouble(TorchDispatchMode):
         self.routes: list[Any] = []  # pools of captures
         self.called: set[tuple[str, int]] = set()
         self.fails: Callable[[Tensor, Tensor], bool] = lambda target, source: False
-        self.devices = [torch.device("cuda", i) for i in range(devices)]
-        self.pools: dict[tuple[int, int], list[Stream]] = {}  # device, priority -> streams, the next one first
-        self.currents = [Stream(self, device, 0) for device in self.devices]
-        self.everything = list(self.currents)
-        self.device_now = 0
+        self.gpu = torch.device("cuda", 0)
+        self.pools: dict[int, list[Stream]] = {}  # priority -> streams, the next one first
+        self.current = Stream(self, self.gpu, 0)
+        self.everything = [self.current]
 
     # ---------------------------------------------------------------------------------------- torch.cuda
 
@@ -186,8 +184,8 @@ class CudaDouble(TorchDispatchMode):
         monkeypatch.setattr(torch.cuda, "Stream", self.new_stream)
         monkeypatch.setattr(torch.cuda, "Event", lambda: Event(self))
         monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(self))
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: self.device_now)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(self.devices))
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
         monkeypatch.setattr(torch.cuda, "get_rng_state", lambda *device: torch.empty(0))  # draws are the host's
         monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *state: None)
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: self.memory.bytes)
@@ -202,48 +200,34 @@ class CudaDouble(TorchDispatchMode):
         slabs = pinned.Slabs(pinned._register, pinned._unregister, lambda: self.left_out() or pinned._synchronize())
         monkeypatch.setattr(engines, "CUDA", slabs)
         generators = work.generators
-        monkeypatch.setattr(work, "device_of", lambda captured: self.devices[0])
+        monkeypatch.setattr(work, "device_of", lambda captured: self.gpu)
         monkeypatch.setattr(work, "generators", lambda captured, device: generators(captured, torch.device("cpu")))
 
     def new_stream(self, device: Any = None, priority: int = 0) -> Stream:
-        index = self._index(device)
-        if (index, priority) not in self.pools:
+        if priority not in self.pools:
             first = 100 * (1 + len(self.pools))
-            made = [Stream(self, self.devices[index], first + i) for i in range(STREAMS)]
-            self.pools[index, priority] = made
-            self.everything += made
-        pool = self.pools[index, priority]
+            self.pools[priority] = [Stream(self, self.gpu, first + i) for i in range(STREAMS)]
+            self.everything += self.pools[priority]
+        pool = self.pools[priority]
         pool.append(pool.pop(0))
         return pool[-1]
 
-    def _index(self, device: Any) -> int:
-        if device is None:
-            return self.device_now
-        index = torch.device("cuda", device).index if isinstance(device, int) else torch.device(device).index
-        return self.device_now if index is None else index
-
     def current_stream(self, device: Any = None) -> Stream:
-        return self.currents[self._index(device)]
+        return self.current
 
     def set_stream(self, stream: Stream) -> None:
-        self.device_now = self._index(stream.device)  # its device becomes the current one, too
-        self.currents[self.device_now] = stream
+        self.current = stream
 
     def stream(self, stream: Stream) -> Current:
         return Current(self, stream)
 
-    @contextlib.contextmanager
-    def device(self, device: Any) -> Iterator[None]:
-        before, self.device_now = self.device_now, self._index(device)
-        try:
-            yield
-        finally:
-            self.device_now = before
+    def device(self, device: Any) -> contextlib.nullcontext[None]:
+        return contextlib.nullcontext()
 
     def synchronize(self, device: Any = None) -> None:
         if not self.left_out():
             for stream in self.everything:
-                if stream.device == self.devices[self._index(device)] and stream.name in self.clocks.clocks:
+                if stream.name in self.clocks.clocks:
                     self.host_waits(stream, stream.issued, self.clocks.of(stream.name))
 
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:

@@ -1,14 +1,16 @@
 """Some models of the zoo, and its command: peaks are MemTracker's, three steps are eager's to the bit."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.zoo import __main__ as zoo
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -24,23 +26,16 @@ def test_a_model_of_the_zoo(name: str) -> None:
     assert row.good and row.same and row.peak == row.tracked > 0 and row.moved > 0
 
 
-def test_the_command_writes_its_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("before\n" + zoo.MARKS[0] + "old\n" + zoo.MARKS[1] + "after\n")
-    monkeypatch.setitem(zoo.NEEDS, "LSTM", "no_such_package")
-    assert zoo.main(["GAN's generator", "GCN (torch_geometric)", "LSTM", f"into={page}"]) == 0
-    printed, text = capsys.readouterr().out, page.read_text()
+def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert zoo.main(["GraphSAGE (torch_geometric)", "GCN (torch_geometric)"]) == 0
+    printed = capsys.readouterr().out
     assert "1 of 2 as eager, 1 refused in a sentence, 0 wrong" in printed
-    assert "| LSTM | | | | | | left out, no_such_package is not installed |" in printed and "| LSTM |" in text
-    assert text.startswith("before\n<!-- table -->\n| model |") and text.endswith("<!-- end -->\nafter\n")
-    assert "| the same |" in text and "the shape of a result depends on the values" in text and "old" not in text
-    assert zoo.main(["no such"]) == zoo.main([f"into={tmp_path / 'no such'}"]) == 2
+    assert "| the same |" in printed and "the shape of a result depends on the values" in printed
+    assert zoo.main(["no such"]) == 2
 
     def broken(*_: object, **__: object) -> None:
         raise KeyError(3)
 
     monkeypatch.setattr(zoo, "fit", broken)
-    assert zoo.main(["VAE"]) == 1
+    assert zoo.main(["GPT-2"]) == 1
     assert "WRONG: KeyError: 3" in capsys.readouterr().out

@@ -1,18 +1,27 @@
 """A small program for the entry points, and a way to run them as a user does."""
 
-import json
+import atexit
 import os
-import select
+import random
 import signal
 import subprocess
 import sys
 import tempfile
+import traceback
+import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from runpy import run_module
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 
+from experiments.common.endings import last_words
 from simulator import Kernel, Program, Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,36 +68,91 @@ def program_file(program: Program, tmp_path: Path) -> Path:
     return tmp_path / "chain.json"
 
 
-@pytest.fixture(scope="session")
-def forks() -> Iterator[subprocess.Popen[str]]:
-    """The process of forked.py."""
-    with subprocess.Popen(
-        [sys.executable, Path(__file__).with_name("forked.py")], cwd=ROOT, text=True, start_new_session=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    ) as process:  # fmt: skip
-        yield process
-        process.terminate()
-
-
 @pytest.fixture
-def run(forks: subprocess.Popen[str], tmp_path: Path) -> Run:
-    """Runs ``python -m experiments.<name>`` in an empty directory, the checkout not installed: in a fork of a process
-    that has imported what commands import, with one seed of Python's hashes for all."""
+def run(tmp_path: Path) -> Run:
+    """Runs ``python -m experiments.<name>`` in this process, in an empty directory, as a new process would."""
     (work := tmp_path / "work").mkdir(exist_ok=True)
 
-    def call(name: str, *words: object, package: str = "experiments.") -> subprocess.CompletedProcess[str]:
-        assert forks.stdin is not None and forks.stdout is not None
-        typed = [package + name, *map(str, words)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        with tempfile.TemporaryDirectory() as output:
-            forks.stdin.write(json.dumps([typed, str(work), environment, output]) + "\n")
-            forks.stdin.flush()
-            if not select.select([forks.stdout], [], [], 300)[0]:
-                os.killpg(forks.pid, signal.SIGKILL)
-            said = [(Path(output) / name).read_text() for name in ("stdout", "stderr")]
-            status = forks.stdout.readline()
-        assert status, f"{typed}: not done in time: {said}"
-        return subprocess.CompletedProcess(typed, int(status), *said)
+    def call(name: str, *words: object) -> subprocess.CompletedProcess[str]:
+        typed = [f"experiments.{name}", *map(str, words)]
+        with process_state(work), captured_output() as output:
+            status = status_of(typed)
+        return subprocess.CompletedProcess(typed, status, *output)
 
     return call
+
+
+def status_of(typed: list[str]) -> int:
+    """Runs a module as ``python -m`` does, and returns its exit status."""
+    sys.argv[:] = ["-m", *typed[1:]]
+    try:
+        run_module(typed[0], run_name="__main__", alter_sys=True)
+    except SystemExit as stop:
+        if stop.code is None or isinstance(stop.code, int):
+            return stop.code or 0
+        print(stop.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+@contextmanager
+def captured_output() -> Iterator[list[str]]:
+    """Collects what this process and those that it starts write to stdout and stderr: two texts, there at the end."""
+    output: list[str] = []
+    streams, copies = (sys.stdout, sys.stderr), (os.dup(1), os.dup(2))
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        for number, file, stream in zip((1, 2), (out, err), streams, strict=True):
+            stream.flush()
+            os.dup2(file.fileno(), number)
+        sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
+        try:
+            yield output
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            sys.stdout, sys.stderr = streams
+            for number, copy in zip((1, 2), copies, strict=True):
+                os.dup2(copy, number)
+                os.close(copy)
+            for file in (out, err):
+                file.seek(0)
+                output.append(file.read().decode())
+
+
+@contextmanager
+def process_state(folder: Path) -> Iterator[None]:
+    """Works in a folder, with the state that a new process has; afterwards all is as it was."""
+    environment, argv, path, modules = dict(os.environ), sys.argv[:], sys.path[:], {*sys.modules}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE)
+    handlers, before = [signal.getsignal(number) for number in numbers], Path.cwd()
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    threads = torch.get_num_threads()
+    os.environ.update(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    GlobalHydra.instance().clear()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".* found in sys.modules")  # another test has run the command
+            yield
+    finally:
+        GlobalHydra.instance().clear()
+        HydraConfig.instance().cfg = None
+        atexit.unregister(last_words)
+        for number, handler in zip(numbers, handlers, strict=True):
+            signal.signal(number, handler)
+        random.setstate(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
+        torch.set_rng_state(states[2])
+        torch.set_num_threads(threads)
+        os.chdir(before)
+        sys.argv[:], sys.path[:] = argv, path
+        os.environ.clear()
+        os.environ.update(environment)
+        for name in {*sys.modules} - modules:  # of the folder: another test has others of the same name
+            if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(folder.parent)):
+                del sys.modules[name]

@@ -14,7 +14,6 @@ import torch
 from omegaconf import OmegaConf
 
 from agents.learned.training_state import TrainingStateError, read_training_state, write_training_state
-from experiments import rerun
 from experiments.common import cli, report
 from experiments.common.cli import UsageError
 from experiments.plotting.plots import figure
@@ -22,32 +21,9 @@ from simulator import FormatError, Machine, Program, files
 from simulator.files import write_json
 from simulator.pool.files import load
 from tests.experiments.conftest import Run
-from tests.experiments.test_rerun import summary
 from tests.tiny import PROGRAM
 
 CALLS = {"callbacks": {"x": {"_target_": "os.mkdir", "path": "made"}}}
-
-
-@pytest.mark.parametrize(("config", "message"), [
-    ({"+hydra.callbacks.x._target_": "os.mkdir"}, r"has no key '\+hydra.callbacks.x._target_'"),
-    ({"hydra": CALLS}, "has no key 'hydra'"),
-    ({"agent": {"lr=1 +hydra.x": 1}}, r"'lr=1 \+hydra.x' is no key of a setting"),
-    ({"planners": [{"a: 1}, +hydra.x": 1}]}, "is no key of a setting"),
-    ({"limit": "${oc.env:HOME}"}, "is no setting"),
-])  # fmt: skip
-def test_a_runs_settings_are_those_of_its_command(config: dict[str, Any], message: str, tmp_path: Path) -> None:
-    write_json(tmp_path / "summary.json", summary(config={"machine": {"name": "m"}, **config}))
-    PROGRAM.save(tmp_path / "program.json")
-    with pytest.raises(UsageError, match=message):
-        rerun.repeated(tmp_path)
-
-
-def test_a_runs_command_names_options_only(tmp_path: Path) -> None:
-    command = ["python", "-m", "experiments.train_dqn", "agent=[dqn] +hydra.x=1"]
-    write_json(tmp_path / "summary.json", summary(command=command))
-    PROGRAM.save(tmp_path / "program.json")
-    with pytest.raises(UsageError, match="is no key of a setting"):
-        rerun.repeated(tmp_path)
 
 
 @pytest.mark.parametrize("package", ["_global_", "hydra", "agent"])

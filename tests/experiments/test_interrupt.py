@@ -4,11 +4,9 @@ import json
 import os
 import pty
 import re
-import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -24,9 +22,9 @@ Press = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def interrupted(forks: subprocess.Popen[str], tmp_path: Path) -> Press:
-    """Runs a command, in an empty directory and a pseudo-terminal, and presses Ctrl-C there as soon as ``until``, given
-    all that was shown.
+def interrupted(tmp_path: Path) -> Press:
+    """Runs a command in a process of its own, in an empty directory and a pseudo-terminal, and presses Ctrl-C there as
+    soon as ``until``, given all that was shown.
 
     Returns:
         The status, all that was on the screen, and the last line of it.
@@ -34,35 +32,30 @@ def interrupted(forks: subprocess.Popen[str], tmp_path: Path) -> Press:
     (work := tmp_path / "work").mkdir(exist_ok=True)
 
     def press(until: Callable[[str], bool], *words: object) -> tuple[int, str, str]:
-        assert forks.stdin is not None and forks.stdout is not None
         ours, theirs = pty.openpty()
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "150"}
-        forks.stdin.write(json.dumps([list(map(str, words)), str(work), environment, os.ttyname(theirs)]) + "\n")
-        forks.stdin.flush()
-        os.set_blocking(ours, False)
-        shown, pressed, end = b"", False, time.monotonic() + 240
-        while not (done := bool(select.select([forks.stdout], [], [], 0.02)[0])) and time.monotonic() < end:
-            with suppress(BlockingIOError):
-                shown += os.read(ours, 65536)
-            if not pressed and until(CODES.sub("", shown.decode(errors="replace"))):
-                os.write(ours, b"\x03")
-                pressed = True
-        if not done:
-            os.killpg(forks.pid, signal.SIGKILL)
-        status = forks.stdout.readline()
-        assert pressed and status, shown.decode()
-        with suppress(BlockingIOError):
-            while more := os.read(ours, 65536):
-                shown += more
+        shown, pressed = b"", False
+        with subprocess.Popen(
+            [sys.executable, "-m", *map(str, words)], cwd=work, env=environment, stdin=theirs, stdout=theirs,
+            stderr=theirs, start_new_session=True,
+        ) as process:  # fmt: skip
+            os.close(theirs)
+            with suppress(OSError):  # at its end
+                while more := os.read(ours, 65536):
+                    shown += more
+                    if not pressed and until(CODES.sub("", shown.decode(errors="replace"))):
+                        os.killpg(process.pid, signal.SIGINT)
+                        pressed = True
         os.close(ours)
-        os.close(theirs)
         screen = CODES.sub("", shown.decode())
+        assert pressed, screen
         last = screen.replace("\r", "\n").strip().splitlines()[-1].removeprefix("^C")
-        return int(status), screen, last
+        return process.returncode, screen, last
 
     return press
 
 
+@pytest.mark.nightly
 def test_training_goes_on(run: Run, interrupted: Press, program_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = (f"program={program_file}", "limit=0.5", "planners=[]", "agent=dqn_paper", "agent.mode=swap")
@@ -77,6 +70,7 @@ def test_training_goes_on(run: Run, interrupted: Press, program_file: Path, tmp_
     assert json.loads((out / "summary.json").read_text())["episodes"] >= 120
 
 
+@pytest.mark.nightly
 def test_a_figure_goes_on(run: Run, interrupted: Press, tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = ("figure=smartpool_table1", "figure.networks=[vgg11,vgg13,vgg16]", f"out={out}", "jobs=1")
@@ -92,6 +86,7 @@ def test_a_figure_goes_on(run: Run, interrupted: Press, tmp_path: Path) -> None:
     assert len(json.loads((out / "smartpool_table1.json").read_text())["rows"]) == 3 and not rows.exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("words", "shown"),
     [
@@ -128,7 +123,6 @@ def test_rows_go_where_they_are_sent(tmp_path: Path) -> None:
 
 
 SLOW = """
-import time
 print("importing", flush=True)
 try:
     time.sleep(600)

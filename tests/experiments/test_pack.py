@@ -81,7 +81,7 @@ def test_every_allocator_packs_the_toy(run: Run, toy: Path, tmp_path: Path) -> N
     done = run("pack", toy, f"out={out}", "seconds=0.2", "capacity=12")  # as a user types it
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == str(out)
-    assert {f.name for f in out.iterdir()} == {"results.json", "packing.png", "solution.csv", "summary.json", "input"}
+    assert {f.name for f in out.iterdir()} == {"results.json", "packing.png", "solution.csv", "summary.json", ".hydra"}
     assert (out / "packing.png").read_bytes().startswith(b"\x89PNG")
     found = json.loads((out / "results.json").read_text())
     assert list(found) == list(ALLOCATORS)

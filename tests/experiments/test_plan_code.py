@@ -11,7 +11,7 @@ import agents
 from agents.saved import saved_plan
 from executor import Captured, capture
 from experiments.plan import how_to_run
-from experiments.plan.background_capture import Step
+from experiments.plan.capture import Step
 from experiments.plan.kernels import slowest
 from simulator import Kernel, Machine, Plan, Program, Swap, Tensor
 from simulator.report import Origins, Place, Unit

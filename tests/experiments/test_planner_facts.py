@@ -35,8 +35,8 @@ from experiments import evaluate
 from experiments.common import report
 from experiments.plotting import palette
 
-print(json.dumps([list(agents.PLANNERS), agents.options("new_exact"), report.planner_names(["all"]),
-                  list(evaluate.SLOW), palette.look("new_exact"), palette.family("new_exact")]))
+print(json.dumps([list(agents.PLANNERS), agents.options("new_search"), report.planner_names(["all"]),
+                  list(evaluate.SLOW), palette.look("new_search"), palette.family("new_search")]))
 """
 
 

@@ -198,7 +198,7 @@ def test_the_command_writes_its_run_directory(run: Run, tmp_path: Path, algorith
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == str(out)
     names = {"program.json", "summary.json", "results.jsonl", "plan.json", "model.zip", "tb", "learning_curve.png",
-             "memory_curve.png", "timeline.json", "curve.json"}  # fmt: skip
+             "memory_curve.png", "timeline.json", "curve.json", ".hydra"}  # fmt: skip
     assert {f.name for f in out.iterdir()} == names
     rows, agent = rows_in(out), f"sb3_{algorithm}"
     check_rows(rows)

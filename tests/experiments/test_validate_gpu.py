@@ -15,9 +15,9 @@ import torch
 
 from agents.deadline import TimeUp, within
 from executor import CaptureError
-from executor.capture.contributed import Contributed, text_of
 from executor.capture.profile import ProfileError
-from experiments.measured import add
+from experiments.measured import steps
+from experiments.measured.measured_step import MeasuredStep
 from experiments.validate_gpu import __main__ as command, networks, pytorch_baselines, stages, training
 from experiments.validate_gpu.__main__ import main
 from experiments.validate_gpu.networks import BLOCKS, NETWORKS, build, in_turns, reads_numbers, timed
@@ -28,7 +28,7 @@ from experiments.validate_gpu.settings import ON_HOST, STAGES, Settings, UsageEr
 from experiments.validate_gpu.stages import Run, make_plans
 from experiments.validate_gpu.training import Case
 from simulator import Machine, Plan, Program
-from simulator.files import read_json
+from simulator.files import load_json, read_json
 from tests.experiments.conftest import chain
 
 LINK = Machine("link", 2**33, 10**10, 10**10, host_bytes=2**34, flops_per_s={"float32": 10**12},
@@ -117,13 +117,8 @@ def test_what_one_command_measured_another_reads_elsewhere(tmp_path):
     (row,) = [r for r in read_json(tmp_path / "third" / "results.json")["rows"] if r["kind"] == "replay"]
     assert row["planner"] == "capuchin" and row["measured_ns"] > 0
     assert not (tmp_path / "third" / "machine.yaml").exists()
-    # What is measured of a GPU is a file that figure=measured reads once it is added; this is a processor.
-    file = first / "measured" / "tiny_gpt2.json"
-    with pytest.raises(Exception, match="is no GPU"):
-        add.check(file)
-    data = read_json(file) | {"device": "NVIDIA H100 80GB HBM3", "machine": "h100"}
-    (tmp_path / "gpu.json").write_text(text_of(Contributed.from_dict(data)))
-    assert len(add.check(tmp_path / "gpu.json").rows) == len(data["kernels"])
+    step = load_json(first / "measured" / "tiny_gpt2.json", MeasuredStep.from_dict)
+    assert len(steps.of_profile(replace(step, machine="h100"))) == len(step.kernels)
 
 
 def test_stages_are_processes_of_their_own(tmp_path, monkeypatch):

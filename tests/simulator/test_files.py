@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from simulator import FormatError, simulate
-from simulator.files import fields, integers, read_json, write_json, write_text
+from simulator.files import fields, integers, write_json, write_text
 from simulator.schedule import lower
 from tests.strategies import machines, plans, programs, with_algorithms
 
@@ -50,13 +50,6 @@ def test_equal_content_is_equal_bytes(tmp_path, monkeypatch):
         made.append(path.read_bytes())
     assert made[0] == made[1] and gzip.decompress(made[0]) == b'{"x": [1, 2]}\n'
     assert made[0][4:8] == bytes(4)  # the time stamp of the format
-
-
-@pytest.mark.parametrize("text", ["", "{", "{} {}", "nul"])
-def test_what_is_not_json(tmp_path, text):
-    (tmp_path / "a.json").write_text(text)
-    with pytest.raises(FormatError, match=r"a\.json: not JSON \(.+\)$"):
-        read_json(tmp_path / "a.json")
 
 
 def test_a_long_value_is_cut():

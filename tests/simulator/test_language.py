@@ -7,7 +7,8 @@ import pytest
 from simulator import Engine, Kernel, Plan, PlanError, Program, Recompute, Rerun, Swap, Tensor
 from simulator.compiled.engine import NEVER, rows_of
 from simulator.schedule import lower
-from tests.simulator.test_reference import PLENTY, activations, compute, straight, work
+from tests.programs import activations, compute, straight, work
+from tests.simulator.test_reference import PLENTY
 from tests.tiny import MACHINE
 
 # w writes a, r1 reads it for 100 ns, big needs the memory, x takes long, r2 reads a again.

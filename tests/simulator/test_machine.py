@@ -1,7 +1,7 @@
 """Machines: presets, durations by hand, and what is refused."""
 
-import dataclasses
 import re
+from dataclasses import replace
 from fractions import Fraction
 from math import ceil
 
@@ -21,6 +21,8 @@ def test_presets(name):
     assert 2**32 < machine.memory_bytes < 2**38
     assert machine.memory_bytes_per_s > machine.h2d_bytes_per_s >= 10**9
     assert 10**12 <= machine.flops_per_s["float32"] < 10**16
+    assert machine.malloc_ns > 0 and machine.free_ns > 0 and machine.malloc_bytes_per_s > 0
+    assert machine.one_copy_stream() == replace(machine, copy_engines=1)
 
 
 def test_every_figure_of_a_preset_has_its_source():
@@ -34,11 +36,6 @@ def test_every_figure_of_a_preset_has_its_source():
                     assert re.match(r" +# .{4}", figure[4]), f"{path.name}: {line}"
         values = Machine.load(path.stem).to_dict()
         assert figures == {name for name, value in values.items() if type(value) in (int, float)}
-
-
-def test_the_presets_of_the_readme_exist():
-    for name in ("gtx1080ti", "rtx2080ti", "rtx3060", "rtx4060", "k40c", "v100", "a40", "a100_40gb", "h100", "h200"):
-        Machine.load(name)
 
 
 def test_a_file_of_ones_own(tmp_path):
@@ -56,11 +53,6 @@ def test_what_may_be_left_out():
         flops_per_s={}, memory_bytes_per_s=1, launch_ns=5_000, issue_ns=0, wait_ns=0, copy_contention=0.0, malloc_ns=0,
         free_ns=0, malloc_bytes_per_s=0, efficiency={}, kernel_times=None, switch_ns=0, concurrency=1.0,
     )  # fmt: skip
-
-
-def test_the_smallest_figures():
-    least = {"flops_per_s": {"int8": 1}, "memory_bytes_per_s": 1, "alignment": 1, "host_bytes": 0, "copy_latency_ns": 0}
-    assert Machine.from_dict({**GOOD, **least}).flops_per_s == {"int8": 1}
 
 
 @given(st.integers(0, 2**43), st.integers(1, 10**12), st.integers(0, 10**5))
@@ -93,14 +85,6 @@ def test_what_both_carry_together_slows_both_down_alike(h2d, d2h, together):
     assert Machine.from_dict(machine.to_dict()) == machine == Machine("m", 100, h2d, d2h).with_shared_link(together)
 
 
-def test_one_stream_is_the_executors_choice():
-    """The machine's other figures stay, and so what it would carry both ways at once."""
-    machine = Machine.load("a100_40gb")
-    assert machine.copy_engines == 2 and machine.h2d_share < 2**20
-    one = machine.one_copy_stream()
-    assert one == dataclasses.replace(machine, copy_engines=1) and one.h2d_share == one.d2h_share == 2**20
-
-
 def test_kernels_at_once_share_the_speed():
     """In units of 2**-20, rounded down; none is faster than alone, and none stands still."""
     assert [Machine("m", 1, 1, 1).compute_share(k) for k in (0, 1, 2, 3)] == [2**20, 2**20, 2**19, 2**20 // 3]
@@ -115,12 +99,6 @@ def test_the_driver():
     assert machine.driver_ns(1, 0, 1) == 100 + 1  # rounded up
     assert machine.driver_ns(0, 0, 9 * 10**18) == 3 * 10**18
     assert Machine("m", 1, 1, 1, malloc_ns=100).driver_ns(2, 5, 10**12) == 200  # size and frees cost nothing
-
-
-def test_every_preset_says_what_the_driver_takes():
-    for path in PRESETS.glob("*.yaml"):
-        machine = Machine.load(path)
-        assert machine.malloc_ns > 0 and machine.free_ns > 0 and machine.malloc_bytes_per_s > 0, path.name
 
 
 def test_the_roofline():
@@ -138,67 +116,6 @@ def test_the_roofline():
         machine.kernel_ns("conv", 1, 0, "bfloat16")
 
 
-MALFORMED = [
-    ({"memory_bytes": None}, "machine: missing key 'memory_bytes'"),
-    ({"memory": 1}, "machine: unknown key 'memory'"),
-    ({"memory_bytes": 1.5}, "machine.memory_bytes: expected an integer, got 1.5"),
-    ({"memory_bytes": True}, "machine.memory_bytes: expected an integer, got true"),
-    ({"memory_bytes": "11G"}, "machine.memory_bytes: expected an integer (bytes) or a size such as 24GiB or 500MB, "
-     "got '11G'"),
-    ({"memory_bytes": 0}, "machine.memory_bytes: expected a positive integer, got 0"),
-    ({"h2d_bytes_per_s": 0}, "machine.h2d_bytes_per_s: expected a positive integer, got 0"),
-    ({"d2h_bytes_per_s": -1}, "machine.d2h_bytes_per_s: expected a positive integer, got -1"),
-    ({"d2h_bytes_per_s": float("nan")}, "machine.d2h_bytes_per_s: expected an integer, got NaN"),
-    ({"memory_bytes_per_s": 0}, "machine.memory_bytes_per_s: expected a positive integer, got 0"),
-    ({"alignment": 0}, "machine.alignment: expected a positive integer, got 0"),
-    ({"copy_latency_ns": -1}, "machine.copy_latency_ns: expected an integer of at least 0, got -1"),
-    ({"host_bytes": -1}, "machine.host_bytes: expected an integer of at least 0, got -1"),
-    ({"duplex_h2d_bytes_per_s": -1}, "machine.duplex_h2d_bytes_per_s: expected an integer of at least 0, got -1"),
-    ({"duplex_d2h_bytes_per_s": 0.5}, "machine.duplex_d2h_bytes_per_s: expected an integer, got 0.5"),
-    ({"duplex_bytes_per_s": -1}, "machine.duplex_bytes_per_s: expected an integer of at least 0, got -1"),
-    ({"duplex_bytes_per_s": "much"}, 'machine.duplex_bytes_per_s: expected an integer, got "much"'),
-    ({"duplex_bytes_per_s": 7, "duplex_d2h_bytes_per_s": 0},
-     "machine.duplex_bytes_per_s: expected this or duplex_d2h_bytes_per_s, got both"),
-    ({"malloc_bytes_per_s": -1}, "machine.malloc_bytes_per_s: expected an integer of at least 0, got -1"),
-    ({"wait_ns": -1}, "machine.wait_ns: expected an integer of at least 0, got -1"),
-    ({"issue_ns": -1}, "machine.issue_ns: expected an integer of at least 0, got -1"),
-    ({"copy_contention": -0.1}, "machine.copy_contention: expected a number in [0, 0.5), got -0.1"),
-    ({"copy_contention": 0.5}, "machine.copy_contention: expected a number in [0, 0.5), got 0.5"),
-    ({"copy_contention": float("nan")}, "machine.copy_contention: expected a number in [0, 0.5), got nan"),
-    ({"switch_ns": -1}, "machine.switch_ns: expected an integer of at least 0, got -1"),
-    ({"concurrency": 0}, "machine.concurrency: expected a number in (0, 1024], got 0.0"),
-    ({"concurrency": 1025}, "machine.concurrency: expected a number in (0, 1024], got 1025.0"),
-    ({"concurrency": float("nan")}, "machine.concurrency: expected a number in (0, 1024], got nan"),
-    ({"copy_engines": 3}, "machine.copy_engines: expected 1 or 2, got 3"),
-    ({"flops_per_s": 1}, "machine.flops_per_s: expected an object, got 1"),
-    ({"flops_per_s": {"float32": 0}}, "machine.flops_per_s.float32: expected a positive integer, got 0"),
-    ({"flops_per_s": {"float32": 1e3}}, "machine.flops_per_s.float32: expected a positive integer, got 1000.0"),
-    ({"flops_per_s": {"float32": True}}, "machine.flops_per_s.float32: expected a positive integer, got True"),
-    ({"efficiency": {"conv": 0}}, "machine.efficiency.conv: expected a number in (0, 1], got 0"),
-    ({"efficiency": {"conv": 1.01}}, "machine.efficiency.conv: expected a number in (0, 1], got 1.01"),
-    ({"efficiency": {"conv": float("nan")}}, "machine.efficiency.conv: expected a number in (0, 1], got nan"),
-    ({"efficiency": {"conv": "fast"}}, "machine.efficiency.conv: expected a number in (0, 1], got 'fast'"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("changes", "message"), MALFORMED, ids=[m for _, m in MALFORMED])
-def test_a_malformed_machine_is_one_sentence(changes, message):
-    data = {k: v for k, v in {**GOOD, **changes}.items() if v is not None}
-    with pytest.raises(FormatError, match=f"^{re.escape(message)}$"):
-        Machine.from_dict(data)
-
-
-@pytest.mark.parametrize("text", ["", "- 1", "name: [", "name: m", "!!python/object:os.system {}", "a: b: c", "\x00"])
-def test_a_malformed_file_is_one_sentence(tmp_path, text):
-    path = tmp_path / "bad.yaml"
-    path.write_text(text)
-    with pytest.raises(FormatError) as caught:
-        Machine.load(path)
-    assert str(caught.value).startswith(f"{path}: ") and "\n" not in str(caught.value)
-
-
-def test_no_such_machine(tmp_path):
+def test_no_such_machine():
     with pytest.raises(FormatError, match=r"no preset .gtx9000.; there are a100_40gb, a100_80gb, a40, gtx1080ti, "):
         Machine.load("gtx9000")
-    with pytest.raises(FormatError, match=r"none\.yaml: cannot be read \(No such file or directory\)$"):
-        Machine.load(tmp_path / "none.yaml")

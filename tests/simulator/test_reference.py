@@ -10,42 +10,19 @@ import pytest
 
 from simulator import (
     Gap,
-    Kernel,
     Machine,
     Plan,
-    Program,
     Recompute,
     Swap,
     Tensor,
-    Timeline,
 )
 from simulator.schedule import lower, recompute_ns, reruns
 from simulator.timeline import Breakdown
+from tests.programs import activations, compute, straight, work
 from tests.tiny import A1, A2, LIMIT, MACHINE, PROGRAM, RECOMPUTE_PLAN, SWAP_PLAN
 
 ONE_ENGINE = replace(MACHINE, copy_engines=1)
 PLENTY = 1000
-
-
-def straight(tensors: list[Tensor], *kernels: tuple) -> Program:
-    """A program from (inputs, outputs, duration_ns[, workspace]) lines."""
-    lines = [
-        Kernel(f"k{i}", "other", "forward", reads, writes, *rest) for i, (reads, writes, *rest) in enumerate(kernels)
-    ]
-    return Program("by hand", tuple(tensors), tuple(lines))
-
-
-def activations(*sizes: int) -> list[Tensor]:
-    return [Tensor(f"t{i}", size) for i, size in enumerate(sizes)]
-
-
-def work(timeline: Timeline, *kinds: str) -> list[tuple[int, int, int]]:
-    """(kernel or tensor, start, end) of the spans of these kinds."""
-    return [(s.index, s.start_ns, s.end_ns) for s in timeline.spans if s.kind in kinds]
-
-
-def compute(timeline: Timeline) -> list[tuple[int, int, int]]:
-    return work(timeline, "kernel", "recompute")
 
 
 # --------------------------------------------------------------------------- rules 1 to 3: kernels

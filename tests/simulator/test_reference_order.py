@@ -17,14 +17,8 @@ from simulator import (
 from simulator.compiled import engine
 from simulator.schedule import lower
 from simulator.timeline import Breakdown
-from tests.simulator.test_reference import (
-    ONE_ENGINE,
-    PLENTY,
-    activations,
-    compute,
-    straight,
-    work,
-)
+from tests.programs import activations, compute, straight, work
+from tests.simulator.test_reference import ONE_ENGINE, PLENTY
 from tests.strategies import machines, networks, plans, programs
 from tests.tiny import A1, LIMIT, MACHINE, PROGRAM, SWAP_PLAN
 

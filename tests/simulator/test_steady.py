@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from simulator import Plan, Swap, Tensor
-from tests.simulator.test_reference import PLENTY, straight, work
+from tests.programs import straight, work
+from tests.simulator.test_reference import PLENTY
 from tests.tiny import LIMIT, MACHINE, PROGRAM, SWAP_PLAN
 
 # p0 (50 bytes), updated by k0 [10 ns], and p1 (20 bytes), read by k1 [20 ns], are away from each use to the next.

@@ -21,8 +21,8 @@ import numpy as np
 from agents.heuristics.tensile import TENSILE
 from agents.heuristics.tensile.times import KernelTimes, Times, corrected, drift, sequence
 from agents.jobs import JobsPlanner
-from simulator.job import Sharing, Tenant
-from simulator.jobs import Job, JobsTimeline, JobTimeline, simulate_jobs
+from simulator import simulate_jobs
+from simulator.job import Job, JobsTimeline, JobTimeline, Sharing
 from simulator.lowered import NEVER
 from simulator.machine import Machine
 
@@ -48,7 +48,6 @@ class Controlled:
 def control(
     jobs: Sequence[Job], machine: Machine, limit: int, planner: JobsPlanner, until_ns: int, check_ns: int,
     sharing: Sharing = "fifo", times: KernelTimes | None = None, beta: float = 0.5, threshold: float = 0.1,
-    tenant: Tenant = (),
 ) -> Controlled:  # fmt: skip
     """Runs jobs whose plans ``planner`` makes, and makes anew.
 
@@ -59,14 +58,13 @@ def control(
         times: predicts those that were not measured; None: a kernel's own, as many times as jobs run.
         beta: of the exponential moving average.
         threshold: drift above which plans are made anew.
-        tenant: as for ``simulate_jobs``.
 
     Raises:
         Infeasible: the jobs that are there have no plans that fit together.
     """
     if check_ns < 1:
         raise ValueError(f"check_ns: expected at least 1, got {check_ns}")
-    run, now = _Run(jobs, machine, limit, planner, sharing, times, beta, tenant), 0
+    run, now = _Run(jobs, machine, limit, planner, sharing, times, beta), 0
     while now < until_ns:
         ahead = run.simulate(now + check_ns)
         there = {j for j, job in enumerate(jobs) if job.arrives_ns <= now and run.left(ahead, j) > now}
@@ -82,9 +80,7 @@ def control(
         now = min([now + check_ns, *(at for at in soon if at > now)])
     order = sorted(run.planned)
     final = [run.planned[j] for j in order]
-    return Controlled(
-        tuple(final), simulate_jobs(final, machine, limit, until_ns, sharing, tenant), tuple(run.replanned)
-    )
+    return Controlled(tuple(final), simulate_jobs(final, machine, limit, until_ns, sharing), tuple(run.replanned))
 
 
 class _Run:
@@ -97,10 +93,10 @@ class _Run:
 
     def __init__(
         self, jobs: Sequence[Job], machine: Machine, limit: int, planner: JobsPlanner, sharing: Sharing,
-        predictor: KernelTimes | None, beta: float, tenant: Tenant,
+        predictor: KernelTimes | None, beta: float,
     ) -> None:  # fmt: skip
         self.jobs, self.machine, self.limit, self.planner = jobs, machine, limit, planner
-        self.sharing, self.predictor, self.beta, self.tenant = sharing, predictor, beta, tenant
+        self.sharing, self.predictor, self.beta = sharing, predictor, beta
         self.there: set[int] = set()
         self.planned: dict[int, Job] = {}
         self.times: dict[int, Times] = {}
@@ -113,7 +109,7 @@ class _Run:
         if not order:
             return {}
         jobs = [self.planned[j] for j in order]
-        ran = simulate_jobs(jobs, self.machine, self.limit, until_ns + 1, self.sharing, self.tenant)
+        ran = simulate_jobs(jobs, self.machine, self.limit, until_ns + 1, self.sharing)
         return dict(zip(order, ran.jobs, strict=True))
 
     def left(self, ran: dict[int, JobTimeline], j: int) -> int:

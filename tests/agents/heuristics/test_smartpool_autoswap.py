@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 
 import agents
 from agents.heuristics.autoswap import SCORES, peak_gaps
@@ -15,7 +15,7 @@ from agents.planner import Candidates
 from simulator import Kernel, Machine, Plan, Program, Swap, Tensor, simulate
 from simulator.compiled.encoding import SWAP
 from simulator.pool import Packing, program_lifetimes, smartpool, timeline_lifetimes
-from tests import tiny
+from tests import random_cases, tiny
 from tests.agents.heuristics.test_autoswap import MACHINE, straight
 from tests.oracle.packing import overlaps
 from tests.strategies import machines, networks, programs, reachable_limits
@@ -131,7 +131,8 @@ def test_the_footprint_fits_or_it_says_so(data: st.DataObject) -> None:
         assert limit < smartpool.pack(program_lifetimes(program).intervals).footprint
         return
     assert plan.limit <= limit
-    assert simulate(program, plan, machine, plan.limit).peak_bytes <= pack(program, plan, machine).footprint <= limit
+    assert pack(program, plan, machine).footprint <= limit
+    assert simulate(program, plan, machine, plan.limit).peak_bytes <= plan.limit
     assert simulate(program, plan, machine, limit).peak_bytes <= limit
     assert planner.plan(program, machine, limit) == plan and planner.simulator_calls >= 2
 
@@ -143,6 +144,11 @@ def test_the_smallest_footprint_at_an_overhead() -> None:
     assert [pack(FRAGMENTED, plan, MACHINE).footprint for plan in plans] == [7, 7]
 
 
+# Here the first iteration of a run needs more than the others: tensors swapped over the boundary are still present.
+FIRST_NEEDS_MORE = random_cases.case(8417)
+
+
+@example(FIRST_NEEDS_MORE[0], FIRST_NEEDS_MORE[2])
 @given(programs() | networks(), machines())
 def test_no_smaller_footprint_is_passed_over(program: Program, machine: Machine) -> None:
     planner = SmartPoolAutoSwap(align=False, min_bytes=1, steps=3)
@@ -152,7 +158,8 @@ def test_no_smaller_footprint_is_passed_over(program: Program, machine: Machine)
     candidates = Candidates(program, peak_gaps(program, 1))
     runs = planner._runs(candidates, program, machine, program.peak_bytes, candidates.least, 6)
     for overhead, plan in zip(overheads, plans, strict=True):
-        assert simulate(program, plan, machine, plan.limit).iteration_ns <= program.ideal_ns * (1 + overhead)
+        timeline = simulate(program, plan, machine, plan.limit)
+        assert timeline.iteration_ns <= program.ideal_ns * (1 + overhead)
         within = [run for run in runs if run.iteration_ns <= program.ideal_ns * (1 + overhead)]
         least = min(planner._footprint(run, program, machine) for run in within)
-        assert pack(program, plan, machine).footprint == least
+        assert max(pack(program, plan, machine).footprint, timeline.peak_bytes) == least

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from simulator import Kernel, Machine, Plan, PlanError, Program, Rerun, Tensor, 
 from simulator.compiled.encoding import decisions_of
 from simulator.schedule import lower
 from tests.agents.search.stepwise import ticking
+from tests.oracle.enumeration import rerun_plans
 from tests.strategies import programs
 
 MACHINE = Machine("byte per ns", 10**6, 10**9, 10**9, copy_latency_ns=0)
@@ -28,7 +28,6 @@ DATA = Path(__file__).parents[2] / "data" / "checkmate"
 def few_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as programs of a few kernels need."""
     monkeypatch.setattr(rerun_search, "FIRST", 20_000)
-    monkeypatch.setattr(rerun_search, "CALLS", 500)
 
 
 def network(layers: int, seed: int, skip: bool) -> Program:
@@ -56,18 +55,13 @@ def extra_ns(program: Program, plan: Plan, limit: int) -> int:
 def test_as_good_as_every_set_of_reruns(seed: int, skip: bool, few_moves: None) -> None:
     program = network(3, seed, skip)
     n = len(program.kernels)
-    pairs = [Rerun(k, b) for b in range(n) for k in range(b) if k < 3]
-    made = []
-    for count in range(5):
-        for chosen in itertools.combinations(pairs, count):
-            ns = sum(program.kernels[d.kernel].duration_ns for d in chosen)
-            made.append((ns, lower(program, Plan(chosen)).required_bytes))
+    made = list(rerun_plans(program, [Rerun(k, b) for b in range(n) for k in range(b) if k < 3], 4))
     reach = min(required for _, required in made)
     assert reach < program.peak_bytes
     for limit in range(reach, program.peak_bytes, 5):
         best = min(ns for ns, required in made if required <= limit)
         plan = agents.make("rerun_search", min_bytes=1, kicks=2).plan(program, MACHINE, limit)
-        assert extra_ns(program, plan, limit) <= best
+        assert simulate(program, plan, MACHINE, limit).iteration_ns <= best
 
 
 @given(st.data())

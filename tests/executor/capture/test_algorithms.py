@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
-from executor import capture, capture_step
+from executor import capture
 from executor.capture.algorithms import INDEXING, Convolution, algorithms, convolution_of, front
 from simulator import Machine
 
@@ -76,14 +76,6 @@ def test_times_by_hand() -> None:
     assert 2.5 * 256 * log2(256) == 5120
     planes = [(5120 * 6, images + 1152 * 6), (5120 * 15, filters + 1152 * 15), (5120 * 10, outputs + 1152 * 10)]
     assert found["FFT"].time_ns(UNIT) == sum(map(max, planes)) + 35712
-
-
-def test_multiplications_are_saved_as_published() -> None:
-    """Winograd's product has a quarter of the multiplications of 3 x 3 filters where 4 divides the output."""
-    conv = Convolution(4, 16, (16, 16), 32, (3, 3), (1, 1))
-    for what in ("forward", "images", "filters"):
-        found = {a.name: a for a in algorithms(conv, what)}  # type: ignore[arg-type]
-        assert found["Winograd"].stages[-1][0] * 4 == found["GEMM"].stages[-1][0]
 
 
 @given(st.integers(1, 64), st.integers(1, 300), st.integers(3, 64), st.integers(1, 300), st.sampled_from([1, 3, 5]))
@@ -164,14 +156,3 @@ def test_variants_of_a_captured_step() -> None:
         for (duration, _), (time, _) in zip(kernel.variants, expected, strict=True):
             assert duration / kernel.duration_ns == pytest.approx(time / expected[-1][0], rel=1e-4)
     assert len(program.kernels[convs[1]].variants) > 1
-
-
-def test_a_step_of_any_form() -> None:
-    weight = torch.randn(8, 8, 3, 3, requires_grad=True)
-
-    def step(x: Tensor) -> Tensor:
-        return torch.nn.functional.conv2d(x, weight, padding="same", stride=1).sum()
-
-    captured = capture_step(step, torch.randn(64, 8, 32, 32), machine=GPU, algorithms=True)
-    (shape,) = [c for n in captured.nodes if n and (c := convolution_of(n[0]))]
-    assert shape == (Convolution(64, 8, (32, 32), 8, (3, 3), (1, 1)), ("forward",))

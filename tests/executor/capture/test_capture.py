@@ -9,9 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from executor import Captured, CaptureError, capture, capture_step, with_roofline
@@ -85,6 +83,11 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
 
 
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    """Corrects its bias by Python numbers, which are nodes of the graph."""
+    return torch.optim.Adam(model.parameters(), lr=0.01)
+
+
 def build(model_type: type[nn.Module], batch: Callable[[], tuple[Tensor, Tensor]], optimizer=sgd):
     torch.manual_seed(0)
     model = model_type()
@@ -107,51 +110,9 @@ def resident(program: Program) -> list[int]:
     return [sum(n for first, last, n in spans if first < k <= last) for k in range(len(program.kernels))]
 
 
-class Watch(TorchDispatchMode):
-    """Notes, before every operator, the bytes of the storages born in the step that are still alive."""
-
-    def __init__(self, existing: list[Tensor]) -> None:
-        super().__init__()
-        self.old = {StorageWeakRef(t.untyped_storage()) for t in existing}
-        self.alive: dict[StorageWeakRef, int] = {}
-        self.seen: list[tuple[str, int]] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.alive = {r: n for r, n in self.alive.items() if not r.expired()}
-        self.seen.append((func._schema.name.removeprefix("aten::"), sum(self.alive.values())))
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                reference = StorageWeakRef(leaf.untyped_storage())
-                if reference not in self.old:
-                    self.alive[reference] = leaf.untyped_storage().nbytes()
-        return out
-
-
 def state(model: nn.Module, optimizer: torch.optim.Optimizer, batch) -> list[Tensor]:
     moments = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
     return [*model.parameters(), *model.buffers(), *moments, *batch]
-
-
-@pytest.mark.parametrize(("model_type", "batch"), CASES)
-def test_lifetimes_equal_watched_eager(model_type, batch):
-    """Real storages, watched by a dispatch mode, die exactly where the program says."""
-    parts = build(model_type, batch)
-    program = capture(*parts, machine=GPU).program
-    eager_step(*parts)  # creates momentum
-    with Watch(state(parts[0], parts[2], parts[3])) as watch:
-        loss = eager_step(*parts)
-    seen = iter(watch.seen)
-    compared = 0
-    for kernel, live in zip(program.kernels, resident(program), strict=True):
-        if kernel.name == "marker":
-            continue
-        name = kernel.name.split(".")[1]
-        # Under a mode autograd sums gradients out of place; before and after, the bytes are the same.
-        names = {name, "add"} if name == "add_" and kernel.phase == "backward" else {name}
-        assert next(bytes_ for op, bytes_ in seen if op in names) == live, kernel
-        compared += 1
-    assert compared > 40 and loss.isfinite()
 
 
 @pytest.mark.parametrize(("model_type", "batch"), CASES)
@@ -205,12 +166,13 @@ def values(captured: Captured) -> list[Tensor]:
     ]
 
 
-@pytest.mark.parametrize(("model_type", "batch"), CASES)
-def test_graph_is_bit_identical_to_eager(model_type, batch):
-    model, loss_fn, optimizer, example = build(model_type, batch)
+@pytest.mark.parametrize(("model_type", "batch", "optimizer"), [(*CASES[0], sgd), (*CASES[1], sgd), (*CASES[2], adam)])
+def test_graph_is_bit_identical_to_eager(model_type, batch, optimizer):
+    model, loss_fn, optimizer, example = build(model_type, batch, optimizer)
     captured = capture(model, loss_fn, optimizer, example, machine=GPU)
+    assert optimizer.param_groups[0].get("capturable") in (None, False) and not optimizer.state
     inputs = values(captured)
-    for seed in range(2):
+    for seed in range(3):
         torch.manual_seed(seed)
         (loss,) = run_graph(captured, inputs)
         torch.manual_seed(seed)
@@ -225,22 +187,6 @@ def test_graph_is_bit_identical_to_eager(model_type, batch):
     for name, tensor in got.items():
         if name in want:
             assert torch.equal(tensor, want[name]), name
-
-
-def test_adam_replays_with_its_bias_correction():
-    model, loss_fn, optimizer, example = build(Residual, images, lambda m: torch.optim.Adam(m.parameters(), lr=0.01))
-    model.eval()  # no dropout: only the optimizer is compared
-    captured = capture(model, loss_fn, optimizer, example, machine=GPU)
-    assert optimizer.param_groups[0]["capturable"] is False and not optimizer.state
-    inputs = values(captured)
-    for _ in range(3):
-        (loss,) = run_graph(captured, inputs)
-        assert torch.equal(loss, eager_step(model, loss_fn, optimizer, example))
-    got = dict(zip(captured.names, inputs, strict=True))
-    for name, parameter in model.named_parameters():
-        assert torch.equal(got[name], parameter.detach()), name
-        for key, value in optimizer.state[parameter].items():
-            assert torch.equal(got[f"optimizer.{name}.{key}"], value), (name, key)
 
 
 def test_nothing_of_the_users_changes():
@@ -417,17 +363,19 @@ def test_what_cannot_be_traced_is_one_sentence(step, message):
     assert "\n" not in str(error.value)
 
 
-def test_capture_refuses_what_is_no_training_step():
-    model, loss_fn, optimizer, (x, y) = build(Residual, images)
-    with pytest.raises(CaptureError, match="pair"):
-        capture(model, loss_fn, optimizer, (x,), machine=GPU)
-    with pytest.raises(CaptureError, match="loss is a tensor of shape"):
-        capture(model, lambda out, y: out, optimizer, (x, y), machine=GPU)
-    with pytest.raises(CaptureError, match="loss is float"):
-        capture(model, lambda out, y: 0.0, optimizer, (x, y), machine=GPU)
-    lbfgs = torch.optim.LBFGS(model.parameters())
-    with pytest.raises(CaptureError, match="as often as its values ask"):
-        capture(model, loss_fn, lbfgs, (x, y), machine=GPU)
+@pytest.mark.parametrize(
+    ("loss_fn", "labels", "optimizer", "message"),
+    [
+        (nn.CrossEntropyLoss(), False, sgd, "pair"),
+        (lambda out, y: out, True, sgd, "loss is a tensor of shape"),
+        (lambda out, y: 0.0, True, sgd, "loss is float"),
+        (nn.CrossEntropyLoss(), True, lambda m: torch.optim.LBFGS(m.parameters()), "as often as its values ask"),
+    ],
+)
+def test_capture_refuses_what_is_no_training_step(loss_fn, labels, optimizer, message):
+    model, _, _, (x, y) = build(Residual, images)
+    with pytest.raises(CaptureError, match=message):
+        capture(model, loss_fn, optimizer(model), (x, y) if labels else (x,), machine=GPU)
 
 
 def test_numbers_read_in_the_untraced_step_are_forgotten(monkeypatch):

@@ -51,19 +51,14 @@ def bytes_of(channels, filters, size, image=32, out=32, batch=16, item=4):
     return item * x, item * y, item * channels * filters * size**2, 2 * y * channels * size**2
 
 
-def test_convolutions_in_tf32_are_converted_to_nhwc_and_back():
-    x, y, w, flops = bytes_of(64, 128, 3)
-    expected = max(flops / (0.5 * 1e14), (x + y + w) / BW) + 2 * (x + y) / BW
-    assert kernels(conv(), (16, 64, 32, 32))["convolution"] == pytest.approx(expected, rel=1e-4)
-
-
-def test_a_1x1_convolution_of_stride_1_is_not_converted():
-    x, y, w, flops = bytes_of(64, 128, 1)
-    expected = max(flops / (0.2 * 1e14), (x + y + w) / BW)
-    assert kernels(conv(1), (16, 64, 32, 32))["convolution"] == pytest.approx(expected, rel=1e-4)
-    x, y, w, flops = bytes_of(64, 128, 1, out=16)  # of stride 2 it is
-    expected = max(flops / (0.5 * 1e14), (x + y + w) / BW) + 2 * (x + y) / BW
-    assert kernels(conv(1, 2), (16, 64, 32, 32))["convolution"] == pytest.approx(expected, rel=1e-4)
+@pytest.mark.parametrize(
+    ("size", "stride", "share", "converted"), [(3, 1, 0.5, True), (1, 1, 0.2, False), (1, 2, 0.5, True)]
+)
+def test_convolutions_in_tf32_are_converted_to_nhwc_and_back(size, stride, share, converted):
+    """But 1x1 convolutions of stride 1 are not."""
+    x, y, w, flops = bytes_of(64, 128, size, out=32 // stride)
+    expected = max(flops / (share * 1e14), (x + y + w) / BW) + converted * 2 * (x + y) / BW
+    assert kernels(conv(size, stride), (16, 64, 32, 32))["convolution"] == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize(("channels", "filters", "converted"), [(64, 128, 0), (128, 64, 1)])
@@ -88,17 +83,14 @@ def test_channels_last_needs_no_conversion():
     assert captured.program.kernels[0].duration_ns / 1e9 == pytest.approx(max(flops / 5e13, (x + y + w) / BW), rel=1e-4)
 
 
-def test_the_rate_follows_types_and_flags():
+def test_the_rate_follows_types_and_flags(monkeypatch):
     x, y, w, flops = bytes_of(64, 128, 3)
     half = kernels(conv(), (16, 64, 32, 32), autocast=torch.bfloat16)["convolution"]
     assert half == pytest.approx(max(flops / 1e14, (x + y + w) / 2 / BW) + (x + y) / BW, rel=1e-4)
-    was = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
-    try:
-        found = kernels(conv(), (16, 64, 32, 32))["convolution"]
-    finally:
-        torch.backends.cudnn.allow_tf32 = was
-    assert found == pytest.approx(max(flops / (1.6 * 1e13), (x + y + w) / BW), rel=1e-4)  # Winograd's; not converted
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    assert kernels(conv(), (16, 64, 32, 32))["convolution"] == pytest.approx(
+        max(flops / (1.6 * 1e13), (x + y + w) / BW), rel=1e-4
+    )  # Winograd's; not converted
 
 
 def test_products_are_in_float32_unless_asked_otherwise():
@@ -172,21 +164,12 @@ def test_a_type_without_a_figure_is_emulated_in_float32():
         captured.on(replace(GPU, flops_per_s={}))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"conv": 0}, r"machine\.kernel_times\.conv: expected a number in \(0, 1\], got 0"),
-        ({"elementwise": 1.5}, r"machine\.kernel_times\.elementwise: expected a number in \(0, 1\], got 1.5"),
-        ({"source": 3}, r"machine\.kernel_times\.source: expected a string, got 3"),
-        ({"convs": 1.0}, r"machine\.kernel_times: unknown key 'convs'"),
-        ({"launch_ns": 1.5}, r"machine\.kernel_times\.launch_ns: expected an integer, got 1.5"),
-    ],
-)
-def test_bad_coefficients_are_refused(change, message):
+@pytest.mark.parametrize(("key", "value"), [("conv", 0), ("elementwise", 1.5), ("source", 3), ("launch_ns", 1.5)])
+def test_bad_coefficients_are_refused(key, value):
     data = GPU.to_dict()
     assert Machine.from_dict(data) == GPU
-    data["kernel_times"] = {**data["kernel_times"], **change}
-    with pytest.raises(FormatError, match=message):
+    data["kernel_times"] = {**data["kernel_times"], key: value}
+    with pytest.raises(FormatError, match=rf"machine\.kernel_times\.{key}: expected .*, got {value}"):
         Machine.from_dict(data)
 
 
@@ -201,6 +184,7 @@ def resnet50():
     return capture(model, loss_fn, optimizer, batch, machine=Machine.load("h100"))
 
 
+@pytest.mark.nightly
 def test_beside_a_published_trace_of_an_h100(resnet50):
     trace = traces.load(traces.DATA / "h100_resnet50.csv")
     pairs = traces.paired(resnet50, trace)
@@ -214,6 +198,7 @@ def test_beside_a_published_trace_of_an_h100(resnet50):
     assert sum(measured.kernels[k].duration_ns for k in recorded) == pytest.approx(theirs.sum() * 1e3, rel=1e-6)
 
 
+@pytest.mark.nightly
 def test_a_trace_of_another_network_is_refused(resnet50):
     trace = traces.load(traces.DATA / "h100_resnet50.csv")
     with pytest.raises(ValueError, match="the trace has more of aten::conv2d than the capture"):
@@ -222,12 +207,9 @@ def test_a_trace_of_another_network_is_refused(resnet50):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [
-        ("a,b\n1,2\n", "line 1: no trace of operators, as it has no column 'stage'"),
-        ("stage,operator,us\nforward,aten::mm,fast\n", "line 2: could not convert string to float: 'fast'"),
-        ("stage,operator,us\nforward,aten::mm,1\nsideways,aten::mm,1\n", "line 3: expected a stage of forward"),
-    ],
-)
+    [("a,b\n1,2\n", "line 1: .* 'stage'"), ("stage,operator,us\nforward,aten::mm,fast\n", "line 2: .* 'fast'"),
+     ("stage,operator,us\nforward,aten::mm,1\nsideways,aten::mm,1\n", "line 3: expected a stage of forward")],
+)  # fmt: skip
 def test_what_is_no_trace_is_refused(tmp_path, text, message):
     (tmp_path / "trace.csv").write_text(text)
     with pytest.raises(FormatError, match=message):

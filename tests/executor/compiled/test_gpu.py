@@ -1,7 +1,5 @@
 """Compiled models under a plan on a GPU: Inductor's kernels, PyTorch's copies, the bytes that its allocator counts."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import nn
@@ -11,13 +9,6 @@ from executor.compiled.backend import needs_operators
 from tests.executor.compiled.test_compiled import Block, Net, peak, step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
-
-
-@pytest.fixture(autouse=True)
-def _reset() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def on_a_gpu(mode: str, memory: float) -> compiled.CompiledReport:

@@ -47,15 +47,11 @@ def test_one_slab_serves_all_in_turn(driver):
     assert driver.calls == [3 * PAGE] and driver.settled == 3  # before each of the three that followed
 
 
-def test_no_power_of_two(driver):
-    memory = driver.slabs.take(5 * PAGE - 1)
-    assert driver.slabs.nbytes == 5 * PAGE and len(memory) == 5 * PAGE - 1
-
-
 def test_a_slab_that_is_too_small_goes_first(driver):
+    assert len(driver.slabs.take(0)) == 0 and not driver.calls
     driver.slabs.take(2 * PAGE)
-    memory = driver.slabs.take(4 * PAGE)
-    assert list(driver.pinned.values()) == [4 * PAGE] and len(memory) == 4 * PAGE
+    memory = driver.slabs.take(5 * PAGE - 1)  # whole pages, and no power of two
+    assert list(driver.pinned.values()) == [5 * PAGE] and len(memory) == 5 * PAGE - 1
 
 
 def test_what_is_used_is_not_handed_out(driver):
@@ -75,10 +71,6 @@ def test_what_is_used_is_not_handed_out(driver):
     del part, second
     driver.slabs.drop()
     assert not driver.pinned and driver.slabs.nbytes == 0
-
-
-def test_nothing_costs_nothing(driver):
-    assert len(driver.slabs.take(0)) == 0 and not driver.calls
 
 
 def test_what_cannot_be_had_is_refused_and_leaves_nothing(driver):
@@ -112,17 +104,7 @@ def tree(folder: Path, files: dict[str, str]) -> Path:
 def test_what_is_available_by_hand(tmp_path, files, left, source):
     found, who = available(tree(tmp_path, TREE | files))
     assert found == left and source in who
-
-
-def test_what_is_available_here():
-    left, _ = available()
-    assert 2**20 < left < 2**50
-
-
-def test_the_host_has_slabs_of_its_own():
-    memory = HOST.take(10)
-    memory[:] = 3
-    assert HOST is not CUDA and memory.sum() == 30
+    assert 2**20 < available()[0] < 2**50  # of this computer
 
 
 @pytest.mark.parametrize("slabs", ["driver", HOST])

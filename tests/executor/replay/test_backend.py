@@ -35,9 +35,6 @@ def test_a_pattern_by_hand():
     # Words 7 and 7 + 2654435761 = 0x9E3779B8, little-endian, cut after six bytes.
     assert pattern(6, 7).tolist() == [7, 0, 0, 0, 0xB8, 0x79]
     assert pattern(6, 7)[4:].tolist() == pattern(2, 7, first_word=1).tolist()
-
-
-def test_a_long_pattern_is_told_from_all_others():
     whole = pattern(600_001, 3)
     assert first_difference(whole, 3) is None
     assert first_difference(whole, 4) == 0
@@ -46,9 +43,8 @@ def test_a_long_pattern_is_told_from_all_others():
     assert first_difference(pattern(1000, 3)[4:], 3) == 0  # it lies a word too far
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 15, 16, 1000, 300_001])
-@pytest.mark.parametrize("offset", [0, 3, 512])
-def test_bytes_go_to_the_host_and_back(backend, nbytes, offset):
+@pytest.mark.parametrize(("offset", "nbytes"), [(0, 0), (3, 1), (512, 15), (0, 16), (3, 1000), (3, 300_001)])
+def test_bytes_go_to_the_host_and_back(backend, offset, nbytes):
     with backend.arena(400_000, 400_000):
         backend.fill(offset, nbytes, 5)
         event = backend.record("compute")
@@ -143,48 +139,6 @@ def test_spins_of_a_gpu_are_exact_to_the_microsecond():
         assert backend.time_ns(end) - backend.time_ns(begin) > 10 * MS and backend.absorbed_ns() == 0
 
 
-@pytest.mark.gpu
-def test_a_gpu_streams_as_fast_as_it_can_and_no_faster_than_asked():
-    with gpu_backend(MACHINE) as backend, backend.arena(2**30, 2**28):
-        backend.fill(0, 2**30, 3)
-        times = []
-        for ns in (0, 50 * MS):
-            backend.spin(MS)
-            begin = backend.record("compute")
-            backend.spin(ns, 2**33)  # 4 GiB each way
-            end = backend.record("compute")
-            number = backend.verify(0, 2**30, 3)
-            backend.synchronize()
-            assert number not in backend.mismatches()
-            times.append(backend.time_ns(end) - backend.time_ns(begin))
-        assert 2**33 / 10**13 < times[0] / 1e9 < 0.04  # between 10 and 0.2 TB/s
-        assert times[1] == pytest.approx(50 * MS, rel=0.05)
-
-
-@pytest.mark.gpu
-def test_copies_and_streams_contend_on_a_gpu():
-    """A kernel that takes all of the memory's bandwidth is not faster beside a copy."""
-    with gpu_backend(MACHINE) as backend, backend.arena(2**30, 2**28):
-
-        def lasts(copies):
-            backend.spin(5 * MS)
-            begin = backend.record("compute")
-            for _ in range(copies):
-                backend.wait("d2h", begin)
-                backend.copy("d2h", 0, 0, 2**28)
-            backend.spin(0, 2**34)
-            end = backend.record("compute")
-            backend.synchronize()
-            return backend.time_ns(end) - backend.time_ns(begin)
-
-        assert min(lasts(2) for _ in range(3)) > 0.98 * min(lasts(0) for _ in range(3))
-
-
-def test_there_is_no_other_backend():
-    with pytest.raises(BackendError, match="there are cuda, host"):
-        open_backend("tpu", MACHINE)
-
-
 # ------------------------------------------------------------------------------------------- the host
 
 
@@ -254,17 +208,6 @@ def test_a_kernel_that_streams_takes_its_time_and_leaves_what_was_there():
         assert number not in backend.mismatches() and backend.absorbed_ns() > 0
 
 
-def test_streams_go_round_the_arena(monkeypatch):
-    seen = []
-    real = HostBackend._stream
-    monkeypatch.setattr(HostBackend, "_stream", staticmethod(lambda a, i, j: (seen.append((i, j)), real(a, i, j))))
-    with HostBackend(MACHINE) as backend, backend.arena(1500, 16):
-        backend.spin(0, 4096)  # 2 KiB are read and written, in two parts
-        backend.spin(0, 200)
-        backend.synchronize()
-    assert seen == [(0, 1024), (1024, 2048), (2048, 2148)]
-
-
 def test_a_reader_that_does_not_wait_meets_half_a_copy(monkeypatch):
     half, read, parts = threading.Event(), threading.Event(), iter(range(PARTS))
 
@@ -286,33 +229,6 @@ def test_a_reader_that_does_not_wait_meets_half_a_copy(monkeypatch):
         assert backend.mismatches()[number] == 10**6 // 2
 
 
-class Failing(Watched):
-    """The third copy fails."""
-
-    copies = 0
-
-    def _copy(self, source, target, ready, ns):
-        self.copies += 1
-        if self.copies == 3:
-            raise OSError("the link is down")
-        return super()._copy(source, target, ready, ns)
-
-
-def test_a_failure_names_the_task_drops_the_rest_and_leaves_the_backend_usable():
-    with Failing(MACHINE) as backend:
-        with pytest.raises(BackendError, match="swap-out of x 2: the link is down"), backend.arena(1000, 1000):
-            for i in range(5):
-                backend.task = f"swap-out of x {i}"
-                backend.copy("d2h", 0, 0, 1000)
-            backend.wait("compute", backend.record("d2h"))
-            backend.spin(10**12)  # is never begun
-            backend.synchronize()
-        assert backend.allocated_bytes == 0 and backend.copies == 3 and not backend.ended
-        with backend.arena(1000, 1000):
-            backend.copy("d2h", 0, 0, 1000)
-            backend.synchronize()
-
-
 def test_free_calls_off_what_is_under_way_and_close_ends_the_threads():
     before = threading.active_count()
     backend = Watched(MACHINE)
@@ -327,5 +243,7 @@ def test_free_calls_off_what_is_under_way_and_close_ends_the_threads():
 
 @pytest.mark.parametrize(("device", "host", "match"), [(2**26 + 1, 0, "too few"), (0, 2**26 + 1, "cannot be pinned")])
 def test_the_host_has_the_memory_of_the_machine(device, host, match):
+    with pytest.raises(BackendError, match="there are cuda, host"):
+        open_backend("tpu", MACHINE)
     with HostBackend(MACHINE) as backend, pytest.raises(BackendError, match=match):
         backend.allocate(device, host)

@@ -1,6 +1,5 @@
 """Replay: the order of issue on a clock without noise, then real bytes on the host backend, and broken on purpose."""
 
-import time
 from dataclasses import replace
 from random import Random
 
@@ -17,12 +16,15 @@ from tests.executor.replay.conftest import LINK, Virtual
 from tests.random_cases import case as random_case
 from tests.tiny import A1, A2, A3, LIMIT, MACHINE, PROGRAM, RECOMPUTE_PLAN, SWAP_PLAN, W
 
-MS = 1_000_000
-
-
 BYTES = replace(MACHINE, alignment=1)  # addresses count bytes, as the ledger does
 
 # ------------------------------------------------------------------------- order and waits, without noise
+
+
+def names(jobs):
+    """Of each job that waits: what it is, and what it waits for."""
+    name = [(job.span.kind, job.span.index) for job in jobs]
+    return {name[j]: {(back, *name[i]) for back, i in job.waits} for j, job in enumerate(jobs) if job.waits}
 
 
 def test_the_swap_plan_of_the_picture_by_hand():
@@ -37,19 +39,12 @@ def test_the_swap_plan_of_the_picture_by_hand():
     simulated = simulate(PROGRAM, SWAP_PLAN, BYTES, LIMIT, iterations=3)
     assert measured.timeline.spans == simulated.spans and measured.timeline.boundaries == simulated.boundaries
     assert measured.timeline.memory[-10:] == simulated.memory[-10:]
-
-
-def test_the_waits_of_that_plan_by_hand():
-    """Besides the order of each stream: the swap-out waits for f2, f4 for the swap-out (its address), the swap-in for
-    the swap-out and b4, the last kernel that had ended when it started, b2 for the swap-in."""
-    jobs = circle(PROGRAM, SWAP_PLAN, BYTES, LIMIT).jobs
-    name = {j: job.span[3:] for j, job in enumerate(jobs)}
-    waits = {name[j]: {(back, name[i]) for back, i in job.waits} for j, job in enumerate(jobs) if job.waits}
-    assert waits == {
-        ("swap_out", A1): {(0, ("kernel", 1))},
-        ("kernel", 3): {(0, ("swap_out", A1))},
-        ("swap_in", A1): {(0, ("swap_out", A1)), (0, ("kernel", 4))},
-        ("kernel", 6): {(0, ("swap_in", A1))},
+    # Besides the order of each stream: f4 waits for an address, the swap-in for the last kernel that had ended then.
+    assert names(circle(PROGRAM, SWAP_PLAN, BYTES, LIMIT).jobs) == {
+        ("swap_out", A1): {(0, "kernel", 1)},
+        ("kernel", 3): {(0, "swap_out", A1)},
+        ("swap_in", A1): {(0, "swap_out", A1), (0, "kernel", 4)},
+        ("kernel", 6): {(0, "swap_in", A1)},
     }
 
 
@@ -58,18 +53,9 @@ def test_a_prefetch_is_issued_when_its_kernel_ends_and_a_synchronous_swap_out_ho
     # w (10 bytes) is away around the boundary: used by b1, it comes back for f1.
     plan = Plan((Swap(A1, 1, 6, prefetch=3, sync=True), Swap(W, 7, 0)))
     measured = replay(PROGRAM, plan, BYTES, 300, Virtual(BYTES))
-    jobs = circle(PROGRAM, plan, BYTES, 300).jobs
-    swap_in = next(job for job in jobs if job.span[3:] == ("swap_in", A1))
-    kinds = {(back, jobs[i].span[3:]) for back, i in swap_in.waits}
-    assert (0, ("kernel", 3)) in kinds
-    f3 = next(job for job in jobs if job.span[3:] == ("kernel", 2))
-    assert [jobs[i].span.kind for _, i in f3.waits] == ["swap_out"]
+    waits = names(circle(PROGRAM, plan, BYTES, 300).jobs)
+    assert (0, "kernel", 3) in waits["swap_in", A1] and waits["kernel", 2] == {(0, "swap_out", A1)}
     assert measured.iteration_ns == measured.predicted_ns == 180
-
-
-def test_recomputation_by_hand():
-    measured = replay(PROGRAM, RECOMPUTE_PLAN, BYTES, LIMIT, Virtual(BYTES))
-    assert measured.iteration_ns == 130 and measured.timeline.breakdown.recompute_ns == 10
 
 
 @pytest.mark.parametrize("kernels", ["spin", "stream"])
@@ -81,23 +67,6 @@ def test_kernels_stream_the_bytes_of_the_program_if_asked(kernels):
     assert measured.kernels == kernels and measured.absorbed_ns == 100 and measured.iteration_ns == 170
     own = [k.bytes if kernels == "stream" else 0 for k in program.kernels if k.duration_ns]
     assert device.bytes == 7 * own
-
-
-def test_while_blocks_are_checked_nothing_streams():
-    program = replace(LARGE, kernels=tuple(replace(k, bytes=10**5) for k in LARGE.kernels))
-    with HostBackend(LINK) as backend:
-        measured = replay(program, LARGE_SWAP, LINK, 150_000, backend, 2, 1, "check", "stream")
-        assert measured.checks > 0  # and none of them failed
-        streamed = replay(program, LARGE_SWAP, LINK, 150_000, backend, 2, 1, "time", "stream")
-    assert 0.9 < streamed.iteration_ns / streamed.predicted_ns and streamed.absorbed_ns >= 0
-    with pytest.raises(ValueError, match="kernels: expected spin or stream, got 'real'"):
-        replay(LARGE, LARGE_SWAP, LINK, 150_000, None, kernels="real")
-
-
-def names(jobs):
-    """Of each job that waits: what it is, and what it waits for."""
-    name = [(job.span.kind, job.span.index) for job in jobs]
-    return {name[j]: {(back, *name[i]) for back, i in job.waits} for j, job in enumerate(jobs) if job.waits}
 
 
 def test_an_early_copy_by_hand():
@@ -129,6 +98,7 @@ def test_memory_of_an_early_copy_is_free_when_its_gap_opens_not_before():
 @pytest.mark.parametrize(
     ("plan", "again"),
     [
+        (RECOMPUTE_PLAN, [(0, 6)]),
         (Plan((Recompute(A1, 1, 6, at=5),)), [(0, 5)]),
         (Plan((Rerun(0, 5), Rerun(1, 5))), [(0, 5), (1, 5)]),
         (Plan((Rerun(0, 4), Rerun(0, 6), Swap(A2, 2, 5, copy=1))), [(0, 4), (0, 6)]),
@@ -207,7 +177,7 @@ def cases(seed):
 
 
 def test_without_noise_no_plan_takes_longer_than_simulated():
-    for seed in range(100):
+    for seed in range(50):
         program, plan, machine, limit = cases(seed)
         backend = Virtual(machine)
         measured = replay(program, plan, machine, limit, backend, iterations=4, warmup=2, allocators=("smartpool",))
@@ -242,8 +212,8 @@ def test_a_plan_that_does_not_fit_by_bytes_is_out_of_memory():
 @pytest.mark.parametrize(
     ("options", "match"),
     [({"iterations": 1}, "at least 2"), ({"warmup": 0}, "at least 2"), ({"mode": "fast"}, "time or check"),
-     ({"allocators": ("caching",)}, "one by one"), ({"allocators": ("best",)}, "no allocator"),
-     ({"allocators": ()}, "at least one")],
+     ({"kernels": "real"}, "spin or stream"), ({"allocators": ("caching",)}, "one by one"),
+     ({"allocators": ("best",)}, "no allocator"), ({"allocators": ()}, "at least one")],
 )  # fmt: skip
 def test_bad_options(options, match):
     with pytest.raises(ValueError, match=match):
@@ -259,19 +229,6 @@ LARGE = Program(
     tuple(replace(k, duration_ns=200_000 * k.duration_ns) for k in PROGRAM.kernels),
 )
 LARGE_SWAP, LARGE_RECOMPUTE = Plan(SWAP_PLAN.decisions), Plan(RECOMPUTE_PLAN.decisions)
-
-
-@pytest.mark.parametrize(("plan", "ms"), [(LARGE_SWAP, 102), (LARGE_RECOMPUTE, 78)])
-def test_the_host_takes_no_less_than_simulated(plan, ms):
-    slow = replace(LINK, h2d_bytes_per_s=LINK.h2d_bytes_per_s // 3, d2h_bytes_per_s=LINK.d2h_bytes_per_s // 3)
-    program = LARGE.with_durations([3 * k.duration_ns for k in LARGE.kernels])
-    with HostBackend(slow) as backend:
-        begin = time.perf_counter_ns()
-        measured = replay(program, plan, slow, 150_000, backend, iterations=3, warmup=1, strict=True)
-        took = time.perf_counter_ns() - begin
-    assert measured.predicted_ns == pytest.approx(ms * MS, rel=1e-5)
-    assert took >= 3.5 * ms * MS  # of four iterations; a busy computer only makes it slower
-    assert measured.timeline.peak_bytes <= measured.footprint == measured.device_bytes <= 150_000
 
 
 @pytest.mark.parametrize(
@@ -294,7 +251,8 @@ def test_patterns_are_right(host, plan, checks):
 
 
 def test_the_measured_timeline_is_of_the_simulators_type(host, tmp_path):
-    measured = replay(LARGE, LARGE_SWAP, LINK, 150_000, host, iterations=2, warmup=1)
+    measured = replay(LARGE, LARGE_SWAP, LINK, 150_000, host, 2, 1, strict=True, kernels="stream")
+    assert measured.absorbed_ns >= 0 and measured.timeline.peak_bytes <= measured.footprint <= 150_000
     path = tmp_path / "measured.json"
     measured.timeline.save(path)
     assert Timeline.load(path) == measured.timeline
@@ -304,7 +262,7 @@ def test_the_measured_timeline_is_of_the_simulators_type(host, tmp_path):
 
 
 def test_random_plans_keep_every_byte():
-    for seed in range(150, 210):
+    for seed in range(150, 180):
         program, plan, machine, limit = cases(seed)
         with HostBackend(machine) as backend:
             measured = replay(program, plan, machine, limit, backend, 2, 1, mode="check", allocators=("smartpool",))
@@ -319,16 +277,12 @@ def test_what_repeats_in_turn_keeps_every_byte(host):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["time", "check"])
-def test_a_gpu_takes_as_long_as_calibrated(mode):
-    from executor.calibrate import calibrate
-
-    base = Machine.load("h200")
-    with gpu_backend(base) as backend:
-        machine = calibrate(backend, base, 2**26).machine
-        program = replace(LARGE, tensors=tuple(replace(t, nbytes=1000 * t.nbytes) for t in LARGE.tensors))
-        measured = replay(program, LARGE_SWAP, machine, 150_020_000, backend, mode=mode)
-    assert measured.fits and (mode == "check" or abs(measured.error) < 0.02)
+def test_patterns_are_right_on_a_gpu():
+    machine = Machine.load("h200")
+    program = replace(LARGE, tensors=tuple(replace(t, nbytes=1000 * t.nbytes) for t in LARGE.tensors))
+    with gpu_backend(machine) as backend:
+        measured = replay(program, LARGE_SWAP, machine, 150_020_000, backend, mode="check")
+    assert measured.fits and measured.checks > 0
 
 
 def test_copies_take_nothing_from_kernels_that_spin():

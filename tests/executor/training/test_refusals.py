@@ -255,10 +255,12 @@ def test_a_refused_capture_leaves_the_model_as_it_was() -> None:
     assert all(same(value, before[key]) for key, value in model.state_dict().items())
 
 
-def test_distributed_tensors_are_refused(tmp_path: Any) -> None:
+def test_modules_that_work_on_several_gpus_are_refused(tmp_path: Any) -> None:
     model = net(8)
     torch.distributed.init_process_group("gloo", init_method=(tmp_path / "store").as_uri(), rank=0, world_size=1)
     try:
+        with pytest.raises(CaptureError, match=r"DistributedDataParallel, .*executor\.compiled\.compile\(model"):
+            step_of(nn.parallel.DistributedDataParallel(model), sgd(model))
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
         model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.data, mesh))
         with pytest.raises(CaptureError, match=r"0\.weight is a DTensor"):

@@ -161,7 +161,9 @@ def test_evaluate_scores_planners(run: Run, program: Program, program_file: Path
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == str(out)
-    assert {f.name for f in out.iterdir()} == {"summary.json", "program.json", "results.jsonl", "overhead.png"}
+    names = {"summary.json", "program.json", "results.jsonl", "overhead.png", ".hydra"}
+    assert {f.name for f in out.iterdir()} == names
+    assert (out / ".hydra" / "overrides.yaml").read_text().startswith(f"- program={program_file}\n- limits=")
     rows = rows_in(out)
     check_rows(rows)
     assert [(r["planner"], r["feasible"]) for r in rows] == [
@@ -262,7 +264,7 @@ def test_train_writes_its_run_directory(run: Run, program: Program, program_file
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == str(out)
     names = {"program.json", "summary.json", "results.jsonl", "plan.json", "checkpoint.pt", "tb", "learning_curve.png",
-             "memory_curve.png", "timeline.json", "curve.json"}  # fmt: skip
+             "memory_curve.png", "timeline.json", "curve.json", ".hydra"}  # fmt: skip
     assert {f.name for f in out.iterdir()} == names
     rows = rows_in(out)
     check_rows(rows)

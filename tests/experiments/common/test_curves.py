@@ -13,7 +13,7 @@ from envs.memory_env import small_task
 from experiments.common.curves import BEST, FEASIBLE, GAP, GREEDY, LAST, NAMES, OVERHEAD, Curve, Running
 from experiments.examples import dqn_single_file, ppo_single_file
 from experiments.figures import learning
-from experiments.figures.suite import WITHOUT
+from experiments.figures.core import WITHOUT
 from simulator import FormatError, Machine
 from tests.experiments.conftest import Run
 

@@ -1,7 +1,5 @@
 """figure=compiled in small: the same partitions, whose graphs FX's interpreter runs instead of Inductor's code."""
 
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,7 +33,7 @@ def test_the_networks_have_a_loss(asked: DictConfig) -> None:
     assert model(x, y).shape == () and model(x, y).requires_grad
 
 
-def test_every_method_has_its_peak_its_time_and_its_bits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_method_has_its_peak_its_time_and_its_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(
         model: nn.Module, memory: int | float, planner: str = "capuchin", seconds: float = 1.0, mode: str = "recompute"
     ) -> Any:
@@ -64,7 +62,6 @@ def test_every_method_has_its_peak_its_time_and_its_bits(monkeypatch: pytest.Mon
     assert methods["ours 0.8"]["peak_bytes"] < methods["dp 0.4"]["peak_bytes"] < methods["none"]["peak_bytes"]
     said = compiled.numbers([row])
     assert said["refused"] == 1 and said["points"] == 3 and said["pairs"] == 1 and said["swapped"] == 1
-    heads, cells, notes = compiled.FIGURE.say([row])
-    assert len(heads) == len(cells[0]) and len(cells) == len(methods) and len(notes) == 6
-    compiled.FIGURE.draw([row], tmp_path / "compiled.png")
-    assert os.path.getsize(tmp_path / "compiled.png") > 10_000
+    heads, cells, _ = compiled.FIGURE.say([row])
+    assert len(heads) == len(cells[0]) and len(cells) == len(methods)
+    assert compiled.FIGURE.chart([row]).panels

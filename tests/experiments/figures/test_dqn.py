@@ -47,20 +47,14 @@ def test_every_pair_at_one_limit_is_compared():
     at = next(d for d in every if d.mode == "joint" and d.baseline == "tflms" and d.limit == 0.6)
     assert (at.mean, at.worst, at.theirs) == (pytest.approx(0.015), 0.02, 0.04)
     assert not any(d.worst > d.theirs + fig.SAME for d in every)
-
-
-def test_a_seed_without_a_plan_loses_where_a_baseline_has_one():
+    _, cells = fig.FIGURE.table(GOOD)
+    assert cells == [["VGG16", "0.00% / 0.00% / 0.00% TFLMS",
+                      "1.50% (1.00% to 2.00%) / 2.50% (2.00% to 3.00%) / 4.00% TFLMS"]]  # fmt: skip
+    # A seed without a plan loses where a baseline has one.
     rows = [GOOD[0], row(1, [(0.9, 0.0), (0.6, 0.03)], [(0.9, 0.0), (0.6, 0.02), (0.55, 0.03)])]
     lost = [d for d in fig.duels(fig.panels(rows)[0]) if d.worst > d.theirs + fig.SAME]
     assert [(d.mode, d.baseline, d.limit) for d in lost] == [("swap", "tflms", 0.55)]
     assert math.isinf(lost[0].mean)
-
-
-def test_table_has_both_modes_and_the_best_baseline():
-    heads, cells = fig.FIGURE.table(GOOD)
-    assert heads[1:] == ["−10% memory", "−40% memory"]
-    assert cells == [["VGG16", "0.00% / 0.00% / 0.00% TFLMS",
-                      "1.50% (1.00% to 2.00%) / 2.50% (2.00% to 3.00%) / 4.00% TFLMS"]]  # fmt: skip
 
 
 def test_tasks_are_groups_by_seeds():
@@ -70,7 +64,6 @@ def test_tasks_are_groups_by_seeds():
     ]  # fmt: skip
     assert tasks[0]["changes"] == {} and tasks[1]["changes"] == {"vgg19": {"batch_size": 8}}
     assert [t["floor_kernels"] for t in tasks] == [100, 100, 0, 0]  # the floor does not depend on the seed
-    assert json.loads(json.dumps(tasks)) == tasks
 
 
 def test_the_smallest_limit_of_a_baseline():

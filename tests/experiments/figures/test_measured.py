@@ -1,10 +1,9 @@
-"""figure=measured: its tasks, its table and sentences from rows made by hand, a row as it is computed."""
+"""figure=measured: its tasks, and a row as it is computed."""
 
 from pathlib import Path
 
 import pytest
 
-from experiments.common import cli
 from experiments.figures import measured as fig
 from simulator import Machine
 from tests.experiments.conftest import figure_settings
@@ -21,8 +20,6 @@ def test_tasks_are_the_files_the_peaks_and_the_fit() -> None:
     assert [task["part"] for task in fig.tasks(figure_settings("measured", parts=["fit"]))] == ["fit"]
     limits = fig.tasks(figure_settings("measured", parts=["plans"], limits=[0.6, 0.3], calls=7))
     assert limits == [{"part": "plans", "limit": limit, "calls": 7} for limit in (0.6, 0.3)]
-    with pytest.raises(cli.UsageError, match="there is no part 'peak'; the nearest is 'peaks'"):
-        fig.tasks(figure_settings("measured", parts=["peak"]))
 
 
 def test_a_changed_measurement_is_another_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,31 +21,27 @@ def test_the_points() -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "named"),
     [
-        ("RTX 4060", "RTX 9", "line 2: gpu is none of RTX 3060, RTX 4060, A100: 'RTX 9'"),
-        (",209,", ",0,", "line 2: batch is out of range: 0"),
-        (",209,", ",many,", "line 2: batch is no number of at least 0: 'many'"),
-        (",Adam,", ",_multi_tensor,", "line 2: optimizer is none of torch.optim: '_multi_tensor'"),
-        ("7809794048", "-1", "line 2: ground_bytes is no number of at least 0: '-1'"),
-        ("ConvNeXtBase,Adam", ",Adam", "line 2: model is missing"),
-        ("zero_grad_mode", "mode", "line 2: zero_grad_mode is no number of at least 0: None"),
+        ("RTX 4060", "RTX 9", "line 2: gpu"),
+        (",209,", ",0,", "line 2: batch"),
+        (",209,", ",many,", "line 2: batch"),
+        (",Adam,", ",_multi_tensor,", "line 2: optimizer"),
+        ("7809794048", "-1", "line 2: ground_bytes"),
+        ("ConvNeXtBase,Adam", ",Adam", "line 2: model"),
+        ("zero_grad_mode", "mode", "line 2: zero_grad_mode"),
     ],
 )
-def test_what_is_no_point_is_refused(tmp_path: Path, old: str, new: str, said: str) -> None:
+def test_what_is_no_point_is_refused(tmp_path: Path, old: str, new: str, named: str) -> None:
     path = tmp_path / "points.csv"
-    text = (peaks.DATA / "xmem_points.csv").read_text()
-    path.write_text(text.replace(old, new, 1))
-    with pytest.raises(FormatError) as caught:
-        peaks.points(path)
-    assert said in str(caught.value)
-
-
-def test_no_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="cannot be read"):
-        peaks.points(tmp_path / "none.csv")
+        peaks.points(path)
+    path.write_text((peaks.DATA / "xmem_points.csv").read_text().replace(old, new, 1))
+    with pytest.raises(FormatError, match=named):
+        peaks.points(path)
 
 
+@pytest.mark.nightly
 def test_ours_beside_the_measured_and_the_means() -> None:
     (point,) = (p for p in peaks.points() if (p.network, p.optimizer) == ("MobileNetV2", "SGD"))
     (row,) = peaks.rows([point])

@@ -5,7 +5,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from simulator import Engine, Kernel, OutOfMemory, Plan, Program, Recompute, Rerun, Swap, Tensor, rules, simulate
 from simulator.compiled import engine as compiled
@@ -15,7 +15,6 @@ from tests import random_cases, tiny
 from tests.strategies import machines, plans, programs
 
 
-@settings(max_examples=200)
 @given(st.data())
 def test_the_figures_do_not_depend_on_the_iterations(data):
     program = data.draw(programs())
@@ -43,7 +42,6 @@ def test_one_iteration_is_enough_where_no_persistent_tensor_is_swapped(data):
     assert {b - a for a, b in pairwise((0, *five.boundaries))} == {one.iteration_ns}
 
 
-@settings(max_examples=200)
 @given(st.data())
 def test_feasible_exactly_from_required_bytes_on(data):
     program = data.draw(programs())
@@ -77,7 +75,7 @@ def test_a_synchronous_swap_is_a_kind_of_row():
 
 def test_a_plan_is_simulated_up_to_the_cutoff():
     slower = 0
-    for seed in range(300):
+    for seed in range(60):
         case = random_cases.case(seed)
         engine, rows = Engine(case.program, case.machine, case.limit), rows_of(case.plan.decisions)
         score = engine.score(rows, case.limit_until)
@@ -88,12 +86,12 @@ def test_a_plan_is_simulated_up_to_the_cutoff():
             else:
                 assert found.iteration_ns >= score.iteration_ns, f"seed {seed}"
                 slower += score.feasible and not found.feasible
-    assert slower > 90
+    assert slower > 15
 
 
 def test_batches_are_scored_as_plans_one_by_one(monkeypatch):
     monkeypatch.setattr(compiled, "SHARE", 1)
-    for seed in range(30):
+    for seed in range(10):
         rng = Random(seed)
         program, machine = random_cases.program_of(rng), random_cases.machine_of(rng)
         plans = [random_cases.plan_of(rng, program) for _ in range(20)]

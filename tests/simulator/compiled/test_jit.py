@@ -66,6 +66,7 @@ class Workshop:
         return {path: path.stat().st_mtime_ns for path in self.folder.rglob("work.*.nbc")}
 
 
+@pytest.mark.nightly
 def test_what_is_compiled_in_is_compiled_anew_when_another_file_changes(tmp_path):
     shop = Workshop(tmp_path)
     assert shop.run(factor=2) == [20, 20]
@@ -92,6 +93,7 @@ print(first({name}(3)))
 """
 
 
+@pytest.mark.nightly
 def test_an_index_that_names_what_is_no_more_is_as_good_as_none(tmp_path):
     env = os.environ | {
         "NUMBA_CACHE_DIR": str(tmp_path / "cache"),
@@ -115,23 +117,8 @@ def test_a_stamp_is_of_values_and_not_of_names_elsewhere():
         return scaled
 
     assert stamp(made(2)) == stamp(made(2))
-    values = [
-        2,
-        3,
-        2.0,
-        True,
-        (2, 3),
-        (3, 2),
-        np.int32(2),
-        np.arange(2),
-        np.arange(3),
-        np.arange(2.0),
-        np.dtype("i4"),
-        copied_at,
-        call,
-        namedtuple("Pair", "a b"),
-        namedtuple("Pair", "b a"),
-    ]
+    values = [2, 3, 2.0, True, (2, 3), (3, 2), np.int32(2), np.arange(2), np.arange(3), np.arange(2.0), np.dtype("i4"),
+              copied_at, call, namedtuple("Pair", "a b"), namedtuple("Pair", "b a")]  # fmt: skip
     assert len({stamp(made(value)) for value in values}) == len(values)
 
 
@@ -183,6 +170,7 @@ def test_nothing_is_compiled_without_a_stamp():
                 assert not re.search(r"\bn?jit\b.*\bnumba\b|\bnumba\b.*\bn?jit\b", path.read_text()), path
 
 
+@pytest.mark.nightly
 def test_a_damaged_cache_is_none(tmp_path):
     shop = Workshop(tmp_path)
     assert shop.run(3) == [30, 30]
@@ -192,6 +180,7 @@ def test_a_damaged_cache_is_none(tmp_path):
         assert shop.run(3) == [30, 30]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("where", ["full", "nowhere"])
 def test_without_room_for_a_cache_it_is_compiled_each_time(tmp_path, where):
     """A file may have no bytes, as on a full disk; or there is no folder for the cache."""

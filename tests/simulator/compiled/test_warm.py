@@ -105,6 +105,7 @@ def test_what_another_process_compiles_is_waited_for_and_taken_from_the_cache(tm
     assert output(tmp_path, script) == ["True", "0", "None"]  # all is there: no other process
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "script",
     [
@@ -119,14 +120,7 @@ def test_without_the_other_process_a_command_compiles_itself(tmp_path: Path, scr
     assert output(tmp_path, f"{script}; print(run())") == ["1"]
 
 
-def test_it_ends_with_the_command_and_is_no_zombie(tmp_path: Path) -> None:
-    dead = "child = at_work(); child.kill()\nwhile child.returncode is None: time.sleep(0.01)\n"  # waits for nobody
-    status, pid = output(tmp_path, f"{dead}print(child.returncode, at_work().pid)")
-    assert status == "-9"
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(pid), 0)
-
-
+@pytest.mark.nightly
 def test_of_two_processes_one_compiles(tmp_path: Path) -> None:
     (tmp_path / "work.py").write_text(JIT.replace("PID", "__import__('os').getpid()"))
     both = [
@@ -150,6 +144,7 @@ def test_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
             assert sum(slept) == pytest.approx(jit.PATIENCE, abs=0.1)
 
 
+@pytest.mark.nightly
 def test_a_worker_process_has_one_core() -> None:
     assert engine.cores() == len(os.sched_getaffinity(0))
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:

@@ -1,11 +1,10 @@
-"""Files of buffers: one small file for every format, and every way to be wrong."""
+"""Files of buffers: one small file for every format. What is refused: tests/simulator/test_malformed.py."""
 
 from __future__ import annotations
 
 import csv
 import os
 import pickle
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,56 +62,11 @@ def test_csv(write: Write, text: str) -> None:
     assert buffers.intervals.peak_bytes == 12
 
 
-def test_csv_without_buffers(write: Write) -> None:
-    buffers = load(write("a.csv", "id,lower,upper,size\n"))
-    assert (buffers.ids, len(buffers.intervals), buffers.intervals.peak_bytes) == ((), 0, 0)
-
-
-HEADER = "id,lower,upper,size\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("", "holds no line"),
-        ("\n  \n# only a comment\n", "holds no line"),
-        ("id,lower,size\na,0,1\n", "line 1: no column 'upper'"),
-        ("id,lower,upper,size,start\n", "line 1: more than one column 'lower'"),
-        ("1,0,3,4\n", "line 1: no column 'id'"),
-        (HEADER + "a,0,1,2\n\na,1,2,2\n", "line 4: id 'a' was in line 2 already"),
-        (HEADER + "a,0,1\n", "line 2: expected 4 cells, got 3"),
-        (HEADER + "a,0,1,2,\n", "line 2: expected 4 cells, got 5"),
-        (HEADER + "a,0,1.5,2\n", "line 2: upper: expected an integer, got '1.5'"),
-        (HEADER + "a,,1,2\n", "line 2: lower: expected an integer, got ''"),
-        (HEADER + "a,0,1,1_000\n", "line 2: size: expected an integer, got '1_000'"),
-        (HEADER + f"a,0,1,{'9' * 5000}\n", "line 2: size: expected an integer, got '9999"),
-        (HEADER + "a,0,1,-2\n", "line 2: size: expected an integer from 0 to 8796093022208, got -2"),
-        (HEADER + f"a,0,1,{2**43 + 1}\n", "line 2: size: expected an integer from 0 to"),
-        (HEADER + "a,-1,1,2\n", "line 2: lower: expected an integer from 0 to"),
-        (HEADER + f"a,0,{NEVER},2\n", "line 2: upper: expected an integer from 0 to"),
-        (HEADER + "a,3,3,2\n", "line 2: expected lower < upper, got 3 and 3"),
-        (HEADER + "a,0,1," + "1" * 200_000, "field larger than field limit"),
-    ],
-)
-def test_wrong_csv(write: Write, text: str, reason: str) -> None:
-    path = write("wrong.csv", text)
-    with pytest.raises(FormatError) as caught:
-        load(path)
-    assert str(caught.value).startswith(f"{path}: {reason}")
-
-
 def test_a_csv_holds_no_iteration(write: Write) -> None:
-    path = write("a.csv", HEADER + "a,0,1,2\n")
+    path = write("a.csv", "id,lower,upper,size\n" + "a,0,1,2\n")
     assert rows(load(path, iteration=False)) == [("a", 0, 1, 2)]
     with pytest.raises(FormatError, match="no iteration: a CSV of buffers holds no stream of operations"):
         load(path, iteration=True)
-
-
-def test_unreadable_files(tmp_path: Path, write: Write) -> None:
-    with pytest.raises(FormatError, match=r"nothing.csv: cannot be read \(No such file or directory\)"):
-        load(tmp_path / "nothing.csv")
-    with pytest.raises(FormatError, match=r"a.csv: neither text nor a snapshot"):
-        load(write("a.csv", b"\xff\xfe\x00"))
 
 
 def test_solution_and_back(tmp_path: Path) -> None:
@@ -169,29 +123,6 @@ def test_log_in_which_nothing_repeats(write: Write) -> None:
         load(path, iteration=True)
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("allocate 1 2", "line 1: expected malloc, write, read, free or the header of a CSV, got 'allocate'"),
-        ("malloc 1 2\nmaloc 1 2", "line 2: expected malloc, write, read, free or"),
-        ("malloc 1", "line 1: expected 'malloc ID BYTES', got 2 words"),
-        ("malloc 1 2\n\nfree 1 2", "line 3: expected 'free ID', got 3 words"),
-        ("malloc a 2", "line 1: id: expected an integer, got 'a'"),
-        ("malloc 0x 2", "line 1: id: expected an integer, got '0x'"),
-        ("malloc -1 2", "line 1: id: expected an integer from 0 to"),
-        ("malloc 1 -2", "line 1: bytes: expected an integer from 0 to 8796093022208, got -2"),
-        ("malloc 1 2.0", "line 1: bytes: expected an integer, got '2.0'"),
-        ("# set-up\nmalloc 1 2\nmalloc 0x1 2", "line 3: malloc of a block that is held already, 1"),
-        ("malloc 1 2\nfree 1\nread 1", "line 3: read of a block that is not held, 1"),
-    ],
-)
-def test_wrong_logs(write: Write, text: str, reason: str) -> None:
-    path = write("wrong.log", text)
-    with pytest.raises(FormatError) as caught:
-        load(path)
-    assert str(caught.value).startswith(f"{path}: {reason}")
-
-
 # ------------------------------------------------------------------------------------------------------- snapshots
 
 
@@ -224,6 +155,9 @@ def freed(addr: int, size: int) -> list[dict[str, Any]]:
     return [event("free_requested", addr, size), event("free_completed", addr, size)]
 
 
+ALLOC = event("alloc", 16, 4)
+
+
 def test_snapshot(write: Write) -> None:
     trace = [
         event("segment_alloc", 0x1000, 2 << 20),
@@ -254,7 +188,7 @@ def test_snapshot(write: Write) -> None:
         load(path, iteration=True)
 
 
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("protocol", [0, pickle.HIGHEST_PROTOCOL])
 def test_the_iteration_of_a_snapshot(write: Write, protocol: int) -> None:
     # Cut out of a training: it begins with the free of what the iteration before has left.
     trace = freed(0x600, 20)
@@ -299,65 +233,6 @@ def test_a_malicious_pickle_is_refused(
     assert (tmp_path / "evil").exists()
 
 
-def test_other_refusals_of_the_unpickler(write: Write) -> None:
-    made = {
-        "ordered": (pickle.dumps(OrderedDict(a=1)), "refused to unpickle collections.OrderedDict: containers"),
-        # An instance by the oldest opcode, an extension code, a persistent id.
-        "instance": (b"(S'true'\nios\nsystem\n.", "refused to unpickle os.system"),
-        "extension": (b"\x80\x02\x82\x01.", "refused to unpickle byte 2: extension code 1"),
-        "persistent": (b"\x80\x02Pid\n.", "refused to unpickle a persistent id"),
-        # 11 bytes that would make a table of 64 GiB.
-        "memory": (b"\x80\x02]r\xff\xff\xff\xffK\x01.", "refused to unpickle byte 3: 4294967295 shared objects"),
-        "put": (b"]p4294967295\n.", "refused to unpickle byte 1: 4294967295 shared objects"),
-        # 8 EiB of bytes that are not there.
-        "bytes": (b"\x80\x04\x8e\xff\xff\xff\xff\xff\xff\xff\x7f.", "not a pickle"),
-        "cut": (pickle.dumps(snapshot([event("alloc", 1, 1)]))[:-20], "not a pickle"),
-        "empty": (b"\x80\x04", "not a pickle"),
-        "call": (b"\x80\x02X\x01\x00\x00\x00a)R.", "not a pickle"),  # calls a string
-        "list": (pickle.dumps([1, 2]), "snapshot: expected a dict with 'segments' and 'device_traces'"),
-    }
-    for name, (raw, reason) in made.items():
-        path = write(f"{name}.pickle", raw)
-        with pytest.raises(FormatError) as caught:
-            load(path)
-        assert str(caught.value).startswith(f"{path}: {reason}"), name
-
-
-ALLOC = event("alloc", 16, 4)
-
-
-@pytest.mark.parametrize(
-    ("made", "reason"),
-    [
-        ({"segments": []}, "snapshot: missing key 'device_traces'"),
-        ({"device_traces": [[ALLOC]]}, "snapshot: missing key 'segments'"),
-        (snapshot() | {"device_traces": 3}, "snapshot.device_traces: expected list, got int"),
-        (snapshot([ALLOC], 3), "device_traces[1]: expected a list, got int"),  # type: ignore[arg-type]
-        (snapshot(), "device_traces: no alloc and no free_completed; was _record_memory_history() called first?"),
-        (snapshot([], [event("snapshot", 0, 0)]), "device_traces: no alloc and no free_completed"),
-        (snapshot([ALLOC, "x"]), "device_traces[0][1]: expected a dict, got str"),  # type: ignore[list-item]
-        (snapshot([ALLOC, {}]), "device_traces[0][1]: missing key 'action'"),
-        (snapshot([ALLOC, {"action": "alloc", "addr": 1}]), "device_traces[0][1]: missing key 'size'"),
-        (snapshot([ALLOC | {"size": True}]), "device_traces[0][0].size: expected int, got bool"),
-        (snapshot([ALLOC | {"size": -1}]), "device_traces[0][0].size: expected an integer from 0 to"),
-        (snapshot([ALLOC | {"addr": 2**70}]), "device_traces[0][0].addr: expected an integer from 0 to"),
-        (snapshot([event("oom", 0, 1), ALLOC, ALLOC]),
-         "device_traces[0][2]: malloc of a block that is held already, 0x10"),
-        (snapshot([*freed(16, 4), *freed(16, 4)]), "device_traces[0][3]: free of a block that is not held, 0x10"),
-        (snapshot([ALLOC], segments=({"address": 1},)), "segments[0]: missing key 'blocks'"),
-        (snapshot([ALLOC], segments=(segment(1, [(1, 1, 2)]),)),  # type: ignore[list-item]
-         "segments[0].blocks[0].state: expected str, got int"),
-        (snapshot([ALLOC], segments=(segment(1, [(1, -1, "active_allocated")]),)),
-         "segments[0].blocks[0].requested_size: expected an integer from 0 to"),
-    ],
-)  # fmt: skip
-def test_wrong_snapshots(write: Write, made: object, reason: str) -> None:
-    path = write("wrong.pickle", pickle.dumps(made))
-    with pytest.raises(FormatError) as caught:
-        load(path)
-    assert str(caught.value).startswith(f"{path}: {reason}")
-
-
 # ------------------------------------------------------------------------------------------------------- programs
 
 
@@ -372,8 +247,3 @@ def test_program(tmp_path: Path, name: str) -> None:
     assert buffers.intervals.period == 8
     line = load(tmp_path / name, iteration=False).intervals
     assert (line.period, line.peak_bytes) == (NEVER, 180)
-
-
-def test_wrong_program(write: Write) -> None:
-    with pytest.raises(FormatError, match=r"a.json: program: missing key 'format'"):
-        load(write("a.json", "{}"))

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from simulator import Machine, Plan, simulate
-from simulator.pool import ALLOCATORS, Intervals, Packing, run, smartpool
+from simulator.pool import ALLOCATORS, Intervals, Packing, run
 from simulator.pool.online import caching, cnmem, cudamalloc, heap
 from simulator.pool.times import STEP_NS, allocation_ns
 from tests import tiny
@@ -57,19 +56,6 @@ def test_caching_takes_one_segment() -> None:
     assert (packing.footprint, packing.driver_mallocs, packing.driver_frees) == (2 * MB, 1, 0)
 
 
-def test_offline_first_fit_differs_from_both() -> None:
-    # By size: a 0, c on it at 4, e at 0; then b above c and e's at 6, d at 7, and f at 2, between e and c.
-    assert in_units(smartpool.pack(HOLES, fit="first"), KB) == ([0, 6, 4, 7, 0, 2], 8)
-
-
-def test_sizes_are_rounded_up() -> None:
-    blocks = table([(0, 1, 1), (0, 1, 0), (0, 1, 513), (0, 1, 1)])  # nobody asks for the block of no bytes
-    assert (cnmem.pack(blocks).offsets.tolist(), cnmem.pack(blocks).footprint) == ([0, 0, 512, 1536], 2048)
-    assert (heap.pack(blocks).offsets.tolist(), heap.pack(blocks).footprint) == ([0, 0, 1024, 2048], 3072)
-    assert caching.pack(blocks).offsets.tolist() == [0, 0, 512, 1536]
-    assert (cudamalloc.pack(blocks).offsets.tolist(), cudamalloc.pack(blocks).footprint) == ([0, 0, 1, 514], 515)
-
-
 # ------------------------------------------------------------------------------------------------- CnMem
 
 
@@ -90,10 +76,6 @@ def test_cnmem_merges_on_both_sides() -> None:
     blocks = table([(0, 2, 2 * KB), (0, 1, 2 * KB), (0, 3, 2 * KB), (3, 4, 6 * KB)])
     assert in_units(cnmem.pack(blocks, 6 * KB), KB) == ([0, 2, 4, 0], 6)
     assert in_units(heap.pack(blocks), KB) == ([0, 2, 4, 0], 6)
-
-
-def test_cnmem_keeps_what_it_reserved() -> None:
-    assert cnmem.pack(table([(0, 1, KB)]), reserve_bytes=10 * KB).footprint == 10 * KB
 
 
 # ------------------------------------------------------------------------------------ PyTorch's allocator
@@ -139,14 +121,6 @@ def test_caching_merges_within_a_segment_only() -> None:
     assert in_units(caching.pack(blocks), MB) == ([0, 4, 0], 20)
     blocks = table([(0, 1, 12 * MB), (0, 1, 12 * MB), (1, 2, 20 * MB), (2, 3, 12 * MB)])
     assert in_units(caching.pack(blocks), MB) == ([0, 12, 24, 0], 44)  # the lowest of the two smallest
-
-
-def test_caching_counts_levels_of_its_trees() -> None:
-    # a: nothing free (0 levels), the rest of the segment goes into an empty set (0). b: finds (1 level) and removes
-    # (1) it, the rest goes into an empty set. Freeing a: one block there (1 level), its neighbour b is not free.
-    # Freeing b: a and the rest are found among two and one (2 + 1), the merged block goes into an empty set.
-    packing = caching.pack(table([(0, 1, KB), (0, 2, KB)]))
-    assert packing.steps == 0 + 0 + 1 + 1 + 0 + 1 + 2 + 1 + 0
 
 
 # ---------------------------------------------------------------------------------------- random blocks
@@ -199,6 +173,7 @@ def test_a_circle_is_unrolled(found: list, name: str) -> None:
     assert len(blocks) >= len(circle)
 
 
+@pytest.mark.nightly
 def test_sixty_thousand_blocks() -> None:
     rng = np.random.default_rng(0)
     lower = rng.integers(0, 20_000, 20_000)
@@ -222,13 +197,6 @@ def test_run_by_name(name: str) -> None:
     assert packing.footprint == {
         "cudamalloc": 700, "caching": 2 * MB, "cnmem": 1024 + 512, "superneurons": 2048,
     }.get(name, 768 + 256)  # fmt: skip
-
-
-def test_first_fit_is_passed_on() -> None:
-    # The case of test_pool.py: holes [0, 10) and [18, 22) for the last block.
-    blocks = table([(0, 2, 10), (1, 8, 8), (1, 3, 4), (1, 8, 3), (6, 8, 2)])
-    assert run("smartpool", blocks)[1].offsets[4] == 18
-    assert run("smartpool_first", blocks)[1].offsets[4] == 0
 
 
 def test_what_is_refused() -> None:
@@ -266,17 +234,6 @@ def test_time_of_a_line_has_its_growth_in_it() -> None:
     assert allocation_ns("cudamalloc", line, DRIVER) == 2 * 100 + 2 * 10 + 4000
     # Two cudaMallocs of 1024 and 3072; freeing a looks at one entry, b at a's piece twice, freeing b at two.
     assert allocation_ns("cnmem", line, DRIVER) == 2 * 100 + 4096 + (1 + 2 + 2) * STEP_NS
-
-
-def test_bare_cudamalloc_costs_what_table_1_of_smartpool_says() -> None:
-    # ResNet50 frees 8.9 GB in 613 blocks an iteration; Table I has 993 ms with cudaMalloc, 1.88 times as fast without.
-    paper = 993 - 993 / 1.88
-    blocks = Machine.load("gtx1080ti").driver_ns(613, 613, 8_912_824_756) / 1e6
-    assert abs(blocks / paper - 1) < 0.05
-
-
-def test_the_simulator_does_not_pay_for_the_driver() -> None:
-    assert simulate(tiny.PROGRAM, Plan(), DRIVER, 180) == simulate(tiny.PROGRAM, Plan(), tiny.MACHINE, 180)
 
 
 def test_caching_gives_cached_segments_back_before_it_fails() -> None:

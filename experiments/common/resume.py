@@ -1,0 +1,84 @@
+"""The settings of a run directory as words of a command line: what ``train_dqn resume=RUN`` goes on with.
+
+A directory may come from a stranger, so only keys that the command has are read, and nothing in them names Python.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from experiments.common import cli
+from simulator.files import load_json, write_json
+
+NOT_SETTINGS = ("program", "workload", "task", "target", "machine", "out", "resume")  # which the directory says instead
+CHOICE = "agent"  # the config group whose option's name counts
+
+
+def resumed_words(file: Path, typed: list[str], config_name: str = "train_dqn") -> list[str]:
+    """Returns the words that resume a run: its settings, but where ``typed`` says otherwise.
+
+    Args:
+        file: of the settings, as ``report.asked`` returns them.
+        typed: the words of the command line.
+
+    Raises:
+        UsageError: they are not of this version, or name Python to be imported, which no file may.
+    """
+    data = load_json(file, lambda data: data if isinstance(data, dict) else {})
+    if not isinstance(data.get("command"), list) or not isinstance(data.get("config"), dict):
+        raise cli.UsageError(f"resume: {file} does not say the settings of a run")
+    keys = [word.partition("=")[0] for word in typed]
+    chosen = [str(word).partition("=") for word in data["command"][3:]]
+    words = [f"{CHOICE}={_checked(option)}" for group, _, option in chosen if group == CHOICE]
+    known = cli.keys(config_name)
+    for key, value in data["config"].items():
+        if key not in known:
+            raise cli.UsageError(f"resume: {file}: config: experiments.{config_name} has no key {key!r}")
+        if key == "network" and value is not None and key not in keys:
+            raise cli.UsageError(f"resume: {file}: config: network is Python, which only a typed word may name")
+        if key not in NOT_SETTINGS:
+            words += [f"{name}={_written(leaf)}" for name, leaf in _leaves(key, value)]
+    program, machine = file.with_name("program.json"), data["config"].get("machine")
+    if program.is_file() and not {"program", "workload", "target"} & {*keys}:
+        words.append(f"program={_written(str(program.absolute()))}")
+    if isinstance(machine, dict):
+        folder = tempfile.mkdtemp()
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)  # it is read once this has returned
+        write_json(Path(folder) / "machine.json", machine)
+        words.append(f"machine={folder}/machine.json")
+    return [w for w in words if not any(w.startswith((f"{key}=", f"{key}.")) for key in keys)] + typed
+
+
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        for name, entry in value.items():
+            yield from _leaves(f"{key}.{_checked(name)}", entry)
+    else:
+        yield key, value
+
+
+def _checked(key: object) -> str:
+    """Returns a key that means nothing to Hydra; raises UsageError for another."""
+    if not isinstance(key, str) or not re.fullmatch(r"\w+", key):
+        raise cli.UsageError(f"resume: config: {str(key)[:40]!r} is no key of a setting")
+    return key
+
+
+def _written(value: Any) -> str:
+    """Returns a value in the grammar of overrides."""
+    if isinstance(value, str):
+        if "${" in value:  # OmegaConf would put something else in its place
+            raise cli.UsageError(f"resume: config: {value[:40]!r} is no setting")
+        return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_written, value)) + "]"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{_checked(key)}: {_written(entry)}" for key, entry in value.items()) + "}"
+    return json.dumps(value)

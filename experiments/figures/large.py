@@ -1,6 +1,0 @@
-"""The large suite of the benchmark."""
-
-from experiments.figures.figure import Figure
-from experiments.figures.suite import chart, numbers, run, tasks
-
-FIGURE = Figure("large", tasks, run, numbers, chart, alone=True)

@@ -1,0 +1,208 @@
+"""A measured step as JSON (``measured/1``): each kernel's time, with its operator and what that was called with.
+
+Arguments have shapes, strides and types, no content, so that ``modelled`` can say what the model of time gives for the
+same calls under any coefficients. Names of modules, tensors, files and hosts are not written.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.passes.shape_prop import TensorMetadata, _extract_tensor_metadata
+
+from executor.capture.captured import Captured
+from executor.capture.kernel_times import Precision, kernel_ns
+from executor.capture.profile import Cache, Profile
+from simulator.files import FormatError
+from simulator.machine import Machine
+from simulator.program import Kernel, KernelKind, Phase
+
+FORMAT = "measured/1"
+# Measured rates of a machine, as its file names them.
+RATES = ("memory_bytes", "h2d_bytes_per_s", "d2h_bytes_per_s", "duplex_h2d_bytes_per_s", "duplex_d2h_bytes_per_s",
+         "copy_latency_ns", "copy_engines", "launch_ns", "issue_ns", "wait_ns")  # fmt: skip
+MANY = ("_foreach_", "_fused_")  # operators that update many parameters in one kernel
+
+Value = Any  # a tensor as {"shape", "stride", "dtype"}, a number, a truth value, None, or a list of these
+
+
+@dataclass(frozen=True)
+class Operator:
+    """What a kernel runs.
+
+    Attributes:
+        name: as in "aten.convolution.default".
+        arguments, named: what it was called with. What is no tensor, number, truth value or list of them is None.
+        result: its tensor; None where it has several.
+        flops, bytes: of one call, as the program has them.
+    """
+
+    name: str
+    kind: KernelKind
+    arguments: list[Value]
+    named: dict[str, Value]
+    result: Value
+    flops: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """A measured step; None stands for what was not measured.
+
+    Attributes:
+        source: who measured it, or where it is published; ``licence``: under which it may be passed on.
+        workload: a name for people.
+        device: as its driver names it; ``machine``: the preset of configs/machine that is compared with it.
+        cuda, cudnn: versions; "" without.
+        cache, event_ns: as of ``Profile``.
+        rates: of RATES, as ``executor.calibrate`` measures them.
+        step_ns: an eager step, the median.
+        context_bytes: of the GPU, that a process takes besides tensors (executor/memory/context.py).
+        reserved_bytes, allocated_bytes: peaks of PyTorch's allocator in the first steps.
+        operators: each once; ``kernels``: in order, (operator, phase, ns, workspace in bytes).
+    """
+
+    source: str
+    licence: str
+    workload: str
+    device: str
+    machine: str
+    torch: str
+    cuda: str
+    cudnn: str
+    precision: Precision
+    cache: Cache
+    event_ns: int
+    rates: dict[str, int] | None
+    step_ns: int | None
+    context_bytes: int | None
+    reserved_bytes: int | None
+    allocated_bytes: int | None
+    operators: list[Operator]
+    kernels: list[tuple[int, Phase, int, int | None]]
+
+    def to_json(self) -> str:
+        """The file's text, an operator per line."""
+        text = json.dumps({"format": FORMAT, **vars(self)}, separators=(",", ":"), default=vars)
+        return text.replace('{"name"', '\n{"name"') + "\n"
+
+    @classmethod
+    def from_dict(cls, data: Any) -> MeasuredStep:
+        """Reads a ``measured/1`` dictionary; raises FormatError if it is of another format."""
+        try:
+            if (found := dict(data)).pop("format") != FORMAT:
+                raise ValueError("another format")
+            found["precision"] = Precision(**found["precision"])
+            found["operators"] = [Operator(**operator) for operator in found["operators"]]
+            found["kernels"] = [(which, phase, ns, space) for which, phase, ns, space in found["kernels"]]
+            return cls(**found)
+        except (KeyError, TypeError, ValueError) as error:
+            raise FormatError(f"expected {FORMAT}, as `experiments.measured profile` writes it ({error})") from None
+
+
+def measured_step(captured: Captured, profile: Profile, rates: Machine | None = None, **entries: Any) -> MeasuredStep:
+    """The step that a profile was measured of.
+
+    Args:
+        rates: as ``executor.calibrate`` measured the machine.
+        entries: attributes of MeasuredStep that the profile does not have; those that are left out are None.
+
+    Raises:
+        FormatError: the profile is of another program.
+    """
+    if len(profile.durations_ns) != len(captured.nodes):
+        raise FormatError(f"the profile is of another program ({profile.program!r})")
+    known: dict[str, int] = {}
+    operators: list[Operator] = []
+    kernels: list[tuple[int, Phase, int, int | None]] = []
+    spaces = profile.workspaces or [None] * len(captured.nodes)
+    for kernel, nodes, ns, space in zip(
+        captured.program.kernels, captured.nodes, profile.durations_ns, spaces, strict=True
+    ):
+        if not nodes:
+            continue  # a marker
+        node = nodes[0]
+        operator = Operator(
+            str(node.target), kernel.kind, written(list(node.args)),
+            {key: written(value) for key, value in node.kwargs.items()}, written(node), kernel.flops, kernel.bytes,
+        )  # fmt: skip
+        key = repr(operator)
+        if key not in known:
+            known[key] = len(operators)
+            operators.append(operator)
+        kernels.append((known[key], kernel.phase, ns, space))
+    cuda = profile.workspaces is not None
+    unmeasured = dict.fromkeys(("step_ns", "context_bytes", "reserved_bytes", "allocated_bytes"))
+    return MeasuredStep(**unmeasured | entries | {
+        "device": profile.device, "machine": profile.machine, "torch": profile.torch,
+        "cuda": (torch.version.cuda or "") if cuda else "",
+        "cudnn": str(torch.backends.cudnn.version() or "") if cuda else "",
+        "precision": captured.precision, "cache": profile.cache, "event_ns": profile.event_ns,
+        "rates": None if rates is None else {key: value for key, value in rates.to_dict().items() if key in RATES},
+        "operators": operators, "kernels": kernels,
+    })  # fmt: skip
+
+
+def written(value: object) -> Value:
+    """An argument of a node, or a node's result, as ``Operator`` has it."""
+    if isinstance(value, fx.Node):
+        meta = value.meta.get("tensor_meta")
+        if not isinstance(meta, TensorMetadata):
+            return None  # a number that the graph computes, or several tensors
+        return {"shape": list(meta.shape), "stride": list(meta.stride), "dtype": str(meta.dtype).removeprefix("torch.")}
+    if isinstance(value, (list, tuple)):
+        return [written(v) for v in value]
+    return value if isinstance(value, (bool, int, float)) and isfinite(value) else None
+
+
+def modelled(measured: MeasuredStep, machine: Machine) -> list[int | None]:
+    """What the model of time gives for each kernel, in ns; None for an operator that this PyTorch does not have."""
+
+    @cache
+    def ns_of(which: int, phase: Phase) -> int | None:
+        operator = measured.operators[which]
+        node = _node(operator)
+        if node is None:
+            return None
+        kernel = Kernel(operator.name, operator.kind, phase, (), (), 0, 0, operator.flops, operator.bytes)
+        many = any(part in operator.name for part in MANY)
+        return kernel_ns(kernel, (node,), machine, measured.precision, many)
+
+    return [ns_of(which, phase) for which, phase, _, _ in measured.kernels]
+
+
+def _node(operator: Operator) -> fx.Node | None:
+    """A call of the operator; None if PyTorch has no such operator."""
+    namespace, name, overload = operator.name.split(".")
+    target = getattr(getattr(getattr(torch.ops, namespace), name, None), overload, None)
+    if target is None:
+        return None
+    graph = fx.Graph()
+    tensors: list[fx.Node] = []
+
+    def value(data: Value) -> Any:
+        if isinstance(data, dict):
+            node = graph.placeholder(f"tensor{len(tensors)}")
+            node.meta["tensor_meta"] = _meta(data)
+            tensors.append(node)
+            return node
+        return list(map(value, data)) if isinstance(data, list) else data
+
+    named = {key: value(v) for key, v in operator.named.items()}
+    call = graph.call_function(target, tuple(value(operator.arguments)), named)
+    if isinstance(operator.result, dict):
+        call.meta["tensor_meta"] = _meta(operator.result)
+    return call
+
+
+def _meta(data: dict[str, Any]) -> TensorMetadata:
+    dtype = getattr(torch, data["dtype"])
+    tensor: Tensor = torch.empty_strided(data["shape"], data["stride"], dtype=dtype, device="meta")
+    return _extract_tensor_metadata(tensor)

@@ -1,0 +1,129 @@
+"""Captures of the workload that ``experiments.plan`` plans: at its own batch, at twice it, and at the largest found.
+
+The first capture imports PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from experiments.plan.max_batch import BatchError, Batches, on_its_scale
+from simulator.files import FormatError
+from simulator.machine import Machine
+from simulator.pool.card import CardPeak
+from simulator.program import Program
+from simulator.report import Origins
+
+if TYPE_CHECKING:  # which imports PyTorch
+    from executor.capture.captured import Captured
+
+
+class Step(NamedTuple):
+    """What planning needs of a capture.
+
+    Attributes:
+        card: of the memory that was asked about, if any was; None where it is not known.
+        arithmetic: a sentence on the types; ``types`` has that of each kernel.
+        modules: paths of those that can be called.
+    """
+
+    program: Program
+    origins: Origins | None  # None of a program file
+    card: CardPeak | None
+    arithmetic: str
+    types: tuple[str, ...]
+    modules: tuple[str, ...]
+
+
+def step(workload: Mapping[str, Any], machine: Machine, memory_bytes: int | None) -> Step:
+    """Captures a workload at its own batch.
+
+    Args:
+        workload: a configuration (experiments/workloads).
+        memory_bytes: of the card; None: only tensors count.
+
+    Raises:
+        WorkloadError, CaptureError, FormatError: the workload is wrong, or cannot be captured.
+    """
+    from torch import nn
+
+    from experiments import workloads
+
+    captured = workloads.load(workload, machine)
+    model = captured.modules[0][0] if captured.modules else nn.Module()
+    modules = tuple(name for name, m in model.named_modules() if name and type(m).forward is not nn.Module.forward)
+    card = _card(captured, workload, machine, memory_bytes)
+    return Step(
+        captured.program, captured.origins, card, captured.arithmetic(machine), captured.types(machine), modules
+    )
+
+
+def batches(
+    workload: Mapping[str, Any], machine: Machine, memory_bytes: int | None, program: Program, beside: int
+) -> Batches:
+    """Captures a workload at twice its own batch, and returns the step at any batch.
+
+    Args:
+        workload: as ``step``, as are ``machine`` and ``memory_bytes``.
+        program: the step at the own batch.
+        beside: bytes beside its tensors on the card.
+
+    Raises:
+        BatchError: the batch cannot be changed.
+    """
+    from experiments import workloads
+
+    with _batch_errors():
+        own = workloads.batch_of(workload, workloads.build(workload))
+        captured = workloads.load(workload, machine, 2 * own)
+        card = None if memory_bytes is None else _card(captured, workload, machine, memory_bytes, 2 * own)
+    more = card.beside if card is not None else 0
+    return Batches(own, program, 2 * own, on_its_scale(captured.program, program), (beside, more))
+
+
+def check(workload: Mapping[str, Any], machine: Machine, batch: int, peak_bytes: int) -> None:
+    """Captures a workload at a batch; raises BatchError if it cannot be captured, or has another peak."""
+    from experiments import workloads
+
+    with _batch_errors():
+        found = workloads.load(workload, machine, batch).program.peak_bytes
+    if found != peak_bytes:
+        raise BatchError(f"the peak at it is {found:,} bytes, not {peak_bytes:,} as those at others foretell")
+
+
+@contextmanager
+def _batch_errors() -> Iterator[None]:
+    """Raises the errors of a capture as BatchError."""
+    from executor.capture.state import CaptureError
+    from experiments.workloads import WorkloadError
+
+    try:
+        yield
+    except (CaptureError, WorkloadError, FormatError) as error:
+        raise BatchError(str(error)) from error
+
+
+def _card(
+    captured: Captured, workload: Mapping[str, Any], machine: Machine, memory_bytes: int | None,
+    batch: int | None = None,
+) -> CardPeak | None:  # fmt: skip
+    """The card's peak; where the CPU's operators are not CUDA's, what CUDA's take more or less is in ``loop``. None
+    where it cannot be followed, and no memory was asked about; else that is a WorkloadError."""
+    from executor.capture.as_cuda import differs
+    from executor.card import card_peak
+    from experiments import workloads
+
+    on_cuda = captured
+    if any(differs(kernel.name) for kernel in captured.program.kernels):
+        on_cuda = workloads.load(workload, machine, batch, as_cuda=True)
+    try:
+        card = card_peak(on_cuda, machine, memory_bytes=memory_bytes)
+    except ValueError as error:
+        if memory_bytes is None:
+            return None
+        raise workloads.WorkloadError(f"memory: what the card counts is not known: {error}") from error
+    more = card.tensors - captured.program.peak_bytes
+    return replace(card, tensors=captured.program.peak_bytes, loop=card.loop + more)

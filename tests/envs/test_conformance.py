@@ -1,0 +1,74 @@
+"""What every registered environment keeps: two libraries' checks, seeds, its specification, its vector form."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.envs.registration import EnvSpec
+from gymnasium.utils.env_checker import check_env
+from stable_baselines3.common.env_checker import check_env as sb3_check_env
+
+import envs
+from envs import tasks
+from envs.tasks import FINGERPRINTS, TASKS
+
+SETTINGS = [  # each pair of two settings is there
+    ("swap", "paper", "end", "paper"), ("swap", "causal", "ignore", "full"), ("recompute", "paper", "ignore", "full"),
+    ("recompute", "causal", "end", "paper"), ("joint", "paper", "end", "full"), ("joint", "causal", "ignore", "paper"),
+]  # fmt: skip
+KEYS = ("mode", "reward", "invalid", "actions")
+ENVIRONMENTS = [
+    *(pytest.param("GpuMemory-v0", {**dict(zip(KEYS, one, strict=True)), "limit": [0.6, 0.8]}, id="-".join(one))
+      for one in SETTINGS),
+    *(pytest.param(f"GpuMemory/{name}-v0", {}, id=name, marks=[pytest.mark.nightly] * (name != "vgg16-45"))
+      for name in TASKS),
+]  # fmt: skip
+
+
+def walked(env: Any, seed: int, steps: int) -> list[Any]:
+    """Observations and rewards of random valid actions, from a reset with this seed on."""
+    observation, _ = env.reset(seed=seed)
+    rng, out = np.random.default_rng(seed), [observation]
+    for _ in range(steps):
+        observation, reward, terminated, truncated, _ = env.step(rng.choice(np.flatnonzero(observation["action_mask"])))
+        out += [reward, observation]
+        if terminated or truncated:
+            out.append(observation := env.reset()[0])
+    return out
+
+
+@pytest.mark.parametrize(("name", "arguments"), ENVIRONMENTS)
+def test_an_environment_conforms(name: str, arguments: dict[str, Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # unbounded features are meant
+        check_env(gymnasium.make(name, **arguments).unwrapped, skip_render_check=True)
+        sb3_check_env(gymnasium.make(name, **arguments).unwrapped)
+    env = gymnasium.make(name, **arguments)
+    first = walked(env, 3, 30)
+    for other in (env, gymnasium.make(EnvSpec.from_json(env.spec.to_json()))):
+        np.testing.assert_equal(walked(other, 3, 30), first)
+    vector = gymnasium.make_vec(name, 2, "vector_entry_point", **arguments)
+    peer = gymnasium.vector.SyncVectorEnv([lambda: gymnasium.make(name, **arguments)] * 2)
+    assert (vector.single_action_space, vector.observation_space) == (peer.single_action_space, peer.observation_space)
+    ours, theirs = vector.reset(seed=5)[0], peer.reset(seed=5)[0]
+    rng = np.random.default_rng(5)
+    for _ in range(30):
+        np.testing.assert_equal(ours, theirs)
+        actions = np.array([rng.choice(np.flatnonzero(mask)) for mask in ours["action_mask"]])
+        (ours, *mine, _), (theirs, *its, _) = vector.step(actions), peer.step(actions)
+        np.testing.assert_equal(mine, its)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_named_task_is_the_same_everywhere(name: str) -> None:
+    """Its file is the one that was frozen."""
+    task = TASKS[name]
+    program, machine = tasks.load(task.program)
+    assert tasks.fingerprint(program, machine) == FINGERPRINTS[task.program]
+    env = gymnasium.make(f"GpuMemory/{name}-v0")
+    assert env.unwrapped.tasks[0].limit == int(task.limit * program.peak_bytes)
+    assert env.spec.id in envs.SUITES[task.split]

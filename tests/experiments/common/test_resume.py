@@ -1,0 +1,50 @@
+"""``train_dqn resume=RUN``: the settings of a run as words; those of a stranger's run name nothing that is called."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.common.cli import UsageError
+from experiments.common.resume import resumed_words
+from simulator.files import write_json
+from tests.tiny import PROGRAM
+
+COMMAND = ["python", "-m", "experiments.train_dqn", "agent=dqn_paper"]
+
+
+def settings(folder: Path, config: object, command: object = COMMAND) -> Path:
+    write_json(folder / "summary.json", {"command": command, "config": config})
+    return folder / "summary.json"
+
+
+def test_every_setting_is_said_unless_it_is_typed(tmp_path: Path) -> None:
+    file = settings(tmp_path, {
+        "seed": 1, "limit": "24GiB", "out": "elsewhere", "resume": None, "workload": {"name": "vgg16"},
+        "agent": {"lr": 0.5, "layers": [1, None]}, "planners": ["none", "it's"], "network": "mine:Net",
+    })  # fmt: skip
+    PROGRAM.save(tmp_path / "program.json")
+    typed = [f"resume={tmp_path}", "limit=0.5", "network=mine:Net"]
+    assert resumed_words(file, typed) == [
+        "agent=dqn_paper", "seed=1", "agent.lr=0.5", "agent.layers=[1,null]", "planners=['none','it\\'s']",
+        f"program='{tmp_path / 'program.json'}'", *typed,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "word"), [
+    ({"network": "evil:Net"}, "network"),
+    ({"+hydra.callbacks.x._target_": "os.mkdir"}, r"\+hydra.callbacks.x._target_"),
+    ({"hydra": {"callbacks": {"x": {"_target_": "os.mkdir"}}}}, "hydra"),
+    ({"agent": {"lr=1 +hydra.x": 1}}, r"lr=1 \+hydra.x"),
+    ({"planners": [{"a: 1}, +hydra.x": 1}]}, r"a: 1}, \+hydra.x"),
+    ({"limit": "${oc.env:HOME}"}, r"\${oc.env:HOME}"),
+    ([], "summary.json"),
+])  # fmt: skip
+def test_what_is_no_setting_is_refused(config: Any, word: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=word):
+        resumed_words(settings(tmp_path, config), [])
+
+
+def test_the_command_names_an_option_only(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"\[dqn\]"):
+        resumed_words(settings(tmp_path, {}, [*COMMAND[:3], "agent=[dqn] +hydra.x=1"]), [])

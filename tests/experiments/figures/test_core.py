@@ -1,0 +1,118 @@
+"""The benchmark's suites: what they ask for, a small task as a user runs it, and how runs become scores."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from omegaconf import DictConfig
+
+from experiments.benchmark import __main__ as benchmark
+from experiments.common.cli import UsageError
+from experiments.figures import core, program
+from simulator import Machine
+from simulator.files import write_json
+from tests.experiments.conftest import figure_settings
+
+MLP = "gtx1080ti"
+
+
+def settings(**changes: Any) -> DictConfig:
+    pin = program("mlp", Machine.load(MLP)).fingerprint[:12]
+    task = {"workload": "mlp", "machine": MLP, "limit": 0.8, "split": "test", "fingerprint": pin}
+    return DictConfig({
+        "tasks": {"small": task},
+        "agents": {"annealing": {"planner": "annealing", "min_bytes": 1}, "capuchin": {"planner": "capuchin"},
+                   "published": {"planner": "published"}},
+        "calls": [50], "seconds": [0.05], "seeds": [0, 1], "beside": False, **changes,
+    })  # fmt: skip
+
+
+def test_a_task_as_a_user_runs_it() -> None:
+    (task,) = core.tasks(settings())
+    row = {**task, **core.run(task, Machine.load("h100"))}
+    runs = row["runs"]
+    assert [(one["agent"], one["calls"], one["seconds"], one["seed"]) for one in runs] == [
+        ("annealing", 50, None, 0), ("annealing", 50, None, 1),
+        ("annealing", None, 0.05, 0), ("annealing", None, 0.05, 1),
+        ("capuchin", None, None, 0), ("capuchin", None, None, 1), ("published", None, None, 0),
+    ]  # fmt: skip
+    assert all(one["gap"] >= 0 for one in runs if one["gap"] is not None)
+    assert all(0 < one["simulator_calls"] <= 50 for one in runs[:2]) and not any(one["late"] for one in runs[:2])
+    assert runs[-1]["gap"] <= runs[-2]["gap"]  # Capuchin is one of the published
+    _, cells = core.FIGURE.table([row])
+    assert {"50 calls", "0.05 s", "–"} == {line[0] for line in cells}
+
+
+def row(split: str, gaps: dict[str, list[float | None]]) -> core.Row:
+    runs = [{"agent": agent, "calls": 100, "seconds": None, "seed": i, "gap": gap, "late": False, "plan_s": 0.5,
+             "simulator_calls": 120} for agent, each in gaps.items() for i, gap in enumerate(each)]  # fmt: skip
+    return {"task": split, "split": split, "fingerprint": "0123456789ab", "runs": runs}
+
+
+def test_scores() -> None:
+    rows = [row("train", {"annealing": [1.0, 2.0], "mutation": [None, 5.0]}),
+            row("test", {"annealing": [3.0, 400.0], "mutation": [7.0, 9.0]})]  # fmt: skip
+    found = core.scores(rows)
+    np.testing.assert_array_equal(found["annealing", (100, None)], [[1, 2], [3, core.WITHOUT]])
+    np.testing.assert_array_equal(found["mutation", (100, None)], [[core.WITHOUT, 5], [7, 9]])
+    # Of 1, 2, 3, 100 the middle half is 2 and 3.
+    assert core.iqm(found["annealing", (100, None)]) == 2.5
+    low, high = core.interval(found["annealing", (100, None)])
+    assert 1 <= low < 2.5 < high <= core.WITHOUT
+    assert core.interval(np.full((3, 2), 4.0)) == (4.0, 4.0)
+    _, (first, second) = core.FIGURE.table(rows)
+    assert first[:3] == ["100 calls", "simulated annealing", "2.50"] and first[4:6] == ["1.50", "51.50"]
+    assert second[1:3] == ["mutation search", "8.00"] and second[-2] == "1 of 4"
+    assert core.numbers(rows)["beyond"][0] == 1.2
+
+
+def test_another_program_is_refused() -> None:
+    (task,) = core.tasks(settings())
+    with pytest.raises(UsageError, match=r"small\.fingerprint"):
+        core.run({**task, "fingerprint": "0123456789ab"}, Machine.load("h100"))
+
+
+def test_an_agent_of_ones_own_beside_the_results_that_are_there(tmp_path, monkeypatch) -> None:
+    (tmp_path / "ownagent.py").write_text(
+        "import agents\n\n\nclass Mine:\n    name = 'mine'\n\n    def __init__(self, calls=9):\n"
+        "        self.simulator_calls, self.calls = 0, calls\n\n    def plan(self, program, machine, limit):\n"
+        "        self.simulator_calls = self.calls\n"
+        "        return agents.make('capuchin').plan(program, machine, limit)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (task,) = core.tasks(settings(agents={"ownagent:Mine": {"target": "ownagent:Mine"}}, beside=True))
+    known = {key: task[key] for key in ("task", *sorted(core._TASK))}
+    old = row("test", {"annealing": [1.0, 2.0], "ownagent:Mine": [9.0, 9.0]})["runs"]
+    write_json(tmp_path / "core.json", {"rows": [{**known, "runs": old}, {**known, "limit": 0.7, "runs": old}]})
+    monkeypatch.setattr(core, "RESULTS", tmp_path)
+    runs = core.run(task, Machine.load("h100"))["runs"]
+    assert [(one["agent"], one["calls"]) for one in runs] == [
+        ("ownagent:Mine", 50), ("annealing", 100), ("annealing", 100),
+    ]  # fmt: skip
+    assert runs[0]["simulator_calls"] == 50 and runs[0]["gap"] >= 0
+
+
+def test_which_agents_are_asked_for() -> None:
+    known = {"agents": {"annealing": {"planner": "annealing"}}}
+
+    def asked(agents: Any, which: str = "core") -> dict[str, Any] | None:
+        return benchmark.agents_of(DictConfig({"agents": agents}), which, known)
+
+    assert asked(None) is None
+    assert asked("annealing") == known["agents"]
+    assert asked(["annealing", "my.module:Mine"]) == {**known["agents"], "my.module:Mine": {"target": "my.module:Mine"}}
+    with pytest.raises(UsageError, match="agents: 'anealing'"):
+        asked("anealing")
+    with pytest.raises(UsageError, match=r"agents.*checkmate"):
+        asked("annealing", "checkmate")
+    for key in ("agents", "out"):
+        given = {"agents": None, "quick": False, "jobs": None, "out": None, key: "annealing"}
+        with pytest.raises(UsageError, match=rf"{key}.*speed"):
+            benchmark.speed(DictConfig(given))
+
+
+def test_the_suite_is_pinned_and_has_both_splits() -> None:
+    tasks = core.tasks(figure_settings("core"))
+    assert {task["split"] for task in tasks} == set(core.SPLITS)
+    assert all(len(task["fingerprint"]) == 12 for task in tasks)

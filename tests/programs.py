@@ -1,0 +1,38 @@
+"""Small programs, and what is read off their timelines: shared by tests that work out cases by hand."""
+
+from __future__ import annotations
+
+from simulator import Kernel, Program, Tensor, Timeline
+
+
+def straight(tensors: list[Tensor], *lines: tuple) -> Program:  # type: ignore[type-arg]
+    """A program from (inputs, outputs, duration_ns[, workspace]) lines."""
+    kernels = tuple(
+        Kernel(f"k{i}", "other", "forward", reads, writes, *rest) for i, (reads, writes, *rest) in enumerate(lines)
+    )
+    return Program("by hand", tuple(tensors), kernels)
+
+
+def activations(*sizes: int) -> list[Tensor]:
+    """Tensors of these sizes in bytes."""
+    return [Tensor(f"t{i}", size) for i, size in enumerate(sizes)]
+
+
+def parameter(nbytes: int) -> Tensor:
+    """A tensor that lasts."""
+    return Tensor("w", nbytes, "parameter", True)
+
+
+def work(timeline: Timeline, *kinds: str) -> list[tuple[int, int, int]]:
+    """(kernel or tensor, start, end) of the spans of these kinds."""
+    return [(s.index, s.start_ns, s.end_ns) for s in timeline.spans if s.kind in kinds]
+
+
+def compute(timeline: Timeline) -> list[tuple[int, int, int]]:
+    """(kernel, start, end) of kernels and recomputations."""
+    return work(timeline, "kernel", "recompute")
+
+
+def lasts(timeline: Timeline) -> list[int]:
+    """Durations of the kernels in ns, in order."""
+    return [end - start for _, start, end in work(timeline, "kernel")]

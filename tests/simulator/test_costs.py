@@ -1,0 +1,196 @@
+"""What a machine may cost beside kernels and copies: the host that issues (choice i of RULES.md), waits for events (j),
+copies that take from the speed of kernels (k). By hand in both simulators, as properties, and in the validator.
+"""
+
+from dataclasses import replace
+from math import ceil
+
+import pytest
+from hypothesis import given, strategies as st
+
+from agents.floor import floor
+from simulator import Engine, Job, Kernel, Machine, Plan, Program, Swap, Tensor, Timeline, simulate, simulate_jobs
+from simulator.compiled.engine import rows_of
+from simulator.machine import ALONE
+from simulator.schedule import lower
+from simulator.timeline import Breakdown
+from tests import random_cases, tiny
+from tests.oracle import violations
+from tests.programs import lasts
+from tests.strategies import RANDOM, machines, plans, programs
+
+ISSUES, WAITS = replace(tiny.MACHINE, issue_ns=20), replace(tiny.MACHINE, wait_ns=7)
+# 1 byte a ns over the link and 100 in the GPU's memory: kernels of 1000 ns that move 100,000 bytes are memory-bound.
+CONTENDS = Machine("m", 10**6, 10**9, 10**9, 0, memory_bytes_per_s=100 * 10**9, copy_contention=0.25)
+
+
+def program_of(*uses: tuple[int, ...], nbytes: int = 0) -> Program:
+    """Persistent tensors x and y of 100 bytes; kernels of 1000 ns that use some of them and move so many bytes."""
+    tensors = tuple(Tensor(name, 100, "parameter", True) for name in "xy")
+    kernels = tuple(Kernel(f"k{i}", "other", "forward", u, u, 1000, bytes=nbytes) for i, u in enumerate(uses))
+    return Program("costs", tensors, kernels)
+
+
+FOUR = ((), (0, 1), (), (0, 1))
+
+
+# ----------------------------------------------------------------------------------- copies beside kernels
+
+
+@pytest.mark.parametrize(("nbytes", "loss"), [(0, 0), (50_000, 0.125), (100_000, 0.25), (400_000, 0.25)])
+def test_the_nearer_to_the_bandwidth_the_more(simulate, nbytes, loss):
+    """x is away in kernel 2: 100 ns of the copy out and 100 of that back, one after the other."""
+    program, plan = program_of(*FOUR, nbytes=nbytes), Plan((Swap(0, 1, 3, prefetch=2),))
+    timeline = simulate(program, plan, CONTENDS, 10**6)
+    # The copy out is beside kernel 2; the copy back begins when that ends, and kernel 3 waits for it.
+    assert lasts(timeline)[-4:] == [1000, 1000, 1000 + ceil(100 * loss), 1000]
+    assert timeline.breakdown.stall_data_ns == 100 and timeline.breakdown.compute_ns == sum(lasts(timeline)[-4:])
+    assert violations(timeline, program, plan, CONTENDS, 10**6) == []
+
+
+def test_both_directions_take_twice(simulate):
+    """y leaves while x comes back, beside kernel 2, for 100 ns: 100 ns at half the speed are worth 50."""
+    program = program_of((0,), (1,), (), (0,), (1,), nbytes=100_000)
+    plan = Plan((Swap(0, 0, 3, prefetch=1), Swap(1, 1, 4, prefetch=3)))
+    for machine in (CONTENDS, replace(CONTENDS, copy_engines=1)):  # one after the other: as long at 3/4
+        assert lasts(simulate(program, plan, machine, 10**6))[-5:] == [1000, 1025, 1050, 1000, 1000]
+
+
+def test_a_copy_longer_than_the_kernel(simulate):
+    """1000 ns of work at 3/4 of the speed take 1334; the copy out takes 2000."""
+    timeline = simulate(program_of(*FOUR, nbytes=100_000), Plan((Swap(0, 1, 3),)),
+                        replace(CONTENDS, d2h_bytes_per_s=50_000_000), 10**6)  # fmt: skip
+    assert lasts(timeline)[-2] == 1334
+
+
+def test_variants_move_the_same_bytes_in_another_time(simulate):
+    """The faster algorithm is memory-bound, the other is not."""
+    program = program_of(*FOUR, nbytes=50_000)
+    program = replace(program, kernels=tuple(replace(k, variants=((1000, 0), (500, 0))) for k in program.kernels))
+    fast = Plan((Swap(0, 1, 3, prefetch=2),), variants=((2, 1),))
+    timeline = simulate(program, fast, CONTENDS, 10**6)
+    assert lasts(timeline)[-2] == 525 and violations(timeline, program, fast, CONTENDS, 10**6) == []
+
+
+def test_what_a_copy_takes():
+    assert CONTENDS.copy_loss(100_000, 1000) == ALONE // 4 == CONTENDS.copy_loss(10**9, 1000)
+    assert CONTENDS.copy_loss(10_000, 1000) == ALONE // 40
+    assert CONTENDS.copy_loss(0, 1000) == CONTENDS.copy_loss(1000, 0) == 0
+    assert replace(CONTENDS, copy_contention=0.0).copy_loss(100_000, 1000) == 0
+
+
+# ---------------------------------------------------------------------------------------------------- waits
+
+
+def test_kernels_wait_for_events_of_swap_ins(simulate):
+    """Two tensors are back long before kernel 3 begins, which waits for both events; others for none."""
+    tensors = tuple(Tensor(name, 10, "parameter", True) for name in "xy")
+    kernels = tuple(Kernel(f"k{i}", "other", "forward", (0, 1) if i % 2 else (), (), 1000) for i in range(4))
+    program, machine = Program("waits", tensors, kernels), Machine("m", 100, 10**9, 10**9, 1, wait_ns=7)
+    timeline = simulate(program, Plan((Swap(0, 1, 3), Swap(1, 1, 3))), machine, 20)
+    assert timeline.iteration_ns == 4014 and timeline.breakdown.compute_ns == 4014 and timeline.ideal_ns == 4000
+    assert lasts(timeline) == 2 * [1000, 1000, 1000, 1014]
+    assert simulate(program, Plan(), machine, 20).iteration_ns == 4000
+    assert lasts(simulate(program, Plan((Swap(0, 3, 1),)), machine, 20)) == 2 * [1000, 1007, 1000, 1000]
+    again = simulate(tiny.PROGRAM, tiny.RECOMPUTE_PLAN, WAITS, tiny.LIMIT)  # what runs again does not pay
+    assert again == simulate(tiny.PROGRAM, tiny.RECOMPUTE_PLAN, tiny.MACHINE, tiny.LIMIT)
+
+
+@given(st.data())
+def test_each_swap_pays_its_wait_once_an_iteration(data):
+    program = data.draw(programs())
+    plan = data.draw(plans(program, reruns=True))
+    machine = replace(
+        data.draw(machines()), wait_ns=data.draw(st.integers(0, 20)), issue_ns=data.draw(st.integers(0, 9))
+    )
+    limit = lower(program, plan).required_bytes + data.draw(st.integers(0, 60))
+    took = sum(lasts(simulate(program, plan, machine, limit))[: len(program.kernels)])
+    assert took == program.ideal_ns + len(plan.of_kind(Swap)) * machine.wait_ns
+
+
+# ------------------------------------------------------------------------------------------------- the host
+
+
+def test_a_slow_host(simulate):
+    """tests/tiny.py: eight kernels, 120 ns; with the swap 170 ns and two copies; with the recomputation nine, 130."""
+    assert simulate(tiny.PROGRAM, Plan(), ISSUES, 180).iteration_ns == 8 * 20
+    swapped = simulate(tiny.PROGRAM, tiny.SWAP_PLAN, ISSUES, tiny.LIMIT)
+    assert swapped.iteration_ns == 10 * 20 and swapped.breakdown == Breakdown(120, 0, 30, 20, 30, 30)
+    assert swapped.boundaries == (170, 340) and swapped.ideal_ns == 120 and swapped.overhead == 200 / 120 - 1
+    again = simulate(tiny.PROGRAM, tiny.RECOMPUTE_PLAN, ISSUES, tiny.LIMIT)
+    assert again.iteration_ns == 9 * 20 and again.breakdown.stall_issue_ns == 9 * 20 - 130
+    fast = simulate(tiny.PROGRAM, tiny.SWAP_PLAN, replace(ISSUES, issue_ns=17), tiny.LIMIT)  # 170 ns, as the machine
+    assert fast == simulate(tiny.PROGRAM, tiny.SWAP_PLAN, tiny.MACHINE, tiny.LIMIT)
+    marker = Kernel("marker", "other", "forward", (0,), (), 0)  # what takes no time is not issued
+    program = Program("two", (Tensor("x", 1),), (Kernel("k", "other", "forward", (), (0,), 5), marker))
+    assert simulate(program, Plan(), replace(ISSUES, issue_ns=7), 10).iteration_ns == 7
+
+
+def test_in_a_file_it_stands_where_there_is_such_a_stall(tmp_path):
+    for machine in (ISSUES, tiny.MACHINE):
+        timeline = simulate(tiny.PROGRAM, tiny.SWAP_PLAN, machine, tiny.LIMIT)
+        timeline.save(tmp_path / "t.json")
+        assert Timeline.load(tmp_path / "t.json") == timeline
+        assert ("stall_issue_ns" in timeline.to_dict()["breakdown"]) == (machine is ISSUES)
+
+
+@given(st.data())
+def test_the_host_changes_nothing_but_the_length_of_the_iteration(data):
+    program = data.draw(programs())
+    plan = data.draw(plans(program, reruns=True))
+    machine = replace(data.draw(machines()), issue_ns=data.draw(st.integers(0, 40)))
+    limit = lower(program, plan).required_bytes + data.draw(st.integers(0, 60))
+    timeline = simulate(program, plan, machine, limit)
+    device = simulate(program, plan, replace(machine, issue_ns=0), limit)
+    assert (timeline.spans, timeline.events, timeline.peak_bytes) == (device.spans, device.events, device.peak_bytes)
+    assert timeline.iteration_ns == max(device.iteration_ns, lower(program, plan).issued * machine.issue_ns)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 60))
+def test_a_host_that_runs_ahead_sets_the_pace_or_does_not_matter(durations, issue_ns):
+    """A host and a machine, thing by thing: what 100 iterations take, once thousands have settled the start."""
+    kernels = tuple(Kernel(f"k{i}", "other", "forward", (), (), ns) for i, ns in enumerate(durations))
+    program, machine = Program("straight", (), kernels), Machine("m", 1, 1, 1, issue_ns=issue_ns)
+    issued = ended = 0
+    ends = []
+    for _ in range(3000):
+        for ns in durations:
+            issued += issue_ns
+            ended = max(ended, issued) + ns
+        ends.append(ended)
+    assert ends[-1] - ends[-101] == 100 * simulate(program, Plan(), machine, 1).iteration_ns
+
+
+# ------------------------------------------------------------------------------------------------------ all
+
+
+@given(st.data())
+def test_a_cutoff_gives_up_nothing_that_is_faster_and_the_floor_holds(data):
+    program = data.draw(programs())
+    plan = data.draw(plans(program, reruns=True))
+    limit = lower(program, plan).required_bytes + data.draw(st.integers(0, 60))
+    case = random_cases.contending(data.draw(RANDOM), random_cases.Case(program, plan, data.draw(machines()), limit))
+    program, plan, machine = case[:3]
+    engine, rows = Engine(program, machine, limit).with_variants(plan.variants), rows_of(plan.decisions)
+    score = engine.score(rows)
+    if score.feasible:
+        assert engine.score(rows, cutoff_ns=score.iteration_ns + 1) == score
+        cut = engine.score(rows, cutoff_ns=score.iteration_ns)
+        assert not cut.feasible or cut == score
+        assert floor(program, machine, limit).iteration_ns <= score.iteration_ns
+
+
+def test_costs_that_are_left_out_are_found():
+    free = simulate(tiny.PROGRAM, tiny.SWAP_PLAN, tiny.MACHINE, tiny.LIMIT)
+    assert {v.rule for v in violations(free, tiny.PROGRAM, tiny.SWAP_PLAN, WAITS, tiny.LIMIT)} == {"duration"}
+    assert {v.rule for v in violations(free, tiny.PROGRAM, tiny.SWAP_PLAN, ISSUES, tiny.LIMIT)} == {"figures"}
+    program, plan = program_of(*FOUR, nbytes=100_000), Plan((Swap(0, 1, 3),))
+    free = simulate(program, plan, replace(CONTENDS, copy_contention=0.0), 10**6)
+    assert {v.rule for v in violations(free, program, plan, CONTENDS, 10**6)} == {"duration"}
+
+
+@pytest.mark.parametrize("key", ["copy_contention", "issue_ns", "wait_ns"])
+def test_several_jobs_refuse_them(key):
+    machine = {"copy_contention": CONTENDS, "issue_ns": ISSUES, "wait_ns": WAITS}[key]
+    with pytest.raises(ValueError, match=rf"^machine\.{key} is "):
+        simulate_jobs([Job("a", tiny.PROGRAM, Plan(), iterations=1)], machine, 200)

@@ -1,0 +1,355 @@
+"""Several jobs: cases computed by hand, one job alone, what always holds, and what a JobsTimeline is turned into."""
+
+import json
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, strategies as st
+
+from simulator import Job, JobsDeadlock, Machine, OutOfMemory, Plan, PlanError, Program, Swap, simulate, simulate_jobs
+from simulator.job import Eviction, Stall
+from simulator.schedule import lower
+from simulator.timeline import BlockEvent, Span
+from tests import tiny
+from tests.oracle.steps import Steps
+from tests.programs import activations, parameter, straight
+from tests.random_cases import jobs_case
+from tests.strategies import jobs_machines, networks, plans, programs, with_algorithms
+
+MACHINE = Machine("a byte per ns", 1000, 10**9, 10**9, copy_latency_ns=0)
+
+
+GROWS = straight(activations(40, 30), ((), (0,), 10), ((0,), (1,), 10))
+READER = straight([parameter(30)], ((0,), (), 10), ((), (), 40))
+HELD = straight([parameter(60)], ((0,), (), 10))
+
+
+def one_kernel(duration_ns: int, nbytes: int = 10) -> Program:
+    return straight(activations(nbytes), ((), (0,), duration_ns))
+
+
+def once(*programs: Program) -> list[Job]:
+    """Jobs a, b, ... without plans, for an iteration each."""
+    return [Job(name, program, Plan(), iterations=1) for name, program in zip("abc", programs, strict=False)]
+
+
+def compute(job):
+    return [(s.start_ns, s.end_ns, s.kind) for s in job.spans if s.stream == "compute"]
+
+
+# ------------------------------------------------------------------------------------------------ compute
+
+
+def test_kernels_that_take_more_time_in_every_other_iteration():
+    """Recomputed ones, too: what iterations of tiny take under RECOMPUTE_PLAN is its kernels and f1 once more."""
+    plain, slow = tuple(k.duration_ns for k in tiny.PROGRAM.kernels), tuple(range(1, len(tiny.PROGRAM.kernels) + 1))
+    job = Job("a", tiny.PROGRAM, tiny.RECOMPUTE_PLAN, iterations=3, durations=(plain, slow))
+    job = simulate_jobs([job], tiny.MACHINE, tiny.LIMIT).jobs[0]
+    assert job.iterations_ns == (sum(plain) + plain[0], sum(slow) + slow[0], sum(plain) + plain[0])
+    assert [s.end_ns - s.start_ns for s in job.spans if s.kind == "recompute"] == [plain[0], slow[0], plain[0]]
+    assert job.ideal_ns == sum(plain)
+
+
+def test_kernels_take_turns():
+    """b has been ready since 0 when a's second kernel is at 10."""
+    jobs = [Job("a", one_kernel(10), Plan(), iterations=2), Job("b", one_kernel(10), Plan(), iterations=2)]
+    a, b = simulate_jobs(jobs, MACHINE, 100).jobs
+    assert (a.boundaries, b.boundaries) == ((10, 30), (20, 40))
+    assert a.stalls == (Stall(10, 20, "compute"),)
+    assert b.stalls == (Stall(0, 10, "compute"), Stall(20, 30, "compute"))
+    assert (a.left_ns, b.left_ns, b.iterations_ns, b.mean_ns) == (30, 40, (20, 20), 20)
+
+
+def test_a_switch_costs_time_and_takes_the_memory_at_its_start():
+    jobs = [Job("a", one_kernel(10), Plan(), iterations=2), Job("b", one_kernel(10), Plan(), iterations=1)]
+    a, b = simulate_jobs(jobs, replace(MACHINE, switch_ns=5), 100).jobs
+    assert compute(a) == [(0, 10, "kernel"), (25, 30, "switch"), (30, 40, "kernel")]
+    assert compute(b) == [(10, 15, "switch"), (15, 25, "kernel")]
+    assert b.events == (BlockEvent(10, 0, 0, 10), BlockEvent(25, 0, 0, -10))
+
+
+def test_two_at_once_go_at_half_speed_and_one_that_is_left_alone_speeds_up():
+    """10 ns take 20 beside another; of the other's 30, 20 are left then."""
+    jobs = [Job("a", one_kernel(10), Plan(), iterations=1), Job("b", one_kernel(30), Plan(), iterations=2)]
+    a, b = simulate_jobs(jobs, MACHINE, 100, sharing="shared").jobs
+    assert (a.boundaries, b.boundaries) == ((20,), (40, 70))
+    assert a.stalls == b.stalls == ()
+
+
+def test_two_at_once_that_get_more_done():
+    """3/4 of the speed each: 10 ns take 13 1/3, rounded up; b has then done 10.5 and ends at 33.5."""
+    jobs = once(one_kernel(10), one_kernel(30))
+    a, b = simulate_jobs(jobs, replace(MACHINE, concurrency=1.5), 100, sharing="shared").jobs
+    assert (a.boundaries, b.boundaries) == ((14,), (34,))
+
+
+def test_what_does_not_fit_beside_the_other_waits_for_it():
+    timeline = simulate_jobs(once(one_kernel(10, 60), one_kernel(10, 60)), MACHINE, 100, sharing="shared")
+    assert [job.boundaries for job in timeline.jobs] == [(10,), (20,)]
+    assert timeline.peak_bytes == 60 and timeline.jobs[1].stalls == (Stall(0, 10, "memory"),)
+
+
+# ------------------------------------------------------------------------------------- memory, on demand
+
+
+def test_a_deadlock_and_its_eviction():
+    """Both hold 40 bytes at 20 and ask for 30 more. a has waited longer: b's x leaves (20 to 60), and comes back when
+    a has left (70 to 110)."""
+    timeline = simulate_jobs(once(GROWS, GROWS), MACHINE, 100)
+    a, b = timeline.jobs
+    assert timeline.evictions == (Eviction(20, 1, 0, 0, 40, 0),)
+    assert (a.boundaries, b.boundaries) == ((70,), (120,))
+    copies = [s for s in b.spans if s.stream != "compute"]
+    assert copies == [Span(20, 60, "d2h", "swap_out", 0), Span(70, 110, "h2d", "swap_in", 0)]
+    assert a.stalls == (Stall(10, 60, "memory"),)
+    assert b.stalls == (Stall(0, 10, "compute"), Stall(20, 70, "memory"), Stall(70, 110, "data"))
+    assert timeline.memory == ((0, 0), (0, 40), (10, 80), (60, 40), (60, 70), (70, 0), (70, 40), (110, 70), (120, 0))
+    assert timeline.copies_ns("d2h") == timeline.copies_ns("h2d") == 40
+
+
+def test_a_job_that_is_stuck_within_its_limit_is_served_beyond_it():
+    """It has 40 and asks for 30 more, which 60 bytes do not hold, with 30 others free; nothing can be evicted."""
+    program = straight([parameter(40), parameter(30)], ((0,), (), 10), ((0, 1), (), 10))
+    job = Job("a", program, Plan((Swap(1, 1, 1),), limit=60), iterations=1, within=True)
+    timeline = simulate_jobs([job], MACHINE, 100)
+    assert timeline.jobs[0].boundaries == (50,) and timeline.evictions == ()
+    assert [s for s in timeline.jobs[0].spans if s.kind == "swap_in"] == [Span(10, 40, "h2d", "swap_in", 1)]
+
+
+def test_a_full_host_is_a_deadlock_that_says_who_asks_for_what():
+    jobs = once(GROWS, GROWS)
+    with pytest.raises(JobsDeadlock, match=r"at 20 ns.*'a' asks for 30 bytes for kernel 1; 'b' asks for 30 bytes for"):
+        simulate_jobs(jobs, replace(MACHINE, host_bytes=39), 100)
+    simulate_jobs(jobs, replace(MACHINE, host_bytes=40), 100)
+
+
+# What a job with parameters holds: w is used in the first kernel, v in the last.
+IDLE = straight([parameter(20), parameter(30)], ((0,), (), 10), ((), (), 10), ((1,), (), 10))
+
+
+def test_the_furthest_next_touch_of_the_others_leaves_first():
+    """At 20, b is between k1 and k2: of its tensors w is needed next in 20 ns, v now. a asks for 60 beside 50 of b."""
+    big = straight(activations(40, 20), ((), (0,), 20), ((0,), (1,), 5))
+    jobs = [Job("a", big, Plan(), iterations=1), Job("b", IDLE, Plan(), iterations=2)]
+    timeline = simulate_jobs(jobs, MACHINE, 100, sharing="shared")
+    assert timeline.evictions == ()  # b goes on, and a waits for it
+    blocked = replace(IDLE, kernels=(*IDLE.kernels[:2], replace(IDLE.kernels[2], workspace=50)))
+    timeline = simulate_jobs(once(big, blocked), MACHINE, 100)
+    # a: k0 from 0 to 20; b: k0 from 20 to 30; k1 of a asks for 20 beside 90, b's k1 goes, k2 asks for 50: nobody can.
+    assert timeline.evictions == (Eviction(40, 1, 0, 0, 20, 0),)
+    assert timeline.jobs[0].boundaries == (65,)
+
+
+def test_a_program_that_does_not_fit_runs_without_a_plan():
+    """Its own tensors leave on demand: at 130 of its 180 bytes tiny still runs, and without a plan pays for it."""
+    timeline = simulate_jobs([Job("a", tiny.PROGRAM, Plan(), iterations=2)], tiny.MACHINE, 130)
+    assert timeline.peak_bytes <= 130 and timeline.evictions
+    assert {e.job for e in timeline.evictions} == {e.wanted_by for e in timeline.evictions} == {0}
+    planned = simulate(tiny.PROGRAM, tiny.SWAP_PLAN, tiny.MACHINE, tiny.LIMIT)
+    assert timeline.jobs[0].iterations_ns[0] > planned.iteration_ns
+
+
+def test_a_step_that_never_fits_is_refused_by_name():
+    with pytest.raises(OutOfMemory, match="job 'a': kernel 1 needs 30 bytes beside 40 in use, over the limit of 69"):
+        simulate_jobs(once(GROWS), MACHINE, 69)
+    simulate_jobs(once(GROWS), MACHINE, 70)
+
+
+# ------------------------------------------------------------------------------------ coming and leaving
+
+
+def test_admission_waits_for_memory_and_keeps_its_order():
+    """b has to wait until a has left, and c, for which there is room, behind it."""
+    jobs = [Job("a", HELD, Plan(), iterations=2), Job("b", HELD, Plan(), arrives_ns=5, iterations=1),
+            Job("c", one_kernel(10), Plan(), arrives_ns=6, iterations=1)]  # fmt: skip
+    timeline = simulate_jobs(jobs, MACHINE, 100)
+    a, b, c = timeline.jobs
+    assert (a.boundaries, b.admitted_ns, c.admitted_ns) == ((10, 20), 20, 20)
+    assert (b.boundaries, c.boundaries) == ((30,), (40,))
+    assert b.stalls == (Stall(5, 20, "admission"),)
+    assert c.stalls == (Stall(6, 20, "admission"), Stall(20, 30, "compute"))
+    assert a.held == ((0, 0), (0, 60), (20, 0))
+    assert timeline.end_ns == 40
+
+
+def test_a_job_that_would_leave_before_it_is_admitted_never_begins():
+    jobs = [Job("a", HELD, Plan(), iterations=3), Job("b", HELD, Plan(), arrives_ns=5, leaves_ns=15),
+            Job("c", one_kernel(10, 30), Plan(), arrives_ns=6, iterations=1)]  # fmt: skip
+    a, b, c = simulate_jobs(jobs, MACHINE, 100).jobs
+    assert (b.admitted_ns, b.left_ns, b.boundaries, b.stalls) == (None, None, (), (Stall(5, 15, "admission"),))
+    assert c.admitted_ns == 15  # it was behind b
+    assert a.boundaries == (10, 20, 40)
+
+
+def test_from_until_ns_on_all_leave_at_their_next_boundary():
+    jobs = [
+        Job("a", one_kernel(10), Plan()),
+        Job("b", one_kernel(15), Plan()),
+        Job("late", one_kernel(1), Plan(), arrives_ns=25),
+    ]
+    a, b, late = simulate_jobs(jobs, MACHINE, 100, until_ns=25).jobs
+    assert (a.boundaries, b.boundaries) == ((10, 35), (25,))
+    assert (late.admitted_ns, late.stalls) == (None, ())
+
+
+def test_a_job_that_leaves_ends_the_copy_under_way_and_drops_the_next():
+    """At 10 both tensors are to leave; the first copy ends at 30, and with it the job."""
+    program = straight([parameter(20), parameter(30)], ((), (0, 1), 10), ((), (), 5))
+    plan = Plan((Swap(0, 0, 0), Swap(1, 0, 0)))
+    timeline = simulate_jobs([Job("a", program, plan, iterations=1)], MACHINE, 100)
+    job = timeline.jobs[0]
+    assert [s for s in job.spans if s.stream == "d2h"] == [Span(60, 80, "d2h", "swap_out", 0)]
+    assert (job.boundaries, job.left_ns) == ((65,), 80)
+    assert job.events[-2:] == (BlockEvent(80, 0, 0, -20), BlockEvent(80, 1, 1, -30))
+
+
+def test_a_change_of_plans_takes_effect_at_a_boundary():
+    """At 50 w has to leave (50 to 80) and is needed at once (80 to 110); then its copy is valid, and it is only dropped
+    at 120 and comes back in time."""
+    job = Job("a", READER, Plan(), iterations=3, switches=((15, Plan((Swap(0, 0, 0),))),))
+    job = simulate_jobs([job], MACHINE, 100).jobs[0]
+    assert job.switches == ((50, 1),)
+    assert job.boundaries == (50, 160, 210)
+    copies = [s for s in job.spans if s.stream != "compute"]
+    assert copies == [Span(50, 80, "d2h", "swap_out", 0), Span(80, 110, "h2d", "swap_in", 0),
+                      Span(120, 150, "h2d", "swap_in", 0), Span(170, 200, "h2d", "swap_in", 0)]  # fmt: skip
+
+
+def test_what_the_new_plan_has_in_memory_comes_back():
+    """w is on the host at 10, the end of the first iteration, as the first plan has it; the second never sends it away:
+    it is read at once (10 to 40)."""
+    program = straight([parameter(30), *activations(80)], ((0,), (), 10), ((), (1,), 40))
+    job = Job("a", program, Plan((Swap(0, 0, 0, 1),)), iterations=2, switches=((1, Plan()),))
+    job = simulate_jobs([job], MACHINE, 110).jobs[0]
+    assert job.switches == ((80, 1),)  # 30 to come in, 10, 40
+    assert job.boundaries == (80, 160)
+    assert [s.start_ns for s in job.spans if s.kind == "swap_in"] == [0, 80]
+
+
+def test_what_is_not_a_simulation():
+    with pytest.raises(ValueError, match="job 'a' has no end"):
+        simulate_jobs([Job("a", one_kernel(10), Plan())], MACHINE, 100)
+    with pytest.raises(ValueError, match="job 'a' takes no time"):
+        simulate_jobs([Job("a", one_kernel(0), Plan(), leaves_ns=10)], MACHINE, 100)
+    with pytest.raises(PlanError, match="job 'a': its plans have 40 bytes on the host"):
+        simulate_jobs([Job("a", tiny.PROGRAM, tiny.SWAP_PLAN, iterations=1)], replace(MACHINE, host_bytes=39), 150)
+    lasting = replace(Job("a", one_kernel(10), Plan(), leaves_ns=10), durations=((0,), (0,)))
+    with pytest.raises(ValueError, match="job 'a' takes no time"):
+        simulate_jobs([lasting], MACHINE, 100)
+    for wrong in ({"durations": ((1,) * 7,)}, {"durations": ((1,) * 7 + (-1,),)}):
+        with pytest.raises(ValueError, match=r"job 'a': durations\[0\]: expected 8 integers"):
+            Job("a", tiny.PROGRAM, Plan(), **wrong)
+    for wrong in ({"arrives_ns": -1}, {"iterations": 0}, {"switches": ((5, Plan()), (5, Plan()))}):
+        with pytest.raises(ValueError, match="job 'a'"):
+            Job("a", tiny.PROGRAM, Plan(), **wrong)
+    nobody = simulate_jobs([], MACHINE, 100)
+    assert (nobody.end_ns, nobody.peak_bytes, nobody.jobs) == (0, 0, ())
+
+
+def test_a_switch_to_the_same_decisions_changes_nothing():
+    """Whatever is on its way at the boundary, and in whatever order they are."""
+    for seed in range(30):
+        case = jobs_case(seed)
+        machine = replace(case.machine, host_bytes=10**6)  # two plans in succession keep more of the host free
+        jobs = tuple(replace(job, switches=()) for job in case.jobs)
+        again = tuple(
+            replace(job, switches=tuple((at, replace(job.plan, decisions=job.plan.decisions[::-1])) for at in (30, 90)))
+            for job in jobs
+        )
+        timeline, other = (simulate_jobs(several, machine, *case[2:]) for several in (jobs, again))
+        assert replace(other, jobs=tuple(replace(job, switches=()) for job in other.jobs)) == timeline, f"seed {seed}"
+
+
+# ------------------------------------------------------------------------------------------ what always holds
+
+
+@given(st.data())
+def test_one_job_alone_does_what_simulate_says(data):
+    program, variants = data.draw((programs() | networks()).flatmap(with_algorithms))
+    plan = replace(data.draw(plans(program, reruns=True)), variants=variants)
+    machine = data.draw(jobs_machines())
+    limit = lower(program, plan).required_bytes + data.draw(st.integers(0, 60))
+    n, sharing = data.draw(st.integers(1, 4)), data.draw(st.sampled_from(["fifo", "shared"]))
+    alone = simulate(program, plan, machine, limit, n + 1)
+    timeline = simulate_jobs([Job("a", program, plan, iterations=n + 1)], machine, limit, sharing=sharing)
+    job = timeline.jobs[0]
+    assert timeline.evictions == ()
+    assert job.boundaries == alone.boundaries[: n + 1]
+    assert job.events_until == alone.events_until[: n + 2]
+    assert job.events[: job.events_until[-1]] == alone.events[: job.events_until[-1]]
+    # The end of a copy that is under way when a simulation ends is not what it would have been.
+    until, end = alone.boundaries[n - 1 : n + 1]
+    assert [(s[:1], s[2:]) for s in job.spans if s.start_ns < until] == [
+        (s[:1], s[2:]) for s in alone.spans if s.start_ns < until
+    ]
+    assert [s for s in job.spans if s.end_ns < end] == [s for s in alone.spans if s.end_ns < end]
+
+
+def test_every_job_ends_and_no_rule_is_broken_on_the_way():
+    """Whatever the limit, with room on the host."""
+    for seed in range(60):
+        case = jobs_case(seed)
+        machine = replace(case.machine, host_bytes=10**6)
+        timeline = simulate_jobs(case.jobs, machine, *case[2:])
+        assert all(0 <= used <= case.limit for _, used in timeline.memory) and timeline.memory[-1][1] == 0
+        spans = sorted((s for ran in timeline.jobs for s in ran.spans), key=lambda s: (s.start_ns, s.end_ns))
+        engines = [["d2h", "h2d"]] if machine.copy_engines == 1 else [["d2h"], ["h2d"]]
+        for streams in [*engines, ["compute"]] if case.sharing == "fifo" else engines:
+            assert all(a.end_ns <= b.start_ns for a, b in pairwise(s for s in spans if s.stream in streams))
+        for job, ran in zip(case.jobs, timeline.jobs, strict=True):
+            assert (ran.admitted_ns is None) == (ran.left_ns is None) == (not ran.spans), f"seed {seed}"
+            if job.iterations is not None and job.leaves_ns is None and case.until_ns is None:
+                assert len(ran.boundaries) == job.iterations, f"seed {seed}"
+            kernels = [s.index for s in ran.spans if s.kind == "kernel"]
+            assert kernels == len(ran.boundaries) * [*range(len(job.program.kernels))], f"seed {seed}"
+            if len(job.plans) == 1 and kernels:  # every kernel finds the content that it reads
+                compute = [s for s in ran.spans if s.stream == "compute" and s.kind != "switch"]
+                assert Steps(compute, job.program.with_variants(job.plan.variants), job.plan).found == []
+
+
+def test_more_memory_than_all_need_leaves_nothing_to_wait_for_but_compute():
+    for seed in range(30):
+        case = jobs_case(seed)
+        plain = tuple(replace(job, plan=Plan(), switches=()) for job in case.jobs)
+        timeline = simulate_jobs(plain, case.machine, 10**9, case.until_ns, case.sharing)
+        assert timeline.evictions == (), f"seed {seed}"
+        assert {stall.cause for job in timeline.jobs for stall in job.stalls} <= {"compute"}, f"seed {seed}"
+
+
+# ----------------------------------------------------------------------------------------------- JSON, Perfetto
+
+JOBS = (
+    Job("a", tiny.PROGRAM, tiny.SWAP_PLAN, iterations=2),
+    Job("b", tiny.PROGRAM, Plan(), 50, iterations=2, switches=((61, tiny.RECOMPUTE_PLAN),)),
+    Job("late", tiny.PROGRAM, Plan(), 10**6, leaves_ns=20),
+)
+TIMELINE = simulate_jobs(JOBS, tiny.MACHINE, 200)
+
+
+def test_json():
+    out = json.loads(json.dumps(TIMELINE.to_dict()))
+    assert len(out["order"]) == sum(len(job["events"]) for job in out["jobs"])
+    assert out["jobs"][0]["spans"] == [list(s) for s in TIMELINE.jobs[0].spans]
+    assert out["evictions"][0].keys() == {"time_ns", "job", "tensor", "block", "nbytes", "wanted_by"}
+
+
+def test_perfetto_has_a_process_a_job():
+    trace = TIMELINE.perfetto(JOBS)["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in trace if e["name"] == "process_name"}
+    assert names == {1: "a", 2: "b", 3: "late", 4: "all jobs"}
+    pieces = [e for e in trace if e["ph"] == "X"]
+    assert len(pieces) == sum(len(j.spans) + len(j.stalls) for j in TIMELINE.jobs)
+    first = next(e for e in pieces if e["cat"] == "swap_out" and e["pid"] == 1)
+    assert first["name"] == "swap_out a1" and first["dur"] == 0.04
+    marks = [(e["pid"], e["name"], e["ts"]) for e in trace if e["ph"] == "i"]
+    assert marks == [(2, "plan 1", TIMELINE.jobs[1].boundaries[0] / 1000)]
+    memory = [e["args"]["bytes"] for e in trace if e["ph"] == "C" and e["pid"] == 4]
+    assert max(memory) == TIMELINE.peak_bytes <= 200 and memory[-1] == 0
+
+
+def test_what_each_holds_adds_up():
+    for time, used in dict(TIMELINE.memory).items():  # after all that this instant changes
+        assert sum([0, *(b for t, b in job.held if t <= time)][-1] for job in TIMELINE.jobs) == used
+    assert math.isnan(TIMELINE.jobs[2].mean_ns) and TIMELINE.jobs[2].iterations_ns == ()  # it never ran

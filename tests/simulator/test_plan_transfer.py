@@ -1,0 +1,91 @@
+"""What of a plan for one capture of a step still makes sense in another."""
+
+from dataclasses import replace
+from random import Random
+
+from simulator import Kernel, Plan, Program, Recompute, Rerun, Swap, Tensor
+from simulator.plan_transfer import adapted
+from simulator.schedule import lower
+from tests.random_cases import draw_of, plan_of, program_of
+
+
+def test_what_is_adapted_fits():
+    for seed in range(50):
+        rng = Random(seed)
+        program = program_of(rng)
+        plan, other = replace(plan_of(rng, program), limit=7, planner="p", machine="m"), draw_of(rng, program)
+        found = adapted(plan, program, other)
+        found.check(other)
+        lower(other, found)
+        assert (found.fingerprint, found.limit, found.planner, found.machine) == (other.fingerprint, 7, "p", "m")
+        assert len(found.decisions) <= len(plan.decisions), f"seed {seed}"
+        assert adapted(plan, program, program) == replace(plan, fingerprint=program.fingerprint), f"seed {seed}"
+
+
+def layers(*names: str) -> Program:
+    """A layer each: x = w(x) forward, then backward from the last to the first, with names as captures give them: those
+    of weights by layer, those of activations and gradients in order."""
+    tensors = [Tensor(f"{name}.weight", 10, "parameter", True) for name in names]
+    tensors += [Tensor(f"mm_{i}", 40) for i in range(2 * len(names))]
+    tensors += [Tensor(f"mm_{i + 2 * len(names)}", 10, "gradient") for i in range(len(names))]
+    n = len(names)
+    kernels = []
+    for i in range(n):  # x is written, and what relu makes of it; the backward pass reads what relu made
+        x, y = n + 2 * i, n + 2 * i + 1
+        kernels.append(Kernel("mm", "matmul", "forward", (i, *([x - 1] if i else [])), (x,), 10))
+        kernels.append(Kernel("relu", "activation", "forward", (x,), (y,), 10))
+    for i in reversed(range(n)):
+        y, g = n + 2 * i + 1, 3 * n + i
+        kernels.append(Kernel("mm_backward", "matmul", "backward", (i, y, *([g + 1] if i < n - 1 else [])), (g,), 10))
+    return Program("layers", tuple(tensors), tuple(kernels))
+
+
+def test_a_layer_keeps_its_decisions_where_another_is_missing():
+    """a's output leaves after b's kernel 2, which is missing: after c's, which reads it instead. b's own swap is left
+    out; so are the prefetch and the copy at b's kernels, but not the copy at a's."""
+    program, other = layers("a", "b", "c"), layers("a", "c")
+    plan = Plan((Swap(4, 2, 8, prefetch=7, copy=1), Swap(6, 4, 7), Swap(0, 1, 8, copy=2)), program.fingerprint)
+    found = adapted(plan, program, other)
+    assert [t.name for t in (program.tensors[4], other.tensors[3])] == ["mm_1", "mm_1"]
+    assert found == Plan((Swap(3, 2, 5, copy=1), Swap(0, 1, 5)), other.fingerprint)
+
+
+def test_a_step_by_other_kernels_is_matched_by_the_order_of_accesses():
+    """Weights are updated by a kernel each, or all by one of another name: their gaps end there, too."""
+
+    def step(together: bool) -> Program:
+        base = layers("a", "b")
+        updates = [("sgd", (0, 1))] if together else [("add", (0,)), ("add", (1,))]
+        found = [Kernel(name, "optimizer", "optimizer", (*which, *(6 + t for t in which)), which, 10)
+                 for name, which in updates]  # fmt: skip
+        return Program("step", base.tensors, (*base.kernels, *found))
+
+    program, other = step(together=False), step(together=True)
+    plan = Plan((Swap(1, 4, 7, prefetch=6), Swap(0, 0, 5)), program.fingerprint)
+    assert adapted(plan, program, other).decisions == (Swap(1, 4, 6), Swap(0, 0, 5))
+    assert adapted(plan, program, program).decisions == plan.decisions
+
+
+def test_what_cannot_be_said_there_is_left_out():
+    program, other = layers("a", "b"), layers("a")
+    assert adapted(Plan((Rerun(0, 4), Rerun(1, 4))), program, other).decisions == ()
+    kept = adapted(Plan((Rerun(0, 4), Rerun(1, 4))), program, layers("a", "b", "c"))
+    assert kept.decisions == (Rerun(0, 7), Rerun(1, 7))
+    recompute = Plan((Recompute(3, 2, 5, at=4),))
+    assert adapted(recompute, program, layers("c", "a", "b")).decisions == (Recompute(6, 4, 7, at=6),)
+
+
+def test_variants_go_with_their_kernels():
+    program, other = layers("a", "b"), layers("b")
+    with_algorithms = replace(
+        program,
+        kernels=(
+            program.kernels[0],
+            program.kernels[1],
+            replace(program.kernels[2], variants=((5, 1), (6, 0))),
+            *program.kernels[3:],
+        ),
+    )
+    less = replace(other, kernels=(replace(other.kernels[0], variants=((5, 1),)), *other.kernels[1:]))
+    assert adapted(Plan(variants=((2, 0),)), with_algorithms, less).variants == ((0, 0),)
+    assert adapted(Plan(variants=((2, 1),)), with_algorithms, less).variants == ()

@@ -1,0 +1,86 @@
+"""Budgets of budget.json: lines by folder, words of Markdown, and the frozen list of what users can name.
+
+A folder's budget is its entry in ``lines`` plus what ``raised`` adds to it, each with a reason. Names that disappear
+leave the frozen list with the same commit; a new name says in ``raised`` which old one it replaces, or why none.
+"""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+import agents
+
+ROOT = Path(__file__).resolve().parent.parent
+BUDGET = json.loads((ROOT / "tests" / "budget.json").read_text())
+
+
+def tracked(pattern: str) -> list[Path]:
+    """Files that git tracks, or would on ``git add``; all files where there is no repository (an sdist)."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", pattern]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    names = found.stdout.split() if found.returncode == 0 else ROOT.rglob(pattern)
+    return [path for path in (ROOT / name for name in names) if path.is_file()]
+
+
+def folder(path: Path) -> str:
+    """The package of a file, and the first folder below it."""
+    return "/".join(path.relative_to(ROOT).parent.parts[:2])
+
+
+def lines_by_folder() -> dict[str, int]:
+    """Lines of Python by folder."""
+    total: dict[str, int] = {}
+    for path in tracked("*.py"):
+        total[folder(path)] = total.get(folder(path), 0) + len(path.read_text().splitlines())
+    return total
+
+
+def keys(config: dict[str, object], prefix: str = "") -> list[str]:
+    """Dotted keys of a config's leaves."""
+    found = []
+    for key, value in config.items():
+        nested = isinstance(value, dict) and value and prefix.count(".") < 1
+        found += keys(value, f"{prefix}{key}.") if nested else [f"{prefix}{key}"]  # type: ignore[arg-type]
+    return found
+
+
+def public_names() -> dict[str, dict[str, list[str]]]:
+    """Commands, agents and algorithms with their settings, planners with their options, and figures."""
+    config = ROOT / "configs"
+    commands = {
+        path.relative_to(config).with_suffix("").as_posix(): sorted(
+            key for key in keys(yaml.safe_load(path.read_text())) if key.partition(".")[0] not in ("defaults", "hydra")
+        )
+        for pattern in ("*.yaml", "agent/*.yaml", "algo/*.yaml")
+        for path in sorted(config.glob(pattern))
+    }
+    figures = sorted(path.stem for path in (config / "figure").glob("*.yaml"))
+    planners = {name: sorted(agents.options(name)) for name in sorted(agents.PLANNERS)}
+    return {"commands": commands, "planners": planners, "figures": {name: [] for name in figures}}
+
+
+def allowed(kind: str, base: int) -> int:
+    """The budget of ``kind`` with all that was added to it."""
+    assert all(len(entry["reason"]) > 20 for entry in BUDGET["raised"])
+    return base + sum(entry["by"] for entry in BUDGET["raised"] if entry["budget"] == kind)
+
+
+@pytest.mark.parametrize("name", sorted(lines_by_folder().keys() | BUDGET["lines"].keys()))
+def test_a_folder_has_no_more_lines_than_its_budget(name: str) -> None:
+    assert lines_by_folder().get(name, 0) <= allowed(name, BUDGET["lines"].get(name, 0))
+
+
+def test_the_markdown_has_no_more_words_than_its_budget() -> None:
+    words = {path.relative_to(ROOT).as_posix(): len(path.read_text().split()) for path in tracked("*.md")}
+    assert sum(words.values()) <= allowed("words", BUDGET["words"]), sorted(words.items(), key=lambda one: -one[1])[:10]
+
+
+@pytest.mark.parametrize("kind", ["commands", "planners", "figures"])
+def test_what_users_can_name_is_the_frozen_list(kind: str) -> None:
+    found, frozen = public_names()[kind], BUDGET["names"][kind]
+    assert found.keys() == frozen.keys()
+    for name, options in found.items():
+        assert options == frozen[name], name
