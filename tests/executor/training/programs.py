@@ -117,10 +117,11 @@ def own(
 
 
 def network(
-    name: str, make_optimizer: Callable[[nn.Module], Optimizer] = sgd, device: str = "cpu", **options: Any
-) -> Loop:
-    """A loop of one of the tiny networks."""
-    make, batch = (NETWORKS | SMALL)[name]
+    name: str | tuple[Callable[[], nn.Module], Callable[[], Any]], make_optimizer: Callable[..., Optimizer] = sgd,
+    device: str = "cpu", **options: Any,
+) -> Loop:  # fmt: skip
+    """A loop of one of the tiny networks, or of what makes a network and its batches."""
+    make, batch = (NETWORKS | SMALL)[name] if isinstance(name, str) else name
     model = make().to(device)
     return standard(model, nn.CrossEntropyLoss(), make_optimizer(model),
                     lambda _: tuple(t.to(device) for t in batch()), **options)  # fmt: skip

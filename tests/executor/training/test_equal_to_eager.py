@@ -103,24 +103,19 @@ class Attentions(nn.Module):
         return self.out(self.second(x)).transpose(1, 2)
 
 
-def layers(make: Callable[[], nn.Module], batch: Callable[[], Any], optimizer: Any = adamw, **options: Any) -> Loop:
-    model = make()
-    return standard(model, nn.CrossEntropyLoss(), optimizer(model), lambda _: batch(), **options)
-
-
 def vectors() -> tuple[Tensor, Tensor]:
     return torch.randn(3, 3, 8), torch.randint(CLASSES, (3,))
 
 
 CASES |= {
-    "rnn": partial(layers, lambda: Recurrent(nn.RNN), vectors),
-    "gru": partial(layers, lambda: Recurrent(nn.GRU), vectors, sgd),
-    "lstm_both_ways": partial(layers, lambda: Recurrent(nn.LSTM), vectors),
-    "channels_last": partial(layers, ChannelsLast, images(8)),
-    "checkpoint": partial(layers, lambda: Checkpointed(False), images(8)),
-    "reentrant_checkpoint": partial(layers, lambda: Checkpointed(True), images(8), sgd),
-    "checkpoint_in_micro_batches": partial(layers, lambda: Checkpointed(False), images(8), sgd, accumulate=2),
-    "attention": partial(layers, Attentions, words),
+    "rnn": partial(network, (lambda: Recurrent(nn.RNN), vectors), adamw),
+    "gru": partial(network, (lambda: Recurrent(nn.GRU), vectors), sgd),
+    "lstm_both_ways": partial(network, (lambda: Recurrent(nn.LSTM), vectors), adamw),
+    "channels_last": partial(network, (ChannelsLast, images(8)), adamw),
+    "checkpoint": partial(network, (lambda: Checkpointed(False), images(8)), adamw),
+    "reentrant_checkpoint": partial(network, (lambda: Checkpointed(True), images(8)), sgd),
+    "checkpoint_in_micro_batches": partial(network, (lambda: Checkpointed(False), images(8)), sgd, accumulate=2),
+    "attention": partial(network, (Attentions, words), adamw),
 }
 NIGHTLY |= {"rnn", "lstm_both_ways", "checkpoint", "reentrant_checkpoint"}
 
@@ -137,6 +132,15 @@ CASES |= {
     "gradients_kept_in_bfloat16": partial(network, "mlp", sgd, autocast=torch.bfloat16, keep_grads=True),
 }
 NIGHTLY.add("accumulated_gpt2")
+
+
+def layer_used_twice() -> nn.Module:
+    """Autocast casts its weight once."""
+    layer = nn.Linear(8, 8)
+    return nn.Sequential(layer, nn.GELU(), layer)
+
+
+CASES["layer_used_twice"] = partial(network, (layer_used_twice, pairs), adamw, autocast=torch.bfloat16)
 
 
 # ------------------------------------------------------------------------------------------------------ mixed precision

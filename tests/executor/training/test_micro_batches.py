@@ -20,7 +20,10 @@ from tests.executor.training.test_faults import break_kernel, once
 def accumulated(k: int = 2, seed: int = 1, name: str = "small", **options: object) -> tuple[Twins, PlannedStep]:
     twins = Twins(name, adamw, accumulate=k, clip_norm=0.05, **options)
     captured = twins.captured()
-    return twins, tight(captured, random_plan(captured.program, seed, nothing=0.1))
+    plan = random_plan(captured.program, seed, nothing=0.1)
+    moved = {captured.program.tensors[d.tensor].kind for d in plan.decisions if isinstance(d, Swap)}
+    assert {"gradient", "input", "optimizer_state"} <= moved
+    return twins, tight(captured, plan)
 
 
 def micro(twins: Twins, step: PlannedStep, i: int) -> None:

@@ -52,17 +52,14 @@ def test_equal_to_eager_under_a_planners_plan(network, planner, optimizer):
     assert step.peak_bytes <= plan.limit < program.peak_bytes
 
 
-@pytest.mark.parametrize("network", ["small", *(pytest.param(name, marks=pytest.mark.nightly) for name in NETWORKS)])
-def test_random_plans_have_every_decision(network):
+def test_random_plans_have_every_decision():
     """What the table of test_equal_to_eager.py trains under: every way to leave, to come back and to be recomputed."""
-    captured = Twins(network, adamw).captured()
+    captured = Twins("small", adamw).captured()
     plan = random_plan(captured.program, 0, nothing=0.1)
     kinds = {(type(d), d.after >= d.before, getattr(d, "keep", None)) for d in plan.decisions}
     assert kinds >= {(Swap, False, None), (Swap, True, None), (Recompute, False, True), (Recompute, False, False)}
     assert any(isinstance(d, Swap) and d.copy not in (None, d.after) for d in plan.decisions)
     assert any(isinstance(d, Recompute) and d.at not in (None, d.before) for d in plan.decisions)
-    step = tight(captured, plan)
-    assert any(item.step.again for item in step.order.items) and step.order.start
     step = tight(captured, plan_of(captured.program, "reruns"))
     again = [item.step.kernel for item in step.order.items if item.step.again]
     assert len(again) > len(set(again)) and any(step.calls.random(k) for k in again)
