@@ -30,23 +30,36 @@ HERE = r"\(test_refusals\.py:\d+\)"
 # --------------------------------------------------------------------------------------------- captures, plans, graphs
 
 
-def step_of(model: nn.Module, optimizer: Any = None, batch: Any = None, loss_fn: Any = F.cross_entropy) -> PlannedStep:
-    """A step without a plan."""
-    return PlannedStep(capture(model, loss_fn, optimizer or sgd(model), batch or pairs(), machine=GPU), Plan())
+def step_of(
+    model: nn.Module, optimizer: Any = None, batch: Any = None, loss_fn: Any = F.cross_entropy,
+    plan: Plan = Plan(), limit: int | None = None, **options: Any,  # noqa: B008
+) -> PlannedStep:  # fmt: skip
+    captured = capture(model, loss_fn, optimizer or sgd(model), batch or pairs(), machine=GPU, **options)
+    return PlannedStep(captured, plan, GPU, limit)
+
+
+def own_step(besides: Callable[[Any, Any], Callable[[], Any]], planner: Any = lambda program: Plan()) -> PlannedStep:
+    """A step of the user's own that does, and returns, something besides."""
+    model = net(8, 32)
+    optimizer = sgd(model)
+    inner, does = trained(model, [optimizer]).given[0], besides(model, optimizer)
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        return inner(x, y), does()
+
+    captured = capture_step(step, *pairs(), machine=GPU)
+    assert optimizer.param_groups[0]["lr"] == 0.05  # a schedule's step is undone
+    return tight(captured, planner(captured.program))
+
+
+def average(model: nn.Module, _: Any) -> Callable[[], Any]:
+    mean = AveragedModel(model)
+    return lambda: mean.update_parameters(model)
 
 
 def graph(plan: Callable[[Any], Plan] = lambda program: Plan(), optimizer: Any = sgd, **options: Any) -> PlannedStep:
     captured = Twins(lambda: network("small", optimizer, **options)).captured()
     return tight(captured, plan(captured.program), graph=True)
-
-
-class Sparse(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.out = nn.Embedding(20, 8, sparse=True), nn.Linear(8, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.words(x).mean(1))
 
 
 class Acts(nn.Linear):
@@ -107,35 +120,6 @@ def hooked(where: str) -> PlannedStep:
         assert not seen  # what the capture ran of it is undone
 
 
-def schedule_in_the_step() -> PlannedStep:
-    model = net(8)
-    optimizer = sgd(model)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    inner = trained(model, [optimizer]).given[0]
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = inner(x, y)
-        schedule.step()
-        return loss
-
-    before = copy.deepcopy(schedule.state_dict())
-    captured = capture_step(step, *pairs())
-    assert optimizer.param_groups[0]["lr"] == 0.05 and schedule.state_dict() == before
-    return PlannedStep(captured, Plan(), GPU)
-
-
-def average_in_the_step() -> None:
-    model = net(8)
-    mean, inner = AveragedModel(model), trained(model, [sgd(model)]).given[0]
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = inner(x, y)
-        mean.update_parameters(model)
-        return loss
-
-    capture_step(step, *pairs())
-
-
 def recomputing_dropout(program: Any) -> Plan:
     for gap in program.gaps():
         plan = Plan((Recompute(gap.tensor, gap.after, gap.before),))
@@ -152,25 +136,8 @@ def swapping_the_batch(program: Any) -> Plan:
     return Plan((Swap(x, uses[0], uses[-1]), Swap(x, uses[-1], uses[0])))
 
 
-def swapping_what_is_returned() -> PlannedStep:
-    model = net(8, 32)
-    optimizer = sgd(model)
-    inner = trained(model, [optimizer]).given[0]
-    captured = capture_step(lambda x, y: (inner(x, y), model[0].weight), *pairs(), machine=GPU)
-    return tight(captured, moving(captured.program))
-
-
-def own_step(**options: Any) -> Any:
-    return fit(lambda x: x.sum(), example_batch=(torch.randn(16, 8),), **options)
-
-
 def metrics(out: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     return F.cross_entropy(out, y), {"logits": out}
-
-
-def capture_net(loss_fn: Any, **options: Any) -> Any:
-    model = net(8)
-    return capture(model, loss_fn, sgd(model), pairs(), **options)
 
 
 def steps_of_net(*batch: Any, **options: Any) -> Any:
@@ -181,17 +148,21 @@ def steps_of_net(*batch: Any, **options: Any) -> Any:
 SCALER = torch.amp.GradScaler("cpu")
 REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     # what a step does
-    "sparse gradients": (CaptureError, "words is sparse", lambda: step_of(Sparse(), batch=(
-        torch.randint(20, (6, 4)), torch.randint(5, (6,))))),
+    "sparse gradients": (CaptureError, "0 is sparse", lambda: step_of(
+        nn.Sequential(nn.Embedding(20, 8, sparse=True), nn.Flatten(), nn.Linear(32, 5)),
+        batch=(torch.randint(20, (6, 4)), torch.randint(5, (6,))))),
     "a tensor that is nowhere": (CaptureError, rf"aten\.mul\.Tensor .*{HERE}.*register_buffer", lambda: step_of(
         Acts(lambda layer, out: out * layer._scales[0]))),
     "a shape that depends on data": (CaptureError, rf"shape .*{HERE}", lambda: step_of(
         Acts(lambda _, out: out[out[:, 0] > 0]))),
     "a branch on data": (CaptureError, rf"values of a tensor.*{HERE}.*torch.where", lambda: step_of(Acts(branch))),
-    "an average that counts": (CaptureError, rf"values of a tensor.*{HERE}.*after the step", average_in_the_step),
-    "a schedule in the step": (StepError, "lr of SGD", schedule_in_the_step),
-    "a number is returned": (CaptureError, "int", lambda: capture_net(lambda out, y: (F.cross_entropy(out, y), 3))),
-    "metrics of micro-batches": (CaptureError, "loss_fn .*micro-batches", lambda: capture_net(metrics, accumulate=2)),
+    "an average that counts": (CaptureError, rf"values of a tensor.*{HERE}.*after the step", lambda: own_step(average)),
+    "a schedule in the step": (StepError, "lr of SGD", lambda: own_step(
+        lambda _, optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5).step)),
+    "a number is returned": (CaptureError, "int", lambda: step_of(
+        net(8), loss_fn=lambda out, y: (F.cross_entropy(out, y), 3))),
+    "metrics of micro-batches": (CaptureError, "loss_fn .*micro-batches", lambda: step_of(
+        net(8), loss_fn=metrics, accumulate=2)),
     "no loss": (CaptureError, "list and no loss", lambda: capture(nn.Sequential(), None, None, ([[1.0]],))),
     "a hook of the optimizer that runs no operator": (StepError, "optimizer .*count", lambda: hooked("optimizer")),
     "a hook of a tensor that runs no operator": (StepError, r"0\.weight .*count", lambda: hooked("weight")),
@@ -213,13 +184,12 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "dampening": (StepError, "dampening", lambda: step_of(
         model := net(8), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5))),
     # plans and graphs
-    "a plan of another program": (PlanError, "another program", lambda: PlannedStep(
-        capture_net(F.cross_entropy), Plan((), "0" * 64))),
-    "no memory": (OutOfMemory, "", lambda: PlannedStep(c := capture_net(F.cross_entropy), Plan(), GPU,
-                                                       c.program.peak_bytes - 1)),
+    "a plan of another program": (PlanError, "another program", lambda: step_of(net(8), plan=Plan((), "0" * 64))),
+    "no memory": (OutOfMemory, "", lambda: step_of(net(8), limit=1000)),
     "tensors without content": (StepError, "weight has device meta", lambda: step_of(
         nn.Linear(8, 5, device="meta"), batch=tuple(t.to("meta") for t in pairs()))),
-    "what is returned is swapped": (StepError, r"0\.weight, which the step returns", swapping_what_is_returned),
+    "what is returned is swapped": (StepError, r"0\.weight, which the step returns", lambda: own_step(
+        lambda model, _: lambda: model[0].weight, moving)),
     "a graph with a number": (StepError, "graph: .*optimizer.*step", lambda: graph(optimizer=adamw)),
     "a graph that recomputes dropout": (StepError, "graph: .*random", lambda: graph(recomputing_dropout)),
     "a graph that swaps the batch": (StepError, "graph: .*input0", lambda: graph(swapping_the_batch)),
@@ -234,8 +204,9 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "no batch": (StepError, "1 to 1 micro-batches", lambda: steps_of_net(())),
     "accumulate": (ValueError, "accumulate.*got 0", lambda: steps_of_net(accumulate=0)),
     "keep": (ValueError, "keep.*got 0", lambda: steps_of_net(keep=0)),
-    "options of a step of one's own": (ValueError, "clip_norm", lambda: own_step(memory=0.8, clip_norm=1.0)),
-    "no limit": (ValueError, "memory", own_step),
+    "options of a step of one's own": (ValueError, "clip_norm", lambda: fit(
+        torch.sum, example_batch=(torch.randn(16, 8),), memory=0.8, clip_norm=1.0)),
+    "no limit": (ValueError, "memory", lambda: fit(torch.sum, example_batch=(torch.randn(16, 8),))),
 }  # fmt: skip
 
 
