@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from agents.floor import floor
-from agents.planner import way_of
 from executor.replay.streams import circle
 from executor.training.issue_order import order
 from experiments.benchmark import simpy_model
@@ -17,6 +16,7 @@ from simulator import Job, Plan, PlanError, Rerun, decisions, modes, simulate, s
 from simulator.compiled.encoding import RERUN, decisions_of, rows_of
 from simulator.decisions import OfGap
 from simulator.files import FormatError
+from simulator.modes import way_of
 from simulator.report import report
 from simulator.schedule import Step, lower
 from tests.oracle.steps import Steps

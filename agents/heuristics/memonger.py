@@ -16,12 +16,12 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from agents.heuristics.layers import FeatureMap, feature_maps
-from agents.planner import MIB, PlannerInfo, Rows, finish, infeasible, rows_for
+from agents.planner import MIB, PlannerInfo, Rows, finish, infeasible
 from simulator.compiled.engine import Engine
 from simulator.decisions import can_recompute
 from simulator.files import no_collections
 from simulator.machine import Machine
-from simulator.modes import KEPT
+from simulator.modes import KEPT, rows_for
 from simulator.plan import Plan
 from simulator.program import Program
 
