@@ -224,8 +224,7 @@ class EditBatch:
         """(W,) whether a neighbour can be chosen."""
         if self.by_gap:
             return np.ones(self.count, np.bool_)
-        found: NDArray[np.bool_] = (self.edits[:, :, 0] >= 0).any(1)
-        return found
+        return np.asarray((self.edits[:, :, 0] >= 0).any(1), np.bool_)
 
     def best_plan(self, i: int, planner: str = "") -> Plan:
         """The best plan of walker i's episode."""

@@ -21,7 +21,7 @@ excess over the limit and times to the ideal iteration, so that nothing depends 
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import gymnasium
 import numpy as np
@@ -119,7 +119,8 @@ class MemoryEditEnv(gymnasium.Env[Observation, np.int64]):
         accept: "metropolis" (by a temperature that falls from ``hot`` to ``cold``, fractions of the ideal time),
             "better" (no slower than the present plan) or "always".
         reward: "best": points of overhead by which the best plan improves, so that an episode's rewards sum to the
-            start's overhead less the best one's; "log": log((best + 0.3) / (new best + 0.3)) in points above ``reference``.
+            start's overhead less the best one's; "log": log((best + 0.3) / (new best + 0.3)) of points above
+            ``reference``.
         shaping: adds this times the same reward of the present plan.
         reference: of reward="log": the certified "floor" (of the LP bound) or the "ideal" time.
         copy: False: observations are views of buffers that the next call changes.
@@ -142,7 +143,7 @@ class MemoryEditEnv(gymnasium.Env[Observation, np.int64]):
         self._batch = _batch(1, program, machine, limit, min_bytes, mode, start, reference, reward, options)
         self._copy, self._all = copy, np.ones(1, np.bool_)
         self.action_space = spaces.Discrete(self._batch.actions)
-        self.observation_space = _space(self._batch)
+        self.observation_space = cast("spaces.Space[Observation]", _space(self._batch))
 
     @property
     def tasks(self) -> tuple[EditTask, ...]:
@@ -178,7 +179,8 @@ class MemoryEditEnv(gymnasium.Env[Observation, np.int64]):
 
     def action_masks(self) -> NDArray[np.bool_]:
         """Returns which actions are valid now (the name that sb3-contrib's MaskablePPO calls)."""
-        return self._batch.mask[0].astype(np.bool_)
+        mask: NDArray[np.bool_] = self._batch.mask[0].astype(np.bool_)
+        return mask
 
     @property
     def best_plan(self) -> Plan:

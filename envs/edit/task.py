@@ -85,9 +85,8 @@ class EditTask:
         scored = [Start(self.engine.score(rows).iteration_ns, rows) for rows in found]
         fits = [one for one in scored if one.iteration_ns < NEVER]
         if not fits:
-            raise ValueError(
-                f"start: no plan of {start!r} fits {self.limit:,} bytes; use a larger limit or another start"
-            )
+            what = "the plan does not fit" if isinstance(start, Plan) else f"no plan of {start!r} fits"
+            raise ValueError(f"start: {what} {self.limit:,} bytes; use a larger limit or another start")
         return sorted(fits, key=lambda one: one.iteration_ns)
 
     def _static(self) -> NDArray[np.float32]:

@@ -219,7 +219,7 @@ class Engine:
         return Score(False, NEVER, required, peak if status == DONE else 0, 0)
 
     def log(self, rows: Ints, limit_until: int | None = None, iterations: int = 1) -> Ints:
-        """Returns the log of a plan's simulation, int64 (entries, 4): start, end, what happened, to which (encoding.py).
+        """Returns the log of a plan's simulation, int64 (entries, 4): start, end, event, kernel or row (encoding.py).
 
         Args:
             limit_until: as for ``score``.
