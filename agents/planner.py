@@ -159,11 +159,6 @@ class Candidates:
             chosen = np.append(chosen, np.fromiter(islice(order, len(chosen) + 1), np.int64))
         return chosen[: bisect_left(range(len(chosen)), True, key=fits)]
 
-    def empty(self, load: NDArray[np.int64], i: int) -> None:
-        """Takes gap ``i`` out of a residency ``load`` (int64[n]), in place."""
-        for span in self._open[i]:
-            load[span] -= self.nbytes[i]
-
 
 def is_open(gap: Gap, k: int) -> bool:
     """Is a gap open at kernel ``k``?"""
