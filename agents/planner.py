@@ -17,10 +17,10 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.compiled.encoding import columns_of, decisions_of, rows_of
+from simulator.compiled.encoding import Row, columns_of, decisions_of, row_of, rows_for, rows_of
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
-from simulator.modes import SWAPPED, Row, least_residency, row_of, rows_for, spans, ways_to_empty
+from simulator.modes import SWAPPED, least_residency, spans, ways_to_empty
 from simulator.plan import Plan
 from simulator.program import Gap, Program
 from simulator.residency import residency

@@ -5,11 +5,8 @@ Not used by the simulator itself; in one place for the environments, the planner
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
 import numpy as np
 
-from simulator.compiled.encoding import EXTRA, KIND, RECOMPUTE, SWAP, Ints, columns_of
 from simulator.decisions import KINDS, Name, can_recompute
 from simulator.program import Gap, Program
 
@@ -18,9 +15,6 @@ KINDS_OF: dict[str, tuple[Name, ...]] = {
     "swap": ("swap",), "recompute": ("recompute", "rerun"), "joint": tuple(kind.kind for kind in KINDS),
 }  # fmt: skip
 MODES = tuple(KINDS_OF)
-
-# kind, tensor, after, before, extra (swap: prefetch or -1; recompute: keep), when (swap: copy, recompute: at, or -1)
-Row = tuple[int, int, int, int, int, int]
 
 # What happens to the tensor in a gap. Arrays are indexed by these.
 STAYS, SWAPPED, RECOMPUTED, KEPT = range(4)  # KEPT: recomputed, and what its chain recovers stays (``keep``)
@@ -57,26 +51,3 @@ def least_residency(program: Program, min_bytes: int, mode: str = "joint") -> in
                 change[span.start] -= program.tensors[gap.tensor].nbytes
                 change[span.stop] += program.tensors[gap.tensor].nbytes
     return int((np.array(program.live_bytes, dtype=np.int64) + np.cumsum(change)[:n]).max())
-
-
-def row_of(gap: Gap, way: int) -> Row:
-    """The row that empties ``gap`` in a way (SWAPPED, its prefetch left to the simulator, RECOMPUTED or KEPT)."""
-    return (SWAP, *gap, -1, -1) if way == SWAPPED else (RECOMPUTE, *gap, int(way == KEPT), -1)
-
-
-def way_of(row: Sequence[int]) -> int:
-    """How a row empties its gap: the inverse of ``row_of``; raises ValueError where it does so in no such way."""
-    if row[KIND] == SWAP:
-        return SWAPPED
-    if row[KIND] == RECOMPUTE:
-        return KEPT if row[EXTRA] == 1 else RECOMPUTED
-    raise ValueError(f"a row of kind {row[KIND]} empties its gap in no way that a planner knows")
-
-
-def rows_for(gaps: Iterable[Gap], way: int) -> Ints:
-    """int64[m, 6]: ``row_of`` each of the gaps."""
-    where = columns_of(gaps)
-    out = np.empty((len(where), 6), np.int64)
-    out[:, 1:4] = where
-    out[:, [0, 4, 5]] = [row_of(Gap(0, 0, 0), way)[i] for i in (0, 4, 5)]
-    return out

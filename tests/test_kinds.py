@@ -13,10 +13,9 @@ from experiments.benchmark import simpy_model
 from experiments.common.report import other_mode
 from experiments.figures import layerwise
 from simulator import Job, Plan, PlanError, Rerun, decisions, modes, simulate, simulate_jobs
-from simulator.compiled.encoding import RERUN, decisions_of, rows_of
+from simulator.compiled.encoding import RERUN, decisions_of, rows_of, way_of
 from simulator.decisions import OfGap
 from simulator.files import FormatError
-from simulator.modes import way_of
 from simulator.report import report
 from simulator.schedule import Step, lower
 from tests.oracle.steps import Steps

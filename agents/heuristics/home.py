@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 
 from agents.heuristics.layers import feature_maps
 from agents.planner import MIB, Candidates, PlannerInfo, Rows, finish, infeasible
+from simulator.compiled.encoding import rows_for
 from simulator.compiled.engine import NEVER, Engine
 from simulator.machine import Machine
-from simulator.modes import KEPT, RECOMPUTED, STAYS, SWAPPED, check_mode, rows_for, ways_to_empty
+from simulator.modes import KEPT, RECOMPUTED, STAYS, SWAPPED, check_mode, ways_to_empty
 from simulator.plan import Plan
 from simulator.program import Gap, Program
 

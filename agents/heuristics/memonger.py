@@ -17,11 +17,12 @@ from typing import NamedTuple
 
 from agents.heuristics.layers import FeatureMap, feature_maps
 from agents.planner import MIB, PlannerInfo, Rows, finish, infeasible
+from simulator.compiled.encoding import rows_for
 from simulator.compiled.engine import Engine
 from simulator.decisions import can_recompute
 from simulator.files import no_collections
 from simulator.machine import Machine
-from simulator.modes import KEPT, rows_for
+from simulator.modes import KEPT
 from simulator.plan import Plan
 from simulator.program import Program
 

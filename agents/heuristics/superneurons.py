@@ -19,10 +19,10 @@ import numpy as np
 
 from agents.heuristics.workspace import plan_with_variants
 from agents.planner import MIB, PlannerInfo, Rows, finish, infeasible
-from simulator.compiled.encoding import EXTRA
+from simulator.compiled.encoding import EXTRA, row_of
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
-from simulator.modes import RECOMPUTED, SWAPPED, check_mode, row_of, ways_to_empty
+from simulator.modes import RECOMPUTED, SWAPPED, check_mode, ways_to_empty
 from simulator.plan import Plan
 from simulator.program import Gap, Program
 

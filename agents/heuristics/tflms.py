@@ -15,11 +15,11 @@ import numpy as np
 from agents.heuristics.autoswap import select
 from agents.heuristics.layers import feature_maps
 from agents.planner import MIB, Candidates, PlannerInfo, Rows, finish, infeasible
-from simulator.compiled.encoding import AFTER, BEFORE, EXTRA
+from simulator.compiled.encoding import AFTER, BEFORE, EXTRA, rows_for
 from simulator.compiled.engine import Engine
 from simulator.files import no_collections
 from simulator.machine import Machine
-from simulator.modes import SWAPPED, rows_for
+from simulator.modes import SWAPPED
 from simulator.plan import Plan
 from simulator.program import Gap, Program
 

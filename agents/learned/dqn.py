@@ -34,8 +34,8 @@ from envs.batch import Batch
 from envs.edit.gap_graph import UNDECIDED, GapGraph
 from envs.edit.moves import Moves
 from envs.task import COPY, EARLY, KEEP, PLAIN, Task
-from simulator.compiled.encoding import BEFORE, TENSOR
-from simulator.modes import KEPT, RECOMPUTED, STAYS, SWAPPED, way_of
+from simulator.compiled.encoding import BEFORE, TENSOR, way_of
+from simulator.modes import KEPT, RECOMPUTED, STAYS, SWAPPED
 from simulator.plan import Plan
 
 FORMS = ((PLAIN, SWAPPED), (COPY, SWAPPED), (PLAIN, RECOMPUTED), (KEEP, KEPT), (EARLY, RECOMPUTED))

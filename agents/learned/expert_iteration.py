@@ -33,10 +33,10 @@ from agents.search.annealing import everything
 from agents.search.local_search import anneal
 from envs.edit.gap_graph import STATE, UNDECIDED, GapGraph
 from envs.edit.moves import Moves
-from simulator.compiled.encoding import BEFORE, TENSOR
+from simulator.compiled.encoding import BEFORE, TENSOR, way_of
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
-from simulator.modes import KEPT, way_of
+from simulator.modes import KEPT
 from simulator.program import Program
 
 Plans = list[tuple[int, Rows]]  # iteration time in ns, and rows; the fastest first

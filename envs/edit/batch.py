@@ -212,7 +212,7 @@ class EditBatch:
         self.rewards[which] = (gain[:, 1] + self.shaping * gain[:, 0])[which]
         tried = ints[:, of.TIME_NS]
         self.feasible[which] = tried[which] < NEVER
-        self.effect_ns[which] = np.where(tried < NEVER, tried - before[:, 0], np.nan)[which]
+        self.effect_ns[which] = np.where(tried < NEVER, tried - before[:, 0], np.inf)[which]
         self.accepted[which] = ints[which, of.ACCEPT] > 0
         self.terminated[which] = (ints[:, of.BEST_NS] <= self._ideal[self.task])[which]
         stuck = ~self._has_moves()

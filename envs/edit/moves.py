@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from envs.edit import plan_moves
 from envs.edit.plan_moves import Gaps, PlanArrays, Scratch
-from simulator.compiled.encoding import AFTER, BEFORE, KIND, RECOMPUTE, SWAP, TENSOR, WHEN, Ints
-from simulator.modes import KEPT, RECOMPUTED, SWAPPED, rows_for, ways_to_empty
+from simulator.compiled.encoding import AFTER, BEFORE, KIND, RECOMPUTE, SWAP, TENSOR, WHEN, Ints, rows_for
+from simulator.modes import KEPT, RECOMPUTED, SWAPPED, ways_to_empty
 from simulator.program import Gap, Program
 from simulator.residency import residency
 

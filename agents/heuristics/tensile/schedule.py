@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agents.planner import Rows, is_open
-from simulator.compiled.encoding import SWAP
+from simulator.compiled.encoding import SWAP, Row, row_of
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
-from simulator.modes import RECOMPUTED, Row, row_of, ways_to_empty
+from simulator.modes import RECOMPUTED, ways_to_empty
 from simulator.program import Gap, Program
 from simulator.schedule import recompute_ns
 
