@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from agents.learned.gap_graph import UNDECIDED, Choices, GapGraph
 from agents.learned.policy_net import PolicyNet, batch_of, data_of
-from agents.planner import Rows, rows_for
-from agents.search.local_moves import add_between
+from agents.planner import Rows
+from envs.edit.gap_graph import UNDECIDED, Choices, GapGraph
+from envs.edit.plan_moves import add_between
+from simulator.compiled.encoding import rows_for
 from simulator.compiled.engine import Engine
 from simulator.compiled.jit import stage
 from simulator.modes import KEPT, RECOMPUTED, STAYS, SWAPPED

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.search.local_moves import uniform
+from envs.edit.plan_moves import uniform
 from simulator.compiled.encoding import Ints, ragged
 from simulator.compiled.jit import jit
 from simulator.program import Program

@@ -14,7 +14,8 @@ import agents
 from agents import Infeasible
 from agents.heuristics.home import HOME
 from agents.planner import MIB
-from agents.search.local_search import Moves, anneal
+from agents.search.local_search import anneal
+from envs.edit.moves import Moves
 from experiments.benchmark import simpy_model
 from simulator import Plan, Swap, rules
 from simulator.compiled.engine import Engine, rows_of

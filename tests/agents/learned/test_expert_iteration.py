@@ -9,8 +9,8 @@ import torch
 
 from agents.learned import expert_iteration as learning
 from agents.learned.decoding import rows_of_ways
-from agents.learned.gap_graph import UNDECIDED
 from agents.learned.policy_net import batch_of
+from envs.edit.gap_graph import UNDECIDED
 from simulator import Machine
 from simulator.compiled.engine import Engine
 from simulator.modes import MODES, RECOMPUTED, STAYS, SWAPPED

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 
 from agents.planner import Rows
-from agents.search.local_search import CLOCK, Moves
+from agents.search.local_search import CLOCK
+from envs.edit.moves import Moves
 from simulator.compiled.engine import NEVER, Engine
 
 

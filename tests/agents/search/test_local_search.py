@@ -12,7 +12,8 @@ import pytest
 from agents.planner import Rows
 from agents.search import local_search
 from agents.search.annealing import everything
-from agents.search.local_search import CLOCK, TICK, Moves
+from agents.search.local_search import CLOCK, TICK
+from envs.edit.moves import Moves
 from simulator import Engine, Machine, Program
 from simulator.compiled.encoding import NEVER
 from tests import random_cases

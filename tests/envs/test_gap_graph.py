@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, strategies as st
 
-from agents.learned.gap_graph import BIN_STATE, BIN_STATIC, BINS, STATE, UNDECIDED, GapGraph
 from agents.planner import Candidates
-from agents.search.local_search import Moves
+from envs.edit.gap_graph import BIN_STATE, BIN_STATIC, BINS, STATE, UNDECIDED, GapGraph
+from envs.edit.moves import Moves
 from simulator import Machine, Program
 from simulator.modes import MODES, STAYS, SWAPPED
 from tests.strategies import networks, programs
