@@ -22,7 +22,7 @@ ABOVE = {
 }  # what these files may import, too, inside functions
 # Of each package, from the first to the last; "" is its top, without __init__.py, which opens the door to all of it.
 ROOMS = {
-    "simulator": ["", "compiled", "pool"],
+    "simulator": ["", "compiled", "moves", "pool"],
     "agents": ["floor", "", "heuristics", "search", "learned"],
     "executor": ["memory", "capture", "training", "replay", "", "compiled", "integrations"],
     # The top has commands, which use all of them; so is the __main__ of a room.

@@ -31,11 +31,11 @@ from agents.learned.training import Episode
 from agents.learned.training_state import must_match, read_training_state, restoring, write_training_state
 from agents.planner import Rows
 from envs.batch import Batch
-from envs.edit.gap_graph import UNDECIDED, GapGraph
-from envs.edit.moves import Moves
 from envs.task import COPY, EARLY, KEEP, PLAIN, Task
 from simulator.compiled.encoding import BEFORE, TENSOR, way_of
 from simulator.modes import KEPT, RECOMPUTED, STAYS, SWAPPED
+from simulator.moves.gap_graph import UNDECIDED, GapGraph
+from simulator.moves.moves import Moves
 from simulator.plan import Plan
 
 FORMS = ((PLAIN, SWAPPED), (COPY, SWAPPED), (PLAIN, RECOMPUTED), (KEEP, KEPT), (EARLY, RECOMPUTED))

@@ -31,12 +31,12 @@ from agents.learned.policy_net import PolicyNet, batch_of, data_of
 from agents.planner import MIB, Rows
 from agents.search.annealing import everything
 from agents.search.local_search import anneal
-from envs.edit.gap_graph import STATE, UNDECIDED, GapGraph
-from envs.edit.moves import Moves
 from simulator.compiled.encoding import BEFORE, TENSOR, way_of
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
 from simulator.modes import KEPT
+from simulator.moves.gap_graph import STATE, UNDECIDED, GapGraph
+from simulator.moves.moves import Moves
 from simulator.program import Program
 
 Plans = list[tuple[int, Rows]]  # iteration time in ns, and rows; the fastest first

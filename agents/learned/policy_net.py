@@ -19,8 +19,8 @@ from torch_geometric.utils import scatter, to_dense_batch
 
 from agents.learned.optimisation import MASKED
 from agents.learned.training_state import read_weights
-from envs.edit.gap_graph import BINS, Choices, GapGraph
 from simulator.modes import KEPT
+from simulator.moves.gap_graph import BINS, Choices, GapGraph
 
 WAYS = KEPT + 1
 

@@ -1,14 +1,14 @@
-"""The compiled loop of simulated annealing over the moves of envs/edit/plan_moves.py."""
+"""The compiled loop of simulated annealing over the moves of simulator/moves/plan_moves.py."""
 
 from __future__ import annotations
 
 import math
 from typing import NamedTuple
 
-from envs.edit.plan_moves import propose
 from simulator.compiled.encoding import NEVER
 from simulator.compiled.jit import stage
 from simulator.compiled.scoring import score_one
+from simulator.moves.plan_moves import propose
 
 # Entries of the ``state`` of a walk. STEP: the next one. SCORED: plans. NOW_NS, BEST_NS: of the present plan and of the
 # best. ROWS: of the plan that was proposed last, BEST_ROWS: -1 where the best is still the start. CUTOFF_NS: faster

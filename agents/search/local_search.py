@@ -1,7 +1,7 @@
 """Local search over plans, of simulated annealing, LP rounding and the policy's search.
 
-The moves are those of envs/edit/, the compiled loop is anneal_loop.py. ``anneal`` draws the random numbers that decide
-on acceptance, and looks at the clock.
+The moves are those of simulator/moves/, the compiled loop is anneal_loop.py. ``anneal`` draws the random numbers that
+decide on acceptance, and looks at the clock.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import numpy as np
 
 from agents.planner import Rows
 from agents.search import anneal_loop as of
-from envs.edit.moves import Moves
 from simulator.compiled.engine import Engine
+from simulator.moves.moves import Moves
 
 CLOCK = 8  # calls to the first look at the clock; twice as many to the next while they take less than TICK, or half
 TICK, LATE = 2e-3, 1.0  # seconds; only where CLOCK calls take longer than LATE, fewer of them

@@ -24,11 +24,11 @@ from agents.planner import MIB, PlannerInfo, Rows, check_budget, finish, infeasi
 from agents.search.annealing import half_way, start
 from agents.search.in_time import in_time
 from agents.search.local_search import anneal
-from envs.edit.moves import Moves, since_write
 from simulator.compiled.encoding import AFTER, BEFORE, EXTRA, KIND, NEVER, RECOMPUTE, SWAP, TENSOR, WHEN, row_of
 from simulator.compiled.engine import Engine, cores
 from simulator.machine import Machine
 from simulator.modes import RECOMPUTED, SWAPPED, check_mode, spans, ways_to_empty
+from simulator.moves.moves import Moves, since_write
 from simulator.plan import Plan
 from simulator.program import Gap, Program
 

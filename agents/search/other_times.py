@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 from agents.planner import MIB, Infeasible, check_budget, finish
 from agents.search.local_search import anneal
-from envs.edit.moves import Moves
 from simulator.compiled.engine import Engine, rows_of
 from simulator.machine import Machine
 from simulator.modes import check_mode
+from simulator.moves.moves import Moves
 from simulator.plan import Plan
 from simulator.program import Program
 

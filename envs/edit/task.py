@@ -7,13 +7,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.edit.gap_graph import UNDECIDED, GapGraph
-from envs.edit.moves import Moves
 from envs.edit.walkers import BINS, Times
 from simulator.compiled.encoding import NEVER, Ints, rows_of
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
 from simulator.modes import check_mode
+from simulator.moves.gap_graph import UNDECIDED, GapGraph
+from simulator.moves.moves import Moves
 from simulator.plan import Plan
 from simulator.program import Program
 

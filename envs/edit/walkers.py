@@ -12,21 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.edit.plan_moves import (
-    PRUNE,
-    PlanArrays,
-    _fits,
-    _fullest,
-    _pick,
-    _settle,
-    _shifted,
-    _start,
-    _way,
-    _weighted_off,
-    propose,
-    put,
-    uniform,
-)
 from simulator.compiled.encoding import (
     AFTER,
     BEFORE,
@@ -44,6 +29,21 @@ from simulator.compiled.encoding import (
 from simulator.compiled.jit import stage
 from simulator.compiled.scoring import score_one
 from simulator.modes import KEPT, RECOMPUTED, SWAPPED
+from simulator.moves.plan_moves import (
+    PRUNE,
+    PlanArrays,
+    _fits,
+    _fullest,
+    _pick,
+    _settle,
+    _shifted,
+    _start,
+    _way,
+    _weighted_off,
+    propose,
+    put,
+    uniform,
+)
 
 FILL, SHIFT, MODES = 0, 4, 5  # changes of a gap; 1 to 3 are SWAPPED, RECOMPUTED, KEPT
 CHANGES = 10  # of a neighbour, at most

@@ -14,7 +14,7 @@ import torch
 
 from executor.capture.profile import Cache, ProfileError, measure
 from executor.memory.context import context_bytes
-from experiments.measured.measured_step import MeasuredStep, measured_step
+from experiments.common.measured_step import MeasuredStep, measured_step
 from experiments.validate_gpu.networks import NETWORKS, Network, build, give_back, timed
 from experiments.workloads import WorkloadError
 from experiments.workloads.module import build as own

@@ -27,8 +27,8 @@ from executor.capture.captured import Captured
 from executor.capture.kernel_times import Precision
 from executor.capture.roofline import with_roofline
 from experiments import workloads
+from experiments.common.measured_step import MeasuredStep, modelled
 from experiments.measured import traces
-from experiments.measured.measured_step import MeasuredStep, modelled
 from simulator.files import FormatError, fields, load_json
 from simulator.machine import Machine
 

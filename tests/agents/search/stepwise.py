@@ -11,8 +11,8 @@ import numpy as np
 
 from agents.planner import Rows
 from agents.search.local_search import CLOCK
-from envs.edit.moves import Moves
 from simulator.compiled.engine import NEVER, Engine
+from simulator.moves.moves import Moves
 
 
 def ticking(seconds: float) -> SimpleNamespace:

@@ -8,10 +8,10 @@ from typing import Any, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.edit import plan_moves
-from envs.edit.plan_moves import Gaps, PlanArrays, Scratch
 from simulator.compiled.encoding import AFTER, BEFORE, KIND, RECOMPUTE, SWAP, TENSOR, WHEN, Ints, rows_for
 from simulator.modes import KEPT, RECOMPUTED, SWAPPED, ways_to_empty
+from simulator.moves import plan_moves
+from simulator.moves.plan_moves import Gaps, PlanArrays, Scratch
 from simulator.program import Gap, Program
 from simulator.residency import residency
 

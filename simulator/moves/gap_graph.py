@@ -17,13 +17,12 @@ from bisect import bisect_right
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import rankdata
 
-from envs.edit.moves import Moves
 from simulator.compiled.engine import rerun_ns
 from simulator.compiled.jit import stage
 from simulator.machine import Machine
 from simulator.modes import KEPT, RECOMPUTED, STAYS, SWAPPED
+from simulator.moves.moves import Moves
 from simulator.program import KERNEL_KINDS, TENSOR_KINDS, Gap, Program
 from simulator.residency import residency
 
@@ -232,7 +231,9 @@ def log(x: NDArray[np.float64] | float, scale: float = 1.0) -> NDArray[np.float6
 
 def ranks(x: NDArray[np.float64]) -> NDArray[np.float64]:
     """The place of each among all, from 0 to 1."""
-    found: NDArray[np.float64] = (rankdata(x) - 0.5) / max(len(x), 1)
+    _, which, counts = np.unique(x, return_inverse=True, return_counts=True)
+    middle = np.cumsum(counts) - (counts - 1) / 2  # the mean rank of equal values
+    found: NDArray[np.float64] = (middle[which] - 0.5) / max(len(x), 1)
     return found
 
 
