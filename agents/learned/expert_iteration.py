@@ -25,17 +25,18 @@ from torch import Tensor
 from torch.optim import swa_utils
 from torch_geometric.data import HeteroData
 
-from agents.learned.gap_graph import STATE, UNDECIDED, GapGraph
 from agents.learned.optimisation import descend
 from agents.learned.policy import Guided, decoded, halving
 from agents.learned.policy_net import PolicyNet, batch_of, data_of
-from agents.planner import MIB, Rows, way_of
+from agents.planner import MIB, Rows
 from agents.search.annealing import everything
-from agents.search.local_search import Moves, anneal
-from simulator.compiled.encoding import BEFORE, TENSOR
+from agents.search.local_search import anneal
+from simulator.compiled.encoding import BEFORE, TENSOR, way_of
 from simulator.compiled.engine import Engine
 from simulator.machine import Machine
 from simulator.modes import KEPT
+from simulator.moves.gap_graph import STATE, UNDECIDED, GapGraph
+from simulator.moves.moves import Moves
 from simulator.program import Program
 
 Plans = list[tuple[int, Rows]]  # iteration time in ns, and rows; the fastest first

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch_geometric.data import Batch, HeteroData
 from torch_geometric.utils import scatter, to_dense_batch
 
-from agents.learned.gap_graph import BINS, Choices, GapGraph
 from agents.learned.optimisation import MASKED
 from agents.learned.training_state import read_weights
 from simulator.modes import KEPT
+from simulator.moves.gap_graph import BINS, Choices, GapGraph
 
 WAYS = KEPT + 1
 

@@ -226,19 +226,6 @@ def test_no_enumerated_plan_is_below(data: st.DataObject, program: Program, mach
     assert found.feasible and found.iteration_ns <= enumeration.shortest_ns(program, machine, limit, mode)
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("fraction", [0.5, 0.65])
-@pytest.mark.parametrize(("back", "out"), [(0, 0), (0.3, 0.0), (0.0, 0.3), (0.9, 0.4), (0.2, 0.3)])
-def test_brute_force_is_never_below(seed: int, fraction: float, back: float, out: float) -> None:
-    program = pyramid(3, seed)
-    limit = int(fraction * program.peak_bytes)
-    machine = replace(MACHINE, duplex_h2d_bytes_per_s=int(back * 10**9), duplex_d2h_bytes_per_s=int(out * 10**9))
-    found = floor(program, machine, limit)
-    best = enumeration.shortest_ns(program, machine, limit)
-    assert found.feasible or best == np.inf
-    assert found.iteration_ns <= best
-
-
 def in_the_long_run(program: Program, plan: Plan, machine: Machine, limit: int) -> Timeline:
     """The floor is under what lasts: simulated for longer where nothing repeats yet."""
     timeline = simulate(program, plan, machine, limit)

@@ -1,6 +1,7 @@
 """A small program for the entry points, and a way to run them as a user does."""
 
 import atexit
+import json
 import os
 import random
 import signal
@@ -18,16 +19,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.hydra_config import HydraConfig
 
-from experiments.common.endings import last_words
 from simulator import Kernel, Program, Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
 MB = 2**20
 
-Run = Callable[..., subprocess.CompletedProcess[str]]
+Done = subprocess.CompletedProcess[str]
+Run = Callable[..., Done]
 
 
 def figure_settings(name: str, quick: bool = False, **more: Any) -> Any:
@@ -38,6 +37,32 @@ def figure_settings(name: str, quick: bool = False, **more: Any) -> Any:
     assert isinstance(config, dict)
     fewer = config.pop("quick")
     return OmegaConf.create({**config, **(fewer if quick else {}), **more})
+
+
+def refused(done: Done, *words: str) -> None:
+    """Asserts that a command ended with status 2 and one sentence on stderr that names all the words."""
+    assert done.returncode == 2, done.stderr
+    (sentence,) = done.stderr.strip().splitlines()
+    for word in words:
+        assert word in sentence
+
+
+def rows_in(directory: Path) -> list[dict[str, Any]]:
+    """Returns the rows of a run directory."""
+    return [json.loads(line) for line in (directory / "results.jsonl").read_text().splitlines()]
+
+
+def check_rows(rows: list[dict[str, Any]]) -> None:
+    """Asserts what holds of every planner's row."""
+    from experiments.common.report import ROW_KEYS  # a GPU machine may lack what it imports
+
+    for row in rows:
+        assert set(row) - {"reason"} == set(ROW_KEYS) and ("reason" in row) == (not row["feasible"])
+        if row["feasible"]:
+            assert row["peak_bytes"] <= row["limit_bytes"]
+            assert row["gap"] == row["overhead"] - row["bound_overhead"] >= 0
+        else:
+            assert row["gap"] is row["overhead"] is row["iteration_ns"] is row["peak_bytes"] is row["breakdown"] is None
 
 
 def chain(layers: int = 6, nbytes: int = 32 * MB) -> Program:
@@ -73,7 +98,7 @@ def run(tmp_path: Path) -> Run:
     """Runs ``python -m experiments.<name>`` in this process, in an empty directory, as a new process would."""
     (work := tmp_path / "work").mkdir(exist_ok=True)
 
-    def call(name: str, *words: object) -> subprocess.CompletedProcess[str]:
+    def call(name: str, *words: object) -> Done:
         typed = [f"experiments.{name}", *map(str, words)]
         with process_state(work), captured_output() as output:
             status = status_of(typed)
@@ -125,6 +150,11 @@ def captured_output() -> Iterator[list[str]]:
 @contextmanager
 def process_state(folder: Path) -> Iterator[None]:
     """Works in a folder, with the state that a new process has; afterwards all is as it was."""
+    from hydra.core.global_hydra import GlobalHydra  # a GPU machine may have none
+    from hydra.core.hydra_config import HydraConfig
+
+    from experiments.common.endings import last_words
+
     environment, argv, path, modules = dict(os.environ), sys.argv[:], sys.path[:], {*sys.modules}
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE)
     handlers, before = [signal.getsignal(number) for number in numbers], Path.cwd()

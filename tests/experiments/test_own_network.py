@@ -15,8 +15,7 @@ from agents.learned.own_network import OwnNetwork, OwnNetworkError
 from envs import Task
 from envs.memory_env import small_task
 from simulator import Plan
-from tests.experiments.common.test_cli import refused, rows_in
-from tests.experiments.conftest import ROOT, Run
+from tests.experiments.conftest import ROOT, Run, refused, rows_in
 
 PROGRAM, MACHINE = small_task()
 LIMIT = int(0.7 * PROGRAM.peak_bytes)
@@ -34,40 +33,29 @@ def example(folder: Path) -> None:
 
 
 def test_the_network_of_the_page(run: Run, tmp_path: Path) -> None:
-    work = tmp_path / "work"
-    work.mkdir(exist_ok=True)
-    example(work)
+    example(tmp_path / "work")
     words = ("network=mine_network:Mine", "planners=null", "actions=full", "reward=causal", "tracker=none")
     done = run("train_sb3", *words, "steps=400", "algo.n_steps=16", f"out={tmp_path / 'sb3'}")
     assert done.returncode == 0, done.stderr
     calls = next(row for row in rows_in(tmp_path / "sb3") if row["planner"] == "sb3_maskable_ppo")["simulator_calls"]
-    assert isinstance(calls, int) and 5 < calls < 100  # one an episode
+    assert 5 < calls < 100  # one an episode
     PROGRAM.save(tmp_path / "small.json")
-    refused(run("train_dqn", *words, f"out={tmp_path / 'no'}"), "network: of agent=dqn_paper; agent=dqn takes none")
     words += (f"program={tmp_path / 'small.json'}", "limit=0.7", "agent=dqn_paper", "agent.episodes=12")
     done = run("train_dqn", *words, f"out={tmp_path / 'dqn'}")
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "dqn" / "curve.json").read_text())["reward"] == "causal"
-    refused(
-        run("train_dqn", *words, "network=mine_network:nn", f"out={tmp_path / 'no'}"), "network", "nothing callable"
-    )
-    refused(run("train_sb3", "network=mine_network:F.relu", f"out={tmp_path / 'no'}"), "network: module")
-    refused(run("train_sb3", "network=nowhere:Mine", f"out={tmp_path / 'no'}"), "network: there is no module 'nowhere'")
-    refused(run("train_sb3", "network=json:loads", f"out={tmp_path / 'no'}"), "is no class of torch.nn.Module")
-    refused(run("train_dqn", *words, "network=json:loads", f"out={tmp_path / 'no'}"), "is no class of torch.nn.Module")
-    assert not (tmp_path / "no").exists()
+    refused(run("train_dqn", *words, "network=mine_network:nn"), "network")
 
 
+@pytest.mark.nightly
 def test_a_named_task(run: Run, tmp_path: Path) -> None:
     words = ("task=GpuMemory/unet-50-v0", "steps=400", "algo.n_steps=50", "planners=null", "tracker=none")
     done = run("train_sb3", *words, f"out={tmp_path / 'out'}")
     assert done.returncode == 0, done.stderr
     row = rows_in(tmp_path / "out")[0]
-    assert (row["workload"], row["machine"], round(float(str(row["limit_fraction"])), 3)) == ("unet", "rtx2080ti", 0.5)
-    kept = json.loads((tmp_path / "out" / "summary.json").read_text())["config"]  # for a run that repeats this one
+    assert (row["workload"], row["machine"], round(row["limit_fraction"], 3)) == ("unet", "rtx2080ti", 0.5)
+    kept = json.loads((tmp_path / "out" / "summary.json").read_text())["config"]
     assert kept["limit"] == 0.5 and kept["machine"]["d2h_bytes_per_s"] > 0
-    refused(run("train_sb3", "task=GpuMemory/unet-51-v0"), "the nearest is 'GpuMemory/unet-50-v0'")
-    refused(run("train_sb3", *words, "limit=0.4"), "says itself what limit= is")
 
 
 class Wrong(nn.Module):
@@ -83,18 +71,12 @@ class Wrong(nn.Module):
         return self.made(self.n)
 
 
-@pytest.mark.parametrize(
-    ("made", "words"),
-    [
-        (lambda n: torch.zeros(2, n), "returns no two tensors"),
-        (
-            lambda n: (torch.zeros(2, n - 1), torch.zeros(2, 1)),
-            r"expected scores \(2, 39\) and a state .*got \(2, 38\)",
-        ),
-        (lambda n: (torch.zeros(2, n), torch.zeros(1, 1)), r"and a state \(2, any\), got"),
-        (lambda n: 1 / 0, "does not run .ZeroDivisionError"),
-    ],
-)
+@pytest.mark.parametrize(("made", "words"), [
+    (lambda n: torch.zeros(2, n), "two tensors"),
+    (lambda n: (torch.zeros(2, n - 1), torch.zeros(2, 1)), r"\(2, 39\) .*\(2, 38\)"),
+    (lambda n: (torch.zeros(2, n), torch.zeros(1, 1)), r"\(2, any\)"),
+    (lambda n: 1 / 0, "ZeroDivisionError"),
+])  # fmt: skip
 def test_what_a_network_cannot_be_is_a_sentence(made: Any, words: str) -> None:
     kind = type("Mine", (Wrong,), {"made": staticmethod(made)})
     with pytest.raises(OwnNetworkError, match=words):

@@ -7,11 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import agents
 from experiments import evaluate
-from tests.experiments.conftest import ROOT, chain
+from tests.experiments.conftest import ROOT
 
 NEW = """
 from agents.planner import MIB, Candidates, PlannerInfo, finish
@@ -34,9 +32,12 @@ import agents, json
 from experiments import evaluate
 from experiments.common import report
 from experiments.plotting import palette
+from simulator import Machine
+from tests.experiments.conftest import chain
 
+row, _ = report.score("new_heuristics", chain(), Machine.load("h100"), int(0.8 * chain().peak_bytes), 0)
 print(json.dumps([list(agents.PLANNERS), agents.options("new_search"), report.planner_names(["all"]),
-                  list(evaluate.SLOW), palette.look("new_search"), palette.family("new_search")]))
+                  list(evaluate.SLOW), palette.look("new_search"), palette.family("new_search"), row["feasible"]]))
 """
 
 
@@ -47,39 +48,18 @@ def python(copy: Path, *words: str) -> subprocess.CompletedProcess[str]:
                           capture_output=True, text=True, check=False)  # fmt: skip
 
 
-@pytest.fixture
-def copy(tmp_path: Path) -> Path:
-    """A folder with a copy of ``agents``."""
+def test_a_file_in_a_room_is_a_planner(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "agents", tmp_path / "agents", ignore=shutil.ignore_patterns("__pycache__"))
-    return tmp_path
-
-
-def test_a_file_in_a_room_is_a_planner(copy: Path) -> None:
     for room in agents.ROOMS:
-        (copy / "agents" / room / "new.py").write_text(NEW.replace('"everything"', f'"new_{room}"'))
-    done = python(copy, "-c", ASK)
+        (tmp_path / "agents" / room / "new.py").write_text(NEW.replace('"everything"', f'"new_{room}"'))
+    done = python(tmp_path, "-c", ASK)
     assert done.returncode == 0, done.stderr
-    planners, options, everyone, slow, look, family = json.loads(done.stdout)
+    planners, options, everyone, slow, look, family, feasible = json.loads(done.stdout)
     new = [f"new_{room}" for room in sorted(agents.ROOMS)]
     assert planners == [*agents.PLANNERS, *new] and options == ["min_bytes", "seed", "mode"]
     assert everyone == [*agents.untrained(), *new]
     assert slow == [*new, *evaluate.SLOW]
-    assert look[0] == "every gap" and look[1].startswith("#") and family == "other"
-
-
-def test_the_commands_know_it(copy: Path) -> None:
-    (copy / "agents" / "heuristics" / "everything.py").write_text(NEW)
-    asked = python(copy, "-m", "experiments.evaluate", "--help")
-    assert "everything" in asked.stdout and "every gap, a journal of 2031" in asked.stdout, asked.stderr
-    chain().save(copy / "step.json")
-    run = ("-m", "experiments.evaluate", "program=step.json", "planners=[everything]", "limits=[0.8]", "out=found")
-    done = python(copy, *run, "jobs=1")
-    assert done.returncode == 0, done.stderr
-    (row,) = map(json.loads, (copy / "found" / "results.jsonl").read_text().splitlines())
-    assert row["planner"] == "everything" and row["feasible"] and (copy / "found" / "overhead.png").exists()
-
-
-def test_two_planners_of_one_key_are_refused(copy: Path) -> None:
-    (copy / "agents" / "search" / "another.py").write_text(NEW.replace('"everything"', '"home"'))
-    done = python(copy, "-c", "import agents")
-    assert done.returncode == 1 and "ValueError: two planners have the key 'home'" in done.stderr
+    assert look[0] == "every gap" and look[1].startswith("#") and family == "other" and feasible
+    (tmp_path / "agents" / "search" / "new.py").write_text(NEW.replace('"everything"', '"home"'))
+    done = python(tmp_path, "-c", "import agents")
+    assert done.returncode == 1 and "'home'" in done.stderr  # two planners of one key

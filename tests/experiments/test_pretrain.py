@@ -66,23 +66,6 @@ def test_on_ray_the_lessons_and_weights_are_the_same(run: Run, tmp_path: Path) -
     assert made[0] == made[1]
 
 
-@pytest.mark.parametrize(
-    ("word", "says"),
-    [
-        ("held_out=[vgg19]", "held_out: no network is of family 'vgg19'"),
-        ("training.encoder=lstm", "encoder: expected attention or structure2vec, got 'lstm'"),
-        ("training.epochs=0", "training: epochs: expected a number above 0, got 0"),
-        ("sets=[{programs: 1, networks: [vgg]}]", "sets[0].networks[0]: expected a mapping with family, got 'vgg'"),
-        ("sets=[{programs: 0, networks: []}]", "sets[0].programs: expected an integer of at least 1, got 0"),
-        ("sets=[vgg]", "sets[0]: expected a mapping with programs and networks, got 'vgg'"),
-    ],
-)
-def test_settings_that_cannot_be(run: Run, tmp_path: Path, word: str, says: str) -> None:
-    done = run("pretrain", word, f"out={tmp_path / 'x'}")
-    assert done.returncode == 2 and says in done.stderr and len(done.stderr.splitlines()) == 1
-    assert not (tmp_path / "x").exists()
-
-
 def test_a_line_that_was_cut_off_is_made_again(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_text('{"a":1}\n{"a":2}\n{"a"')

@@ -17,8 +17,8 @@ import torch
 from agents.deadline import TimeUp, within
 from executor import CaptureError
 from executor.capture.profile import ProfileError
+from experiments.common.measured_step import MeasuredStep
 from experiments.measured import steps
-from experiments.measured.measured_step import MeasuredStep
 from experiments.validate_gpu import __main__ as command, pytorch_baselines, stages, training
 from experiments.validate_gpu.__main__ import main
 from experiments.validate_gpu.networks import BLOCKS, NETWORKS, build, in_turns, reads_numbers

@@ -37,14 +37,14 @@ def test_selection_by_areas(program: Program) -> None:
         scores = np.where(left, weighted_duration(candidates, load, durations), -np.inf)
         order.append((best := int(scores.argmax()), float(scores[best])))
         left[best] = False
-        candidates.empty(load, best)
+        load -= candidates.nbytes[best] * candidates.absent[best]
     assert list(submodular_weighted_duration(candidates, program)) == order
     for limit in range(int(candidates.least), program.peak_bytes + 1, 50):
         load, few = candidates.live_bytes.copy(), []
         for i, _ in order:
             if load.max() <= limit:
                 break
-            candidates.empty(load, i)
+            load -= candidates.nbytes[i] * candidates.absent[i]
             few.append(i)
         assert candidates.first((i for i, _ in order), limit).tolist() == few
         assert (candidates.residency(np.array(few, np.int64)) == load).all()

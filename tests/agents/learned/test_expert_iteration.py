@@ -9,11 +9,11 @@ import torch
 
 from agents.learned import expert_iteration as learning
 from agents.learned.decoding import rows_of_ways
-from agents.learned.gap_graph import UNDECIDED
 from agents.learned.policy_net import batch_of
 from simulator import Machine
 from simulator.compiled.engine import Engine
 from simulator.modes import MODES, RECOMPUTED, STAYS, SWAPPED
+from simulator.moves.gap_graph import UNDECIDED
 from tests.experiments.conftest import chain
 
 MACHINE = Machine("link of 10 GB/s", 2**40, 10**10, 10**10)

@@ -9,19 +9,19 @@ from hypothesis import given, strategies as st
 
 import agents
 from agents.learned.decoding import decode, drawn, fitted, rows_of_ways
-from agents.learned.gap_graph import BIN_STATE, BIN_STATIC, STATE, UNDECIDED, GapGraph
 from agents.learned.policy import WEIGHTS
 from agents.learned.policy_net import MASKED, PolicyNet, batch_of, data_of, trained
 from agents.learned.training_state import save_weights
 from agents.planner import Infeasible
 from agents.search.annealing import everything
-from agents.search.local_search import Moves
 from experiments.common.report import heuristics
 from experiments.figures import program as bundled
 from simulator import Machine, Program, simulate
 from simulator.compiled.engine import Engine
 from simulator.files import FormatError
 from simulator.modes import STAYS
+from simulator.moves.gap_graph import BIN_STATE, BIN_STATIC, STATE, UNDECIDED, GapGraph
+from simulator.moves.moves import Moves
 from tests.agents.search.test_search import MACHINE, pyramid
 from tests.strategies import networks
 

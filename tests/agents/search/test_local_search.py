@@ -12,9 +12,10 @@ import pytest
 from agents.planner import Rows
 from agents.search import local_search
 from agents.search.annealing import everything
-from agents.search.local_search import CLOCK, TICK, Moves
+from agents.search.local_search import CLOCK, TICK
 from simulator import Engine, Machine, Program
 from simulator.compiled.encoding import NEVER
+from simulator.moves.moves import Moves
 from tests import random_cases
 from tests.agents.search import stepwise
 from tests.agents.search.stepwise import ticking

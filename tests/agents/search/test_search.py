@@ -13,11 +13,11 @@ from agents.heuristics.autoswap import SCORES
 from agents.planner import Rows
 from agents.search import annealing, local_search
 from agents.search.annealing import everything
-from agents.search.local_search import Moves
 from simulator import Kernel, Machine, Program, Tensor, simulate
 from simulator.compiled.encoding import RECOMPUTE, SWAP
 from simulator.compiled.engine import NEVER, Engine, Score, rows_of
 from simulator.modes import KEPT, MODES, SWAPPED
+from simulator.moves.moves import Moves
 from tests import tiny
 from tests.agents.search.stepwise import anneal, ticking
 from tests.oracle import enumeration

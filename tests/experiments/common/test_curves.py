@@ -15,6 +15,7 @@ from experiments.examples import dqn_single_file, ppo_single_file
 from experiments.figures import learning
 from experiments.figures.core import WITHOUT
 from simulator import FormatError, Machine
+from simulator.files import write_json
 from tests.experiments.conftest import Run
 
 PROGRAM, _ = small_task()
@@ -85,20 +86,17 @@ def test_the_figure_is_over_simulator_calls(tmp_path: Path) -> None:
         points = [{"calls": c, GREEDY: c / 100 if c != 30 else None, OVERHEAD: 0.5, BEST: 0.2} for c in calls]
         file = tmp_path / str(seed) / "curve.json"
         file.parent.mkdir()
-        file.write_text(json.dumps({**about, "agent": "a", "seed": seed, "points": points}))
-    rows = learning.tasks(OmegaConf.create({"runs": str(tmp_path)}))
+        write_json(file, kept := {**about, "agent": "a", "seed": seed, "points": points})
+    config = OmegaConf.create({"runs": str(tmp_path)})
+    rows = learning.tasks(config)
     at, gaps = learning.over_seeds(rows, GREEDY)
     assert at == [20, 30, 40]  # where all seeds have a value
     assert gaps == pytest.approx(np.array([[0, 10], [0, WITHOUT], [30, WITHOUT]]))
     end = learning.numbers(rows)["ends"][0]
     assert (end["calls"], end["seeds"], end["greedy"]) == (40, 2, pytest.approx((30 + WITHOUT) / 2))
-    later = [{"calls": 90, GREEDY: 0.3, OVERHEAD: 0.3, BEST: 0.3}]
-    kept = {**about, "agent": "a", "seed": 1, "points": later}
-    file.write_text(json.dumps(kept))
-    assert (
-        learning.numbers(learning.tasks(OmegaConf.create({"runs": str(tmp_path)})))["ends"] == []
-    )  # no call in common
+    write_json(file, {**kept, "points": [{"calls": 90, GREEDY: 0.3, OVERHEAD: 0.3, BEST: 0.3}]})
+    assert learning.numbers(learning.tasks(config))["ends"] == []  # no call in common
     for wrong in ({"points": []}, {"agent": "$x^2$"}, {"workload": "\x1b[2J"}, {"floor": "low"}):
-        file.write_text(json.dumps({**kept, **wrong}))
-        with pytest.raises(FormatError, match="not the curve of a training"):
-            learning.tasks(OmegaConf.create({"runs": str(tmp_path)}))
+        write_json(file, {**kept, **wrong})
+        with pytest.raises(FormatError, match=r"curve\.json"):
+            learning.tasks(config)

@@ -10,9 +10,9 @@ from executor import capture
 from executor.capture.kernel_times import Precision
 from executor.capture.profile import Profile
 from executor.memory.context import context_bytes
+from experiments.common.measured_step import MeasuredStep, measured_step, modelled
 from experiments.measured import steps
 from experiments.measured.__main__ import main
-from experiments.measured.measured_step import MeasuredStep, measured_step, modelled
 from simulator import FormatError, Machine
 from simulator.files import load_json
 

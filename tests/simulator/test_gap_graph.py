@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, strategies as st
 
-from agents.learned.gap_graph import BIN_STATE, BIN_STATIC, BINS, STATE, UNDECIDED, GapGraph
 from agents.planner import Candidates
-from agents.search.local_search import Moves
 from simulator import Machine, Program
 from simulator.modes import MODES, STAYS, SWAPPED
+from simulator.moves.gap_graph import BIN_STATE, BIN_STATIC, BINS, STATE, UNDECIDED, GapGraph
+from simulator.moves.moves import Moves
 from tests.strategies import networks, programs
 from tests.tiny import LIMIT, MACHINE, PROGRAM
 

@@ -1,0 +1,220 @@
+"""What is wrong with a file or a setting is one sentence that names it, with status 2, and nothing is left behind.
+
+Files come from strangers: nothing in them runs, writes elsewhere, speaks to the terminal or grows without end.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import pickle
+import shlex
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agents.learned.training_state import TrainingStateError, read_training_state, write_training_state
+from experiments.common import cli, report
+from experiments.plotting.plots import figure
+from simulator import FormatError, Machine, Plan, Program, Swap, files
+from simulator.pool.files import load
+from tests.experiments.conftest import Run, chain, refused
+from tests.tiny import PROGRAM
+
+MACHINE = """
+name: mine
+memory_bytes: 1000000000
+h2d_bytes_per_s: 2000000000
+d2h_bytes_per_s: 1000000000
+"""
+CALLS = "hydra: {callbacks: {x: {_target_: os.mkdir, path: made}}}\nworkload: {family: vgg}\n"
+
+
+def program(change: Callable[[dict[str, Any]], Any]) -> str:
+    data = PROGRAM.to_dict()
+    change(data)
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(("word", "content", "named"), [
+    ("machine=a.yaml", None, ["a.yaml"]),
+    ("machine=a.yaml", "", ["machine"]),
+    ("machine=a.yaml", "a: [1", ["a.yaml"]),
+    ("machine=a.yaml", "name: x", ["memory_bytes"]),
+    ("machine=a.yaml", MACHINE + "copy_engines: 3", ["machine.copy_engines"]),
+    ("machine=a.yaml", MACHINE + "duplex: 3", ["'duplex'"]),
+    ("machine=a.yaml", "a: &x [1, 2]\nb: *x\n", ["a.yaml", "line 2"]),
+    ("machine=a.yaml", "a: 1\nb:\n  c: 1\n  c: 2\n", ["line 4", "'c'"]),
+    ("machine=a.yaml", "[" * 40 + "]" * 40, ["a.yaml"]),
+    ("workload=a.yaml", None, ["a.yaml"]),
+    ("workload=a.yaml", "- vgg16", ["a.yaml"]),
+    ("workload=a.yaml", "name: a\nname: b", ["line 2", "'name'"]),
+    ("workload=a.yaml", "name: a\nbatch_size: 3", ["workload.family"]),
+    ("workload=a.yaml", "name: a\nfamily: mlp\ndept: 3", ["workload", "'dept'"]),
+    ("workload=a.yaml", "# @package _global_\n" + CALLS, ["'hydra'"]),
+    ("workload=a.yaml", "# @package hydra\n" + CALLS, ["'hydra'"]),
+    ("workload=a.yaml", "# @package agent\n" + CALLS, ["'agent'"]),
+    ("program=a.json", None, ["a.json"]),
+    ("program=a.json", '{"format": "program/1"', ["a.json"]),
+    ("program=a.json", '{"format": "program/1", "name": {"x": 1, "x": 2}}', ["'x'"]),
+    ("program=a.json", program(lambda data: data.update(name="\x1b[2J")), ["program.name"]),
+    ("program=a.json", program(lambda data: data["tensors"][0].update(name="a\nb")), ["tensors[0].name"]),
+    ("program=a.json", program(lambda data: data["kernels"][0].update(name="\u202e")), ["kernels[0].name"]),
+    ("file=a.csv", None, ["a.csv"]),
+    ("file=a.csv", "id,lower,upper,size\n", ["a.csv"]),
+    ("file=a.csv", "id,lower,upper,size\na,0,1,0\n", ["a.csv"]),
+    ("file=a.csv", "\n\n", ["a.csv"]),
+    ("file=a.csv", "id,lower,upper,size\na,0,1,-1\n", ["a.csv", "line 2", "size"]),
+])  # fmt: skip
+def test_a_malformed_file_is_one_sentence(
+    word: str, content: str | None, named: list[str], run: Run, tmp_path: Path
+) -> None:
+    file = tmp_path / "work" / word.partition("=")[2]
+    if content is not None:
+        file.write_text(content)
+    done = run(*(("pack", word) if word.startswith("file") else ("evaluate", "planners=none", word)))
+    refused(done, *named)
+    assert done.stderr.strip().isprintable()
+    assert [path.name for path in (tmp_path / "work").iterdir()] == [file.name] * (content is not None)
+
+
+@pytest.mark.parametrize(("words", "named"), [
+    ("evaluate {program} limits=[abc]", ["limits", "'abc'"]),
+    ("evaluate {program} limits=24G", ["limits", "'24G'"]),
+    ("evaluate {program} planners=[anealing]", ["'anealing'", "'annealing'"]),
+    ("evaluate {program} mode=both", ["mode", "'both'"]),
+    ("evaluate {program} seed=-1", ["seed", "-1"]),
+    ("evaluate {program} workspace=fast", ["workspace", "'fast'"]),
+    ("evaluate {program} workspace=true", ["workspace"]),
+    ("evaluate {program} machine.memory_bytes=-1", ["machine.memory_bytes"]),
+    ("evaluate {program} machine=mine", ["machine", ".yaml"]),
+    ("evaluate {program} plan={plan}", ["another program"]),
+    ("evaluate -m machine=gtx1080ti,h10", ["h10", "'h100'"]),
+    ("train_dqn limt=0.6", ["limt", "'limit'"]),
+    ("train_dqn +limt=0.6", ["limt", "'limit'"]),
+    ("train_dqn workloda=resnet50", ["'workload'"]),
+    ("train_dqn workload=vgg-16", ["'vgg16'"]),
+    ("train_dqn agent=dqm", ["'dqn'"]),
+    ("train_dqn machine=gtx1080", ["gtx1080", "'gtx1080ti'"]),
+    ("train_dqn machine.copy_engine=1", ["'machine.copy_engines'"]),
+    ("train_dqn copy_engines=1", ["'machine.copy_engines'"]),
+    ("train_dqn seed=1,2", ["seed=1,2", "-m"]),
+    ("train_dqn limit=[0.6", ["limit"]),
+    ("train_dqn ~limit", ["~limit"]),
+    ("train_dqn agent.walks=3", ["agent.num_envs"]),
+    ("train_dqn agent.mutations=3", ["agent.mutations"]),
+    ("train_dqn hydra/launcher=nowhere", ["hydra/launcher"]),
+    ("train_dqn {program} limit=0.01", ["chain"]),
+    ("train_dqn {program} resume=none.pt", ["resume", "none.pt"]),
+    ("train_dqn {program} resume={plan}", ["plan.json"]),
+    ("train_dqn {program} network=json:loads", ["network"]),
+    ("train_dqn {program} agent=dqn_paper network=json:loads", ["network"]),
+    ("train_sb3 limit=1", ["small"]),
+    ("train_sb3 algo=ppo", ["'maskable_ppo'"]),
+    ("train_sb3 tracker=neptune", ["tracker"]),
+    ("train_sb3 +algo.walks=3", ["walks"]),
+    ("train_sb3 network=nowhere:Mine", ["network", "'nowhere'"]),
+    ("train_sb3 task=GpuMemory/unet-51-v0", ["'GpuMemory/unet-50-v0'"]),
+    ("train_sb3 task=GpuMemory/unet-50-v0 limit=0.4", ["limit="]),
+    ("plan", ["target=", "workload=", "program="]),
+    ("plan {program} target=a:b", ["target=", "workload=", "program="]),
+    ("plan {program} times=fast", ["times", "'fast'"]),
+    ("plan {program} step_ms=0", ["step_ms", "0"]),
+    ("plan workload=mlp times=measured", ["times"]),
+    ("pretrain held_out=[vgg19]", ["held_out", "'vgg19'"]),
+    ("pretrain training.encoder=lstm", ["encoder", "'lstm'"]),
+    ("pretrain training.epochs=0", ["training", "epochs"]),
+    ("pretrain sets=[vgg]", ["sets[0]"]),
+    ("pretrain 'sets=[{{programs: 0, networks: []}}]'", ["sets[0].programs"]),
+    ("pretrain 'sets=[{{programs: 1, networks: [vgg]}}]'", ["sets[0].networks[0]", "'vgg'"]),
+    ("reproduce figure=all machine=h100", ["machine=h100", "gpu"]),
+    ("reproduce launcher=slurm", ["launcher", "'slurm'"]),
+    ("pack", ["file"]),
+    ("pack .", ["."]),
+    ("pack a.csv b.csv", ["-m"]),
+    ("pack {blocks} algorithms=[smartpol]", ["'smartpol'", "'smartpool'"]),
+    ("pack {blocks} algorithms=[]", ["algorithms"]),
+    ("pack {blocks} algorithms=[cudamalloc]", ["algorithms", "cudamalloc"]),
+    ("pack {blocks} algoritms=all", ["'algorithms'"]),
+    ("pack {blocks} seconds=soon", ["seconds"]),
+    ("pack {blocks} alignment=0", ["alignment"]),
+    ("pack {blocks} capacity=24G", ["capacity", "'24G'"]),
+    ("pack {blocks} iteration=maybe", ["iteration", "'maybe'"]),
+    ("pack {blocks} iteration=true", ["iteration"]),
+    ("__main__ evaluete seed=1", ["'evaluete'", "'evaluate'"]),
+])  # fmt: skip
+def test_a_setting_that_cannot_be_is_one_sentence(
+    words: str, named: list[str], run: Run, program_file: Path, tmp_path: Path
+) -> None:
+    other = chain(layers=7)
+    Plan((Swap(*other.gaps()[0]),), other.fingerprint).save(tmp_path / "plan.json")
+    (tmp_path / "blocks.csv").write_text("id,lower,upper,size\na,0,3,4\n")
+    given = {"program": f"program={program_file}", "plan": tmp_path / "plan.json", "blocks": tmp_path / "blocks.csv"}
+    refused(run(*shlex.split(words.format(**given))), *named)
+    assert not any((tmp_path / "work").rglob("*.*"))
+
+
+# ------------------------------------------------------------------------------------ what readers read
+
+
+def test_a_name_is_no_path_no_formula_and_no_markup(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = r"x/../../y $\frac$ [red]z[/red]"
+    Program(name, PROGRAM.tensors, PROGRAM.kernels).save(tmp_path / "step.json")
+    done = run("evaluate", f"program={tmp_path / 'step.json'}", "limits=[0.95]", "planners=[none]")
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step.json", "work"]
+    (out,) = (tmp_path / "work" / "runs").iterdir()
+    assert out.name.startswith("evaluate-x_.._.._y") and list(out.glob("*.png"))
+    with figure(tmp_path / "a.png") as axes:
+        axes.set_title(name)
+    report.console().print("[red]a[/red]")
+    assert capsys.readouterr().out == "[red]a[/red]\n"
+
+
+def test_a_file_is_as_large_as_it_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MOST_BYTES", 1000)
+    (tmp_path / "a.json.gz").write_bytes(gzip.compress(b" " * 10**6))
+    (tmp_path / "a.csv").write_bytes(b" " * 1001)
+    for name, read in (("a.json.gz", Program.load), ("a.csv", load)):
+        with pytest.raises(FormatError, match="1,000 bytes"):
+            read(tmp_path / name)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.json")
+    for read in (Program.load, Machine.load, load, lambda path: cli.with_own_files([f"workload={path}"])):
+        with pytest.raises((FormatError, cli.UsageError), match=r"a\.json"):
+            read(tmp_path / "a.json")
+
+
+def test_pickles_that_take_for_ever_to_hash(tmp_path: Path) -> None:
+    nested: tuple[Any, ...] = ()
+    for _ in range(40):
+        nested = (nested, nested)
+    bombs = [pickle.dumps([nested], protocol) for protocol in range(pickle.HIGHEST_PROTOCOL + 1)]
+    bombs.append(b"\x80\x02}" + b")" + b"2\x86" * 40 + b"K\x01s.")  # {tuple: 1}, by DUP
+    for bomb in bombs:
+        (tmp_path / "a.pickle").write_bytes(bomb)
+        with pytest.raises(FormatError, match=r"byte \d+"):
+            load(tmp_path / "a.pickle")
+
+
+def test_a_checkpoint_with_another_byte(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pt"
+    write_training_state(path, {"weights": torch.ones(64)})
+    read_training_state(path)
+    raw = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as parts:
+        data = max(parts.infolist(), key=lambda part: part.file_size)
+    raw[raw.index(torch.ones(64).numpy().tobytes())] ^= 1
+    assert data.file_size == 256
+    path.write_bytes(bytes(raw))
+    with pytest.raises(TrainingStateError):
+        read_training_state(path)
